@@ -1,0 +1,50 @@
+"""Every error that a user can cause, and the exit code that each one ends with.
+
+    PortableFSDPError            exit 1
+      UsageError                 exit 2: nothing was started, nothing was written
+        ConfigError              a key, a flag or a value of the config
+        BackendError             what this device or this engine cannot do, found when it opens
+        DataError                the corpus or the tokenizer
+        CheckpointError          a checkpoint that is not whole, or is another model's
+      TrainingError              the run itself went wrong (a NaN loss)
+
+A message says what was expected, what was found, where, and what to do. Anything else that reaches the
+top is a bug, and keeps its traceback.
+"""
+
+EXIT_FINISHED = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_STOPPED = 143  # 128 + SIGTERM: stopped on request, after a committed save
+
+
+class PortableFSDPError(Exception):
+    """Base of all errors whose message is meant for the user."""
+
+    exit_code = EXIT_FAILED
+
+
+class UsageError(PortableFSDPError):
+    """The run can't start as asked; nothing was lost."""
+
+    exit_code = EXIT_USAGE
+
+
+class ConfigError(UsageError):
+    """A flag or a config value is wrong."""
+
+
+class BackendError(UsageError):
+    """The device or engine is absent, or can't honour the config."""
+
+
+class DataError(UsageError):
+    """The corpus or the tokenizer doesn't fit the config."""
+
+
+class CheckpointError(UsageError):
+    """A checkpoint is not whole, or doesn't fit this model."""
+
+
+class TrainingError(PortableFSDPError):
+    """The run failed after it had started."""
