@@ -6,7 +6,7 @@ contract (C1 to C7) against every backend.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -111,10 +111,10 @@ class Backend(ABC):
         """Give back what opening took (process groups)."""
 
     @abstractmethod
-    def shard_model(self, model: nn.Module, policy: ShardPolicy, fill: Fill | None) -> nn.Module:
+    def shard_model(self, model: nn.Module, policy: ShardPolicy, fill: Fill) -> nn.Module:
         """Lay out `model` (parameters on meta, buffers real on the host) over the mesh and fill it.
 
-        `fill=None` leaves placeholders. FQNs, ties, buffers and dtypes stay those of `model`. *collective*
+        FQNs, ties, buffers and dtypes stay those of `model`. *collective*
         """
 
     @abstractmethod
@@ -172,3 +172,68 @@ class Backend(ABC):
     @abstractmethod
     def memory(self) -> MemoryStats:
         """Peak and present use of the fullest device of this process."""
+
+
+# ------------------------------------------------------------------------------- what every engine asks of a model
+
+
+class Place(NamedTuple):
+    """Where a parameter hangs: `module._parameters[leaf]`."""
+
+    module: nn.Module
+    leaf: str
+
+
+def parameter_places(model: nn.Module) -> dict[str, list[Place]]:
+    """First FQN of each parameter -> all places that share it (several where weights are tied)."""
+    first: dict[int, str] = {}
+    places: dict[str, list[Place]] = {}
+    for fqn, parameter in model.named_parameters(remove_duplicate=False):
+        owner, _, leaf = fqn.rpartition(".")
+        name = first.setdefault(id(parameter), fqn)
+        places.setdefault(name, []).append(Place(model.get_submodule(owner), leaf))
+    return places
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """FQN -> buffer, of those that a state dict carries."""
+    kept = set(model.state_dict(keep_vars=True))
+    return {fqn: buffer for fqn, buffer in model.named_buffers() if fqn in kept}
+
+
+def name_groups(groups: list[dict[str, Any]], parameters: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+    """Optimizer groups with parameters in place of their FQNs."""
+    return [{**group, "params": [parameters[fqn] for fqn in group["params"]]} for group in groups]
+
+
+def optimizer_state_twins(
+    make: MakeOptimizer, groups: list[dict[str, Any]], parameters: Mapping[str, nn.Parameter]
+) -> dict[str, dict[str, Tensor]]:
+    """FQN -> state name -> a tensor of the shape and dtype that the optimizer will keep (values mean nothing).
+
+    Learnt from one step of the same optimizer on meta twins, so that any torch optimizer whose state starts at zero
+    works without a table of ours, and the real one never has to take a step to get its state.
+    """
+    twins = {fqn: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta")) for fqn, p in parameters.items()}
+    for twin in twins.values():
+        twin.grad = torch.zeros_like(twin)
+    optimizer = make(name_groups(groups, twins), False)
+    optimizer.step()
+    return {
+        fqn: {name: value for name, value in optimizer.state[twin].items() if isinstance(value, Tensor)}
+        for fqn, twin in twins.items()
+    }
+
+
+def whole(shape: Sequence[int]) -> Slices:
+    """The slices that name all of a tensor."""
+    return tuple(slice(0, size) for size in shape)
+
+
+def rows_of_shard(rows: int, index: int, count: int) -> slice:
+    """Rows of dimension 0 that shard `index` of `count` holds: ceil(rows / count) each, the last ones fewer or none.
+
+    The cut of torch.chunk, of FSDP2 and of XLA's tiled shardings alike.
+    """
+    step = -(-rows // count)
+    return slice(min(index * step, rows), min((index + 1) * step, rows))

@@ -1,0 +1,386 @@
+"""XLA: torch_xla SPMD. One process drives all devices of its host; the program is global, XLA partitions it.
+
+`shard_model` reads top to bottom: what a unit does to its forward (cast, recompute, mark its output), then weights,
+uploaded shard by shard. Environment variables that torch_xla reads at import are set here, before it is imported;
+nothing else of the package imports it.
+"""
+
+import os
+import resource
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from portable_fsdp.backends.base import (
+    Backend,
+    Batch,
+    Fill,
+    MakeOptimizer,
+    MemoryStats,
+    Metrics,
+    Part,
+    Pending,
+    Piece,
+    Place,
+    Read,
+    ShardPolicy,
+    Slices,
+    T,
+    TensorState,
+    name_groups,
+    optimizer_state_twins,
+    parameter_places,
+    persistent_buffers,
+    rows_of_shard,
+    whole,
+)
+from portable_fsdp.config.load import check_batch
+from portable_fsdp.config.schema import Config
+from portable_fsdp.runtime.errors import BackendError, TrainingError
+
+ROWS = ("replicate", "shard")  # mesh axes over which the rows of a batch go
+
+
+class _OnDevice(Pending):
+    """Scalars that are read when they are asked for, a step late; reading one compiles nothing."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def result(self) -> dict[str, float]:
+        return {name: float(value.cpu()) for name, value in self._metrics.items()}
+
+
+class XlaBackend(Backend):
+    """torch_xla SPMD over all devices of all hosts: PJRT TPU, or N virtual PJRT CPU devices."""
+
+    def __init__(self, device: str, config: Config, num_devices: int | None) -> None:
+        _check(config)
+        _set_environment(device, num_devices)
+        import torch_xla
+        import torch_xla.debug.metrics
+        import torch_xla.distributed.spmd as spmd
+        import torch_xla.runtime as runtime
+
+        self._xla: Any = torch_xla
+        self._bridge: Any = torch_xla._XLAC
+        self._spmd: Any = spmd
+        runtime.use_spmd()
+        count = int(cast(Any, runtime).global_runtime_device_count())
+        local = int(cast(Any, runtime).addressable_runtime_device_count())
+        _check_devices(device, num_devices, count)
+        self.device = torch.device("xla:0")
+        self.process = Part(int(cast(Any, runtime).process_index()), int(cast(Any, runtime).process_count()))
+        self.data_shard = self.process
+        self.data_parallel_size = count
+        self._accumulation = check_batch(config, count)
+        self.expected_compilations = 1 if self._accumulation == 1 else 2
+        self._local_devices = range(self.process.index * local, self.process.index * local + local)
+        self._shards = count if config.sharding.strategy == "FULL_SHARD" else 1
+        self._mesh: Any = spmd.Mesh(np.arange(count), (count // self._shards, self._shards), ROWS)
+        self._compilations = 0
+        self._owns_group = self.process.count > 1 and not dist.is_initialized()
+        if self._owns_group:
+            dist.init_process_group("gloo", init_method="xla://")
+
+    def close(self) -> None:
+        self._xla.sync(wait=True)
+        if self._owns_group:
+            dist.destroy_process_group()
+
+    # ------------------------------------------------------------------------------------------- model, optimizer
+
+    def shard_model(self, model: nn.Module, policy: ShardPolicy, fill: Fill) -> nn.Module:
+        places = parameter_places(model)
+        for name in policy.units:
+            unit = model.get_submodule(name)
+            inside = [place for fqn in places for place in places[fqn] if fqn.startswith(f"{name}.")]
+            _cast_at_use(unit, inside, policy.compute)
+            if policy.gradient_checkpointing:
+                _recompute(unit)
+            unit.register_forward_hook(self._split_rows)
+            self._spmd.apply_backward_optimization_barrier(unit)  # else gathered weights of all units stay alive
+        outside = [
+            place
+            for fqn in places
+            for place in places[fqn]
+            if not any(fqn.startswith(f"{name}.") for name in policy.units)
+        ]
+        _cast_at_use(model, outside, policy.compute)
+        for fqn, shared in places.items():
+            weight = cast(Tensor, shared[0].module._parameters[shared[0].leaf])
+            uploaded = nn.Parameter(self._upload_shards(weight.shape, lambda slices, fqn=fqn: fill(fqn, slices)))
+            uploaded.requires_grad_(weight.requires_grad)
+            for place in shared:  # one Parameter for all places: tied weights stay tied
+                place.module._parameters[place.leaf] = uploaded
+        for module in model.modules():
+            for leaf, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[leaf] = self._upload_shards(buffer.shape, lambda s, b=buffer: b[s], sharded=False)
+        self._model = model
+        return model
+
+    def _split_rows(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        """Forward hook of a unit: its output stays split by rows, so that weights are gathered and not activations."""
+        hidden = cast(Tensor, output[0] if isinstance(output, tuple) else output)
+        self._spmd.mark_sharding(hidden, self._mesh, (ROWS, *(None for _ in hidden.shape[1:])))
+
+    def build_optimizer(self, make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        parameters = dict(self._model.named_parameters())
+        optimizer = make(name_groups(groups, parameters), True)
+        for fqn, state in optimizer_state_twins(make, groups, parameters).items():
+            parameter = parameters[fqn]
+            for name, twin in state.items():
+                optimizer.state[parameter][name] = self._zeros(twin, like=parameter)
+            if self._accumulation > 1:
+                # The micro-batch program adds into gradients that exist, and so is the same one every time.
+                parameter.grad = self._zeros(parameter, like=parameter)
+        for group in optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"] = self._upload_shards((), lambda _, lr=group["lr"]: lr.cpu(), sharded=False)
+        self._xla.sync(wait=True)
+        return optimizer
+
+    def _zeros(self, twin: Tensor, like: Tensor) -> Tensor:
+        def zeros(slices: Slices) -> Tensor:
+            return torch.zeros([part.stop - part.start for part in slices], dtype=twin.dtype)
+
+        return self._upload_shards(twin.shape, zeros, sharded=twin.shape == like.shape)
+
+    def _upload_shards(
+        self, shape: Sequence[int], piece: Callable[[Slices], Tensor], sharded: bool = True
+    ) -> Tensor:
+        """A global tensor from host pieces: each device gets its rows (all rows if not sharded), and no more.
+
+        Compiles nothing. `_global_tensor_from_cpu_shards` is private: the only way found that needs no full copy.
+        """
+        sharded = sharded and len(shape) > 0 and self._shards > 1
+        spec = ("shard", *(None for _ in shape[1:])) if sharded else tuple(None for _ in shape)
+        pieces: list[Tensor] = []
+        for device in self._local_devices:
+            slices = self._slices(shape, device) if sharded else whole(shape)
+            data = piece(slices)
+            if sharded:
+                missing = -(-shape[0] // self._shards) - data.shape[0]
+                data = nn.functional.pad(data, (0, 0) * (len(shape) - 1) + (0, missing))
+            pieces.append(data.contiguous())
+        if len(self._local_devices) == 1 and self.process.count == 1:
+            return pieces[0].to(self.device)
+        return self._bridge._global_tensor_from_cpu_shards(pieces, self._mesh.get_op_sharding(spec), list(shape))
+
+    def _slices(self, shape: Sequence[int], device: int) -> Slices:
+        return (rows_of_shard(shape[0], device % self._shards, self._shards), *whole(shape)[1:])
+
+    # --------------------------------------------------------------------------------------------------- the step
+
+    def place(self, batch: Batch) -> Batch:
+        return {name: self._place(tensor) for name, tensor in batch.items()}
+
+    def _place(self, tensor: Tensor) -> Tensor:
+        rows = ROWS if tensor.dim() else None
+        spec = self._spmd.ShardingSpec(
+            self._mesh, (rows, *(None for _ in tensor.shape[1:])) if rows else (), minibatch=self.process.count > 1
+        )
+        (placed,) = self._bridge._xla_tensors_from_aten([tensor], [str(self.device)], [spec.xla_spec(tensor)])
+        return placed
+
+    def compile(self, fn: Callable[..., Metrics], name: str) -> Callable[..., Metrics]:
+        seen = 0
+
+        def step(*args: Any) -> Metrics:
+            nonlocal seen
+            before = self._compile_count()
+            with self._xla.compile(name=name, full_graph=True):
+                out = fn(*args)
+            new = self._compile_count() - before
+            self._compilations += new
+            seen += new
+            if seen > 1:
+                raise TrainingError(
+                    f"backend xla: program {name!r} was compiled {seen} times, expected once.\n  The shapes of its "
+                    f"inputs now: {[{k: tuple(v.shape) for k, v in a.items()} for a in args if isinstance(a, dict)]}.\n"
+                    "  A shape that changes, or a Python number inside the model that changes with each step, does "
+                    "that. Set XLA_IR_DEBUG=1 XLA_SAVE_TENSORS_FILE=/tmp/ir to see the programs."
+                )
+            return out
+
+        return step
+
+    def _compile_count(self) -> int:
+        data = self._xla.debug.metrics.metric_data("CompileTime")
+        return int(data[0]) if data else 0
+
+    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+        return nullcontext()  # one global program: there is no gradient that has not crossed
+
+    def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
+        parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm([cast(Tensor, parameter.grad) for parameter in parameters])
+        if limit is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+        return norm
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return tensor  # of the global batch already
+
+    def fetch(self, metrics: Metrics) -> Pending:
+        return _OnDevice(metrics)
+
+    def agree(self, value: T) -> T:
+        if self.process.count == 1:
+            return value
+        box: list[Any] = [value]
+        dist.broadcast_object_list(box, src=0)
+        return cast(T, box[0])
+
+    # -------------------------------------------------------------------------------------------------- the state
+
+    def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, TensorState]:
+        self._xla.sync(wait=True)
+        return {key: self._tensor_state(holder[name]) for key, (holder, name) in _holders(model, optimizer).items()}
+
+    def _tensor_state(self, tensor: Tensor) -> TensorState:
+        state = TensorState(tuple(tensor.shape), tensor.dtype)
+        if not self._bridge._get_xla_sharding_spec(tensor):
+            if self.process.index == 0:
+                state.pieces.append(Piece((0,) * tensor.dim(), tensor.detach().cpu()))
+            return state
+        (shards,) = self._bridge._get_local_shards([tensor])
+        (where,) = self._bridge._get_local_shard_replica_and_indices([tensor])
+        for (shard, _), (replica, slices) in zip(shards, where, strict=True):
+            if replica != 0:
+                continue
+            parts: Slices = whole(tensor.shape) if slices is Ellipsis else tuple(slices)
+            data = cast(Tensor, shard)[tuple(slice(0, part.stop - part.start) for part in parts)]  # without padding
+            if data.numel() or not tensor.numel():
+                state.pieces.append(Piece(tuple(int(part.start) for part in parts), data))
+        return state
+
+    def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, read: Read) -> None:
+        for key, (holder, name) in _holders(model, optimizer).items():
+            old = holder[name]
+            sharded = "devices=" in self._bridge._get_xla_sharding_spec(old)
+            new = self._upload_shards(old.shape, lambda slices, key=key: read(key, slices), sharded)
+            self._bridge._replace_xla_tensor(old, new)
+        self._xla.sync(wait=True)
+
+    @property
+    def compilations(self) -> int:
+        return self._compilations
+
+    def memory(self) -> MemoryStats:
+        if os.environ["PJRT_DEVICE"] == "CPU":
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            return MemoryStats(peak, psutil.Process().memory_info().rss, psutil.virtual_memory().total)
+        used = self._bridge._xla_memory_info(f"TPU:{self._local_devices[0]}")
+        return MemoryStats(int(used["peak_bytes_used"]), int(used["bytes_used"]), int(used["bytes_limit"]))
+
+
+def _check(config: Config) -> None:
+    if config.precision.reduce == "float32" and config.precision.compute != "float32":
+        raise BackendError(
+            "backend xla: precision.reduce=float32 cannot be honoured with precision.compute=bfloat16: XLA sums "
+            "gradients over devices in the compute dtype.\n  Set precision.reduce=auto (float32 where the engine can), "
+            "or precision.compute=float32, or use backend=native."
+        )
+    if config.precision.reduce == "bfloat16" and config.precision.compute == "float32":
+        raise BackendError(
+            "backend xla: precision.reduce=bfloat16 cannot be honoured with precision.compute=float32: XLA sums "
+            "gradients over devices in the compute dtype.\n  Set precision.reduce=auto, or precision.compute=bfloat16."
+        )
+    if config.model.attention in ("sdpa", "eager"):
+        raise BackendError(
+            f"backend xla: model.attention={config.model.attention} cannot be honoured: transformers then reads a mask "
+            "on the host in every step.\n  Set model.attention=auto."
+        )
+
+
+def tpu_chips() -> int:
+    """TPU chips that this host shows as device files."""
+    return len([*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")])
+
+
+def _set_environment(device: str, num_devices: int | None) -> None:
+    """What torch_xla reads when it is imported."""
+    if device == "tpu":
+        os.environ["PJRT_DEVICE"] = "TPU"
+        return
+    os.environ["PJRT_DEVICE"] = "CPU"
+    if num_devices is not None:
+        os.environ["CPU_NUM_DEVICES"] = str(num_devices)
+    os.environ.setdefault("CPU_NUM_DEVICES", "1")
+
+
+def _check_devices(device: str, num_devices: int | None, count: int) -> None:
+    if num_devices is not None and num_devices != count:
+        raise BackendError(
+            f"backend xla on {device}: expected --num_devices={num_devices} devices, found {count}.\n  On a TPU slice "
+            "leave --num_devices out: all chips take part. In one process the number can't change after the first use."
+        )
+
+
+def _cast_at_use(module: nn.Module, places: list[Place], dtype: torch.dtype) -> None:
+    """Within the module's forward its weights are copies in `dtype`, through which gradients reach the masters.
+
+    By the instance's forward and not by a wrapper, so that no name changes.
+    """
+    forward = module.forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _cast(places, dtype):
+            return forward(*args, **kwargs)
+
+    module.forward = run
+
+
+@contextmanager
+def _cast(places: list[Place], dtype: torch.dtype) -> Generator[None]:
+    masters = [cast(nn.Parameter, place.module._parameters[place.leaf]) for place in places]
+    copies: dict[int, Tensor] = {}
+    for place, master in zip(places, masters, strict=True):
+        if master.dtype != dtype and master.is_floating_point():
+            copy = copies.setdefault(id(master), master.to(dtype))
+            place.module._parameters[place.leaf] = cast(nn.Parameter, copy)
+    try:
+        yield
+    finally:
+        for place, master in zip(places, masters, strict=True):
+            place.module._parameters[place.leaf] = master
+
+
+def _recompute(module: nn.Module) -> None:
+    """Gradient checkpointing by torch_xla's own: XLA would merge what torch's recomputes with the first pass."""
+    from torch_xla.utils.checkpoint import checkpoint
+
+    forward = module.forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        names = list(kwargs)
+
+        def positional(*values: Any) -> Any:
+            return forward(*values[: len(args)], **dict(zip(names, values[len(args) :], strict=True)))
+
+        return checkpoint(positional, *args, *kwargs.values(), use_reentrant=True, preserve_rng_state=False)
+
+    module.forward = run
+
+
+def _holders(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[dict[str, Any], str]]:
+    """Key of each saved tensor -> the dictionary and name that hold it."""
+    parameters = dict(model.named_parameters())
+    tensors: dict[str, tuple[dict[str, Any], str]] = {fqn: (parameters, fqn) for fqn in parameters}
+    buffers = persistent_buffers(model)
+    tensors.update({fqn: (buffers, fqn) for fqn in buffers})
+    for fqn, parameter in parameters.items():
+        state = cast(dict[str, Any], optimizer.state.get(parameter, {}))
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                tensors[f"{name}/{fqn}"] = (state, name)
+    return tensors

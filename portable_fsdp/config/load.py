@@ -1,0 +1,412 @@
+"""YAML and overrides to a `Config`, or one message that names every problem by file, line and key.
+
+The file is composed into nodes first, so that each key keeps its line; overrides are laid over the values, pydantic
+checks the whole, and what it finds is said again in the words of the schema: expected, found, where.
+"""
+
+import difflib
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, cast, get_args, get_origin
+
+import yaml
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from yaml.nodes import MappingNode, Node, ScalarNode
+
+from portable_fsdp.config.schema import Config
+from portable_fsdp.runtime.errors import ConfigError
+
+Key = tuple[str, ...]
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file and lay `section.key=value` overrides over it; of two for one key the later one counts.
+
+    Values of overrides are YAML; `model.architecture.hidden_size=64` sets inside that mapping. A section without keys
+    is all defaults. Raises ConfigError with all problems of the file and the overrides in one message.
+    """
+    source = _read_file(Path(path))
+    for text in overrides:
+        source.override(text)
+    try:
+        config = Config.model_validate(source.values)
+    except ValidationError as error:
+        source.add_schema_problems(error)
+        raise source.error() from None
+    if source.problems:
+        raise source.error()
+    return config
+
+
+def config_text(config: Config) -> str:
+    """The resolved config as YAML that `load_config` reads back to an equal Config."""
+    return yaml.dump(config.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def check_batch(config: Config, data_parallel_size: int) -> int:
+    """Micro batches per step (gradient accumulation): global_batch / (micro_batch * data_parallel_size devices).
+
+    Raises ConfigError when that leaves a remainder, and names the nearest batch sizes that fit.
+    """
+    train = config.train
+    rows = train.micro_batch * data_parallel_size
+    if train.global_batch % rows == 0:
+        return train.global_batch // rows
+    below = train.global_batch // rows * rows
+    global_batches = [str(size) for size in (below, below + rows) if size > 0]
+    fits = f"train.global_batch={' or '.join(global_batches)}"
+    if micro_batches := _micro_batches_that_fit(train.global_batch, train.micro_batch, data_parallel_size):
+        fits += f", or train.micro_batch={' or '.join(map(str, micro_batches))}"
+    raise ConfigError(
+        f"train.global_batch: expected a multiple of train.micro_batch * devices = {train.micro_batch} * "
+        f"{data_parallel_size} = {rows} sequences, found {train.global_batch}.\n  Set {fits}. Nothing was started."
+    )
+
+
+def total_steps(config: Config, rows: int) -> int:
+    """Optimizer updates of the whole run: train.steps, or the whole steps in train.epochs over `rows` sequences.
+
+    Raises ConfigError when the epochs don't fill one step.
+    """
+    train = config.train
+    if train.epochs is None:
+        return cast(int, train.steps)
+    # The decimal as written: 0.29 epochs of 100 rows are 29 rows, which binary floats would make 28.
+    steps = math.floor(Fraction(str(train.epochs)) * rows / train.global_batch)
+    if steps < 1:
+        raise ConfigError(
+            f"train.epochs: expected at least one step of train.global_batch={train.global_batch} sequences, "
+            f"found {train.epochs:g} epochs of {rows} sequences.\n"
+            "  Raise train.epochs, lower train.global_batch or data.seq_len, or give more text. Nothing was started."
+        )
+    return steps
+
+
+def _micro_batches_that_fit(global_batch: int, micro_batch: int, devices: int) -> list[int]:
+    """The divisors of a device's share of the global batch next below and above `micro_batch`."""
+    share, rest = divmod(global_batch, devices)
+    if rest:
+        return []
+    divisors = [size for size in range(1, share + 1) if share % size == 0]
+    below = [size for size in divisors if size < micro_batch]
+    above = [size for size in divisors if size > micro_batch]
+    return below[-1:] + above[:1]
+
+
+# --- YAML
+
+_FLOAT_TAG = "tag:yaml.org,2002:float"
+_MERGE_TAG = "tag:yaml.org,2002:merge"
+_TIMESTAMP_TAG = "tag:yaml.org,2002:timestamp"
+_FLOAT_WITHOUT_DOT = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 with two changes: `3e-4` is a number, also inside model.architecture, and dates stay text."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes the text that `_Loader` would read as a number."""
+
+
+def _without_timestamps(resolvers: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    return {first: [entry for entry in rest if entry[0] != _TIMESTAMP_TAG] for first, rest in resolvers.items()}
+
+
+_Loader.yaml_implicit_resolvers = _without_timestamps(yaml.SafeLoader.yaml_implicit_resolvers)
+for _kind in (_Loader, _Dumper):
+    _kind.add_implicit_resolver(_FLOAT_TAG, _FLOAT_WITHOUT_DOT, list("-+0123456789"))
+
+
+class _Origin(NamedTuple):
+    """Where a value was written. `order` sorts messages: the line in the file, overrides after all lines."""
+
+    order: float
+    where: str
+    written: str | None  # the scalar as typed, without quotes; None for mappings and lists
+
+
+@dataclass
+class _Source:
+    """The values of a file with overrides laid over them, where each came from, and what is wrong so far."""
+
+    path: Path
+    values: dict[str, Any] = field(default_factory=lambda: {})
+    origins: dict[Key, _Origin] = field(default_factory=lambda: {})
+    problems: dict[str, float] = field(default_factory=lambda: {})  # message -> order; a message stands once
+    overrides: int = 0
+
+    def add_problem(self, origin: _Origin, key: Key, text: str) -> None:
+        name = f" {_name(key)}:" if key else ""
+        self.problems.setdefault(f"{origin.where}:{name} {text}", origin.order)
+
+    def error(self) -> ConfigError:
+        messages = sorted(self.problems, key=self.problems.__getitem__)
+        return ConfigError("\n".join(messages) + " Nothing was started.")
+
+    def record(self, node: Node, key: Key, origin: _Origin | None, above: tuple[Node, ...] = ()) -> None:
+        """Note where `key` and all below it were written (`origin`, or the line in the file), and keys given twice."""
+        if not isinstance(node, MappingNode):
+            return
+        seen: dict[str, _Origin] = {}
+        for key_node, value_node in cast(list[tuple[Node, Node]], node.value):
+            if not isinstance(key_node, ScalarNode) or key_node.tag == _MERGE_TAG:
+                continue
+            inner = (*key, str(key_node.value))
+            here = _origin_of_node(self.path, key_node, value_node) if origin is None else origin
+            here = here._replace(written=_written(value_node))
+            if inner[-1] in seen:
+                first = "" if origin else f" (first on line {seen[inner[-1]].order:.0f})"
+                self.add_problem(here, inner, f"expected once, found twice{first}; keep one.")
+            seen[inner[-1]] = self.origins[inner] = here
+            if value_node in above:
+                self.add_problem(here, inner, "expected a value, found an alias of the mapping that it stands in.")
+                continue
+            self.record(value_node, inner, origin, (*above, node))
+
+    def override(self, text: str) -> None:
+        """Lay `section.key=value` over the values."""
+        self.overrides += 1
+        origin = _Origin(math.inf, f"override '{text}'", None)
+        name, equals, value_text = text.partition("=")
+        key = tuple(name.strip().split("."))
+        if not equals or not all(key):
+            self.add_problem(origin, (), "expected section.key=value (optim.lr=3e-4).")
+            return
+        try:
+            node, value = _parse(value_text)
+        except yaml.YAMLError as error:
+            self.add_problem(origin, key, f"expected YAML after `=`: {_yaml_problem(error)}.")
+            return
+        self._set(key, value, origin._replace(written=_written(node)))
+        if node is not None:
+            self.record(node, key, origin)
+
+    def _set(self, key: Key, value: object, origin: _Origin) -> None:
+        inside = self.values
+        for depth, part in enumerate(key[:-1], start=1):
+            outer = inside.get(part)
+            if outer is not None and not isinstance(outer, dict):
+                found = self.found(key[:depth], outer)
+                self.add_problem(origin, key, f"expected {_name(key[:depth])} to be a mapping, found {found}.")
+                return
+            inside[part] = dict(cast(dict[str, Any], outer or {}))  # a copy: a YAML alias may share it with other keys
+            inside = inside[part]
+        inside[key[-1]] = value
+        self.origins = {k: o for k, o in self.origins.items() if k[: len(key)] != key} | {key: origin}
+
+    def origin(self, key: Key) -> _Origin:
+        """Where `key` was written: itself, else the last override inside it, else what it stands in, else the file."""
+        if not key:
+            return _Origin(0, str(self.path), None)
+        return self.origins.get(key) or self.override_inside(key) or self.origin(key[:-1])
+
+    def override_inside(self, key: Key) -> _Origin | None:
+        inside = [origin for k, origin in self.origins.items() if k[: len(key)] == key and origin.order == math.inf]
+        return inside[-1] if inside else None
+
+    def found(self, key: Key, value: object) -> str:
+        """A value in the words of a message, as it was typed."""
+        if isinstance(value, dict):
+            return "a mapping"
+        if isinstance(value, list):
+            return f"the list {_shortened(repr(cast(object, value)))}"
+        if value is None:
+            return "null"
+        if isinstance(value, str):
+            return _shortened(repr(value))
+        written = self.origins[key].written if key in self.origins else None
+        typed = str(value) if written is None else written
+        return typed
+
+    def add_schema_problems(self, error: ValidationError) -> None:
+        for detail in error.errors(include_url=False):
+            key, schema = _deepest_field(detail["loc"])
+            if detail["type"] in ("extra_forbidden", "invalid_key"):
+                key = tuple(str(part) for part in detail["loc"] if part != "[key]")
+                self.add_problem(self.origin(key), key, f"unknown key.\n  {_nearest(key)}.")
+            elif detail["type"] == "missing":
+                self.add_problem(self.origin(key), key, f"expected {_expected(schema)}, found no such key.")
+            elif detail["type"] == "value_error":
+                self._add_section_problem(key, detail["msg"].removeprefix("Value error, "))
+            else:
+                value = _value_at(self.values, key)
+                found = self.found(key, value) + _quoting_hint(schema, value)
+                self.add_problem(self.origin(key), key, f"expected {_expected(schema)}, found {found}.")
+
+    def _add_section_problem(self, key: Key, text: str) -> None:
+        """A rule over several keys: an override inside the section is the likely cause, so it is named first."""
+        self.add_problem(self.override_inside(key) or self.origin(key), key, f"{text}.")
+
+
+def _read_file(path: Path) -> _Source:
+    """Parse the file. Raises ConfigError when there is no mapping to go on with."""
+    source = _Source(path)
+    try:
+        node, values = _parse(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: expected a YAML config file, found no such file. Nothing was started.") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: expected a YAML config file, found a folder. Nothing was started.") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be read: {error.strerror}. Nothing was started.") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: expected UTF-8 text, found {error.reason}. Nothing was started.") from None
+    except yaml.YAMLError as error:
+        where = f"{path}{_yaml_line(error)}"
+        raise ConfigError(f"{where}: expected YAML: {_yaml_problem(error)}. Nothing was started.") from None
+    if node is None or not isinstance(values, dict):
+        found = source.found((), values) if node is not None else "nothing"
+        sections = ", ".join(Config.model_fields)
+        raise ConfigError(f"{path}: expected a mapping of sections ({sections}), found {found}. Nothing was started.")
+    source.record(node, (), None)
+    sections = cast(dict[str, Any], values)
+    source.values = {k: {} if v is None and k in Config.model_fields else v for k, v in sections.items()}
+    return source
+
+
+def _parse(text: str) -> tuple[Node | None, Any]:
+    """The node tree of one YAML document and its value; (None, None) for an empty one. Raises yaml.YAMLError."""
+    loader = _Loader(text)
+    try:
+        node = cast(Node | None, loader.get_single_node())
+        if node is None:
+            return None, None
+        return node, loader.construct_document(node)
+    except ValueError as error:  # a scalar that looks like a number and is none: `0x_`
+        raise yaml.YAMLError(str(error)) from None
+    finally:
+        loader.dispose()
+
+
+def _origin_of_node(path: Path, key_node: Node, value_node: Node) -> _Origin:
+    line = cast(int, key_node.start_mark.line) + 1
+    return _Origin(line, f"{path}:{line}", _written(value_node))
+
+
+def _written(node: Node | None) -> str | None:
+    return str(node.value) if isinstance(node, ScalarNode) else None
+
+
+def _yaml_line(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    return f":{mark.line + 1}" if mark else ""
+
+
+def _yaml_problem(error: yaml.YAMLError) -> str:
+    text = cast(str | None, getattr(error, "problem", None)) or str(error).splitlines()[0]
+    return text + (" (YAML indents with spaces)" if "'\\t'" in text else "")
+
+
+# --- the schema in words
+
+
+def _name(key: Key) -> str:
+    return ".".join(key)
+
+
+def _shortened(text: str, limit: int = 60) -> str:
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def _deepest_field(location: Sequence[int | str]) -> tuple[Key, FieldInfo]:
+    """The field of the schema that a place in pydantic's report belongs to (`optim.betas` for its second number)."""
+    model: type[BaseModel] | None = Config
+    key: Key = ()
+    found = FieldInfo(annotation=Config)
+    for part in location:
+        if model is None or part not in model.model_fields:
+            break
+        key, found = (*key, str(part)), model.model_fields[str(part)]
+        model = cast(type[BaseModel], found.annotation) if _is_section(found.annotation) else None
+    return key, found
+
+
+def _is_section(annotation: object) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _fields(model: type[BaseModel] = Config, above: Key = ()) -> Iterator[tuple[Key, FieldInfo]]:
+    for name, info in model.model_fields.items():
+        yield (*above, name), info
+        if _is_section(info.annotation):
+            yield from _fields(cast(type[BaseModel], info.annotation), (*above, name))
+
+
+def _nearest(key: Key) -> str:
+    """The valid key that an unknown one probably means, or the valid keys in its place."""
+    fields = dict(_fields())
+    siblings = [known for known in fields if known[:-1] == key[:-1]]
+    same_name = [known for known in fields if known[-1] == key[-1]]
+    close = _close(key, siblings) or same_name or _close(key, list(fields))
+    if not close:
+        return f"expected one of {', '.join(known[-1] for known in siblings)}"
+    takes = "" if _is_section(fields[close[0]].annotation) else f" ({_expected(fields[close[0]])})"
+    return f"nearest: {_name(close[0])}{takes}"
+
+
+def _close(key: Key, known: Sequence[Key]) -> list[Key]:
+    matches = difflib.get_close_matches(key[-1], [candidate[-1] for candidate in known], n=1)
+    return [candidate for candidate in known if candidate[-1] in matches]
+
+
+def _value_at(values: object, key: Key) -> object:
+    for part in key:
+        values = cast(dict[str, object], values)[part]
+    return values
+
+
+def _quoting_hint(schema: FieldInfo, value: object) -> str:
+    """What to do about `name: no` and `name: 123`, which YAML doesn't read as text."""
+    takes_text = schema.annotation is str or str in get_args(schema.annotation)
+    takes_words = takes_text or get_origin(schema.annotation) is Literal
+    if takes_words and isinstance(value, bool):
+        return f", which YAML reads as the boolean {str(value).lower()}; in quotes it is text"
+    return ", a number; in quotes it is text" if takes_text and isinstance(value, int | float) else ""
+
+
+def _expected(schema: FieldInfo) -> str:
+    """What a field takes: `none | full`, `an integer >= 1 or null`, `a mapping with dir, name, seed`."""
+    constraints = " and ".join(_constraint_words(schema.metadata))
+    words = f"{_type_words(schema.annotation)} {constraints}".strip()
+    return f"{words} or null" if NoneType in get_args(schema.annotation) else words
+
+
+def _type_words(annotation: object) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return " | ".join(map(str, arguments))
+    if origin is Annotated:
+        return _type_words(arguments[0])
+    if origin in (Union, UnionType):
+        return " or ".join(_type_words(argument) for argument in arguments if argument is not NoneType)
+    if origin is tuple:
+        return f"a list [{', '.join(map(_type_words, arguments))}]"
+    if _is_section(annotation):
+        return f"a mapping with {', '.join(cast(type[BaseModel], annotation).model_fields)}"
+    words = {bool: "true | false", int: "an integer", float: "a number", str: "text", dict: "a mapping"}
+    return words[origin or cast(type, annotation)]
+
+
+def _constraint_words(metadata: Sequence[object]) -> Iterator[str]:
+    for constraint in metadata:
+        match constraint:
+            case Ge(bound):
+                yield f">= {bound}"
+            case Gt(bound):
+                yield f"> {bound}"
+            case Le(bound):
+                yield f"<= {bound}"
+            case Lt(bound):
+                yield f"< {bound}"
+            case MinLen():
+                yield "that is not empty"
+            case _:
+                pass

@@ -1,0 +1,70 @@
+"""From what a step measured to a row of metrics.jsonl and a line on the console."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypedDict
+
+GIBIBYTE = 2**30
+
+
+class Row(TypedDict):
+    """One step, as it stands in metrics.jsonl. These names are read by people's scripts."""
+
+    step: int  # counted from 1
+    loss: float  # mean over the counted tokens of the global batch, nats
+    grad_norm: float  # global, before clipping
+    lr: float  # of this step
+    tokens: int  # of the global batch
+    tokens_per_second: float  # total over all devices
+    mfu: float | None  # 0 to 1; None where the device's peak or the model's FLOPs are unknown
+    memory_bytes: int  # peak of the fullest device so far
+    seconds: float  # wall time of this step
+
+
+@dataclass(frozen=True)
+class Meter:
+    """Knows the devices and the model, so that a step's measures become rates."""
+
+    devices: int
+    peak_flops: float | None  # of one device, FLOP/s in the compute dtype (`flops.peak_flops`)
+    flops_per_token: float | None  # of the model (`flops.model_flops_per_token`)
+
+    def row(self, step: int, values: Mapping[str, float], tokens: int, seconds: float, memory_bytes: int) -> Row:
+        """The row of a step. `values` are the fetched metrics: loss, grad_norm and lr (more are left out)."""
+        tokens_per_second = tokens / seconds
+        flops = self._device_flops(tokens_per_second)
+        return Row(
+            step=step,
+            loss=values["loss"],
+            grad_norm=values["grad_norm"],
+            lr=values["lr"],
+            tokens=tokens,
+            tokens_per_second=tokens_per_second,
+            mfu=None if flops is None or self.peak_flops is None else flops / self.peak_flops,
+            memory_bytes=memory_bytes,
+            seconds=seconds,
+        )
+
+    def console_line(self, row: Row, memory_limit: int | None) -> str:
+        """The step in torchtitan's words, without what is unknown.
+
+        tps is total over all devices, tflops is per device; `memory_limit` is one device's, in bytes.
+        """
+        flops = self._device_flops(row["tokens_per_second"])
+        share = f"({row['memory_bytes'] / memory_limit:.0%})" if memory_limit else ""
+        parts = [
+            f"step: {row['step']}",
+            f"loss: {row['loss']:.4f}",
+            f"grad_norm: {row['grad_norm']:.4f}",
+            f"memory: {row['memory_bytes'] / GIBIBYTE:.2f}GiB{share}",
+            f"tps: {row['tokens_per_second']:,.0f}",
+        ]
+        if flops is not None:
+            parts.append(f"tflops: {flops / 1e12:,.2f}")
+        if row["mfu"] is not None:
+            parts.append(f"mfu: {row['mfu']:.1%}")
+        return "  ".join(parts)
+
+    def _device_flops(self, tokens_per_second: float) -> float | None:
+        """Model FLOP/s of one device."""
+        return None if self.flops_per_token is None else self.flops_per_token * tokens_per_second / self.devices

@@ -1,0 +1,32 @@
+"""Small files that are whole or absent: what a reader finds under a name was written to the end."""
+
+import os
+from pathlib import Path
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """Replace `path` (or make it) with `text` in UTF-8, so that a kill at any instant leaves the old or the new file.
+
+    Temporary file in the same folder, fsync, rename, fsync of the folder. The folder must exist. One writer per path.
+    Raises OSError; the old file then stands as it was.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8", newline="") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames and new names in `folder` durable: a file's own fsync doesn't cover its name."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,65 @@
+"""The train step: the algorithm and nothing else. One for all engines.
+
+The loss is a sum over the global batch divided by its token count, so that gradients are sums too and neither the
+number of devices nor that of micro batches changes them.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from portable_fsdp.backends.base import Backend, Batch, Metrics
+
+Step = Callable[[Sequence[Batch]], Metrics]
+
+
+def train_step(
+    backend: Backend,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    accumulation: int,
+    max_grad_norm: float | None,
+) -> Step:
+    """Make the step of a run: `step(batches)` with `accumulation` placed micro batches, one optimizer update.
+
+    The step returns `loss` (mean over the counted tokens of the global batch, before the update), `grad_norm` (before
+    clipping) and `stop` (above 0 where any process asked for it): device tensors that nobody has waited for.
+    With one micro batch it is one program, with several two: one for a micro batch, one for the update.
+    """
+
+    def forward_backward(batch: Batch, loss: Tensor, last: bool) -> Tensor:
+        tokens = backend.sum(batch["tokens"].sum())
+        with backend.accumulate(last):
+            loss_sum, _ = model(batch["input_ids"], batch["labels"])
+            mean = loss_sum / tokens
+            mean.backward()
+        return loss + mean.detach()
+
+    def update(loss: Tensor, stop: Tensor) -> Metrics:
+        grad_norm = backend.clip_grad_norm(model, max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=accumulation == 1)
+        totals = backend.sum(torch.stack([loss, stop.sum()]))
+        return {"loss": totals[0], "grad_norm": grad_norm, "stop": totals[1]}
+
+    def whole(batch: Batch, loss: Tensor) -> Metrics:
+        return update(forward_backward(batch, loss, last=True), batch["stop"])
+
+    def micro(batch: Batch, loss: Tensor, last: bool) -> Metrics:
+        return {"loss": forward_backward(batch, loss, last)}
+
+    run_whole = backend.compile(whole, "train_step")
+    run_micro = backend.compile(micro, "micro_batch")
+    run_update = backend.compile(update, "update")
+
+    def step(batches: Sequence[Batch]) -> Metrics:
+        loss = backend.place({"loss": torch.zeros(())})["loss"]
+        if accumulation == 1:
+            return run_whole(batches[0], loss)
+        for number, batch in enumerate(batches, start=1):
+            loss = run_micro(batch, loss, number == accumulation)["loss"]
+        return run_update(loss, batches[-1]["stop"])
+
+    return step

@@ -1,0 +1,98 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.runtime.process import Launch, StopRequest, detect_launch
+
+TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
+
+
+def test_plain_start() -> None:
+    assert detect_launch({"PATH": "/bin"}) == Launch("plain", rank=0, local_rank=0, world_size=1)
+
+
+def test_torchrun_start() -> None:
+    assert detect_launch(TORCHRUN) == Launch("torchrun", rank=5, local_rank=1, world_size=8)
+
+
+def test_half_an_environment_names_what_is_missing() -> None:
+    with pytest.raises(ConfigError, match="found RANK=5, WORLD_SIZE=8 without LOCAL_RANK, MASTER_ADDR, MASTER_PORT"):
+        detect_launch({"RANK": "5", "WORLD_SIZE": "8"})
+
+
+def test_an_empty_variable_is_missing() -> None:
+    with pytest.raises(ConfigError, match="without MASTER_ADDR"):
+        detect_launch({**TORCHRUN, "MASTER_ADDR": ""})
+
+
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"])
+def test_a_word_for_a_number(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"environment: {name}: expected an integer, found 'x'"):
+        detect_launch({**TORCHRUN, name: "x"})
+
+
+@pytest.mark.parametrize("change", [{"RANK": "8"}, {"RANK": "-1"}, {"LOCAL_RANK": "6"}, {"WORLD_SIZE": "0"}])
+def test_numbers_that_contradict_each_other(change: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="expected 0 <= LOCAL_RANK <= RANK < WORLD_SIZE, found LOCAL_RANK="):
+        detect_launch({**TORCHRUN, **change})
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_sets_the_flag_and_the_old_handler_comes_back(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with StopRequest() as stop:
+        assert not stop.requested
+        assert stop.reason is None
+        os.kill(os.getpid(), number)
+        assert stop.requested
+        assert stop.reason == number.name
+    assert signal.getsignal(number) is before
+
+
+def test_the_first_reason_stays() -> None:
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.reason == "SIGTERM"
+
+
+def test_handlers_come_back_after_an_error() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(RuntimeError), StopRequest():
+        raise RuntimeError
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_second_press_of_ctrl_c_interrupts() -> None:
+    with StopRequest(same_press_s=0.05) as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)  # the launcher's copy of the same press
+        assert stop.reason == "SIGINT"
+        time.sleep(0.1)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_process_finishes_its_step() -> None:
+    code = (
+        "import time\nfrom portable_fsdp.runtime.process import StopRequest\n"
+        "with StopRequest() as stop:\n"
+        "    print('ready', flush=True)\n"
+        "    for step in range(1000):\n"
+        "        time.sleep(0.02)\n"
+        "        if stop.requested: break\n"
+        "print(stop.reason, flush=True)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    with process.stdout as output:
+        assert output.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert output.read() == "SIGTERM\n"
+    assert process.wait(timeout=30) == 0
