@@ -92,7 +92,9 @@ class Pending(ABC):
 class Backend(ABC):
     """An open engine. Methods marked *collective* are called by all processes in the same order."""
 
+    name: str  # of the engine, for logs and manifests; nothing outside backends/ may branch on it
     device: torch.device
+    device_name: str  # as its driver gives it ("NVIDIA H100 80GB HBM3", "TPU v5p", "cpu")
     process: Part
     data_shard: Part
     data_parallel_size: int  # devices

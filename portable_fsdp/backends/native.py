@@ -63,12 +63,16 @@ class _HostCopy(Pending):
 class NativeBackend(Backend):
     """FSDP2 on the process group that torchrun (or a plain start) describes."""
 
+    name = "native"
+
     def __init__(self, device: str, config: Config, num_devices: int | None) -> None:
         launch = detect_launch(os.environ)
         self._check(device, config, num_devices, launch.world_size, launch.local_rank)
         self.device = torch.device(device, launch.local_rank) if device != "cpu" else torch.device("cpu")
+        self.device_name = device
         if device == "cuda":
             torch.cuda.set_device(self.device)
+            self.device_name = torch.cuda.get_device_name(self.device)
         self._owns_group = not dist.is_initialized()
         if self._owns_group:
             _init_process_group(device, self.device, launch.kind == "plain")

@@ -60,6 +60,13 @@ def open_backend(config: Config, *, device: str = "auto", backend: str = "auto",
     return cast(Backend, kind(device, config, num_devices))
 
 
+def local_processes(device: str, backend: str, num_devices: int | None) -> int:
+    """Processes that a plain start needs on this host: one per device under native, one in all under xla."""
+    if backend != "native":
+        return 1
+    return num_devices or (_cuda_devices() if device == "cuda" else 1)
+
+
 def _default(device: str) -> str:
     if device != "tpu":
         return "native"

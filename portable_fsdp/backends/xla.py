@@ -5,6 +5,7 @@ uploaded shard by shard. Environment variables that torch_xla reads at import ar
 nothing else of the package imports it.
 """
 
+import logging
 import os
 import resource
 from collections.abc import Callable, Generator, Sequence
@@ -43,7 +44,9 @@ from portable_fsdp.backends.base import (
 )
 from portable_fsdp.config.load import check_batch
 from portable_fsdp.config.schema import Config
-from portable_fsdp.runtime.errors import BackendError, TrainingError
+from portable_fsdp.runtime.errors import BackendError
+
+log = logging.getLogger("portable_fsdp")
 
 ROWS = ("replicate", "shard")  # mesh axes over which the rows of a batch go
 
@@ -61,6 +64,8 @@ class _OnDevice(Pending):
 class XlaBackend(Backend):
     """torch_xla SPMD over all devices of all hosts: PJRT TPU, or N virtual PJRT CPU devices."""
 
+    name = "xla"
+
     def __init__(self, device: str, config: Config, num_devices: int | None) -> None:
         _check(config)
         _set_environment(device, num_devices)
@@ -77,6 +82,7 @@ class XlaBackend(Backend):
         local = int(cast(Any, runtime).addressable_runtime_device_count())
         _check_devices(device, num_devices, count)
         self.device = torch.device("xla:0")
+        self.device_name = _tpu_name() if device == "tpu" else device
         self.process = Part(int(cast(Any, runtime).process_index()), int(cast(Any, runtime).process_count()))
         self.data_shard = self.process
         self.data_parallel_size = count
@@ -171,8 +177,6 @@ class XlaBackend(Backend):
                 missing = -(-shape[0] // self._shards) - data.shape[0]
                 data = nn.functional.pad(data, (0, 0) * (len(shape) - 1) + (0, missing))
             pieces.append(data.contiguous())
-        if len(self._local_devices) == 1 and self.process.count == 1:
-            return pieces[0].to(self.device)
         return self._bridge._global_tensor_from_cpu_shards(pieces, self._mesh.get_op_sharding(spec), list(shape))
 
     def _slices(self, shape: Sequence[int], device: int) -> Slices:
@@ -202,12 +206,14 @@ class XlaBackend(Backend):
             new = self._compile_count() - before
             self._compilations += new
             seen += new
-            if seen > 1:
-                raise TrainingError(
-                    f"backend xla: program {name!r} was compiled {seen} times, expected once.\n  The shapes of its "
-                    f"inputs now: {[{k: tuple(v.shape) for k, v in a.items()} for a in args if isinstance(a, dict)]}.\n"
-                    "  A shape that changes, or a Python number inside the model that changes with each step, does "
-                    "that. Set XLA_IR_DEBUG=1 XLA_SAVE_TENSORS_FILE=/tmp/ir to see the programs."
+            if new and seen > 1:
+                log.warning(
+                    "backend xla: program %r was compiled %d times, expected once. Shapes of its inputs now: %s. A shape "
+                    "or a Python number that changes with the step does that; XLA_SAVE_TENSORS_FILE=FILE shows the "
+                    "programs.",
+                    name,
+                    seen,
+                    [_shapes(argument) for argument in args],
                 )
             return out
 
@@ -300,6 +306,19 @@ def _check(config: Config) -> None:
             f"backend xla: model.attention={config.model.attention} cannot be honoured: transformers then reads a mask "
             "on the host in every step.\n  Set model.attention=auto."
         )
+
+
+def _shapes(argument: Any) -> Any:
+    if isinstance(argument, dict):
+        return {name: tuple(value.shape) for name, value in cast(dict[str, Tensor], argument).items()}
+    return tuple(cast(Tensor, argument).shape) if isinstance(argument, Tensor) else argument
+
+
+def _tpu_name() -> str:
+    """"TPU v5p" and the like; an unknown one keeps MFU unknown."""
+    from torch_xla._internal import tpu
+
+    return f"TPU {tpu.get_tpu_env()['ACCELERATOR_TYPE'].split('-')[0]}"
 
 
 def tpu_chips() -> int:

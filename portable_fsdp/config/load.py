@@ -105,11 +105,11 @@ def _micro_batches_that_fit(global_batch: int, micro_batch: int, devices: int) -
 _FLOAT_TAG = "tag:yaml.org,2002:float"
 _MERGE_TAG = "tag:yaml.org,2002:merge"
 _TIMESTAMP_TAG = "tag:yaml.org,2002:timestamp"
-_FLOAT_WITHOUT_DOT = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$")
+_FLOAT_WITH_EXPONENT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$")
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 with two changes: `3e-4` is a number, also inside model.architecture, and dates stay text."""
+    """YAML 1.1 with two changes: `3e-4` and `1.5e3` are numbers, in model.architecture too, and dates stay text."""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -121,14 +121,14 @@ def _without_timestamps(resolvers: Mapping[str, list[Any]]) -> dict[str, list[An
 
 
 _Loader.yaml_implicit_resolvers = _without_timestamps(yaml.SafeLoader.yaml_implicit_resolvers)
-for _kind in (_Loader, _Dumper):
-    _kind.add_implicit_resolver(_FLOAT_TAG, _FLOAT_WITHOUT_DOT, list("-+0123456789"))
+yaml.add_implicit_resolver(_FLOAT_TAG, _FLOAT_WITH_EXPONENT, list("-+.0123456789"), _Loader, _Dumper)
 
 
 class _Origin(NamedTuple):
-    """Where a value was written. `order` sorts messages: the line in the file, overrides after all lines."""
+    """Where a value was written."""
 
-    order: float
+    is_override: bool
+    place: int  # line in the file, or number of the override; messages come in the order of these two
     where: str
     written: str | None  # the scalar as typed, without quotes; None for mappings and lists
 
@@ -140,15 +140,15 @@ class _Source:
     path: Path
     values: dict[str, Any] = field(default_factory=lambda: {})
     origins: dict[Key, _Origin] = field(default_factory=lambda: {})
-    problems: dict[str, float] = field(default_factory=lambda: {})  # message -> order; a message stands once
+    problems: dict[str, _Origin] = field(default_factory=lambda: {})  # by message, so that each stands once
     overrides: int = 0
 
     def add_problem(self, origin: _Origin, key: Key, text: str) -> None:
         name = f" {_name(key)}:" if key else ""
-        self.problems.setdefault(f"{origin.where}:{name} {text}", origin.order)
+        self.problems.setdefault(f"{origin.where}:{name} {text}", origin)
 
     def error(self) -> ConfigError:
-        messages = sorted(self.problems, key=self.problems.__getitem__)
+        messages = sorted(self.problems, key=lambda message: self.problems[message][:2])
         return ConfigError("\n".join(messages) + " Nothing was started.")
 
     def record(self, node: Node, key: Key, origin: _Origin | None, above: tuple[Node, ...] = ()) -> None:
@@ -163,7 +163,7 @@ class _Source:
             here = _origin_of_node(self.path, key_node, value_node) if origin is None else origin
             here = here._replace(written=_written(value_node))
             if inner[-1] in seen:
-                first = "" if origin else f" (first on line {seen[inner[-1]].order:.0f})"
+                first = "" if origin else f" (first on line {seen[inner[-1]].place})"
                 self.add_problem(here, inner, f"expected once, found twice{first}; keep one.")
             seen[inner[-1]] = self.origins[inner] = here
             if value_node in above:
@@ -174,7 +174,7 @@ class _Source:
     def override(self, text: str) -> None:
         """Lay `section.key=value` over the values."""
         self.overrides += 1
-        origin = _Origin(math.inf, f"override '{text}'", None)
+        origin = _Origin(True, self.overrides, f"override '{text}'", None)
         name, equals, value_text = text.partition("=")
         key = tuple(name.strip().split("."))
         if not equals or not all(key):
@@ -205,11 +205,11 @@ class _Source:
     def origin(self, key: Key) -> _Origin:
         """Where `key` was written: itself, else the last override inside it, else what it stands in, else the file."""
         if not key:
-            return _Origin(0, str(self.path), None)
+            return _Origin(False, 0, str(self.path), None)
         return self.origins.get(key) or self.override_inside(key) or self.origin(key[:-1])
 
     def override_inside(self, key: Key) -> _Origin | None:
-        inside = [origin for k, origin in self.origins.items() if k[: len(key)] == key and origin.order == math.inf]
+        inside = [origin for k, origin in self.origins.items() if k[: len(key)] == key and origin.is_override]
         return inside[-1] if inside else None
 
     def found(self, key: Key, value: object) -> str:
@@ -274,21 +274,16 @@ def _read_file(path: Path) -> _Source:
 
 def _parse(text: str) -> tuple[Node | None, Any]:
     """The node tree of one YAML document and its value; (None, None) for an empty one. Raises yaml.YAMLError."""
-    loader = _Loader(text)
     try:
-        node = cast(Node | None, loader.get_single_node())
-        if node is None:
-            return None, None
-        return node, loader.construct_document(node)
+        # Parsed twice, because building the value of a mapping with `<<` rewrites its nodes.
+        return _Loader(text).get_single_node(), yaml.load(text, _Loader)
     except ValueError as error:  # a scalar that looks like a number and is none: `0x_`
         raise yaml.YAMLError(str(error)) from None
-    finally:
-        loader.dispose()
 
 
 def _origin_of_node(path: Path, key_node: Node, value_node: Node) -> _Origin:
     line = cast(int, key_node.start_mark.line) + 1
-    return _Origin(line, f"{path}:{line}", _written(value_node))
+    return _Origin(False, line, f"{path}:{line}", _written(value_node))
 
 
 def _written(node: Node | None) -> str | None:

@@ -24,22 +24,24 @@ Float = Annotated[float, BeforeValidator(_float_from_yaml)]
 class Section(BaseModel):
     """Frozen, and strict about its keys and types."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Run(Section):
-    dir: str = Field("runs/run", description="folder that everything this run writes goes to", min_length=1)
-    name: str | None = Field(None, description="a name for people; written into events.jsonl")
-    seed: int = Field(0, ge=0, description="seeds the initial weights and the data order")
+    dir: str = Field(default="runs/run", description="folder that everything this run writes goes to", min_length=1)
+    name: str | None = Field(default=None, description="a name for people; written into events.jsonl")
+    seed: int = Field(default=0, ge=0, description="seeds the initial weights and the data order")
 
 
 class Model(Section):
     architecture: dict[str, Any] | None = Field(
-        None, description="arguments of transformers' AutoConfig.for_model; `model_type` is required"
+        default=None, description="arguments of transformers' AutoConfig.for_model; `model_type` is required"
     )
-    pretrained: str | None = Field(None, description="a local folder in Hugging Face format with safetensors weights")
+    pretrained: str | None = Field(
+        default=None, description="a local folder in Hugging Face format with safetensors weights"
+    )
     attention: Literal["auto", "static", "sdpa", "eager"] = Field(
-        "auto",
+        default="auto",
         description="attention implementation; auto: static (one function for all engines) where the model takes it",
     )
 
@@ -54,12 +56,14 @@ class Model(Section):
 
 class Data(Section):
     source: Literal["python_docs", "python_source", "text"] = Field(
-        "python_docs",
+        default="python_docs",
         description="python_docs: CPython's reference text; python_source: the standard library's source; text: data.path",
     )
-    path: str | None = Field(None, description="a text file or a glob of text files, for data.source: text")
-    tokenizer: str = Field("bytes", description="bytes, or a folder with a tokenizer (transformers or tokenizer.json)")
-    seq_len: int = Field(256, ge=1, description="tokens in a row")
+    path: str | None = Field(default=None, description="a text file or a glob of text files, for data.source: text")
+    tokenizer: str = Field(
+        default="bytes", description="bytes, or a folder with a tokenizer (transformers or tokenizer.json)"
+    )
+    seq_len: int = Field(default=256, ge=1, description="tokens in a row")
 
     @model_validator(mode="after")
     def _path_goes_with_text(self) -> "Data":
@@ -69,13 +73,17 @@ class Data(Section):
 
 
 class Train(Section):
-    steps: int | None = Field(None, ge=1, description="optimizer updates in the whole run")
-    epochs: Float | None = Field(None, gt=0, description="passes over the data, instead of train.steps")
-    global_batch: int = Field(8, ge=1, description="sequences in a step, over all devices and micro batches")
-    micro_batch: int = Field(1, ge=1, description="sequences per device in one forward and backward")
-    max_grad_norm: Float | None = Field(1.0, gt=0, description="global gradient norm to clip to; null: no clipping")
-    log_every: int = Field(10, ge=1, description="steps between two console lines")
-    stop_at: int | None = Field(None, ge=1, description="end at this step; the schedule still spans train.steps")
+    steps: int | None = Field(default=None, ge=1, description="optimizer updates in the whole run")
+    epochs: Float | None = Field(default=None, gt=0, description="passes over the data, instead of train.steps")
+    global_batch: int = Field(default=8, ge=1, description="sequences in a step, over all devices and micro batches")
+    micro_batch: int = Field(default=1, ge=1, description="sequences per device in one forward and backward")
+    max_grad_norm: Float | None = Field(
+        default=1.0, gt=0, description="global gradient norm to clip to; null: no clipping"
+    )
+    log_every: int = Field(default=10, ge=1, description="steps between two console lines")
+    stop_at: int | None = Field(
+        default=None, ge=1, description="end at this step; the schedule still spans train.steps"
+    )
 
     @model_validator(mode="after")
     def _one_length(self) -> "Train":
@@ -85,46 +93,54 @@ class Train(Section):
 
 
 class Optim(Section):
-    name: Literal["adamw", "sgd"] = Field("adamw", description="optimizer")
-    lr: Float = Field(3e-4, gt=0, description="peak learning rate")
-    betas: tuple[Float, Float] = Field((0.9, 0.95), description="AdamW's decay rates of the two moments", strict=False)
-    eps: Float = Field(1e-8, gt=0, description="AdamW's epsilon")
-    momentum: Float = Field(0.0, ge=0, lt=1, description="SGD's momentum")
-    weight_decay: Float = Field(0.1, ge=0, description="decoupled weight decay, on matrices only")
+    name: Literal["adamw", "sgd"] = Field(default="adamw", description="optimizer")
+    lr: Float = Field(default=3e-4, gt=0, description="peak learning rate")
+    betas: tuple[Float, Float] = Field(
+        default=(0.9, 0.95), description="AdamW's decay rates of the two moments", strict=False
+    )
+    eps: Float = Field(default=1e-8, gt=0, description="AdamW's epsilon")
+    momentum: Float = Field(default=0.0, ge=0, lt=1, description="SGD's momentum")
+    weight_decay: Float = Field(default=0.1, ge=0, description="decoupled weight decay, on matrices only")
     schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
-        "cosine", description="learning rate after warmup; wsd: warmup, stable, decay"
+        default="cosine", description="learning rate after warmup; wsd: warmup, stable, decay"
     )
-    warmup_steps: int = Field(0, ge=0, description="steps of linear warmup")
+    warmup_steps: int = Field(default=0, ge=0, description="steps of linear warmup")
     min_lr_ratio: Float = Field(
-        0.1, gt=0, le=1, description="floor of the schedule, as a share of lr; above 0, where XLA would recompile"
+        default=0.1,
+        gt=0,
+        le=1,
+        description="floor of the schedule, as a share of lr; above 0, where XLA would recompile",
     )
-    decay_ratio: Float = Field(0.2, gt=0, le=1, description="share of train.steps in which wsd decays")
+    decay_ratio: Float = Field(default=0.2, gt=0, le=1, description="share of train.steps in which wsd decays")
 
 
 class Sharding(Section):
     strategy: Literal["FULL_SHARD", "NO_SHARD"] = Field(
-        "FULL_SHARD", description="FULL_SHARD: parameters, gradients and optimizer state; NO_SHARD: as DDP"
+        default="FULL_SHARD", description="FULL_SHARD: parameters, gradients and optimizer state; NO_SHARD: as DDP"
     )
 
 
 class Precision(Section):
-    master: Literal["float32"] = Field("float32", description="dtype in which weights and optimizer state rest")
-    compute: Literal["float32", "bfloat16"] = Field("float32", description="dtype of forward and backward")
+    master: Literal["float32"] = Field(default="float32", description="dtype in which weights and optimizer state rest")
+    compute: Literal["float32", "bfloat16"] = Field(default="float32", description="dtype of forward and backward")
     reduce: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="dtype in which gradients are summed over devices; auto: float32 where the engine can"
+        default="auto",
+        description="dtype in which gradients are summed over devices; auto: float32 where the engine can",
     )
 
 
 class Memory(Section):
     gradient_checkpointing: Literal["none", "full"] = Field(
-        "none", description="recompute activations in backward; full: of every unit"
+        default="none", description="recompute activations in backward; full: of every unit"
     )
 
 
 class Checkpoint(Section):
-    every: int | None = Field(None, ge=1, description="steps between two saves; the last step is always saved")
-    resume: str = Field("auto", description="auto: the newest whole checkpoint of run.dir; none; or a checkpoint's path")
-    export: bool = Field(False, description="write a Hugging Face folder to run.dir/export at the end")
+    every: int | None = Field(default=None, ge=1, description="steps between two saves; the last step is always saved")
+    resume: str = Field(
+        default="auto", description="auto: the newest whole checkpoint of run.dir; none; or a checkpoint's path"
+    )
+    export: bool = Field(default=False, description="write a Hugging Face folder to run.dir/export at the end")
 
 
 class Config(Section):

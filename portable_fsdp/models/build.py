@@ -29,6 +29,16 @@ Slices = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
+class ModelSize:
+    """What the FLOPs of a step are counted from."""
+
+    parameters: int  # a tied weight once
+    embedding_parameters: int  # of tables that are only looked up
+    layers: int
+    hidden: int  # attention heads * head_dim
+
+
+@dataclass(frozen=True)
 class BuiltModel:
     """A model on meta (its buffers are real, on the host), its units, its weights, and its transformers config."""
 
@@ -36,6 +46,7 @@ class BuiltModel:
     units: tuple[str, ...]
     fill: Callable[[str, Slices], Tensor]
     config: dict[str, Any]
+    size: ModelSize
 
 
 def build_model(model: schema.Model, *, seed: int, seq_len: int, vocabulary: int) -> BuiltModel:
@@ -66,7 +77,7 @@ def build_model(model: schema.Model, *, seed: int, seq_len: int, vocabulary: int
                 buffer.copy_(weights(name, tuple(slice(0, size) for size in buffer.shape)))
     attach_loss(built)
     built.train()
-    return BuiltModel(built, find_units(built), weights, cast(dict[str, Any], built.config.to_dict()))
+    return BuiltModel(built, find_units(built), weights, cast(dict[str, Any], built.config.to_dict()), _size(built))
 
 
 # ------------------------------------------------------------------------------------------------ the architecture
@@ -164,6 +175,22 @@ def _attention(kind: Any, wanted: str) -> str:
     if takes_any:
         return register()
     return "sdpa" if getattr(kind, "_supports_sdpa", False) else "eager"
+
+
+def _size(model: Any) -> ModelSize:
+    tables = {id(table.weight): table.weight for table in model.modules() if isinstance(table, nn.Embedding)}
+    head = model.get_output_embeddings()
+    if head is not None:
+        tables.pop(id(head.weight), None)
+    config = model.config
+    heads = getattr(config, "num_attention_heads", 1)
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return ModelSize(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        embedding_parameters=sum(table.numel() for table in tables.values()),
+        layers=config.num_hidden_layers,
+        hidden=heads * width,
+    )
 
 
 def _last_line(error: Exception) -> str:

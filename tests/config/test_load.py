@@ -64,10 +64,13 @@ def test_numbers_as_people_write_them(tmp_path: Path) -> None:
     assert isinstance(config.optim.lr, float)
 
 
-def test_a_float_without_dot_is_a_number_inside_architecture_too(tmp_path: Path) -> None:
-    config = small(tmp_path, "model.architecture.rms_norm_eps=1e-5")
+@pytest.mark.parametrize(("text", "value"), [("1e-5", 1e-5), ("1.5e3", 1500.0), ("-.5E+1", -5.0), ("1e4x", "1e4x")])
+def test_floats_with_an_exponent_are_numbers_inside_architecture_too(
+    tmp_path: Path, text: str, value: float | str
+) -> None:
+    config = small(tmp_path, f"model.architecture.rope_theta={text}")
     assert config.model.architecture is not None
-    assert config.model.architecture["rms_norm_eps"] == 1e-5
+    assert config.model.architecture["rope_theta"] == value
 
 
 def test_an_empty_section_is_all_defaults(tmp_path: Path) -> None:
@@ -153,11 +156,11 @@ qqqq: 1
         "a.yaml:17: qqqq: unknown key.",
         "  expected one of run, model, data, train, optim, sharding, precision, memory, checkpoint.",
         "override 'foo': expected section.key=value (optim.lr=3e-4).",
-        "override 'checkpoint.export=[': checkpoint.export: expected YAML after `=`: "
-        "expected the node content, but found '<stream end>'.",
         "override 'steps=3': steps: unknown key.",
         "  nearest: train.steps (an integer >= 1 or null).",
-        "override 'optim.eps.x=1': optim.eps: expected a number > 0, found a mapping. Nothing was started.",
+        "override 'optim.eps.x=1': optim.eps: expected a number > 0, found a mapping.",
+        "override 'checkpoint.export=[': checkpoint.export: expected YAML after `=`: "
+        "expected the node content, but found '<stream end>'. Nothing was started.",
     ]
 
 

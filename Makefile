@@ -1,0 +1,61 @@
+# One command for each thing that people and CI do. Every target makes the environment it needs first.
+PYTHON ?= python3.11
+TORCH_LATEST := 2.13.0
+# Half of train.steps in configs/quickstart.yaml; tests/test_docs.py compares them.
+DEMO_HALF := 150
+
+RUN := .venv/bin/python
+LAUNCH_DEMO := $(RUN) -m portable_fsdp.launch --device=cpu --config=configs/quickstart.yaml
+LATEST := .venv-latest/bin/python
+
+.PHONY: help env check test proof demo docs env-latest test-latest clean
+.DELETE_ON_ERROR:
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+
+env: .venv/.installed  ## the environment .venv: both engines, demo and development tools
+
+check: env  ## the fast part, under 90 s: format, lint, types, tests without torch_xla
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/pyright
+	$(RUN) -m pytest -q --ignore=tests/backends --ignore=tests/launch
+
+test: env  ## the whole suite, but for the proofs
+	$(RUN) -m pytest
+
+proof: env  ## what is too long for every commit
+	$(RUN) -m pytest -m proof
+
+demo: env  ## trains on 2 native processes, resumes on 4 XLA devices, exports, samples, plots: all in runs/demo
+	rm -rf runs/demo
+	$(LAUNCH_DEMO) --backend=native --num_devices=2 run.dir=runs/demo train.stop_at=$(DEMO_HALF)
+	$(LAUNCH_DEMO) --backend=xla --num_devices=4 run.dir=runs/demo checkpoint.export=true
+	$(RUN) examples/sample.py runs/demo/export
+	$(RUN) examples/plot_loss.py runs/demo
+
+docs: env  ## writes docs/configuration.md from the config's schema
+	$(RUN) docs/configuration.py
+
+env-latest: .venv-latest/.installed  ## the environment .venv-latest: the newest torch, no torch_xla
+
+test-latest: env-latest  ## the native tests with the newest torch
+	$(LATEST) -m pytest -m "not xla and not proof"
+
+clean:  ## removes environments, caches and build products; keeps runs/
+	rm -rf .venv .venv-latest build dist portable_fsdp.egg-info .pytest_cache .ruff_cache
+	find portable_fsdp tests examples docs benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp lies inside the environment, so that it goes with it.
+.venv/.installed: pyproject.toml
+	test -x $(RUN) || $(PYTHON) -m venv .venv
+	$(RUN) -m pip install --quiet --editable '.[xla,dev]'
+	touch $@
+
+# torch first: asked for by its exact version, pip doesn't look for another one afterwards.
+.venv-latest/.installed: pyproject.toml
+	test -x $(LATEST) || $(PYTHON) -m venv .venv-latest
+	$(LATEST) -m pip install --quiet 'torch==$(TORCH_LATEST)'
+	$(LATEST) -m pip install --quiet --editable '.[test]' 'torch==$(TORCH_LATEST)'
+	touch $@

@@ -1,0 +1,42 @@
+"""Print text that an exported model writes: `python examples/sample.py runs/demo/export`.
+
+The folder is a plain Hugging Face folder: nothing of portable_fsdp is needed to open it.
+"""
+
+import argparse
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+def sample(folder: str, prompt: str, tokens: int, temperature: float, seed: int) -> str:
+    """`prompt` and at most `tokens` tokens after it; the same seed gives the same text."""
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
+    torch.manual_seed(seed)
+    inputs = tokenizer(prompt, return_tensors="pt")
+    with torch.no_grad():
+        output = model.generate(
+            **inputs,
+            max_new_tokens=tokens,
+            do_sample=True,
+            temperature=temperature,
+            top_k=0,
+            use_cache=True,  # training switches it off in the saved config
+        )
+    return tokenizer.decode(output[0], skip_special_tokens=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", help="an exported model")
+    parser.add_argument("--prompt", default="The ")
+    parser.add_argument("--tokens", type=int, default=400, help="tokens to write at most")
+    parser.add_argument("--temperature", type=float, default=0.7)
+    parser.add_argument("--seed", type=int, default=0)
+    chosen = parser.parse_args()
+    print(sample(chosen.folder, chosen.prompt, chosen.tokens, chosen.temperature, chosen.seed))
+
+
+if __name__ == "__main__":
+    main()

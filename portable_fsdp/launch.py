@@ -1,0 +1,103 @@
+"""Start a training run: `python -m portable_fsdp.launch --device=tpu --config=run.yaml optim.lr=3e-4`.
+
+Under torchrun (or any launcher that sets its variables) this is one process of the run. Started plainly with several
+native devices, it starts one process for each through torch's elastic launcher.
+"""
+
+import os
+import sys
+import time
+
+from absl import flags
+
+from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE, PortableFSDPError
+
+USAGE = """Train a causal language model.
+
+  python -m portable_fsdp.launch --config=FILE [--device=...] [--backend=...] [--num_devices=...] [section.key=value ...]
+  torchrun --nproc_per_node=8 -m portable_fsdp.launch --device=cuda --config=FILE
+
+  --config       YAML file; configs/ holds examples, docs/configuration.md every key
+  --device       auto | cpu | cuda | tpu: where (default auto: cuda, else tpu, else cpu)
+  --backend      auto | native | xla: how (default auto: native on cpu and cuda, xla on tpu)
+  --num_devices  auto | N: how many devices of this host (default auto: all GPUs or TPU chips; one CPU device)
+  section.key=value  overrides a key of the config, as optim.lr=3e-4
+
+exit code: 0 finished, 2 usage or config error, 143 stopped on request after a committed save, 1 anything else"""
+
+
+def _define_flags() -> flags.FlagValues:
+    values = flags.FlagValues()
+    flags.DEFINE_string("config", None, "YAML file", flag_values=values)
+    flags.DEFINE_string("device", "auto", "auto | cpu | cuda | tpu", flag_values=values)
+    flags.DEFINE_string("backend", "auto", "auto | native | xla", flag_values=values)
+    flags.DEFINE_string("num_devices", "auto", "auto | N", flag_values=values)
+    return values
+
+
+def main(argv: list[str]) -> int:
+    """Run with the arguments after the program's name; returns the exit code."""
+    if any(argument in ("--help", "-help", "-h", "--h") for argument in argv):
+        print(USAGE)
+        return EXIT_FINISHED
+    values = _define_flags()
+    try:
+        overrides = values(["launch", *argv])[1:]
+    except flags.Error as error:
+        print(f"{error}\n\n{USAGE}", file=sys.stderr)
+        return EXIT_USAGE
+    try:
+        return _launch(values, overrides, argv)
+    except PortableFSDPError as error:
+        _say(str(error))
+        return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_FAILED
+
+
+def _launch(values: flags.FlagValues, overrides: list[str], argv: list[str]) -> int:
+    from portable_fsdp.config.load import check_batch, load_config
+    from portable_fsdp.runtime.errors import ConfigError
+    from portable_fsdp.runtime.process import detect_launch
+
+    if values.config is None:
+        raise ConfigError("--config: expected a YAML file, found none, as in --config=configs/quickstart.yaml.")
+    config = load_config(values.config, overrides)
+    wanted = _number(values.num_devices)
+    launch = detect_launch(os.environ)
+
+    from portable_fsdp.backends.open import local_processes, resolve
+
+    device, backend = resolve(values.device, values.backend)
+    processes = local_processes(device, backend, wanted) if launch.kind == "plain" else 1
+    if processes > 1:
+        check_batch(config, processes)
+        from portable_fsdp.runtime.elastic import run_processes
+
+        return run_processes(processes, "portable_fsdp.launch", argv)
+
+    from portable_fsdp.train.loop import train
+
+    return train(config, device=device, backend=backend, num_devices=wanted)
+
+
+def _number(text: str) -> int | None:
+    from portable_fsdp.runtime.errors import ConfigError
+
+    if text == "auto":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"--num_devices: expected auto or a number of devices of at least 1, found {text!r}.")
+    return int(text)
+
+
+def _say(message: str) -> None:
+    """Print an error once a host: most are found by all processes alike, and then the launcher ends the others."""
+    if int(os.environ.get("LOCAL_RANK", "0")) != 0:
+        time.sleep(5)  # still here: the first process has not found it
+        message = f"[process {os.environ.get('RANK')}] {message}"
+    print(message, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,32 @@
+"""Starts several processes of this host through torch's elastic launcher, and says how they ended."""
+
+import logging
+import os
+from collections.abc import Sequence
+
+from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE
+
+
+def run_processes(count: int, module: str, arguments: Sequence[str]) -> int:
+    """Run `python -m module arguments` in `count` processes with torchrun's environment; return one exit code.
+
+    0 where all returned 0, else the code that a worker gave a meaning to (2, 143), else 1. SIGTERM and SIGINT reach
+    the workers, who have torchrun's 30 s to save.
+    """
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    # Else torchrun sets it to 1 and prints a paragraph about it.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    # The workers have said what went wrong; the launcher would say it again with its own stack.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    parsed = run.parse_args(["--standalone", f"--nproc_per_node={count}", "-m", module, *arguments])
+    try:
+        run.run(parsed)
+    except ChildFailedError as error:
+        codes = {failure.exitcode for failure in error.failures.values()}
+        return next((code for code in (EXIT_USAGE, EXIT_STOPPED) if code in codes), EXIT_FAILED)
+    except SignalException:
+        return EXIT_STOPPED
+    return EXIT_FINISHED

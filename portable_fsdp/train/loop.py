@@ -1,0 +1,302 @@
+"""A run: build, resume, step, save. Read it top to bottom.
+
+Everything that can be refused is refused before the first file is written. Metrics are read a step late, so that the
+device never waits for the host; they are drained before a save, so that nothing that isn't finite is ever saved.
+"""
+
+import json
+import logging
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from portable_fsdp.backends.base import Backend, Batch, Pending, ShardPolicy
+from portable_fsdp.backends.open import open_backend
+from portable_fsdp.checkpoint.foreign import export_huggingface
+from portable_fsdp.checkpoint.manager import Checkpoints
+from portable_fsdp.config.load import check_batch, config_text, total_steps
+from portable_fsdp.config.schema import Config
+from portable_fsdp.data.batches import Batches
+from portable_fsdp.data.order import Position
+from portable_fsdp.data.packing import Corpus, build_data
+from portable_fsdp.metrics.flops import model_flops_per_token, peak_flops
+from portable_fsdp.metrics.meter import Meter
+from portable_fsdp.metrics.sinks import EventsFile, MetricsFile
+from portable_fsdp.models.build import BuiltModel, ModelSize, build_model
+from portable_fsdp.optim.optimizer import make_optimizer, parameter_groups, set_learning_rate
+from portable_fsdp.optim.schedule import check_schedule, learning_rate
+from portable_fsdp.runtime.errors import EXIT_FINISHED, EXIT_STOPPED, TrainingError
+from portable_fsdp.runtime.files import write_text_atomically
+from portable_fsdp.runtime.log import configure
+from portable_fsdp.runtime.process import StopRequest
+from portable_fsdp.train.step import Step, train_step
+
+log = logging.getLogger("portable_fsdp")
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def train(config: Config, *, device: str = "auto", backend: str = "auto", num_devices: int | None = None) -> int:
+    """Run the config on an engine, resuming what `checkpoint.resume` finds; returns the exit code of `launch`.
+
+    Called by every process of the run. Raises the errors of runtime/errors.py.
+    """
+    with (
+        StopRequest() as stop,
+        open_backend(config, device=device, backend=backend, num_devices=num_devices) as engine,
+    ):
+        configure(engine.process.index)
+        training = build(config, engine)
+        checkpoints = _checkpoints(config, engine, training)
+        start, position = _resume(config, training, checkpoints)
+        records = Records(config, engine, training, checkpoints.folder)
+        records.begin(start)
+        last = min(training.steps, config.train.stop_at or training.steps)
+        if start >= last:
+            log.info("step %d of %d is saved already: nothing left to train", start, last)
+        stopped = _loop(config, engine, training, checkpoints, records, stop, start, last, position)
+        if config.checkpoint.export and not stopped:
+            _export(config, engine, training, checkpoints)
+        return EXIT_STOPPED if stopped else EXIT_FINISHED
+
+
+# ---------------------------------------------------------------------------------------------------------- build
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a step needs, laid out on the engine. The planner builds the same."""
+
+    corpus: Corpus
+    built: BuiltModel
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    step: Step
+    accumulation: int  # micro batches in a step
+    steps: int  # optimizer updates in the whole run
+    size: ModelSize
+
+
+def build(config: Config, backend: Backend) -> Training:
+    """Corpus, model, optimizer and step, in that order; writes nothing. *collective*"""
+    accumulation = check_batch(config, backend.data_parallel_size)
+    corpus = build_data(config.data)
+    steps = total_steps(config, len(corpus.rows))
+    check_schedule(config.optim, steps)
+    built = build_model(
+        config.model,
+        seed=config.run.seed,
+        seq_len=config.data.seq_len,
+        vocabulary=corpus.tokenizer.vocab_size,
+    )
+    shapes = {fqn: tuple(parameter.shape) for fqn, parameter in built.model.named_parameters()}
+    model = backend.shard_model(built.model, shard_policy(config, built.units), built.fill)
+    optimizer = backend.build_optimizer(make_optimizer(config.optim), parameter_groups(shapes, config.optim))
+    step = train_step(
+        backend, model, optimizer, accumulation=accumulation, max_grad_norm=config.train.max_grad_norm
+    )
+    return Training(corpus, built, model, optimizer, step, accumulation, steps, built.size)
+
+
+def shard_policy(config: Config, units: tuple[str, ...]) -> ShardPolicy:
+    """The config's words as plain values."""
+    reduce = config.precision.reduce
+    return ShardPolicy(
+        strategy=config.sharding.strategy,
+        units=units,
+        compute=DTYPES[config.precision.compute],
+        reduce=DTYPES["float32" if reduce == "auto" else reduce],
+        gradient_checkpointing=config.memory.gradient_checkpointing == "full",
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- resume
+
+
+def _checkpoints(config: Config, backend: Backend, training: Training) -> Checkpoints:
+    return Checkpoints(
+        Path(config.run.dir) / "checkpoints",
+        backend,
+        config=config.model_dump(mode="json"),
+        model_config=training.built.config,
+    )
+
+
+def _resume(config: Config, training: Training, checkpoints: Checkpoints) -> tuple[int, Position]:
+    """Load what `checkpoint.resume` names: the step it holds (0: a new run) and the data's position."""
+    found = checkpoints.find(config.checkpoint.resume)
+    if found is None:
+        return 0, Position(0, 0)
+    manifest = checkpoints.load(found, training.model, training.optimizer)
+    log.info("resumed from %s: step %d", found, manifest.step)
+    return manifest.step, Position(manifest.data.epoch, manifest.data.position)
+
+
+# ----------------------------------------------------------------------------------------------------------- loop
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """A step that was dispatched and whose metrics nobody has read."""
+
+    step: int
+    lr: float
+    metrics: Pending
+
+
+def _loop(
+    config: Config,
+    backend: Backend,
+    training: Training,
+    checkpoints: Checkpoints,
+    records: "Records",
+    stop: StopRequest,
+    start: int,
+    last: int,
+    position: Position,
+) -> bool:
+    """Steps `start + 1` to `last`; True where a request ended them early. The last one run is saved."""
+    with Batches(
+        training.corpus.rows,
+        seed=config.run.seed,
+        global_batch=config.train.global_batch,
+        shard=backend.data_shard,
+        accumulation=training.accumulation,
+        start=position.samples(len(training.corpus.rows)),
+    ) as batches:
+        in_flight: _InFlight | None = None
+        for step in range(start + 1, last + 1):
+            lr = learning_rate(config.optim, step, training.steps)
+            set_learning_rate(training.optimizer, lr)
+            placed = [backend.place(_with_stop(batch, stop)) for batch in next(batches)]
+            previous, in_flight = in_flight, _InFlight(step, lr, backend.fetch(training.step(placed)))
+            stopping = previous is not None and records.report(previous)
+            if stopping or step == last or step % (config.checkpoint.every or last) == 0:
+                stopping = records.report(in_flight) or stopping
+                in_flight = None
+                consumed = Position.of(batches.consumed, len(training.corpus.rows))
+                path = checkpoints.save(step, training.model, training.optimizer, consumed)
+                records.saved(step, path)
+            if stopping:
+                records.stopped(step, stop.reason)
+                return True
+    return False
+
+
+def _with_stop(batch: Batch, stop: StopRequest) -> Batch:
+    """The stop flag rides with the batch, so that all processes learn of it in the same step."""
+    return {**batch, "stop": torch.full_like(batch["tokens"], float(stop.requested))}
+
+
+def _export(config: Config, backend: Backend, training: Training, checkpoints: Checkpoints) -> None:
+    folder = Path(config.run.dir) / "export"
+    if backend.process.index == 0:
+        newest = checkpoints.newest()
+        export_huggingface(newest, folder, training.corpus.tokenizer.save)
+        log.info("exported %s to %s", newest, folder)
+    backend.agree(None)  # nobody leaves before the folder is whole
+
+
+# -------------------------------------------------------------------------------------------------------- records
+
+
+class Records:
+    """What a run says of itself: metrics.jsonl, events.jsonl, config.yaml, the console. Process 0 writes."""
+
+    def __init__(self, config: Config, backend: Backend, training: Training, checkpoints: Path) -> None:
+        size = training.size
+        self._config = config
+        self._backend = backend
+        self._training = training
+        self._checkpoints = checkpoints
+        self._folder = Path(config.run.dir)
+        self._writes = backend.process.index == 0
+        self._tokens = config.train.global_batch * config.data.seq_len
+        self._meter = Meter(
+            devices=backend.data_parallel_size,
+            peak_flops=peak_flops(backend.device_name, config.precision.compute),
+            flops_per_token=model_flops_per_token(
+                size.parameters, size.embedding_parameters, size.layers, size.hidden, config.data.seq_len
+            ),
+        )
+
+    def begin(self, step: int) -> None:
+        """Make the run's folder, drop the rows of steps that are run again, say what starts."""
+        self._since = time.perf_counter()
+        if not self._writes:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        (self._folder / "STOPPED").unlink(missing_ok=True)
+        write_text_atomically(self._folder / "config.yaml", config_text(self._config))
+        self._metrics = MetricsFile(self._folder / "metrics.jsonl")
+        self._metrics.truncate_after(step)
+        self._events = EventsFile(self._folder / "events.jsonl")
+        backend = self._backend
+        self._events.write(
+            "start",
+            name=self._config.run.name,
+            step=step,
+            backend=backend.name,
+            device=backend.device_name,
+            devices=backend.data_parallel_size,
+            processes=backend.process.count,
+        )
+        log.info(
+            "%s on %d x %s (%d process(es)): %s parameters, %d steps of %s tokens",
+            backend.name,
+            backend.data_parallel_size,
+            backend.device_name,
+            backend.process.count,
+            f"{self._training.size.parameters:,}",
+            self._training.steps,
+            f"{self._tokens:,}",
+        )
+
+    def report(self, late: _InFlight) -> bool:
+        """Wait for a step's metrics and write them; True where a process asked to stop. *collective* in effect:
+        all processes read the same values, and so come to the same end.
+
+        Raises TrainingError for a loss or gradient norm that is not finite.
+        """
+        values = late.metrics.result()
+        now = time.perf_counter()
+        seconds, self._since = now - self._since, now
+        self._require_finite(late.step, values)
+        if self._writes:
+            memory = self._backend.memory()
+            row = self._meter.row(late.step, {**values, "lr": late.lr}, self._tokens, seconds, memory.peak_bytes)
+            self._metrics.write(row)
+            if late.step == 1 or late.step % self._config.train.log_every == 0:
+                log.info(self._meter.console_line(row, memory.limit_bytes))
+        return values["stop"] > 0
+
+    def saved(self, step: int, path: Path) -> None:
+        seconds = time.perf_counter() - self._since
+        self._since = time.perf_counter()  # the next step doesn't pay for the save
+        if self._writes:
+            self._events.write("save", step=step, path=path, seconds=seconds)
+            log.info("saved %s in %.1f s", path, seconds)
+
+    def stopped(self, step: int, reason: str | None) -> None:
+        reason = reason or "a signal to another process"
+        if self._writes:
+            self._events.write("stop", step=step, reason=reason)
+            write_text_atomically(self._folder / "STOPPED", json.dumps({"reason": reason, "step": step}) + "\n")
+            log.info("stopped after step %d on request (%s); the same command goes on from here", step, reason)
+
+    def _require_finite(self, step: int, values: dict[str, float]) -> None:
+        if math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"]):
+            return
+        if self._writes:
+            self._events.write("stop", step=step, reason="not finite", **values)
+        saved = sorted(self._checkpoints.glob("step-*[0-9]"))
+        last = f"The last good checkpoint is {saved[-1]}." if saved else "No checkpoint was saved before it."
+        raise TrainingError(
+            f"step {step}: expected a finite loss and gradient norm, found loss {values['loss']} and grad_norm "
+            f"{values['grad_norm']}.\n  {last} Lower optim.lr, clip harder (train.max_grad_norm), or look at the rows "
+            f"of this step."
+        )

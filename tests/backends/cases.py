@@ -1,0 +1,79 @@
+"""The models and rows that runs on all engines are compared on, in odd sizes: nothing divides by 3 or 4 devices."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from portable_fsdp.config.schema import Config
+
+VOCABULARY, SEQ_LEN, ROWS, GLOBAL_BATCH = 1009, 24, 60, 12
+_SIZES = {"hidden_size": 72, "num_hidden_layers": 2, "num_attention_heads": 6, "vocab_size": VOCABULARY}
+_COMMON = _SIZES | {"max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": _COMMON | {"model_type": "llama", "intermediate_size": 150, "num_key_value_heads": 2},
+    "llama_tied": _COMMON
+    | {"model_type": "llama", "intermediate_size": 150, "num_key_value_heads": 3, "tie_word_embeddings": True},
+    "qwen3": _COMMON | {"model_type": "qwen3", "intermediate_size": 150, "num_key_value_heads": 2, "head_dim": 12},
+    "gpt2": {"model_type": "gpt2", "n_embd": 72, "n_layer": 2, "n_head": 6, "vocab_size": VOCABULARY}
+    | {"n_positions": 64, "bos_token_id": 1, "eos_token_id": 2},
+    "opt": _COMMON | {"model_type": "opt", "ffn_dim": 150, "word_embed_proj_dim": 72},
+    # Gemma 2: window, two softcaps, scaled embeddings (a buffer), biases of none; the second layer sees all.
+    "gemma2": _COMMON
+    | {"model_type": "gemma2", "intermediate_size": 150, "num_key_value_heads": 2, "head_dim": 12, "sliding_window": 7},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: what is trained, and how. Devices are not part of it."""
+
+    model: str = "llama"
+    steps: int = 20
+    optim: dict[str, Any] = field(default_factory=lambda: {"name": "adamw", "lr": 1e-3, "weight_decay": 0.1})
+    max_grad_norm: float | None = 0.5
+    micro_batch: int | None = None  # None: all of a device's rows at once
+    strategy: str = "FULL_SHARD"
+    compute: str = "float32"
+    reduce: str = "auto"
+    checkpointing: str = "none"
+    seed: int = 7
+
+    def config(self, devices: int) -> Config:
+        return Config.model_validate(
+            {
+                "run": {"seed": self.seed},
+                "model": {"architecture": ARCHITECTURES[self.model]},
+                "data": {"seq_len": SEQ_LEN},
+                "train": {
+                    "steps": self.steps,
+                    "global_batch": GLOBAL_BATCH,
+                    "micro_batch": self.micro_batch or GLOBAL_BATCH // devices,
+                    "max_grad_norm": self.max_grad_norm,
+                },
+                "optim": {"schedule": "cosine", "warmup_steps": 3, **self.optim},
+                "sharding": {"strategy": self.strategy},
+                "precision": {"compute": self.compute, "reduce": self.reduce},
+                "memory": {"gradient_checkpointing": self.checkpointing},
+            }
+        )
+
+
+class CaseRows:
+    """Rows that can be learnt, with counted labels that differ from row to row (a mean of means would be wrong)."""
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def rows(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
+        ids, labels = zip(*(self._row(int(index)) for index in indices), strict=True)
+        return {"input_ids": torch.stack(ids), "labels": torch.stack(labels)}
+
+    @staticmethod
+    def _row(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(1000 + index)
+        start, stride = torch.randint(0, VOCABULARY, (2,), generator=generator).tolist()
+        row = (start + (1 + stride % 3) * torch.arange(SEQ_LEN + 1)) % VOCABULARY
+        labels = row[1:].clone()
+        labels[: index % (SEQ_LEN - 1)] = -100
+        return row[:-1], labels

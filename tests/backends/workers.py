@@ -1,0 +1,124 @@
+"""Long-lived processes that tests send jobs to: one group per (backend, devices), so that imports are paid once.
+
+Native: `devices` gloo processes. XLA: one process with that many virtual PJRT CPU devices. A job is a function of
+jobs.py; each process of the group runs it and sends back what it returns.
+"""
+
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+JOB_TIMEOUT_S = 240
+# LLVM runs out of mappings after about a dozen models compiled in one process.
+XLA_JOBS_PER_PROCESS = 8
+
+
+class Group(NamedTuple):
+    backend: str
+    devices: int
+
+    def __str__(self) -> str:
+        return f"{self.backend}-{self.devices}"
+
+
+GROUPS = [Group("native", 1), Group("native", 2), Group("native", 3), Group("xla", 1), Group("xla", 3), Group("xla", 4)]
+
+
+def _serve(pipe: Connection, environment: dict[str, str], native: bool) -> None:
+    os.environ.update(environment)
+    sys.path.insert(0, os.path.dirname(__file__))
+    import torch
+
+    torch.set_num_threads(1)
+    if native:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+    import jobs
+
+    while True:
+        try:
+            name, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send(("done", getattr(jobs, name)(**arguments)))
+        except BaseException as error:
+            pipe.send(("failed", (type(error).__name__, str(error), traceback.format_exc())))
+
+
+class JobFailed(Exception):
+    """A job raised: the class name, the message, and the traceback of the process."""
+
+    def __init__(self, kind: str, message: str, trace: str) -> None:
+        super().__init__(trace)
+        self.kind, self.message = kind, message
+
+
+class Workers:
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._jobs = 0
+        self._start()
+
+    def _start(self) -> None:
+        group, context = self._group, multiprocessing.get_context("spawn")
+        count = group.devices if group.backend == "native" else 1
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._processes, self._pipes = [], []
+        for rank in range(count):
+            here, there = context.Pipe()
+            environment = {"USE_TORCH_XLA": "0", "OMP_NUM_THREADS": "1"}
+            if group.backend == "native":
+                environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
+                environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+            else:
+                environment |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(group.devices)}
+            process = context.Process(
+                target=_serve, args=(there, environment, group.backend == "native"), daemon=True, name=f"{group}-{rank}"
+            )
+            process.start()
+            there.close()
+            self._processes.append(process)
+            self._pipes.append(here)
+
+    def run(self, job: str, **arguments: Any) -> list[Any]:
+        """What each process of the group returned, by rank. Raises JobFailed with the first failure."""
+        if self._group.backend == "xla":
+            self._jobs += 1
+            if self._jobs > XLA_JOBS_PER_PROCESS:
+                self.close()
+                self._start()
+                self._jobs = 1
+        for pipe in self._pipes:
+            pipe.send((job, arguments))
+        answers = [self._receive(rank) for rank in range(len(self._pipes))]
+        for kind, value in answers:
+            if kind == "failed":
+                raise JobFailed(*value)
+        return [value for _, value in answers]
+
+    def _receive(self, rank: int) -> tuple[str, Any]:
+        if not self._pipes[rank].poll(JOB_TIMEOUT_S):
+            self.close()
+            raise TimeoutError(f"{self._group}: process {rank} gave no answer in {JOB_TIMEOUT_S} s")
+        try:
+            return self._pipes[rank].recv()
+        except EOFError:
+            self.close()
+            raise RuntimeError(f"{self._group}: process {rank} died: exit code {self._processes[rank].exitcode}") from None
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join()

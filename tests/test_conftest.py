@@ -1,0 +1,62 @@
+"""The suite's own rules, tried on small suites in a process of their own."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+LEAKS = {
+    "process": (
+        "import subprocess\ndef test_it():\n    global child\n    child = subprocess.Popen(['sleep', '5'])\n"
+        "def teardown_module():\n    child.kill()\n    child.wait()\n",
+        "sleep 5",
+    ),
+    "thread": (
+        "import threading\nstop = threading.Event()\ndef test_it():\n    threading.Thread(target=stop.wait).start()\n"
+        "def teardown_module():\n    stop.set()\n",
+        "thread <Thread(",
+    ),
+    "daemon": (
+        "import threading\ndef test_it():\n    stop = threading.Event()\n"
+        "    threading.Thread(target=stop.wait, name='portable_fsdp rows', daemon=True).start()\n",
+        "thread <Thread(portable_fsdp rows",
+    ),
+    "variable": ("import os\ndef test_it():\n    os.environ['LEFT'] = '1'\n", "environment variable LEFT: None before"),
+    "warning": ("import warnings\ndef test_it():\n    warnings.warn('old', DeprecationWarning)\n", "old"),
+    "marker": ("import pytest\n@pytest.mark.slow\ndef test_it():\n    pass\n", "'slow' not found in `markers`"),
+}
+
+CLEAN = """
+import os, subprocess, threading
+def test_it(monkeypatch):
+    monkeypatch.setenv("MINE", "1")
+    subprocess.run(["true"], check=True)
+    thread = threading.Thread(target=print)
+    thread.start()
+    thread.join()
+"""
+
+
+def run_suite(folder: Path, source: str) -> subprocess.CompletedProcess[str]:
+    """pytest on one file with the project's settings and conftest."""
+    test = folder / "test_small.py"
+    test.write_text(source)
+    (folder / "conftest.py").write_text((ROOT / "tests/conftest.py").read_text())
+    command = [sys.executable, "-m", "pytest", "-q", f"--config-file={ROOT / 'pyproject.toml'}", f"--rootdir={folder}"]
+    return subprocess.run([*command, "-p", "no:cacheprovider", str(test)], cwd=folder, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("name", LEAKS)
+def test_what_is_left_behind_fails_the_test(name: str, tmp_path: Path) -> None:
+    source, message = LEAKS[name]
+    done = run_suite(tmp_path, source)
+    assert done.returncode != 0
+    assert message in done.stdout + done.stderr
+
+
+def test_what_is_cleaned_up_passes(tmp_path: Path) -> None:
+    done = run_suite(tmp_path, CLEAN)
+    assert done.returncode == 0, done.stdout
