@@ -1,5 +1,6 @@
 """Writes docs/configuration.md from the config's schema: `make docs`. tests/test_docs.py compares the two."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,8 @@ from portable_fsdp.config.schema import Config
 INTRODUCTION = """# Configuration
 
 A run is one YAML file, the same on every device. `portable_fsdp.launch` takes it by `--config`; after the flags,
-`section.key=value` overrides a key, and `model.architecture.hidden_size=64` a key inside that mapping. An unknown key is
-an error that names the nearest valid one. Where the run happens (`--device`, `--backend`, `--num_devices`) is a flag
+`section.key=value` overrides a key, and `model.architecture.hidden_size=64` a key inside that mapping. An unknown key
+is an error that names the nearest valid one. Where the run happens (`--device`, `--backend`, `--num_devices`) is a flag
 and never stands in the file.
 
 This page is made from `portable_fsdp/config/schema.py` by `make docs`. A default of *required* means that the key has
@@ -44,11 +45,10 @@ def _rows(name: str, section: dict[str, Any]) -> str:
 def _default(name: str, key: str, field: dict[str, Any]) -> str:
     if (name, key) in ONE_OF:
         return "*one of*"
-    return f"`{_yaml(field['default'])}`" if "default" in field else "*required*"
-
-
-def _yaml(value: Any) -> str:
-    return {None: "null", True: "true", False: "false"}.get(value, str(value)) if not isinstance(value, list) else str(value)
+    if "default" not in field:
+        return "*required*"
+    value = field["default"]
+    return f"`{value if isinstance(value, str) else json.dumps(value)}`"
 
 
 def _values(field: dict[str, Any]) -> str:
@@ -60,8 +60,9 @@ def _values(field: dict[str, Any]) -> str:
     if field["type"] == "array":
         return f"[{', '.join(_values(part) for part in field['prefixItems'])}]"
     words = {"object": "mapping", "string": "text"}
+    kind = str(field["type"])
     bounds = [text.format(field[bound]) for bound, text in BOUNDS.items() if bound in field]
-    return " ".join([words.get(field["type"], field["type"]), ", ".join(bounds)]).strip()
+    return " ".join([words.get(kind, kind), ", ".join(bounds)]).strip()
 
 
 if __name__ == "__main__":

@@ -9,19 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import matplotlib.pyplot as plt
 
 from portable_fsdp.metrics.sinks import read_jsonl
-
-mpl.use("Agg")  # a file, no screen
-import matplotlib.pyplot as plt  # noqa: E402
 
 Row = dict[str, Any]
 
 
 def label(start: Row) -> str:
-    """`native: 2 cpu devices` for a row of events.jsonl that says a run started."""
-    devices = start["devices"]
-    return f"{start['backend']}: {devices} {start['device']} device{'' if devices == 1 else 's'}"
+    """`native, 2 x cpu` for a row of events.jsonl that says a run started."""
+    return f"{start['backend']}, {start['devices']} x {start['device']}"
 
 
 def stretches(rows: list[Row], events: list[Row]) -> list[tuple[str, list[Row]]]:
@@ -38,6 +35,7 @@ def stretches(rows: list[Row], events: list[Row]) -> list[tuple[str, list[Row]]]
 
 def plot(folder: Path, output: Path) -> None:
     """Write the picture of the run in `folder` to `output`."""
+    mpl.use("Agg")  # a file, no screen
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     colours: dict[str, str] = {}
     before: Row | None = None

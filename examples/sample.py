@@ -4,6 +4,7 @@ The folder is a plain Hugging Face folder: nothing of portable_fsdp is needed to
 """
 
 import argparse
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -11,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 def sample(folder: str, prompt: str, tokens: int, temperature: float, seed: int) -> str:
     """`prompt` and at most `tokens` tokens after it; the same seed gives the same text."""
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     torch.manual_seed(seed)
     inputs = tokenizer(prompt, return_tensors="pt")
     with torch.no_grad():

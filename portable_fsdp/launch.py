@@ -14,7 +14,7 @@ from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE,
 
 USAGE = """Train a causal language model.
 
-  python -m portable_fsdp.launch --config=FILE [--device=...] [--backend=...] [--num_devices=...] [section.key=value ...]
+  python -m portable_fsdp.launch --config=FILE [--device=...] [--backend=...] [--num_devices=...] [key=value ...]
   torchrun --nproc_per_node=8 -m portable_fsdp.launch --device=cuda --config=FILE
 
   --config       YAML file; configs/ holds examples, docs/configuration.md every key

@@ -4,8 +4,10 @@ Each rule is a function from modules to problems. One test gives it the package;
 """
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -447,6 +449,16 @@ def test_rule_lets_the_rest_be(rule) -> None:
 
 def test_every_rule_has_an_example_that_breaks_it() -> None:
     assert list(BREAKERS) == RULES
+
+
+def test_dependencies_are_what_is_imported() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {re.split(r"[<>=]", line)[0] for line in project["dependencies"]}
+    engines = {"torch_xla", "torch_tpu"}  # extras, or installed by hand
+    names = {"absl": "absl-py", "annotated_types": "annotated-types", "yaml": "PyYAML"}
+    found = {name.target.split(".")[0] for module in read_package(ROOT / PACKAGE).values() for name in imports(module)}
+    foreign = found - sys.stdlib_module_names - engines - {PACKAGE}
+    assert {names.get(name, name) for name in foreign} == declared
 
 
 def test_config_and_runtime_leave_torch_out_of_a_fresh_process() -> None:

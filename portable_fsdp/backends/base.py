@@ -35,10 +35,11 @@ Metrics = dict[str, Tensor]
 """Named 0-dimensional device tensors, equal on all processes."""
 
 MakeOptimizer = Callable[[list[dict[str, Any]], bool], torch.optim.Optimizer]
-"""`make(groups, capturable)`: groups hold parameters under `params`; capturable keeps step counts and lr on the device."""
+"""`make(groups, capturable)`: groups hold parameters under `params`; capturable: step counts and lr on the device."""
 
 
-class Part(NamedTuple):
+@dataclass(frozen=True)
+class Part:
     """One of `count` equal parts: which process this is, or which rows it feeds."""
 
     index: int

@@ -15,7 +15,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -81,7 +81,9 @@ class NativeBackend(Backend):
         self.data_parallel_size = self.process.count
         self.expected_compilations = 0
         shards = self.process.count if config.sharding.strategy == "FULL_SHARD" else 1
-        self._mesh = init_device_mesh(device, (self.process.count // shards, shards), mesh_dim_names=("replicate", "shard"))
+        self._mesh = init_device_mesh(
+            device, (self.process.count // shards, shards), mesh_dim_names=("replicate", "shard")
+        )
 
     @staticmethod
     def _check(device: str, config: Config, num_devices: int | None, world_size: int, local_rank: int) -> None:
@@ -232,7 +234,9 @@ class NativeBackend(Backend):
     def _tensor_state(self, tensor: Tensor) -> TensorState:
         """The first replica writes its shards; process 0 writes what isn't sharded."""
         slices = self._slices(tensor)
-        first = self._mesh["replicate"].get_local_rank() == 0 if isinstance(tensor, DTensor) else self.process.index == 0
+        first = (
+            self._mesh["replicate"].get_local_rank() == 0 if isinstance(tensor, DTensor) else self.process.index == 0
+        )
         mine = first and not _is_empty(slices)
         pieces = [Piece(tuple(part.start for part in slices), _local(tensor))] if mine else []
         return TensorState(tuple(tensor.shape), tensor.dtype, pieces)
@@ -241,7 +245,7 @@ class NativeBackend(Backend):
 def _init_process_group(device: str, where: torch.device, alone: bool) -> None:
     backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}.get(device)
     if alone:
-        store = dist.HashStore()
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT)
     else:
         bound = where if device != "cpu" else None

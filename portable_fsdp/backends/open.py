@@ -48,7 +48,9 @@ def resolve(device: str, backend: str) -> tuple[str, str]:
     return device, backend
 
 
-def open_backend(config: Config, *, device: str = "auto", backend: str = "auto", num_devices: int | None = None) -> Backend:
+def open_backend(
+    config: Config, *, device: str = "auto", backend: str = "auto", num_devices: int | None = None
+) -> Backend:
     """Open an engine, to be used as a context manager.
 
     `num_devices` is the number of devices to use, where that can be chosen (virtual CPU devices under xla); under

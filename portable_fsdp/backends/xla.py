@@ -5,6 +5,9 @@ uploaded shard by shard. Environment variables that torch_xla reads at import ar
 nothing else of the package imports it.
 """
 
+# Parameters are replaced in a module's own tables, and shards are reached through torch_xla's private bridge only.
+# pyright: reportPrivateUsage=false
+
 import logging
 import os
 import resource
@@ -70,12 +73,13 @@ class XlaBackend(Backend):
         _check(config)
         _set_environment(device, num_devices)
         import torch_xla
-        import torch_xla.debug.metrics
+        import torch_xla.debug.metrics as counters
         import torch_xla.distributed.spmd as spmd
         import torch_xla.runtime as runtime
 
         self._xla: Any = torch_xla
-        self._bridge: Any = torch_xla._XLAC
+        self._counters: Any = counters
+        self._bridge: Any = cast(Any, torch_xla)._XLAC
         self._spmd: Any = spmd
         runtime.use_spmd()
         count = int(cast(Any, runtime).global_runtime_device_count())
@@ -160,9 +164,7 @@ class XlaBackend(Backend):
 
         return self._upload_shards(twin.shape, zeros, sharded=twin.shape == like.shape)
 
-    def _upload_shards(
-        self, shape: Sequence[int], piece: Callable[[Slices], Tensor], sharded: bool = True
-    ) -> Tensor:
+    def _upload_shards(self, shape: Sequence[int], piece: Callable[[Slices], Tensor], sharded: bool = True) -> Tensor:
         """A global tensor from host pieces: each device gets its rows (all rows if not sharded), and no more.
 
         Compiles nothing. `_global_tensor_from_cpu_shards` is private: the only way found that needs no full copy.
@@ -208,9 +210,9 @@ class XlaBackend(Backend):
             seen += new
             if new and seen > 1:
                 log.warning(
-                    "backend xla: program %r was compiled %d times, expected once. Shapes of its inputs now: %s. A shape "
-                    "or a Python number that changes with the step does that; XLA_SAVE_TENSORS_FILE=FILE shows the "
-                    "programs.",
+                    "backend xla: program %r was compiled %d times, expected once. Shapes of its inputs now: %s. A "
+                    "shape or a Python number that changes with the step does that; XLA_SAVE_TENSORS_FILE=FILE shows "
+                    "the programs.",
                     name,
                     seen,
                     [_shapes(argument) for argument in args],
@@ -220,7 +222,7 @@ class XlaBackend(Backend):
         return step
 
     def _compile_count(self) -> int:
-        data = self._xla.debug.metrics.metric_data("CompileTime")
+        data = self._counters.metric_data("CompileTime")
         return int(data[0]) if data else 0
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
@@ -315,7 +317,7 @@ def _shapes(argument: Any) -> Any:
 
 
 def _tpu_name() -> str:
-    """"TPU v5p" and the like; an unknown one keeps MFU unknown."""
+    """ "TPU v5p" and the like; an unknown one keeps MFU unknown."""
     from torch_xla._internal import tpu
 
     return f"TPU {tpu.get_tpu_env()['ACCELERATOR_TYPE'].split('-')[0]}"

@@ -53,23 +53,14 @@ def resolve(path: Path) -> Path:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m portable_fsdp.checkpoint", description=(__doc__ or "").strip())
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    show = _command(commands, "show", _show, "step, shapes, and who wrote it")
+    show = commands.add_parser("show", help="step, shapes, and who wrote it")
     show.add_argument("--config", action="store_true", help="print the config of the run that saved it, as YAML")
-    _command(commands, "verify", _verify, "hash every file and compare it with the manifest")
-    export = _command(commands, "export", _export, "write a folder that transformers' from_pretrained opens")
+    verify = commands.add_parser("verify", help="hash every file and compare it with the manifest")
+    export = commands.add_parser("export", help="write a folder that transformers' from_pretrained opens")
+    for command, run in ((show, _show), (verify, _verify), (export, _export)):
+        command.add_argument("path", type=Path, metavar="PATH", help="a checkpoint's folder, or a run's (its newest)")
+        command.set_defaults(command=run)
     export.add_argument("folder", type=Path, metavar="FOLDER", help="new, empty, or an earlier export")
-    return parser
-
-
-def _command(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
-    name: str,
-    run: Callable[[argparse.Namespace], None],
-    text: str,
-) -> argparse.ArgumentParser:
-    parser = commands.add_parser(name, help=text, description=text)
-    parser.add_argument("path", type=Path, metavar="PATH", help="a checkpoint's folder, or a run's (its newest)")
-    parser.set_defaults(command=run)
     return parser
 
 
@@ -121,7 +112,7 @@ def _summary(path: Path, manifest: Manifest) -> str:
 
 
 def _shapes(tensors: Iterable[tuple[str, TensorEntry]]) -> list[str]:
-    """One line for all layers' tensors of one name and shape: `model.layers.*.mlp.up_proj.weight  float32 [8, 4]  x 2`."""
+    """One line for the tensors of all layers that share name and shape: `layers.*.norm.weight  float32 [8]  x 2`."""
     alike = Counter((re.sub(r"\.\d+\.", ".*.", key), describe(tensor)) for key, tensor in tensors)
     return [f"{name}  {text}" + (f"  x {count}" if count > 1 else "") for (name, text), count in alike.items()]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from torch import Tensor
-from transformers import AutoConfig, GenerationConfig, PretrainedConfig
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from portable_fsdp.backends.base import Part
@@ -27,7 +27,7 @@ def export_huggingface(
     save_tokenizer: Callable[[Path], None] | None,
     max_shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """Write the model of `checkpoint` as a Hugging Face folder, in the dtype that it was saved in. One process calls it.
+    """Write the model of `checkpoint` as a Hugging Face folder, in the dtype that it was saved in. For one process.
 
     Hashes the model's files first. Holds one output shard in host memory at a time (a tensor larger than
     `max_shard_bytes` is a shard of its own). An older export in `folder` is replaced once the new one is whole.
@@ -41,8 +41,8 @@ def export_huggingface(
         unfinished = folder.with_name(f".{folder.name}.unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
-        config.save_pretrained(unfinished)
-        GenerationConfig.from_model_config(config).save_pretrained(unfinished)
+        cast(Any, config).save_pretrained(unfinished)
+        cast(Any, GenerationConfig).from_model_config(config).save_pretrained(unfinished)
         _write_weights(reader, unfinished, max_shard_bytes)
         if save_tokenizer is not None:
             save_tokenizer(unfinished)
@@ -59,7 +59,7 @@ def _require_replaceable(folder: Path) -> None:
         )
 
 
-def _model_config(manifest: Manifest, name: str) -> PretrainedConfig:
+def _model_config(manifest: Manifest, name: str) -> PreTrainedConfig:
     """transformers' config of the saved model, with what `from_pretrained` needs: architectures and dtype."""
     arguments = manifest.architecture
     if arguments is None:
@@ -67,7 +67,7 @@ def _model_config(manifest: Manifest, name: str) -> PretrainedConfig:
             f"checkpoint {name}: expected a model_config (transformers), found null: can't be exported"
         )
     try:
-        config = cast(PretrainedConfig, AutoConfig.for_model(**arguments))
+        config = cast(PreTrainedConfig, cast(Any, AutoConfig).for_model(**arguments))
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"checkpoint {name}: model_config: {error}") from None
     names = cast(dict[str, str], MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

@@ -245,7 +245,7 @@ def commit(final: Path, manifest: Manifest, indexes: Sequence[Index]) -> None:
 def manifest_text(manifest: Manifest) -> str:
     """JSON with one tensor and one file a line, so that people can read it and `diff` shows what changed."""
     parts: list[str] = []
-    for key, value in cast(dict[str, Any], manifest.model_dump(mode="json", by_alias=True)).items():
+    for key, value in manifest.model_dump(mode="json", by_alias=True).items():
         if key in ("tensors", "files"):
             lines = [f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in value.items()]
             parts.append(f"{json.dumps(key)}: {{\n" + ",\n".join(lines) + "\n}")

@@ -7,7 +7,7 @@ that a key stands once in a file. Each header carries the offsets as `torch.dist
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self, cast
@@ -15,7 +15,7 @@ from typing import Any, Self, cast
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import torch as safetensors_torch
 from torch import Tensor
 
 from portable_fsdp.backends.base import Part, Piece, Slices, TensorState
@@ -84,7 +84,7 @@ def write_pieces(
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Write contiguous CPU tensors to a new file, and fsync it. The caller fsyncs the folder."""
-    save_file(dict(tensors), path, {"format": "pt", **metadata})
+    cast(Any, safetensors_torch).save_file(dict(tensors), path, {"format": "pt", **metadata})
     path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors makes it 0600; files follow their folder
     with path.open("rb") as file:
         os.fsync(file.fileno())
@@ -207,7 +207,7 @@ class Reader:
             raise self._damaged(file, f"content with xxh3_128 {expected.xxh3_128}", found.xxh3_128)
 
     @contextmanager
-    def _checked(self, file: str) -> Iterator[Any]:
+    def _checked(self, file: str) -> Generator[Any]:
         """The file, open, after its header was found to say what the manifest says."""
         require_regular(self.folder / file, self.folder.name)
         try:

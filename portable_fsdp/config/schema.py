@@ -57,7 +57,7 @@ class Model(Section):
 class Data(Section):
     source: Literal["python_docs", "python_source", "text"] = Field(
         default="python_docs",
-        description="python_docs: CPython's reference text; python_source: the standard library's source; text: data.path",
+        description="python_docs: CPython's reference; python_source: the standard library's source; text: data.path",
     )
     path: str | None = Field(default=None, description="a text file or a glob of text files, for data.source: text")
     tokenizer: str = Field(

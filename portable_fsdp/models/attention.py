@@ -71,7 +71,7 @@ def _is_grouped(query: Tensor, key: Tensor) -> bool:
 
 
 def _bias(length: int, causal: bool, window: int | None, mask: Tensor | None, device: torch.device) -> Tensor:
-    """Additive float32 bias `[seq, seq]`, or with the caller's mask `[batch, 1, seq, seq]`; a constant to a compiler."""
+    """Additive float32 bias `[seq, seq]`, or with a caller's mask `[batch, 1, seq, seq]`; a constant to a compiler."""
     row = torch.arange(length, device=device)[:, None]
     column = torch.arange(length, device=device)[None]
     keep = column <= row if causal else torch.ones(length, length, dtype=torch.bool, device=device)

@@ -5,6 +5,9 @@ weight on the host: drawn from (seed, FQN) alone, or read from a folder of safet
 that its devices need, one at a time, so that no host holds the model twice.
 """
 
+# Parameters and buffers are replaced in a module's own tables: torch has no public way for all of them.
+# pyright: reportPrivateUsage=false
+
 import dataclasses
 import difflib
 import hashlib
@@ -247,7 +250,9 @@ class RandomWeights:
         owner, _, leaf = fqn.rpartition(".")
         module = self._twin.get_submodule(owner)
         placeholder = cast(nn.Parameter, module._parameters[leaf])
-        weight = nn.Parameter(torch.empty(placeholder.shape, dtype=placeholder.dtype, device="cpu"), requires_grad=False)
+        weight = nn.Parameter(
+            torch.empty(placeholder.shape, dtype=placeholder.dtype, device="cpu"), requires_grad=False
+        )
         module._parameters[leaf] = weight
         digest = hashlib.sha256(f"{self._seed}/{fqn}".encode()).digest()
         try:
@@ -329,11 +334,11 @@ def _weight_files(folder: Path) -> dict[str, Path]:
         files = {key: folder / Path(name).name for key, name in names.items()}
     elif (folder / "model.safetensors").is_file():
         with safe_open(folder / "model.safetensors", framework="pt") as file:
-            files = {key: folder / "model.safetensors" for key in cast(list[str], list(file.keys()))}
+            files = dict.fromkeys(cast(list[str], list(file.keys())), folder / "model.safetensors")
     else:
         raise ConfigError(
-            f"model.pretrained: expected model.safetensors or model.safetensors.index.json in {folder}, found neither.\n"
-            "  Other formats: open the model with transformers and save_pretrained it to a new folder."
+            f"model.pretrained: expected model.safetensors or model.safetensors.index.json in {folder}, found "
+            "neither.\n  Other formats: open the model with transformers and save_pretrained it to a new folder."
         )
     absent = sorted({path.name for path in files.values() if not path.is_file()})
     if absent:

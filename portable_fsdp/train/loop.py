@@ -96,9 +96,7 @@ def build(config: Config, backend: Backend) -> Training:
     shapes = {fqn: tuple(parameter.shape) for fqn, parameter in built.model.named_parameters()}
     model = backend.shard_model(built.model, shard_policy(config, built.units), built.fill)
     optimizer = backend.build_optimizer(make_optimizer(config.optim), parameter_groups(shapes, config.optim))
-    step = train_step(
-        backend, model, optimizer, accumulation=accumulation, max_grad_norm=config.train.max_grad_norm
-    )
+    step = train_step(backend, model, optimizer, accumulation=accumulation, max_grad_norm=config.train.max_grad_norm)
     return Training(corpus, built, model, optimizer, step, accumulation, steps, built.size)
 
 
@@ -123,6 +121,8 @@ def _checkpoints(config: Config, backend: Backend, training: Training) -> Checkp
         backend,
         config=config.model_dump(mode="json"),
         model_config=training.built.config,
+        device_name=backend.device_name,
+        backend_name=backend.name,
     )
 
 
@@ -179,7 +179,7 @@ def _loop(
                 stopping = records.report(in_flight) or stopping
                 in_flight = None
                 consumed = Position.of(batches.consumed, len(training.corpus.rows))
-                path = checkpoints.save(step, training.model, training.optimizer, consumed)
+                path = checkpoints.save(step, training.model, training.optimizer, (consumed.epoch, consumed.index))
                 records.saved(step, path)
             if stopping:
                 records.stopped(step, stop.reason)

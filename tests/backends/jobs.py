@@ -117,8 +117,8 @@ def train(case: Case, stop_in: int | None = None) -> dict[str, Any]:
             "compilations": backend.compilations - before,
             "expected_compilations": backend.expected_compilations,
             "memory": backend.memory(),
-            "data_shard": tuple(backend.data_shard),
-            "process": tuple(backend.process),
+            "data_shard": (backend.data_shard.index, backend.data_shard.count),
+            "process": (backend.process.index, backend.process.count),
             "devices": backend.data_parallel_size,
         }
 
@@ -128,7 +128,14 @@ def write(case: Case, folder: str, at: int) -> dict[str, Any]:
     backend, config = _open(case)
     with backend:
         run = Run(backend, config)
-        checkpoints = Checkpoints(Path(folder), backend, config=config.model_dump(mode="json"), model_config={})
+        checkpoints = Checkpoints(
+            Path(folder),
+            backend,
+            config=config.model_dump(mode="json"),
+            model_config={},
+            device_name="cpu",
+            backend_name=backend.name,
+        )
         run.train(1, at)
         checkpoints.save(at, run.model, run.optimizer, (0, at * GLOBAL_BATCH))
         return {"state": run.state(), "metrics": run.train(at + 1, case.steps)}
@@ -141,7 +148,14 @@ def read(case: Case, folders: dict[str, str], at: int) -> dict[str, Any]:
     with backend:
         run = Run(backend, config)
         for writer, folder in folders.items():
-            checkpoints = Checkpoints(Path(folder), backend, config=config.model_dump(mode="json"), model_config={})
+            checkpoints = Checkpoints(
+                Path(folder),
+                backend,
+                config=config.model_dump(mode="json"),
+                model_config={},
+                device_name="cpu",
+                backend_name=backend.name,
+            )
             found = checkpoints.find("auto")
             assert found is not None
             manifest = checkpoints.load(found, run.model, run.optimizer)
@@ -163,7 +177,7 @@ def agree_and_sum() -> dict[str, Any]:
         rows = torch.arange(GLOBAL_BATCH // backend.data_shard.count).float() + 100 * backend.data_shard.index
         placed = backend.place({"rows": rows})["rows"]
         total = backend.fetch({"total": backend.sum(placed.sum())}).result()["total"]
-        return {"agreed": agreed, "total": total, "shard": tuple(backend.data_shard)}
+        return {"agreed": agreed, "total": total, "shard": (backend.data_shard.index, backend.data_shard.count)}
 
 
 def host_reads(case: Case) -> dict[str, int]:

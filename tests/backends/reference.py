@@ -53,7 +53,9 @@ def _optimizer(case: Case, model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 @functools.cache
-def reference_of(model: str, steps: int, optim: tuple[tuple[str, object], ...], limit: float | None, seed: int) -> Reference:
+def reference_of(
+    model: str, steps: int, optim: tuple[tuple[str, object], ...], limit: float | None, seed: int
+) -> Reference:
     case = Case(model=model, steps=steps, optim=dict(optim), max_grad_norm=limit, seed=seed)
     return _train(case)
 

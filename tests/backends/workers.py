@@ -112,7 +112,9 @@ class Workers:
             return self._pipes[rank].recv()
         except EOFError:
             self.close()
-            raise RuntimeError(f"{self._group}: process {rank} died: exit code {self._processes[rank].exitcode}") from None
+            raise RuntimeError(
+                f"{self._group}: process {rank} died: exit code {self._processes[rank].exitcode}"
+            ) from None
 
     def close(self) -> None:
         for pipe in self._pipes:

@@ -1,0 +1,45 @@
+"""The groups of worker processes, started when first asked for and shared by all tests of a session."""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+from workers import GROUPS, Group, Workers
+
+
+@pytest.fixture(scope="session")
+def workers() -> Iterator[Callable[[Group], Workers]]:
+    started: dict[Group, Workers] = {}
+
+    def get(group: Group) -> Workers:
+        if group not in started:
+            started[group] = Workers(group)
+        return started[group]
+
+    yield get
+    for one in started.values():
+        one.close()
+
+
+@pytest.fixture(scope="session")
+def run(workers: Callable[[Group], Workers]) -> Callable[..., list[dict[str, Any]]]:
+    """`run(group, case)`: what each process of a group says of a whole run; run once, asserted on by many tests."""
+
+    @cache
+    def once(group: Group, key: str) -> list[dict[str, Any]]:
+        return workers(group).run("train", case=cases[key])
+
+    cases: dict[str, Any] = {}
+
+    def get(group: Group, case: Any) -> list[dict[str, Any]]:
+        cases[repr(case)] = case
+        return once(group, repr(case))
+
+    return get
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "group" in metafunc.fixturenames:
+        marked = [pytest.param(g, id=str(g), marks=[pytest.mark.xla] if g.backend == "xla" else []) for g in GROUPS]
+        metafunc.parametrize("group", marked)

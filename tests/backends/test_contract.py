@@ -1,0 +1,143 @@
+"""C1 to C7 of the backend contract (portable_fsdp/backends/base.py), each on every engine and device count."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from assemble import assemble, assert_equal_states
+from cases import GLOBAL_BATCH, Case
+from portable_fsdp.optim.schedule import learning_rate
+from reference import reference
+from workers import Group, JobFailed, Workers
+
+Run = Callable[[Group, Case], list[dict[str, Any]]]
+GetWorkers = Callable[[Group], Workers]
+
+ADAMW = Case(model="llama", steps=50)
+# Plain SGD, unclipped: AdamW and clipping both hide a wrong gradient scale.
+SGD = Case(model="llama", steps=20, optim={"name": "sgd", "lr": 0.5, "weight_decay": 0.0}, max_grad_norm=None)
+
+
+def test_c1_gradients_are_sums_over_the_global_batch(group: Group, run: Run) -> None:
+    case = replace(SGD, steps=1)
+    truth = reference(case)
+    (first, *_), states = run(group, case), [answer["final"] for answer in run(group, case)]
+    after = assemble(states)
+    lr = learning_rate(case.config(1).optim, 1, case.steps)
+    for name, gradient in truth.gradients.items():
+        found = (truth.initial[name] - after[name]) / lr
+        scale = gradient.abs().max().item()
+        assert torch.allclose(found, gradient, rtol=1e-4, atol=2e-5 * scale + 3e-7), name
+    assert first["metrics"][0]["grad_norm"] == pytest.approx(truth.grad_norms[0], rel=1e-5)
+
+
+def test_c2_a_step_reads_nothing_on_the_host(group: Group, workers: GetWorkers) -> None:
+    # SGD: torch's AdamW reads its step count, a host tensor under native, in Python.
+    assert [answer["reads"] for answer in workers(group).run("host_reads", case=SGD)] == [0] * _processes(group)
+
+
+def test_c2_the_stop_flag_of_any_process_reaches_all_in_the_same_step(group: Group, workers: GetWorkers) -> None:
+    answers = workers(group).run("train", case=replace(SGD, steps=3), stop_in=2)
+    for answer in answers:
+        assert [metrics["stop"] > 0 for metrics in answer["metrics"]] == [False, True, False]
+
+
+def test_c3_names_are_those_of_the_unwrapped_model(group: Group, run: Run) -> None:
+    for answer in run(group, ADAMW):
+        assert answer["names"] == answer["unwrapped_names"]
+        states = {key.split("/")[0] for key in answer["final"] if "/" in key}
+        assert states == {"step", "exp_avg", "exp_avg_sq"}
+        assert {key.split("/")[1] for key in answer["final"] if "/" in key} == set(answer["names"])
+
+
+def test_c4_uneven_shards_tile_once(group: Group, run: Run) -> None:
+    answers = run(group, ADAMW)
+    whole = assemble([answer["final"] for answer in answers])
+    assert whole["lm_head.weight"].shape == (1009, 72)
+    assert all(tensor.isfinite().all() for tensor in whole.values())
+
+
+def test_c4_parameters_are_really_sharded(group: Group, run: Run) -> None:
+    """Of every matrix and vector each device holds ceil(rows / devices) rows at most."""
+    for answer in run(group, ADAMW):
+        for key, (shape, _, pieces) in answer["final"].items():
+            if shape:
+                largest = max((data.shape[0] for _, data in pieces), default=0)
+                assert largest <= -(-shape[0] // group.devices), key
+
+
+def test_c6_initial_weights_depend_on_seed_and_name_alone(group: Group, run: Run) -> None:
+    case = Case(model="llama_tied")
+    found = assemble([answer["initial"] for answer in run(group, case)])
+    expected = reference(case).initial
+    assert_equal_states({key: value for key, value in found.items() if "/" not in key}, expected)
+    assert all(not value.any() for key, value in found.items() if "/" in key)  # optimizer state starts at zero
+
+
+def test_c6_tied_weights_stay_tied(group: Group, run: Run) -> None:
+    for answer in run(group, Case(model="llama_tied")):
+        assert answer["ties"] == answer["unwrapped_ties"]
+        assert ["lm_head.weight", "model.embed_tokens.weight"] in answer["ties"]
+        assert "lm_head.weight" not in answer["final"]
+
+
+def test_c6_buffers_and_dtypes_survive(group: Group, run: Run) -> None:
+    for answer in run(group, Case(model="gemma2", steps=20)):
+        assert set(answer["dtypes"].values()) == {"torch.float32"}
+        assert answer["buffers"].keys() == answer["unwrapped_buffers"].keys()
+        assert any("inv_freq" in name for name in answer["buffers"])
+        for name, buffer in answer["buffers"].items():
+            assert buffer.dtype == answer["unwrapped_buffers"][name].dtype
+            assert torch.equal(buffer, answer["unwrapped_buffers"][name]), name
+
+
+@pytest.mark.parametrize("micro_batch", [None, 1])
+def test_c7_compilations_are_known_from_the_config(group: Group, run: Run, micro_batch: int | None) -> None:
+    case = ADAMW if micro_batch is None else Case(micro_batch=1)
+    accumulates = micro_batch == 1 and group.devices < GLOBAL_BATCH
+    expected = 0 if group.backend == "native" else 1 + accumulates
+    for answer in run(group, case):
+        assert answer["expected_compilations"] == expected
+        assert answer["compilations"] == expected
+
+
+def test_sum_place_and_agree(group: Group, workers: GetWorkers) -> None:
+    answers = workers(group).run("agree_and_sum")
+    shards = {answer["shard"] for answer in answers}
+    expected = sum(sum(range(GLOBAL_BATCH // count)) + 100 * index * (GLOBAL_BATCH // count) for index, count in shards)
+    for answer in answers:
+        assert answer["agreed"] == {"from": 0, "list": [1, 2]}
+        assert answer["total"] == expected
+
+
+def test_every_process_feeds_its_rows_and_memory_is_measured(group: Group, run: Run) -> None:
+    answers = run(group, ADAMW)
+    assert [answer["data_shard"] for answer in answers] == [(i, len(answers)) for i in range(len(answers))]
+    for answer in answers:
+        assert answer["devices"] == group.devices
+        assert answer["memory"].peak_bytes >= answer["memory"].now_bytes * 0.9 > 0
+
+
+REFUSALS = [
+    (Case(compute="bfloat16", reduce="float32"), "xla", r"precision\.reduce=float32 .* compute dtype.*\n.*reduce=auto"),
+    (Case(compute="float32", reduce="bfloat16"), "both", r"precision\.reduce=bfloat16 .*\n.*(reduce=auto)"),
+    (Case(micro_batch=5), "both", r"(?s)global_batch.*micro_batch"),
+]
+
+
+@pytest.mark.parametrize(("case", "who", "message"), REFUSALS)
+def test_c5_refused_when_it_opens(group: Group, workers: GetWorkers, case: Case, who: str, message: str) -> None:
+    if who not in ("both", group.backend):
+        workers(group).run("refused", case=case)  # honoured here
+        return
+    with pytest.raises(JobFailed) as failure:
+        workers(group).run("refused", case=case)
+    assert failure.value.kind in ("BackendError", "ConfigError")
+    assert re.search(message, failure.value.message)
+
+
+def _processes(group: Group) -> int:
+    return group.devices if group.backend == "native" else 1

@@ -1,0 +1,188 @@
+"""A backend of plain PyTorch for the checkpoint tests: full tensors in every process, each writing its rows of them.
+
+Processes are threads that meet at a barrier; the files are real.
+"""
+
+import math
+import pickle
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from portable_fsdp.backends.base import (
+    Backend,
+    Batch,
+    Fill,
+    MakeOptimizer,
+    MemoryStats,
+    Metrics,
+    Part,
+    Pending,
+    Piece,
+    Read,
+    ShardPolicy,
+    TensorState,
+)
+from portable_fsdp.checkpoint.manager import Checkpoints
+from torch import Tensor, nn
+
+T = TypeVar("T")
+
+
+class Meeting:
+    """Where `count` processes agree."""
+
+    def __init__(self, count: int) -> None:
+        self.barrier = threading.Barrier(count, timeout=20)
+        self.value = b""
+
+
+class PlainBackend(Backend):
+    """Rows of every tensor are dealt to `count` processes of `devices` devices, as `torch.chunk` deals them."""
+
+    compilations = 0
+    expected_compilations = 0
+    device = torch.device("cpu")
+
+    def __init__(self, process: Part = Part(0, 1), devices: int = 1, meeting: Meeting | None = None) -> None:
+        self.process = process
+        self.data_shard = process
+        self.devices = devices
+        self.data_parallel_size = process.count * devices
+        self.meeting = meeting or Meeting(process.count)
+
+    def agree(self, value: T) -> T:
+        if self.process.index == 0:
+            self.meeting.value = pickle.dumps(value)
+        self.meeting.barrier.wait()
+        agreed = pickle.loads(self.meeting.value)
+        self.meeting.barrier.wait()
+        return agreed
+
+    def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, TensorState]:
+        mine = range(self.process.index * self.devices, (self.process.index + 1) * self.devices)
+        return {
+            key: TensorState(
+                tuple(tensor.shape),
+                tensor.dtype,
+                [
+                    Piece(tuple(s.start for s in slices), tensor[slices])
+                    for device, slices in enumerate(rows(tensor, self.data_parallel_size))
+                    if device in mine
+                ],
+            )
+            for key, tensor in named_tensors(model, optimizer).items()
+        }
+
+    def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, read: Read) -> None:
+        with torch.no_grad():
+            for key, tensor in named_tensors(model, optimizer).items():
+                for slices in rows(tensor, self.data_parallel_size):
+                    tensor[slices] = read(key, slices)
+
+    def close(self) -> None: ...
+
+    def shard_model(self, model: nn.Module, policy: ShardPolicy, fill: Fill | None) -> nn.Module:
+        raise NotImplementedError
+
+    def build_optimizer(self, make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        raise NotImplementedError
+
+    def place(self, batch: Batch) -> Batch:
+        raise NotImplementedError
+
+    def compile(self, fn: Callable[..., Metrics], name: str) -> Callable[..., Metrics]:
+        raise NotImplementedError
+
+    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+        raise NotImplementedError
+
+    def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
+        raise NotImplementedError
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def fetch(self, metrics: Metrics) -> Pending:
+        raise NotImplementedError
+
+    def memory(self) -> MemoryStats:
+        raise NotImplementedError
+
+
+def rows(tensor: Tensor, count: int) -> list[tuple[slice, ...]]:
+    """`count` slices that tile `tensor` along dimension 0; the last ones may be empty, or missing for a scalar."""
+    if tensor.dim() == 0:
+        return [()]
+    size, whole = math.ceil(tensor.shape[0] / count), [slice(0, n) for n in tensor.shape]
+    cuts = [min(i * size, tensor.shape[0]) for i in range(count + 1)]
+    return [(slice(a, b), *whole[1:]) for a, b in zip(cuts, cuts[1:], strict=False)]
+
+
+def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The live tensors under the keys of `Backend.state`."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    tensors: dict[str, Tensor] = {name: parameter.detach() for parameter, name in names.items()}
+    for parameter, state in optimizer.state.items():
+        tensors.update({f"{kind}/{names[parameter]}": value for kind, value in state.items()})
+    return tensors
+
+
+def small_model(seed: int, hidden: int = 7) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Odd sizes, a bfloat16 parameter, and AdamW state (0-dim step counts too) with random content."""
+    generator = torch.Generator().manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, hidden), nn.Linear(hidden, 3, bias=False))
+    model.register_parameter("gate", nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for tensor in named_tensors(model, optimizer).values():
+        tensor.copy_(torch.randn(tensor.shape, generator=generator).to(tensor.dtype))
+    return model, optimizer
+
+
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, bytes]:
+    """The bits of every tensor."""
+    return {
+        key: tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        for key, tensor in named_tensors(model, optimizer).items()
+    }
+
+
+def checkpoints(folder: Path, backend: Backend, **changes: Any) -> Checkpoints:
+    """Opened as a run would."""
+    arguments: dict[str, Any] = {"config": {"optim": {"lr": 0.001}}, "model_config": None, "wait_s": 10.0}
+    return Checkpoints(folder, backend, device_name="cpu", backend_name="plain", **(arguments | changes))
+
+
+def in_processes(count: int, work: Callable[[PlainBackend], Any], devices: int = 1) -> list[Any]:
+    """`work(backend)` in `count` processes at once; what each returned, or the exception that it raised."""
+    meeting, results = Meeting(count), [None] * count
+
+    def run(index: int) -> None:
+        try:
+            results[index] = work(PlainBackend(Part(index, count), devices, meeting))
+        except Exception as error:
+            results[index] = error  # type: ignore[call-overload]
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def save_once(folder: Path, step: int = 5, seed: int = 1, count: int = 2, devices: int = 2) -> Path:
+    """A committed checkpoint of `small_model(seed)` by `count` processes."""
+
+    def work(backend: PlainBackend) -> Path:
+        return checkpoints(folder, backend).save(step, *small_model(seed), (1, 20))
+
+    result = in_processes(count, work, devices)[0]
+    assert isinstance(result, Path), result
+    return result

@@ -1,0 +1,84 @@
+"""The examples, as people start them. `sample.py` gets a folder made by transformers alone."""
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from portable_fsdp.data.tokenize import load_tokenizer
+
+ROOT = Path(__file__).parents[2]
+
+ROW = {"grad_norm": 1.0, "lr": 1e-3, "tokens": 64, "tokens_per_second": 10.0, "mfu": None, "memory_bytes": 1}
+START = {"time": "2026-01-01T00:00:00.000+00:00", "event": "start", "device": "cpu"}
+
+
+def run_example(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, ROOT / "examples" / name, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def write_run(folder: Path, losses: list[float | None], events: list[dict[str, object]]) -> None:
+    rows = [{"step": step, "loss": loss, **ROW, "seconds": 0.1} for step, loss in enumerate(losses, start=1)]
+    for name, lines in (("metrics.jsonl", rows), ("events.jsonl", events)):
+        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_plot_loss_writes_a_picture_and_prints_where(tmp_path: Path) -> None:
+    starts = [
+        {**START, "step": 0, "backend": "native", "devices": 2},
+        {**START, "step": 3, "backend": "xla", "devices": 4},
+    ]
+    write_run(tmp_path, [5.5, 5.0, 4.5, None, 3.5, 3.0], [*starts, {"time": "x", "event": "stop", "step": 6}])
+    done = run_example("plot_loss.py", tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{tmp_path / 'loss.png'}\n", "")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_loss_refuses_a_folder_that_is_no_run(tmp_path: Path) -> None:
+    done = run_example("plot_loss.py", tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "found no metrics.jsonl and no events.jsonl" in done.stderr
+
+
+N1, N2, X4 = "native, 1 x cpu", "native, 2 x cpu", "xla, 4 x cpu"
+
+
+@pytest.mark.parametrize(
+    ("starts", "expected"),
+    [
+        ([(0, "native", 1)], [(N1, [1, 2, 3, 4])]),
+        ([(0, "native", 2), (2, "xla", 4)], [(N2, [1, 2]), (X4, [3, 4])]),
+        # the second start was killed before its first save: the third repeats what it had run
+        ([(0, "native", 1), (2, "native", 2), (2, "xla", 4)], [(N1, [1, 2]), (X4, [3, 4])]),
+        # a start from an earlier checkpoint takes over all that comes after it
+        ([(0, "native", 1), (3, "xla", 4), (1, "native", 2)], [(N1, [1]), (N2, [2, 3, 4])]),
+    ],
+)
+def test_plot_loss_gives_each_step_to_the_start_that_ran_it(
+    starts: list[tuple[int, str, int]], expected: list[tuple[str, list[int]]]
+) -> None:
+    stretches = runpy.run_path(str(ROOT / "examples/plot_loss.py"))["stretches"]
+    events = [{**START, "step": step, "backend": backend, "devices": devices} for step, backend, devices in starts]
+    found = stretches([{"step": step, "loss": 1.0} for step in range(1, 5)], events)
+    assert [(name, [row["step"] for row in rows]) for name, rows in found] == expected
+
+
+def test_sample_prints_the_same_text_for_the_same_seed(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("llama", vocab_size=256, max_position_embeddings=64, use_cache=False, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    load_tokenizer("bytes").save(tmp_path)
+    first, again, other = (
+        run_example("sample.py", tmp_path, "--prompt", "Grüße", "--tokens", "20", "--seed", seed) for seed in "001"
+    )
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.startswith("Grüße")
+    assert len(first.stdout.encode()) > len("Grüße".encode()) + 5
+    assert first.stdout == again.stdout != other.stdout

@@ -1,0 +1,175 @@
+"""What the documents say holds: commands parse, links lead somewhere, keys are the schema's, versions fit."""
+
+import re
+import runpy
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import yaml
+from absl import flags
+from pydantic import ValidationError
+
+from portable_fsdp import launch
+from portable_fsdp.backends.open import BACKENDS, DEVICES
+from portable_fsdp.config.load import check_batch, load_config
+from portable_fsdp.config.schema import Config
+from portable_fsdp.runtime.errors import ConfigError
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+MAKEFILE = (ROOT / "Makefile").read_text()
+TARGETS = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE))
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+
+class Command(NamedTuple):
+    """One command of a fenced block: where it stands, and its words without leading `NAME=value`."""
+
+    where: str
+    words: list[str]
+
+
+def commands(text: str, where: str) -> Iterator[Command]:
+    """The commands of the ```bash blocks, but for blocks that begin with `# not run here: <reason>`."""
+    for block in re.finditer(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        if re.match(r"# not run here: \S", block[1]):
+            continue
+        first = text.count("\n", 0, block.start(1)) + 1
+        for number, line in enumerate(block[1].replace("\\\n", "  ").splitlines(), start=first):
+            words = shlex.split(line, comments=True)
+            while words and re.match(r"[A-Z_]+=", words[0]):
+                words = words[1:]
+            if words:
+                yield Command(f"{where}:{number}", words)
+
+
+def check(command: Command) -> None:
+    """Fail unless each word of the command means something in this checkout."""
+    starts, _, arguments = shlex.join(command.words).partition("-m portable_fsdp.launch")
+    if starts == "python " or (starts.startswith("torchrun ") and arguments):
+        return check_launch(shlex.split(arguments), command.where)
+    match command.words:
+        case ["make", target]:
+            assert target in TARGETS, f"{command.where}: no target {target} in the Makefile"
+        case ["pip", "install", what]:
+            extra = re.fullmatch(r"\.(?:\[([a-z]+)\])?", what)
+            assert extra, f"{command.where}: {what} is not this project"
+            assert extra[1] is None or extra[1] in EXTRAS, f"{command.where}: no extra {extra[1]}"
+        case ["launch/torchrun.sh", *arguments] | ["launch/tpu_vm.sh", "run", *arguments]:
+            check_launch(arguments, command.where)
+        case ["launch/tpu_vm.sh", "setup"]:
+            pass
+        case ["python", "-m", module, *_] if module.startswith("portable_fsdp."):
+            path = ROOT / module.replace(".", "/")
+            assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), f"{command.where}: {module}"
+        case ["python", script, *_]:
+            assert (ROOT / script).is_file(), f"{command.where}: no file {script}"
+        case _:
+            pytest.fail(f"{command.where}: no check for `{shlex.join(command.words)}`; add one here")
+
+
+def check_launch(arguments: list[str], where: str) -> None:
+    values = launch._define_flags()
+    overrides = values(["launch", *arguments])[1:]
+    assert values.device in DEVICES, where
+    assert values.backend in BACKENDS, where
+    config = load_config(ROOT / values.config, overrides)
+    if values.num_devices != "auto":
+        check_batch(config, int(values.num_devices))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_parses(page: Path) -> None:
+    for command in commands(page.read_text(), page.name):
+        check(command)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "make everything",
+        "pip install '.[rocm]'",
+        "python -m portable_fsdp.launch --devices=cpu --config=configs/quickstart.yaml",
+        "python -m portable_fsdp.launch --device=gpu --config=configs/quickstart.yaml",
+        "python -m portable_fsdp.launch --config=configs/none.yaml",
+        "python -m portable_fsdp.launch --config=configs/quickstart.yaml optim.learning_rate=1",
+        "python -m portable_fsdp.launch --num_devices=5 --config=configs/quickstart.yaml",
+        "torchrun --nproc_per_node=8 -m portable_fsdp.launch --config=configs/none.yaml",
+        "NNODES=2 launch/torchrun.sh --config=configs/none.yaml",
+        "launch/tpu_vm.sh start",
+        "python -m portable_fsdp.nothing",
+        "python examples/none.py",
+        "curl localhost",
+    ],
+)
+def test_a_wrong_command_is_found(line: str) -> None:
+    [command] = commands(f"```bash\n# a comment\n{line}\n```\n", "page")
+    assert command.where == "page:3"
+    with pytest.raises((AssertionError, ConfigError, flags.Error, pytest.fail.Exception)):
+        check(command)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_within_the_project_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text())
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_config_loads(path: Path) -> None:
+    config = load_config(path)
+    assert config.run.dir == f"runs/{path.stem}"
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 4])
+def test_quickstart_fits_any_small_number_of_devices(devices: int) -> None:
+    check_batch(load_config(ROOT / "configs/quickstart.yaml"), devices)
+
+
+def test_demo_changes_backend_half_way() -> None:
+    half = re.search(r"^DEMO_HALF := (\d+)$", MAKEFILE, re.MULTILINE)
+    assert half
+    assert load_config(ROOT / "configs/quickstart.yaml").train.steps == 2 * int(half[1])
+
+
+PAGE_OF_KEYS = runpy.run_path(str(ROOT / "docs/configuration.py"))
+
+
+def test_page_of_keys_is_the_schemas() -> None:
+    assert PAGE_OF_KEYS["render"]() == (ROOT / "docs/configuration.md").read_text(encoding="utf-8"), "run `make docs`"
+
+
+def test_page_of_keys_states_defaults_that_yaml_reads_back() -> None:
+    page = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
+    stated = dict(re.findall(r"^\| `([a-z_.]+)` \| .*? \| `(.*?)` \|", page, re.MULTILINE))
+    assert len(stated) > 20
+    config = Config.model_validate({"model": {"pretrained": "folder"}, "train": {"steps": 1}}).model_dump(mode="json")
+    for name, default in stated.items():
+        section, key = name.split(".")
+        value = yaml.safe_load(default)
+        value = float(value) if default == "1e-08" else value  # YAML 1.1 reads a number without a dot as text
+        assert value == config[section][key], name
+
+
+@pytest.mark.parametrize(("section", "key"), sorted(PAGE_OF_KEYS["ONE_OF"]))
+def test_keys_said_to_exclude_each_other_do(section: str, key: str) -> None:
+    whole = {"model": {"pretrained": "folder"}, "train": {"steps": 1}}
+    with pytest.raises(ValidationError, match=rf"exactly one of .*{section}\.{key}"):
+        Config.model_validate({**whole, section: {}})
+
+
+def test_versions_in_build_md_are_the_projects() -> None:
+    build = (ROOT / "BUILD.md").read_text()
+    latest = re.search(r"^TORCH_LATEST := (\S+)$", MAKEFILE, re.MULTILINE)
+    assert latest
+    assert f"torch {latest[1]}, no torch_xla" in build
+    pins = dict(line.partition(";")[0].split("==") for line in EXTRAS["xla"])
+    assert pins["jax"] == pins["jaxlib"]
+    row = next(line for line in build.splitlines() if line.startswith("| `xla` |"))
+    for name in ("torch", "torch_xla", "jaxlib", "flax"):
+        assert f"{name} {pins[name]}" in row
