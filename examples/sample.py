@@ -4,6 +4,7 @@ The folder is a plain Hugging Face folder: nothing of portable_fsdp is needed to
 """
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +37,10 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
+    if not Path(chosen.folder, "config.json").is_file():
+        parser.error(
+            f"{chosen.folder}: expected an exported model, found no config.json (checkpoint.export=true writes it)"
+        )
     print(sample(chosen.folder, chosen.prompt, chosen.tokens, chosen.temperature, chosen.seed))
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+os.environ["USE_TORCH_XLA"] = "0"  # transformers imports torch_xla otherwise; the backends choose the engine
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub, which reads it once
 
 
@@ -36,8 +37,11 @@ def _threads() -> dict[int, str]:
     }
 
 
+NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # pytest's; torch sets the other when it imports inductor
+
+
 def _variables() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    return {name: value for name, value in os.environ.items() if name not in NOT_OURS}
 
 
 def _changes(before: dict[str, str], after: dict[str, str]) -> list[str]:

@@ -10,6 +10,7 @@ import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ HEAVY = {"torch", "torch_xla", "torch_tpu", "transformers", "accelerate"}
 
 PURE_CALLS = {
     *("dict", "field", "float", "frozenset", "int", "len", "list", "max", "min", "range", "set", "sorted", "tuple"),
-    *("cache", "compile", "contextmanager", "dataclass", "getLogger", "lru_cache", "timedelta", "wraps"),
+    *("cache", "compile", "contextmanager", "dataclass", "getLogger", "lru_cache", "no_grad", "timedelta", "wraps"),
     *("field_validator", "model_validator", "field_serializer"),
     *("DEFINE_bool", "DEFINE_boolean", "DEFINE_enum", "DEFINE_integer", "DEFINE_string"),
 }
@@ -69,6 +70,7 @@ class Module:
 Modules = Mapping[str, Module]
 
 
+@cache
 def read_package(folder: Path) -> dict[str, Module]:
     """All modules under `folder`, by dotted name."""
     modules: dict[str, Module] = {}
@@ -98,7 +100,8 @@ def is_type_checking(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}
 
 
-def imports(module: Module) -> Iterator[Import]:
+@cache
+def imports(module: Module) -> list[Import]:
     """Every import that can run, `import_module("literal")` among them; not those for type checkers alone."""
 
     def walk(node: ast.AST, at_import: bool) -> Iterator[Import]:
@@ -121,7 +124,7 @@ def imports(module: Module) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
             yield from walk(child, inside)
 
-    return walk(module.tree, True)
+    return list(walk(module.tree, True))
 
 
 def _base_of(module: Module, node: ast.ImportFrom) -> str:

@@ -41,6 +41,7 @@ from portable_fsdp.backends.base import (
     rows_of_shard,
     whole,
 )
+from portable_fsdp.config.load import check_batch
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.process import detect_launch
@@ -97,6 +98,7 @@ class NativeBackend(Backend):
                 f"backend native on cuda: local rank {local_rank} needs a GPU of its own, found "
                 f"{torch.cuda.device_count()}.\n  Start at most that many processes: torchrun --nproc_per_node=gpu."
             )
+        check_batch(config, world_size)
         if config.precision.reduce == "bfloat16" and config.precision.compute == "float32":
             raise BackendError(
                 "backend native: precision.reduce=bfloat16 with precision.compute=float32 would lose the gradients' "

@@ -276,7 +276,8 @@ class XlaBackend(Backend):
             old = holder[name]
             sharded = "devices=" in self._bridge._get_xla_sharding_spec(old)
             new = self._upload_shards(old.shape, lambda slices, key=key: read(key, slices), sharded)
-            self._bridge._replace_xla_tensor(old, new)
+            # Not _replace_xla_tensor: after a step has run, the next forward would still see the old values.
+            old.data = new
         self._xla.sync(wait=True)
 
     @property

@@ -5,7 +5,7 @@
 3. Then it describes them in `index-00003.json`, written atomically: attempt, pieces, bytes, hashes; or its error.
 4. Process 0 waits for the index files of this attempt from all processes, merges them, and checks the result as a
    reader would: the pieces tile every tensor exactly once.
-5. It writes `manifest.json` (fsync), removes the index files, fsyncs the folders, renames to `step-00000500` (the
+5. It writes `manifest.json`, sealed with its own hash (fsync), removes the index files, fsyncs the folders, renames to `step-00000500` (the
    commit), and fsyncs the parent.
 6. A kill before the rename leaves `*.tmp`, which no reader looks at and the run's next opening removes. An older
    checkpoint is never touched.
@@ -24,8 +24,9 @@ import uuid
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, cast
 
+import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from portable_fsdp.runtime.errors import CheckpointError
@@ -106,7 +107,7 @@ class Manifest(_Entry):
     """`manifest.json`. `architecture` (transformers' config as a dict) is its key `model_config`, a name that pydantic
     keeps for itself."""
 
-    format_version: Literal[1]
+    format_version: int = Field(ge=1, le=1)
     step: int = Field(ge=0)
     config: dict[str, Any]
     architecture: dict[str, Any] | None = Field(alias="model_config")
@@ -243,7 +244,7 @@ def commit(final: Path, manifest: Manifest, indexes: Sequence[Index]) -> None:
 
 
 def manifest_text(manifest: Manifest) -> str:
-    """JSON with one tensor and one file a line, so that people can read it and `diff` shows what changed."""
+    """JSON with one tensor and one file a line, so that people can read it and `diff` shows what changed; sealed."""
     parts: list[str] = []
     for key, value in manifest.model_dump(mode="json", by_alias=True).items():
         if key in ("tensors", "files"):
@@ -251,7 +252,12 @@ def manifest_text(manifest: Manifest) -> str:
             parts.append(f"{json.dumps(key)}: {{\n" + ",\n".join(lines) + "\n}")
         else:
             parts.append(f"{json.dumps(key)}: {json.dumps(value)}")
-    return "{\n" + ",\n".join(parts) + "\n}\n"
+    return seal("{\n" + ",\n".join(parts))
+
+
+def seal(content: str) -> str:
+    """Close the object with a last key `xxh3_128`: the hash of all that stands before the comma in front of it."""
+    return f'{content},\n"xxh3_128": "{xxhash.xxh3_128_hexdigest(content.encode())}"\n}}\n'
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -259,11 +265,11 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     require_regular(path, folder.name)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes().decode()
         version = _version(json.loads(text, object_pairs_hook=_refuse_duplicates))
         if version != 1:
             raise ValueError(f"expected format_version 1, found {version!r}; is it of a newer portable_fsdp?")
-        manifest = Manifest.model_validate_json(text)
+        manifest = Manifest.model_validate_json(_content_under_seal(text) + "}")
     except ValidationError as error:
         raise CheckpointError(f"checkpoint {folder.name}: manifest.json: {_sentence(error)}") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -317,6 +323,13 @@ def _read_index(path: Path, attempt: str) -> Index | None:
     except (OSError, ValueError):
         return None
     return index if index.attempt == attempt else None
+
+
+def _content_under_seal(text: str) -> str:
+    content = text[: -len(seal(""))]
+    if text != seal(content):
+        raise ValueError("expected its own xxh3_128 as the last key, found another: it was altered after the save")
+    return content
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

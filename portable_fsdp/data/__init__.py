@@ -1,5 +1,6 @@
-"""Data: text to tokens to rows, and which row comes when.
+"""Data: from a corpus to the micro batches of a step, in an order that no device count changes.
 
-May import `config` and `runtime`; knows nothing of processes, devices or engines. Read `order.py` first (a pure
-function), then `packing.py` (rows and their labels) and `batches.py` (a step's rows, built ahead).
+May import `config` and `runtime`, numpy and torch; knows nothing of processes, devices or engines.
+Read first: `build.py` (text to rows), then `order.py` (which row at which position: a pure function) and
+`batches.py` (the slice of a step that one data shard feeds). Labels are shifted in `packing.py`, and only there.
 """

@@ -1,72 +1,91 @@
-"""A step's rows for one process, built ahead in a thread while the device works."""
+"""Batches: the micro batches of each step that one data shard feeds, made ahead by a thread.
+
+Step k of a run that begins at `start` samples takes the positions [start + k * G, start + (k + 1) * G), G being the
+global batch. Shard i of n takes the i-th n-th of them, and cuts it into equal micro batches; both cuts are contiguous.
+"""
 
 import queue
 import threading
-from collections.abc import Iterator
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from portable_fsdp.data.order import sample_indices
+from portable_fsdp.data.packing import IGNORED
+from portable_fsdp.runtime.errors import ConfigError
 
-IGNORED = -100
-AHEAD = 2  # steps
-_WAIT_S = 0.1
-
-MicroBatches = list[dict[str, Tensor]]
+STEPS_AHEAD = 2
 
 
 class Rows(Protocol):
-    """What batches are made of; `PackedRows`, or rows of the caller's own."""
+    """A corpus cut into rows, such as `packing.PackedRows`."""
 
     def __len__(self) -> int: ...
 
-    def rows(self, indices: NDArray[Any]) -> dict[str, Tensor]:
-        """`input_ids` and `labels`, int64 `[len(indices), seq_len]`."""
+    def rows(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
+        """`input_ids` and `labels`, int64 `[len(indices), seq_len]`; called by one thread."""
         ...
 
 
-class Part(Protocol):
-    """This process's share of each global batch."""
+class Batches:
+    """Iterator over the steps of one data shard, without end; to be closed, or used as a context manager.
 
-    @property
-    def index(self) -> int: ...
-
-    @property
-    def count(self) -> int: ...
-
-
-class Batches(Iterator[MicroBatches]):
-    """The micro batches of one step after the other, from `start` samples on, without end.
-
-    Global batch k holds the same rows whatever the number of processes. Shard i of n feeds the i-th n-th of it, cut
-    into `accumulation` micro batches. Each is `input_ids` and `labels` `[rows, seq_len]`, and `tokens` float32
-    `[rows]`: the counted labels of row r, summed over all micro batches of the step. Close it, or use it as a context manager.
+    Each `next()` gives `accumulation` micro batches: `input_ids` and `labels` int64 `[rows, seq_len]`, and `tokens`
+    float32 `[rows]`: the counted labels of row r summed over all micro batches of the step, the same in each of them,
+    so that their sum over the data shards is the token count of the global batch.
     """
 
-    def __init__(self, rows: Rows, *, seed: int, global_batch: int, shard: Part, accumulation: int, start: int) -> None:
+    def __init__(
+        self, rows: Rows, *, seed: int, global_batch: int, shard: tuple[int, int], accumulation: int, start: int = 0
+    ) -> None:
+        """Args:
+        rows: the corpus, at least one row.
+        seed: of the order.
+        global_batch: rows in a step over all shards and micro batches.
+        shard: (index, count): which part of the global batch this process feeds.
+        accumulation: micro batches in a step.
+        start: samples consumed before the first step.
+
+        Raises ConfigError if the global batch can't be cut into equal micro batches.
+        """
+        index, count = shard
+        if global_batch % (count * accumulation):
+            raise ConfigError(
+                f"train.global_batch: expected a multiple of {count * accumulation} ({count} data shards * "
+                f"{accumulation} micro batches), found {global_batch}.\n"
+                "  Change train.global_batch, train.micro_batch or the number of devices."
+            )
+        self.consumed = start
+        """Samples consumed, those of the last step that `next()` gave included."""
         self._rows = rows
         self._seed = seed
         self._global_batch = global_batch
-        self._first = shard.index * (global_batch // shard.count)
-        self._micro = global_batch // shard.count // accumulation
+        self._shard_rows = global_batch // count
+        self._first = start + index * self._shard_rows
         self._accumulation = accumulation
-        self._queue: queue.Queue[MicroBatches | BaseException] = queue.Queue(maxsize=AHEAD)
+        self._error: BaseException | None = None
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._build_ahead, args=(start,), name="batches", daemon=True)
-        self.consumed = start
-        """Samples consumed with the last step that was handed out: the position that a checkpoint keeps."""
+        self._ready: queue.Queue[list[dict[str, Tensor]] | BaseException] = queue.Queue(STEPS_AHEAD)
+        self._thread = threading.Thread(target=self._work, name="portable_fsdp batches", daemon=True)
         self._thread.start()
 
-    def __next__(self) -> MicroBatches:
-        built = self._queue.get()
-        if isinstance(built, BaseException):
-            raise built
-        self.consumed += self._global_batch
-        return built
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> list[dict[str, Tensor]]:
+        """The micro batches of the next step; raises what the thread raised."""
+        if self._closed.is_set():
+            raise ValueError("next() of closed batches")
+        if self._error is None:
+            item = self._ready.get()
+            if not isinstance(item, BaseException):
+                self.consumed += self._global_batch
+                return item
+            self._error = item
+        raise self._error
 
     def __enter__(self) -> Self:
         return self
@@ -77,30 +96,30 @@ class Batches(Iterator[MicroBatches]):
         self.close()
 
     def close(self) -> None:
-        """End the thread. Steps built and not handed out are dropped."""
+        """End the thread, and wait for it; what it made ahead is dropped. May be called twice."""
         self._closed.set()
-        self._thread.join()
+        while self._thread.is_alive():
+            while not self._ready.empty():  # the thread may wait for room
+                self._ready.get_nowait()
+            self._thread.join(timeout=0.01)
 
-    def _build_ahead(self, position: int) -> None:
-        while not self._closed.is_set():
-            try:
-                built: MicroBatches | BaseException = self._build(position)
-            except BaseException as error:  # raised where the step is asked for
-                built = error
-            self._put(built)
-            position += self._global_batch
+    def _work(self) -> None:
+        first = self._first
+        try:
+            while not self._closed.is_set():
+                self._ready.put(self._step(first))
+                first += self._global_batch
+        except BaseException as error:  # whatever it is, it belongs to the thread that trains
+            self._ready.put(error)
 
-    def _put(self, built: MicroBatches | BaseException) -> None:
-        while not self._closed.is_set():
-            try:
-                return self._queue.put(built, timeout=_WAIT_S)
-            except queue.Full:
-                continue
-
-    def _build(self, position: int) -> MicroBatches:
-        mine = position + self._first + np.arange(self._micro * self._accumulation)
-        rows = self._rows.rows(sample_indices(self._seed, mine, len(self._rows)))
-        counted = (rows["labels"] != IGNORED).sum(dim=1).float()
-        tokens = counted.view(self._accumulation, self._micro).sum(dim=0)
-        cut = [rows[name].split(self._micro) for name in ("input_ids", "labels")]
-        return [{"input_ids": ids, "labels": labels, "tokens": tokens} for ids, labels in zip(*cut, strict=True)]
+    def _step(self, first: int) -> list[dict[str, Tensor]]:
+        """The micro batches that begin at position `first`."""
+        positions = np.arange(first, first + self._shard_rows)
+        batch = self._rows.rows(sample_indices(self._seed, positions, len(self._rows)))
+        size = self._shard_rows // self._accumulation
+        counted = (batch["labels"] != IGNORED).sum(dim=1).view(self._accumulation, size)
+        tokens = counted.sum(dim=0).float()
+        return [
+            {**{name: tensor[begin : begin + size] for name, tensor in batch.items()}, "tokens": tokens}
+            for begin in range(0, self._shard_rows, size)
+        ]

@@ -1,66 +1,74 @@
-"""Which row comes when: a pure function of (seed, position), the same for every number of processes.
+"""Which row comes at which position: a pure function of (seed, position), in O(1) time and memory a sample.
 
-A position counts the samples consumed since the run began. Each epoch visits every row once, in an order of its own:
-a keyed permutation that is computed for the positions asked for and never stored, so that a resume costs nothing.
+Position = samples consumed since the start of the run. Each epoch visits every row once, in a pseudo-random order of
+its own: a Feistel network permutes the next power of four, and what falls outside the rows is permuted again until it
+falls inside (cycle-walking: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, section 4).
+No world size, device or engine enters, so any run can be continued anywhere by its position alone.
 """
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-U64 = np.uint64
-_ROUNDS = 6
-_MASK = 2**64 - 1
+ROUNDS = 6
+WORD = 2**64 - 1
+
+UInt64s = NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run stands in its data: two integers, written into each checkpoint."""
+    """Where a run is in its data: the two integers that a checkpoint holds."""
 
-    epoch: int  # counted from 0
-    index: int  # samples consumed in this epoch
+    epoch: int
+    index: int  # samples consumed within the epoch
 
     @classmethod
-    def of(cls, samples: int, rows: int) -> Self:
-        """The position after `samples` of a corpus of `rows`."""
+    def after(cls, samples: int, rows: int) -> Self:
+        """The position after `samples` samples of a corpus of `rows` rows."""
         return cls(*divmod(samples, rows))
 
     def samples(self, rows: int) -> int:
-        """Samples consumed since the run began."""
+        """Samples consumed since the start of the run."""
         return self.epoch * rows + self.index
 
 
-def sample_indices(seed: int, positions: NDArray[Any], rows: int) -> NDArray[np.int64]:
-    """Row of each position, int64 `[len(positions)]`: position // rows is the epoch, each a permutation of all rows.
+def sample_indices(seed: int, positions: NDArray[np.int64], rows: int) -> NDArray[np.int64]:
+    """The row of each position.
 
-    A Feistel network over the smallest even number of bits that holds `rows`, walked again where it leads outside
-    (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). O(1) time and memory a position.
+    Args:
+        seed: of the order; taken modulo 2**64.
+        positions: 1-D, each at least 0; they may lie in different epochs.
+        rows: rows in the corpus, at least 1.
+
+    Returns: 1-D int64, each in [0, rows).
     """
-    wide = positions.astype(U64)
-    epochs, places = wide // U64(rows), wide % U64(rows)
-    half = max(1, (int(rows - 1).bit_length() + 1) // 2)
-    keys = _mix(epochs ^ _mix(np.full_like(epochs, seed & _MASK)))
-    outside = np.ones(len(places), dtype=bool)
-    while outside.any():  # under four walks on average: the domain is at most four times `rows`
-        places[outside] = _feistel(places[outside], keys[outside], half)
-        outside = places >= U64(rows)
-    return places.astype(np.int64)
+    epoch, index = np.divmod(positions.astype(np.uint64), np.uint64(rows))
+    half_bits = max(1, ((rows - 1).bit_length() + 1) // 2)
+    key = _mix(_mix(np.full_like(epoch, seed & WORD)) ^ epoch)
+    index = _permute(index, key, half_bits)
+    outside = index >= rows
+    while outside.any():
+        index[outside] = _permute(index[outside], key[outside], half_bits)
+        outside = index >= rows
+    return index.astype(np.int64)
 
 
-def _feistel(values: NDArray[U64], keys: NDArray[U64], half: int) -> NDArray[U64]:
-    """One permutation of the numbers below 2 ** (2 * half)."""
-    mask = U64((1 << half) - 1)
-    left, right = values >> U64(half), values & mask
-    for number in range(_ROUNDS):
-        left, right = right, left ^ (_mix(right ^ _mix(keys + U64(number))) & mask)
-    return (left << U64(half)) | right
+def _permute(values: UInt64s, key: UInt64s, half_bits: int) -> UInt64s:
+    """A permutation of [0, 4**half_bits): a Feistel network with two halves of `half_bits` bits."""
+    shift = np.uint64(half_bits)
+    mask = np.uint64(2**half_bits - 1)
+    left, right = values >> shift, values & mask
+    for number in range(ROUNDS):
+        left, right = right, left ^ (_mix(_mix(key ^ np.uint64(number)) ^ right) & mask)
+    return (left << shift) | right
 
 
-def _mix(values: NDArray[U64]) -> NDArray[U64]:
-    """splitmix64's output function (Steele, Lea and Flood, OOPSLA 2014): every bit depends on every bit."""
-    mixed = values + U64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> U64(30))) * U64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> U64(27))) * U64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> U64(31))
+def _mix(values: UInt64s) -> UInt64s:
+    """splitmix64 (Steele, Lea, Flood, OOPSLA 2014): the output after one step from each value, modulo 2**64."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

@@ -1,65 +1,85 @@
-"""Where text comes from: two corpora that every Python installation holds, and files."""
+"""Sources: where the documents come from, in an order that depends on nothing but their names."""
 
 import glob
+import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from portable_fsdp.config.schema import Data
+from portable_fsdp.config import schema
 from portable_fsdp.runtime.errors import DataError
 
-# Folders of the standard library's tree that aren't its source: installed packages, and tests with broken text on
-# purpose.
-_NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3"}
+NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+"""Folders under the standard library that are not its source: other packages, and tests (odd encodings on purpose)."""
 
 
-def read_documents(data: Data) -> Iterator[str]:
-    """The documents of `data.source`, in an order that depends on nothing but their names.
-
-    Raises DataError where there is no text, or text that is not UTF-8.
-    """
-    if data.source == "python_docs":
-        return _python_docs()
-    if data.source == "python_source":
-        return _python_source()
-    return _text(data.path or "")
+def read_documents(data: schema.Data) -> Iterator[str]:
+    """The documents of `data.source`, one at a time; raises DataError (while iterating) if they can't be read."""
+    match data.source:
+        case "python_docs":
+            return _python_docs()
+        case "python_source":
+            return _python_source(Path(sysconfig.get_path("stdlib")))
+        case "text":
+            return _text(str(data.path))
 
 
 def _python_docs() -> Iterator[str]:
-    """CPython's language reference, as `help()` shows it: about 465,000 characters."""
+    """CPython's reference text, as `help()` shows it: about 465,000 characters."""
     from pydoc_data.topics import topics
 
-    for name in sorted(topics):
-        yield topics[name]
+    yield from sorted(topics.values())
 
 
-def _python_source() -> Iterator[str]:
-    """The standard library's own source, file by file."""
-    root = Path(sysconfig.get_path("stdlib"))
-    for path in sorted(root.rglob("*.py")):
-        if not _NOT_SOURCE.intersection(path.relative_to(root).parts):
-            yield _read(path)
-
-
-def _text(pattern: str) -> Iterator[str]:
-    paths = sorted(Path(name) for name in glob.glob(pattern, recursive=True))
-    files = [path for path in paths if path.is_file()]
-    if not files:
+def _python_source(root: Path) -> Iterator[str]:
+    """The standard library's own source, without its tests: tens of MB; a file that isn't UTF-8 is left out."""
+    found = 0
+    read = 0
+    for path in _python_files(root):
+        found += 1
+        try:
+            text = path.read_bytes().decode()
+        except (UnicodeDecodeError, OSError):
+            continue
+        read += 1
+        yield text
+    if read == 0:
         raise DataError(
-            f"data.path: expected a text file or a glob that matches some, found none: {pattern}\n"
-            "  A relative path is taken from the folder that the run starts in."
+            f"data.source: expected the standard library's source in UTF-8 under {root}, found {found} .py files and "
+            "none that can be read.\n  This Python carries no source; set data.source=python_docs or text."
         )
-    for path in files:
-        yield _read(path)
 
 
-def _read(path: Path) -> str:
+def _python_files(root: Path) -> list[Path]:
+    paths: list[Path] = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in NOT_LIBRARY]  # os.walk descends into what is left
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted(paths)
+
+
+def _text(path: str) -> Iterator[str]:
+    """One document for each file that `path` names or matches (`**` stands for any depth)."""
+    matches = [path] if os.path.isfile(path) else sorted(glob.glob(path, recursive=True))
+    files = [Path(match) for match in matches if os.path.isfile(match)]
+    if not files:
+        found, advice = "nothing", "The path is taken from the folder that the run starts in."
+        if os.path.isdir(path):
+            found, advice = "a folder", f"Name its files: {os.path.join(path, '**', '*.txt')}"
+        raise DataError(
+            f"data.path: expected a text file or a glob that matches some, found {found}: {path}\n  {advice}"
+        )
+    for file in files:
+        yield _read(file)
+
+
+def _read(file: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return file.read_bytes().decode()
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{path}: expected UTF-8 text, found the byte 0x{error.object[error.start]:02x} at offset {error.start}.\n"
-            "  Convert the file (iconv -f ... -t utf-8), or leave it out of data.path."
-        ) from None
+            f"data.path: {file}: expected UTF-8, found 0x{error.object[error.start]:02x} at byte {error.start}.\n"
+            "  Convert the file (iconv -t utf-8), or take it out of the glob."
+        ) from error
     except OSError as error:
-        raise DataError(f"{path}: can't be read: {error.strerror}.") from None
+        raise DataError(f"data.path: {file}: can't be read: {error.strerror}.") from error

@@ -1,92 +1,141 @@
-"""Tokenizers: bytes, which needs no file, or a folder in Hugging Face format."""
+"""Tokenizers: the bytes of the text themselves, or one from a local folder.
 
-from abc import ABC, abstractmethod
+`bytes` needs no file and no transformers. Its `save` still writes a folder that transformers opens, with the same
+ids, so that an exported model has its tokenizer beside it.
+"""
+
+import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from portable_fsdp.runtime.errors import DataError
 
+Tokens = NDArray[np.unsignedinteger[Any]]
+"""1-D ids, in the smallest unsigned dtype that holds the vocabulary."""
 
-class Tokenizer(ABC):
-    """Text to ids. `end_of_text` stands after each document, where there is such an id."""
+NUL = "\0"
 
-    vocab_size: int  # largest id + 1
-    end_of_text: int | None
 
-    @abstractmethod
-    def encode(self, text: str) -> NDArray[Any]:
-        """Ids of a document, `[tokens]`, in the smallest unsigned dtype that holds the vocabulary."""
+class Tokenizer(Protocol):
+    """What packing and export need of a tokenizer."""
 
-    @abstractmethod
+    @property
+    def vocab_size(self) -> int:
+        """The largest id + 1: what the model's embedding must hold."""
+        ...
+
+    @property
+    def end_of_text(self) -> int | None:
+        """The id that ends a document, or None where the tokenizer has none."""
+        ...
+
+    def encode(self, text: str) -> Tokens:
+        """Ids of the text, with nothing put before or after it."""
+        ...
+
     def save(self, folder: Path) -> None:
-        """Write what `AutoTokenizer.from_pretrained` opens."""
+        """Write a folder that transformers' `AutoTokenizer.from_pretrained` opens; `folder` may exist."""
+        ...
 
 
-class ByteTokenizer(Tokenizer):
-    """UTF-8 bytes are the ids; 0, which text doesn't hold, ends a document."""
+def load_tokenizer(name: str) -> Tokenizer:
+    """`bytes`, or the tokenizer of a local folder; raises DataError if there is none."""
+    return ByteTokenizer() if name == "bytes" else FolderTokenizer(Path(name))
+
+
+def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
+    """The smallest unsigned dtype that holds the ids below `vocab_size`."""
+    return np.min_scalar_type(vocab_size - 1)
+
+
+class ByteTokenizer:
+    """256 ids, each the value of a UTF-8 byte; NUL, which text doesn't hold, ends a document."""
 
     vocab_size = 256
     end_of_text = 0
 
-    def encode(self, text: str) -> NDArray[Any]:
+    def encode(self, text: str) -> Tokens:
         return np.frombuffer(text.encode(), dtype=np.uint8)
 
     def save(self, folder: Path) -> None:
-        """Write the equal tokenizer of the tokenizers library: byte-level BPE without merges."""
-        from tokenizers import Tokenizer as Fast
-        from tokenizers import decoders, models, pre_tokenizers
-        from transformers import PreTrainedTokenizerFast
-
-        vocabulary = {character: byte for byte, character in enumerate(_characters_of_bytes())}
-        fast: Any = Fast(models.BPE(vocab=vocabulary, merges=[]))
-        fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        fast.decoder = decoders.ByteLevel()
-        end = _characters_of_bytes()[0]
-        PreTrainedTokenizerFast(tokenizer_object=fast, eos_token=end, pad_token=end).save_pretrained(str(folder))
+        transformers = _transformers()
+        tokenizer = transformers.PreTrainedTokenizerFast(
+            tokenizer_object=_bytes_as_bpe(), eos_token=NUL, pad_token=NUL, clean_up_tokenization_spaces=False
+        )
+        tokenizer.save_pretrained(folder)
 
 
-class FolderTokenizer(Tokenizer):
-    """A transformers tokenizer of a local folder. Special tokens are not added; `end_of_text` is its eos."""
+class FolderTokenizer:
+    """A tokenizer of transformers, or a bare tokenizer.json (which doesn't say what ends a document).
 
-    def __init__(self, folder: str) -> None:
-        if not Path(folder).is_dir():
-            raise DataError(
-                f"data.tokenizer: expected `bytes` or a folder with a tokenizer, found no such folder: {folder}"
-            )
-        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    Special tokens that the text itself spells are taken as such, as transformers does.
+    """
 
-        try:
-            if (Path(folder) / "tokenizer_config.json").is_file():
-                self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-            else:
-                self._tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(Path(folder) / "tokenizer.json"))
-        except Exception as error:  # transformers and tokenizers raise many classes, all about this folder
-            raise DataError(
-                f"data.tokenizer: {folder}: expected tokenizer.json or a transformers tokenizer, found none that "
-                f"opens: {str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}"
-            ) from error
-        self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
-        self.end_of_text = self._tokenizer.eos_token_id
-        self._dtype = np.min_scalar_type(self.vocab_size - 1)
+    def __init__(self, folder: Path) -> None:
+        self._tokenizer = _open(folder)
+        self.vocab_size: int = max(self._tokenizer.get_vocab().values()) + 1
+        self.end_of_text: int | None = self._tokenizer.eos_token_id
 
-    def encode(self, text: str) -> NDArray[Any]:
-        # verbose=False: a document longer than the model's context is what packing is for, and no reason to warn.
-        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False, verbose=False), dtype=self._dtype)
+    def encode(self, text: str) -> Tokens:
+        # verbose=False: no warning that a document is longer than the model's context; packing cuts it.
+        encoded = self._tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        return np.array(encoded["input_ids"], dtype=token_dtype(self.vocab_size))
 
     def save(self, folder: Path) -> None:
-        self._tokenizer.save_pretrained(str(folder))
+        self._tokenizer.save_pretrained(folder)
 
 
-def load_tokenizer(name: str) -> Tokenizer:
-    """`bytes`, or the tokenizer of a folder. Raises DataError where there is none."""
-    return ByteTokenizer() if name == "bytes" else FolderTokenizer(name)
+def _open(folder: Path) -> Any:
+    if not folder.is_dir():
+        raise DataError(
+            f"data.tokenizer: expected `bytes` or a folder with a tokenizer, found no such folder: {folder}\n"
+            "  Download the tokenizer first; the path is taken from the folder that the run starts in."
+        )
+    transformers = _transformers()
+    try:
+        if (folder / "tokenizer_config.json").is_file() or (folder / "config.json").is_file():
+            return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        if (folder / "tokenizer.json").is_file():
+            return transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    except Exception as error:  # tokenizers raises bare Exception, transformers many classes: all about these files
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise DataError(f"data.tokenizer: {folder}: transformers can't open it: {reason[0]}") from error
+    raise DataError(
+        f"data.tokenizer: expected tokenizer_config.json or tokenizer.json in {folder}, found neither.\n"
+        "  Write one with transformers' save_pretrained, or set data.tokenizer=bytes."
+    )
 
 
-def _characters_of_bytes() -> list[str]:
-    """The printable character that byte-level BPE writes for each byte (GPT-2's table, encoder.py of openai/gpt-2)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return [chr(byte if byte in printable else 256 + others.index(byte)) for byte in range(256)]
+def _transformers() -> Any:
+    """transformers takes seconds to import, and would import torch_xla wherever that is installed."""
+    os.environ.setdefault("USE_TORCH_XLA", "0")
+    import transformers
+
+    return transformers
+
+
+def _bytes_as_bpe() -> Any:
+    """Byte-level BPE without merges: the ids are the bytes.
+
+    NUL's token is NUL itself and not its letter in the byte alphabet (U+0100): a special token is looked for in the
+    raw text, where that letter is an ordinary one.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {letter: byte for byte, letter in enumerate(_byte_alphabet())}
+    vocabulary = {NUL if byte == 0 else letter: byte for letter, byte in vocabulary.items()}
+    tokenizer: Any = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(NUL, special=True, normalized=False)])
+    return tokenizer
+
+
+def _byte_alphabet() -> list[str]:
+    """A visible letter for each byte, as in GPT-2: printable Latin-1 stands for itself, the others from U+0100 up."""
+    visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return [chr(byte) if byte in visible else chr(256 + hidden.index(byte)) for byte in range(256)]

@@ -1,4 +1,5 @@
-"""Optimizers: what torch's are made of for a config (`optimizer.py`), and the learning rate of a step (`schedule.py`).
+"""Optimizers and the learning rate: what an update does, apart from where it runs.
 
-May import `config` and `runtime`; knows nothing of processes, devices or engines.
+May import `config` and `runtime`, and torch; knows nothing of processes, devices or engines.
+Read first: `optimizer.py` (groups, AdamW and SGD), then `schedule.py` (the learning rate of each step).
 """

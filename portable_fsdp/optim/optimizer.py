@@ -1,47 +1,97 @@
-"""torch's optimizers, made for a config: which parameters decay, and which variant fits where they live."""
+"""Optimizers: torch's AdamW, and an SGD with the same decoupled weight decay.
+
+A backend makes the optimizer once its parameters are laid out: `make_optimizer` gives it the function to call.
+"""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from portable_fsdp.config.schema import Optim
+from portable_fsdp.runtime.errors import ConfigError
 
 MakeOptimizer = Callable[[list[dict[str, Any]], bool], torch.optim.Optimizer]
+"""`make(groups, capturable)`: groups hold parameters under `params`; capturable keeps step counts and lr on device."""
 
 
-def parameter_groups(shapes: Mapping[str, tuple[int, ...]], optim: Optim) -> list[dict[str, Any]]:
-    """Groups of FQNs under `params`: matrices (embedding tables are some) decay, biases and norms don't."""
-    matrices = [fqn for fqn, shape in shapes.items() if len(shape) >= 2]
-    vectors = [fqn for fqn, shape in shapes.items() if len(shape) < 2]
-    groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+def parameter_groups(named_shapes: Mapping[str, tuple[int, ...]], optim: Optim) -> list[dict[str, Any]]:
+    """One group with weight decay and one without; `params` are FQNs, in the order of `named_shapes`.
+
+    Tensors of two or more dimensions decay, embedding tables among them; biases and the weights of norms don't.
+    A group that would be empty is left out.
+    """
+    decayed = [fqn for fqn, shape in named_shapes.items() if len(shape) >= 2]
+    free = [fqn for fqn, shape in named_shapes.items() if len(shape) < 2]
+    groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": free, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
 
 def make_optimizer(optim: Optim) -> MakeOptimizer:
-    """`make(groups, capturable)`: the optimizer over groups of parameters.
+    """The function that makes the config's optimizer from groups of parameters; raises ConfigError for wrong betas.
 
-    AdamW decays decoupled from the gradient; torch's SGD adds weight_decay * weight to the gradient (L2), which is the
-    same for SGD without momentum. With `capturable`, AdamW keeps its step counts and its lr on the device, so that a
-    compiled step never holds a number that changes; SGD has no such variant.
+    `capturable` is for engines that compile the step: lr is then a float32 tensor on the parameters' device, and
+    nothing in the step depends on a number of the host.
     """
+    if not all(0 <= beta < 1 for beta in optim.betas):
+        raise ConfigError(f"optim.betas: expected two numbers from 0 up to, but not, 1, found {list(optim.betas)}.")
 
     def make(groups: list[dict[str, Any]], capturable: bool) -> torch.optim.Optimizer:
+        parameters = [cast(Tensor, parameter) for group in groups for parameter in group["params"]]
+        lr = torch.tensor(optim.lr, device=parameters[0].device) if capturable else optim.lr
         if optim.name == "sgd":
-            return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum)
-        device = groups[0]["params"][0].device
-        lr = torch.tensor(optim.lr, dtype=torch.float32, device=device) if capturable else optim.lr
-        fused = device.type == "cuda" or None  # None: torch's own choice
-        return torch.optim.AdamW(groups, lr=lr, betas=optim.betas, eps=optim.eps, capturable=capturable, fused=fused)
+            return SGD(groups, lr=lr, momentum=optim.momentum)
+        on_cuda = all(parameter.device.type == "cuda" for parameter in parameters)
+        return torch.optim.AdamW(
+            groups,
+            lr=lr,
+            betas=optim.betas,
+            eps=optim.eps,
+            capturable=capturable,
+            fused=True if on_cuda else None,  # None: torch's default, which refuses no device
+        )
 
     return make
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the lr of all groups; one that lives on a device gets a new value, and stays the same tensor."""
+    """Set the learning rate of all groups for the next step.
+
+    A tensor is overwritten where it lies, so that a compiled step reads another value and stays the same program.
+    """
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"].copy_(torch.tensor(lr, dtype=group["lr"].dtype))
         else:
             group["lr"] = lr
+
+
+class SGD(torch.optim.Optimizer):
+    """Stochastic gradient descent with momentum m and decoupled weight decay w.
+
+    As SGDW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 1), with w scaled by lr as AdamW of torch does:
+    b = m * b + gradient; parameter = parameter * (1 - lr * w) - lr * b. Without weight decay it is torch's SGD. That
+    one couples the decay to the gradient, and reads a learning rate on the device back to the host in each step.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], *, lr: float | Tensor, momentum: float) -> None:
+        super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
+
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update every parameter that has a gradient. There is no closure: nothing here evaluates a loss again."""
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._update(parameter, parameter.grad, group)
+
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        if group["momentum"]:
+            state = self.state[parameter]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+            gradient = state["momentum_buffer"].mul_(group["momentum"]).add_(gradient)
+        if group["weight_decay"]:
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.sub_(gradient * group["lr"])

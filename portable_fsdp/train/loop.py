@@ -22,7 +22,7 @@ from portable_fsdp.config.load import check_batch, config_text, total_steps
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.batches import Batches
 from portable_fsdp.data.order import Position
-from portable_fsdp.data.packing import Corpus, build_data
+from portable_fsdp.data.build import Corpus, build_data
 from portable_fsdp.metrics.flops import model_flops_per_token, peak_flops
 from portable_fsdp.metrics.meter import Meter
 from portable_fsdp.metrics.sinks import EventsFile, MetricsFile
@@ -164,7 +164,7 @@ def _loop(
         training.corpus.rows,
         seed=config.run.seed,
         global_batch=config.train.global_batch,
-        shard=backend.data_shard,
+        shard=(backend.data_shard.index, backend.data_shard.count),
         accumulation=training.accumulation,
         start=position.samples(len(training.corpus.rows)),
     ) as batches:
@@ -178,7 +178,7 @@ def _loop(
             if stopping or step == last or step % (config.checkpoint.every or last) == 0:
                 stopping = records.report(in_flight) or stopping
                 in_flight = None
-                consumed = Position.of(batches.consumed, len(training.corpus.rows))
+                consumed = Position.after(batches.consumed, len(training.corpus.rows))
                 path = checkpoints.save(step, training.model, training.optimizer, (consumed.epoch, consumed.index))
                 records.saved(step, path)
             if stopping:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
+import psutil
 import pytest
 from workers import GROUPS, Group, Workers
 
@@ -20,6 +21,13 @@ def workers() -> Iterator[Callable[[Group], Workers]]:
     yield get
     for one in started.values():
         one.close()
+    left = [child.cmdline() for child in psutil.Process().children() if "resource_tracker" not in str(child.cmdline())]
+    assert not left, f"worker processes left behind: {left}"
+
+
+@pytest.fixture
+def leaves_nothing_behind() -> None:
+    """The workers start in whichever test asks first and stay for the session; `workers` looks for leaks at its end."""
 
 
 @pytest.fixture(scope="session")

@@ -69,7 +69,7 @@ class Run:
             CaseRows(),
             seed=self.config.run.seed,
             global_batch=GLOBAL_BATCH,
-            shard=self.backend.data_shard,
+            shard=(self.backend.data_shard.index, self.backend.data_shard.count),
             accumulation=self.accumulation,
             start=(first - 1) * GLOBAL_BATCH,
         ) as batches:

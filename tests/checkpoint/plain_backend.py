@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor, nn
+
 from portable_fsdp.backends.base import (
     Backend,
     Batch,
@@ -27,7 +29,6 @@ from portable_fsdp.backends.base import (
     TensorState,
 )
 from portable_fsdp.checkpoint.manager import Checkpoints
-from torch import Tensor, nn
 
 T = TypeVar("T")
 

@@ -1,0 +1,229 @@
+"""The manifest, the tiling check, and the commit."""
+
+import itertools
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from portable_fsdp.checkpoint import format
+from portable_fsdp.checkpoint.format import FileEntry, Index, Manifest, PieceEntry, TensorEntry
+from portable_fsdp.runtime.errors import CheckpointError
+
+HASH = "0" * 32
+WRITTEN_BY = {"device": "cpu", "backend": "plain", "process_count": 1, "torch": "2.9.0", "portable_fsdp": "0.1.0"}
+
+GOLDEN = """{
+"format_version": 1,
+"step": 7,
+"config": {"optim": {"lr": 0.001}},
+"model_config": null,
+"data": {"epoch": 1, "position": 20},
+"tensors": {
+  "w": {"shape": [3, 2], "dtype": "float32", "pieces": [{"file": "model/shard-00000-00.safetensors", "offset": [0, 0], \
+"shape": [2, 2]}, {"file": "model/shard-00001-00.safetensors", "offset": [2, 0], "shape": [1, 2]}]},
+  "step/w": {"shape": [], "dtype": "float32", "pieces": [{"file": "optimizer/shard-00000-00.safetensors", "offset": [], \
+"shape": []}]},
+  "none": {"shape": [0, 2], "dtype": "bfloat16", "pieces": []}
+},
+"files": {
+  "model/shard-00000-00.safetensors": {"bytes": 100, "xxh3_128": "00000000000000000000000000000000"},
+  "model/shard-00001-00.safetensors": {"bytes": 100, "xxh3_128": "00000000000000000000000000000000"},
+  "optimizer/shard-00000-00.safetensors": {"bytes": 100, "xxh3_128": "00000000000000000000000000000000"}
+},
+"written_by": {"device": "cpu", "backend": "plain", "process_count": 1, "torch": "2.9.0", "portable_fsdp": "0.1.0"},
+"xxh3_128": "HASH"
+}
+"""
+
+
+def manifest(tensors: dict[str, TensorEntry], files: list[str]) -> Manifest:
+    return Manifest.model_validate(
+        {
+            "format_version": 1,
+            "step": 7,
+            "config": {"optim": {"lr": 0.001}},
+            "model_config": None,
+            "data": {"epoch": 1, "position": 20},
+            "tensors": tensors,
+            "files": {file: FileEntry(bytes=100, xxh3_128=HASH) for file in files},
+            "written_by": WRITTEN_BY,
+        }
+    )
+
+
+def piece(folder: str, process: int, offset: tuple[int, ...], shape: tuple[int, ...]) -> PieceEntry:
+    return PieceEntry(file=f"{folder}/shard-{process:05d}-00.safetensors", offset=offset, shape=shape)
+
+
+def small() -> Manifest:
+    tensors = {
+        "w": TensorEntry(
+            shape=(3, 2), dtype="float32", pieces=(piece("model", 0, (0, 0), (2, 2)), piece("model", 1, (2, 0), (1, 2)))
+        ),
+        "step/w": TensorEntry(shape=(), dtype="float32", pieces=(piece("optimizer", 0, (), ()),)),
+        "none": TensorEntry(shape=(0, 2), dtype="bfloat16", pieces=()),
+    }
+    return manifest(tensors, sorted({p.file for tensor in tensors.values() for p in tensor.pieces}))
+
+
+def test_a_manifest_is_written_as_people_and_programs_read_it(tmp_path: Path) -> None:
+    text = format.manifest_text(small())
+    assert text == GOLDEN
+    (tmp_path / "manifest.json").write_text(text)
+    assert format.read_manifest(tmp_path) == small()
+
+
+def random_cut(rng: random.Random, shape: tuple[int, ...], offset: tuple[int, ...]) -> list[tuple[Any, Any]]:
+    """A box cut in two at random, again and again: tilings that are no grid, too."""
+    axes = [axis for axis, size in enumerate(shape) if size > 1]
+    if not axes or rng.random() < 0.15:
+        return [(offset, shape)]
+    axis = rng.choice(axes)
+    at = rng.randrange(1, shape[axis])
+    first = (*shape[:axis], at, *shape[axis + 1 :])
+    second = (*shape[:axis], shape[axis] - at, *shape[axis + 1 :])
+    moved = (*offset[:axis], offset[axis] + at, *offset[axis + 1 :])
+    return random_cut(rng, first, offset) + random_cut(rng, second, moved)
+
+
+def tiled(shape: tuple[int, ...], boxes: list[tuple[Any, Any]]) -> Manifest:
+    pieces = tuple(piece("model", i, offset, size) for i, (offset, size) in enumerate(boxes))
+    return manifest({"w": TensorEntry(shape=shape, dtype="int8", pieces=pieces)}, [p.file for p in pieces])
+
+
+def covered_once(shape: tuple[int, ...], boxes: list[tuple[Any, Any]]) -> bool:
+    """The plain way: count the visits of every element."""
+    visits = [
+        cell
+        for offset, size in boxes
+        for cell in itertools.product(*(range(o, o + s) for o, s in zip(offset, size, strict=True)))
+    ]
+    return sorted(visits) == sorted(itertools.product(*map(range, shape)))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_pieces_tile_each_tensor_exactly_once(seed: int) -> None:
+    rng = random.Random(seed)
+    shape = tuple(rng.randrange(1, 6) for _ in range(rng.randrange(0, 4)))
+    boxes = random_cut(rng, shape, (0,) * len(shape))
+    rng.shuffle(boxes)
+    format.check_manifest(tiled(shape, boxes), "good")
+    for _ in range(5 if shape else 0):  # every box moved or resized by one along one axis
+        index, axis, part, by = (
+            rng.randrange(len(boxes)),
+            rng.randrange(len(shape)),
+            rng.randrange(2),
+            rng.choice((-1, 1)),
+        )
+        changed = [list(map(list, box)) for box in boxes]
+        changed[index][part][axis] += by
+        if min(changed[index][part]) < 0:
+            continue
+        damaged = [(tuple(offset), tuple(size)) for offset, size in changed]
+        assert not covered_once(shape, damaged)
+        with pytest.raises(CheckpointError, match=r"manifest\.json: w: expected|overlap"):
+            format.check_manifest(tiled(shape, damaged), "bad")
+
+
+def test_an_overlap_that_a_hole_makes_up_for_is_found() -> None:
+    boxes = [((0, 0), (2, 2)), ((1, 1), (2, 2)), ((0, 2), (1, 1))]
+    assert sum(a * b for _, (a, b) in boxes) == 9
+    with pytest.raises(CheckpointError, match=r"w: the pieces in \S+ and \S+ overlap"):
+        format.check_manifest(tiled((3, 3), boxes), "bad")
+
+
+def test_the_check_of_many_pieces_is_quick() -> None:
+    boxes = [((row, 0), (1, 4)) for row in range(20_000)]
+    format.check_manifest(tiled((20_000, 4), boxes), "many")  # pairwise it would take a minute
+
+
+def test_committed_steps_are_found_newest_first(tmp_path: Path) -> None:
+    for name in ("step-00000010", "step-00000005", "step-100000000", "step-00000020.tmp", "step-20", "notes"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-00000030").touch()
+    found = [path.name for path in format.committed_steps(tmp_path)]
+    assert found == ["step-100000000", "step-00000010", "step-00000005"]
+    assert format.committed_steps(tmp_path / "absent") == []
+
+
+def test_an_index_of_an_earlier_attempt_is_not_taken(tmp_path: Path) -> None:
+    format.write_index(tmp_path, Index(attempt="old", process=0))
+    with pytest.raises(CheckpointError, match="found none of process 0 after"):
+        format.collect(tmp_path, "new", 1, wait_s=0.01)
+    format.write_index(tmp_path, Index(attempt="new", process=0))
+    assert format.collect(tmp_path, "new", 1, wait_s=0.01) == [Index(attempt="new", process=0)]
+
+
+def test_the_error_of_a_process_is_passed_on(tmp_path: Path) -> None:
+    format.write_index(tmp_path, Index(attempt="a", process=1, error="OSError: No space left on device"))
+    with pytest.raises(CheckpointError, match="process 1 could not write: OSError: No space left on device"):
+        format.collect(tmp_path, "a", 2, wait_s=10)
+
+
+def test_processes_with_different_models_are_refused() -> None:
+    known = {"w": TensorEntry(shape=(4,), dtype="float32", pieces=())}
+    other = TensorEntry(shape=(5,), dtype="float32", pieces=())
+    with pytest.raises(CheckpointError, match=r"process 1 wrote w as float32 \[5\], process 0 has it as float32 \[4\]"):
+        format.merge(known, [Index(attempt="a", process=1, tensors={"w": other})])
+
+
+def test_a_commit_leaves_one_name_and_no_index(tmp_path: Path) -> None:
+    final = format.step_folder(tmp_path, 7)
+    attempt = format.begin(final)
+    index = Index(attempt=attempt, process=0)
+    format.write_index(format.temporary_of(final), index)
+    format.commit(final, small(), [index])
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
+    assert sorted(path.name for path in final.iterdir()) == ["manifest.json", "model", "optimizer"]
+
+
+def test_what_no_reader_would_take_is_not_committed(tmp_path: Path) -> None:
+    final = format.step_folder(tmp_path, 7)
+    format.begin(final)
+    with pytest.raises(CheckpointError, match="expected pieces of 4 elements"):
+        format.commit(final, tiled((4,), [((0,), (3,))]), [])
+    assert not final.exists()
+
+
+def test_a_new_attempt_starts_from_an_empty_folder(tmp_path: Path) -> None:
+    final = format.step_folder(tmp_path, 7)
+    first = format.begin(final)
+    format.write_index(format.temporary_of(final), Index(attempt=first, process=0))
+    assert format.begin(final) != first
+    assert sorted(path.name for path in format.temporary_of(final).iterdir()) == ["model", "optimizer"]
+
+
+def test_setting_aside_deletes_nothing(tmp_path: Path) -> None:
+    final = tmp_path / "step-00000007"
+    for content in ("one", "two"):
+        final.mkdir()
+        (final / content).touch()
+        format.set_aside(final)
+    format.set_aside(final)  # nothing there
+    found = {path.name: [child.name for child in path.iterdir()] for path in tmp_path.iterdir()}
+    assert found == {"step-00000007.damaged-1": ["one"], "step-00000007.damaged-2": ["two"]}
+
+
+def test_a_renamed_folder_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "step-00000008"
+    folder.mkdir()
+    (folder / "manifest.json").write_text(GOLDEN)
+    with pytest.raises(CheckpointError, match=r"expected step 8 \(the folder's name\), found step 7"):
+        format.read_manifest(folder)
+    assert format.read_manifest(folder.rename(tmp_path / "best")).step == 7
+
+
+def test_a_newer_format_is_named(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text(json.dumps({"format_version": 2}))
+    with pytest.raises(CheckpointError, match="expected format_version 1, found 2; is it of a newer portable_fsdp"):
+        format.read_manifest(tmp_path)
+
+
+def test_the_format_needs_no_torch() -> None:
+    program = "import sys, portable_fsdp.checkpoint.__main__; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)

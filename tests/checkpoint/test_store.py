@@ -1,0 +1,185 @@
+"""Slices in, slices out, bit for bit."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from plain_backend import PlainBackend, named_tensors, save_once, small_model
+from torch import Tensor
+
+from portable_fsdp.backends.base import Part, Piece, TensorState
+from portable_fsdp.checkpoint.format import DTYPE_BYTES, Manifest, manifest_text, step_folder
+from portable_fsdp.checkpoint.store import Reader, entries_without_pieces, hash_file, write_pieces
+from portable_fsdp.runtime.errors import CheckpointError
+
+
+def bits(tensor: Tensor) -> bytes:
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    """Random bits (NaNs of every kind among the floats); 0 and 1 for bool."""
+    generator = torch.Generator().manual_seed(seed)
+    limit = 2 if dtype == torch.bool else 256
+    raw = torch.randint(0, limit, (*shape, dtype.itemsize), dtype=torch.uint8, generator=generator)
+    return raw.view(dtype).reshape(shape)
+
+
+def store(folder: Path, parts: list[dict[str, TensorState]]) -> Path:
+    """Write what each process holds, and commit it by hand."""
+    (folder / "model").mkdir(parents=True)
+    (folder / "optimizer").mkdir()
+    written = [write_pieces(folder, state, index) for index, state in enumerate(parts)]
+    tensors = {key: entry.model_dump() for key, entry in entries_without_pieces(parts[0]).items()}
+    for key in tensors:
+        tensors[key]["pieces"] = tuple(p.model_dump() for mine, _ in written if key in mine for p in mine[key].pieces)
+    manifest = {
+        "format_version": 1,
+        "step": 1,
+        "config": {},
+        "model_config": None,
+        "data": {"epoch": 0, "position": 0},
+        "tensors": tensors,
+        "files": {file: entry.model_dump() for _, files in written for file, entry in files.items()},
+        "written_by": {"device": "d", "backend": "b", "process_count": 1, "torch": "t", "portable_fsdp": "p"},
+    }
+    (folder / "manifest.json").write_text(manifest_text(Manifest.model_validate(manifest)))
+    return folder
+
+
+@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path: Path, dtype: str) -> None:
+    shapes = {"matrix": (5, 3), "scalar": (), "exp_avg/vector": (7,), "empty": (0, 4), "cube": (2, 3, 4)}
+    tensors = {key: random_tensor(shape, getattr(torch, dtype), 1) for key, shape in shapes.items()}
+    assert all(tensor.dtype.itemsize == DTYPE_BYTES[dtype] for tensor in tensors.values())
+    state = {k: TensorState(tuple(t.shape), t.dtype, [Piece((0,) * t.dim(), t)]) for k, t in tensors.items()}
+    with Reader(store(tmp_path / "c", [state])) as reader:
+        reader.verify(Part(0, 1))
+        reader.check(state)
+        for key, tensor in tensors.items():
+            found = reader.read(key, tuple(slice(0, size) for size in tensor.shape))
+            assert (found.dtype, found.shape, bits(found)) == (tensor.dtype, tensor.shape, bits(tensor))
+
+
+def test_slices_are_assembled_from_pieces_of_any_cut(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    tensor = random_tensor((11, 7), torch.float32, 2)
+    rows, columns = [0, 4, 5, 11], [0, 3, 7]
+    pieces = [
+        Piece((a, c), tensor[a:b, c:d])
+        for a, b in zip(rows, rows[1:], strict=False)
+        for c, d in zip(columns, columns[1:], strict=False)
+    ]
+    rng.shuffle(pieces)
+    parts = [{"w": TensorState((11, 7), tensor.dtype, pieces[i::3])} for i in range(3)]
+    with Reader(store(tmp_path / "c", parts)) as reader:
+        for _ in range(200):
+            a, b = sorted(rng.choices(range(12), k=2))
+            c, d = sorted(rng.choices(range(8), k=2))
+            found = reader.read("w", (slice(a, b), slice(c, d)))
+            assert found.shape == (b - a, d - c)
+            assert bits(found) == bits(tensor[a:b, c:d])
+
+
+def test_only_files_that_hold_the_slice_are_opened(tmp_path: Path) -> None:
+    tensor = random_tensor((6, 2), torch.float32, 3)
+    parts = [{"w": TensorState((6, 2), tensor.dtype, [Piece((2 * i, 0), tensor[2 * i : 2 * i + 2])])} for i in range(3)]
+    folder = store(tmp_path / "c", parts)
+    (folder / "model" / "shard-00002-00.safetensors").unlink()
+    with Reader(folder) as reader:
+        assert bits(reader.read("w", (slice(0, 4), slice(0, 2)))) == bits(tensor[:4])
+        with pytest.raises(CheckpointError, match="found none"):
+            reader.read("w", (slice(0, 5), slice(0, 2)))
+
+
+@pytest.mark.parametrize("slices", [(slice(0, 3),), (slice(0, 7), slice(0, 2)), (slice(-1, 2), slice(0, 2))])
+def test_a_slice_outside_the_tensor_is_a_bug(tmp_path: Path, slices: tuple[slice, ...]) -> None:
+    state = {"w": TensorState((6, 2), torch.float32, [Piece((0, 0), torch.zeros(6, 2))])}
+    with Reader(store(tmp_path / "c", [state])) as reader, pytest.raises(IndexError):
+        reader.read("w", slices)
+
+
+# torch says so whenever it loads without a process group, which is what `no_dist=True` asks for.
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")
+def test_dcp_opens_the_model_folder(tmp_path: Path) -> None:
+    path = save_once(tmp_path, seed=4, count=3, devices=2)
+    expected = {k: t for k, t in named_tensors(*small_model(seed=4)).items() if "/" not in k}
+    found = {key: torch.zeros_like(tensor) for key, tensor in expected.items()}
+    dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(path / "model")), no_dist=True)
+    assert {key: bits(tensor) for key, tensor in found.items()} == {key: bits(t) for key, t in expected.items()}
+
+
+def test_the_shares_of_all_processes_are_all_files(tmp_path: Path) -> None:
+    path = save_once(tmp_path, count=2, devices=2)
+    files = sorted(p.relative_to(path) for p in path.rglob("*.safetensors"))
+    assert len(files) == 8
+    for file in files:
+        whole = (path / file).read_bytes()
+        (path / file).write_bytes(whole[:-1] + bytes([whole[-1] ^ 128]))
+        with Reader(path) as reader:
+            blamed = [index for index in range(3) if raises(reader, Part(index, 3))]
+            assert raises(reader, Part(0, 1), "model/") == (file.parts[0] == "model")
+        assert len(blamed) == 1
+        (path / file).write_bytes(whole)
+    with Reader(path) as reader:
+        assert not raises(reader, Part(0, 1))
+
+
+def raises(reader: Reader, part: Part, folder: str = "") -> bool:
+    try:
+        reader.verify(part, folder)
+    except CheckpointError:
+        return True
+    return False
+
+
+def test_the_message_for_another_model_names_the_first_and_counts_the_rest(tmp_path: Path) -> None:
+    path = save_once(tmp_path)
+    model, optimizer = small_model(seed=1, hidden=9)
+    state = PlainBackend().state(model, optimizer)
+    state["new.weight"] = state.pop("gate")
+    with Reader(path) as reader, pytest.raises(CheckpointError) as error:
+        reader.check(state)
+    assert str(error.value) == (
+        "checkpoint step-00000005: 0.weight: expected float32 [9, 5] (this model),\n"
+        "  found float32 [7, 5] (manifest.json), and 8 more tensors like it.\n"
+        "  not in the checkpoint: new.weight.\n"
+        "  not in this model: gate.\n"
+        "  Resume with the config of the run that saved it\n"
+        f"  (python -m portable_fsdp.checkpoint show --config {path}), or train in another run.dir."
+    )
+
+
+def test_another_dtype_is_another_model(tmp_path: Path) -> None:
+    path = save_once(tmp_path)
+    state = PlainBackend().state(*small_model(seed=1))
+    state["gate"] = TensorState((2,), torch.float16)
+    with Reader(path) as reader, pytest.raises(CheckpointError, match=r"gate: expected float16 \[2\] \(this model\)"):
+        reader.check(state)
+
+
+def test_a_dtype_that_cannot_be_stored_is_refused(tmp_path: Path) -> None:
+    state = {"w": TensorState((2,), torch.complex64, [Piece((0,), torch.zeros(2, dtype=torch.complex64))])}
+    with pytest.raises(CheckpointError, match="found complex64"):
+        write_pieces(tmp_path, state, 0)
+
+
+def test_views_and_transposes_are_written_as_they_look(tmp_path: Path) -> None:
+    tensor = random_tensor((4, 6), torch.float32, 5)
+    state = {"w": TensorState((6, 4), torch.float32, [Piece((0, 0), tensor.T)])}
+    with Reader(store(tmp_path / "c", [state])) as reader:
+        assert bits(reader.read("w", (slice(0, 6), slice(0, 4)))) == bits(tensor.T)
+
+
+def test_shards_are_as_readable_as_their_folder(tmp_path: Path) -> None:
+    path = step_folder(tmp_path, 1)
+    store(path, [{"w": TensorState((2,), torch.float32, [Piece((0,), torch.zeros(2))])}])
+    shard = path / "model" / "shard-00000-00.safetensors"
+    assert shard.stat().st_mode & 0o777 == shard.parent.stat().st_mode & 0o666
+
+
+def test_the_hash_is_xxh3_128(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    assert hash_file(tmp_path / "empty").xxh3_128 == "99aa06d3014798d86001c324468d497f"  # xxhash's published value

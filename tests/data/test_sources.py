@@ -1,0 +1,64 @@
+"""Each source gives real documents, in an order that depends on their names alone."""
+
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from portable_fsdp.config.schema import Data
+from portable_fsdp.data.sources import read_documents
+from portable_fsdp.runtime.errors import DataError
+
+
+def text(path: Path | str) -> Data:
+    return Data(source="text", path=str(path))
+
+
+def test_python_docs_are_the_reference() -> None:
+    documents = list(read_documents(Data(source="python_docs")))
+    assert documents == sorted(documents)
+    assert sum(map(len, documents)) > 400_000
+    assert any(document.startswith("The \"try\" statement") for document in documents)
+
+
+def test_python_source_is_the_library_without_tests_and_packages() -> None:
+    documents = list(read_documents(Data(source="python_source")))
+    library = Path(sysconfig.get_path("stdlib"))
+    assert (library / "json/decoder.py").read_text() in documents
+    assert len(documents) < len(list(library.glob("*.py"))) + 1500
+    for left_out in ("pytest/__init__.py", "numpy/__init__.py", "test/test_json/__init__.py", "unittest/test/support.py"):
+        for root in (library, Path(sysconfig.get_path("purelib"))):
+            if (root / left_out).is_file():
+                assert (root / left_out).read_text() not in documents
+
+
+def test_python_source_comes_in_the_order_of_its_paths() -> None:
+    library = Path(sysconfig.get_path("stdlib"))
+    documents = list(read_documents(Data(source="python_source")))
+    places = [documents.index((library / name).read_text()) for name in ("abc.py", "json/decoder.py", "zipfile.py")]
+    assert places == sorted(places)
+
+
+def test_text_is_one_file_with_its_line_ends(tmp_path: Path) -> None:
+    (tmp_path / "a [1].txt").write_bytes("Grüße\r\n\n".encode())
+    assert list(read_documents(text(tmp_path / "a [1].txt"))) == ["Grüße\r\n\n"]
+
+
+def test_a_glob_is_sorted_and_goes_to_any_depth(tmp_path: Path) -> None:
+    (tmp_path / "b" / "deep.txt").mkdir(parents=True)
+    for name in ("c.txt", "b/deep.txt/z.txt", "a.txt", "b/y.txt", "b/other.md"):
+        (tmp_path / name).write_text(name)
+    assert list(read_documents(text(tmp_path / "**" / "*.txt"))) == ["a.txt", "b/deep.txt/z.txt", "b/y.txt", "c.txt"]
+
+
+def test_text_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"data\.path: expected a text file .* found nothing: .*\*\.txt\n"):
+        list(read_documents(text(tmp_path / "*.txt")))
+    with pytest.raises(DataError, match=r"found a folder: .*\n  Name its files: .*/\*\*/\*\.txt"):
+        list(read_documents(text(tmp_path)))
+
+
+def test_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "latin.txt").write_bytes("abc Grüße".encode("latin-1"))
+    with pytest.raises(DataError, match=r"latin\.txt: expected UTF-8, found 0xfc at byte 6\.\n  Convert"):
+        list(read_documents(text(tmp_path / "latin.txt")))
