@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 
 def sample(folder: str, prompt: str, tokens: int, temperature: float, seed: int) -> str:
@@ -41,6 +42,7 @@ def main() -> None:
         parser.error(
             f"{chosen.folder}: expected an exported model, found no config.json (checkpoint.export=true writes it)"
         )
+    logging.disable_progress_bar()
     print(sample(chosen.folder, chosen.prompt, chosen.tokens, chosen.temperature, chosen.seed))
 
 

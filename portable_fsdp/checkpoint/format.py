@@ -5,8 +5,8 @@
 3. Then it describes them in `index-00003.json`, written atomically: attempt, pieces, bytes, hashes; or its error.
 4. Process 0 waits for the index files of this attempt from all processes, merges them, and checks the result as a
    reader would: the pieces tile every tensor exactly once.
-5. It writes `manifest.json`, sealed with its own hash (fsync), removes the index files, fsyncs the folders, renames to `step-00000500` (the
-   commit), and fsyncs the parent.
+5. It writes `manifest.json`, sealed with its own hash (fsync), removes the index files, fsyncs the folders, renames
+   to `step-00000500` (the commit), and fsyncs the parent.
 6. A kill before the rename leaves `*.tmp`, which no reader looks at and the run's next opening removes. An older
    checkpoint is never touched.
 

@@ -17,6 +17,7 @@ from torch import nn
 from portable_fsdp.backends.base import Backend, Batch, Pending, ShardPolicy
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.checkpoint.foreign import export_huggingface
+from portable_fsdp.checkpoint.format import committed_steps, step_folder
 from portable_fsdp.checkpoint.manager import Checkpoints
 from portable_fsdp.config.load import check_batch, config_text, total_steps
 from portable_fsdp.config.schema import Config
@@ -53,14 +54,14 @@ def train(config: Config, *, device: str = "auto", backend: str = "auto", num_de
         training = build(config, engine)
         checkpoints = _checkpoints(config, engine, training)
         start, position = _resume(config, training, checkpoints)
-        records = Records(config, engine, training, checkpoints.folder)
+        records = Records(config, engine, training)
         records.begin(start)
         last = min(training.steps, config.train.stop_at or training.steps)
         if start >= last:
             log.info("step %d of %d is saved already: nothing left to train", start, last)
         stopped = _loop(config, engine, training, checkpoints, records, stop, start, last, position)
         if config.checkpoint.export and not stopped:
-            _export(config, engine, training, checkpoints)
+            _export(config, engine, training, step=max(start, last))
         return EXIT_STOPPED if stopped else EXIT_FINISHED
 
 
@@ -117,13 +118,17 @@ def shard_policy(config: Config, units: tuple[str, ...]) -> ShardPolicy:
 
 def _checkpoints(config: Config, backend: Backend, training: Training) -> Checkpoints:
     return Checkpoints(
-        Path(config.run.dir) / "checkpoints",
+        _checkpoint_folder(config),
         backend,
         config=config.model_dump(mode="json"),
         model_config=training.built.config,
         device_name=backend.device_name,
         backend_name=backend.name,
     )
+
+
+def _checkpoint_folder(config: Config) -> Path:
+    return Path(config.run.dir) / "checkpoints"
 
 
 def _resume(config: Config, training: Training, checkpoints: Checkpoints) -> tuple[int, Position]:
@@ -192,12 +197,11 @@ def _with_stop(batch: Batch, stop: StopRequest) -> Batch:
     return {**batch, "stop": torch.full_like(batch["tokens"], float(stop.requested))}
 
 
-def _export(config: Config, backend: Backend, training: Training, checkpoints: Checkpoints) -> None:
-    folder = Path(config.run.dir) / "export"
+def _export(config: Config, backend: Backend, training: Training, step: int) -> None:
+    checkpoint, folder = step_folder(_checkpoint_folder(config), step), Path(config.run.dir) / "export"
     if backend.process.index == 0:
-        newest = checkpoints.newest()
-        export_huggingface(newest, folder, training.corpus.tokenizer.save)
-        log.info("exported %s to %s", newest, folder)
+        export_huggingface(checkpoint, folder, training.corpus.tokenizer.save)
+        log.info("exported %s to %s", checkpoint, folder)
     backend.agree(None)  # nobody leaves before the folder is whole
 
 
@@ -207,12 +211,11 @@ def _export(config: Config, backend: Backend, training: Training, checkpoints: C
 class Records:
     """What a run says of itself: metrics.jsonl, events.jsonl, config.yaml, the console. Process 0 writes."""
 
-    def __init__(self, config: Config, backend: Backend, training: Training, checkpoints: Path) -> None:
+    def __init__(self, config: Config, backend: Backend, training: Training) -> None:
         size = training.size
         self._config = config
         self._backend = backend
         self._training = training
-        self._checkpoints = checkpoints
         self._folder = Path(config.run.dir)
         self._writes = backend.process.index == 0
         self._tokens = config.train.global_batch * config.data.seq_len
@@ -293,8 +296,8 @@ class Records:
             return
         if self._writes:
             self._events.write("stop", step=step, reason="not finite", **values)
-        saved = sorted(self._checkpoints.glob("step-*[0-9]"))
-        last = f"The last good checkpoint is {saved[-1]}." if saved else "No checkpoint was saved before it."
+        saved = committed_steps(_checkpoint_folder(self._config))
+        last = f"The last good checkpoint is {saved[0]}." if saved else "No checkpoint was saved before it."
         raise TrainingError(
             f"step {step}: expected a finite loss and gradient norm, found loss {values['loss']} and grad_norm "
             f"{values['grad_norm']}.\n  {last} Lower optim.lr, clip harder (train.max_grad_norm), or look at the rows "

@@ -48,7 +48,7 @@ def test_any_reader_opens_any_writer_bit_for_bit(
             assert losses == pytest.approx(uninterrupted, rel=1e-5)
             assert losses == pytest.approx(reference(CASE).losses[AT:], rel=1e-5)
     if reader.backend == "xla":
-        assert answers[0]["compilations"] == 1, "loading made the step another program"
+        assert answers[0]["compilations"] <= 1, "loading made the step another program"
 
 
 def test_same_engine_goes_on_bit_for_bit(

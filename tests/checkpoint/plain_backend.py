@@ -3,6 +3,7 @@
 Processes are threads that meet at a barrier; the files are real.
 """
 
+import itertools
 import math
 import pickle
 import threading
@@ -33,6 +34,9 @@ from portable_fsdp.checkpoint.manager import Checkpoints
 T = TypeVar("T")
 
 
+ALONE = Part(0, 1)
+
+
 class Meeting:
     """Where `count` processes agree."""
 
@@ -48,7 +52,7 @@ class PlainBackend(Backend):
     expected_compilations = 0
     device = torch.device("cpu")
 
-    def __init__(self, process: Part = Part(0, 1), devices: int = 1, meeting: Meeting | None = None) -> None:
+    def __init__(self, process: Part = ALONE, devices: int = 1, meeting: Meeting | None = None) -> None:
         self.process = process
         self.data_shard = process
         self.devices = devices
@@ -120,7 +124,7 @@ def rows(tensor: Tensor, count: int) -> list[tuple[slice, ...]]:
         return [()]
     size, whole = math.ceil(tensor.shape[0] / count), [slice(0, n) for n in tensor.shape]
     cuts = [min(i * size, tensor.shape[0]) for i in range(count + 1)]
-    return [(slice(a, b), *whole[1:]) for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [(slice(a, b), *whole[1:]) for a, b in itertools.pairwise(cuts)]
 
 
 def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

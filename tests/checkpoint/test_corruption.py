@@ -1,4 +1,4 @@
-"""Attempts to break a checkpoint: each is refused with a `CheckpointError`, none crashes or reads outside the folder."""
+"""Attempts to break a checkpoint: each ends in a `CheckpointError`, none crashes or reads outside the folder."""
 
 import json
 import os

@@ -1,5 +1,6 @@
 """Slices in, slices out, bit for bit."""
 
+import itertools
 import random
 from pathlib import Path
 
@@ -68,9 +69,7 @@ def test_slices_are_assembled_from_pieces_of_any_cut(tmp_path: Path) -> None:
     tensor = random_tensor((11, 7), torch.float32, 2)
     rows, columns = [0, 4, 5, 11], [0, 3, 7]
     pieces = [
-        Piece((a, c), tensor[a:b, c:d])
-        for a, b in zip(rows, rows[1:], strict=False)
-        for c, d in zip(columns, columns[1:], strict=False)
+        Piece((a, c), tensor[a:b, c:d]) for a, b in itertools.pairwise(rows) for c, d in itertools.pairwise(columns)
     ]
     rng.shuffle(pieces)
     parts = [{"w": TensorState((11, 7), tensor.dtype, pieces[i::3])} for i in range(3)]

@@ -5,7 +5,7 @@ from math import factorial
 import numpy as np
 import pytest
 
-from portable_fsdp.data.order import ROUNDS, Position, sample_indices
+from portable_fsdp.data.order import Position, sample_indices
 
 WORD = 2**64 - 1
 
@@ -26,7 +26,7 @@ def scalar_index(seed: int, position: int, rows: int) -> int:
     key = scalar_mix(scalar_mix(seed) ^ epoch)
     while True:
         left, right = divmod(value, 2**half)
-        for number in range(ROUNDS):
+        for number in range(8):
             left, right = right, left ^ scalar_mix(scalar_mix(key ^ number) ^ right) % 2**half
         value = left * 2**half + right
         if value < rows:
@@ -45,12 +45,9 @@ def test_an_epoch_visits_every_row_once(rows: int) -> None:
 
 def test_values_never_change() -> None:
     """Pinned: another order here would silently give every saved run other data after its resume."""
-    assert epoch_order(0, 0, 10).tolist() == [scalar_index(0, position, 10) for position in range(10)]
     assert scalar_mix(0) == 0xE220A8397B1DCDAF  # the first output of splitmix64 with seed 0, as published
-    assert epoch_order(0, 0, 10).tolist() == PINNED
-
-
-PINNED = [0]
+    assert epoch_order(0, 0, 10).tolist() == [8, 0, 4, 7, 5, 2, 1, 6, 9, 3]
+    assert epoch_order(0, 1, 10).tolist() == [6, 8, 2, 4, 0, 3, 5, 7, 9, 1]
 
 
 @pytest.mark.parametrize(("seed", "rows"), [(0, 1), (1, 2), (2, 3), (7, 100), (2**63 + 5, 257), (2**64 - 1, 10**12)])
@@ -84,7 +81,7 @@ def test_an_order_is_shuffled() -> None:
         assert abs(neighbours) < 5 / rows**0.5
 
 
-@pytest.mark.parametrize("rows", [2, 3, 4])
+@pytest.mark.parametrize("rows", [2, 3, 4, 5])
 def test_all_orders_of_a_few_rows_are_about_as_likely(rows: int) -> None:
     epochs = 200 * factorial(rows)
     orders = sample_indices(0, np.arange(epochs * rows), rows).reshape(epochs, rows)

@@ -28,7 +28,9 @@ def test_no_documents_are_an_empty_stream() -> None:
     assert len(PackedRows(pack([], ByteTokenizer()), 4)) == 0
 
 
-@pytest.mark.parametrize(("tokens", "seq_len", "rows"), [(0, 4, 0), (4, 4, 0), (5, 4, 1), (8, 4, 1), (9, 4, 2), (3, 1, 2)])
+@pytest.mark.parametrize(
+    ("tokens", "seq_len", "rows"), [(0, 4, 0), (4, 4, 0), (5, 4, 1), (8, 4, 1), (9, 4, 2), (3, 1, 2)]
+)
 def test_a_row_needs_one_token_more_than_its_length(tokens: int, seq_len: int, rows: int) -> None:
     assert len(PackedRows(np.arange(tokens, dtype=np.uint16), seq_len)) == rows
 

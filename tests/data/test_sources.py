@@ -18,7 +18,7 @@ def test_python_docs_are_the_reference() -> None:
     documents = list(read_documents(Data(source="python_docs")))
     assert documents == sorted(documents)
     assert sum(map(len, documents)) > 400_000
-    assert any(document.startswith("The \"try\" statement") for document in documents)
+    assert any(document.startswith('The "try" statement') for document in documents)
 
 
 def test_python_source_is_the_library_without_tests_and_packages() -> None:
@@ -26,7 +26,12 @@ def test_python_source_is_the_library_without_tests_and_packages() -> None:
     library = Path(sysconfig.get_path("stdlib"))
     assert (library / "json/decoder.py").read_text() in documents
     assert len(documents) < len(list(library.glob("*.py"))) + 1500
-    for left_out in ("pytest/__init__.py", "numpy/__init__.py", "test/test_json/__init__.py", "unittest/test/support.py"):
+    for left_out in (
+        "pytest/__init__.py",
+        "numpy/__init__.py",
+        "test/test_json/__init__.py",
+        "unittest/test/support.py",
+    ):
         for root in (library, Path(sysconfig.get_path("purelib"))):
             if (root / left_out).is_file():
                 assert (root / left_out).read_text() not in documents

@@ -1,0 +1,169 @@
+"""Steps cover the order without gap or overlap, whatever the shards; the thread ahead fails and ends as it should."""
+
+import threading
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from portable_fsdp.data.batches import STEPS_AHEAD, Batches
+from portable_fsdp.data.order import sample_indices
+from portable_fsdp.data.packing import IGNORED
+from portable_fsdp.runtime.errors import ConfigError
+
+SEQ_LEN = 6
+
+
+class NumberedRows:
+    """Row r holds r everywhere, and r % (SEQ_LEN + 1) of its labels count. `fails_at`: the call that can't be read."""
+
+    def __init__(self, count: int, fails_at: int | None = None) -> None:
+        self.count = count
+        self.fails_at = fails_at
+        self.calls = 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def rows(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
+        self.calls += 1
+        if self.calls == self.fails_at:
+            raise OSError("the disk is gone")
+        numbers = torch.tensor(indices)[:, None].expand(-1, SEQ_LEN)
+        counted = torch.arange(SEQ_LEN) < numbers % (SEQ_LEN + 1)
+        return {"input_ids": numbers.clone(), "labels": torch.where(counted, numbers, IGNORED)}
+
+
+def batches(
+    rows: NumberedRows | None = None, *, shard: tuple[int, int] = (0, 1), accumulation: int = 1, start: int = 0
+) -> Batches:
+    return Batches(
+        rows or NumberedRows(50), seed=7, global_batch=12, shard=shard, accumulation=accumulation, start=start
+    )
+
+
+def numbers(step: list[dict[str, Tensor]]) -> list[int]:
+    return [number for micro in step for number in micro["input_ids"][:, 0].tolist()]
+
+
+def our_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("portable_fsdp")]
+
+
+def wait_until_full(one: Batches, rows: NumberedRows) -> None:
+    """Until the queue is full and the thread holds one step more, which it can't hand over."""
+    deadline = time.monotonic() + 5
+    while rows.calls < STEPS_AHEAD + 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_the_shards_of_a_step_are_the_global_batch_in_order(count: int, accumulation: int) -> None:
+    """Also across the end of the epoch, which lies inside the fifth step."""
+    found: list[int] = []
+    shards = [batches(shard=(index, count), accumulation=accumulation) for index in range(count)]
+    for _ in range(6):
+        for shard in shards:
+            found += numbers(next(shard))
+    for shard in shards:
+        shard.close()
+    assert found == sample_indices(7, np.arange(72), 50).tolist()
+    assert Counter(found[:50]) == Counter(range(50))
+
+
+def test_micro_batches_have_the_shapes_and_dtypes_of_the_contract() -> None:
+    with batches(shard=(1, 2), accumulation=3) as one:
+        step = next(one)
+    assert len(step) == 3
+    for micro in step:
+        assert {name: (tuple(value.shape), value.dtype) for name, value in micro.items()} == {
+            "input_ids": ((2, SEQ_LEN), torch.int64),
+            "labels": ((2, SEQ_LEN), torch.int64),
+            "tokens": ((2,), torch.float32),
+        }
+
+
+@pytest.mark.parametrize(("count", "accumulation"), [(1, 1), (1, 4), (2, 3), (3, 2)])
+def test_tokens_add_up_to_the_counted_labels_of_the_global_batch(count: int, accumulation: int) -> None:
+    shards = [batches(shard=(index, count), accumulation=accumulation) for index in range(count)]
+    for first in (0, 12, 24):
+        steps = [next(shard) for shard in shards]
+        counted = sum(int((micro["labels"] != IGNORED).sum()) for step in steps for micro in step)
+        assert counted == sum(n % (SEQ_LEN + 1) for n in sample_indices(7, np.arange(first, first + 12), 50))
+        for number in range(accumulation):
+            assert sum(float(step[number]["tokens"].sum()) for step in steps) == counted
+        for step in steps:
+            by_row = torch.stack([(micro["labels"] != IGNORED).sum(dim=1) for micro in step]).sum(dim=0)
+            assert all(torch.equal(micro["tokens"], by_row.float()) for micro in step)
+    for shard in shards:
+        shard.close()
+
+
+def test_a_run_that_starts_later_goes_on_where_the_other_was() -> None:
+    with batches() as whole:
+        assert whole.consumed == 0
+        steps = [numbers(next(whole)) for _ in range(6)]
+        assert whole.consumed == 72
+    with batches(start=36, shard=(0, 1), accumulation=2) as resumed:
+        assert resumed.consumed == 36
+        assert [numbers(next(resumed)) for _ in range(3)] == steps[3:]
+        assert resumed.consumed == 72
+
+
+def test_what_was_made_ahead_is_not_consumed() -> None:
+    rows = NumberedRows(50)
+    with batches(rows) as one:
+        wait_until_full(one, rows)
+        assert one.consumed == 0
+        next(one)
+        assert one.consumed == 12
+
+
+def test_the_thread_makes_two_steps_ahead_and_no_more() -> None:
+    rows = NumberedRows(50)
+    with batches(rows) as one:
+        wait_until_full(one, rows)
+        time.sleep(0.05)
+        assert rows.calls == STEPS_AHEAD + 1  # two wait in the queue, the third in the thread's hands
+        assert all(thread.daemon for thread in our_threads())
+
+
+def test_an_error_in_the_thread_comes_where_its_step_is_asked_for() -> None:
+    with batches(NumberedRows(50, fails_at=3)) as one:
+        next(one)
+        next(one)
+        for _ in range(2):  # asked again, it doesn't wait for a step that never comes
+            with pytest.raises(OSError, match="the disk is gone"):
+                next(one)
+        assert one.consumed == 24
+
+
+def test_closing_ends_the_thread_even_when_the_queue_is_full() -> None:
+    rows = NumberedRows(50)
+    one = batches(rows)
+    wait_until_full(one, rows)
+    assert len(our_threads()) == 1
+    one.close()
+    one.close()
+    assert our_threads() == []
+    with pytest.raises(ValueError, match="closed"):
+        next(one)
+
+
+def test_leaving_the_block_by_an_error_ends_the_thread() -> None:
+    with pytest.raises(RuntimeError, match="of the loop"), batches(NumberedRows(50, fails_at=1)):
+        raise RuntimeError("of the loop")
+    assert our_threads() == []
+
+
+@pytest.mark.parametrize(("count", "accumulation"), [(5, 1), (1, 5), (4, 2)])
+def test_a_global_batch_that_cannot_be_cut_is_refused(count: int, accumulation: int) -> None:
+    with pytest.raises(ConfigError, match=rf"train\.global_batch: .* multiple of {count * accumulation} .* found 12"):
+        batches(shard=(0, count), accumulation=accumulation)
+    assert our_threads() == []
