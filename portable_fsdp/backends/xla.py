@@ -152,9 +152,6 @@ class XlaBackend(Backend):
             if self._accumulation > 1:
                 # The micro-batch program adds into gradients that exist, and so is the same one every time.
                 parameter.grad = self._zeros(parameter, like=parameter)
-        for group in optimizer.param_groups:
-            if isinstance(group["lr"], Tensor):
-                group["lr"] = self._upload_shards((), lambda _, lr=group["lr"]: lr.cpu(), sharded=False)
         self._xla.sync(wait=True)
         return optimizer
 
@@ -331,6 +328,8 @@ def tpu_chips() -> int:
 
 def _set_environment(device: str, num_devices: int | None) -> None:
     """What torch_xla reads when it is imported."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # else each compilation prints that GSPMD is to be deprecated
+    logging.getLogger("absl").setLevel(logging.ERROR)  # else jax's packages warn that TensorFlow is absent
     if device == "tpu":
         os.environ["PJRT_DEVICE"] = "TPU"
         return

@@ -2,14 +2,13 @@
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from portable_fsdp.backends.base import Part
 from portable_fsdp.checkpoint.format import DTYPE_BYTES, Manifest, TensorEntry, folder_of
@@ -41,8 +40,8 @@ def export_huggingface(
         unfinished = folder.with_name(f".{folder.name}.unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
-        cast(Any, config).save_pretrained(unfinished)
-        cast(Any, GenerationConfig).from_model_config(config).save_pretrained(unfinished)
+        config.save_pretrained(unfinished)
+        _transformers().GenerationConfig.from_model_config(config).save_pretrained(unfinished)
         _write_weights(reader, unfinished, max_shard_bytes)
         if save_tokenizer is not None:
             save_tokenizer(unfinished)
@@ -59,24 +58,33 @@ def _require_replaceable(folder: Path) -> None:
         )
 
 
-def _model_config(manifest: Manifest, name: str) -> PreTrainedConfig:
+def _model_config(manifest: Manifest, name: str) -> Any:
     """transformers' config of the saved model, with what `from_pretrained` needs: architectures and dtype."""
     arguments = manifest.architecture
     if arguments is None:
         raise CheckpointError(
             f"checkpoint {name}: expected a model_config (transformers), found null: can't be exported"
         )
+    transformers = _transformers()
     try:
-        config = cast(PreTrainedConfig, cast(Any, AutoConfig).for_model(**arguments))
+        config = transformers.AutoConfig.for_model(**arguments)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"checkpoint {name}: model_config: {error}") from None
-    names = cast(dict[str, str], MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    if not config.architectures and config.model_type in names:
-        config.architectures = [names[config.model_type]]
+    causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if not config.architectures and type(config) in causal:
+        config.architectures = [causal[type(config)].__name__]
     floating = {tensor.dtype for tensor in _weights(manifest).values() if "float" in tensor.dtype}
     if len(floating) == 1:
         config.dtype = floating.pop()
     return config
+
+
+def _transformers() -> Any:
+    """transformers takes seconds to import, and would import torch_xla wherever that is installed."""
+    os.environ.setdefault("USE_TORCH_XLA", "0")
+    import transformers
+
+    return transformers
 
 
 def _weights(manifest: Manifest) -> dict[str, TensorEntry]:

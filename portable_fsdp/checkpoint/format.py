@@ -2,7 +2,7 @@
 
 1. Process 0 makes `step-00000500.tmp/` with `model/` and `optimizer/`, and tells all processes the attempt's id.
 2. Each process writes its safetensors files there and fsyncs them.
-3. Then it describes them in `index-00003.json`, written atomically: attempt, pieces, bytes, hashes; or its error.
+3. Then it describes them in `index-00003.json`, by rename: attempt, pieces, bytes, hashes; or its error.
 4. Process 0 waits for the index files of this attempt from all processes, merges them, and checks the result as a
    reader would: the pieces tile every tensor exactly once.
 5. It writes `manifest.json`, sealed with its own hash (fsync), removes the index files, fsyncs the folders, renames
@@ -175,8 +175,11 @@ def temporary_of(final: Path) -> Path:
 
 
 def write_index(folder: Path, index: Index) -> None:
-    """Announce that this process has written its part, and fsynced it."""
-    write_text_atomically(folder / _index_name(index.process), index.model_dump_json())
+    """Announce that this process has written its part, and fsynced it. The last thing that it does in `folder`."""
+    path = folder / _index_name(index.process)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(index.model_dump_json(), encoding="utf-8")
+    temporary.replace(path)  # and no fsync of the folder: process 0 may have seen the index and renamed it by now
 
 
 def collect(folder: Path, attempt: str, process_count: int, wait_s: float) -> list[Index]:

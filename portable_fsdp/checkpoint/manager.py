@@ -42,7 +42,7 @@ class Checkpoints:
         `device_name` and `backend_name` are told to whoever asks who wrote a checkpoint. `wait_s`: how long process 0
         waits for the others' files in a save. Removes the debris of interrupted saves.
         """
-        self._folder = folder
+        self.folder = folder
         self._backend = backend
         self._config = config
         self._model_config = model_config
@@ -63,7 +63,7 @@ class Checkpoints:
         `position`: the data's (epoch, samples consumed in it). Raises `CheckpointError` on all processes if one of
         them could not write or the step is committed already; what was committed before stays as it was.
         """
-        final = format.step_folder(self._folder, step)
+        final = format.step_folder(self.folder, step)
         attempt = self._on_process_0(f"checkpoint {final.name}", lambda: self._begin(final))
         state = self._backend.state(model, optimizer)
         failure = self._write_part(final, attempt, state)
@@ -88,7 +88,7 @@ class Checkpoints:
         choose = {"none": self._find_none, "auto": self._find_newest}.get(
             resume, lambda: self._find_named(Path(resume))
         )
-        return self._on_process_0(f"checkpoints in {self._folder}", choose)
+        return self._on_process_0(f"checkpoints in {self.folder}", choose)
 
     def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Manifest:
         """Overwrite model and optimizer with what `path` holds, after checking that it is theirs, and whole.
@@ -106,7 +106,7 @@ class Checkpoints:
     def _begin(self, final: Path) -> str:
         if final.exists() and final not in self._damaged:
             raise CheckpointError(
-                f"checkpoint {final.name}: expected no such step in {self._folder}, found it committed.\n"
+                f"checkpoint {final.name}: expected no such step in {self.folder}, found it committed.\n"
                 "  A run commits a step once: use checkpoint.resume: auto, or another run.dir."
             )
         return format.begin(final)
@@ -146,17 +146,17 @@ class Checkpoints:
         format.commit(final, manifest, indexes)
 
     def _find_none(self) -> None:
-        committed = format.committed_steps(self._folder)
+        committed = format.committed_steps(self.folder)
         if committed:
             raise CheckpointError(
-                f"checkpoint.resume: none: expected no checkpoint in {self._folder}, found {committed[0].name}"
+                f"checkpoint.resume: none: expected no checkpoint in {self.folder}, found {committed[0].name}"
                 + (f" and {len(committed) - 1} older" if len(committed) > 1 else "")
                 + ".\n  Use checkpoint.resume: auto to go on from it, or another run.dir for a new run."
             )
 
     def _find_newest(self) -> Path | None:
         reasons: list[str] = []
-        for path in format.committed_steps(self._folder):
+        for path in format.committed_steps(self.folder):
             try:
                 _require_whole(path)
             except CheckpointError as error:
@@ -170,7 +170,7 @@ class Checkpoints:
             return path
         if reasons:
             raise CheckpointError(
-                f"checkpoint.resume: auto: expected a whole checkpoint in {self._folder}, found {len(reasons)}, "
+                f"checkpoint.resume: auto: expected a whole checkpoint in {self.folder}, found {len(reasons)}, "
                 "all damaged:\n"
                 + "\n".join(reasons)
                 + "\n  Nothing was started: a run never falls back to fresh weights."
@@ -181,10 +181,10 @@ class Checkpoints:
         if not path.is_dir():
             raise CheckpointError(f"checkpoint.resume: expected auto, none, or a checkpoint's folder; found {path}")
         manifest = _require_whole(path)
-        newest = next(iter(format.committed_steps(self._folder)), None)
+        newest = next(iter(format.committed_steps(self.folder)), None)
         if newest is not None and (format.step_of(newest) or 0) > manifest.step:
             raise CheckpointError(
-                f"checkpoint.resume: {path} is step {manifest.step}, but {self._folder} already holds {newest.name}.\n"
+                f"checkpoint.resume: {path} is step {manifest.step}, but {self.folder} already holds {newest.name}.\n"
                 "  Use checkpoint.resume: auto to go on from that, or another run.dir."
             )
         return path

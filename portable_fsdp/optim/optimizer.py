@@ -31,15 +31,15 @@ def parameter_groups(named_shapes: Mapping[str, tuple[int, ...]], optim: Optim) 
 def make_optimizer(optim: Optim) -> MakeOptimizer:
     """The function that makes the config's optimizer from groups of parameters; raises ConfigError for wrong betas.
 
-    `capturable` is for engines that compile the step: lr is then a float32 tensor on the parameters' device, and
-    nothing in the step depends on a number of the host.
+    `capturable` is for engines that compile the step, in which no number of the host may stand: step counts then live on
+    the device, and lr is a float32 tensor, on the host until the first step (AdamW reads it once, to check it).
     """
     if not all(0 <= beta < 1 for beta in optim.betas):
         raise ConfigError(f"optim.betas: expected two numbers from 0 up to, but not, 1, found {list(optim.betas)}.")
 
     def make(groups: list[dict[str, Any]], capturable: bool) -> torch.optim.Optimizer:
         parameters = [cast(Tensor, parameter) for group in groups for parameter in group["params"]]
-        lr = torch.tensor(optim.lr, device=parameters[0].device) if capturable else optim.lr
+        lr = torch.tensor(optim.lr) if capturable else optim.lr
         if optim.name == "sgd":
             return SGD(groups, lr=lr, momentum=optim.momentum)
         on_cuda = all(parameter.device.type == "cuda" for parameter in parameters)
@@ -55,16 +55,14 @@ def make_optimizer(optim: Optim) -> MakeOptimizer:
     return make
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float, placed: Tensor) -> None:
     """Set the learning rate of all groups for the next step.
 
-    A tensor is overwritten where it lies, so that a compiled step reads another value and stays the same program.
+    Groups whose lr is a tensor (`capturable`) take `placed`, the same value on the device: a compiled step then reads
+    it as an input, like its batch. A value copied into the old tensor would be a program of its own.
     """
     for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):
-            group["lr"].copy_(torch.tensor(lr, dtype=group["lr"].dtype))
-        else:
-            group["lr"] = lr
+        group["lr"] = placed if isinstance(group["lr"], Tensor) else lr
 
 
 class SGD(torch.optim.Optimizer):

@@ -28,7 +28,7 @@ from portable_fsdp.metrics.flops import model_flops_per_token, peak_flops
 from portable_fsdp.metrics.meter import Meter
 from portable_fsdp.metrics.sinks import EventsFile, MetricsFile
 from portable_fsdp.models.build import BuiltModel, ModelSize, build_model
-from portable_fsdp.optim.optimizer import make_optimizer, parameter_groups, set_learning_rate
+from portable_fsdp.optim.optimizer import make_optimizer, parameter_groups
 from portable_fsdp.optim.schedule import check_schedule, learning_rate
 from portable_fsdp.runtime.errors import EXIT_FINISHED, EXIT_STOPPED, TrainingError
 from portable_fsdp.runtime.files import write_text_atomically
@@ -150,6 +150,7 @@ class _InFlight:
 
     step: int
     lr: float
+    began: float  # seconds of time.perf_counter
     metrics: Pending
 
 
@@ -175,17 +176,18 @@ def _loop(
     ) as batches:
         in_flight: _InFlight | None = None
         for step in range(start + 1, last + 1):
+            began = time.perf_counter()
             lr = learning_rate(config.optim, step, training.steps)
-            set_learning_rate(training.optimizer, lr)
             placed = [backend.place(_with_stop(batch, stop)) for batch in next(batches)]
-            previous, in_flight = in_flight, _InFlight(step, lr, backend.fetch(training.step(placed)))
-            stopping = previous is not None and records.report(previous)
+            previous, in_flight = in_flight, _InFlight(step, lr, began, backend.fetch(training.step(placed, lr)))
+            stopping = previous is not None and records.report(previous, until=began)
             if stopping or step == last or step % (config.checkpoint.every or last) == 0:
                 stopping = records.report(in_flight) or stopping
                 in_flight = None
                 consumed = Position.after(batches.consumed, len(training.corpus.rows))
+                since = time.perf_counter()
                 path = checkpoints.save(step, training.model, training.optimizer, (consumed.epoch, consumed.index))
-                records.saved(step, path)
+                records.saved(step, path, time.perf_counter() - since)
             if stopping:
                 records.stopped(step, stop.reason)
                 return True
@@ -229,7 +231,6 @@ class Records:
 
     def begin(self, step: int) -> None:
         """Make the run's folder, drop the rows of steps that are run again, say what starts."""
-        self._since = time.perf_counter()
         if not self._writes:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -259,15 +260,14 @@ class Records:
             f"{self._tokens:,}",
         )
 
-    def report(self, late: _InFlight) -> bool:
-        """Wait for a step's metrics and write them; True where a process asked to stop. *collective* in effect:
-        all processes read the same values, and so come to the same end.
+    def report(self, late: _InFlight, until: float | None = None) -> bool:
+        """Wait for a step's metrics and write them; True where a process asked to stop.
 
-        Raises TrainingError for a loss or gradient norm that is not finite.
+        All processes read the same values, and so come to the same end. The step took until the next one began, or
+        until now. Raises TrainingError for a loss or gradient norm that is not finite.
         """
         values = late.metrics.result()
-        now = time.perf_counter()
-        seconds, self._since = now - self._since, now
+        seconds = (until or time.perf_counter()) - late.began
         self._require_finite(late.step, values)
         if self._writes:
             memory = self._backend.memory()
@@ -277,9 +277,7 @@ class Records:
                 log.info(self._meter.console_line(row, memory.limit_bytes))
         return values["stop"] > 0
 
-    def saved(self, step: int, path: Path) -> None:
-        seconds = time.perf_counter() - self._since
-        self._since = time.perf_counter()  # the next step doesn't pay for the save
+    def saved(self, step: int, path: Path, seconds: float) -> None:
         if self._writes:
             self._events.write("save", step=step, path=path, seconds=seconds)
             log.info("saved %s in %.1f s", path, seconds)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from portable_fsdp.backends.base import Backend, Batch, Metrics
+from portable_fsdp.optim.optimizer import set_learning_rate
 
-Step = Callable[[Sequence[Batch]], Metrics]
+Step = Callable[[Sequence[Batch], float], Metrics]
 
 
 def train_step(
@@ -22,7 +23,7 @@ def train_step(
     accumulation: int,
     max_grad_norm: float | None,
 ) -> Step:
-    """Make the step of a run: `step(batches)` with `accumulation` placed micro batches, one optimizer update.
+    """Make the step of a run: `step(batches, lr)` with `accumulation` placed micro batches, one optimizer update.
 
     The step returns `loss` (mean over the counted tokens of the global batch, before the update), `grad_norm` (before
     clipping) and `stop` (above 0 where any process asked for it): device tensors that nobody has waited for.
@@ -54,8 +55,10 @@ def train_step(
     run_micro = backend.compile(micro, "micro_batch")
     run_update = backend.compile(update, "update")
 
-    def step(batches: Sequence[Batch]) -> Metrics:
-        loss = backend.place({"loss": torch.zeros(())})["loss"]
+    def step(batches: Sequence[Batch], lr: float) -> Metrics:
+        scalars = backend.place({"loss": torch.zeros(()), "lr": torch.tensor(lr)})
+        set_learning_rate(optimizer, lr, scalars["lr"])
+        loss = scalars["loss"]
         if accumulation == 1:
             return run_whole(batches[0], loss)
         for number, batch in enumerate(batches, start=1):

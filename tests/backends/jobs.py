@@ -13,7 +13,7 @@ from portable_fsdp.config.load import check_batch
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.batches import Batches
 from portable_fsdp.models.build import build_model
-from portable_fsdp.optim.optimizer import make_optimizer, parameter_groups, set_learning_rate
+from portable_fsdp.optim.optimizer import make_optimizer, parameter_groups
 from portable_fsdp.optim.schedule import learning_rate
 from portable_fsdp.train.loop import shard_policy
 from portable_fsdp.train.step import train_step
@@ -74,13 +74,13 @@ class Run:
             start=(first - 1) * GLOBAL_BATCH,
         ) as batches:
             for step in range(first, last + 1):
-                set_learning_rate(self.optimizer, learning_rate(self.config.optim, step, steps))
+                lr = learning_rate(self.config.optim, step, steps)
                 stop = float(step == stop_in and self.backend.process.index == self.backend.process.count - 1)
                 placed = [
                     self.backend.place({**batch, "stop": torch.full_like(batch["tokens"], stop)})
                     for batch in next(batches)
                 ]
-                previous, pending = pending, self.backend.fetch(self._step(placed))
+                previous, pending = pending, self.backend.fetch(self._step(placed, lr))
                 if previous is not None:
                     out.append(previous.result())
         assert pending is not None
@@ -203,7 +203,7 @@ def host_reads(case: Case) -> dict[str, int]:
             }
         )
         with Reads():
-            metrics = run._step([batch])
+            metrics = run._step([batch], 1e-3)
         backend.fetch(metrics).result()
         return {"reads": Reads.count}
 

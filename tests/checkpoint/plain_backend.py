@@ -48,7 +48,6 @@ class Meeting:
 class PlainBackend(Backend):
     """Rows of every tensor are dealt to `count` processes of `devices` devices, as `torch.chunk` deals them."""
 
-    compilations = 0
     expected_compilations = 0
     device = torch.device("cpu")
 
@@ -87,6 +86,10 @@ class PlainBackend(Backend):
             for key, tensor in named_tensors(model, optimizer).items():
                 for slices in rows(tensor, self.data_parallel_size):
                     tensor[slices] = read(key, slices)
+
+    @property
+    def compilations(self) -> int:
+        return 0
 
     def close(self) -> None: ...
 
@@ -129,7 +132,7 @@ def rows(tensor: Tensor, count: int) -> list[tuple[slice, ...]]:
 
 def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The live tensors under the keys of `Backend.state`."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     tensors: dict[str, Tensor] = {name: parameter.detach() for parameter, name in names.items()}
     for parameter, state in optimizer.state.items():
         tensors.update({f"{kind}/{names[parameter]}": value for kind, value in state.items()})

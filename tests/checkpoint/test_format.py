@@ -5,6 +5,7 @@ import json
 import random
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -114,12 +115,7 @@ def test_pieces_tile_each_tensor_exactly_once(seed: int) -> None:
     rng.shuffle(boxes)
     format.check_manifest(tiled(shape, boxes), "good")
     for _ in range(5 if shape else 0):  # every box moved or resized by one along one axis
-        index, axis, part, by = (
-            rng.randrange(len(boxes)),
-            rng.randrange(len(shape)),
-            rng.randrange(2),
-            rng.choice((-1, 1)),
-        )
+        index, axis, part = rng.randrange(len(boxes)), rng.randrange(len(shape)), rng.randrange(2)
         changed = [list(map(list, box)) for box in boxes]
         changed[index][part][axis] += rng.choice((-1, 1))
         if min(changed[index][part]) < 0:
@@ -157,6 +153,19 @@ def test_an_index_of_an_earlier_attempt_is_not_taken(tmp_path: Path) -> None:
         format.collect(tmp_path, "new", 1, wait_s=0.01)
     format.write_index(tmp_path, Index(attempt="new", process=0))
     assert format.collect(tmp_path, "new", 1, wait_s=0.01) == [Index(attempt="new", process=0)]
+
+
+def test_announcing_is_the_last_thing_a_process_does_in_the_folder(tmp_path: Path) -> None:
+    """As process 0 may rename the folder at once: fifty commits that race with the announcement."""
+    for step in range(50):
+        final = format.step_folder(tmp_path, step)
+        index = Index(attempt=format.begin(final), process=0)
+        with ThreadPoolExecutor(1) as announcer:
+            announced = announcer.submit(format.write_index, format.temporary_of(final), index)
+            while not (format.temporary_of(final) / "index-00000.json").exists():
+                pass
+            format.temporary_of(final).rename(final)
+            announced.result()
 
 
 def test_the_error_of_a_process_is_passed_on(tmp_path: Path) -> None:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from plain_backend import PlainBackend, named_tensors, save_once, small_model
 from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from portable_fsdp.backends.base import Part, Piece, TensorState
 from portable_fsdp.checkpoint.format import DTYPE_BYTES, Manifest, manifest_text, step_folder
@@ -106,7 +107,7 @@ def test_dcp_opens_the_model_folder(tmp_path: Path) -> None:
     path = save_once(tmp_path, seed=4, count=3, devices=2)
     expected = {k: t for k, t in named_tensors(*small_model(seed=4)).items() if "/" not in k}
     found = {key: torch.zeros_like(tensor) for key, tensor in expected.items()}
-    dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(path / "model")), no_dist=True)
+    load(found, storage_reader=HuggingFaceStorageReader(str(path / "model")), no_dist=True)
     assert {key: bits(tensor) for key, tensor in found.items()} == {key: bits(t) for key, t in expected.items()}
 
 

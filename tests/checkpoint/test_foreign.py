@@ -1,0 +1,139 @@
+"""A checkpoint, exported, opens in transformers with the same weights."""
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from plain_backend import PlainBackend, checkpoints, named_tensors
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from portable_fsdp.checkpoint.foreign import export_huggingface
+from portable_fsdp.runtime.errors import CheckpointError
+
+SMALL: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 29}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {**SMALL, "model_type": "llama", "intermediate_size": 24, "num_key_value_heads": 2},
+    "qwen3": {**SMALL, "model_type": "qwen3", "intermediate_size": 24, "num_key_value_heads": 2, "head_dim": 4},
+    "gpt2": {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 4, "vocab_size": 29, "n_positions": 32},
+}
+
+
+def build(architecture: dict[str, Any], seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**architecture))
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms and biases too must be other than their defaults
+            parameter.copy_(torch.randn_like(parameter))
+    return model
+
+
+def save(folder: Path, model: Any, model_config: dict[str, Any] | None, step: int = 1) -> Path:
+    backend = PlainBackend(devices=3)
+    optimizer = torch.optim.SGD(model.parameters())
+    return checkpoints(folder, backend, model_config=model_config).save(step, model, optimizer, (0, 0))
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    model = build(MODELS["llama"])
+    return save(tmp_path / "checkpoints", model, model.config.to_dict())
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("name", MODELS)
+def test_an_export_opens_with_equal_weights(tmp_path: Path, name: str, tied: bool) -> None:
+    model = build({**MODELS[name], "tie_word_embeddings": tied})
+    path = save(tmp_path / "checkpoints", model, model.config.to_dict())
+    export_huggingface(path, tmp_path / "export", None)
+
+    opened, report = cast(Any, AutoModelForCausalLM).from_pretrained(tmp_path / "export", output_loading_info=True)
+    assert not any(report.values()), report
+    assert type(opened) is type(model)
+    expected, found = model.state_dict(), opened.state_dict()
+    assert expected.keys() == found.keys()
+    for key, tensor in expected.items():
+        assert found[key].dtype == tensor.dtype == torch.float32
+        assert torch.equal(found[key], tensor), key
+    embedding, head = opened.get_input_embeddings().weight, opened.get_output_embeddings().weight
+    assert (embedding is head) == tied
+    config = json.loads((tmp_path / "export" / "config.json").read_text())
+    assert (config["architectures"], config["dtype"]) == ([type(model).__name__], "float32")
+    assert GenerationConfig.from_pretrained(tmp_path / "export").eos_token_id == model.generation_config.eos_token_id
+
+
+def test_large_models_are_cut_into_shards(tmp_path: Path, llama: Path) -> None:
+    export_huggingface(llama, tmp_path / "export", None, max_shard_bytes=3000)
+    index = json.loads((tmp_path / "export" / "model.safetensors.index.json").read_text())
+    shards = sorted(path.name for path in (tmp_path / "export").glob("*.safetensors"))
+    count = len(shards)
+    assert count > 3
+    assert shards == [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    assert sorted(set(index["weight_map"].values())) == shards
+    assert all((tmp_path / "export" / shard).stat().st_size < 3000 + 2000 for shard in shards)  # and the header
+    expected = build(MODELS["llama"])
+    assert index["metadata"]["total_size"] == 4 * sum(p.numel() for p in expected.parameters())
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    assert all(torch.equal(opened.state_dict()[key], tensor) for key, tensor in expected.state_dict().items())
+
+
+def test_the_tokenizer_lies_beside_the_weights(tmp_path: Path, llama: Path) -> None:
+    export_huggingface(llama, tmp_path / "export", lambda folder: (folder / "tokenizer.json").touch())
+    assert sorted(path.name for path in (tmp_path / "export").iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "portable_fsdp.json",
+        "tokenizer.json",
+    ]
+
+
+def test_an_earlier_export_is_replaced_when_the_new_one_is_whole(tmp_path: Path, llama: Path) -> None:
+    folder = tmp_path / "export"
+    export_huggingface(llama, folder, None)
+    model = build(MODELS["llama"], seed=1)
+    newer = save(tmp_path / "checkpoints", model, model.config.to_dict(), step=2)
+
+    def fail(_: Path) -> None:
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        export_huggingface(newer, folder, fail)
+    assert json.loads((folder / "portable_fsdp.json").read_text())["step"] == 1
+    export_huggingface(newer, folder, None)
+    assert json.loads((folder / "portable_fsdp.json").read_text())["step"] == 2
+    opened = AutoModelForCausalLM.from_pretrained(folder)
+    assert all(torch.equal(opened.state_dict()[key], tensor) for key, tensor in model.state_dict().items())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "export"]
+
+
+def test_somebody_elses_folder_is_left_alone(tmp_path: Path, llama: Path) -> None:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    (folder / "config.json").write_text("mine")
+    with pytest.raises(CheckpointError, match="found something else, which is left alone"):
+        export_huggingface(llama, folder, None)
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+    (folder / "config.json").unlink()
+    export_huggingface(llama, folder, None)
+
+
+def test_a_damaged_model_is_not_exported(tmp_path: Path, llama: Path) -> None:
+    shard = llama / "model" / "shard-00000-01.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\x55")
+    with pytest.raises(CheckpointError, match="xxh3_128"):
+        export_huggingface(llama, tmp_path / "export", None)
+    assert not (tmp_path / "export").exists()
+
+
+@pytest.mark.parametrize("model_config", [None, {"model_type": "no_such_model"}, {}])
+def test_a_model_that_transformers_does_not_know(tmp_path: Path, model_config: dict[str, Any] | None) -> None:
+    path = save(tmp_path / "checkpoints", torch.nn.Linear(2, 2), model_config)
+    with pytest.raises(CheckpointError, match=r"checkpoint step-00000001: .*model_config"):
+        export_huggingface(path, tmp_path / "export", None)
+
+
+def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
+    model = build({**MODELS["llama"], "tie_word_embeddings": True})
+    assert "lm_head.weight" not in named_tensors(model, torch.optim.SGD(model.parameters()))
