@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -345,7 +345,9 @@ def _calls_in(node: ast.expr) -> Iterator[tuple[ast.expr, str]]:
                 yield from _calls_in(part)
 
 
-RULES = [
+Rule = Callable[[Modules], list[str]]
+
+RULES: list[Rule] = [
     unknown_sections,
     imports_upwards,
     engines_that_reach_out,
@@ -427,8 +429,12 @@ ALLOWED = invented(
 )
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_package_keeps(rule) -> None:
+def _name_of(rule: Rule) -> str:
+    return getattr(rule, "__name__", "rule")
+
+
+@pytest.mark.parametrize("rule", RULES, ids=_name_of)
+def test_package_keeps(rule: Rule) -> None:
     problems = rule(read_package(ROOT / PACKAGE))
     assert not problems, "\n".join(problems)
 
@@ -436,17 +442,17 @@ def test_package_keeps(rule) -> None:
 @pytest.mark.parametrize(
     ("rule", "modules"),
     [
-        pytest.param(rule, modules, id=f"{rule.__name__}-{number}")
+        pytest.param(rule, modules, id=f"{_name_of(rule)}-{number}")
         for rule, examples in BREAKERS.items()
         for number, modules in enumerate(examples)
     ],
 )
-def test_rule_finds_what_breaks_it(rule, modules: Modules) -> None:
+def test_rule_finds_what_breaks_it(rule: Rule, modules: Modules) -> None:
     assert rule(modules)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_rule_lets_the_rest_be(rule) -> None:
+@pytest.mark.parametrize("rule", RULES, ids=_name_of)
+def test_rule_lets_the_rest_be(rule: Rule) -> None:
     assert rule(ALLOWED) == []
 
 

@@ -311,7 +311,7 @@ def _check(config: Config) -> None:
 def _shapes(argument: Any) -> Any:
     if isinstance(argument, dict):
         return {name: tuple(value.shape) for name, value in cast(dict[str, Tensor], argument).items()}
-    return tuple(cast(Tensor, argument).shape) if isinstance(argument, Tensor) else argument
+    return tuple(argument.shape) if isinstance(argument, Tensor) else argument
 
 
 def _tpu_name() -> str:

@@ -11,7 +11,7 @@ def find_units(model: nn.Module) -> tuple[str, ...]:
     A layer inside a layer belongs to the outer one. What is in no unit (embedding, last norm, head) belongs to the
     root. Raises ConfigError where the model names no layer class, or has none of it.
     """
-    classes = set(getattr(model, "_no_split_modules", None) or ())
+    classes: set[str] = set(getattr(model, "_no_split_modules", None) or ())
     units: list[str] = []
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{unit}.") for unit in units)

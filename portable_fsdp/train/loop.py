@@ -22,8 +22,8 @@ from portable_fsdp.checkpoint.manager import Checkpoints
 from portable_fsdp.config.load import check_batch, config_text, total_steps
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.batches import Batches
-from portable_fsdp.data.order import Position
 from portable_fsdp.data.build import Corpus, build_data
+from portable_fsdp.data.order import Position
 from portable_fsdp.metrics.flops import model_flops_per_token, peak_flops
 from portable_fsdp.metrics.meter import Meter
 from portable_fsdp.metrics.sinks import EventsFile, MetricsFile

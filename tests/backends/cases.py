@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from portable_fsdp.config.schema import Config
 
 VOCABULARY, SEQ_LEN, ROWS, GLOBAL_BATCH = 1009, 24, 60, 12

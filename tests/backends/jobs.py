@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from cases import GLOBAL_BATCH, SEQ_LEN, Case, CaseRows
+
 from portable_fsdp.backends.base import Backend, TensorState, parameter_places
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.checkpoint.manager import Checkpoints

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 import torch
 from cases import GLOBAL_BATCH, SEQ_LEN, Case, CaseRows
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
+
 from portable_fsdp.data.order import sample_indices
 from portable_fsdp.models.build import build_model
 from portable_fsdp.optim.schedule import learning_rate
-from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -29,7 +30,8 @@ class Reference:
 def _model(case: Case) -> torch.nn.Module:
     section = case.config(1).model
     built = build_model(section, seed=case.seed, seq_len=SEQ_LEN, vocabulary=256)
-    config = AutoConfig.for_model(**section.architecture)
+    architecture = dict(section.architecture or {})
+    config = AutoConfig.for_model(architecture.pop("model_type"), **architecture)
     for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "attention_dropout"):
         if hasattr(config, key):
             setattr(config, key, 0.0)
@@ -77,7 +79,7 @@ def _train(case: Case) -> Reference:
         loss = F.cross_entropy(logits.float().flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
         loss.backward()
         if step == 1:
-            out.gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+            out.gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), case.max_grad_norm or float("inf"))
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(case.config(1).optim, step, case.steps)

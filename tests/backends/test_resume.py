@@ -21,7 +21,7 @@ def written(
     workers: Callable[[Group], Workers], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> dict[str, tuple[Path, list[dict[str, Any]]]]:
     """Writer -> its checkpoints, and what its processes said. Without the xla tests, native writers only."""
-    native_only = "not xla" in request.config.getoption("-m")
+    native_only = "not xla" in str(request.config.getoption("-m"))
     out: dict[str, tuple[Path, list[dict[str, Any]]]] = {}
     for group in WRITERS:
         if native_only and group.backend == "xla":

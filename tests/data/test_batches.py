@@ -126,7 +126,7 @@ def test_what_was_made_ahead_is_not_consumed() -> None:
 
 def test_the_thread_makes_two_steps_ahead_and_no_more() -> None:
     rows = NumberedRows(50)
-    with batches(rows) as one:
+    with batches(rows):
         wait_until_full(rows)
         time.sleep(0.05)
         assert rows.calls == STEPS_AHEAD + 1  # two wait in the queue, the third in the thread's hands

@@ -30,7 +30,7 @@ def write_run(folder: Path, losses: list[float | None], events: list[dict[str, o
 
 
 def test_plot_loss_writes_a_picture_and_prints_where(tmp_path: Path) -> None:
-    starts = [
+    starts: list[dict[str, object]] = [
         {**START, "step": 0, "backend": "native", "devices": 2},
         {**START, "step": 3, "backend": "xla", "devices": 4},
     ]
