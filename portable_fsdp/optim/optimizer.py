@@ -31,8 +31,8 @@ def parameter_groups(named_shapes: Mapping[str, tuple[int, ...]], optim: Optim) 
 def make_optimizer(optim: Optim) -> MakeOptimizer:
     """The function that makes the config's optimizer from groups of parameters; raises ConfigError for wrong betas.
 
-    `capturable` is for engines that compile the step, in which no number of the host may stand: step counts then live on
-    the device, and lr is a float32 tensor, on the host until the first step (AdamW reads it once, to check it).
+    `capturable` is for engines that compile the step, in which no number of the host may stand: step counts then live
+    on the device, and lr is a float32 tensor, on the host until the first step (AdamW reads it once, to check it).
     """
     if not all(0 <= beta < 1 for beta in optim.betas):
         raise ConfigError(f"optim.betas: expected two numbers from 0 up to, but not, 1, found {list(optim.betas)}.")

@@ -1,4 +1,4 @@
-"""A plain PyTorch loop in one process: what every engine is compared with. Of ours only the model's weights and the rows.
+"""A plain PyTorch loop in one process, which every engine is compared with. Of ours: the weights and the rows.
 
 The model is transformers' own with its own attention; the loss is torch's cross entropy over all logits.
 """

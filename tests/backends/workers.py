@@ -6,6 +6,7 @@ jobs.py; each process of the group runs it and sends back what it returns.
 
 import multiprocessing
 import os
+import pickle
 import socket
 import sys
 import traceback
@@ -42,13 +43,15 @@ def _serve(pipe: Connection, environment: dict[str, str], native: bool) -> None:
 
     while True:
         try:
-            name, arguments = pipe.recv()
+            name, arguments = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
         try:
-            pipe.send(("done", getattr(jobs, name)(**arguments)))
+            answer = ("done", getattr(jobs, name)(**arguments))
         except BaseException as error:
-            pipe.send(("failed", (type(error).__name__, str(error), traceback.format_exc())))
+            answer = ("failed", (type(error).__name__, str(error), traceback.format_exc()))
+        # Plain pickle: multiprocessing's would send each tensor as an open file, until there are too many of them.
+        pipe.send_bytes(pickle.dumps(answer))
 
 
 class JobFailed(Exception):
@@ -97,7 +100,7 @@ class Workers:
                 self._start()
                 self._jobs = 1
         for pipe in self._pipes:
-            pipe.send((job, arguments))
+            pipe.send_bytes(pickle.dumps((job, arguments)))
         answers = [self._receive(rank) for rank in range(len(self._pipes))]
         for kind, value in answers:
             if kind == "failed":
@@ -109,8 +112,8 @@ class Workers:
             self.close()
             raise TimeoutError(f"{self._group}: process {rank} gave no answer in {JOB_TIMEOUT_S} s")
         try:
-            return self._pipes[rank].recv()
-        except EOFError:
+            return pickle.loads(self._pipes[rank].recv_bytes())
+        except (EOFError, ConnectionResetError):
             self.close()
             raise RuntimeError(
                 f"{self._group}: process {rank} died: exit code {self._processes[rank].exitcode}"

@@ -1,0 +1,239 @@
+"""What our loop costs beside a hand-written FSDP2 one: CPU time of a step, interleaved in one process group.
+
+    torchrun --standalone --nproc_per_node=2 benchmarks/loop_overhead.py
+
+Ours is the body of `train/loop.py`: batches made ahead, placed, the step, metrics fetched a step late, a row in
+metrics.jsonl. The other is what one writes on an afternoon: transformers' model with its own sdpa attention,
+`fully_shard` per layer, rows held ready as tensors, mean cross entropy of fp32 logits, clip_grad_norm_, AdamW,
+`loss.item()`. Steps alternate A B B A, so that what else the machine does falls on both; a pair is two neighbours.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ["USE_TORCH_XLA"] = "0"  # transformers imports torch_xla otherwise
+
+import torch
+import torch.distributed as dist
+import transformers
+from portable_fsdp.backends.base import Backend
+from portable_fsdp.backends.open import open_backend
+from portable_fsdp.config.schema import Config
+from portable_fsdp.data.batches import Batches
+from portable_fsdp.data.packing import PackedRows
+from portable_fsdp.optim.schedule import learning_rate
+from portable_fsdp.runtime.process import StopRequest
+from portable_fsdp.train.loop import Records, Training, _InFlight, _with_stop, build
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+
+ARCHITECTURE = {
+    "model_type": "llama",
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 896,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
+SEQ_LEN, GLOBAL_BATCH, SEED = 256, 8, 0  # 2,048 tokens a step
+WARM_UP_STEPS = 3
+RESAMPLES = 10_000
+GOAL = 1.02
+RESULTS = Path(__file__).parent / "results" / "loop_overhead.json"
+
+Step = Callable[[], None]
+
+
+class Ratio(NamedTuple):
+    """Median over pairs of ours / hand-written, with the bounds of its bootstrap 95 % interval."""
+
+    median: float
+    low: float
+    high: float
+
+
+def config(folder: Path, steps: int) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"dir": str(folder), "seed": SEED},
+            "model": {"architecture": ARCHITECTURE},
+            "data": {
+                "source": "text",
+                "path": str(Path(__file__).parents[1] / "portable_fsdp" / "**" / "*.py"),
+                "seq_len": SEQ_LEN,
+            },
+            "train": {"steps": steps, "global_batch": GLOBAL_BATCH, "micro_batch": GLOBAL_BATCH // dist.get_world_size()},
+            "optim": {"lr": 1e-3, "schedule": "constant"},
+        }
+    )
+
+
+class OurStep:
+    """The body of the trainer's loop, one step a call; a step that saves nothing."""
+
+    def __init__(self, config: Config, backend: Backend, training: Training, batches: Batches) -> None:
+        self._config, self._backend, self._training, self._batches = config, backend, training, batches
+        self._stop = StopRequest()
+        self._records = Records(config, backend, training)
+        self._records.begin(0)
+        self._step = 0
+        self._in_flight: _InFlight | None = None
+
+    def __call__(self) -> None:
+        self._step += 1
+        began = time.perf_counter()
+        lr = learning_rate(self._config.optim, self._step, self._training.steps)
+        placed = [self._backend.place(_with_stop(batch, self._stop)) for batch in next(self._batches)]
+        metrics = self._backend.fetch(self._training.step(placed, lr))
+        previous, self._in_flight = self._in_flight, _InFlight(self._step, lr, began, metrics)
+        if previous is not None:
+            self._records.report(previous, until=began)
+
+
+class HandWrittenStep:
+    """A plain FSDP2 loop, one step a call."""
+
+    def __init__(self, rows: PackedRows) -> None:
+        torch.manual_seed(SEED)
+        configuration = transformers.AutoConfig.for_model(**ARCHITECTURE)
+        model = transformers.AutoModelForCausalLM.from_config(configuration, attn_implementation="sdpa")
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        self._model = model.train()
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+        count = len(rows)
+        self._rows: Tensor = torch.tensor(rows.tokens[: count * SEQ_LEN].astype("int64")).view(count, SEQ_LEN)
+        self._order = torch.Generator().manual_seed(SEED)
+        self.losses: list[float] = []
+
+    def __call__(self) -> None:
+        picked = torch.randint(len(self._rows), (GLOBAL_BATCH,), generator=self._order)
+        rows = self._rows[picked[dist.get_rank() :: dist.get_world_size()]]
+        logits = self._model(input_ids=rows, use_cache=False).logits.float()
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.losses.append(loss.item())
+
+
+def measure(ours: Step, theirs: Step, pairs: int) -> list[tuple[float, float]]:
+    """CPU seconds of (ours, hand-written) pair by pair, summed over all ranks; the order turns from pair to pair."""
+    seconds: list[tuple[float, float]] = []
+    for pair in range(pairs):
+        order = (ours, theirs) if pair % 2 == 0 else (theirs, ours)
+        took = {step: _cpu_seconds(step) for step in order}
+        seconds.append((took[ours], took[theirs]))
+    total = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(total)
+    return [(row[0], row[1]) for row in total.tolist()]
+
+
+def _cpu_seconds(step: Step) -> float:
+    dist.barrier()
+    began = time.process_time()
+    step()
+    return time.process_time() - began
+
+
+def median_ratio(seconds: list[tuple[float, float]]) -> Ratio:
+    ratios = [ours / theirs for ours, theirs in seconds]
+    draw = random.Random(SEED)
+    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
+    return Ratio(statistics.median(ratios), medians[int(0.025 * RESAMPLES)], medians[int(0.975 * RESAMPLES)])
+
+
+def report(seconds: list[tuple[float, float]], parameters: int) -> dict[str, Any]:
+    ratio = median_ratio(seconds)
+    ours, theirs = zip(*seconds, strict=True)
+    return {
+        "what": "CPU seconds of a step summed over ranks: ours / hand-written FSDP2",
+        "ratio": ratio._asdict(),
+        "goal_of_high": GOAL,
+        "pairs": len(seconds),
+        "ours_s": _spread(ours),
+        "hand_written_s": _spread(theirs),
+        "config": {
+            "architecture": ARCHITECTURE,
+            "parameters": parameters,
+            "tokens_per_step": SEQ_LEN * GLOBAL_BATCH,
+            "processes": dist.get_world_size(),
+            "threads": torch.get_num_threads(),
+            "device": "cpu, gloo",
+        },
+        "machine": {"cpu": cpu_model(), "cores": os.cpu_count()},
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+    }
+
+
+def _spread(values: tuple[float, ...]) -> dict[str, float]:
+    first, middle, third = statistics.quantiles(values, n=4)
+    return {"quartile_1": first, "median": middle, "quartile_3": third}
+
+
+def cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def table(result: dict[str, Any]) -> str:
+    ratio = result["ratio"]
+    lines = [f"{'':14}{'quartile 1':>12}{'median':>12}{'quartile 3':>12}   CPU seconds a step, all ranks"]
+    for name in ("ours", "hand_written"):
+        lines.append(f"{name:14}" + "".join(f"{value:12.4f}" for value in result[f"{name}_s"].values()))
+    lines.append(
+        f"ratio {ratio['median']:.4f}, 95 % interval {ratio['low']:.4f} to {ratio['high']:.4f} over {result['pairs']} "
+        f"pairs (goal: upper end <= {GOAL})"
+    )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="CPU time of our step over a hand-written FSDP2 loop's.")
+    parser.add_argument("--pairs", type=int, default=60, help="pairs of steps that are timed, at least 2")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the JSON file to write")
+    parser.add_argument("--null", action="store_true", help="hand-written against itself: how good the measure is")
+    arguments = parser.parse_args()
+    dist.init_process_group("gloo")
+    with tempfile.TemporaryDirectory() as folder:
+        configuration = config(Path(folder), steps=arguments.pairs + WARM_UP_STEPS)
+        with open_backend(configuration, device="cpu", backend="native") as backend:
+            training = build(configuration, backend)
+            theirs = HandWrittenStep(training.corpus.rows)
+            shard = (backend.data_shard.index, backend.data_shard.count)
+            with Batches(
+                training.corpus.rows, seed=SEED, global_batch=GLOBAL_BATCH, shard=shard, accumulation=1
+            ) as batches:
+                ours = OurStep(configuration, backend, training, batches)
+                first = HandWrittenStep(training.corpus.rows) if arguments.null else ours
+                for _ in range(WARM_UP_STEPS):
+                    first()
+                    theirs()
+                seconds = measure(first, theirs, arguments.pairs)
+            if backend.process.index == 0:
+                result = report(seconds, training.size.parameters)
+                print(table(result))
+                arguments.out.parent.mkdir(parents=True, exist_ok=True)
+                arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
