@@ -24,6 +24,10 @@ os.environ["USE_TORCH_XLA"] = "0"  # transformers imports torch_xla otherwise
 import torch
 import torch.distributed as dist
 import transformers
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+
 from portable_fsdp.backends.base import Backend
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.config.schema import Config
@@ -32,11 +36,8 @@ from portable_fsdp.data.packing import PackedRows
 from portable_fsdp.optim.schedule import learning_rate
 from portable_fsdp.runtime.process import StopRequest
 from portable_fsdp.train.loop import Records, Training, _InFlight, _with_stop, build
-from torch import Tensor
-from torch.distributed.fsdp import fully_shard
-from torch.nn import functional as F
 
-ARCHITECTURE = {
+ARCHITECTURE: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 1024,
     "hidden_size": 256,
@@ -76,7 +77,11 @@ def config(folder: Path, steps: int) -> Config:
                 "path": str(Path(__file__).parents[1] / "portable_fsdp" / "**" / "*.py"),
                 "seq_len": SEQ_LEN,
             },
-            "train": {"steps": steps, "global_batch": GLOBAL_BATCH, "micro_batch": GLOBAL_BATCH // dist.get_world_size()},
+            "train": {
+                "steps": steps,
+                "global_batch": GLOBAL_BATCH,
+                "micro_batch": GLOBAL_BATCH // dist.get_world_size(),
+            },
             "optim": {"lr": 1e-3, "schedule": "constant"},
         }
     )

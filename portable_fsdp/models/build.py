@@ -43,7 +43,10 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A model on meta (its buffers are real, on the host), its units, its weights, and its transformers config."""
+    """A model on meta (its buffers are real, on the host), its units, its weights, and its transformers config.
+
+    The config is as it was given: with the dropout and the cache that training switches off.
+    """
 
     model: nn.Module
     units: tuple[str, ...]
@@ -67,6 +70,7 @@ def build_model(model: schema.Model, *, seed: int, seq_len: int, vocabulary: int
     os.environ.setdefault("USE_TORCH_XLA", "0")
     config = _pretrained_config(model.pretrained) if model.pretrained is not None else _config(model.architecture or {})
     _check_sizes(config, seq_len, vocabulary)
+    as_given = cast(dict[str, Any], config.to_dict())
     _switch_off(config)
     built = _on_meta(config, model.attention)
     twin = _on_meta(config, model.attention)  # keeps its meta parameters while the backend replaces the model's
@@ -80,7 +84,7 @@ def build_model(model: schema.Model, *, seed: int, seq_len: int, vocabulary: int
                 buffer.copy_(weights(name, tuple(slice(0, size) for size in buffer.shape)))
     attach_loss(built)
     built.train()
-    return BuiltModel(built, find_units(built), weights, cast(dict[str, Any], built.config.to_dict()), _size(built))
+    return BuiltModel(built, find_units(built), weights, as_given, _size(built))
 
 
 # ------------------------------------------------------------------------------------------------ the architecture
