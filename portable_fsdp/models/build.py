@@ -154,7 +154,7 @@ def _switch_off(config: Any) -> None:
     """No dropout, and no key-value cache, which training doesn't read."""
     config.use_cache = False
     for key, value in config.to_dict().items():
-        if ("drop" in key) and isinstance(value, float):
+        if "drop" in key and isinstance(value, int | float) and not isinstance(value, bool):
             setattr(config, key, 0.0)
 
 

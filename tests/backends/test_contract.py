@@ -104,6 +104,13 @@ def test_c7_compilations_are_known_from_the_config(group: Group, run: Run, micro
         assert answer["compilations"] == expected
 
 
+def test_c7_a_learning_rate_of_exactly_1_is_no_new_program(group: Group, run: Run) -> None:
+    """XLA folds the numbers 0 and 1 into a program; a learning rate must not be one of its numbers."""
+    optim = {"name": "sgd", "lr": 1.0, "weight_decay": 0.0, "warmup_steps": 2, "schedule": "linear"}
+    for answer in run(group, Case(steps=5, optim=optim, max_grad_norm=0.1)):
+        assert answer["compilations"] == answer["expected_compilations"]
+
+
 def test_sum_place_and_agree(group: Group, workers: GetWorkers) -> None:
     answers = workers(group).run("agree_and_sum")
     shards = {answer["shard"] for answer in answers}
