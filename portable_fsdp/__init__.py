@@ -1,6 +1,34 @@
 """portable_fsdp: train PyTorch causal language models on GPUs and TPUs with one config and one checkpoint.
 
 Read first: `train/loop.py` (a run, top to bottom), `backends/base.py` (what an engine must do), `config/schema.py`.
+The names below are for people with a loop of their own; each is imported when it is first used.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from portable_fsdp.backends.open import open_backend
+    from portable_fsdp.checkpoint.manager import Checkpoints
+    from portable_fsdp.config.load import load_config
+    from portable_fsdp.data.build import build_data
+    from portable_fsdp.models.build import build_model
+    from portable_fsdp.train.step import train_step
+
 __version__ = "0.1.0"
+__all__ = ["Checkpoints", "build_data", "build_model", "load_config", "open_backend", "train_step"]
+
+_HOMES = {
+    "Checkpoints": "portable_fsdp.checkpoint.manager",
+    "build_data": "portable_fsdp.data.build",
+    "build_model": "portable_fsdp.models.build",
+    "load_config": "portable_fsdp.config.load",
+    "open_backend": "portable_fsdp.backends.open",
+    "train_step": "portable_fsdp.train.step",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

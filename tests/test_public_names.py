@@ -1,0 +1,19 @@
+"""The names that people import: few, lazy, and pinned here."""
+
+import subprocess
+import sys
+
+import portable_fsdp
+
+NAMES = ["Checkpoints", "build_data", "build_model", "load_config", "open_backend", "train_step"]
+
+
+def test_the_public_names_are_these_and_lead_somewhere() -> None:
+    assert sorted(portable_fsdp.__all__) == sorted(NAMES)
+    for name in NAMES:
+        assert callable(getattr(portable_fsdp, name))
+
+
+def test_importing_the_package_imports_no_torch() -> None:
+    code = "import sys, portable_fsdp; sys.exit('torch' in sys.modules or 'pydantic' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
