@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 os.environ["USE_TORCH_XLA"] = "0"  # transformers imports torch_xla otherwise; the backends choose the engine
+os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # else from_pretrained leaves the threads that it loads with behind
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub, which reads it once
 
 

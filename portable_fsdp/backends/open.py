@@ -15,12 +15,12 @@ class _Engine:
     module: str
     name: str
     needs: str  # a package that must be installed
-    install: str
+    extra: str
 
 
 _ENGINES = {
-    "native": _Engine("portable_fsdp.backends.native", "NativeBackend", "torch", "pip install portable-fsdp"),
-    "xla": _Engine("portable_fsdp.backends.xla", "XlaBackend", "torch_xla", "pip install 'portable-fsdp[xla]'"),
+    "native": _Engine("portable_fsdp.backends.native", "NativeBackend", "torch", ""),
+    "xla": _Engine("portable_fsdp.backends.xla", "XlaBackend", "torch_xla", "[xla]"),
 }
 DEVICES = ("auto", "cpu", "cuda", "tpu")
 BACKENDS = ("auto", *_ENGINES)
@@ -43,7 +43,11 @@ def resolve(device: str, backend: str) -> tuple[str, str]:
         backend = _default(device)
     engine = _ENGINES[backend]
     if importlib.util.find_spec(engine.needs) is None:
-        raise BackendError(f"backend {backend}: the package {engine.needs} is not installed.\n  {engine.install}")
+        extra = "[tpu]" if device == "tpu" else engine.extra
+        raise BackendError(
+            f"backend {backend}: expected the package {engine.needs}, found none installed.\n"
+            f"  In a checkout of portable_fsdp: pip install '.{extra}'"
+        )
     _check_present(device, backend)
     return device, backend
 

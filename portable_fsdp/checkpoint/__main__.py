@@ -99,7 +99,7 @@ def _summary(path: Path, manifest: Manifest) -> str:
         f"checkpoint  {path}",
         f"step        {manifest.step} (data: epoch {manifest.data.epoch}, position {manifest.data.position})",
         f"written by  portable_fsdp {by.portable_fsdp}, torch {by.torch}, backend {by.backend} on {by.device}, "
-        f"{by.process_count} processes",
+        f"{by.process_count} process{'es' if by.process_count > 1 else ''}",
     ]
     for folder in FOLDERS:
         tensors = {key: tensor for key, tensor in manifest.tensors.items() if folder_of(key) == folder}

@@ -33,22 +33,19 @@ class Checkpoints:
         *,
         config: dict[str, Any],
         model_config: dict[str, Any] | None,
-        device_name: str,
-        backend_name: str,
         wait_s: float = 1800.0,
     ) -> None:
         """`config`: the resolved config, as JSON knows it. `model_config`: transformers' config as a dict, or None.
 
-        `device_name` and `backend_name` are told to whoever asks who wrote a checkpoint. `wait_s`: how long process 0
-        waits for the others' files in a save. Removes the debris of interrupted saves.
+        `wait_s`: how long process 0 waits for the others' files in a save. Removes the debris of interrupted saves.
         """
         self.folder = folder
         self._backend = backend
         self._config = config
         self._model_config = model_config
         self._written_by = WrittenBy(
-            device=device_name,
-            backend=backend_name,
+            device=backend.device_name,
+            backend=backend.name,
             process_count=backend.process.count,
             torch=str(torch.__version__),
             portable_fsdp=__version__,

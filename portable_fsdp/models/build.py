@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from portable_fsdp.config import schema
@@ -73,6 +73,7 @@ def build_model(model: schema.Model, *, seed: int, seq_len: int, vocabulary: int
     as_given = cast(dict[str, Any], config.to_dict())
     _switch_off(config)
     built = _on_meta(config, model.attention)
+    _check_causal(built)
     twin = _on_meta(config, model.attention)  # keeps its meta parameters while the backend replaces the model's
     _fill_buffers(built, twin)
     if model.pretrained is None:
@@ -121,6 +122,7 @@ def _config(architecture: dict[str, Any]) -> Any:
 
 def _pretrained_config(folder: str) -> Any:
     from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     path = Path(folder)
     if not (path / "config.json").is_file():
@@ -130,9 +132,15 @@ def _pretrained_config(folder: str) -> Any:
             "taken from the folder that the run starts in."
         )
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:
         raise ConfigError(f"model.pretrained: {path / 'config.json'}: {_last_line(error)}") from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(
+            f"model.pretrained: {path / 'config.json'}: expected a causal language model of transformers, found "
+            f"model_type {config.model_type!r}."
+        )
+    return config
 
 
 def _check_sizes(config: Any, seq_len: int, vocabulary: int) -> None:
@@ -168,8 +176,20 @@ def _on_meta(config: Any, attention: str) -> Any:
             return AutoModelForCausalLM.from_config(
                 config, attn_implementation=_attention(kind, attention), dtype=torch.float32
             )
-    except (ValueError, TypeError, RuntimeError, ImportError) as error:
-        raise ConfigError(f"model: {kind.__name__} can't be built: {_last_line(error)}") from error
+    except Exception as error:  # an activation's name, heads of 0: each fails in a way of its own
+        raise ConfigError(
+            f"model: {kind.__name__} can't be built: {type(error).__name__}: {_last_line(error)}"
+        ) from error
+
+
+def _check_causal(model: nn.Module) -> None:
+    """Encoders count as causal models in transformers too, but see the tokens that they should predict."""
+    flags = [flag for module in model.modules() if isinstance(flag := getattr(module, "is_causal", None), bool)]
+    if flags and not any(flags):
+        raise ConfigError(
+            f"model: expected a model whose attention is causal, found {type(model).__name__} as an encoder.\n"
+            "  Set model.architecture.is_decoder=true (in a folder: in its config.json), or take another model."
+        )
 
 
 def _attention(kind: Any, wanted: str) -> str:
@@ -287,7 +307,7 @@ class PretrainedWeights:
 
     def __call__(self, fqn: str, slices: Slices) -> Tensor:
         stored = cast(str, self._where[fqn])
-        with safe_open(self._files[stored], framework="pt") as file:
+        with _open(self._files[stored]) as file:
             value = file.get_slice(stored)[slices] if slices else file.get_tensor(stored)
         return cast(Tensor, value).to(self._dtypes[fqn])
 
@@ -297,7 +317,7 @@ class PretrainedWeights:
     def _check_shapes(self, folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
         for fqn, shape in shapes.items():
             stored = cast(str, self._where[fqn])
-            with safe_open(self._files[stored], framework="pt") as file:
+            with _open(self._files[stored]) as file:
                 found = tuple(cast(list[int], file.get_slice(stored).get_shape()))
             if found != shape:
                 raise ConfigError(
@@ -334,10 +354,10 @@ def _weight_files(folder: Path) -> dict[str, Path]:
     """Key -> file, from the index or the single file."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = cast(dict[str, str], json.loads(index.read_text())["weight_map"])
+        names = _weight_map(index)
         files = {key: folder / Path(name).name for key, name in names.items()}
     elif (folder / "model.safetensors").is_file():
-        with safe_open(folder / "model.safetensors", framework="pt") as file:
+        with _open(folder / "model.safetensors") as file:
             files = dict.fromkeys(cast(list[str], list(file.keys())), folder / "model.safetensors")
     else:
         raise ConfigError(
@@ -348,3 +368,24 @@ def _weight_files(folder: Path) -> dict[str, Path]:
     if absent:
         raise ConfigError(f"model.pretrained: {folder}: expected {absent[0]} (its index names it), found no such file.")
     return files
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        return dict(cast(dict[str, str], json.loads(index.read_text())["weight_map"]))
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"model.pretrained: {index}: expected a JSON object with a weight_map (tensor -> file), found something "
+            f"else ({type(error).__name__}).\n  Download the folder again."
+        ) from error
+
+
+def _open(path: Path) -> Any:
+    """A safetensors file, to be used as a context manager."""
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ConfigError(
+            f"model.pretrained: {path}: expected a whole safetensors file, found {path.stat().st_size:,} bytes that "
+            f"are not one ({error}).\n  Download it again."
+        ) from error

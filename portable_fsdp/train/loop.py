@@ -7,6 +7,7 @@ device never waits for the host; they are drained before a save, so that nothing
 import json
 import logging
 import math
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ from portable_fsdp.metrics.sinks import EventsFile, MetricsFile
 from portable_fsdp.models.build import BuiltModel, ModelSize, build_model
 from portable_fsdp.optim.optimizer import make_optimizer, parameter_groups
 from portable_fsdp.optim.schedule import check_schedule, learning_rate
-from portable_fsdp.runtime.errors import EXIT_FINISHED, EXIT_STOPPED, TrainingError
+from portable_fsdp.runtime.errors import EXIT_FINISHED, EXIT_STOPPED, CheckpointError, ConfigError, TrainingError
 from portable_fsdp.runtime.files import write_text_atomically
 from portable_fsdp.runtime.log import configure
 from portable_fsdp.runtime.process import StopRequest
@@ -51,9 +52,10 @@ def train(config: Config, *, device: str = "auto", backend: str = "auto", num_de
         open_backend(config, device=device, backend=backend, num_devices=num_devices) as engine,
     ):
         configure(engine.process.index)
+        _check_folder(Path(config.run.dir))
         training = build(config, engine)
         checkpoints = _checkpoints(config, engine, training)
-        start, position = _resume(config, training, checkpoints)
+        start, position, checkpoint = _resume(config, training, checkpoints)
         records = Records(config, engine, training)
         records.begin(start)
         last = min(training.steps, config.train.stop_at or training.steps)
@@ -61,8 +63,20 @@ def train(config: Config, *, device: str = "auto", backend: str = "auto", num_de
             log.info("step %d of %d is saved already: nothing left to train", start, last)
         stopped = _loop(config, engine, training, checkpoints, records, stop, start, last, position)
         if config.checkpoint.export and not stopped:
-            _export(config, engine, training, step=max(start, last))
+            newest = step_folder(_checkpoint_folder(config), last) if last > start else checkpoint
+            _export(config, engine, training, newest)
         return EXIT_STOPPED if stopped else EXIT_FINISHED
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse, before anything is built, a run.dir that can't be made or written to."""
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        found = "a folder that this user may not write to" if nearest.is_dir() else "a file"
+        raise ConfigError(
+            f"run.dir: expected a folder that can be written to, or a new one: {folder}\n  found {found}: {nearest}\n"
+            "  Set run.dir to another folder. Nothing was started."
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------- build
@@ -122,8 +136,6 @@ def _checkpoints(config: Config, backend: Backend, training: Training) -> Checkp
         backend,
         config=config.model_dump(mode="json"),
         model_config=training.built.config,
-        device_name=backend.device_name,
-        backend_name=backend.name,
     )
 
 
@@ -131,14 +143,14 @@ def _checkpoint_folder(config: Config) -> Path:
     return Path(config.run.dir) / "checkpoints"
 
 
-def _resume(config: Config, training: Training, checkpoints: Checkpoints) -> tuple[int, Position]:
-    """Load what `checkpoint.resume` names: the step it holds (0: a new run) and the data's position."""
+def _resume(config: Config, training: Training, checkpoints: Checkpoints) -> tuple[int, Position, Path | None]:
+    """Load what `checkpoint.resume` names: its step (0: a new run), the data's position, and its folder."""
     found = checkpoints.find(config.checkpoint.resume)
     if found is None:
-        return 0, Position(0, 0)
+        return 0, Position(0, 0), None
     manifest = checkpoints.load(found, training.model, training.optimizer)
     log.info("resumed from %s: step %d", found, manifest.step)
-    return manifest.step, Position(manifest.data.epoch, manifest.data.position)
+    return manifest.step, Position(manifest.data.epoch, manifest.data.position), found
 
 
 # ----------------------------------------------------------------------------------------------------------- loop
@@ -186,7 +198,7 @@ def _loop(
                 in_flight = None
                 consumed = Position.after(batches.consumed, len(training.corpus.rows))
                 since = time.perf_counter()
-                path = checkpoints.save(step, training.model, training.optimizer, (consumed.epoch, consumed.index))
+                path = _save(checkpoints, step, training, consumed)
                 records.saved(step, path, time.perf_counter() - since)
             if stopping:
                 records.stopped(step, stop.reason)
@@ -194,14 +206,21 @@ def _loop(
     return False
 
 
+def _save(checkpoints: Checkpoints, step: int, training: Training, position: Position) -> Path:
+    try:
+        return checkpoints.save(step, training.model, training.optimizer, (position.epoch, position.index))
+    except CheckpointError as error:  # not the user's mistake any more: the run has started
+        raise TrainingError(str(error)) from error
+
+
 def _with_stop(batch: Batch, stop: StopRequest) -> Batch:
     """The stop flag rides with the batch, so that all processes learn of it in the same step."""
     return {**batch, "stop": torch.full_like(batch["tokens"], float(stop.requested))}
 
 
-def _export(config: Config, backend: Backend, training: Training, step: int) -> None:
-    checkpoint, folder = step_folder(_checkpoint_folder(config), step), Path(config.run.dir) / "export"
-    if backend.process.index == 0:
+def _export(config: Config, backend: Backend, training: Training, checkpoint: Path | None) -> None:
+    folder = Path(config.run.dir) / "export"
+    if backend.process.index == 0 and checkpoint is not None:
         export_huggingface(checkpoint, folder, training.corpus.tokenizer.save)
         log.info("exported %s to %s", checkpoint, folder)
     backend.agree(None)  # nobody leaves before the folder is whole

@@ -134,8 +134,6 @@ def write(case: Case, folder: str, at: int) -> dict[str, Any]:
             backend,
             config=config.model_dump(mode="json"),
             model_config={},
-            device_name="cpu",
-            backend_name=backend.name,
         )
         run.train(1, at)
         checkpoints.save(at, run.model, run.optimizer, (0, at * GLOBAL_BATCH))
@@ -154,8 +152,6 @@ def read(case: Case, folders: dict[str, str], at: int) -> dict[str, Any]:
                 backend,
                 config=config.model_dump(mode="json"),
                 model_config={},
-                device_name="cpu",
-                backend_name=backend.name,
             )
             found = checkpoints.find("auto")
             assert found is not None

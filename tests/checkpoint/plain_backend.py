@@ -48,8 +48,10 @@ class Meeting:
 class PlainBackend(Backend):
     """Rows of every tensor are dealt to `count` processes of `devices` devices, as `torch.chunk` deals them."""
 
-    expected_compilations = 0
+    name = "plain"
     device = torch.device("cpu")
+    device_name = "cpu"
+    expected_compilations = 0
 
     def __init__(self, process: Part = ALONE, devices: int = 1, meeting: Meeting | None = None) -> None:
         self.process = process
@@ -164,7 +166,7 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, by
 def checkpoints(folder: Path, backend: Backend, **changes: Any) -> Checkpoints:
     """Opened as a run would."""
     arguments: dict[str, Any] = {"config": {"optim": {"lr": 0.001}}, "model_config": None, "wait_s": 10.0}
-    return Checkpoints(folder, backend, device_name="cpu", backend_name="plain", **(arguments | changes))
+    return Checkpoints(folder, backend, **(arguments | changes))
 
 
 def in_processes(count: int, work: Callable[[PlainBackend], Any], devices: int = 1) -> list[Any]:

@@ -1,0 +1,114 @@
+"""The static attention gives what transformers' own gives, and reads nothing on the host."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from small_models import ARCHITECTURES, SEQ_LEN, build, logits, materialise, shake, stock_model, token_ids
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
+
+from portable_fsdp.models.attention import static_attention
+
+CAUSAL = cast(nn.Module, SimpleNamespace(is_causal=True))
+OWN = [("llama", "sdpa"), ("qwen3", "eager"), ("mistral_window", "sdpa"), ("gemma2", "eager"), ("gpt2", "eager")]
+
+
+def heads(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(("name", "own"), [*OWN, ("opt", "sdpa")])
+def test_logits_equal_those_of_the_models_own_attention(name: str, own: str) -> None:
+    model = materialise(build(name))
+    shake(model)
+    assert model.config._attn_implementation == "portable_fsdp_static"
+    stock = stock_model(ARCHITECTURES[name], own).eval()
+    stock.load_state_dict(model.state_dict())
+    ids = token_ids()
+    expected = logits(stock, ids)
+    assert expected.std() > 0.1
+    torch.testing.assert_close(logits(model, ids), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_sinks_equal_gpt_oss() -> None:
+    query, key, value = heads(2, 4, 9, 8), heads(2, 2, 9, 8, seed=1), heads(2, 2, 9, 8, seed=2)
+    sinks = heads(4, seed=3)
+    layer = cast(Any, SimpleNamespace(num_key_value_groups=2, sinks=sinks, training=False))
+    causal = torch.full((9, 9), -torch.inf).triu(1).expand(2, 1, 9, 9)
+    expected, _ = eager_attention_forward(layer, query, key, value, causal, scaling=0.3)
+    found, _ = static_attention(CAUSAL, query, key, value, scaling=0.3, s_aux=sinks)
+    torch.testing.assert_close(found, expected)
+    assert not torch.allclose(static_attention(CAUSAL, query, key, value, scaling=0.3)[0], expected)
+
+
+@pytest.mark.parametrize("form", ["bool", "additive"])
+@pytest.mark.parametrize("option", [{}, {"sliding_window": 3}, {"softcap": 1.5}, {"s_aux": torch.ones(4)}], ids=str)
+def test_a_block_mask_keeps_packed_documents_apart(form: str, option: dict[str, Any]) -> None:
+    query, key, value = heads(2, 4, 10, 8), heads(2, 2, 10, 8, seed=1), heads(2, 2, 10, 8, seed=2)
+    cut = 4
+    document = (torch.arange(10) >= cut).long()
+    mask = (document[:, None] == document[None]).expand(2, 1, 10, 10)
+    if form == "additive":
+        mask = torch.zeros(2, 1, 10, 10).masked_fill(~mask, torch.finfo(torch.float32).min)
+    found, _ = static_attention(CAUSAL, query, key, value, mask, **option)
+    for part in (slice(0, cut), slice(cut, 10)):
+        alone, _ = static_attention(CAUSAL, query[:, :, part], key[:, :, part], value[:, :, part], **option)
+        torch.testing.assert_close(found[:, part], alone)
+
+
+def test_a_model_takes_a_4d_mask_with_its_positions() -> None:
+    model = materialise(build("llama"))
+    shake(model)
+    ids, cut = token_ids(1), 10
+    document = (torch.arange(SEQ_LEN) >= cut).long()
+    mask = (document[:, None] == document[None])[None, None]
+    positions = torch.cat([torch.arange(cut), torch.arange(SEQ_LEN - cut)])[None]
+    packed = logits(model, ids, attention_mask=mask, position_ids=positions)
+    apart = torch.cat([logits(model, ids[:, :cut]), logits(model, ids[:, cut:])], dim=1)
+    torch.testing.assert_close(packed, apart, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("option", [{}, {"softcap": 2.0}], ids=str)
+def test_a_row_that_sees_nothing_gives_no_nan(option: dict[str, Any]) -> None:
+    query = heads(1, 2, 6, 8).requires_grad_()
+    key, value = heads(1, 2, 6, 8, seed=1), heads(1, 2, 6, 8, seed=2)
+    mask = torch.ones(1, 1, 6, 6, dtype=torch.bool)
+    mask[..., 2, :] = False
+    out, _ = static_attention(CAUSAL, query, key, value, mask, **option)
+    out.sum().backward()
+    assert out.isfinite().all()
+    assert query.grad is not None
+    assert query.grad.isfinite().all()
+
+
+def test_a_window_wider_than_the_row_is_plain_causal() -> None:
+    query, key, value = heads(1, 2, 6, 8), heads(1, 2, 6, 8, seed=1), heads(1, 2, 6, 8, seed=2)
+    wide, _ = static_attention(CAUSAL, query, key, value, sliding_window=6)
+    assert torch.equal(wide, static_attention(CAUSAL, query, key, value)[0])
+    narrow, _ = static_attention(CAUSAL, query, key, value, sliding_window=5)
+    torch.testing.assert_close(narrow[:, :5], wide[:, :5])
+    assert not torch.allclose(narrow[:, 5], wide[:, 5])
+
+
+class _Operators(TorchDispatchMode):
+    """The names of all operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_is_read_on_the_host() -> None:
+    model = materialise(build("gemma2"))
+    with _Operators() as operators:
+        logits(model, token_ids())
+    reads = {name for name in operators.names if "_local_scalar_dense" in name or "nonzero" in name}
+    assert operators.names
+    assert not reads

@@ -1,0 +1,116 @@
+"""The summed cross entropy against torch's own: values, gradients, and the memory it takes."""
+
+from typing import Any, cast
+
+import pytest
+import torch
+from small_models import build, logits, materialise, token_ids
+from torch import Tensor
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+
+from portable_fsdp.models import loss
+from portable_fsdp.models.loss import cross_entropy_sum
+
+ROWS, SEQ_LEN, VOCABULARY = 3, 22, 37
+MEBIBYTE = 2**20
+
+
+def case(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(ROWS, SEQ_LEN, VOCABULARY, generator=generator).mul(3).to(dtype).requires_grad_()
+    labels = torch.randint(0, VOCABULARY, (ROWS, SEQ_LEN), generator=generator)
+    labels[torch.rand(ROWS, SEQ_LEN, generator=generator) < 0.3] = -100
+    return logits, labels
+
+
+def torchs_own(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum and its gradient, all in float32."""
+    wide = logits.detach().float().requires_grad_()
+    total = F.cross_entropy(wide.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    total.backward()
+    assert wide.grad is not None
+    return total.detach(), wide.grad
+
+
+@pytest.fixture(params=[1, 2, 7, 22], ids=lambda count: f"chunks-{count}")
+def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Lets the loss cut this many chunks, uneven ones included."""
+    positions = -(-SEQ_LEN // request.param)
+    monkeypatch.setattr(loss, "CHUNK_BYTES", positions * ROWS * VOCABULARY * 4)
+    return request.param
+
+
+def test_sum_count_and_gradient_equal_torchs(chunks: int) -> None:
+    logits, labels = case()
+    total, count = cross_entropy_sum(logits, labels)
+    (total / 7).backward()
+    expected, gradient = torchs_own(logits, labels)
+    assert total.dtype == count.dtype == torch.float32
+    assert count == (labels != -100).sum()
+    torch.testing.assert_close(total.detach(), expected)
+    torch.testing.assert_close(logits.grad, gradient / 7)
+
+
+def test_bfloat16_logits_are_summed_in_float32(chunks: int) -> None:
+    logits, labels = case(torch.bfloat16)
+    total, _ = cross_entropy_sum(logits, labels)
+    total.backward()
+    expected, gradient = torchs_own(logits, labels)
+    assert logits.grad is not None
+    assert logits.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(total.detach(), expected)
+    torch.testing.assert_close(logits.grad.float(), gradient, rtol=2**-7, atol=1e-6)
+
+
+def test_without_gradients_the_sum_is_the_same(chunks: int) -> None:
+    logits, labels = case()
+    with torch.no_grad():
+        total, count = cross_entropy_sum(logits, labels)
+    torch.testing.assert_close(total, torchs_own(logits, labels)[0])
+    assert count == (labels != -100).sum()
+
+
+def test_no_counted_label_gives_zero_and_no_nan(chunks: int) -> None:
+    logits, labels = case()
+    total, count = cross_entropy_sum(logits, torch.full_like(labels, -100))
+    total.backward()
+    assert (total, count) == (0, 0)
+    assert logits.grad is not None
+    assert not logits.grad.any()
+
+
+def peak_extra_bytes(logits: Tensor, labels: Tensor) -> int:
+    """What forward and backward of the loss allocate at most, beyond what was there."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        cross_entropy_sum(logits, labels)[0].backward()
+    events: list[Any] = cast(Any, profiler).profiler.kineto_results.events()
+    now, peak = 0, 0
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+def test_no_float32_copy_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(2, 128, 16_384, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.zeros(2, 128, dtype=torch.int64)
+    gradient = logits.numel() * 2
+    assert gradient == 8 * MEBIBYTE
+    assert peak_extra_bytes(logits, labels) >= 4 * gradient, "in one chunk: the measure would show a copy"
+    monkeypatch.setattr(loss, "CHUNK_BYTES", MEBIBYTE)
+    logits.grad = None
+    # The gradient itself, and of one chunk: float32 logits, log-softmax, gradient, and the last in bfloat16.
+    assert gradient <= peak_extra_bytes(logits, labels) <= gradient + 5 * MEBIBYTE
+
+
+def test_a_model_returns_the_sum_over_its_own_logits() -> None:
+    model = materialise(build("llama"))
+    ids = token_ids()
+    labels = ids.roll(-1, dims=1)
+    labels[:, -1] = -100
+    total, count = model(ids, labels)
+    expected = F.cross_entropy(logits(model, ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(total / count, expected)
+    total.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())

@@ -1,0 +1,205 @@
+"""The train step against a plain one, on the native engine with one device in this process."""
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from portable_fsdp.backends.base import Backend, Batch, whole
+from portable_fsdp.backends.open import open_backend
+from portable_fsdp.checkpoint.foreign import export_huggingface
+from portable_fsdp.checkpoint.manager import Checkpoints
+from portable_fsdp.config.schema import Config
+from portable_fsdp.models.build import BuiltModel, build_model
+from portable_fsdp.optim.optimizer import make_optimizer, parameter_groups
+from portable_fsdp.train import step as step_module
+from portable_fsdp.train.loop import shard_policy
+from portable_fsdp.train.step import Step, train_step
+
+VOCABULARY, SEQ_LEN, ROWS, LR = 67, 12, 4, 0.1
+ARCHITECTURE: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": SEQ_LEN,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def backend() -> Iterator[Backend]:
+    with open_backend(config(), device="cpu", backend="native") as opened:
+        yield opened
+
+
+class Run(NamedTuple):
+    built: BuiltModel
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    step: Step
+
+
+def config(model: dict[str, Any] | None = None) -> Config:
+    return Config.model_validate(
+        {
+            "model": model or {"architecture": ARCHITECTURE},
+            "data": {"seq_len": SEQ_LEN},
+            "train": {"steps": 10, "global_batch": ROWS, "micro_batch": ROWS},
+            "optim": {"name": "sgd", "lr": LR, "weight_decay": 0.0},
+        }
+    )
+
+
+def run(
+    backend: Backend, accumulation: int = 1, max_grad_norm: float | None = None, model: dict[str, Any] | None = None
+) -> Run:
+    settings = config(model)
+    built = build_model(settings.model, seed=3, seq_len=SEQ_LEN, vocabulary=VOCABULARY)
+    shapes = {fqn: tuple(parameter.shape) for fqn, parameter in built.model.named_parameters()}
+    sharded = backend.shard_model(built.model, shard_policy(settings, built.units), built.fill)
+    optimizer = backend.build_optimizer(make_optimizer(settings.optim), parameter_groups(shapes, settings.optim))
+    step = train_step(backend, sharded, optimizer, accumulation=accumulation, max_grad_norm=max_grad_norm)
+    return Run(built, sharded, optimizer, step)
+
+
+def batches(accumulation: int = 1, stop: float = 0.0) -> list[Batch]:
+    """Rows that hold different numbers of counted labels, cut into micro batches as data/batches.py cuts them."""
+    ids = torch.randint(0, VOCABULARY, (ROWS, SEQ_LEN + 1), generator=torch.Generator().manual_seed(4))
+    labels = ids[:, 1:].clone()
+    for row in range(ROWS):
+        labels[row, : 3 * row] = -100
+    size = ROWS // accumulation
+    tokens = (labels != -100).sum(dim=1).view(accumulation, size).sum(dim=0).float()
+    cuts = [slice(begin, begin + size) for begin in range(0, ROWS, size)]
+    return [
+        {
+            "input_ids": ids[cut, :-1],
+            "labels": labels[cut],
+            "tokens": tokens,
+            "stop": torch.full((size,), stop),
+        }
+        for cut in cuts
+    ]
+
+
+class Plain(NamedTuple):
+    loss: float
+    grad_norm: float
+    weights: dict[str, Tensor]  # after one SGD update
+
+
+def plain(built: BuiltModel, limit: float | None = None) -> Plain:
+    """One step of plain PyTorch from the same weights on the same rows."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**ARCHITECTURE), attn_implementation="eager")
+    with torch.no_grad():
+        for fqn, parameter in model.named_parameters():
+            parameter.copy_(built.fill(fqn, whole(parameter.shape)))
+    (batch,) = batches()
+    logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit or float("inf"))
+    torch.optim.SGD(model.parameters(), lr=LR).step()
+    return Plain(loss.item(), norm.item(), {name: p.detach() for name, p in model.named_parameters()})
+
+
+def weights(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Copies of the whole parameters."""
+    return {name: cast(DTensor, p).full_tensor().detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+@pytest.mark.parametrize("limit", [None, 0.01])
+def test_one_step_equals_plain_pytorch(backend: Backend, accumulation: int, limit: float | None) -> None:
+    one = run(backend, accumulation, limit)
+    before = weights(one.model)
+    metrics = one.step(batches(accumulation), LR)
+    truth = plain(one.built, limit)
+    assert truth.grad_norm > 0.1, "the limit of 0.01 must clip"
+    values = backend.fetch(metrics).result()
+    assert values["loss"] == pytest.approx(truth.loss, rel=1e-6)
+    assert values["grad_norm"] == pytest.approx(truth.grad_norm, rel=1e-5)
+    for name, weight in weights(one.model).items():
+        torch.testing.assert_close(weight - before[name], truth.weights[name] - before[name], rtol=1e-3, atol=3e-7)
+        assert not torch.equal(weight, before[name]), name
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_second_step_starts_from_no_gradient(backend: Backend, accumulation: int) -> None:
+    one = run(backend, accumulation)
+    first = backend.fetch(one.step(batches(accumulation), 0.0)).result()
+    again = backend.fetch(one.step(batches(accumulation), 0.0)).result()
+    assert again["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-6)
+    assert again["loss"] == pytest.approx(first["loss"], rel=1e-6), "the learning rate was 0"
+
+
+def test_the_learning_rate_is_that_of_the_call(backend: Backend) -> None:
+    one, other = run(backend), run(backend)
+    before = weights(one.model)
+    one.step(batches(), LR)
+    other.step(batches(), LR / 4)
+    moved = {name: weight - before[name] for name, weight in weights(one.model).items()}
+    for name, weight in weights(other.model).items():
+        torch.testing.assert_close((weight - before[name]) * 4, moved[name], rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("stop", [0.0, 1.0])
+def test_metrics_are_device_scalars_and_stop_rides_along(backend: Backend, accumulation: int, stop: float) -> None:
+    metrics = run(backend, accumulation).step(batches(accumulation, stop), LR)
+    assert metrics.keys() == {"loss", "grad_norm", "stop"}
+    for value in metrics.values():
+        assert type(value) is Tensor
+        assert value.shape == ()
+        assert not value.requires_grad
+    assert (backend.fetch(metrics).result()["stop"] > 0) == bool(stop)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_optimizer_is_two_hops_from_the_step(backend: Backend, accumulation: int) -> None:
+    one = run(backend, accumulation)
+    between: list[str] = []
+
+    def look(*_: Any) -> None:
+        frames = [frame for frame in inspect.stack() if "portable_fsdp" in Path(frame.filename).parts]
+        assert {frame.filename for frame in frames} == {step_module.__file__}
+        between.extend(frame.function for frame in frames)
+
+    one.optimizer.register_step_pre_hook(look)
+    one.step(batches(accumulation), LR)
+    assert between == (["update", "whole", "step"] if accumulation == 1 else ["update", "step"])
+
+
+def test_a_pretrained_folder_trains_a_step_and_comes_back_as_a_folder(backend: Backend, tmp_path: Path) -> None:
+    stock = AutoModelForCausalLM.from_config(AutoConfig.for_model(**ARCHITECTURE))
+    stock.save_pretrained(tmp_path / "folder")
+    one = run(backend, model={"pretrained": str(tmp_path / "folder")})
+    for name, weight in weights(one.model).items():
+        assert torch.equal(weight, stock.get_parameter(name)), name
+    one.step(batches(), LR)
+
+    checkpoints = Checkpoints(
+        tmp_path / "checkpoints",
+        backend,
+        config={},
+        model_config=one.built.config,
+    )
+    export_huggingface(checkpoints.save(1, one.model, one.optimizer, (0, ROWS)), tmp_path / "export", None)
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    trained = weights(one.model)
+    assert trained.keys() == dict(opened.named_parameters()).keys()
+    for name, weight in opened.named_parameters():
+        assert torch.equal(weight, trained[name]), name
+        assert not torch.equal(weight, stock.get_parameter(name)), name
