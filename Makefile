@@ -2,7 +2,7 @@
 PYTHON ?= python3.11
 TORCH_LATEST := 2.13.0
 # Half of train.steps in configs/quickstart.yaml; tests/test_docs.py compares them.
-DEMO_HALF := 100
+DEMO_HALF := 75
 
 RUN := .venv/bin/python
 LAUNCH_DEMO := $(RUN) -m portable_fsdp.launch --device=cpu --config=configs/quickstart.yaml

@@ -4,16 +4,20 @@ The folder is a plain Hugging Face folder: nothing of portable_fsdp is needed to
 """
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
 
 
 def sample(folder: str, prompt: str, tokens: int, temperature: float, seed: int) -> str:
     """`prompt` and at most `tokens` tokens after it; the same seed gives the same text."""
+    os.environ.setdefault("USE_TORCH_XLA", "0")  # else transformers imports torch_xla wherever it is installed
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     torch.manual_seed(seed)
@@ -42,7 +46,6 @@ def main() -> None:
         parser.error(
             f"{chosen.folder}: expected an exported model, found no config.json (checkpoint.export=true writes it)"
         )
-    logging.disable_progress_bar()
     print(sample(chosen.folder, chosen.prompt, chosen.tokens, chosen.temperature, chosen.seed))
 
 

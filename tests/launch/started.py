@@ -6,13 +6,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+import torch
 import yaml
 
+from portable_fsdp.checkpoint.format import committed_steps, step_of
 from portable_fsdp.launch import main
 from portable_fsdp.metrics.sinks import read_jsonl
 from portable_fsdp.runtime.process import LAUNCH_VARIABLES
@@ -52,13 +54,16 @@ def tiny_config(folder: Path) -> Path:
 
 
 def launch(*arguments: str | Path) -> int:
-    """The exit code of a plain start, in this process; the log's set-up is as it was afterwards."""
+    """The exit code of a plain start, in this process; log, threads and signals are as they were afterwards."""
     logger = logging.getLogger("portable_fsdp")
     before = logger.handlers[:], logger.level, logger.propagate
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     try:
         return main([str(argument) for argument in arguments])
     finally:
+        torch.set_num_threads(threads)
         logger.handlers[:], logger.level, logger.propagate = before
         assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
 
@@ -110,10 +115,11 @@ class Started:
 
 
 @contextmanager
-def started(command: Sequence[str | Path], cwd: Path, **variables: str) -> Iterator[Started]:
+def started(command: Sequence[str | Path], cwd: Path, **variables: str) -> Generator[Started]:
     """Run the command in `cwd` with a newcomer's environment and `variables`; nothing of it outlives the block."""
     ours = {"USE_TORCH_XLA", "HF_HUB_OFFLINE", *LAUNCH_VARIABLES}
     environment = {name: value for name, value in os.environ.items() if name not in ours} | variables
+    environment.setdefault("OMP_NUM_THREADS", "1")  # a matrix of 32 x 32 gains nothing, and waiting threads spin
     number = len(list(cwd.glob("*.err")))
     out, err = cwd / f"console-{number}.out", cwd / f"console-{number}.err"
     with out.open("wb") as out_file, err.open("wb") as err_file:
@@ -135,6 +141,5 @@ def losses(run: Path) -> list[float]:
 
 
 def committed(run: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*[0-9]"))
-
-
+    """The steps that have a checkpoint."""
+    return sorted(step_of(path) or 0 for path in committed_steps(run / "checkpoints"))

@@ -1,0 +1,306 @@
+"""Bad input: one screen that says what to do, exit code 2, no traceback, and the run's folder as it was.
+
+Most of it is found in the first process, so it runs in this one.
+"""
+
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from started import PYTHON, TORCHRUN, committed, launch, losses, started, tiny_config
+
+from portable_fsdp.backends.open import BACKENDS
+from portable_fsdp.checkpoint.store import hash_file
+from portable_fsdp.metrics.sinks import read_jsonl
+
+SCREEN = 25  # lines
+
+
+def refused(capsys: pytest.CaptureFixture[str], arguments: Sequence[str | Path]) -> str:
+    """Start in this process, which must end with exit code 2; what it said, held to one screen."""
+    capsys.readouterr()
+    code = launch(*arguments)
+    said = capsys.readouterr().err
+    assert code == 2, said
+    check_message(said)
+    return said
+
+
+def check_message(said: str) -> None:
+    assert said.strip()
+    assert len(said.splitlines()) < SCREEN, said
+    assert "Traceback" not in said
+    assert 'File "' not in said
+
+
+def contents(folder: Path) -> dict[Path, str]:
+    """Hash of each file in it; a folder in it has none."""
+    return {path: hash_file(path).xxh3_128 if path.is_file() else "" for path in sorted(folder.rglob("*"))}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that commands run in, with a config and some wrong files."""
+    tiny_config(tmp_path)
+    (tmp_path / "short.txt").write_text("hello")
+    (tmp_path / "broken.yaml").write_text("run: {dir: run\ntrain: ][\n")
+    (tmp_path / "text.yaml").write_text("a sentence\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+CPU = ["--device=cpu", "--config=tiny.yaml"]
+ANYWHERE = ["--config=tiny.yaml"]
+
+# name: (arguments, what the message must hold: the key or flag, what was found, what to do)
+BAD: dict[str, tuple[list[str], list[str]]] = {
+    "unknown key": ([*CPU, "optim.lrr=1"], ["optim.lrr: unknown key", "nearest: optim.lr"]),
+    "unknown section": ([*CPU, "optimizer.lr=1"], ["optimizer", "unknown key"]),
+    "unknown flag": ([*CPU, "--devices=cpu"], ["'devices'", "--device ", "section.key=value"]),
+    "no override": ([*CPU, "hello"], ["'hello'", "section.key=value"]),
+    "wrong type": ([*CPU, "train.steps=many"], ["train.steps: expected an integer", "'many'"]),
+    "out of range": ([*CPU, "optim.lr=-1"], ["optim.lr: expected a number > 0", "-1"]),
+    "no config named": (["--device=cpu"], ["--config", "--config=configs/quickstart.yaml"]),
+    "config missing": (["--config=none.yaml"], ["none.yaml", "no such file"]),
+    "config a folder": (["--config=."], [".: expected a YAML config file, found a folder"]),
+    "config not YAML": (["--config=broken.yaml"], ["broken.yaml:2", "expected YAML"]),
+    "config only text": (["--config=text.yaml"], ["text.yaml", "expected a mapping of sections", "'a sentence'"]),
+    "batch": ([*CPU, "train.micro_batch=3"], ["train.global_batch", "found 4", "Set train.global_batch=3 or 6"]),
+    "batch on 3": ([*CPU, "--num_devices=3"], ["train.global_batch", "1 * 3 = 3", "found 4", "Set train.global"]),
+    "seq_len": ([*CPU, "data.seq_len=64"], ["data.seq_len: expected at most 32", "found 64", "Lower data.seq_len"]),
+    "vocabulary": (
+        [*CPU, "model.architecture.vocab_size=100"],
+        ["vocab_size of at least 256", "found 100", "Set model.architecture.vocab_size=256"],
+    ),
+    "model_type": ([*CPU, "model.architecture.model_type=lama"], ["model_type", "'lama'", "nearest: llama"]),
+    "architecture": ([*CPU, "model.architecture.hidden_size=abc"], ["hidden_size", "'abc'"]),
+    "architecture's sizes": ([*CPU, "model.architecture.num_attention_heads=5"], ["model.architecture", "32", "5"]),
+    "pretrained missing": ([*CPU, "model={pretrained: nowhere}"], ["model.pretrained", "nowhere", "Download"]),
+    "tokenizer missing": ([*CPU, "data.tokenizer=nowhere"], ["data.tokenizer", "nowhere", "Download"]),
+    "short corpus": (
+        [*CPU, "data.source=text", "data.path=short.txt"],
+        ["at least 33 tokens", "found 6 in short.txt", "Lower data.seq_len"],
+    ),
+    "no corpus": ([*CPU, "data.source=text", "data.path=none/*.txt"], ["data.path", "found nothing: none/*.txt"]),
+    "warmup": ([*CPU, "optim.warmup_steps=7"], ["optim.warmup_steps: expected at most 6", "found 7"]),
+    "unknown device": ([*ANYWHERE, "--device=gpu"], ["--device=gpu", "auto, cpu, cuda, tpu"]),
+    "unknown backend": ([*CPU, "--backend=fsdp"], ["--backend=fsdp", *BACKENDS]),
+    "native on tpu": ([*ANYWHERE, "--device=tpu", "--backend=native"], ["torch_tpu", "Use --backend=xla"]),
+    "xla on cuda": (
+        [*ANYWHERE, "--device=cuda", "--backend=xla"],
+        ["backend xla on cuda", "dropped its CUDA support", "Use --backend=native"],
+    ),
+    "no devices": ([*CPU, "--num_devices=0"], ["--num_devices", "at least 1", "'0'"]),
+    "devices no number": ([*CPU, "--num_devices=abc"], ["--num_devices", "at least 1", "'abc'"]),
+    "dir is a file": ([*CPU, "run.dir=short.txt"], ["run.dir", "found a file", "short.txt", "Set run.dir"]),
+    "dir in a file": ([*CPU, "run.dir=short.txt/run"], ["run.dir", "found a file", "short.txt", "Set run.dir"]),
+    "resume missing": ([*CPU, "checkpoint.resume=nowhere"], ["checkpoint.resume", "auto, none, or", "nowhere"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_refused(case: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, expected = BAD[case]
+    before = contents(folder)
+    said = refused(capsys, arguments)
+    assert [text for text in expected if text not in said] == [], said
+    assert contents(folder) == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_cuda_with_no_gpu(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, [*ANYWHERE, "--device=cuda"])
+    assert "--device=cuda: expected a GPU, found none" in said
+    assert "use --device=cpu" in said
+    assert not (folder / "run").exists()
+
+
+@pytest.mark.xla
+def test_tpu_with_no_tpu(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if [*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")]:
+        pytest.skip("there is a TPU here")
+    said = refused(capsys, [*ANYWHERE, "--device=tpu"])
+    assert "--device=tpu: expected TPU chips, found none" in said
+    assert "--device=cpu --backend=xla" in said
+    assert not (folder / "run").exists()
+
+
+class WithoutXla(PathFinder):
+    """The path finder of an environment that has no torch_xla."""
+
+    @classmethod
+    def find_spec(
+        cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return None if fullname.partition(".")[0] == "torch_xla" else super().find_spec(fullname, path, target)
+
+
+@pytest.mark.parametrize(("device", "extra"), [("cpu", "[xla]"), ("tpu", "[tpu]")])
+def test_xla_not_installed(
+    device: str, extra: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "torch_xla", raising=False)
+    finders = [WithoutXla if finder is PathFinder else finder for finder in sys.meta_path]
+    monkeypatch.setattr(sys, "meta_path", finders)
+    said = refused(capsys, [*ANYWHERE, f"--device={device}", "--backend=xla"])
+    assert "backend xla: expected the package torch_xla, found none" in said
+    assert f"pip install '.{extra}'" in said
+    assert not (folder / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, ["RANK=0, WORLD_SIZE=2 without LOCAL_RANK, MASTER_ADDR", "torchrun"]),
+        (
+            {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "two", "MASTER_ADDR": "x", "MASTER_PORT": "1"},
+            ["WORLD_SIZE", "'two'"],
+        ),
+    ],
+    ids=["half of them", "not a number"],
+)
+def test_variables_of_no_launcher(
+    variables: dict[str, str],
+    expected: list[str],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    said = refused(capsys, CPU)
+    assert [text for text in expected if text not in said] == [], said
+    assert not (folder / "run").exists()
+
+
+# ---------------------------------------------------------------------------------------------------- checkpoints
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finished")
+    assert launch("--device=cpu", f"--config={tiny_config(folder)}", f"run.dir={folder / 'run'}") == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def run(finished: Path, folder: Path) -> Path:
+    return Path(shutil.copytree(finished, folder / "run"))
+
+
+def test_folder_with_another_models_checkpoint(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = contents(run)
+    said = refused(capsys, [*CPU, "model.architecture.hidden_size=64"])
+    assert "checkpoint step-00000006: model.embed_tokens.weight: expected float32 [256, 64] (this model)" in said
+    assert "found float32 [256, 32]" in said
+    assert "train in another run.dir" in said
+    assert contents(run) == before
+
+
+def test_a_new_run_in_a_used_folder(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = contents(run)
+    said = refused(capsys, [*CPU, "checkpoint.resume=none"])
+    assert "expected no checkpoint" in said
+    assert "found step-00000006 and 1 older" in said
+    assert contents(run) == before
+
+
+def _remove(path: Path) -> None:
+    path.unlink()
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _alter(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGE: list[Callable[[Path], None]] = [_remove, _truncate, _alter]
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "model/shard-00000-00.safetensors"])
+@pytest.mark.parametrize("damage", DAMAGE, ids=["missing", "truncated", "altered"])
+def test_named_checkpoint_is_damaged(
+    damage: Callable[[Path], None], file: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = run / "checkpoints/step-00000006"
+    damage(checkpoint / file)
+    before = contents(run)
+    said = refused(capsys, [*CPU, f"checkpoint.resume={checkpoint}", "run.dir=new", "train.steps=8"])
+    assert "checkpoint step-00000006: " in said
+    assert file in said
+    assert contents(run) == before
+    assert not Path("new").exists()
+
+
+def test_auto_goes_back_past_a_damaged_checkpoint_and_says_so(
+    finished: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _alter(run / "checkpoints/step-00000006/model/shard-00000-00.safetensors")
+    assert launch(*CPU) == 0
+    said = capsys.readouterr().err
+    assert "passed over a damaged checkpoint: checkpoint step-00000006" in said
+    assert "resuming from the older step-00000004" in said
+    assert losses(run) == pytest.approx(losses(finished), rel=1e-5)
+    assert (run / "checkpoints/step-00000006.damaged-1").is_dir()
+    assert committed(run) == [4, 6]
+
+
+# ------------------------------------------------------------------------------------------------ several processes
+
+
+def test_bad_input_is_said_once(folder: Path) -> None:
+    """What only the workers can find: a corpus shorter than a row, and a batch that XLA's devices don't divide."""
+    short = ["data.source=text", "data.path=short.txt"]
+    commands = {
+        "several": [*PYTHON, *CPU, "--num_devices=2", *short],
+        "torchrun": [*TORCHRUN, *CPU, *short],
+    }
+    with ExitStack() as stack:  # at the same time: most of it is importing
+        running = {name: stack.enter_context(started(command, folder)) for name, command in commands.items()}
+        codes = {name: process.wait() for name, process in running.items()}
+        said = {name: process.err for name, process in running.items()}
+    assert codes == {"several": 2, "torchrun": 1}  # torchrun answers 1 for all but 0, with a stack of its own
+    check_message(said["several"])
+    for text in said.values():
+        assert text.count("expected at least 33 tokens") == 1, text
+        assert "Lower data.seq_len" in text
+    assert not (folder / "run").exists()
+
+
+@pytest.mark.xla
+def test_batch_that_xlas_devices_do_not_divide(folder: Path) -> None:
+    with started([*PYTHON, *CPU, "--backend=xla", "--num_devices=3"], folder) as process:
+        assert process.wait() == 2
+    check_message(process.err)
+    assert "train.global_batch: expected a multiple of train.micro_batch * devices = 1 * 3 = 3" in process.err
+    assert not (folder / "run").exists()
+
+
+# ------------------------------------------------------------------------------------------------ not a number
+
+
+def test_loss_that_is_not_finite(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch(*CPU, "optim.lr=1e30", "train.max_grad_norm=null", "checkpoint.every=1") == 1
+    said = capsys.readouterr().err
+    check_message(said)
+    last = committed(folder / "run")[-1]
+    assert last >= 1
+    assert f"step {last + 1}: expected a finite loss and gradient norm" in said
+    assert f"The last good checkpoint is run/checkpoints/step-{last:08d}." in said
+    event = read_jsonl(folder / "run/events.jsonl")[-1]
+    assert (event["event"], event["step"], event["reason"]) == ("stop", last + 1, "not finite")
+    assert len(losses(folder / "run")) == last
+    # The last good checkpoint is whole: a resume that reads every byte goes as far as the run did.
+    assert launch(*CPU, "checkpoint.resume=auto", f"train.stop_at={last}") == 0
+    assert f"resumed from run/checkpoints/step-{last:08d}" in capsys.readouterr().err
