@@ -295,7 +295,7 @@ class PretrainedWeights:
         files = _weight_files(folder)
         base = str(getattr(model, "base_model_prefix", ""))
         self._dtypes = {name: tensor.dtype for name, tensor in _stored(model).items()}
-        self._where = {name: _stored_name(name, aliases, files, base) for name, aliases in _aliases(model).items()}
+        self._where = {name: _stored_name(aliases, files, base) for name, aliases in _aliases(model).items()}
         missing = sorted(name for name, stored in self._where.items() if stored is None)
         if missing:
             raise ConfigError(
@@ -344,9 +344,9 @@ def _aliases(model: nn.Module) -> dict[str, list[str]]:
     return aliases
 
 
-def _stored_name(name: str, aliases: list[str], files: dict[str, Path], base: str) -> str | None:
+def _stored_name(aliases: list[str], files: dict[str, Path], base: str) -> str | None:
     """The folder's key for a tensor: one of its FQNs, or that without the base model's prefix (GPT-2's own folders)."""
-    candidates = [name, *aliases, *(alias.removeprefix(f"{base}.") for alias in aliases)]
+    candidates = [*aliases, *(alias.removeprefix(f"{base}.") for alias in aliases)]
     return next((candidate for candidate in candidates if candidate in files), None)
 
 
