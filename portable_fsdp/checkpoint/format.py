@@ -276,7 +276,11 @@ def read_manifest(folder: Path) -> Manifest:
     except ValidationError as error:
         raise CheckpointError(f"checkpoint {folder.name}: manifest.json: {_sentence(error)}") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"checkpoint {folder.name}: manifest.json: {error}") from None
+        raise CheckpointError(
+            f"checkpoint {folder.name}: manifest.json: expected the manifest as it was saved, found: {error}\n"
+            "  It was altered or cut after the save: copy it again from where it was whole,\n"
+            "  or take an older checkpoint."
+        ) from None
     check_manifest(manifest, folder.name)
     if step_of(folder) not in (None, manifest.step):
         raise CheckpointError(

@@ -176,7 +176,10 @@ class Checkpoints:
 
     def _find_named(self, path: Path) -> Path:
         if not path.is_dir():
-            raise CheckpointError(f"checkpoint.resume: expected auto, none, or a checkpoint's folder; found {path}")
+            raise CheckpointError(
+                f"checkpoint.resume: expected auto, none, or a checkpoint's folder, found no such folder: {path}\n"
+                "  Name one of run.dir's, as runs/run/checkpoints/step-00000500. Nothing was started."
+            )
         manifest = _require_whole(path)
         newest = next(iter(format.committed_steps(self.folder)), None)
         if newest is not None and (format.step_of(newest) or 0) > manifest.step:

@@ -117,7 +117,10 @@ def _config(architecture: dict[str, Any]) -> Any:
     try:
         return AutoConfig.for_model(model_type, **arguments)
     except Exception as error:  # transformers validates with exceptions of many classes, all about these values
-        raise ConfigError(f"model.architecture: transformers refuses it: {_last_line(error)}") from error
+        raise ConfigError(
+            f"model.architecture: transformers refuses it: {_last_line(error)}\n"
+            "  Change the key that it names. Nothing was started."
+        ) from error
 
 
 def _pretrained_config(folder: str) -> Any:
@@ -178,7 +181,8 @@ def _on_meta(config: Any, attention: str) -> Any:
             )
     except Exception as error:  # an activation's name, heads of 0: each fails in a way of its own
         raise ConfigError(
-            f"model: {kind.__name__} can't be built: {type(error).__name__}: {_last_line(error)}"
+            f"model: {kind.__name__} can't be built from this config: {type(error).__name__}: {_last_line(error)}\n"
+            "  Compare the sizes in model.architecture with a model that exists. Nothing was started."
         ) from error
 
 
