@@ -173,8 +173,8 @@ class Backend(ABC):
         """Train-step programs compiled so far."""
 
     @abstractmethod
-    def memory(self) -> MemoryStats:
-        """Peak and present use of the fullest device of this process."""
+    def memory(self) -> MemoryStats | None:
+        """Peak and present use of the fullest device of this process; None where the engine doesn't tell."""
 
 
 # ------------------------------------------------------------------------------- what every engine asks of a model

@@ -281,11 +281,14 @@ class XlaBackend(Backend):
     def compilations(self) -> int:
         return self._compilations
 
-    def memory(self) -> MemoryStats:
+    def memory(self) -> MemoryStats | None:
         if os.environ["PJRT_DEVICE"] == "CPU":
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
             return MemoryStats(peak, psutil.Process().memory_info().rss, psutil.virtual_memory().total)
-        used = self._bridge._xla_memory_info(f"TPU:{self._local_devices[0]}")
+        try:
+            used = self._bridge._xla_memory_info(f"TPU:{self._local_devices[0]}")
+        except RuntimeError:  # "MemoryInfo not supported for SPMD virtual device" in torch_xla 2.9
+            return None
         return MemoryStats(int(used["peak_bytes_used"]), int(used["bytes_used"]), int(used["bytes_limit"]))
 
 
@@ -315,10 +318,11 @@ def _shapes(argument: Any) -> Any:
 
 
 def _tpu_name() -> str:
-    """ "TPU v5p" and the like; an unknown one keeps MFU unknown."""
+    """The chip's name as PJRT writes it (TPU v5p, TPU v5 lite); an unknown one keeps MFU unknown."""
     from torch_xla._internal import tpu
 
-    return f"TPU {tpu.get_tpu_env()['ACCELERATOR_TYPE'].split('-')[0]}"
+    kind = str(cast(Any, tpu).get_tpu_env()["ACCELERATOR_TYPE"]).split("-")[0]  # v5litepod, v5p, v6e
+    return f"TPU {kind.replace('litepod', ' lite')}"
 
 
 def tpu_chips() -> int:

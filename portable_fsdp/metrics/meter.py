@@ -17,7 +17,7 @@ class Row(TypedDict):
     tokens: int  # of the global batch
     tokens_per_second: float  # total over all devices
     mfu: float | None  # 0 to 1; None where the device's peak or the model's FLOPs are unknown
-    memory_bytes: int  # peak of the fullest device so far
+    memory_bytes: int | None  # peak of the fullest device so far; None where the engine doesn't tell
     seconds: float  # wall time of this step
 
 
@@ -29,7 +29,7 @@ class Meter:
     peak_flops: float | None  # of one device, FLOP/s in the compute dtype (`flops.peak_flops`)
     flops_per_token: float | None  # of the model (`flops.model_flops_per_token`)
 
-    def row(self, step: int, values: Mapping[str, float], tokens: int, seconds: float, memory_bytes: int) -> Row:
+    def row(self, step: int, values: Mapping[str, float], tokens: int, seconds: float, memory_bytes: int | None) -> Row:
         """The row of a step. `values` are the fetched metrics: loss, grad_norm and lr (more are left out)."""
         tokens_per_second = tokens / seconds
         flops = self._device_flops(tokens_per_second)
@@ -51,14 +51,15 @@ class Meter:
         tps is total over all devices, tflops is per device; `memory_limit` is one device's, in bytes.
         """
         flops = self._device_flops(row["tokens_per_second"])
-        share = f"({row['memory_bytes'] / memory_limit:.0%})" if memory_limit else ""
         parts = [
             f"step: {row['step']}",
             f"loss: {row['loss']:.4f}",
             f"grad_norm: {row['grad_norm']:.4f}",
-            f"memory: {row['memory_bytes'] / GIBIBYTE:.2f}GiB{share}",
-            f"tps: {row['tokens_per_second']:,.0f}",
         ]
+        if row["memory_bytes"] is not None:
+            share = f"({row['memory_bytes'] / memory_limit:.0%})" if memory_limit else ""
+            parts.append(f"memory: {row['memory_bytes'] / GIBIBYTE:.2f}GiB{share}")
+        parts.append(f"tps: {row['tokens_per_second']:,.0f}")
         if flops is not None:
             parts.append(f"tflops: {flops / 1e12:,.2f}")
         if row["mfu"] is not None:

@@ -1,5 +1,5 @@
 """Models: transformers' causal language models, built on the meta device and made to return a loss.
 
-May import `config` and `runtime`; knows nothing of processes, devices or engines. Read `build.py` first: what
-is built, and where its weights come from. `attention.py`, `loss.py` and `wrap.py` are the three things we change.
+May import `config` and `runtime`; knows nothing of processes, devices or engines. Read `build.py` first, then
+`weights.py` (where weights come from). `attention.py`, `loss.py` and `wrap.py` are the three things we change.
 """

@@ -290,10 +290,11 @@ class Records:
         self._require_finite(late.step, values)
         if self._writes:
             memory = self._backend.memory()
-            row = self._meter.row(late.step, {**values, "lr": late.lr}, self._tokens, seconds, memory.peak_bytes)
+            peak = memory.peak_bytes if memory else None
+            row = self._meter.row(late.step, {**values, "lr": late.lr}, self._tokens, seconds, peak)
             self._metrics.write(row)
             if late.step == 1 or late.step % self._config.train.log_every == 0:
-                log.info(self._meter.console_line(row, memory.limit_bytes))
+                log.info(self._meter.console_line(row, memory.limit_bytes if memory else None))
         return values["stop"] > 0
 
     def saved(self, step: int, path: Path, seconds: float) -> None:

@@ -43,3 +43,9 @@ def test_the_console_line_leaves_out_what_is_unknown() -> None:
     )
     meter = Meter(devices=4, peak_flops=None, flops_per_token=1e10)
     assert meter.console_line(row_of(meter), memory_limit=None).endswith("tps: 3,100  tflops: 7.75")
+
+
+def test_unknown_memory_is_null_and_not_on_the_console() -> None:
+    row = METER.row(step=1, values=VALUES, tokens=10, seconds=1.0, memory_bytes=None)
+    assert row["memory_bytes"] is None
+    assert "memory" not in METER.console_line(row, memory_limit=None)
