@@ -29,7 +29,6 @@ def sample(folder: str, prompt: str, tokens: int, temperature: float, seed: int)
             do_sample=True,
             temperature=temperature,
             top_k=0,
-            use_cache=True,  # training switches it off in the saved config
         )
     return tokenizer.decode(output[0], skip_special_tokens=True)
 

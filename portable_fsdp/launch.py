@@ -7,10 +7,11 @@ native devices, it starts one process for each through torch's elastic launcher.
 import os
 import sys
 import time
+from pathlib import Path
 
 from absl import flags
 
-from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE, PortableFSDPError
+from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE, PortableFSDPError
 
 USAGE = """Train a causal language model.
 
@@ -74,7 +75,13 @@ def _launch(values: flags.FlagValues, overrides: list[str], argv: list[str]) -> 
         check_batch(config, processes)
         from portable_fsdp.runtime.elastic import run_processes
 
-        return run_processes(processes, "portable_fsdp.launch", argv)
+        since = time.time()
+        code = run_processes(processes, "portable_fsdp.launch", argv)
+        stopped = Path(config.run.dir) / "STOPPED"
+        if code == EXIT_STOPPED and not (stopped.is_file() and stopped.stat().st_mtime >= since):
+            _say("stopped before a save: torch's launcher gives its processes 30 s for the step at hand and the save.")
+            return EXIT_FAILED
+        return code
 
     from portable_fsdp.train.loop import train
 

@@ -75,7 +75,6 @@ class MemoryStats:
 class ShardPolicy:
     """How a model is laid out, in plain values. `units` are FQNs of the modules gathered and freed together."""
 
-    strategy: str
     units: tuple[str, ...]
     compute: torch.dtype
     reduce: torch.dtype

@@ -48,6 +48,7 @@ from portable_fsdp.backends.base import (
 from portable_fsdp.config.load import check_batch
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import BackendError
+from portable_fsdp.runtime.process import detect_launch
 
 log = logging.getLogger("portable_fsdp")
 
@@ -71,6 +72,7 @@ class XlaBackend(Backend):
 
     def __init__(self, device: str, config: Config, num_devices: int | None) -> None:
         _check(config)
+        _check_launch(device)
         _set_environment(device, num_devices)
         import torch_xla
         import torch_xla.debug.metrics as counters
@@ -83,7 +85,6 @@ class XlaBackend(Backend):
         self._spmd: Any = spmd
         runtime.use_spmd()
         count = int(cast(Any, runtime).global_runtime_device_count())
-        local = int(cast(Any, runtime).addressable_runtime_device_count())
         _check_devices(device, num_devices, count)
         self.device = torch.device("xla:0")
         self.device_name = _tpu_name() if device == "tpu" else device
@@ -92,7 +93,8 @@ class XlaBackend(Backend):
         self.data_parallel_size = count
         self._accumulation = check_batch(config, count)
         self.expected_compilations = 1 if self._accumulation == 1 else 2
-        self._local_devices = range(self.process.index * local, self.process.index * local + local)
+        # Global numbers, in the order in which shards are given: a host's own need not follow one another.
+        self._local_devices = [int(name.split(":")[1]) for name in self._bridge._xla_get_runtime_devices()]
         self._shards = count if config.sharding.strategy == "FULL_SHARD" else 1
         self._mesh: Any = spmd.Mesh(np.arange(count), (count // self._shards, self._shards), ROWS)
         self._compilations = 0
@@ -308,6 +310,16 @@ def _check(config: Config) -> None:
         raise BackendError(
             f"backend xla: model.attention={config.model.attention} cannot be honoured: transformers then reads a mask "
             "on the host in every step.\n  Set model.attention=auto."
+        )
+
+
+def _check_launch(device: str) -> None:
+    """Processes that torchrun starts on one host would each believe that they are the whole run."""
+    launch = detect_launch(os.environ)
+    if device == "cpu" and launch.world_size > 1:
+        raise BackendError(
+            f"backend xla on cpu: expected one process for all devices, found {launch.world_size} of a launcher.\n"
+            "  Start it plainly: python -m portable_fsdp.launch --device=cpu --backend=xla --num_devices=N."
         )
 
 

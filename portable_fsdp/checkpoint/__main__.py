@@ -89,7 +89,10 @@ def _export(options: argparse.Namespace) -> None:
 
     path = resolve(options.path)
     name = read_manifest(path).config.get("data", {}).get("tokenizer")
-    export_huggingface(path, options.folder, None if name is None else load_tokenizer(name).save)
+    try:
+        export_huggingface(path, options.folder, None if name is None else load_tokenizer(name).save)
+    except OSError as error:
+        raise CheckpointError(f"export to {options.folder}: can't be written: {error}") from error
     print(f"{path}: exported to {options.folder}")
 
 

@@ -32,7 +32,7 @@ def export_huggingface(
     `max_shard_bytes` is a shard of its own). An older export in `folder` is replaced once the new one is whole.
     Raises `CheckpointError`: a damaged checkpoint, a model that isn't of transformers, another thing in `folder`.
     """
-    _require_replaceable(folder)
+    require_replaceable(folder)
     with Reader(checkpoint) as reader:
         config = _model_config(reader.manifest, checkpoint.name)
         reader.verify(Part(0, 1), "model/")
@@ -49,7 +49,8 @@ def export_huggingface(
     _replace(folder, unfinished)
 
 
-def _require_replaceable(folder: Path) -> None:
+def require_replaceable(folder: Path) -> None:
+    """Raises `CheckpointError` where `folder` holds something that isn't an export."""
     is_free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
     if not is_free and not (folder / MARK).is_file():
         raise CheckpointError(

@@ -24,7 +24,10 @@ T = TypeVar("T")
 
 
 class Checkpoints:
-    """The checkpoints in `folder`, as one run sees them. Every method is collective, the constructor too."""
+    """The checkpoints in `folder`, as one run sees them. Every method is collective.
+
+    The first save removes the debris of interrupted ones: a start that is refused changes nothing.
+    """
 
     def __init__(
         self,
@@ -37,7 +40,7 @@ class Checkpoints:
     ) -> None:
         """`config`: the resolved config, as JSON knows it. `model_config`: transformers' config as a dict, or None.
 
-        `wait_s`: how long process 0 waits for the others' files in a save. Removes the debris of interrupted saves.
+        `wait_s`: how long process 0 waits for the others' files in a save.
         """
         self.folder = folder
         self._backend = backend
@@ -52,7 +55,7 @@ class Checkpoints:
         )
         self._wait_s = wait_s
         self._damaged: set[Path] = set()  # on process 0: those that `find` went past
-        self._on_process_0(f"checkpoints in {folder}", lambda: format.remove_debris(folder))
+        self._has_saved = False
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, position: tuple[int, int]) -> Path:
         """Write the state after `step`; returns its folder once it is committed.
@@ -106,6 +109,9 @@ class Checkpoints:
                 f"checkpoint {final.name}: expected no such step in {self.folder}, found it committed.\n"
                 "  A run commits a step once: use checkpoint.resume: auto, or another run.dir."
             )
+        if not self._has_saved:
+            format.remove_debris(self.folder)
+            self._has_saved = True
         return format.begin(final)
 
     def _write_part(self, final: Path, attempt: str, state: dict[str, TensorState]) -> Exception | None:

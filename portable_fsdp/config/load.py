@@ -94,7 +94,8 @@ def _micro_batches_that_fit(global_batch: int, micro_batch: int, devices: int) -
     share, rest = divmod(global_batch, devices)
     if rest:
         return []
-    divisors = [size for size in range(1, share + 1) if share % size == 0]
+    small = [size for size in range(1, math.isqrt(share) + 1) if share % size == 0]
+    divisors = sorted({*small, *(share // size for size in small)})
     below = [size for size in divisors if size < micro_batch]
     above = [size for size in divisors if size > micro_batch]
     return below[-1:] + above[:1]

@@ -32,6 +32,7 @@ class ModelSize:
     embedding_parameters: int  # of tables that are only looked up
     layers: int
     hidden: int  # attention heads * head_dim
+    has_experts: bool  # not every weight meets every token
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,12 @@ def _config(architecture: dict[str, Any]) -> Any:
         )
     kind = type(AutoConfig.for_model(model_type))
     known = {item.name for item in dataclasses.fields(kind)} | set(kind.attribute_map) | {"rope_theta", "rope_scaling"}
-    for key in arguments:
+    for key, value in arguments.items():
+        if "drop" in key and isinstance(value, int | float) and value:
+            raise ConfigError(
+                f"model.architecture.{key}: expected 0, found {value}: dropout is not built yet.\n"
+                "  Leave it out. Nothing was started."
+            )
         if key not in known:
             near = difflib.get_close_matches(key, sorted(known), n=1)
             raise ConfigError(
@@ -141,10 +147,15 @@ def _pretrained_config(folder: str) -> Any:
 
 def _check_sizes(config: Any, seq_len: int, vocabulary: int) -> None:
     positions = getattr(config, "max_position_embeddings", None)
-    if isinstance(positions, int) and seq_len > positions:
+    if isinstance(positions, int) and 0 < positions < seq_len:
         raise ConfigError(
             f"data.seq_len: expected at most {positions} (the model's max_position_embeddings), found {seq_len}.\n"
             "  Lower data.seq_len, or take a model with more positions."
+        )
+    heads, kv_heads = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
+    if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads and heads % kv_heads:
+        raise ConfigError(
+            f"model: expected num_key_value_heads that divides num_attention_heads={heads}, found {kv_heads}."
         )
     ids = getattr(config, "vocab_size", None)
     if isinstance(ids, int) and ids < vocabulary:
@@ -206,7 +217,7 @@ def _size(model: Any) -> ModelSize:
     head = model.get_output_embeddings()
     if head is not None:
         tables.pop(id(head.weight), None)
-    config = model.config
+    config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", 1)
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     return ModelSize(
@@ -214,6 +225,7 @@ def _size(model: Any) -> ModelSize:
         embedding_parameters=sum(table.numel() for table in tables.values()),
         layers=config.num_hidden_layers,
         hidden=heads * width,
+        has_experts=any(getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts")),
     )
 
 

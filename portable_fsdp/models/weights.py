@@ -8,6 +8,7 @@ Both are a `fill(fqn, slices)`: a backend asks for the pieces that its devices n
 
 import hashlib
 import json
+import logging
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +17,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from portable_fsdp.runtime.errors import ConfigError
+
+log = logging.getLogger("portable_fsdp")
 
 Slices = tuple[slice, ...]
 """One slice a dimension, with start and stop set."""
@@ -88,12 +91,21 @@ class PretrainedWeights:
         files = _weight_files(folder)
         base = str(getattr(model, "base_model_prefix", ""))
         self._dtypes = {name: tensor.dtype for name, tensor in _stored(model).items()}
-        self._where = {name: _stored_name(aliases, files, base) for name, aliases in _aliases(model).items()}
+        aliases = _aliases(model)
+        self._where = {name: _stored_name(names, files, base) for name, names in aliases.items()}
         missing = sorted(name for name, stored in self._where.items() if stored is None)
         if missing:
             raise ConfigError(
                 f"model.pretrained: {folder}: expected a weight for each of the model's {len(self._where)} tensors, "
                 f"found none for {missing[0]}" + (f", and {len(missing) - 1} more." if len(missing) > 1 else ".")
+            )
+        unused = sorted(set(files) - set(self._where.values()) - {name for names in aliases.values() for name in names})
+        if unused:
+            log.warning(
+                "model.pretrained: %s: %d tensors of the folder are not the model's and are left out: %s",
+                folder,
+                len(unused),
+                ", ".join(unused[:3]) + (", ..." if len(unused) > 3 else ""),
             )
         self._files = files
         self._check_shapes(folder, {name: tuple(tensor.shape) for name, tensor in _stored(model).items()})

@@ -11,7 +11,7 @@ def run_processes(count: int, module: str, arguments: Sequence[str]) -> int:
     """Run `python -m module arguments` in `count` processes with torchrun's environment; return one exit code.
 
     0 where all returned 0, else the code that a worker gave a meaning to (2, 143), else 1. SIGTERM and SIGINT reach
-    the workers, who have torchrun's 30 s to save.
+    the workers, who have torchrun's 30 s to save; the code is then 143 whether they did or not.
     """
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import SignalException

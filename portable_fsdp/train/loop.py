@@ -11,13 +11,14 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from portable_fsdp.backends.base import Backend, Batch, Pending, ShardPolicy
 from portable_fsdp.backends.open import open_backend
-from portable_fsdp.checkpoint.foreign import export_huggingface
+from portable_fsdp.checkpoint.foreign import export_huggingface, require_replaceable
 from portable_fsdp.checkpoint.format import committed_steps, step_folder
 from portable_fsdp.checkpoint.manager import Checkpoints
 from portable_fsdp.config.load import check_batch, config_text, total_steps
@@ -53,6 +54,8 @@ def train(config: Config, *, device: str = "auto", backend: str = "auto", num_de
     ):
         configure(engine.process.index)
         _check_folder(Path(config.run.dir))
+        if config.checkpoint.export:
+            require_replaceable(_export_folder(config))
         training = build(config, engine)
         checkpoints = _checkpoints(config, engine, training)
         start, position, checkpoint = _resume(config, training, checkpoints)
@@ -119,7 +122,6 @@ def shard_policy(config: Config, units: tuple[str, ...]) -> ShardPolicy:
     """The config's words as plain values."""
     reduce = config.precision.reduce
     return ShardPolicy(
-        strategy=config.sharding.strategy,
         units=units,
         compute=DTYPES[config.precision.compute],
         reduce=DTYPES["float32" if reduce == "auto" else reduce],
@@ -150,7 +152,23 @@ def _resume(config: Config, training: Training, checkpoints: Checkpoints) -> tup
         return 0, Position(0, 0), None
     manifest = checkpoints.load(found, training.model, training.optimizer)
     log.info("resumed from %s: step %d", found, manifest.step)
+    for change in _changes(manifest.config, config.model_dump(mode="json")):
+        log.warning("the run that saved it had another %s", change)
     return manifest.step, Position(manifest.data.epoch, manifest.data.position), found
+
+
+def _changes(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Keys of the sections that make the curve whose values differ: `data.seq_len: 128, now 256`."""
+    return [
+        f"{section}.{key}: {saved[section].get(key)!r}, now {value!r}"
+        for section in ("model", "data", "optim", "precision")
+        for key, value in now[section].items()
+        if section in saved and saved[section].get(key) != value
+    ] + [
+        f"{section}.{key}: {saved[section].get(key)!r}, now {now[section][key]!r}"
+        for section, key in (("run", "seed"), ("train", "global_batch"), ("train", "steps"), ("train", "epochs"))
+        if section in saved and saved[section].get(key) != now[section][key]
+    ]
 
 
 # ----------------------------------------------------------------------------------------------------------- loop
@@ -219,11 +237,22 @@ def _with_stop(batch: Batch, stop: StopRequest) -> Batch:
 
 
 def _export(config: Config, backend: Backend, training: Training, checkpoint: Path | None) -> None:
-    folder = Path(config.run.dir) / "export"
+    failure = None
     if backend.process.index == 0 and checkpoint is not None:
-        export_huggingface(checkpoint, folder, training.corpus.tokenizer.save)
-        log.info("exported %s to %s", checkpoint, folder)
-    backend.agree(None)  # nobody leaves before the folder is whole
+        try:
+            export_huggingface(checkpoint, _export_folder(config), training.corpus.tokenizer.save)
+            log.info("exported %s to %s", checkpoint, _export_folder(config))
+        except (OSError, CheckpointError) as error:
+            failure = f"checkpoint.export: {error}"
+    failure = backend.agree(failure)  # nobody leaves before the folder is whole
+    if failure is not None:
+        raise TrainingError(
+            f"{failure}\n  The run itself is saved: python -m portable_fsdp.checkpoint export repeats it."
+        )
+
+
+def _export_folder(config: Config) -> Path:
+    return Path(config.run.dir) / "export"
 
 
 # -------------------------------------------------------------------------------------------------------- records
@@ -243,7 +272,9 @@ class Records:
         self._meter = Meter(
             devices=backend.data_parallel_size,
             peak_flops=peak_flops(backend.device_name, config.precision.compute),
-            flops_per_token=model_flops_per_token(
+            flops_per_token=None
+            if size.has_experts
+            else model_flops_per_token(
                 size.parameters, size.embedding_parameters, size.layers, size.hidden, config.data.seq_len
             ),
         )
@@ -253,11 +284,11 @@ class Records:
         if not self._writes:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
+        self._metrics = MetricsFile(self._folder / "metrics.jsonl")
+        self._metrics.truncate_after(step)  # first: it refuses a file that something else has written to
+        self._events = EventsFile(self._folder / "events.jsonl")
         (self._folder / "STOPPED").unlink(missing_ok=True)
         write_text_atomically(self._folder / "config.yaml", config_text(self._config))
-        self._metrics = MetricsFile(self._folder / "metrics.jsonl")
-        self._metrics.truncate_after(step)
-        self._events = EventsFile(self._folder / "events.jsonl")
         backend = self._backend
         self._events.write(
             "start",

@@ -82,6 +82,10 @@ class Started:
     def err(self) -> str:
         return self._err.read_text()
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def wait(self) -> int:
         """The exit code, as Popen gives it (negative: killed by that signal)."""
         return self._process.wait(LIMIT_S)

@@ -304,3 +304,16 @@ def test_loss_that_is_not_finite(folder: Path, capsys: pytest.CaptureFixture[str
     # The last good checkpoint is whole: a resume that reads every byte goes as far as the run did.
     assert launch(*CPU, "checkpoint.resume=auto", f"train.stop_at={last}") == 0
     assert f"resumed from run/checkpoints/step-{last:08d}" in capsys.readouterr().err
+
+
+@pytest.mark.xla
+def test_xla_on_cpu_refuses_a_launcher_of_several_processes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each of them would believe that it is the whole run."""
+    values = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    said = refused(capsys, [*CPU, "--backend=xla"])
+    assert "expected one process for all devices, found 2" in said
+    assert not (folder / "run").exists()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from started import PROGRAMS, PYTHON, ROOT, TORCHRUN, Started, committed, launch, losses, started, tiny_config
@@ -225,6 +226,19 @@ def check_export(folder: Path) -> None:
     assert tokens.tolist() == [list(b"The value of an object")]
     with torch.no_grad():
         assert model(tokens, labels=tokens).loss < 5.0
+
+
+def test_a_stop_before_anything_is_saved_is_not_called_one(tmp_path: Path) -> None:
+    """143 promises a checkpoint; processes that still import have none to give."""
+    tiny_config(tmp_path)
+    command = [*PYTHON, "--device=cpu", "--num_devices=2", "--config=tiny.yaml"]
+    with started(command, tmp_path) as process:
+        process.wait_until(lambda: len(psutil.Process(process.pid).children()) >= 2)
+        process.send(signal.SIGTERM)
+        code = process.wait()
+    assert code == 1, process.err
+    assert "stopped before a save" in process.err
+    assert not (tmp_path / "run" / "STOPPED").exists()
 
 
 def test_kill_loses_no_more_than_the_steps_since_the_last_save(tmp_path: Path, uninterrupted: list[float]) -> None:

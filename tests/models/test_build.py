@@ -377,3 +377,16 @@ def test_a_folder_of_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "vocab_size": VOCABULARY}))
     with pytest.raises(ConfigError, match=r"config\.json: expected a causal language model.*found model_type 't5'"):
         open_folder(tmp_path)
+
+
+def test_dropout_is_refused_and_not_dropped() -> None:
+    with pytest.raises(ConfigError, match=r"attention_dropout: expected 0, found 0\.1"):
+        build_model(
+            Model(architecture={"model_type": "llama", "attention_dropout": 0.1}), seed=0, seq_len=8, vocabulary=256
+        )
+
+
+def test_heads_that_cannot_be_grouped_are_refused() -> None:
+    architecture = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 3, "hidden_size": 64}
+    with pytest.raises(ConfigError, match="num_key_value_heads that divides num_attention_heads=4, found 3"):
+        build_model(Model(architecture=architecture), seed=0, seq_len=8, vocabulary=256)
