@@ -110,6 +110,7 @@ class XlaBackend(Backend):
     # ------------------------------------------------------------------------------------------- model, optimizer
 
     def shard_model(self, model: nn.Module, policy: ShardPolicy, fill: Fill) -> nn.Module:
+        _check_model(model)
         places = parameter_places(model)
         for name in policy.units:
             unit = model.get_submodule(name)
@@ -310,6 +311,16 @@ def _check(config: Config) -> None:
         raise BackendError(
             f"backend xla: model.attention={config.model.attention} cannot be honoured: transformers then reads a mask "
             "on the host in every step.\n  Set model.attention=auto."
+        )
+
+
+def _check_model(model: nn.Module) -> None:
+    """Raises BackendError for what can't be traced: transformers sorts tokens by expert on the host."""
+    experts = [name for name, _ in model.named_modules() if name.endswith("experts")]
+    if experts:
+        raise BackendError(
+            f"backend xla: {type(model).__name__}: expected a dense model, found experts ({experts[0]}): their shapes "
+            "are known only while they run, and XLA compiles before.\n  Use --backend=native, or a dense model."
         )
 
 

@@ -19,6 +19,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", "n_embd": 72, "n_layer": 2, "n_head": 6, "vocab_size": VOCABULARY}
     | {"n_positions": 64, "bos_token_id": 1, "eos_token_id": 2},
     "opt": _COMMON | {"model_type": "opt", "ffn_dim": 150, "word_embed_proj_dim": 72},
+    "mixtral": _COMMON
+    | {"model_type": "mixtral", "intermediate_size": 64, "num_key_value_heads": 2, "num_local_experts": 4},
     # Gemma 2: window, two softcaps, scaled embeddings (a buffer), biases of none; the second layer sees all.
     "gemma2": _COMMON
     | {"model_type": "gemma2", "intermediate_size": 150, "num_key_value_heads": 2, "head_dim": 12, "sliding_window": 7},

@@ -70,7 +70,7 @@ def test_c4_parameters_are_really_sharded(group: Group, run: Run) -> None:
 
 
 def test_c6_initial_weights_depend_on_seed_and_name_alone(group: Group, run: Run) -> None:
-    case = Case(model="llama_tied")
+    case = Case(model="llama_tied", steps=50)
     found = assemble([answer["initial"] for answer in run(group, case)])
     expected = reference(case).initial
     assert_equal_states({key: value for key, value in found.items() if "/" not in key}, expected)
@@ -78,7 +78,7 @@ def test_c6_initial_weights_depend_on_seed_and_name_alone(group: Group, run: Run
 
 
 def test_c6_tied_weights_stay_tied(group: Group, run: Run) -> None:
-    for answer in run(group, Case(model="llama_tied")):
+    for answer in run(group, Case(model="llama_tied", steps=50)):
         assert answer["ties"] == answer["unwrapped_ties"]
         assert ["lm_head.weight", "model.embed_tokens.weight"] in answer["ties"]
         assert "lm_head.weight" not in answer["final"]
@@ -144,6 +144,14 @@ def test_c5_refused_when_it_opens(group: Group, workers: GetWorkers, case: Case,
         workers(group).run("refused", case=case)
     assert failure.value.kind in ("BackendError", "ConfigError")
     assert re.search(message, failure.value.message)
+
+
+@pytest.mark.xla
+def test_c5_experts_are_refused_on_xla_before_a_step(workers: GetWorkers) -> None:
+    with pytest.raises(JobFailed) as failure:
+        workers(Group("xla", 1)).run("train", case=Case(model="mixtral"))
+    assert failure.value.kind == "BackendError"
+    assert "expected a dense model, found experts (model.layers.0.mlp.experts)" in failure.value.message
 
 
 def _processes(group: Group) -> int:
