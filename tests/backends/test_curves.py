@@ -27,8 +27,9 @@ def assert_equal_curves(answers: list[dict[str, Any]], case: Case, bound: float 
             limit = bound or (FP32_20_STEPS if step <= 20 else FP32_50_STEPS)
             assert abs(found - expected) <= limit * expected, f"step {step}: {found} against {expected}"
         if bound is None:
-            for metrics, norm in zip(answer["metrics"], truth.grad_norms, strict=True):
-                assert metrics["grad_norm"] == pytest.approx(norm, rel=2e-3)
+            for step, (metrics, norm) in enumerate(zip(answer["metrics"], truth.grad_norms, strict=True), start=1):
+                # A gradient is less steady than a loss: OPT's ReLUs turn rounding into 3e-3 of its norm by step 50.
+                assert metrics["grad_norm"] == pytest.approx(norm, rel=2e-3 if step <= 20 else 1e-2)
     assert truth.losses[-1] < truth.losses[0] - 0.05, "the run learnt nothing: its curve would show no fault"
 
 
