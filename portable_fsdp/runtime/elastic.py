@@ -1,8 +1,11 @@
 """Starts several processes of this host through torch's elastic launcher, and says how they ended."""
 
+import contextlib
 import logging
 import os
 from collections.abc import Sequence
+
+import psutil
 
 from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE
 
@@ -29,4 +32,9 @@ def run_processes(count: int, module: str, arguments: Sequence[str]) -> int:
         return next((code for code in (EXIT_USAGE, EXIT_STOPPED) if code in codes), EXIT_FAILED)
     except SignalException:
         return EXIT_STOPPED
+    finally:
+        # A signal while the launcher starts its processes ends it before it knows of them, and they would stay.
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
     return EXIT_FINISHED

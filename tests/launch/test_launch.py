@@ -234,8 +234,10 @@ def test_a_stop_before_anything_is_saved_is_not_called_one(tmp_path: Path) -> No
     command = [*PYTHON, "--device=cpu", "--num_devices=2", "--config=tiny.yaml"]
     with started(command, tmp_path) as process:
         process.wait_until(lambda: len(psutil.Process(process.pid).children()) >= 2)
+        workers = psutil.Process(process.pid).children(recursive=True)
         process.send(signal.SIGTERM)
         code = process.wait()
+        assert psutil.wait_procs(workers, timeout=5)[1] == []  # none outlives the process that was told to end
     assert code == 1, process.err
     assert "stopped before a save" in process.err
     assert not (tmp_path / "run" / "STOPPED").exists()
