@@ -236,7 +236,7 @@ def main() -> None:
                     theirs()
                 seconds = measure(first, theirs, arguments.pairs)
             if backend.process.index == 0:
-                result = report(seconds, training.size.parameters, arguments.null)
+                result = report(seconds, training.built.size.parameters, arguments.null)
                 print(table(result))
                 out.parent.mkdir(parents=True, exist_ok=True)
                 out.write_text(json.dumps(result, indent=2) + "\n")

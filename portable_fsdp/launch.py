@@ -11,7 +11,14 @@ from pathlib import Path
 
 from absl import flags
 
-from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE, PortableFSDPError
+from portable_fsdp.runtime.errors import (
+    EXIT_FAILED,
+    EXIT_FINISHED,
+    EXIT_STOPPED,
+    EXIT_USAGE,
+    ConfigError,
+    PortableFSDPError,
+)
 
 USAGE = """Train a causal language model.
 
@@ -58,7 +65,6 @@ def main(argv: list[str]) -> int:
 
 def _launch(values: flags.FlagValues, overrides: list[str], argv: list[str]) -> int:
     from portable_fsdp.config.load import check_batch, load_config
-    from portable_fsdp.runtime.errors import ConfigError
     from portable_fsdp.runtime.process import detect_launch
 
     if values.config is None:
@@ -89,8 +95,6 @@ def _launch(values: flags.FlagValues, overrides: list[str], argv: list[str]) -> 
 
 
 def _number(text: str) -> int | None:
-    from portable_fsdp.runtime.errors import ConfigError
-
     if text == "auto":
         return None
     if not text.isdecimal() or int(text) < 1:

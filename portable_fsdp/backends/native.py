@@ -7,7 +7,7 @@ units, the root around them, gradients as sums, then memory and weights.
 import os
 import resource
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, cast
 
@@ -159,11 +159,8 @@ class NativeBackend(Backend):
     def compile(self, fn: Callable[..., Metrics], name: str) -> Callable[..., Metrics]:
         return fn
 
-    def accumulate(self, last: bool) -> AbstractContextManager[None]:
-        return self._accumulate(last)
-
     @contextmanager
-    def _accumulate(self, last: bool) -> Generator[None]:
+    def accumulate(self, last: bool) -> Generator[None]:
         # Shards are reduced in every micro batch: keeping unsharded gradients until the last one would undo FULL_SHARD.
         # Replicas are reduced once, in the last one.
         self._root.set_requires_all_reduce(last)

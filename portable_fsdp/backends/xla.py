@@ -143,7 +143,7 @@ class XlaBackend(Backend):
     def _split_rows(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         """Forward hook of a unit: its output stays split by rows, so that weights are gathered and not activations."""
         hidden = cast(Tensor, output[0] if isinstance(output, tuple) else output)
-        self._spmd.mark_sharding(hidden, self._mesh, (ROWS, *(None for _ in hidden.shape[1:])))
+        self._spmd.mark_sharding(hidden, self._mesh, _by_rows(hidden))
 
     def build_optimizer(self, make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         parameters = dict(self._model.named_parameters())
@@ -190,10 +190,7 @@ class XlaBackend(Backend):
         return {name: self._place(tensor) for name, tensor in batch.items()}
 
     def _place(self, tensor: Tensor) -> Tensor:
-        rows = ROWS if tensor.dim() else None
-        spec = self._spmd.ShardingSpec(
-            self._mesh, (rows, *(None for _ in tensor.shape[1:])) if rows else (), minibatch=self.process.count > 1
-        )
+        spec = self._spmd.ShardingSpec(self._mesh, _by_rows(tensor), minibatch=self.process.count > 1)
         (placed,) = self._bridge._xla_tensors_from_aten([tensor], [str(self.device)], [spec.xla_spec(tensor)])
         return placed
 
@@ -293,6 +290,11 @@ class XlaBackend(Backend):
         except RuntimeError:  # "MemoryInfo not supported for SPMD virtual device" in torch_xla 2.9
             return None
         return MemoryStats(int(used["peak_bytes_used"]), int(used["bytes_used"]), int(used["bytes_limit"]))
+
+
+def _by_rows(tensor: Tensor) -> tuple[Any, ...]:
+    """The partition of a tensor whose dimension 0 is rows of the batch; a scalar is everywhere."""
+    return (ROWS, *(None for _ in tensor.shape[1:])) if tensor.dim() else ()
 
 
 def _check(config: Config) -> None:

@@ -29,7 +29,7 @@ from portable_fsdp.data.order import Position
 from portable_fsdp.metrics.flops import model_flops_per_token, peak_flops
 from portable_fsdp.metrics.meter import Meter
 from portable_fsdp.metrics.sinks import EventsFile, MetricsFile
-from portable_fsdp.models.build import BuiltModel, ModelSize, build_model
+from portable_fsdp.models.build import BuiltModel, build_model
 from portable_fsdp.optim.optimizer import make_optimizer, parameter_groups
 from portable_fsdp.optim.schedule import check_schedule, learning_rate
 from portable_fsdp.runtime.errors import EXIT_FINISHED, EXIT_STOPPED, CheckpointError, ConfigError, TrainingError
@@ -96,7 +96,6 @@ class Training:
     step: Step
     accumulation: int  # micro batches in a step
     steps: int  # optimizer updates in the whole run
-    size: ModelSize
 
 
 def build(config: Config, backend: Backend) -> Training:
@@ -115,7 +114,7 @@ def build(config: Config, backend: Backend) -> Training:
     model = backend.shard_model(built.model, shard_policy(config, built.units), built.fill)
     optimizer = backend.build_optimizer(make_optimizer(config.optim), parameter_groups(shapes, config.optim))
     step = train_step(backend, model, optimizer, accumulation=accumulation, max_grad_norm=config.train.max_grad_norm)
-    return Training(corpus, built, model, optimizer, step, accumulation, steps, built.size)
+    return Training(corpus, built, model, optimizer, step, accumulation, steps)
 
 
 def shard_policy(config: Config, units: tuple[str, ...]) -> ShardPolicy:
@@ -158,15 +157,12 @@ def _resume(config: Config, training: Training, checkpoints: Checkpoints) -> tup
 
 
 def _changes(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Keys of the sections that make the curve whose values differ: `data.seq_len: 128, now 256`."""
+    """Keys that make the curve and whose values differ: `data.seq_len: 128, now 256`."""
+    keys = [(section, key) for section in ("model", "data", "optim", "precision") for key in now[section]]
+    keys += [("run", "seed"), ("train", "global_batch"), ("train", "steps"), ("train", "epochs")]
     return [
-        f"{section}.{key}: {saved[section].get(key)!r}, now {value!r}"
-        for section in ("model", "data", "optim", "precision")
-        for key, value in now[section].items()
-        if section in saved and saved[section].get(key) != value
-    ] + [
         f"{section}.{key}: {saved[section].get(key)!r}, now {now[section][key]!r}"
-        for section, key in (("run", "seed"), ("train", "global_batch"), ("train", "steps"), ("train", "epochs"))
+        for section, key in keys
         if section in saved and saved[section].get(key) != now[section][key]
     ]
 
@@ -262,7 +258,7 @@ class Records:
     """What a run says of itself: metrics.jsonl, events.jsonl, config.yaml, the console. Process 0 writes."""
 
     def __init__(self, config: Config, backend: Backend, training: Training) -> None:
-        size = training.size
+        size = training.built.size
         self._config = config
         self._backend = backend
         self._training = training
@@ -305,7 +301,7 @@ class Records:
             backend.data_parallel_size,
             backend.device_name,
             backend.process.count,
-            f"{self._training.size.parameters:,}",
+            f"{self._training.built.size.parameters:,}",
             self._training.steps,
             f"{self._tokens:,}",
         )
