@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 os.environ["USE_TORCH_XLA"] = "0"  # transformers imports torch_xla otherwise
 
@@ -32,6 +32,7 @@ from portable_fsdp.backends.base import Backend
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.batches import Batches
+from portable_fsdp.data.build import build_data
 from portable_fsdp.data.packing import PackedRows
 from portable_fsdp.optim.schedule import learning_rate
 from portable_fsdp.runtime.process import StopRequest
@@ -93,7 +94,8 @@ class OurStep:
     def __init__(self, config: Config, backend: Backend, training: Training, batches: Batches) -> None:
         self._config, self._backend, self._training, self._batches = config, backend, training, batches
         self._stop = StopRequest()
-        self._records = Records(config, backend, training)
+        self._steps = cast(int, config.train.steps)
+        self._records = Records(config, backend, training.built, self._steps)
         self._records.begin(0)
         self._step = 0
         self._in_flight: _InFlight | None = None
@@ -101,7 +103,7 @@ class OurStep:
     def __call__(self) -> None:
         self._step += 1
         began = time.perf_counter()
-        lr = learning_rate(self._config.optim, self._step, self._training.steps)
+        lr = learning_rate(self._config.optim, self._step, self._steps)
         placed = [self._backend.place(_with_stop(batch, self._stop)) for batch in next(self._batches)]
         metrics = self._backend.fetch(self._training.step(placed, lr))
         previous, self._in_flight = self._in_flight, _InFlight(self._step, lr, began, metrics)
@@ -223,14 +225,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         configuration = config(Path(folder), steps=arguments.pairs + WARM_UP_STEPS)
         with open_backend(configuration, device="cpu", backend="native") as backend:
-            training = build(configuration, backend)
-            theirs = HandWrittenStep(training.corpus.rows)
+            corpus = build_data(configuration.data)
+            training = build(configuration, backend, corpus.tokenizer.vocab_size)
+            theirs = HandWrittenStep(corpus.rows)
             shard = (backend.data_shard.index, backend.data_shard.count)
-            with Batches(
-                training.corpus.rows, seed=SEED, global_batch=GLOBAL_BATCH, shard=shard, accumulation=1
-            ) as batches:
+            with Batches(corpus.rows, seed=SEED, global_batch=GLOBAL_BATCH, shard=shard, accumulation=1) as batches:
                 ours = OurStep(configuration, backend, training, batches)
-                first = HandWrittenStep(training.corpus.rows) if arguments.null else ours
+                first = HandWrittenStep(corpus.rows) if arguments.null else ours
                 for _ in range(WARM_UP_STEPS):
                     first()
                     theirs()

@@ -73,12 +73,28 @@ class MemoryStats:
 
 @dataclass(frozen=True)
 class ShardPolicy:
-    """How a model is laid out, in plain values. `units` are FQNs of the modules gathered and freed together."""
+    """How a model is laid out and run, in plain values. Modules are named by FQN, in the order of definition.
+
+    A unit may hold other units, and is told before them; what is in none belongs to the root. `layers` are the model's
+    repeated blocks, which are scanned and compiled; those in `recompute` run again in backward, except for the outputs
+    of `save_ops`. `modules` compute in a dtype other than `compute`: what they take is cast to it, and what they give
+    back is cast to `compute` again, save for the head, whose logits stay as they are.
+    """
 
     units: tuple[str, ...]
-    compute: torch.dtype
-    reduce: torch.dtype
-    gradient_checkpointing: bool
+    layers: tuple[str, ...] = ()
+    compute: torch.dtype = torch.float32
+    reduce: torch.dtype = torch.float32
+    modules: Mapping[str, torch.dtype] = field(default_factory=lambda: {})
+    recompute: tuple[str, ...] = ()
+    save_ops: tuple[str, ...] = ()  # of "matmul", "attention"
+    reshard_after_forward: bool | int = True  # False: gathered weights stay until backward; a number: of devices
+    forward_prefetch: int = 0
+    backward_prefetch: str = "BACKWARD_PRE"
+    backward_prefetch_units: int = 1
+    cpu_offload: bool = False
+    compile_backend: str | None = None
+    scan_layers: bool = False
 
 
 class Pending(ABC):
@@ -113,10 +129,11 @@ class Backend(ABC):
         """Give back what opening took (process groups)."""
 
     @abstractmethod
-    def shard_model(self, model: nn.Module, policy: ShardPolicy, fill: Fill) -> nn.Module:
+    def shard_model(self, model: nn.Module, policy: ShardPolicy, fill: Fill | None) -> nn.Module:
         """Lay out `model` (parameters on meta, buffers real on the host) over the mesh and fill it.
 
-        FQNs, ties, buffers and dtypes stay those of `model`. *collective*
+        FQNs, ties, buffers, dtypes and `requires_grad` stay those of `model`. With `fill=None` parameters are
+        placeholders without memory, for the planner. *collective*
         """
 
     @abstractmethod

@@ -109,14 +109,14 @@ class NativeBackend(Backend):
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
 
-    def shard_model(self, model: nn.Module, policy: ShardPolicy, fill: Fill) -> nn.Module:
+    def shard_model(self, model: nn.Module, policy: ShardPolicy, fill: Fill | None) -> nn.Module:
         mesh = self._mesh["shard"] if self._mesh.size(0) == 1 else self._mesh
         precision = MixedPrecisionPolicy(
             param_dtype=None if policy.compute == torch.float32 else policy.compute, reduce_dtype=policy.reduce
         )
         for name in policy.units:
             unit = model.get_submodule(name)
-            if policy.gradient_checkpointing:
+            if name in policy.recompute:
                 _recompute(unit)
             fully_shard(unit, mesh=mesh, mp_policy=precision)
         fully_shard(model, mesh=mesh, mp_policy=precision)
@@ -127,6 +127,8 @@ class NativeBackend(Backend):
                 module.set_force_sum_reduction_for_comms(True)
         self._root = cast(FSDPModule, model)
         _materialise(model, self.device)
+        if fill is None:
+            return model
         with torch.no_grad():
             for fqn, parameter in model.named_parameters():
                 slices = self._slices(parameter)

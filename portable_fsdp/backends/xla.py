@@ -109,14 +109,15 @@ class XlaBackend(Backend):
 
     # ------------------------------------------------------------------------------------------- model, optimizer
 
-    def shard_model(self, model: nn.Module, policy: ShardPolicy, fill: Fill) -> nn.Module:
+    def shard_model(self, model: nn.Module, policy: ShardPolicy, fill: Fill | None) -> nn.Module:
+        assert fill is not None
         _check_model(model)
         places = parameter_places(model)
         for name in policy.units:
             unit = model.get_submodule(name)
             inside = [place for fqn in places for place in places[fqn] if fqn.startswith(f"{name}.")]
             _cast_at_use(unit, inside, policy.compute)
-            if policy.gradient_checkpointing:
+            if name in policy.recompute:
                 _recompute(unit)
             unit.register_forward_hook(self._split_rows)
             self._spmd.apply_backward_optimization_barrier(unit)  # else gathered weights of all units stay alive

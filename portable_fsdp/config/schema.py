@@ -44,6 +44,18 @@ class Model(Section):
         default="auto",
         description="attention implementation; auto: static (one function for all engines) where the model takes it",
     )
+    experts: Literal["auto", "dense", "batched_mm", "grouped_mm"] = Field(
+        default="auto",
+        description="experts implementation of a mixture of experts; dense: every expert on every token, weighted, in "
+        "static shapes; batched_mm: a copy of the chosen weights per token, static too; grouped_mm: sorted by expert; "
+        "auto: dense",
+    )
+    freeze: tuple[str, ...] = Field(
+        default=(),
+        description="name patterns of parameters (or of modules that hold them) that don't train: no gradient, no "
+        "optimizer state; `*` stands for any text",
+        strict=False,
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> "Model":
@@ -92,6 +104,12 @@ class Train(Section):
         return self
 
 
+class OptimGroup(Section):
+    match: str = Field(description="name pattern of parameters, or of modules that hold them", min_length=1)
+    lr: Float | None = Field(default=None, gt=0, description="peak learning rate of the group; null: optim.lr")
+    weight_decay: Float | None = Field(default=None, ge=0, description="of all its tensors; null: as without the group")
+
+
 class Optim(Section):
     name: Literal["adamw", "sgd"] = Field(default="adamw", description="optimizer")
     lr: Float = Field(default=3e-4, gt=0, description="peak learning rate")
@@ -112,26 +130,105 @@ class Optim(Section):
         description="floor of the schedule, as a share of lr; above 0, where XLA would recompile",
     )
     decay_ratio: Float = Field(default=0.2, gt=0, le=1, description="share of train.steps in which wsd decays")
-
-
-class Sharding(Section):
-    strategy: Literal["FULL_SHARD", "NO_SHARD"] = Field(
-        default="FULL_SHARD", description="FULL_SHARD: parameters, gradients and optimizer state; NO_SHARD: as DDP"
+    groups: tuple[OptimGroup, ...] = Field(
+        default=(),
+        description="parameters with an lr or weight decay of their own; the first that matches counts",
+        strict=False,
     )
 
 
+class Sharding(Section):
+    strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"] = Field(
+        default="FULL_SHARD",
+        description="FULL_SHARD: parameters, gradients and optimizer state (ZeRO-3); SHARD_GRAD_OP: gathered "
+        "parameters stay until backward (ZeRO-2); NO_SHARD: as DDP; HYBRID_SHARD, HYBRID_SHARD_ZERO2: the first or the "
+        "second within a replica, copies across replicas",
+    )
+    replicas: int | None = Field(
+        default=None, ge=1, description="copies of the model under HYBRID_SHARD*; null: one a host"
+    )
+    reshard_after_forward: int | None = Field(
+        default=None,
+        ge=2,
+        description="after forward keep parameters sharded over this many devices only, as a middle way between "
+        "FULL_SHARD and SHARD_GRAD_OP; null: as the strategy says",
+    )
+    wrap: Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"] = Field(
+        default="TRANSFORMER_BASED_WRAP",
+        description="what is a unit, gathered and freed together: the model's layers; modules of min_num_params; "
+        "nothing but the whole model",
+    )
+    wrap_classes: tuple[str, ...] = Field(
+        default=(), description="module classes that are units instead of the model's own layers", strict=False
+    )
+    wrap_modules: tuple[str, ...] = Field(
+        default=(), description="name patterns of further modules that are units of their own", strict=False
+    )
+    min_num_params: int | None = Field(
+        default=None, ge=1, description="parameters that a module needs to be a unit under SIZE_BASED_WRAP"
+    )
+    forward_prefetch: int = Field(
+        default=0, ge=0, description="units that are gathered ahead in forward; 0: as the engine does by itself"
+    )
+    backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"] = Field(
+        default="BACKWARD_PRE",
+        description="when the next units are gathered in backward: before the current one's gradients, after them, or "
+        "when they are needed",
+    )
+    backward_prefetch_units: int = Field(default=1, ge=1, description="units that are gathered ahead in backward")
+
+
+DType = Literal["float32", "bfloat16", "float16"]
+
+
 class Precision(Section):
-    master: Literal["float32"] = Field(default="float32", description="dtype in which weights and optimizer state rest")
-    compute: Literal["float32", "bfloat16"] = Field(default="float32", description="dtype of forward and backward")
+    master: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="dtype in which weights and optimizer state rest"
+    )
+    compute: DType = Field(default="float32", description="dtype of forward and backward")
     reduce: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",
         description="dtype in which gradients are summed over devices; auto: float32 where the engine can",
     )
+    output: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto", description="dtype of the logits that the loss takes; auto: as the head gives them"
+    )
+    modules: dict[str, DType] = Field(
+        default={},
+        description="name pattern of modules -> their compute dtype: norms, a router, the head in float32; the first "
+        "that matches counts",
+    )
+    matmul: Literal["highest", "high", "default"] = Field(
+        default="highest",
+        description="what a float32 matrix product may be made of; highest: float32; high: TF32 on GPUs, three "
+        "bfloat16 passes on TPUs; default: the device's fastest",
+    )
 
 
 class Memory(Section):
-    gradient_checkpointing: Literal["none", "full"] = Field(
-        default="none", description="recompute activations in backward; full: of every unit"
+    gradient_checkpointing: Literal["none", "full", "selective"] = Field(
+        default="none",
+        description="recompute activations in backward; full: of every layer; selective: of every memory.every-th, or "
+        "all but the outputs of memory.save_ops",
+    )
+    every: int | None = Field(
+        default=None, ge=1, description="selective: every n-th layer is recomputed, from the first on"
+    )
+    save_ops: tuple[Literal["matmul", "attention"], ...] = Field(
+        default=(), description="selective: classes of operations whose outputs are kept in every layer", strict=False
+    )
+    cpu_offload: bool = Field(
+        default=False, description="parameters, gradients and optimizer state rest in host memory"
+    )
+
+
+class Compile(Section):
+    enabled: bool = Field(default=False, description="torch.compile of each layer; XLA compiles in any case")
+    backend: Literal["inductor", "aot_eager", "eager"] = Field(
+        default="inductor", description="torch.compile's backend; inductor needs a GPU here"
+    )
+    scan_layers: bool = Field(
+        default=False, description="XLA: one program for all layers, looped, instead of a copy for each"
     )
 
 
@@ -154,4 +251,5 @@ class Config(Section):
     sharding: Sharding = Sharding()
     precision: Precision = Precision()
     memory: Memory = Memory()
+    compile: Compile = Compile()
     checkpoint: Checkpoint = Checkpoint()

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from portable_fsdp.config import schema
+from portable_fsdp.config.patterns import matching
 from portable_fsdp.models.attention import register
 from portable_fsdp.models.loss import attach_loss
 from portable_fsdp.models.weights import PretrainedWeights, RandomWeights, Slices, fill_buffers
-from portable_fsdp.models.wrap import find_units
 from portable_fsdp.runtime.errors import ConfigError
 
 
@@ -37,28 +37,37 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A model on meta (its buffers are real, on the host), its units, its weights, and its transformers config.
+    """A model on meta (its buffers are real, on the host), its weights, and its transformers config.
 
     The config is as it was given: with the dropout and the cache that training switches off.
     """
 
     model: nn.Module
-    units: tuple[str, ...]
     fill: Callable[[str, Slices], Tensor]
     config: dict[str, Any]
     size: ModelSize
 
 
-def build_model(model: schema.Model, *, seed: int, seq_len: int, vocabulary: int) -> BuiltModel:
+def build_model(
+    model: schema.Model,
+    precision: schema.Precision | None = None,
+    *,
+    seed: int,
+    seq_len: int,
+    vocabulary: int,
+) -> BuiltModel:
     """Build the causal language model that the config names, ready to be sharded.
 
     Args:
         model: the config's section.
+        precision: the config's section; None: its defaults. Weights rest in `master`, and the loss takes logits in
+            `output`; what happens between is the backend's.
         seed: of the initial weights; not used with `model.pretrained`.
         seq_len: tokens in a row, which the model's positions must hold.
         vocabulary: ids of the tokenizer, which the model's embedding must hold.
 
-    The parameters' dtype is float32. Raises ConfigError where the config doesn't name a model that fits.
+    Parameters that `model.freeze` names have no `requires_grad`. Raises ConfigError where the config doesn't name a
+    model that fits, or a pattern names nothing in it.
     """
     # transformers and accelerate would import torch_xla wherever it is installed; we choose the engine ourselves.
     os.environ.setdefault("USE_TORCH_XLA", "0")
@@ -79,7 +88,10 @@ def build_model(model: schema.Model, *, seed: int, seq_len: int, vocabulary: int
                 buffer.copy_(weights(name, tuple(slice(0, size) for size in buffer.shape)))
     attach_loss(built)
     built.train()
-    return BuiltModel(built, find_units(built), weights, as_given, _size(built))
+    for pattern in model.freeze:
+        for name in matching("model.freeze", pattern, [name for name, _ in built.named_parameters()]):
+            built.get_parameter(name).requires_grad_(False)
+    return BuiltModel(built, weights, as_given, _size(built))
 
 
 # ------------------------------------------------------------------------------------------------ the architecture

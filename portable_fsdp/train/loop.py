@@ -30,6 +30,7 @@ from portable_fsdp.metrics.flops import model_flops_per_token, peak_flops
 from portable_fsdp.metrics.meter import Meter
 from portable_fsdp.metrics.sinks import EventsFile, MetricsFile
 from portable_fsdp.models.build import BuiltModel, build_model
+from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dtype
 from portable_fsdp.optim.optimizer import make_optimizer, parameter_groups
 from portable_fsdp.optim.schedule import check_schedule, learning_rate
 from portable_fsdp.runtime.errors import EXIT_FINISHED, EXIT_STOPPED, CheckpointError, ConfigError, TrainingError
@@ -56,18 +57,21 @@ def train(config: Config, *, device: str = "auto", backend: str = "auto", num_de
         _check_folder(Path(config.run.dir))
         if config.checkpoint.export:
             require_replaceable(_export_folder(config))
-        training = build(config, engine)
+        corpus = build_data(config.data)
+        steps = total_steps(config, len(corpus.rows))
+        check_schedule(config.optim, steps)
+        training = build(config, engine, corpus.tokenizer.vocab_size)
         checkpoints = _checkpoints(config, engine, training)
         start, position, checkpoint = _resume(config, training, checkpoints)
-        records = Records(config, engine, training)
+        records = Records(config, engine, training.built, steps)
         records.begin(start)
-        last = min(training.steps, config.train.stop_at or training.steps)
+        last = min(steps, config.train.stop_at or steps)
         if start >= last:
             log.info("step %d of %d is saved already: nothing left to train", start, last)
-        stopped = _loop(config, engine, training, checkpoints, records, stop, start, last, position)
+        stopped = _loop(config, engine, corpus, training, checkpoints, records, stop, start, last, position)
         if config.checkpoint.export and not stopped:
             newest = step_folder(_checkpoint_folder(config), last) if last > start else checkpoint
-            _export(config, engine, training, newest)
+            _export(config, engine, corpus, newest)
         return EXIT_STOPPED if stopped else EXIT_FINISHED
 
 
@@ -87,44 +91,57 @@ def _check_folder(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Training:
-    """What a step needs, laid out on the engine. The planner builds the same."""
+    """What a step needs, laid out on the engine. The planner and the tests build the same."""
 
-    corpus: Corpus
     built: BuiltModel
     model: nn.Module
     optimizer: torch.optim.Optimizer
     step: Step
     accumulation: int  # micro batches in a step
-    steps: int  # optimizer updates in the whole run
 
 
-def build(config: Config, backend: Backend) -> Training:
-    """Corpus, model, optimizer and step, in that order; writes nothing. *collective*"""
+def build(config: Config, backend: Backend, vocabulary: int, *, fill: bool = True) -> Training:
+    """Model, optimizer and step, in that order; writes nothing. *collective*
+
+    `vocabulary`: ids of the tokenizer. Without `fill` the weights are placeholders that hold no memory.
+    """
     accumulation = check_batch(config, backend.data_parallel_size)
-    corpus = build_data(config.data)
-    steps = total_steps(config, len(corpus.rows))
-    check_schedule(config.optim, steps)
     built = build_model(
         config.model,
+        config.precision,
         seed=config.run.seed,
         seq_len=config.data.seq_len,
-        vocabulary=corpus.tokenizer.vocab_size,
+        vocabulary=vocabulary,
     )
-    shapes = {fqn: tuple(parameter.shape) for fqn, parameter in built.model.named_parameters()}
-    model = backend.shard_model(built.model, shard_policy(config, built.units), built.fill)
+    shapes = {fqn: tuple(weight.shape) for fqn, weight in built.model.named_parameters() if weight.requires_grad}
+    model = backend.shard_model(built.model, shard_policy(config, built.model), built.fill if fill else None)
     optimizer = backend.build_optimizer(make_optimizer(config.optim), parameter_groups(shapes, config.optim))
     step = train_step(backend, model, optimizer, accumulation=accumulation, max_grad_norm=config.train.max_grad_norm)
-    return Training(corpus, built, model, optimizer, step, accumulation, steps)
+    return Training(built, model, optimizer, step, accumulation)
 
 
-def shard_policy(config: Config, units: tuple[str, ...]) -> ShardPolicy:
-    """The config's words as plain values."""
-    reduce = config.precision.reduce
+def shard_policy(config: Config, model: nn.Module) -> ShardPolicy:
+    """The config's words as plain values for this model; raises ConfigError for a name that the model doesn't have."""
+    sharding, precision, memory = config.sharding, config.precision, config.memory
+    layers = find_layers(model, sharding)
+    selective = memory.gradient_checkpointing == "selective"
+    every = (memory.every or 1) if selective else 1
     return ShardPolicy(
-        units=units,
-        compute=DTYPES[config.precision.compute],
-        reduce=DTYPES["float32" if reduce == "auto" else reduce],
-        gradient_checkpointing=config.memory.gradient_checkpointing == "full",
+        units=find_units(model, sharding),
+        layers=layers,
+        compute=DTYPES[precision.compute],
+        reduce=DTYPES["float32" if precision.reduce == "auto" else precision.reduce],
+        modules={name: DTYPES[dtype] for name, dtype in modules_of_own_dtype(model, precision).items()},
+        recompute=() if memory.gradient_checkpointing == "none" else layers[::every],
+        save_ops=memory.save_ops if selective else (),
+        reshard_after_forward=sharding.reshard_after_forward
+        or sharding.strategy not in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"),
+        forward_prefetch=sharding.forward_prefetch,
+        backward_prefetch=sharding.backward_prefetch,
+        backward_prefetch_units=sharding.backward_prefetch_units,
+        cpu_offload=memory.cpu_offload,
+        compile_backend=config.compile.backend if config.compile.enabled else None,
+        scan_layers=config.compile.scan_layers,
     )
 
 
@@ -183,6 +200,7 @@ class _InFlight:
 def _loop(
     config: Config,
     backend: Backend,
+    corpus: Corpus,
     training: Training,
     checkpoints: Checkpoints,
     records: "Records",
@@ -192,25 +210,27 @@ def _loop(
     position: Position,
 ) -> bool:
     """Steps `start + 1` to `last`; True where a request ended them early. The last one run is saved."""
+    rows = len(corpus.rows)
+    steps = total_steps(config, rows)
     with Batches(
-        training.corpus.rows,
+        corpus.rows,
         seed=config.run.seed,
         global_batch=config.train.global_batch,
         shard=(backend.data_shard.index, backend.data_shard.count),
         accumulation=training.accumulation,
-        start=position.samples(len(training.corpus.rows)),
+        start=position.samples(rows),
     ) as batches:
         in_flight: _InFlight | None = None
         for step in range(start + 1, last + 1):
             began = time.perf_counter()
-            lr = learning_rate(config.optim, step, training.steps)
+            lr = learning_rate(config.optim, step, steps)
             placed = [backend.place(_with_stop(batch, stop)) for batch in next(batches)]
             previous, in_flight = in_flight, _InFlight(step, lr, began, backend.fetch(training.step(placed, lr)))
             stopping = previous is not None and records.report(previous, until=began)
             if stopping or step == last or step % (config.checkpoint.every or last) == 0:
                 stopping = records.report(in_flight) or stopping
                 in_flight = None
-                consumed = Position.after(batches.consumed, len(training.corpus.rows))
+                consumed = Position.after(batches.consumed, rows)
                 since = time.perf_counter()
                 path = _save(checkpoints, step, training, consumed)
                 records.saved(step, path, time.perf_counter() - since)
@@ -232,11 +252,11 @@ def _with_stop(batch: Batch, stop: StopRequest) -> Batch:
     return {**batch, "stop": torch.full_like(batch["tokens"], float(stop.requested))}
 
 
-def _export(config: Config, backend: Backend, training: Training, checkpoint: Path | None) -> None:
+def _export(config: Config, backend: Backend, corpus: Corpus, checkpoint: Path | None) -> None:
     failure = None
     if backend.process.index == 0 and checkpoint is not None:
         try:
-            export_huggingface(checkpoint, _export_folder(config), training.corpus.tokenizer.save)
+            export_huggingface(checkpoint, _export_folder(config), corpus.tokenizer.save)
             log.info("exported %s to %s", checkpoint, _export_folder(config))
         except (OSError, CheckpointError) as error:
             failure = f"checkpoint.export: {error}"
@@ -257,11 +277,12 @@ def _export_folder(config: Config) -> Path:
 class Records:
     """What a run says of itself: metrics.jsonl, events.jsonl, config.yaml, the console. Process 0 writes."""
 
-    def __init__(self, config: Config, backend: Backend, training: Training) -> None:
-        size = training.built.size
+    def __init__(self, config: Config, backend: Backend, built: BuiltModel, steps: int) -> None:
+        size = built.size
         self._config = config
         self._backend = backend
-        self._training = training
+        self._size = size
+        self._steps = steps
         self._folder = Path(config.run.dir)
         self._writes = backend.process.index == 0
         self._tokens = config.train.global_batch * config.data.seq_len
@@ -301,8 +322,8 @@ class Records:
             backend.data_parallel_size,
             backend.device_name,
             backend.process.count,
-            f"{self._training.built.size.parameters:,}",
-            self._training.steps,
+            f"{self._size.parameters:,}",
+            self._steps,
             f"{self._tokens:,}",
         )
 

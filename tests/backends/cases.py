@@ -41,25 +41,28 @@ class Case:
     reduce: str = "auto"
     checkpointing: str = "none"
     seed: int = 7
+    settings: dict[str, Any] = field(default_factory=lambda: {})  # any other key, dotted: {"model.freeze": [...]}
 
     def config(self, devices: int) -> Config:
-        return Config.model_validate(
-            {
-                "run": {"seed": self.seed},
-                "model": {"architecture": ARCHITECTURES[self.model]},
-                "data": {"seq_len": SEQ_LEN},
-                "train": {
-                    "steps": self.steps,
-                    "global_batch": GLOBAL_BATCH,
-                    "micro_batch": self.micro_batch or GLOBAL_BATCH // devices,
-                    "max_grad_norm": self.max_grad_norm,
-                },
-                "optim": {"schedule": "cosine", "warmup_steps": 3, **self.optim},
-                "sharding": {"strategy": self.strategy},
-                "precision": {"compute": self.compute, "reduce": self.reduce},
-                "memory": {"gradient_checkpointing": self.checkpointing},
-            }
-        )
+        values: dict[str, dict[str, Any]] = {
+            "run": {"seed": self.seed},
+            "model": {"architecture": ARCHITECTURES[self.model]},
+            "data": {"seq_len": SEQ_LEN},
+            "train": {
+                "steps": self.steps,
+                "global_batch": GLOBAL_BATCH,
+                "micro_batch": self.micro_batch or GLOBAL_BATCH // devices,
+                "max_grad_norm": self.max_grad_norm,
+            },
+            "optim": {"schedule": "cosine", "warmup_steps": 3, **self.optim},
+            "sharding": {"strategy": self.strategy},
+            "precision": {"compute": self.compute, "reduce": self.reduce},
+            "memory": {"gradient_checkpointing": self.checkpointing},
+        }
+        for key, value in self.settings.items():
+            section, _, name = key.partition(".")
+            values.setdefault(section, {})[name] = value
+        return Config.model_validate(values)
 
 
 class CaseRows:

@@ -10,14 +10,11 @@ from cases import GLOBAL_BATCH, SEQ_LEN, Case, CaseRows
 from portable_fsdp.backends.base import Backend, TensorState, parameter_places
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.checkpoint.manager import Checkpoints
-from portable_fsdp.config.load import check_batch
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.batches import Batches
 from portable_fsdp.models.build import build_model
-from portable_fsdp.optim.optimizer import make_optimizer, parameter_groups
 from portable_fsdp.optim.schedule import learning_rate
-from portable_fsdp.train.loop import shard_policy
-from portable_fsdp.train.step import train_step
+from portable_fsdp.train.loop import build
 
 Pieces = dict[str, tuple[tuple[int, ...], str, list[tuple[tuple[int, ...], torch.Tensor]]]]
 
@@ -46,21 +43,13 @@ class Run:
 
     def __init__(self, backend: Backend, config: Config) -> None:
         self.backend, self.config = backend, config
-        built = build_model(config.model, seed=config.run.seed, seq_len=SEQ_LEN, vocabulary=256)
-        self.unwrapped_names = [name for name, _ in built.model.named_parameters(remove_duplicate=False)]
-        self.ties = sorted(sorted(_names(built.model, places)) for places in parameter_places(built.model).values())
-        self.buffers = {name: buffer.clone() for name, buffer in built.model.named_buffers()}
-        shapes = {name: tuple(p.shape) for name, p in built.model.named_parameters()}
-        self.accumulation = check_batch(config, backend.data_parallel_size)
-        self.model = backend.shard_model(built.model, shard_policy(config, built.units), built.fill)
-        self.optimizer = backend.build_optimizer(make_optimizer(config.optim), parameter_groups(shapes, config.optim))
-        self._step = train_step(
-            backend,
-            self.model,
-            self.optimizer,
-            accumulation=self.accumulation,
-            max_grad_norm=config.train.max_grad_norm,
-        )
+        unwrapped = build_model(config.model, seed=config.run.seed, seq_len=SEQ_LEN, vocabulary=256).model
+        self.unwrapped_names = [name for name, _ in unwrapped.named_parameters(remove_duplicate=False)]
+        self.ties = sorted(sorted(_names(unwrapped, places)) for places in parameter_places(unwrapped).values())
+        self.buffers = {name: buffer.clone() for name, buffer in unwrapped.named_buffers()}
+        training = build(config, backend, vocabulary=256)
+        self.model, self.optimizer, self.accumulation = training.model, training.optimizer, training.accumulation
+        self.step = training.step
 
     def train(self, first: int, last: int, stop_in: int | None = None) -> list[dict[str, float]]:
         """Steps first to last; metrics are read a step late, as the loop does."""
@@ -81,7 +70,7 @@ class Run:
                     self.backend.place({**batch, "stop": torch.full_like(batch["tokens"], stop)})
                     for batch in next(batches)
                 ]
-                previous, pending = pending, self.backend.fetch(self._step(placed, lr))
+                previous, pending = pending, self.backend.fetch(self.step(placed, lr))
                 if previous is not None:
                     out.append(previous.result())
         assert pending is not None
@@ -200,7 +189,7 @@ def host_reads(case: Case) -> dict[str, int]:
             }
         )
         with Reads():
-            metrics = run._step([batch], 1e-3)
+            metrics = run.step([batch], 1e-3)
         backend.fetch(metrics).result()
         return {"reads": Reads.count}
 

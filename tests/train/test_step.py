@@ -68,7 +68,7 @@ def run(
     settings = config(model)
     built = build_model(settings.model, seed=3, seq_len=SEQ_LEN, vocabulary=VOCABULARY)
     shapes = {fqn: tuple(parameter.shape) for fqn, parameter in built.model.named_parameters()}
-    sharded = backend.shard_model(built.model, shard_policy(settings, built.units), built.fill)
+    sharded = backend.shard_model(built.model, shard_policy(settings, built.model), built.fill)
     optimizer = backend.build_optimizer(make_optimizer(settings.optim), parameter_groups(shapes, settings.optim))
     step = train_step(backend, sharded, optimizer, accumulation=accumulation, max_grad_norm=max_grad_norm)
     return Run(built, sharded, optimizer, step)

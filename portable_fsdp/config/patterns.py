@@ -1,0 +1,33 @@
+"""Name patterns, such as `*norm*` or `model.layers.0`: each names a module or parameter, and all inside it."""
+
+import difflib
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+
+from portable_fsdp.runtime.errors import ConfigError
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether `pattern` names `name` or a module that holds it; `*` stands for any text, dots too."""
+    return any(fnmatchcase(candidate, pattern) for candidate in _with_ancestors(name))
+
+
+def matching(key: str, pattern: str, names: Iterable[str]) -> list[str]:
+    """The names that `pattern` takes, in their order; raises ConfigError, which names `key`, where it takes none."""
+    names = list(names)
+    found = [name for name in names if matches(pattern, name)]
+    if not found:
+        known = sorted({candidate for name in names for candidate in _with_ancestors(name)})
+        near = difflib.get_close_matches(pattern, known, n=3) or names[:3]
+        raise ConfigError(
+            f"{key}: expected a pattern that names something in the model, found {pattern!r}, which names nothing.\n"
+            f"  nearest: {', '.join(near)}. Nothing was started."
+        )
+    return found
+
+
+def _with_ancestors(name: str) -> Iterator[str]:
+    """`a.b.weight`, `a.b`, `a`."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
