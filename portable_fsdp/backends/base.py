@@ -97,6 +97,13 @@ class ShardPolicy:
     scan_layers: bool = False
 
 
+class Traffic(NamedTuple):
+    """How often a kind of collective runs in a step, and the bytes of the full tensors that it gathers or reduces."""
+
+    calls: int
+    bytes: int
+
+
 class Pending(ABC):
     """Metrics on their way to the host."""
 
@@ -187,6 +194,14 @@ class Backend(ABC):
     @abstractmethod
     def compilations(self) -> int:
         """Train-step programs compiled so far."""
+
+    @property
+    @abstractmethod
+    def collectives(self) -> dict[str, Traffic] | None:
+        """all_gather, reduce_scatter, all_reduce, ... -> traffic of one step, counted while the first one ran.
+
+        None before it, and where the engine doesn't tell.
+        """
 
     @abstractmethod
     def memory(self) -> MemoryStats | None:

@@ -35,6 +35,7 @@ from portable_fsdp.backends.base import (
     Slices,
     T,
     TensorState,
+    Traffic,
     name_groups,
     optimizer_state_twins,
     persistent_buffers,
@@ -214,6 +215,10 @@ class NativeBackend(Backend):
     @property
     def compilations(self) -> int:
         return 0
+
+    @property
+    def collectives(self) -> dict[str, Traffic] | None:
+        return None
 
     def memory(self) -> MemoryStats:
         if self.device.type == "cuda":

@@ -38,6 +38,7 @@ from portable_fsdp.backends.base import (
     Slices,
     T,
     TensorState,
+    Traffic,
     name_groups,
     optimizer_state_twins,
     parameter_places,
@@ -281,6 +282,10 @@ class XlaBackend(Backend):
     @property
     def compilations(self) -> int:
         return self._compilations
+
+    @property
+    def collectives(self) -> dict[str, Traffic] | None:
+        return None
 
     def memory(self) -> MemoryStats | None:
         if os.environ["PJRT_DEVICE"] == "CPU":

@@ -28,6 +28,7 @@ from portable_fsdp.backends.base import (
     Read,
     ShardPolicy,
     TensorState,
+    Traffic,
 )
 from portable_fsdp.checkpoint.manager import Checkpoints
 
@@ -117,6 +118,10 @@ class PlainBackend(Backend):
         raise NotImplementedError
 
     def fetch(self, metrics: Metrics) -> Pending:
+        raise NotImplementedError
+
+    @property
+    def collectives(self) -> dict[str, Traffic] | None:
         raise NotImplementedError
 
     def memory(self) -> MemoryStats:
