@@ -1,11 +1,13 @@
 """Native: FSDP2 (`fully_shard`), one process per device. gloo on CPU, NCCL on CUDA.
 
-The order in which techniques apply reads top to bottom in `shard_model`: gradient checkpointing inside a unit,
-units, the root around them, gradients as sums, then memory and weights.
+`shard_model` reads top to bottom: the units (`native_units.py`), what is gathered ahead (`native_prefetch.py`), then
+memory and weights. With `memory.cpu_offload` parameters, gradients and optimizer state rest on the host: FSDP2 copies
+shards to the device to gather them, and reduced gradients back, and the optimizer runs on the host.
 """
 
 import os
 import resource
+import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,10 +17,10 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from portable_fsdp.backends.base import (
     Backend,
@@ -42,12 +44,20 @@ from portable_fsdp.backends.base import (
     rows_of_shard,
     whole,
 )
-from portable_fsdp.config.load import check_batch
+from portable_fsdp.backends.native_prefetch import Prefetch
+from portable_fsdp.backends.native_units import shard_units
 from portable_fsdp.config.schema import Config
+from portable_fsdp.config.support import require_supported
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.process import detect_launch
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # torch's own default, for the first step as for a slow save
+COLLECTIVES = {  # in the words of torch -> of the contract
+    "c10d::_allgather_base_": "all_gather",
+    "c10d::_reduce_scatter_base_": "reduce_scatter",
+    "c10d::allreduce_": "all_reduce",
+}
+MATMUL = {"highest": "highest", "high": "high", "default": "medium"}  # in the words of torch
 
 
 class _HostCopy(Pending):
@@ -69,67 +79,40 @@ class NativeBackend(Backend):
 
     def __init__(self, device: str, config: Config, num_devices: int | None) -> None:
         launch = detect_launch(os.environ)
-        self._check(device, config, num_devices, launch.world_size, launch.local_rank)
+        self._owns_group = not dist.is_initialized()
+        count = launch.world_size if self._owns_group else dist.get_world_size()
+        hosts = max(1, count // int(os.environ.get("LOCAL_WORLD_SIZE", count)))
+        _check_launch(device, num_devices, count, launch.local_rank)
+        require_supported(config, engine="native", device=device, devices=count, hosts=hosts)
         self.device = torch.device(device, launch.local_rank) if device != "cpu" else torch.device("cpu")
         self.device_name = device
         if device == "cuda":
             torch.cuda.set_device(self.device)
             self.device_name = torch.cuda.get_device_name(self.device)
-        self._owns_group = not dist.is_initialized()
         if self._owns_group:
             _init_process_group(device, self.device, launch.kind == "plain")
         self.process = Part(dist.get_rank(), dist.get_world_size())
         self.data_shard = self.process
         self.data_parallel_size = self.process.count
         self.expected_compilations = 0
-        shards = self.process.count if config.sharding.strategy == "FULL_SHARD" else 1
-        self._mesh = init_device_mesh(
-            device, (self.process.count // shards, shards), mesh_dim_names=("replicate", "shard")
-        )
-
-    @staticmethod
-    def _check(device: str, config: Config, num_devices: int | None, world_size: int, local_rank: int) -> None:
-        if num_devices is not None and num_devices != world_size:
-            raise BackendError(
-                f"backend native: --num_devices={num_devices}, but the launcher started {world_size} process(es), and "
-                "each process has one device.\n  Leave --num_devices out under torchrun."
-            )
-        if device == "cuda" and local_rank >= torch.cuda.device_count():
-            raise BackendError(
-                f"backend native on cuda: local rank {local_rank} needs a GPU of its own, found "
-                f"{torch.cuda.device_count()}.\n  Start at most that many processes: torchrun --nproc_per_node=gpu."
-            )
-        check_batch(config, world_size)
-        if config.precision.reduce == "bfloat16" and config.precision.compute == "float32":
-            raise BackendError(
-                "backend native: precision.reduce=bfloat16 with precision.compute=float32 would lose the gradients' "
-                "precision on the way.\n  Set precision.reduce=auto, or precision.compute=bfloat16."
-            )
+        self._mesh = _mesh(device, count, _replicas(config, count, hosts))
+        self._counter = _CollectiveCounter()
+        self._first_step_is_over = False
+        self._matmul_before = _set_matmul_precision(MATMUL[config.precision.matmul])
 
     def close(self) -> None:
+        _set_matmul_precision(self._matmul_before)
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
 
     def shard_model(self, model: nn.Module, policy: ShardPolicy, fill: Fill | None) -> nn.Module:
         mesh = self._mesh["shard"] if self._mesh.size(0) == 1 else self._mesh
-        precision = MixedPrecisionPolicy(
-            param_dtype=None if policy.compute == torch.float32 else policy.compute, reduce_dtype=policy.reduce
-        )
-        for name in policy.units:
-            unit = model.get_submodule(name)
-            if name in policy.recompute:
-                _recompute(unit)
-            fully_shard(unit, mesh=mesh, mp_policy=precision)
-        fully_shard(model, mesh=mesh, mp_policy=precision)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                # C1: gradients are summed, never averaged. The factor alone fails on gloo ("PREMUL_SUM").
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
-        self._root = cast(FSDPModule, model)
-        _materialise(model, self.device)
+        links = shard_units(model, policy, mesh)
+        self._prefetch = Prefetch(links, policy)
+        self._root = links[0].unit
         if fill is None:
             return model
+        _materialise(model, self.device, torch.device("cpu") if policy.cpu_offload else self.device)
         with torch.no_grad():
             for fqn, parameter in model.named_parameters():
                 slices = self._slices(parameter)
@@ -151,7 +134,11 @@ class NativeBackend(Backend):
                     if twin.shape == parameter.shape
                     else torch.zeros(twin.shape, dtype=twin.dtype, device=counts_on)
                 )
+        optimizer.register_step_post_hook(self._note_step)
         return optimizer
+
+    def _note_step(self, *_: Any) -> None:
+        self._first_step_is_over = True
 
     def place(self, batch: Batch) -> Batch:
         if self.device.type == "cpu":
@@ -160,22 +147,34 @@ class NativeBackend(Backend):
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in pinned.items()}
 
     def compile(self, fn: Callable[..., Metrics], name: str) -> Callable[..., Metrics]:
-        return fn
+        def counted(*args: Any) -> Metrics:
+            if self._first_step_is_over:
+                return fn(*args)
+            with self._counter:
+                return fn(*args)
+
+        return counted
 
     @contextmanager
     def accumulate(self, last: bool) -> Generator[None]:
         # Shards are reduced in every micro batch: keeping unsharded gradients until the last one would undo FULL_SHARD.
         # Replicas are reduced once, in the last one.
         self._root.set_requires_all_reduce(last)
+        self._prefetch.before_forward()
         yield
 
     def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
-        parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm([cast(Tensor, parameter.grad) for parameter in parameters])
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
+        # On local shards, in float32, and reduced on the device: with cpu_offload gradients lie on the host.
+        gradients = [_local(p.grad) for p in model.parameters() if p.grad is not None]
+        norms = cast(list[Tensor], cast(Any, torch)._foreach_norm(gradients, 2, torch.float32))
+        squared = torch.stack(norms).to(self.device).square().sum()
+        shard = self._mesh["shard"]
+        if shard.size() > 1:
+            dist.all_reduce(squared, group=shard.get_group())
+        norm = squared.sqrt()
         if limit is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+            scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
+            _scale(gradients, scale)
         return norm
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -218,7 +217,7 @@ class NativeBackend(Backend):
 
     @property
     def collectives(self) -> dict[str, Traffic] | None:
-        return None
+        return dict(self._counter.traffic) if self._first_step_is_over else None
 
     def memory(self) -> MemoryStats:
         if self.device.type == "cuda":
@@ -258,23 +257,83 @@ def _init_process_group(device: str, where: torch.device, alone: bool) -> None:
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=bound)
 
 
-def _recompute(unit: nn.Module) -> None:
-    """Gradient checkpointing of a unit, inside its FSDP hooks; by its forward, so that no wrapper changes a name."""
-    forward = unit.forward
+def _set_matmul_precision(precision: str) -> str:
+    """Set torch's float32 matmul precision of this process; returns the one before."""
+    with warnings.catch_warnings():
+        # torch 2.9 names a newer setting, which inductor of 2.9 can't read; this one holds for every torch since.
+        warnings.filterwarnings(
+            "ignore", message="Please use the new API settings to control TF32", category=UserWarning
+        )
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision(precision)
+    return before
 
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
-    unit.forward = recomputed
+def _replicas(config: Config, devices: int, hosts: int) -> int:
+    """Copies of the model: one under FULL_SHARD, one a device under NO_SHARD, one a host between."""
+    if config.sharding.strategy == "NO_SHARD":
+        return devices
+    if config.sharding.strategy in ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2"):
+        return config.sharding.replicas or hosts
+    return 1
 
 
-def _materialise(model: nn.Module, device: torch.device) -> None:
-    """Memory for the parameters (on meta until now); buffers are moved with their values."""
+def _mesh(device: str, devices: int, replicas: int) -> DeviceMesh:
+    return init_device_mesh(device, (replicas, devices // replicas), mesh_dim_names=("replicate", "shard"))
+
+
+def _check_launch(device: str, num_devices: int | None, world_size: int, local_rank: int) -> None:
+    if num_devices is not None and num_devices != world_size:
+        raise BackendError(
+            f"backend native: --num_devices={num_devices}, but the launcher started {world_size} process(es), and "
+            "each process has one device.\n  Leave --num_devices out under torchrun."
+        )
+    if device == "cuda" and local_rank >= torch.cuda.device_count():
+        raise BackendError(
+            f"backend native on cuda: local rank {local_rank} needs a GPU of its own, found "
+            f"{torch.cuda.device_count()}.\n  Start at most that many processes: torchrun --nproc_per_node=gpu."
+        )
+
+
+class _CollectiveCounter(TorchDispatchMode):
+    """Counts the collectives that run inside it, in backward too: autograd's threads inherit the mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.traffic: dict[str, Traffic] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # else torch.compile would run its first step eagerly
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kind = COLLECTIVES.get(func._schema.name)
+        if kind is not None:
+            before = self.traffic.get(kind, Traffic(0, 0))
+            full = max(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+            self.traffic[kind] = Traffic(before.calls + 1, before.bytes + full)
+        return func(*args, **(kwargs or {}))
+
+
+def _materialise(model: nn.Module, device: torch.device, rest_on: torch.device) -> None:
+    """Memory for the parameters (on meta until now) where they rest; buffers move to the device with their values."""
 
     def give(tensor: Tensor) -> Tensor:
-        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+        return torch.empty_like(tensor, device=rest_on) if tensor.is_meta else tensor.to(device)
 
     cast(Any, model)._apply(give)
+
+
+def _scale(tensors: list[Tensor], factor: Tensor) -> None:
+    """In place. On CPU torch's product of a list with a tensor would read the tensor's value."""
+    if tensors[0].is_cuda:
+        cast(Any, torch)._foreach_mul_(tensors, factor)
+        return
+    factor = factor.to(tensors[0].device)
+    for tensor in tensors:
+        tensor.mul_(factor)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ class _Engine:
 _ENGINES = {
     "native": _Engine("portable_fsdp.backends.native", "NativeBackend", "torch", ""),
     "xla": _Engine("portable_fsdp.backends.xla", "XlaBackend", "torch_xla", "[xla]"),
+    "xla_fsdp1": _Engine("portable_fsdp.backends.xla_fsdp1", "XlaFsdp1Backend", "torch_xla", "[xla]"),
 }
 DEVICES = ("auto", "cpu", "cuda", "tpu")
 BACKENDS = ("auto", *_ENGINES)
@@ -34,9 +35,9 @@ def resolve(device: str, backend: str) -> tuple[str, str]:
         raise BackendError(f"--device={device}: expected one of {', '.join(DEVICES)}.")
     if backend not in BACKENDS:
         raise BackendError(f"--backend={backend}: expected one of {', '.join(BACKENDS)}.")
-    if backend == "xla" and device == "cuda":
+    if backend in ("xla", "xla_fsdp1") and device == "cuda":
         raise BackendError(
-            "backend xla on cuda: torch_xla dropped its CUDA support with release 2.8.\n"
+            f"backend {backend} on cuda: torch_xla dropped its CUDA support with release 2.8.\n"
             "  Use --backend=native (FSDP2 on NCCL) on GPUs; the config and the checkpoints are the same."
         )
     if backend == "auto":
@@ -67,7 +68,12 @@ def open_backend(
 
 
 def local_processes(device: str, backend: str, num_devices: int | None) -> int:
-    """Processes that a plain start needs on this host: one per device under native, one in all under xla."""
+    """Processes that a plain start needs on this host: one in all under xla, one per device under the others.
+
+    PJRT's CPU devices can't talk across processes: on CPU xla_fsdp1 has one.
+    """
+    if backend == "xla_fsdp1" and device == "tpu":
+        return _tpu_chips()
     if backend != "native":
         return 1
     return num_devices or (_cuda_devices() if device == "cuda" else 1)

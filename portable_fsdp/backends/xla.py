@@ -1,8 +1,7 @@
 """XLA: torch_xla SPMD. One process drives all devices of its host; the program is global, XLA partitions it.
 
-`shard_model` reads top to bottom: what a unit does to its forward (cast, recompute, mark its output), then weights,
-uploaded shard by shard. Environment variables that torch_xla reads at import are set here, before it is imported;
-nothing else of the package imports it.
+`shard_model` reads top to bottom: what a block does to its forward (`xla_forward`, `xla_scan`), then weights, uploaded
+shard by shard. Environment variables that torch_xla reads at import are set here, before it is imported.
 """
 
 # Parameters are replaced in a module's own tables, and shards are reached through torch_xla's private bridge only.
@@ -12,9 +11,10 @@ import logging
 import os
 import resource
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import psutil
@@ -32,7 +32,6 @@ from portable_fsdp.backends.base import (
     Part,
     Pending,
     Piece,
-    Place,
     Read,
     ShardPolicy,
     Slices,
@@ -46,14 +45,39 @@ from portable_fsdp.backends.base import (
     rows_of_shard,
     whole,
 )
+from portable_fsdp.backends.xla_forward import (
+    Copies,
+    Mark,
+    Use,
+    cast_weight,
+    finish_backward,
+    in_own_dtype,
+    keep_rows_split,
+    recomputed,
+    run_with,
+    uses_by_block,
+    weight_uses,
+)
+from portable_fsdp.backends.xla_scan import LayerLoop
 from portable_fsdp.config.load import check_batch
 from portable_fsdp.config.schema import Config
+from portable_fsdp.config.support import require_supported
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.process import detect_launch
 
 log = logging.getLogger("portable_fsdp")
 
 ROWS = ("replicate", "shard")  # mesh axes over which the rows of a batch go
+
+Spec = tuple[Any, ...]
+"""Of each dimension: the mesh axis, or axes, over which it is split, or None."""
+
+
+class Placeholder(NamedTuple):
+    """A tensor without memory: a handle that keeps naming it after a traced step has changed it, and its partition."""
+
+    handle: Tensor
+    spec: Spec
 
 
 class _OnDevice(Pending):
@@ -72,7 +96,6 @@ class XlaBackend(Backend):
     name = "xla"
 
     def __init__(self, device: str, config: Config, num_devices: int | None) -> None:
-        _check(config)
         _check_launch(device)
         _set_environment(device, num_devices)
         import torch_xla
@@ -96,56 +119,121 @@ class XlaBackend(Backend):
         self.expected_compilations = 1 if self._accumulation == 1 else 2
         # Global numbers, in the order in which shards are given: a host's own need not follow one another.
         self._local_devices = [int(name.split(":")[1]) for name in self._bridge._xla_get_runtime_devices()]
-        self._shards = count if config.sharding.strategy == "FULL_SHARD" else 1
-        self._mesh: Any = spmd.Mesh(np.arange(count), (count // self._shards, self._shards), ROWS)
+        require_supported(config, engine="xla", device=device, devices=count, hosts=self.process.count)
+        self._shards = count // _replicas(config, count, self.process.count)
+        self.mesh: Any = spmd.Mesh(np.arange(count), (count // self._shards, self._shards), ROWS)
+        self.placeholders: list[Placeholder] | None = None  # instead of tensors, after shard_model(fill=None)
+        self._copies = self._new_copies(keep=False)
+        self._matmul = self._bridge._xla_get_mat_mul_precision()
+        self._bridge._xla_set_mat_mul_precision(config.precision.matmul)
         self._compilations = 0
         self._owns_group = self.process.count > 1 and not dist.is_initialized()
         if self._owns_group:
             dist.init_process_group("gloo", init_method="xla://")
 
     def close(self) -> None:
-        self._xla.sync(wait=True)
+        if self.placeholders is None:  # there is nothing to wait for, and what was traced can't run
+            self._xla.sync(wait=True)
+        self._bridge._xla_set_mat_mul_precision(self._matmul)
         if self._owns_group:
             dist.destroy_process_group()
 
     # ------------------------------------------------------------------------------------------- model, optimizer
 
     def shard_model(self, model: nn.Module, policy: ShardPolicy, fill: Fill | None) -> nn.Module:
-        assert fill is not None
-        _check_model(model)
-        places = parameter_places(model)
-        for name in policy.units:
-            unit = model.get_submodule(name)
-            inside = [place for fqn in places for place in places[fqn] if fqn.startswith(f"{name}.")]
-            _cast_at_use(unit, inside, policy.compute)
-            if name in policy.recompute:
-                _recompute(unit)
-            unit.register_forward_hook(self._split_rows)
-            self._spmd.apply_backward_optimization_barrier(unit)  # else gathered weights of all units stay alive
-        outside = [
-            place
-            for fqn in places
-            for place in places[fqn]
-            if not any(fqn.startswith(f"{name}.") for name in policy.units)
-        ]
-        _cast_at_use(model, outside, policy.compute)
-        for fqn, shared in places.items():
+        self._wrap_forwards(model, policy)
+        if fill is None:
+            self.placeholders = []
+        for fqn, shared in parameter_places(model).items():
             weight = cast(Tensor, shared[0].module._parameters[shared[0].leaf])
-            uploaded = nn.Parameter(self._upload_shards(weight.shape, lambda slices, fqn=fqn: fill(fqn, slices)))
-            uploaded.requires_grad_(weight.requires_grad)
+            piece = None if fill is None else partial(fill, fqn)
+            laid_out = nn.Parameter(self._tensor(weight.shape, weight.dtype, piece), weight.requires_grad)
             for place in shared:  # one Parameter for all places: tied weights stay tied
-                place.module._parameters[place.leaf] = uploaded
+                place.module._parameters[place.leaf] = laid_out
         for module in model.modules():
             for leaf, buffer in module._buffers.items():
                 if buffer is not None:
-                    module._buffers[leaf] = self._upload_shards(buffer.shape, lambda s, b=buffer: b[s], sharded=False)
+                    module._buffers[leaf] = self._tensor(buffer.shape, buffer.dtype, buffer.__getitem__, sharded=False)
         self._model = model
         return model
 
-    def _split_rows(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        """Forward hook of a unit: its output stays split by rows, so that weights are gathered and not activations."""
-        hidden = cast(Tensor, output[0] if isinstance(output, tuple) else output)
-        self._spmd.mark_sharding(hidden, self._mesh, _by_rows(hidden))
+    def _wrap_forwards(self, model: nn.Module, policy: ShardPolicy) -> None:
+        """Innermost first: a dtype of its own, compute copies, recompute; then hooks on what the block gives."""
+        head = cast(Any, model).get_output_embeddings()
+        for name, dtype in policy.modules.items():
+            module = model.get_submodule(name)
+            module.forward = in_own_dtype(module.forward, dtype, None if module is head else policy.compute)
+        uses = weight_uses(model, policy.compute, policy.modules)
+        scanned = policy.layers if policy.scan_layers else ()
+        in_loop = [fqn for fqn in uses if any(fqn.startswith(f"{layer}.") for layer in scanned)]
+        gathers = not policy.reshard_after_forward and self._shards > 1
+        copies = self._copies = self._new_copies(keep=gathers)
+        blocks = uses_by_block({fqn: use for fqn, use in uses.items() if fqn not in in_loop}, _outside(policy, scanned))
+        if head is not None:
+            keep_rows_split(head, self._mark_rows)
+        for name, owned in blocks.items():
+            block = model.get_submodule(name)
+            block.forward = run_with(block.forward, copies, owned)
+            if name in policy.recompute:
+                trains = any(weight.requires_grad for weight in block.parameters())
+                block.forward = recomputed(block.forward, copies, trains)
+            if name in policy.units:
+                keep_rows_split(block, self._mark_rows)
+        if scanned:
+            self._loop_over(model, policy, {fqn: uses[fqn] for fqn in in_loop}, gathers)
+        else:
+            for name in policy.layers:
+                finish_backward(model.get_submodule(name), self._bridge._xla_optimization_barrier_)
+        model.forward = self._gathering(model.forward, [use for block in blocks.values() for use in block])
+
+    def _gathering(self, forward: Callable[..., Any], uses: list[Use]) -> Callable[..., Any]:
+        """The model's forward; gathered copies exist from its start until backward, or until its end without gradients."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._copies.gather_all(uses)
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                if not torch.is_grad_enabled():
+                    self._copies.release()
+
+        return run
+
+    def _new_copies(self, keep: bool) -> Copies:
+        return Copies(self._gather, self._bridge._xla_optimization_barrier_, keep)
+
+    def _gather(self, tensor: Tensor) -> Tensor:
+        return cast(Tensor, _Gathered.apply(tensor, self._mark_shards, self._mark_whole))
+
+    def _loop_over(self, model: nn.Module, policy: ShardPolicy, uses: dict[str, Use], gathers: bool) -> None:
+        if policy.recompute not in ((), policy.layers):
+            raise BackendError(
+                "backend xla: memory.every cannot be honoured with compile.scan_layers=true, which runs one program "
+                "for all layers.\n  Set memory.gradient_checkpointing=full or none, or compile.scan_layers=false."
+            )
+        mark = self._mark_whole if gathers else None
+
+        def stack(uses: Sequence[Use]) -> Tensor:
+            stacked = torch.stack([cast_weight(use) for use in uses])
+            return cast(Tensor, _Gathered.apply(stacked, partial(self._mark_shards, dim=1), mark))
+
+        def split_rows(hidden: Tensor) -> Tensor:
+            return self._spmd.xla_sharding.mark_sharding_with_gradients(hidden, self.mesh, _by_rows(hidden))
+
+        layers = {name: model.get_submodule(name) for name in policy.layers}
+        LayerLoop(layers, uses, stack, split_rows, recompute=bool(policy.recompute))
+
+    # Layouts of tensors of the step, in place.
+
+    def _mark_rows(self, tensor: Tensor) -> None:
+        self._spmd.mark_sharding(tensor, self.mesh, _by_rows(tensor))
+
+    def _mark_whole(self, tensor: Tensor) -> None:
+        self._spmd.mark_sharding(tensor, self.mesh, (None,) * tensor.dim())
+
+    def _mark_shards(self, tensor: Tensor, dim: int = 0) -> None:
+        spec = tuple("shard" if at == dim else None for at in range(tensor.dim()))
+        self._spmd.mark_sharding(tensor, self.mesh, spec)
 
     def build_optimizer(self, make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         parameters = dict(self._model.named_parameters())
@@ -154,25 +242,36 @@ class XlaBackend(Backend):
             parameter = parameters[fqn]
             for name, twin in state.items():
                 optimizer.state[parameter][name] = self._zeros(twin, like=parameter)
-            if self._accumulation > 1:
+            if self._accumulation > 1 and parameter.requires_grad:
                 # The micro-batch program adds into gradients that exist, and so is the same one every time.
                 parameter.grad = self._zeros(parameter, like=parameter)
-        self._xla.sync(wait=True)
+        if self.placeholders is None:
+            self._xla.sync(wait=True)
         return optimizer
 
     def _zeros(self, twin: Tensor, like: Tensor) -> Tensor:
         def zeros(slices: Slices) -> Tensor:
             return torch.zeros([part.stop - part.start for part in slices], dtype=twin.dtype)
 
-        return self._upload_shards(twin.shape, zeros, sharded=twin.shape == like.shape)
+        piece = None if self.placeholders is not None else zeros
+        return self._tensor(twin.shape, twin.dtype, piece, sharded=twin.shape == like.shape)
 
-    def _upload_shards(self, shape: Sequence[int], piece: Callable[[Slices], Tensor], sharded: bool = True) -> Tensor:
+    def _tensor(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        piece: Callable[[Slices], Tensor] | None,
+        sharded: bool = True,
+    ) -> Tensor:
         """A global tensor from host pieces: each device gets its rows (all rows if not sharded), and no more.
 
-        Compiles nothing. `_global_tensor_from_cpu_shards` is private: the only way found that needs no full copy.
+        Without pieces it is a placeholder. Compiles nothing. `_global_tensor_from_cpu_shards` is private: the only way
+        found that needs no full copy.
         """
         sharded = sharded and len(shape) > 0 and self._shards > 1
-        spec = ("shard", *(None for _ in shape[1:])) if sharded else tuple(None for _ in shape)
+        spec: Spec = ("shard" if sharded else None, *(None for _ in shape[1:])) if shape else ()
+        if piece is None:
+            return self._placeholder(shape, dtype, spec)
         pieces: list[Tensor] = []
         for device in self._local_devices:
             slices = self._slices(shape, device) if sharded else whole(shape)
@@ -181,7 +280,15 @@ class XlaBackend(Backend):
                 missing = -(-shape[0] // self._shards) - data.shape[0]
                 data = nn.functional.pad(data, (0, 0) * (len(shape) - 1) + (0, missing))
             pieces.append(data.contiguous())
-        return self._bridge._global_tensor_from_cpu_shards(pieces, self._mesh.get_op_sharding(spec), list(shape))
+        return self._bridge._global_tensor_from_cpu_shards(pieces, self.mesh.get_op_sharding(spec), list(shape))
+
+    def _placeholder(self, shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> Tensor:
+        from torch_xla.core.xla_builder import create_placeholder_tensor
+
+        assert self.placeholders is not None
+        tensor = cast(Tensor, create_placeholder_tensor(tuple(shape), dtype))
+        self.placeholders.append(Placeholder(tensor.clone(), spec))
+        return tensor
 
     def _slices(self, shape: Sequence[int], device: int) -> Slices:
         return (rows_of_shard(shape[0], device % self._shards, self._shards), *whole(shape)[1:])
@@ -192,11 +299,15 @@ class XlaBackend(Backend):
         return {name: self._place(tensor) for name, tensor in batch.items()}
 
     def _place(self, tensor: Tensor) -> Tensor:
-        spec = self._spmd.ShardingSpec(self._mesh, _by_rows(tensor), minibatch=self.process.count > 1)
+        if self.placeholders is not None:
+            return self._placeholder(tensor.shape, tensor.dtype, _by_rows(tensor))
+        spec = self._spmd.ShardingSpec(self.mesh, _by_rows(tensor), minibatch=self.process.count > 1)
         (placed,) = self._bridge._xla_tensors_from_aten([tensor], [str(self.device)], [spec.xla_spec(tensor)])
         return placed
 
     def compile(self, fn: Callable[..., Metrics], name: str) -> Callable[..., Metrics]:
+        if self.placeholders is not None:
+            return fn  # tracing is all that placeholders are for
         seen = 0
 
         def step(*args: Any) -> Metrics:
@@ -224,8 +335,12 @@ class XlaBackend(Backend):
         data = self._counters.metric_data("CompileTime")
         return int(data[0]) if data else 0
 
-    def accumulate(self, last: bool) -> AbstractContextManager[None]:
-        return nullcontext()  # one global program: there is no gradient that has not crossed
+    @contextmanager
+    def accumulate(self, last: bool) -> Generator[None]:
+        try:
+            yield  # one global program: there is no gradient that has not crossed
+        finally:
+            self._copies.release()
 
     def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
         parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
@@ -274,7 +389,7 @@ class XlaBackend(Backend):
         for key, (holder, name) in _holders(model, optimizer).items():
             old = holder[name]
             sharded = "devices=" in self._bridge._get_xla_sharding_spec(old)
-            new = self._upload_shards(old.shape, lambda slices, key=key: read(key, slices), sharded)
+            new = self._tensor(old.shape, old.dtype, partial(read, key), sharded)
             # Not _replace_xla_tensor: after a step has run, the next forward would still see the old values.
             old.data = new
         self._xla.sync(wait=True)
@@ -298,38 +413,47 @@ class XlaBackend(Backend):
         return MemoryStats(int(used["peak_bytes_used"]), int(used["bytes_used"]), int(used["bytes_limit"]))
 
 
-def _by_rows(tensor: Tensor) -> tuple[Any, ...]:
+class _Gathered(torch.autograd.Function):
+    """A tensor laid out as shards, then whole; its gradient as shards. Two layouts keep the gather behind a cast."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, shards: Mark, whole: Mark | None) -> Tensor:
+        ctx.shards = shards
+        sharded = tensor * 1  # a layout is given in place
+        shards(sharded)
+        if whole is None:
+            return sharded
+        gathered = sharded * 1
+        whole(gathered)
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Any) -> Any:
+        gradient = cast(Tensor, outputs[0]) * 1
+        ctx.shards(gradient)
+        return gradient, None, None
+
+
+def _by_rows(tensor: Tensor) -> Spec:
     """The partition of a tensor whose dimension 0 is rows of the batch; a scalar is everywhere."""
     return (ROWS, *(None for _ in tensor.shape[1:])) if tensor.dim() else ()
 
 
-def _check(config: Config) -> None:
-    if config.precision.reduce == "float32" and config.precision.compute != "float32":
-        raise BackendError(
-            "backend xla: precision.reduce=float32 cannot be honoured with precision.compute=bfloat16: XLA sums "
-            "gradients over devices in the compute dtype.\n  Set precision.reduce=auto (float32 where the engine can), "
-            "or precision.compute=float32, or use backend=native."
-        )
-    if config.precision.reduce == "bfloat16" and config.precision.compute == "float32":
-        raise BackendError(
-            "backend xla: precision.reduce=bfloat16 cannot be honoured with precision.compute=float32: XLA sums "
-            "gradients over devices in the compute dtype.\n  Set precision.reduce=auto, or precision.compute=bfloat16."
-        )
-    if config.model.attention in ("sdpa", "eager"):
-        raise BackendError(
-            f"backend xla: model.attention={config.model.attention} cannot be honoured: transformers then reads a mask "
-            "on the host in every step.\n  Set model.attention=auto."
-        )
+def _replicas(config: Config, devices: int, hosts: int) -> int:
+    """Copies of the model, each sharded over devices / copies."""
+    match config.sharding.strategy:
+        case "FULL_SHARD" | "SHARD_GRAD_OP":
+            return 1
+        case "NO_SHARD":
+            return devices
+        case "HYBRID_SHARD" | "HYBRID_SHARD_ZERO2":
+            return config.sharding.replicas or hosts
 
 
-def _check_model(model: nn.Module) -> None:
-    """Raises BackendError for what can't be traced: transformers sorts tokens by expert on the host."""
-    experts = [name for name, _ in model.named_modules() if name.endswith("experts")]
-    if experts:
-        raise BackendError(
-            f"backend xla: {type(model).__name__}: expected a dense model, found experts ({experts[0]}): their shapes "
-            "are known only while they run, and XLA compiles before.\n  Use --backend=native, or a dense model."
-        )
+def _outside(policy: ShardPolicy, scanned: Sequence[str]) -> list[str]:
+    """Blocks: what is a unit or runs again, save for what is in the loop over layers."""
+    blocks = {*policy.units, *policy.recompute}
+    return [name for name in blocks if not any(f"{name}.".startswith(f"{layer}.") for layer in scanned)]
 
 
 def _check_launch(device: str) -> None:
@@ -380,52 +504,6 @@ def _check_devices(device: str, num_devices: int | None, count: int) -> None:
             f"backend xla on {device}: expected --num_devices={num_devices} devices, found {count}.\n  On a TPU slice "
             "leave --num_devices out: all chips take part. In one process the number can't change after the first use."
         )
-
-
-def _cast_at_use(module: nn.Module, places: list[Place], dtype: torch.dtype) -> None:
-    """Within the module's forward its weights are copies in `dtype`, through which gradients reach the masters.
-
-    By the instance's forward and not by a wrapper, so that no name changes.
-    """
-    forward = module.forward
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with _cast(places, dtype):
-            return forward(*args, **kwargs)
-
-    module.forward = run
-
-
-@contextmanager
-def _cast(places: list[Place], dtype: torch.dtype) -> Generator[None]:
-    masters = [cast(nn.Parameter, place.module._parameters[place.leaf]) for place in places]
-    copies: dict[int, Tensor] = {}
-    for place, master in zip(places, masters, strict=True):
-        if master.dtype != dtype and master.is_floating_point():
-            copy = copies.setdefault(id(master), master.to(dtype))
-            place.module._parameters[place.leaf] = cast(nn.Parameter, copy)
-    try:
-        yield
-    finally:
-        for place, master in zip(places, masters, strict=True):
-            place.module._parameters[place.leaf] = master
-
-
-def _recompute(module: nn.Module) -> None:
-    """Gradient checkpointing by torch_xla's own: XLA would merge what torch's recomputes with the first pass."""
-    from torch_xla.utils.checkpoint import checkpoint
-
-    forward = module.forward
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        names = list(kwargs)
-
-        def positional(*values: Any) -> Any:
-            return forward(*values[: len(args)], **dict(zip(names, values[len(args) :], strict=True)))
-
-        return checkpoint(positional, *args, *kwargs.values(), use_reentrant=True, preserve_rng_state=False)
-
-    module.forward = run
 
 
 def _holders(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[dict[str, Any], str]]:

@@ -4,26 +4,21 @@ The file is composed into nodes first, so that each key keeps its line; override
 checks the whole, and what it finds is said again in the words of the schema: expected, found, where.
 """
 
-import difflib
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Union, cast, get_args, get_origin
+from typing import Any, NamedTuple, cast
 
 import yaml
-from annotated_types import Ge, Gt, Le, Lt, MinLen
-from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
-from yaml.nodes import MappingNode, Node, ScalarNode
+from pydantic import ValidationError
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
+from portable_fsdp.config.describe import Key, deepest_field, expected, key_name, nearest, shortened, typing_hint
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import ConfigError
-
-Key = tuple[str, ...]
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -145,7 +140,7 @@ class _Source:
     overrides: int = 0
 
     def add_problem(self, origin: _Origin, key: Key, text: str) -> None:
-        name = f" {_name(key)}:" if key else ""
+        name = f" {key_name(key)}:" if key else ""
         self.problems.setdefault(f"{origin.where}:{name} {text}", origin)
 
     def error(self) -> ConfigError:
@@ -154,6 +149,10 @@ class _Source:
 
     def record(self, node: Node, key: Key, origin: _Origin | None, above: tuple[Node, ...] = ()) -> None:
         """Note where `key` and all below it were written (`origin`, or the line in the file), and keys given twice."""
+        if isinstance(node, SequenceNode):
+            for index, item in enumerate(cast(list[Node], node.value)):
+                if item not in above:
+                    self.record(item, (*key, str(index)), origin, (*above, node))
         if not isinstance(node, MappingNode):
             return
         seen: dict[str, _Origin] = {}
@@ -196,7 +195,7 @@ class _Source:
             outer = inside.get(part)
             if outer is not None and not isinstance(outer, dict):
                 found = self.found(key[:depth], outer)
-                self.add_problem(origin, key, f"expected {_name(key[:depth])} to be a mapping, found {found}.")
+                self.add_problem(origin, key, f"expected {key_name(key[:depth])} to be a mapping, found {found}.")
                 return
             inside[part] = dict(cast(dict[str, Any], outer or {}))  # a copy: a YAML alias may share it with other keys
             inside = inside[part]
@@ -218,29 +217,29 @@ class _Source:
         if isinstance(value, dict):
             return "a mapping"
         if isinstance(value, list):
-            return f"the list {_shortened(repr(cast(object, value)))}"
+            return f"the list {shortened(repr(cast(object, value)))}"
         if value is None:
             return "null"
         if isinstance(value, str):
-            return _shortened(repr(value))
+            return shortened(repr(value))
         written = self.origins[key].written if key in self.origins else None
         typed = str(value) if written is None else written
         return typed
 
     def add_schema_problems(self, error: ValidationError) -> None:
         for detail in error.errors(include_url=False):
-            key, schema = _deepest_field(detail["loc"])
+            key, schema = deepest_field(detail["loc"])
             if detail["type"] in ("extra_forbidden", "invalid_key"):
                 key = tuple(str(part) for part in detail["loc"] if part != "[key]")
-                self.add_problem(self.origin(key), key, f"unknown key.\n  {_nearest(key)}.")
+                self.add_problem(self.origin(key), key, f"unknown key.\n  {nearest(key)}.")
             elif detail["type"] == "missing":
-                self.add_problem(self.origin(key), key, f"expected {_expected(schema)}, found no such key.")
+                self.add_problem(self.origin(key), key, f"expected {expected(schema)}, found no such key.")
             elif detail["type"] == "value_error":
                 self._add_section_problem(key, detail["msg"].removeprefix("Value error, "))
             else:
                 value = _value_at(self.values, key)
-                found = self.found(key, value) + _quoting_hint(schema, value)
-                self.add_problem(self.origin(key), key, f"expected {_expected(schema)}, found {found}.")
+                found = self.found(key, value) + typing_hint(schema, value)
+                self.add_problem(self.origin(key), key, f"expected {expected(schema)}, found {found}.")
 
     def _add_section_problem(self, key: Key, text: str) -> None:
         """A rule over several keys: an override inside the section is the likely cause, so it is named first."""
@@ -301,108 +300,8 @@ def _yaml_problem(error: yaml.YAMLError) -> str:
     return text + (" (YAML indents with spaces)" if "'\\t'" in text else "")
 
 
-# --- the schema in words
-
-
-def _name(key: Key) -> str:
-    return ".".join(key)
-
-
-def _shortened(text: str, limit: int = 60) -> str:
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
-
-
-def _deepest_field(location: Sequence[int | str]) -> tuple[Key, FieldInfo]:
-    """The field of the schema that a place in pydantic's report belongs to (`optim.betas` for its second number)."""
-    model: type[BaseModel] | None = Config
-    key: Key = ()
-    found = FieldInfo(annotation=Config)
-    for part in location:
-        if model is None or part not in model.model_fields:
-            break
-        key, found = (*key, str(part)), model.model_fields[str(part)]
-        model = cast(type[BaseModel], found.annotation) if _is_section(found.annotation) else None
-    return key, found
-
-
-def _is_section(annotation: object) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
-
-
-def _fields(model: type[BaseModel] = Config, above: Key = ()) -> Iterator[tuple[Key, FieldInfo]]:
-    for name, info in model.model_fields.items():
-        yield (*above, name), info
-        if _is_section(info.annotation):
-            yield from _fields(cast(type[BaseModel], info.annotation), (*above, name))
-
-
-def _nearest(key: Key) -> str:
-    """The valid key that an unknown one probably means, or the valid keys in its place."""
-    fields = dict(_fields())
-    siblings = [known for known in fields if known[:-1] == key[:-1]]
-    same_name = [known for known in fields if known[-1] == key[-1]]
-    close = _close(key, siblings) or same_name or _close(key, list(fields))
-    if not close:
-        return f"expected one of {', '.join(known[-1] for known in siblings)}"
-    takes = "" if _is_section(fields[close[0]].annotation) else f" ({_expected(fields[close[0]])})"
-    return f"nearest: {_name(close[0])}{takes}"
-
-
-def _close(key: Key, known: Sequence[Key]) -> list[Key]:
-    matches = difflib.get_close_matches(key[-1], [candidate[-1] for candidate in known], n=1)
-    return [candidate for candidate in known if candidate[-1] in matches]
-
-
 def _value_at(values: object, key: Key) -> object:
     for part in key:
-        values = cast(dict[str, object], values)[part]
+        named = enumerate(cast(list[object], values)) if isinstance(values, list) else cast(Any, values).items()
+        values = next(value for name, value in named if str(name) == part)
     return values
-
-
-def _quoting_hint(schema: FieldInfo, value: object) -> str:
-    """What to do about `name: no` and `name: 123`, which YAML doesn't read as text."""
-    takes_text = schema.annotation is str or str in get_args(schema.annotation)
-    takes_words = takes_text or get_origin(schema.annotation) is Literal
-    if takes_words and isinstance(value, bool):
-        return f", which YAML reads as the boolean {str(value).lower()}; in quotes it is text"
-    return ", a number; in quotes it is text" if takes_text and isinstance(value, int | float) else ""
-
-
-def _expected(schema: FieldInfo) -> str:
-    """What a field takes: `none | full`, `an integer >= 1 or null`, `a mapping with dir, name, seed`."""
-    constraints = " and ".join(_constraint_words(schema.metadata))
-    words = f"{_type_words(schema.annotation)} {constraints}".strip()
-    return f"{words} or null" if NoneType in get_args(schema.annotation) else words
-
-
-def _type_words(annotation: object) -> str:
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Literal:
-        return " | ".join(map(str, arguments))
-    if origin is Annotated:
-        return _type_words(arguments[0])
-    if origin in (Union, UnionType):
-        return " or ".join(_type_words(argument) for argument in arguments if argument is not NoneType)
-    if origin is tuple:
-        return f"a list [{', '.join(map(_type_words, arguments))}]"
-    if _is_section(annotation):
-        return f"a mapping with {', '.join(cast(type[BaseModel], annotation).model_fields)}"
-    words = {bool: "true | false", int: "an integer", float: "a number", str: "text", dict: "a mapping"}
-    return words[origin or cast(type, annotation)]
-
-
-def _constraint_words(metadata: Sequence[object]) -> Iterator[str]:
-    for constraint in metadata:
-        match constraint:
-            case Ge(bound):
-                yield f">= {bound}"
-            case Gt(bound):
-                yield f"> {bound}"
-            case Le(bound):
-                yield f"<= {bound}"
-            case Lt(bound):
-                yield f"< {bound}"
-            case MinLen():
-                yield "that is not empty"
-            case _:
-                pass

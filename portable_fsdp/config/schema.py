@@ -240,6 +240,23 @@ class Checkpoint(Section):
     export: bool = Field(default=False, description="write a Hugging Face folder to run.dir/export at the end")
 
 
+class XlaFsdp1(Section):
+    """What only the engine xla_fsdp1 has; the rest of its settings are said by the other sections."""
+
+    flatten_parameters: bool = Field(
+        default=False, description="join the parameters of a unit into one tensor, gathered and reduced at once"
+    )
+    shard_param_on_dim_0: bool = Field(
+        default=True, description="cut each parameter by its rows; false: flat, padded to 128 elements a device"
+    )
+    pin_layout_in_collective_ops: bool | None = Field(
+        default=None, description="fix the memory layout of what collectives take and give; null: on TPUs"
+    )
+    buffer_dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="dtype of the model's floating buffers (a rotary embedding's frequencies)"
+    )
+
+
 class Config(Section):
     """A whole run. `load_config` reads it from YAML and overrides."""
 
@@ -253,3 +270,4 @@ class Config(Section):
     memory: Memory = Memory()
     compile: Compile = Compile()
     checkpoint: Checkpoint = Checkpoint()
+    xla_fsdp1: XlaFsdp1 = XlaFsdp1()

@@ -5,9 +5,13 @@ piece of any weight on the host. A backend pulls the pieces that its devices nee
 the model twice.
 """
 
+import copy
 import dataclasses
 import difflib
+import inspect
 import os
+import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +22,13 @@ from torch import Tensor, nn
 
 from portable_fsdp.config import schema
 from portable_fsdp.config.patterns import matching
-from portable_fsdp.models.attention import register
+from portable_fsdp.models import attention as static_attention
+from portable_fsdp.models import experts
 from portable_fsdp.models.loss import attach_loss
 from portable_fsdp.models.weights import PretrainedWeights, RandomWeights, Slices, fill_buffers
 from portable_fsdp.runtime.errors import ConfigError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -71,27 +78,45 @@ def build_model(
     """
     # transformers and accelerate would import torch_xla wherever it is installed; we choose the engine ourselves.
     os.environ.setdefault("USE_TORCH_XLA", "0")
+    precision = precision or schema.Precision()
     config = _pretrained_config(model.pretrained) if model.pretrained is not None else _config(model.architecture or {})
     _check_sizes(config, seq_len, vocabulary)
+    _check_loss(config)
     as_given = cast(dict[str, Any], config.to_dict())
     _switch_off(config)
     built = _on_meta(config, model.attention)
     _check_causal(built)
     twin = _on_meta(config, model.attention)  # keeps its meta parameters while the backend replaces the model's
+    _check_forward(twin, seq_len)
+    experts.choose(built, model.experts, DTYPES[precision.compute].itemsize)
     fill_buffers(built, twin)
+    master = DTYPES[precision.master]
+    for parameter in built.parameters():
+        parameter.data = parameter.data.to(master)
     if model.pretrained is None:
-        weights = RandomWeights(twin, seed)
+        weights = RandomWeights(twin, seed, master)
     else:
-        weights = PretrainedWeights(Path(model.pretrained), twin)
+        weights = PretrainedWeights(Path(model.pretrained), built)
         for name, buffer in built.named_buffers():
             if weights.holds(name):
                 buffer.copy_(weights(name, tuple(slice(0, size) for size in buffer.shape)))
-    attach_loss(built)
+    attach_loss(built, DTYPES.get(precision.output))  # auto: none of them
     built.train()
-    for pattern in model.freeze:
-        for name in matching("model.freeze", pattern, [name for name, _ in built.named_parameters()]):
-            built.get_parameter(name).requires_grad_(False)
+    _freeze(built, model.freeze)
     return BuiltModel(built, weights, as_given, _size(built))
+
+
+def _freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
+    """A tied weight is frozen in all its places, by any of its names."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for pattern in patterns:
+        for name in matching("model.freeze", pattern, parameters):
+            parameters[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise ConfigError(
+            f"model.freeze: expected at least one parameter that trains, found all {len(parameters)} frozen by "
+            f"{list(patterns)}.\n  Name fewer of them. Nothing was started."
+        )
 
 
 # ------------------------------------------------------------------------------------------------ the architecture
@@ -100,7 +125,7 @@ def build_model(
 def _config(architecture: dict[str, Any]) -> Any:
     """The transformers config of `model.architecture`, refusing what its class doesn't know."""
     from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     arguments = dict(architecture)
     model_type = str(arguments.pop("model_type"))
@@ -113,6 +138,8 @@ def _config(architecture: dict[str, Any]) -> Any:
         )
     kind = type(AutoConfig.for_model(model_type))
     known = {item.name for item in dataclasses.fields(kind)} | set(kind.attribute_map) | {"rope_theta", "rope_scaling"}
+    code = inspect.getsource(sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[kind].__module__])
+    known |= set(re.findall(r'getattr\(config, "(\w+)"', code))  # qwen3_moe's head_dim is no field, but is read
     for key, value in arguments.items():
         if "drop" in key and isinstance(value, int | float) and value:
             raise ConfigError(
@@ -159,11 +186,8 @@ def _pretrained_config(folder: str) -> Any:
 
 def _check_sizes(config: Any, seq_len: int, vocabulary: int) -> None:
     positions = getattr(config, "max_position_embeddings", None)
-    if isinstance(positions, int) and 0 < positions < seq_len:
-        raise ConfigError(
-            f"data.seq_len: expected at most {positions} (the model's max_position_embeddings), found {seq_len}.\n"
-            "  Lower data.seq_len, or take a model with more positions."
-        )
+    if isinstance(positions, int) and positions > 0:
+        _check_positions(positions, seq_len)
     heads, kv_heads = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
     if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads and heads % kv_heads:
         raise ConfigError(
@@ -177,6 +201,22 @@ def _check_sizes(config: Any, seq_len: int, vocabulary: int) -> None:
         )
 
 
+def _check_loss(config: Any) -> None:
+    if getattr(config, "output_router_logits", False):
+        raise ConfigError(
+            "model: expected output_router_logits=false, found true: the router's auxiliary loss is not built yet.\n"
+            "  Set it to false in model.architecture (in a folder: in its config.json). Nothing was started."
+        )
+
+
+def _check_positions(positions: int, seq_len: int) -> None:
+    if positions < seq_len:
+        raise ConfigError(
+            f"data.seq_len: expected at most {positions} (positions of the model), found {seq_len}.\n"
+            "  Lower data.seq_len, or take a model with more positions."
+        )
+
+
 def _switch_off(config: Any) -> None:
     """No dropout, and no key-value cache, which training doesn't read."""
     config.use_cache = False
@@ -186,19 +226,56 @@ def _switch_off(config: Any) -> None:
 
 
 def _on_meta(config: Any, attention: str) -> Any:
+    """The model of a copy of the config, its experts in static shapes."""
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    chosen = {"attn_implementation": _attention(kind, attention), "experts_implementation": experts.register()}
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(
-                config, attn_implementation=_attention(kind, attention), dtype=torch.float32
-            )
+            return AutoModelForCausalLM.from_config(copy.deepcopy(config), **chosen, dtype=torch.float32)
     except Exception as error:  # an activation's name, heads of 0: each fails in a way of its own
         raise ConfigError(
             f"model: {kind.__name__} can't be built from this config: {type(error).__name__}: {_last_line(error)}\n"
             "  Compare the sizes in model.architecture with a model that exists. Nothing was started."
+        ) from error
+
+
+def _check_forward(model: Any, seq_len: int) -> None:
+    """Run a row through a model that holds no memory: sizes that don't fit each other show here, not in step 1.
+
+    A third of a second for 80 layers. What the model reads from its values (transformers looks for padding) can't be
+    followed and isn't refused, save in experts that choose their tokens on the host.
+    """
+    for name, table in model.named_modules():
+        if isinstance(table, nn.Embedding) and "position" in name and table.padding_idx is not None:
+            _check_positions(table.num_embeddings - table.padding_idx - 1, seq_len)  # RoBERTa counts from there
+    try:
+        with torch.no_grad(), torch.device("meta"):
+            model(input_ids=torch.zeros(1, seq_len, dtype=torch.int64), use_cache=False)
+    except Exception as error:
+        _refuse_forward(model, seq_len, error)
+
+
+def _refuse_forward(model: nn.Module, seq_len: int, error: Exception) -> None:
+    reads = "meta tensors" in str(error) or isinstance(error, NotImplementedError)
+    dynamic = [
+        name
+        for name, module in model.named_modules()
+        if "Experts" in type(module).__name__ and not experts.takes_implementation(module)
+    ]
+    if reads and dynamic:
+        raise ConfigError(
+            f"model: {type(model).__name__}: expected experts that run in static shapes, found {dynamic[0]}, which "
+            "asks the host which tokens it got.\n  Take a model whose experts transformers lets us choose (mixtral, "
+            "qwen3_moe, deepseek_v3, gpt_oss, ...). Nothing was started."
+        ) from error
+    if not reads:
+        raise ConfigError(
+            f"model: {type(model).__name__} can't run a row of {seq_len} tokens (data.seq_len): "
+            f"{type(error).__name__}: {_last_line(error)}\n  Compare the sizes in model.architecture with a model "
+            "that exists. Nothing was started."
         ) from error
 
 
@@ -214,13 +291,14 @@ def _check_causal(model: nn.Module) -> None:
 
 def _attention(kind: Any, wanted: str) -> str:
     """`auto` takes the static one, save for models with an attention of their own (ALiBi in Bloom and Falcon)."""
-    takes_any = bool(getattr(kind, "_supports_attention_backend", False))
+    # Private: the flag is missing in models that take any all the same (stablelm, qwen3_next).
+    takes_any = bool(getattr(kind, "_supports_attention_backend", False)) or kind._can_set_attn_implementation()
     if wanted == "static" and not takes_any:
         raise ConfigError(f"model.attention: {kind.__name__} has an attention of its own; set model.attention=auto.")
     if wanted in ("sdpa", "eager"):
         return wanted
     if takes_any:
-        return register()
+        return static_attention.register()
     return "sdpa" if getattr(kind, "_supports_sdpa", False) else "eager"
 
 

@@ -67,14 +67,15 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return cast(Tensor, _CrossEntropySum.apply(logits, labels)), count
 
 
-def _forward_with_loss(self: nn.Module, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    forward = cast(Any, type(self)).forward
-    return cross_entropy_sum(forward(self, input_ids=input_ids, use_cache=False).logits, labels)
-
-
-def attach_loss(model: nn.Module) -> None:
+def attach_loss(model: nn.Module, output: torch.dtype | None = None) -> None:
     """Make `model(input_ids, labels)` return (loss_sum, token_count).
 
-    The forward of this instance is replaced, so that the model stays its own root: no wrapper, no changed name.
+    The loss takes the logits in the dtype `output`; None: as the head gives them. The forward of this instance is
+    replaced, so that the model stays its own root: no wrapper, no changed name.
     """
-    model.forward = MethodType(_forward_with_loss, model)
+
+    def forward_with_loss(self: nn.Module, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logits: Tensor = cast(Any, type(self)).forward(self, input_ids=input_ids, use_cache=False).logits
+        return cross_entropy_sum(logits if output is None else logits.to(output), labels)
+
+    model.forward = MethodType(forward_with_loss, model)

@@ -54,16 +54,18 @@ class RandomWeights:
     """`fill` of a new model: each weight depends on (seed, FQN) alone, whatever the mesh and the order of asking.
 
     One weight is drawn at a time, whole, and kept until the next is asked for: a host needs memory for the largest.
+    It is drawn in float32 and then rounded to `dtype`, so that a seed means the same weights in all dtypes.
     """
 
-    def __init__(self, twin: nn.Module, seed: int) -> None:
+    def __init__(self, twin: nn.Module, seed: int, dtype: torch.dtype) -> None:
         self._twin = twin
         self._seed = seed
+        self._dtype = dtype
         self._last: tuple[str, Tensor] | None = None
 
     def __call__(self, fqn: str, slices: Slices) -> Tensor:
         if self._last is None or self._last[0] != fqn:
-            self._last = (fqn, self._draw(fqn))
+            self._last = (fqn, self._draw(fqn).to(self._dtype))
         return self._last[1][slices].clone()
 
     def _draw(self, fqn: str) -> Tensor:
@@ -85,7 +87,10 @@ class RandomWeights:
 
 
 class PretrainedWeights:
-    """`fill` from a folder of safetensors: reads the asked slices of one file, and nothing else."""
+    """`fill` from a folder of safetensors: reads the asked slices of one file, and nothing else.
+
+    They come in the dtype that the model's parameter or buffer has, whatever that of the file.
+    """
 
     def __init__(self, folder: Path, model: nn.Module) -> None:
         files = _weight_files(folder)

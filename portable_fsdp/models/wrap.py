@@ -1,4 +1,8 @@
-"""Which modules are units: gathered, cast, checkpointed and freed together."""
+"""Which modules are units (gathered and freed together), which are layers, which compute in a dtype of their own."""
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+from typing import Any
 
 from torch import nn
 
@@ -11,34 +15,193 @@ def find_layers(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
     """FQNs of the model's repeated blocks, in the order of definition: what is recomputed, scanned and compiled.
 
     They are the modules of `sharding.wrap_classes`, else transformers' `_no_split_modules`; a layer inside a layer
-    belongs to the outer one. Raises ConfigError where the model has none of a class, or names none.
+    belongs to the outer one, and neither the embedding nor the head is one. Raises ConfigError where the model lacks a
+    class of `wrap_classes`, or where neither names any.
     """
+    _check_classes(model, sharding.wrap_classes)
     classes = set(sharding.wrap_classes) or set(getattr(model, "_no_split_modules", None) or ())
-    layers: list[str] = []
-    for name, module in model.named_modules():
-        inside = any(name.startswith(f"{layer}.") for layer in layers)
-        if type(module).__name__ in classes and not inside:
-            layers.append(name)
+    tables = _tables(model)
+    layers = _outermost(name for name in _of_classes(model, classes) if name not in tables)
     if not layers:
-        found = sorted({type(module).__name__ for module in model.modules()})
+        blocks = _repeated_classes(model) or _classes(model)
         raise ConfigError(
             f"{type(model).__name__}: expected at least one layer of the class(es) {sorted(classes) or '(none named)'},"
-            f" found none.\n  The model has: {', '.join(found)}."
+            f" found none.\n  Set sharding.wrap_classes to the class of its blocks: {' or '.join(blocks)}. Nothing was "
+            "started."
         )
     return tuple(layers)
 
 
 def find_units(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
-    """FQNs of the units, outer ones before those inside them. What is in no unit belongs to the root."""
-    return find_layers(model, sharding)
+    """FQNs of the units, outer ones before those inside them. What is in no unit belongs to the root.
+
+    TRANSFORMER_BASED_WRAP: all modules of `wrap_classes`, else the layers; also the embedding and the head, which would
+    otherwise stay gathered as long as the root does. SIZE_BASED_WRAP: as `_by_size` says. NO_WRAP: none. To these come
+    the outermost modules that each pattern of `wrap_modules` names: with NO_WRAP, units chosen by hand.
+
+    A tied weight is gathered by one unit: a module that holds it in some of its places only is none, and what the user
+    names by class or pattern is then refused. Raises ConfigError.
+    """
+    by_hand = set(_of_patterns(model, sharding.wrap_modules))
+    by_policy: set[str] = set()
+    if sharding.wrap == "TRANSFORMER_BASED_WRAP":
+        _check_classes(model, sharding.wrap_classes)
+        by_hand |= set(_of_classes(model, sharding.wrap_classes))
+        by_policy = set() if sharding.wrap_classes else set(find_layers(model, sharding))
+        by_policy |= {name for name in _tables(model) if not any(_is_inside(name, u) for u in by_hand | by_policy)}
+    elif sharding.wrap == "SIZE_BASED_WRAP" and sharding.min_num_params is not None:
+        by_policy = set(_by_size(model, sharding.min_num_params))
+    for places in _shared(model):
+        by_policy -= {name for name in by_policy if _splits(name, places)}
+        for name in sorted(by_hand):
+            if _splits(name, places):
+                raise ConfigError(
+                    f"sharding: {name} ({type(model.get_submodule(name)).__name__}) can't be a unit: a weight belongs "
+                    f"to one unit, and it shares one with another module: {', '.join(places)}.\n"
+                    "  Leave it out of sharding.wrap_classes and sharding.wrap_modules. Nothing was started."
+                )
+    return tuple(name for name, _ in model.named_modules() if name in by_hand | by_policy)
 
 
 def modules_of_own_dtype(model: nn.Module, precision: Precision) -> dict[str, str]:
-    """FQN -> dtype of the outermost modules that `precision.modules` names; the first pattern that matches counts."""
+    """FQN -> dtype of the outermost modules that `precision.modules` names; the first pattern that matches counts.
+
+    Only modules that hold parameters are named. Raises ConfigError for a pattern that names none, and where a module
+    would hold one of another dtype.
+    """
     names = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
     found: dict[str, str] = {}
     for pattern, dtype in precision.modules.items():
         for name in matching("precision.modules", pattern, names):
-            if not any(name == outer or name.startswith(f"{outer}.") for outer in found):
-                found[name] = dtype
+            if any(_is_inside(name, outer) for outer in found):
+                continue
+            inner = next((inner for inner in found if _is_inside(inner, name)), None)
+            if inner is not None:
+                raise ConfigError(
+                    f"precision.modules: {pattern!r} names {name} ({dtype}), which holds {inner} ({found[inner]}): a "
+                    "module of its own dtype can't hold another one.\n  Name the modules beside it instead."
+                )
+            found[name] = dtype
     return {name: found[name] for name in names if name in found}
+
+
+# ------------------------------------------------------------------------------------------------------- by size
+
+
+def _by_size(model: nn.Module, min_num_params: int) -> list[str]:
+    """Units by size, bottom up: a module whose parameters outside of smaller units reach the number is one.
+
+    As torch's `size_based_auto_wrap_policy` (torch/distributed/fsdp/wrap.py, `_recursive_wrap`). A tied weight counts
+    in the smallest module that holds all its places.
+    """
+    homes = {id(parameter): fqn.rpartition(".")[0] for fqn, parameter in model.named_parameters()}
+    for places in _shared(model):
+        homes[id(model.get_parameter(places[0]))] = _common_module(places)
+    units: list[str] = []
+
+    def taken(name: str, module: nn.Module) -> int:
+        """How many parameters of the module some unit holds."""
+        total = sum(p.numel() for p in module.parameters() if _is_inside(homes[id(p)], name))
+        if total < min_num_params:
+            return 0
+        inside = sum(taken(f"{name}.{leaf}", child) for leaf, child in module.named_children())
+        if total - inside < min_num_params or not _has_forward(module):
+            return inside
+        units.append(name)
+        return total
+
+    for leaf, child in model.named_children():
+        taken(leaf, child)
+    return units
+
+
+# ------------------------------------------------------------------------------------------------ names in a model
+
+
+def _is_inside(name: str, outer: str) -> bool:
+    """Whether `name` is the module `outer` or something in it."""
+    return not outer or name == outer or name.startswith(f"{outer}.")
+
+
+def _outermost(names: Iterable[str]) -> list[str]:
+    """Of names in the order of definition, those that are in no other."""
+    kept: list[str] = []
+    for name in names:
+        if not any(_is_inside(name, outer) for outer in kept):
+            kept.append(name)
+    return kept
+
+
+def _classes(model: nn.Module) -> list[str]:
+    return sorted({type(module).__name__ for module in model.modules()})
+
+
+def _repeated_classes(model: nn.Module) -> list[str]:
+    """Classes of which a list of the model holds several, as its blocks."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    counts = Counter(type(module).__name__ for members in lists for module in members)
+    return [name for name, count in counts.items() if count > 1]
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Lists and dicts of modules have none: nothing could gather them before they run."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _check_classes(model: nn.Module, classes: Iterable[str]) -> None:
+    absent = [name for name in classes if name not in _classes(model)]
+    if absent:
+        raise ConfigError(
+            f"sharding.wrap_classes: expected classes of {type(model).__name__}, found {', '.join(absent)}.\n"
+            f"  The model has: {', '.join(_classes(model))}. Nothing was started."
+        )
+
+
+def _of_classes(model: nn.Module, classes: Collection[str]) -> list[str]:
+    return [name for name, module in model.named_modules() if name and type(module).__name__ in classes]
+
+
+def _of_patterns(model: nn.Module, patterns: Iterable[str]) -> list[str]:
+    names = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
+    found: list[str] = []
+    for pattern in patterns:
+        for name in _outermost(matching("sharding.wrap_modules", pattern, names)):
+            module = model.get_submodule(name)
+            if not _has_forward(module):
+                raise ConfigError(
+                    f"sharding.wrap_modules: expected modules that run, found {name}, a {type(module).__name__}, which "
+                    f"only holds others.\n  Name them: {name}.*. Nothing was started."
+                )
+            found.append(name)
+    return found
+
+
+def _tables(model: nn.Module) -> list[str]:
+    """FQNs of the embedding and of the head, as far as the model has them."""
+    ways: list[Any] = [getattr(model, way, None) for way in ("get_input_embeddings", "get_output_embeddings")]
+    tables = [way() for way in ways if way is not None]
+    return [name for name, module in model.named_modules() if any(module is table for table in tables)]
+
+
+# ---------------------------------------------------------------------------------------------------- tied weights
+
+
+def _shared(model: nn.Module) -> list[list[str]]:
+    """All FQNs of each parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for fqn, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(fqn)
+    return [places for places in names.values() if len(places) > 1]
+
+
+def _splits(module: str, places: list[str]) -> bool:
+    """Whether the module holds a tied weight in some of its places, and not in all."""
+    return 0 < sum(_is_inside(place, module) for place in places) < len(places)
+
+
+def _common_module(places: list[str]) -> str:
+    """The smallest module that holds all these parameters."""
+    owner = places[0].rpartition(".")[0]
+    while not all(_is_inside(place, owner) for place in places):
+        owner = owner.rpartition(".")[0]
+    return owner

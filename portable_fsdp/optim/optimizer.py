@@ -9,7 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from portable_fsdp.config.schema import Optim
+from portable_fsdp.config.patterns import matching
+from portable_fsdp.config.schema import Optim, OptimGroup
 from portable_fsdp.runtime.errors import ConfigError
 
 MakeOptimizer = Callable[[list[dict[str, Any]], bool], torch.optim.Optimizer]
@@ -17,15 +18,38 @@ MakeOptimizer = Callable[[list[dict[str, Any]], bool], torch.optim.Optimizer]
 
 
 def parameter_groups(named_shapes: Mapping[str, tuple[int, ...]], optim: Optim) -> list[dict[str, Any]]:
-    """One group with weight decay and one without; `params` are FQNs, in the order of `named_shapes`.
+    """The parameters that train, by what an update does to them; no group is empty.
 
-    Tensors of two or more dimensions decay, embedding tables among them; biases and the weights of norms don't.
-    A group that would be empty is left out.
+    A group's `params` are FQNs, in the order of `named_shapes`; `weight_decay` and `lr_share` (its learning rate as a
+    share of the schedule's) are those of the first of `optim.groups` that matches. Where none says: tensors of two or
+    more dimensions decay, embedding tables among them; biases and the weights of norms don't. Raises ConfigError for a
+    group of `optim.groups` that takes nothing.
     """
-    decayed = [fqn for fqn, shape in named_shapes.items() if len(shape) >= 2]
-    free = [fqn for fqn, shape in named_shapes.items() if len(shape) < 2]
-    groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": free, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+    own = _own_group(list(named_shapes), optim)
+    grouped: dict[tuple[float, float], list[str]] = {}
+    for fqn, shape in named_shapes.items():
+        group = own.get(fqn)
+        decay = optim.weight_decay if len(shape) >= 2 else 0.0
+        if group is not None and group.weight_decay is not None:
+            decay = group.weight_decay
+        share = group.lr / optim.lr if group is not None and group.lr is not None else 1.0
+        grouped.setdefault((decay, share), []).append(fqn)
+    return [{"params": fqns, "weight_decay": decay, "lr_share": share} for (decay, share), fqns in grouped.items()]
+
+
+def _own_group(fqns: list[str], optim: Optim) -> dict[str, OptimGroup]:
+    """FQN -> the first of `optim.groups` that matches it."""
+    own: dict[str, OptimGroup] = {}
+    for index, group in enumerate(optim.groups):
+        key = f"optim.groups[{index}].match"
+        new = [fqn for fqn in matching(key, group.match, fqns) if fqn not in own]
+        if not new:
+            raise ConfigError(
+                f"{key}: expected a pattern that names parameters which no earlier group has taken, found "
+                f"{group.match!r}.\n  The first group that matches counts: put this one before. Nothing was started."
+            )
+        own.update(dict.fromkeys(new, group))
+    return own
 
 
 def make_optimizer(optim: Optim) -> MakeOptimizer:
@@ -55,14 +79,24 @@ def make_optimizer(optim: Optim) -> MakeOptimizer:
     return make
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float, placed: Tensor) -> None:
-    """Set the learning rate of all groups for the next step.
+def learning_rate_shares(optimizer: torch.optim.Optimizer) -> list[float]:
+    """The distinct shares of the schedule's learning rate that the optimizer's groups take."""
+    return sorted({_share(group) for group in optimizer.param_groups})
 
-    Groups whose lr is a tensor (`capturable`) take `placed`, the same value on the device: a compiled step then reads
-    it as an input, like its batch. A value copied into the old tensor would be a program of its own.
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float, placed: Mapping[float, Tensor]) -> None:
+    """Set the learning rate of each group for the next step: its share of `lr`.
+
+    Groups whose lr is a tensor (`capturable`) take `placed[share]`, the same value on the device: a compiled step then
+    reads it as an input, like its batch. A value copied into the old tensor would be a program of its own.
     """
     for group in optimizer.param_groups:
-        group["lr"] = placed if isinstance(group["lr"], Tensor) else lr
+        share = _share(group)
+        group["lr"] = placed[share] if isinstance(group["lr"], Tensor) else lr * share
+
+
+def _share(group: dict[str, Any]) -> float:
+    return group.get("lr_share", 1.0)  # groups that others made have none
 
 
 class SGD(torch.optim.Optimizer):

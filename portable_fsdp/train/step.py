@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from portable_fsdp.backends.base import Backend, Batch, Metrics
-from portable_fsdp.optim.optimizer import set_learning_rate
+from portable_fsdp.optim.optimizer import learning_rate_shares, set_learning_rate
 
 Step = Callable[[Sequence[Batch], float], Metrics]
 
@@ -55,10 +55,13 @@ def train_step(
     run_micro = backend.compile(micro, "micro_batch")
     run_update = backend.compile(update, "update")
 
+    shares = learning_rate_shares(optimizer)
+
     def step(batches: Sequence[Batch], lr: float) -> Metrics:
-        scalars = backend.place({"loss": torch.zeros(()), "lr": torch.tensor(lr)})
-        set_learning_rate(optimizer, lr, scalars["lr"])
-        loss = scalars["loss"]
+        rates = {f"lr * {share}": torch.tensor(lr * share) for share in shares}
+        placed = backend.place({"loss": torch.zeros(()), **rates})
+        set_learning_rate(optimizer, lr, {share: placed[f"lr * {share}"] for share in shares})
+        loss = placed["loss"]
         if accumulation == 1:
             return run_whole(batches[0], loss)
         for number, batch in enumerate(batches, start=1):

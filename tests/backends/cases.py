@@ -24,6 +24,25 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     # Gemma 2: window, two softcaps, scaled embeddings (a buffer), biases of none; the second layer sees all.
     "gemma2": _COMMON
     | {"model_type": "gemma2", "intermediate_size": 150, "num_key_value_heads": 2, "head_dim": 12, "sliding_window": 7},
+    # Two layers with a window and one that sees all, each kind with its own rotary frequencies.
+    "gemma3_text": _COMMON
+    | {"model_type": "gemma3_text", "intermediate_size": 150, "num_key_value_heads": 2, "head_dim": 12}
+    | {"num_hidden_layers": 3, "sliding_window": 7}
+    | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+    "qwen3_moe": _COMMON
+    | {"model_type": "qwen3_moe", "intermediate_size": 150, "num_key_value_heads": 2}
+    | {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "decoder_sparse_step": 1},
+    # Sinks, biases of the experts, transposed expert weights.
+    "gpt_oss": _COMMON
+    | {"model_type": "gpt_oss", "intermediate_size": 50, "num_key_value_heads": 2, "head_dim": 12, "sliding_window": 7}
+    | {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    # Latent attention, a dense layer and one of experts: grouped ones, one shared, and a persistent buffer.
+    "deepseek_v3": _COMMON
+    | {"model_type": "deepseek_v3", "intermediate_size": 150, "num_key_value_heads": 6, "q_lora_rank": 24}
+    | {"kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "n_routed_experts": 4}
+    | {"num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 40}
+    | {"first_k_dense_replace": 1, "n_shared_experts": 1},
 }
 
 

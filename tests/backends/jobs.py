@@ -20,10 +20,9 @@ Pieces = dict[str, tuple[tuple[int, ...], str, list[tuple[tuple[int, ...], torch
 
 
 def _open(case: Case) -> tuple[Backend, Config]:
-    xla = "PJRT_DEVICE" in os.environ
-    devices = int(os.environ["CPU_NUM_DEVICES"] if xla else os.environ["WORLD_SIZE"])
+    devices = int(os.environ["CPU_NUM_DEVICES" if "PJRT_DEVICE" in os.environ else "WORLD_SIZE"])
     config = case.config(devices)
-    return open_backend(config, device="cpu", backend="xla" if xla else "native", num_devices=devices), config
+    return open_backend(config, device="cpu", backend=os.environ["GROUP_BACKEND"], num_devices=devices), config
 
 
 def _pieces(state: dict[str, TensorState]) -> Pieces:

@@ -1,21 +1,25 @@
 """A plain PyTorch loop in one process, which every engine is compared with. Of ours: the weights and the rows.
 
-The model is transformers' own with its own attention; the loss is torch's cross entropy over all logits.
+The model is transformers' own with its own attention and experts, the loss torch's cross entropy over all logits.
 """
 
-import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from cases import GLOBAL_BATCH, SEQ_LEN, Case, CaseRows
+from torch import nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from portable_fsdp.config.patterns import matches
 from portable_fsdp.data.order import sample_indices
 from portable_fsdp.models.build import build_model
 from portable_fsdp.optim.schedule import learning_rate
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Settings that change what is computed; all others only say how an engine does it.
+OF_THE_LOOP = ("model.architecture", "model.freeze", "optim.groups")
+OWN_ATTENTION = {"gemma2": "eager", "gpt_oss": "eager", "bloom": "eager"}  # softcap, sinks, ALiBi
 
 
 @dataclass
@@ -27,7 +31,7 @@ class Reference:
     final: dict[str, torch.Tensor]
 
 
-def _model(case: Case) -> torch.nn.Module:
+def _model(case: Case) -> nn.Module:
     section = case.config(1).model
     built = build_model(section, seed=case.seed, seq_len=SEQ_LEN, vocabulary=256)
     architecture = dict(section.architecture or {})
@@ -35,36 +39,43 @@ def _model(case: Case) -> torch.nn.Module:
     for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "attention_dropout"):
         if hasattr(config, key):
             setattr(config, key, 0.0)
-    # Gemma 2's softcap exists in eager only.
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager" if case.model == "gemma2" else "sdpa")
+    config._experts_implementation = "eager"
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=OWN_ATTENTION.get(config.model_type, "sdpa"))
     with torch.no_grad():
         for fqn, parameter in model.named_parameters():
             parameter.copy_(built.fill(fqn, tuple(slice(0, size) for size in parameter.shape)))
+            parameter.requires_grad_(not any(matches(pattern, fqn) for pattern in section.freeze))
     return model.train()
 
 
-def _optimizer(case: Case, model: torch.nn.Module) -> torch.optim.Optimizer:
+def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
+    """One group a parameter; `share`: of the schedule's learning rate."""
     optim = case.config(1).optim
-    groups = [
-        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": optim.weight_decay},
-        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
-    ]
+    groups: list[dict[str, Any]] = []
+    for fqn, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        decay, share = (optim.weight_decay if parameter.dim() >= 2 else 0.0), 1.0
+        own = next((group for group in optim.groups if matches(group.match, fqn)), None)
+        if own is not None:
+            decay = decay if own.weight_decay is None else own.weight_decay
+            share = 1.0 if own.lr is None else own.lr / optim.lr
+        groups.append({"params": [parameter], "weight_decay": decay, "share": share})
     if optim.name == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum)
     return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
 
 
-@functools.cache
-def reference_of(
-    model: str, steps: int, optim: tuple[tuple[str, object], ...], limit: float | None, seed: int
-) -> Reference:
-    case = Case(model=model, steps=steps, optim=dict(optim), max_grad_norm=limit, seed=seed)
-    return _train(case)
+_trained: dict[str, Reference] = {}
 
 
 def reference(case: Case) -> Reference:
     """The float32 run of a case; what only concerns engines (strategy, precision, micro batches) doesn't change it."""
-    return reference_of(case.model, case.steps, tuple(sorted(case.optim.items())), case.max_grad_norm, case.seed)
+    settings = {key: value for key, value in case.settings.items() if key in OF_THE_LOOP}
+    plain = Case(case.model, case.steps, case.optim, case.max_grad_norm, seed=case.seed, settings=settings)
+    if repr(plain) not in _trained:
+        _trained[repr(plain)] = _train(plain)
+    return _trained[repr(plain)]
 
 
 def _train(case: Case) -> Reference:
@@ -82,7 +93,7 @@ def _train(case: Case) -> Reference:
             out.gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), case.max_grad_norm or float("inf"))
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(case.config(1).optim, step, case.steps)
+            group["lr"] = learning_rate(case.config(1).optim, step, case.steps) * group["share"]
         optimizer.step()
         optimizer.zero_grad()
         out.losses.append(loss.item())

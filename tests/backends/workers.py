@@ -1,7 +1,8 @@
 """Long-lived processes that tests send jobs to: one group per (backend, devices), so that imports are paid once.
 
-Native: `devices` gloo processes. XLA: one process with that many virtual PJRT CPU devices. A job is a function of
-jobs.py; each process of the group runs it and sends back what it returns.
+Native: `devices` gloo processes. XLA: one process with that many virtual PJRT CPU devices. XLA FSDP1: one process with
+a thread for each of them, which does what a process does elsewhere. A job is a function of jobs.py; each process (or
+thread) of the group runs it, and the group sends back what they return.
 """
 
 import multiprocessing
@@ -10,6 +11,7 @@ import pickle
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -29,17 +31,23 @@ class Group(NamedTuple):
 GROUPS = [Group("native", 1), Group("native", 2), Group("native", 3), Group("xla", 1), Group("xla", 3), Group("xla", 4)]
 
 
-def _serve(pipe: Connection, environment: dict[str, str], native: bool) -> None:
+def _serve(pipe: Connection, environment: dict[str, str], backend: str) -> None:
     os.environ.update(environment)
     sys.path.insert(0, os.path.dirname(__file__))
     import torch
 
     torch.set_num_threads(1)
-    if native:
+    if backend == "native":
         import torch.distributed as dist
 
         dist.init_process_group("gloo")
     import jobs
+
+    run = _run
+    if backend == "xla_fsdp1":
+        import turnstile
+
+        run = turnstile.Devices().run
 
     while True:
         try:
@@ -47,11 +55,15 @@ def _serve(pipe: Connection, environment: dict[str, str], native: bool) -> None:
         except EOFError:
             return
         try:
-            answer = ("done", getattr(jobs, name)(**arguments))
+            answer = ("done", run(lambda: getattr(jobs, name)(**arguments)))
         except BaseException as error:
             answer = ("failed", (type(error).__name__, str(error), traceback.format_exc()))
         # Plain pickle: multiprocessing's would send each tensor as an open file, until there are too many of them.
         pipe.send_bytes(pickle.dumps(answer))
+
+
+def _run(job: Callable[[], Any]) -> list[Any]:
+    return [job()]
 
 
 class JobFailed(Exception):
@@ -77,14 +89,14 @@ class Workers:
         self._processes, self._pipes = [], []
         for rank in range(count):
             here, there = context.Pipe()
-            environment = {"USE_TORCH_XLA": "0", "OMP_NUM_THREADS": "1"}
+            environment = {"USE_TORCH_XLA": "0", "OMP_NUM_THREADS": "1", "GROUP_BACKEND": group.backend}
             if group.backend == "native":
                 environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
                 environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
             else:
                 environment |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(group.devices)}
             process = context.Process(
-                target=_serve, args=(there, environment, group.backend == "native"), daemon=True, name=f"{group}-{rank}"
+                target=_serve, args=(there, environment, group.backend), daemon=True, name=f"{group}-{rank}"
             )
             process.start()
             there.close()
@@ -92,8 +104,8 @@ class Workers:
             self._pipes.append(here)
 
     def run(self, job: str, **arguments: Any) -> list[Any]:
-        """What each process of the group returned, by rank. Raises JobFailed with the first failure."""
-        if self._group.backend == "xla":
+        """What each process (or thread) of the group returned, by rank. Raises JobFailed with the first failure."""
+        if self._group.backend != "native":
             self._jobs += 1
             if self._jobs > XLA_JOBS_PER_PROCESS:
                 self.close()
@@ -105,7 +117,7 @@ class Workers:
         for kind, value in answers:
             if kind == "failed":
                 raise JobFailed(*value)
-        return [value for _, value in answers]
+        return [value for _, values in answers for value in values]
 
     def _receive(self, rank: int) -> tuple[str, Any]:
         if not self._pipes[rank].poll(JOB_TIMEOUT_S):

@@ -108,7 +108,7 @@ def test_unknown_key_as_in_the_style_guide(tmp_path: Path) -> None:
     path = write(tmp_path, SMALL + "memory:\n  gradient_checkpionting: full\n")
     assert message(path) == (
         "a.yaml:6: memory.gradient_checkpionting: unknown key.\n"
-        "  nearest: memory.gradient_checkpointing (none | full). Nothing was started."
+        "  nearest: memory.gradient_checkpointing (none | full | selective). Nothing was started."
     )
 
 
@@ -136,7 +136,8 @@ qqqq: 1
 """,
     )
     assert message(path, "foo", "steps=3", "optim.eps.x=1", "checkpoint.export=[").splitlines() == [
-        "a.yaml: model: expected a mapping with architecture, pretrained, attention, found no such key.",
+        "a.yaml: model: expected a mapping with architecture, pretrained, attention, experts, freeze, found no such "
+        "key.",
         "a.yaml:2: run.name: expected text or null, found no, which YAML reads as the boolean false; "
         "in quotes it is text.",
         "a.yaml:3: run.dir: expected text that is not empty, found 123, a number; in quotes it is text.",
@@ -150,11 +151,12 @@ qqqq: 1
         "a.yaml:12: optim.momentum: expected a number >= 0 and < 1, found 3.",
         "a.yaml:14: optim.lr: expected once, found twice (first on line 13); keep one.",
         "a.yaml:14: optim.lr: expected a number > 0, found 'fast'.",
-        "a.yaml:15: memory.gradient_checkpointing: expected none | full, found off, which YAML reads as the boolean "
-        "false; in quotes it is text.",
-        "a.yaml:16: precision: expected a mapping with master, compute, reduce, found 3.",
+        "a.yaml:15: memory.gradient_checkpointing: expected none | full | selective, found off, which YAML reads as "
+        "the boolean false; in quotes it is text.",
+        "a.yaml:16: precision: expected a mapping with master, compute, reduce, output, modules, matmul, found 3.",
         "a.yaml:17: qqqq: unknown key.",
-        "  expected one of run, model, data, train, optim, sharding, precision, memory, checkpoint.",
+        "  expected one of run, model, data, train, optim, sharding, precision, memory, compile, checkpoint, "
+        "xla_fsdp1.",
         "override 'foo': expected section.key=value (optim.lr=3e-4).",
         "override 'steps=3': steps: unknown key.",
         "  nearest: train.steps (an integer >= 1 or null).",
@@ -184,6 +186,53 @@ qqqq: 1
 )
 def test_an_override_is_named_as_it_was_typed(tmp_path: Path, override: str, expected: str) -> None:
     assert message(write(tmp_path, SMALL), override).startswith(f"override '{override}': {expected}")
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        (
+            "sharding.wrap_classes=LlamaDecoderLayer",
+            "sharding.wrap_classes: expected a list of text, found 'LlamaDecoderLayer'; a list of one is "
+            "[LlamaDecoderLayer].",
+        ),
+        ("sharding.wrap_modules=[1]", "sharding.wrap_modules: expected a list of text, found the list [1]."),
+        (
+            "memory.save_ops=matmul",
+            "memory.save_ops: expected a list of matmul | attention, found 'matmul'; a list of one is [matmul].",
+        ),
+        ("precision.modules=3", "precision.modules: expected a mapping of text to float32 | bfloat16 | float16, "),
+        (
+            "precision.modules={head: fp32}",
+            "precision.modules.head: expected float32 | bfloat16 | float16, found 'fp32'.",
+        ),
+        ("precision.modules.head=fp32", "precision.modules.head: expected float32 | bfloat16 | float16, found 'fp32'."),
+        ("precision.modules={1: float32}", "precision.modules: expected a mapping of text to float32 | "),
+        ("optim.groups=x", "optim.groups: expected a list of mappings with match, lr, weight_decay, found 'x'."),
+        ("optim.groups=[3]", "optim.groups.0: expected a mapping with match, lr, weight_decay, found 3."),
+        ("optim.groups=[{match: x, lr: -1}]", "optim.groups.0.lr: expected a number > 0 or null, found -1."),
+        ("optim.groups=[{lr: 1}]", "optim.groups.0.match: expected text that is not empty, found no such key."),
+        (
+            "optim.groups=[{match: x, lrr: 1}]",
+            "optim.groups.0.lrr: unknown key.\n  nearest: optim.groups.lr (a number > 0 or null).",
+        ),
+        (
+            "optim.groups=[{match: x, lr: 1, lr: 2}]",
+            "optim.groups.0.lr: expected once, found twice; keep one.",
+        ),
+    ],
+)
+def test_lists_and_mappings_are_named_to_the_item(tmp_path: Path, override: str, expected: str) -> None:
+    assert message(write(tmp_path, SMALL), override).startswith(f"override '{override}': {expected}")
+
+
+def test_an_item_of_a_list_is_named_by_its_line(tmp_path: Path) -> None:
+    path = write(tmp_path, SMALL + "optim:\n  groups:\n    - {match: a}\n    - match: b\n      lr: 0\n")
+    assert message(path).startswith("a.yaml:9: optim.groups.1.lr: expected a number > 0 or null, found 0.")
+
+
+def test_a_list_that_holds_itself_is_refused(tmp_path: Path) -> None:
+    assert "a.yaml:5: sharding" in message(write(tmp_path, SMALL + "sharding: {wrap_classes: &a [*a]}\n"))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 import pytest
 
-from portable_fsdp.metrics.meter import Meter, Row
+from portable_fsdp.metrics.meter import Meter, Row, processes_row
 
 VALUES = {"loss": 2.3125, "grad_norm": 0.9, "lr": 3e-4, "stop": 0.0}
 METER = Meter(devices=4, peak_flops=100e12, flops_per_token=1e10)
@@ -49,3 +49,14 @@ def test_unknown_memory_is_null_and_not_on_the_console() -> None:
     row = METER.row(step=1, values=VALUES, tokens=10, seconds=1.0, memory_bytes=None)
     assert row["memory_bytes"] is None
     assert "memory" not in METER.console_line(row, memory_limit=None)
+
+
+def test_imbalance_is_the_greatest_over_the_median() -> None:
+    nan = float("nan")
+    assert processes_row([2.0, 3.0, 1.0], [nan, 5.0, 5.0]) == {
+        "seconds": [2.0, 3.0, 1.0],
+        "memory_bytes": [None, 5.0, 5.0],
+        "seconds_imbalance": 1.5,
+        "memory_imbalance": None,
+    }
+    assert processes_row([4.0, 4.0], [1.0, 3.0])["memory_imbalance"] == 1.5

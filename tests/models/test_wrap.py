@@ -1,18 +1,31 @@
-"""Units are the model's own layers, by their names in the unwrapped model."""
+"""Units, layers, and modules of their own dtype, by their names in the unwrapped model."""
+
+from typing import Any
 
 import pytest
-from small_models import build
+import torch
+from small_models import SEQ_LEN, VOCABULARY, build
 from torch import nn
+from torch.distributed.fsdp.wrap import (
+    _recursive_wrap,  # pyright: ignore[reportPrivateUsage]
+    size_based_auto_wrap_policy,
+)
 
-from portable_fsdp.config.schema import Sharding
-from portable_fsdp.models.wrap import find_layers
+from portable_fsdp.config.schema import Model, Precision, Sharding
+from portable_fsdp.models.build import build_model
+from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dtype
 from portable_fsdp.runtime.errors import ConfigError
 
 LAYERS = {"llama": "model.layers", "gpt2": "transformer.h", "opt": "model.decoder.layers"}
+LLAMA_LAYERS = ("model.layers.0", "model.layers.1")
+
+
+def sharding(**keys: Any) -> Sharding:
+    return Sharding.model_validate(keys)
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_units_are_the_layers_in_order(name: str) -> None:
+def test_layers_are_the_models_blocks_in_order(name: str) -> None:
     assert find_layers(build(name).model, Sharding()) == (f"{LAYERS[name]}.0", f"{LAYERS[name]}.1")
 
 
@@ -20,6 +33,9 @@ class Layer(nn.Module):
     def __init__(self, *inside: nn.Module) -> None:
         super().__init__()
         self.inside = nn.ModuleList(inside)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
 
 
 def test_a_layer_inside_a_layer_belongs_to_the_outer_one() -> None:
@@ -32,5 +48,176 @@ def test_a_layer_inside_a_layer_belongs_to_the_outer_one() -> None:
 def test_a_model_without_layers_is_refused(classes: list[str] | None) -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     model._no_split_modules = classes  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ConfigError, match=r"(?s)at least one layer.*found none.*has: Linear, Sequential"):
+    with pytest.raises(ConfigError, match=r"(?s)at least one layer.*found none.*sharding\.wrap_classes.*Linear"):
         find_layers(model, Sharding())
+
+
+BIOGPT: dict[str, Any] = {"model_type": "biogpt", "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48}
+BIOGPT |= {"num_hidden_layers": 2, "num_attention_heads": 2}
+OPENAI: dict[str, Any] = {"model_type": "openai-gpt", "vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 2}
+
+
+@pytest.mark.parametrize(("architecture", "block"), [(BIOGPT, "BioGptDecoderLayer"), (OPENAI, "Block")])
+def test_a_model_that_names_no_blocks_asks_for_them_and_takes_them(architecture: dict[str, Any], block: str) -> None:
+    model = build_model(Model(architecture=architecture), seed=0, seq_len=SEQ_LEN, vocabulary=VOCABULARY).model
+    with pytest.raises(ConfigError, match=rf"\(none named\).*\n.*Set sharding\.wrap_classes .*: {block}\. Nothing"):
+        find_layers(model, Sharding())
+    named = sharding(wrap_classes=[block])
+    assert len(find_layers(model, named)) == 2
+    assert find_layers(model, named) == find_units(model, named)  # the embedding is tied to the head
+
+
+# ------------------------------------------------------------------------------------------------- units by class
+
+
+def test_embedding_and_head_are_units_of_their_own() -> None:
+    expected = ("model.embed_tokens", *LLAMA_LAYERS, "lm_head")
+    assert find_units(build("llama").model, Sharding()) == expected
+
+
+@pytest.mark.parametrize(("name", "layers"), [("llama_tied", "model.layers"), ("gpt2", "transformer.h")])
+def test_a_tied_embedding_stays_with_the_root(name: str, layers: str) -> None:
+    assert find_units(build(name).model, Sharding()) == (f"{layers}.0", f"{layers}.1")
+
+
+def test_classes_of_the_user_are_units_in_place_of_the_layers_outer_before_inner() -> None:
+    model = build("llama").model
+    both = sharding(wrap_classes=["LlamaMLP", "LlamaDecoderLayer"])
+    layer = [("model.layers.0", "model.layers.0.mlp"), ("model.layers.1", "model.layers.1.mlp")]
+    assert find_units(model, both) == ("model.embed_tokens", *layer[0], *layer[1], "lm_head")
+    assert find_layers(model, both) == LLAMA_LAYERS
+    inner = sharding(wrap_classes=["LlamaMLP"])
+    assert find_units(model, inner) == ("model.embed_tokens", layer[0][1], layer[1][1], "lm_head")
+    assert find_layers(model, inner) == (layer[0][1], layer[1][1])
+
+
+def test_an_embedding_among_the_classes_is_a_unit_and_no_layer() -> None:
+    model = build("llama").model
+    classes = sharding(wrap_classes=["LlamaDecoderLayer", "Embedding"])
+    assert find_units(model, classes) == ("model.embed_tokens", *LLAMA_LAYERS, "lm_head")
+    assert find_layers(model, classes) == LLAMA_LAYERS
+
+
+@pytest.mark.parametrize("find", [find_layers, find_units])
+def test_a_class_that_the_model_lacks_is_refused_with_those_it_has(find: Any) -> None:
+    wanted = sharding(wrap_classes=["LlamaDecoderLayer", "BertLayer"])
+    with pytest.raises(ConfigError, match=r"found BertLayer\.\n.*has: .*LlamaDecoderLayer, .*LlamaMLP"):
+        find(build("llama").model, wanted)
+
+
+def test_a_unit_that_would_split_a_tied_weight_is_refused() -> None:
+    model = build("llama_tied").model
+    for keys in ({"wrap_classes": ["LlamaDecoderLayer", "Embedding"]}, {"wrap_modules": ["lm_head"]}):
+        with pytest.raises(ConfigError, match=r"(?s)can't be a unit: .*model\.embed_tokens\.weight.*lm_head\.weight"):
+            find_units(model, sharding(**keys))
+
+
+# --------------------------------------------------------------------------------------- units by hand and by size
+
+
+def test_no_wrap_has_no_units_but_those_chosen_by_hand() -> None:
+    model = build("llama").model
+    assert find_units(model, sharding(wrap="NO_WRAP")) == ()
+    by_hand = sharding(wrap="NO_WRAP", wrap_modules=["*.mlp", "model.layers.1"])
+    assert find_units(model, by_hand) == ("model.layers.0.mlp", "model.layers.1", "model.layers.1.mlp")
+    assert find_layers(model, by_hand) == LLAMA_LAYERS
+
+
+def test_modules_by_pattern_come_to_the_layers() -> None:
+    found = find_units(build("llama").model, sharding(wrap_modules=["model.layers.1.self_attn"]))
+    assert found == ("model.embed_tokens", *LLAMA_LAYERS, "model.layers.1.self_attn", "lm_head")
+    whole = find_units(build("llama").model, sharding(wrap_modules=["model"]))
+    assert whole == ("model", *LLAMA_LAYERS, "lm_head")  # the embedding is in a unit already
+
+
+def test_a_pattern_names_modules_that_run() -> None:
+    model = build("llama").model
+    with pytest.raises(ConfigError, match=r"wrap_modules: .*found model\.layers, a ModuleList.*\n.*model\.layers\.\*"):
+        find_units(model, sharding(wrap_modules=["model.layers"]))
+    assert find_units(model, sharding(wrap="NO_WRAP", wrap_modules=["model.layers.*"])) == LLAMA_LAYERS
+    with pytest.raises(ConfigError, match=r"sharding\.wrap_modules: .*'\*\.mpl', which names nothing"):
+        find_units(model, sharding(wrap_modules=["*.mpl"]))
+
+
+def torchs_units(model: nn.Module, min_num_params: int) -> list[str]:
+    """Those of torch's own size-based policy, as FSDP (version 1) would wrap them."""
+    names = {id(module): name for name, module in model.named_modules()}
+    wrapped: list[str] = []
+
+    def wrap(module: nn.Module, **_: Any) -> nn.Module:
+        wrapped.append(names[id(module)])
+        return module
+
+    def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        return size_based_auto_wrap_policy(module, recurse, nonwrapped_numel, min_num_params)
+
+    _recursive_wrap(model, policy, wrap, set(), set(), only_wrap_children=True)  # pyright: ignore[reportArgumentType]
+    return sorted(wrapped)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2_untied"])
+@pytest.mark.parametrize("min_num_params", [1, 2_000, 4_000, 10_000, 12_000, 20_000, 40_000, 10**9])
+def test_units_by_size_are_those_of_torchs_policy(name: str, min_num_params: int) -> None:
+    model = build("gemma2", tie_word_embeddings=False).model if name == "gemma2_untied" else build(name).model
+    found = find_units(model, sharding(wrap="SIZE_BASED_WRAP", min_num_params=min_num_params))
+    assert sorted(found) == torchs_units(model, min_num_params)
+
+
+def test_by_size_a_tied_weight_is_in_one_unit_or_the_root() -> None:
+    model = build("llama_tied").model  # 4,848 parameters in the table, 11,520 in an MLP, 18,528 in a layer
+    assert find_units(model, sharding(wrap="SIZE_BASED_WRAP", min_num_params=12_000)) == LLAMA_LAYERS
+    every = find_units(model, sharding(wrap="SIZE_BASED_WRAP", min_num_params=1))
+    assert "model.layers.0.mlp.up_proj" in every
+    assert not {"model", "model.embed_tokens", "lm_head"} & set(every)
+
+    class Both(nn.Module):
+        """A model whose tie lies inside one part of it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+            self.part[1].weight = self.part[0].weight
+
+    # 64 + 2 * 8 numbers: a linear alone has 8 that are its own.
+    assert find_units(Both(), sharding(wrap="SIZE_BASED_WRAP", min_num_params=60)) == ("part",)
+    assert find_units(Both(), sharding(wrap="SIZE_BASED_WRAP", min_num_params=81)) == ()
+
+
+# --------------------------------------------------------------------------------------------- dtypes of their own
+
+
+def dtypes(name: str, modules: dict[str, str]) -> dict[str, str]:
+    return modules_of_own_dtype(build(name).model, Precision.model_validate({"modules": modules}))
+
+
+def test_the_outermost_modules_of_a_pattern_have_its_dtype() -> None:
+    assert dtypes("llama", {"*": "bfloat16"}) == {"model": "bfloat16", "lm_head": "bfloat16"}
+    assert dtypes("llama", {"*.mlp": "float32"}) == {
+        "model.layers.0.mlp": "float32",
+        "model.layers.1.mlp": "float32",
+    }
+    norms = dtypes("llama", {"*norm": "float32"})
+    assert list(norms) == [
+        *(f"model.layers.{layer}.{norm}_layernorm" for layer in (0, 1) for norm in ("input", "post_attention")),
+        "model.norm",
+    ]
+
+
+def test_a_router_is_a_module_like_any_other() -> None:
+    assert dtypes("mixtral", {"*.gate": "float32"}) == {f"model.layers.{n}.mlp.gate": "float32" for n in (0, 1)}
+
+
+def test_the_first_pattern_that_matches_counts() -> None:
+    found = dtypes("llama", {"lm_head": "float32", "model.layers.0": "float32", "*.mlp": "bfloat16"})
+    assert found == {"model.layers.0": "float32", "model.layers.1.mlp": "bfloat16", "lm_head": "float32"}
+
+
+def test_a_dtype_inside_a_dtype_is_refused() -> None:
+    message = r"'model\.layers\.0' names model\.layers\.0 \(bfloat16\), which holds model\.layers\.0\.mlp \(float32\)"
+    with pytest.raises(ConfigError, match=message):
+        dtypes("llama", {"*.mlp": "float32", "model.layers.0": "bfloat16"})
+
+
+def test_a_pattern_that_names_nothing_with_weights_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"precision\.modules: .*'\*act_fn', which names nothing"):
+        dtypes("llama", {"*act_fn": "float32"})

@@ -1,0 +1,383 @@
+"""Correctness and speed on one GPU, in one command and a few minutes; the answer is one JSON file and a table.
+
+    python benchmarks/gpu.py                      # results/gpu_<name of the GPU>.json
+    python benchmarks/gpu.py --tiny --out FILE    # the same on CPU with a tiny model: does the script itself work
+
+First `gpu_checks.py`, in a process of its own: every option's curve against a plain loop on this device, checkpoints
+bit for bit, what the memory options save. Then `gpu_speed.py`: the Llama of configs/llama_1b.yaml trained by our loop
+(A), a plain PyTorch loop (B) and transformers' Trainer (C), in turn A B C C B A, each run in a process of its own, so
+that peaks of memory are its own and a slow drift of the machine falls on all. What no time is left for is named.
+It needs no network. Exit code 0 where all checks passed and no run failed.
+"""
+
+import argparse
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+RESULTS = HERE / "results"
+NEEDED = ("torch", "transformers", "pydantic", "absl", "yaml", "safetensors", "tokenizers", "psutil", "numpy", "xxhash")
+WAYS = ("ours", "plain", "trainer")
+WARM_UP, TIMED = 5, 20  # steps
+TINY_WARM_UP, TINY_TIMED = 1, 3
+OUTCOMES = ("passed", "refused", "left out", "out of time", "failed")
+CHECKS_SHARE = 0.45  # of the time, at most
+CHECK_S = 30.0  # imports and the last check, beyond the seconds that the worker is told
+LOSS_BOUND = 2e-3  # relative, between the ways: the design's bound for bfloat16
+GIBIBYTE = 2**30
+# Seconds that a run is guessed to take, not compiled and compiled; what one took replaces the guess for the next.
+GUESS_S = {False: 25.0, True: 60.0}
+
+
+class Setting(NamedTuple):
+    """What all three ways share in a comparison."""
+
+    compile: bool
+    checkpointing: str
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{'compile' if self.compile else 'eager'}/{self.checkpointing}/{self.micro_batch}"
+
+
+# The most telling first: what stands last is left out first.
+SETTINGS = (
+    Setting(False, "none", 8),
+    Setting(True, "none", 8),
+    Setting(False, "full", 8),
+    Setting(False, "none", 4),
+    Setting(True, "full", 8),
+    Setting(True, "none", 4),
+    Setting(False, "full", 4),
+    Setting(True, "full", 4),
+)
+TINY_SETTINGS = (Setting(False, "full", 2),)
+
+
+@dataclass
+class Benchmark:
+    """The state of the whole command; `result` is what the file holds, written again after each process."""
+
+    tiny: bool
+    deadline: float  # of time.monotonic
+    out: Path | None
+    folder: Path
+    overrides: list[str]
+    result: dict[str, Any]
+    took: dict[tuple[str, bool], float] = field(default_factory=lambda: {})
+
+    @property
+    def left(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def run_checks(self, share: float) -> None:
+        """In at most this share of the time; what it leaves unused is the timed runs'."""
+        seconds = self.left * share
+        job = {"kind": "checks", "device": self.device, "tiny": self.tiny, "seconds": seconds - CHECK_S}
+        answer = self._process(job, seconds)
+        self.result["checks"] = answer.get("checks", [])
+        if "error" in answer:  # those that were answered before it are in the file
+            self.result["checks"].append(
+                {
+                    "name": "the process",
+                    "outcome": answer["status"],
+                    "note": answer["error"],
+                    "figures": {},
+                    "seconds": 0.0,
+                }
+            )
+        self.write()
+
+    def run_speed(self, settings: tuple[Setting, ...]) -> None:
+        for setting in settings:
+            for number in (1,) if self.tiny else (1, 2):
+                for way in WAYS if number == 1 else WAYS[::-1]:
+                    self._speed(setting, way, number)
+
+    def _speed(self, setting: Setting, way: str, number: int) -> None:
+        labels = {**setting._asdict(), "way": way, "pass": number}
+        reason = self._reason_to_leave_out(setting, way)
+        if reason:
+            self.result["left_out"].append({**labels, "reason": reason})
+            self.write()
+            return
+        job = {
+            **setting._asdict(),
+            "way": way,
+            "warm_up": TINY_WARM_UP if self.tiny else WARM_UP,
+            "timed": TINY_TIMED if self.tiny else TIMED,
+            "profile": number == 2,  # if the profiler dies, the first pass is safe
+            "tiny": self.tiny,
+            "device": self.device,
+            "folder": str(self.folder),
+            "overrides": self.overrides,
+        }
+        began = time.monotonic()
+        answer = self._process({"kind": "speed", **job}, self.left)
+        self.took[way, setting.compile] = time.monotonic() - began
+        result = answer.get("result") or {"status": answer["status"], "error": answer["error"]}
+        if way == "ours":
+            self.result.setdefault("config", result.get("config"))  # of the first; a setting changes three keys of it
+        result.pop("config", None)
+        run = {**labels, "process_seconds": self.took[way, setting.compile], **result}
+        self.result["speed"].append(run)
+        self.write()
+        print(f"{setting} {way}, pass {number}: {_outcome(run)}", flush=True)
+
+    def _reason_to_leave_out(self, setting: Setting, way: str) -> str | None:
+        if way == "trainer" and importlib.util.find_spec("accelerate") is None:
+            return "transformers' Trainer needs the package accelerate, which is not installed"
+        if setting.compile:
+            probe = next((check for check in self.result["checks"] if check["name"] == "torch.compile"), None)
+            if probe is not None and probe["outcome"] != "passed":
+                return f"torch.compile doesn't work here: {probe['note'].strip().splitlines()[-1]}"
+        for run in self.result["speed"]:
+            same = run["way"] == way and all(run[key] == value for key, value in setting._asdict().items())
+            if same and run["status"] != "finished":
+                return f"its first pass ended: {run['status']}"
+        needed = self.took.get((way, setting.compile), GUESS_S[setting.compile])
+        if self.left < needed:
+            return f"no time left: {self.left:.0f} s of the {needed:.0f} s that it takes"
+        return None
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.tiny else "cuda"
+
+    def _process(self, job: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """The answer of a worker; `error` where it died or ran out of time, beside what it had written by then."""
+        asked, answered, log = (self.folder / name for name in ("job.json", "answer.json", "log"))
+        answered.unlink(missing_ok=True)
+        asked.write_text(json.dumps(job))
+        command = [sys.executable, str(HERE / "gpu_worker.py"), str(asked), str(answered)]
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command, env=_environment(self.folder), stdout=output, stderr=output, start_new_session=True
+            )
+            try:
+                code = process.wait(max(timeout_s, 1))
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                _end(process)  # and what it started: inductor's compile workers
+        answer = json.loads(answered.read_text()) if answered.is_file() else {}
+        if code != 0:
+            tail = log.read_text(errors="replace")[-2000:]
+            answer["status"] = "out of time" if code is None else "failed"
+            answer["error"] = f"{tail}\nended after {timeout_s:.0f} s" if code is None else f"{tail}\nexit code {code}"
+        self.result["environment"] |= answer.get("environment", {})
+        return answer
+
+    def write(self) -> None:
+        self.result["seconds"] = round(time.monotonic() - self.result["began"], 1)
+        self.result["comparison"] = compare(self.result["speed"])
+        path = self.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps({k: v for k, v in self.result.items() if k != "began"}, indent=2) + "\n")
+        os.replace(part, path)
+
+    @property
+    def path(self) -> Path:
+        name = re.sub(r"[^a-z0-9]+", "_", str(self.result["environment"].get("device", "unknown")).lower())
+        return self.out or RESULTS / f"gpu_{name}.json"
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """One GPU, no hub, no other engine, caches of compiled code of this command's own, and no launcher's variables."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    }
+    return kept | {
+        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
+        "USE_TORCH_XLA": "0",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(folder / "huggingface"),
+        "GLOO_SOCKET_IFNAME": "lo",  # a host without a network has no other
+        "NCCL_SOCKET_IFNAME": "lo",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+    }
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill the worker's session; nothing of it is left when the next one is timed."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+# --------------------------------------------------------------------------------------------------- what came out
+
+
+def compare(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each setting in one row: the mean over passes of each way's median rate, ours over the others, and the losses."""
+    rows: list[dict[str, Any]] = []
+    for setting in dict.fromkeys(_setting(run) for run in runs):
+        finished = [run for run in runs if _setting(run) == setting and run["status"] == "finished"]
+        of = {way: [run for run in finished if run["way"] == way] for way in WAYS}
+        rates = {way: statistics.mean(run["tokens_per_second"] for run in of[way]) for way in WAYS if of[way]}
+        row: dict[str, Any] = {**setting._asdict(), "tokens_per_second": rates}
+        for other in WAYS[1:]:
+            if "ours" in rates and other in rates:
+                row[f"ours_over_{other}"] = rates["ours"] / rates[other]
+        if of["plain"]:
+            truth = of["plain"][0]["losses"]
+            differences = {way: _difference(of[way][0]["losses"], truth) for way in WAYS if of[way]}
+            row["loss_difference_from_plain"] = differences
+            row["losses_agree"] = all(difference <= LOSS_BOUND for difference in differences.values())
+        kernels = {way: run["attention_kernels"] for way in WAYS for run in of[way] if "attention_kernels" in run}
+        if kernels:
+            row["attention_kernels"] = kernels
+        rows.append(row)
+    return rows
+
+
+def _setting(run: dict[str, Any]) -> Setting:
+    return Setting(run["compile"], run["checkpointing"], run["micro_batch"])
+
+
+def _difference(losses: list[float], truth: list[float]) -> float:
+    """Largest relative difference over the steps that both made (the second pass makes one more)."""
+    return max(abs(a - b) / b for a, b in zip(losses, truth, strict=False))
+
+
+def _outcome(run: dict[str, Any]) -> str:
+    if run["status"] != "finished":
+        return f"{run['status']}: {run['error'].strip().splitlines()[-1][:200]}"
+    return f"{run['tokens_per_second']:,.0f} tokens/s, {run['process_seconds']:.0f} s in all"
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result for people: checks that didn't pass, then one line a run, then the ratios."""
+    environment, checks = result["environment"], result["checks"]
+    lines = [f"{environment.get('device')}, driver {environment.get('driver')}, {environment.get('versions')}"]
+    count = {kind: sum(check["outcome"] == kind for check in checks) for kind in OUTCOMES}
+    lines.append("checks: " + ", ".join(f"{number} {kind}" for kind, number in count.items()))
+    lines += [f"  {c['outcome']}: {c['name']}: {c['note'].strip()}" for c in checks if c["outcome"] != "passed"]
+    titles = ("tokens/s", "quartiles", "ms/step", "MFU", "allocated", "reserved GiB")
+    lines.append(f"{'setting':>16} {'way':8}{'pass':4}" + "".join(f"{title:>20}" for title in titles))
+    lines += [_line(run) for run in result["speed"]]
+    for row in result["comparison"]:
+        words = [f"ours / {other} {row[f'ours_over_{other}']:.3f}" for other in WAYS[1:] if f"ours_over_{other}" in row]
+        if "losses_agree" in row:
+            worst = max(row["loss_difference_from_plain"].values())
+            words.append(f"losses differ by {worst:.1e}" + ("" if row["losses_agree"] else ": TOO MUCH"))
+        lines.append(f"{_setting(row)!s:>16} " + ", ".join(words))
+    for run in result["left_out"]:
+        lines.append(f"left out: {_setting(run)} {run['way']}, pass {run['pass']}: {run['reason']}")
+    return "\n".join(lines)
+
+
+def _line(run: dict[str, Any]) -> str:
+    head = f"{_setting(run)!s:>16} {run['way']:8}{run['pass']:4}"
+    if run["status"] != "finished":
+        return f"{head}  {_outcome(run)}"
+    low, high = run["tokens_per_second_quartiles"]
+    cells = [f"{run['tokens_per_second']:,.0f}", f"{low:,.0f}-{high:,.0f}", f"{run['seconds_per_step'] * 1000:.1f}"]
+    cells.append("-" if run["mfu"] is None else f"{run['mfu']:.1%}")
+    for key in ("peak_allocated_bytes", "peak_reserved_bytes"):
+        cells.append("-" if run[key] is None else f"{run[key] / GIBIBYTE:.2f}")
+    return head + "".join(f"{cell:>20}" for cell in cells)
+
+
+# ---------------------------------------------------------------------------------------------------------- command
+
+
+def _require_ready(tiny: bool) -> None:
+    """Exit with one line about all that is missing, before anything is started."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if not missing:
+        sys.path.insert(0, str(ROOT))
+        try:
+            importlib.import_module("portable_fsdp.config.load")
+        except ImportError as error:  # a dependency of a dependency: pydantic_core, annotated_types
+            missing = [error.name or str(error)]
+    if missing:
+        sys.exit(f"benchmarks/gpu.py: expected the packages of pyproject.toml, found none of: {', '.join(missing)}.")
+    if not tiny:
+        import torch
+
+        if not torch.cuda.is_available():
+            sys.exit("benchmarks/gpu.py: expected a GPU that torch can use, found none; --tiny runs on the CPU.")
+
+
+def _driver() -> str | None:
+    try:
+        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        return subprocess.run(asked, capture_output=True, text=True, timeout=30, check=True).stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return None
+
+
+def _settings(text: str | None, tiny: bool) -> tuple[Setting, ...]:
+    known = {str(setting): setting for setting in (TINY_SETTINGS if tiny else SETTINGS)}
+    if text is None:
+        return tuple(known.values())
+    unknown = [name for name in text.split(",") if name not in known]
+    if unknown:
+        sys.exit(f"--only: expected some of {', '.join(known)}, found {', '.join(unknown)}.")
+    return tuple(known[name] for name in text.split(","))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Correctness and speed on one GPU.")
+    parser.add_argument("--out", type=Path, help="the JSON file to write, instead of one in results/")
+    parser.add_argument("--minutes", type=float, default=8, help="of wall time; what doesn't fit is left out and named")
+    parser.add_argument("--parts", choices=("all", "checks", "speed"), default="all")
+    parser.add_argument("--only", help="settings to time, with commas between: eager/none/8,compile/none/8")
+    parser.add_argument(
+        "--override", action="append", default=[], metavar="SECTION.KEY=VALUE", help="for our loop alone; repeatable"
+    )
+    parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU; its times mean nothing")
+    arguments = parser.parse_args()
+    settings = _settings(arguments.only, arguments.tiny)
+    _require_ready(arguments.tiny)
+    began = time.monotonic()
+    result: dict[str, Any] = {
+        "what": "every option against a plain loop; tokens/s of our loop, a plain PyTorch loop, transformers' Trainer",
+        "command": ["python", "benchmarks/gpu.py", *sys.argv[1:]],
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "minutes": arguments.minutes,
+        "tiny": arguments.tiny,
+        "loss_bound": LOSS_BOUND,
+        "environment": {"driver": None if arguments.tiny else _driver()},
+        "checks": [],
+        "speed": [],
+        "left_out": [],
+        "began": began,
+    }
+    with tempfile.TemporaryDirectory(prefix="portable_fsdp_gpu_") as folder:
+        deadline = began + 60 * arguments.minutes - 5
+        benchmark = Benchmark(arguments.tiny, deadline, arguments.out, Path(folder), arguments.override, result)
+        if arguments.parts != "speed":
+            benchmark.run_checks(share=1.0 if arguments.parts == "checks" else CHECKS_SHARE)
+        if arguments.parts != "checks":
+            benchmark.run_speed(settings)
+    print(table(result))
+    print(f"written to {benchmark.path}")
+    failed = [check for check in result["checks"] if check["outcome"] == "failed"]
+    failed += [run for run in result["speed"] if run["status"] == "failed"]
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

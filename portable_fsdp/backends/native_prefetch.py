@@ -1,0 +1,101 @@
+"""Which unit is gathered when, for FSDP2: k units ahead, in the order in which the model runs them.
+
+The order is that of the first forward, not that of definition. Left to itself, FSDP2 gathers a unit in forward when it
+is needed, and in backward one unit ahead; that stays where the config asks for nothing else.
+"""
+
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from portable_fsdp.backends.base import ShardPolicy
+from portable_fsdp.backends.native_units import Link
+
+
+class Prefetch:
+    """Watches the first forward of `links` (the root first), then sets what each of them gathers ahead."""
+
+    def __init__(self, links: list[Link], policy: ShardPolicy) -> None:
+        self._links, self._policy = links, policy
+        self._first: list[FSDPModule] = []  # gathered before the root's forward
+        self._began: list[Link] = []
+        self._ended: list[Link] = []  # those that take part in backward
+        self._watching: list[RemovableHandle] = []
+        wanted = (policy.forward_prefetch, policy.backward_prefetch, policy.backward_prefetch_units)
+        # FSDP2 counts a group inside a recomputed layer twice, and then gathers the wrong unit ahead.
+        runs_twice = policy.recompute and any(link.inside for link in links)
+        if wanted != (0, "BACKWARD_PRE", 1) or runs_twice:
+            self._watch()
+
+    def before_forward(self) -> None:
+        """Start to gather the root and the first units, so that it overlaps with what comes before their forward."""
+        for module in self._first:
+            module.unshard(async_op=True)
+
+    def _watch(self) -> None:
+        for link in self._links:
+            module = cast(nn.Module, link.unit)
+
+            def began(*_: Any, link: Link = link) -> None:
+                self._began.append(link)
+
+            def ended(_: nn.Module, __: Any, output: Any, link: Link = link) -> None:
+                if _grad_tensors(output):
+                    self._ended.append(link)
+                if link is self._links[0]:
+                    self._arrange()
+
+            self._watching += [module.register_forward_pre_hook(began), module.register_forward_hook(ended)]
+
+    def _arrange(self) -> None:
+        for handle in self._watching:
+            handle.remove()
+        self._watching.clear()
+        if self._policy.forward_prefetch:
+            self._arrange_forward(list(dict.fromkeys(self._began)))
+        self._arrange_backward(list(dict.fromkeys(reversed(self._ended))))
+
+    def _arrange_forward(self, order: list[Link]) -> None:
+        ahead = self._policy.forward_prefetch
+        for index, link in enumerate(order):
+            following = _modules(order[index + 1 : index + 1 + ahead])
+            link.unit.set_modules_to_forward_prefetch([*link.inside, *following])
+        root, *units = order
+        self._first = [root.unit, *root.inside, *_modules(units[:ahead])]
+
+    def _arrange_backward(self, order: list[Link]) -> None:
+        # An empty list would be FSDP2's default, one unit ahead; to gather a unit that is there already is nothing.
+        for module in cast(nn.Module, self._links[0].unit).modules():
+            if isinstance(module, FSDPModule):
+                module.set_modules_to_backward_prefetch([module])
+        for index, link in enumerate(order):
+            following = _modules(order[index + 1 : index + 1 + self._policy.backward_prefetch_units])
+            if self._policy.backward_prefetch == "BACKWARD_PRE":
+                link.unit.set_modules_to_backward_prefetch([*reversed(link.inside), *following] or [link.unit])
+            elif self._policy.backward_prefetch == "BACKWARD_POST" and following:
+                self._gather_after(link.unit, following)
+
+    def _gather_after(self, unit: FSDPModule, following: list[FSDPModule]) -> None:
+        """Gather `following` once the gradient of the unit's input is there, before its own are reduced."""
+
+        def gather(_: Tensor) -> None:
+            for module in following:
+                module.unshard(async_op=True)
+
+        def watch_input(_: nn.Module, args: Any, kwargs: Any) -> None:
+            # FSDP2's own hook ran before this one, and reduces when the tensor that it passed on gets its gradient.
+            for tensor in _grad_tensors((args, kwargs))[:1]:
+                tensor.register_hook(gather)
+
+        cast(nn.Module, unit).register_forward_pre_hook(watch_input, with_kwargs=True)
+
+
+def _modules(links: list[Link]) -> list[FSDPModule]:
+    return [module for link in links for module in (link.unit, *link.inside)]
+
+
+def _grad_tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.requires_grad]

@@ -1,0 +1,273 @@
+"""How a model becomes FSDP2 units: what is gathered together and in which dtype, recomputed and compiled within.
+
+`shard_units` reads top to bottom in the order in which the techniques apply: casts around modules of another dtype,
+gradient checkpointing, compilation of what that left, then the units, inner ones first, and the root around them.
+Forwards of instances are replaced and hooks are added; no wrapper changes a name.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, partial
+from types import MethodType
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from portable_fsdp.backends.base import ShardPolicy, parameter_places
+from portable_fsdp.runtime.errors import BackendError
+
+ROOT = ""
+
+_aten = torch.ops.aten
+# Where SDPA has no kernel for its arguments (grouped heads on CPU), it runs as batched products and a softmax.
+_OPS: dict[str, tuple[Any, ...]] = {
+    "matmul": (
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.bmm.default,
+        _aten.baddbmm.default,
+        _aten._grouped_mm.default,
+    ),
+    "attention": (
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+        _aten._scaled_dot_product_fused_attention_overrideable.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        _aten.bmm.default,
+        _aten._softmax.default,
+        _aten._safe_softmax.default,
+    ),
+}
+
+
+class Link(NamedTuple):
+    """A unit, and the groups inside it that are gathered along with it: the steps that prefetching counts in."""
+
+    unit: FSDPModule
+    inside: tuple[FSDPModule, ...]
+
+
+def shard_units(model: nn.Module, policy: ShardPolicy, mesh: DeviceMesh) -> list[Link]:
+    """Make `model` (parameters on meta) and its units FSDP2 modules over `mesh`, 1-D ("shard") or 2-D ("replicate",
+    "shard"); returns the root and the units in the order of definition.
+
+    A unit's parameters are gathered in one dtype, so the modules inside it that compute in another one are a group of
+    their own. A weight that several modules share belongs to the unit that holds all of them. Raises BackendError
+    where there is none.
+    """
+    own = _own_dtypes(model, policy)
+    shared = _shared_weights(model)
+    units = [name for name in policy.units if _has_weights(model, name, shared)]
+    groups = _groups(policy, own, units)
+    head = cast(Any, model).get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    for name, dtype in own.items():
+        module = model.get_submodule(name)
+        _cast_around(module, dtype, None if module is head else policy.compute)
+    for name in policy.recompute:
+        holds_units = any(_is_in(inner, name) for inner in (*units, *own))
+        layer = model.get_submodule(name)
+        layer.forward = MethodType(_recomputed(type(layer).forward, policy.save_ops, holds_units), layer)
+    if policy.compile_backend is not None:
+        for name in policy.layers:
+            # The hooks of a unit inside break the layer's graph; a layer without must be one graph.
+            holds_units = any(_is_in(inner, name) for inner in (*units, *own))
+            _compile(model.get_submodule(name), policy.compile_backend, one_graph=not holds_units)
+    for name in (*reversed(units), ROOT):
+        for dtype, names in groups[name].items():
+            _fully_shard(model, names, shared, policy, mesh, dtype, is_root=name == ROOT)
+        _fully_shard(model, [name], shared, policy, mesh, _dtype_of(name, own, policy), is_root=name == ROOT)
+    _require_sharded(model, shared)
+    return _links(model, policy, units, groups)
+
+
+def _is_in(name: str, outer: str) -> bool:
+    return outer == ROOT != name or name.startswith(f"{outer}.")
+
+
+def _innermost(name: str, units: Iterable[str]) -> str:
+    """The innermost unit that `name` lies in and is not; the root holds all."""
+    return max((unit for unit in units if _is_in(name, unit)), key=len, default=ROOT)
+
+
+# ------------------------------------------------------------------------------------------------------- the dtypes
+
+
+def _own_dtypes(model: nn.Module, policy: ShardPolicy) -> dict[str, torch.dtype]:
+    """`policy.modules`, and the modules that share a weight with one of them: it is gathered once, in one dtype."""
+    own = dict(policy.modules)
+    names = {module: name for name, module in model.named_modules()}
+    for fqn, places in parameter_places(model).items():
+        owners = [names[place.module] for place in places]
+        dtypes = {_dtype_of(owner, own, policy) for owner in owners}
+        if len(dtypes) == 1:
+            continue
+        wanted = dtypes - {policy.compute}
+        if len(wanted) > 1:
+            raise BackendError(
+                f"backend native: precision.modules: expected one dtype for {' and '.join(owners)}, which share "
+                f"{fqn}, found {' and '.join(sorted(map(str, wanted)))}.\n  Give them the same dtype."
+            )
+        for owner in owners:
+            own.setdefault(owner, *wanted)
+    return own
+
+
+def _dtype_of(name: str, own: Mapping[str, torch.dtype], policy: ShardPolicy) -> torch.dtype:
+    """In which dtype a module computes: its own, or that of the module around it."""
+    while name:
+        if name in own:
+            return own[name]
+        name = name.rpartition(".")[0]
+    return policy.compute
+
+
+def _groups(
+    policy: ShardPolicy, own: Mapping[str, torch.dtype], units: list[str]
+) -> dict[str, dict[torch.dtype, list[str]]]:
+    """Unit -> dtype -> the modules inside it that compute in that dtype, where it isn't the unit's."""
+    groups: dict[str, dict[torch.dtype, list[str]]] = {name: {} for name in (*units, ROOT)}
+    for name, dtype in own.items():
+        unit = _innermost(name, units)
+        if name not in units and dtype != _dtype_of(unit, own, policy):
+            groups[unit].setdefault(dtype, []).append(name)
+    return groups
+
+
+def _cast_around(module: nn.Module, dtype: torch.dtype, back: torch.dtype | None) -> None:
+    """The module takes `dtype` and gives `back`. By hooks: of a list of modules, FSDP2 casts for the first only."""
+
+    def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return _cast_floats(args, dtype), _cast_floats(kwargs, dtype)
+
+    def cast_outputs(_: nn.Module, __: Any, output: Any) -> Any:
+        return _cast_floats(output, back)
+
+    module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
+    if back is not None:
+        module.register_forward_hook(cast_outputs)
+
+
+def _cast_floats(values: Any, dtype: torch.dtype | None) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, values)
+
+
+# -------------------------------------------------------------------------------------- recomputation, compilation
+
+
+@cache  # equal layers get the same function, so that torch.compile makes one program for all of them
+def _recomputed(forward: Callable[..., Any], save_ops: tuple[str, ...], whole: bool) -> Callable[..., Any]:
+    """A layer's `forward` under gradient checkpointing, but for the outputs of `save_ops`, which are kept.
+
+    `whole`: run all of it again. torch stops at the last tensor that backward needs, by an exception, which would
+    leave a unit inside the layer in the middle of its forward.
+    """
+    again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, early_stop=not whole)
+    if save_ops:
+        ops = [op for kind in save_ops for op in _OPS[kind]]
+
+        def contexts() -> Any:
+            return create_selective_checkpoint_contexts(ops)
+
+        again = partial(again, context_fn=contexts)
+
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return again(forward, self, *args, **kwargs)
+
+    return run
+
+
+def _compile(layer: nn.Module, backend: str, one_graph: bool) -> None:
+    """Compile a layer's forward, so that FSDP2's hooks stay outside; shapes are static throughout a run."""
+    layer.forward = torch.compile(layer.forward, backend=backend, fullgraph=one_graph, dynamic=False)
+
+
+# -------------------------------------------------------------------------------------------------------- the units
+
+
+def _shared_weights(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Each tied weight -> FQNs of the modules that hold it."""
+    names = {module: name for name, module in model.named_modules()}
+    return {
+        model.get_parameter(fqn): [names[place.module] for place in places]
+        for fqn, places in parameter_places(model).items()
+        if len(places) > 1
+    }
+
+
+def _not_theirs(shared: Mapping[nn.Parameter, list[str]], names: list[str]) -> set[nn.Parameter]:
+    """The tied weights that modules other than `names` hold too: they belong to a unit further out."""
+    return {
+        weight
+        for weight, owners in shared.items()
+        if not all(any(owner == name or _is_in(owner, name) for name in names) for owner in owners)
+    }
+
+
+def _has_weights(model: nn.Module, name: str, shared: Mapping[nn.Parameter, list[str]]) -> bool:
+    return bool(set(model.get_submodule(name).parameters()) - _not_theirs(shared, [name]))
+
+
+def _fully_shard(
+    model: nn.Module,
+    names: list[str],
+    shared: Mapping[nn.Parameter, list[str]],
+    policy: ShardPolicy,
+    mesh: DeviceMesh,
+    dtype: torch.dtype,
+    is_root: bool,
+) -> None:
+    """Make `names` one group of parameters, gathered in `dtype`, its gradients summed in `policy.reduce`.
+
+    The root keeps its parameters after forward whatever the policy says, since backward begins with them.
+    """
+    modules = [model.get_submodule(name) for name in names]
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if policy.cpu_offload else OffloadPolicy()
+    fully_shard(
+        modules,
+        mesh=mesh,
+        reshard_after_forward=False if is_root else policy.reshard_after_forward,
+        mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=policy.reduce),
+        offload_policy=offload,
+        ignored_params=_not_theirs(shared, names) or None,
+    )
+    # C1: gradients are summed, never averaged. The factor alone fails on gloo ("PREMUL_SUM").
+    group = cast(FSDPModule, modules[0])
+    group.set_gradient_divide_factor(1.0)
+    group.set_force_sum_reduction_for_comms(True)
+
+
+def _require_sharded(model: nn.Module, shared: Mapping[nn.Parameter, list[str]]) -> None:
+    for fqn, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor):
+            owners = shared.get(parameter, [fqn.rpartition(".")[0]])
+            raise BackendError(
+                f"backend native: expected one unit around {' and '.join(owners)}, which share the weight {fqn}, found "
+                "a unit around each.\n  Leave these modules out of sharding.wrap_classes and sharding.wrap_modules, "
+                "or set sharding.wrap=NO_WRAP."
+            )
+
+
+def _links(
+    model: nn.Module, policy: ShardPolicy, units: list[str], groups: Mapping[str, Mapping[torch.dtype, list[str]]]
+) -> list[Link]:
+    """The root and the units. One inside a recomputed layer, whose forward runs twice, goes along with the layer."""
+
+    def all_groups(unit: str) -> list[str]:
+        return [unit, *(names[0] for names in groups[unit].values())]
+
+    links: list[Link] = []
+    for name in (ROOT, *units):
+        if any(_is_in(name, layer) for layer in policy.recompute):
+            continue
+        inner = [unit for unit in units if _is_in(unit, name)] if name in policy.recompute else []
+        first, *rest = (
+            cast(FSDPModule, model.get_submodule(group)) for unit in (name, *inner) for group in all_groups(unit)
+        )
+        links.append(Link(first, tuple(rest)))
+    return links

@@ -1,0 +1,212 @@
+"""What a block of the model does to its forward on XLA: weights in the compute dtype, recompute, outputs by rows.
+
+A block is a unit, a recomputed layer, or the model. All of it is put into the instance's forward and not into wrapper
+modules, so that no name changes. XLA decides itself when a sharded weight is gathered; what it may keep is decided
+here: `Copies` of one step (SHARD_GRAD_OP), or barriers that make it gather again (recompute).
+"""
+
+# Weights are replaced in a module's own table while its forward runs.
+# pyright: reportPrivateUsage=false
+
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+Forward = Callable[..., Any]
+Mark = Callable[[Tensor], None]
+"""Lays a tensor out over the mesh, in place."""
+
+Barrier = Callable[[list[Tensor]], None]
+"""XLA moves nothing across it, and merges nothing on one side with the same on the other; changes tensors in place."""
+
+
+class Use(NamedTuple):
+    """Where a weight is used, `module._parameters[leaf]`, and the dtype in which it computes there."""
+
+    module: nn.Module
+    leaf: str
+    dtype: torch.dtype
+
+    @property
+    def weight(self) -> nn.Parameter:
+        return cast(nn.Parameter, self.module._parameters[self.leaf])
+
+
+def weight_uses(model: nn.Module, compute: torch.dtype, modules: Mapping[str, torch.dtype]) -> dict[str, Use]:
+    """FQN -> use, tied weights under each of their FQNs; `modules` compute in a dtype of their own."""
+    uses: dict[str, Use] = {}
+    for fqn, _ in model.named_parameters(remove_duplicate=False):
+        owner, _, leaf = fqn.rpartition(".")
+        own = [dtype for name, dtype in modules.items() if fqn.startswith(f"{name}.")]
+        uses[fqn] = Use(model.get_submodule(owner), leaf, own[0] if own else compute)
+    return uses
+
+
+def uses_by_block(uses: Mapping[str, Use], blocks: Iterable[str]) -> dict[str, list[Use]]:
+    """Block -> the weights that are in it and in no block inside it; "" is the model."""
+    by_depth = sorted({"", *blocks}, key=len, reverse=True)
+    owned: dict[str, list[Use]] = {block: [] for block in by_depth}
+    for fqn, use in uses.items():
+        owned[next(block for block in by_depth if not block or fqn.startswith(f"{block}."))].append(use)
+    return owned
+
+
+class Copies:
+    """Weights in their compute dtype, in place of the masters while a block runs; gradients go through to the masters.
+
+    A block makes its own at use; XLA then gathers them for forward and again for backward. It makes them anew when it
+    runs again. With `keep` there is one gathered copy of each a step, from `gather_all` until `release`.
+    """
+
+    def __init__(self, gather: Callable[[Tensor], Tensor], barrier: Barrier, keep: bool) -> None:
+        self._gather, self._barrier, self._keep = gather, barrier, keep
+        self._kept: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._runs_again_on: list[Tensor] | None = None
+
+    def gather_all(self, uses: Iterable[Use]) -> None:
+        """At the start of a forward, while autograd records."""
+        if self._keep:
+            self._kept = {key: self._gather(cast_weight(use)) for key, use in _distinct(uses).items()}
+
+    def release(self) -> None:
+        """After backward. A tensor that is alive when a program ends is one of its outputs."""
+        self._kept = {}
+
+    @contextmanager
+    def again(self, inputs: list[Tensor]) -> Generator[None]:
+        """While a block runs for the second time, on `inputs`."""
+        self._runs_again_on = inputs
+        try:
+            yield
+        finally:
+            self._runs_again_on = None
+
+    def in_place(self, uses: list[Use]) -> AbstractContextManager[None]:
+        copies = self._kept or {key: cast_weight(use) for key, use in _distinct(uses).items()}
+        if self._runs_again_on is not None and not self._kept:
+            # Behind a barrier, or XLA would see that both runs gather the same weights, and keep them in between.
+            # Gathered here, once for this run and its backward.
+            copies = {key: copy * 1 for key, copy in copies.items()}
+            self._barrier([*copies.values(), *self._runs_again_on])
+            copies = {key: self._gather(copy) for key, copy in copies.items()}
+        return swapped(uses, [copies[id(use.weight), use.dtype] for use in uses])
+
+
+def _distinct(uses: Iterable[Use]) -> dict[tuple[int, torch.dtype], Use]:
+    """One use of each weight and dtype: tied weights share a copy."""
+    return {(id(use.weight), use.dtype): use for use in uses}
+
+
+def cast_weight(use: Use) -> Tensor:
+    return use.weight.to(use.dtype) if use.weight.is_floating_point() else use.weight
+
+
+@contextmanager
+def swapped(uses: Sequence[Use], tensors: Sequence[Tensor]) -> Generator[None]:
+    """While `tensors` are what the modules find in place of their weights."""
+    masters = [use.weight for use in uses]
+    for use, tensor in zip(uses, tensors, strict=True):
+        use.module._parameters[use.leaf] = cast(nn.Parameter, tensor)
+    try:
+        yield
+    finally:
+        for use, master in zip(uses, masters, strict=True):
+            use.module._parameters[use.leaf] = master
+
+
+def run_with(forward: Forward, copies: Copies, uses: list[Use]) -> Forward:
+    """`forward` with the compute copies of `uses` in place."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with copies.in_place(uses):
+            return forward(*args, **kwargs)
+
+    return run
+
+
+def in_own_dtype(forward: Forward, dtype: torch.dtype, result: torch.dtype | None) -> Forward:
+    """`forward` with what it takes cast to `dtype`, and what it gives to `result` (None: left as it is)."""
+
+    def to(dtype: torch.dtype) -> Callable[[Any], Any]:
+        return lambda value: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map(to(dtype), (args, kwargs))
+        output = forward(*args, **kwargs)
+        return output if result is None else tree_map(to(result), output)
+
+    return run
+
+
+def recomputed(forward: Forward, copies: Copies, trains: bool) -> Forward:
+    """`forward` by torch_xla's own gradient checkpointing: XLA would merge what torch's recomputes with the first run.
+
+    `trains`: the block has weights that want gradients.
+    """
+    from torch_xla.utils.checkpoint import checkpoint
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        names = list(kwargs)
+        values = [*args, *kwargs.values()]
+        if not torch.is_grad_enabled() or not (trains or any(map(_wants_gradient, values))):
+            return forward(*args, **kwargs)
+
+        def positional(*values: Any) -> Any:
+            args_, kwargs_ = values[: len(args)], dict(zip(names, values[len(args) :], strict=True))
+            if not torch.is_grad_enabled():  # the first run
+                return forward(*args_, **kwargs_)
+            with copies.again([value for value in values if _is_float(value)]):
+                return forward(*args_, **kwargs_)
+
+        return checkpoint(positional, *_one_with_gradient(values), use_reentrant=True, preserve_rng_state=False)
+
+    return run
+
+
+def _one_with_gradient(values: list[Any]) -> list[Any]:
+    """Reentrant checkpointing silently drops weight gradients where no input wants one (after a frozen embedding)."""
+    if any(map(_wants_gradient, values)):
+        return values
+    first = next(index for index, value in enumerate(values) if _is_float(value))
+    return [*values[:first], values[first].detach().requires_grad_(), *values[first + 1 :]]
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _wants_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def keep_rows_split(unit: nn.Module, mark_rows: Mark) -> None:
+    """The unit's output stays split by rows, so that weights are gathered and not activations."""
+
+    def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        tensors = [leaf for leaf in tree_leaves(output) if _is_float(leaf)]
+        if tensors:
+            mark_rows(tensors[0])
+
+    unit.register_forward_hook(hook)
+
+
+def finish_backward(layer: nn.Module, barrier: Barrier) -> None:
+    """Backward leaves the layer only when its gradients are done, else gathered weights of all layers stay alive.
+
+    As torch_xla's `apply_backward_optimization_barrier`, which warns where a layer's input wants no gradient.
+    """
+
+    def settle(gradient: Tensor) -> None:
+        done = [weight.grad for weight in layer.parameters() if weight.grad is not None]
+        barrier([*done, gradient])
+
+    def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
+        wanted = [leaf for leaf in tree_leaves((args, kwargs)) if _wants_gradient(leaf)]
+        if wanted:
+            wanted[0].register_hook(settle)
+
+    layer.register_forward_pre_hook(hook, with_kwargs=True)

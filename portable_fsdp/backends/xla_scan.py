@@ -1,0 +1,149 @@
+"""One program for all layers on XLA: torch_xla's `scan` over the model's repeated blocks, instead of a copy for each.
+
+The parameters stay where they are, each under its own FQN; every step stacks their compute copies, and the loop takes
+a slice of each. The first layer's forward runs them all, the others hand on what they are given.
+"""
+
+# The first layer's weights are replaced in its modules' tables while the loop's body is traced.
+# pyright: reportPrivateUsage=false
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from portable_fsdp.backends.xla_forward import Use, swapped
+from portable_fsdp.runtime.errors import BackendError
+
+Stack = Callable[[Sequence[Use]], Tensor]
+"""The same weight of all layers -> its compute copies, stacked: [layers, ...]."""
+
+
+class LayerLoop:
+    """Takes the place of the layers' forwards. Raises BackendError where they aren't all alike."""
+
+    def __init__(
+        self,
+        layers: dict[str, nn.Module],
+        uses: dict[str, Use],
+        stack: Stack,
+        split_rows: Callable[[Tensor], Tensor],
+        recompute: bool,
+    ) -> None:
+        _require_alike(layers)
+        self._weights = [
+            [use for fqn, use in uses.items() if fqn.startswith(f"{name}.")] for name in layers
+        ]  # of each layer, in one order
+        self._stack, self._split_rows, self._recompute = stack, split_rows, recompute
+        self._body = next(iter(layers.values())).forward
+        self._names = list(layers)
+        self._traced: tuple[Any, Any] | None = None  # how the layers were called, and the body for that
+        self._given: list[Any] = []
+        self._gives_tuple = False
+        self._result: Any = None
+        for index, layer in enumerate(layers.values()):
+            layer.forward = self._run_all if index == 0 else self._hand_on(index)
+
+    def _run_all(self, *args: Any, **kwargs: Any) -> Any:
+        from torch_xla.experimental.scan import scan
+
+        leaves, structure = tree_flatten((args, kwargs))
+        self._given = leaves
+        carried = [leaf for leaf in leaves if _is_float(leaf)]
+        others = [leaf.expand(len(self._names), *leaf.shape) for leaf in leaves if _is_other(leaf)]
+        weights = [self._stack(uses) for uses in zip(*self._weights, strict=True)]
+        call = (structure, [None if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+        if self._traced is None or self._traced[0] != call:
+            self._traced = (call, self._one_layer(leaves, structure))
+        partition, budget = _partition(self._recompute)
+        with torch._functorch.config.patch(activation_memory_budget=budget):  # pyright: ignore
+            carry, _ = scan(self._traced[1], tuple(carried), (weights, others), partition_fn=partition, is_fn_pure=True)
+        hidden = cast(tuple[Tensor, ...], carry)[0]
+        self._result = (hidden,) if self._gives_tuple else hidden
+        return self._result
+
+    def _one_layer(self, leaves: list[Any], structure: Any) -> Callable[..., Any]:
+        """The body: (hidden and other floats, (weights of a layer, integers)) -> the same floats, with new hidden."""
+        wants = [leaf.requires_grad for leaf in leaves if _is_float(leaf)]
+        kinds = ["float" if _is_float(leaf) else "other" if _is_other(leaf) else leaf for leaf in leaves]
+
+        def body(carry: tuple[Tensor, ...], x: tuple[list[Tensor], list[Tensor]]) -> tuple[Any, None]:
+            weights, others = x
+            # scan takes gradients of all that it carries; of a rotary table none is wanted.
+            used = [t if index == 0 or wants[index] else t.detach() for index, t in enumerate(carry)]
+            floats, rest = iter(used), iter(others)
+            values = [next(floats) if k == "float" else next(rest) if k == "other" else k for k in kinds]
+            args, kwargs = tree_unflatten(values, structure)
+            with swapped(self._weights[0], weights):
+                output = self._body(*args, **kwargs)
+            self._gives_tuple = isinstance(output, tuple)
+            hidden = cast(Tensor, output[0] if self._gives_tuple else output)
+            return (self._split_rows(hidden), *carry[1:]), None
+
+        return body
+
+    def _hand_on(self, index: int) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            leaves, _ = tree_flatten((args, kwargs))
+            expected = [*tree_flatten(self._result)[0], *self._given[1:]]
+            if len(leaves) != len(expected) or any(a is not b for a, b in zip(leaves, expected, strict=True)):
+                raise _refusal(f"the model gives {self._names[index]} something else than {self._names[0]}")
+            return self._result
+
+        return forward
+
+
+def _partition(recompute: bool) -> tuple[Any, float]:
+    """How the body is cut into forward and backward: with nothing but its inputs kept, or all that backward wants."""
+    from functorch.compile import default_partition, min_cut_rematerialization_partition
+
+    return (min_cut_rematerialization_partition, 0.0) if recompute else (default_partition, 1.0)
+
+
+def _require_alike(layers: dict[str, nn.Module]) -> None:
+    (first, layer), *others = layers.items()
+    for name, other in others:
+        for found in _differences(layer, other):
+            raise _refusal(f"{name} is unlike {first}: {found}")
+
+
+def _refusal(reason: str) -> BackendError:
+    return BackendError(
+        f"backend xla: compile.scan_layers=true cannot be honoured: it runs one program for all layers, and {reason}.\n"
+        "  Set compile.scan_layers=false."
+    )
+
+
+def _differences(first: nn.Module, other: nn.Module) -> Iterator[str]:
+    """What two layers don't share, their own number apart."""
+    for (at, one), (there, two) in zip_longest(first.named_modules(), other.named_modules(), fillvalue=("", None)):
+        if one is None or two is None or at != there or type(one) is not type(two):
+            yield f"{at or there} is a {type(one).__name__}, and a {type(two).__name__}"
+            return
+        plain_one, plain_two = _plain(one), _plain(two)
+        for key in plain_one.keys() | plain_two.keys():
+            if plain_one.get(key) != plain_two.get(key):
+                yield f"{f'{at}.{key}'.lstrip('.')} is {plain_one.get(key)}, and {plain_two.get(key)}"
+
+
+def _plain(module: nn.Module) -> dict[str, Any]:
+    """Values that a forward may look at: numbers, words, and the shapes of its tensors."""
+    plain = {
+        key: value
+        for key, value in vars(module).items()
+        if isinstance(value, int | float | str | tuple | torch.dtype | None) and key != "layer_idx"
+    }
+    shapes = {key: tuple(weight.shape) for key, weight in module._parameters.items() if weight is not None}
+    values = {key: buffer.tolist() for key, buffer in module._buffers.items() if buffer is not None}
+    return {**plain, **shapes, **values}
+
+
+def _is_float(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
+
+def _is_other(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and not leaf.is_floating_point()

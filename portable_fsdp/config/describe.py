@@ -1,0 +1,169 @@
+"""The schema in words: what each key takes, which key a misspelt one means, a value as YAML writes it."""
+
+import difflib
+from collections.abc import Iterator, Sequence
+from types import NoneType, UnionType
+from typing import Annotated, Literal, Union, cast, get_args, get_origin
+
+import yaml
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from portable_fsdp.config.schema import Config
+
+Key = tuple[str, ...]
+"""`("optim", "lr")`; an item of a list by its number: `("optim", "groups", "0", "lr")`."""
+
+
+def key_name(key: Key) -> str:
+    """`optim.lr`."""
+    return ".".join(key)
+
+
+def fields(model: type[BaseModel] = Config, above: Key = ()) -> Iterator[tuple[Key, FieldInfo]]:
+    """Every section and key of the schema, those of listed mappings too (`optim.groups.lr`), in its order."""
+    for name, info in model.model_fields.items():
+        yield (*above, name), info
+        if inside := _section(info.annotation) or _listed_section(info.annotation):
+            yield from fields(inside, (*above, name))
+
+
+def option_names() -> tuple[str, ...]:
+    """Every key that has a value of its own, as `optim.lr`: no section, nothing inside a list."""
+    return tuple(key_name(key) for key, _ in fields() if len(key) == 2)
+
+
+def yaml_value(value: object) -> str:
+    """A value of the config as it could be typed after `key=`, on one line: `[LlamaDecoderLayer]`, `null`."""
+    text = yaml.safe_dump(_plain(value), default_flow_style=True, allow_unicode=True, sort_keys=False, width=10**9)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def shortened(text: str, limit: int = 60) -> str:
+    """The text, its end cut off where it is longer than `limit` characters."""
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def deepest_field(location: Sequence[int | str]) -> tuple[Key, FieldInfo]:
+    """The field of the schema that a place in pydantic's report belongs to (`optim.betas` for its second number)."""
+    model: type[BaseModel] | None = Config
+    key: Key = ()
+    found = FieldInfo(annotation=Config)
+    for part in location:
+        if model is not None and part in model.model_fields:
+            found = model.model_fields[str(part)]
+            model = _section(found.annotation)
+        elif (listed := _listed_section(found.annotation)) and isinstance(part, int):
+            found, model = FieldInfo(annotation=listed), listed
+        elif (values := _values_of_mapping(found.annotation)) and location[-1] != "[key]":
+            found, model = FieldInfo(annotation=cast(type, values)), None
+        else:
+            break
+        key = (*key, str(part))
+    return key, found
+
+
+def nearest(key: Key) -> str:
+    """The valid key that an unknown one probably means, or the valid keys in its place."""
+    known = dict(fields())
+    plain = tuple(part for part in key if not part.isdecimal())
+    siblings = [candidate for candidate in known if candidate[:-1] == plain[:-1]]
+    same_name = [candidate for candidate in known if candidate[-1] == plain[-1]]
+    close = _close(plain, siblings) or same_name or _close(plain, list(known))
+    if not close:
+        return f"expected one of {', '.join(candidate[-1] for candidate in siblings)}"
+    takes = "" if _section(known[close[0]].annotation) else f" ({expected(known[close[0]])})"
+    return f"nearest: {key_name(close[0])}{takes}"
+
+
+def expected(schema: FieldInfo) -> str:
+    """What a field takes: `none | full`, `an integer >= 1 or null`, `a list of text`."""
+    constraints = " and ".join(_constraint_words(schema.metadata))
+    words = f"{_type_words(schema.annotation)} {constraints}".strip()
+    return f"{words} or null" if NoneType in get_args(schema.annotation) else words
+
+
+def typing_hint(schema: FieldInfo, value: object) -> str:
+    """How to type what was probably meant: a word that YAML reads as something else, one item in place of a list."""
+    if _item(schema.annotation) and not _listed_section(schema.annotation) and isinstance(value, str):
+        return f"; a list of one is [{value}]"
+    is_union = get_origin(schema.annotation) in (Union, UnionType)
+    takes_text = schema.annotation is str or (is_union and str in get_args(schema.annotation))
+    takes_words = takes_text or get_origin(schema.annotation) is Literal
+    if takes_words and isinstance(value, bool):
+        return f", which YAML reads as the boolean {str(value).lower()}; in quotes it is text"
+    return ", a number; in quotes it is text" if takes_text and isinstance(value, int | float) else ""
+
+
+def _plain(value: object) -> object:
+    """Lists for tuples and mappings for sections, as YAML has them."""
+    if isinstance(value, BaseModel):
+        return _plain(value.model_dump())
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in cast(dict[object, object], value).items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in cast(Sequence[object], value)]
+    return value
+
+
+def _section(annotation: object) -> type[BaseModel] | None:
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def _item(annotation: object) -> object:
+    """What a list of any length holds; None for any other type."""
+    arguments = get_args(annotation)
+    return arguments[0] if get_origin(annotation) is tuple and arguments[-1] is Ellipsis else None
+
+
+def _listed_section(annotation: object) -> type[BaseModel] | None:
+    return _section(_item(annotation))
+
+
+def _values_of_mapping(annotation: object) -> object:
+    return get_args(annotation)[1] if get_origin(annotation) is dict else None
+
+
+def _close(key: Key, known: Sequence[Key]) -> list[Key]:
+    matches = difflib.get_close_matches(key[-1], [candidate[-1] for candidate in known], n=1)
+    return [candidate for candidate in known if candidate[-1] in matches]
+
+
+def _type_words(annotation: object) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return " | ".join(map(str, arguments))
+    if origin is Annotated:
+        return _type_words(arguments[0])
+    if origin in (Union, UnionType):
+        return " or ".join(_type_words(argument) for argument in arguments if argument is not NoneType)
+    if section := _section(annotation):
+        return f"a mapping with {', '.join(section.model_fields)}"
+    if listed := _listed_section(annotation):
+        return f"a list of mappings with {', '.join(listed.model_fields)}"
+    if item := _item(annotation):
+        return f"a list of {_type_words(item)}"
+    if origin is tuple:
+        return f"a list [{', '.join(map(_type_words, arguments))}]"
+    if get_origin(_values_of_mapping(annotation)) is Literal:
+        return f"a mapping of text to {_type_words(arguments[1])}"
+    words = {bool: "true | false", int: "an integer", float: "a number", str: "text", dict: "a mapping"}
+    return words[origin or cast(type, annotation)]
+
+
+def _constraint_words(metadata: Sequence[object]) -> Iterator[str]:
+    for constraint in metadata:
+        match constraint:
+            case Ge(bound):
+                yield f">= {bound}"
+            case Gt(bound):
+                yield f"> {bound}"
+            case Le(bound):
+                yield f"<= {bound}"
+            case Lt(bound):
+                yield f"< {bound}"
+            case MinLen():
+                yield "that is not empty"
+            case _:
+                pass

@@ -1,0 +1,459 @@
+"""What is refused: by every engine, because it contradicts itself, or by an engine that can't do it.
+
+One table, REFUSALS; above it, what its conditions and ways out ask of a config. `support.py` judges by it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from portable_fsdp.config.describe import yaml_value
+from portable_fsdp.config.schema import Config, XlaFsdp1
+
+NATIVE, XLA, FSDP1 = ("native",), ("xla",), ("xla_fsdp1",)
+EITHER_XLA = (*XLA, *FSDP1)
+EVERY = (*NATIVE, *EITHER_XLA)
+
+ENGINES_ON = {"cpu": EVERY, "cuda": NATIVE, "tpu": EVERY}
+"""The engines of a device; native on TPUs needs TorchTPU."""
+
+
+class Place(NamedTuple):
+    """Where a config is to run. A count of None isn't known yet: what depends on it is not judged."""
+
+    engine: str
+    device: str
+    devices: int | None = None  # in all
+    hosts: int | None = None
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A case in which an option is refused; `when` is None where only the model itself can tell.
+
+    Each way out is one or more settings (`section.key=value`, `--backend=...`), joined by " and ", after which the
+    case is no more.
+    """
+
+    option: str
+    engines: tuple[str, ...]
+    case: str
+    when: Callable[[Config, Place], bool] | None
+    reason: str
+    ways: tuple[str, ...] | Callable[[Config, Place], tuple[str, ...]] = ()
+
+    def ways_out(self, config: Config, place: Place) -> tuple[str, ...]:
+        """Those that lead somewhere on this device."""
+        ways = self.ways(config, place) if callable(self.ways) else self.ways
+        absent = {f"--backend={engine}" for engine in EVERY if engine not in ENGINES_ON[place.device]}
+        if place.device == "tpu":
+            absent.add("--backend=native")  # of use only to those who have TorchTPU, and they know
+        return tuple(way for way in ways if way not in absent)
+
+
+# ------------------------------------------------------------------------------- what the conditions below ask
+
+
+def _is_hybrid(config: Config) -> bool:
+    return config.sharding.strategy in ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+
+
+def _within(config: Config) -> str:
+    """The strategy that a hybrid one has within a replica."""
+    return "FULL_SHARD" if config.sharding.strategy == "HYBRID_SHARD" else "SHARD_GRAD_OP"
+
+
+def _replicas(config: Config, place: Place) -> int | None:
+    """Copies of the model under a hybrid strategy."""
+    return config.sharding.replicas or place.hosts
+
+
+def _shards(config: Config, place: Place) -> int | None:
+    """Devices that share one copy of the model under a strategy that shards; None too for wrong replicas."""
+    if place.devices is None or not _is_hybrid(config):
+        return place.devices
+    replicas = _replicas(config, place)
+    return None if replicas is None or place.devices % replicas else place.devices // replicas
+
+
+def _parts(whole: int | None) -> list[int]:
+    """The divisors of a number of devices, without 1 and itself."""
+    return [part for part in range(2, whole or 0) if (whole or 0) % part == 0]
+
+
+def _replicas_that_fit(_: Config, place: Place) -> tuple[str, ...]:
+    fitting = [2] if place.devices is None else _parts(place.devices)
+    best = [place.hosts] if place.hosts in fitting else fitting[:1]
+    return tuple(f"sharding.replicas={count}" for count in best)
+
+
+def _strategy(config: Config, strategy: str) -> str:
+    """The settings for a strategy that isn't hybrid."""
+    return f"sharding.strategy={strategy}" + ("" if config.sharding.replicas is None else " and sharding.replicas=null")
+
+
+def _instead_of_hybrid(config: Config, place: Place) -> tuple[str, ...]:
+    return (*_replicas_that_fit(config, place), _strategy(config, _within(config)))
+
+
+def _reshards(config: Config) -> bool:
+    return config.sharding.strategy in ("FULL_SHARD", "HYBRID_SHARD")
+
+
+def _reshard_does_not_fit(config: Config, place: Place) -> bool:
+    wanted, shards = config.sharding.reshard_after_forward, _shards(config, place)
+    return wanted is not None and _reshards(config) and shards is not None and wanted not in _parts(shards)
+
+
+def _reshard_that_fits(config: Config, place: Place) -> tuple[str, ...]:
+    wanted = config.sharding.reshard_after_forward or 0
+    parts = sorted(_parts(_shards(config, place)), key=lambda part: abs(part - wanted))
+    return tuple(f"sharding.reshard_after_forward={count}" for count in (*parts[:1], "null"))
+
+
+def _dtypes(config: Config) -> set[str]:
+    """All that weights are cast to at use."""
+    return {config.precision.compute, *config.precision.modules.values()}
+
+
+def _modules_without_float16(config: Config, _: Place) -> tuple[str, ...]:
+    modules = config.precision.modules.items()
+    replaced = {name: "bfloat16" if dtype == "float16" else dtype for name, dtype in modules}
+    return (f"precision.modules={yaml_value(replaced)}",)
+
+
+def _all_in_float32(config: Config, _: Place) -> tuple[str, ...]:
+    """The ways out of an explicit float32 sum that XLA can't give."""
+    plain = {"master": "float32", "compute": "float32", "output": "auto", "modules": "{}"}
+    now = {key: yaml_value(getattr(config.precision, key)) for key in plain}
+    lower = [f"precision.{key}={plain[key]}" for key in plain if now[key] not in (plain[key], "float32")]
+    return ("precision.reduce=auto", " and ".join(lower), "--backend=native")
+
+
+def _own(config: Config, key: str) -> object:
+    return getattr(config.xla_fsdp1, key)
+
+
+def _own_default(key: str) -> object:
+    return XlaFsdp1.model_fields[key].default
+
+
+def _selective(config: Config) -> bool:
+    return config.memory.gradient_checkpointing == "selective"
+
+
+# -------------------------------------------------------------------------------------------------- what is refused
+
+REFUSALS = (
+    # --- model
+    Refusal(
+        "model.attention",
+        EITHER_XLA,
+        "on XLA",
+        lambda c, p: c.model.attention in ("sdpa", "eager"),
+        "transformers then reads a mask on the host in every step, which is a second program and a wait",
+        ("model.attention=auto", "--backend=native"),
+    ),
+    Refusal(
+        "model.attention",
+        EVERY,
+        "for a model with an attention of its own (ALiBi)",
+        None,
+        "the model's attention can't be replaced; model.attention=auto leaves it as it is",
+    ),
+    Refusal(
+        "model.experts",
+        EITHER_XLA,
+        "on XLA",
+        lambda c, p: c.model.experts == "grouped_mm",
+        "it sorts tokens by expert: shapes that are known only while the step runs, and XLA compiles before",
+        ("model.experts=auto", "--backend=native"),
+    ),
+    Refusal("model.experts", EVERY, "other than auto for a dense model", None, "there are no experts"),
+    Refusal(
+        "model.freeze",
+        EVERY,
+        "with a pattern that names nothing, or patterns that name all",
+        None,
+        "something must be frozen, and something train",
+    ),
+    # --- optim
+    Refusal("optim.groups", EVERY, "with a pattern that names nothing that trains", None, "each must name something"),
+    # --- sharding
+    Refusal(
+        "sharding.strategy",
+        EVERY,
+        "on one device",
+        lambda c, p: _is_hybrid(c) and p.devices == 1,
+        "replicas that are sharded need four devices or more",
+        lambda c, p: (_strategy(c, _within(c)),),
+    ),
+    Refusal(
+        "sharding.replicas",
+        EVERY,
+        "without a hybrid strategy",
+        lambda c, p: c.sharding.replicas is not None and not _is_hybrid(c),
+        "only HYBRID_SHARD and HYBRID_SHARD_ZERO2 have replicas of a sharded model",
+        ("sharding.replicas=null", "sharding.strategy=HYBRID_SHARD"),
+    ),
+    Refusal(
+        "sharding.replicas",
+        EVERY,
+        "with a hybrid strategy, which makes one replica",
+        lambda c, p: _is_hybrid(c) and p.devices != 1 and _replicas(c, p) == 1,
+        "one replica (null: one a host) is FULL_SHARD, or SHARD_GRAD_OP for HYBRID_SHARD_ZERO2",
+        _instead_of_hybrid,
+    ),
+    Refusal(
+        "sharding.replicas",
+        EVERY,
+        "with a hybrid strategy, which makes a replica of each device",
+        lambda c, p: _is_hybrid(c) and p.devices is not None and 1 < p.devices == _replicas(c, p),
+        "a replica of one device is not sharded: that is NO_SHARD",
+        lambda c, p: (*_replicas_that_fit(c, p), _strategy(c, "NO_SHARD")),
+    ),
+    Refusal(
+        "sharding.replicas",
+        EVERY,
+        "that do not divide the devices",
+        lambda c, p: (
+            _is_hybrid(c) and p.devices is not None and p.devices > 1 and p.devices % (_replicas(c, p) or 1) > 0
+        ),
+        "all replicas (null: one a host) have the same number of devices",
+        _instead_of_hybrid,
+    ),
+    Refusal(
+        "sharding.reshard_after_forward",
+        EITHER_XLA,
+        "on XLA",
+        lambda c, p: c.sharding.reshard_after_forward is not None,
+        "the partitioner keeps weights sharded over all devices of a replica, or gathered",
+        ("sharding.reshard_after_forward=null", "--backend=native"),
+    ),
+    Refusal(
+        "sharding.reshard_after_forward",
+        NATIVE,
+        "with a strategy that keeps weights gathered after forward",
+        lambda c, p: c.sharding.reshard_after_forward is not None and not _reshards(c),
+        "only FULL_SHARD and HYBRID_SHARD shard them again after forward",
+        lambda c, p: (
+            "sharding.reshard_after_forward=null",
+            f"sharding.strategy={'HYBRID_SHARD' if _is_hybrid(c) else 'FULL_SHARD'}",
+        ),
+    ),
+    Refusal(
+        "sharding.reshard_after_forward",
+        NATIVE,
+        "that does not divide the devices of a replica, or is all of them",
+        _reshard_does_not_fit,
+        "after forward each group of so many devices keeps the whole model between them",
+        _reshard_that_fits,
+    ),
+    Refusal(
+        "sharding.wrap",
+        EVERY,
+        "for a model that names no layers of its own (biogpt)",
+        None,
+        "sharding.wrap_classes names them then",
+    ),
+    Refusal(
+        "sharding.wrap_classes",
+        EVERY,
+        "with another wrap than TRANSFORMER_BASED_WRAP",
+        lambda c, p: bool(c.sharding.wrap_classes) and c.sharding.wrap != "TRANSFORMER_BASED_WRAP",
+        "units are then told by their size, or there are none",
+        ("sharding.wrap=TRANSFORMER_BASED_WRAP and sharding.min_num_params=null", "sharding.wrap_classes=[]"),
+    ),
+    Refusal(
+        "sharding.wrap_classes", EVERY, "with a class that the model doesn't have", None, "the error lists those it has"
+    ),
+    Refusal("sharding.wrap_modules", EVERY, "with a pattern that names no module", None, "each must name something"),
+    Refusal(
+        "sharding.min_num_params",
+        EVERY,
+        "with another wrap than SIZE_BASED_WRAP",
+        lambda c, p: c.sharding.min_num_params is not None and c.sharding.wrap != "SIZE_BASED_WRAP",
+        "units are not told by their size",
+        ("sharding.min_num_params=null", "sharding.wrap=SIZE_BASED_WRAP and sharding.wrap_classes=[]"),
+    ),
+    Refusal(
+        "sharding.min_num_params",
+        EVERY,
+        "with sharding.wrap=SIZE_BASED_WRAP",
+        lambda c, p: c.sharding.min_num_params is None and c.sharding.wrap == "SIZE_BASED_WRAP",
+        "it has to say from how many parameters on a module is a unit; 100000000 is the default of torch's policy",
+        ("sharding.min_num_params=100000000", "sharding.wrap=TRANSFORMER_BASED_WRAP"),
+    ),
+    Refusal(
+        "sharding.backward_prefetch_units",
+        EVERY,
+        "with another backward_prefetch than BACKWARD_PRE",
+        lambda c, p: c.sharding.backward_prefetch_units > 1 and c.sharding.backward_prefetch != "BACKWARD_PRE",
+        "BACKWARD_POST gathers one unit ahead, NO_PREFETCH none",
+        ("sharding.backward_prefetch_units=1", "sharding.backward_prefetch=BACKWARD_PRE"),
+    ),
+    # --- precision
+    Refusal(
+        "precision.master",
+        EVERY,
+        "with precision.compute=float32",
+        lambda c, p: c.precision.master == "bfloat16" and c.precision.compute == "float32",
+        "weights that rest in bfloat16 have no more digits to compute with",
+        ("precision.master=float32", "precision.compute=bfloat16"),
+    ),
+    Refusal(
+        "precision.master",
+        FSDP1,
+        "on xla_fsdp1",
+        lambda c, p: c.precision.master == "bfloat16" and c.precision.compute != "float32",
+        "XlaFullyShardedDataParallel takes float32 weights only",
+        ("precision.master=float32", "--backend=xla"),
+    ),
+    Refusal(
+        "precision.compute",
+        EVERY,
+        "without loss scaling",
+        lambda c, p: c.precision.compute == "float16",
+        "small gradients become 0 in float16 unless the loss is scaled, which is not built",
+        ("precision.compute=bfloat16",),
+    ),
+    Refusal(
+        "precision.modules",
+        EVERY,
+        "with float16",
+        lambda c, p: "float16" in c.precision.modules.values(),
+        "small gradients become 0 in float16 unless the loss is scaled, which is not built",
+        _modules_without_float16,
+    ),
+    Refusal("precision.modules", EVERY, "with a pattern that names no module", None, "each must name something"),
+    Refusal(
+        "precision.modules",
+        FSDP1,
+        "on xla_fsdp1",
+        lambda c, p: bool(c.precision.modules),
+        "XlaFullyShardedDataParallel casts a whole unit to one compute dtype",
+        ("precision.modules={}", "--backend=xla"),
+    ),
+    Refusal(
+        "precision.reduce",
+        EVERY,
+        "with precision.compute=float32",
+        lambda c, p: c.precision.reduce == "bfloat16" and c.precision.compute == "float32",
+        "gradients would lose on the way between devices the digits that they were computed with",
+        ("precision.reduce=auto", "precision.compute=bfloat16"),
+    ),
+    Refusal(
+        "precision.reduce",
+        XLA,
+        "with a lower compute dtype",
+        lambda c, p: c.precision.reduce == "float32" and _dtypes(c) != {"float32"},
+        "XLA sums gradients over devices in the compute dtype",
+        _all_in_float32,
+    ),
+    Refusal(
+        "precision.output",
+        EVERY,
+        "with precision.compute=float32",
+        lambda c, p: c.precision.output == "bfloat16" and _dtypes(c) == {"float32"},
+        "the loss would be taken of logits with fewer digits than the model computes",
+        ("precision.output=auto", "precision.compute=bfloat16"),
+    ),
+    # --- memory
+    Refusal(
+        "memory.gradient_checkpointing",
+        EVERY,
+        "without saying which",
+        lambda c, p: _selective(c) and c.memory.every is None and not c.memory.save_ops,
+        "selective needs memory.every (layers) or memory.save_ops (operations)",
+        ("memory.every=2", "memory.gradient_checkpointing=full"),
+    ),
+    Refusal(
+        "memory.every",
+        EVERY,
+        "without gradient_checkpointing=selective",
+        lambda c, p: c.memory.every is not None and not _selective(c),
+        "full means every layer, none means none",
+        ("memory.every=null", "memory.gradient_checkpointing=selective and memory.save_ops=[]"),
+    ),
+    Refusal(
+        "memory.every",
+        EVERY,
+        "together with memory.save_ops",
+        lambda c, p: _selective(c) and c.memory.every is not None and bool(c.memory.save_ops),
+        "selective picks layers or operations, not both",
+        ("memory.save_ops=[]", "memory.every=null"),
+    ),
+    Refusal(
+        "memory.save_ops",
+        EVERY,
+        "without gradient_checkpointing=selective",
+        lambda c, p: bool(c.memory.save_ops) and not _selective(c),
+        "full recomputes every operation, none keeps all",
+        ("memory.save_ops=[]", "memory.gradient_checkpointing=selective and memory.every=null"),
+    ),
+    Refusal(
+        "memory.save_ops",
+        EITHER_XLA,
+        "on XLA",
+        lambda c, p: bool(c.memory.save_ops),
+        "torch_xla's checkpoint recomputes all of a layer",
+        ("memory.save_ops=[] and memory.gradient_checkpointing=full and memory.every=null", "--backend=native"),
+    ),
+    Refusal(
+        "memory.cpu_offload",
+        EITHER_XLA,
+        "on XLA",
+        lambda c, p: c.memory.cpu_offload,
+        "torch_xla keeps parameters and optimizer state in device memory",
+        ("memory.cpu_offload=false", "--backend=native"),
+    ),
+    # --- compile
+    Refusal(
+        "compile.backend",
+        NATIVE,
+        "on cpu",
+        lambda c, p: c.compile.enabled and c.compile.backend == "inductor" and p.device == "cpu",
+        "inductor would build C++ for this host, which is neither tried nor fast",
+        ("compile.backend=aot_eager", "compile.enabled=false"),
+    ),
+    Refusal(
+        "compile.scan_layers",
+        NATIVE,
+        "on native",
+        lambda c, p: c.compile.scan_layers,
+        "a loop over layers is a program of XLA's; torch.compile shares one program between equal layers by itself",
+        ("compile.scan_layers=false", "--backend=xla"),
+    ),
+    Refusal(
+        "compile.scan_layers",
+        FSDP1,
+        "on xla_fsdp1",
+        lambda c, p: c.compile.scan_layers,
+        "a unit's weights are gathered by its own module, one layer after the other",
+        ("compile.scan_layers=false", "--backend=xla"),
+    ),
+    Refusal(
+        "compile.scan_layers",
+        XLA,
+        "with gradient_checkpointing=selective",
+        lambda c, p: c.compile.scan_layers and _selective(c),
+        "all turns of the loop run one program: all layers are recomputed, or none",
+        (
+            "memory.gradient_checkpointing=full and memory.every=null and memory.save_ops=[]",
+            "compile.scan_layers=false",
+        ),
+    ),
+    Refusal("compile.scan_layers", XLA, "for layers that differ (gemma2)", None, "all turns run one program"),
+    # --- one engine's own
+    *(
+        Refusal(
+            f"xla_fsdp1.{key}",
+            (*NATIVE, *XLA),
+            "on another engine than xla_fsdp1",
+            lambda c, p, key=key: _own(c, key) != _own_default(key),
+            "no other engine has this setting",
+            lambda c, p, key=key: (f"xla_fsdp1.{key}={yaml_value(_own_default(key))}", "--backend=xla_fsdp1"),
+        )
+        for key in ("flatten_parameters", "shard_param_on_dim_0", "pin_layout_in_collective_ops", "buffer_dtype")
+    ),
+)

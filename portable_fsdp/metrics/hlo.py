@@ -1,0 +1,237 @@
+"""Reads a compiled program: what XLA writes after partitioning and scheduling, as text.
+
+Counted are the collectives and matrix products of one run of the program: what stands in a loop counts as often as
+the loop turns. XLA's own cost analysis counts a loop's body once.
+"""
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+Computations = dict[str, list[str]]
+"""Name -> instructions, one a line. A computation stands before those that call it; the entry is the last."""
+
+_ITEM_BYTES = {
+    **{"pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2},
+    **{"s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8, "c64": 8},
+}
+_COLLECTIVE = re.compile(
+    r"\s*(?:ROOT )?%?[\w.\-]+ = (?P<type>.*?) "
+    r"(?P<kind>all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?P<start>-start)?\("
+)
+_CALLEES = re.compile(
+    r"\b(?:calls|body|condition|to_apply|branch_computations|called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
+)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What collectives of one kind move in one run of the program."""
+
+    calls: int = 0
+    bytes: int = 0  # of the full tensors that are gathered or reduced; all-to-all, collective-permute: of one device's
+    sent: int = 0  # by one device, in a ring
+
+    def __add__(self, other: "Moved") -> "Moved":
+        return Moved(self.calls + other.calls, self.bytes + other.bytes, self.sent + other.sent)
+
+
+def collectives(hlo_text: str, devices: int) -> dict[str, Moved]:
+    """Kind (all_gather, all_reduce, reduce_scatter, all_to_all, collective_permute) -> what one run moves.
+
+    Args:
+        hlo_text: an HloModule after optimization, as XLA writes it.
+        devices: that the program is partitioned over: the size of a group that the text leaves open.
+
+    An all-reduce that the TPU compiler fused with the slice that follows it is a reduce_scatter, which it sends as.
+    """
+    return _summed((kind, moved) for kind, _, moved in _moves(hlo_text, devices))
+
+
+def collectives_by_dtype(hlo_text: str, devices: int) -> dict[str, Moved]:
+    """As `collectives`, with the dtype that crosses in the key: `all_gather bf16`.
+
+    A call that moves tensors of several dtypes counts under `all_reduce bf16+f32`.
+    """
+    return _summed((f"{kind} {dtype}", moved) for kind, dtype, moved in _moves(hlo_text, devices))
+
+
+def matmul_flops(hlo_text: str) -> dict[str, int]:
+    """Dtypes of the two factors (`bf16 x bf16`) -> floating point operations of one run, on one device.
+
+    2 x elements of the result x elements that are summed, over `dot` (CPU) and `convolution` (what the TPU compiler
+    makes of every dot). Not counted: products inside kernels of their own (flash attention).
+    """
+    computations = read_computations(hlo_text)
+    runs = times_run(computations)
+    found: Counter[str] = Counter()
+    for name, lines in computations.items():
+        for dtypes, flops in _products(lines):
+            found[dtypes] += runs[name] * flops
+    return dict(found)
+
+
+def rematerialised(hlo_text: str) -> int:
+    """Instructions that the compiler itself computes a second time, because memory was short."""
+    return len(re.findall(r"%[\w.\-]*\.remat[\w.]* =", hlo_text))
+
+
+def read_computations(hlo_text: str) -> Computations:
+    """The computations of a module; raises ValueError for a text that has no entry."""
+    found: Computations = {}
+    lines: list[str] | None = None
+    entry = False
+    for line in hlo_text.splitlines():
+        start = re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line)
+        if start and not line.startswith("HloModule"):
+            entry = entry or start.group(1) is not None
+            lines = found[start.group(2)] = []
+        elif line.startswith("}"):
+            lines = None
+        elif lines is not None:
+            lines.append(line)
+    if not entry:
+        raise ValueError(f"expected the text of an HLO module with an ENTRY, found {hlo_text[:80]!r}")
+    return found
+
+
+def times_run(computations: Computations) -> Counter[str]:
+    """How often each computation runs when the program runs once."""
+    runs: Counter[str] = Counter({next(reversed(computations)): 1})
+    for name in reversed(computations):
+        for line in computations[name]:
+            turns = _trip_count(line, computations) if " while(" in line else 1
+            for callee in _callees(line):
+                runs[callee] += runs[name] * turns
+    return runs
+
+
+def _callees(line: str) -> Iterator[str]:
+    for named in _CALLEES.findall(line):
+        yield from (name.strip().lstrip("%") for name in named.strip("{}").split(","))
+
+
+def _trip_count(line: str, computations: Computations) -> int:
+    """What the compiler wrote down; else the bound in the loop's condition (the TPU compiler writes nothing down)."""
+    known = re.search(r'known_trip_count\D*"?(\d+)', line)
+    if known:
+        return int(known.group(1))
+    condition = re.search(r"condition=%?([\w.\-]+)", line)
+    todo = [condition.group(1)] if condition else []
+    bounds: list[int] = []
+    while todo:
+        for inner in computations.get(todo.pop(), []):
+            bounds += [int(number) for number in re.findall(r"= [su]32\[\]\S* constant\((\d+)\)", inner)]
+            todo += _callees(inner)
+    return max(bounds, default=1)
+
+
+# ----------------------------------------------------------------------------------------------------- collectives
+
+
+def _summed(moves: Iterator[tuple[str, Moved]]) -> dict[str, Moved]:
+    found: defaultdict[str, Moved] = defaultdict(Moved)
+    for key, moved in moves:
+        found[key] += moved
+    return dict(sorted(found.items()))
+
+
+def _moves(hlo_text: str, devices: int) -> Iterator[tuple[str, str, Moved]]:
+    """Kind, dtype, and what it moves in all its turns, for each collective of the program."""
+    computations = read_computations(hlo_text)
+    runs = times_run(computations)
+    seen: set[str] = set()
+    for name, lines in computations.items():
+        for line in lines:
+            match = _COLLECTIVE.match(line)
+            if match is None or _is_repeated(match["kind"], line, seen):
+                continue
+            kind, members = match["kind"], _group_size(line, devices)
+            shapes = _shapes(match["type"])
+            if match["start"] and kind == "all-gather":  # (pieces that go in, full tensors that come out)
+                shapes = shapes[len(shapes) // 2 :]
+            elif match["start"] and kind == "collective-permute":  # (in, out, and two flags)
+                shapes = shapes[:1]
+            full = sum(_ITEM_BYTES[dtype] * math.prod(shape) for dtype, shape in shapes)
+            full *= members if kind == "reduce-scatter" else 1
+            if kind == "all-reduce" and name.startswith("all-reduce-scatter"):
+                kind = "reduce-scatter"
+            moved = Moved(runs[name], runs[name] * full, runs[name] * _sent(kind, full, members))
+            yield kind.replace("-", "_"), "+".join(sorted({dtype for dtype, _ in shapes})), moved
+
+
+def _is_repeated(kind: str, line: str, seen: set[str]) -> bool:
+    """Whether another part of the same collective was there before.
+
+    The TPU compiler spreads one over several fusions, which then name the same channel. Channel 1 is that of every
+    reduce-scatter written by hand, and tells nothing.
+    """
+    channel = re.search(r"channel_id=(\d+)", line)
+    if channel is None or channel.group(1) == "1":
+        return False
+    key = f"{kind} {channel.group(1)}"
+    repeated = key in seen
+    seen.add(key)
+    return repeated
+
+
+def _group_size(line: str, devices: int) -> int:
+    """Devices that take part together: `replica_groups=[2,4]<=[8]`, `{{0,1},{2,3}}`, or all."""
+    group = re.search(r"replica_groups=(?:\[\d+,(\d+)\]|\{\{([\d,]+)\})", line)
+    if group is None:
+        return devices
+    return int(group.group(1)) if group.group(1) else len(group.group(2).split(","))
+
+
+def _sent(kind: str, full: int, members: int) -> int:
+    """Bytes that one of `members` sends: a ring passes each piece on to all but one, an all-reduce does so twice."""
+    if kind == "collective-permute":
+        return full
+    return full * (members - 1) // members * (2 if kind == "all-reduce" else 1)
+
+
+# -------------------------------------------------------------------------------------------------- matrix products
+
+
+def _shapes(type_text: str) -> list[tuple[str, list[int]]]:
+    """Dtype and shape of each array in a type, tuples taken apart; layouts and tokens left out."""
+    found = re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", type_text)
+    return [(dtype, [int(size) for size in sizes.split(",") if size]) for dtype, sizes in found if dtype in _ITEM_BYTES]
+
+
+def _products(lines: list[str]) -> Iterator[tuple[str, int]]:
+    """Dtypes of the factors and floating point operations of each matrix product of a computation."""
+    arrays: dict[str, tuple[str, list[int]]] = {}
+    for line in lines:
+        match = re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = (\w+\[[\d,]*\])\S* ([\w\-]+)\(([^)]*)\)", line)
+        if match is None:
+            continue
+        name, type_text, operation, operands = match.groups()
+        for array in _shapes(type_text):
+            arrays[name] = array
+        if operation not in ("dot", "convolution"):
+            continue
+        left, right = (arrays[operand] for operand in re.findall(r"%([\w.\-]+)", operands)[:2])
+        summed = _contracted(line, right[1]) if operation == "dot" else _convolved(line, right[1])
+        yield f"{left[0]} x {right[0]}", 2 * math.prod(arrays[name][1]) * summed
+
+
+def _contracted(line: str, right: list[int]) -> int:
+    dimensions = re.search(r"rhs_contracting_dims=\{([\d,]*)\}", line)
+    return math.prod(right[int(axis)] for axis in dimensions.group(1).split(",") if axis) if dimensions else 1
+
+
+def _convolved(line: str, right: list[int]) -> int:
+    """Elements summed for one of the result: input features, and window dimensions that aren't batch in disguise.
+
+    The TPU compiler writes batched products as convolutions whose window is padded, strided or dilated: each position
+    of the result then meets one of the window's, and nothing is summed over it.
+    """
+    labels = re.search(r"dim_labels=\w+_(\w+)->", line)
+    spread = re.search(r"window=\{[^}]*(?:pad|lhs_dilate|stride)", line)
+    kernel = labels.group(1) if labels else ""
+    return math.prod(
+        size for size, label in zip(right, kernel, strict=False) if label == "i" or (label.isdigit() and not spread)
+    )

@@ -1,0 +1,86 @@
+"""The TPU compiler in a process of its own: `python -m portable_fsdp.plan.tpu_compiler FOLDER`.
+
+Compiles FOLDER/program.hlo.pb for the slice that FOLDER/program.json names, and lets the compiler write its programs
+to FOLDER/dump. The caller ends this process as soon as it has what it came for (`plan.tpu.compile_for`). Uses jax's
+client for devices that are absent; no TPU is needed, and torch isn't imported.
+"""
+
+# jax has no public way from an HLO module to libtpu, and its bridge isn't typed: written for the jax 0.7.1 and
+# libtpu 0.0.21 that torch_xla 2.9.0 pins.
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportArgumentType=false
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",  # jax itself must not look for chips
+    "TPU_SKIP_MDS_QUERY": "1",  # nor ask a cloud's metadata server who we are
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else two compilations at once stop at a lock file
+}
+
+
+def main(folder: Path) -> None:
+    from jax._src.interpreters import mlir
+    from jax._src.lib.mlir import ir
+    from jax.experimental import topologies
+
+    wanted: dict[str, Any] = json.loads((folder / "program.json").read_text())
+    devices = list(topologies.get_topology_desc(platform="tpu", topology_name=wanted["slice"]).devices)
+    if len(devices) != wanted["devices"]:
+        raise ValueError(f"{wanted['slice']} has {len(devices)} devices, the program is for {wanted['devices']}")
+    with mlir.make_ir_context(), ir.Location.unknown():
+        module = _annotated((folder / "program.hlo.pb").read_bytes(), wanted)
+        _compile(mlir.module_to_bytecode(module), devices, {**wanted["options"], "xla_dump_to": str(folder / "dump")})
+
+
+def _annotated(hlo: bytes, wanted: dict[str, Any]) -> Any:
+    """The program with what an HLO module leaves out: shardings of arguments and results, and what is donated."""
+    from jax._src.lib import xla_client
+    from jax._src.lib.mlir import ir
+
+    text = xla_client._xla.mlir.xla_computation_to_mlir_module(xla_client.XlaComputation(hlo))
+    module = ir.Module.parse(text)
+    number = ir.IntegerType.get_signless(32)
+    main = next(op for op in module.body.operations if ir.StringAttr(op.attributes["sym_name"]).value == "main")
+    arguments: list[Any] = []
+    for argument in wanted["arguments"]:
+        attributes = {"mhlo.sharding": ir.StringAttr.get(argument["sharding"])}
+        if argument["output"] is not None:
+            attributes["tf.aliasing_output"] = ir.IntegerAttr.get(number, argument["output"])
+        arguments.append(ir.DictAttr.get(attributes))
+    results = [ir.DictAttr.get({"mhlo.sharding": ir.StringAttr.get(sharding)}) for sharding in wanted["outputs"]]
+    main.attributes["arg_attrs"] = ir.ArrayAttr.get(arguments)
+    main.attributes["res_attrs"] = ir.ArrayAttr.get(results)
+    module.operation.attributes["mhlo.num_partitions"] = ir.IntegerAttr.get(number, wanted["devices"])
+    module.operation.attributes["mhlo.num_replicas"] = ir.IntegerAttr.get(number, 1)
+    module.operation.verify()
+    return module
+
+
+def _compile(program: bytes, devices: list[Any], options: dict[str, str]) -> None:
+    from jax._src import compiler
+    from jax._src.lib import xla_client
+    from jax.experimental import mesh_utils
+
+    # Neighbours in the mesh are neighbours on the torus, as torch_xla's runtime numbers the chips of a slice.
+    order = list(mesh_utils.create_device_mesh((len(devices),), devices).flat)
+    how = compiler.get_compile_options(
+        num_replicas=1,
+        num_partitions=len(devices),
+        device_assignment=np.array([[device.id for device in order]]),
+        env_options_overrides=options,
+    )
+    how.executable_build_options.use_spmd_partitioning = True
+    how.executable_build_options.use_shardy_partitioner = False
+    devices[0].client.compile(program, xla_client.DeviceList(tuple(order)), how)
+
+
+if __name__ == "__main__":
+    os.environ.update(ENVIRONMENT)  # before jax is imported
+    main(Path(sys.argv[1]))

@@ -1,0 +1,99 @@
+"""Several PJRT CPU devices in one process, a thread each, for tests of the engine that drives one device a process.
+
+As it is, torch_xla deadlocks there: threads that miss its cache at once compile one executable each, whose collectives
+then wait for one another; and no lock may be held around the step marker, which can block until a collective has
+ended. So each marker becomes a turnstile that holds nothing: thread k goes in once those before it have looked the
+program up in the cache (or have left), and so finds the one that the first of them compiled.
+"""
+
+import importlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+class _Turnstile:
+    def __init__(self, count: int) -> None:
+        self.barrier = threading.Barrier(count)
+        self._left = [False] * count
+        self._before = 0
+
+    def sync(self, wait: bool = False, reset_scope: bool = True) -> None:
+        """In place of torch_xla.sync, called by all threads."""
+        import torch_xla
+        import torch_xla.core.xla_model as xm
+
+        bridge: Any = torch_xla._XLAC
+        device = bridge._xla_get_default_device()
+        rank = bridge._xla_get_default_device_ordinal()
+        self.barrier.wait()
+        if rank == 0:
+            self._before = _lookups()
+            self._left[:] = [False] * len(self._left)
+        self.barrier.wait()
+        while not all(self._left[:rank]) and _lookups() < self._before + rank:
+            time.sleep(0.001)
+        bridge._xla_step_marker(device, [], wait=False, reset_scope=reset_scope)
+        self._left[rank] = True
+        self.barrier.wait()
+        if wait:
+            xm.wait_device_ops()
+        xm._run_step_closures()
+        bridge._set_all_reduce_token(device, None)
+
+
+def _lookups() -> int:
+    """Programs found in torch_xla's cache, plus those put into it."""
+    import torch_xla.debug.metrics as metrics
+    import torch_xla.runtime as runtime
+
+    return (metrics.counter_value("CachedCompile") or 0) + runtime.get_num_cached_compilation_graph()
+
+
+class Devices:
+    """All CPU devices of this process (CPU_NUM_DEVICES), with a thread for each while a function runs on them."""
+
+    def __init__(self) -> None:
+        import torch_xla
+        import torch_xla.core.xla_model as xm
+        import torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel as fsdp
+        import torch_xla.utils.checkpoint as checkpoint
+
+        self._bridge: Any = torch_xla._XLAC
+        self._devices: list[str] = xm.get_xla_supported_devices()
+        xm.set_replication(self._devices[0], self._devices)
+        self._turnstile = _Turnstile(len(self._devices))
+        # The package, and the module of it that has torch_xla.compile.
+        torch_xla.sync = importlib.import_module("torch_xla.torch_xla").sync = self._turnstile.sync
+
+        class Status(threading.local):
+            in_chkpt_bwd = False
+
+        # Whether a backward recomputes: a global of the module, which threads would share.
+        checkpoint.chkpt_status = fsdp.chkpt_status = Status()
+
+    def run(self, job: Callable[[], Any]) -> list[Any]:
+        """What `job` returned on each device; raises what it raised on the first one where it failed."""
+        answers: list[Any] = [None] * len(self._devices)
+        failures: list[BaseException] = []
+
+        def one(rank: int) -> None:
+            self._bridge._xla_set_default_device(self._devices[rank])
+            try:
+                answers[rank] = job()
+            except threading.BrokenBarrierError:
+                pass  # another device failed
+            except BaseException as error:
+                failures.append(error)
+                self._turnstile.barrier.abort()
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(self._devices))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self._turnstile.barrier.reset()
+        if failures:
+            raise failures[0]
+        return answers

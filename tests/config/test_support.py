@@ -1,0 +1,270 @@
+"""The tables of refusals.py and support.py, walked: every option has one verdict, every way out leads out."""
+
+import json
+import random
+from functools import cache
+from itertools import product
+from typing import Any, cast
+
+import pytest
+import yaml
+
+from portable_fsdp.config.describe import option_names, yaml_value
+from portable_fsdp.config.refusals import ENGINES_ON, EVERY, REFUSALS, Place
+from portable_fsdp.config.schema import Config
+from portable_fsdp.config.support import EFFECTS, refusals, require_supported, verdicts
+from portable_fsdp.runtime.errors import BackendError, ConfigError
+
+# A global batch that all these numbers of devices divide: the batch has a test of its own.
+WHOLE = {"model": {"pretrained": "folder"}, "train": {"steps": 1, "global_batch": 64}}
+COUNTS = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (8, 1), (8, 2), (None, None), (8, None)]
+PLACES = [Place(engine, "cpu", devices, hosts) for engine in EVERY for devices, hosts in COUNTS]
+PLACES += [Place(engine, device, 8, 2) for device in ("cuda", "tpu") for engine in ENGINES_ON[device]]
+
+# Options that bear on each other stand in one group; a group is walked in its whole product.
+GROUPS: list[dict[str, list[Any]]] = [
+    {
+        "sharding.strategy": ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"],
+        "sharding.replicas": [None, 1, 2, 3, 4, 8],
+        "sharding.reshard_after_forward": [None, 2, 3, 4, 8],
+    },
+    {
+        "sharding.wrap": ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"],
+        "sharding.wrap_classes": [[], ["LlamaDecoderLayer"]],
+        "sharding.wrap_modules": [[], ["*mlp"]],
+        "sharding.min_num_params": [None, 1000],
+    },
+    {
+        "sharding.forward_prefetch": [0, 2],
+        "sharding.backward_prefetch": ["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"],
+        "sharding.backward_prefetch_units": [1, 2],
+    },
+    {
+        "precision.master": ["float32", "bfloat16"],
+        "precision.compute": ["float32", "bfloat16", "float16"],
+        "precision.reduce": ["auto", "float32", "bfloat16"],
+        "precision.output": ["auto", "float32", "bfloat16"],
+        "precision.modules": [{}, {"*norm*": "float32"}, {"*norm*": "bfloat16"}, {"a": "float16", "b": "float32"}],
+    },
+    {"precision.matmul": ["highest", "high", "default"]},
+    {
+        "memory.gradient_checkpointing": ["none", "full", "selective"],
+        "memory.every": [None, 1, 2],
+        "memory.save_ops": [[], ["matmul"], ["matmul", "attention"]],
+        "compile.scan_layers": [False, True],
+        "compile.enabled": [False, True],
+        "compile.backend": ["inductor", "aot_eager", "eager"],
+    },
+    {"memory.cpu_offload": [False, True]},
+    {
+        "model.attention": ["auto", "static", "sdpa", "eager"],
+        "model.experts": ["auto", "dense", "batched_mm", "grouped_mm"],
+        "model.freeze": [[], ["*embed*"]],
+    },
+    {"optim.name": ["adamw", "sgd"], "optim.groups": [[], [{"match": "*"}]]},
+    {"train.micro_batch": [1, 2], "train.max_grad_norm": [None, 1.0]},
+    {
+        "xla_fsdp1.flatten_parameters": [False, True],
+        "xla_fsdp1.shard_param_on_dim_0": [False, True],
+        "xla_fsdp1.pin_layout_in_collective_ops": [None, False, True],
+        "xla_fsdp1.buffer_dtype": ["float32", "bfloat16"],
+    },
+]
+
+Settings = dict[str, Any]
+
+
+def config_of(settings: Settings) -> Config:
+    return _config_of(json.dumps(settings))
+
+
+@cache
+def _config_of(settings: str) -> Config:
+    values: dict[str, dict[str, Any]] = {section: dict(keys) for section, keys in WHOLE.items()}
+    for option, value in json.loads(settings).items():
+        section, _, key = option.partition(".")
+        values.setdefault(section, {})[key] = value
+    return Config.model_validate(values)
+
+
+@cache
+def walk() -> list[tuple[Settings, Config]]:
+    """Each group's product, and configs in which all groups have values other than their defaults at once."""
+    draw = random.Random(7)
+    products = [dict(zip(group, values, strict=True)) for group in GROUPS for values in product(*group.values())]
+    mixtures = [
+        {option: draw.choice(values) for group in GROUPS for option, values in group.items()} for _ in range(200)
+    ]
+    return [(settings, config_of(settings)) for settings in [*products, *mixtures]]
+
+
+def follow(settings: Settings, place: Place, way: str) -> tuple[Settings, Place]:
+    """What a way out says to do: `a.b=1 and --backend=native`."""
+    settings = dict(settings)
+    for part in way.split(" and "):
+        name, equals, value = part.partition("=")
+        assert equals, way
+        if name == "--backend":
+            place = place._replace(engine=value)
+        else:
+            settings[name] = yaml.safe_load(value)
+    return settings, place
+
+
+def test_every_option_of_the_schema_has_one_effect_on_each_engine() -> None:
+    """A new key without a row fails here."""
+    rows = [(option, engine) for effect in EFFECTS for option in effect.options for engine in effect.engines]
+    assert len(rows) == len(set(rows)), "an option has two rows for one engine"
+    assert {option.partition("=")[0] for option, _ in rows} == set(option_names())
+    assert {rule.option for rule in REFUSALS} <= set(option_names())
+
+
+def test_walk_tries_every_value_that_a_word_can_have() -> None:
+    tried = {option for group in GROUPS for option in group}
+    words = Config.model_json_schema()["$defs"]
+    for option in tried:
+        section, key = option.split(".")
+        name = {"xla_fsdp1": "XlaFsdp1"}.get(section, section.capitalize())
+        [group] = [group for group in GROUPS if option in group]
+        assert [value for value in words[name]["properties"][key].get("enum", []) if value not in group[option]] == []
+    assert {rule.option for rule in REFUSALS if rule.when} <= tried
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_each_option_has_one_verdict_wherever_it_runs(place: Place) -> None:
+    for _, config in walk():
+        found = verdicts(config, place)
+        assert tuple(verdict.option for verdict in found) == option_names()
+        refused = {verdict.option for verdict in found if verdict.kind == "refused"}
+        assert refused == {rule.option for rule in refusals(config, place)}
+        assert all(verdict.text for verdict in found)
+
+
+@pytest.mark.parametrize("place", [place for place in PLACES if place.devices and place.hosts], ids=str)
+def test_a_refusal_says_key_reason_and_way_out(place: Place) -> None:
+    for _, config in walk():
+        found = refusals(config, place)
+        try:
+            support(config, place)
+        except BackendError as error:
+            said = str(error)
+            assert said.count("Nothing was started.") == 1
+            assert len(said.splitlines()) == 2 * len(found)
+            for rule in found:
+                section, key = rule.option.split(".")
+                value = yaml_value(getattr(getattr(config, section), key))
+                assert f"{rule.option}={value} {rule.case}: {rule.reason}.\n  Set " in said
+                assert all(way in said for way in rule.ways_out(config, place))
+        else:
+            assert not found
+
+
+def support(config: Config, place: Place) -> None:
+    require_supported(
+        config,
+        engine=place.engine,
+        device=place.device,
+        devices=cast(int, place.devices),
+        hosts=cast(int, place.hosts),
+    )
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_every_way_out_leads_out(place: Place) -> None:
+    for settings, config in walk():
+        for rule in refusals(config, place):
+            ways = rule.ways_out(config, place)
+            assert ways, f"{settings}: no way out of {rule.option} {rule.case}"
+            for way in ways:
+                after, there = follow(settings, place, way)
+                assert rule not in refusals(config_of(after), there), f"{settings}: {way}"
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_the_first_ways_out_lead_to_a_config_that_runs(place: Place) -> None:
+    for settings, _ in walk():
+        after, there, steps = settings, place, 0
+        while found := refusals(config_of(after), there):
+            after, there = follow(after, there, found[0].ways_out(config_of(after), there)[0])
+            steps += 1
+            assert steps < 20, f"{settings} goes in circles at {found[0]}"
+
+
+def test_every_refusal_is_met_by_the_walk_and_none_by_the_defaults() -> None:
+    met = {rule for place in PLACES for _, config in walk() for rule in refusals(config, place)}
+    assert [rule for rule in REFUSALS if rule.when and rule not in met] == []
+    assert [rule for place in PLACES for rule in refusals(config_of({}), place)] == []
+
+
+def test_what_touches_numerics_or_memory_is_never_delegated() -> None:
+    delegated = {option for effect in EFFECTS if effect.kind == "delegated" for option in effect.options}
+    assert delegated == {
+        "sharding.forward_prefetch",
+        "sharding.backward_prefetch",
+        "sharding.backward_prefetch_units",
+        "compile.enabled",
+        "compile.backend",
+    }
+
+
+def test_a_batch_that_the_devices_do_not_divide_is_refused_in_the_words_of_the_launcher() -> None:
+    config = config_of({"train.global_batch": 8, "train.micro_batch": 2})
+    place = Place("native", "cpu", 3, 1)
+    [verdict] = [verdict for verdict in verdicts(config, place) if verdict.kind == "refused"]
+    assert verdict.option == "train.global_batch"
+    assert verdict.text.startswith("expected a multiple of train.micro_batch * devices = 2 * 3 = 6 sequences, found 8.")
+    with pytest.raises(ConfigError, match=r"train\.global_batch: expected a multiple"):
+        support(config, place)
+    unknown = Place("native", "cpu", None, None)
+    assert not [verdict for verdict in verdicts(config, unknown) if verdict.kind == "refused"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "place", "said"),
+    [
+        (
+            {"memory.cpu_offload": True, "precision.reduce": "float32", "precision.compute": "bfloat16"},
+            Place("xla", "cpu", 4, 1),
+            "backend xla on cpu (4 device(s) of 1 host(s)): precision.reduce=float32 with a lower compute dtype: XLA "
+            "sums gradients over devices in the compute dtype.\n"
+            "  Set precision.reduce=auto, or precision.compute=float32, or --backend=native.\n"
+            "backend xla on cpu (4 device(s) of 1 host(s)): memory.cpu_offload=true on XLA: torch_xla keeps parameters "
+            "and optimizer state in device memory.\n"
+            "  Set memory.cpu_offload=false, or --backend=native. Nothing was started.",
+        ),
+        (
+            {"memory.cpu_offload": True},
+            Place("xla", "tpu", 8, 2),
+            "backend xla on tpu (8 device(s) of 2 host(s)): memory.cpu_offload=true on XLA: torch_xla keeps parameters "
+            "and optimizer state in device memory.\n  Set memory.cpu_offload=false. Nothing was started.",
+        ),
+        (
+            {"sharding.strategy": "HYBRID_SHARD"},
+            Place("native", "cuda", 8, 1),
+            "backend native on cuda (8 device(s) of 1 host(s)): sharding.replicas=null with a hybrid strategy, which "
+            "makes one replica: one replica (null: one a host) is FULL_SHARD, or SHARD_GRAD_OP for "
+            "HYBRID_SHARD_ZERO2.\n"
+            "  Set sharding.replicas=2, or sharding.strategy=FULL_SHARD. Nothing was started.",
+        ),
+        (
+            {"sharding.strategy": "HYBRID_SHARD_ZERO2", "sharding.replicas": 3},
+            Place("native", "cuda", 16, 4),
+            "backend native on cuda (16 device(s) of 4 host(s)): sharding.replicas=3 that do not divide the devices: "
+            "all replicas (null: one a host) have the same number of devices.\n"
+            "  Set sharding.replicas=4, or sharding.strategy=SHARD_GRAD_OP and sharding.replicas=null. "
+            "Nothing was started.",
+        ),
+        (
+            {"sharding.reshard_after_forward": 5},
+            Place("native", "cuda", 8, 1),
+            "backend native on cuda (8 device(s) of 1 host(s)): sharding.reshard_after_forward=5 that does not divide "
+            "the devices of a replica, or is all of them: after forward each group of so many devices keeps the whole "
+            "model between them.\n"
+            "  Set sharding.reshard_after_forward=4, or sharding.reshard_after_forward=null. Nothing was started.",
+        ),
+    ],
+)
+def test_the_words_of_a_refusal(settings: Settings, place: Place, said: str) -> None:
+    with pytest.raises(BackendError) as caught:
+        support(config_of(settings), place)
+    assert str(caught.value) == said
