@@ -34,7 +34,7 @@ RESULTS = HERE / "results"
 NEEDED = ("torch", "transformers", "pydantic", "absl", "yaml", "safetensors", "tokenizers", "psutil", "numpy", "xxhash")
 WAYS = ("ours", "plain", "trainer")
 WARM_UP, TIMED = 5, 20  # steps
-TINY_WARM_UP, TINY_TIMED = 1, 3
+TINY_WARM_UP, TINY_TIMED = 1, 7
 OUTCOMES = ("passed", "refused", "left out", "out of time", "failed")
 CHECKS_SHARE = 0.45  # of the time, at most
 CHECK_S = 30.0  # imports and the last check, beyond the seconds that the worker is told
@@ -66,7 +66,7 @@ SETTINGS = (
     Setting(False, "full", 4),
     Setting(True, "full", 4),
 )
-TINY_SETTINGS = (Setting(False, "full", 2),)
+TINY_SETTINGS = (Setting(False, "full", 8),)
 
 
 @dataclass
@@ -102,6 +102,7 @@ class Benchmark:
                 }
             )
         self.write()
+        print("\n".join(_check_lines(self.result["checks"])), flush=True)
 
     def run_speed(self, settings: tuple[Setting, ...]) -> None:
         for setting in settings:
@@ -121,7 +122,7 @@ class Benchmark:
             "way": way,
             "warm_up": TINY_WARM_UP if self.tiny else WARM_UP,
             "timed": TINY_TIMED if self.tiny else TIMED,
-            "profile": number == 2,  # if the profiler dies, the first pass is safe
+            "profile": number == 2 or self.tiny,  # if the profiler crashes, the first pass is safe
             "tiny": self.tiny,
             "device": self.device,
             "folder": str(self.folder),
@@ -267,12 +268,10 @@ def _outcome(run: dict[str, Any]) -> str:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result for people: checks that didn't pass, then one line a run, then the ratios."""
-    environment, checks = result["environment"], result["checks"]
+    """The result for people: the checks in short, one line a run, the ratios, and what was left out."""
+    environment = result["environment"]
     lines = [f"{environment.get('device')}, driver {environment.get('driver')}, {environment.get('versions')}"]
-    count = {kind: sum(check["outcome"] == kind for check in checks) for kind in OUTCOMES}
-    lines.append("checks: " + ", ".join(f"{number} {kind}" for kind, number in count.items()))
-    lines += [f"  {c['outcome']}: {c['name']}: {c['note'].strip()}" for c in checks if c["outcome"] != "passed"]
+    lines += _check_lines(result["checks"])
     titles = ("tokens/s", "quartiles", "ms/step", "MFU", "allocated", "reserved GiB")
     lines.append(f"{'setting':>16} {'way':8}{'pass':4}" + "".join(f"{title:>20}" for title in titles))
     lines += [_line(run) for run in result["speed"]]
@@ -285,6 +284,24 @@ def table(result: dict[str, Any]) -> str:
     for run in result["left_out"]:
         lines.append(f"left out: {_setting(run)} {run['way']}, pass {run['pass']}: {run['reason']}")
     return "\n".join(lines)
+
+
+def _check_lines(checks: list[dict[str, Any]]) -> list[str]:
+    """How many of each outcome, the curves that came nearest to their bounds, peaks, and what didn't pass."""
+    count = {kind: sum(check["outcome"] == kind for check in checks) for kind in OUTCOMES}
+    lines = ["checks: " + ", ".join(f"{number} {kind}" for kind, number in count.items())]
+    curves = [check for check in checks if "bound" in check["figures"]]
+    for bound in sorted({check["figures"]["bound"] for check in curves}):
+        of = {c["figures"]["worst_relative_difference"]: c["name"] for c in curves if c["figures"]["bound"] == bound}
+        lines.append(f"  curves within {bound:g} of a plain loop: the farthest by {max(of):.1e} ({of[max(of)]})")
+    peaks = [check for check in checks if "peak_allocated_bytes" in check["figures"]]
+    lines += [f"  {check['name']}: {check['figures']['peak_allocated_bytes'] / GIBIBYTE:.3f} GiB" for check in peaks]
+    for check in checks:
+        if check["outcome"] != "passed":
+            note = check["note"].strip().splitlines()
+            telling = note[0] if check["outcome"] == "refused" else note[-1]  # the last line of a traceback
+            lines.append(f"  {check['outcome']}: {check['name']}: {telling[:300]}")
+    return lines
 
 
 def _line(run: dict[str, Any]) -> str:
@@ -312,7 +329,7 @@ def _require_ready(tiny: bool) -> None:
         except ImportError as error:  # a dependency of a dependency: pydantic_core, annotated_types
             missing = [error.name or str(error)]
     if missing:
-        sys.exit(f"benchmarks/gpu.py: expected the packages of pyproject.toml, found none of: {', '.join(missing)}.")
+        sys.exit(f"benchmarks/gpu.py: expected the packages of pyproject.toml; missing here: {', '.join(missing)}.")
     if not tiny:
         import torch
 

@@ -47,6 +47,7 @@ SETTINGS = (
 )
 TINY = (
     "data.seq_len=32",
+    "optim.lr=3e-3",  # so that a few steps show another learning rate or another order of rows
     *(
         f"model.architecture.{key}={value}"
         for key, value in {
@@ -95,6 +96,7 @@ class Watch:
     measured: dict[str, Any] = field(default_factory=lambda: {})
     losses: list[Tensor | float] = field(default_factory=lambda: [])
     ended: int = 0
+    made: float = field(default_factory=time.perf_counter)
     began: float = 0.0
     profiler: Any = None
 
@@ -106,9 +108,9 @@ class Watch:
             self.marks.append(self._now())
         if self.ended == self.job.warm_up + self.job.timed:
             self._measure()
-            self._start_profiler()
+            self._attempt(self._start_profiler)
         elif self.profiler is not None:
-            self._stop_profiler()
+            self._attempt(self._stop_profiler)
 
     def _reset(self) -> None:
         self._wait()
@@ -127,6 +129,7 @@ class Watch:
             "step_seconds": seconds,
             "seconds_per_step": statistics.median(seconds),
             "span_seconds": span,  # wall time of all timed steps
+            "ready_seconds": self.began - self.made,  # loading, compiling and the steps of warm-up
             "peak_allocated_bytes": torch.cuda.max_memory_allocated() if on_cuda else None,
             "peak_reserved_bytes": torch.cuda.max_memory_reserved() if on_cuda else None,
         }
@@ -141,6 +144,14 @@ class Watch:
     def _wait(self) -> None:
         if self.job.device == "cuda":
             torch.cuda.synchronize()
+
+    def _attempt(self, profile: Callable[[], None]) -> None:
+        """What is measured already outlives a profiler that this machine won't have."""
+        try:
+            profile()
+        except Exception as error:
+            self.measured["profile_error"] = f"{type(error).__name__}: {error}"
+            self.profiler = None
 
     def _start_profiler(self) -> None:
         if self.job.profile:

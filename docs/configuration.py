@@ -1,6 +1,7 @@
 """Writes docs/configuration.md from the config's schema: `make docs`. tests/test_docs.py compares the two."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,12 @@ A run is one YAML file, the same on every device. `portable_fsdp.launch` takes i
 is an error that names the nearest valid one. Where the run happens (`--device`, `--backend`, `--num_devices`) is a flag
 and never stands in the file.
 
+Lists and mappings are YAML's: `sharding.wrap_classes: [LlamaDecoderLayer]`, `precision.modules: {"*norm*": float32}`,
+`optim.groups: [{match: "*norm*", weight_decay: 0.1}]`. [sharding.md](sharding.md) says how to choose;
+`python -m portable_fsdp.explain` what each engine does with each key.
+
 This page is made from `portable_fsdp/config/schema.py` by `make docs`. A default of *required* means that the key has
-none; of *one of*, that the section needs exactly one of the keys so marked.
+none; of *one of*, that the section needs exactly one of the keys so marked. `optim.groups[].lr` is a key of each item.
 """
 
 ONE_OF = {("model", "architecture"), ("model", "pretrained"), ("train", "steps"), ("train", "epochs")}
@@ -28,18 +33,25 @@ def render() -> str:
     schema = Config.model_json_schema()
     parts = [INTRODUCTION]
     for name, field in schema["properties"].items():
-        section = schema["$defs"][field["$ref"].rpartition("/")[2]]
-        parts.append(f"## {name}\n\n| key | value | default | meaning |\n|---|---|---|---|\n{_rows(name, section)}\n")
+        section = schema["$defs"][_named(field)]
+        rows = "\n".join(_rows(name, section, schema["$defs"]))
+        about = f"{section['description']}\n\n" if "description" in section else ""
+        parts.append(f"## {name}\n\n{about}| key | value | default | meaning |\n|---|---|---|---|\n{rows}\n")
     return "\n".join(parts)
 
 
-def _rows(name: str, section: dict[str, Any]) -> str:
-    rows = []
+def _rows(name: str, section: dict[str, Any], named: dict[str, Any]) -> Iterator[str]:
+    """One for each key, followed by those of the mappings that a list holds."""
     for key, field in section["properties"].items():
-        default = _default(name, key, field)
-        cells = [f"`{name}.{key}`", _values(field), default, field["description"]]
-        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(rows)
+        cells = [f"`{name}.{key}`", _values(field), _default(name, key, field), field["description"]]
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        if "$ref" in field.get("items", {}):
+            yield from _rows(f"{name}.{key}[]", named[_named(field["items"])], named)
+
+
+def _named(field: dict[str, Any]) -> str:
+    """The name under which the schema keeps what a field holds."""
+    return str(field["$ref"].rpartition("/")[2])
 
 
 def _default(name: str, key: str, field: dict[str, Any]) -> str:
@@ -57,8 +69,14 @@ def _values(field: dict[str, Any]) -> str:
         return " or ".join(_values(part) for part in field["anyOf"])
     if "enum" in field or "const" in field:
         return ", ".join(f"`{value}`" for value in field.get("enum", [field.get("const")]))
+    if "$ref" in field:
+        return "mappings"
+    if field["type"] == "array" and "items" in field:
+        return f"list of {_values(field['items'])}"
     if field["type"] == "array":
         return f"[{', '.join(_values(part) for part in field['prefixItems'])}]"
+    if isinstance(values := field.get("additionalProperties"), dict):
+        return f"mapping of text to {_values(values)}"
     words = {"object": "mapping", "string": "text"}
     kind = str(field["type"])
     bounds = [text.format(field[bound]) for bound, text in BOUNDS.items() if bound in field]

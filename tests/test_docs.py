@@ -1,10 +1,11 @@
 """What the documents say holds: commands parse, links lead somewhere, keys are the schema's, versions fit."""
 
+import ast
 import re
 import runpy
 import shlex
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,10 +14,13 @@ import yaml
 from absl import flags
 from pydantic import ValidationError
 
-from portable_fsdp import launch
+from portable_fsdp import explain, launch
 from portable_fsdp.backends.open import BACKENDS, DEVICES
+from portable_fsdp.config.describe import option_names
 from portable_fsdp.config.load import check_batch, load_config
+from portable_fsdp.config.refusals import EVERY, Place
 from portable_fsdp.config.schema import Config
+from portable_fsdp.config.support import verdicts
 from portable_fsdp.runtime.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
@@ -54,6 +58,8 @@ def check(command: Command) -> None:
     if starts == "python " or (starts.startswith("torchrun ") and arguments):
         return check_launch(shlex.split(arguments), command.where)
     match command.words:
+        case ["python", "-m", "portable_fsdp.explain", *arguments]:
+            check_explain(arguments, command.where)
         case ["make", target]:
             assert target in TARGETS, f"{command.where}: no target {target} in the Makefile"
         case ["pip", "install", what]:
@@ -83,6 +89,14 @@ def check_launch(arguments: list[str], where: str) -> None:
         check_batch(config, int(values.num_devices))
 
 
+def check_explain(arguments: list[str], where: str) -> None:
+    values = explain._define_flags()
+    overrides = values(["explain", *arguments])[1:]
+    assert explain._places(values), where
+    if values.config is not None:
+        load_config(ROOT / values.config, overrides)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_command_parses(page: Path) -> None:
     for command in commands(page.read_text(), page.name):
@@ -102,6 +116,8 @@ def test_every_command_parses(page: Path) -> None:
         "torchrun --nproc_per_node=8 -m portable_fsdp.launch --config=configs/none.yaml",
         "NNODES=2 launch/torchrun.sh --config=configs/none.yaml",
         "launch/tpu_vm.sh start",
+        "python -m portable_fsdp.explain --backend=none",
+        "python -m portable_fsdp.explain --config=configs/quickstart.yaml optim.learning_rate=1",
         "python -m portable_fsdp.nothing",
         "python examples/none.py",
         "curl localhost",
@@ -161,6 +177,73 @@ def test_keys_said_to_exclude_each_other_do(section: str, key: str) -> None:
     whole = {"model": {"pretrained": "folder"}, "train": {"steps": 1}}
     with pytest.raises(ValidationError, match=rf"exactly one of .*{section}\.{key}"):
         Config.model_validate({**whole, section: {}})
+
+
+def test_the_schema_stays_small() -> None:
+    assert len(option_names()) <= 80
+
+
+# ------------------------------------------------------------------------------------------ sharding.md, features.md
+
+USUAL = [Place("native", "cuda", 8, 2), Place("xla", "tpu", 8, 2), Place("xla_fsdp1", "tpu", 8, 2)]
+WORDS = {"honoured": "works", "delegated": "delegated", "refused": "refused"}
+
+
+def small_config(folder: Path, text: str = "", overrides: Sequence[str] = ()) -> Config:
+    """The rest of a config around a part of one."""
+    values = yaml.safe_load(text) or {}
+    values["train"] = {"steps": 1, **values.get("train", {})}
+    values["model"] = {"pretrained": "folder", **values.get("model", {})}
+    path = folder / "part.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return load_config(path, overrides)
+
+
+BLOCKS = re.findall(r"^```yaml\n# (.*?)\n(.*?)^```", (ROOT / "docs/sharding.md").read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_every_block_of_yaml_names_its_engines() -> None:
+    assert len(BLOCKS) == (ROOT / "docs/sharding.md").read_text().count("```yaml") > 10
+
+
+@pytest.mark.parametrize(("engines", "text"), BLOCKS, ids=lambda part: part.split("\n")[0])
+def test_a_block_of_yaml_is_taken_by_the_engines_that_it_names(engines: str, text: str, tmp_path: Path) -> None:
+    config = small_config(tmp_path, text)
+    taking = [place.engine for place in USUAL if all(v.kind != "refused" for v in verdicts(config, place))]
+    assert taking == engines.split(", ")
+
+
+FEATURES = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in (ROOT / "docs/features.md").read_text().splitlines()
+    if re.match(r"\| \d+\. ", line)
+]
+
+
+@pytest.mark.parametrize("cells", FEATURES, ids=lambda cells: cells[0][:40])
+def test_a_feature_is_what_the_engines_say_of_it(cells: list[str], tmp_path: Path) -> None:
+    _, setting, *engines, _ = cells
+    assert len(engines) == len(EVERY)
+    overrides = re.findall(r"`(.*?)`", setting)
+    names = {override.partition("=")[0] for override in overrides}
+    config = small_config(tmp_path, overrides=overrides)
+    for place, cell in zip(USUAL, engines, strict=True):
+        kinds = {verdict.kind for verdict in verdicts(config, place) if verdict.option in names}
+        kind = next((kind for kind in ("refused", "delegated") if kind in kinds), "honoured")
+        assert re.match(rf"{WORDS[kind]}(: \S.*)?$", cell), f"{place.engine}: {kind}"
+        assert (kind == "refused") == (":" in cell), "a refusal has its reason"
+
+
+def test_features_are_all_there() -> None:
+    assert {int(cells[0].partition(".")[0]) for cells in FEATURES} == set(range(1, 20))
+
+
+@pytest.mark.parametrize("cells", FEATURES, ids=lambda cells: cells[0][:40])
+def test_the_tests_of_a_feature_exist(cells: list[str]) -> None:
+    for file, name in re.findall(r"`(\S+?\.py)::(\w+)`", cells[-1]):
+        tree = ast.parse((ROOT / "tests" / file).read_text())
+        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, f"{file}::{name}"
+    assert "::" in cells[-1] or "TODO-test" in cells[-1], "no test"
 
 
 def test_versions_in_build_md_are_the_projects() -> None:

@@ -97,6 +97,8 @@ class NativeBackend(Backend):
         self.expected_compilations = 0
         self._mesh = _mesh(device, count, _replicas(config, count, hosts))
         self._counter = _CollectiveCounter()
+        # torch.compile makes no program, or one for each layer, while a dispatch mode is on.
+        self._counts_collectives = not config.compile.enabled
         self._first_step_is_over = False
         self._matmul_before = _set_matmul_precision(MATMUL[config.precision.matmul])
 
@@ -148,7 +150,7 @@ class NativeBackend(Backend):
 
     def compile(self, fn: Callable[..., Metrics], name: str) -> Callable[..., Metrics]:
         def counted(*args: Any) -> Metrics:
-            if self._first_step_is_over:
+            if self._first_step_is_over or not self._counts_collectives:
                 return fn(*args)
             with self._counter:
                 return fn(*args)
@@ -217,7 +219,9 @@ class NativeBackend(Backend):
 
     @property
     def collectives(self) -> dict[str, Traffic] | None:
-        return dict(self._counter.traffic) if self._first_step_is_over else None
+        if not self._first_step_is_over or not self._counts_collectives:
+            return None
+        return dict(self._counter.traffic)
 
     def memory(self) -> MemoryStats:
         if self.device.type == "cuda":
@@ -298,23 +302,27 @@ def _check_launch(device: str, num_devices: int | None, world_size: int, local_r
 class _CollectiveCounter(TorchDispatchMode):
     """Counts the collectives that run inside it, in backward too: autograd's threads inherit the mode."""
 
+    supports_higher_order_operators = True  # those of compiled layers, which pass through
+
     def __init__(self) -> None:
         super().__init__()
         self.traffic: dict[str, Traffic] = {}
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True  # else torch.compile would run its first step eagerly
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kind = COLLECTIVES.get(func._schema.name)
-        if kind is not None:
+        kind = COLLECTIVES.get(func.name())
+        if kind is not None and _group_size(args) > 1:
             before = self.traffic.get(kind, Traffic(0, 0))
             full = max(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
             self.traffic[kind] = Traffic(before.calls + 1, before.bytes + full)
         return func(*args, **(kwargs or {}))
+
+
+def _group_size(args: tuple[Any, ...]) -> int:
+    """Processes that take part in a collective: the first object among its arguments is their group."""
+    group = next(argument for argument in args if isinstance(argument, torch.ScriptObject))
+    return cast(Any, dist.ProcessGroup).unbox(group).size()
 
 
 def _materialise(model: nn.Module, device: torch.device, rest_on: torch.device) -> None:

@@ -169,16 +169,16 @@ class XlaBackend(Backend):
         gathers = not policy.reshard_after_forward and self._shards > 1
         copies = self._copies = self._new_copies(keep=gathers)
         blocks = uses_by_block({fqn: use for fqn, use in uses.items() if fqn not in in_loop}, _outside(policy, scanned))
-        if head is not None:
-            keep_rows_split(head, self._mark_rows)
         for name, owned in blocks.items():
             block = model.get_submodule(name)
             block.forward = run_with(block.forward, copies, owned)
             if name in policy.recompute:
                 trains = any(weight.requires_grad for weight in block.parameters())
                 block.forward = recomputed(block.forward, copies, trains)
-            if name in policy.units:
+            if name in policy.units and block is not head:
                 keep_rows_split(block, self._mark_rows)
+        if head is not None:  # unit or not: else the logits would be split by words
+            keep_rows_split(head, self._mark_rows)
         if scanned:
             self._loop_over(model, policy, {fqn: uses[fqn] for fqn in in_loop}, gathers)
         else:
@@ -187,7 +187,7 @@ class XlaBackend(Backend):
         model.forward = self._gathering(model.forward, [use for block in blocks.values() for use in block])
 
     def _gathering(self, forward: Callable[..., Any], uses: list[Use]) -> Callable[..., Any]:
-        """The model's forward; gathered copies exist from its start until backward, or until its end without gradients."""
+        """The model's forward; gathered copies exist from its start until backward, without gradients until its end."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             self._copies.gather_all(uses)

@@ -5,7 +5,7 @@ float32, and computes their products in float32 too. Models stay as they are: wh
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -47,7 +47,8 @@ class _Flash(TorchFunctionMode):
         from torch_xla.experimental.custom_kernel import flash_attention
 
         groups = query.shape[1] // key.shape[1]
-        return flash_attention(
+        attend = cast(Callable[..., Tensor], flash_attention)
+        return attend(
             query,
             key.repeat_interleave(groups, dim=1),
             value.repeat_interleave(groups, dim=1),

@@ -174,9 +174,11 @@ class XlaFsdp1Backend(Backend):
         """
         for shared in places.values():
             given = cast(nn.Parameter, shared[0].module._parameters[shared[0].leaf])
-            zeros = nn.Parameter(torch.zeros(given.shape, device=self.device), requires_grad=given.requires_grad)
+            # A clone: views of what torch.zeros gives, which is filled in place, would never see another value.
+            zeros = torch.zeros(given.shape, device=self.device).clone()
+            full = nn.Parameter(zeros, requires_grad=given.requires_grad)
             for place in shared:
-                place.module._parameters[place.leaf] = zeros
+                place.module._parameters[place.leaf] = full
 
     def _wrapping(self, policy: ShardPolicy) -> Callable[..., Any]:
         """The function that wraps a module: its forward gathers its weights, runs it, and frees them."""

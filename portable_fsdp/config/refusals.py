@@ -227,7 +227,7 @@ REFUSALS = (
         EITHER_XLA,
         "on XLA",
         lambda c, p: c.sharding.reshard_after_forward is not None,
-        "the partitioner keeps weights sharded over all devices of a replica, or gathered",
+        "weights are sharded over all devices of a replica, or gathered, and nothing between",
         ("sharding.reshard_after_forward=null", "--backend=native"),
     ),
     Refusal(
@@ -268,6 +268,16 @@ REFUSALS = (
         "sharding.wrap_classes", EVERY, "with a class that the model doesn't have", None, "the error lists those it has"
     ),
     Refusal("sharding.wrap_modules", EVERY, "with a pattern that names no module", None, "each must name something"),
+    *(
+        Refusal(
+            f"sharding.{key}",
+            EVERY,
+            "with one of two modules that share a weight",
+            None,
+            "a tied weight belongs to one unit, which holds both, or to the root",
+        )
+        for key in ("wrap_classes", "wrap_modules")
+    ),
     Refusal(
         "sharding.min_num_params",
         EVERY,
@@ -326,6 +336,13 @@ REFUSALS = (
         _modules_without_float16,
     ),
     Refusal("precision.modules", EVERY, "with a pattern that names no module", None, "each must name something"),
+    Refusal(
+        "precision.modules",
+        EVERY,
+        "with modules inside one another, or of a tied weight, in two dtypes",
+        None,
+        "a weight is cast to one dtype",
+    ),
     Refusal(
         "precision.modules",
         FSDP1,

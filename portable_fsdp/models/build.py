@@ -89,7 +89,7 @@ def build_model(
     twin = _on_meta(config, model.attention)  # keeps its meta parameters while the backend replaces the model's
     _check_forward(twin, seq_len)
     experts.choose(built, model.experts, DTYPES[precision.compute].itemsize)
-    fill_buffers(built, twin)
+    unknown = fill_buffers(built, twin)
     master = DTYPES[precision.master]
     for parameter in built.parameters():
         parameter.data = parameter.data.to(master)
@@ -100,6 +100,13 @@ def build_model(
         for name, buffer in built.named_buffers():
             if weights.holds(name):
                 buffer.copy_(weights(name, tuple(slice(0, size) for size in buffer.shape)))
+                unknown.discard(name)
+    if unknown:
+        raise ConfigError(
+            f"model: {type(built).__name__}: expected buffers that transformers can compute again, found "
+            f"{sorted(unknown)[0]}, which it only makes with the model.\n  Start from a folder that holds it "
+            "(model.pretrained), or take another model. Nothing was started."
+        )
     attach_loss(built, DTYPES.get(precision.output))  # auto: none of them
     built.train()
     _freeze(built, model.freeze)

@@ -36,18 +36,29 @@ def _initialise(model: Any, fqn: str) -> None:
         model._init_weights(model.get_submodule(name))
 
 
-def fill_buffers(model: nn.Module, twin: nn.Module) -> None:
-    """Give `model` real buffers: computed ones (rotary frequencies) have their values, from `_init_weights`."""
+def fill_buffers(model: nn.Module, twin: nn.Module) -> set[str]:
+    """Give `model` real buffers: computed ones (rotary frequencies) have their values, from `_init_weights`.
+
+    Returns the FQNs of those that it leaves unset: their values are still those of the filling.
+    """
+    before, after = _computed_buffers(twin, 0), _computed_buffers(twin, 1)
+    for fqn, value in after.items():
+        owner, _, leaf = fqn.rpartition(".")
+        model.get_submodule(owner)._buffers[leaf] = value
+    return {fqn for fqn, value in after.items() if not torch.equal(value, before[fqn])}
+
+
+def _computed_buffers(twin: nn.Module, filling: int) -> dict[str, Tensor]:
+    """FQN -> buffer after `_init_weights`, which finds it full of one number."""
     for fqn, buffer in list(twin.named_buffers()):
         owner, _, leaf = fqn.rpartition(".")
         module = twin.get_submodule(owner)
-        module._buffers[leaf] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
-    for name, module in twin.named_modules():
+        module._buffers[leaf] = torch.full(buffer.shape, filling, dtype=buffer.dtype, device="cpu")
+    for module in twin.modules():
         if any(True for _ in module.buffers(recurse=False)):
             with torch.no_grad():
                 cast(Any, twin)._init_weights(module)
-            for leaf, value in module._buffers.items():
-                model.get_submodule(name)._buffers[leaf] = value
+    return dict(twin.named_buffers())
 
 
 class RandomWeights:
@@ -72,9 +83,8 @@ class RandomWeights:
         owner, _, leaf = fqn.rpartition(".")
         module = self._twin.get_submodule(owner)
         placeholder = cast(nn.Parameter, module._parameters[leaf])
-        weight = nn.Parameter(
-            torch.empty(placeholder.shape, dtype=placeholder.dtype, device="cpu"), requires_grad=False
-        )
+        unset = torch.full(placeholder.shape, torch.nan, dtype=placeholder.dtype, device="cpu")
+        weight = nn.Parameter(unset, requires_grad=False)
         module._parameters[leaf] = weight
         digest = hashlib.sha256(f"{self._seed}/{fqn}".encode()).digest()
         try:
@@ -83,6 +93,12 @@ class RandomWeights:
                 _initialise(self._twin, fqn)
         finally:
             module._parameters[leaf] = placeholder
+        if weight.isnan().any():
+            raise ConfigError(
+                f"model.architecture: expected transformers to initialise all weights, found that {fqn} "
+                f"({type(module).__name__}) has no initial value of its own.\n"
+                "  Start from a folder (model.pretrained), or take another model. Nothing was started."
+            )
         return weight.data
 
 

@@ -105,18 +105,49 @@ def trace(config: Config, devices: int) -> dict[str, Program]:
 
 @contextmanager
 def _pretended(devices: int) -> Generator[None]:
-    """A mesh of more devices than the CPU client has: while a program is traced, it is nothing but annotations."""
+    """A mesh of more devices than the CPU client has, of TPUs: in a program that only is traced they are words."""
     os.environ["PJRT_DEVICE"] = "CPU"
     os.environ.setdefault("CPU_NUM_DEVICES", "4")  # a single one would leave annotations out
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    import torch_xla.experimental.custom_kernel
     import torch_xla.runtime
 
-    runtime: Any = torch_xla.runtime
-    real = runtime.global_runtime_device_count
+    runtime, kernels = cast(Any, torch_xla.runtime), cast(Any, torch_xla.experimental.custom_kernel)
+    real = runtime.global_runtime_device_count, kernels.trace_pallas
     runtime.global_runtime_device_count = lambda: devices
+    kernels.trace_pallas = _KernelsForTpu(kernels)
     try:
         yield
     finally:
-        runtime.global_runtime_device_count = real
+        runtime.global_runtime_device_count, kernels.trace_pallas = real
+
+
+class _KernelsForTpu:
+    """torch_xla's `trace_pallas`, which would lower a kernel for the platform that jax runs on."""
+
+    def __init__(self, kernels: Any) -> None:
+        self._kernels = kernels
+        self._lowered: dict[tuple[Any, str], Any] = {}
+
+    def __call__(
+        self,
+        kernel: Callable[..., Any],
+        *args: Any,
+        static_argnums: Any = None,
+        static_argnames: Any = None,
+        use_cache: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Any, list[Tensor]]:
+        import jax
+
+        tensors = [argument for argument in args if isinstance(argument, Tensor)]
+        shapes = [self._kernels.to_jax_shape_dtype_struct(a) if isinstance(a, Tensor) else a for a in args]
+        key = kernel, str((shapes, kwargs))
+        if key not in self._lowered:
+            jitted = jax.jit(kernel, static_argnums=static_argnums, static_argnames=static_argnames)
+            module = jitted.trace(*shapes, **kwargs).lower(lowering_platforms=("tpu",)).compiler_ir()
+            self._lowered[key] = self._kernels._extract_backend_config(module)
+        return self._lowered[key], tensors
 
 
 class _Tracer(XlaBackend):
@@ -124,6 +155,7 @@ class _Tracer(XlaBackend):
 
     def __init__(self, config: Config) -> None:
         super().__init__("cpu", config, None)
+        self.flash_attention = True  # as on TPU
         self.programs: dict[str, Program] = {}
         self._spec_of: dict[str, Spec] = {}  # of each argument seen so far
 

@@ -11,6 +11,7 @@ from portable_fsdp.config.schema import Config
 VOCABULARY, SEQ_LEN, ROWS, GLOBAL_BATCH = 1009, 24, 60, 12
 _SIZES = {"hidden_size": 72, "num_hidden_layers": 2, "num_attention_heads": 6, "vocab_size": VOCABULARY}
 _COMMON = _SIZES | {"max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+_GROUPED = _COMMON | {"intermediate_size": 150, "num_key_value_heads": 2}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": _COMMON | {"model_type": "llama", "intermediate_size": 150, "num_key_value_heads": 2},
     "llama_tied": _COMMON
@@ -43,6 +44,36 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     | {"kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "n_routed_experts": 4}
     | {"num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 40}
     | {"first_k_dense_replace": 1, "n_shared_experts": 1},
+    "qwen2": _GROUPED | {"model_type": "qwen2"},
+    "mistral": _GROUPED | {"model_type": "mistral", "sliding_window": 7},
+    "phi": _GROUPED | {"model_type": "phi"},
+    "phi3": _GROUPED | {"model_type": "phi3", "sliding_window": 7},
+    "olmo2": _GROUPED | {"model_type": "olmo2"},
+    "gpt_neox": _COMMON | {"model_type": "gpt_neox", "intermediate_size": 150},
+    # Their own attention, with biases by distance (ALiBi) or rotary embeddings.
+    "bloom": {"model_type": "bloom", "hidden_size": 72, "n_layer": 2, "n_head": 6, "vocab_size": VOCABULARY}
+    | {"bos_token_id": 1, "eos_token_id": 2},
+    "falcon": _COMMON | {"model_type": "falcon", "num_kv_heads": 1, "alibi": False},
+    "falcon_alibi": _COMMON | {"model_type": "falcon", "num_kv_heads": 1, "alibi": True},
+    "stablelm": _COMMON
+    | {"model_type": "stablelm", "intermediate_size": 150, "num_attention_heads": 3, "num_key_value_heads": 3},
+    "starcoder2": _GROUPED | {"model_type": "starcoder2", "sliding_window": 7},
+    "granite": _GROUPED
+    | {"model_type": "granite", "attention_multiplier": 0.4, "embedding_multiplier": 3.0}
+    | {"residual_multiplier": 0.5, "logits_scaling": 2.0},
+    "smollm3": _GROUPED
+    | {"model_type": "smollm3", "no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 7}
+    | {"layer_types": ["sliding_attention", "full_attention"]},
+    # Linear attention in one layer, experts in both.
+    "qwen3_next": _GROUPED
+    | {"model_type": "qwen3_next", "head_dim": 12, "num_experts": 5, "num_experts_per_tok": 2}
+    | {"moe_intermediate_size": 40, "shared_expert_intermediate_size": 40}
+    | {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 2}
+    | {"linear_key_head_dim": 6, "linear_value_head_dim": 6},
+    # No attention at all.
+    "mamba2": {"model_type": "mamba2", "hidden_size": 72, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
+    | {"state_size": 10, "num_heads": 6, "head_dim": 24, "expand": 2, "n_groups": 1, "chunk_size": 8}
+    | {"bos_token_id": 1, "eos_token_id": 2},
 }
 
 

@@ -1,6 +1,8 @@
 """What the worker processes run. Each job opens the backend of its own process group, and returns plain data."""
 
 import os
+import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,9 @@ from cases import GLOBAL_BATCH, SEQ_LEN, Case, CaseRows
 from portable_fsdp.backends.base import Backend, TensorState, parameter_places
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.checkpoint.manager import Checkpoints
-from portable_fsdp.config.schema import Config
+from portable_fsdp.config.schema import Config, Train
 from portable_fsdp.data.batches import Batches
+from portable_fsdp.metrics.hlo import collectives as collectives_of_program
 from portable_fsdp.models.build import build_model
 from portable_fsdp.optim.schedule import learning_rate
 from portable_fsdp.train.loop import build
@@ -35,6 +38,11 @@ def _pieces(state: dict[str, TensorState]) -> Pieces:
         )
         for key, tensor in state.items()
     }
+
+
+def import_model(case: Case) -> None:
+    """What building the model imports; transformers' lazy modules may not be imported by several threads at once."""
+    build_model(case.config(1).model, seed=0, seq_len=SEQ_LEN, vocabulary=256)
 
 
 class Run:
@@ -197,3 +205,291 @@ def refused(case: Case) -> None:
     """Open only; a refusal is the JobFailed that the test expects."""
     backend, _ = _open(case)
     backend.close()
+
+
+# ------------------------------------------------------------------------------------------------ the native engine
+
+
+def collectives(case: Case) -> dict[str, Any]:
+    """The collectives of the first two steps: as the backend counts them, as torch does, and each one on the wire."""
+    from torch.distributed.tensor.debug import CommDebugMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    class Wire(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[tuple[str, str, int]] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.namespace == "c10d":
+                tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+                self.seen.append((func.name(), str(tensors[0].dtype), max(tensor.nbytes for tensor in tensors)))
+            return func(*args, **(kwargs or {}))
+
+    backend, config = _open(case)
+    with backend:
+        run = Run(backend, config)
+        before = backend.collectives
+        out: list[dict[str, Any]] = []
+        for step in (1, 2):
+            with CommDebugMode() as counted, Wire() as wire:
+                run.train(step, step)
+            comms = {str(op): count for op, count in counted.get_comm_counts().items()}
+            out.append({"torch": comms, "wire": wire.seen})
+        return {"before": before, "backend": backend.collectives, "steps": out}
+
+
+def resting(case: Case) -> dict[str, Any]:
+    """Parameters, gradients and optimizer state of this process after a backward: FQN -> bytes, rows and device."""
+    from torch.distributed.tensor import DTensor
+
+    def measure(tensor: torch.Tensor) -> dict[str, Any]:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return {"bytes": local.nbytes, "shape": tuple(tensor.shape), "device": str(local.device)}
+
+    backend, config = _open(case)
+    with backend:
+        run = Run(backend, config)
+        run.train(1, 1)
+        rows = CaseRows().rows(torch.arange(2).numpy())
+        with backend.accumulate(True):
+            run.model(rows["input_ids"], rows["labels"])[0].backward()
+        named = dict(run.model.named_parameters())
+        states = {
+            f"{name}/{fqn}": value for fqn, p in named.items() for name, value in run.optimizer.state.get(p, {}).items()
+        }
+        return {
+            "parameters": {fqn: measure(p) for fqn, p in named.items()},
+            "gradients": {fqn: measure(p.grad) for fqn, p in named.items() if p.grad is not None},
+            "state": {key: measure(value) for key, value in states.items() if not key.startswith("step/")},
+            "counts": {key: measure(value) for key, value in states.items() if key.startswith("step/")},
+        }
+
+
+def kept_for_backward(case: Case) -> dict[str, int]:
+    """Bytes that forward made and that live on until backward; products (FLOPs) and attentions of both together."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+    from torch.utils.flop_counter import FlopCounterMode
+
+    class Made(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.storages: dict[int, StorageWeakRef] = {}
+            self.attentions = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.attentions += "scaled_dot_product" in func.name() and "backward" not in func.name()
+            out = func(*args, **(kwargs or {}))
+            for leaf in tree_leaves(out):
+                if isinstance(leaf, torch.Tensor):
+                    reference = StorageWeakRef(leaf.untyped_storage())
+                    self.storages[reference.cdata] = reference
+            return out
+
+        def alive(self) -> int:
+            new: Any = torch.UntypedStorage._new_with_weak_ptr
+            storages = [new(reference.cdata) for reference in self.storages.values() if not reference.expired()]
+            return sum(storage.nbytes() for storage in storages)
+
+    backend, config = _open(case)
+    with backend:
+        run = Run(backend, config)
+        rows = CaseRows().rows(torch.arange(4).numpy())
+        with FlopCounterMode(display=False) as flops, Made() as made, backend.accumulate(True):
+            loss, _ = run.model(rows["input_ids"], rows["labels"])
+            kept = made.alive()
+            loss.backward()
+        return {"bytes": kept, "flops": flops.get_total_flops(), "attentions": made.attentions}
+
+
+def order_of_gathers(policy: dict[str, Any], frozen: tuple[int, ...] = ()) -> list[str]:
+    """What a step after the first does, in order, of a model that runs its four layers from the last to the first.
+
+    "gather NAME" when it starts, "compute NAME" in forward, "backward" for a product in backward, "reduce NAME".
+    """
+    from torch import nn
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    from portable_fsdp.backends.base import ShardPolicy
+
+    class Backwards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(4))
+            self.scale = nn.Parameter(torch.empty(64))
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            hidden = inputs * self.scale
+            for number in (3, 2, 1, 0):
+                with record_function(f"compute layers.{number}"):
+                    hidden = torch.tanh(self.layers[number](hidden))
+            return hidden.sum()
+
+    with torch.device("meta"):
+        model = Backwards()
+    for number in frozen:
+        model.layers[number].requires_grad_(False)
+    units = tuple(f"layers.{number}" for number in range(4))
+    backend, _ = _open(Case())
+    with backend:
+        backend.shard_model(
+            model,
+            ShardPolicy(units, layers=units, **policy),
+            lambda _, part: torch.full([s.stop - s.start for s in part], 0.1),
+        )
+
+        def step() -> None:
+            with backend.accumulate(True):
+                model(torch.ones(2, 64)).backward()
+
+        step()
+        with profile(activities=[ProfilerActivity.CPU]) as trace:
+            step()
+    events = sorted(trace.events() or [], key=lambda event: event.time_range.start)
+    said = [_said(event.name) for event in events]
+    return [text for text in said if text]
+
+
+def _said(name: str) -> str:
+    for prefix, word in (("FSDP::all_gather (", "gather "), ("FSDP::post_backward_reduce", "reduce ")):
+        if name.startswith(prefix):
+            return word + (name.partition("(")[2].rstrip(")") or "root")
+    if name.startswith("compute "):
+        return name
+    return "backward" if name == "MmBackward0" else ""
+
+
+def programs(case: Case) -> dict[str, Any]:
+    """What torch.compile made in three steps: programs, and breaks of their graphs with their reasons."""
+    import torch._dynamo
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    backend, config = _open(case)
+    with backend:
+        run = Run(backend, config)
+        losses = [metrics["loss"] for metrics in run.train(1, 3)]
+    return {
+        "programs": counters["stats"]["unique_graphs"],
+        "breaks": dict(counters["graph_break"]),
+        "losses": losses,
+    }
+
+
+def matmul_precision(case: Case) -> list[str]:
+    """torch's setting before a backend opens, while it is open, and after."""
+    found: list[str] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch 2.9 names a newer setting
+        found.append(torch.get_float32_matmul_precision())
+        backend, _ = _open(case)
+        with backend:
+            found.append(torch.get_float32_matmul_precision())
+        found.append(torch.get_float32_matmul_precision())
+    return found
+
+
+def at_scale(sizes: dict[str, int], devices: int) -> dict[str, Any]:
+    """A Llama on the first of `devices` pretended processes, without weights: its bytes on this one, by kind.
+
+    Runs in a process of its own, whose peak of memory it tells.
+    """
+    import resource
+
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def local_bytes(tensors: Any) -> int:
+        return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
+
+    dist.init_process_group("fake", rank=0, world_size=devices, store=FakeStore())
+    architecture = {"model_type": "llama", "vocab_size": 128256, "max_position_embeddings": 8192, **sizes}
+    case = Case(settings={"model.architecture": architecture, "precision.compute": "bfloat16"})
+    config = case.config(1).model_copy(update={"train": Train(steps=1, global_batch=devices)})
+    with open_backend(config, device="cpu", backend="native", num_devices=devices) as backend:
+        training = build(config, backend, vocabulary=256, fill=False)
+        weights = dict(training.model.named_parameters())
+        moments = [
+            value
+            for state in training.optimizer.state.values()
+            for name, value in state.items()
+            if name.startswith("exp")
+        ]
+        answer = {
+            "parameters": local_bytes(weights.values()),
+            "state": local_bytes(moments),
+            "shapes": [tuple(weight.shape) for weight in weights.values()],
+            "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }
+    dist.destroy_process_group()
+    return answer
+
+
+# ------------------------------------------------------------------------------------------------------ the XLA engine
+
+
+def xla_run(case: Case, folder: str) -> dict[str, Any]:
+    """A whole run: its metrics, what each device holds after it, and the programs that XLA wrote into `folder`."""
+    before = set(Path(folder).iterdir())
+    backend, config = _open(case)
+    with backend:
+        run = Run(backend, config)
+        metrics = run.train(1, case.steps)
+        held = {fqn: _on_devices(parameter) for fqn, parameter in run.model.named_parameters()}
+        for fqn, parameter in run.model.named_parameters():
+            for name, value in run.optimizer.state.get(parameter, {}).items():
+                held[f"{name}/{fqn}"] = _on_devices(value)
+        return {
+            "metrics": metrics,
+            "held": held,
+            "programs": _programs(set(Path(folder).iterdir()) - before, backend.data_parallel_size),
+            "compilations": backend.compilations,
+            "expected_compilations": backend.expected_compilations,
+        }
+
+
+def _on_devices(tensor: torch.Tensor) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+    """The shape of a global tensor, and that of the piece on each device, padding included."""
+    import torch_xla
+
+    bridge: Any = torch_xla._XLAC
+    devices = int(os.environ["CPU_NUM_DEVICES"])
+    if "devices=" not in bridge._get_xla_sharding_spec(tensor):
+        return tuple(tensor.shape), [tuple(tensor.shape)] * devices
+    (shards,) = bridge._get_local_shards([tensor])
+    return tuple(tensor.shape), [tuple(shard.shape) for shard, _ in shards]
+
+
+def _programs(dumped: set[Path], devices: int) -> dict[str, Any]:
+    """Name -> what stands in the program after partitioning."""
+    found: dict[str, Any] = {}
+    for path in dumped:
+        if path.name.endswith("cpu_after_optimizations.txt"):
+            text = path.read_text()
+            gathers = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", text)
+            found[path.name.split(".")[1]] = {
+                "collectives": collectives_of_program(text, devices),
+                "gathered": [tuple(int(size) for size in shape.split(",")) for shape in gathers],
+                "dots": text.count(" dot("),
+                "loops": text.count(" while("),
+            }
+    return found
+
+
+def xla_matmul_precision(case: Case) -> tuple[list[str], str]:
+    """XLA's setting before a backend opens, while it is open, and after; and a product traced in between, as HLO."""
+    import torch_xla
+
+    bridge: Any = torch_xla._XLAC
+    found = [bridge._xla_get_mat_mul_precision()]
+    backend, _ = _open(case)
+    with backend:
+        found.append(bridge._xla_get_mat_mul_precision())
+        square = torch.ones(4, 4).to(backend.device)
+        product = bridge._get_xla_tensors_hlo([square @ square])
+    return [*found, bridge._xla_get_mat_mul_precision()], product

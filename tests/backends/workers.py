@@ -55,6 +55,8 @@ def _serve(pipe: Connection, environment: dict[str, str], backend: str) -> None:
         except EOFError:
             return
         try:
+            if backend == "xla_fsdp1" and "case" in arguments:
+                jobs.import_model(arguments["case"])
             answer = ("done", run(lambda: getattr(jobs, name)(**arguments)))
         except BaseException as error:
             answer = ("failed", (type(error).__name__, str(error), traceback.format_exc()))

@@ -91,6 +91,44 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
     "warmup": ([*CPU, "optim.warmup_steps=7"], ["optim.warmup_steps: expected at most 6", "found 7"]),
     "unknown device": ([*ANYWHERE, "--device=gpu"], ["--device=gpu", "auto, cpu, cuda, tpu"]),
     "unknown backend": ([*CPU, "--backend=fsdp"], ["--backend=fsdp", *BACKENDS]),
+    "one class for a list": (
+        [*CPU, "sharding.wrap_classes=LlamaDecoderLayer"],
+        ["sharding.wrap_classes: expected a list of text", "a list of one is [LlamaDecoderLayer]"],
+    ),
+    "replicas of nothing": (
+        [*CPU, "sharding.replicas=2"],
+        ["sharding.replicas=2 without a hybrid strategy", "Set sharding.replicas=null"],
+    ),
+    "hybrid on one device": (
+        [*CPU, "sharding.strategy=HYBRID_SHARD"],
+        ["sharding.strategy=HYBRID_SHARD on one device", "Set sharding.strategy=FULL_SHARD"],
+    ),
+    "size of no unit": (
+        [*CPU, "sharding.wrap=SIZE_BASED_WRAP"],
+        ["sharding.min_num_params=null", "Set sharding.min_num_params=100000000"],
+    ),
+    "float16": ([*CPU, "precision.compute=float16"], ["precision.compute=float16", "Set precision.compute=bfloat16"]),
+    "selective of what": (
+        [*CPU, "memory.gradient_checkpointing=selective"],
+        ["memory.gradient_checkpointing=selective without saying which", "Set memory.every=2"],
+    ),
+    "inductor on cpu": (
+        [*CPU, "compile.enabled=true"],
+        ["compile.backend=inductor on cpu", "Set compile.backend=aot_eager, or compile.enabled=false"],
+    ),
+    "scan on native": (
+        [*CPU, "compile.scan_layers=true"],
+        ["compile.scan_layers=true on native", "Set compile.scan_layers=false, or --backend=xla"],
+    ),
+    "several at once": (
+        [*CPU, "memory.every=2", "precision.reduce=bfloat16", "xla_fsdp1.flatten_parameters=true"],
+        ["memory.every=2 without", "precision.reduce=bfloat16 with", "flatten_parameters=true on another engine"],
+    ),
+    "class that the model lacks": (
+        [*CPU, "sharding.wrap_classes=[BertLayer]"],
+        ["sharding.wrap_classes", "BertLayer", "LlamaDecoderLayer"],
+    ),
+    "pattern of nothing": ([*CPU, "model.freeze=[lm_heads]"], ["model.freeze", "'lm_heads'", "nearest"]),
     "native on tpu": ([*ANYWHERE, "--device=tpu", "--backend=native"], ["torch_tpu", "Use --backend=xla"]),
     "xla on cuda": (
         [*ANYWHERE, "--device=cuda", "--backend=xla"],
@@ -275,6 +313,18 @@ def test_bad_input_is_said_once(folder: Path) -> None:
     for text in said.values():
         assert text.count("expected at least 33 tokens") == 1, text
         assert "Lower data.seq_len" in text
+    assert not (folder / "run").exists()
+
+
+@pytest.mark.xla
+def test_what_xla_can_not_do_is_said_at_once(folder: Path) -> None:
+    options = ["memory.cpu_offload=true", "sharding.reshard_after_forward=2", "model.attention=sdpa"]
+    with started([*PYTHON, *CPU, "--backend=xla", "--num_devices=4", *options], folder) as process:
+        assert process.wait() == 2
+    check_message(process.err)
+    for said in ("cpu_offload=true on XLA", "reshard_after_forward=2 on XLA", "Set model.attention=auto"):
+        assert said in process.err
+    assert "backend xla on cpu (4 device(s) of 1 host(s))" in process.err
     assert not (folder / "run").exists()
 
 

@@ -42,7 +42,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "bloom": _SIZES | {"model_type": "bloom", "hidden_size": 48, "n_layer": 2, "n_head": 4},
     "falcon": _OPT | {"model_type": "falcon", "num_kv_heads": 1, "alibi": False},
     "falcon_alibi": _OPT | {"model_type": "falcon", "num_kv_heads": 1, "alibi": True},
-    "stablelm": _COMMON | {"model_type": "stablelm"},
+    "stablelm": _COMMON | {"model_type": "stablelm", "num_attention_heads": 3, "num_key_value_heads": 3},
     "starcoder2": _COMMON | {"model_type": "starcoder2", "sliding_window": 5},
     "granite": _COMMON
     | {"model_type": "granite", "attention_multiplier": 0.4, "embedding_multiplier": 3.0}

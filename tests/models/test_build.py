@@ -24,8 +24,9 @@ from small_models import (
     whole_weight,
 )
 
-from portable_fsdp.backends.base import whole
-from portable_fsdp.config.schema import Model
+from portable_fsdp.backends.base import parameter_places, rows_of_shard, whole
+from portable_fsdp.config.schema import Model, Precision
+from portable_fsdp.models import weights
 from portable_fsdp.models.build import BuiltModel, build_model
 from portable_fsdp.runtime.errors import ConfigError
 
@@ -90,6 +91,12 @@ def test_a_model_with_its_own_attention_keeps_it() -> None:
 
 
 LLAMA = ARCHITECTURES["llama"]
+_ENCODER: dict[str, Any] = {"is_decoder": True, "vocab_size": VOCABULARY, "hidden_size": 48, "num_hidden_layers": 2} | {
+    "num_attention_heads": 4,
+    "intermediate_size": 80,
+}
+ROBERTA = _ENCODER | {"model_type": "roberta", "pad_token_id": 1}
+MPT: dict[str, Any] = {"model_type": "mpt", "vocab_size": VOCABULARY, "d_model": 48, "n_heads": 4, "n_layers": 2}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (LLAMA | {"model_type": "lama"}, r"model_type.*'lama'\.\n.*nearest: llama"),
     (LLAMA | {"model_type": "resnet"}, r"expected a causal language model of transformers, found 'resnet'"),
@@ -97,6 +104,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (LLAMA | {"hidden_sise": 48}, r"model\.architecture\.hidden_sise: unknown key.*\n.*nearest: hidden_size"),
     (LLAMA | {"zzzzzz": 48}, r"model\.architecture\.zzzzzz: unknown key of LlamaConfig.*\n.*It has: .*vocab_size"),
     (LLAMA | {"max_position_embeddings": 8}, r"data\.seq_len: expected at most 8 .*found 24"),
+    (ROBERTA | {"max_position_embeddings": 25}, r"data\.seq_len: expected at most 23 .*found 24"),
+    (
+        MPT | {"max_seq_len": 16},
+        r"MptForCausalLM can't run a row of 24 tokens .*: RuntimeError: .*\n.*Compare the sizes",
+    ),
     (LLAMA | {"vocab_size": 50}, r"vocab_size of at least 101.*found 50\.\n.*architecture\.vocab_size=101"),
     (LLAMA | {"num_attention_heads": 5}, r"transformers refuses it: .*hidden size.*48.*attention heads.*5"),
     (LLAMA | {"hidden_size": "wide"}, r"transformers refuses it: .*hidden_size.*int"),
@@ -110,23 +122,105 @@ def test_an_architecture_that_cannot_be_is_refused(architecture: dict[str, Any],
         build_model(Model(architecture=architecture), seed=0, seq_len=SEQ_LEN, vocabulary=VOCABULARY)
 
 
-def test_an_encoder_as_decoder_is_taken() -> None:
-    section = Model(
-        architecture={
-            "model_type": "bert",
-            "is_decoder": True,
-            "vocab_size": VOCABULARY,
-            "hidden_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "intermediate_size": 80,
-        }
-    )
+@pytest.mark.parametrize(
+    "architecture",
+    [_ENCODER | {"model_type": "bert"}, ROBERTA | {"max_position_embeddings": 26}],
+    ids=["bert", "roberta"],
+)
+def test_an_encoder_as_decoder_is_taken(architecture: dict[str, Any]) -> None:
+    section = Model(architecture=architecture)
     model = materialise(build_model(section, seed=0, seq_len=SEQ_LEN, vocabulary=VOCABULARY))
-    ids = token_ids(1)
+    ids = token_ids(1).clamp(min=2)  # 1 is RoBERTa's padding
     later = ids.clone()
     later[0, 10:] = 0
     torch.testing.assert_close(logits(model, ids)[:, :10], logits(model, later)[:, :10])
+
+
+OPENAI: dict[str, Any] = {"model_type": "openai-gpt", "vocab_size": VOCABULARY, "n_embd": 48, "n_layer": 2, "n_head": 4}
+
+
+def test_a_weight_without_an_initial_value_comes_from_a_folder_only(tmp_path: Path) -> None:
+    """GPT-1's. The model looks for padding, too, which the row that is tried can't follow and doesn't refuse."""
+    architecture = OPENAI | {"pad_token_id": 0}
+    built = build_model(Model(architecture=architecture), seed=0, seq_len=SEQ_LEN, vocabulary=VOCABULARY)
+    with pytest.raises(ConfigError, match=r"found that transformer\.h\.0\.attn\.c_attn\.weight \(Conv1D\) has no"):
+        whole_weight(built, "transformer.h.0.attn.c_attn.weight")
+    stock = stock_model(architecture).eval()
+    stock.save_pretrained(tmp_path)
+    ids = token_ids()
+    torch.testing.assert_close(logits(materialise(open_folder(tmp_path)), ids), logits(stock, ids))
+
+
+def test_the_row_that_is_tried_leaves_nothing_behind() -> None:
+    """NTK rotary embeddings change their frequencies with the row that they see."""
+    rope: dict[str, Any] = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}
+    built = build("llama", max_position_embeddings=SEQ_LEN, **rope)
+    expected = dict(stock_model(ARCHITECTURES["llama"] | {"max_position_embeddings": SEQ_LEN} | rope).named_buffers())
+    for name, buffer in built.model.named_buffers():
+        assert torch.equal(buffer, expected[name])
+
+
+# ------------------------------------------------------------------------------------------- what doesn't train
+
+
+def frozen(name: str, *patterns: str) -> set[str]:
+    section = Model(architecture=ARCHITECTURES[name], freeze=patterns)
+    model = build_model(section, seed=0, seq_len=SEQ_LEN, vocabulary=VOCABULARY).model
+    return {fqn for fqn, parameter in model.named_parameters() if not parameter.requires_grad}
+
+
+def test_what_is_frozen_has_no_gradient_and_the_rest_does() -> None:
+    assert frozen("llama") == set()
+    assert frozen("llama", "lm_head", "*norm*") == {
+        "lm_head.weight",
+        "model.norm.weight",
+        *(f"model.layers.{n}.{norm}_layernorm.weight" for n in (0, 1) for norm in ("input", "post_attention")),
+    }
+    assert all(name.startswith("model.layers.1.") for name in frozen("llama", "model.layers.1"))
+    assert len(frozen("llama", "model.layers.1")) == 9
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens", "lm_head"])
+def test_a_frozen_tied_weight_is_frozen_in_all_its_places(name: str) -> None:
+    assert frozen("llama_tied", name) == {"model.embed_tokens.weight"}
+
+
+def test_a_pattern_of_nothing_and_a_model_all_frozen_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"model\.freeze: .*'embed', which names nothing.*\n.*nearest: .*embed_tokens"
+    ):
+        frozen("llama", "embed")
+    with pytest.raises(ConfigError, match=r"model\.freeze: expected at least one .* found all 21 frozen by \['\*'\]"):
+        frozen("llama", "*")
+
+
+# ------------------------------------------------------------------------------------------------------ precision
+
+
+def precisely(name: str = "llama", **precision: Any) -> BuiltModel:
+    section = Model(architecture=ARCHITECTURES[name])
+    return build_model(section, Precision(**precision), seed=0, seq_len=SEQ_LEN, vocabulary=VOCABULARY)
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "gemma2", "deepseek_v3"])
+def test_bfloat16_masters_are_the_float32_ones_rounded(name: str) -> None:
+    exact, rounded = precisely(name), precisely(name, master="bfloat16")
+    assert {parameter.dtype for parameter in rounded.model.parameters()} == {torch.bfloat16}
+    for fqn in dict(exact.model.named_parameters()):
+        assert torch.equal(whole_weight(rounded, fqn), whole_weight(exact, fqn).bfloat16()), fqn
+    ties = [len(places) for places in parameter_places(rounded.model).values()]
+    assert ties == [len(places) for places in parameter_places(exact.model).values()]
+    for fqn, buffer in exact.model.named_buffers():  # rotary frequencies, a router's bias: as they were
+        assert rounded.model.get_buffer(fqn).dtype == buffer.dtype
+        assert torch.equal(rounded.model.get_buffer(fqn), buffer)
+
+
+def test_a_folder_fills_bfloat16_masters(tmp_path: Path) -> None:
+    stock = save(tmp_path, "llama")
+    section = Model(pretrained=str(tmp_path))
+    built = build_model(section, Precision(master="bfloat16"), seed=0, seq_len=SEQ_LEN, vocabulary=VOCABULARY)
+    for fqn, weight in stock.named_parameters():
+        assert torch.equal(whole_weight(built, fqn), weight.bfloat16()), fqn
 
 
 # ------------------------------------------------------------------------------------------------- random weights
@@ -281,6 +375,61 @@ def test_a_sharded_folder_fills_bit_for_bit(tmp_path: Path) -> None:
     stock = save(tmp_path, "llama", max_shard_size="50KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     assert_filled_from(open_folder(tmp_path), stock)
+
+
+class _CountingFile:
+    """A safetensors file that says how many bytes were taken from it."""
+
+    def __init__(self, file: Any, taken: list[int]) -> None:
+        self._file, self._taken = file, taken
+
+    def __enter__(self) -> "_CountingFile":
+        self._file.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._file.__exit__(*error)
+
+    def keys(self) -> list[str]:
+        return self._file.keys()
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return self._count(self._file.get_tensor(name))
+
+    def get_slice(self, name: str) -> Any:
+        inside, count = self._file.get_slice(name), self._count
+
+        class Slice:
+            def get_shape(self) -> list[int]:
+                return inside.get_shape()
+
+            def __getitem__(self, slices: Any) -> torch.Tensor:
+                return count(inside[slices])
+
+        return Slice()
+
+    def _count(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._taken.append(tensor.nbytes)
+        return tensor
+
+
+def test_a_process_reads_its_slices_of_a_sharded_folder_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = save(tmp_path, "llama", max_shard_size="50KB")
+    taken: list[int] = []
+    real = weights.safe_open
+    monkeypatch.setattr(weights, "safe_open", lambda path, framework: _CountingFile(real(path, framework), taken))
+    built = open_folder(tmp_path)
+    assert taken == [], "building alone reads no weight"
+    total = 0
+    for process in range(4):
+        for fqn, weight in stock.named_parameters():
+            rows = rows_of_shard(weight.shape[0], process, 4)
+            assert torch.equal(built.fill(fqn, (rows, *whole(weight.shape)[1:])), weight[rows])
+        assert sum(taken) - total < 0.27 * 4 * built.size.parameters
+        total = sum(taken)
+    assert total == 4 * built.size.parameters
 
 
 def test_bfloat16_files_become_float32_masters(tmp_path: Path) -> None:

@@ -4,12 +4,14 @@ from typing import Any, cast
 
 import pytest
 import torch
-from small_models import build, logits, materialise, token_ids
+from small_models import ARCHITECTURES, build, logits, materialise, token_ids
 from torch import Tensor
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
+from portable_fsdp.config.schema import Model, Precision
 from portable_fsdp.models import loss
+from portable_fsdp.models.build import build_model
 from portable_fsdp.models.loss import cross_entropy_sum
 
 ROWS, SEQ_LEN, VOCABULARY = 3, 22, 37
@@ -114,3 +116,35 @@ def test_a_model_returns_the_sum_over_its_own_logits() -> None:
     torch.testing.assert_close(total / count, expected)
     total.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+OUTPUTS = [
+    ("float32", "auto", torch.float32),
+    ("float32", "bfloat16", torch.bfloat16),
+    ("bfloat16", "auto", torch.bfloat16),
+    ("bfloat16", "float32", torch.float32),
+]
+
+
+@pytest.mark.parametrize(("master", "output", "taken"), OUTPUTS)
+def test_the_loss_takes_logits_in_the_dtype_of_output(
+    monkeypatch: pytest.MonkeyPatch, master: str, output: str, taken: torch.dtype
+) -> None:
+    seen: list[Tensor] = []
+
+    def spy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        seen.append(logits)
+        return cross_entropy_sum(logits, labels)
+
+    monkeypatch.setattr(loss, "cross_entropy_sum", spy)
+    precision = Precision.model_validate({"master": master, "output": output})
+    section = Model(architecture=ARCHITECTURES["llama"])
+    model = materialise(build_model(section, precision, seed=0, seq_len=24, vocabulary=101))
+    ids = token_ids()
+    total, count = model(ids, ids)
+    total.backward()
+    assert seen[0].dtype == taken
+    expected = torchs_own(logits(model, ids).to(taken), ids)[0]
+    torch.testing.assert_close(total.detach(), expected)
+    assert count == ids.numel()
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {getattr(torch, master)}

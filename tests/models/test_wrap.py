@@ -52,8 +52,11 @@ def test_a_model_without_layers_is_refused(classes: list[str] | None) -> None:
         find_layers(model, Sharding())
 
 
-BIOGPT: dict[str, Any] = {"model_type": "biogpt", "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48}
-BIOGPT |= {"num_hidden_layers": 2, "num_attention_heads": 2}
+BIOGPT: dict[str, Any] = {"model_type": "biogpt", "vocab_size": VOCABULARY, "hidden_size": 32} | {
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 OPENAI: dict[str, Any] = {"model_type": "openai-gpt", "vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 2}
 
 

@@ -7,7 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from portable_fsdp.config.schema import Optim
-from portable_fsdp.optim.optimizer import SGD, make_optimizer, parameter_groups, set_learning_rate
+from portable_fsdp.optim.optimizer import (
+    SGD,
+    learning_rate_shares,
+    make_optimizer,
+    parameter_groups,
+    set_learning_rate,
+)
 from portable_fsdp.runtime.errors import ConfigError
 
 SHAPES = {
@@ -40,17 +46,67 @@ def take_steps(optimizer: torch.optim.Optimizer, count: int = 4) -> list[Tensor]
     return [parameter.detach().clone() for parameter in owned]
 
 
+def group(params: list[str], weight_decay: float, lr_share: float = 1.0) -> dict[str, Any]:
+    return {"params": params, "weight_decay": weight_decay, "lr_share": lr_share}
+
+
 def test_matrices_decay_and_vectors_do_not() -> None:
     assert parameter_groups(SHAPES, Optim(weight_decay=0.3)) == [
-        {"params": ["embed.weight", "q.weight", "experts"], "weight_decay": 0.3},
-        {"params": ["norm.weight", "q.bias", "scale"], "weight_decay": 0.0},
+        group(["embed.weight", "q.weight", "experts"], 0.3),
+        group(["norm.weight", "q.bias", "scale"], 0.0),
     ]
 
 
 def test_no_group_is_empty() -> None:
-    assert parameter_groups({"w": (2, 2)}, Optim()) == [{"params": ["w"], "weight_decay": 0.1}]
-    assert parameter_groups({"b": (2,)}, Optim()) == [{"params": ["b"], "weight_decay": 0.0}]
+    assert parameter_groups({"w": (2, 2)}, Optim()) == [group(["w"], 0.1)]
+    assert parameter_groups({"b": (2,)}, Optim()) == [group(["b"], 0.0)]
     assert parameter_groups({}, Optim()) == []
+
+
+def grouped(*own: dict[str, Any]) -> list[dict[str, Any]]:
+    return parameter_groups(SHAPES, Optim.model_validate({"lr": 0.1, "weight_decay": 0.3, "groups": own}))
+
+
+def test_the_first_group_that_matches_counts_and_null_means_as_without() -> None:
+    assert grouped({"match": "q", "lr": 0.05}, {"match": "*s", "lr": 0.2}) == [
+        group(["embed.weight"], 0.3),
+        group(["norm.weight", "scale"], 0.0),
+        group(["q.weight"], 0.3, 0.5),
+        group(["q.bias"], 0.0, 0.5),
+        group(["experts"], 0.3, 2.0),
+    ]
+
+
+def test_a_groups_decay_is_that_of_all_its_tensors() -> None:
+    assert grouped({"match": "norm", "weight_decay": 0.7}, {"match": "embed", "weight_decay": 0.0}) == [
+        group(["embed.weight", "q.bias", "scale"], 0.0),
+        group(["norm.weight"], 0.7),
+        group(["q.weight", "experts"], 0.3),
+    ]
+
+
+def test_a_group_that_takes_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"optim\.groups\[1\]\.match: .*'lm_head', which names nothing"):
+        grouped({"match": "q", "lr": 0.2}, {"match": "lm_head", "lr": 0.2})
+    with pytest.raises(ConfigError, match=r"optim\.groups\[1\]\.match: .*no earlier group has taken, found '\*bias'"):
+        grouped({"match": "q", "lr": 0.2}, {"match": "*bias", "lr": 0.2})
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_each_group_takes_its_share_of_the_learning_rate(capturable: bool) -> None:
+    matrix, vector = parameters()
+    shares = [{"params": [matrix], "lr_share": 1.0}, {"params": [vector], "lr_share": 0.25}]
+    optimizer = make_optimizer(Optim(lr=0.5, name="sgd"))(shares, capturable)
+    assert learning_rate_shares(optimizer) == [0.25, 1.0]
+    placed = {share: torch.tensor(0.5 * share) for share in learning_rate_shares(optimizer)}
+    before = matrix.detach().clone(), vector.detach().clone()
+    set_learning_rate(optimizer, 0.5, placed)
+    if capturable:
+        assert [group["lr"] is placed[group["lr_share"]] for group in optimizer.param_groups] == [True, True]
+    matrix.grad, vector.grad = torch.ones_like(matrix), torch.ones_like(vector)
+    optimizer.step()
+    torch.testing.assert_close(matrix.detach(), before[0] - 0.5)
+    torch.testing.assert_close(vector.detach(), before[1] - 0.125)
 
 
 def test_adamw_is_torchs_with_the_configs_numbers() -> None:
@@ -111,7 +167,7 @@ def test_the_learning_rate_of_a_compiled_step_is_a_tensor_that_it_takes_as_input
     rates = [group["lr"] for group in optimizer.param_groups]
     assert all(rate.dtype == torch.float32 and rate.shape == () and float(rate) == 0.25 for rate in rates)
     placed = torch.tensor(0.125)
-    set_learning_rate(optimizer, 0.125, placed)
+    set_learning_rate(optimizer, 0.125, {1.0: placed})
     assert all(group["lr"] is placed for group in optimizer.param_groups)
     assert all(group.get("capturable", True) for group in optimizer.param_groups)
 
@@ -120,7 +176,7 @@ def test_the_learning_rate_of_a_compiled_step_is_a_tensor_that_it_takes_as_input
 def test_the_learning_rate_of_an_eager_step_is_a_number(name: str) -> None:
     optimizer = make_optimizer(Optim.model_validate({"name": name, "lr": 0.25}))(groups(*parameters(), 0.1), False)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
-    set_learning_rate(optimizer, 0.125, torch.tensor(0.5))
+    set_learning_rate(optimizer, 0.125, {1.0: torch.tensor(0.5)})
     assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.125]
 
 

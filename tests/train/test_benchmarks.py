@@ -1,12 +1,18 @@
 """The benchmarks start and write what they say; nothing here is timed."""
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
+GPU = ROOT / "benchmarks" / "gpu.py"
+HAS_ACCELERATE = importlib.util.find_spec("accelerate") is not None  # without it transformers' Trainer is left out
 
 
 def test_loop_overhead_writes_its_table(tmp_path: Path) -> None:
@@ -28,3 +34,64 @@ def test_loop_overhead_writes_its_table(tmp_path: Path) -> None:
     ratio = result["ratio"]
     assert 0 < ratio["low"] <= ratio["median"] <= ratio["high"]
     assert "ratio " in finished.stdout
+
+
+def _gpu(folder: Path, *flags: str) -> tuple[int, dict[str, Any], str]:
+    """Exit code, result and output of the GPU benchmark in its tiny form, on the CPU."""
+    out = folder / "gpu.json"
+    finished = subprocess.run(
+        [sys.executable, str(GPU), "--tiny", f"--out={out}", *flags],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert out.is_file(), finished.stderr
+    return finished.returncode, json.loads(out.read_text()), finished.stdout
+
+
+def test_gpu_checks_options_and_times_three_ways_to_the_same_losses(tmp_path: Path) -> None:
+    code, result, printed = _gpu(tmp_path)
+    assert code == 0, printed
+    assert {"what", "command", "date", "minutes", "seconds", "config", "environment"} <= result.keys()
+    assert {"device", "driver", "cuda", "cudnn", "nccl", "python", "versions"} <= result["environment"].keys()
+    assert result["environment"]["versions"]["torch"].startswith("2.")
+
+    answers = {check["name"]: check for check in result["checks"]}
+    assert {
+        "curve: FULL_SHARD",
+        "curve: checkpointing full",
+        "curve: bfloat16",
+        "checkpoint: bfloat16",
+    } <= answers.keys()
+    assert all(check["outcome"] == "passed" for check in answers.values()), answers
+    assert answers["curve: bfloat16"]["figures"]["worst_relative_difference"] > 0  # it did compute in bfloat16
+
+    runs = {run["way"]: run for run in result["speed"]}
+    ways = ["ours", "plain", *(["trainer"] if HAS_ACCELERATE else [])]
+    assert list(runs) == ways
+    assert [run["way"] for run in result["left_out"]] == [way for way in ("trainer",) if way not in ways]
+    for run in runs.values():
+        assert run["status"] == "finished"
+        assert len(run["step_seconds"]) == 7
+        assert len(run["losses"]) == 9  # one of warm-up, one under the profiler
+        assert any("scaled_dot_product" in name for name in run["attention_kernels"])
+        assert 0 < sum(run["step_seconds"]) <= run["span_seconds"] * 1.01
+        assert run["losses"] == pytest.approx(runs["plain"]["losses"], rel=1e-3)  # bfloat16, cast in other places
+    assert runs[ways[-1]]["losses"] == pytest.approx(runs["plain"]["losses"], rel=1e-5)  # the same operations
+    assert runs["plain"]["losses"][-1] < runs["plain"]["losses"][0] - 0.1, "nothing was learnt: no fault would show"
+    row = result["comparison"][0]
+    assert row["losses_agree"]
+    assert row["ours_over_plain"] == pytest.approx(
+        runs["ours"]["tokens_per_second"] / runs["plain"]["tokens_per_second"]
+    )
+    assert f"ours / {ways[-1]}" in printed
+
+
+def test_gpu_names_what_no_time_is_left_for(tmp_path: Path) -> None:
+    code, result, printed = _gpu(tmp_path, "--parts=speed", "--minutes=0")
+    assert code == 0
+    assert not result["speed"]
+    assert [run["way"] for run in result["left_out"]] == ["ours", "plain", "trainer"]
+    assert "left out: eager/full/8 plain, pass 1: no time left" in printed

@@ -1,0 +1,200 @@
+"""What each engine does with each option: `python -m portable_fsdp.explain --config=run.yaml --device=tpu`.
+
+Without a config, the whole table: what is honoured, delegated or refused, and when. Reads the tables of
+config/support.py and config/refusals.py; imports no torch and asks no device.
+"""
+
+import json
+import sys
+import textwrap
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from absl import flags
+
+from portable_fsdp.config.describe import option_names, shortened, yaml_value
+from portable_fsdp.config.load import load_config
+from portable_fsdp.config.refusals import ENGINES_ON, EVERY, REFUSALS, Place
+from portable_fsdp.config.support import EFFECTS, Verdict, verdicts
+from portable_fsdp.runtime.errors import EXIT_FINISHED, EXIT_USAGE, ConfigError, PortableFSDPError
+
+USAGE = """What each engine does with each option of a config: honoured; delegated (it concerns speed alone, and the
+engine decides); or refused, with the reason and the way out. Without --config: all options, and all cases.
+
+  python -m portable_fsdp.explain [--config=FILE] [--device=...] [--backend=...] [--num_devices=N] [key=value ...]
+
+  --config       YAML file, as for portable_fsdp.launch
+  --device       auto | cpu | cuda | tpu (default auto: cuda for native, tpu for the others)
+  --backend      auto | native | xla | xla_fsdp1 (default auto: all engines of the device)
+  --num_devices  auto | N: devices of each host (default auto: what depends on their number is not judged)
+  --num_hosts    auto | N (default auto: as many as it takes; 1 where --num_devices is given)
+  --json         one JSON object
+  section.key=value  overrides a key of the config
+
+exit code: 0, or 2 for a usage or config error; what is refused is an answer, not an error"""
+
+USUAL_DEVICE = {"native": "cuda", "xla": "tpu", "xla_fsdp1": "tpu"}
+WIDTH = 120
+
+
+class Line(NamedTuple):
+    """What engines do with an option: with any value, or in the case that `case` tells."""
+
+    engines: tuple[str, ...]
+    kind: str
+    case: str
+    text: str
+
+
+def _define_flags() -> flags.FlagValues:
+    values = flags.FlagValues()
+    flags.DEFINE_string("config", None, "YAML file", flag_values=values)
+    flags.DEFINE_string("device", "auto", "auto | cpu | cuda | tpu", flag_values=values)
+    flags.DEFINE_string("backend", "auto", "auto | native | xla | xla_fsdp1", flag_values=values)
+    flags.DEFINE_string("num_devices", "auto", "auto | N", flag_values=values)
+    flags.DEFINE_string("num_hosts", "auto", "auto | N", flag_values=values)
+    flags.DEFINE_boolean("json", False, "one JSON object", flag_values=values)
+    return values
+
+
+def main(argv: list[str]) -> int:
+    """Print what is asked for by the arguments after the program's name; returns the exit code."""
+    if any(argument in ("--help", "-help", "-h", "--h") for argument in argv):
+        print(USAGE)
+        return EXIT_FINISHED
+    values = _define_flags()
+    try:
+        overrides = values(["explain", *argv])[1:]
+        print(_explain(values, overrides))
+    except flags.Error as error:
+        print(f"{error}\n\n{USAGE}", file=sys.stderr)
+        return EXIT_USAGE
+    except PortableFSDPError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return EXIT_FINISHED
+
+
+def _explain(values: flags.FlagValues, overrides: list[str]) -> str:
+    places = _places(values)
+    if values.config is None:
+        if overrides:
+            raise ConfigError(f"override '{overrides[0]}': expected --config too, whose keys it overrides.")
+        table = {option: list(_lines_of(option, places)) for option in option_names()}
+        return _json_of_table(table) if values.json else _text_of_table(table)
+    config = load_config(values.config, overrides)
+    judged = {place: verdicts(config, place) for place in places}
+    return _json_of_config(judged) if values.json else _text_of_config(judged)
+
+
+# ------------------------------------------------------------------------------------------------------ where it runs
+
+
+def _places(values: flags.FlagValues) -> list[Place]:
+    """One for each engine that the flags leave; raises ConfigError where they leave none."""
+    if values.device not in ("auto", *ENGINES_ON):
+        raise ConfigError(f"--device={values.device}: expected one of auto, {', '.join(ENGINES_ON)}.")
+    if values.backend not in ("auto", *EVERY):
+        raise ConfigError(f"--backend={values.backend}: expected one of auto, {', '.join(EVERY)}.")
+    engines = EVERY if values.device == "auto" else ENGINES_ON[values.device]
+    if values.backend != "auto" and values.backend not in engines:
+        raise ConfigError(
+            f"backend {values.backend} on {values.device}: expected an engine of that device: {', '.join(engines)}."
+        )
+    per_host, hosts = _number("num_devices", values.num_devices), _number("num_hosts", values.num_hosts)
+    hosts = hosts or (1 if per_host else None)
+    devices = per_host * hosts if per_host and hosts else None
+    return [
+        Place(engine, USUAL_DEVICE[engine] if values.device == "auto" else values.device, devices, hosts)
+        for engine in engines
+        if values.backend in ("auto", engine)
+    ]
+
+
+def _number(flag: str, text: str) -> int | None:
+    if text == "auto":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"--{flag}: expected auto or a number of at least 1, found {text!r}.")
+    return int(text)
+
+
+# ------------------------------------------------------------------------------------------------------- a config
+
+
+def _text_of_config(judged: dict[Place, tuple[Verdict, ...]]) -> str:
+    places = list(judged)
+    lines = [", ".join(f"{place.engine} on {place.device}" for place in places) + _counts(places[0]), ""]
+    for row in zip(*judged.values(), strict=True):
+        lines.append(f"{row[0].option} = {shortened(yaml_value(row[0].value), WIDTH - len(row[0].option) - 3)}")
+        same: dict[tuple[str, str], list[str]] = {}
+        for place, verdict in zip(places, row, strict=True):
+            same.setdefault((verdict.kind, verdict.text), []).append(place.engine)
+        for (kind, text), engines in same.items():
+            lines.append(_entry(tuple(engines), kind, text, len(places)))
+    return "\n".join(lines)
+
+
+def _counts(place: Place) -> str:
+    if place.devices is None:
+        return "; what depends on the number of devices is not judged (--num_devices)"
+    return f"; {place.devices} device(s) of {place.hosts} host(s)"
+
+
+def _entry(engines: tuple[str, ...], kind: str, text: str, shown: int) -> str:
+    who = "all engines" if len(engines) == shown > 1 else ", ".join(engines)
+    return textwrap.fill(f"{who:<18} {kind:<10} {text}", WIDTH, initial_indent="  ", subsequent_indent=" " * 32)
+
+
+def _json_of_config(judged: dict[Place, tuple[Verdict, ...]]) -> str:
+    options = {
+        row[0].option: {
+            "value": row[0].value,
+            "engines": {
+                place.engine: {"verdict": verdict.kind, "text": verdict.text}
+                for place, verdict in zip(judged, row, strict=True)
+            },
+        }
+        for row in zip(*judged.values(), strict=True)
+    }
+    return json.dumps({"places": [place._asdict() for place in judged], "options": options}, indent=2)
+
+
+# ------------------------------------------------------------------------------------------------------ the table
+
+
+def _lines_of(option: str, places: list[Place]) -> Iterator[Line]:
+    """The rows of both tables that concern an option and the engines asked for."""
+    asked = [place.engine for place in places]
+    for effect in EFFECTS:
+        engines = tuple(engine for engine in effect.engines if engine in asked)
+        cases = [name.partition("=")[2] for name in effect.options if name.partition("=")[0] == option]
+        if engines and cases:
+            yield Line(engines, effect.kind, ", ".join(case for case in cases if case), effect.what)
+    for rule in REFUSALS:
+        engines = tuple(engine for engine in rule.engines if engine in asked)
+        if engines and rule.option == option:
+            when = "" if rule.when else " (checked when the model is built)"
+            yield Line(engines, "refused", rule.case, rule.reason + when)
+
+
+def _text_of_table(table: dict[str, list[Line]]) -> str:
+    shown = len({engine for lines in table.values() for line in lines for engine in line.engines})
+    text: list[str] = []
+    for option, lines in table.items():
+        text.append(option)
+        text += [
+            _entry(line.engines, line.kind, f"{line.case}: {line.text}" if line.case else line.text, shown)
+            for line in lines
+        ]
+    return "\n".join(text)
+
+
+def _json_of_table(table: dict[str, list[Line]]) -> str:
+    return json.dumps(
+        {"options": {option: [line._asdict() for line in lines] for option, lines in table.items()}}, indent=2
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,204 @@
+"""XLA SPMD: what each option does to the curve, to the bytes of a device, and to the program that XLA compiled.
+
+One run of each case answers all three. Its program is read after partitioning: XLA_FLAGS, which a process reads once,
+makes a worker of its own write them.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import ARCHITECTURES, GLOBAL_BATCH, Case
+from test_curves import BF16_20_STEPS, assert_equal_curves
+from workers import Group, JobFailed, Workers
+
+pytestmark = pytest.mark.xla
+
+LAYERS, DEVICES, STEPS = 2, 4, 10
+SCAN = {"compile.scan_layers": True}
+DEEPER = {"model.architecture": {**ARCHITECTURES["llama"], "num_hidden_layers": 4}}
+FROZEN = {"model.freeze": ["model.embed_tokens", "model.layers.0"]}
+NORMS = {"precision.compute": "bfloat16", "precision.modules": {"*norm*": "float32", "lm_head": "float32"}}
+
+
+def case(
+    strategy: str = "FULL_SHARD", checkpointing: str = "none", micro_batch: int | None = None, **more: Any
+) -> Case:
+    settings = {"sharding.replicas": 2} if strategy.startswith("HYBRID") else {}
+    settings |= more.pop("settings", {})
+    return Case(
+        steps=STEPS, strategy=strategy, checkpointing=checkpointing, micro_batch=micro_batch, settings=settings, **more
+    )
+
+
+CASES = {
+    "full": case(),
+    "full, recompute": case(checkpointing="full"),
+    "full, every second": case(checkpointing="selective", settings={"memory.every": 2}),
+    "full, frozen, recompute": case(checkpointing="full", settings=FROZEN),
+    "grad_op": case("SHARD_GRAD_OP"),
+    "grad_op, recompute": case("SHARD_GRAD_OP", "full"),
+    "grad_op, micro batches": case("SHARD_GRAD_OP", "full", 1),
+    "no_shard": case("NO_SHARD"),
+    "hybrid": case("HYBRID_SHARD"),
+    "hybrid_zero2": case("HYBRID_SHARD_ZERO2", "full"),
+    "scan": case(settings=SCAN),
+    "scan, recompute": case(checkpointing="full", settings=SCAN),
+    "scan, grad_op, four layers": case("SHARD_GRAD_OP", settings=SCAN | DEEPER),
+    "small units, some inside others": case(
+        checkpointing="full",
+        settings={"sharding.wrap": "NO_WRAP", "sharding.wrap_modules": ["model.layers.0", "*.mlp", "*.mlp.up_proj"]},
+    ),
+    "norms in float32": case(settings=NORMS),
+}
+BOUNDS = {"norms in float32": BF16_20_STEPS}
+
+Answer = dict[str, Any]
+GetAnswer = Callable[[str], Answer]
+
+
+class _Dumping:
+    """Workers whose XLA writes its programs into a folder."""
+
+    def __init__(self, group: Group, folder: Path) -> None:
+        self._group, self._folder, self._workers = group, folder, None
+
+    def run(self, job: str, **arguments: Any) -> Answer:
+        flags = f"--xla_dump_to={self._folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=train_step|micro_batch"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("XLA_FLAGS", flags)  # read by a process when it starts, which the first job lets it do
+            self._workers = self._workers or Workers(self._group)
+            return self._workers.run(job, folder=str(self._folder), **arguments)[0]
+
+    def close(self) -> None:
+        if self._workers is not None:
+            self._workers.close()
+
+
+@pytest.fixture(scope="module")
+def answer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GetAnswer]:
+    """What the run of a case says, run once."""
+    workers = _Dumping(Group("xla", DEVICES), tmp_path_factory.mktemp("programs"))
+
+    @cache
+    def get(name: str) -> Answer:
+        return workers.run("xla_run", case=CASES[name])
+
+    yield get
+    workers.close()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_curve_is_that_of_a_plain_loop(answer: GetAnswer, name: str) -> None:
+    assert_equal_curves([answer(name)], CASES[name], BOUNDS.get(name))
+
+
+def test_the_curve_on_a_number_of_devices_that_divides_nothing(workers: Callable[[Group], Workers]) -> None:
+    odd = case("SHARD_GRAD_OP", "full", settings={"sharding.wrap": "SIZE_BASED_WRAP", "sharding.min_num_params": 10000})
+    assert_equal_curves(workers(Group("xla", 3)).run("train", case=odd), odd)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_compilations_are_known(answer: GetAnswer, name: str) -> None:
+    expected = 2 if CASES[name].micro_batch else 1
+    assert (answer(name)["compilations"], answer(name)["expected_compilations"]) == (expected, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "shards"),
+    [
+        ("full", 4),
+        ("grad_op", 4),
+        ("no_shard", 1),
+        ("hybrid", 2),
+        ("hybrid_zero2", 2),
+        ("scan", 4),
+        ("scan, recompute", 4),
+    ],
+)
+def test_each_device_holds_its_rows_and_no_more(answer: GetAnswer, name: str, shards: int) -> None:
+    """After the last step: weights and moments, ceil(rows / shards) rows of each; the last ones are padding."""
+    held = answer(name)["held"]
+    assert {"lm_head.weight", "exp_avg/lm_head.weight", "exp_avg_sq/model.layers.1.mlp.up_proj.weight"} <= held.keys()
+    for key, (shape, on_devices) in held.items():
+        rows, rest = (shape[0], shape[1:]) if shape else (1, ())
+        expected = (-(-rows // shards) if shape else 1, *rest)
+        assert on_devices == [expected if shape else ()] * DEVICES, key
+
+
+@pytest.mark.parametrize(
+    ("name", "times"),
+    [
+        ("full", 2),  # in forward and in backward
+        ("full, recompute", 2),  # in forward, and once for the second run and backward
+        ("grad_op", 1),
+        ("grad_op, recompute", 1),
+        ("hybrid", 2),
+        ("hybrid_zero2", 1),
+    ],
+)
+def test_how_often_a_weight_is_gathered(answer: GetAnswer, name: str, times: int) -> None:
+    """By the shapes of what is gathered: those of the MLPs' three weights, padded to the shards, or transposed."""
+    shards = 2 if name.startswith("hybrid") else DEVICES
+    gathered = [tuple(sorted(shape)) for shape in answer(name)["programs"]["train_step"]["gathered"]]
+    padded = -(-150 // shards) * shards  # rows of gate and up; the columns of down are whole
+    of_mlps = [shape for shape in gathered if shape in {(72, padded), (72, 150)}]
+    assert len(of_mlps) == 3 * LAYERS * times
+
+
+def test_replicas_gather_nothing(answer: GetAnswer) -> None:
+    program = answer("no_shard")["programs"]["train_step"]
+    assert program["gathered"] == []
+    assert program["collectives"]["all_reduce"].calls >= 21  # a gradient each
+
+
+def test_kept_copies_are_gathered_once_in_all(answer: GetAnswer) -> None:
+    """Each of the 21 weights; besides them, the gradient of what the embedding gave."""
+    gathered = answer("grad_op")["programs"]["train_step"]["gathered"]
+    assert len(gathered) == 22
+    assert gathered.count((GLOBAL_BATCH * 24, 72)) == 1
+    scanned = answer("scan, grad_op, four layers")["programs"]["train_step"]
+    assert scanned["collectives"]["all_gather"].calls == 14  # of all layers at once
+
+
+def test_recomputed_products_are_in_the_program(answer: GetAnswer) -> None:
+    """All of a layer's nine products (four by weights of attention, two for its scores, three in the MLP) but one."""
+    dots = {name: answer(name)["programs"]["train_step"]["dots"] for name in CASES if name.startswith("full")}
+    assert dots["full, recompute"] - dots["full"] == 8 * LAYERS
+    assert dots["full, every second"] - dots["full"] == 8
+    micro = answer("grad_op, micro batches")["programs"]
+    assert micro.keys() == {"micro_batch"}
+    assert micro["micro_batch"]["dots"] > answer("grad_op")["programs"]["train_step"]["dots"]
+
+
+def test_a_scanned_program_does_not_grow_with_the_layers(answer: GetAnswer) -> None:
+    two, four = (answer(name)["programs"]["train_step"] for name in ("scan", "scan, grad_op, four layers"))
+    assert two["loops"] == four["loops"] == 2  # forward and backward
+    assert two["dots"] == four["dots"] < answer("full")["programs"]["train_step"]["dots"]
+    assert answer("scan, recompute")["programs"]["train_step"]["dots"] == two["dots"] + 8
+
+
+def test_layers_that_differ_are_not_scanned(workers: Callable[[Group], Workers]) -> None:
+    with pytest.raises(
+        JobFailed, match=r"compile\.scan_layers=true cannot be honoured.*model\.layers\.1 is unlike"
+    ) as failure:
+        workers(Group("xla", 1)).run("train", case=case(model="gemma2", settings=SCAN))
+    assert failure.value.kind == "BackendError"
+
+
+@pytest.mark.parametrize("precision", ["highest", "default"])
+def test_matmul_precision_holds_while_the_backend_is_open(workers: Callable[[Group], Workers], precision: str) -> None:
+    chosen = case(settings={"precision.matmul": precision})
+    (before, during, after), product = workers(Group("xla", 1)).run("xla_matmul_precision", case=chosen)[0]
+    assert (before, during, after) == ("default", precision, "default")
+    assert ("operand_precision={highest,highest}" in product) == (precision == "highest")
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("model", ["llama_tied", "qwen3", "gpt2", "opt"])
+def test_models_that_can_be_scanned(workers: Callable[[Group], Workers], model: str, checkpointing: str) -> None:
+    scanned = case(model=model, checkpointing=checkpointing, settings=SCAN)
+    assert_equal_curves(workers(Group("xla", DEVICES)).run("train", case=scanned), scanned)

@@ -1,0 +1,128 @@
+"""`python -m portable_fsdp.explain`: quick, without torch, and every option once for each engine."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from portable_fsdp import explain
+from portable_fsdp.config.describe import option_names
+from portable_fsdp.config.refusals import ENGINES_ON, EVERY
+
+ROOT = Path(__file__).parents[1]
+CONFIG = f"--config={ROOT / 'configs/llama_1b.yaml'}"
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert explain.main(list(arguments)) == 0
+    out, err = capsys.readouterr()
+    assert not err
+    return out
+
+
+def said_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    return json.loads(said(capsys, *arguments, "--json"))
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert explain.main(list(arguments)) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    return err
+
+
+def test_each_option_of_a_config_has_a_verdict_of_each_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    found = said_json(capsys, CONFIG, "memory.cpu_offload=true", "--num_devices=4", "--num_hosts=2")
+    assert tuple(found["options"]) == option_names()
+    assert all(list(option["engines"]) == list(EVERY) for option in found["options"].values())
+    assert found["places"][0] == {"engine": "native", "device": "cuda", "devices": 8, "hosts": 2}
+    offload = found["options"]["memory.cpu_offload"]
+    assert offload["value"] is True
+    assert {engine: answer["verdict"] for engine, answer in offload["engines"].items()} == {
+        "native": "honoured",
+        "xla": "refused",
+        "xla_fsdp1": "refused",
+    }
+    assert "Set memory.cpu_offload=false." in offload["engines"]["xla"]["text"]
+    assert found["options"]["sharding.forward_prefetch"]["engines"]["xla"]["verdict"] == "delegated"
+
+
+def test_the_text_of_a_config(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, CONFIG, "memory.cpu_offload=true", "--device=cpu")
+    assert text.startswith("native on cpu, xla on cpu, xla_fsdp1 on cpu; what depends on the number of devices")
+    entry = text.partition("memory.cpu_offload = true\n")[2].partition("\ncompile.enabled")[0]
+    assert entry.splitlines() == [
+        "  native             honoured   CPUOffloadPolicy: the optimizer steps on the host",
+        "  xla, xla_fsdp1     refused    on XLA: torch_xla keeps parameters and optimizer state in device memory. Set",
+        "                                memory.cpu_offload=false, or --backend=native.",
+    ]
+    assert "train.log_every = 10\n  all engines        honoured   " in text
+    assert all(f"\n{option} = " in text for option in option_names())
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_flags_narrow_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, CONFIG, "--device=tpu", "--backend=xla", "--num_devices=4").startswith(
+        "xla on tpu; 4 device(s) of 1 host(s)\n"
+    )
+    assert "\n  all engines " not in said(capsys, CONFIG, "--backend=xla")
+    for device, engines in ENGINES_ON.items():
+        found = said_json(capsys, CONFIG, f"--device={device}")
+        assert [place["engine"] for place in found["places"]] == list(engines)
+
+
+def test_a_batch_is_judged_where_the_devices_are_known(capsys: pytest.CaptureFixture[str]) -> None:
+    def verdict(*arguments: str) -> str:
+        found = said_json(capsys, CONFIG, *arguments)["options"]["train.global_batch"]
+        return found["engines"]["native"]["verdict"]
+
+    assert verdict() == "honoured"
+    assert verdict("--num_devices=8") == "honoured"
+    assert verdict("--num_devices=3") == "refused"
+
+
+def test_without_a_config_every_option_and_every_case(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys)
+    assert [line for line in text.splitlines() if not line.startswith(" ")] == list(option_names())
+    assert "on one device: replicas that are sharded need four devices or more" in text
+    assert "(checked when the model is built)" in text
+    table = said_json(capsys, "--backend=xla")["options"]
+    assert tuple(table) == option_names()
+    assert {tuple(line["engines"]) for lines in table.values() for line in lines} == {("xla",)}
+    assert {line["kind"] for line in table["sharding.wrap_classes"]} == {"honoured", "refused"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--devices=cpu"], "'devices'"),
+        (["--device=gpu"], "--device=gpu: expected one of auto, cpu, cuda, tpu."),
+        (["--backend=fsdp"], "--backend=fsdp: expected one of auto, native, xla, xla_fsdp1."),
+        (["--device=cuda", "--backend=xla"], "backend xla on cuda: expected an engine of that device: native."),
+        (["--num_devices=0"], "--num_devices: expected auto or a number of at least 1, found '0'."),
+        (["optim.lr=1"], "override 'optim.lr=1': expected --config too"),
+        ([CONFIG, "optim.lrr=1"], "optim.lrr: unknown key"),
+        (["--config=none.yaml"], "no such file"),
+    ],
+)
+def test_usage_errors_end_with_2(capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str) -> None:
+    assert expected in refused(capsys, *arguments)
+
+
+def test_it_is_quick_and_imports_no_torch() -> None:
+    program = (
+        "import sys\nfrom portable_fsdp.explain import main\n"
+        f"assert main([{CONFIG!r}]) == main([]) == 0\n"
+        "assert not {'torch', 'transformers', 'numpy', 'jax'} & set(sys.modules)"
+    )
+    since = time.monotonic()
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, stdout=subprocess.DEVNULL)
+    assert time.monotonic() - since < 10  # 0.4 s on an idle machine
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--num_devices" in said(capsys, "--help")
