@@ -108,7 +108,7 @@ PEAKS: dict[str, dict[str, Any]] = {
 LESS_MEMORY: tuple[tuple[str, str, float], ...] = (
     ("default", "SHARD_GRAD_OP", 1.0),  # its bfloat16 copies of all layers but the last stay: up to 2 bytes
     ("default", "NO_WRAP", 1.0),
-    ("cpu_offload", "default", 10.0),  # master weights, gradients and two moments in float32: up to 16 bytes
+    ("cpu_offload", "default", 10.0),  # master weights and two moments in float32: 12 bytes
     ("checkpointing full", "save_ops attention", 0.0),
     ("save_ops attention", "save_ops matmul", 0.0),
     ("save_ops matmul", "default", 0.0),
@@ -139,7 +139,6 @@ def run_checks(device: str, *, tiny: bool, seconds: float, report: Callable[[lis
     """All checks that begin within `seconds`; `report` gets the answers so far after each, should the next one die."""
     deadline = time.monotonic() + seconds
     checks: list[Check] = []
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     with open_backend(Case().config(1), device=device, backend="native"):  # the process group of all that follow
         for name, run in _checks(device, tiny):
             if time.monotonic() < deadline:
@@ -335,6 +334,9 @@ class Peaks:
         self._bytes: dict[str, int] = {}
         self._parameters = 0
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._bytes
+
     def measure(self, name: str) -> dict[str, Any]:
         """Of two steps of a model of 0.07 billion parameters, bfloat16; the optimizer's state exists before them."""
         config = _large_config(PEAKS[name])
@@ -352,9 +354,6 @@ class Peaks:
         return {"peak_allocated_bytes": self._bytes[name], "parameters": self._parameters}
 
     def compare(self, less: str, more: str, bytes_each: float) -> dict[str, Any]:
-        missing = [name for name in (less, more) if name not in self._bytes]
-        if missing:
-            raise Mismatch(f"no peak was measured of: {', '.join(missing)}", {})
         saved = (self._bytes[more] - self._bytes[less]) / self._parameters
         figures = {less: self._bytes[less], more: self._bytes[more], "bytes_per_parameter": saved}
         if saved <= bytes_each:
@@ -367,7 +366,8 @@ def _memory_checks(device: str) -> Iterator[tuple[str, Callable[[], dict[str, An
     for name in PEAKS:
         yield f"peak: {name}", lambda name=name: peaks.measure(name)
     for less, more, bytes_each in LESS_MEMORY:
-        yield f"memory: {less} < {more}", lambda row=(less, more, bytes_each): peaks.compare(*row)
+        if less in peaks and more in peaks:  # else its own check has said why
+            yield f"memory: {less} < {more}", lambda row=(less, more, bytes_each): peaks.compare(*row)
 
 
 def _large_config(settings: dict[str, Any]) -> Config:

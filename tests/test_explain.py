@@ -85,6 +85,16 @@ def test_a_batch_is_judged_where_the_devices_are_known(capsys: pytest.CaptureFix
     assert verdict("--num_devices=3") == "refused"
 
 
+def test_replicas_are_judged_where_the_hosts_are_known(capsys: pytest.CaptureFixture[str]) -> None:
+    def verdict(*arguments: str) -> str:
+        found = said_json(capsys, CONFIG, "sharding.strategy=HYBRID_SHARD", *arguments)["options"]
+        return found["sharding.replicas"]["engines"]["native"]["verdict"]
+
+    assert verdict() == "honoured"
+    assert verdict("--num_devices=8") == "refused"
+    assert verdict("--num_devices=8", "--num_hosts=2") == "honoured"
+
+
 def test_without_a_config_every_option_and_every_case(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys)
     assert [line for line in text.splitlines() if not line.startswith(" ")] == list(option_names())

@@ -302,8 +302,6 @@ def _check_launch(device: str, num_devices: int | None, world_size: int, local_r
 class _CollectiveCounter(TorchDispatchMode):
     """Counts the collectives that run inside it, in backward too: autograd's threads inherit the mode."""
 
-    supports_higher_order_operators = True  # those of compiled layers, which pass through
-
     def __init__(self) -> None:
         super().__init__()
         self.traffic: dict[str, Traffic] = {}

@@ -100,7 +100,9 @@ def _innermost(name: str, units: Iterable[str]) -> str:
 
 def _own_dtypes(model: nn.Module, policy: ShardPolicy) -> dict[str, torch.dtype]:
     """`policy.modules`, and the modules that share a weight with one of them: it is gathered once, in one dtype."""
-    own = dict(policy.modules)
+    own: dict[str, torch.dtype] = {}
+    for name, dtype in policy.modules.items():
+        own.update(dict.fromkeys(_that_run(model, name), dtype))
     names = {module: name for name, module in model.named_modules()}
     for fqn, places in parameter_places(model).items():
         owners = [names[place.module] for place in places]
@@ -116,6 +118,14 @@ def _own_dtypes(model: nn.Module, policy: ShardPolicy) -> dict[str, torch.dtype]
         for owner in owners:
             own.setdefault(owner, *wanted)
     return own
+
+
+def _that_run(model: nn.Module, name: str) -> list[str]:
+    """`name`, or what a list of modules holds: a list has no forward to cast around."""
+    module = model.get_submodule(name)
+    if not isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return [name]
+    return [part for child, _ in module.named_children() for part in _that_run(model, f"{name}.{child}")]
 
 
 def _dtype_of(name: str, own: Mapping[str, torch.dtype], policy: ShardPolicy) -> torch.dtype:

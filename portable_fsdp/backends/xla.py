@@ -1,7 +1,7 @@
 """XLA: torch_xla SPMD. One process drives all devices of its host; the program is global, XLA partitions it.
 
-`shard_model` reads top to bottom: what a block does to its forward (`xla_forward`, `xla_scan`), then weights, uploaded
-shard by shard. Environment variables that torch_xla reads at import are set here, before it is imported.
+`shard_model` reads top to bottom: what the model's forwards do (`xla_model`), then weights, uploaded shard by shard.
+Environment variables that torch_xla reads at import are set here, before it is imported.
 """
 
 # Parameters are replaced in a module's own tables, and shards are reached through torch_xla's private bridge only.
@@ -45,20 +45,9 @@ from portable_fsdp.backends.base import (
     rows_of_shard,
     whole,
 )
-from portable_fsdp.backends.xla_forward import (
-    Copies,
-    Mark,
-    Use,
-    cast_weight,
-    finish_backward,
-    in_own_dtype,
-    keep_rows_split,
-    recomputed,
-    run_with,
-    uses_by_block,
-    weight_uses,
-)
-from portable_fsdp.backends.xla_scan import LayerLoop
+from portable_fsdp.backends.xla_forward import Copies
+from portable_fsdp.backends.xla_layouts import ROWS, Layouts, Spec, by_rows
+from portable_fsdp.backends.xla_model import wrap_forwards
 from portable_fsdp.config.load import check_batch
 from portable_fsdp.config.schema import Config
 from portable_fsdp.config.support import require_supported
@@ -66,11 +55,6 @@ from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.process import detect_launch
 
 log = logging.getLogger("portable_fsdp")
-
-ROWS = ("replicate", "shard")  # mesh axes over which the rows of a batch go
-
-Spec = tuple[Any, ...]
-"""Of each dimension: the mesh axis, or axes, over which it is split, or None."""
 
 
 class Placeholder(NamedTuple):
@@ -123,13 +107,14 @@ class XlaBackend(Backend):
         self._shards = count // _replicas(config, count, self.process.count)
         self.mesh: Any = spmd.Mesh(np.arange(count), (count // self._shards, self._shards), ROWS)
         self.placeholders: list[Placeholder] | None = None  # instead of tensors, after shard_model(fill=None)
-        self._copies = self._new_copies(keep=False)
-        self._matmul = self._bridge._xla_get_mat_mul_precision()
-        self._bridge._xla_set_mat_mul_precision(config.precision.matmul)
+        self.flash_attention = device == "tpu"  # else torch's own formula
+        self._copies: Copies | None = None
         self._compilations = 0
         self._owns_group = self.process.count > 1 and not dist.is_initialized()
         if self._owns_group:
             dist.init_process_group("gloo", init_method="xla://")
+        self._matmul = self._bridge._xla_get_mat_mul_precision()
+        self._bridge._xla_set_mat_mul_precision(config.precision.matmul)
 
     def close(self) -> None:
         if self.placeholders is None:  # there is nothing to wait for, and what was traced can't run
@@ -141,7 +126,11 @@ class XlaBackend(Backend):
     # ------------------------------------------------------------------------------------------- model, optimizer
 
     def shard_model(self, model: nn.Module, policy: ShardPolicy, fill: Fill | None) -> nn.Module:
-        self._wrap_forwards(model, policy)
+        gathers = not policy.reshard_after_forward and self._shards > 1
+        barrier = self._bridge._xla_optimization_barrier_
+        self._copies = wrap_forwards(
+            model, policy, Layouts(self.mesh), barrier, keep=gathers, flash=self.flash_attention
+        )
         if fill is None:
             self.placeholders = []
         for fqn, shared in parameter_places(model).items():
@@ -156,84 +145,6 @@ class XlaBackend(Backend):
                     module._buffers[leaf] = self._tensor(buffer.shape, buffer.dtype, buffer.__getitem__, sharded=False)
         self._model = model
         return model
-
-    def _wrap_forwards(self, model: nn.Module, policy: ShardPolicy) -> None:
-        """Innermost first: a dtype of its own, compute copies, recompute; then hooks on what the block gives."""
-        head = cast(Any, model).get_output_embeddings()
-        for name, dtype in policy.modules.items():
-            module = model.get_submodule(name)
-            module.forward = in_own_dtype(module.forward, dtype, None if module is head else policy.compute)
-        uses = weight_uses(model, policy.compute, policy.modules)
-        scanned = policy.layers if policy.scan_layers else ()
-        in_loop = [fqn for fqn in uses if any(fqn.startswith(f"{layer}.") for layer in scanned)]
-        gathers = not policy.reshard_after_forward and self._shards > 1
-        copies = self._copies = self._new_copies(keep=gathers)
-        blocks = uses_by_block({fqn: use for fqn, use in uses.items() if fqn not in in_loop}, _outside(policy, scanned))
-        for name, owned in blocks.items():
-            block = model.get_submodule(name)
-            block.forward = run_with(block.forward, copies, owned)
-            if name in policy.recompute:
-                trains = any(weight.requires_grad for weight in block.parameters())
-                block.forward = recomputed(block.forward, copies, trains)
-            if name in policy.units and block is not head:
-                keep_rows_split(block, self._mark_rows)
-        if head is not None:  # unit or not: else the logits would be split by words
-            keep_rows_split(head, self._mark_rows)
-        if scanned:
-            self._loop_over(model, policy, {fqn: uses[fqn] for fqn in in_loop}, gathers)
-        else:
-            for name in policy.layers:
-                finish_backward(model.get_submodule(name), self._bridge._xla_optimization_barrier_)
-        model.forward = self._gathering(model.forward, [use for block in blocks.values() for use in block])
-
-    def _gathering(self, forward: Callable[..., Any], uses: list[Use]) -> Callable[..., Any]:
-        """The model's forward; gathered copies exist from its start until backward, without gradients until its end."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            self._copies.gather_all(uses)
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                if not torch.is_grad_enabled():
-                    self._copies.release()
-
-        return run
-
-    def _new_copies(self, keep: bool) -> Copies:
-        return Copies(self._gather, self._bridge._xla_optimization_barrier_, keep)
-
-    def _gather(self, tensor: Tensor) -> Tensor:
-        return cast(Tensor, _Gathered.apply(tensor, self._mark_shards, self._mark_whole))
-
-    def _loop_over(self, model: nn.Module, policy: ShardPolicy, uses: dict[str, Use], gathers: bool) -> None:
-        if policy.recompute not in ((), policy.layers):
-            raise BackendError(
-                "backend xla: memory.every cannot be honoured with compile.scan_layers=true, which runs one program "
-                "for all layers.\n  Set memory.gradient_checkpointing=full or none, or compile.scan_layers=false."
-            )
-        mark = self._mark_whole if gathers else None
-
-        def stack(uses: Sequence[Use]) -> Tensor:
-            stacked = torch.stack([cast_weight(use) for use in uses])
-            return cast(Tensor, _Gathered.apply(stacked, partial(self._mark_shards, dim=1), mark))
-
-        def split_rows(hidden: Tensor) -> Tensor:
-            return self._spmd.xla_sharding.mark_sharding_with_gradients(hidden, self.mesh, _by_rows(hidden))
-
-        layers = {name: model.get_submodule(name) for name in policy.layers}
-        LayerLoop(layers, uses, stack, split_rows, recompute=bool(policy.recompute))
-
-    # Layouts of tensors of the step, in place.
-
-    def _mark_rows(self, tensor: Tensor) -> None:
-        self._spmd.mark_sharding(tensor, self.mesh, _by_rows(tensor))
-
-    def _mark_whole(self, tensor: Tensor) -> None:
-        self._spmd.mark_sharding(tensor, self.mesh, (None,) * tensor.dim())
-
-    def _mark_shards(self, tensor: Tensor, dim: int = 0) -> None:
-        spec = tuple("shard" if at == dim else None for at in range(tensor.dim()))
-        self._spmd.mark_sharding(tensor, self.mesh, spec)
 
     def build_optimizer(self, make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         parameters = dict(self._model.named_parameters())
@@ -300,8 +211,8 @@ class XlaBackend(Backend):
 
     def _place(self, tensor: Tensor) -> Tensor:
         if self.placeholders is not None:
-            return self._placeholder(tensor.shape, tensor.dtype, _by_rows(tensor))
-        spec = self._spmd.ShardingSpec(self.mesh, _by_rows(tensor), minibatch=self.process.count > 1)
+            return self._placeholder(tensor.shape, tensor.dtype, by_rows(tensor))
+        spec = self._spmd.ShardingSpec(self.mesh, by_rows(tensor), minibatch=self.process.count > 1)
         (placed,) = self._bridge._xla_tensors_from_aten([tensor], [str(self.device)], [spec.xla_spec(tensor)])
         return placed
 
@@ -340,7 +251,8 @@ class XlaBackend(Backend):
         try:
             yield  # one global program: there is no gradient that has not crossed
         finally:
-            self._copies.release()
+            if self._copies is not None:
+                self._copies.release()
 
     def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
         parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
@@ -400,6 +312,7 @@ class XlaBackend(Backend):
 
     @property
     def collectives(self) -> dict[str, Traffic] | None:
+        # PJRT doesn't show what it compiled. XLA_FLAGS=--xla_dump_to would, but for the whole process, into files.
         return None
 
     def memory(self) -> MemoryStats | None:
@@ -413,32 +326,6 @@ class XlaBackend(Backend):
         return MemoryStats(int(used["peak_bytes_used"]), int(used["bytes_used"]), int(used["bytes_limit"]))
 
 
-class _Gathered(torch.autograd.Function):
-    """A tensor laid out as shards, then whole; its gradient as shards. Two layouts keep the gather behind a cast."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, shards: Mark, whole: Mark | None) -> Tensor:
-        ctx.shards = shards
-        sharded = tensor * 1  # a layout is given in place
-        shards(sharded)
-        if whole is None:
-            return sharded
-        gathered = sharded * 1
-        whole(gathered)
-        return gathered
-
-    @staticmethod
-    def backward(ctx: Any, *outputs: Any) -> Any:
-        gradient = cast(Tensor, outputs[0]) * 1
-        ctx.shards(gradient)
-        return gradient, None, None
-
-
-def _by_rows(tensor: Tensor) -> Spec:
-    """The partition of a tensor whose dimension 0 is rows of the batch; a scalar is everywhere."""
-    return (ROWS, *(None for _ in tensor.shape[1:])) if tensor.dim() else ()
-
-
 def _replicas(config: Config, devices: int, hosts: int) -> int:
     """Copies of the model, each sharded over devices / copies."""
     match config.sharding.strategy:
@@ -448,12 +335,6 @@ def _replicas(config: Config, devices: int, hosts: int) -> int:
             return devices
         case "HYBRID_SHARD" | "HYBRID_SHARD_ZERO2":
             return config.sharding.replicas or hosts
-
-
-def _outside(policy: ShardPolicy, scanned: Sequence[str]) -> list[str]:
-    """Blocks: what is a unit or runs again, save for what is in the loop over layers."""
-    blocks = {*policy.units, *policy.recompute}
-    return [name for name in blocks if not any(f"{name}.".startswith(f"{layer}.") for layer in scanned)]
 
 
 def _check_launch(device: str) -> None:

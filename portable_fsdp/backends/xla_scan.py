@@ -7,7 +7,7 @@ a slice of each. The first layer's forward runs them all, the others hand on wha
 # The first layer's weights are replaced in its modules' tables while the loop's body is traced.
 # pyright: reportPrivateUsage=false
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import zip_longest
 from typing import Any, cast
 
@@ -15,11 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from portable_fsdp.backends.xla_forward import Use, swapped
+from portable_fsdp.backends.xla_forward import Use, cast_weight, swapped
+from portable_fsdp.backends.xla_layouts import Layouts
 from portable_fsdp.runtime.errors import BackendError
-
-Stack = Callable[[Sequence[Use]], Tensor]
-"""The same weight of all layers -> its compute copies, stacked: [layers, ...]."""
 
 
 class LayerLoop:
@@ -29,15 +27,16 @@ class LayerLoop:
         self,
         layers: dict[str, nn.Module],
         uses: dict[str, Use],
-        stack: Stack,
-        split_rows: Callable[[Tensor], Tensor],
+        layouts: Layouts,
+        *,
+        gather: bool,
         recompute: bool,
     ) -> None:
         _require_alike(layers)
         self._weights = [
             [use for fqn, use in uses.items() if fqn.startswith(f"{name}.")] for name in layers
         ]  # of each layer, in one order
-        self._stack, self._split_rows, self._recompute = stack, split_rows, recompute
+        self._layouts, self._gather, self._recompute = layouts, gather, recompute
         self._body = next(iter(layers.values())).forward
         self._names = list(layers)
         self._traced: tuple[Any, Any] | None = None  # how the layers were called, and the body for that
@@ -54,7 +53,8 @@ class LayerLoop:
         self._given = leaves
         carried = [leaf for leaf in leaves if _is_float(leaf)]
         others = [leaf.expand(len(self._names), *leaf.shape) for leaf in leaves if _is_other(leaf)]
-        weights = [self._stack(uses) for uses in zip(*self._weights, strict=True)]
+        copies = [[cast_weight(use) for use in uses] for uses in zip(*self._weights, strict=True)]
+        weights = [self._layouts.stacked(of_all_layers, self._gather) for of_all_layers in copies]
         call = (structure, [None if isinstance(leaf, Tensor) else leaf for leaf in leaves])
         if self._traced is None or self._traced[0] != call:
             self._traced = (call, self._one_layer(leaves, structure))
@@ -81,7 +81,7 @@ class LayerLoop:
                 output = self._body(*args, **kwargs)
             self._gives_tuple = isinstance(output, tuple)
             hidden = cast(Tensor, output[0] if self._gives_tuple else output)
-            return (self._split_rows(hidden), *carry[1:]), None
+            return (self._layouts.split_rows_in_loop(hidden), *carry[1:]), None
 
         return body
 
@@ -98,7 +98,7 @@ class LayerLoop:
 
 def _partition(recompute: bool) -> tuple[Any, float]:
     """How the body is cut into forward and backward: with nothing but its inputs kept, or all that backward wants."""
-    from functorch.compile import default_partition, min_cut_rematerialization_partition
+    from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 
     return (min_cut_rematerialization_partition, 0.0) if recompute else (default_partition, 1.0)
 

@@ -3,8 +3,9 @@
 import os
 import re
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from cases import GLOBAL_BATCH, SEQ_LEN, Case, CaseRows
@@ -233,9 +234,11 @@ def collectives(case: Case) -> dict[str, Any]:
         before = backend.collectives
         out: list[dict[str, Any]] = []
         for step in (1, 2):
-            with CommDebugMode() as counted, Wire() as wire:
+            # torch's counter loses its way in the modules when they run twice.
+            counted = CommDebugMode() if run.accumulation == 1 else None
+            with counted or nullcontext(), Wire() as wire:
                 run.train(step, step)
-            comms = {str(op): count for op, count in counted.get_comm_counts().items()}
+            comms = {str(op): count for op, count in counted.get_comm_counts().items()} if counted else None
             out.append({"torch": comms, "wire": wire.seen})
         return {"before": before, "backend": backend.collectives, "steps": out}
 
@@ -275,8 +278,9 @@ def kept_for_backward(case: Case) -> dict[str, int]:
     from torch.utils.flop_counter import FlopCounterMode
 
     class Made(TorchDispatchMode):
-        def __init__(self) -> None:
+        def __init__(self, weights: list[torch.Tensor]) -> None:
             super().__init__()
+            self.old = {weight.untyped_storage()._cdata for weight in weights}
             self.storages: dict[int, StorageWeakRef] = {}
             self.attentions = 0
 
@@ -284,7 +288,7 @@ def kept_for_backward(case: Case) -> dict[str, int]:
             self.attentions += "scaled_dot_product" in func.name() and "backward" not in func.name()
             out = func(*args, **(kwargs or {}))
             for leaf in tree_leaves(out):
-                if isinstance(leaf, torch.Tensor):
+                if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in self.old:
                     reference = StorageWeakRef(leaf.untyped_storage())
                     self.storages[reference.cdata] = reference
             return out
@@ -298,7 +302,8 @@ def kept_for_backward(case: Case) -> dict[str, int]:
     with backend:
         run = Run(backend, config)
         rows = CaseRows().rows(torch.arange(4).numpy())
-        with FlopCounterMode(display=False) as flops, Made() as made, backend.accumulate(True):
+        weights = [cast(Any, weight).to_local() for weight in run.model.parameters()]
+        with FlopCounterMode(display=False) as flops, Made(weights) as made, backend.accumulate(True):
             loss, _ = run.model(rows["input_ids"], rows["labels"])
             kept = made.alive()
             loss.backward()
@@ -354,8 +359,8 @@ def order_of_gathers(policy: dict[str, Any], frozen: tuple[int, ...] = ()) -> li
 
 
 def _said(name: str) -> str:
-    for prefix, word in (("FSDP::all_gather (", "gather "), ("FSDP::post_backward_reduce", "reduce ")):
-        if name.startswith(prefix):
+    for event, word in (("FSDP::all_gather", "gather "), ("FSDP::post_backward_reduce", "reduce ")):
+        if name == event or name.startswith(f"{event} ("):
             return word + (name.partition("(")[2].rstrip(")") or "root")
     if name.startswith("compute "):
         return name
@@ -447,6 +452,7 @@ def xla_run(case: Case, folder: str) -> dict[str, Any]:
         return {
             "metrics": metrics,
             "held": held,
+            "final": run.state(),
             "programs": _programs(set(Path(folder).iterdir()) - before, backend.data_parallel_size),
             "compilations": backend.compilations,
             "expected_compilations": backend.expected_compilations,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from assemble import assemble
 from cases import ARCHITECTURES, GLOBAL_BATCH, Case
 from test_curves import BF16_20_STEPS, assert_equal_curves
 from workers import Group, JobFailed, Workers
@@ -126,6 +127,12 @@ def test_each_device_holds_its_rows_and_no_more(answer: GetAnswer, name: str, sh
         rows, rest = (shape[0], shape[1:]) if shape else (1, ())
         expected = (-(-rows // shards) if shape else 1, *rest)
         assert on_devices == [expected if shape else ()] * DEVICES, key
+
+
+@pytest.mark.parametrize("name", ["grad_op", "hybrid", "no_shard", "scan"])
+def test_shards_tile_once(answer: GetAnswer, name: str) -> None:
+    """C4 under the other strategies: copies are written by the first replica alone."""
+    assemble([answer(name)["final"]])
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,8 @@ class Workers:
                 environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
             else:
                 environment |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(group.devices)}
+                # A thread of torch_xla's pool can wait for the whole step to free a buffer; by default it has one a core.
+                environment |= {"XLA_THREAD_POOL_SIZE": str(4 * group.devices)}
             process = context.Process(
                 target=_serve, args=(there, environment, group.backend), daemon=True, name=f"{group}-{rank}"
             )

@@ -8,6 +8,8 @@ from small_models import ARCHITECTURES, build, logits, materialise, shake, stock
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from portable_fsdp.models.attention import STATIC
+
 STEPS = 4
 # What transformers' own sdpa doesn't do: softcap, sinks, ALiBi; mamba2 attends to nothing.
 EAGER = {"gemma2", "gpt_oss", "bloom", "mamba2"}
@@ -31,6 +33,7 @@ def curve(model: nn.Module, loss: Any) -> list[float]:
 def test_it_trains_as_transformers_own(name: str) -> None:
     ours = materialise(build(name))
     shake(ours)
+    assert ours.config._attn_implementation == ("sdpa" if "falcon" in name else "eager" if name == "bloom" else STATIC)
     stock = stock_model(ARCHITECTURES[name], "eager" if name in EAGER else "sdpa")
     stock.load_state_dict(ours.state_dict())
     for module in stock.modules():

@@ -1,0 +1,155 @@
+"""Programs cut down from what the TPU compiler (v6e:2x4) and XLA on CPU wrote of real steps."""
+
+import pytest
+
+from portable_fsdp.metrics.hlo import (
+    Moved,
+    collectives,
+    collectives_by_dtype,
+    matmul_flops,
+    read_computations,
+    rematerialised,
+    times_run,
+)
+
+# A loop of three layers: its bound stands in the condition alone. One gather is spread over two fusions.
+TPU = """\
+HloModule train_step, is_scheduled=true, num_partitions=8
+
+%region_29.1807.clone (Arg_0.7: bf16[], Arg_1.7: bf16[]) -> bf16[] {
+  %Arg_1.7 = bf16[]{:T(256)} parameter(1), metadata={op_name="scatter.3034"}
+  %Arg_0.7 = bf16[]{:T(256)} parameter(0), metadata={op_name="scatter.3034"}
+  ROOT %add.383 = bf16[]{:T(256)} add(%Arg_0.7, %Arg_1.7), metadata={op_name="add.3033"}
+}
+
+%all-reduce-scatter.10 (input_0.1: bf16[1024,256], input_1.1: bf16[1024,256]) -> (bf16[128,256], bf16[128,256]) {
+  %input_0.1 = bf16[1024,256]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %input_1.1 = bf16[1024,256]{1,0:T(8,128)(2,1)S(1)} parameter(1)
+  %all-reduce.92 = (bf16[1024,256]{1,0:T(8,128)(2,1)}, bf16[1024,256]{1,0:T(8,128)(2,1)}) \
+all-reduce(%input_0.1, %input_1.1), channel_id=137, replica_groups={{0,1,2,3,4,5,6,7}}, use_global_device_ids=true, \
+to_apply=%region_29.1807.clone
+}
+
+%async_collective_fusion.1 (param_0.2496: bf16[1,16,256]) -> bf16[8,16,256] {
+  %param_0.2496 = bf16[1,16,256]{2,1,0:T(8,128)(2,1)} parameter(0)
+  ROOT %all-gather.163 = bf16[8,16,256]{2,1,0:T(8,128)(2,1)} all-gather(%param_0.2496), channel_id=109, \
+replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, use_global_device_ids=true
+}
+
+%async_collective_fusion.2 (param_0.2500: bf16[1,16,256]) -> bf16[8,16,256] {
+  %param_0.2500 = bf16[1,16,256]{2,1,0:T(8,128)(2,1)} parameter(0)
+  ROOT %all-gather.165 = bf16[8,16,256]{2,1,0:T(8,128)(2,1)S(1)} all-gather(%param_0.2500), channel_id=109, \
+replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, use_global_device_ids=true
+}
+
+%fused_computation.7 (param_0.9: bf16[512,256], param_1.9: bf16[256,512]) -> bf16[512,512] {
+  %param_0.9 = bf16[512,256]{1,0:T(8,128)(2,1)} parameter(0)
+  %param_1.9 = bf16[256,512]{1,0:T(8,128)(2,1)} parameter(1)
+  ROOT %convolution.87 = bf16[512,512]{1,0:T(8,128)(2,1)} convolution(%param_0.9, %param_1.9), \
+dim_labels=bf_io->bf, operand_precision={highest,highest}, metadata={op_name="dot.946"}
+}
+
+%region_5.282.sunk (param.1: (u32[], bf16[512,256])) -> (u32[], bf16[512,256]) {
+  %param.1 = (u32[]{:T(128)}, bf16[512,256]{1,0:T(8,128)(2,1)}) parameter(0)
+  %fusion.1 = bf16[8,16,256]{2,1,0:T(8,128)(2,1)} fusion(%p), kind=kCustom, calls=%async_collective_fusion.1
+  %fusion.2 = bf16[8,16,256]{2,1,0:T(8,128)(2,1)} fusion(%p), kind=kCustom, calls=%async_collective_fusion.2
+  %fusion.3.remat = bf16[512,512]{1,0:T(8,128)(2,1)} fusion(%p, %q), kind=kOutput, calls=%fused_computation.7
+}
+
+%wide.region_6.305 (wide.param: (u32[], bf16[512,256])) -> pred[] {
+  %constant.2250 = s32[]{:T(128)} constant(0), metadata={op_name="call.737/compare.713"}
+  %constant.2252 = u32[]{:T(128)} constant(3), metadata={op_name="call.737"}
+  ROOT %compare.308 = pred[]{:T(512)S(6)} compare(%i, %constant.2252), direction=LT
+}
+
+ENTRY %main.4829 (p.1: f32[128,256]) -> f32[128,256] {
+  %p.1 = f32[128,256]{1,0:T(8,128)} parameter(0)
+  %while.11 = (u32[]{:T(128)}, bf16[512,256]{1,0:T(8,128)(2,1)}) while(%tuple.322), condition=%wide.region_6.305, \
+body=%region_5.282.sunk
+  %fusion.434 = (bf16[128,256]{1,0:T(8,128)(2,1)S(1)}, bf16[128,256]{1,0:T(8,128)(2,1)S(1)}) \
+fusion(%fusion.1, %fusion.214), kind=kCustom, calls=%all-reduce-scatter.10, metadata={op_name="scatter.3034"}
+  %all-reduce.97 = (f32[256]{0:T(256)S(1)}, f32[256]{0:T(256)S(1)}) all-reduce(%fusion.650, %fusion.651), \
+channel_id=107, replica_groups={{0,1,2,3},{4,5,6,7}}, use_global_device_ids=true, to_apply=%region_29.1807.clone
+  ROOT %copy.1 = f32[128,256]{1,0:T(8,128)} copy(%p.1)
+}
+"""
+
+CPU = """\
+HloModule SyncTensorsGraph.12, is_scheduled=true, num_partitions=4
+
+ENTRY %main.1 (p.1: f32[64,64], p.2: f32[16,64]) -> f32[64,64] {
+  %p.1 = f32[64,64]{1,0} parameter(0)
+  %p.2 = f32[16,64]{1,0} parameter(1)
+  %all-gather = f32[64,64]{1,0} all-gather(%p.2), channel_id=1, replica_groups=[1,4]<=[4], dimensions={0}
+  %reduce-scatter = f32[16,64]{1,0} reduce-scatter(%p.1), channel_id=1, replica_groups=[2,2]<=[4], dimensions={0}
+  %ag-start = (f32[16,64]{1,0}, f32[64,64]{1,0}) all-gather-start(%p.2), channel_id=5, replica_groups=[1,4]<=[4]
+  %ag-done = f32[64,64]{1,0} all-gather-done(%ag-start)
+  %permute = f32[64,64]{1,0} collective-permute(%p.1), channel_id=6, source_target_pairs={{0,1},{1,2}}
+  %sum = f32[64,64]{1,0} all-reduce(%p.1), channel_id=7, to_apply=%add
+  ROOT %dot = f32[64,64]{1,0} dot(%all-gather, %p.1), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+}
+"""
+
+
+def test_a_loop_counts_as_often_as_it_turns() -> None:
+    runs = times_run(read_computations(TPU))
+    assert runs["region_5.282.sunk"] == 3
+    assert runs["async_collective_fusion.1"] == 3
+    assert runs["all-reduce-scatter.10"] == 1
+
+
+def test_what_the_compiler_wrote_down_of_a_loop_counts_before_its_condition() -> None:
+    told = TPU.replace(
+        "body=%region_5.282.sunk", 'body=%region_5.282.sunk, backend_config={"known_trip_count":{"n":"7"}}'
+    )
+    assert times_run(read_computations(told))["region_5.282.sunk"] == 7
+
+
+def test_a_gather_spread_over_fusions_counts_once_a_turn() -> None:
+    full = 8 * 16 * 256 * 2
+    assert collectives(TPU, 8)["all_gather"] == Moved(3, 3 * full, 3 * full * 7 // 8)
+
+
+def test_an_all_reduce_fused_with_its_slice_is_a_reduce_scatter() -> None:
+    full = 2 * 1024 * 256 * 2
+    assert collectives(TPU, 8)["reduce_scatter"] == Moved(1, full, full * 7 // 8)
+
+
+def test_an_all_reduce_is_sent_twice_within_its_group() -> None:
+    full = 2 * 256 * 4
+    assert collectives(TPU, 8)["all_reduce"] == Moved(1, full, 2 * full * 3 // 4)
+
+
+def test_dtypes_are_told_apart() -> None:
+    assert list(collectives_by_dtype(TPU, 8)) == ["all_gather bf16", "all_reduce f32", "reduce_scatter bf16"]
+
+
+def test_kinds_as_the_cpu_writes_them() -> None:
+    found = collectives(CPU, 4)
+    full = 64 * 64 * 4
+    assert found["all_gather"] == Moved(2, 2 * full, 2 * full * 3 // 4)  # both, though one is asynchronous
+    assert found["reduce_scatter"] == Moved(1, full // 2, full // 4)  # groups of two
+    assert found["collective_permute"] == Moved(1, full, full)
+    assert found["all_reduce"] == Moved(1, full, 2 * full * 3 // 4)  # no groups: all devices
+
+
+def test_matrix_products() -> None:
+    assert matmul_flops(TPU) == {"bf16 x bf16": 3 * 2 * 512 * 512 * 256}
+    assert matmul_flops(CPU) == {"f32 x f32": 2 * 64 * 64 * 64}
+
+
+def test_a_padded_window_dimension_is_a_batch_and_not_summed() -> None:
+    batched = TPU.replace("bf16[256,512]", "bf16[8,256,512]").replace(
+        "dim_labels=bf_io->bf", "window={size=8 pad=7_7 rhs_reversal=1}, dim_labels=bf_0io->bf"
+    )
+    assert matmul_flops(batched) == matmul_flops(TPU)
+
+
+def test_instructions_that_the_compiler_repeats() -> None:
+    assert rematerialised(TPU) == 1
+    assert rematerialised(CPU) == 0
+
+
+def test_a_text_without_an_entry_is_refused() -> None:
+    with pytest.raises(ValueError, match="ENTRY"):
+        read_computations("HloModule nothing")

@@ -1,0 +1,122 @@
+"""Train steps compiled for TPU slices; each is traced in a process of its own, as `plan.tpu.trace` asks.
+
+`python tests/plan/programs.py` compiles all of CASES and writes what docs/tpu_programs.md shows to
+benchmarks/results/tpu_programs.json. It needs the extra `tpu`, and no TPU.
+"""
+
+import json
+import multiprocessing
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from portable_fsdp.config.schema import Config
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "tpu_programs.json"
+DEVICES = {"v6e:2x4": 8, "v5p:2x2x4": 16}
+GIBIBYTE = 2**30
+
+SMALL = {
+    **{"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2},
+}
+LLAMA_2B = {
+    **{"vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 4},
+    **{"num_attention_heads": 16, "num_key_value_heads": 16},
+}
+LLAMA_8B = {
+    **{"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+    **{"num_attention_heads": 32, "num_key_value_heads": 8},
+}
+SIZES = {"small": SMALL, "2b": LLAMA_2B, "8b": LLAMA_8B}
+
+
+@dataclass(frozen=True)
+class Program:
+    """One step. A row of 1536 tokens is no multiple of the flash kernel's blocks: its attention is torch's formula."""
+
+    size: str
+    slice: str
+    seq_len: int = 1024
+    layers: int | None = None
+    strategy: str = "FULL_SHARD"
+    replicas: int | None = None
+    checkpointing: str = "none"
+    scan: bool = False
+    modules: tuple[str, ...] = ()  # in float32
+    accumulation: int = 1
+
+    @property
+    def config(self) -> Config:
+        devices = DEVICES[self.slice]
+        architecture: dict[str, Any] = {"model_type": "llama", "max_position_embeddings": 8192, **SIZES[self.size]}
+        if self.layers is not None:
+            architecture["num_hidden_layers"] = self.layers
+        return Config.model_validate(
+            {
+                "model": {"architecture": architecture},
+                "data": {"seq_len": self.seq_len},
+                "train": {"steps": 10, "global_batch": devices * self.accumulation},
+                "sharding": {"strategy": self.strategy, "replicas": self.replicas},
+                "precision": {"compute": "bfloat16", "modules": dict.fromkeys(self.modules, "float32")},
+                "memory": {"gradient_checkpointing": self.checkpointing},
+                "compile": {"scan_layers": self.scan},
+            }
+        )
+
+    @property
+    def parameters(self) -> int:
+        model = SIZES[self.size]
+        hidden, layers = model["hidden_size"], self.layers or model["num_hidden_layers"]
+        grouped = hidden * model["num_key_value_heads"] // model["num_attention_heads"]
+        layer = 2 * hidden * (hidden + grouped) + 3 * hidden * model["intermediate_size"] + 2 * hidden
+        return layers * layer + 2 * model["vocab_size"] * hidden + hidden
+
+
+STRATEGIES = [
+    Program("small", "v6e:2x4"),
+    Program("small", "v6e:2x4", checkpointing="full"),
+    Program("small", "v6e:2x4", strategy="SHARD_GRAD_OP"),
+    Program("small", "v6e:2x4", strategy="NO_SHARD"),
+    Program("small", "v6e:2x4", strategy="HYBRID_SHARD", replicas=2),
+]
+FLOAT32 = Program("small", "v6e:2x4", modules=("*norm*", "lm_head"))
+PLAIN = [Program("2b", "v5p:2x2x4", 1536, checkpointing=how) for how in ("none", "full")]
+FLASH = [Program("8b", "v5p:2x2x4", 4096, checkpointing=how) for how in ("none", "full")]
+SHALLOW = [Program("8b", "v5p:2x2x4", 4096, layers=layers, checkpointing="full") for layers in (4, 8)]
+SCAN = [Program("8b", "v5p:2x2x4", 4096, layers=layers, checkpointing="full", scan=True) for layers in (4, 32)]
+CASES = [*STRATEGIES, FLOAT32, *PLAIN, *FLASH, *SHALLOW, *SCAN]
+
+
+def traced(config: Config, devices: int) -> Any:
+    """`plan.tpu.trace` in a new process."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_trace, config, devices).result()
+
+
+def _trace(config: Config, devices: int) -> Any:
+    from portable_fsdp.plan.tpu import trace
+
+    return trace(config, devices)
+
+
+def compiled(program: Program) -> Any:
+    """What the TPU compiler makes of the step, as `plan.tpu.Compiled`."""
+    from portable_fsdp.plan.tpu import compile_for
+
+    return compile_for(traced(program.config, DEVICES[program.slice])["train_step"], program.slice)
+
+
+def main() -> None:
+    rows: list[dict[str, Any]] = []
+    for program in CASES:
+        rows.append({"program": asdict(program), "parameters": program.parameters, "is": asdict(compiled(program))})
+        found = rows[-1]["is"]
+        print(program, f"{found['temporary_bytes'] / GIBIBYTE:.3f} GiB of temporaries", file=sys.stderr, flush=True)
+        RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

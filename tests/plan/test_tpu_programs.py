@@ -1,0 +1,96 @@
+"""`make proof`: what the TPU compiler makes of the trainer's own step, for slices that aren't there.
+
+Bounds hold for torch_xla 2.9.0 with libtpu 0.0.21; docs/tpu_programs.md has the figures.
+"""
+
+from functools import cache
+
+import pytest
+from programs import FLASH, FLOAT32, PLAIN, SCAN, SHALLOW, STRATEGIES, Program, compiled
+
+from portable_fsdp.metrics.hlo import Moved
+from portable_fsdp.plan.tpu import Compiled
+
+pytestmark = [pytest.mark.proof, pytest.mark.xla, pytest.mark.timeout(1800)]
+FULL, FULL_RECOMPUTED, GRAD_OP, NONE, HYBRID = STRATEGIES
+STATE = 12  # bytes of a parameter and AdamW's two moments
+GIBIBYTE = 2**30
+
+
+@cache
+def of(program: Program) -> Compiled:
+    return compiled(program)
+
+
+def moved(program: Program, kind: str) -> int:
+    """Bytes of full tensors that collectives of a kind gather or reduce in a step."""
+    return sum((found for key, found in of(program).collectives.items() if key.startswith(kind)), Moved()).bytes
+
+
+@pytest.mark.parametrize(("program", "shards"), [(FULL, 8), (GRAD_OP, 8), (NONE, 1), (HYBRID, 4)])
+def test_state_lies_where_the_strategy_says(program: Program, shards: int) -> None:
+    assert of(program).argument_bytes == pytest.approx(STATE * program.parameters / shards, rel=0.05)
+    assert of(program).output_bytes < 4096  # all state is updated where it lies
+
+
+@pytest.mark.parametrize(
+    ("program", "low", "high"), [(FULL, 1.0, 2.0), (FULL_RECOMPUTED, 1.5, 2.0), (GRAD_OP, 1.0, 1.0), (NONE, 0, 0)]
+)
+def test_weights_are_gathered_as_often_as_the_strategy_says(program: Program, low: float, high: float) -> None:
+    times = moved(program, "all_gather") / (2 * program.parameters)
+    assert low - 0.03 < times < high + 0.03
+
+
+@pytest.mark.parametrize("program", [FULL, GRAD_OP, NONE, HYBRID], ids=lambda program: program.strategy)
+def test_gradients_are_reduced_once(program: Program) -> None:
+    reduced = moved(program, "reduce_scatter") + moved(program, "all_reduce")
+    copies = 1.25 if program is HYBRID else 1  # the shards of each replica are summed once more, over the replicas
+    assert reduced == pytest.approx(2 * program.parameters * copies, rel=0.05)
+
+
+def test_full_shard_scatters_what_it_reduces() -> None:
+    assert moved(FULL, "reduce_scatter") > 0.9 * 2 * FULL.parameters
+    assert moved(NONE, "reduce_scatter") == 0
+
+
+def test_matrix_products_and_collectives_are_in_the_dtypes_asked_for() -> None:
+    assert set(of(FULL).matmul_flops) == {"bf16 x bf16"}
+    flops = of(FLOAT32).matmul_flops
+    tokens, head = FLOAT32.seq_len, 1024 * 256
+    in_float32 = sum(count for dtypes, count in flops.items() if "f32" in dtypes.split(" x "))
+    assert in_float32 == pytest.approx(3 * 2 * tokens * head, rel=0.01)  # forward, and two in backward
+    assert of(FLOAT32).collectives["all_gather f32"].bytes == pytest.approx(4 * head, rel=0.02)
+    assert of(FLOAT32).collectives["reduce_scatter f32"].bytes == pytest.approx(4 * head, rel=0.02)
+
+
+@pytest.mark.parametrize(("programs", "bound"), [(PLAIN, 0.55), (FLASH, 0.28)], ids=["plain", "flash"])
+def test_gradient_checkpointing_frees_memory_on_the_device(programs: list[Program], bound: float) -> None:
+    none, full = (of(program).temporary_bytes for program in programs)
+    assert full <= bound * none
+
+
+@pytest.mark.parametrize("programs", [PLAIN, FLASH], ids=["plain", "flash"])
+def test_gradient_checkpointing_computes_layers_again(programs: list[Program]) -> None:
+    none, full = (sum(of(program).matmul_flops.values()) for program in programs)
+    assert 1.15 * none < full < 1.34 * none
+
+
+def test_a_layer_more_costs_little_memory() -> None:
+    four, eight = (of(program).temporary_bytes for program in SHALLOW)
+    assert (eight - four) / 4 <= 0.1 * GIBIBYTE
+    assert (of(FLASH[1]).temporary_bytes - four) / 28 <= 0.1 * GIBIBYTE
+
+
+def test_scanned_layers_compile_once() -> None:
+    four, all_layers = (of(program).compile_s for program in SCAN)
+    assert all_layers <= 3 * four
+
+
+def test_scanned_layers_do_the_same_work() -> None:
+    loop, unrolled = of(SCAN[1]), of(FLASH[1])
+    assert sum(loop.matmul_flops.values()) == pytest.approx(sum(unrolled.matmul_flops.values()), rel=1e-3)
+    assert loop.temporary_bytes <= 0.28 * of(FLASH[0]).temporary_bytes
+
+
+def test_nothing_is_rematerialised_behind_our_back() -> None:
+    assert [of(program).rematerialised for program in (*FLASH, *SCAN)] == [0, 0, 0, 0]
