@@ -96,6 +96,7 @@ class NativeBackend(Backend):
         self.data_parallel_size = self.process.count
         self.expected_compilations = 0
         self._mesh = _mesh(device, count, _replicas(config, count, hosts))
+        self._shard = self._mesh["shard"]  # once: to slice a mesh reads tensors
         self._counter = _CollectiveCounter()
         # torch.compile makes no program, or one for each layer, while a dispatch mode is on.
         self._counts_collectives = not config.compile.enabled
@@ -108,7 +109,7 @@ class NativeBackend(Backend):
             dist.destroy_process_group()
 
     def shard_model(self, model: nn.Module, policy: ShardPolicy, fill: Fill | None) -> nn.Module:
-        mesh = self._mesh["shard"] if self._mesh.size(0) == 1 else self._mesh
+        mesh = self._shard if self._mesh.size(0) == 1 else self._mesh
         links = shard_units(model, policy, mesh)
         self._prefetch = Prefetch(links, policy)
         self._root = links[0].unit
@@ -170,9 +171,8 @@ class NativeBackend(Backend):
         gradients = [_local(p.grad) for p in model.parameters() if p.grad is not None]
         norms = cast(list[Tensor], cast(Any, torch)._foreach_norm(gradients, 2, torch.float32))
         squared = torch.stack(norms).to(self.device).square().sum()
-        shard = self._mesh["shard"]
-        if shard.size() > 1:
-            dist.all_reduce(squared, group=shard.get_group())
+        if self._shard.size() > 1:
+            dist.all_reduce(squared, group=self._shard.get_group())
         norm = squared.sqrt()
         if limit is not None:
             scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
@@ -237,15 +237,12 @@ class NativeBackend(Backend):
         slices = whole(tensor.shape)
         if not isinstance(tensor, DTensor):
             return slices
-        shard = self._mesh["shard"]
-        return (rows_of_shard(tensor.shape[0], shard.get_local_rank(), shard.size()), *slices[1:])
+        return (rows_of_shard(tensor.shape[0], self._shard.get_local_rank(), self._shard.size()), *slices[1:])
 
     def _tensor_state(self, tensor: Tensor) -> TensorState:
         """The first replica writes its shards; process 0 writes what isn't sharded."""
         slices = self._slices(tensor)
-        first = (
-            self._mesh["replicate"].get_local_rank() == 0 if isinstance(tensor, DTensor) else self.process.index == 0
-        )
+        first = self._mesh.get_local_rank("replicate") == 0 if isinstance(tensor, DTensor) else self.process.index == 0
         mine = first and not _is_empty(slices)
         pieces = [Piece(tuple(part.start for part in slices), _local(tensor))] if mine else []
         return TensorState(tuple(tensor.shape), tensor.dtype, pieces)

@@ -76,7 +76,7 @@ class _Span:
 
 @dataclass(frozen=True)
 class _Shard:
-    """This device's part of a tensor: elements `index * numel` to `(index + 1) * numel`; beyond the last span, zeros."""
+    """This device's part of a tensor: elements `index * numel` to `(index + 1) * numel`, zeros beyond the last span."""
 
     parameter: nn.Parameter
     spans: tuple[_Span, ...]
@@ -160,7 +160,7 @@ class XlaFsdp1Backend(Backend):
         self._shards = _in_order_of(places, [shard for one in (*inner, self._root) for shard in self._cut(one, places)])
         for shard in self._shards.values():
             shard.parameter.data = self._upload(shard.collect(fill, torch.float32))
-            if len(shard.spans) == 1:
+            if not self._settings.flatten_parameters:  # else there is no shard of one parameter to be found there
                 for place in places[shard.spans[0].fqn]:
                     # The gathered tensor is a plain attribute of the module, which Python finds before this table.
                     place.module._parameters[place.leaf] = shard.parameter
@@ -240,11 +240,22 @@ class XlaFsdp1Backend(Backend):
                 zeros = torch.zeros(twin.shape, dtype=twin.dtype)
                 optimizer.state[parameters[name]][key] = self._upload(zeros)
         if self._accumulation > 1:
-            # The micro-batch program adds into gradients that exist, and so is the same one every time.
-            for name in (name for group in groups for name in group["params"]):
-                parameters[name].grad = self._upload(torch.zeros(parameters[name].shape))
+            self._prepare_micro_batches([name for group in groups for name in group["params"]])
         self._xla.sync(wait=True)
         return optimizer
+
+    def _prepare_micro_batches(self, trained: list[str]) -> None:
+        """Make the micro-batch program the same one every time: it adds into gradients that exist.
+
+        It also gives the shards back, through the engine's barriers, in the order in which they were last written:
+        the optimizer's, from the first update on. So that order holds from the start, and after a load too.
+        """
+        frozen = [name for name in self._shards if name not in trained]
+        self._shards = {name: self._shards[name] for name in (*frozen, *trained)}
+        for name in trained:
+            parameter = self._shards[name].parameter
+            parameter.data = self._upload(parameter.detach().cpu())
+            parameter.grad = self._upload(torch.zeros(parameter.shape))
 
     def _groups_of_shards(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Groups that name shards: of joined parameters only one; groups that treat them alike become one."""
@@ -300,13 +311,17 @@ class XlaFsdp1Backend(Backend):
             self._sum_over_replicas()
         return self._root.clip_grad_norm_(math.inf if limit is None else limit, groups=self._shard_groups)
 
-    @torch.no_grad()
     def _sum_over_replicas(self) -> None:
-        gradients = [cast(Tensor, parameter.grad) for parameter in self._root.params_with_grad]
-        sums = [gradient.to(self._policy.reduce) for gradient in gradients]
-        self._ops.all_reduce(self._ops.REDUCE_SUM, sums, groups=self._replica_groups, pin_layout=self._pin_layout)
-        for gradient, total in zip(gradients, sums, strict=True):
-            gradient.copy_(total)
+        """Replace gradients by their sums, in the reduce dtype."""
+        for parameter in self._root.params_with_grad:
+            gradient = cast(Tensor, parameter.grad)
+            total = self._ops.all_reduce(
+                self._ops.REDUCE_SUM,
+                gradient.to(self._policy.reduce),
+                groups=self._replica_groups,
+                pin_layout=self._pin_layout,
+            )
+            parameter.grad = total.to(gradient.dtype)
 
     def sum(self, tensor: Tensor) -> Tensor:
         return self._ops.all_reduce(self._ops.REDUCE_SUM, tensor, pin_layout=self._pin_layout)

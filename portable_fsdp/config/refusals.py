@@ -257,14 +257,6 @@ REFUSALS = (
         "sharding.wrap_classes names them then",
     ),
     Refusal(
-        "sharding.wrap_classes",
-        EVERY,
-        "with another wrap than TRANSFORMER_BASED_WRAP",
-        lambda c, p: bool(c.sharding.wrap_classes) and c.sharding.wrap != "TRANSFORMER_BASED_WRAP",
-        "units are then told by their size, or there are none",
-        ("sharding.wrap=TRANSFORMER_BASED_WRAP and sharding.min_num_params=null", "sharding.wrap_classes=[]"),
-    ),
-    Refusal(
         "sharding.wrap_classes", EVERY, "with a class that the model doesn't have", None, "the error lists those it has"
     ),
     Refusal("sharding.wrap_modules", EVERY, "with a pattern that names no module", None, "each must name something"),
@@ -284,7 +276,7 @@ REFUSALS = (
         "with another wrap than SIZE_BASED_WRAP",
         lambda c, p: c.sharding.min_num_params is not None and c.sharding.wrap != "SIZE_BASED_WRAP",
         "units are not told by their size",
-        ("sharding.min_num_params=null", "sharding.wrap=SIZE_BASED_WRAP and sharding.wrap_classes=[]"),
+        ("sharding.min_num_params=null", "sharding.wrap=SIZE_BASED_WRAP"),
     ),
     Refusal(
         "sharding.min_num_params",

@@ -159,7 +159,9 @@ class Sharding(Section):
         "nothing but the whole model",
     )
     wrap_classes: tuple[str, ...] = Field(
-        default=(), description="module classes that are units instead of the model's own layers", strict=False
+        default=(),
+        description="module classes that are the layers, and so the units, instead of the model's own",
+        strict=False,
     )
     wrap_modules: tuple[str, ...] = Field(
         default=(), description="name patterns of further modules that are units of their own", strict=False

@@ -440,7 +440,6 @@ def at_scale(sizes: dict[str, int], devices: int) -> dict[str, Any]:
 
 def xla_run(case: Case, folder: str) -> dict[str, Any]:
     """A whole run: its metrics, what each device holds after it, and the programs that XLA wrote into `folder`."""
-    before = set(Path(folder).iterdir())
     backend, config = _open(case)
     with backend:
         run = Run(backend, config)
@@ -453,7 +452,7 @@ def xla_run(case: Case, folder: str) -> dict[str, Any]:
             "metrics": metrics,
             "held": held,
             "final": run.state(),
-            "programs": _programs(set(Path(folder).iterdir()) - before, backend.data_parallel_size),
+            "programs": _programs(Path(folder), backend.data_parallel_size),
             "compilations": backend.compilations,
             "expected_compilations": backend.expected_compilations,
         }
@@ -471,12 +470,13 @@ def _on_devices(tensor: torch.Tensor) -> tuple[tuple[int, ...], list[tuple[int, 
     return tuple(tensor.shape), [tuple(shard.shape) for shard, _ in shards]
 
 
-def _programs(dumped: set[Path], devices: int) -> dict[str, Any]:
-    """Name -> what stands in the program after partitioning."""
+def _programs(folder: Path, devices: int) -> dict[str, Any]:
+    """Name -> what stands in the program after partitioning. Empties the folder: another process names files alike."""
     found: dict[str, Any] = {}
-    for path in dumped:
+    for path in folder.iterdir():
+        text = path.read_text(errors="ignore")
+        path.unlink()
         if path.name.endswith("cpu_after_optimizations.txt"):
-            text = path.read_text()
             gathers = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", text)
             found[path.name.split(".")[1]] = {
                 "collectives": collectives_of_program(text, devices),
@@ -499,3 +499,32 @@ def xla_matmul_precision(case: Case) -> tuple[list[str], str]:
         square = torch.ones(4, 4).to(backend.device)
         product = bridge._get_xla_tensors_hlo([square @ square])
     return [*found, bridge._xla_get_mat_mul_precision()], product
+
+
+# ------------------------------------------------------------------------------------------------ the engine xla_fsdp1
+
+
+def fsdp1_program(case: Case) -> dict[str, Any]:
+    """What forward and backward of a step would run, read from the traced program; nothing of it runs."""
+    import re
+
+    import torch_xla
+
+    backend, config = _open(case)
+    with backend:
+        run = Run(backend, config)
+        rows = backend.place(CaseRows().rows(torch.arange(2).numpy()))
+        run.model(rows["input_ids"], rows["labels"])[0].backward()
+        parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
+        text: str = cast(Any, torch_xla)._XLAC._get_xla_tensors_hlo([p.grad for p in parameters])
+        for parameter in parameters:
+            parameter.grad = None
+        out: dict[str, Any] = {
+            name: len(re.findall(rf" {name}\(", text)) for name in ("all-gather", "reduce-scatter", "all-reduce", "dot")
+        }
+        out["reduced"] = set(re.findall(r"= \(?(\w+)\[[^=]* reduce-scatter\(", text))
+        out["gathered"] = set(re.findall(r"= \(?(\w+)\[[^=]* all-gather\(", text))
+        out["pinned"] = text.count("constrain_layout=true")
+        out["shards"] = {name: tuple(p.shape) for name, p in run.model.named_parameters()}
+        out["buffers"] = {name: str(buffer.dtype) for name, buffer in run.model.named_buffers()}
+        return out

@@ -19,7 +19,8 @@ from portable_fsdp.optim.schedule import learning_rate
 
 # Settings that change what is computed; all others only say how an engine does it.
 OF_THE_LOOP = ("model.architecture", "model.freeze", "optim.groups")
-OWN_ATTENTION = {"gemma2": "eager", "gpt_oss": "eager", "bloom": "eager"}  # softcap, sinks, ALiBi
+# Softcap, sinks and ALiBi exist in eager only; the last attends to nothing.
+OWN_ATTENTION = {"gemma2": "eager", "gpt_oss": "eager", "bloom": "eager", "mamba2": "eager"}
 
 
 @dataclass

@@ -25,8 +25,16 @@ def test_experts_train_as_in_a_plain_loop(where: Group, run: Run, model: str) ->
     assert_it_trains(where, run, model)
 
 
+# qwen3_next's linear attention solves a triangular system, which torch_xla can't lower (it would run on the host).
+ON_XLA = [model for model in ARCHITECTURES if model != "qwen3_next"]
+EVERY = [
+    *((Group("native", 3), model) for model in ARCHITECTURES),
+    *((Group("xla", 4), model) for model in ON_XLA),
+]
+
+
 @pytest.mark.proof
-@pytest.mark.parametrize("where", [Group("native", 3), pytest.param(Group("xla", 4), marks=pytest.mark.xla)], ids=str)
-@pytest.mark.parametrize("model", ARCHITECTURES)
+@pytest.mark.xla
+@pytest.mark.parametrize(("where", "model"), EVERY, ids=str)
 def test_every_family_trains_as_in_a_plain_loop(where: Group, run: Run, model: str) -> None:
     assert_it_trains(where, run, model)

@@ -10,7 +10,7 @@ import importlib
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 
 class _Turnstile:
@@ -24,7 +24,7 @@ class _Turnstile:
         import torch_xla
         import torch_xla.core.xla_model as xm
 
-        bridge: Any = torch_xla._XLAC
+        bridge: Any = cast(Any, torch_xla)._XLAC
         device = bridge._xla_get_default_device()
         rank = bridge._xla_get_default_device_ordinal()
         self.barrier.wait()
@@ -55,17 +55,21 @@ class Devices:
     """All CPU devices of this process (CPU_NUM_DEVICES), with a thread for each while a function runs on them."""
 
     def __init__(self) -> None:
-        import torch_xla
-        import torch_xla.core.xla_model as xm
-        import torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel as fsdp
-        import torch_xla.utils.checkpoint as checkpoint
-
-        self._bridge: Any = torch_xla._XLAC
-        self._devices: list[str] = xm.get_xla_supported_devices()
-        xm.set_replication(self._devices[0], self._devices)
+        package, step_module, model, fsdp, checkpoint = (
+            cast(Any, importlib.import_module(name))
+            for name in (
+                "torch_xla",
+                "torch_xla.torch_xla",  # has torch_xla.compile, and a name of its own for sync
+                "torch_xla.core.xla_model",
+                "torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel",
+                "torch_xla.utils.checkpoint",
+            )
+        )
+        self._bridge = package._XLAC
+        self._devices: list[str] = model.get_xla_supported_devices()
+        model.set_replication(self._devices[0], self._devices)
         self._turnstile = _Turnstile(len(self._devices))
-        # The package, and the module of it that has torch_xla.compile.
-        torch_xla.sync = importlib.import_module("torch_xla.torch_xla").sync = self._turnstile.sync
+        package.sync = step_module.sync = self._turnstile.sync
 
         class Status(threading.local):
             in_chkpt_bwd = False

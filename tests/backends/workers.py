@@ -12,6 +12,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -57,7 +58,7 @@ def _serve(pipe: Connection, environment: dict[str, str], backend: str) -> None:
         try:
             if backend == "xla_fsdp1" and "case" in arguments:
                 jobs.import_model(arguments["case"])
-            answer = ("done", run(lambda: getattr(jobs, name)(**arguments)))
+            answer = ("done", run(partial(getattr(jobs, name), **arguments)))
         except BaseException as error:
             answer = ("failed", (type(error).__name__, str(error), traceback.format_exc()))
         # Plain pickle: multiprocessing's would send each tensor as an open file, until there are too many of them.
@@ -97,7 +98,7 @@ class Workers:
                 environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
             else:
                 environment |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(group.devices)}
-                # A thread of torch_xla's pool can wait for the whole step to free a buffer; by default it has one a core.
+                # Threads of torch_xla's pool wait for a step's end to free buffers; by default it has one a core.
                 environment |= {"XLA_THREAD_POOL_SIZE": str(4 * group.devices)}
             process = context.Process(
                 target=_serve, args=(there, environment, group.backend), daemon=True, name=f"{group}-{rank}"

@@ -82,9 +82,11 @@ ENTRY %main.1 (p.1: f32[64,64], p.2: f32[16,64]) -> f32[64,64] {
   %p.2 = f32[16,64]{1,0} parameter(1)
   %all-gather = f32[64,64]{1,0} all-gather(%p.2), channel_id=1, replica_groups=[1,4]<=[4], dimensions={0}
   %reduce-scatter = f32[16,64]{1,0} reduce-scatter(%p.1), channel_id=1, replica_groups=[2,2]<=[4], dimensions={0}
+  %by-hand = f32[16,64]{1,0} reduce-scatter(%p.1), channel_id=1, replica_groups=[2,2]<=[4], dimensions={0}
   %ag-start = (f32[16,64]{1,0}, f32[64,64]{1,0}) all-gather-start(%p.2), channel_id=5, replica_groups=[1,4]<=[4]
   %ag-done = f32[64,64]{1,0} all-gather-done(%ag-start)
-  %permute = f32[64,64]{1,0} collective-permute(%p.1), channel_id=6, source_target_pairs={{0,1},{1,2}}
+  %permute = (f32[64,64]{1,0}, f32[64,64]{1,0}, u32[], u32[]) collective-permute-start(%p.1), channel_id=6, \
+source_target_pairs={{0,1},{1,2}}
   %sum = f32[64,64]{1,0} all-reduce(%p.1), channel_id=7, to_apply=%add
   ROOT %dot = f32[64,64]{1,0} dot(%all-gather, %p.1), lhs_contracting_dims={1}, rhs_contracting_dims={1}
 }
@@ -128,7 +130,7 @@ def test_kinds_as_the_cpu_writes_them() -> None:
     found = collectives(CPU, 4)
     full = 64 * 64 * 4
     assert found["all_gather"] == Moved(2, 2 * full, 2 * full * 3 // 4)  # both, though one is asynchronous
-    assert found["reduce_scatter"] == Moved(1, full // 2, full // 4)  # groups of two
+    assert found["reduce_scatter"] == Moved(2, full, full // 2)  # groups of two, both on channel 1
     assert found["collective_permute"] == Moved(1, full, full)
     assert found["all_reduce"] == Moved(1, full, 2 * full * 3 // 4)  # no groups: all devices
 

@@ -1,7 +1,7 @@
 """Train steps compiled for TPU slices; each is traced in a process of its own, as `plan.tpu.trace` asks.
 
-`python tests/plan/programs.py` compiles all of CASES and writes what docs/tpu_programs.md shows to
-benchmarks/results/tpu_programs.json. It needs the extra `tpu`, and no TPU.
+`python tests/plan/programs.py` compiles all of CASES, writes benchmarks/results/tpu_programs.json, and prints the table
+that docs/tpu_programs.md shows. It needs the extra `tpu`, and no TPU.
 """
 
 import json
@@ -67,6 +67,15 @@ class Program:
         )
 
     @property
+    def words(self) -> str:
+        """For a table: what differs from a plain step."""
+        layers = self.layers or SIZES[self.size]["num_hidden_layers"]
+        words = [f"{self.size}, {layers} layers, {self.seq_len} tokens", self.strategy]
+        words += [f"checkpointing {self.checkpointing}"] * (self.checkpointing != "none")
+        words += ["scanned"] * self.scan + [f"float32: {' '.join(self.modules)}"] * bool(self.modules)
+        return ", ".join(words)
+
+    @property
     def parameters(self) -> int:
         model = SIZES[self.size]
         hidden, layers = model["hidden_size"], self.layers or model["num_hidden_layers"]
@@ -84,10 +93,11 @@ STRATEGIES = [
 ]
 FLOAT32 = Program("small", "v6e:2x4", modules=("*norm*", "lm_head"))
 PLAIN = [Program("2b", "v5p:2x2x4", 1536, checkpointing=how) for how in ("none", "full")]
+PLAIN_V6E = [Program("2b", "v6e:2x4", 1536, checkpointing=how) for how in ("none", "full")]
 FLASH = [Program("8b", "v5p:2x2x4", 4096, checkpointing=how) for how in ("none", "full")]
 SHALLOW = [Program("8b", "v5p:2x2x4", 4096, layers=layers, checkpointing="full") for layers in (4, 8)]
 SCAN = [Program("8b", "v5p:2x2x4", 4096, layers=layers, checkpointing="full", scan=True) for layers in (4, 32)]
-CASES = [*STRATEGIES, FLOAT32, *PLAIN, *FLASH, *SHALLOW, *SCAN]
+CASES = [*STRATEGIES, FLOAT32, *PLAIN, *PLAIN_V6E, *FLASH, *SHALLOW, *SCAN]
 
 
 def traced(config: Config, devices: int) -> Any:
@@ -109,6 +119,36 @@ def compiled(program: Program) -> Any:
     return compile_for(traced(program.config, DEVICES[program.slice])["train_step"], program.slice)
 
 
+def table(rows: list[dict[str, Any]]) -> str:
+    """The results as docs/tpu_programs.md shows them; traffic in units of the weights' bytes in bfloat16."""
+    columns = [
+        "step",
+        "slice",
+        "arguments",
+        "temporaries",
+        "gathered",
+        "all-reduced",
+        "reduce-scattered",
+        "products",
+        "seconds",
+    ]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for row in rows:
+        fields: dict[str, Any] = {**row["program"], "modules": tuple(row["program"]["modules"])}
+        program, found = Program(**fields), row["is"]
+        moved = [sum_of(found["collectives"], kind) for kind in ("all_gather", "all_reduce", "reduce_scatter")]
+        cells = [program.words, program.slice]
+        cells += [f"{found[key] / GIBIBYTE:.3f}" for key in ("argument_bytes", "temporary_bytes")]
+        cells += [f"{bytes_ / (2 * program.parameters):.2f}" for bytes_ in moved]
+        cells += [f"{sum(found['matmul_flops'].values()) / 1e12:.3f}", f"{found['compile_s']:.0f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def sum_of(collectives: dict[str, Any], kind: str) -> int:
+    return sum(moved["bytes"] for key, moved in collectives.items() if key.startswith(kind))
+
+
 def main() -> None:
     rows: list[dict[str, Any]] = []
     for program in CASES:
@@ -116,6 +156,7 @@ def main() -> None:
         found = rows[-1]["is"]
         print(program, f"{found['temporary_bytes'] / GIBIBYTE:.3f} GiB of temporaries", file=sys.stderr, flush=True)
         RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+    print(table(rows))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """Tracing needs no TPU compiler; what that makes of a program is in test_tpu_programs.py."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import Program, traced
+from programs import RESULTS, Program, table, traced
 
 from portable_fsdp.config.schema import Config
 
@@ -80,3 +82,8 @@ def test_a_model_that_no_host_could_hold_is_traced_in_little_memory() -> None:
     (program,) = traced(config, 16).values()
     assert sum(elements(a.shape) for a in program.arguments if a.output is not None) > 3 * 2.7e9
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 < 4e9  # weights and state would be 34e9
+
+
+def test_page_shows_the_results() -> None:
+    page = Path(__file__).parents[2] / "docs" / "tpu_programs.md"
+    assert table(json.loads(RESULTS.read_text())) in page.read_text()

@@ -6,7 +6,7 @@ Bounds hold for torch_xla 2.9.0 with libtpu 0.0.21; docs/tpu_programs.md has the
 from functools import cache
 
 import pytest
-from programs import FLASH, FLOAT32, PLAIN, SCAN, SHALLOW, STRATEGIES, Program, compiled
+from programs import FLASH, FLOAT32, PLAIN, PLAIN_V6E, SCAN, SHALLOW, STRATEGIES, Program, compiled
 
 from portable_fsdp.metrics.hlo import Moved
 from portable_fsdp.plan.tpu import Compiled
@@ -63,7 +63,9 @@ def test_matrix_products_and_collectives_are_in_the_dtypes_asked_for() -> None:
     assert of(FLOAT32).collectives["reduce_scatter f32"].bytes == pytest.approx(4 * head, rel=0.02)
 
 
-@pytest.mark.parametrize(("programs", "bound"), [(PLAIN, 0.55), (FLASH, 0.28)], ids=["plain", "flash"])
+@pytest.mark.parametrize(
+    ("programs", "bound"), [(PLAIN, 0.55), (PLAIN_V6E, 0.55), (FLASH, 0.28)], ids=["plain", "plain_v6e", "flash"]
+)
 def test_gradient_checkpointing_frees_memory_on_the_device(programs: list[Program], bound: float) -> None:
     none, full = (of(program).temporary_bytes for program in programs)
     assert full <= bound * none

@@ -1,0 +1,203 @@
+"""The third engine, beyond the contract: its own options, its layouts, and its checkpoints on the other engines."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from assemble import assemble, assert_equal_states
+from cases import Case
+from reference import reference
+from test_curves import assert_equal_curves
+from workers import Group, JobFailed, Workers
+
+from portable_fsdp.backends.open import local_processes, resolve
+from portable_fsdp.backends.xla_fsdp1 import _boxes  # pyright: ignore[reportPrivateUsage]
+from portable_fsdp.runtime.errors import BackendError
+
+pytestmark = pytest.mark.xla
+
+Run = Callable[[Group, Case], list[dict[str, Any]]]
+GetWorkers = Callable[[Group], Workers]
+
+ONE, TWO, FOUR = (Group("xla_fsdp1", devices) for devices in (1, 2, 4))
+NO_DECAY = {"name": "adamw", "lr": 1e-3, "weight_decay": 0.0}
+FLAT = {"xla_fsdp1.flatten_parameters": True}
+
+
+def _check(answers: list[dict[str, Any]], case: Case, bound: float | None = None) -> None:
+    """The curve of a plain loop, one program a kind, initial weights of (seed, name), and states that tile."""
+    assert_equal_curves(answers, case, bound)
+    for answer in answers:
+        assert answer["compilations"] == answer["expected_compilations"]
+    found = assemble([answer["initial"] for answer in answers])
+    assert_equal_states({key: value for key, value in found.items() if "/" not in key}, reference(case).initial)
+    assemble([answer["final"] for answer in answers])
+
+
+@pytest.mark.parametrize("devices", [ONE, FOUR], ids=str)
+def test_any_number_of_devices_gives_the_same_curve(devices: Group, run: Run) -> None:
+    case = Case(model="llama_tied")
+    answers = run(devices, case)
+    _check(answers, case)
+    for answer in answers:
+        assert answer["names"] == answer["unwrapped_names"]
+        assert answer["ties"] == answer["unwrapped_ties"]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(micro_batch=2),
+        Case(model="llama_tied", optim=NO_DECAY, settings=FLAT),
+        Case(settings={"xla_fsdp1.shard_param_on_dim_0": False}, strategy="SHARD_GRAD_OP"),
+        Case(settings={"model.freeze": ["model.embed_tokens", "*norm*"]}, checkpointing="full", micro_batch=3),
+    ],
+    ids=["accumulation", "joined", "flat", "frozen"],
+)
+def test_options_do_not_change_the_curve(case: Case, run: Run) -> None:
+    answers = run(TWO, case)
+    if "model.freeze" in case.settings:
+        assert_equal_states(*(_frozen(answers, at) for at in ("final", "initial")))
+        assert all(answer["compilations"] == answer["expected_compilations"] == 2 for answer in answers)
+        return
+    _check(answers, case)
+
+
+def _frozen(answers: list[dict[str, Any]], at: str) -> dict[str, Any]:
+    whole = assemble([answer[at] for answer in answers])
+    assert not [key for key in whole if "/" in key and ("norm" in key or "embed" in key)]
+    return {key: value for key, value in whole.items() if "norm" in key or "embed" in key}
+
+
+def test_bf16_reduced_in_float32_is_near_the_float32_curve(run: Run) -> None:
+    case = Case(compute="bfloat16", reduce="float32", checkpointing="full")
+    assert_equal_curves(run(TWO, case), case, 2e-3)
+
+
+# ------------------------------------------------------------------------- each option is seen in the step's program
+
+
+def _program(workers: GetWorkers, case: Case) -> dict[str, Any]:
+    return workers(TWO).run("fsdp1_program", case=case)[0]
+
+
+def test_shard_grad_op_gathers_each_layer_once(workers: GetWorkers) -> None:
+    full, once = (_program(workers, Case(strategy=strategy)) for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"))
+    # All but the last norm, the root's own, which stays until backward in any case: two layers, embedding, head.
+    assert full["all-gather"] - once["all-gather"] == 2 * 9 + 2
+    assert full["reduce-scatter"] == once["reduce-scatter"] == once["all-gather"]
+
+
+def test_gradient_checkpointing_computes_again(workers: GetWorkers) -> None:
+    none, full = (_program(workers, Case(checkpointing=kind)) for kind in ("none", "full"))
+    assert full["dot"] >= none["dot"] + 2 * 7  # seven weights in each of two layers
+
+
+def test_gradients_are_reduced_in_the_dtype_asked_for(workers: GetWorkers) -> None:
+    for reduce, dtype in (("auto", "f32"), ("float32", "f32"), ("bfloat16", "bf16")):
+        found = _program(workers, Case(compute="bfloat16", reduce=reduce))
+        assert found["reduced"] == {dtype}
+        assert found["gathered"] == {"bf16"}
+
+
+def test_flatten_parameters_joins_a_unit(workers: GetWorkers) -> None:
+    found = _program(workers, Case(optim=NO_DECAY, settings=FLAT))
+    assert found["reduce-scatter"] == 3  # two layers and the root
+
+
+def test_shard_param_on_dim_0_false_pads_flat(workers: GetWorkers) -> None:
+    by_rows, flat = (
+        _program(workers, Case(settings={"xla_fsdp1.shard_param_on_dim_0": value}))["shards"] for value in (True, False)
+    )
+    assert by_rows["lm_head.weight"] == (505, 72)  # of 1009 rows
+    assert flat["lm_head.weight"] == (36352,)  # of 1009 * 72 elements: half of the next multiple of 256
+
+
+def test_pin_layout_fixes_the_layout_of_collectives(workers: GetWorkers) -> None:
+    free, pinned = (
+        _program(workers, Case(settings={"xla_fsdp1.pin_layout_in_collective_ops": value})) for value in (False, True)
+    )
+    assert free["all-gather"] > 0 == pinned["all-gather"]  # there is no pinned all-gather: an all-reduce stands for it
+    assert free["pinned"] == 0 < pinned["pinned"]
+
+
+def test_buffer_dtype_casts_buffers(workers: GetWorkers) -> None:
+    for name in ("float32", "bfloat16"):
+        found = _program(workers, Case(settings={"xla_fsdp1.buffer_dtype": name}))
+        assert found["buffers"]["model.rotary_emb.inv_freq"] == f"torch.{name}"
+
+
+# ----------------------------------------------------------------------------------------------------- checkpoints
+
+
+def test_checkpoints_travel_to_and_from_the_other_engines(workers: GetWorkers, tmp_path: Path) -> None:
+    case, at = Case(model="llama_tied", steps=6), 3
+    flat = replace(case, settings={"xla_fsdp1.shard_param_on_dim_0": False})
+    for writer, reader, reads in (
+        (TWO, Group("native", 2), case),
+        (TWO, Group("xla", 4), case),
+        (Group("native", 2), TWO, case),
+        (Group("native", 3), TWO, flat),
+        (Group("xla", 4), TWO, case),
+    ):
+        folder = tmp_path / f"{writer}-{reader}"
+        said = workers(writer).run("write", case=case, folder=str(folder), at=at)
+        answers = workers(reader).run("read", case=reads, folders={"it": str(folder)}, at=at)
+        saved = assemble([answer["state"] for answer in said])
+        assert any(key.startswith("exp_avg_sq/") for key in saved)
+        assert_equal_states(assemble([answer["it"]["state"] for answer in answers]), saved)
+        for answer in answers:
+            losses = [metrics["loss"] for metrics in answer["it"]["metrics"]]
+            assert losses == pytest.approx([metrics["loss"] for metrics in said[0]["metrics"]], rel=1e-5)
+
+
+def test_boxes_tile_a_range_in_order() -> None:
+    assert _boxes((3, 4), 2, 9) == [
+        (slice(0, 1), slice(2, 4)),
+        (slice(1, 2), slice(0, 4)),
+        (slice(2, 3), slice(0, 1)),
+    ]
+    import torch
+
+    for shape in ((7,), (3, 4), (2, 3, 4)):
+        whole = torch.arange(torch.Size(shape).numel()).view(shape)
+        for start in range(whole.numel() + 1):
+            for stop in range(start, whole.numel() + 1):
+                found = [whole[box].flatten() for box in _boxes(shape, start, stop)]
+                assert torch.cat([torch.empty(0, dtype=torch.int64), *found]).tolist() == list(range(start, stop))
+
+
+# ---------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (Case(settings={"compile.scan_layers": True}), "compile.scan_layers=true"),
+        (Case(settings={"memory.cpu_offload": True}), "memory.cpu_offload=true"),
+        (Case(settings={"precision.modules": {"*norm*": "float32"}}), "precision.modules"),
+        (Case(settings={"precision.master": "bfloat16"}), "precision.master=bfloat16"),
+        (Case(settings=FLAT), "xla_fsdp1.flatten_parameters=true"),
+        (Case(reduce="bfloat16"), "precision.reduce=bfloat16"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_c5_refused_when_it_opens(workers: GetWorkers, case: Case, message: str) -> None:
+    with pytest.raises(JobFailed) as failure:
+        workers(ONE).run("refused", case=case)
+    assert failure.value.kind == "BackendError"
+    assert message in failure.value.message
+
+
+def test_a_tied_weight_of_two_units_is_refused(workers: GetWorkers) -> None:
+    with pytest.raises(JobFailed) as failure:
+        workers(ONE).run("train", case=Case(model="llama_tied", settings={"sharding.wrap_modules": ["lm_head"]}))
+    assert "expected a tied weight in one unit" in failure.value.message
+
+
+def test_it_is_refused_on_cuda_and_starts_one_process_on_cpu() -> None:
+    with pytest.raises(BackendError, match="backend xla_fsdp1 on cuda: torch_xla dropped its CUDA support"):
+        resolve("cuda", "xla_fsdp1")
+    assert local_processes("cpu", "xla_fsdp1", None) == 1
