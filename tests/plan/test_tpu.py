@@ -8,6 +8,7 @@ import pytest
 from programs import RESULTS, Program, table, traced
 
 from portable_fsdp.config.schema import Config
+from portable_fsdp.runtime.errors import BackendError
 
 pytestmark = pytest.mark.xla
 
@@ -82,6 +83,27 @@ def test_a_model_that_no_host_could_hold_is_traced_in_little_memory() -> None:
     (program,) = traced(config, 16).values()
     assert sum(elements(a.shape) for a in program.arguments if a.output is not None) > 3 * 2.7e9
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 < 4e9  # weights and state would be 34e9
+
+
+def test_a_slice_that_is_none_is_refused(step: Any) -> None:
+    from portable_fsdp.plan.tpu import compile_for
+
+    with pytest.raises(BackendError, match="plan for v6e:3x3: expected the TPU compiler"):
+        compile_for(step, "v6e:3x3")
+
+
+def test_buffers_of_other_memories_are_not_counted() -> None:
+    from portable_fsdp.plan.tpu import allocations
+
+    text = """\
+allocation 0: size 4096, parameter 3, shape |f32[1024]| at ShapeIndex {}:
+ value: <12 p.1 @0> (size=4096,offset=0): f32[1024]{0}
+allocation 1: size 512, output shape is |(f32[], f32[128])|, maybe-live-out:
+allocation 2: size 2048, parameter 4, shape |f32[512]| at ShapeIndex {}, maybe-live-out:
+allocation 3: size 65536, preallocated-temp:
+allocation 4: size 8192, color 1, preallocated-temp:
+"""
+    assert allocations(text) == {"arguments": 6144, "temporaries": 65536, "outputs": 512}
 
 
 def test_page_shows_the_results() -> None:
