@@ -251,7 +251,7 @@ def run_ours(job: Job, config: Config, rows: SkewedRows, watch: Watch) -> None:
             for _ in range(job.steps):
                 step()
                 watch.step_ended()
-            last = cast(_InFlight, step._in_flight).metrics.result()["loss"]
+            last = cast(_InFlight, step._in_flight).metrics.result()["loss"].item()
     lines = (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines()
     watch.losses = [*(json.loads(line)["loss"] for line in lines), last]
 

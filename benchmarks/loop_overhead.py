@@ -36,7 +36,7 @@ from portable_fsdp.data.build import build_data
 from portable_fsdp.data.packing import PackedRows
 from portable_fsdp.optim.schedule import learning_rate
 from portable_fsdp.runtime.process import StopRequest
-from portable_fsdp.train.loop import Records, Training, _InFlight, _with_stop, build
+from portable_fsdp.train.loop import Records, Training, _InFlight, _with_news, build
 
 ARCHITECTURE: dict[str, Any] = {
     "model_type": "llama",
@@ -104,7 +104,8 @@ class OurStep:
         self._step += 1
         began = time.perf_counter()
         lr = learning_rate(self._config.optim, self._step, self._steps)
-        placed = [self._backend.place(_with_stop(batch, self._stop)) for batch in next(self._batches)]
+        seen = self._records.seen()
+        placed = [self._backend.place(_with_news(batch, self._stop, seen)) for batch in next(self._batches)]
         metrics = self._backend.fetch(self._training.step(placed, lr))
         previous, self._in_flight = self._in_flight, _InFlight(self._step, lr, began, metrics)
         if previous is not None:

@@ -192,13 +192,14 @@ def imports_upwards(modules: Modules) -> list[str]:
 
 
 def engines_that_reach_out(modules: Modules) -> list[str]:
-    """An engine knows the contract, and neither models, data, checkpoint nor another engine."""
+    """An engine, one module or a folder, knows the contract, and neither models, data, checkpoint nor another one."""
     problems: list[str] = []
     for module in modules.values():
         if section(module.name) != "backends":
             continue
         for name, found in inner_imports(module, modules):
-            is_other_engine = section(name) == "backends" and name != f"{PACKAGE}.backends.base"
+            is_other = section(name) == "backends" and name != f"{PACKAGE}.backends.base"
+            is_other_engine = is_other and name.split(".")[:3] != module.name.split(".")[:3]
             is_table = module.name == f"{PACKAGE}.backends.open" and not found.at_import
             if section(name) in {"models", "data", "checkpoint"} or (is_other_engine and not is_table):
                 problems.append(f"{module.at(found.line)}: {module.name} imports {name}; an engine may not")
@@ -374,6 +375,7 @@ BREAKERS = {
         invented(backends__xla="from portable_fsdp.models.loss import loss", models__loss=""),
         invented(backends__xla="from . import native", backends__native=""),
         invented(backends__xla="def f():\n    from .native import Native", backends__native=""),
+        invented(backends__xla__engine="from ..native.units import x", backends__native__units=""),
         invented(backends__open="from portable_fsdp.backends.xla import tpu_chips", backends__xla=""),
     ],
     checkpoints_that_know_an_engine: [

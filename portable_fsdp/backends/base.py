@@ -29,10 +29,11 @@ Read = Callable[[str, Slices], Tensor]
 Batch = dict[str, Tensor]
 """Named tensors whose dimension 0 is rows of this process's data shard: `input_ids` and `labels` int64 [rows, seq]
 (`labels[r, t]` is the token after `input_ids[r, t]`, or -100), `tokens` float32 [rows] (counted labels of row r, summed
-over all micro batches of the step), `stop` float32 [rows]."""
+over all micro batches of the step), `stop` float32 [rows], `processes` float32 [rows, 2 * processes] (of each process
+the seconds of its last step and its peak bytes of memory, in a row of its own; zeros elsewhere)."""
 
 Metrics = dict[str, Tensor]
-"""Named 0-dimensional device tensors, equal on all processes."""
+"""Named float32 device tensors of no or one dimension, equal on all processes."""
 
 MakeOptimizer = Callable[[list[dict[str, Any]], bool], torch.optim.Optimizer]
 """`make(groups, capturable)`: groups hold parameters under `params`; capturable: step counts and lr on the device."""
@@ -108,7 +109,7 @@ class Pending(ABC):
     """Metrics on their way to the host."""
 
     @abstractmethod
-    def result(self) -> dict[str, float]:
+    def result(self) -> dict[str, Tensor]:
         """Wait for them. The only place where a run waits for the device."""
 
 

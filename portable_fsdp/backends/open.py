@@ -19,8 +19,8 @@ class _Engine:
 
 
 _ENGINES = {
-    "native": _Engine("portable_fsdp.backends.native", "NativeBackend", "torch", ""),
-    "xla": _Engine("portable_fsdp.backends.xla", "XlaBackend", "torch_xla", "[xla]"),
+    "native": _Engine("portable_fsdp.backends.native.engine", "NativeBackend", "torch", ""),
+    "xla": _Engine("portable_fsdp.backends.xla.engine", "XlaBackend", "torch_xla", "[xla]"),
     "xla_fsdp1": _Engine("portable_fsdp.backends.xla_fsdp1", "XlaFsdp1Backend", "torch_xla", "[xla]"),
 }
 DEVICES = ("auto", "cpu", "cuda", "tpu")
@@ -114,6 +114,6 @@ def _cuda_devices() -> int:
 def _tpu_chips() -> int:
     if importlib.util.find_spec("torch_xla") is None:
         return 0
-    from portable_fsdp.backends.xla import tpu_chips
+    from portable_fsdp.backends.xla.engine import tpu_chips
 
     return tpu_chips()

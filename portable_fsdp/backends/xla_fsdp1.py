@@ -56,13 +56,13 @@ log = logging.getLogger("portable_fsdp")
 
 
 class _OnDevice(Pending):
-    """Scalars that are read when they are asked for, a step late; reading one compiles nothing."""
+    """Values that are read when they are asked for, a step late; reading one compiles nothing."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
 
-    def result(self) -> dict[str, float]:
-        return {name: float(value.cpu()) for name, value in self._metrics.items()}
+    def result(self) -> dict[str, Tensor]:
+        return {name: value.cpu() for name, value in self._metrics.items()}
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,6 @@ class XlaFsdp1Backend(Backend):
     def shard_model(self, model: nn.Module, policy: ShardPolicy, fill: Fill | None) -> nn.Module:
         assert fill is not None
         places = parameter_places(model)
-        _check_ties(model, places, policy.units)
         self._put_zeros(places)
         wrap = self._wrapping(policy)
         inner = [wrap(model.get_submodule(name), name in policy.recompute) for name in reversed(policy.units)]
@@ -191,7 +190,6 @@ class XlaFsdp1Backend(Backend):
             shard_param_on_dim_0=self._settings.shard_param_on_dim_0,
             compute_dtype=policy.compute,
             buffer_dtype=getattr(torch, self._settings.buffer_dtype),
-            fp32_reduce_scatter=policy.reduce == torch.float32,
             sharding_groups=self._shard_groups,
             sharding_rank=self._index,
             sharding_world_size=len(self._shard_groups[0]),
@@ -204,6 +202,7 @@ class XlaFsdp1Backend(Backend):
             wrapped: Any = wrapper(checkpoint_module(body) if recompute else body)
             # C1: gradients are summed. set_gradient_divide_factors(1, 1) would move the mean into the reduction.
             wrapped.gradient_predivide_factor = wrapped.gradient_postdivide_factor = 1.0
+            wrapped.reduce_scatter_op = _ReduceScatter(wrapped.reduce_scatter_op, policy.reduce)
             body.run = module.forward
             module.forward = functools.partial(wrapped)
             return wrapped
@@ -332,8 +331,17 @@ class XlaFsdp1Backend(Backend):
     def agree(self, value: T) -> T:
         if self.process.count == 1:
             return value
-        mine = pickle.dumps(value) if self.process.index == 0 else b""
-        return cast(T, pickle.loads(self._ops.rendezvous("agree", mine)[0]))
+        mine = list(pickle.dumps(value)) if self.process.index == 0 else []
+        (size,) = self._total([len(mine)])
+        room = 1 << size.bit_length()  # a program for each power of two, and not for each size
+        total = self._total(mine + [0] * (room - len(mine)))
+        return cast(T, pickle.loads(bytes(total[:size])))
+
+    def _total(self, numbers: list[int]) -> list[int]:
+        """The sums over all processes, on the host."""
+        total = self.sum(self._upload(torch.tensor(numbers, dtype=torch.int32)))
+        self._xla.sync()
+        return cast(list[int], total.cpu().tolist())
 
     # -------------------------------------------------------------------------------------------------- the state
 
@@ -394,6 +402,21 @@ class XlaFsdp1Backend(Backend):
         return MemoryStats(int(used["peak_bytes_used"]), int(used["bytes_used"]), int(used["bytes_limit"]))
 
 
+class _ReduceScatter:
+    """The engine's, in the dtype asked for.
+
+    torch_xla 2.9 gives it float32 whatever `fp32_reduce_scatter` says: a full parameter stays float32 to autograd,
+    which casts the gradient to that, and only its values are of the compute dtype.
+    """
+
+    def __init__(self, scatter: Any, dtype: torch.dtype) -> None:
+        self.flush = scatter.flush
+        self._scatter, self._dtype = scatter, dtype
+
+    def __call__(self, gradient: Tensor, done: Callable[[Tensor], None]) -> None:
+        self._scatter(gradient.to(self._dtype), done)
+
+
 class _Body(nn.Module):
     """What a wrapper wraps: a module under the forward that it had, so that the module itself stays where it is.
 
@@ -442,20 +465,6 @@ def _replicas(config: Config, count: int, hosts: int) -> int:
     if strategy == "NO_SHARD":
         return count
     return (config.sharding.replicas or hosts) if strategy.startswith("HYBRID") else 1
-
-
-def _check_ties(model: nn.Module, places: dict[str, list[Place]], units: Sequence[str]) -> None:
-    """Raises BackendError for a tied weight in several units: a wrapper gathers for what is inside it alone."""
-    names = {id(module): name for name, module in model.named_modules()}
-    for fqn, shared in places.items():
-        users = [names[id(place.module)] for place in shared]
-        inside = [{unit for unit in units if f"{user}.".startswith(f"{unit}.")} for user in users]
-        if any(one != inside[0] for one in inside):
-            raise BackendError(
-                f"backend xla_fsdp1: {fqn}: expected a tied weight in one unit, found that {' and '.join(users)} share "
-                f"it and {', '.join(sorted(set().union(*inside)))} is a unit.\n  Take it out of sharding.wrap_modules: "
-                "what is in no unit belongs to the root, all together."
-            )
 
 
 def _start_process(device: str, runtime: Any) -> None:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from portable_fsdp.backends.base import Batch, MakeOptimizer, Metrics
-from portable_fsdp.backends.xla import ROWS, Spec, XlaBackend
+from portable_fsdp.backends.xla.engine import ROWS, Spec, XlaBackend
 from portable_fsdp.config.schema import Config
 from portable_fsdp.metrics import hlo
 from portable_fsdp.metrics.hlo import Moved
@@ -99,6 +99,7 @@ def trace(config: Config, devices: int) -> dict[str, Program]:
             "labels": torch.empty((rows, config.data.seq_len), dtype=torch.int64, device="meta"),
             "tokens": torch.empty(rows, device="meta"),
             "stop": torch.empty(rows, device="meta"),
+            "processes": torch.empty((rows, 2 * backend.process.count), device="meta"),
         }
         training.step([backend.place(batch) for _ in range(training.accumulation)], config.optim.lr)
         return backend.programs

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from portable_fsdp.backends.base import Backend, Batch, Pending, ShardPolicy
 from portable_fsdp.backends.open import open_backend
@@ -27,7 +27,7 @@ from portable_fsdp.data.batches import Batches
 from portable_fsdp.data.build import Corpus, build_data
 from portable_fsdp.data.order import Position
 from portable_fsdp.metrics.flops import model_flops_per_token, peak_flops
-from portable_fsdp.metrics.meter import Meter
+from portable_fsdp.metrics.meter import Meter, processes_row
 from portable_fsdp.metrics.sinks import EventsFile, MetricsFile
 from portable_fsdp.models.build import BuiltModel, build_model
 from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dtype
@@ -224,7 +224,8 @@ def _loop(
         for step in range(start + 1, last + 1):
             began = time.perf_counter()
             lr = learning_rate(config.optim, step, steps)
-            placed = [backend.place(_with_stop(batch, stop)) for batch in next(batches)]
+            seen = records.seen()
+            placed = [backend.place(_with_news(batch, stop, seen)) for batch in next(batches)]
             previous, in_flight = in_flight, _InFlight(step, lr, began, backend.fetch(training.step(placed, lr)))
             stopping = previous is not None and records.report(previous, until=began)
             if stopping or step == last or step % (config.checkpoint.every or last) == 0:
@@ -247,9 +248,11 @@ def _save(checkpoints: Checkpoints, step: int, training: Training, position: Pos
         raise TrainingError(str(error)) from error
 
 
-def _with_stop(batch: Batch, stop: StopRequest) -> Batch:
-    """The stop flag rides with the batch, so that all processes learn of it in the same step."""
-    return {**batch, "stop": torch.full_like(batch["tokens"], float(stop.requested))}
+def _with_news(batch: Batch, stop: StopRequest, seen: Tensor) -> Batch:
+    """The stop flag, and what this process saw, ride with the batch: all processes learn of them in the same step."""
+    processes = torch.zeros(len(batch["tokens"]), len(seen))
+    processes[0] = seen
+    return {**batch, "stop": torch.full_like(batch["tokens"], float(stop.requested)), "processes": processes}
 
 
 def _export(config: Config, backend: Backend, corpus: Corpus, checkpoint: Path | None) -> None:
@@ -283,6 +286,7 @@ class Records:
         self._backend = backend
         self._size = size
         self._steps = steps
+        self._seconds = math.nan  # of the last step that ended
         self._folder = Path(config.run.dir)
         self._writes = backend.process.index == 0
         self._tokens = config.train.global_batch * config.data.seq_len
@@ -333,17 +337,37 @@ class Records:
         All processes read the same values, and so come to the same end. The step took until the next one began, or
         until now. Raises TrainingError for a loss or gradient norm that is not finite.
         """
-        values = late.metrics.result()
-        seconds = (until or time.perf_counter()) - late.began
+        fetched = late.metrics.result()
+        seconds, loads = fetched.pop("processes").view(-1, 2).unbind(dim=1)
+        values = {name: value.item() for name, value in fetched.items()}
+        self._seconds = (until or time.perf_counter()) - late.began
         self._require_finite(late.step, values)
         if self._writes:
             memory = self._backend.memory()
             peak = memory.peak_bytes if memory else None
-            row = self._meter.row(late.step, {**values, "lr": late.lr}, self._tokens, seconds, peak)
-            self._metrics.write(row)
+            row = self._meter.row(late.step, {**values, "lr": late.lr}, self._tokens, self._seconds, peak)
+            if late.step == 1:
+                self._write_collectives()
             if late.step == 1 or late.step % self._config.train.log_every == 0:
+                row["processes"] = processes_row(seconds.tolist(), loads.tolist())
                 log.info(self._meter.console_line(row, memory.limit_bytes if memory else None))
+            self._metrics.write(row)
         return values["stop"] > 0
+
+    def seen(self) -> Tensor:
+        """What this process tells the others with the next step: float32 [2 * processes], zeros but for its own two."""
+        index, count = self._backend.process.index, self._backend.process.count
+        memory = self._backend.memory()
+        seen = torch.zeros(count, 2)
+        seen[index] = torch.tensor([self._seconds, memory.peak_bytes if memory else math.nan])
+        return seen.flatten()
+
+    def _write_collectives(self) -> None:
+        """What one step sends, once it has run; left out where the engine doesn't tell."""
+        traffic = self._backend.collectives
+        if traffic is not None:
+            kinds = {kind: {"calls": one.calls, "bytes": one.bytes} for kind, one in traffic.items()}
+            self._events.write("collectives", **kinds)
 
     def saved(self, step: int, path: Path, seconds: float) -> None:
         if self._writes:

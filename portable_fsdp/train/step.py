@@ -26,7 +26,8 @@ def train_step(
     """Make the step of a run: `step(batches, lr)` with `accumulation` placed micro batches, one optimizer update.
 
     The step returns `loss` (mean over the counted tokens of the global batch, before the update), `grad_norm` (before
-    clipping) and `stop` (above 0 where any process asked for it): device tensors that nobody has waited for.
+    clipping), `stop` (above 0 where any process asked for it) and `processes` [2 * processes], as the batch brought it:
+    device tensors that nobody has waited for.
     With one micro batch it is one program, with several two: one for a micro batch, one for the update.
     """
 
@@ -38,15 +39,15 @@ def train_step(
             mean.backward()
         return loss + mean.detach()
 
-    def update(loss: Tensor, stop: Tensor) -> Metrics:
+    def update(loss: Tensor, stop: Tensor, processes: Tensor) -> Metrics:
         grad_norm = backend.clip_grad_norm(model, max_grad_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=accumulation == 1)
-        totals = backend.sum(torch.stack([loss, stop.sum()]))
-        return {"loss": totals[0], "grad_norm": grad_norm, "stop": totals[1]}
+        totals = backend.sum(torch.cat([loss[None], stop.sum()[None], processes.sum(dim=0)]))
+        return {"loss": totals[0], "grad_norm": grad_norm, "stop": totals[1], "processes": totals[2:]}
 
     def whole(batch: Batch, loss: Tensor) -> Metrics:
-        return update(forward_backward(batch, loss, last=True), batch["stop"])
+        return update(forward_backward(batch, loss, last=True), batch["stop"], batch["processes"])
 
     def micro(batch: Batch, loss: Tensor, last: bool) -> Metrics:
         return {"loss": forward_backward(batch, loss, last)}
@@ -66,6 +67,6 @@ def train_step(
             return run_whole(batches[0], loss)
         for number, batch in enumerate(batches, start=1):
             loss = run_micro(batch, loss, number == accumulation)["loss"]
-        return run_update(loss, batches[-1]["stop"])
+        return run_update(loss, batches[-1]["stop"], batches[-1]["processes"])
 
     return step

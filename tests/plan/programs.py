@@ -8,7 +8,7 @@ import json
 import multiprocessing
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ class Program:
     scan: bool = False
     modules: tuple[str, ...] = ()  # in float32
     accumulation: int = 1
+    optimizer: str = "adamw"
 
     @property
     def config(self) -> Config:
@@ -59,6 +60,7 @@ class Program:
                 "model": {"architecture": architecture},
                 "data": {"seq_len": self.seq_len},
                 "train": {"steps": 10, "global_batch": devices * self.accumulation},
+                "optim": {"name": self.optimizer},
                 "sharding": {"strategy": self.strategy, "replicas": self.replicas},
                 "precision": {"compute": "bfloat16", "modules": dict.fromkeys(self.modules, "float32")},
                 "memory": {"gradient_checkpointing": self.checkpointing},
@@ -72,6 +74,7 @@ class Program:
         layers = self.layers or SIZES[self.size]["num_hidden_layers"]
         words = [f"{self.size}, {layers} layers, {self.seq_len} tokens", self.strategy]
         words += [f"checkpointing {self.checkpointing}"] * (self.checkpointing != "none")
+        words += [self.optimizer] * (self.optimizer != "adamw")
         words += ["scanned"] * self.scan + [f"float32: {' '.join(self.modules)}"] * bool(self.modules)
         return ", ".join(words)
 
@@ -97,7 +100,8 @@ PLAIN_V6E = [Program("2b", "v6e:2x4", 1536, checkpointing=how) for how in ("none
 FLASH = [Program("8b", "v5p:2x2x4", 4096, checkpointing=how) for how in ("none", "full")]
 SHALLOW = [Program("8b", "v5p:2x2x4", 4096, layers=layers, checkpointing="full") for layers in (4, 8)]
 SCAN = [Program("8b", "v5p:2x2x4", 4096, layers=layers, checkpointing="full", scan=True) for layers in (4, 32)]
-CASES = [*STRATEGIES, FLOAT32, *PLAIN, *PLAIN_V6E, *FLASH, *SHALLOW, *SCAN]
+SCAN_SGD = [replace(program, optimizer="sgd") for program in SCAN]
+CASES = [*STRATEGIES, FLOAT32, *PLAIN, *PLAIN_V6E, *FLASH, *SHALLOW, *SCAN, *SCAN_SGD]
 
 
 def traced(config: Config, devices: int) -> Any:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from portable_fsdp.backends.base import Backend, Batch, whole
+from portable_fsdp.backends.base import Backend, Batch, Metrics, whole
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.checkpoint.foreign import export_huggingface
 from portable_fsdp.checkpoint.manager import Checkpoints
@@ -93,6 +93,7 @@ def batches(accumulation: int = 1, stop: float = 0.0) -> list[Batch]:
             "labels": labels[cut],
             "tokens": tokens,
             "stop": torch.full((size,), stop),
+            "processes": torch.tensor([[2.0, 3.0]]).expand(size, 2),
         }
         for cut in cuts
     ]
@@ -124,6 +125,10 @@ def weights(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: cast(DTensor, p).full_tensor().detach().clone() for name, p in model.named_parameters()}
 
 
+def fetched(backend: Backend, metrics: Metrics) -> dict[str, Any]:
+    return {name: value.tolist() for name, value in backend.fetch(metrics).result().items()}
+
+
 @pytest.mark.parametrize("accumulation", [1, 2, 4])
 @pytest.mark.parametrize("limit", [None, 0.01])
 def test_one_step_equals_plain_pytorch(backend: Backend, accumulation: int, limit: float | None) -> None:
@@ -132,7 +137,7 @@ def test_one_step_equals_plain_pytorch(backend: Backend, accumulation: int, limi
     metrics = one.step(batches(accumulation), LR)
     truth = plain(one.built, limit)
     assert truth.grad_norm > 0.1, "the limit of 0.01 must clip"
-    values = backend.fetch(metrics).result()
+    values = fetched(backend, metrics)
     assert values["loss"] == pytest.approx(truth.loss, rel=1e-6)
     assert values["grad_norm"] == pytest.approx(truth.grad_norm, rel=1e-5)
     for name, weight in weights(one.model).items():
@@ -143,8 +148,8 @@ def test_one_step_equals_plain_pytorch(backend: Backend, accumulation: int, limi
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_second_step_starts_from_no_gradient(backend: Backend, accumulation: int) -> None:
     one = run(backend, accumulation)
-    first = backend.fetch(one.step(batches(accumulation), 0.0)).result()
-    again = backend.fetch(one.step(batches(accumulation), 0.0)).result()
+    first = fetched(backend, one.step(batches(accumulation), 0.0))
+    again = fetched(backend, one.step(batches(accumulation), 0.0))
     assert again["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-6)
     assert again["loss"] == pytest.approx(first["loss"], rel=1e-6), "the learning rate was 0"
 
@@ -179,14 +184,18 @@ def test_groups_take_their_share_of_it_and_what_is_frozen_stays(backend: Backend
 
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("stop", [0.0, 1.0])
-def test_metrics_are_device_scalars_and_stop_rides_along(backend: Backend, accumulation: int, stop: float) -> None:
+def test_metrics_stay_on_the_device_and_what_rides_along_arrives(
+    backend: Backend, accumulation: int, stop: float
+) -> None:
     metrics = run(backend, accumulation).step(batches(accumulation, stop), LR)
-    assert metrics.keys() == {"loss", "grad_norm", "stop"}
+    assert metrics.keys() == {"loss", "grad_norm", "stop", "processes"}
     for value in metrics.values():
         assert type(value) is Tensor
-        assert value.shape == ()
         assert not value.requires_grad
-    assert (backend.fetch(metrics).result()["stop"] > 0) == bool(stop)
+    assert {name for name, value in metrics.items() if value.dim()} == {"processes"}
+    values = fetched(backend, metrics)
+    assert (values["stop"] > 0) == bool(stop)
+    assert values["processes"] == [2.0 * ROWS / accumulation, 3.0 * ROWS / accumulation]
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from portable_fsdp.backends.base import ShardPolicy
-from portable_fsdp.backends.xla_attention import with_flash_attention
-from portable_fsdp.backends.xla_forward import (
+from portable_fsdp.backends.xla.attention import with_flash_attention
+from portable_fsdp.backends.xla.forward import (
     Barrier,
     Copies,
     Use,
@@ -20,8 +20,8 @@ from portable_fsdp.backends.xla_forward import (
     uses_by_block,
     weight_uses,
 )
-from portable_fsdp.backends.xla_layouts import ROWS, Layouts
-from portable_fsdp.backends.xla_scan import LayerLoop
+from portable_fsdp.backends.xla.layouts import ROWS, Layouts
+from portable_fsdp.backends.xla.scan import LayerLoop
 
 
 def wrap_forwards(

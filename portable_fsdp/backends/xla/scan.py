@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from portable_fsdp.backends.xla_forward import Use, cast_weight, swapped
-from portable_fsdp.backends.xla_layouts import Layouts
+from portable_fsdp.backends.xla.forward import Use, cast_weight, swapped
+from portable_fsdp.backends.xla.layouts import Layouts
 from portable_fsdp.runtime.errors import BackendError
 
 

@@ -1,6 +1,6 @@
 """Native: FSDP2 (`fully_shard`), one process per device. gloo on CPU, NCCL on CUDA.
 
-`shard_model` reads top to bottom: the units (`native_units.py`), what is gathered ahead (`native_prefetch.py`), then
+`shard_model` reads top to bottom: the units (`units.py`), what is gathered ahead (`prefetch.py`), then
 memory and weights. With `memory.cpu_offload` parameters, gradients and optimizer state rest on the host: FSDP2 copies
 shards to the device to gather them, and reduced gradients back, and the optimizer runs on the host.
 """
@@ -44,8 +44,8 @@ from portable_fsdp.backends.base import (
     rows_of_shard,
     whole,
 )
-from portable_fsdp.backends.native_prefetch import Prefetch
-from portable_fsdp.backends.native_units import shard_units
+from portable_fsdp.backends.native.prefetch import Prefetch
+from portable_fsdp.backends.native.units import shard_units
 from portable_fsdp.config.schema import Config
 from portable_fsdp.config.support import require_supported
 from portable_fsdp.runtime.errors import BackendError
@@ -63,13 +63,14 @@ MATMUL = {"highest": "highest", "high": "high", "default": "medium"}  # in the w
 class _HostCopy(Pending):
     """Values copied into pinned memory while the device goes on; `ready` marks the end of the copy."""
 
-    def __init__(self, names: list[str], values: Tensor, ready: torch.cuda.Event | None) -> None:
-        self._names, self._values, self._ready = names, values, ready
+    def __init__(self, sizes: dict[str, torch.Size], values: Tensor, ready: torch.cuda.Event | None) -> None:
+        self._sizes, self._values, self._ready = sizes, values, ready
 
-    def result(self) -> dict[str, float]:
+    def result(self) -> dict[str, Tensor]:
         if self._ready is not None:
             self._ready.synchronize()
-        return dict(zip(self._names, cast(list[float], self._values.tolist()), strict=True))
+        parts = self._values.split([size.numel() for size in self._sizes.values()])
+        return {name: part.view(size) for (name, size), part in zip(self._sizes.items(), parts, strict=True)}
 
 
 class NativeBackend(Backend):
@@ -187,14 +188,15 @@ class NativeBackend(Backend):
         return total
 
     def fetch(self, metrics: Metrics) -> Pending:
-        values = torch.stack([value.float() for value in metrics.values()])
+        sizes = {name: value.shape for name, value in metrics.items()}
+        values = torch.cat([value.float().flatten() for value in metrics.values()])
         if self.device.type != "cuda":
-            return _HostCopy(list(metrics), values.cpu(), None)
+            return _HostCopy(sizes, values.cpu(), None)
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         host.copy_(values, non_blocking=True)
         ready = torch.cuda.Event()
         ready.record()
-        return _HostCopy(list(metrics), host, ready)
+        return _HostCopy(sizes, host, ready)
 
     def agree(self, value: T) -> T:
         if self.process.count == 1:

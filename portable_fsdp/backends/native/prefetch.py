@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from portable_fsdp.backends.base import ShardPolicy
-from portable_fsdp.backends.native_units import Link
+from portable_fsdp.backends.native.units import Link
 
 
 class Prefetch:

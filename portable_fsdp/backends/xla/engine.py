@@ -1,6 +1,6 @@
 """XLA: torch_xla SPMD. One process drives all devices of its host; the program is global, XLA partitions it.
 
-`shard_model` reads top to bottom: what the model's forwards do (`xla_model`), then weights, uploaded shard by shard.
+`shard_model` reads top to bottom: what the model's forwards do (`model.py`), then weights, uploaded shard by shard.
 Environment variables that torch_xla reads at import are set here, before it is imported.
 """
 
@@ -45,9 +45,9 @@ from portable_fsdp.backends.base import (
     rows_of_shard,
     whole,
 )
-from portable_fsdp.backends.xla_forward import Copies
-from portable_fsdp.backends.xla_layouts import ROWS, Layouts, Spec, by_rows
-from portable_fsdp.backends.xla_model import wrap_forwards
+from portable_fsdp.backends.xla.forward import Copies
+from portable_fsdp.backends.xla.layouts import ROWS, Layouts, Spec, by_rows
+from portable_fsdp.backends.xla.model import wrap_forwards
 from portable_fsdp.config.load import check_batch
 from portable_fsdp.config.schema import Config
 from portable_fsdp.config.support import require_supported
@@ -65,13 +65,13 @@ class Placeholder(NamedTuple):
 
 
 class _OnDevice(Pending):
-    """Scalars that are read when they are asked for, a step late; reading one compiles nothing."""
+    """Values that are read when they are asked for, a step late; reading one compiles nothing."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
 
-    def result(self) -> dict[str, float]:
-        return {name: float(value.cpu()) for name, value in self._metrics.items()}
+    def result(self) -> dict[str, Tensor]:
+        return {name: value.cpu() for name, value in self._metrics.items()}
 
 
 class XlaBackend(Backend):
