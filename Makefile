@@ -50,7 +50,7 @@ clean:  ## removes environments, caches and build products; keeps runs/
 # The stamp lies inside the environment, so that it goes with it.
 .venv/.installed: pyproject.toml
 	test -x $(RUN) || $(PYTHON) -m venv .venv
-	$(RUN) -m pip install --quiet --editable '.[xla,dev]'
+	$(RUN) -m pip install --quiet --editable '.[tpu,dev]'
 	touch $@
 
 # torch first: asked for by its exact version, pip doesn't look for another one afterwards.

@@ -62,6 +62,7 @@ def build_model(
     seed: int,
     seq_len: int,
     vocabulary: int,
+    chunked_loss: bool = True,
 ) -> BuiltModel:
     """Build the causal language model that the config names, ready to be sharded.
 
@@ -72,6 +73,7 @@ def build_model(
         seed: of the initial weights; not used with `model.pretrained`.
         seq_len: tokens in a row, which the model's positions must hold.
         vocabulary: ids of the tokenizer, which the model's embedding must hold.
+        chunked_loss: see `loss.cross_entropy_sum`.
 
     Parameters that `model.freeze` names have no `requires_grad`. Raises ConfigError where the config doesn't name a
     model that fits, or a pattern names nothing in it.
@@ -107,7 +109,7 @@ def build_model(
             f"{sorted(unknown)[0]}, which it only makes with the model.\n  Start from a folder that holds it "
             "(model.pretrained), or take another model. Nothing was started."
         )
-    attach_loss(built, DTYPES.get(precision.output))  # auto: none of them
+    attach_loss(built, DTYPES.get(precision.output), chunked_loss)  # auto: none of them
     built.train()
     _freeze(built, model.freeze)
     return BuiltModel(built, weights, as_given, _size(built))

@@ -112,6 +112,7 @@ def build(config: Config, backend: Backend, vocabulary: int, *, fill: bool = Tru
         seed=config.run.seed,
         seq_len=config.data.seq_len,
         vocabulary=vocabulary,
+        chunked_loss=backend.expected_compilations == 0,
     )
     shapes = {fqn: tuple(weight.shape) for fqn, weight in built.model.named_parameters() if weight.requires_grad}
     model = backend.shard_model(built.model, shard_policy(config, built.model), built.fill if fill else None)

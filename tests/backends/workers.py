@@ -98,8 +98,10 @@ class Workers:
                 environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
             else:
                 environment |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(group.devices)}
-                # Threads of torch_xla's pool wait for a step's end to free buffers; by default it has one a core.
-                environment |= {"XLA_THREAD_POOL_SIZE": str(4 * group.devices)}
+                # Threads that wait for other devices (in a collective, or to free a buffer that a step still reads)
+                # must not be all that there are; by default both pools have one a core.
+                threads = str(8 * group.devices)
+                environment |= {"XLA_THREAD_POOL_SIZE": threads, "PJRT_NPROC": threads}
             process = context.Process(
                 target=_serve, args=(there, environment, group.backend), daemon=True, name=f"{group}-{rank}"
             )

@@ -132,9 +132,9 @@ def test_the_loss_takes_logits_in_the_dtype_of_output(
 ) -> None:
     seen: list[Tensor] = []
 
-    def spy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def spy(logits: Tensor, labels: Tensor, chunked: bool) -> tuple[Tensor, Tensor]:
         seen.append(logits)
-        return cross_entropy_sum(logits, labels)
+        return cross_entropy_sum(logits, labels, chunked)
 
     monkeypatch.setattr(loss, "cross_entropy_sum", spy)
     precision = Precision.model_validate({"master": master, "output": output})

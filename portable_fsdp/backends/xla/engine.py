@@ -374,6 +374,7 @@ def _set_environment(device: str, num_devices: int | None) -> None:
         os.environ["PJRT_DEVICE"] = "TPU"
         return
     os.environ["PJRT_DEVICE"] = "CPU"
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # else jax looks for a TPU where libtpu is installed, and complains
     if num_devices is not None:
         os.environ["CPU_NUM_DEVICES"] = str(num_devices)
     os.environ.setdefault("CPU_NUM_DEVICES", "1")
