@@ -1,6 +1,7 @@
-"""Optimizers: torch's AdamW, and an SGD with the same decoupled weight decay.
+"""Optimizers: AdamW, torch's own or one for compiled steps, and an SGD with the same decoupled weight decay.
 
-A backend makes the optimizer once its parameters are laid out: `make_optimizer` gives it the function to call.
+A backend makes the optimizer once its parameters are laid out: `make_optimizer` gives it the function to call. The loop
+tells it the numbers of each step (`step_numbers`, `set_step_numbers`): a compiled step takes them as inputs.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ from portable_fsdp.config.schema import Optim, OptimGroup
 from portable_fsdp.runtime.errors import ConfigError
 
 MakeOptimizer = Callable[[list[dict[str, Any]], bool], torch.optim.Optimizer]
-"""`make(groups, capturable)`: groups hold parameters under `params`; capturable keeps step counts and lr on device."""
+"""`make(groups, compiled)`: groups hold parameters under `params`; compiled: for steps that are compiled."""
 
 
 def parameter_groups(named_shapes: Mapping[str, tuple[int, ...]], optim: Optim) -> list[dict[str, Any]]:
@@ -55,48 +56,125 @@ def _own_group(fqns: list[str], optim: Optim) -> dict[str, OptimGroup]:
 def make_optimizer(optim: Optim) -> MakeOptimizer:
     """The function that makes the config's optimizer from groups of parameters; raises ConfigError for wrong betas.
 
-    `capturable` is for engines that compile the step, in which no number of the host may stand: step counts then live
-    on the device, and lr is a float32 tensor, on the host until the first step (AdamW reads it once, to check it).
+    `compiled` is for engines that compile the step, in which no number may stand that changes with the step: lr is
+    then a float32 tensor, and AdamW the one below. The state of either AdamW has the same names, shapes and dtypes.
     """
     if not all(0 <= beta < 1 for beta in optim.betas):
         raise ConfigError(f"optim.betas: expected two numbers from 0 up to, but not, 1, found {list(optim.betas)}.")
 
-    def make(groups: list[dict[str, Any]], capturable: bool) -> torch.optim.Optimizer:
-        parameters = [cast(Tensor, parameter) for group in groups for parameter in group["params"]]
-        lr = torch.tensor(optim.lr) if capturable else optim.lr
+    def make(groups: list[dict[str, Any]], compiled: bool) -> torch.optim.Optimizer:
+        lr = torch.tensor(optim.lr) if compiled else optim.lr
         if optim.name == "sgd":
             return SGD(groups, lr=lr, momentum=optim.momentum)
+        if isinstance(lr, Tensor):
+            return AdamW(groups, lr=lr, betas=optim.betas, eps=optim.eps)
+        parameters = [cast(Tensor, parameter) for group in groups for parameter in group["params"]]
         on_cuda = all(parameter.device.type == "cuda" for parameter in parameters)
         return torch.optim.AdamW(
             groups,
             lr=lr,
             betas=optim.betas,
             eps=optim.eps,
-            capturable=capturable,
             fused=True if on_cuda else None,  # None: torch's default, which refuses no device
         )
 
     return make
 
 
-def learning_rate_shares(optimizer: torch.optim.Optimizer) -> list[float]:
-    """The distinct shares of the schedule's learning rate that the optimizer's groups take."""
-    return sorted({_share(group) for group in optimizer.param_groups})
+def step_numbers(optimizer: torch.optim.Optimizer, lr: float) -> dict[str, float]:
+    """The host's numbers that the next step takes, by name: each group's share of `lr`, AdamW's bias corrections.
+
+    To be placed on the device, and handed to `set_step_numbers`. Names may change with the step, their number doesn't
+    while the same parameters train.
+    """
+    rates = {_rate(group): lr * _share(group) for group in optimizer.param_groups}
+    return rates | optimizer.corrections() if isinstance(optimizer, AdamW) else rates
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float, placed: Mapping[float, Tensor]) -> None:
-    """Set the learning rate of each group for the next step: its share of `lr`.
+def set_step_numbers(
+    optimizer: torch.optim.Optimizer, numbers: Mapping[str, float], placed: Mapping[str, Tensor]
+) -> None:
+    """Set what `step_numbers` gave for the next step: numbers, or `placed`, the same as float32 tensors of the device.
 
-    Groups whose lr is a tensor (`capturable`) take `placed[share]`, the same value on the device: a compiled step then
-    reads it as an input, like its batch. A value copied into the old tensor would be a program of its own.
+    A compiled step takes the tensors, and reads them as inputs, like its batch: a value copied into an old tensor would
+    be a program of its own, and a number of Python may be part of the program.
     """
     for group in optimizer.param_groups:
-        share = _share(group)
-        group["lr"] = placed[share] if isinstance(group["lr"], Tensor) else lr * share
+        rate = _rate(group)
+        group["lr"] = placed[rate] if isinstance(group["lr"], Tensor) else numbers[rate]
+    if isinstance(optimizer, AdamW):
+        optimizer.placed = placed
 
 
 def _share(group: dict[str, Any]) -> float:
     return group.get("lr_share", 1.0)  # groups that others made have none
+
+
+def _rate(group: dict[str, Any]) -> str:
+    return f"lr * {_share(group)}"
+
+
+def _correction(beta: float, count: int) -> str:
+    return f"1 - {beta} ** {count}"
+
+
+class AdamW(torch.optim.Optimizer):
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2), as torch's, for a step that is compiled.
+
+    m = b1 * m + (1 - b1) * gradient; v = b2 * v + (1 - b2) * gradient^2; in the t-th step of a parameter
+    parameter = parameter * (1 - lr * w) - lr * m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps).
+
+    Step counts rest on the host, as torch keeps them in eager mode. Its `capturable` AdamW keeps them on the device and
+    corrects by each of them, in a program that compiles three times as long. Here parameters of equal counts share two
+    inputs, which `set_step_numbers` brings before each step.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], *, lr: Tensor, betas: tuple[float, float], eps: float) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        self.placed: Mapping[str, Tensor] = {}
+
+    def corrections(self) -> dict[str, float]:
+        """The bias corrections of the next step by name, for each count and beta that there is."""
+        return {
+            _correction(beta, count): 1 - beta**count
+            for group in self.param_groups
+            for count in self._by_count(group)
+            for beta in group["betas"]
+        }
+
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update every parameter that has a gradient. There is no closure: nothing here evaluates a loss again."""
+        with torch.no_grad():
+            for group in self.param_groups:
+                shrink = 1 - group["lr"] * group["weight_decay"]
+                for count, parameters in self._by_count(group).items():
+                    first, second = (self.placed[_correction(beta, count)] for beta in group["betas"])
+                    size, root = group["lr"] / first, second.sqrt()
+                    for parameter in parameters:
+                        if parameter.grad is not None:
+                            self._update(parameter, parameter.grad, group, shrink, size, root)
+
+    def _by_count(self, group: dict[str, Any]) -> dict[int, list[Tensor]]:
+        """A group's parameters by the number that their next step has, from 1."""
+        grouped: dict[int, list[Tensor]] = {}
+        for parameter in group["params"]:
+            count = int(self.state.get(parameter, {}).get("step", 0)) + 1
+            grouped.setdefault(count, []).append(parameter)
+        return grouped
+
+    def _update(
+        self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], shrink: Tensor, size: Tensor, root: Tensor
+    ) -> None:
+        state, (beta1, beta2) = self.state[parameter], group["betas"]
+        if not state:
+            state["step"] = torch.zeros(())
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        state["step"] += 1
+        mean = state["exp_avg"].lerp_(gradient, 1 - beta1)
+        square = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        if group["weight_decay"]:
+            parameter.mul_(shrink)
+        parameter.sub_(size * mean / (square.sqrt() / root + group["eps"]))
 
 
 class SGD(torch.optim.Optimizer):

@@ -187,7 +187,8 @@ class _Tracer(XlaBackend):
         for fqn, parameter in self._model.named_parameters():
             found[fqn] = parameter
             for name, value in self._optimizer.state[parameter].items():
-                found[f"{name}/{fqn}"] = value
+                if value.device.type == "xla":  # step counts rest on the host
+                    found[f"{name}/{fqn}"] = value
             if parameter.grad is not None:
                 found[f"grad/{fqn}"] = parameter.grad
         return found

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from portable_fsdp.backends.base import Backend, Batch, Metrics
-from portable_fsdp.optim.optimizer import learning_rate_shares, set_learning_rate
+from portable_fsdp.optim.optimizer import set_step_numbers, step_numbers
 
 Step = Callable[[Sequence[Batch], float], Metrics]
 
@@ -56,12 +56,11 @@ def train_step(
     run_micro = backend.compile(micro, "micro_batch")
     run_update = backend.compile(update, "update")
 
-    shares = learning_rate_shares(optimizer)
-
     def step(batches: Sequence[Batch], lr: float) -> Metrics:
-        rates = {f"lr * {share}": torch.tensor(lr * share) for share in shares}
-        placed = backend.place({"loss": torch.zeros(()), **rates})
-        set_learning_rate(optimizer, lr, {share: placed[f"lr * {share}"] for share in shares})
+        numbers = step_numbers(optimizer, lr)
+        tensors = {name: torch.tensor(number) for name, number in numbers.items()}
+        placed = backend.place({"loss": torch.zeros(()), **tensors})
+        set_step_numbers(optimizer, numbers, placed)
         loss = placed["loss"]
         if accumulation == 1:
             return run_whole(batches[0], loss)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from assemble import assemble
 from cases import Case
 from reference import reference
@@ -52,12 +53,18 @@ def test_bf16_equals_fp32_within_rounding(group: Group, run: Run) -> None:
     assert losses != [metrics["loss"] for metrics in run(group, replace(case, compute="float32"))[0]["metrics"]]
 
 
-@pytest.mark.parametrize("option", [{"strategy": "NO_SHARD"}, {"checkpointing": "full"}], ids=str)
-def test_options_do_not_change_the_curve(group: Group, run: Run, option: dict[str, Any]) -> None:
-    case = Case(**option)
+@pytest.mark.parametrize("group", [Group("native", 2), pytest.param(Group("xla", 4), marks=pytest.mark.xla)], ids=str)
+def test_all_in_bfloat16_learns_and_stays_bfloat16(group: Group, run: Run) -> None:
+    """Small updates are lost in bfloat16 weights, so the curve is near that of float32 and not equal to it."""
+    case = Case(compute="bfloat16", steps=8, settings={"precision.master": "bfloat16"})
     answers = run(group, case)
-    assert_equal_curves(answers, case)
-    assemble([answer["final"] for answer in answers])
+    state = assemble([answer["final"] for answer in answers])
+    steps = {tensor.dtype for key, tensor in state.items() if key.startswith("step/")}
+    assert {tensor.dtype for key, tensor in state.items() if not key.startswith("step/")} == {torch.bfloat16}
+    assert steps == {torch.float32}
+    losses = [metrics["loss"] for metrics in answers[0]["metrics"]]
+    assert losses == pytest.approx(reference(replace(case, compute="float32", settings={})).losses, rel=1e-2)
+    assert losses[-1] < losses[0] - 0.05
 
 
 ACCUMULATION = [(1, 12), (1, 4), (2, 3), (2, 6), (3, 2), (3, 4), (4, 3), (4, 1)]

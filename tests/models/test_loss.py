@@ -54,6 +54,12 @@ def test_sum_count_and_gradient_equal_torchs(chunks: int) -> None:
     torch.testing.assert_close(logits.grad, gradient / 7)
 
 
+def test_all_positions_at_once_are_the_same(chunks: int) -> None:
+    logits, labels = case()
+    cross_entropy_sum(logits, labels, chunked=False)[0].backward()
+    torch.testing.assert_close(logits.grad, torchs_own(logits, labels)[1])
+
+
 def test_bfloat16_logits_are_summed_in_float32(chunks: int) -> None:
     logits, labels = case(torch.bfloat16)
     total, _ = cross_entropy_sum(logits, labels)

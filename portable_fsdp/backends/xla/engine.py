@@ -152,7 +152,9 @@ class XlaBackend(Backend):
         for fqn, state in optimizer_state_twins(make, groups, parameters).items():
             parameter = parameters[fqn]
             for name, twin in state.items():
-                optimizer.state[parameter][name] = self._zeros(twin, like=parameter)
+                on_host = twin.device.type == "cpu"  # step counts: the program takes what follows from them
+                zeros = torch.zeros(twin.shape, dtype=twin.dtype) if on_host else self._zeros(twin, like=parameter)
+                optimizer.state[parameter][name] = zeros
             if self._accumulation > 1 and parameter.requires_grad:
                 # The micro-batch program adds into gradients that exist, and so is the same one every time.
                 parameter.grad = self._zeros(parameter, like=parameter)
@@ -282,9 +284,9 @@ class XlaBackend(Backend):
 
     def _tensor_state(self, tensor: Tensor) -> TensorState:
         state = TensorState(tuple(tensor.shape), tensor.dtype)
-        if not self._bridge._get_xla_sharding_spec(tensor):
+        if tensor.device.type == "cpu" or not self._bridge._get_xla_sharding_spec(tensor):
             if self.process.index == 0:
-                state.pieces.append(Piece((0,) * tensor.dim(), tensor.detach().cpu()))
+                state.pieces.append(Piece((0,) * tensor.dim(), tensor.detach().to("cpu", copy=True)))
             return state
         (shards,) = self._bridge._get_local_shards([tensor])
         (where,) = self._bridge._get_local_shard_replica_and_indices([tensor])
@@ -300,6 +302,9 @@ class XlaBackend(Backend):
     def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, read: Read) -> None:
         for key, (holder, name) in _holders(model, optimizer).items():
             old = holder[name]
+            if old.device.type == "cpu":
+                old.copy_(read(key, whole(old.shape)))
+                continue
             sharded = "devices=" in self._bridge._get_xla_sharding_spec(old)
             new = self._tensor(old.shape, old.dtype, partial(read, key), sharded)
             # Not _replace_xla_tensor: after a step has run, the next forward would still see the old values.
