@@ -21,7 +21,7 @@ class _Engine:
 _ENGINES = {
     "native": _Engine("portable_fsdp.backends.native.engine", "NativeBackend", "torch", ""),
     "xla": _Engine("portable_fsdp.backends.xla.engine", "XlaBackend", "torch_xla", "[xla]"),
-    "xla_fsdp1": _Engine("portable_fsdp.backends.xla_fsdp1", "XlaFsdp1Backend", "torch_xla", "[xla]"),
+    "xla_fsdp1": _Engine("portable_fsdp.backends.xla_fsdp1.engine", "XlaFsdp1Backend", "torch_xla", "[xla]"),
 }
 DEVICES = ("auto", "cpu", "cuda", "tpu")
 BACKENDS = ("auto", *_ENGINES)

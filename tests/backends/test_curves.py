@@ -53,11 +53,11 @@ def test_bf16_equals_fp32_within_rounding(group: Group, run: Run) -> None:
     assert losses != [metrics["loss"] for metrics in run(group, replace(case, compute="float32"))[0]["metrics"]]
 
 
-@pytest.mark.parametrize("group", [Group("native", 2), pytest.param(Group("xla", 4), marks=pytest.mark.xla)], ids=str)
-def test_all_in_bfloat16_learns_and_stays_bfloat16(group: Group, run: Run) -> None:
+@pytest.mark.parametrize("where", [Group("native", 2), pytest.param(Group("xla", 4), marks=pytest.mark.xla)], ids=str)
+def test_all_in_bfloat16_learns_and_stays_bfloat16(where: Group, run: Run) -> None:
     """Small updates are lost in bfloat16 weights, so the curve is near that of float32 and not equal to it."""
     case = Case(compute="bfloat16", steps=8, settings={"precision.master": "bfloat16"})
-    answers = run(group, case)
+    answers = run(where, case)
     state = assemble([answer["final"] for answer in answers])
     steps = {tensor.dtype for key, tensor in state.items() if key.startswith("step/")}
     assert {tensor.dtype for key, tensor in state.items() if not key.startswith("step/")} == {torch.bfloat16}

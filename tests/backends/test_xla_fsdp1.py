@@ -13,7 +13,7 @@ from test_curves import assert_equal_curves
 from workers import Group, JobFailed, Workers
 
 from portable_fsdp.backends.open import local_processes, resolve
-from portable_fsdp.backends.xla_fsdp1 import _boxes  # pyright: ignore[reportPrivateUsage]
+from portable_fsdp.backends.xla_fsdp1.shards import boxes
 from portable_fsdp.runtime.errors import BackendError
 
 pytestmark = pytest.mark.xla
@@ -154,7 +154,7 @@ def test_checkpoints_travel_to_and_from_the_other_engines(workers: GetWorkers, t
 
 
 def test_boxes_tile_a_range_in_order() -> None:
-    assert _boxes((3, 4), 2, 9) == [
+    assert boxes((3, 4), 2, 9) == [
         (slice(0, 1), slice(2, 4)),
         (slice(1, 2), slice(0, 4)),
         (slice(2, 3), slice(0, 1)),
@@ -165,7 +165,7 @@ def test_boxes_tile_a_range_in_order() -> None:
         whole = torch.arange(torch.Size(shape).numel()).view(shape)
         for start in range(whole.numel() + 1):
             for stop in range(start, whole.numel() + 1):
-                found = [whole[box].flatten() for box in _boxes(shape, start, stop)]
+                found = [whole[box].flatten() for box in boxes(shape, start, stop)]
                 assert torch.cat([torch.empty(0, dtype=torch.int64), *found]).tolist() == list(range(start, stop))
 
 

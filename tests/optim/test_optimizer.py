@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from portable_fsdp.config.schema import Optim
 from portable_fsdp.optim.optimizer import (
     SGD,
-    learning_rate_shares,
+    AdamW,
     make_optimizer,
     parameter_groups,
-    set_learning_rate,
+    set_step_numbers,
+    step_numbers,
 )
 from portable_fsdp.runtime.errors import ConfigError
 
@@ -35,15 +36,31 @@ def groups(matrix: Tensor, vector: Tensor, weight_decay: float) -> list[dict[str
     return [{"params": [matrix], "weight_decay": weight_decay}, {"params": [vector], "weight_decay": 0.0}]
 
 
-def take_steps(optimizer: torch.optim.Optimizer, count: int = 4) -> list[Tensor]:
-    """Steps with gradients that depend on the step alone; returns the parameters."""
-    owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def take_steps(optimizer: torch.optim.Optimizer, count: int = 4, lr: float | None = None) -> list[Tensor]:
+    """Steps with gradients that depend on the step alone; returns the parameters.
+
+    With an lr, the numbers of each step come as the loop brings them, lr growing with the step.
+    """
+    owned = in_groups(optimizer)
     generator = torch.Generator().manual_seed(1)
-    for _ in range(count):
+    for step in range(1, count + 1):
         for parameter in owned:
             parameter.grad = torch.randn(parameter.shape, generator=generator)
+        if lr is not None:
+            bring_numbers(optimizer, lr * step)
         optimizer.step()
     return [parameter.detach().clone() for parameter in owned]
+
+
+def in_groups(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def bring_numbers(optimizer: torch.optim.Optimizer, lr: float) -> dict[str, Tensor]:
+    numbers = step_numbers(optimizer, lr)
+    placed = {name: torch.tensor(number) for name, number in numbers.items()}
+    set_step_numbers(optimizer, numbers, placed)
+    return placed
 
 
 def group(params: list[str], weight_decay: float, lr_share: float = 1.0) -> dict[str, Any]:
@@ -92,17 +109,14 @@ def test_a_group_that_takes_nothing_is_refused() -> None:
         grouped({"match": "q", "lr": 0.2}, {"match": "*bias", "lr": 0.2})
 
 
-@pytest.mark.parametrize("capturable", [False, True])
-def test_each_group_takes_its_share_of_the_learning_rate(capturable: bool) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_each_group_takes_its_share_of_the_learning_rate(compiled: bool) -> None:
     matrix, vector = parameters()
     shares = [{"params": [matrix], "lr_share": 1.0}, {"params": [vector], "lr_share": 0.25}]
-    optimizer = make_optimizer(Optim(lr=0.5, name="sgd"))(shares, capturable)
-    assert learning_rate_shares(optimizer) == [0.25, 1.0]
-    placed = {share: torch.tensor(0.5 * share) for share in learning_rate_shares(optimizer)}
+    optimizer = make_optimizer(Optim(lr=0.5, name="sgd"))(shares, compiled)
+    assert sorted(step_numbers(optimizer, 0.5).values()) == [0.125, 0.5]
     before = matrix.detach().clone(), vector.detach().clone()
-    set_learning_rate(optimizer, 0.5, placed)
-    if capturable:
-        assert [group["lr"] is placed[group["lr_share"]] for group in optimizer.param_groups] == [True, True]
+    bring_numbers(optimizer, 0.5)
     matrix.grad, vector.grad = torch.ones_like(matrix), torch.ones_like(vector)
     optimizer.step()
     torch.testing.assert_close(matrix.detach(), before[0] - 0.5)
@@ -162,22 +176,110 @@ def test_a_learning_rate_on_the_device_gives_the_same_sgd() -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_the_learning_rate_of_a_compiled_step_is_a_tensor_that_it_takes_as_input(name: str) -> None:
+def test_the_numbers_of_a_compiled_step_are_tensors_that_it_takes_as_inputs(name: str) -> None:
     optimizer = make_optimizer(Optim.model_validate({"name": name, "lr": 0.25}))(groups(*parameters(), 0.1), True)
     rates = [group["lr"] for group in optimizer.param_groups]
     assert all(rate.dtype == torch.float32 and rate.shape == () and float(rate) == 0.25 for rate in rates)
-    placed = torch.tensor(0.125)
-    set_learning_rate(optimizer, 0.125, {1.0: placed})
-    assert all(group["lr"] is placed for group in optimizer.param_groups)
-    assert all(group.get("capturable", True) for group in optimizer.param_groups)
+    for step in (1, 2):
+        placed = bring_numbers(optimizer, 0.125 * step)
+        assert all(group["lr"] is placed["lr * 1.0"] for group in optimizer.param_groups)
+        assert len(placed) == (3 if name == "adamw" else 1)
+        versions = {name: tensor._version for name, tensor in placed.items()}
+        matrix, vector = in_groups(optimizer)
+        matrix.grad, vector.grad = torch.ones_like(matrix), torch.ones_like(vector)
+        optimizer.step()
+        assert {name: tensor._version for name, tensor in placed.items()} == versions, "an input was written to"
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_the_learning_rate_of_an_eager_step_is_a_number(name: str) -> None:
     optimizer = make_optimizer(Optim.model_validate({"name": name, "lr": 0.25}))(groups(*parameters(), 0.1), False)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
-    set_learning_rate(optimizer, 0.125, {1.0: torch.tensor(0.5)})
+    assert bring_numbers(optimizer, 0.125).keys() == {"lr * 1.0"}
     assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.125]
+
+
+# ------------------------------------------------------------------------------------ AdamW of a step that is compiled
+
+# A large eps and decay: their places in the formula then show.
+ADAMW = Optim(lr=0.01, betas=(0.8, 0.9), eps=0.1, weight_decay=0.5)
+
+
+def shared() -> list[dict[str, Any]]:
+    matrix, vector = parameters()
+    return [
+        {"params": [matrix], "weight_decay": 0.5, "lr_share": 1.0},
+        {"params": [vector], "weight_decay": 0.0, "lr_share": 0.25},
+    ]
+
+
+def by_torch() -> torch.optim.AdamW:
+    return torch.optim.AdamW(shared(), lr=ADAMW.lr, betas=ADAMW.betas, eps=ADAMW.eps)
+
+
+def assert_equal(ours: torch.optim.Optimizer, torchs: torch.optim.Optimizer) -> None:
+    """Parameters and state: the same names, shapes, dtypes and devices, the same values but for rounding."""
+    for found, expected in zip(in_groups(ours), in_groups(torchs), strict=True):
+        torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-7)
+        torch.testing.assert_close(dict(ours.state[found]), dict(torchs.state[expected]), rtol=2e-6, atol=2e-7)
+
+
+def test_a_compiled_adamw_is_torchs() -> None:
+    ours, torchs = make_optimizer(ADAMW)(shared(), True), by_torch()
+    assert isinstance(ours, AdamW)
+    take_steps(ours, 20, lr=0.01)
+    take_steps(torchs, 20, lr=0.01)
+    assert_equal(ours, torchs)
+
+
+@pytest.mark.parametrize("compiled_first", [False, True])
+def test_either_adamw_goes_on_from_the_others_state(compiled_first: bool) -> None:
+    ours, torchs, uninterrupted = make_optimizer(ADAMW)(shared(), True), by_torch(), by_torch()
+    first, then = (ours, torchs) if compiled_first else (torchs, ours)
+    take_steps(first, 3, lr=0.01)
+    for saved, parameter in zip(in_groups(first), in_groups(then), strict=True):
+        parameter.data = saved.detach().clone()
+        then.state[parameter] = {name: value.clone() for name, value in first.state[saved].items()}
+    take_steps(then, 5, lr=0.01)
+    take_steps(uninterrupted, 3, lr=0.01)
+    take_steps(uninterrupted, 5, lr=0.01)
+    assert_equal(then, uninterrupted)
+    assert {float(state["step"]) for state in then.state.values()} == {8.0}
+
+
+def test_parameters_of_different_counts_are_corrected_by_their_own() -> None:
+    """As where some parameters are new to training: the vector's moments are young, the matrix's old."""
+    ours, torchs = make_optimizer(ADAMW)(shared(), True), by_torch()
+    for optimizer in (ours, torchs):
+        matrix, vector = in_groups(optimizer)
+        for _ in range(6):
+            matrix.grad, vector.grad = torch.ones_like(matrix), None
+            bring_numbers(optimizer, 0.01)
+            optimizer.step()
+    assert len(step_numbers(ours, 0.01)) == 2 + 4  # two shares, two betas of two counts
+    take_steps(ours, 5, lr=0.01)
+    take_steps(torchs, 5, lr=0.01)
+    assert_equal(ours, torchs)
+    assert [float(state["step"]) for state in ours.state.values()] == [11.0, 5.0]
+
+
+def test_what_has_no_gradient_is_left_alone_by_a_compiled_adamw() -> None:
+    matrix, vector = parameters()
+    optimizer = make_optimizer(ADAMW)(groups(matrix, vector, 0.5), True)
+    before = vector.detach().clone()
+    matrix.grad = torch.ones_like(matrix)
+    bring_numbers(optimizer, 0.01)
+    optimizer.step()
+    assert torch.equal(vector.detach(), before)
+    assert vector not in optimizer.state
+
+
+def test_bias_corrections_of_long_runs_keep_their_names_apart() -> None:
+    """Counts that agree in their first digits are still two."""
+    optimizer = make_optimizer(ADAMW)(shared(), True)
+    for count, parameter in zip((1234567, 1234568), in_groups(optimizer), strict=True):
+        optimizer.state[parameter]["step"] = torch.tensor(float(count))
+    assert len(step_numbers(optimizer, 0.01)) == 2 + 4
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])

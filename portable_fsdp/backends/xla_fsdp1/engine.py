@@ -1,8 +1,6 @@
 """XLA FSDP1: torch_xla's XlaFullyShardedDataParallel. One process drives one device; each holds its part of a unit.
 
-`shard_model` reads top to bottom: recompute inside a unit, a wrapper around it, the root around all, then weights.
-The wrappers stand behind the modules' forwards and not among them, so that no name changes. What a device holds of a
-parameter is a range of its elements in row-major order, however the engine cuts it: by rows, or flat.
+`shard_model` reads top to bottom: full parameters that nobody reads, the units that cut them, then the weights.
 """
 
 # Parameters are put into a module's own tables, and host tensors go to the device through torch_xla's private bridge.
@@ -14,9 +12,8 @@ import math
 import os
 import pickle
 import resource
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, cast
 
 import psutil
@@ -36,7 +33,6 @@ from portable_fsdp.backends.base import (
     Place,
     Read,
     ShardPolicy,
-    Slices,
     T,
     TensorState,
     Traffic,
@@ -46,11 +42,13 @@ from portable_fsdp.backends.base import (
     persistent_buffers,
     whole,
 )
+from portable_fsdp.backends.xla_fsdp1.process import check_devices, set_environment, start_process, tpu_name
+from portable_fsdp.backends.xla_fsdp1.shards import Shard, shards_of
+from portable_fsdp.backends.xla_fsdp1.units import wrap_forwards
 from portable_fsdp.config.load import check_batch
 from portable_fsdp.config.schema import Config
 from portable_fsdp.config.support import require_supported
 from portable_fsdp.runtime.errors import BackendError
-from portable_fsdp.runtime.process import detect_launch
 
 log = logging.getLogger("portable_fsdp")
 
@@ -65,50 +63,13 @@ class _OnDevice(Pending):
         return {name: value.cpu() for name, value in self._metrics.items()}
 
 
-@dataclass(frozen=True)
-class _Span:
-    """A parameter among those that were joined into one tensor: where its elements start there."""
-
-    fqn: str
-    shape: tuple[int, ...]
-    start: int
-
-
-@dataclass(frozen=True)
-class _Shard:
-    """This device's part of a tensor: elements `index * numel` to `(index + 1) * numel`, zeros beyond the last span."""
-
-    parameter: nn.Parameter
-    spans: tuple[_Span, ...]
-    index: int
-
-    def boxes(self) -> Iterator[tuple[str, Slices, slice]]:
-        """FQN, box of the parameter, and where its elements lie in the flat shard."""
-        size = self.parameter.numel()
-        begin = self.index * size
-        for span in self.spans:
-            at = max(begin, span.start)
-            stop = min(begin + size, span.start + math.prod(span.shape))
-            for box in _boxes(span.shape, at - span.start, stop - span.start):
-                count = math.prod(part.stop - part.start for part in box)
-                yield span.fqn, box, slice(at - begin, at - begin + count)
-                at += count
-
-    def collect(self, read: Read, dtype: torch.dtype) -> Tensor:
-        """The shard as a host tensor, from the pieces that `read` gives."""
-        flat = torch.zeros(self.parameter.numel(), dtype=dtype)
-        for fqn, box, where in self.boxes():
-            flat[where] = read(fqn, box).flatten()
-        return flat.view(self.parameter.shape)
-
-
 class XlaFsdp1Backend(Backend):
     """XlaFullyShardedDataParallel on PJRT: a process for each TPU chip of all hosts, or one CPU device."""
 
     name = "xla_fsdp1"
 
     def __init__(self, device: str, config: Config, num_devices: int | None) -> None:
-        _set_environment(device)
+        set_environment(device)
         import torch_xla
         import torch_xla.core.xla_model as model
         import torch_xla.debug.metrics as counters
@@ -118,13 +79,13 @@ class XlaFsdp1Backend(Backend):
         self._counters: Any = counters
         self._ops: Any = model  # collectives
         self._bridge: Any = cast(Any, torch_xla)._XLAC
-        _start_process(device, cast(Any, runtime))
+        start_process(device, cast(Any, runtime))
         count = int(runtime.world_size())
-        _check_devices(device, num_devices, count)
+        check_devices(device, num_devices, count)
         hosts = max(1, count // int(runtime.local_device_count()))
         require_supported(config, engine="xla_fsdp1", device=device, devices=count, hosts=hosts)
         self.device = cast(torch.device, self._xla.device())
-        self.device_name = _tpu_name() if device == "tpu" else device
+        self.device_name = tpu_name() if device == "tpu" else device
         self.process = Part(int(runtime.global_ordinal()), count)
         self.data_shard = self.process
         self.data_parallel_size = count
@@ -151,12 +112,12 @@ class XlaFsdp1Backend(Backend):
     def shard_model(self, model: nn.Module, policy: ShardPolicy, fill: Fill | None) -> nn.Module:
         assert fill is not None
         places = parameter_places(model)
+        self._check_shapes(places)
         self._put_zeros(places)
-        wrap = self._wrapping(policy)
-        inner = [wrap(model.get_submodule(name), name in policy.recompute) for name in reversed(policy.units)]
-        self._root: Any = wrap(model, False, inner)
-        self._policy = policy
-        self._shards = _in_order_of(places, [shard for one in (*inner, self._root) for shard in self._cut(one, places)])
+        units = wrap_forwards(model, policy, self._unit_maker(policy))
+        self._root: Any = units[-1]
+        self._reduce = policy.reduce
+        self._shards = shards_of(units, places, self._index)
         for shard in self._shards.values():
             shard.parameter.data = self._upload(shard.collect(fill, torch.float32))
             if not self._settings.flatten_parameters:  # else there is no shard of one parameter to be found there
@@ -166,8 +127,17 @@ class XlaFsdp1Backend(Backend):
         self._xla.sync(wait=True)
         return model
 
+    def _check_shapes(self, places: dict[str, list[Place]]) -> None:
+        """Raises BackendError for a parameter of no dimensions where each is cut by its rows."""
+        scalars = [fqn for fqn, (place, *_) in places.items() if not place.module.get_parameter(place.leaf).shape]
+        if scalars and self._settings.shard_param_on_dim_0 and not self._settings.flatten_parameters:
+            raise BackendError(
+                f"backend xla_fsdp1: expected parameters that have rows to cut, found {scalars[0]}, a single number.\n"
+                "  Set xla_fsdp1.shard_param_on_dim_0=false: each is then cut flat."
+            )
+
     def _put_zeros(self, places: dict[str, list[Place]]) -> None:
-        """Full parameters that nobody reads: the wrapper cuts them, `fill` replaces what it cut, nothing is computed.
+        """Full parameters that nobody reads: the units cut them, `fill` replaces what they cut, nothing is computed.
 
         So no host and no device ever holds more than the shards of a model; XLA traces these zeros and drops them.
         """
@@ -179,11 +149,10 @@ class XlaFsdp1Backend(Backend):
             for place in shared:
                 place.module._parameters[place.leaf] = full
 
-    def _wrapping(self, policy: ShardPolicy) -> Callable[..., Any]:
-        """The function that wraps a module: its forward gathers its weights, runs it, and frees them."""
-        from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel, checkpoint_module
+    def _unit_maker(self, policy: ShardPolicy) -> Callable[[nn.Module], Any]:
+        from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
 
-        wrapper = functools.partial(
+        return functools.partial(
             XlaFullyShardedDataParallel,
             reshard_after_forward=bool(policy.reshard_after_forward),
             flatten_parameters=self._settings.flatten_parameters,
@@ -196,35 +165,6 @@ class XlaFsdp1Backend(Backend):
             pin_layout_in_collective_ops=self._pin_layout,
             execute_sharding_on_init=False,
         )
-
-        def wrap(module: nn.Module, recompute: bool, inner: Sequence[nn.Module] = ()) -> Any:
-            body = _Body(module, inner)
-            wrapped: Any = wrapper(checkpoint_module(body) if recompute else body)
-            # C1: gradients are summed. set_gradient_divide_factors(1, 1) would move the mean into the reduction.
-            wrapped.gradient_predivide_factor = wrapped.gradient_postdivide_factor = 1.0
-            wrapped.reduce_scatter_op = _ReduceScatter(wrapped.reduce_scatter_op, policy.reduce)
-            body.run = module.forward
-            module.forward = functools.partial(wrapped)
-            return wrapped
-
-        return wrap
-
-    def _cut(self, wrapper: Any, places: dict[str, list[Place]]) -> Iterator[_Shard]:
-        """The shards of a wrapper, named by the FQNs of what was cut."""
-        fqns = {(id(place.module), place.leaf): fqn for fqn, shared in places.items() for place in shared}
-        cuts = zip(wrapper.full_params, wrapper.full_param_infos, wrapper.sharded_params, strict=True)
-        for full, (_, module, leaf), parameter in cuts:
-            if (id(module), leaf) in fqns:
-                spans = [_Span(fqns[id(module), leaf], tuple(parameter._orig_size), 0)]
-            else:  # joined
-                starts = [sum(full._param_numels[:number]) for number in range(len(full._param_numels))]
-                spans = [
-                    _Span(fqns[id(module), leaf], tuple(shape), start)
-                    for (_, module, leaf), shape, start in zip(
-                        full._param_infos, full._param_shapes, starts, strict=True
-                    )
-                ]
-            yield _Shard(parameter, tuple(spans), self._index)
 
     def _upload(self, host: Tensor) -> Tensor:
         (placed,) = self._bridge._xla_tensors_from_aten([host], [str(self.device)], None)
@@ -316,7 +256,7 @@ class XlaFsdp1Backend(Backend):
             gradient = cast(Tensor, parameter.grad)
             total = self._ops.all_reduce(
                 self._ops.REDUCE_SUM,
-                gradient.to(self._policy.reduce),
+                gradient.to(self._reduce),
                 groups=self._replica_groups,
                 pin_layout=self._pin_layout,
             )
@@ -373,7 +313,7 @@ class XlaFsdp1Backend(Backend):
 
     def _tensors(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> Iterator[tuple[str, Tensor, _Shard | None]]:
+    ) -> Iterator[tuple[str, Tensor, Shard | None]]:
         """All that a checkpoint holds: the key of a whole tensor, or what stands before the FQNs of a cut one."""
         for shard in self._shards.values():
             yield "", shard.parameter, shard
@@ -402,121 +342,8 @@ class XlaFsdp1Backend(Backend):
         return MemoryStats(int(used["peak_bytes_used"]), int(used["bytes_used"]), int(used["bytes_limit"]))
 
 
-class _ReduceScatter:
-    """The engine's, in the dtype asked for.
-
-    torch_xla 2.9 gives it float32 whatever `fp32_reduce_scatter` says: a full parameter stays float32 to autograd,
-    which casts the gradient to that, and only its values are of the compute dtype.
-    """
-
-    def __init__(self, scatter: Any, dtype: torch.dtype) -> None:
-        self.flush = scatter.flush
-        self._scatter, self._dtype = scatter, dtype
-
-    def __call__(self, gradient: Tensor, done: Callable[[Tensor], None]) -> None:
-        self._scatter(gradient.to(self._dtype), done)
-
-
-class _Body(nn.Module):
-    """What a wrapper wraps: a module under the forward that it had, so that the module itself stays where it is.
-
-    The root's holds the wrappers of all units too, since the root looks for them among its own modules.
-    """
-
-    run: Callable[..., Any]
-
-    def __init__(self, module: nn.Module, inner: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.module = module
-        self.inner = nn.ModuleList(inner)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(*args, **kwargs)
-
-
-def _boxes(shape: Sequence[int], start: int, stop: int) -> list[Slices]:
-    """Elements `start` to `stop`, in row-major order, as boxes in that order: part of a row, whole rows, part of one.
-
-    `_boxes((3, 4), 2, 9)` is `[0:1, 2:4], [1:2, 0:4], [2:3, 0:1]`.
-    """
-    if start >= stop:
-        return []
-    if not shape:
-        return [()]
-    row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # of the whole rows
-    if first > last:
-        return [(slice(last, first), *box) for box in _boxes(shape[1:], start - last * row, stop - last * row)]
-    head = [(slice(first - 1, first), *box) for box in _boxes(shape[1:], start - (first - 1) * row, row)]
-    middle = [(slice(first, last), *whole(shape[1:]))] if first < last else []
-    tail = [(slice(last, last + 1), *box) for box in _boxes(shape[1:], 0, stop - last * row)]
-    return head + middle + tail
-
-
-def _in_order_of(places: dict[str, list[Place]], shards: list[_Shard]) -> dict[str, _Shard]:
-    """Shards by the FQN of their first span, in the order of the model's parameters."""
-    order = {fqn: number for number, fqn in enumerate(places)}
-    named = {shard.spans[0].fqn: shard for shard in shards}
-    return {fqn: named[fqn] for fqn in sorted(named, key=lambda fqn: order[fqn])}
-
-
 def _replicas(config: Config, count: int, hosts: int) -> int:
     strategy = config.sharding.strategy
     if strategy == "NO_SHARD":
         return count
     return (config.sharding.replicas or hosts) if strategy.startswith("HYBRID") else 1
-
-
-def _start_process(device: str, runtime: Any) -> None:
-    """Tell PJRT which chip is this process's; on CPU there is one device and nothing to tell."""
-    launch = detect_launch(os.environ)
-    if runtime.is_spmd():
-        raise BackendError(
-            "backend xla_fsdp1: expected a process without SPMD, found that backend xla was opened in it before.\n"
-            "  torch_xla can't leave SPMD: open the two in processes of their own."
-        )
-    if device == "cpu":
-        if launch.world_size > 1:
-            raise BackendError(
-                f"backend xla_fsdp1 on cpu: expected one process, found {launch.world_size} of a launcher: PJRT's CPU "
-                "devices can't talk across processes.\n  Start it plainly, with one device; several CPU devices: "
-                "--backend=xla --num_devices=N."
-            )
-        return
-    from torch_xla._internal import pjrt, tpu
-
-    processes, chips = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(cast(Any, tpu).num_local_processes())
-    if processes != chips:
-        raise BackendError(
-            f"backend xla_fsdp1 on tpu: expected one process for each of the {chips} chips of this host, found "
-            f"{processes}.\n  Start it plainly on every host, or with torchrun --nproc_per_node={chips}."
-        )
-    cast(Any, pjrt).initialize_multiprocess(launch.local_rank, processes)
-    if runtime.addressable_device_count() > 1:
-        raise BackendError(
-            "backend xla_fsdp1 on tpu: expected one device a chip, found "
-            f"{runtime.addressable_device_count()} (TPU v2 and v3).\n  Use --backend=xla there."
-        )
-
-
-def _check_devices(device: str, num_devices: int | None, count: int) -> None:
-    if num_devices is not None and num_devices != count:
-        raise BackendError(
-            f"backend xla_fsdp1 on {device}: expected --num_devices={num_devices} devices, found {count}.\n  On a TPU "
-            "slice leave --num_devices out: all chips take part. On CPU it has one; several: --backend=xla."
-        )
-
-
-def _set_environment(device: str) -> None:
-    """What torch_xla reads when it is imported."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # else each compilation prints that GSPMD is to be deprecated
-    logging.getLogger("absl").setLevel(logging.ERROR)  # else jax's packages warn that TensorFlow is absent
-    os.environ["PJRT_DEVICE"] = "TPU" if device == "tpu" else "CPU"
-
-
-def _tpu_name() -> str:
-    """The chip's name as PJRT writes it (TPU v5p, TPU v5 lite); an unknown one keeps MFU unknown."""
-    from torch_xla._internal import tpu
-
-    kind = str(cast(Any, tpu).get_tpu_env()["ACCELERATOR_TYPE"]).split("-")[0]  # v5litepod, v5p, v6e
-    return f"TPU {kind.replace('litepod', ' lite')}"

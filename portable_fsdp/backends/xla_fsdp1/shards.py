@@ -1,0 +1,95 @@
+"""Which elements of which parameters a device holds, however the engine cuts: by rows, flat, or several joined.
+
+What a device holds of a parameter is a range of its elements in row-major order.
+"""
+
+# The wrapper tells what it cut in attributes of its own.
+# pyright: reportPrivateUsage=false
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from portable_fsdp.backends.base import Place, Read, Slices, whole
+
+
+@dataclass(frozen=True)
+class Span:
+    """A parameter among those that were joined into one tensor: where its elements start there."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    start: int
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This device's part of a tensor: elements `index * numel` to `(index + 1) * numel`, zeros beyond the last span."""
+
+    parameter: nn.Parameter
+    spans: tuple[Span, ...]
+    index: int
+
+    def boxes(self) -> Iterator[tuple[str, Slices, slice]]:
+        """FQN, box of the parameter, and where its elements lie in the flat shard."""
+        size = self.parameter.numel()
+        begin = self.index * size
+        for span in self.spans:
+            at = max(begin, span.start)
+            stop = min(begin + size, span.start + math.prod(span.shape))
+            for box in boxes(span.shape, at - span.start, stop - span.start):
+                count = math.prod(part.stop - part.start for part in box)
+                yield span.fqn, box, slice(at - begin, at - begin + count)
+                at += count
+
+    def collect(self, read: Read, dtype: torch.dtype) -> Tensor:
+        """The shard as a host tensor, from the pieces that `read` gives."""
+        flat = torch.zeros(self.parameter.numel(), dtype=dtype)
+        for fqn, box, where in self.boxes():
+            flat[where] = read(fqn, box).flatten()
+        return flat.view(self.parameter.shape)
+
+
+def shards_of(units: Sequence[Any], places: dict[str, list[Place]], index: int) -> dict[str, Shard]:
+    """The shards of XlaFullyShardedDataParallel units by the FQN of their first span, in the order of the model."""
+    shards = {shard.spans[0].fqn: shard for unit in units for shard in _cut(unit, places, index)}
+    return {fqn: shards[fqn] for fqn in places if fqn in shards}
+
+
+def _cut(unit: Any, places: dict[str, list[Place]], index: int) -> Iterator[Shard]:
+    """The shards of a unit, named by the FQNs of what was cut."""
+    fqns = {(id(place.module), place.leaf): fqn for fqn, shared in places.items() for place in shared}
+    cuts = zip(unit.full_params, unit.full_param_infos, unit.sharded_params, strict=True)
+    for full, (_, module, leaf), parameter in cuts:
+        if (id(module), leaf) in fqns:
+            spans = [Span(fqns[id(module), leaf], tuple(parameter._orig_size), 0)]
+        else:  # joined
+            starts = [sum(full._param_numels[:number]) for number in range(len(full._param_numels))]
+            spans = [
+                Span(fqns[id(module), leaf], tuple(shape), start)
+                for (_, module, leaf), shape, start in zip(full._param_infos, full._param_shapes, starts, strict=True)
+            ]
+        yield Shard(parameter, tuple(spans), index)
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> list[Slices]:
+    """Elements `start` to `stop`, in row-major order, as boxes in that order: part of a row, whole rows, part of one.
+
+    `boxes((3, 4), 2, 9)` is `[0:1, 2:4], [1:2, 0:4], [2:3, 0:1]`.
+    """
+    if start >= stop:
+        return []
+    if not shape:
+        return [()]
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # of the whole rows
+    if first > last:
+        return [(slice(last, first), *box) for box in boxes(shape[1:], start - last * row, stop - last * row)]
+    head = [(slice(first - 1, first), *box) for box in boxes(shape[1:], start - (first - 1) * row, row)]
+    middle = [(slice(first, last), *whole(shape[1:]))] if first < last else []
+    tail = [(slice(last, last + 1), *box) for box in boxes(shape[1:], 0, stop - last * row)]
+    return head + middle + tail
