@@ -27,7 +27,7 @@ USAGE = """Train a causal language model.
 
   --config       YAML file; configs/ holds examples, docs/configuration.md every key
   --device       auto | cpu | cuda | tpu: where (default auto: cuda, else tpu, else cpu)
-  --backend      auto | native | xla: how (default auto: native on cpu and cuda, xla on tpu)
+  --backend      auto | native | xla | xla_fsdp1: how (default auto: native on cpu and cuda, xla on tpu)
   --num_devices  auto | N: how many devices of this host (default auto: all GPUs or TPU chips; one CPU device)
   section.key=value  overrides a key of the config, as optim.lr=3e-4
 
@@ -38,7 +38,7 @@ def _define_flags() -> flags.FlagValues:
     values = flags.FlagValues()
     flags.DEFINE_string("config", None, "YAML file", flag_values=values)
     flags.DEFINE_string("device", "auto", "auto | cpu | cuda | tpu", flag_values=values)
-    flags.DEFINE_string("backend", "auto", "auto | native | xla", flag_values=values)
+    flags.DEFINE_string("backend", "auto", "auto | native | xla | xla_fsdp1", flag_values=values)
     flags.DEFINE_string("num_devices", "auto", "auto | N", flag_values=values)
     return values
 
@@ -78,7 +78,8 @@ def _launch(values: flags.FlagValues, overrides: list[str], argv: list[str]) -> 
     device, backend = resolve(values.device, values.backend)
     processes = local_processes(device, backend, wanted) if launch.kind == "plain" else 1
     if processes > 1:
-        check_batch(config, processes)
+        if device != "tpu":  # a slice has other hosts too, which are started plainly as well: the engine counts them
+            check_batch(config, processes)
         from portable_fsdp.runtime.elastic import run_processes
 
         since = time.time()

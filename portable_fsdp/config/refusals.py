@@ -465,4 +465,19 @@ REFUSALS = (
         )
         for key in ("flatten_parameters", "shard_param_on_dim_0", "pin_layout_in_collective_ops", "buffer_dtype")
     ),
+    Refusal(
+        "xla_fsdp1.flatten_parameters",
+        FSDP1,
+        "with weight decay or optimizer groups",
+        lambda c, p: c.xla_fsdp1.flatten_parameters and bool(c.optim.weight_decay or c.optim.groups),
+        "a unit's parameters are one tensor, which has one weight decay and one learning rate",
+        ("xla_fsdp1.flatten_parameters=false", "optim.weight_decay=0 and optim.groups=[]"),
+    ),
+    Refusal(
+        "xla_fsdp1.shard_param_on_dim_0",
+        FSDP1,
+        "true, for a model with a parameter of no dimensions",
+        None,
+        "it has no rows to cut; false cuts each parameter flat",
+    ),
 )

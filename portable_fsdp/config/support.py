@@ -228,7 +228,7 @@ EFFECTS = (
     Effect(("precision.reduce=auto",), NATIVE, "float32"),
     Effect(("precision.reduce",), XLA, "gradients are summed in the compute dtype, which is this one"),
     Effect(("precision.reduce=auto",), XLA, "the dtype that the weight is cast to at use"),
-    Effect(("precision.reduce",), FSDP1, "XlaFullyShardedDataParallel(fp32_reduce_scatter)"),
+    Effect(("precision.reduce",), FSDP1, "gradients are cast to it before the reduce-scatter"),
     Effect(("precision.reduce=auto",), FSDP1, "float32"),
     Effect(("precision.output",), EVERY, "logits are cast before the loss; auto: as the head gives them"),
     Effect(

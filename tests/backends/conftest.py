@@ -49,5 +49,5 @@ def run(workers: Callable[[Group], Workers]) -> Callable[..., list[dict[str, Any
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "group" in metafunc.fixturenames:
-        marked = [pytest.param(g, id=str(g), marks=[pytest.mark.xla] if g.backend == "xla" else []) for g in GROUPS]
+        marked = [pytest.param(g, id=str(g), marks=[pytest.mark.xla] if g.backend != "native" else []) for g in GROUPS]
         metafunc.parametrize("group", marked)

@@ -154,4 +154,4 @@ def test_c5_refused_when_it_opens(group: Group, workers: GetWorkers, case: Case,
 
 
 def _processes(group: Group) -> int:
-    return group.devices if group.backend == "native" else 1
+    return 1 if group.backend == "xla" else group.devices

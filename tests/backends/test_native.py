@@ -110,8 +110,9 @@ def test_collectives_are_the_textbooks(name: str, micro_batches: int, workers: G
     assert counted.get("reduce_scatter", (0, 0)) == (
         (micro_batches * groups, micro_batches * weights) if sharded else (0, 0)
     )
-    # Numbers: tokens in each micro batch; the gradient norm, where shards have parts of it; loss and stop.
-    numbers, bytes_of_numbers = micro_batches + sharded + 1, 4 * micro_batches + 4 * sharded + 8
+    # Numbers: tokens in each micro batch; the gradient norm, where shards have parts of it; loss, stop, and two of each
+    # process.
+    numbers, bytes_of_numbers = micro_batches + sharded + 1, 4 * (micro_batches + sharded + 2 + 2 * FOUR.devices)
     replicas = strategy.reduces_replicas
     assert counted["all_reduce"] == (
         numbers + groups * replicas,  # replicas are reduced once a step, in the last micro batch

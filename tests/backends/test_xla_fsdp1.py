@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from assemble import assemble, assert_equal_states
 from cases import Case
 from reference import reference
 from test_curves import assert_equal_curves
 from workers import Group, JobFailed, Workers
 
+from portable_fsdp.backends.base import parameter_places
 from portable_fsdp.backends.open import local_processes, resolve
-from portable_fsdp.backends.xla_fsdp1.shards import boxes
+from portable_fsdp.backends.xla_fsdp1.shards import boxes, check_rows
 from portable_fsdp.runtime.errors import BackendError
 
 pytestmark = pytest.mark.xla
@@ -24,6 +26,7 @@ GetWorkers = Callable[[Group], Workers]
 ONE, TWO, FOUR = (Group("xla_fsdp1", devices) for devices in (1, 2, 4))
 NO_DECAY = {"name": "adamw", "lr": 1e-3, "weight_decay": 0.0}
 FLAT = {"xla_fsdp1.flatten_parameters": True}
+FROZEN = {"model.freeze": ["model.embed_tokens", "*norm*"]}
 
 
 def _check(answers: list[dict[str, Any]], case: Case, bound: float | None = None) -> None:
@@ -46,23 +49,35 @@ def test_any_number_of_devices_gives_the_same_curve(devices: Group, run: Run) ->
         assert answer["ties"] == answer["unwrapped_ties"]
 
 
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "HYBRID_SHARD_ZERO2"])
+def test_replicas_of_a_sharded_model_keep_the_curve(strategy: str, run: Run) -> None:
+    case = Case(strategy=strategy, settings={"sharding.replicas": 2})
+    answers = run(FOUR, case)
+    _check(answers, case)
+    held = [[data.shape[0] for _, data in answer["final"]["lm_head.weight"][2]] for answer in answers]
+    assert held == [[505], [504], [], []]  # of 1009 rows: one replica writes, and it has them all
+
+
 @pytest.mark.parametrize(
     "case",
     [
         Case(micro_batch=2),
         Case(model="llama_tied", optim=NO_DECAY, settings=FLAT),
         Case(settings={"xla_fsdp1.shard_param_on_dim_0": False}, strategy="SHARD_GRAD_OP"),
-        Case(settings={"model.freeze": ["model.embed_tokens", "*norm*"]}, checkpointing="full", micro_batch=3),
+        Case(settings={"sharding.wrap_modules": ["model.layers.*.mlp"]}, checkpointing="full"),
     ],
-    ids=["accumulation", "joined", "flat", "frozen"],
+    ids=["accumulation", "joined", "flat", "recomputed_units_in_units"],
 )
 def test_options_do_not_change_the_curve(case: Case, run: Run) -> None:
+    _check(run(TWO, case), case)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_frozen_weights_stay_and_the_rest_trains(checkpointing: str, run: Run) -> None:
+    case = Case(settings=FROZEN, checkpointing=checkpointing, micro_batch=3)
     answers = run(TWO, case)
-    if "model.freeze" in case.settings:
-        assert_equal_states(*(_frozen(answers, at) for at in ("final", "initial")))
-        assert all(answer["compilations"] == answer["expected_compilations"] == 2 for answer in answers)
-        return
-    _check(answers, case)
+    assert_equal_curves(answers, case)
+    assert_equal_states(*(_frozen(answers, at) for at in ("final", "initial")))
 
 
 def _frozen(answers: list[dict[str, Any]], at: str) -> dict[str, Any]:
@@ -90,8 +105,12 @@ def test_shard_grad_op_gathers_each_layer_once(workers: GetWorkers) -> None:
     assert full["reduce-scatter"] == once["reduce-scatter"] == once["all-gather"]
 
 
-def test_gradient_checkpointing_computes_again(workers: GetWorkers) -> None:
-    none, full = (_program(workers, Case(checkpointing=kind)) for kind in ("none", "full"))
+@pytest.mark.parametrize(
+    "settings", [{}, FROZEN, {"sharding.wrap": "NO_WRAP"}], ids=["units", "after_frozen", "layers_that_are_no_units"]
+)
+def test_gradient_checkpointing_computes_again(settings: dict[str, Any], workers: GetWorkers) -> None:
+    """Where the first layer's input wants no gradient too, and where a layer is no unit."""
+    none, full = (_program(workers, Case(checkpointing=kind, settings=settings)) for kind in ("none", "full"))
     assert full["dot"] >= none["dot"] + 2 * 7  # seven weights in each of two layers
 
 
@@ -153,14 +172,24 @@ def test_checkpoints_travel_to_and_from_the_other_engines(workers: GetWorkers, t
             assert losses == pytest.approx([metrics["loss"] for metrics in said[0]["metrics"]], rel=1e-5)
 
 
+def test_a_parameter_of_no_dimensions_is_refused_where_it_would_be_cut_by_rows() -> None:
+    model = torch.nn.Module()
+    model.weight, model.scale = torch.nn.Parameter(torch.ones(3, 2)), torch.nn.Parameter(torch.ones(()))
+    places = parameter_places(model)
+    with pytest.raises(BackendError, match=r"rows to cut, found scale(.|\n)*shard_param_on_dim_0=false"):
+        check_rows(places)
+    del places["scale"]
+    check_rows(places)
+    assert boxes((), 0, 1) == [()]  # cut flat, the first device holds it
+    assert boxes((), 128, 1) == []
+
+
 def test_boxes_tile_a_range_in_order() -> None:
     assert boxes((3, 4), 2, 9) == [
         (slice(0, 1), slice(2, 4)),
         (slice(1, 2), slice(0, 4)),
         (slice(2, 3), slice(0, 1)),
     ]
-    import torch
-
     for shape in ((7,), (3, 4), (2, 3, 4)):
         whole = torch.arange(torch.Size(shape).numel()).view(shape)
         for start in range(whole.numel() + 1):

@@ -29,7 +29,11 @@ class Group(NamedTuple):
         return f"{self.backend}-{self.devices}"
 
 
-GROUPS = [Group("native", 1), Group("native", 2), Group("native", 3), Group("xla", 1), Group("xla", 3), Group("xla", 4)]
+GROUPS = [
+    *(Group("native", devices) for devices in (1, 2, 3)),
+    *(Group("xla", devices) for devices in (1, 3, 4)),
+    Group("xla_fsdp1", 2),
+]
 
 
 def _serve(pipe: Connection, environment: dict[str, str], backend: str) -> None:
@@ -102,6 +106,10 @@ class Workers:
                 # must not be all that there are; by default both pools have one a core.
                 threads = str(8 * group.devices)
                 environment |= {"XLA_THREAD_POOL_SIZE": threads, "PJRT_NPROC": threads}
+            if group.backend == "xla_fsdp1":
+                # Else PJRT lets what a thread of torch_xla's pool starts wait for what it started before, and the pool
+                # may give one thread the same step of two devices: the second, for which the first one waits.
+                environment["PJRT_CPU_ASYNC_CLIENT"] = "0"
             process = context.Process(
                 target=_serve, args=(there, environment, group.backend), daemon=True, name=f"{group}-{rank}"
             )

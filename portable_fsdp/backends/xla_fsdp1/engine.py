@@ -43,12 +43,11 @@ from portable_fsdp.backends.base import (
     whole,
 )
 from portable_fsdp.backends.xla_fsdp1.process import check_devices, set_environment, start_process, tpu_name
-from portable_fsdp.backends.xla_fsdp1.shards import Shard, shards_of
+from portable_fsdp.backends.xla_fsdp1.shards import Shard, check_rows, shards_of
 from portable_fsdp.backends.xla_fsdp1.units import wrap_forwards
 from portable_fsdp.config.load import check_batch
 from portable_fsdp.config.schema import Config
 from portable_fsdp.config.support import require_supported
-from portable_fsdp.runtime.errors import BackendError
 
 log = logging.getLogger("portable_fsdp")
 
@@ -112,7 +111,8 @@ class XlaFsdp1Backend(Backend):
     def shard_model(self, model: nn.Module, policy: ShardPolicy, fill: Fill | None) -> nn.Module:
         assert fill is not None
         places = parameter_places(model)
-        self._check_shapes(places)
+        if self._settings.shard_param_on_dim_0 and not self._settings.flatten_parameters:
+            check_rows(places)
         self._put_zeros(places)
         units = wrap_forwards(model, policy, self._unit_maker(policy))
         self._root: Any = units[-1]
@@ -126,15 +126,6 @@ class XlaFsdp1Backend(Backend):
                     place.module._parameters[place.leaf] = shard.parameter
         self._xla.sync(wait=True)
         return model
-
-    def _check_shapes(self, places: dict[str, list[Place]]) -> None:
-        """Raises BackendError for a parameter of no dimensions where each is cut by its rows."""
-        scalars = [fqn for fqn, (place, *_) in places.items() if not place.module.get_parameter(place.leaf).shape]
-        if scalars and self._settings.shard_param_on_dim_0 and not self._settings.flatten_parameters:
-            raise BackendError(
-                f"backend xla_fsdp1: expected parameters that have rows to cut, found {scalars[0]}, a single number.\n"
-                "  Set xla_fsdp1.shard_param_on_dim_0=false: each is then cut flat."
-            )
 
     def _put_zeros(self, places: dict[str, list[Place]]) -> None:
         """Full parameters that nobody reads: the units cut them, `fill` replaces what they cut, nothing is computed.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from portable_fsdp.backends.base import Place, Read, Slices, whole
+from portable_fsdp.runtime.errors import BackendError
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,16 @@ class Shard:
         for fqn, box, where in self.boxes():
             flat[where] = read(fqn, box).flatten()
         return flat.view(self.parameter.shape)
+
+
+def check_rows(places: dict[str, list[Place]]) -> None:
+    """Raises BackendError for a parameter of no dimensions, where each is to be cut by its rows."""
+    scalars = [fqn for fqn, (place, *_) in places.items() if not place.module.get_parameter(place.leaf).shape]
+    if scalars:
+        raise BackendError(
+            f"backend xla_fsdp1: expected parameters with rows to cut, found {scalars[0]}, a single number.\n"
+            "  Set xla_fsdp1.shard_param_on_dim_0=false: each is then cut flat."
+        )
 
 
 def shards_of(units: Sequence[Any], places: dict[str, list[Place]], index: int) -> dict[str, Shard]:
