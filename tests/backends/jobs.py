@@ -475,7 +475,7 @@ def _on_devices(tensor: torch.Tensor) -> tuple[tuple[int, ...], list[tuple[int, 
 
     bridge: Any = cast(Any, torch_xla)._XLAC
     devices = int(os.environ["CPU_NUM_DEVICES"])
-    if "devices=" not in bridge._get_xla_sharding_spec(tensor):
+    if tensor.device.type == "cpu" or "devices=" not in bridge._get_xla_sharding_spec(tensor):
         return tuple(tensor.shape), [tuple(tensor.shape)] * devices
     (shards,) = bridge._get_local_shards([tensor])
     return tuple(tensor.shape), [tuple(shard.shape) for shard, _ in shards]

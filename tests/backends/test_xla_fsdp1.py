@@ -33,7 +33,8 @@ def _check(answers: list[dict[str, Any]], case: Case, bound: float | None = None
     """The curve of a plain loop, one program a kind, initial weights of (seed, name), and states that tile."""
     assert_equal_curves(answers, case, bound)
     for answer in answers:
-        assert answer["compilations"] == answer["expected_compilations"]
+        # Fewer where an earlier job of the worker compiled the same program.
+        assert answer["compilations"] <= answer["expected_compilations"]
     found = assemble([answer["initial"] for answer in answers])
     assert_equal_states({key: value for key, value in found.items() if "/" not in key}, reference(case).initial)
     assemble([answer["final"] for answer in answers])

@@ -4,13 +4,19 @@ As it is, torch_xla deadlocks there: threads that miss its cache at once compile
 then wait for one another; and no lock may be held around the step marker, which can block until a collective has
 ended. So each marker becomes a turnstile that holds nothing: thread k goes in once those before it have looked the
 program up in the cache (or have left), and so finds the one that the first of them compiled.
+
+What a process has once and these threads would share is given to each, or to one at a time: whether a backward
+recomputes, and torch's random numbers.
 """
 
 import importlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
+
+import torch
 
 
 class _Turnstile:
@@ -51,6 +57,20 @@ def _lookups() -> int:
     return (metrics.counter_value("CachedCompile") or 0) + runtime.get_num_cached_compilation_graph()
 
 
+def _one_at_a_time(
+    fork_rng: Callable[..., AbstractContextManager[None]],
+) -> Callable[..., AbstractContextManager[None]]:
+    """`torch.random.fork_rng` for threads: initial weights are drawn from the numbers of the process."""
+    lock = threading.RLock()
+
+    @contextmanager
+    def fork(*args: Any, **kwargs: Any) -> Generator[None]:
+        with lock, fork_rng(*args, **kwargs):
+            yield
+
+    return fork
+
+
 class Devices:
     """All CPU devices of this process (CPU_NUM_DEVICES), with a thread for each while a function runs on them."""
 
@@ -74,8 +94,8 @@ class Devices:
         class Status(threading.local):
             in_chkpt_bwd = False
 
-        # Whether a backward recomputes: a global of the module, which threads would share.
         checkpoint.chkpt_status = fsdp.chkpt_status = Status()
+        torch.random.fork_rng = _one_at_a_time(torch.random.fork_rng)
 
     def run(self, job: Callable[[], Any]) -> list[Any]:
         """What `job` returned on each device; raises what it raised on the first one where it failed."""
