@@ -125,7 +125,7 @@ class AdamW(torch.optim.Optimizer):
     parameter = parameter * (1 - lr * w) - lr * m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps).
 
     Step counts rest on the host, as torch keeps them in eager mode. Its `capturable` AdamW keeps them on the device and
-    corrects by each of them, in a program that compiles three times as long. Here parameters of equal counts share two
+    corrects by each of them, in a program that compiles nearly twice as long. Here parameters of equal counts share two
     inputs, which `set_step_numbers` brings before each step.
     """
 

@@ -49,5 +49,10 @@ def run(workers: Callable[[Group], Workers]) -> Callable[..., list[dict[str, Any
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "group" in metafunc.fixturenames:
-        marked = [pytest.param(g, id=str(g), marks=[pytest.mark.xla] if g.backend != "native" else []) for g in GROUPS]
-        metafunc.parametrize("group", marked)
+        metafunc.parametrize("group", [pytest.param(group, id=str(group), marks=_marks(group)) for group in GROUPS])
+
+
+def _marks(group: Group) -> list[pytest.MarkDecorator]:
+    """xla_fsdp1 has a program for each case and no process of its own for a device: two minutes for the contract."""
+    by_backend = {"native": [], "xla": [pytest.mark.xla], "xla_fsdp1": [pytest.mark.xla, pytest.mark.proof]}
+    return by_backend[group.backend]

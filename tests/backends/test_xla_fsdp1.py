@@ -19,6 +19,7 @@ from portable_fsdp.backends.xla_fsdp1.shards import boxes, check_rows
 from portable_fsdp.runtime.errors import BackendError
 
 pytestmark = pytest.mark.xla
+proof = pytest.mark.proof
 
 Run = Callable[[Group, Case], list[dict[str, Any]]]
 GetWorkers = Callable[[Group], Workers]
@@ -40,7 +41,7 @@ def _check(answers: list[dict[str, Any]], case: Case, bound: float | None = None
     assemble([answer["final"] for answer in answers])
 
 
-@pytest.mark.parametrize("devices", [ONE, FOUR], ids=str)
+@pytest.mark.parametrize("devices", [pytest.param(ONE, marks=proof, id=str(ONE)), pytest.param(FOUR, id=str(FOUR))])
 def test_any_number_of_devices_gives_the_same_curve(devices: Group, run: Run) -> None:
     case = Case(model="llama_tied")
     answers = run(devices, case)
@@ -50,7 +51,7 @@ def test_any_number_of_devices_gives_the_same_curve(devices: Group, run: Run) ->
         assert answer["ties"] == answer["unwrapped_ties"]
 
 
-@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "HYBRID_SHARD_ZERO2"])
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", pytest.param("HYBRID_SHARD_ZERO2", marks=proof)])
 def test_replicas_of_a_sharded_model_keep_the_curve(strategy: str, run: Run) -> None:
     case = Case(strategy=strategy, settings={"sharding.replicas": 2})
     answers = run(FOUR, case)
@@ -62,18 +63,21 @@ def test_replicas_of_a_sharded_model_keep_the_curve(strategy: str, run: Run) -> 
 @pytest.mark.parametrize(
     "case",
     [
-        Case(micro_batch=2),
-        Case(model="llama_tied", optim=NO_DECAY, settings=FLAT),
-        Case(settings={"xla_fsdp1.shard_param_on_dim_0": False}, strategy="SHARD_GRAD_OP"),
-        Case(settings={"sharding.wrap_modules": ["model.layers.*.mlp"]}, checkpointing="full"),
+        pytest.param(Case(micro_batch=2), id="accumulation"),
+        pytest.param(Case(model="llama_tied", optim=NO_DECAY, settings=FLAT), id="joined", marks=proof),
+        pytest.param(Case(settings={"xla_fsdp1.shard_param_on_dim_0": False}, strategy="SHARD_GRAD_OP"), id="flat"),
+        pytest.param(
+            Case(settings={"sharding.wrap_modules": ["model.layers.*.mlp"]}, checkpointing="full"),
+            id="recomputed_units_in_units",
+            marks=proof,
+        ),
     ],
-    ids=["accumulation", "joined", "flat", "recomputed_units_in_units"],
 )
 def test_options_do_not_change_the_curve(case: Case, run: Run) -> None:
     _check(run(TWO, case), case)
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("checkpointing", [pytest.param("none", marks=proof), "full"])
 def test_frozen_weights_stay_and_the_rest_trains(checkpointing: str, run: Run) -> None:
     case = Case(settings=FROZEN, checkpointing=checkpointing, micro_batch=3)
     answers = run(TWO, case)
@@ -152,6 +156,7 @@ def test_buffer_dtype_casts_buffers(workers: GetWorkers) -> None:
 # ----------------------------------------------------------------------------------------------------- checkpoints
 
 
+@pytest.mark.proof
 def test_checkpoints_travel_to_and_from_the_other_engines(workers: GetWorkers, tmp_path: Path) -> None:
     case, at = Case(model="llama_tied", steps=6), 3
     flat = replace(case, settings={"xla_fsdp1.shard_param_on_dim_0": False})

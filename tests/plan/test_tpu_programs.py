@@ -84,7 +84,7 @@ def test_a_layer_more_costs_little_memory() -> None:
 
 
 def test_scanned_layers_compile_once() -> None:
-    """By SGD: AdamW's own program, which has a step count for each parameter, grows with the layers all the same."""
+    """By SGD: AdamW's part of the program, which no loop holds, grows with the layers all the same."""
     four, all_layers = (of(program).compile_s for program in SCAN_SGD)
     assert all_layers <= 3 * four
 
