@@ -115,8 +115,9 @@ def test_c7_a_learning_rate_of_exactly_1_is_no_new_program(group: Group, run: Ru
     """XLA folds the numbers 0 and 1 into a program; a learning rate must not be one of its numbers."""
     optim = {"name": "sgd", "lr": 1.0, "weight_decay": 0.0, "warmup_steps": 2, "schedule": "linear"}
     for answer in run(group, Case(steps=5, optim=optim, max_grad_norm=0.1)):
-        # Fewer where an earlier job of the worker compiled the same program.
-        assert answer["compilations"] <= answer["expected_compilations"]
+        # None where an earlier job of the worker compiled the same program, which is kept as long as the process.
+        again = group.backend == "xla_fsdp1" and answer["compilations"] == 0
+        assert again or answer["compilations"] == answer["expected_compilations"]
 
 
 def test_sum_place_and_agree(group: Group, workers: GetWorkers) -> None:
