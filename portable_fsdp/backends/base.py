@@ -36,7 +36,8 @@ Metrics = dict[str, Tensor]
 """Named float32 device tensors of no or one dimension, equal on all processes."""
 
 MakeOptimizer = Callable[[list[dict[str, Any]], bool], torch.optim.Optimizer]
-"""`make(groups, capturable)`: groups hold parameters under `params`; capturable: step counts and lr on the device."""
+"""`make(groups, compiled)`: groups hold parameters under `params`; compiled: for steps that are compiled, whose lr is a
+tensor."""
 
 
 @dataclass(frozen=True)
@@ -245,6 +246,8 @@ def optimizer_state_twins(
     make: MakeOptimizer, groups: list[dict[str, Any]], parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, dict[str, Tensor]]:
     """FQN -> state name -> a tensor of the shape and dtype that the optimizer will keep (values mean nothing).
+
+    It lies on the host if the optimizer keeps that state there (step counts), else on meta.
 
     Learnt from one step of the same optimizer on meta twins, so that any torch optimizer whose state starts at zero
     works without a table of ours, and the real one never has to take a step to get its state.

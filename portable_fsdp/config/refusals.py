@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from portable_fsdp.config.describe import yaml_value
-from portable_fsdp.config.schema import Config, XlaFsdp1
+from portable_fsdp.config.schema import Config, Optim, XlaFsdp1
 
 NATIVE, XLA, FSDP1 = ("native",), ("xla",), ("xla_fsdp1",)
 EITHER_XLA = (*XLA, *FSDP1)
@@ -294,6 +294,44 @@ REFUSALS = (
         "BACKWARD_POST gathers one unit ahead, NO_PREFETCH none",
         ("sharding.backward_prefetch_units=1", "sharding.backward_prefetch=BACKWARD_PRE"),
     ),
+    # --- optim
+    Refusal(
+        "optim.momentum",
+        EVERY,
+        "with optim.name=adamw",
+        lambda c, p: bool(c.optim.momentum) and c.optim.name == "adamw",
+        "AdamW has betas instead",
+        ("optim.momentum=0.0", "optim.name=sgd and optim.betas=[0.9, 0.95] and optim.eps=1e-8"),
+    ),
+    *(
+        Refusal(
+            f"optim.{key}",
+            EVERY,
+            "with optim.name=sgd",
+            lambda c, p, key=key: c.optim.name == "sgd" and getattr(c.optim, key) != Optim.model_fields[key].default,
+            "SGD has momentum instead",
+            (f"optim.{key}={default}", "optim.name=adamw and optim.momentum=0.0"),
+        )
+        for key, default in (("betas", "[0.9, 0.95]"), ("eps", "1e-8"))
+    ),
+    Refusal(
+        "optim.decay_ratio",
+        EVERY,
+        "with another schedule than wsd",
+        lambda c, p: c.optim.schedule != "wsd" and c.optim.decay_ratio != Optim.model_fields["decay_ratio"].default,
+        "only wsd has a decay that begins at a share of the steps",
+        ("optim.decay_ratio=0.2", "optim.schedule=wsd"),
+    ),
+    Refusal(
+        "optim.min_lr_ratio",
+        EVERY,
+        "with optim.schedule=constant",
+        lambda c, p: (
+            c.optim.schedule == "constant" and c.optim.min_lr_ratio != Optim.model_fields["min_lr_ratio"].default
+        ),
+        "a constant learning rate has no floor to come down to",
+        ("optim.min_lr_ratio=0.1", "optim.schedule=cosine"),
+    ),
     # --- precision
     Refusal(
         "precision.master",
@@ -358,6 +396,14 @@ REFUSALS = (
         lambda c, p: c.precision.reduce == "float32" and _dtypes(c) != {"float32"},
         "XLA sums gradients over devices in the compute dtype",
         _all_in_float32,
+    ),
+    Refusal(
+        "precision.reduce",
+        XLA,
+        "with modules in float32",
+        lambda c, p: c.precision.reduce == "bfloat16" and "float32" in c.precision.modules.values(),
+        "XLA sums the gradients of those modules in their compute dtype",
+        ("precision.reduce=auto", "precision.modules={}"),
     ),
     Refusal(
         "precision.output",

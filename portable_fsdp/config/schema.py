@@ -160,7 +160,8 @@ class Sharding(Section):
     )
     wrap_classes: tuple[str, ...] = Field(
         default=(),
-        description="module classes that are the layers, and so the units, instead of the model's own",
+        description="module classes that are the layers instead of the model's own: recomputed, compiled, and units "
+        "under TRANSFORMER_BASED_WRAP",
         strict=False,
     )
     wrap_modules: tuple[str, ...] = Field(

@@ -192,19 +192,24 @@ EFFECTS = (
     Effect(("sharding.reshard_after_forward",), NATIVE, "fully_shard(reshard_after_forward=number)"),
     Effect(("sharding.reshard_after_forward=null",), EVERY, "as the strategy says"),
     Effect(
-        ("sharding.wrap", "sharding.wrap_classes", "sharding.wrap_modules", "sharding.min_num_params"),
+        ("sharding.wrap", "sharding.wrap_modules", "sharding.min_num_params"),
         NATIVE,
         "each unit is given to fully_shard, inner ones first, the whole model last",
     ),
     Effect(
-        ("sharding.wrap", "sharding.wrap_classes", "sharding.wrap_modules", "sharding.min_num_params"),
+        ("sharding.wrap", "sharding.wrap_modules", "sharding.min_num_params"),
         XLA,
         "each unit casts its weights, and splits its output by rows, so that it is gathered and freed by itself",
     ),
     Effect(
-        ("sharding.wrap", "sharding.wrap_classes", "sharding.wrap_modules", "sharding.min_num_params"),
+        ("sharding.wrap", "sharding.wrap_modules", "sharding.min_num_params"),
         FSDP1,
         "each unit is an XlaFullyShardedDataParallel, inner ones first, the whole model last",
+    ),
+    Effect(
+        ("sharding.wrap_classes",),
+        EVERY,
+        "the layers, instead of the model's own: recomputed, compiled, scanned; units under TRANSFORMER_BASED_WRAP",
     ),
     Effect(("sharding.forward_prefetch",), NATIVE, "set_modules_to_forward_prefetch, in the order of execution"),
     Effect(("sharding.forward_prefetch=0",), NATIVE, "FSDP2's own: the next gather is queued while a unit computes"),
@@ -213,6 +218,7 @@ EFFECTS = (
         NATIVE,
         "units are gathered ahead in the reverse order of execution",
     ),
+    Effect(("sharding.backward_prefetch=NO_PREFETCH",), NATIVE, "a unit is gathered in backward when it is needed"),
     Effect(
         ("sharding.forward_prefetch", "sharding.backward_prefetch", "sharding.backward_prefetch_units"),
         EITHER_XLA,

@@ -66,12 +66,18 @@ def find_units(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
 def modules_of_own_dtype(model: nn.Module, precision: Precision) -> dict[str, str]:
     """FQN -> dtype of the outermost modules that `precision.modules` names; the first pattern that matches counts.
 
-    Only modules that hold parameters are named. Raises ConfigError for a pattern that names none, and where a module
-    would hold one of another dtype.
+    Only modules that run and hold parameters are named, and with one of them those that share a weight with it, which
+    is cast once. Raises ConfigError for a pattern that names none that an earlier one left, where a module would hold
+    one of another dtype, and for a shared weight of two dtypes.
     """
-    names = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
+    names = [
+        name
+        for name, module in model.named_modules()
+        if name and _has_forward(module) and any(True for _ in module.parameters())
+    ]
     found: dict[str, str] = {}
     for pattern, dtype in precision.modules.items():
+        before = len(found)
         for name in matching("precision.modules", pattern, names):
             if any(_is_inside(name, outer) for outer in found):
                 continue
@@ -82,7 +88,28 @@ def modules_of_own_dtype(model: nn.Module, precision: Precision) -> dict[str, st
                     "module of its own dtype can't hold another one.\n  Name the modules beside it instead."
                 )
             found[name] = dtype
+        if len(found) == before:
+            raise ConfigError(
+                f"precision.modules: expected patterns that name modules of their own, found {pattern!r}, whose "
+                "modules are all named by an earlier one, which counts.\n  Leave it out, or put it first. Nothing was "
+                "started."
+            )
+    for places in _shared(model):
+        _share_dtype(found, [place.rpartition(".")[0] for place in places])
     return {name: found[name] for name in names if name in found}
+
+
+def _share_dtype(found: dict[str, str], owners: list[str]) -> None:
+    """Give modules that share a weight the dtype that one of them was given."""
+    given = {owner: found[outer] for owner in owners for outer in found if _is_inside(owner, outer)}
+    if len(set(given.values())) > 1:
+        raise ConfigError(
+            f"precision.modules: expected one dtype for {' and '.join(owners)}, which share a weight, found "
+            f"{' and '.join(sorted(set(given.values())))}.\n  Give them the same dtype. Nothing was started."
+        )
+    for owner in owners:
+        if given and owner not in given:
+            found[owner] = next(iter(given.values()))
 
 
 # ------------------------------------------------------------------------------------------------------- by size

@@ -62,8 +62,11 @@ def test_all_in_bfloat16_learns_and_stays_bfloat16(where: Group, run: Run) -> No
     steps = {tensor.dtype for key, tensor in state.items() if key.startswith("step/")}
     assert {tensor.dtype for key, tensor in state.items() if not key.startswith("step/")} == {torch.bfloat16}
     assert steps == {torch.float32}
-    losses = [metrics["loss"] for metrics in answers[0]["metrics"]]
-    assert losses == pytest.approx(reference(replace(case, compute="float32", settings={})).losses, rel=1e-2)
+    metrics, truth = answers[0]["metrics"], reference(replace(case, compute="float32", settings={}))
+    losses = [row["loss"] for row in metrics]
+    assert losses == pytest.approx(truth.losses, rel=1e-2)
+    # A norm taken in bfloat16 is 5 % off.
+    assert metrics[0]["grad_norm"] == pytest.approx(truth.grad_norms[0], rel=1e-2)
     assert losses[-1] < losses[0] - 0.05
 
 

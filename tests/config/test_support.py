@@ -64,7 +64,18 @@ GROUPS: list[dict[str, list[Any]]] = [
         "model.experts": ["auto", "dense", "batched_mm", "grouped_mm"],
         "model.freeze": [[], ["*embed*"]],
     },
-    {"optim.name": ["adamw", "sgd"], "optim.groups": [[], [{"match": "*"}]]},
+    {
+        "optim.name": ["adamw", "sgd"],
+        "optim.groups": [[], [{"match": "*"}]],
+        "optim.momentum": [0.0, 0.9],
+        "optim.betas": [[0.9, 0.95], [0.9, 0.999]],
+        "optim.eps": [1e-8, 1e-6],
+    },
+    {
+        "optim.schedule": ["constant", "linear", "cosine", "wsd"],
+        "optim.min_lr_ratio": [0.1, 0.5],
+        "optim.decay_ratio": [0.2, 0.5],
+    },
     {"train.micro_batch": [1, 2], "train.max_grad_norm": [None, 1.0]},
     {
         "xla_fsdp1.flatten_parameters": [False, True],

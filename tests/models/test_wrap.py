@@ -224,3 +224,16 @@ def test_a_dtype_inside_a_dtype_is_refused() -> None:
 def test_a_pattern_that_names_nothing_with_weights_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"precision\.modules: .*'\*act_fn', which names nothing"):
         dtypes("llama", {"*act_fn": "float32"})
+
+
+def test_modules_that_share_a_weight_share_its_dtype() -> None:
+    tied = {"lm_head": "float32", "model.embed_tokens": "float32"}
+    for name in tied:
+        assert dtypes("llama_tied", {name: "float32"}) == tied
+    with pytest.raises(ConfigError, match=r"one dtype for model.embed_tokens and lm_head.*bfloat16 and float32"):
+        dtypes("llama_tied", {"lm_head": "float32", "model.embed_tokens": "bfloat16"})
+
+
+def test_a_pattern_that_an_earlier_one_leaves_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"modules of their own, found 'model.norm'"):
+        dtypes("llama", {"*norm*": "float32", "model.norm": "bfloat16"})

@@ -24,7 +24,8 @@ from portable_fsdp.runtime.errors import BackendError
 ROOT = ""
 
 _aten = torch.ops.aten
-# Where SDPA has no kernel for its arguments (grouped heads on CPU), it runs as batched products and a softmax.
+# Where SDPA has no kernel for its arguments (grouped heads on CPU), it runs as batched products and a softmax. These
+# are no "attention", or the experts' products would be kept with it.
 _OPS: dict[str, tuple[Any, ...]] = {
     "matmul": (
         _aten.mm.default,
@@ -39,9 +40,6 @@ _OPS: dict[str, tuple[Any, ...]] = {
         _aten._scaled_dot_product_cudnn_attention.default,
         _aten._scaled_dot_product_fused_attention_overrideable.default,
         _aten._scaled_dot_product_flash_attention_for_cpu.default,
-        _aten.bmm.default,
-        _aten._softmax.default,
-        _aten._safe_softmax.default,
     ),
 }
 
@@ -61,7 +59,7 @@ def shard_units(model: nn.Module, policy: ShardPolicy, mesh: DeviceMesh) -> list
     their own. A weight that several modules share belongs to the unit that holds all of them. Raises BackendError
     where there is none.
     """
-    own = _own_dtypes(model, policy)
+    own = policy.modules
     shared = _shared_weights(model)
     units = [name for name in policy.units if _has_weights(model, name, shared)]
     groups = _groups(policy, own, units)
@@ -96,36 +94,6 @@ def _innermost(name: str, units: Iterable[str]) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------- the dtypes
-
-
-def _own_dtypes(model: nn.Module, policy: ShardPolicy) -> dict[str, torch.dtype]:
-    """`policy.modules`, and the modules that share a weight with one of them: it is gathered once, in one dtype."""
-    own: dict[str, torch.dtype] = {}
-    for name, dtype in policy.modules.items():
-        own.update(dict.fromkeys(_that_run(model, name), dtype))
-    names = {module: name for name, module in model.named_modules()}
-    for fqn, places in parameter_places(model).items():
-        owners = [names[place.module] for place in places]
-        dtypes = {_dtype_of(owner, own, policy) for owner in owners}
-        if len(dtypes) == 1:
-            continue
-        wanted = dtypes - {policy.compute}
-        if len(wanted) > 1:
-            raise BackendError(
-                f"backend native: precision.modules: expected one dtype for {' and '.join(owners)}, which share "
-                f"{fqn}, found {' and '.join(sorted(map(str, wanted)))}.\n  Give them the same dtype."
-            )
-        for owner in owners:
-            own.setdefault(owner, *wanted)
-    return own
-
-
-def _that_run(model: nn.Module, name: str) -> list[str]:
-    """`name`, or what a list of modules holds: a list has no forward to cast around."""
-    module = model.get_submodule(name)
-    if not isinstance(module, nn.ModuleList | nn.ModuleDict):
-        return [name]
-    return [part for child, _ in module.named_children() for part in _that_run(model, f"{name}.{child}")]
 
 
 def _dtype_of(name: str, own: Mapping[str, torch.dtype], policy: ShardPolicy) -> torch.dtype:

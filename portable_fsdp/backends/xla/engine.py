@@ -258,7 +258,10 @@ class XlaBackend(Backend):
 
     def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
         parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm([cast(Tensor, parameter.grad) for parameter in parameters])
+        gradients = [cast(Tensor, parameter.grad) for parameter in parameters]
+        # In float32: bfloat16 gradients (precision.master) would give a norm of three digits.
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+        norm = torch.linalg.vector_norm(torch.stack(norms))
         if limit is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
         return norm

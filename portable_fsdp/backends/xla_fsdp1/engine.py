@@ -168,7 +168,8 @@ class XlaFsdp1Backend(Backend):
         for name, state in optimizer_state_twins(make, groups, parameters).items():
             for key, twin in state.items():
                 zeros = torch.zeros(twin.shape, dtype=twin.dtype)
-                optimizer.state[parameters[name]][key] = self._upload(zeros)
+                on_host = twin.device.type == "cpu"  # step counts: the program takes what follows from them
+                optimizer.state[parameters[name]][key] = zeros if on_host else self._upload(zeros)
         if self._accumulation > 1:
             self._prepare_micro_batches([name for group in groups for name in group["params"]])
         self._xla.sync(wait=True)
@@ -283,7 +284,7 @@ class XlaFsdp1Backend(Backend):
             if shard is None:
                 states[key] = TensorState(tuple(tensor.shape), tensor.dtype)
                 if self.process.index == 0:
-                    states[key].pieces.append(Piece((0,) * tensor.dim(), tensor.detach().cpu()))
+                    states[key].pieces.append(Piece((0,) * tensor.dim(), tensor.detach().to("cpu", copy=True)))
                 continue
             states |= {key + span.fqn: TensorState(span.shape, tensor.dtype) for span in shard.spans}
             if self._replica == 0:
@@ -295,6 +296,9 @@ class XlaFsdp1Backend(Backend):
 
     def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, read: Read) -> None:
         for key, tensor, shard in self._tensors(model, optimizer):
+            if tensor.device.type == "cpu":
+                tensor.copy_(read(key, whole(tensor.shape)))
+                continue
             if shard is None:
                 host = read(key, whole(tensor.shape))
             else:
