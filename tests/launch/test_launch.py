@@ -82,11 +82,17 @@ def check_run(code: int, console: Started, run: Path, *, backend: str, devices: 
         "optimizer",
     ]
     rows = read_jsonl(run / "metrics.jsonl")
-    assert [list(row) for row in rows] == [KEYS] * 6
+    of_each = [KEYS + ["processes"] * (row["step"] in (1, 2, 4, 6)) for row in rows]  # where the console has a line
+    assert [list(row) for row in rows] == of_each
+    assert all(value > 0 for value in rows[-1]["processes"]["memory_bytes"])
     assert losses(run)[0] == pytest.approx(math.log(256), rel=0.03)
     assert losses(run)[-1] < losses(run)[0]
     assert {row["tokens"] for row in rows} == {128}
     start, *saves = read_jsonl(run / "events.jsonl")
+    if backend == "native":
+        collectives = saves.pop(0)
+        assert collectives["event"] == "collectives"
+        assert ("all_gather" in collectives) == (devices > 1)
     assert (start["event"], start["step"], start["backend"], start["devices"]) == ("start", 0, backend, devices)
     assert [(event["event"], event["step"]) for event in saves] == [("save", 4), ("save", 6)]
     said = [line for line in console.err.splitlines() if line.startswith("step: ")]
