@@ -5,6 +5,7 @@ what it can't honour while it opens, never later. `tests/backends/test_contract.
 contract (C1 to C7) against every backend.
 """
 
+import resource
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -112,6 +114,16 @@ class Pending(ABC):
     @abstractmethod
     def result(self) -> dict[str, Tensor]:
         """Wait for them. The only place where a run waits for the device."""
+
+
+class OnDevice(Pending):
+    """Values that stay on the device until they are asked for, a step late."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def result(self) -> dict[str, Tensor]:
+        return {name: value.cpu() for name, value in self._metrics.items()}
 
 
 class Backend(ABC):
@@ -261,6 +273,12 @@ def optimizer_state_twins(
         fqn: {name: value for name, value in optimizer.state[twin].items() if isinstance(value, Tensor)}
         for fqn, twin in twins.items()
     }
+
+
+def host_memory() -> MemoryStats:
+    """Of this process, whose CPU devices share it."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return MemoryStats(peak, psutil.Process().memory_info().rss, psutil.virtual_memory().total)
 
 
 def whole(shape: Sequence[int]) -> Slices:

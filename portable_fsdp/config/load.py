@@ -65,6 +65,17 @@ def check_batch(config: Config, data_parallel_size: int) -> int:
     )
 
 
+def replicas_of_model(config: Config, devices: int, hosts: int) -> int:
+    """Copies of the model, each sharded over devices / copies: one a host under HYBRID_SHARD* if it doesn't say."""
+    match config.sharding.strategy:
+        case "FULL_SHARD" | "SHARD_GRAD_OP":
+            return 1
+        case "NO_SHARD":
+            return devices
+        case "HYBRID_SHARD" | "HYBRID_SHARD_ZERO2":
+            return config.sharding.replicas or hosts
+
+
 def total_steps(config: Config, rows: int) -> int:
     """Optimizer updates of the whole run: train.steps, or the whole steps in train.epochs over `rows` sequences.
 
@@ -232,7 +243,7 @@ class _Source:
             if detail["type"] in ("extra_forbidden", "invalid_key"):
                 key = tuple(str(part) for part in detail["loc"] if part != "[key]")
                 self.add_problem(self.origin(key), key, f"unknown key.\n  {nearest(key)}.")
-            elif detail["type"] == "missing":
+            elif detail["type"] == "missing" and len(key) == len(detail["loc"]):  # else a list that is too short
                 self.add_problem(self.origin(key), key, f"expected {expected(schema)}, found no such key.")
             elif detail["type"] == "value_error":
                 self._add_section_problem(key, detail["msg"].removeprefix("Value error, "))

@@ -18,10 +18,12 @@ def matching(key: str, pattern: str, names: Iterable[str]) -> list[str]:
     found = [name for name in names if matches(pattern, name)]
     if not found:
         known = sorted({candidate for name in names for candidate in _with_ancestors(name)})
-        near = difflib.get_close_matches(pattern, known, n=3) or names[:3]
+        text = pattern.strip("*.").lower()
+        near = [name for name in known if text in name.lower()][:3] or difflib.get_close_matches(pattern, known, n=3)
+        hint = f"nearest: {', '.join(near)}" if near else f"it begins with {', '.join(names[:3])}"
         raise ConfigError(
             f"{key}: expected a pattern that names something in the model, found {pattern!r}, which names nothing.\n"
-            f"  nearest: {', '.join(near)}. Nothing was started."
+            f"  {hint}. Nothing was started."
         )
     return found
 

@@ -522,7 +522,15 @@ REFUSALS = (
     Refusal(
         "xla_fsdp1.shard_param_on_dim_0",
         FSDP1,
-        "true, for a model with a parameter of no dimensions",
+        "with flatten_parameters",
+        lambda c, p: c.xla_fsdp1.flatten_parameters and bool(c.xla_fsdp1.shard_param_on_dim_0),
+        "the joined parameters of a unit have no rows; torch_xla would ignore it",
+        ("xla_fsdp1.shard_param_on_dim_0=null", "xla_fsdp1.flatten_parameters=false"),
+    ),
+    Refusal(
+        "xla_fsdp1.shard_param_on_dim_0",
+        FSDP1,
+        "for a model with a parameter of no dimensions",
         None,
         "it has no rows to cut; false cuts each parameter flat",
     ),

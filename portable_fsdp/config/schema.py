@@ -249,8 +249,10 @@ class XlaFsdp1(Section):
     flatten_parameters: bool = Field(
         default=False, description="join the parameters of a unit into one tensor, gathered and reduced at once"
     )
-    shard_param_on_dim_0: bool = Field(
-        default=True, description="cut each parameter by its rows; false: flat, padded to 128 elements a device"
+    shard_param_on_dim_0: bool | None = Field(
+        default=None,
+        description="cut each parameter by its rows; false: flat, padded to 128 elements a device; "
+        "null: by rows, but for flatten_parameters",
     )
     pin_layout_in_collective_ops: bool | None = Field(
         default=None, description="fix the memory layout of what collectives take and give; null: on TPUs"

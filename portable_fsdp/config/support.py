@@ -268,6 +268,7 @@ EFFECTS = (
     # --- one engine's own
     Effect(("xla_fsdp1.flatten_parameters",), FSDP1, "a unit's parameters are one tensor"),
     Effect(("xla_fsdp1.shard_param_on_dim_0",), FSDP1, "true: each parameter is cut by rows; false: flat"),
+    Effect(("xla_fsdp1.shard_param_on_dim_0=null",), FSDP1, "by rows, but for flatten_parameters"),
     Effect(("xla_fsdp1.pin_layout_in_collective_ops",), FSDP1, "layouts of collectives are fixed; null: on TPUs"),
     Effect(("xla_fsdp1.buffer_dtype",), FSDP1, "dtype of floating buffers"),
     Effect(

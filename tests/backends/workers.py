@@ -5,6 +5,7 @@ a thread for each of them, which does what a process does elsewhere. A job is a 
 thread) of the group runs it, and the group sends back what they return.
 """
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -65,6 +66,7 @@ def _serve(pipe: Connection, environment: dict[str, str], backend: str) -> None:
             answer = ("done", run(partial(getattr(jobs, name), **arguments)))
         except BaseException as error:
             answer = ("failed", (type(error).__name__, str(error), traceback.format_exc()))
+        gc.collect()  # a model's cycles hold its process groups, and those have threads
         # Plain pickle: multiprocessing's would send each tensor as an open file, until there are too many of them.
         pipe.send_bytes(pickle.dumps(answer))
 
@@ -106,6 +108,9 @@ class Workers:
                 # must not be all that there are; by default both pools have one a core.
                 threads = str(8 * group.devices)
                 environment |= {"XLA_THREAD_POOL_SIZE": threads, "PJRT_NPROC": threads}
+                # What takes longest is LLVM; what it would gain in speed is nothing in models this small.
+                quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+                environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick}".strip()
             if group.backend == "xla_fsdp1":
                 # Else PJRT lets what a thread of torch_xla's pool starts wait for what it started before, and the pool
                 # may give one thread the same step of two devices: the second, for which the first one waits.

@@ -196,6 +196,7 @@ def test_an_override_is_named_as_it_was_typed(tmp_path: Path, override: str, exp
             "sharding.wrap_classes: expected a list of text, found 'LlamaDecoderLayer'; a list of one is "
             "[LlamaDecoderLayer].",
         ),
+        ("optim.betas=[0.9]", "optim.betas: expected a list [a number, a number], found the list [0.9]."),
         ("sharding.wrap_modules=[1]", "sharding.wrap_modules: expected a list of text, found the list [1]."),
         (
             "memory.save_ops=matmul",

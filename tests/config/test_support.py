@@ -79,7 +79,7 @@ GROUPS: list[dict[str, list[Any]]] = [
     {"train.micro_batch": [1, 2], "train.max_grad_norm": [None, 1.0]},
     {
         "xla_fsdp1.flatten_parameters": [False, True],
-        "xla_fsdp1.shard_param_on_dim_0": [False, True],
+        "xla_fsdp1.shard_param_on_dim_0": [None, False, True],
         "xla_fsdp1.pin_layout_in_collective_ops": [None, False, True],
         "xla_fsdp1.buffer_dtype": ["float32", "bfloat16"],
     },

@@ -190,6 +190,8 @@ def test_a_pattern_of_nothing_and_a_model_all_frozen_are_refused() -> None:
         ConfigError, match=r"model\.freeze: .*'embed', which names nothing.*\n.*nearest: .*embed_tokens"
     ):
         frozen("llama", "embed")
+    with pytest.raises(ConfigError, match=r"'qqqqq', which names nothing.*\n  it begins with model\.embed_tokens"):
+        frozen("llama", "qqqqq")
     with pytest.raises(ConfigError, match=r"model\.freeze: expected at least one .* found all 21 frozen by \['\*'\]"):
         frozen("llama", "*")
 

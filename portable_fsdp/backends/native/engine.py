@@ -6,14 +6,12 @@ shards to the device to gather them, and reduced gradients back, and the optimiz
 """
 
 import os
-import resource
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, cast
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -38,6 +36,7 @@ from portable_fsdp.backends.base import (
     T,
     TensorState,
     Traffic,
+    host_memory,
     name_groups,
     optimizer_state_twins,
     persistent_buffers,
@@ -46,6 +45,7 @@ from portable_fsdp.backends.base import (
 )
 from portable_fsdp.backends.native.prefetch import Prefetch
 from portable_fsdp.backends.native.units import shard_units
+from portable_fsdp.config.load import replicas_of_model
 from portable_fsdp.config.schema import Config
 from portable_fsdp.config.support import require_supported
 from portable_fsdp.runtime.errors import BackendError
@@ -96,7 +96,7 @@ class NativeBackend(Backend):
         self.data_shard = self.process
         self.data_parallel_size = self.process.count
         self.expected_compilations = 0
-        self._mesh = _mesh(device, count, _replicas(config, count, hosts))
+        self._mesh = _mesh(device, count, replicas_of_model(config, count, hosts))
         self._shard = self._mesh["shard"]  # once: to slice a mesh reads tensors
         self._counter = _CollectiveCounter()
         # torch.compile makes no program, or one for each layer, while a dispatch mode is on.
@@ -106,7 +106,12 @@ class NativeBackend(Backend):
 
     def close(self) -> None:
         _set_matmul_precision(self._matmul_before)
-        if self._owns_group and dist.is_initialized():
+        if not dist.is_initialized():
+            return
+        for group in self._mesh.get_all_groups():  # each of gloo's has threads that poll
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+        if self._owns_group:
             dist.destroy_process_group()
 
     def shard_model(self, model: nn.Module, policy: ShardPolicy, fill: Fill | None) -> nn.Module:
@@ -231,8 +236,7 @@ class NativeBackend(Backend):
             return MemoryStats(
                 torch.cuda.max_memory_allocated(self.device), torch.cuda.memory_allocated(self.device), total
             )
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return MemoryStats(peak, psutil.Process().memory_info().rss, psutil.virtual_memory().total)
+        return host_memory()
 
     def _slices(self, tensor: Tensor) -> Slices:
         """What this process holds of a tensor: some rows of it, or all."""
@@ -270,15 +274,6 @@ def _set_matmul_precision(precision: str) -> str:
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision(precision)
     return before
-
-
-def _replicas(config: Config, devices: int, hosts: int) -> int:
-    """Copies of the model: one under FULL_SHARD, one a device under NO_SHARD, one a host between."""
-    if config.sharding.strategy == "NO_SHARD":
-        return devices
-    if config.sharding.strategy in ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2"):
-        return config.sharding.replicas or hosts
-    return 1
 
 
 def _mesh(device: str, devices: int, replicas: int) -> DeviceMesh:

@@ -9,7 +9,6 @@ Environment variables that torch_xla reads at import are set here, before it is 
 
 import logging
 import os
-import resource
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -29,6 +27,7 @@ from portable_fsdp.backends.base import (
     MakeOptimizer,
     MemoryStats,
     Metrics,
+    OnDevice,
     Part,
     Pending,
     Piece,
@@ -38,6 +37,7 @@ from portable_fsdp.backends.base import (
     T,
     TensorState,
     Traffic,
+    host_memory,
     name_groups,
     optimizer_state_twins,
     parameter_places,
@@ -48,7 +48,7 @@ from portable_fsdp.backends.base import (
 from portable_fsdp.backends.xla.forward import Copies
 from portable_fsdp.backends.xla.layouts import ROWS, Layouts, Spec, by_rows
 from portable_fsdp.backends.xla.model import wrap_forwards
-from portable_fsdp.config.load import check_batch
+from portable_fsdp.config.load import check_batch, replicas_of_model
 from portable_fsdp.config.schema import Config
 from portable_fsdp.config.support import require_supported
 from portable_fsdp.runtime.errors import BackendError
@@ -62,16 +62,6 @@ class Placeholder(NamedTuple):
 
     handle: Tensor
     spec: Spec
-
-
-class _OnDevice(Pending):
-    """Values that are read when they are asked for, a step late; reading one compiles nothing."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-
-    def result(self) -> dict[str, Tensor]:
-        return {name: value.cpu() for name, value in self._metrics.items()}
 
 
 class XlaBackend(Backend):
@@ -104,7 +94,7 @@ class XlaBackend(Backend):
         # Global numbers, in the order in which shards are given: a host's own need not follow one another.
         self._local_devices = [int(name.split(":")[1]) for name in self._bridge._xla_get_runtime_devices()]
         require_supported(config, engine="xla", device=device, devices=count, hosts=self.process.count)
-        self._shards = count // _replicas(config, count, self.process.count)
+        self._shards = count // replicas_of_model(config, count, self.process.count)
         self.mesh: Any = spmd.Mesh(np.arange(count), (count // self._shards, self._shards), ROWS)
         self.placeholders: list[Placeholder] | None = None  # instead of tensors, after shard_model(fill=None)
         self.flash_attention = device == "tpu"  # else torch's own formula
@@ -270,7 +260,7 @@ class XlaBackend(Backend):
         return tensor  # of the global batch already
 
     def fetch(self, metrics: Metrics) -> Pending:
-        return _OnDevice(metrics)
+        return OnDevice(metrics)
 
     def agree(self, value: T) -> T:
         if self.process.count == 1:
@@ -325,24 +315,12 @@ class XlaBackend(Backend):
 
     def memory(self) -> MemoryStats | None:
         if os.environ["PJRT_DEVICE"] == "CPU":
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            return MemoryStats(peak, psutil.Process().memory_info().rss, psutil.virtual_memory().total)
+            return host_memory()
         try:
             used = self._bridge._xla_memory_info(f"TPU:{self._local_devices[0]}")
         except RuntimeError:  # "MemoryInfo not supported for SPMD virtual device" in torch_xla 2.9
             return None
         return MemoryStats(int(used["peak_bytes_used"]), int(used["bytes_used"]), int(used["bytes_limit"]))
-
-
-def _replicas(config: Config, devices: int, hosts: int) -> int:
-    """Copies of the model, each sharded over devices / copies."""
-    match config.sharding.strategy:
-        case "FULL_SHARD" | "SHARD_GRAD_OP":
-            return 1
-        case "NO_SHARD":
-            return devices
-        case "HYBRID_SHARD" | "HYBRID_SHARD_ZERO2":
-            return config.sharding.replicas or hosts
 
 
 def _check_launch(device: str) -> None:

@@ -11,12 +11,10 @@ import logging
 import math
 import os
 import pickle
-import resource
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
-import psutil
 import torch
 from torch import Tensor, nn
 
@@ -27,6 +25,7 @@ from portable_fsdp.backends.base import (
     MakeOptimizer,
     MemoryStats,
     Metrics,
+    OnDevice,
     Part,
     Pending,
     Piece,
@@ -36,6 +35,7 @@ from portable_fsdp.backends.base import (
     T,
     TensorState,
     Traffic,
+    host_memory,
     name_groups,
     optimizer_state_twins,
     parameter_places,
@@ -45,21 +45,11 @@ from portable_fsdp.backends.base import (
 from portable_fsdp.backends.xla_fsdp1.process import check_devices, set_environment, start_process, tpu_name
 from portable_fsdp.backends.xla_fsdp1.shards import Shard, check_rows, shards_of
 from portable_fsdp.backends.xla_fsdp1.units import wrap_forwards
-from portable_fsdp.config.load import check_batch
+from portable_fsdp.config.load import check_batch, replicas_of_model
 from portable_fsdp.config.schema import Config
 from portable_fsdp.config.support import require_supported
 
 log = logging.getLogger("portable_fsdp")
-
-
-class _OnDevice(Pending):
-    """Values that are read when they are asked for, a step late; reading one compiles nothing."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-
-    def result(self) -> dict[str, Tensor]:
-        return {name: value.cpu() for name, value in self._metrics.items()}
 
 
 class XlaFsdp1Backend(Backend):
@@ -90,7 +80,7 @@ class XlaFsdp1Backend(Backend):
         self.data_parallel_size = count
         self._accumulation = check_batch(config, count)
         self.expected_compilations = 1 if self._accumulation == 1 else 2
-        self._replicas = _replicas(config, count, hosts)
+        self._replicas = replicas_of_model(config, count, hosts)
         shards = count // self._replicas
         self._replica, self._index = divmod(self.process.index, shards)
         self._shard_groups = [[r * shards + s for s in range(shards)] for r in range(self._replicas)]
@@ -98,6 +88,8 @@ class XlaFsdp1Backend(Backend):
         self._settings = config.xla_fsdp1
         pin = self._settings.pin_layout_in_collective_ops
         self._pin_layout = device == "tpu" if pin is None else pin
+        rows = self._settings.shard_param_on_dim_0
+        self._by_rows = not self._settings.flatten_parameters if rows is None else rows
         self._compilations = 0
         self._matmul = self._bridge._xla_get_mat_mul_precision()
         self._bridge._xla_set_mat_mul_precision(config.precision.matmul)
@@ -111,7 +103,7 @@ class XlaFsdp1Backend(Backend):
     def shard_model(self, model: nn.Module, policy: ShardPolicy, fill: Fill | None) -> nn.Module:
         assert fill is not None
         places = parameter_places(model)
-        if self._settings.shard_param_on_dim_0 and not self._settings.flatten_parameters:
+        if self._by_rows:
             check_rows(places)
         self._put_zeros(places)
         units = wrap_forwards(model, policy, self._unit_maker(policy))
@@ -147,7 +139,7 @@ class XlaFsdp1Backend(Backend):
             XlaFullyShardedDataParallel,
             reshard_after_forward=bool(policy.reshard_after_forward),
             flatten_parameters=self._settings.flatten_parameters,
-            shard_param_on_dim_0=self._settings.shard_param_on_dim_0,
+            shard_param_on_dim_0=self._by_rows,
             compute_dtype=policy.compute,
             buffer_dtype=getattr(torch, self._settings.buffer_dtype),
             sharding_groups=self._shard_groups,
@@ -258,7 +250,7 @@ class XlaFsdp1Backend(Backend):
         return self._ops.all_reduce(self._ops.REDUCE_SUM, tensor, pin_layout=self._pin_layout)
 
     def fetch(self, metrics: Metrics) -> Pending:
-        return _OnDevice(metrics)
+        return OnDevice(metrics)
 
     def agree(self, value: T) -> T:
         if self.process.count == 1:
@@ -331,14 +323,6 @@ class XlaFsdp1Backend(Backend):
 
     def memory(self) -> MemoryStats:
         if os.environ["PJRT_DEVICE"] == "CPU":
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            return MemoryStats(peak, psutil.Process().memory_info().rss, psutil.virtual_memory().total)
+            return host_memory()
         used = self._ops.get_memory_info(self.device)
         return MemoryStats(int(used["peak_bytes_used"]), int(used["bytes_used"]), int(used["bytes_limit"]))
-
-
-def _replicas(config: Config, count: int, hosts: int) -> int:
-    strategy = config.sharding.strategy
-    if strategy == "NO_SHARD":
-        return count
-    return (config.sharding.replicas or hosts) if strategy.startswith("HYBRID") else 1
