@@ -122,14 +122,6 @@ def _modules_without_float16(config: Config, _: Place) -> tuple[str, ...]:
     return (f"precision.modules={yaml_value(replaced)}",)
 
 
-def _all_in_float32(config: Config, _: Place) -> tuple[str, ...]:
-    """The ways out of an explicit float32 sum that XLA can't give."""
-    plain = {"master": "float32", "compute": "float32", "output": "auto", "modules": "{}"}
-    now = {key: yaml_value(getattr(config.precision, key)) for key in plain}
-    lower = [f"precision.{key}={plain[key]}" for key in plain if now[key] not in (plain[key], "float32")]
-    return ("precision.reduce=auto", " and ".join(lower), "--backend=native")
-
-
 def _own(config: Config, key: str) -> object:
     return getattr(config.xla_fsdp1, key)
 
@@ -392,10 +384,25 @@ REFUSALS = (
     Refusal(
         "precision.reduce",
         XLA,
-        "with a lower compute dtype",
-        lambda c, p: c.precision.reduce == "float32" and _dtypes(c) != {"float32"},
-        "XLA sums gradients over devices in the compute dtype",
-        _all_in_float32,
+        "with weights that rest in bfloat16",
+        lambda c, p: c.precision.reduce == "float32" and c.precision.master == "bfloat16",
+        "a gradient has the dtype of its weight",
+        ("precision.reduce=auto", "precision.master=float32", "--backend=native"),
+    ),
+    Refusal(
+        "precision.reduce",
+        XLA,
+        "with scan_layers and a lower compute dtype",
+        lambda c, p: c.precision.reduce == "float32" and c.compile.scan_layers and _dtypes(c) != {"float32"},
+        "the loop's gradients have the dtype of the copies that it takes",
+        ("precision.reduce=auto", "compile.scan_layers=false"),
+    ),
+    Refusal(
+        "precision.reduce",
+        XLA,
+        "for weights in a lower dtype of other layers than linear ones and embeddings",
+        None,
+        "XLA sums a gradient in the dtype in which it is computed; precision.modules gives those layers float32",
     ),
     Refusal(
         "precision.reduce",

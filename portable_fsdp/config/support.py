@@ -233,6 +233,7 @@ EFFECTS = (
     Effect(("precision.reduce",), NATIVE, "MixedPrecisionPolicy(reduce_dtype)"),
     Effect(("precision.reduce=auto",), NATIVE, "float32"),
     Effect(("precision.reduce",), XLA, "gradients are summed in the compute dtype, which is this one"),
+    Effect(("precision.reduce=float32",), XLA, "gradients are computed in float32, and so summed"),
     Effect(("precision.reduce=auto",), XLA, "the dtype that the weight is cast to at use"),
     Effect(("precision.reduce",), FSDP1, "gradients are cast to it before the reduce-scatter"),
     Effect(("precision.reduce=auto",), FSDP1, "float32"),

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from cases import GLOBAL_BATCH, SEQ_LEN, Case, CaseRows
 
-from portable_fsdp.backends.base import Backend, Pending, TensorState, parameter_places
+from portable_fsdp.backends.base import Backend, Pending, ShardPolicy, TensorState, parameter_places
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.checkpoint.manager import Checkpoints
 from portable_fsdp.config.schema import Config, Train
@@ -496,6 +496,62 @@ def _programs(folder: Path, devices: int) -> dict[str, Any]:
                 "loops": text.count(" while("),
             }
     return found
+
+
+class _Products(torch.nn.Module):
+    """An embedding, a linear layer and GPT-2's, each with an output gradient of its own; no dimension divides by 4."""
+
+    def __init__(self) -> None:
+        from transformers.pytorch_utils import Conv1D
+
+        super().__init__()
+        self.table, self.linear, self.conv1d = torch.nn.Embedding(11, 6), torch.nn.Linear(6, 7), Conv1D(5, 6)
+
+    def get_output_embeddings(self) -> None:
+        return None
+
+    def forward(self, ids: torch.Tensor, x: torch.Tensor, outer: dict[str, torch.Tensor]) -> torch.Tensor:
+        return (
+            (self.table(ids) * outer["table"]).sum()
+            + (self.linear(x) * outer["linear"]).sum()
+            + (self.conv1d(x) * outer["conv1d"]).sum()
+        )
+
+
+def xla_gradients(reduce: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Name -> the gradient of a bfloat16 weight, and the same from its factors in float64."""
+    backend, _ = _open(Case(compute="bfloat16", reduce=reduce))
+    draw = torch.Generator().manual_seed(3)
+    rows = (GLOBAL_BATCH, 40)
+    ids = torch.randint(11, rows, generator=draw)
+    x, *outer = (torch.randn(*rows, size, generator=draw).bfloat16() for size in (6, 6, 7, 5))
+    factors = dict(zip(("table", "linear", "conv1d"), outer, strict=True))
+    with backend:
+        policy = ShardPolicy((), compute=torch.bfloat16)
+        given = _Products()
+        values = {fqn: weight.detach().clone() for fqn, weight in given.named_parameters()}
+        model = backend.shard_model(given, policy, lambda fqn, slices: values[fqn][slices])
+        weights = dict(model.named_parameters())
+
+        def gradients(ids: torch.Tensor, x: torch.Tensor, factors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            model(ids, x, factors).backward()
+            return {fqn: cast(torch.Tensor, weight.grad) for fqn, weight in weights.items()}
+
+        placed = backend.place({"ids": ids, "x": x, **factors})
+        found = backend.fetch(
+            backend.compile(gradients, "gradients")(
+                placed["ids"], placed["x"], {name: placed[name] for name in factors}
+            )
+        ).result()
+    one_hot = torch.nn.functional.one_hot(ids, 11)
+    flat = {name: factor.double().flatten(0, 1) for name, factor in {**factors, "x": x, "ids": one_hot}.items()}
+    return {
+        "table": (found["table.weight"], flat["ids"].T @ flat["table"]),
+        "linear": (found["linear.weight"], flat["linear"].T @ flat["x"]),
+        "bias": (found["linear.bias"], flat["linear"].sum(0)),
+        "conv1d": (found["conv1d.weight"], flat["x"].T @ flat["conv1d"]),
+        "conv1d_bias": (found["conv1d.bias"], flat["conv1d"].sum(0)),
+    }
 
 
 def xla_matmul_precision(case: Case) -> tuple[list[str], str]:

@@ -138,7 +138,11 @@ def test_every_process_feeds_its_rows_and_memory_is_measured(group: Group, run: 
 
 
 REFUSALS = [
-    (Case(compute="bfloat16", reduce="float32"), "xla", r"precision\.reduce=float32 .* compute dtype.*\n.*reduce=auto"),
+    (
+        Case(compute="bfloat16", reduce="float32", settings={"precision.master": "bfloat16"}),
+        "xla",
+        r"precision\.reduce=float32 with weights that rest in bfloat16.*\n.*reduce=auto",
+    ),
     (Case(compute="float32", reduce="bfloat16"), "both", r"precision\.reduce=bfloat16 .*\n.*(reduce=auto)"),
     (Case(micro_batch=5), "both", r"(?s)global_batch.*micro_batch"),
 ]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from assemble import assemble
 from cases import ARCHITECTURES, GLOBAL_BATCH, Case
 from test_curves import BF16_20_STEPS, assert_equal_curves
@@ -21,6 +22,7 @@ LAYERS, DEVICES, STEPS = 2, 4, 10
 SCAN = {"compile.scan_layers": True}
 DEEPER = {"model.architecture": {**ARCHITECTURES["llama"], "num_hidden_layers": 4}}
 FROZEN = {"model.freeze": ["model.embed_tokens", "model.layers.0"]}
+FLOAT32_SUMS = {"precision.reduce": "float32", "precision.modules": {"*norm*": "float32"}}
 NORMS = {"precision.compute": "bfloat16", "precision.modules": {"*norm*": "float32", "lm_head": "float32"}}
 
 
@@ -53,8 +55,11 @@ CASES = {
         settings={"sharding.wrap": "NO_WRAP", "sharding.wrap_modules": ["model.layers.0", "*.mlp", "*.mlp.up_proj"]},
     ),
     "norms in float32": case(settings=NORMS),
+    "float32 sums": case(compute="bfloat16", settings=FLOAT32_SUMS),
+    "float32 sums, recompute, frozen": case("HYBRID_SHARD", "full", compute="bfloat16", settings=FLOAT32_SUMS | FROZEN),
+    "float32 sums, grad_op, micro batches": case("SHARD_GRAD_OP", "full", 1, compute="bfloat16", settings=FLOAT32_SUMS),
 }
-BOUNDS = {"norms in float32": BF16_20_STEPS}
+BOUNDS = {name: BF16_20_STEPS for name, one in CASES.items() if one.compute == "bfloat16" or "norms" in name}
 
 Answer = dict[str, Any]
 GetAnswer = Callable[[str], Answer]
@@ -185,6 +190,27 @@ def test_a_scanned_program_does_not_grow_with_the_layers(answer: GetAnswer) -> N
     assert two["loops"] == four["loops"] == 2  # forward and backward
     assert two["dots"] == four["dots"] < answer("full")["programs"]["train_step"]["dots"]
     assert answer("scan, recompute")["programs"]["train_step"]["dots"] == two["dots"] + 8
+
+
+def test_gradients_are_summed_in_float32_where_asked_for(workers: Callable[[Group], Workers]) -> None:
+    """Of bfloat16 factors: the products are exact in float64, as is their sum, near enough."""
+    group = workers(Group("xla", DEVICES))
+    found, plain = (group.run("xla_gradients", reduce=reduce)[0] for reduce in ("float32", "auto"))
+    assert found.keys() == {"table", "linear", "bias", "conv1d", "conv1d_bias"}
+    for name, (gradient, exact) in found.items():
+        assert gradient.dtype == torch.float32
+        assert float((gradient - exact).norm() / exact.norm()) < 1e-6, name
+        assert float((plain[name][0] - exact).norm() / exact.norm()) > 1e-4, name
+
+
+def test_weights_that_no_product_sums_in_float32_are_refused(workers: Callable[[Group], Workers]) -> None:
+    with pytest.raises(
+        JobFailed,
+        match=r"input_layernorm\.weight \(LlamaRMSNorm\), and 4 more(.|\n)*Set precision\.modules="
+        r'\{"\*input_layernorm": float32, "\*norm": float32, "\*post_attention_layernorm": float32\}',
+    ) as failure:
+        workers(Group("xla", 1)).run("train", case=case(compute="bfloat16", reduce="float32"))
+    assert failure.value.kind == "BackendError"
 
 
 def test_layers_that_differ_are_not_scanned(workers: Callable[[Group], Workers]) -> None:

@@ -247,11 +247,11 @@ def test_a_batch_that_the_devices_do_not_divide_is_refused_in_the_words_of_the_l
     ("settings", "place", "said"),
     [
         (
-            {"memory.cpu_offload": True, "precision.reduce": "float32", "precision.compute": "bfloat16"},
+            {"memory.cpu_offload": True, "precision.reduce": "bfloat16"},
             Place("xla", "cpu", 4, 1),
-            "backend xla on cpu (4 device(s) of 1 host(s)): precision.reduce=float32 with a lower compute dtype: XLA "
-            "sums gradients over devices in the compute dtype.\n"
-            "  Set precision.reduce=auto, or precision.compute=float32, or --backend=native.\n"
+            "backend xla on cpu (4 device(s) of 1 host(s)): precision.reduce=bfloat16 with precision.compute=float32: "
+            "gradients would lose on the way between devices the digits that they were computed with.\n"
+            "  Set precision.reduce=auto, or precision.compute=bfloat16.\n"
             "backend xla on cpu (4 device(s) of 1 host(s)): memory.cpu_offload=true on XLA: torch_xla keeps parameters "
             "and optimizer state in device memory.\n"
             "  Set memory.cpu_offload=false, or --backend=native. Nothing was started.",

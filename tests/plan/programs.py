@@ -46,6 +46,7 @@ class Program:
     checkpointing: str = "none"
     scan: bool = False
     modules: tuple[str, ...] = ()  # in float32
+    reduce: str = "auto"
     accumulation: int = 1
     optimizer: str = "adamw"
 
@@ -62,7 +63,11 @@ class Program:
                 "train": {"steps": 10, "global_batch": devices * self.accumulation},
                 "optim": {"name": self.optimizer},
                 "sharding": {"strategy": self.strategy, "replicas": self.replicas},
-                "precision": {"compute": "bfloat16", "modules": dict.fromkeys(self.modules, "float32")},
+                "precision": {
+                    "compute": "bfloat16",
+                    "reduce": self.reduce,
+                    "modules": dict.fromkeys(self.modules, "float32"),
+                },
                 "memory": {"gradient_checkpointing": self.checkpointing},
                 "compile": {"scan_layers": self.scan},
             }
@@ -75,6 +80,7 @@ class Program:
         words = [f"{self.size}, {layers} layers, {self.seq_len} tokens", self.strategy]
         words += [f"checkpointing {self.checkpointing}"] * (self.checkpointing != "none")
         words += [self.optimizer] * (self.optimizer != "adamw")
+        words += [f"summed in {self.reduce}"] * (self.reduce != "auto")
         words += ["scanned"] * self.scan + [f"float32: {' '.join(self.modules)}"] * bool(self.modules)
         return ", ".join(words)
 
@@ -95,13 +101,17 @@ STRATEGIES = [
     Program("small", "v6e:2x4", strategy="HYBRID_SHARD", replicas=2),
 ]
 FLOAT32 = Program("small", "v6e:2x4", modules=("*norm*", "lm_head"))
+SUMMED = Program("small", "v6e:2x4", modules=("*norm*",), reduce="float32")
+SUMMED_2B = [
+    Program("2b", slice_, 1536, checkpointing="full", modules=("*norm*",), reduce="float32") for slice_ in DEVICES
+]
 PLAIN = [Program("2b", "v5p:2x2x4", 1536, checkpointing=how) for how in ("none", "full")]
 PLAIN_V6E = [Program("2b", "v6e:2x4", 1536, checkpointing=how) for how in ("none", "full")]
 FLASH = [Program("8b", "v5p:2x2x4", 4096, checkpointing=how) for how in ("none", "full")]
 SHALLOW = [Program("8b", "v5p:2x2x4", 4096, layers=layers, checkpointing="full") for layers in (4, 8)]
 SCAN = [Program("8b", "v5p:2x2x4", 4096, layers=layers, checkpointing="full", scan=True) for layers in (4, 32)]
 SCAN_SGD = [replace(program, optimizer="sgd") for program in SCAN]
-CASES = [*STRATEGIES, FLOAT32, *PLAIN, *PLAIN_V6E, *FLASH, *SHALLOW, *SCAN, *SCAN_SGD]
+CASES = [*STRATEGIES, FLOAT32, SUMMED, *SUMMED_2B, *PLAIN, *PLAIN_V6E, *FLASH, *SHALLOW, *SCAN, *SCAN_SGD]
 
 
 def traced(config: Config, devices: int) -> Any:

@@ -6,7 +6,19 @@ Bounds hold for torch_xla 2.9.0 with libtpu 0.0.21; docs/tpu_programs.md has the
 from functools import cache
 
 import pytest
-from programs import FLASH, FLOAT32, PLAIN, PLAIN_V6E, SCAN, SCAN_SGD, SHALLOW, STRATEGIES, Program, compiled
+from programs import (
+    FLASH,
+    FLOAT32,
+    PLAIN,
+    PLAIN_V6E,
+    SCAN,
+    SCAN_SGD,
+    SHALLOW,
+    STRATEGIES,
+    SUMMED,
+    Program,
+    compiled,
+)
 
 from portable_fsdp.metrics.hlo import Moved
 from portable_fsdp.plan.tpu import Compiled
@@ -61,6 +73,12 @@ def test_matrix_products_and_collectives_are_in_the_dtypes_asked_for() -> None:
     assert in_float32 == pytest.approx(3 * 2 * tokens * head, rel=0.01)  # forward, and two in backward
     assert of(FLOAT32).collectives["all_gather f32"].bytes == pytest.approx(4 * head, rel=0.02)
     assert of(FLOAT32).collectives["reduce_scatter f32"].bytes == pytest.approx(4 * head, rel=0.02)
+
+
+def test_gradients_are_summed_in_float32_where_asked_for() -> None:
+    found = of(SUMMED).collectives
+    assert found["reduce_scatter f32"].bytes > 0.9 * 4 * SUMMED.parameters
+    assert set(of(SUMMED).matmul_flops) == {"bf16 x bf16"}
 
 
 @pytest.mark.parametrize(

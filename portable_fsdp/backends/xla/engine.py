@@ -94,6 +94,7 @@ class XlaBackend(Backend):
         # Global numbers, in the order in which shards are given: a host's own need not follow one another.
         self._local_devices = [int(name.split(":")[1]) for name in self._bridge._xla_get_runtime_devices()]
         require_supported(config, engine="xla", device=device, devices=count, hosts=self.process.count)
+        self._sum_in_float32 = config.precision.reduce == "float32"
         self._shards = count // replicas_of_model(config, count, self.process.count)
         self.mesh: Any = spmd.Mesh(np.arange(count), (count // self._shards, self._shards), ROWS)
         self.placeholders: list[Placeholder] | None = None  # instead of tensors, after shard_model(fill=None)
@@ -119,7 +120,13 @@ class XlaBackend(Backend):
         gathers = not policy.reshard_after_forward and self._shards > 1
         barrier = self._bridge._xla_optimization_barrier_
         self._copies = wrap_forwards(
-            model, policy, Layouts(self.mesh), barrier, keep=gathers, flash=self.flash_attention
+            model,
+            policy,
+            Layouts(self.mesh),
+            barrier,
+            keep=gathers,
+            flash=self.flash_attention,
+            sum_in_float32=self._sum_in_float32,
         )
         if fill is None:
             self.placeholders = []
@@ -249,9 +256,9 @@ class XlaBackend(Backend):
     def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
         parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
         gradients = [cast(Tensor, parameter.grad) for parameter in parameters]
-        # In float32: bfloat16 gradients (precision.master) would give a norm of three digits.
-        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-        norm = torch.linalg.vector_norm(torch.stack(norms))
+        # In float32: bfloat16 gradients (precision.master) would give a norm of three digits. Squares, and one root:
+        # XLA makes absolute values, powers and a root of each vector_norm, which cost compile time.
+        norm = torch.stack([gradient.float().square().sum() for gradient in gradients]).sum().sqrt()
         if limit is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
         return norm

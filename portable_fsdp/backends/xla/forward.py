@@ -9,7 +9,7 @@ here: `Copies` of one step (SHARD_GRAD_OP), or barriers that make it gather agai
 # pyright: reportPrivateUsage=false
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -25,15 +25,24 @@ Barrier = Callable[[list[Tensor]], None]
 
 
 class Use(NamedTuple):
-    """Where a weight is used, `module._parameters[leaf]`, and the dtype in which it computes there."""
+    """Where a weight is used, `module._parameters[leaf]`, and the dtype in which it computes there.
+
+    `apart`: the module's forward asks `Copies.of` for the copy, and gives the master its gradient itself (reduce.py).
+    """
 
     module: nn.Module
     leaf: str
     dtype: torch.dtype
+    apart: bool = False
 
     @property
     def weight(self) -> nn.Parameter:
         return cast(nn.Parameter, self.module._parameters[self.leaf])
+
+    @property
+    def key(self) -> tuple[int, torch.dtype]:
+        """Tied weights of one dtype share a copy."""
+        return id(self.weight), self.dtype
 
 
 def weight_uses(model: nn.Module, compute: torch.dtype, modules: Mapping[str, torch.dtype]) -> dict[str, Use]:
@@ -65,12 +74,13 @@ class Copies:
     def __init__(self, gather: Callable[[Tensor], Tensor], barrier: Barrier, keep: bool) -> None:
         self._gather, self._barrier, self._keep = gather, barrier, keep
         self._kept: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._here: dict[tuple[int, torch.dtype], Tensor] = {}  # of the blocks that are running
         self._runs_again_on: list[Tensor] | None = None
 
     def gather_all(self, uses: Iterable[Use]) -> None:
         """At the start of a forward, while autograd records."""
         if self._keep:
-            self._kept = {key: self._gather(cast_weight(use)) for key, use in _distinct(uses).items()}
+            self._kept = {use.key: self._gather(cast_weight(use)) for use in _distinct(uses)}
 
     def release(self) -> None:
         """After backward. A tensor that is alive when a program ends is one of its outputs."""
@@ -85,24 +95,35 @@ class Copies:
         finally:
             self._runs_again_on = None
 
-    def in_place(self, uses: list[Use]) -> AbstractContextManager[None]:
-        copies = self._kept or {key: cast_weight(use) for key, use in _distinct(uses).items()}
+    @contextmanager
+    def in_place(self, uses: list[Use]) -> Generator[None]:
+        copies = self._kept or {use.key: cast_weight(use) for use in _distinct(uses)}
         if self._runs_again_on is not None and not self._kept:
             # Behind a barrier, or XLA would see that both runs gather the same weights, and keep them in between.
             # Gathered here, once for this run and its backward.
             copies = {key: copy * 1 for key, copy in copies.items()}
             self._barrier([*copies.values(), *self._runs_again_on])
             copies = {key: self._gather(copy) for key, copy in copies.items()}
-        return swapped(uses, [copies[id(use.weight), use.dtype] for use in uses])
+        found = [use for use in uses if not use.apart]
+        around, self._here = self._here, {**self._here, **copies}
+        try:
+            with swapped(found, [copies[use.key] for use in found]):
+                yield
+        finally:
+            self._here = around
+
+    def of(self, use: Use) -> Tensor:
+        """The copy of a weight that a running block holds `apart`."""
+        return self._here[use.key]
 
 
-def _distinct(uses: Iterable[Use]) -> dict[tuple[int, torch.dtype], Use]:
-    """One use of each weight and dtype: tied weights share a copy."""
-    return {(id(use.weight), use.dtype): use for use in uses}
+def _distinct(uses: Iterable[Use]) -> Iterable[Use]:
+    return {use.key: use for use in uses}.values()
 
 
 def cast_weight(use: Use) -> Tensor:
-    return use.weight.to(use.dtype) if use.weight.is_floating_point() else use.weight
+    weight = use.weight.detach() if use.apart else use.weight
+    return weight.to(use.dtype) if weight.is_floating_point() else weight
 
 
 @contextmanager

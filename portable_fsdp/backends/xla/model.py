@@ -21,16 +21,25 @@ from portable_fsdp.backends.xla.forward import (
     weight_uses,
 )
 from portable_fsdp.backends.xla.layouts import ROWS, Layouts
+from portable_fsdp.backends.xla.reduce import replace_forwards, summed_in_float32
 from portable_fsdp.backends.xla.scan import LayerLoop
 
 
 def wrap_forwards(
-    model: nn.Module, policy: ShardPolicy, layouts: Layouts, barrier: Barrier, *, keep: bool, flash: bool
+    model: nn.Module,
+    policy: ShardPolicy,
+    layouts: Layouts,
+    barrier: Barrier,
+    *,
+    keep: bool,
+    flash: bool,
+    sum_in_float32: bool,
 ) -> Copies:
     """Innermost first: attention, a dtype of its own, compute copies, recompute; then hooks on what a block gives.
 
     `keep`: one gathered copy of each weight a step; who runs the step calls `release` on what is returned after
-    backward. `flash`: attention by the TPU's kernel. Raises BackendError for layers that can't be scanned.
+    backward. `flash`: attention by the TPU's kernel. `sum_in_float32`: gradients, over devices, in any compute dtype.
+    Raises BackendError for layers that can't be scanned, and for weights whose gradients can't be summed so.
     """
     head = cast(Any, model).get_output_embeddings()
     for name in policy.layers if flash else ():
@@ -40,6 +49,8 @@ def wrap_forwards(
         module = model.get_submodule(name)
         module.forward = in_own_dtype(module.forward, dtype, None if module is head else policy.compute)
     uses = weight_uses(model, policy.compute, policy.modules)
+    if sum_in_float32:
+        uses = summed_in_float32(uses)
     in_loop = {fqn: use for fqn, use in uses.items() if policy.scan_layers and _is_inside(fqn, policy.layers)}
     outside = {fqn: use for fqn, use in uses.items() if fqn not in in_loop}
     blocks = {*policy.units, *policy.recompute}
@@ -48,6 +59,7 @@ def wrap_forwards(
         LayerLoop(layers, in_loop, layouts, gather=keep, recompute=bool(policy.recompute))
         blocks = {name for name in blocks if not _is_inside(name, policy.layers)}
     copies = Copies(layouts.gathered, barrier, keep)
+    replace_forwards(uses, copies, layouts.shard)
     for name, owned in uses_by_block(outside, blocks).items():
         block = model.get_submodule(name)
         block.forward = run_with(block.forward, copies, owned)
