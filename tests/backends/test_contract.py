@@ -1,7 +1,7 @@
 """C1 to C7 of the backend contract (portable_fsdp/backends/base.py), each on every engine and device count."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -137,20 +137,24 @@ def test_every_process_feeds_its_rows_and_memory_is_measured(group: Group, run: 
         assert answer["memory"].peak_bytes >= answer["memory"].now_bytes * 0.9 > 0
 
 
+EITHER_XLA, EVERY = ("xla", "xla_fsdp1"), ("native", "xla", "xla_fsdp1")
+SAVE_OPS = {"memory.save_ops": ["matmul"]}
 REFUSALS = [
     (
-        Case(compute="bfloat16", reduce="float32", settings={"precision.master": "bfloat16"}),
-        "xla",
-        r"precision\.reduce=float32 with weights that rest in bfloat16.*\n.*reduce=auto",
+        Case(checkpointing="selective", settings=SAVE_OPS),
+        EITHER_XLA,
+        r"memory\.save_ops=.* on XLA: .*\n.*(save_ops=\[\])",
     ),
-    (Case(compute="float32", reduce="bfloat16"), "both", r"precision\.reduce=bfloat16 .*\n.*(reduce=auto)"),
-    (Case(micro_batch=5), "both", r"(?s)global_batch.*micro_batch"),
+    (Case(compute="float32", reduce="bfloat16"), EVERY, r"precision\.reduce=bfloat16 .*\n.*(reduce=auto)"),
+    (Case(micro_batch=5), EVERY, r"(?s)global_batch.*micro_batch"),
 ]
 
 
 @pytest.mark.parametrize(("case", "who", "message"), REFUSALS)
-def test_c5_refused_when_it_opens(group: Group, workers: GetWorkers, case: Case, who: str, message: str) -> None:
-    if who not in ("both", group.backend):
+def test_c5_refused_when_it_opens(
+    group: Group, workers: GetWorkers, case: Case, who: Sequence[str], message: str
+) -> None:
+    if group.backend not in who:
         workers(group).run("refused", case=case)  # honoured here
         return
     with pytest.raises(JobFailed) as failure:
