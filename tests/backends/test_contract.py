@@ -12,6 +12,8 @@ from cases import GLOBAL_BATCH, Case
 from reference import reference
 from workers import Group, JobFailed, Workers
 
+from portable_fsdp.config.refusals import EITHER_XLA, EVERY
+
 Run = Callable[[Group, Case], list[dict[str, Any]]]
 GetWorkers = Callable[[Group], Workers]
 
@@ -137,7 +139,6 @@ def test_every_process_feeds_its_rows_and_memory_is_measured(group: Group, run: 
         assert answer["memory"].peak_bytes >= answer["memory"].now_bytes * 0.9 > 0
 
 
-EITHER_XLA, EVERY = ("xla", "xla_fsdp1"), ("native", "xla", "xla_fsdp1")
 SAVE_OPS = {"memory.save_ops": ["matmul"]}
 REFUSALS = [
     (

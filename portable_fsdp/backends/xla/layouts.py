@@ -51,22 +51,22 @@ class Layouts:
         return cast(Tensor, _LaidOut.apply(torch.stack(weights), layout, self.replicate if gather else None))
 
 
+def laid_out(tensor: Tensor, mark: Callable[[Tensor], None]) -> Tensor:
+    """The same values in the layout that `mark` gives: in place, and so to a tensor of its own."""
+    tensor = tensor * 1
+    mark(tensor)
+    return tensor
+
+
 class _LaidOut(torch.autograd.Function):
     """A tensor laid out as shards, then perhaps whole; its gradient as shards. Two, so that a gather follows a cast."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, shard: Callable[[Tensor], None], replicate: Any) -> Tensor:
         ctx.shard = shard
-        sharded = tensor * 1  # a layout is given in place
-        shard(sharded)
-        if replicate is None:
-            return sharded
-        whole = sharded * 1
-        replicate(whole)
-        return whole
+        sharded = laid_out(tensor, shard)
+        return sharded if replicate is None else laid_out(sharded, replicate)
 
     @staticmethod
     def backward(ctx: Any, *outputs: Any) -> Any:
-        gradient = cast(Tensor, outputs[0]) * 1
-        ctx.shard(gradient)
-        return gradient, None, None
+        return laid_out(cast(Tensor, outputs[0]), ctx.shard), None, None

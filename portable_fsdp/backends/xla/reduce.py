@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from portable_fsdp.backends.xla.forward import Copies, Forward, Mark, Use
+from portable_fsdp.backends.xla.layouts import laid_out
 from portable_fsdp.runtime.errors import BackendError
 
 
@@ -98,8 +99,8 @@ class _Linear(torch.autograd.Function):
         wants_x, wants_weight, wants_bias, *_ = cast(tuple[bool, ...], ctx.needs_input_grad)
         of_x = gradient @ (copy.t() if ctx.inputs_first else copy) if wants_x else None
         factors = (x, gradient) if ctx.inputs_first else (gradient, x)
-        of_weight = _sharded(_product(*factors), ctx.shard) if wants_weight else None
-        of_bias = _sharded(gradient.flatten(0, -2).sum(0, dtype=torch.float32), ctx.shard) if wants_bias else None
+        of_weight = laid_out(_product(*factors), ctx.shard) if wants_weight else None
+        of_bias = laid_out(gradient.flatten(0, -2).sum(0, dtype=torch.float32), ctx.shard) if wants_bias else None
         return of_x, of_weight, of_bias, None, None, None, None
 
 
@@ -117,7 +118,7 @@ class _Embedding(torch.autograd.Function):
         (ids,) = cast(tuple[Tensor], ctx.saved_tensors)
         gradient = cast(Tensor, outputs[0]).float()
         of_weight = torch.ops.aten.embedding_dense_backward(gradient, ids, ctx.words, ctx.padding, False)
-        return None, _sharded(of_weight, ctx.shard), None, None, None
+        return None, laid_out(of_weight, ctx.shard), None, None, None
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
@@ -127,12 +128,6 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     rows = list(range(left.dim() - 1))
     bridge = cast(Any, torch_xla)._XLAC
     return bridge._xla_dot_general(left, right, ((rows, rows), ([], [])), None, torch.float32)
-
-
-def _sharded(gradient: Tensor, shard: Mark) -> Tensor:
-    gradient = gradient * 1  # a layout is given in place
-    shard(gradient)
-    return gradient
 
 
 def _refusal(others: list[str], first: Use) -> BackendError:
