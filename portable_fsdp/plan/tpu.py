@@ -2,7 +2,8 @@
 
 `trace` records the trainer's own step (the same backend, the same `train.loop.build`) with tensors that hold no
 memory, for any number of devices. `compile_for` gives the record to libtpu for a named slice, and stops it once
-buffers are assigned: what follows is code generation, most of the time and nothing that is asked here.
+buffers are assigned: what follows is code generation, which takes most of the time, and of which nothing is asked here
+but whether it succeeds.
 """
 
 # Programs are lowered through torch_xla's private bridge only.
@@ -72,7 +73,7 @@ class Compiled:
     collectives: dict[str, Moved]  # kind and dtype: `all_gather bf16`
     matmul_flops: dict[str, int]  # dtypes of the factors: `bf16 x bf16`
     rematerialised: int  # instructions that the compiler repeats by itself, because memory was short
-    compile_s: float  # of processor time, up to the assignment of buffers
+    compile_s: float  # of processor time, up to the assignment of buffers, or with code generation
 
     @property
     def bytes(self) -> int:
@@ -111,45 +112,15 @@ def _pretended(devices: int) -> Generator[None]:
     os.environ["PJRT_DEVICE"] = "CPU"
     os.environ.setdefault("CPU_NUM_DEVICES", "4")  # a single one would leave annotations out
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    import torch_xla.experimental.custom_kernel
     import torch_xla.runtime
 
-    runtime, kernels = cast(Any, torch_xla.runtime), cast(Any, torch_xla.experimental.custom_kernel)
-    real = runtime.global_runtime_device_count, kernels.trace_pallas
+    runtime = cast(Any, torch_xla.runtime)
+    real = runtime.global_runtime_device_count
     runtime.global_runtime_device_count = lambda: devices
-    kernels.trace_pallas = _KernelsForTpu(kernels)
     try:
         yield
     finally:
-        runtime.global_runtime_device_count, kernels.trace_pallas = real
-
-
-class _KernelsForTpu:
-    """torch_xla's `trace_pallas`, which would lower a kernel for the platform that jax runs on."""
-
-    def __init__(self, kernels: Any) -> None:
-        self._kernels = kernels
-        self._lowered: dict[tuple[Any, str], Any] = {}
-
-    def __call__(
-        self,
-        kernel: Callable[..., Any],
-        *args: Any,
-        static_argnums: Any = None,
-        static_argnames: Any = None,
-        use_cache: bool = False,
-        **kwargs: Any,
-    ) -> tuple[Any, list[Tensor]]:
-        import jax
-
-        tensors = [argument for argument in args if isinstance(argument, Tensor)]
-        shapes = [self._kernels.to_jax_shape_dtype_struct(a) if isinstance(a, Tensor) else a for a in args]
-        key = kernel, str((shapes, kwargs))
-        if key not in self._lowered:
-            jitted = jax.jit(kernel, static_argnums=static_argnums, static_argnames=static_argnames)
-            module = jitted.trace(*shapes, **kwargs).lower(lowering_platforms=("tpu",)).compiler_ir()
-            self._lowered[key] = self._kernels._extract_backend_config(module)
-        return self._lowered[key], tensors
+        runtime.global_runtime_device_count = real
 
 
 class _Tracer(XlaBackend):
@@ -235,13 +206,19 @@ def _named(args: Sequence[Any]) -> dict[str, Tensor]:
 
 
 def compile_for(
-    program: Program, slice: str, *, options: Mapping[str, str] | None = None, limit_s: float = 900
+    program: Program,
+    slice: str,
+    *,
+    generate_code: bool = False,
+    options: Mapping[str, str] | None = None,
+    limit_s: float = 900,
 ) -> Compiled:
     """What the TPU compiler makes of `program` on `slice` (`v6e:2x4`, `v5p:2x2x4`), without a TPU.
 
     Args:
         program: for as many devices as the slice has.
         slice: generation and torus, as libtpu names topologies.
+        generate_code: go on to the end, where a kernel may still be refused: minutes for a model of billions.
         options: of the compiler, added to OPTIONS; a run takes the same through LIBTPU_INIT_ARGS.
         limit_s: seconds after which the compiler is stopped.
 
@@ -249,12 +226,15 @@ def compile_for(
     """
     with tempfile.TemporaryDirectory(prefix="portable_fsdp_plan") as name:
         folder = Path(name)
-        seconds = _run_compiler(folder, program, slice, {**OPTIONS, **(options or {})}, limit_s)
+        options = {**OPTIONS, **(options or {})}
+        seconds = _run_compiler(folder, program, slice, options, limit_s, generate_code=generate_code)
         return _read(folder / "dump", program, slice, seconds)
 
 
-def _run_compiler(folder: Path, program: Program, slice: str, options: Mapping[str, str], limit_s: float) -> float:
-    """Start the compiler on `program`, end it once it has assigned buffers; returns its seconds of processor time."""
+def _run_compiler(
+    folder: Path, program: Program, slice: str, options: Mapping[str, str], limit_s: float, *, generate_code: bool
+) -> float:
+    """Run the compiler until it has assigned buffers, or to its end; returns its seconds of processor time."""
     record = {
         "slice": slice,
         "devices": program.devices,
@@ -269,14 +249,14 @@ def _run_compiler(folder: Path, program: Program, slice: str, options: Mapping[s
         command = [sys.executable, "-m", "portable_fsdp.plan.tpu_compiler", str(folder)]
         compiler = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=folder)
         try:
-            while not _is_written(folder / "dump", program.name) and compiler.poll() is None:
+            while compiler.poll() is None and (generate_code or not _is_written(folder / "dump", program.name)):
                 if time.monotonic() - began > limit_s:
                     break
                 time.sleep(0.1)
         finally:
             compiler.kill()
-            compiler.wait()
-    if not _is_written(folder / "dump", program.name):
+            ended = compiler.wait()
+    if not _is_written(folder / "dump", program.name) or (generate_code and ended != 0):
         raise BackendError(_refusal(slice, (folder / "log").read_text(), limit_s))
     return _childrens_seconds() - spent
 

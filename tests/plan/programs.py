@@ -126,11 +126,12 @@ def _trace(config: Config, devices: int) -> Any:
     return trace(config, devices)
 
 
-def compiled(program: Program) -> Any:
+def compiled(program: Program, *, generate_code: bool = False) -> Any:
     """What the TPU compiler makes of the step, as `plan.tpu.Compiled`."""
     from portable_fsdp.plan.tpu import compile_for
 
-    return compile_for(traced(program.config, DEVICES[program.slice])["train_step"], program.slice)
+    step = traced(program.config, DEVICES[program.slice])["train_step"]
+    return compile_for(step, program.slice, generate_code=generate_code)
 
 
 def table(rows: list[dict[str, Any]]) -> str:

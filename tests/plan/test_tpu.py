@@ -85,6 +85,13 @@ def test_a_model_that_no_host_could_hold_is_traced_in_little_memory() -> None:
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 < 4e9  # weights and state would be 34e9
 
 
+def test_the_compiler_takes_the_step_to_the_end_flash_kernel_included(step: Any) -> None:
+    from portable_fsdp.plan.tpu import compile_for
+
+    assert b"tpu_custom_call" in step.hlo
+    compile_for(step, SMALL.slice, generate_code=True)
+
+
 def test_a_slice_that_is_none_is_refused(step: Any) -> None:
     from portable_fsdp.plan.tpu import compile_for
 

@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 from programs import (
+    DEVICES,
     FLASH,
     FLOAT32,
     PLAIN,
@@ -116,3 +117,8 @@ def test_scanned_layers_do_the_same_work() -> None:
 
 def test_nothing_is_rematerialised_behind_our_back() -> None:
     assert [of(program).rematerialised for program in (*FLASH, *SCAN)] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("slice_", DEVICES)
+def test_code_is_generated_for_the_flash_kernel(slice_: str) -> None:
+    compiled(Program("8b", slice_, 4096, layers=1), generate_code=True)

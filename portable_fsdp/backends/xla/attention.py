@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from portable_fsdp.backends.xla.kernels import use_readable_kernels
+
 Forward = Callable[..., Any]
 
 
@@ -22,6 +24,7 @@ def with_flash_attention(forward: Forward, mesh: Any, rows: tuple[str, ...]) -> 
 
     Other attention (a mask, a window, a length that the kernel's blocks don't divide) stays torch's formula.
     """
+    use_readable_kernels()
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with _Flash(mesh, rows):
