@@ -36,7 +36,8 @@ from portable_fsdp.data.build import build_data
 from portable_fsdp.data.packing import PackedRows
 from portable_fsdp.optim.schedule import learning_rate
 from portable_fsdp.runtime.process import StopRequest
-from portable_fsdp.train.loop import Records, Training, _InFlight, _with_news, build
+from portable_fsdp.train.loop import Records, Training, _InFlight, _News, _with_news, build
+from portable_fsdp.train.when import SaveRequests
 
 ARCHITECTURE: dict[str, Any] = {
     "model_type": "llama",
@@ -96,7 +97,8 @@ class OurStep:
         self._stop = StopRequest()
         self._steps = cast(int, config.train.steps)
         self._records = Records(config, backend, training.built, self._steps)
-        self._records.begin(0)
+        self._records.begin(0, None)
+        self._requests = SaveRequests(Path(config.run.dir), None)
         self._step = 0
         self._in_flight: _InFlight | None = None
 
@@ -104,8 +106,8 @@ class OurStep:
         self._step += 1
         began = time.perf_counter()
         lr = learning_rate(self._config.optim, self._step, self._steps)
-        seen = self._records.seen()
-        placed = [self._backend.place(_with_news(batch, self._stop, seen)) for batch in next(self._batches)]
+        news = _News(self._stop.requested, self._records.seen(self._requests))
+        placed = [self._backend.place(_with_news(batch, news)) for batch in next(self._batches)]
         metrics = self._backend.fetch(self._training.step(placed, lr))
         previous, self._in_flight = self._in_flight, _InFlight(self._step, lr, began, metrics)
         if previous is not None:

@@ -31,8 +31,9 @@ Read = Callable[[str, Slices], Tensor]
 Batch = dict[str, Tensor]
 """Named tensors whose dimension 0 is rows of this process's data shard: `input_ids` and `labels` int64 [rows, seq]
 (`labels[r, t]` is the token after `input_ids[r, t]`, or -100), `tokens` float32 [rows] (counted labels of row r, summed
-over all micro batches of the step), `stop` float32 [rows], `processes` float32 [rows, 2 * processes] (of each process
-the seconds of its last step and its peak bytes of memory, in a row of its own; zeros elsewhere)."""
+over all micro batches of the step), `stop` float32 [rows], `processes` float32 [rows, 3 * processes] (of each process
+the seconds of its last step, its peak bytes of memory, and 1 where it asks for a save; in a row of its own, zeros
+elsewhere)."""
 
 Metrics = dict[str, Tensor]
 """Named float32 device tensors of no or one dimension, equal on all processes."""
@@ -191,6 +192,10 @@ class Backend(ABC):
     @abstractmethod
     def agree(self, value: T) -> T:
         """Process 0's `value` (anything that pickles), on all processes. *collective*"""
+
+    @abstractmethod
+    def gather(self, value: T) -> list[T]:
+        """Every process's `value` (anything that pickles), in their order, on all processes. *collective*"""
 
     @abstractmethod
     def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, TensorState]:

@@ -79,7 +79,7 @@ def _verify(options: argparse.Namespace) -> None:
     with Reader(path) as reader:
         reader.verify(Part(0, 1))
         files = reader.manifest.files
-    print(f"{path}: whole: {len(files)} files, {_size(sum(file.bytes for file in files.values()))}")
+    print(f"{path}: whole: {len(files)} files, {_size(reader.manifest.bytes)}")
 
 
 def _export(options: argparse.Namespace) -> None:
@@ -108,7 +108,7 @@ def _summary(path: Path, manifest: Manifest) -> str:
         tensors = {key: tensor for key, tensor in manifest.tensors.items() if folder_of(key) == folder}
         count = sum(math.prod(tensor.shape) for tensor in tensors.values())
         size = sum(math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype] for tensor in tensors.values())
-        files = sum(file.startswith(folder) for file in manifest.files)
+        files = sum(file.name.startswith(folder) for file in manifest.files)
         lines.append(f"{folder:<12}{len(tensors)} tensors, {count:,} elements, {_size(size)} in {files} files")
         lines.extend(f"  {line}" for line in _shapes(tensors.items()))
     return "\n".join(lines)

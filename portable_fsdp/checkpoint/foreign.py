@@ -5,14 +5,15 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from portable_fsdp.backends.base import Part
+from portable_fsdp.checkpoint import safetensors
 from portable_fsdp.checkpoint.format import DTYPE_BYTES, Manifest, TensorEntry, folder_of
-from portable_fsdp.checkpoint.store import Reader, write_safetensors
+from portable_fsdp.checkpoint.safetensors import Lazy
+from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.runtime.errors import CheckpointError
 from portable_fsdp.runtime.files import sync_folder, write_text_atomically
 
@@ -28,8 +29,8 @@ def export_huggingface(
 ) -> None:
     """Write the model of `checkpoint` as a Hugging Face folder, in the dtype that it was saved in. For one process.
 
-    Hashes the model's files first. Holds one output shard in host memory at a time (a tensor larger than
-    `max_shard_bytes` is a shard of its own). An older export in `folder` is replaced once the new one is whole.
+    Hashes the model's files first. Holds one tensor in host memory at a time. An older export in `folder` is replaced
+    once the new one is whole.
     Raises `CheckpointError`: a damaged checkpoint, a model that isn't of transformers, another thing in `folder`.
     """
     require_replaceable(folder)
@@ -98,7 +99,8 @@ def _write_weights(reader: Reader, folder: Path, max_shard_bytes: int) -> None:
     weight_map: dict[str, str] = {}
     for number, keys in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
-        write_safetensors(folder / file, {key: _whole(reader, key) for key in keys}, {})
+        lazy = {key: Lazy(tensors[key].dtype, tensors[key].shape, partial(reader.read_whole, key)) for key in keys}
+        safetensors.write(folder / file, lazy, {})
         weight_map.update(dict.fromkeys(keys, file))
     if len(shards) > 1:
         index = {
@@ -123,10 +125,6 @@ def _group(tensors: dict[str, TensorEntry], max_bytes: int) -> Iterable[list[str
 
 def _bytes(tensor: TensorEntry) -> int:
     return math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]
-
-
-def _whole(reader: Reader, key: str) -> Tensor:
-    return reader.read(key, tuple(slice(0, size) for size in reader.manifest.tensors[key].shape))
 
 
 def _mark(manifest: Manifest) -> str:

@@ -1,36 +1,24 @@
-"""What a checkpoint folder holds, and how it is committed.
+"""What a checkpoint folder holds: `manifest.json`, and the safetensors files that it lists.
 
-1. Process 0 makes `step-00000500.tmp/` with `model/` and `optimizer/`, and tells all processes the attempt's id.
-2. Each process writes its safetensors files there and fsyncs them.
-3. Then it describes them in `index-00003.json`, by rename: attempt, pieces, bytes, hashes; or its error.
-4. Process 0 waits for the index files of this attempt from all processes, merges them, and checks the result as a
-   reader would: the pieces tile every tensor exactly once.
-5. It writes `manifest.json`, sealed with its own hash (fsync), removes the index files, fsyncs the folders, renames
-   to `step-00000500` (the commit), and fsyncs the parent.
-6. A kill before the rename leaves `*.tmp`, which no reader looks at and the run's next opening removes. An older
-   checkpoint is never touched.
-
-A manifest that is read is hostile input: everything in it is checked before a file is opened. No torch here.
+A manifest that is read is hostile input: everything in it is checked before a file is opened. The checks are over
+columns of numbers, since a large model on many processes has hundreds of thousands of pieces, and every process reads
+them all. How a folder comes to be is in `commit.py`. No torch here.
 """
 
-import itertools
 import json
 import math
 import re
-import shutil
-import stat
-import time
-import uuid
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, cast
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from portable_fsdp.checkpoint.storage import is_object_store, names, require_regular
 from portable_fsdp.runtime.errors import CheckpointError
-from portable_fsdp.runtime.files import sync_folder, write_text_atomically
 
 MANIFEST = "manifest.json"
 FOLDERS = ("model", "optimizer")
@@ -52,48 +40,51 @@ DTYPE_BYTES = {
 """Bytes of one element, by torch's name of the dtype: those that safetensors and torch share."""
 
 _STEP_NAME = re.compile(r"step-(\d{8,})")
-_DEBRIS_NAME = re.compile(r"step-\d{8,}\.tmp")
 _FILE_NAME = re.compile(r"(?:model|optimizer)/[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
-_MAX_ELEMENTS = 2**60  # strides and byte counts of anything below it fit 64 bits
+_MAX_ELEMENTS = 2**59  # strides and byte counts of anything below it fit 64 bits
+_MAX_BYTES = 2**30  # of a manifest: that of a million pieces has 30 MB
 
 Dims = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=16)]
 
 
-class _Entry(BaseModel):
+class Entry(BaseModel):
+    """Nothing but what is named, of exactly the type that is named."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class PieceEntry(_Entry):
-    """A piece of a global tensor: stored in `file` under the tensor's own key."""
+class TensorEntry(Entry):
+    """A global tensor of `n` dimensions; its pieces tile it exactly once.
 
-    file: str
-    offset: Dims
-    shape: Dims
-
-
-class TensorEntry(_Entry):
-    """A global tensor; its pieces tile it exactly once."""
+    Piece k lies in the file `files[k]` of the manifest's list, starts at `offsets[n*k : n*(k+1)]` of the tensor, and
+    has the shape `sizes[n*k : n*(k+1)]`. A file holds one piece of a tensor at most.
+    """
 
     shape: Dims
     dtype: str
-    pieces: tuple[PieceEntry, ...]
+    files: list[int] = Field(default_factory=list)
+    offsets: list[int] = Field(default_factory=list)
+    sizes: list[int] = Field(default_factory=list)
 
 
-class FileEntry(_Entry):
-    """A file's length, and the 128-bit XXH3 of its content in hexadecimal."""
+class FileEntry(Entry):
+    """A file's name inside the checkpoint, its length, and the 128-bit XXH3 of its content in hexadecimal."""
 
+    name: str
     bytes: int = Field(ge=0)
     xxh3_128: str = Field(pattern="^[0-9a-f]{32}$")
 
 
-class DataPosition(_Entry):
-    """Where the data order stands: the epoch, and the samples consumed in it."""
+class Data(Entry):
+    """Where the data order stands: the epoch, the samples consumed in it; and XXH3 hashes of the rows and tokenizer."""
 
     epoch: int = Field(ge=0)
     position: int = Field(ge=0)
+    rows: str | None = None
+    tokenizer: str | None = None
 
 
-class WrittenBy(_Entry):
+class WrittenBy(Entry):
     """Who wrote the checkpoint; for people, no reader depends on it."""
 
     device: str
@@ -103,28 +94,25 @@ class WrittenBy(_Entry):
     portable_fsdp: str
 
 
-class Manifest(_Entry):
+class Manifest(Entry):
     """`manifest.json`. `architecture` (transformers' config as a dict) is its key `model_config`, a name that pydantic
-    keeps for itself."""
+    keeps for itself; `ties` are further names of stored tensors; `saved_at` is in UTC, as ISO 8601 has it."""
 
     format_version: int = Field(ge=1, le=1)
     step: int = Field(ge=0)
+    saved_at: str
     config: dict[str, Any]
     architecture: dict[str, Any] | None = Field(alias="model_config")
-    data: DataPosition
-    tensors: dict[str, TensorEntry]
-    files: dict[str, FileEntry]
+    data: Data
+    ties: dict[str, str]
     written_by: WrittenBy
+    files: tuple[FileEntry, ...]
+    tensors: dict[str, TensorEntry]
 
-
-class Index(_Entry):
-    """`index-00003.json`: what one process wrote, or why it could not."""
-
-    attempt: str
-    process: int
-    error: str | None = None
-    tensors: dict[str, TensorEntry] = {}
-    files: dict[str, FileEntry] = {}
+    @property
+    def bytes(self) -> int:
+        """Of all files but the manifest."""
+        return sum(file.bytes for file in self.files)
 
 
 def folder_of(key: str) -> str:
@@ -137,122 +125,33 @@ def step_folder(run_folder: Path, step: int) -> Path:
     return run_folder / f"step-{step:08d}"
 
 
-def committed_steps(run_folder: Path) -> list[Path]:
-    """The checkpoint folders that bear a committed name, newest first. Whether they are whole is the reader's care."""
-    if not run_folder.is_dir():
-        return []
-    found = [path for path in run_folder.iterdir() if step_of(path) is not None and path.is_dir()]
-    return sorted(found, key=lambda path: (step_of(path), path.name), reverse=True)
-
-
 def step_of(folder: Path) -> int | None:
     """The step that a folder's name states; None if the name is not that of a committed checkpoint."""
     match = _STEP_NAME.fullmatch(folder.name)
     return int(match[1]) if match else None
 
 
-def remove_debris(run_folder: Path) -> None:
-    """Delete what interrupted saves left. Only process 0, and before any process writes."""
-    if run_folder.is_dir():
-        for path in run_folder.iterdir():
-            if _DEBRIS_NAME.fullmatch(path.name):
-                shutil.rmtree(path)
+def committed_steps(run_folder: Path) -> list[Path]:
+    """The committed checkpoints, newest first. Whether they are whole is the reader's care."""
+    found = [run_folder / name for name in names(run_folder)]
+    committed = [path for path in found if step_of(path) is not None and is_committed(path)]
+    return sorted(committed, key=lambda path: (step_of(path), path.name), reverse=True)
 
 
-def begin(final: Path) -> str:
-    """Make the empty folder that `final` is written to, and return the id of this attempt. Only process 0."""
-    folder = temporary_of(final)
-    if folder.exists():
-        shutil.rmtree(folder)
-    for name in FOLDERS:
-        (folder / name).mkdir(parents=True)
-    return uuid.uuid4().hex
-
-
-def temporary_of(final: Path) -> Path:
-    """The folder that `final` is written to before its commit."""
-    return final.with_name(final.name + ".tmp")
-
-
-def write_index(folder: Path, index: Index) -> None:
-    """Announce that this process has written its part, and fsynced it. The last thing that it does in `folder`."""
-    path = folder / _index_name(index.process)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(index.model_dump_json(), encoding="utf-8")
-    temporary.replace(path)  # and no fsync of the folder: process 0 may have seen the index and renamed it by now
-
-
-def collect(folder: Path, attempt: str, process_count: int, wait_s: float) -> list[Index]:
-    """Wait for the index of every process. Raises `CheckpointError` if one reports an error or stays away."""
-    found: dict[int, Index] = {}
-    deadline = time.monotonic() + wait_s
-    pause_s = 0.001
-    while True:
-        for process in range(process_count):
-            index = None if process in found else _read_index(folder / _index_name(process), attempt)
-            if index is not None and index.error is not None:
-                raise CheckpointError(f"checkpoint {folder.name}: process {process} could not write: {index.error}")
-            if index is not None:
-                found[process] = index
-        if len(found) == process_count:
-            return [found[process] for process in range(process_count)]
-        if time.monotonic() > deadline:
-            missing = ", ".join(str(process) for process in range(process_count) if process not in found)
-            raise CheckpointError(
-                f"checkpoint {folder.name}: expected an index file of each of {process_count} processes in {folder},\n"
-                f"  found none of process {missing} after {wait_s:.0f} s. run.dir must lie on a file system that all\n"
-                "  processes share. The checkpoints committed before are untouched."
-            )
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.1)
-
-
-def merge(all_tensors: Mapping[str, TensorEntry], indexes: Iterable[Index]) -> dict[str, TensorEntry]:
-    """The tensors with the pieces of all processes. `all_tensors` states shapes and dtypes."""
-    pieces: dict[str, list[PieceEntry]] = {key: [] for key in all_tensors}
-    for index in indexes:
-        for key, written in index.tensors.items():
-            expected = all_tensors.get(key)
-            if expected is None or (written.shape, written.dtype) != (expected.shape, expected.dtype):
-                raise CheckpointError(
-                    f"process {index.process} wrote {key} as {describe(written)}, "
-                    f"process 0 has it as {describe(expected)}: all processes must hold the same model"
-                )
-            pieces[key].extend(written.pieces)
-    return {
-        key: TensorEntry(shape=tensor.shape, dtype=tensor.dtype, pieces=tuple(pieces[key]))
-        for key, tensor in all_tensors.items()
-    }
-
-
-def set_aside(final: Path) -> None:
-    """Make room at `final` without deleting: rename what lies there to a name that no reader takes. Only process 0."""
-    aside = (final.with_name(f"{final.name}.damaged-{count}") for count in itertools.count(1))
-    if final.exists():
-        final.rename(next(path for path in aside if not path.exists()))
-
-
-def commit(final: Path, manifest: Manifest, indexes: Sequence[Index]) -> None:
-    """Make `final` exist, whole, at one instant. Only process 0, after `collect`."""
-    folder = temporary_of(final)
-    check_manifest(manifest, final.name)
-    write_text_atomically(folder / MANIFEST, manifest_text(manifest))
-    for index in indexes:
-        (folder / _index_name(index.process)).unlink()
-    for name in FOLDERS:
-        sync_folder(folder / name)
-    sync_folder(folder)
-    folder.rename(final)
-    sync_folder(final.parent)
+def is_committed(folder: Path) -> bool:
+    """In an object store the manifest is the commit; a local folder bears its name since the commit."""
+    return (folder / MANIFEST).exists() if is_object_store(folder) else folder.is_dir()
 
 
 def manifest_text(manifest: Manifest) -> str:
     """JSON with one tensor and one file a line, so that people can read it and `diff` shows what changed; sealed."""
     parts: list[str] = []
     for key, value in manifest.model_dump(mode="json", by_alias=True).items():
-        if key in ("tensors", "files"):
+        if key == "tensors":
             lines = [f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in value.items()]
             parts.append(f"{json.dumps(key)}: {{\n" + ",\n".join(lines) + "\n}")
+        elif key == "files":
+            parts.append(f"{json.dumps(key)}: [\n" + ",\n".join(f"  {json.dumps(entry)}" for entry in value) + "\n]")
         else:
             parts.append(f"{json.dumps(key)}: {json.dumps(value)}")
     return seal("{\n" + ",\n".join(parts))
@@ -266,7 +165,8 @@ def seal(content: str) -> str:
 def read_manifest(folder: Path) -> Manifest:
     """Read and check `folder/manifest.json`; opens no other file. Raises `CheckpointError`."""
     path = folder / MANIFEST
-    require_regular(path, folder.name)
+    if require_regular(path, folder.name) > _MAX_BYTES:
+        raise CheckpointError(f"checkpoint {folder.name}: manifest.json: expected at most 1 GiB")
     try:
         text = path.read_bytes().decode()
         version = _version(json.loads(text, object_pairs_hook=_refuse_duplicates))
@@ -294,42 +194,25 @@ def check_manifest(manifest: Manifest, name: str) -> None:
     """Files are plain names inside the folder, all of them used; pieces tile every tensor once. `CheckpointError`."""
     try:
         for file in manifest.files:
-            if not _FILE_NAME.fullmatch(file):
-                raise ValueError(f"file {file!r}: expected model/NAME.safetensors or optimizer/NAME.safetensors")
-        used: dict[str, int] = {}
+            if not _FILE_NAME.fullmatch(file.name):
+                raise ValueError(f"file {file.name!r}: expected model/NAME.safetensors or optimizer/NAME.safetensors")
+        if len({file.name for file in manifest.files}) != len(manifest.files):
+            raise ValueError("files: expected each name once")
+        folders = np.array([file.name.startswith("model/") for file in manifest.files], dtype=bool)
+        used = [0] * len(manifest.files)
         for key, tensor in manifest.tensors.items():
-            _check_tensor(key, tensor, used)
+            _check_tensor(key, tensor, folders, used)
         _check_files(manifest.files, used)
-    except ValueError as error:
+        for alias, key in manifest.ties.items():
+            if alias in manifest.tensors or key not in manifest.tensors:
+                raise ValueError(f"ties: expected {alias!r} to be another name of a stored tensor, found {key!r}")
+    except (ValueError, OverflowError) as error:
         raise CheckpointError(f"checkpoint {name}: manifest.json: {error}") from None
-
-
-def require_regular(path: Path, name: str) -> None:
-    """Refuse what is absent, or is a link, a folder or a pipe. Raises `CheckpointError`."""
-    try:
-        is_regular = stat.S_ISREG(path.lstat().st_mode)
-    except OSError:
-        raise CheckpointError(f"checkpoint {name}: expected the file {path}, found none") from None
-    if not is_regular:
-        raise CheckpointError(f"checkpoint {name}: {path}: expected a plain file, found a link or a special file")
 
 
 def describe(tensor: TensorEntry | None) -> str:
     """`float32 [8192, 2048]`."""
     return "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
-
-
-def _index_name(process: int) -> str:
-    return f"index-{process:05d}.json"
-
-
-def _read_index(path: Path, attempt: str) -> Index | None:
-    """None while there is none, and for one that another attempt left."""
-    try:
-        index = Index.model_validate_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return index if index.attempt == attempt else None
 
 
 def _content_under_seal(text: str) -> str:
@@ -358,63 +241,69 @@ def _sentence(error: ValidationError) -> str:
     return f"{where}: {first['msg']}" + (f", and {others} more problems" if others else "")
 
 
-def _check_tensor(key: str, tensor: TensorEntry, used: dict[str, int]) -> None:
-    """Adds the bytes of each piece to `used[file]`. Raises ValueError."""
+def _check_tensor(key: str, tensor: TensorEntry, in_model: NDArray[np.bool_], used: list[int]) -> None:
+    """Adds the bytes of each piece to `used` of its file."""
     if tensor.dtype not in DTYPE_BYTES:
         raise ValueError(f"{key}: expected a dtype of {', '.join(DTYPE_BYTES)}; found {tensor.dtype!r}")
     if math.prod(max(size, 1) for size in tensor.shape) > _MAX_ELEMENTS:
-        raise ValueError(f"{key}: expected at most 2**60 elements, found shape {list(tensor.shape)}")
-    for piece in tensor.pieces:
-        _check_piece(key, tensor, piece)
-        used[piece.file] = used.get(piece.file, 0) + math.prod(piece.shape) * DTYPE_BYTES[tensor.dtype]
-    if len({piece.file for piece in tensor.pieces}) != len(tensor.pieces):
+        raise ValueError(f"{key}: expected at most 2**59 elements, found shape {list(tensor.shape)}")
+    count, rank = len(tensor.files), len(tensor.shape)
+    if not len(tensor.offsets) == len(tensor.sizes) == count * rank:
+        raise ValueError(f"{key}: expected {count} offsets and sizes of {rank} dimensions each")
+    files = np.array(tensor.files, dtype=np.int64)
+    if count and not (files.min() >= 0 and files.max() < len(used)):
+        raise ValueError(f"{key}: expected numbers of {len(used)} files, found {files.min()} to {files.max()}")
+    if (in_model[files] != (folder_of(key) == "model")).any():
+        raise ValueError(f"{key}: expected in {folder_of(key)}/, found in another folder")
+    if len(np.unique(files)) != count:
         raise ValueError(f"{key}: expected each piece in a file of its own, found two in one file")
-    expected, found = math.prod(tensor.shape), sum(math.prod(piece.shape) for piece in tensor.pieces)
+    offsets = np.array(tensor.offsets, dtype=np.int64).reshape(count, rank)
+    sizes = np.array(tensor.sizes, dtype=np.int64).reshape(count, rank)
+    _check_boxes(key, np.array(tensor.shape, dtype=np.int64), offsets, sizes)
+    volumes = cast(list[int], sizes.prod(axis=1).tolist())
+    expected, found = math.prod(tensor.shape), sum(volumes)
     if expected != found:
         raise ValueError(f"{key}: expected pieces of {expected} elements in all, found {found}")
-    _refuse_overlap(key, tensor.pieces)
+    for file, volume in zip(tensor.files, volumes, strict=True):
+        used[file] += volume * DTYPE_BYTES[tensor.dtype]
 
 
-def _check_piece(key: str, tensor: TensorEntry, piece: PieceEntry) -> None:
-    if not len(piece.offset) == len(piece.shape) == len(tensor.shape):
-        raise ValueError(f"{key}: expected pieces of {len(tensor.shape)} dimensions, found {piece.shape}")
-    if not all(
-        size > 0 and start + size <= whole
-        for start, size, whole in zip(piece.offset, piece.shape, tensor.shape, strict=True)
-    ):
+def _check_boxes(key: str, shape: NDArray[np.int64], offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
+    """Every box is inside `shape` and isn't empty; no two overlap."""
+    inside = (sizes > 0) & (offsets >= 0) & (sizes <= shape) & (offsets <= shape - sizes)
+    if not inside.all():
+        k = int(np.argmin(inside.all(axis=1)))
         raise ValueError(
-            f"{key}: expected a piece inside {list(tensor.shape)}, "
-            f"found {list(piece.shape)} at {list(piece.offset)} ({piece.file})"
+            f"{key}: expected a piece inside {shape.tolist()}, found {sizes[k].tolist()} at {offsets[k].tolist()}"
         )
-    if not piece.file.startswith(folder_of(key) + "/"):
-        raise ValueError(f"{key}: expected in {folder_of(key)}/, found in {piece.file!r}")
-
-
-def _refuse_overlap(key: str, pieces: Sequence[PieceEntry]) -> None:
-    """A sweep along the dimension with the most cuts: there, few pieces are open at a time (one, if it is the only)."""
-    if len(pieces) < 2:
+    if len(offsets) < 2:
         return
-    axis = max(range(len(pieces[0].offset)), key=lambda dim: len({piece.offset[dim] for piece in pieces}))
-    is_open: list[PieceEntry] = []
-    for piece in sorted(pieces, key=lambda piece: piece.offset[axis]):
-        is_open = [other for other in is_open if other.offset[axis] + other.shape[axis] > piece.offset[axis]]
-        for other in is_open:
-            if _overlap(piece, other):
-                raise ValueError(f"{key}: the pieces in {other.file} and {piece.file} overlap")
-        is_open.append(piece)
+    if not len(shape):
+        raise ValueError(f"{key}: expected one piece of a tensor without dimensions, found {len(offsets)}")
+    axis = int(np.argmax([len(np.unique(column)) for column in offsets.T]))  # with the most cuts
+    order = np.argsort(offsets[:, axis], kind="stable")
+    offsets, sizes = offsets[order], sizes[order]
+    ends = offsets[:, axis] + sizes[:, axis]
+    if (ends[:-1] > offsets[1:, axis]).any():  # else each begins where the one before has ended
+        _refuse_overlap(key, offsets, sizes, axis)
 
 
-def _overlap(a: PieceEntry, b: PieceEntry) -> bool:
-    return all(
-        a_start < b_start + b_size and b_start < a_start + a_size
-        for a_start, a_size, b_start, b_size in zip(a.offset, a.shape, b.offset, b.shape, strict=True)
-    )
+def _refuse_overlap(key: str, offsets: NDArray[np.int64], sizes: NDArray[np.int64], axis: int) -> None:
+    """A sweep along `axis`, by which the boxes are sorted: few are open at a time."""
+    is_open = np.zeros(0, dtype=np.int64)
+    for k in range(len(offsets)):
+        is_open = is_open[offsets[is_open, axis] + sizes[is_open, axis] > offsets[k, axis]]
+        starts, stops = offsets[is_open], offsets[is_open] + sizes[is_open]
+        overlap = ((offsets[k] < stops) & (starts < offsets[k] + sizes[k])).all(axis=1)
+        if overlap.any():
+            other = int(is_open[int(np.argmax(overlap))])
+            raise ValueError(f"{key}: the pieces at {offsets[other].tolist()} and {offsets[k].tolist()} overlap")
+        is_open = np.append(is_open, k)
 
 
-def _check_files(files: Mapping[str, FileEntry], used: Mapping[str, int]) -> None:
-    if files.keys() != used.keys():
-        name = min(files.keys() ^ used.keys())
-        raise ValueError(f"file {name!r}: " + ("no tensor uses it" if name in files else "used, but not in `files`"))
-    for name, file in files.items():
-        if used[name] > file.bytes:
-            raise ValueError(f"file {name!r}: expected at least {used[name]} bytes for its tensors, found {file.bytes}")
+def _check_files(files: tuple[FileEntry, ...], used: list[int]) -> None:
+    for file, least in zip(files, used, strict=True):
+        if not least:
+            raise ValueError(f"file {file.name!r}: no tensor uses it")
+        if least > file.bytes:
+            raise ValueError(f"file {file.name!r}: expected at least {least} bytes for its tensors, found {file.bytes}")

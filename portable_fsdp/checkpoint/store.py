@@ -6,98 +6,86 @@ that a key stands once in a file. Each header carries the offsets as `torch.dist
 """
 
 import json
-import os
-from collections.abc import Generator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import NamedTuple, Self
 
+import numpy as np
 import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
-from safetensors import torch as safetensors_torch
 from torch import Tensor
 
-from portable_fsdp.backends.base import Part, Piece, Slices, TensorState
+from portable_fsdp.backends.base import Part, Piece, Slices, TensorState, whole
+from portable_fsdp.checkpoint import safetensors, storage
+from portable_fsdp.checkpoint.commit import Index
 from portable_fsdp.checkpoint.format import (
     DTYPE_BYTES,
     FOLDERS,
     FileEntry,
     Manifest,
-    PieceEntry,
     TensorEntry,
     describe,
     folder_of,
     read_manifest,
-    require_regular,
 )
+from portable_fsdp.checkpoint.safetensors import Lazy, Stored
+from portable_fsdp.checkpoint.storage import Source, require_regular
 from portable_fsdp.runtime.errors import CheckpointError
-from portable_fsdp.runtime.files import sync_folder
 
-_DTYPE_OF_CODE = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
-_CHUNK_BYTES = 1 << 22
+_CHUNK_BYTES = 16 << 20  # of a file, hashed at a time
+_MAX_ROWS = 12  # of a table of what differs
+
+
+class Box(NamedTuple):
+    """A piece of a global tensor, and the number of the file that holds it under the tensor's own key."""
+
+    file: int
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
 
 
 def entries_without_pieces(state: Mapping[str, TensorState]) -> dict[str, TensorEntry]:
     """What all processes know: every tensor's shape and dtype. Raises `CheckpointError` for a dtype we can't store."""
-    entries = {key: TensorEntry(shape=tuple(s.shape), dtype=_name(s.dtype), pieces=()) for key, s in state.items()}
+    entries = {key: TensorEntry(shape=tuple(s.shape), dtype=_name(s.dtype)) for key, s in state.items()}
     for key, entry in entries.items():
         if entry.dtype not in DTYPE_BYTES:
             raise CheckpointError(f"{key}: expected a dtype of {', '.join(DTYPE_BYTES)}; found {entry.dtype}")
     return entries
 
 
-def write_pieces(
-    folder: Path, state: Mapping[str, TensorState], process_index: int
-) -> tuple[dict[str, TensorEntry], dict[str, FileEntry]]:
-    """Write this process's pieces below `folder`, fsynced. Returns its tensors (those with pieces) and its files."""
-    tensors: dict[str, TensorEntry] = {}
+def write_pieces(folder: Path, state: Mapping[str, TensorState], process: int, attempt: str) -> Index:
+    """Write this process's pieces below `folder`, durably; returns what it wrote.
+
+    A piece on the device is copied to the host when its turn comes. Raises OSError, CheckpointError.
+    """
+    tensors = entries_without_pieces(state)
+    # In an object store a straggler of an earlier attempt must not overwrite this one's files.
+    mark = f"-{attempt[:8]}" if storage.is_object_store(folder) else ""
     shards: dict[str, dict[str, Piece]] = {}
-    for key, entry in entries_without_pieces(state).items():
-        written: list[PieceEntry] = []
+    for key, entry in tensors.items():
         for ordinal, piece in enumerate(piece for piece in state[key].pieces if piece.data.numel()):
-            file = f"{folder_of(key)}/shard-{process_index:05d}-{ordinal:02d}.safetensors"
-            if _name(piece.data.dtype) != entry.dtype:
-                raise TypeError(f"{key}: a piece is {piece.data.dtype}, the tensor is {entry.dtype}")
-            shards.setdefault(file, {})[key] = piece
-            written.append(PieceEntry(file=file, offset=tuple(piece.offset), shape=tuple(piece.data.shape)))
-        if written:
-            tensors[key] = TensorEntry(shape=entry.shape, dtype=entry.dtype, pieces=tuple(written))
-    files = {file: _write_shard(folder / file, pieces) for file, pieces in shards.items()}
+            name = f"{folder_of(key)}/shard-{process:05d}-{ordinal:02d}{mark}.safetensors"
+            shards.setdefault(name, {})[key] = piece
+            entry.files.append(list(shards).index(name))
+            entry.offsets.extend(piece.offset)
+            entry.sizes.extend(piece.data.shape)
+    files = tuple(_write_shard(folder, name, pieces, tensors) for name, pieces in shards.items())
     for name in FOLDERS:
-        sync_folder(folder / name)
-    return tensors, files
+        storage.sync(folder / name)
+    written = {key: entry for key, entry in tensors.items() if entry.files}
+    return Index(attempt=attempt, process=process, files=files, tensors=written)
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write contiguous CPU tensors to a new file, and fsync it. The caller fsyncs the folder."""
-    cast(Any, safetensors_torch).save_file(dict(tensors), path, {"format": "pt", **metadata})
-    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors makes it 0600; files follow their folder
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def hash_file(path: Path) -> FileEntry:
-    """Length and hash of what `path` holds now."""
-    digest, size = xxhash.xxh3_128(), 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
+def hash_file(path: Path, name: str) -> FileEntry:
+    """Length and hash of what `path` holds now, under the name that it has in its checkpoint. Raises OSError."""
+    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK_BYTES))
+    with Source(path) as source:
+        for start in range(0, source.size, _CHUNK_BYTES):
+            chunk = buffer[: min(_CHUNK_BYTES, source.size - start)]
+            source.read_into(start, chunk)
             digest.update(chunk)
-            size += len(chunk)
-    return FileEntry(bytes=size, xxh3_128=digest.hexdigest())
+        return FileEntry(name=name, bytes=source.size, xxh3_128=digest.hexdigest())
 
 
 class Reader:
@@ -112,18 +100,18 @@ class Reader:
         self.folder = folder
         self.manifest = read_manifest(folder)
         for name in FOLDERS:
-            if (folder / name).is_symlink():
+            if not storage.is_object_store(folder) and (folder / name).is_symlink():
                 raise CheckpointError(f"checkpoint {folder.name}: {name}/: expected a folder, found a link")
-        self._stored = _pieces_by_file(self.manifest)
-        self._open_files: dict[str, Any] = {}
-        self._stack = ExitStack()
+        self._tensors_of = Counter(number for tensor in self.manifest.tensors.values() for number in tensor.files)
+        self._open: dict[int, tuple[Source, dict[str, Stored]]] = {}
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._open_files.clear()
-        self._stack.close()
+        for source, _stored in self._open.values():
+            source.close()
+        self._open.clear()
 
     def verify_sizes(self) -> None:
         """Every file is there, a plain file, with its length."""
@@ -132,36 +120,44 @@ class Reader:
 
     def verify(self, part: Part, folder: str = "") -> None:
         """Sizes, hashes and headers of this part of the files below `folder` (sorted, dealt out by turns)."""
-        files = sorted(file for file in self.manifest.files if file.startswith(folder))
-        for file in files[part.index :: part.count]:
-            self._verify_size(file)
-            self._verify_hash(file)
-            with self._checked(file):
-                pass
+        numbers = [n for n, file in enumerate(self.manifest.files) if file.name.startswith(folder)]
+        numbers.sort(key=lambda number: self.manifest.files[number].name)
+        for number in numbers[part.index :: part.count]:
+            self._verify_size(self.manifest.files[number])
+            self._verify_hash(self.manifest.files[number])
+            self._file(number)
 
-    def check(self, expected: Mapping[str, TensorState]) -> None:
-        """The checkpoint holds exactly the tensors of `expected`: keys, shapes, dtypes."""
-        mine, theirs = entries_without_pieces(expected), self.manifest.tensors
-        differing = [key for key in mine if key in theirs and describe(mine[key]) != describe(theirs[key])]
-        missing = [key for key in mine if key not in theirs]
-        extra = [key for key in theirs if key not in mine]
-        lines: list[str] = []
-        if differing:
-            key, more = differing[0], len(differing) - 1
-            lines.append(
-                f"{key}: expected {describe(mine[key])} (this model),\n  found {describe(theirs[key])} (manifest.json)"
-                + (f", and {more} more tensors like it" if more else "")
-            )
-        if missing:
-            lines.append(f"not in the checkpoint: {_some(missing)}")
-        if extra:
-            lines.append(f"not in this model: {_some(extra)}")
-        if lines:
-            raise CheckpointError(
-                f"checkpoint {self.folder.name}: " + ".\n  ".join(lines) + ".\n"
-                "  Resume with the config of the run that saved it\n"
+    def check(
+        self, expected: Mapping[str, TensorState], ties: Mapping[str, str], *, weights_only: bool = False
+    ) -> None:
+        """The checkpoint holds exactly the tensors of `expected`: keys, shapes, dtypes, ties; or of its weights."""
+        mine, theirs = (
+            {key: entry for key, entry in entries.items() if not weights_only or folder_of(key) == "model"}
+            for entries in (entries_without_pieces(expected), self.manifest.tensors)
+        )
+        rows = [
+            (key, describe(mine.get(key)), describe(theirs.get(key)))
+            for key in [*mine, *(key for key in theirs if key not in mine)]
+            if describe(mine.get(key)) != describe(theirs.get(key))
+        ]
+        rows += [
+            (alias, f"tied to {ties.get(alias, 'nothing')}", f"tied to {self.manifest.ties.get(alias, 'nothing')}")
+            for alias in sorted(ties.keys() | self.manifest.ties.keys())
+            if ties.get(alias) != self.manifest.ties.get(alias)
+        ]
+        if not rows:
+            return
+        no_state = not weights_only and rows and not any(folder_of(key) == "optimizer" for key in theirs)
+        raise CheckpointError(
+            f"checkpoint {self.folder.name}: expected the tensors of this model, found {len(rows)} that differ:\n"
+            f"{_table(rows)}\n  "
+            + (
+                "It has no optimizer state: load its weights by checkpoint.load=weights_only."
+                if no_state
+                else "Resume with the config of the run that saved it\n"
                 f"  (python -m portable_fsdp.checkpoint show --config {self.folder}), or train in another run.dir."
             )
+        )
 
     def read(self, key: str, slices: Slices) -> Tensor:
         """That slice of a tensor on the host, bit for bit, in the dtype that it was saved in."""
@@ -174,62 +170,74 @@ class Reader:
             raise IndexError(f"{key}: {slices} is no part of {list(tensor.shape)}")
         result = torch.empty([s.stop - s.start for s in slices], dtype=getattr(torch, tensor.dtype))
         if result.numel():
-            for piece in tensor.pieces:
+            for piece in _touching(tensor, slices):
                 self._copy_overlap(key, piece, slices, result)
         return result
 
-    def _copy_overlap(self, key: str, piece: PieceEntry, slices: Slices, result: Tensor) -> None:
+    def read_whole(self, key: str) -> Tensor:
+        """All of a tensor, as `read`."""
+        return self.read(key, whole(self.manifest.tensors[key].shape))
+
+    def _copy_overlap(self, key: str, piece: Box, slices: Slices, result: Tensor) -> None:
         inside: list[slice] = []
         target: list[slice] = []
         for wanted, offset, size in zip(slices, piece.offset, piece.shape, strict=True):
             start, stop = max(wanted.start, offset), min(wanted.stop, offset + size)
-            if start >= stop:
-                return
             inside.append(slice(start - offset, stop - offset))
             target.append(slice(start - wanted.start, stop - wanted.start))
-        if piece.file not in self._open_files:
-            self._open_files[piece.file] = self._stack.enter_context(self._checked(piece.file))
-        result[tuple(target)] = self._open_files[piece.file].get_slice(key)[tuple(inside)]
-
-    def _verify_size(self, file: str) -> None:
-        require_regular(self.folder / file, self.folder.name)
-        expected, found = self.manifest.files[file].bytes, (self.folder / file).stat().st_size
-        if found != expected:
-            raise self._damaged(file, f"{expected} bytes", f"{found} bytes")
-
-    def _verify_hash(self, file: str) -> None:
+        source, stored = self._file(piece.file)
         try:
-            found = hash_file(self.folder / file)
+            safetensors.read_slice(source, stored[key], inside, result[tuple(target)])
         except OSError as error:
-            raise CheckpointError(f"checkpoint {self.folder.name}: {file}: {error}") from None
-        expected = self.manifest.files[file]
-        if found != expected:
-            raise self._damaged(file, f"content with xxh3_128 {expected.xxh3_128}", found.xxh3_128)
+            raise CheckpointError(f"checkpoint {self.folder.name}: {error}") from None
 
-    @contextmanager
-    def _checked(self, file: str) -> Generator[Any]:
-        """The file, open, after its header was found to say what the manifest says."""
-        require_regular(self.folder / file, self.folder.name)
+    def _verify_size(self, file: FileEntry) -> None:
+        found = require_regular(self.folder / file.name, self.folder.name)
+        if found != file.bytes:
+            raise self._damaged(file.name, f"{file.bytes} bytes", f"{found} bytes")
+
+    def _verify_hash(self, file: FileEntry) -> None:
         try:
-            handle = cast(Any, safe_open(self.folder / file, framework="pt"))
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"checkpoint {self.folder.name}: {file}: {error}") from None
-        with handle:
-            self._check_header(file, handle)
-            yield handle
+            found = hash_file(self.folder / file.name, file.name)
+        except OSError as error:
+            raise CheckpointError(f"checkpoint {self.folder.name}: {file.name}: {error}") from None
+        if found != file:
+            raise self._damaged(file.name, f"content with xxh3_128 {file.xxh3_128}", found.xxh3_128)
 
-    def _check_header(self, file: str, handle: Any) -> None:
-        views = {key: handle.get_slice(key) for key in cast(list[str], handle.keys())}
-        found = {
-            key: f"{_DTYPE_OF_CODE.get(view.get_dtype(), view.get_dtype())} {list(view.get_shape())}"
-            for key, view in views.items()
-        }
-        expected = self._stored[file]
-        for key in sorted(found.keys() | expected.keys()):
-            if found.get(key) != expected.get(key):
-                raise self._damaged(
-                    file, f"{key} as {expected.get(key, 'nothing')} (manifest.json)", f"{found.get(key, 'nothing')}"
-                )
+    def _file(self, number: int) -> tuple[Source, dict[str, Stored]]:
+        """The file, open, and its tensors, after its header was found to say what the manifest says."""
+        if number not in self._open:
+            file = self.manifest.files[number]
+            require_regular(self.folder / file.name, self.folder.name)
+            try:
+                source = Source(self.folder / file.name)
+            except OSError as error:
+                raise CheckpointError(f"checkpoint {self.folder.name}: {file.name}: {error}") from None
+            self._open[number] = source, {}
+            try:
+                self._open[number] = source, safetensors.read_header(source)
+            except (OSError, ValueError, RecursionError) as error:
+                raise self._damaged(file.name, "a safetensors file", str(error)) from None
+            self._check_header(number)
+        return self._open[number]
+
+    def _check_header(self, number: int) -> None:
+        file, stored = self.manifest.files[number].name, self._open[number][1]
+        for key, one in stored.items():
+            found, expected = f"{one.dtype} {list(one.shape)}", self._expected(key, number)
+            if found != expected:
+                raise self._damaged(file, f"{key} as {expected} (manifest.json)", found)
+        if len(stored) != self._tensors_of[number]:
+            missing = next(k for k, t in self.manifest.tensors.items() if number in t.files and k not in stored)
+            raise self._damaged(file, f"{missing} as {self._expected(missing, number)} (manifest.json)", "nothing")
+
+    def _expected(self, key: str, number: int) -> str:
+        """What the header of a file must say of a tensor: `float32 [63, 24]`."""
+        tensor = self.manifest.tensors.get(key)
+        if tensor is None or number not in tensor.files:
+            return "nothing"
+        k, rank = tensor.files.index(number), len(tensor.shape)
+        return f"{tensor.dtype} {tensor.sizes[rank * k : rank * (k + 1)]}"
 
     def _damaged(self, file: str, expected: str, found: str) -> CheckpointError:
         return CheckpointError(
@@ -239,26 +247,34 @@ class Reader:
         )
 
 
-def _write_shard(path: Path, pieces: Mapping[str, Piece]) -> FileEntry:
+def _touching(tensor: TensorEntry, slices: Slices) -> list[Box]:
+    """The pieces that hold some of `slices`."""
+    count, rank = len(tensor.files), len(tensor.shape)
+    offsets = np.array(tensor.offsets, dtype=np.int64).reshape(count, rank)
+    sizes = np.array(tensor.sizes, dtype=np.int64).reshape(count, rank)
+    starts, stops = [s.start for s in slices], [s.stop for s in slices]
+    found = np.flatnonzero(((offsets < stops) & (offsets + sizes > starts)).all(axis=1))
+    return [Box(tensor.files[k], tuple(offsets[k].tolist()), tuple(sizes[k].tolist())) for k in found]
+
+
+def _write_shard(folder: Path, name: str, pieces: Mapping[str, Piece], tensors: Mapping[str, TensorEntry]) -> FileEntry:
     offsets = {key: {"saved_offsets": list(piece.offset)} for key, piece in pieces.items()}
-    data = {key: piece.data.detach().cpu().contiguous() for key, piece in pieces.items()}
     # As torch/distributed/checkpoint/filesystem.py writes them for HuggingFaceStorageWriter(save_distributed=True).
-    write_safetensors(path, data, {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)})
-    return hash_file(path)
-
-
-def _pieces_by_file(manifest: Manifest) -> dict[str, dict[str, str]]:
-    """What each file's header must say: key -> `float32 [63, 24]`."""
-    stored: dict[str, dict[str, str]] = {file: {} for file in manifest.files}
-    for key, tensor in manifest.tensors.items():
-        for piece in tensor.pieces:
-            stored[piece.file][key] = f"{tensor.dtype} {list(piece.shape)}"
-    return stored
+    metadata = {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
+    lazy = {
+        key: Lazy(tensors[key].dtype, tuple(piece.data.shape), lambda piece=piece: piece.data)
+        for key, piece in pieces.items()
+    }
+    written = safetensors.write(folder / name, lazy, metadata)
+    return FileEntry(name=name, bytes=written.bytes, xxh3_128=written.xxh3_128)
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _some(keys: list[str]) -> str:
-    return keys[0] + (f" and {len(keys) - 1} more" if len(keys) > 1 else "")
+def _table(rows: list[tuple[str, str, str]]) -> str:
+    shown = [("", "this model", "checkpoint"), *rows[:_MAX_ROWS]]
+    widths = [max(len(row[column]) for row in shown) for column in (0, 1)]
+    lines = [f"    {a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in shown]
+    return "\n".join(lines + [f"    and {len(rows) - _MAX_ROWS} more"] * (len(rows) > _MAX_ROWS))

@@ -462,6 +462,22 @@ REFUSALS = (
         ("memory.save_ops=[] and memory.gradient_checkpointing=full and memory.every=null", "--backend=native"),
     ),
     Refusal(
+        "checkpoint.keep_every",
+        EVERY,
+        "without checkpoint.keep",
+        lambda c, p: c.checkpoint.keep_every is not None and c.checkpoint.keep is None,
+        "without keep, every checkpoint is kept",
+        ("checkpoint.keep_every=null", "checkpoint.keep=1"),
+    ),
+    Refusal(
+        "checkpoint.load",
+        EVERY,
+        "weights_only without a checkpoint that resume names",
+        lambda c, p: c.checkpoint.load == "weights_only" and c.checkpoint.resume in ("auto", "none"),
+        "auto goes on with all of the run's own state",
+        ("checkpoint.load=all", "checkpoint.resume=PATH"),
+    ),
+    Refusal(
         "memory.cpu_offload",
         EITHER_XLA,
         "on XLA",

@@ -236,9 +236,34 @@ class Compile(Section):
 
 
 class Checkpoint(Section):
+    dir: str | None = Field(
+        default=None,
+        description="where checkpoints lie: a folder that all processes share, or an object store (s3://, gs://); "
+        "null: run.dir/checkpoints",
+    )
     every: int | None = Field(default=None, ge=1, description="steps between two saves; the last step is always saved")
+    every_minutes: float | None = Field(
+        default=None, gt=0, description="minutes between two saves, by the clock of process 0"
+    )
+    async_save: bool = Field(
+        default=False, description="save in the background: a step waits for a copy to host memory only"
+    )
+    keep: int | None = Field(default=None, ge=1, description="newest checkpoints to keep; null: all")
+    keep_every: int | None = Field(default=None, ge=1, description="with keep: keep those of every n-th step as well")
     resume: str = Field(
-        default="auto", description="auto: the newest whole checkpoint of run.dir; none; or a checkpoint's path"
+        default="auto", description="auto: the newest whole checkpoint of the run; none; or a checkpoint's path or URL"
+    )
+    load: Literal["all", "weights_only"] = Field(
+        default="all", description="weights_only: a new run from the weights of the checkpoint that resume names"
+    )
+    allow: tuple[str, ...] = Field(
+        default=(),
+        description="settings that make the loss curve and may differ from those of the run that saved: "
+        "optim.lr, data, train.steps, ...",
+        strict=False,
+    )
+    verify: Literal["full", "size", "off"] = Field(
+        default="full", description="check before a load: the hash of every file, their lengths, or the manifest only"
     )
     export: bool = Field(default=False, description="write a Hugging Face folder to run.dir/export at the end")
 

@@ -145,6 +145,13 @@ EFFECTS = (
         "the learning rate of each step, computed on the host",
     ),
     Effect(("checkpoint.every", "checkpoint.resume", "checkpoint.export"), EVERY, "one format for all engines"),
+    Effect(
+        ("checkpoint.dir",), EVERY, "renamed into place on a file system; in an object store the manifest is the commit"
+    ),
+    Effect(("checkpoint.every_minutes",), EVERY, "the clock of process 0 decides, all learn of it with the next step"),
+    Effect(("checkpoint.async_save",), EVERY, "a thread writes host copies of this process's shards"),
+    Effect(("checkpoint.keep", "checkpoint.keep_every"), EVERY, "process 0 deletes after the newer commit"),
+    Effect(("checkpoint.load", "checkpoint.allow", "checkpoint.verify"), EVERY, "the same checks on every engine"),
     # --- model
     Effect(("model.attention",), EVERY, "a function of static arguments (static); transformers' own (sdpa, eager)"),
     Effect(("model.attention=auto",), EVERY, "static where the model takes it, else the model's own"),

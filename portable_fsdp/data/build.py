@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+import xxhash
+
 from portable_fsdp.config import schema
 from portable_fsdp.data.packing import PackedRows, pack
 from portable_fsdp.data.sources import read_documents
@@ -15,6 +18,13 @@ class Corpus:
 
     rows: PackedRows
     tokenizer: Tokenizer
+
+    @property
+    def fingerprint(self) -> tuple[str, str]:
+        """128-bit XXH3 hashes in hexadecimal: of the rows (tokens, in their order, and the cut), of the tokenizer."""
+        rows = xxhash.xxh3_128(np.ascontiguousarray(self.rows.tokens).data)
+        rows.update(f"{self.rows.tokens.dtype} {self.rows.seq_len}".encode())
+        return rows.hexdigest(), xxhash.xxh3_128_hexdigest(self.tokenizer.description.encode())
 
 
 def build_data(data: schema.Data) -> Corpus:

@@ -32,6 +32,11 @@ class Tokenizer(Protocol):
         """The id that ends a document, or None where the tokenizer has none."""
         ...
 
+    @property
+    def description(self) -> str:
+        """All that its ids follow from, as text."""
+        ...
+
     def encode(self, text: str) -> Tokens:
         """Ids of the text, with nothing put before or after it."""
         ...
@@ -56,6 +61,7 @@ class ByteTokenizer:
 
     vocab_size = 256
     end_of_text = 0
+    description = "bytes"
 
     def encode(self, text: str) -> Tokens:
         return np.frombuffer(text.encode(), dtype=np.uint8)
@@ -78,6 +84,12 @@ class FolderTokenizer:
         self._tokenizer = _open(folder)
         self.vocab_size: int = max(self._tokenizer.get_vocab().values()) + 1
         self.end_of_text: int | None = self._tokenizer.eos_token_id
+
+    @property
+    def description(self) -> str:
+        fast = getattr(self._tokenizer, "backend_tokenizer", None)  # a slow one is told by its vocabulary
+        ids = str(sorted(self._tokenizer.get_vocab().items())) if fast is None else fast.to_str()
+        return f"{ids} {self.end_of_text}"
 
     def encode(self, text: str) -> Tokens:
         # verbose=False: no warning that a document is longer than the model's context; packing cuts it.

@@ -100,7 +100,7 @@ def trace(config: Config, devices: int) -> dict[str, Program]:
             "labels": torch.empty((rows, config.data.seq_len), dtype=torch.int64, device="meta"),
             "tokens": torch.empty(rows, device="meta"),
             "stop": torch.empty(rows, device="meta"),
-            "processes": torch.empty((rows, 2 * backend.process.count), device="meta"),
+            "processes": torch.empty((rows, 3 * backend.process.count), device="meta"),
         }
         training.step([backend.place(batch) for _ in range(training.accumulation)], config.optim.lr)
         return backend.programs

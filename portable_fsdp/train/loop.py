@@ -9,9 +9,10 @@ import logging
 import math
 import os
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +20,9 @@ from torch import Tensor, nn
 from portable_fsdp.backends.base import Backend, Batch, Pending, ShardPolicy
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.checkpoint.foreign import export_huggingface, require_replaceable
-from portable_fsdp.checkpoint.format import committed_steps, step_folder
-from portable_fsdp.checkpoint.manager import Checkpoints
+from portable_fsdp.checkpoint.format import committed_steps
+from portable_fsdp.checkpoint.manager import Checkpoints, Fingerprint, Resumed, Saved
+from portable_fsdp.checkpoint.storage import locate
 from portable_fsdp.config.load import check_batch, config_text, total_steps
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.batches import Batches
@@ -38,6 +40,7 @@ from portable_fsdp.runtime.files import write_text_atomically
 from portable_fsdp.runtime.log import configure
 from portable_fsdp.runtime.process import StopRequest
 from portable_fsdp.train.step import Step, train_step
+from portable_fsdp.train.when import SaveRequests
 
 log = logging.getLogger("portable_fsdp")
 
@@ -61,16 +64,17 @@ def train(config: Config, *, device: str = "auto", backend: str = "auto", num_de
         steps = total_steps(config, len(corpus.rows))
         check_schedule(config.optim, steps)
         training = build(config, engine, corpus.tokenizer.vocab_size)
-        checkpoints = _checkpoints(config, engine, training)
-        start, position, checkpoint = _resume(config, training, checkpoints)
-        records = Records(config, engine, training.built, steps)
-        records.begin(start)
-        last = min(steps, config.train.stop_at or steps)
-        if start >= last:
-            log.info("step %d of %d is saved already: nothing left to train", start, last)
-        stopped = _loop(config, engine, corpus, training, checkpoints, records, stop, start, last, position)
-        if config.checkpoint.export and not stopped:
-            newest = step_folder(_checkpoint_folder(config), last) if last > start else checkpoint
+        with closing(_checkpoints(config, engine, training, corpus)) as checkpoints:
+            resumed = _resume(config, training, checkpoints)
+            start = resumed.step if resumed else 0
+            records = Records(config, engine, training.built, steps)
+            records.begin(start, resumed)
+            last = min(steps, config.train.stop_at or steps)
+            if start >= last:
+                log.info("step %d of %d is saved already: nothing left to train", start, last)
+            saved, stopped = _loop(config, engine, corpus, training, checkpoints, records, stop, resumed, last)
+            newest = saved or (resumed.path if resumed else None)
+        if config.checkpoint.export and not stopped and newest is not None:
             _export(config, engine, corpus, newest)
         return EXIT_STOPPED if stopped else EXIT_FINISHED
 
@@ -98,6 +102,7 @@ class Training:
     optimizer: torch.optim.Optimizer
     step: Step
     accumulation: int  # micro batches in a step
+    ties: dict[str, str]  # FQN -> the first FQN of the same weight
 
 
 def build(config: Config, backend: Backend, vocabulary: int, *, fill: bool = True) -> Training:
@@ -115,10 +120,17 @@ def build(config: Config, backend: Backend, vocabulary: int, *, fill: bool = Tru
         chunked_loss=backend.expected_compilations == 0,
     )
     shapes = {fqn: tuple(weight.shape) for fqn, weight in built.model.named_parameters() if weight.requires_grad}
+    ties = _ties(built.model)
     model = backend.shard_model(built.model, shard_policy(config, built.model), built.fill if fill else None)
     optimizer = backend.build_optimizer(make_optimizer(config.optim), parameter_groups(shapes, config.optim))
     step = train_step(backend, model, optimizer, accumulation=accumulation, max_grad_norm=config.train.max_grad_norm)
-    return Training(built, model, optimizer, step, accumulation)
+    return Training(built, model, optimizer, step, accumulation, ties)
+
+
+def _ties(model: nn.Module) -> dict[str, str]:
+    first: dict[int, str] = {}
+    names = [(fqn, first.setdefault(id(p), fqn)) for fqn, p in model.named_parameters(remove_duplicate=False)]
+    return {fqn: name for fqn, name in names if fqn != name}
 
 
 def shard_policy(config: Config, model: nn.Module) -> ShardPolicy:
@@ -149,40 +161,26 @@ def shard_policy(config: Config, model: nn.Module) -> ShardPolicy:
 # --------------------------------------------------------------------------------------------------------- resume
 
 
-def _checkpoints(config: Config, backend: Backend, training: Training) -> Checkpoints:
+def _checkpoints(config: Config, backend: Backend, training: Training, corpus: Corpus) -> Checkpoints:
     return Checkpoints(
         _checkpoint_folder(config),
         backend,
         config=config.model_dump(mode="json"),
         model_config=training.built.config,
+        settings=config.checkpoint,
+        data=Fingerprint(*corpus.fingerprint),
+        ties=training.ties,
     )
 
 
 def _checkpoint_folder(config: Config) -> Path:
-    return Path(config.run.dir) / "checkpoints"
+    return locate(config.checkpoint.dir or Path(config.run.dir) / "checkpoints")
 
 
-def _resume(config: Config, training: Training, checkpoints: Checkpoints) -> tuple[int, Position, Path | None]:
-    """Load what `checkpoint.resume` names: its step (0: a new run), the data's position, and its folder."""
+def _resume(config: Config, training: Training, checkpoints: Checkpoints) -> Resumed | None:
+    """Load what `checkpoint.resume` names; None for a new run."""
     found = checkpoints.find(config.checkpoint.resume)
-    if found is None:
-        return 0, Position(0, 0), None
-    manifest = checkpoints.load(found, training.model, training.optimizer)
-    log.info("resumed from %s: step %d", found, manifest.step)
-    for change in _changes(manifest.config, config.model_dump(mode="json")):
-        log.warning("the run that saved it had another %s", change)
-    return manifest.step, Position(manifest.data.epoch, manifest.data.position), found
-
-
-def _changes(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Keys that make the curve and whose values differ: `data.seq_len: 128, now 256`."""
-    keys = [(section, key) for section in ("model", "data", "optim", "precision") for key in now[section]]
-    keys += [("run", "seed"), ("train", "global_batch"), ("train", "steps"), ("train", "epochs")]
-    return [
-        f"{section}.{key}: {saved[section].get(key)!r}, now {now[section][key]!r}"
-        for section, key in keys
-        if section in saved and saved[section].get(key) != now[section][key]
-    ]
+    return None if found is None else checkpoints.load(found, training.model, training.optimizer)
 
 
 # ----------------------------------------------------------------------------------------------------------- loop
@@ -206,13 +204,18 @@ def _loop(
     checkpoints: Checkpoints,
     records: "Records",
     stop: StopRequest,
-    start: int,
+    resumed: Resumed | None,
     last: int,
-    position: Position,
-) -> bool:
-    """Steps `start + 1` to `last`; True where a request ended them early. The last one run is saved."""
+) -> tuple[Path | None, bool]:
+    """Steps to `last`; returns the newest checkpoint of them, and whether a request ended them early.
+
+    The last step run is saved.
+    """
     rows = len(corpus.rows)
     steps = total_steps(config, rows)
+    start, position = (resumed.step, Position(*resumed.position)) if resumed else (0, Position(0, 0))
+    requests = SaveRequests(Path(config.run.dir), config.checkpoint.every_minutes)
+    path: Path | None = None
     with Batches(
         corpus.rows,
         seed=config.run.seed,
@@ -225,21 +228,22 @@ def _loop(
         for step in range(start + 1, last + 1):
             began = time.perf_counter()
             lr = learning_rate(config.optim, step, steps)
-            seen = records.seen()
-            placed = [backend.place(_with_news(batch, stop, seen)) for batch in next(batches)]
+            news = _News(stop.requested or checkpoints.failed, records.seen(requests))
+            placed = [backend.place(_with_news(batch, news)) for batch in next(batches)]
             previous, in_flight = in_flight, _InFlight(step, lr, began, backend.fetch(training.step(placed, lr)))
-            stopping = previous is not None and records.report(previous, until=began)
-            if stopping or step == last or step % (config.checkpoint.every or last) == 0:
-                stopping = records.report(in_flight) or stopping
+            asked = records.report(previous, until=began) if previous is not None else Asked()
+            if asked.stop or asked.save or step == last or step % (config.checkpoint.every or last) == 0:
+                asked = Asked(stop=records.report(in_flight).stop or asked.stop)
                 in_flight = None
-                consumed = Position.after(batches.consumed, rows)
-                since = time.perf_counter()
-                path = _save(checkpoints, step, training, consumed)
-                records.saved(step, path, time.perf_counter() - since)
-            if stopping:
+                path = _save(checkpoints, step, training, Position.after(batches.consumed, rows))
+                requests.saved()
+                if asked.stop or step == last:
+                    _wait(checkpoints)
+            records.saved(checkpoints.finished())
+            if asked.stop:
                 records.stopped(step, stop.reason)
-                return True
-    return False
+                return path, True
+    return path, False
 
 
 def _save(checkpoints: Checkpoints, step: int, training: Training, position: Position) -> Path:
@@ -249,16 +253,30 @@ def _save(checkpoints: Checkpoints, step: int, training: Training, position: Pos
         raise TrainingError(str(error)) from error
 
 
-def _with_news(batch: Batch, stop: StopRequest, seen: Tensor) -> Batch:
-    """The stop flag, and what this process saw, ride with the batch: all processes learn of them in the same step."""
-    processes = torch.zeros(len(batch["tokens"]), len(seen))
-    processes[0] = seen
-    return {**batch, "stop": torch.full_like(batch["tokens"], float(stop.requested)), "processes": processes}
+def _wait(checkpoints: Checkpoints) -> None:
+    try:
+        checkpoints.wait()
+    except CheckpointError as error:
+        raise TrainingError(str(error)) from error
 
 
-def _export(config: Config, backend: Backend, corpus: Corpus, checkpoint: Path | None) -> None:
+class _News(NamedTuple):
+    """What a process tells all others with the next step."""
+
+    stop: bool
+    seen: Tensor
+
+
+def _with_news(batch: Batch, news: _News) -> Batch:
+    """They ride with the batch, so that all processes learn of them in the same step."""
+    processes = torch.zeros(len(batch["tokens"]), len(news.seen))
+    processes[0] = news.seen
+    return {**batch, "stop": torch.full_like(batch["tokens"], float(news.stop)), "processes": processes}
+
+
+def _export(config: Config, backend: Backend, corpus: Corpus, checkpoint: Path) -> None:
     failure = None
-    if backend.process.index == 0 and checkpoint is not None:
+    if backend.process.index == 0:
         try:
             export_huggingface(checkpoint, _export_folder(config), corpus.tokenizer.save)
             log.info("exported %s to %s", checkpoint, _export_folder(config))
@@ -276,6 +294,13 @@ def _export_folder(config: Config) -> Path:
 
 
 # -------------------------------------------------------------------------------------------------------- records
+
+
+class Asked(NamedTuple):
+    """What any process asked for with a step."""
+
+    stop: bool = False
+    save: bool = False
 
 
 class Records:
@@ -301,8 +326,8 @@ class Records:
             ),
         )
 
-    def begin(self, step: int) -> None:
-        """Make the run's folder, drop the rows of steps that are run again, say what starts."""
+    def begin(self, step: int, resumed: Resumed | None) -> None:
+        """Make the run's folder, drop the rows of steps that are run again, say what starts and from where."""
         if not self._writes:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -321,6 +346,8 @@ class Records:
             devices=backend.data_parallel_size,
             processes=backend.process.count,
         )
+        if resumed is not None:
+            self._resumed(resumed)
         log.info(
             "%s on %d x %s (%d process(es)): %s parameters, %d steps of %s tokens",
             backend.name,
@@ -332,14 +359,31 @@ class Records:
             f"{self._tokens:,}",
         )
 
-    def report(self, late: _InFlight, until: float | None = None) -> bool:
-        """Wait for a step's metrics and write them; True where a process asked to stop.
+    def _resumed(self, resumed: Resumed) -> None:
+        self._events.write(
+            "resume",
+            path=str(resumed.path),
+            step=resumed.step,
+            load="weights_only" if resumed.weights_only else "all",
+            changes={one.name: {"saved": one.saved, "now": one.now} for one in resumed.changes},
+            passed_over=list(resumed.passed_over),
+        )
+        if resumed.weights_only:
+            log.info("a new run from the weights of %s", resumed.path)
+        else:
+            log.info("resumed from %s: step %d", resumed.path, resumed.step)
+        for change in resumed.changes:
+            if change.makes_curve and not resumed.weights_only:
+                log.warning("another %s (allowed by checkpoint.allow)", change)
+
+    def report(self, late: _InFlight, until: float | None = None) -> Asked:
+        """Wait for a step's metrics and write them; says what a process asked for.
 
         All processes read the same values, and so come to the same end. The step took until the next one began, or
         until now. Raises TrainingError for a loss or gradient norm that is not finite.
         """
         fetched = late.metrics.result()
-        seconds, loads = fetched.pop("processes").view(-1, 2).unbind(dim=1)
+        seconds, loads, saves = fetched.pop("processes").view(-1, 3).unbind(dim=1)
         values = {name: value.item() for name, value in fetched.items()}
         self._seconds = (until or time.perf_counter()) - late.began
         self._require_finite(late.step, values)
@@ -353,14 +397,18 @@ class Records:
                 row["processes"] = processes_row(seconds.tolist(), loads.tolist())
                 log.info(self._meter.console_line(row, memory.limit_bytes if memory else None))
             self._metrics.write(row)
-        return values["stop"] > 0
+        return Asked(values["stop"] > 0, bool((saves > 0).any()))
 
-    def seen(self) -> Tensor:
-        """What this process tells the others with the next step: float32 [2 * processes], zeros but for its own two."""
+    def seen(self, requests: SaveRequests) -> Tensor:
+        """What this process tells all with the next step: float32 [3 * processes], zeros but for its own three.
+
+        Process 0's clock and its view of the run's folder decide for all.
+        """
         index, count = self._backend.process.index, self._backend.process.count
         memory = self._backend.memory()
-        seen = torch.zeros(count, 2)
-        seen[index] = torch.tensor([self._seconds, memory.peak_bytes if memory else math.nan])
+        save = index == 0 and requests.due
+        seen = torch.zeros(count, 3)
+        seen[index] = torch.tensor([self._seconds, memory.peak_bytes if memory else math.nan, float(save)])
         return seen.flatten()
 
     def _write_collectives(self) -> None:
@@ -370,10 +418,18 @@ class Records:
             kinds = {kind: {"calls": one.calls, "bytes": one.bytes} for kind, one in traffic.items()}
             self._events.write("collectives", **kinds)
 
-    def saved(self, step: int, path: Path, seconds: float) -> None:
-        if self._writes:
-            self._events.write("save", step=step, path=path, seconds=seconds)
-            log.info("saved %s in %.1f s", path, seconds)
+    def saved(self, finished: list[Saved]) -> None:
+        """Of checkpoints that were committed since the last call, and of those deleted after them."""
+        for one in finished if self._writes else ():
+            self._events.write(
+                "save",
+                step=one.step,
+                path=str(one.path),
+                seconds=one.seconds,
+                blocked_seconds=one.blocked_seconds,
+                removed=list(one.removed),
+            )
+            log.info("saved %s in %.1f s (%.1f s of the training)", one.path, one.seconds, one.blocked_seconds)
 
     def stopped(self, step: int, reason: str | None) -> None:
         reason = reason or "a signal to another process"
@@ -391,6 +447,6 @@ class Records:
         last = f"The last good checkpoint is {saved[0]}." if saved else "No checkpoint was saved before it."
         raise TrainingError(
             f"step {step}: expected a finite loss and gradient norm, found loss {values['loss']} and grad_norm "
-            f"{values['grad_norm']}.\n  {last} Lower optim.lr, clip harder (train.max_grad_norm), or look at the rows "
-            f"of this step."
+            f"{values['grad_norm']}.\n  {last} Lower optim.lr or clip harder (train.max_grad_norm), with\n"
+            "  checkpoint.allow='[optim.lr, train.max_grad_norm]', or look at the rows of this step."
         )

@@ -26,7 +26,7 @@ def train_step(
     """Make the step of a run: `step(batches, lr)` with `accumulation` placed micro batches, one optimizer update.
 
     The step returns `loss` (mean over the counted tokens of the global batch, before the update), `grad_norm` (before
-    clipping), `stop` (above 0 where any process asked for it) and `processes` [2 * processes], as the batch brought it:
+    clipping), `stop` (above 0 where any process asked for it) and `processes` [3 * processes], as the batch brought it:
     device tensors that nobody has waited for.
     With one micro batch it is one program, with several two: one for a micro batch, one for the update.
     """

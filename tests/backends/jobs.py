@@ -162,11 +162,11 @@ def read(case: Case, folders: dict[str, str], at: int) -> dict[str, Any]:
             )
             found = checkpoints.find("auto")
             assert found is not None
-            manifest = checkpoints.load(found, run.model, run.optimizer)
+            resumed = checkpoints.load(found, run.model, run.optimizer)
             state = run.state()
             out[writer] = {
                 "state": state,
-                "position": (manifest.data.epoch, manifest.data.position),
+                "position": resumed.position,
                 "metrics": run.train(at + 1, case.steps),
             }
         out["compilations"] = backend.compilations
@@ -178,11 +178,13 @@ def agree_and_sum() -> dict[str, Any]:
     backend, _ = _open(Case())
     with backend:
         agreed = backend.agree({"from": backend.process.index, "list": [1, 2]})
+        gathered = backend.gather("x" * backend.process.index)
         rows = torch.arange(GLOBAL_BATCH // backend.data_shard.count).float() + 100 * backend.data_shard.index
         placed = backend.place({"rows": rows})["rows"]
         add = backend.compile(lambda rows: {"total": backend.sum(rows.sum())}, "total")
         total = backend.fetch(add(placed)).result()["total"].item()
-        return {"agreed": agreed, "total": total, "shard": (backend.data_shard.index, backend.data_shard.count)}
+        shard = (backend.data_shard.index, backend.data_shard.count)
+        return {"agreed": agreed, "gathered": gathered, "total": total, "shard": shard}
 
 
 def host_reads(case: Case) -> dict[str, int]:

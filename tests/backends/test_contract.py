@@ -122,12 +122,13 @@ def test_c7_a_learning_rate_of_exactly_1_is_no_new_program(group: Group, run: Ru
         assert again or answer["compilations"] == answer["expected_compilations"]
 
 
-def test_sum_place_and_agree(group: Group, workers: GetWorkers) -> None:
+def test_sum_place_agree_and_gather(group: Group, workers: GetWorkers) -> None:
     answers = workers(group).run("agree_and_sum")
     shards = {answer["shard"] for answer in answers}
     expected = sum(sum(range(GLOBAL_BATCH // count)) + 100 * index * (GLOBAL_BATCH // count) for index, count in shards)
     for answer in answers:
         assert answer["agreed"] == {"from": 0, "list": [1, 2]}
+        assert answer["gathered"] == ["x" * index for index in range(len(answers))]
         assert answer["total"] == expected
 
 

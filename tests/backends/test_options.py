@@ -141,7 +141,8 @@ def assert_curve(workers: Callable[[Group], Workers], engine: str, row: Row) -> 
     assert_equal_curves(answers, case, None if exact else BF16_20_STEPS)
     assemble([answer["final"] for answer in answers])
     for answer in answers:
-        again = engine == "xla_fsdp1" and answer["compilations"] == 0  # an earlier row had the same program
+        # An earlier row had the same program, which a worker keeps: without what is refused, rows are alike.
+        again = engine != "native" and answer["compilations"] == 0
         assert again or answer["compilations"] == answer["expected_compilations"]
 
 

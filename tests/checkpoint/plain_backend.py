@@ -30,7 +30,8 @@ from portable_fsdp.backends.base import (
     TensorState,
     Traffic,
 )
-from portable_fsdp.checkpoint.manager import Checkpoints
+from portable_fsdp.checkpoint.manager import Checkpoints, Resumed
+from portable_fsdp.config.schema import Checkpoint as Settings
 
 T = TypeVar("T")
 
@@ -43,7 +44,7 @@ class Meeting:
 
     def __init__(self, count: int) -> None:
         self.barrier = threading.Barrier(count, timeout=20)
-        self.value = b""
+        self.values = [b""] * count
 
 
 class PlainBackend(Backend):
@@ -62,12 +63,14 @@ class PlainBackend(Backend):
         self.meeting = meeting or Meeting(process.count)
 
     def agree(self, value: T) -> T:
-        if self.process.index == 0:
-            self.meeting.value = pickle.dumps(value)
+        return self.gather(value)[0]
+
+    def gather(self, value: T) -> list[T]:
+        self.meeting.values[self.process.index] = pickle.dumps(value)
         self.meeting.barrier.wait()
-        agreed = pickle.loads(self.meeting.value)
+        gathered = [pickle.loads(one) for one in self.meeting.values]
         self.meeting.barrier.wait()
-        return agreed
+        return gathered
 
     def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, TensorState]:
         mine = range(self.process.index * self.devices, (self.process.index + 1) * self.devices)
@@ -168,10 +171,17 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, by
     }
 
 
-def checkpoints(folder: Path, backend: Backend, **changes: Any) -> Checkpoints:
-    """Opened as a run would."""
+def checkpoints(folder: Path, backend: Backend, settings: dict[str, Any] | None = None, **changes: Any) -> Checkpoints:
+    """Opened as a run would. `settings`: of the config's section `checkpoint`."""
     arguments: dict[str, Any] = {"config": {"optim": {"lr": 0.001}}, "model_config": None, "wait_s": 10.0}
-    return Checkpoints(folder, backend, **(arguments | changes))
+    return Checkpoints(folder, backend, settings=Settings(**(settings or {})), **(arguments | changes))
+
+
+def load(checkpoints: Checkpoints, model: nn.Module, optimizer: torch.optim.Optimizer, resume: str = "auto") -> Resumed:
+    """Find and load."""
+    found = checkpoints.find(resume)
+    assert found is not None
+    return checkpoints.load(found, model, optimizer)
 
 
 def in_processes(count: int, work: Callable[[PlainBackend], Any], devices: int = 1) -> list[Any]:

@@ -126,23 +126,74 @@ def test_a_header_of_ten_gigabytes(checkpoint: Path) -> None:
     path.write_bytes(struct.pack("<Q", 10 * 2**30) + path.read_bytes()[8:])
     refuse(checkpoint, FILES[0])
     refuse(checkpoint, "header too large", read_all)
-    rewrite(checkpoint, lambda manifest: manifest["files"].update({FILES[0]: hash_file(path).model_dump()}))
+    rewrite(checkpoint, rehash(path))
     refuse(checkpoint, "header too large")  # even where its hash is right
 
 
 def test_a_file_that_is_not_safetensors(checkpoint: Path) -> None:
     path = checkpoint / FILES[0]
     path.write_bytes(b"\x80\x04pickle" * 100)
-    rewrite(checkpoint, lambda manifest: manifest["files"].update({FILES[0]: hash_file(path).model_dump()}))
+    rewrite(checkpoint, rehash(path))
     refuse(checkpoint, FILES[0])
+
+
+HEADERS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a hole": lambda header: header["gate"].update(data_offsets=[4, 8]),
+    "an overlap": lambda header: header["0.bias"].update(data_offsets=header["0.weight"]["data_offsets"]),
+    "a negative offset": lambda header: header["gate"].update(data_offsets=[-4, 0]),
+    "an offset beyond the end": lambda header: header["gate"].update(data_offsets=[2**62, 2**62 + 4]),
+    "a shape that isn't its bytes": lambda header: header["gate"].update(shape=[2**40]),
+    "a negative shape": lambda header: header["gate"].update(shape=[-1, -2]),
+    "a shape of words": lambda header: header["gate"].update(shape=["2"]),
+    "an unknown dtype": lambda header: header["gate"].update(dtype="C64"),
+    "an unknown key": lambda header: header["gate"].update(file="/etc/passwd"),
+    "a missing key": lambda header: header["gate"].pop("dtype"),
+    "a tensor that is a list": lambda header: header.update(gate=[]),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_hostile_header(checkpoint: Path, name: str) -> None:
+    path = next(checkpoint / file for file in FILES if b'"gate"' in (checkpoint / file).read_bytes()[:2000])
+    content = path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + length])
+    if "0.bias" not in header:
+        pytest.fail("the file was chosen for its tensors")
+    HEADERS[name](header)
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
+    rewrite(checkpoint, rehash(path))
+    refuse(checkpoint, path.name)
+    refuse(checkpoint, path.name, read_all)
+
+
+@pytest.mark.parametrize("text", [b"", b"null", b"[]", b"{", b"[" * 100_000, b"\xff", b'{"a": 1, "a": 2}'])
+def test_a_header_that_is_not_one(checkpoint: Path, text: bytes) -> None:
+    path = checkpoint / FILES[0]
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+    rewrite(checkpoint, rehash(path))
+    refuse(checkpoint, FILES[0])
+
+
+def rehash(path: Path) -> Callable[[dict[str, Any]], None]:
+    """Put the file's present length and hash into the manifest."""
+
+    def change(manifest: dict[str, Any]) -> None:
+        name = f"{path.parent.name}/{path.name}"
+        number = [file["name"] for file in manifest["files"]].index(name)
+        manifest["files"][number] = hash_file(path, name).model_dump()
+
+    return change
 
 
 def transpose(manifest: dict[str, Any]) -> None:
     tensor = manifest["tensors"]["1.weight"]
-    for entry in (tensor, *tensor["pieces"]):
-        entry["shape"].reverse()
-    for piece in tensor["pieces"]:
-        piece["offset"].reverse()
+    tensor["shape"].reverse()
+    for column in ("offsets", "sizes"):
+        tensor[column] = [
+            number for k in range(0, len(tensor[column]), 2) for number in tensor[column][k : k + 2][::-1]
+        ]
 
 
 def rename_tensor(manifest: dict[str, Any]) -> None:
@@ -166,10 +217,7 @@ def test_a_header_that_disagrees_with_the_manifest(checkpoint: Path, name: str) 
 
 def rename_file(new: str) -> Callable[[dict[str, Any]], None]:
     def change(manifest: dict[str, Any]) -> None:
-        manifest["files"][new] = manifest["files"].pop(FILES[0])
-        for tensor in manifest["tensors"].values():
-            for piece in tensor["pieces"]:
-                piece["file"] = new if piece["file"] == FILES[0] else piece["file"]
+        manifest["files"][0]["name"] = new
 
     return change
 
@@ -186,7 +234,7 @@ def edit(*where: Any, value: Any) -> Callable[[dict[str, Any]], None]:
     return change
 
 
-PIECES = ("tensors", "0.weight", "pieces")
+WEIGHT = ("tensors", "0.weight")  # float32 [7, 5] in four pieces of two rows, and one
 HOSTILE: dict[str, Callable[[dict[str, Any]], Any]] = {
     **{
         f"path {path}": rename_file(path)
@@ -207,37 +255,48 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], Any]] = {
             "",
         )
     },
-    "overlap": edit(*PIECES, 1, "offset", value=[1, 0]),
-    "hole": lambda manifest: manifest["tensors"]["0.weight"]["pieces"].pop(1),
-    "no pieces": edit(*PIECES, value=[]),
-    "a piece twice": lambda manifest: manifest["tensors"]["gate"]["pieces"].append(
-        manifest["tensors"]["gate"]["pieces"][0]
-    ),
-    "a piece outside": edit(*PIECES, 3, "offset", value=[7, 0]),
-    "a negative offset": edit(*PIECES, 0, "offset", value=[-1, 0]),
-    "an empty piece": edit(*PIECES, 0, "shape", value=[0, 5]),
-    "a piece of other rank": edit(*PIECES, 0, "shape", value=[10]),
-    "an absurd shape": edit("tensors", "0.weight", "shape", value=[2**62, 2**62]),
+    "overlap": edit(*WEIGHT, "offsets", 2, value=1),
+    "hole": lambda manifest: [manifest["tensors"]["0.weight"][name].pop() for name in ("files", "offsets", "sizes")],
+    "no pieces": edit(*WEIGHT, value={"shape": [7, 5], "dtype": "float32", "files": [], "offsets": [], "sizes": []}),
+    "a piece twice": lambda manifest: [
+        manifest["tensors"]["gate"][name].append(manifest["tensors"]["gate"][name][0])
+        for name in ("files", "offsets", "sizes")
+    ],
+    "two pieces in one file": edit(*WEIGHT, "files", 1, value=0),
+    "a piece outside": edit(*WEIGHT, "offsets", 6, value=7),
+    "a negative offset": edit(*WEIGHT, "offsets", 0, value=-1),
+    "an offset that wraps": edit(*WEIGHT, "offsets", 0, value=2**63 - 1),
+    "an offset that no machine holds": edit(*WEIGHT, "offsets", 0, value=2**70),
+    "an empty piece": edit(*WEIGHT, "sizes", 0, value=0),
+    "columns of other lengths": edit(*WEIGHT, "sizes", value=[2, 5]),
+    "a file number out of range": edit(*WEIGHT, "files", 0, value=99),
+    "a negative file number": edit(*WEIGHT, "files", 0, value=-1),
+    "a file twice": lambda manifest: manifest["files"].append(manifest["files"][0]),
+    "an absurd shape": edit(*WEIGHT, "shape", value=[2**62, 2**62]),
     "absurd pieces": lambda manifest: manifest["tensors"].update(
-        {"gate": {"shape": [2**50], "dtype": "int8", "pieces": [{"file": FILES[0], "offset": [0], "shape": [2**50]}]}}
+        {"gate": {"shape": [2**50], "dtype": "int8", "files": [0], "offsets": [0], "sizes": [2**50]}}
     ),
     "an absurd empty shape": lambda manifest: manifest["tensors"].update(
-        {"x": {"shape": [0, 2**62, 2**62], "dtype": "int8", "pieces": []}}
+        {"x": {"shape": [0, 2**62, 2**62], "dtype": "int8", "files": [], "offsets": [], "sizes": []}}
     ),
     "a thousand dimensions": lambda manifest: manifest["tensors"].update(
-        {"x": {"shape": [0] * 1000, "dtype": "int8", "pieces": []}}
+        {"x": {"shape": [0] * 1000, "dtype": "int8", "files": [], "offsets": [], "sizes": []}}
     ),
-    "a size that is a float": edit("tensors", "0.weight", "shape", 0, value=7.0),
-    "a size that is a word": edit("tensors", "0.weight", "shape", 0, value="7"),
-    "a size that is true": edit(*PIECES, 0, "offset", 0, value=False),
-    "an unknown dtype": edit("tensors", "0.weight", "dtype", value="load"),
-    "a file that isn't listed": lambda manifest: manifest["files"].pop(FILES[0]),
-    "a file that no tensor uses": edit("files", "model/x.safetensors", value={"bytes": 1, "xxh3_128": "0" * 32}),
+    "a tie to nothing": edit("ties", value={"y": "z"}),
+    "a tie of a stored tensor": edit("ties", value={"gate": "0.weight"}),
+    "a size that is a float": edit(*WEIGHT, "shape", 0, value=7.0),
+    "a size that is a word": edit(*WEIGHT, "shape", 0, value="7"),
+    "an offset that is false": edit(*WEIGHT, "offsets", 0, value=False),
+    "an unknown dtype": edit(*WEIGHT, "dtype", value="load"),
+    "a file that isn't listed": lambda manifest: manifest["files"].pop(),
+    "a file that no tensor uses": lambda manifest: manifest["files"].append(
+        {"name": "model/x.safetensors", "bytes": 1, "xxh3_128": "0" * 32}
+    ),
     "a file in the other folder": lambda manifest: manifest["tensors"].update(
         {"x/y": manifest["tensors"].pop("1.weight")}
     ),
-    "a negative length": edit("files", FILES[0], "bytes", value=-1),
-    "a hash of other length": edit("files", FILES[0], "xxh3_128", value="00"),
+    "a negative length": edit("files", 0, "bytes", value=-1),
+    "a hash of other length": edit("files", 0, "xxh3_128", value="00"),
     "an unknown key": edit("pickle", value="x"),
     "a missing key": lambda manifest: manifest.pop("step"),
     "another step": edit("step", value=6),
@@ -273,7 +332,7 @@ def test_a_manifest_that_is_not_one(checkpoint: Path, text: str) -> None:
     refuse(checkpoint, r"manifest\.json")
 
 
-@pytest.mark.parametrize("key", ["step", "shape", "gate", FILES[0]])
+@pytest.mark.parametrize("key", ["step", "shape", "gate", "bytes"])
 def test_a_key_that_stands_twice(checkpoint: Path, key: str) -> None:
     text = (checkpoint / "manifest.json").read_text()
     at = text.index(f'"{key}":')

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from portable_fsdp.checkpoint import format
-from portable_fsdp.checkpoint.format import FileEntry, Index, Manifest, PieceEntry, TensorEntry
+from portable_fsdp.checkpoint import commit, format
+from portable_fsdp.checkpoint.commit import Index
+from portable_fsdp.checkpoint.format import FileEntry, Manifest, TensorEntry
 from portable_fsdp.runtime.errors import CheckpointError
 
 HASH = "0" * 32
@@ -21,55 +22,53 @@ WRITTEN_BY = {"device": "cpu", "backend": "plain", "process_count": 1, "torch": 
 GOLDEN = """{
 "format_version": 1,
 "step": 7,
+"saved_at": "2026-01-02T03:04:05+00:00",
 "config": {"optim": {"lr": 0.001}},
 "model_config": null,
-"data": {"epoch": 1, "position": 20},
-"tensors": {
-  "w": {"shape": [3, 2], "dtype": "float32", "pieces": [{"file": "model/shard-00000-00.safetensors", "offset": [0, 0], \
-"shape": [2, 2]}, {"file": "model/shard-00001-00.safetensors", "offset": [2, 0], "shape": [1, 2]}]},
-  "step/w": {"shape": [], "dtype": "float32", "pieces": [{"file": "optimizer/shard-00000-00.safetensors", \
-"offset": [], "shape": []}]},
-  "none": {"shape": [0, 2], "dtype": "bfloat16", "pieces": []}
-},
-"files": {
-  "model/shard-00000-00.safetensors": {"bytes": 100, "xxh3_128": "00000000000000000000000000000000"},
-  "model/shard-00001-00.safetensors": {"bytes": 100, "xxh3_128": "00000000000000000000000000000000"},
-  "optimizer/shard-00000-00.safetensors": {"bytes": 100, "xxh3_128": "00000000000000000000000000000000"}
-},
+"data": {"epoch": 1, "position": 20, "rows": null, "tokenizer": null},
+"ties": {"v": "w"},
 "written_by": {"device": "cpu", "backend": "plain", "process_count": 1, "torch": "2.9.0", "portable_fsdp": "0.1.0"},
-"xxh3_128": "fdff9da1d726e3171171fbc2d479176e"
+"files": [
+  {"name": "model/shard-00000-00.safetensors", "bytes": 100, "xxh3_128": "00000000000000000000000000000000"},
+  {"name": "model/shard-00001-00.safetensors", "bytes": 100, "xxh3_128": "00000000000000000000000000000000"},
+  {"name": "optimizer/shard-00000-00.safetensors", "bytes": 100, "xxh3_128": "00000000000000000000000000000000"}
+],
+"tensors": {
+  "w": {"shape": [3, 2], "dtype": "float32", "files": [0, 1], "offsets": [0, 0, 2, 0], "sizes": [2, 2, 1, 2]},
+  "step/w": {"shape": [], "dtype": "float32", "files": [2], "offsets": [], "sizes": []},
+  "none": {"shape": [0, 2], "dtype": "bfloat16", "files": [], "offsets": [], "sizes": []}
+},
+"xxh3_128": "12ddb66e3130c2cc79e1b40f59510c2f"
 }
 """
 
 
-def manifest(tensors: dict[str, TensorEntry], files: list[str]) -> Manifest:
+def manifest(tensors: dict[str, TensorEntry], files: list[str], **changes: Any) -> Manifest:
     return Manifest.model_validate(
         {
             "format_version": 1,
             "step": 7,
+            "saved_at": "2026-01-02T03:04:05+00:00",
             "config": {"optim": {"lr": 0.001}},
             "model_config": None,
             "data": {"epoch": 1, "position": 20},
-            "tensors": tensors,
-            "files": {file: FileEntry(bytes=100, xxh3_128=HASH) for file in files},
+            "ties": {},
             "written_by": WRITTEN_BY,
+            "files": tuple(FileEntry(name=file, bytes=100, xxh3_128=HASH) for file in files),
+            "tensors": tensors,
         }
+        | changes
     )
-
-
-def piece(folder: str, process: int, offset: tuple[int, ...], shape: tuple[int, ...]) -> PieceEntry:
-    return PieceEntry(file=f"{folder}/shard-{process:05d}-00.safetensors", offset=offset, shape=shape)
 
 
 def small() -> Manifest:
     tensors = {
-        "w": TensorEntry(
-            shape=(3, 2), dtype="float32", pieces=(piece("model", 0, (0, 0), (2, 2)), piece("model", 1, (2, 0), (1, 2)))
-        ),
-        "step/w": TensorEntry(shape=(), dtype="float32", pieces=(piece("optimizer", 0, (), ()),)),
-        "none": TensorEntry(shape=(0, 2), dtype="bfloat16", pieces=()),
+        "w": TensorEntry(shape=(3, 2), dtype="float32", files=[0, 1], offsets=[0, 0, 2, 0], sizes=[2, 2, 1, 2]),
+        "step/w": TensorEntry(shape=(), dtype="float32", files=[2]),
+        "none": TensorEntry(shape=(0, 2), dtype="bfloat16"),
     }
-    return manifest(tensors, sorted({p.file for tensor in tensors.values() for p in tensor.pieces}))
+    files = [f"{name}-00.safetensors" for name in ("model/shard-00000", "model/shard-00001", "optimizer/shard-00000")]
+    return manifest(tensors, files, ties={"v": "w"})
 
 
 def test_a_manifest_is_written_as_people_and_programs_read_it(tmp_path: Path) -> None:
@@ -93,8 +92,9 @@ def random_cut(rng: random.Random, shape: tuple[int, ...], offset: tuple[int, ..
 
 
 def tiled(shape: tuple[int, ...], boxes: list[tuple[Any, Any]]) -> Manifest:
-    pieces = tuple(piece("model", i, offset, size) for i, (offset, size) in enumerate(boxes))
-    return manifest({"w": TensorEntry(shape=shape, dtype="int8", pieces=pieces)}, [p.file for p in pieces])
+    offsets, sizes = ([number for box in boxes for number in box[part]] for part in (0, 1))
+    tensor = TensorEntry(shape=shape, dtype="int8", files=list(range(len(boxes))), offsets=offsets, sizes=sizes)
+    return manifest({"w": tensor}, [f"model/shard-{i:05d}-00.safetensors" for i in range(len(boxes))])
 
 
 def covered_once(shape: tuple[int, ...], boxes: list[tuple[Any, Any]]) -> bool:
@@ -122,14 +122,14 @@ def test_pieces_tile_each_tensor_exactly_once(seed: int) -> None:
             continue
         damaged = [(tuple(offset), tuple(size)) for offset, size in changed]
         assert not covered_once(shape, damaged)
-        with pytest.raises(CheckpointError, match=r"manifest\.json: w: expected|overlap"):
+        with pytest.raises(CheckpointError, match=r"manifest\.json: w: expected|overlap|no tensor uses it"):
             format.check_manifest(tiled(shape, damaged), "bad")
 
 
 def test_an_overlap_that_a_hole_makes_up_for_is_found() -> None:
     boxes = [((0, 0), (2, 2)), ((1, 1), (2, 2)), ((0, 2), (1, 1))]
     assert sum(a * b for _, (a, b) in boxes) == 9
-    with pytest.raises(CheckpointError, match=r"w: the pieces in \S+ and \S+ overlap"):
+    with pytest.raises(CheckpointError, match=r"w: the pieces at \[.*\] and \[.*\] overlap"):
         format.check_manifest(tiled((3, 3), boxes), "bad")
 
 
@@ -148,63 +148,63 @@ def test_committed_steps_are_found_newest_first(tmp_path: Path) -> None:
 
 
 def test_an_index_of_an_earlier_attempt_is_not_taken(tmp_path: Path) -> None:
-    format.write_index(tmp_path, Index(attempt="old", process=0))
+    commit.write_index(tmp_path, Index(attempt="old", process=0))
     with pytest.raises(CheckpointError, match="found none of process 0 after"):
-        format.collect(tmp_path, "new", 1, wait_s=0.01)
-    format.write_index(tmp_path, Index(attempt="new", process=0))
-    assert format.collect(tmp_path, "new", 1, wait_s=0.01) == [Index(attempt="new", process=0)]
+        commit.collect(tmp_path, "new", 1, wait_s=0.01)
+    commit.write_index(tmp_path, Index(attempt="new", process=0))
+    assert commit.collect(tmp_path, "new", 1, wait_s=0.01) == [Index(attempt="new", process=0)]
 
 
 def test_announcing_is_the_last_thing_a_process_does_in_the_folder(tmp_path: Path) -> None:
     """As process 0 may rename the folder at once: fifty commits that race with the announcement."""
     for step in range(50):
         final = format.step_folder(tmp_path, step)
-        index = Index(attempt=format.begin(final), process=0)
+        index = Index(attempt=commit.begin(final, "run"), process=0)
         with ThreadPoolExecutor(1) as announcer:
-            announced = announcer.submit(format.write_index, format.temporary_of(final), index)
-            while not (format.temporary_of(final) / "index-00000.json").exists():
+            announced = announcer.submit(commit.write_index, commit.temporary_of(final), index)
+            while not (commit.temporary_of(final) / "index-00000.json").exists():
                 pass
-            format.temporary_of(final).rename(final)
+            commit.temporary_of(final).rename(final)
             announced.result()
 
 
 def test_the_error_of_a_process_is_passed_on(tmp_path: Path) -> None:
-    format.write_index(tmp_path, Index(attempt="a", process=1, error="OSError: No space left on device"))
+    commit.write_index(tmp_path, Index(attempt="a", process=1, error="OSError: No space left on device"))
     with pytest.raises(CheckpointError, match="process 1 could not write: OSError: No space left on device"):
-        format.collect(tmp_path, "a", 2, wait_s=10)
+        commit.collect(tmp_path, "a", 2, wait_s=10)
 
 
 def test_processes_with_different_models_are_refused() -> None:
-    known = {"w": TensorEntry(shape=(4,), dtype="float32", pieces=())}
-    other = TensorEntry(shape=(5,), dtype="float32", pieces=())
+    known = {"w": TensorEntry(shape=(4,), dtype="float32")}
+    other = TensorEntry(shape=(5,), dtype="float32")
     with pytest.raises(CheckpointError, match=r"process 1 wrote w as float32 \[5\], process 0 has it as float32 \[4\]"):
-        format.merge(known, [Index(attempt="a", process=1, tensors={"w": other})])
+        commit.merge(known, [Index(attempt="a", process=1, tensors={"w": other})])
 
 
 def test_a_commit_leaves_one_name_and_no_index(tmp_path: Path) -> None:
     final = format.step_folder(tmp_path, 7)
-    attempt = format.begin(final)
+    attempt = commit.begin(final, "run")
     index = Index(attempt=attempt, process=0)
-    format.write_index(format.temporary_of(final), index)
-    format.commit(final, small(), [index])
+    commit.write_index(commit.temporary_of(final), index)
+    commit.commit(final, small(), [index])
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
     assert sorted(path.name for path in final.iterdir()) == ["manifest.json", "model", "optimizer"]
 
 
 def test_what_no_reader_would_take_is_not_committed(tmp_path: Path) -> None:
     final = format.step_folder(tmp_path, 7)
-    format.begin(final)
+    commit.begin(final, "run")
     with pytest.raises(CheckpointError, match="expected pieces of 4 elements"):
-        format.commit(final, tiled((4,), [((0,), (3,))]), [])
+        commit.commit(final, tiled((4,), [((0,), (3,))]), [])
     assert not final.exists()
 
 
 def test_a_new_attempt_starts_from_an_empty_folder(tmp_path: Path) -> None:
     final = format.step_folder(tmp_path, 7)
-    first = format.begin(final)
-    format.write_index(format.temporary_of(final), Index(attempt=first, process=0))
-    assert format.begin(final) != first
-    assert sorted(path.name for path in format.temporary_of(final).iterdir()) == ["model", "optimizer"]
+    first = commit.begin(final, "run")
+    commit.write_index(commit.temporary_of(final), Index(attempt=first, process=0))
+    assert commit.begin(final, "run") != first
+    assert sorted(path.name for path in commit.temporary_of(final).iterdir()) == ["attempt.json", "model", "optimizer"]
 
 
 def test_setting_aside_deletes_nothing(tmp_path: Path) -> None:
@@ -212,8 +212,8 @@ def test_setting_aside_deletes_nothing(tmp_path: Path) -> None:
     for content in ("one", "two"):
         final.mkdir()
         (final / content).touch()
-        format.set_aside(final)
-    format.set_aside(final)  # nothing there
+        commit.set_aside(final)
+    commit.set_aside(final)  # nothing there
     found = {path.name: [child.name for child in path.iterdir()] for path in tmp_path.iterdir()}
     assert found == {"step-00000007.damaged-1": ["one"], "step-00000007.damaged-2": ["two"]}
 

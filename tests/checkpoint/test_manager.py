@@ -2,6 +2,7 @@
 
 import json
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,18 @@ from plain_backend import (
     PlainBackend,
     checkpoints,
     in_processes,
+    load,
+    named_tensors,
     save_once,
     small_model,
     snapshot,
 )
 
 from portable_fsdp.backends.base import Part, TensorState
-from portable_fsdp.runtime.errors import CheckpointError
+from portable_fsdp.checkpoint.background import Snapshot
+from portable_fsdp.checkpoint.manager import Fingerprint, Found, Resumed
+from portable_fsdp.checkpoint.store import Reader
+from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 
 
 def names(folder: Path) -> list[str]:
@@ -33,8 +39,8 @@ def test_what_any_number_of_processes_saved_any_number_reads_bit_for_bit(
 
     def work(backend: PlainBackend) -> dict[str, bytes]:
         model, optimizer = small_model(seed=2)
-        manifest = checkpoints(tmp_path, backend).load(path, model, optimizer)
-        assert (manifest.step, manifest.data.epoch, manifest.data.position) == (5, 1, 20)
+        resumed = load(checkpoints(tmp_path, backend), model, optimizer, str(path))
+        assert (resumed.step, resumed.position, resumed.changes) == (5, (1, 20), ())
         return snapshot(model, optimizer)
 
     expected = snapshot(*small_model(seed=1))
@@ -80,7 +86,7 @@ def test_one_process_that_cannot_write_fails_the_save_of_all(tmp_path: Path) -> 
 
     results = in_processes(3, work)
     assert [type(result) for result in results] == [CheckpointError] * 3
-    assert all("process 1 could not write: TypeError: 0.weight" in str(result) for result in results)
+    assert all("process 1 could not write: ValueError: 0.weight" in str(result) for result in results)
     assert names(tmp_path) == ["step-00000005.tmp"]
 
 
@@ -103,6 +109,9 @@ class Alone(PlainBackend):
     def agree(self, value: Any) -> Any:
         return value if self.process.index == 0 else ("attempt", None)
 
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
 
 def test_a_save_waits_for_every_process_and_names_the_missing(tmp_path: Path) -> None:
     alone = Alone(Part(0, 3))
@@ -112,20 +121,26 @@ def test_a_save_waits_for_every_process_and_names_the_missing(tmp_path: Path) ->
 
 def test_a_folder_that_this_process_does_not_see_is_named(tmp_path: Path) -> None:
     alone = Alone(Part(1, 2))
-    with pytest.raises(CheckpointError, match=r"process 1 finds\n  none: run.dir must lie on a file system"):
+    with pytest.raises(CheckpointError, match=r"process 1 finds\n  none: checkpoints must lie on a file system"):
         checkpoints(tmp_path, alone).save(5, *small_model(seed=1), (0, 0))
 
 
-def test_the_first_save_removes_debris_and_nothing_else(tmp_path: Path) -> None:
+def test_the_first_save_removes_its_own_debris_and_nothing_else(tmp_path: Path) -> None:
     save_once(tmp_path)
-    (tmp_path / "step-00000006.tmp" / "model").mkdir(parents=True)
+    for step, run in ((6, ""), (8, "another")):
+        (tmp_path / f"step-0000000{step}.tmp" / "model").mkdir(parents=True)
+        (tmp_path / f"step-0000000{step}.tmp" / "attempt.json").write_text(json.dumps({"run": run, "attempt": "x"}))
+    (tmp_path / "step-00000009.tmp").mkdir()  # killed before it was marked: nothing is lost with it
     (tmp_path / "notes.tmp").touch()
     (tmp_path / "step-00000004.damaged-1").mkdir()
     opened = checkpoints(tmp_path, PlainBackend())
     opened.find("auto")
-    assert (tmp_path / "step-00000006.tmp" / "model").is_dir()  # it may be another run's save, if this start is refused
+    assert (tmp_path / "step-00000006.tmp" / "model").is_dir()  # nothing is changed if this start is refused
     opened.save(7, *small_model(seed=1), (0, 0))
-    assert names(tmp_path) == ["notes.tmp", "step-00000004.damaged-1", "step-00000005", "step-00000007"]
+    left = ["notes.tmp", "step-00000004.damaged-1", "step-00000005", "step-00000007", "step-00000008.tmp"]
+    assert names(tmp_path) == left
+    with pytest.raises(CheckpointError, match=r"expected no other run at work .*\n  'another'"):
+        opened.save(8, *small_model(seed=1), (0, 0))
 
 
 def test_a_run_without_checkpoints_starts_anew(tmp_path: Path) -> None:
@@ -140,23 +155,28 @@ def test_auto_takes_the_newest(tmp_path: Path) -> None:
     save_once(tmp_path, step=5)
     newest = save_once(tmp_path, step=10)
     (tmp_path / "step-00000015.tmp").mkdir()
-    assert in_processes(2, lambda backend: checkpoints(tmp_path, backend).find("auto")) == [newest] * 2
+    found = in_processes(2, lambda backend: checkpoints(tmp_path, backend).find("auto"))
+    assert found == [Found(newest, (), is_own=True)] * 2
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []  # the probe is gone
 
 
 def test_auto_goes_past_a_damaged_one_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     older, newest = save_once(tmp_path, step=5), save_once(tmp_path, step=10)
     flip_last_byte(newest / "model" / "shard-00001-00.safetensors")
 
-    def work(backend: PlainBackend) -> tuple[Path | None, Path]:
+    def work(backend: PlainBackend) -> tuple[Path, Path]:
         opened = checkpoints(tmp_path, backend)
-        return opened.find("auto"), opened.save(10, *small_model(seed=3), (0, 0))
+        found = opened.find("auto")
+        assert found is not None
+        assert "step-00000010: model/shard-00001-00.safetensors: expected content" in found.passed_over[0]
+        return found.path, opened.save(10, *small_model(seed=3), (0, 0))
 
     with caplog.at_level(logging.WARNING, logger="portable_fsdp"):
         results = in_processes(2, work)
     assert results == [(older, newest)] * 2
     assert "step-00000010: model/shard-00001-00.safetensors: expected content" in caplog.text
     assert "resuming from the older step-00000005" in caplog.text
-    assert len(caplog.records) == 2
+    assert len(caplog.records) == 4  # two by each process; a run's log is that of process 0
     assert names(tmp_path) == ["step-00000005", "step-00000010", "step-00000010.damaged-1"]
 
 
@@ -177,7 +197,7 @@ def test_none_refuses_a_folder_with_checkpoints(tmp_path: Path) -> None:
 def test_a_named_checkpoint_must_be_whole(tmp_path: Path) -> None:
     path = save_once(tmp_path)
     opened = checkpoints(tmp_path / "other", PlainBackend())
-    assert opened.find(str(path)) == path
+    assert opened.find(str(path)) == Found(path, (), is_own=False)
     (path / "model" / "shard-00000-00.safetensors").unlink()
     with pytest.raises(CheckpointError, match="found none"):
         opened.find(str(path))
@@ -193,21 +213,243 @@ def test_a_named_checkpoint_older_than_the_runs_own_is_refused(tmp_path: Path) -
 
 
 def test_another_models_checkpoint_is_refused_by_all_processes(tmp_path: Path) -> None:
-    path = save_once(tmp_path)
+    save_once(tmp_path)
 
     def work(backend: PlainBackend) -> None:
-        checkpoints(tmp_path, backend).load(path, *small_model(seed=1, hidden=8))
+        load(checkpoints(tmp_path, backend), *small_model(seed=1, hidden=8))
 
     results = in_processes(2, work)
     assert [type(result) for result in results] == [CheckpointError] * 2
-    assert "0.weight: expected float32 [8, 5] (this model),\n  found float32 [7, 5]" in str(results[0])
+    assert all("    0.weight             float32 [8, 5]  float32 [7, 5]\n" in str(result) for result in results)
 
 
-def test_a_load_hashes_what_it_reads(tmp_path: Path) -> None:
+def test_what_one_process_finds_damaged_all_refuse(tmp_path: Path) -> None:
     path = save_once(tmp_path)
-    flip_last_byte(path / "model" / "shard-00000-00.safetensors")
-    with pytest.raises(CheckpointError, match="xxh3_128"):
-        checkpoints(tmp_path, PlainBackend()).load(path, *small_model(seed=1))
+    flip_last_byte(path / "model" / "shard-00001-00.safetensors")  # the share of one of two
+    results = in_processes(2, lambda backend: checkpoints(tmp_path, backend).find(str(path)))
+    assert [type(result) for result in results] == [CheckpointError] * 2
+    assert all("shard-00001-00.safetensors: expected content with xxh3_128" in str(result) for result in results)
+
+
+@pytest.mark.parametrize(
+    ("verify", "flipped", "cut"), [("full", True, True), ("size", False, True), ("off", False, False)]
+)
+def test_verify_says_how_much_is_checked(tmp_path: Path, verify: str, flipped: bool, cut: bool) -> None:
+    file = save_once(tmp_path) / "model" / "shard-00000-00.safetensors"
+
+    def is_refused() -> bool:
+        try:
+            return checkpoints(tmp_path, PlainBackend(), {"verify": verify}).find("auto") is None
+        except CheckpointError:
+            return True
+
+    assert not is_refused()
+    flip_last_byte(file)
+    assert is_refused() == flipped
+    file.write_bytes(file.read_bytes()[:-1])
+    assert is_refused() == cut
+
+
+CONFIG = {"run": {"name": "a", "seed": 1}, "optim": {"lr": 0.1, "eps": 1}, "train": {"steps": 9, "micro_batch": 2}}
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    return {section: {**keys, **changes.get(section, {})} for section, keys in CONFIG.items()}
+
+
+def resumed_with(folder: Path, settings: dict[str, Any], **arguments: Any) -> Resumed:
+    opened = checkpoints(
+        folder, PlainBackend(), settings, **{"config": CONFIG, "data": Fingerprint("r", "t"), **arguments}
+    )
+    return load(opened, *small_model(seed=2), str(settings.get("resume", "auto")))
+
+
+def save_with(folder: Path) -> Path:
+    opened = checkpoints(folder, PlainBackend(), config=CONFIG, data=Fingerprint("r", "t"))
+    return opened.save(5, *small_model(seed=1), (0, 20))
+
+
+def test_another_curve_is_refused_with_a_table_and_allowed_by_name(tmp_path: Path) -> None:
+    save_with(tmp_path)
+    other = changed(optim={"lr": 0.2}, train={"steps": 18, "micro_batch": 1})
+    with pytest.raises(CheckpointError) as error:
+        resumed_with(tmp_path, {}, config=other)
+    assert str(error.value).splitlines() == [
+        "checkpoint step-00000005: expected the config of the run that saved it, found another:",
+        "                 saved  now",
+        "    optim.lr     0.1    0.2",
+        "    train.steps  9      18",
+        "  If you mean it, allow it by name: checkpoint.allow='[optim.lr, train.steps]'.",
+        "  To start anew from its weights: checkpoint.load=weights_only. Nothing was started.",
+    ]
+    with pytest.raises(CheckpointError, match=r"allow='\[train\.steps\]'"):
+        resumed_with(tmp_path, {"allow": ("optim",)}, config=other)
+    resumed = resumed_with(tmp_path, {"allow": ("optim", "train.steps")}, config=other)
+    assert {str(one) for one in resumed.changes} == {
+        "optim.lr: 0.1, now 0.2",
+        "train.steps: 9, now 18",
+        "train.micro_batch: 2, now 1",
+    }
+    assert {one.name for one in resumed.changes if not one.makes_curve} == {"train.micro_batch"}
+
+
+def test_other_data_is_refused(tmp_path: Path) -> None:
+    save_with(tmp_path)
+    with pytest.raises(CheckpointError, match=r'data\.rows  "r"    "other"'):
+        resumed_with(tmp_path, {}, data=Fingerprint("other", "t"))
+    assert resumed_with(tmp_path, {"allow": ("data",)}, data=Fingerprint("other", "t")).step == 5
+
+
+def test_another_path_to_the_same_data_is_no_difference(tmp_path: Path) -> None:
+    config = {**CONFIG, "data": {"path": "old"}}
+    opened = checkpoints(tmp_path, PlainBackend(), config=config, data=Fingerprint("r", "t"))
+    opened.save(5, *small_model(seed=1), (0, 20))
+    moved = {**CONFIG, "data": {"path": "new"}}
+    assert resumed_with(tmp_path, {}, config=moved).changes == ()
+    with pytest.raises(CheckpointError, match=r"data\.path"):
+        resumed_with(tmp_path, {}, config=moved, data=Fingerprint())
+
+
+def test_a_name_that_allows_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint\.allow: expected names .* found optim\.rate, sharding"):
+        checkpoints(tmp_path, PlainBackend(), {"allow": ("optim.lr", "optim.rate", "sharding")}, config=CONFIG)
+
+
+def test_weights_only_starts_anew_from_other_weights(tmp_path: Path) -> None:
+    path = save_with(tmp_path / "first")
+    model, optimizer = small_model(seed=2)
+    settings = {"load": "weights_only", "resume": str(path)}
+    opened = checkpoints(tmp_path / "second", PlainBackend(), settings, config=changed(optim={"lr": 3}))
+    resumed = load(opened, model, optimizer, str(path))
+    assert (resumed.step, resumed.position, resumed.weights_only) == (0, (0, 0), True)
+    found, expected = snapshot(model, optimizer), snapshot(*small_model(seed=1))
+    assert all(found[key] == (expected[key] if "/" not in key else bytes(len(expected[key]))) for key in found)
+    opened.save(7, model, optimizer, (0, 3))
+    same = checkpoints(tmp_path / "second", PlainBackend(), settings, config=changed(optim={"lr": 3}))
+    again = load(same, model, optimizer, str(path))
+    assert (again.step, again.weights_only) == (7, False)  # the same command goes on with the run's own
+
+
+def test_other_ties_are_another_model(tmp_path: Path) -> None:
+    checkpoints(tmp_path, PlainBackend(), ties={"head": "0.weight"}).save(5, *small_model(seed=1), (0, 0))
+    opened = checkpoints(tmp_path, PlainBackend(), ties={"head": "1.weight"})
+    with pytest.raises(CheckpointError, match=r"head  tied to 1\.weight  tied to 0\.weight"):
+        load(opened, *small_model(seed=1))
+
+
+# ------------------------------------------------------------------------------------------------------- retention
+
+
+@pytest.mark.parametrize(
+    ("keep", "keep_every", "left"),
+    [
+        (None, None, [2, 4, 6, 8, 10]),
+        (1, None, [10]),
+        (2, None, [8, 10]),
+        (1, 4, [4, 8, 10]),
+        (9, None, [2, 4, 6, 8, 10]),
+    ],
+)
+def test_retention(tmp_path: Path, keep: int | None, keep_every: int | None, left: list[int]) -> None:
+    opened = checkpoints(tmp_path, PlainBackend(), {"keep": keep, "keep_every": keep_every})
+    for step in (2, 4, 6, 8, 10):
+        opened.save(step, *small_model(seed=1), (0, 0))
+    assert names(tmp_path) == [f"step-{step:08d}" for step in left]
+    removed = [step for saved in opened.finished() for step in saved.removed]
+    assert sorted([*removed, *left]) == [2, 4, 6, 8, 10]
+
+
+def test_retention_leaves_what_others_wrote_and_what_is_damaged(tmp_path: Path) -> None:
+    checkpoints(tmp_path, PlainBackend(), config={"run": {"name": "other"}}).save(1, *small_model(seed=1), (0, 0))
+    mine = checkpoints(tmp_path, PlainBackend())
+    mine.save(2, *small_model(seed=1), (0, 0))
+    mine.save(3, *small_model(seed=1), (0, 0))
+    flip_last_byte(tmp_path / "step-00000003" / "manifest.json")
+    resumed = checkpoints(tmp_path, PlainBackend(), {"keep": 1})
+    found = resumed.find("auto")
+    assert found is not None
+    assert found.path.name == "step-00000002"
+    resumed.save(4, *small_model(seed=1), (0, 0))
+    assert names(tmp_path) == ["step-00000001", "step-00000003", "step-00000004"]
+
+
+# ------------------------------------------------------------------------------------------------------ background
+
+
+def test_a_background_save_is_of_the_moment_it_was_asked_for(tmp_path: Path) -> None:
+    def work(backend: PlainBackend) -> list[dict[str, bytes]]:
+        opened = checkpoints(tmp_path, backend, {"async_save": True})
+        model, optimizer = small_model(seed=1)
+        for step in (1, 2, 3):
+            opened.save(step, model, optimizer, (0, 0))
+            for tensor in named_tensors(model, optimizer).values():
+                tensor.add_(1)  # the next step runs while the files are written
+        opened.wait()
+        found: list[dict[str, bytes]] = []
+        for path in (tmp_path / f"step-0000000{step}" for step in (1, 2, 3)):
+            with Reader(path) as reader:
+                backend.load_state(model, optimizer, reader.read)
+            found.append(snapshot(model, optimizer))
+        return found
+
+    model, optimizer = small_model(seed=1)
+    expected: list[dict[str, bytes]] = []
+    for _ in range(3):
+        expected.append(snapshot(model, optimizer))
+        for tensor in named_tensors(model, optimizer).values():
+            tensor.add_(1)
+    assert in_processes(2, work) == [expected] * 2
+
+
+def test_buffers_of_background_saves_are_taken_again() -> None:
+    state = PlainBackend().state(*small_model(seed=1))
+    snapshots = Snapshot()
+    first, second = snapshots.take(state), snapshots.take(state)
+    for key, one in state.items():
+        for mine, before, piece in zip(first[key].pieces, second[key].pieces, one.pieces, strict=True):
+            assert mine.data.data_ptr() == before.data.data_ptr() != piece.data.data_ptr()
+
+
+def test_a_failed_background_save_fails_the_next_call_on_all_processes(tmp_path: Path) -> None:
+    def work(backend: PlainBackend) -> tuple[str, bool]:
+        opened = checkpoints(tmp_path, backend, {"async_save": True})
+        opened.save(1, *small_model(seed=1), (0, 0))
+        opened.wait()
+        if backend.process.index == 0:
+            (tmp_path / "step-00000002").touch()  # a file in the place of the folder: the rename fails
+        opened.save(2, *small_model(seed=1), (0, 0))
+        deadline = time.monotonic() + 10
+        while backend.process.index == 0 and not opened.failed and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with pytest.raises(CheckpointError) as error:
+            opened.save(3, *small_model(seed=1), (0, 0))
+        return str(error.value), opened.failed
+
+    results = in_processes(2, work)
+    assert results[0] == results[1]
+    assert "NotADirectoryError" in results[0][0]
+    assert names(tmp_path) == ["step-00000001", "step-00000002", "step-00000002.tmp"]
+
+
+def test_closing_ends_a_save_that_waits_for_a_process_that_is_gone(tmp_path: Path) -> None:
+    opened = checkpoints(tmp_path, Alone(Part(0, 3)), {"async_save": True}, wait_s=600)
+    opened.save(5, *small_model(seed=1), (0, 0))
+    began = time.monotonic()
+    opened.close()
+    assert time.monotonic() - began < 10
+    assert not opened.failed
+
+
+def test_a_folder_that_the_processes_do_not_share_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    def work(backend: PlainBackend) -> None:
+        checkpoints(tmp_path / f"host{backend.process.index}" / "run", backend).find("auto")
+
+    for index in (0, 1):
+        (tmp_path / f"host{index}").mkdir()
+    results = in_processes(2, work)
+    assert [type(result) for result in results] == [CheckpointError] * 2
+    assert "expected a folder that all processes share, found that process\n  1 doesn't see" in str(results[0])
+    assert [names(tmp_path / f"host{index}") for index in (0, 1)] == [[], []]
 
 
 def flip_last_byte(path: Path) -> None:

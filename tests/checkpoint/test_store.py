@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from portable_fsdp.backends.base import Part, Piece, TensorState
+from portable_fsdp.checkpoint.commit import merge
 from portable_fsdp.checkpoint.format import DTYPE_BYTES, Manifest, manifest_text, step_folder
 from portable_fsdp.checkpoint.store import Reader, entries_without_pieces, hash_file, write_pieces
 from portable_fsdp.runtime.errors import CheckpointError
@@ -33,19 +34,20 @@ def store(folder: Path, parts: list[dict[str, TensorState]]) -> Path:
     """Write what each process holds, and commit it by hand."""
     (folder / "model").mkdir(parents=True)
     (folder / "optimizer").mkdir()
-    written = [write_pieces(folder, state, index) for index, state in enumerate(parts)]
-    tensors = {key: entry.model_dump() for key, entry in entries_without_pieces(parts[0]).items()}
-    for key in tensors:
-        tensors[key]["pieces"] = tuple(p.model_dump() for mine, _ in written if key in mine for p in mine[key].pieces)
+    files, tensors = merge(
+        entries_without_pieces(parts[0]), [write_pieces(folder, state, index, "") for index, state in enumerate(parts)]
+    )
     manifest = {
         "format_version": 1,
         "step": 1,
+        "saved_at": "",
         "config": {},
         "model_config": None,
         "data": {"epoch": 0, "position": 0},
-        "tensors": tensors,
-        "files": {file: entry.model_dump() for _, files in written for file, entry in files.items()},
+        "ties": {},
         "written_by": {"device": "d", "backend": "b", "process_count": 1, "torch": "t", "portable_fsdp": "p"},
+        "files": files,
+        "tensors": tensors,
     }
     (folder / "manifest.json").write_text(manifest_text(Manifest.model_validate(manifest)))
     return folder
@@ -59,7 +61,7 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path: Path, dtype: str
     state = {k: TensorState(tuple(t.shape), t.dtype, [Piece((0,) * t.dim(), t)]) for k, t in tensors.items()}
     with Reader(store(tmp_path / "c", [state])) as reader:
         reader.verify(Part(0, 1))
-        reader.check(state)
+        reader.check(state, {})
         for key, tensor in tensors.items():
             found = reader.read(key, tuple(slice(0, size) for size in tensor.shape))
             assert (found.dtype, found.shape, bits(found)) == (tensor.dtype, tensor.shape, bits(tensor))
@@ -135,35 +137,48 @@ def raises(reader: Reader, part: Part, folder: str = "") -> bool:
     return False
 
 
-def test_the_message_for_another_model_names_the_first_and_counts_the_rest(tmp_path: Path) -> None:
+def test_what_differs_from_this_model_is_a_table(tmp_path: Path) -> None:
     path = save_once(tmp_path)
     model, optimizer = small_model(seed=1, hidden=9)
     state = PlainBackend().state(model, optimizer)
     state["new.weight"] = state.pop("gate")
     with Reader(path) as reader, pytest.raises(CheckpointError) as error:
-        reader.check(state)
-    assert str(error.value) == (
-        "checkpoint step-00000005: 0.weight: expected float32 [9, 5] (this model),\n"
-        "  found float32 [7, 5] (manifest.json), and 8 more tensors like it.\n"
-        "  not in the checkpoint: new.weight.\n"
-        "  not in this model: gate.\n"
-        "  Resume with the config of the run that saved it\n"
-        f"  (python -m portable_fsdp.checkpoint show --config {path}), or train in another run.dir."
-    )
+        reader.check(state, {"tied": "1.weight"})
+    assert str(error.value).splitlines() == [
+        "checkpoint step-00000005: expected the tensors of this model, found 12 that differ:",
+        "                         this model        checkpoint",
+        "    0.weight             float32 [9, 5]    float32 [7, 5]",
+        "    0.bias               float32 [9]       float32 [7]",
+        "    1.weight             float32 [3, 9]    float32 [3, 7]",
+        *(
+            f"    {name}/{fqn}".ljust(25) + new.ljust(18) + old
+            for fqn, new, old in (
+                ("0.weight", "float32 [9, 5]", "float32 [7, 5]"),
+                ("0.bias", "float32 [9]", "float32 [7]"),
+                ("1.weight", "float32 [3, 9]", "float32 [3, 7]"),
+            )
+            for name in ("exp_avg", "exp_avg_sq")
+        ),
+        "    new.weight           bfloat16 [2]      nothing",
+        "    gate                 nothing           bfloat16 [2]",
+        "    tied                 tied to 1.weight  tied to nothing",
+        "  Resume with the config of the run that saved it",
+        f"  (python -m portable_fsdp.checkpoint show --config {path}), or train in another run.dir.",
+    ]
 
 
 def test_another_dtype_is_another_model(tmp_path: Path) -> None:
     path = save_once(tmp_path)
     state = PlainBackend().state(*small_model(seed=1))
     state["gate"] = TensorState((2,), torch.float16)
-    with Reader(path) as reader, pytest.raises(CheckpointError, match=r"gate: expected float16 \[2\] \(this model\)"):
-        reader.check(state)
+    with Reader(path) as reader, pytest.raises(CheckpointError, match=r"gate +float16 \[2\] +bfloat16 \[2\]"):
+        reader.check(state, {})
 
 
 def test_a_dtype_that_cannot_be_stored_is_refused(tmp_path: Path) -> None:
     state = {"w": TensorState((2,), torch.complex64, [Piece((0,), torch.zeros(2, dtype=torch.complex64))])}
     with pytest.raises(CheckpointError, match="found complex64"):
-        write_pieces(tmp_path, state, 0)
+        write_pieces(tmp_path, state, 0, "")
 
 
 def test_views_and_transposes_are_written_as_they_look(tmp_path: Path) -> None:
@@ -182,4 +197,6 @@ def test_shards_are_as_readable_as_their_folder(tmp_path: Path) -> None:
 
 def test_the_hash_is_xxh3_128(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
-    assert hash_file(tmp_path / "empty").xxh3_128 == "99aa06d3014798d86001c324468d497f"  # xxhash's published value
+    assert (
+        hash_file(tmp_path / "empty", "empty").xxh3_128 == "99aa06d3014798d86001c324468d497f"
+    )  # xxhash's published value

@@ -78,6 +78,12 @@ GROUPS: list[dict[str, list[Any]]] = [
     },
     {"train.micro_batch": [1, 2], "train.max_grad_norm": [None, 1.0]},
     {
+        "checkpoint.keep": [None, 2],
+        "checkpoint.keep_every": [None, 4],
+        "checkpoint.resume": ["auto", "a/checkpoint"],
+        "checkpoint.load": ["all", "weights_only"],
+    },
+    {
         "xla_fsdp1.flatten_parameters": [False, True],
         "xla_fsdp1.shard_param_on_dim_0": [None, False, True],
         "xla_fsdp1.pin_layout_in_collective_ops": [None, False, True],

@@ -210,6 +210,13 @@ class NativeBackend(Backend):
         dist.broadcast_object_list(box, src=0, device=self.device)
         return cast(T, box[0])
 
+    def gather(self, value: T) -> list[T]:
+        if self.process.count == 1:
+            return [value]
+        boxes: list[Any] = [None] * self.process.count
+        dist.all_gather_object(boxes, value)
+        return cast(list[T], boxes)
+
     def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, TensorState]:
         return {key: self._tensor_state(tensor) for key, tensor in _tensors(model, optimizer).items()}
 

@@ -276,6 +276,13 @@ class XlaBackend(Backend):
         dist.broadcast_object_list(box, src=0)
         return cast(T, box[0])
 
+    def gather(self, value: T) -> list[T]:
+        if self.process.count == 1:
+            return [value]
+        boxes: list[Any] = [None] * self.process.count
+        dist.all_gather_object(boxes, value)
+        return cast(list[T], boxes)
+
     # -------------------------------------------------------------------------------------------------- the state
 
     def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, TensorState]:

@@ -253,9 +253,16 @@ class XlaFsdp1Backend(Backend):
         return OnDevice(metrics)
 
     def agree(self, value: T) -> T:
+        return self._told(value, 0)
+
+    def gather(self, value: T) -> list[T]:
+        return [self._told(value, source) for source in range(self.process.count)]
+
+    def _told(self, value: T, source: int) -> T:
+        """The value of process `source`, on all processes."""
         if self.process.count == 1:
             return value
-        mine = list(pickle.dumps(value)) if self.process.index == 0 else []
+        mine = list(pickle.dumps(value)) if self.process.index == source else []
         (size,) = self._total([len(mine)])
         room = 1 << size.bit_length()  # a program for each power of two, and not for each size
         total = self._total(mine + [0] * (room - len(mine)))

@@ -1,0 +1,97 @@
+"""What differs between the run that saved a checkpoint and the run that would go on from it."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from portable_fsdp.checkpoint.format import Manifest
+from portable_fsdp.runtime.errors import CheckpointError, ConfigError
+
+_CURVE_SECTIONS = ("model", "data", "optim", "precision")
+_CURVE_KEYS = ("run.seed", "train.global_batch", "train.steps", "train.epochs", "train.max_grad_norm")
+"""What makes the loss curve. All else (devices, sharding, memory, micro_batch, logging) leaves it as it is."""
+
+_NEVER_TOLD = ("run.name", "run.dir", "train.stop_at", "checkpoint")
+"""Where a run lies and when it saves; not worth a line."""
+
+
+class Difference(NamedTuple):
+    """A key of the config, `data.rows` or `data.tokenizer` (their content), with both values."""
+
+    name: str
+    saved: Any
+    now: Any
+    makes_curve: bool
+
+    def __str__(self) -> str:
+        return f"{self.name}: {_short(self.saved)}, now {_short(self.now)}"
+
+
+def differences(
+    manifest: Manifest, config: Mapping[str, Any], rows: str | None, tokenizer: str | None
+) -> list[Difference]:
+    """All that differs but for tensors, those that make the curve first. Equal rows and tokenizer make equal data."""
+    found = [
+        Difference(name, old, new, name in _CURVE_KEYS or name.split(".")[0] in _CURVE_SECTIONS)
+        for name, old, new in _config_differences(manifest.config, config)
+    ]
+    contents = (("data.rows", manifest.data.rows, rows), ("data.tokenizer", manifest.data.tokenizer, tokenizer))
+    if all(old == new and old is not None for _, old, new in contents):
+        found = [one for one in found if not one.name.startswith("data.")]
+    elif found or manifest.config:
+        known = {one.name for one in found}
+        found += [
+            Difference(name, old, new, True)
+            for name, old, new in contents
+            if None not in (old, new) and old != new and name not in known
+        ]
+    return sorted(found, key=lambda one: not one.makes_curve)
+
+
+def require_allowed(found: Iterable[Difference], allow: Sequence[str], checkpoint: str) -> None:
+    """Raises CheckpointError with a table of what makes another curve and isn't named in `checkpoint.allow`."""
+    refused = [one for one in found if one.makes_curve and not any(_covers(name, one.name) for name in allow)]
+    if not refused:
+        return
+    rows = [("", "saved", "now"), *((one.name, _short(one.saved), _short(one.now)) for one in refused)]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    table = "\n".join(f"    {row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}" for row in rows)
+    names = ", ".join(one.name for one in refused)
+    raise CheckpointError(
+        f"checkpoint {checkpoint}: expected the config of the run that saved it, found another:\n{table}\n"
+        f"  If you mean it, allow it by name: checkpoint.allow='[{names}]'.\n"
+        "  To start anew from its weights: checkpoint.load=weights_only. Nothing was started."
+    )
+
+
+def check_allow(allow: Sequence[str], config: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a name in `checkpoint.allow` that is no section or key of those that make the curve."""
+    keys = [f"{section}.{key}" for section in _CURVE_SECTIONS for key in config.get(section, {})]
+    known = {*_CURVE_SECTIONS, *_CURVE_KEYS, *keys, "data.rows", "data.tokenizer"}
+    unknown = [name for name in allow if name not in known]
+    if unknown:
+        raise ConfigError(
+            f"checkpoint.allow: expected names of settings that make the loss curve ({', '.join(_CURVE_SECTIONS)}: a "
+            f"section or one of its keys; {', '.join(_CURVE_KEYS)}), found {', '.join(unknown)}.\n"
+            "  Other settings may change without being named. Nothing was started."
+        )
+
+
+def _covers(allowed: str, name: str) -> bool:
+    return name == allowed or name.startswith(f"{allowed}.")
+
+
+def _config_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Of keys in sections that both have: what was added to the schema since has no saved value."""
+    return [
+        (f"{section}.{key}", saved[section].get(key), value)
+        for section, keys in now.items()
+        if isinstance(saved.get(section), dict) and isinstance(keys, dict) and section not in _NEVER_TOLD
+        for key, value in keys.items()
+        if f"{section}.{key}" not in _NEVER_TOLD and key in saved[section] and saved[section][key] != value
+    ]
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

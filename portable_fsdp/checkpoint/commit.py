@@ -1,0 +1,233 @@
+"""How a checkpoint comes to be, so that a kill at any instant leaves it whole or absent. Two protocols.
+
+On a file system, where a folder's rename is one step:
+1. Process 0 makes `step-00000500.tmp/` with `model/` and `optimizer/` and the mark of this attempt.
+2. Each process writes its safetensors files there and fsyncs them, and the folders.
+3. Then it describes them in `index-00003.json`: attempt, pieces, bytes, hashes; or its error.
+4. Process 0 waits for the index files of this attempt from all processes, merges them, and checks the result as a
+   reader would: the pieces tile every tensor exactly once.
+5. It writes `manifest.json`, sealed with its own hash (fsync), removes the index files, fsyncs the folders, renames to
+   `step-00000500` (the commit), fsyncs the parent, and removes the mark.
+
+In an object store, where nothing can be renamed and an upload shows whole or not at all: the same, but under
+`step-00000500/` from the start, the attempt in every file's name so that a straggler of an earlier one writes beside
+it, and `manifest.json`, uploaded last, is the commit. Index files and mark go after it.
+
+A kill before the commit leaves debris, which no reader looks at, and which the next save of the same run removes: the
+mark says whose it is, and goes last wherever something is deleted. An older checkpoint is never touched.
+"""
+
+import itertools
+import json
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from pydantic import Field
+
+from portable_fsdp.checkpoint import storage
+from portable_fsdp.checkpoint.format import (
+    FOLDERS,
+    MANIFEST,
+    Entry,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    check_manifest,
+    describe,
+    is_committed,
+    manifest_text,
+    step_of,
+)
+from portable_fsdp.runtime.errors import CheckpointError
+
+_MARK = "attempt.json"
+
+
+class Index(Entry):
+    """`index-00003.json`: what one process wrote, or why it could not. Its tensors number its own files."""
+
+    attempt: str
+    process: int
+    error: str | None = None
+    files: tuple[FileEntry, ...] = ()
+    tensors: dict[str, TensorEntry] = Field(default_factory=dict)
+
+
+def temporary_of(final: Path) -> Path:
+    """The folder that `final` is written to before its commit."""
+    return final if storage.is_object_store(final) else final.with_name(final.name + ".tmp")
+
+
+def begin(final: Path, run: str) -> str:
+    """Make the empty folder that `final` is written to, and return the id of this attempt. Only process 0.
+
+    `run`: whose debris it is until the commit.
+    """
+    folder, attempt = temporary_of(final), uuid.uuid4().hex
+    if _owner(folder) not in (run, None):
+        raise CheckpointError(
+            f"checkpoint {final.name}: expected no other run at work in {final.parent}, found {folder.name} of run\n"
+            f"  {_owner(folder)!r}. Give each run a run.dir (or checkpoint.dir) of its own."
+        )
+    _discard(folder)
+    storage.make_folder(folder)
+    _mark(folder, run, attempt)
+    for name in FOLDERS:
+        storage.make_folder(folder / name)
+    return attempt
+
+
+def remove_debris(run_folder: Path, run: str) -> None:
+    """Delete what interrupted saves of `run` left. Only process 0, and before any process writes."""
+    for path in (run_folder / name for name in storage.names(run_folder)):
+        if _is_debris(path) and (_owner(path) == run or not storage.names(path)):
+            _discard(path)
+
+
+def write_index(folder: Path, index: Index) -> None:
+    """Announce that this process has written its part, and fsynced it. The last thing that it does in `folder`.
+
+    No fsync of the folder: process 0 may have seen the index and renamed it by now.
+    """
+    _write_text(folder / _index_name(index.process), index.model_dump_json())
+
+
+def collect(
+    folder: Path, attempt: str, process_count: int, wait_s: float, cancelled: threading.Event | None = None
+) -> list[Index]:
+    """Wait for the index of every process. Raises `CheckpointError` if one reports an error or stays away.
+
+    `cancelled`: set it to end the waiting.
+    """
+    cancelled = cancelled or threading.Event()
+    found: dict[int, Index] = {}
+    deadline = time.monotonic() + wait_s
+    pause_s, longest_s = (0.1, 2.0) if storage.is_object_store(folder) else (0.001, 0.1)
+    while True:
+        for process in range(process_count):
+            index = None if process in found else _read_index(folder / _index_name(process), attempt)
+            if index is not None and index.error is not None:
+                raise CheckpointError(f"checkpoint {folder.name}: process {process} could not write: {index.error}")
+            if index is not None:
+                found[process] = index
+        if len(found) == process_count:
+            return [found[process] for process in range(process_count)]
+        if time.monotonic() > deadline:
+            missing = ", ".join(str(process) for process in range(process_count) if process not in found)
+            raise CheckpointError(
+                f"checkpoint {folder.name}: expected an index file of each of {process_count} processes in {folder},\n"
+                f"  found none of process {missing} after {wait_s:.0f} s. Has it ended, or another folder before it?\n"
+                "  The checkpoints committed before are untouched."
+            )
+        if cancelled.wait(pause_s):
+            raise CheckpointError(f"checkpoint {folder.name}: given up before all processes had written it")
+        pause_s = min(2 * pause_s, longest_s)
+
+
+def merge(
+    all_tensors: Mapping[str, TensorEntry], indexes: Iterable[Index]
+) -> tuple[tuple[FileEntry, ...], dict[str, TensorEntry]]:
+    """The files of all processes, and the tensors with all their pieces. `all_tensors` states shapes and dtypes."""
+    files: list[FileEntry] = []
+    merged = {key: TensorEntry(shape=tensor.shape, dtype=tensor.dtype) for key, tensor in all_tensors.items()}
+    for index in indexes:
+        for key, written in index.tensors.items():
+            tensor = merged.get(key)
+            if tensor is None or (written.shape, written.dtype) != (tensor.shape, tensor.dtype):
+                raise CheckpointError(
+                    f"process {index.process} wrote {key} as {describe(written)}, "
+                    f"process 0 has it as {describe(tensor)}: all processes must hold the same model"
+                )
+            tensor.files.extend(len(files) + number for number in written.files)
+            tensor.offsets.extend(written.offsets)
+            tensor.sizes.extend(written.sizes)
+        files.extend(index.files)
+    return tuple(files), merged
+
+
+def set_aside(final: Path) -> None:
+    """Make room at `final` without deleting: give what lies there a name that no reader takes. Only process 0."""
+    aside = (final.with_name(f"{final.name}.damaged-{count}") for count in itertools.count(1))
+    if storage.names(final):
+        storage.move(final, next(path for path in aside if not path.exists()))
+
+
+def commit(final: Path, manifest: Manifest, indexes: Sequence[Index]) -> None:
+    """Make `final` exist, whole, at one instant. Only process 0, after `collect`."""
+    folder = temporary_of(final)
+    check_manifest(manifest, final.name)
+    _write_text(folder / MANIFEST, manifest_text(manifest))
+    for index in indexes:
+        storage.remove(folder / _index_name(index.process))
+    if not storage.is_object_store(final):
+        for part in (*(folder / name for name in FOLDERS), folder):
+            storage.sync(part)
+        folder.rename(final)
+        storage.sync(final.parent)
+    storage.remove(final / _MARK)
+
+
+def delete(folder: Path, run: str) -> None:
+    """Delete a committed checkpoint; a kill in between leaves it whole, or debris of `run`."""
+    _mark(folder, run, "deleted")
+    if storage.is_object_store(folder):
+        storage.remove(folder / MANIFEST)
+    else:
+        folder = folder.rename(folder.with_name(folder.name + ".tmp"))
+        storage.sync(folder.parent)
+    _discard(folder)
+
+
+def outdated(steps: Sequence[int], keep: int | None, keep_every: int | None) -> list[int]:
+    """Of the committed `steps`, those that retention gives up: not among the last `keep`, no multiple of `keep_every`.
+
+    None for `keep` keeps all.
+    """
+    if keep is None:
+        return []
+    return [step for step in sorted(steps)[:-keep] if not (keep_every and step % keep_every == 0)]
+
+
+def _is_debris(path: Path) -> bool:
+    if storage.is_object_store(path):
+        return step_of(path) is not None and not is_committed(path)
+    return path.name.endswith(".tmp") and step_of(path.with_suffix("")) is not None
+
+
+def _owner(folder: Path) -> str | None:
+    """The run that the mark names; None where there is none: killed before it, or after all else was deleted."""
+    try:
+        return json.loads((folder / _MARK).read_bytes())["run"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _mark(folder: Path, run: str, attempt: str) -> None:
+    _write_text(folder / _MARK, json.dumps({"run": run, "attempt": attempt}))
+
+
+def _discard(folder: Path) -> None:
+    for name in storage.names(folder):
+        if name != _MARK:
+            storage.remove(folder / name)
+    storage.remove(folder)
+
+
+def _write_text(path: Path, text: str) -> None:
+    storage.write(path, [text.encode()])
+
+
+def _index_name(process: int) -> str:
+    return f"index-{process:05d}.json"
+
+
+def _read_index(path: Path, attempt: str) -> Index | None:
+    """None while there is none, and for one that another attempt left."""
+    try:
+        index = Index.model_validate_json(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return index if index.attempt == attempt else None

@@ -1,0 +1,168 @@
+"""The safetensors format, as https://github.com/huggingface/safetensors describes it under "Format".
+
+8 bytes: the header's length N, unsigned, little endian. N bytes of JSON: tensor name -> dtype, shape, data_offsets (of
+the bytes that follow), and `__metadata__`, words to words. Then the tensors, row-major, without holes.
+
+Written here and not by the library, so that a file is hashed while it is written, tensor by tensor, wherever it goes;
+and read here, so that one slice is read, from wherever it lies, straight into its place.
+"""
+
+import json
+import math
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+import xxhash
+from torch import Tensor
+
+from portable_fsdp.checkpoint import storage
+from portable_fsdp.checkpoint.format import DTYPE_BYTES
+
+CODES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+"""torch's name of a dtype -> the format's."""
+
+_MAX_HEADER = 100_000_000  # bytes; the library's own limit
+_CHUNK = 4 << 20  # bytes hashed and written at a time: they are in the cache when they are written
+
+
+class Lazy(NamedTuple):
+    """A tensor that is made when its turn comes."""
+
+    dtype: str  # torch's name
+    shape: tuple[int, ...]
+    make: Callable[[], Tensor]
+
+
+class Stored(NamedTuple):
+    """A tensor of a file: where its bytes begin."""
+
+    dtype: str  # torch's name
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+class Written(NamedTuple):
+    """A file's length, and the 128-bit XXH3 of its content in hexadecimal."""
+
+    bytes: int
+    xxh3_128: str
+
+
+def write(path: Path, tensors: Mapping[str, Lazy], metadata: Mapping[str, str]) -> Written:
+    """Write a new file, durably, holding one tensor at a time; the caller syncs the folder. Raises OSError."""
+    digest, size = xxhash.xxh3_128(), 0
+
+    def hashed() -> Iterator[memoryview]:
+        nonlocal size
+        for chunk in _chunks(tensors, metadata):
+            digest.update(chunk)
+            size += len(chunk)
+            yield chunk
+
+    storage.write(path, hashed())
+    return Written(size, digest.hexdigest())
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the host, where they lie."""
+    return memoryview(cast(Any, tensor.detach().reshape(-1).view(torch.uint8).numpy()))
+
+
+def read_header(source: storage.Source) -> dict[str, Stored]:
+    """Every tensor of the file; raises ValueError where the file isn't as the format says, OSError."""
+    if source.size < 8:
+        raise ValueError(f"expected at least 8 bytes, found {source.size}")
+    (length,) = struct.unpack("<Q", source.read(0, 8))
+    if length > min(_MAX_HEADER, source.size - 8):
+        raise ValueError(f"expected a header inside {source.size} bytes, found header too large: {length} bytes")
+    header = json.loads(source.read(8, length).decode(), object_pairs_hook=_once)
+    if not isinstance(header, dict):
+        raise ValueError("expected a header that is a JSON object")
+    tensors = cast(dict[str, Any], header)
+    tensors.pop("__metadata__", None)
+    found = {key: _stored(key, entry, 8 + length) for key, entry in tensors.items()}
+    end = 8 + length
+    for key, one in sorted(found.items(), key=lambda item: (item[1].start, item[1].bytes)):
+        if one.start != end:
+            raise ValueError(f"{key}: expected to begin at byte {end}, found {one.start}: a hole or an overlap")
+        end += one.bytes
+    if end != source.size:
+        raise ValueError(f"expected {end} bytes by the header, found {source.size}")
+    return found
+
+
+def read_slice(source: storage.Source, stored: Stored, slices: Sequence[slice], target: Tensor) -> None:
+    """Copy `slices` of a stored tensor into `target`, a view of a host tensor of the same shape and dtype.
+
+    Whole rows are read in one piece: what other dimensions leave out of them is read too, and dropped.
+    """
+    rows = slices[0] if slices else slice(0, 1)
+    row = math.prod(stored.shape[1:])
+    whole = all(s.stop - s.start == size for s, size in zip(slices[1:], stored.shape[1:], strict=True))
+    direct = whole and target.is_contiguous()
+    shape = (rows.stop - rows.start, *stored.shape[1:]) if slices else ()
+    buffer = target if direct else torch.empty(shape, dtype=target.dtype)
+    source.read_into(stored.start + rows.start * row * target.dtype.itemsize, bytes_of(buffer))
+    if not direct:
+        target.copy_(buffer[(slice(None), *slices[1:])] if slices else buffer)
+
+
+def _chunks(tensors: Mapping[str, Lazy], metadata: Mapping[str, str]) -> Iterator[memoryview]:
+    # Wide dtypes first, as the library sorts them: every tensor then begins at a multiple of its items' bytes.
+    tensors = dict(sorted(tensors.items(), key=lambda item: -DTYPE_BYTES[item[1].dtype]))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    end = 0
+    for key, lazy in tensors.items():
+        start, end = end, end + math.prod(lazy.shape) * DTYPE_BYTES[lazy.dtype]
+        header[key] = {"dtype": CODES[lazy.dtype], "shape": list(lazy.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
+    yield memoryview(struct.pack("<Q", len(text)) + text)
+    for key, lazy in tensors.items():
+        made = lazy.make().detach().cpu().contiguous()
+        if (tuple(made.shape), str(made.dtype).removeprefix("torch.")) != (tuple(lazy.shape), lazy.dtype):
+            raise ValueError(f"{key}: expected {lazy.dtype} {list(lazy.shape)}, found {made.dtype} {list(made.shape)}")
+        content = bytes_of(made)
+        for start in range(0, len(content), _CHUNK):
+            yield content[start : start + _CHUNK]
+
+
+def _stored(key: str, entry: Any, data: int) -> Stored:
+    match entry:
+        case {"dtype": str(code), "shape": [*shape], "data_offsets": [int(start), int(stop)]} if (
+            len(entry) == 3 and code in CODES.values() and all(type(size) is int and size >= 0 for size in shape)
+        ):
+            dtype = next(name for name, known in CODES.items() if known == code)
+            stored = Stored(dtype, tuple(shape), data + start)
+            if start >= 0 and stop - start == stored.bytes:
+                return stored
+        case _:
+            pass
+    raise ValueError(f"{key}: expected dtype, shape, and data_offsets that fit them, found {str(entry)[:200]}")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("the header names a tensor twice")
+    return found

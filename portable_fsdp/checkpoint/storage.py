@@ -1,0 +1,187 @@
+"""Where checkpoints lie: a folder, or a prefix in an object store behind fsspec. One path type for both.
+
+`pathlib.Path` names a local folder, universal_pathlib's UPath (pathlib's interface over fsspec) an URL. What differs
+stands here and in `commit.py`: a folder is made durable by fsync and renamed at one instant; an object appears whole
+when its upload ends, folders don't exist, and nothing can be renamed.
+"""
+
+import os
+import pathlib
+import shutil
+import stat
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self, cast
+
+from portable_fsdp.runtime.errors import CheckpointError
+from portable_fsdp.runtime.files import sync_folder
+
+_UPLOAD_BYTES = 16 << 20  # of one part of a multipart upload: large enough to be few, small enough to hold
+
+
+def locate(address: str | Path) -> Path:
+    """The path of `address`: a local one, or of an URL (`s3://bucket/run`, `gs://bucket/run`, `memory://run`).
+
+    Raises CheckpointError for a protocol that fsspec doesn't know, or whose package isn't installed.
+    """
+    if "://" not in str(address):
+        return Path(address)
+    from upath import UPath
+
+    try:
+        path = UPath(str(address), use_listings_cache=False)  # other processes and hosts write there too
+        path.fs  # noqa: B018  # makes the file system, which needs its package
+    except (ValueError, ImportError) as error:
+        raise CheckpointError(
+            f"{address}: expected an URL that fsspec can open, found: {error}\n"
+            "  s3:// needs `pip install s3fs`, gs:// needs `pip install gcsfs`; a local folder needs no `://`."
+        ) from None
+    return cast(Path, path)
+
+
+def is_object_store(path: Path) -> bool:
+    """Whether a manifest is the commit there, since no folder can be renamed."""
+    return not isinstance(cast(object, path), pathlib.Path)
+
+
+def names(folder: Path) -> list[str]:
+    """What lies directly in `folder`, sorted; nothing where it doesn't exist."""
+    try:
+        return sorted({path.name for path in folder.iterdir()})
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def make_folder(folder: Path) -> None:
+    """Make it, and those above it. An object store has none."""
+    if not is_object_store(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
+def sync(folder: Path) -> None:
+    """Make the names in `folder` durable."""
+    if not is_object_store(folder):
+        sync_folder(folder)
+
+
+def remove(path: Path) -> None:
+    """Delete a file, or a folder with all that it holds. What isn't there is no error."""
+    if is_object_store(path):
+        with suppress(FileNotFoundError):
+            _store(path).rm(_key(path), recursive=True)
+    elif path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def move(old: Path, new: Path) -> None:
+    """Rename a folder; in an object store copy and delete, which a kill can cut in two."""
+    if is_object_store(old):
+        _store(old).mv(_key(old), _key(new), recursive=True)
+    else:
+        old.rename(new)
+
+
+def write(path: Path, chunks: Iterable[bytes | memoryview], *, durable: bool = True) -> None:
+    """Make the file `path` of `chunks`: whole and on disk, or not there under its name. Its folder exists.
+
+    `durable`: fsync it. Its name is only durable after `sync` of the folder. Raises OSError.
+    """
+    if is_object_store(path):
+        _upload(path, chunks)
+        return
+    part = path.with_name(f"{path.name}.part")
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, path.parent.stat().st_mode & 0o666)
+    try:
+        for chunk in chunks:
+            rest = memoryview(chunk)
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+        if durable:
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    os.replace(part, path)
+
+
+def _upload(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+    file = _store(path).open(_key(path), "wb", block_size=_UPLOAD_BYTES, autocommit=False)
+    try:
+        for chunk in chunks:
+            file.write(chunk)
+        file.close()
+        file.commit()
+    except BaseException:
+        with suppress(Exception):
+            file.discard()
+        raise
+
+
+class Source:
+    """A file, open for reading at any place. A context manager. Raises OSError, links and special files among them."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+        if is_object_store(path):
+            self.size = path.stat().st_size
+            return
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        status = os.fstat(self._descriptor)
+        self.size = status.st_size
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            raise OSError(f"{path}: expected a plain file, found a special one")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the file back. Once more is no error."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` (of bytes) with what stands at `start`; OSError where the file ends before."""
+        if self._descriptor is None:
+            content = cast(bytes, _store(self._path).cat_file(_key(self._path), start, start + len(buffer)))
+            if len(content) != len(buffer):
+                raise OSError(f"{self._path}: expected {len(buffer)} bytes at {start}, found {len(content)}")
+            buffer[:] = content
+            return
+        while buffer:
+            count = os.preadv(self._descriptor, [buffer], start)
+            if count == 0:
+                raise OSError(f"{self._path}: expected {len(buffer)} more bytes at {start}, found its end")
+            start, buffer = start + count, buffer[count:]
+
+    def read(self, start: int, size: int) -> bytes:
+        """`size` bytes at `start`."""
+        content = bytearray(size)
+        self.read_into(start, memoryview(content))
+        return bytes(content)
+
+
+def require_regular(path: Path, name: str) -> int:
+    """The length of a plain file in bytes; raises CheckpointError for what is absent, a link, a folder or a pipe."""
+    try:
+        status = path.stat() if is_object_store(path) else path.lstat()
+    except OSError:
+        raise CheckpointError(f"checkpoint {name}: expected the file {path}, found none") from None
+    if not is_object_store(path) and not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"checkpoint {name}: {path}: expected a plain file, found a link or a special file")
+    return status.st_size
+
+
+def _store(path: Path) -> Any:
+    return cast(Any, path).fs
+
+
+def _key(path: Path) -> str:
+    return cast(Any, path).path
