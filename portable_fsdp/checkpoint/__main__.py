@@ -84,7 +84,7 @@ def _verify(options: argparse.Namespace) -> None:
 
 def _export(options: argparse.Namespace) -> None:
     # Torch and transformers take seconds to import, which `--help` and `show` do without.
-    from portable_fsdp.checkpoint.foreign import export_huggingface
+    from portable_fsdp.checkpoint.foreign.huggingface import export_huggingface
     from portable_fsdp.data.tokenize import load_tokenizer
 
     path = resolve(options.path)

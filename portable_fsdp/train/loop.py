@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from portable_fsdp.backends.base import Backend, Batch, Pending, ShardPolicy
 from portable_fsdp.backends.open import open_backend
-from portable_fsdp.checkpoint.foreign import export_huggingface, require_replaceable
+from portable_fsdp.checkpoint.foreign.huggingface import export_huggingface, require_replaceable
 from portable_fsdp.checkpoint.format import committed_steps, step_folder
 from portable_fsdp.checkpoint.manager import Checkpoints
 from portable_fsdp.config.load import check_batch, config_text, total_steps
