@@ -1,5 +1,6 @@
 """`python -m portable_fsdp.checkpoint`: what it prints, and its exit codes."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,8 @@ def test_show_says_what_it_holds_and_who_wrote_it(tmp_path: Path, capsys: pytest
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == [f"checkpoint  {path}", "step        5 (data: epoch 1, position 20)"]
     assert lines[2].endswith("backend plain on cpu, 2 processes")
-    assert lines[3] == "model       4 tensors, 65 elements, 0.0 MiB in 4 files"
+    assert re.fullmatch(r"saved       \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", lines[3])
+    assert lines[4] == "model       4 tensors, 65 elements, 0.0 MiB in 4 files"
     assert "  0.weight  float32 [7, 5]" in lines
     assert main(["show", "--config", str(path)]) == 0
     assert capsys.readouterr().out == "optim:\n  lr: 0.001\n"
