@@ -88,6 +88,9 @@ def _transformers_view(path: Path, reader: Any) -> tuple[dict[str, Any], Any, di
             "  Load it with transformers (gguf_file=) if that knows it, save_pretrained, and import that folder."
         )
     loaded: Any = cast(Any, tables).load_gguf_checkpoint(str(path), return_tensors=False)
+    width = reader.fields.get(f"{architecture}.attention.key_length")
+    if width is not None:  # transformers 5.23 overlooks it for qwen3
+        loaded["config"].setdefault("head_dim", int(width.contents()))
     config = config_object(loaded["config"], str(path))
     processor: Any = cast(Any, tables).TENSOR_PROCESSORS.get(architecture, tables.TensorProcessor)(
         config=loaded["config"]
