@@ -13,6 +13,7 @@ from test_foreign import MODELS, build
 from test_formats import dcp_save
 
 from portable_fsdp.checkpoint.foreign.importing import import_checkpoint
+from portable_fsdp.checkpoint.foreign.streams import read_header
 from portable_fsdp.checkpoint.foreign.unpickle import read_pickle
 from portable_fsdp.runtime.errors import CheckpointError
 
@@ -76,6 +77,16 @@ HOSTILE = {
 def test_hostile_safetensors_files(tmp_path: Path, content: bytes, match: str) -> None:
     (tmp_path / "m.safetensors").write_bytes(content)
     refused(tmp_path / "m.safetensors", tmp_path, match)
+
+
+def test_a_file_of_many_gigabytes_is_not_taken_for_hostile(tmp_path: Path) -> None:
+    size = 5 * 2**30
+    header = {"a": entry([size // 4], 0, size), "b": entry([size // 4], size, 2 * size)}
+    (tmp_path / "m.safetensors").write_bytes(safetensors(header))
+    start = (tmp_path / "m.safetensors").stat().st_size
+    os.truncate(tmp_path / "m.safetensors", start + 2 * size)  # sparse
+    found = read_header(tmp_path / "m.safetensors")
+    assert [(key, stored.start) for key, stored in found.items()] == [("a", start), ("b", start + size)]
 
 
 # ------------------------------------------------------------------------------------------------- Hugging Face folders
@@ -209,7 +220,7 @@ def test_a_pickle_cannot_reach_into_torchs_classes(tmp_path: Path) -> None:
         ({"relative_path": "/etc/passwd"}, "expected the plain name"),
         ({"relative_path": "missing.distcp"}, "found none"),
         ({"offset": 2**62}, "expected __0_0.distcp to hold"),
-        ({"offset": -1}, "expected a shape"),
+        ({"offset": -1}, "expected where its bytes lie"),
         ({"length": 7}, "PytorchStreamReader|RuntimeError|EOFError"),
         ({"transform_descriptors": ["zstd"]}, "transformed by"),
     ],

@@ -38,7 +38,7 @@ from portable_fsdp.checkpoint.foreign.base import (
     verify,
 )
 from portable_fsdp.checkpoint.foreign.names import names_of
-from portable_fsdp.checkpoint.foreign.streams import check_shape, converted, groups
+from portable_fsdp.checkpoint.foreign.streams import check_numbers, check_shape, converted, groups
 from portable_fsdp.checkpoint.foreign.target import new_folder, require_replaceable
 from portable_fsdp.checkpoint.foreign.unpickle import Record, read_pickle
 from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry, folder_of
@@ -149,7 +149,7 @@ def _read_metadata(folder: Path) -> tuple[dict[str, Chunked], dict[str, tuple[An
     for index, info in _mapping(folder, metadata.get("storage_data")).items():
         record = _expect(folder, "MetadataIndex", index)
         offset = record.get("offset")
-        where[str(record.get("fqn")), () if offset is None else check_shape(str(folder), offset)] = _expect(
+        where[str(record.get("fqn")), () if offset is None else check_numbers(str(folder), offset)] = _expect(
             folder, "_StorageInfo", info
         )
     tensors = {
@@ -173,7 +173,7 @@ def _chunked(folder: Path, key: str, value: Record, where: Mapping[tuple[str, tu
     chunks: list[Chunk] = []
     for record in value.get("chunks") or []:
         chunk = _expect(folder, "ChunkStorageMetadata", record)
-        offset, shape = check_shape(name, chunk.get("offsets")), check_shape(name, chunk.get("sizes"))
+        offset, shape = check_numbers(name, chunk.get("offsets")), check_shape(name, chunk.get("sizes"))
         info = where.get((key, offset))
         if info is None:
             raise CheckpointError(f"{name}: expected a file for its chunk at {list(offset)}, found none")
@@ -189,7 +189,7 @@ def _chunk(folder: Path, name: str, offset: tuple[int, ...], shape: tuple[int, .
             "  Save it again without extensions."
         )
     path = file_inside(folder, info.get("relative_path"))
-    start, length = check_shape(name, (info.get("offset"), info.get("length")))
+    start, length = check_numbers(name, (info.get("offset"), info.get("length")), "where its bytes lie")
     if start + length > path.stat().st_size:
         raise CheckpointError(
             f"{name}: expected {path.name} to hold {start + length:,} bytes, found {path.stat().st_size:,}"
@@ -320,7 +320,9 @@ def _write_file(
     with path.open("xb") as file:
         for key, entry in tensors.items():
             start = file.tell()
-            torch.save(converted(key, read_whole(reader, key), entry.dtype), cast(Any, file))
+            tensor = converted(key, read_whole(reader, key), entry.dtype)
+            torch.save(tensor, cast(Any, file))
+            tensor.untyped_storage().resize_(0)  # torch.save leaves it in a reference cycle, until the next collection
             spans[key] = (start, file.tell() - start)
             advance(spans[key][1])
         file.flush()

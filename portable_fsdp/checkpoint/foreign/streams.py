@@ -54,11 +54,17 @@ def size_of(entry: TensorEntry) -> int:
     return math.prod(entry.shape) * DTYPE_BYTES[entry.dtype]
 
 
+def check_numbers(where: str, value: object, what: str = "a shape (at most 16 sizes)") -> tuple[int, ...]:
+    """`value` as a tuple, if it is a list of at most 16 integers, none negative. Raises `CheckpointError`."""
+    numbers: tuple[Any, ...] = tuple(cast(Any, value)) if isinstance(value, list | tuple) else (None,)
+    if len(numbers) > 16 or not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
+        raise CheckpointError(f"{where}: expected {what}, found {str(value)[:80]}")
+    return numbers
+
+
 def check_shape(where: str, shape: object) -> tuple[int, ...]:
-    """`shape` as a tuple, if it is a list of sizes that fit 64 bits. Raises `CheckpointError`."""
-    sizes: tuple[Any, ...] = tuple(cast(Any, shape)) if isinstance(shape, list | tuple) else (None,)
-    if len(sizes) > 16 or not all(type(size) is int and size >= 0 for size in sizes):
-        raise CheckpointError(f"{where}: expected a shape (at most 16 sizes), found {str(shape)[:80]}")
+    """`shape` as a tuple, if it is a list of sizes, and strides and bytes fit 64 bits. Raises `CheckpointError`."""
+    sizes = check_numbers(where, shape)
     if math.prod(max(size, 1) for size in sizes) > _MAX_ELEMENTS:
         raise CheckpointError(f"{where}: expected at most 2**60 elements, found shape {list(sizes)}")
     return sizes
@@ -237,7 +243,7 @@ def _entry(where: str, path: Path, value: object, data: int) -> Stored:
     if dtype is None:
         raise CheckpointError(f"{where}: expected a dtype of {', '.join(CODES.values())}; found {fields['dtype']!r}")
     entry = TensorEntry(shape=check_shape(where, fields["shape"]), dtype=dtype, pieces=())
-    offsets = check_shape(where, fields["data_offsets"])
+    offsets = check_numbers(where, fields["data_offsets"], "data_offsets (two numbers)")
     if len(offsets) != 2 or offsets[1] - offsets[0] != size_of(entry):
         raise CheckpointError(f"{where}: expected offsets of {size_of(entry)} bytes, found {list(offsets)}")
     return Stored(entry, path, data + offsets[0])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from portable_fsdp.checkpoint.foreign.base import Source
-from portable_fsdp.checkpoint.foreign.streams import check_shape
+from portable_fsdp.checkpoint.foreign.streams import check_numbers, check_shape
 from portable_fsdp.checkpoint.foreign.torchfile import entry_of, is_torch_file, load_mapped
 from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry
 from portable_fsdp.runtime.errors import CheckpointError
@@ -70,7 +70,7 @@ def _ranks(folder: Path) -> list[dict[str, Any]]:
                 f"{path}: expected model and shard_metadata, as ranks of XlaFullyShardedDataParallel save, found others"
             )
         metadata = value["shard_metadata"]
-        rank, size = check_shape(str(path), (metadata.get("rank"), metadata.get("world_size")))
+        rank, size = check_numbers(str(path), (metadata.get("rank"), metadata.get("world_size")), "rank and world_size")
         if rank in found:
             raise CheckpointError(f"{path}: expected one file of each rank, found a second one of rank {rank}")
         found[rank] = value
