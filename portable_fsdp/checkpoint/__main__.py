@@ -196,16 +196,19 @@ def _export(options: argparse.Namespace) -> None:
 def _import(options: argparse.Namespace) -> None:
     from portable_fsdp.checkpoint.foreign.importing import import_checkpoint
 
-    with _progress(f"import {options.source.name}", None) as advance:
-        path = import_checkpoint(
-            options.source,
-            options.folder,
-            options.format,
-            config=options.config,
-            dtype=options.dtype,
-            trust_metadata=options.trust_metadata,
-            advance=advance,
-        )
+    try:
+        with _progress(f"import {options.source.name}", None) as advance:
+            path = import_checkpoint(
+                options.source,
+                options.folder,
+                options.format,
+                config=options.config,
+                dtype=options.dtype,
+                trust_metadata=options.trust_metadata,
+                advance=advance,
+            )
+    except OSError as error:
+        raise CheckpointError(f"import {options.source}: can't be read: {error}") from error
     data = report.facts(path, read_manifest(path))
     _say(options, data, f"{path}: imported {data['model']['tensors']} tensors, {report.size_text(data['bytes'])}")
 

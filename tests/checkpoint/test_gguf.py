@@ -1,5 +1,7 @@
 """GGUF files, written here as llama.cpp's converter writes them, and read by transformers' own loader beside ours."""
 
+import random
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -124,3 +126,17 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
         (tmp_path / "m.gguf").write_bytes(raw[:length])
         with pytest.raises(CheckpointError):
             import_checkpoint(tmp_path / "m.gguf", tmp_path / "run")
+
+
+def test_damage_is_refused_or_harmless_but_never_a_crash(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", build(ARCHITECTURES["llama"]))
+    raw = (tmp_path / "m.gguf").read_bytes()
+    header = raw.index(b"output_norm.weight") + 64
+    for seed in range(60):
+        dice = random.Random(seed)
+        at = dice.randrange(header)
+        (tmp_path / "m.gguf").write_bytes(raw[:at] + dice.randbytes(2) + raw[at + 2 :])
+        try:
+            shutil.rmtree(import_checkpoint(tmp_path / "m.gguf", tmp_path / "run", "gguf"))
+        except CheckpointError:
+            continue

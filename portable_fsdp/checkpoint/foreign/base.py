@@ -113,5 +113,10 @@ def file_inside(folder: Path, name: object) -> Path:
     """`folder/name` for a plain file of that folder. Raises `CheckpointError` for a path, a link, or none."""
     if not isinstance(name, str) or not name or name in (".", "..") or any(c in name for c in "/\\\0"):
         raise CheckpointError(f"{folder}: expected the plain name of a file in this folder, found {name!r}")
+    if (folder / name).is_symlink():
+        raise CheckpointError(
+            f"{folder / name}: expected a plain file, found a link, which could lead anywhere.\n"
+            "  Copy the folder with what its links name (cp -rL, as for a snapshot in the hub's cache)."
+        )
     require_regular(folder / name, folder.name)
     return folder / name

@@ -13,7 +13,6 @@ SHARDED_STATE_DICT (a folder with `pytorch_model_fsdp_0/` and `optimizer_0/`). O
 """
 
 import io
-import itertools
 import logging
 import math
 import os
@@ -209,9 +208,24 @@ def _check_tiling(name: str, shape: tuple[int, ...], chunks: list[Chunk]) -> Non
     found = sum(math.prod(chunk.shape) for chunk in chunks)
     if found != math.prod(shape):
         raise CheckpointError(f"{name}: expected chunks of {math.prod(shape)} elements in all, found {found}")
-    for a, b in itertools.combinations([chunk for chunk in chunks if math.prod(chunk.shape)], 2):
-        if all(i < j + n and j < i + m for i, m, j, n in zip(a.offset, a.shape, b.offset, b.shape, strict=True)):
-            raise CheckpointError(f"{name}: the chunks at {a.offset} and {b.offset} overlap")
+    filled = [chunk for chunk in chunks if math.prod(chunk.shape)]
+    if len(filled) > 1:
+        _refuse_overlap(name, filled)
+
+
+def _refuse_overlap(name: str, chunks: list[Chunk]) -> None:
+    """A sweep along the dimension with the most cuts, as in `format.py`."""
+    axis = max(range(len(chunks[0].offset)), key=lambda dim: len({chunk.offset[dim] for chunk in chunks}))
+    is_open: list[Chunk] = []
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offset[axis]):
+        is_open = [other for other in is_open if other.offset[axis] + other.shape[axis] > chunk.offset[axis]]
+        for other in is_open:
+            if all(
+                a < b + n and b < a + m
+                for a, m, b, n in zip(chunk.offset, chunk.shape, other.offset, other.shape, strict=True)
+            ):
+                raise CheckpointError(f"{name}: the chunks at {other.offset} and {chunk.offset} overlap")
+        is_open.append(chunk)
 
 
 def _our_keys(tensors: Mapping[str, Chunked], paths: Mapping[str, tuple[Any, ...]]) -> dict[str, str]:

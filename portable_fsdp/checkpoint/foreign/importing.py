@@ -1,6 +1,7 @@
 """An import: a foreign checkpoint, read a tensor at a time, becomes one of ours by the same commit as any save."""
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -85,15 +86,17 @@ def _commit(final: Path, source: Source, kind: str, advance: Advance, max_file_b
         raise CheckpointError(
             f"import to {final}: expected no such step, found it committed. Name another run's folder."
         )
+    folder = format.temporary_of(final)
     try:
         attempt = format.begin(final)
-        folder = format.temporary_of(final)
         tensors, files = _write(folder, source, advance, max_file_bytes)
         format.write_index(folder, Index(attempt=attempt, process=0, tensors=tensors, files=files))
         indexes = format.collect(folder, attempt, 1, 60.0)
         format.commit(final, _manifest(source, kind, format.merge(tensors, indexes), files), indexes)
     except OSError as error:
         raise CheckpointError(f"import to {final}: can't be written: {error}") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # what an error left; after the commit it has another name
     return final
 
 

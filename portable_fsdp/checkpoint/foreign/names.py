@@ -98,12 +98,12 @@ def settle(source: Source, names: ModelNames | None) -> dict[str, str]:
         _check_tensor(source, first, options, names.shapes[first])
     first_of = {name: first for first, options in candidates.items() for name in options}
     chosen = {first: options[0] for first, options in found.items()}
-    for key in source.tensors.keys() - model.keys():
+    for key in source.tensors:
         state, _, fqn = key.partition("/")
         if fqn in first_of:
             chosen.setdefault(f"{state}/{first_of[fqn]}", key)
     _warn_of(sorted(key for key in source.tensors if key.partition("/")[2] not in first_of and key not in first_of))
-    return {**chosen}
+    return chosen
 
 
 def _check_key(key: str) -> None:

@@ -40,10 +40,13 @@ def new_folder(folder: Path, manifest: Manifest) -> Generator[Path]:
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
-    yield unfinished
     source: dict[str, Any] = {"step": manifest.step, "written_by": manifest.written_by.model_dump()}
-    write_text_atomically(unfinished / MARK, json.dumps(source, indent=2) + "\n")
-    _replace(folder, unfinished)
+    try:
+        yield unfinished
+        write_text_atomically(unfinished / MARK, json.dumps(source, indent=2) + "\n")
+        _replace(folder, unfinished)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _replace(folder: Path, new: Path) -> None:

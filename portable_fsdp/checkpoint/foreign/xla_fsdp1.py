@@ -6,6 +6,7 @@ rows), and the metadata has its name and shape. With `flatten_parameters` a unit
 
 import logging
 import math
+import re
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,7 +64,7 @@ def _ranks(folder: Path) -> list[dict[str, Any]]:
     """What the files hold, in the order of their ranks; all ranks of one run, each once."""
     found: dict[int, dict[str, Any]] = {}
     sizes: set[int] = set()
-    for path in sorted(file for file in folder.iterdir() if is_torch_file(file)):
+    for path in _shard_files(folder):
         value = load_mapped(path)
         if not isinstance(value, dict) or not all(isinstance(value.get(k), dict) for k in ("model", "shard_metadata")):
             raise CheckpointError(
@@ -80,6 +81,12 @@ def _ranks(folder: Path) -> list[dict[str, Any]]:
             f"{folder}: expected a file of each rank of one run, found ranks {sorted(found)} of {sorted(sizes)}"
         )
     return [found[rank] for rank in sorted(found)]
+
+
+def _shard_files(folder: Path) -> list[Path]:
+    """The torch files; those called `rank...` where there are such: transformers' Trainer puts others beside."""
+    files = sorted(file for file in folder.iterdir() if is_torch_file(file))
+    return [file for file in files if re.match(r"rank[-_]?\d", file.name)] or files
 
 
 def _unshard(folder: Path, name: str, models: list[Any], metadata: Mapping[str, Any]) -> Iterator[tuple[str, Sharded]]:
