@@ -147,6 +147,13 @@ def test_code_beside_a_model_is_never_run(tmp_path: Path, hub: Path) -> None:
     assert not (tmp_path / "mark").exists()
 
 
+@pytest.mark.parametrize("layers", [10**9, 10_001])
+def test_a_config_of_a_billion_layers_is_refused(tmp_path: Path, hub: Path, layers: int) -> None:
+    config = json.loads((hub / "config.json").read_text())
+    (hub / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
+    refused(hub, tmp_path, "num_hidden_layers: expected at most 10000, found")
+
+
 # ----------------------------------------------------------------------------------------------------------------- DCP
 
 

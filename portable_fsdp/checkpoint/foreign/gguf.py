@@ -87,7 +87,10 @@ def _transformers_view(path: Path, reader: Any) -> tuple[dict[str, Any], Any, di
             f"{path}: expected an architecture of {', '.join(ARCHITECTURES)}; found {architecture}.\n"
             "  Load it with transformers (gguf_file=) if that knows it, save_pretrained, and import that folder."
         )
-    loaded: Any = cast(Any, tables).load_gguf_checkpoint(str(path), return_tensors=False)
+    try:
+        loaded: Any = cast(Any, tables).load_gguf_checkpoint(str(path), return_tensors=False)
+    except Exception as error:  # it looks at nothing before it uses it
+        raise CheckpointError(f"{path}: its metadata: {type(error).__name__}: {error}") from None
     width = reader.fields.get(f"{architecture}.attention.key_length")
     if width is not None:  # transformers 5.23 overlooks it for qwen3
         loaded["config"].setdefault("head_dim", int(width.contents()))

@@ -5,16 +5,19 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import xxhash
 
 from portable_fsdp.backends.base import persistent_buffers
 from portable_fsdp.checkpoint.foreign.base import Source
-from portable_fsdp.checkpoint.foreign.streams import byte_chunks
+from portable_fsdp.checkpoint.foreign.streams import byte_chunks, load_json
 from portable_fsdp.checkpoint.format import folder_of
 from portable_fsdp.runtime.errors import CheckpointError
+
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_MAX_LAYERS = 10_000
 
 log = logging.getLogger("portable_fsdp")
 
@@ -38,6 +41,11 @@ def import_transformers() -> Any:
 
 def config_of(path: Path) -> dict[str, Any]:
     """transformers' config as a dict, from config.json or its folder; never code. Raises `CheckpointError`."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        _check_layers(str(file), load_json(str(file), file.read_bytes()))
+    except OSError as error:
+        raise CheckpointError(f"{file}: expected a config.json, found: {error}") from None
     transformers = import_transformers()
     try:
         return transformers.AutoConfig.from_pretrained(
@@ -49,10 +57,19 @@ def config_of(path: Path) -> dict[str, Any]:
 
 def config_object(model_config: Mapping[str, Any], where: str) -> Any:
     """transformers' config from a dict. Raises `CheckpointError`."""
+    _check_layers(where, model_config)
     try:
         return import_transformers().AutoConfig.for_model(**model_config)
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # transformers validates with exceptions of many classes, all about these values
         raise CheckpointError(f"{where}: model_config: {error}") from None
+
+
+def _check_layers(where: str, config: object) -> None:
+    """A model that is built for its names alone takes time for each layer. Raises `CheckpointError`."""
+    for key in _LAYERS if isinstance(config, Mapping) else ():
+        layers = cast(Mapping[str, object], config).get(key)
+        if isinstance(layers, int) and layers > _MAX_LAYERS:
+            raise CheckpointError(f"{where}: {key}: expected at most {_MAX_LAYERS}, found {layers}")
 
 
 def names_of(model_config: Mapping[str, Any] | None, where: str) -> ModelNames | None:
