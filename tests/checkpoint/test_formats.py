@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any, cast
@@ -341,3 +343,44 @@ def test_every_dtype_that_we_store_goes_through_all_formats(tmp_path: Path) -> N
             assert found[key].dtype == tensor.dtype
             assert torch.equal(found[key].view(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), key
         shutil.rmtree(tmp_path / format)
+
+
+RANK = """
+import sys
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+rank, folder = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
+fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+model(torch.randn(4, 5)).sum().backward()
+optimizer.step()
+weights, state = get_state_dict(model, optimizer)
+dcp.save({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/dcp")
+whole, state = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+if rank == 0:
+    torch.save({"weights": whole, "state": state["state"]}, f"{folder}/whole")
+dist.destroy_process_group()
+"""
+
+
+def test_what_fsdp2_saves_on_two_ranks_is_imported(tmp_path: Path) -> None:
+    programs = [
+        subprocess.Popen([sys.executable, "-c", RANK, str(rank), str(tmp_path)], stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    errors = [program.communicate(timeout=120)[1] for program in programs]
+    assert [program.returncode for program in programs] == [0, 0], errors
+    whole = torch.load(tmp_path / "whole", weights_only=True)
+    expected = dict(whole["weights"])
+    expected |= {f"{name}/{fqn}": t for fqn, state in whole["state"].items() for name, t in state.items()}
+    assert {"exp_avg/0.weight", "step/1.bias"} < expected.keys()
+    path = import_checkpoint(tmp_path / "dcp", tmp_path / "run", trust_metadata=True)
+    assert_same(tensors_in(path), expected)
