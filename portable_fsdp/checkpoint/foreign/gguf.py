@@ -20,7 +20,7 @@ from portable_fsdp.checkpoint.foreign.streams import check_shape
 from portable_fsdp.checkpoint.format import TensorEntry, require_regular
 from portable_fsdp.runtime.errors import CheckpointError
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2")
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _MAGIC = b"GGUF"
 _SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY = 8, 9
