@@ -1,127 +1,261 @@
-"""Look at a checkpoint, verify it, or export it: `python -m portable_fsdp.checkpoint show|verify|export PATH`.
+"""Look at checkpoints, verify, compare, convert or delete them: `python -m portable_fsdp.checkpoint COMMAND PATH`.
 
-PATH is a checkpoint's folder, or a run's folder, which stands for its newest checkpoint.
+PATH is a checkpoint's folder, or a run's folder, which stands for its newest checkpoint. `--json` prints one object
+for scripts. Exit code: 0; 1 where `diff` finds a difference; 2 for anything that can't be done as asked.
 """
 
 import argparse
+import json
 import math
-import re
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-from portable_fsdp.checkpoint.format import (
-    DTYPE_BYTES,
-    FOLDERS,
-    MANIFEST,
-    Manifest,
-    TensorEntry,
-    committed_steps,
-    describe,
-    folder_of,
-    read_manifest,
-)
-from portable_fsdp.runtime.errors import EXIT_FINISHED, CheckpointError, PortableFSDPError
+from portable_fsdp.checkpoint import report
+from portable_fsdp.checkpoint.foreign import EXPORTS, FORMATS
+from portable_fsdp.checkpoint.format import MANIFEST, committed_steps, read_manifest
+from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_FINISHED, CheckpointError, PortableFSDPError
+
+# Commands import torch (a second) and transformers (seconds) themselves: `--help`, `list` and `show` do without.
+
+_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (`runtime/errors.py`)."""
     options = _parser().parse_args(arguments)
-    command: Callable[[argparse.Namespace], None] = options.command
+    command: Callable[[argparse.Namespace], int | None] = options.command
     try:
-        command(options)
+        return command(options) or EXIT_FINISHED
     except PortableFSDPError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    return EXIT_FINISHED
 
 
 def resolve(path: Path) -> Path:
     """A checkpoint's folder, from itself or from its run's. Raises `CheckpointError`."""
-    if (path / MANIFEST).exists():
-        return path.resolve()
+    return path.resolve() if (path / MANIFEST).exists() else checkpoints_in(path)[0].resolve()
+
+
+def checkpoints_in(path: Path) -> list[Path]:
+    """The checkpoints of a run, newest first, from the run's folder or its `checkpoints/`. Raises `CheckpointError`."""
     for folder in (path / "checkpoints", path):
         committed = committed_steps(folder)
         if committed:
-            return committed[0].resolve()
+            return committed
     raise CheckpointError(f"{path}: expected a checkpoint (step-00000500) or a run's folder with one, found none")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m portable_fsdp.checkpoint", description=(__doc__ or "").strip())
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    show = commands.add_parser("show", help="step, shapes, and who wrote it")
-    show.add_argument("--config", action="store_true", help="print the config of the run that saved it, as YAML")
-    verify = commands.add_parser("verify", help="hash every file and compare it with the manifest")
-    export = commands.add_parser("export", help="write a folder that transformers' from_pretrained opens")
-    for command, run in ((show, _show), (verify, _verify), (export, _export)):
-        command.add_argument("path", type=Path, metavar="PATH", help="a checkpoint's folder, or a run's (its newest)")
+
+    def add(name: str, run: Callable[[argparse.Namespace], int | None], help: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=help, description=help)
+        command.add_argument("--json", action="store_true", help="print one JSON object (list: an array) for scripts")
         command.set_defaults(command=run)
-    export.add_argument("folder", type=Path, metavar="FOLDER", help="new, empty, or an earlier export")
+        return command
+
+    path: dict[str, Any] = {"type": Path, "help": "a checkpoint's folder, or a run's (its newest)"}
+    run: dict[str, Any] = {"type": Path, "metavar": "RUN", "help": "a run's folder, or its checkpoints/"}
+    listed = add("list", _list, "the checkpoints of a run, newest first")
+    listed.add_argument("path", **run)
+    show = add("show", _show, "step, shapes, and who wrote it")
+    show.add_argument("path", metavar="PATH", **path)
+    show.add_argument("--config", action="store_true", help="print the config of the run that saved it, as YAML")
+    verify = add("verify", _verify, "hash every file and compare it with the manifest")
+    verify.add_argument("path", metavar="PATH", **path)
+    verify.add_argument("--all", action="store_true", help="all checkpoints of the run, not only its newest")
+    diff = add("diff", _diff, "compare two: tensors' names, shapes and dtypes, configs; exit code 1 if they differ")
+    diff.add_argument("a", metavar="A", **path)
+    diff.add_argument("b", metavar="B", **path)
+    diff.add_argument("--values", action="store_true", help="compare the tensors' values too")
+    export = add("export", _export, "write a checkpoint in another format")
+    export.add_argument("path", metavar="PATH", **path)
+    export.add_argument(
+        "target", type=Path, metavar="TARGET", help="a folder (new, empty, or an earlier export), or a new file"
+    )
+    export.add_argument("--format", choices=EXPORTS, default="huggingface")
+    export.add_argument("--dtype", choices=_DTYPES, help="of the model's floating-point tensors; default: as saved")
+    _add_import(add("import", _import, "make a checkpoint from a model in another format"))
+    prune = add("prune", _prune, "delete older checkpoints of a run that isn't running")
+    prune.add_argument("path", **run)
+    prune.add_argument("--keep", type=_positive, required=True, metavar="N", help="the newest N stay")
+    prune.add_argument("--keep-every", type=_positive, metavar="K", help="steps that K divides stay too")
+    prune.add_argument("--dry-run", action="store_true", help="say what would be deleted")
     return parser
+
+
+def _add_import(command: argparse.ArgumentParser) -> None:
+    command.add_argument("source", type=Path, metavar="SOURCE", help="a file or a folder in another format")
+    command.add_argument("folder", type=Path, metavar="RUN", help="a run's folder, or its checkpoints/")
+    command.add_argument("--format", choices=("auto", *FORMATS), default="auto")
+    command.add_argument(
+        "--config", type=Path, metavar="PATH", help="the model's config.json or its folder, where SOURCE has none"
+    )
+    command.add_argument("--dtype", choices=_DTYPES, help="of the model's floating-point tensors; default: as they are")
+    command.add_argument(
+        "--trust-metadata",
+        action="store_true",
+        help="read pickled metadata (dcp), as data: names that aren't torch's metadata are refused",
+    )
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, found {value}")
+    return value
+
+
+def _say(options: argparse.Namespace, data: Any, text: str) -> None:
+    print(json.dumps(data) if options.json else text)
+
+
+def _list(options: argparse.Namespace) -> None:
+    rows = report.listing(checkpoints_in(options.path))
+    _say(options, rows, report.listing_text(rows))
 
 
 def _show(options: argparse.Namespace) -> None:
     path = resolve(options.path)
     manifest = read_manifest(path)
-    print(yaml.safe_dump(manifest.config, sort_keys=False).rstrip() if options.config else _summary(path, manifest))
+    if options.config:
+        _say(options, manifest.config, yaml.safe_dump(manifest.config, sort_keys=False).rstrip())
+    else:
+        _say(options, report.facts(path, manifest), report.summary(path, manifest))
 
 
 def _verify(options: argparse.Namespace) -> None:
-    # Torch takes a second to import, which `--help` and `show` do without.
-    from portable_fsdp.backends.base import Part
+    from portable_fsdp.checkpoint.foreign.base import verify
     from portable_fsdp.checkpoint.store import Reader
 
-    path = resolve(options.path)
-    with Reader(path) as reader:
-        reader.verify(Part(0, 1))
-        files = reader.manifest.files
-    print(f"{path}: whole: {len(files)} files, {_size(reader.manifest.bytes)}")
+    wanted = [path.resolve() for path in checkpoints_in(options.path)] if options.all else [resolve(options.path)]
+    done: list[dict[str, Any]] = []
+    damaged: list[str] = []
+    for path in wanted:
+        try:
+            with Reader(path) as reader:
+                size = reader.manifest.bytes
+                with _progress(f"verify {path.name}", size) as advance:
+                    verify(reader, advance)
+        except CheckpointError as error:
+            damaged.append(str(error))
+            continue
+        done.append({"path": str(path), "files": len(reader.manifest.files), "bytes": size})
+    lines = [f"{row['path']}: whole: {row['files']} files, {report.size_text(row['bytes'])}" for row in done]
+    if lines or options.json:
+        _say(options, {"whole": done, "damaged": damaged}, "\n".join(lines))
+    if damaged:
+        raise CheckpointError("\n".join(damaged))
+
+
+def _diff(options: argparse.Namespace) -> int:
+    from portable_fsdp.checkpoint.store import Reader
+    from portable_fsdp.checkpoint.values import value_differences
+
+    with Reader(resolve(options.a)) as a, Reader(resolve(options.b)) as b:
+        found = report.differences(a.manifest, b.manifest)
+        if options.values:
+            with _progress("compare", a.manifest.bytes) as advance:
+                found["values"] = value_differences(a, b, advance)
+            found["is_equal"] = found["is_equal"] and not found["values"]
+    values = {key: str(value) if math.isnan(value) else value for key, value in found.get("values", {}).items()}
+    _say(options, {**found, "values": values} if options.values else found, report.differences_text(found))
+    return EXIT_FINISHED if found["is_equal"] else EXIT_FAILED
 
 
 def _export(options: argparse.Namespace) -> None:
-    # Torch and transformers take seconds to import, which `--help` and `show` do without.
-    from portable_fsdp.checkpoint.foreign import export_huggingface
+    from portable_fsdp.checkpoint.foreign.base import load_export
+    from portable_fsdp.checkpoint.store import Reader
     from portable_fsdp.data.tokenize import load_tokenizer
 
     path = resolve(options.path)
-    name = read_manifest(path).config.get("data", {}).get("tokenizer")
+    manifest = read_manifest(path)
+    name = manifest.config.get("data", {}).get("tokenizer") if options.format == "huggingface" else None
+    size = sum(file.bytes for file in manifest.files if options.format == "dcp" or file.name.startswith("model/"))
     try:
-        export_huggingface(path, options.folder, None if name is None else load_tokenizer(name).save)
+        with Reader(path) as reader, _progress(f"export {path.name}", 2 * size) as advance:
+            load_export(options.format).export(
+                reader,
+                options.target,
+                dtype=options.dtype,
+                save_tokenizer=None if name is None else load_tokenizer(name).save,
+                advance=advance,
+            )
     except OSError as error:
-        raise CheckpointError(f"export to {options.folder}: can't be written: {error}") from error
-    print(f"{path}: exported to {options.folder}")
+        raise CheckpointError(f"export to {options.target}: can't be written: {error}") from error
+    data = {"checkpoint": str(path), "target": str(options.target), "format": options.format}
+    _say(options, data, f"{path}: exported to {options.target}")
 
 
-def _summary(path: Path, manifest: Manifest) -> str:
-    by = manifest.written_by
-    lines = [
-        f"checkpoint  {path}",
-        f"step        {manifest.step} (data: epoch {manifest.data.epoch}, position {manifest.data.position})",
-        f"written by  portable_fsdp {by.portable_fsdp}, torch {by.torch}, backend {by.backend} on {by.device}, "
-        f"{by.process_count} process{'es' if by.process_count > 1 else ''}",
-    ]
-    for folder in FOLDERS:
-        tensors = {key: tensor for key, tensor in manifest.tensors.items() if folder_of(key) == folder}
-        count = sum(math.prod(tensor.shape) for tensor in tensors.values())
-        size = sum(math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype] for tensor in tensors.values())
-        files = sum(file.name.startswith(folder) for file in manifest.files)
-        lines.append(f"{folder:<12}{len(tensors)} tensors, {count:,} elements, {_size(size)} in {files} files")
-        lines.extend(f"  {line}" for line in _shapes(tensors.items()))
-    return "\n".join(lines)
+def _import(options: argparse.Namespace) -> None:
+    from portable_fsdp.checkpoint.foreign.importing import import_checkpoint
+
+    try:
+        with _progress(f"import {options.source.name}", None) as advance:
+            path = import_checkpoint(
+                options.source,
+                options.folder,
+                options.format,
+                config=options.config,
+                dtype=options.dtype,
+                trust_metadata=options.trust_metadata,
+                advance=advance,
+            )
+    except OSError as error:
+        raise CheckpointError(f"import {options.source}: can't be read: {error}") from error
+    data = report.facts(path, read_manifest(path))
+    _say(options, data, f"{path}: imported {data['model']['tensors']} tensors, {report.size_text(data['bytes'])}")
 
 
-def _shapes(tensors: Iterable[tuple[str, TensorEntry]]) -> list[str]:
-    """One line for the tensors of all layers that share name and shape: `layers.*.norm.weight  float32 [8]  x 2`."""
-    alike = Counter((re.sub(r"\.\d+\.", ".*.", key), describe(tensor)) for key, tensor in tensors)
-    return [f"{name}  {text}" + (f"  x {count}" if count > 1 else "") for (name, text), count in alike.items()]
+def _prune(options: argparse.Namespace) -> None:
+    from portable_fsdp.checkpoint.prune import prune
+
+    folder = checkpoints_in(options.path)[0].parent
+    pruned = prune(folder, options.keep, options.keep_every, dry_run=options.dry_run)
+    freed = sum(pruned.deleted.values())
+    word = "would delete" if options.dry_run else "deleted"
+    lines = [f"{word} {path.name}: {report.size_text(size)}" for path, size in pruned.deleted.items()]
+    lines += [f"left alone {path.name}: {reason}" for path, reason in pruned.left_alone.items()]
+    lines.append(
+        f"{folder}: {word} {len(pruned.deleted)} of {len(pruned.deleted) + len(pruned.kept)} checkpoints, "
+        f"{report.size_text(freed)}"
+    )
+    data = {
+        "deleted": [str(path) for path in pruned.deleted],
+        "kept": [str(path) for path in pruned.kept],
+        "left_alone": {str(path): reason for path, reason in pruned.left_alone.items()},
+        "bytes": freed,
+        "dry_run": options.dry_run,
+    }
+    _say(options, data, "\n".join(lines))
 
 
-def _size(size: int) -> str:
-    return f"{size / 2**20:,.1f} MiB"
+@contextmanager
+def _progress(what: str, total: int | None) -> Generator[Callable[[int], None]]:
+    """A bar on stderr with bytes per second, where that is a terminal."""
+    from tqdm import tqdm
+
+    with tqdm(
+        total=total,
+        desc=what,
+        unit="B",
+        unit_scale=True,
+        unit_divisor=1024,
+        leave=False,
+        file=sys.stderr,
+        disable=not sys.stderr.isatty(),
+    ) as bar:
+
+        def advance(count: int) -> None:
+            bar.update(count)
+
+        yield advance
 
 
 if __name__ == "__main__":

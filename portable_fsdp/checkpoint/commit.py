@@ -43,7 +43,7 @@ from portable_fsdp.checkpoint.format import (
 )
 from portable_fsdp.runtime.errors import CheckpointError
 
-_MARK = "attempt.json"
+MARK = "attempt.json"
 
 
 class Index(Entry):
@@ -72,7 +72,7 @@ def begin(final: Path, run: str) -> str:
             f"checkpoint {final.name}: expected no other run at work in {final.parent}, found {folder.name} of run\n"
             f"  {_owner(folder)!r}. Give each run a run.dir (or checkpoint.dir) of its own."
         )
-    _discard(folder)
+    discard(folder)
     storage.make_folder(folder)
     _mark(folder, run, attempt)
     for name in FOLDERS:
@@ -84,7 +84,7 @@ def remove_debris(run_folder: Path, run: str) -> None:
     """Delete what interrupted saves of `run` left. Only process 0, and before any process writes."""
     for path in (run_folder / name for name in storage.names(run_folder)):
         if _is_debris(path) and (_owner(path) == run or not storage.names(path)):
-            _discard(path)
+            discard(path)
 
 
 def write_index(folder: Path, index: Index) -> None:
@@ -167,7 +167,7 @@ def commit(final: Path, manifest: Manifest, indexes: Sequence[Index]) -> None:
             storage.sync(part)
         folder.rename(final)
         storage.sync(final.parent)
-    storage.remove(final / _MARK)
+    storage.remove(final / MARK)
 
 
 def delete(folder: Path, run: str) -> None:
@@ -178,7 +178,7 @@ def delete(folder: Path, run: str) -> None:
     else:
         folder = folder.rename(folder.with_name(folder.name + ".tmp"))
         storage.sync(folder.parent)
-    _discard(folder)
+    discard(folder)
 
 
 def outdated(steps: Sequence[int], keep: int | None, keep_every: int | None) -> list[int]:
@@ -188,7 +188,7 @@ def outdated(steps: Sequence[int], keep: int | None, keep_every: int | None) -> 
     """
     if keep is None:
         return []
-    return [step for step in sorted(steps)[:-keep] if not (keep_every and step % keep_every == 0)]
+    return [step for step in sorted(steps)[: -max(keep, 1)] if not (keep_every and step % keep_every == 0)]
 
 
 def _is_debris(path: Path) -> bool:
@@ -200,18 +200,19 @@ def _is_debris(path: Path) -> bool:
 def _owner(folder: Path) -> str | None:
     """The run that the mark names; None where there is none: killed before it, or after all else was deleted."""
     try:
-        return json.loads((folder / _MARK).read_bytes())["run"]
+        return json.loads((folder / MARK).read_bytes())["run"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def _mark(folder: Path, run: str, attempt: str) -> None:
-    _write_text(folder / _MARK, json.dumps({"run": run, "attempt": attempt}))
+    _write_text(folder / MARK, json.dumps({"run": run, "attempt": attempt}))
 
 
-def _discard(folder: Path) -> None:
+def discard(folder: Path) -> None:
+    """Delete a folder that is no checkpoint, its mark last."""
     for name in storage.names(folder):
-        if name != _MARK:
+        if name != MARK:
             storage.remove(folder / name)
     storage.remove(folder)
 

@@ -169,7 +169,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"checkpoint {folder.name}: manifest.json: expected at most 1 GiB")
     try:
         text = path.read_bytes().decode()
-        version = _version(json.loads(text, object_pairs_hook=_refuse_duplicates))
+        version = _version(json.loads(text, object_pairs_hook=refuse_duplicates))
         if version != 1:
             raise ValueError(f"expected format_version 1, found {version!r}; is it of a newer portable_fsdp?")
         manifest = Manifest.model_validate_json(_content_under_seal(text) + "}")
@@ -222,7 +222,8 @@ def _content_under_seal(text: str) -> str:
     return content
 
 
-def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For json's `object_pairs_hook`. Raises ValueError for a key that stands twice."""
     result = dict(pairs)
     if len(result) != len(pairs):
         key, _ = Counter(name for name, _ in pairs).most_common(1)[0]

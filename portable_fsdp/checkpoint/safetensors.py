@@ -10,7 +10,7 @@ and read here, so that one slice is read, from wherever it lies, straight into i
 import json
 import math
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -19,7 +19,7 @@ import xxhash
 from torch import Tensor
 
 from portable_fsdp.checkpoint import storage
-from portable_fsdp.checkpoint.format import DTYPE_BYTES
+from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry, refuse_duplicates
 
 CODES = {
     "float64": "F64",
@@ -38,15 +38,7 @@ CODES = {
 """torch's name of a dtype -> the format's."""
 
 _MAX_HEADER = 100_000_000  # bytes; the library's own limit
-_CHUNK = 4 << 20  # bytes hashed and written at a time: they are in the cache when they are written
-
-
-class Lazy(NamedTuple):
-    """A tensor that is made when its turn comes."""
-
-    dtype: str  # torch's name
-    shape: tuple[int, ...]
-    make: Callable[[], Tensor]
+_CHUNK = 4 << 20  # bytes
 
 
 class Stored(NamedTuple):
@@ -68,19 +60,38 @@ class Written(NamedTuple):
     xxh3_128: str
 
 
-def write(path: Path, tensors: Mapping[str, Lazy], metadata: Mapping[str, str]) -> Written:
-    """Write a new file, durably, holding one tensor at a time; the caller syncs the folder. Raises OSError."""
+def write(
+    path: Path,
+    tensors: Mapping[str, TensorEntry],
+    chunks_of: Callable[[str], Iterable[memoryview]],
+    metadata: Mapping[str, str],
+    advance: Callable[[int], None] | None = None,
+) -> Written:
+    """Write a new file, durably, a tensor at a time; the caller syncs the folder.
+
+    `chunks_of(key)` gives a tensor's bytes, in the dtype and shape that `tensors` says. `advance` is told the bytes
+    that were written. Raises OSError, ValueError.
+    """
     digest, size = xxhash.xxh3_128(), 0
 
     def hashed() -> Iterator[memoryview]:
         nonlocal size
-        for chunk in _chunks(tensors, metadata):
+        for chunk in _content(tensors, chunks_of, metadata):
             digest.update(chunk)
             size += len(chunk)
             yield chunk
+            if advance is not None:
+                advance(len(chunk))
 
     storage.write(path, hashed())
     return Written(size, digest.hexdigest())
+
+
+def chunks_of(tensor: Tensor) -> Iterator[memoryview]:
+    """Its bytes, some MiB at a time: they are in the cache when they have been hashed and are written."""
+    content = bytes_of(tensor.detach().cpu().contiguous())
+    for start in range(0, len(content), _CHUNK):
+        yield content[start : start + _CHUNK]
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -95,7 +106,7 @@ def read_header(source: storage.Source) -> dict[str, Stored]:
     (length,) = struct.unpack("<Q", source.read(0, 8))
     if length > min(_MAX_HEADER, source.size - 8):
         raise ValueError(f"expected a header inside {source.size} bytes, found header too large: {length} bytes")
-    header = json.loads(source.read(8, length).decode(), object_pairs_hook=_once)
+    header = json.loads(source.read(8, length).decode(), object_pairs_hook=refuse_duplicates)
     if not isinstance(header, dict):
         raise ValueError("expected a header that is a JSON object")
     tensors = cast(dict[str, Any], header)
@@ -127,24 +138,28 @@ def read_slice(source: storage.Source, stored: Stored, slices: Sequence[slice], 
         target.copy_(buffer[(slice(None), *slices[1:])] if slices else buffer)
 
 
-def _chunks(tensors: Mapping[str, Lazy], metadata: Mapping[str, str]) -> Iterator[memoryview]:
+def _content(
+    tensors: Mapping[str, TensorEntry], chunks_of: Callable[[str], Iterable[memoryview]], metadata: Mapping[str, str]
+) -> Iterator[memoryview]:
     # Wide dtypes first, as the library sorts them: every tensor then begins at a multiple of its items' bytes.
-    tensors = dict(sorted(tensors.items(), key=lambda item: -DTYPE_BYTES[item[1].dtype]))
+    order = sorted(tensors, key=lambda key: -DTYPE_BYTES[tensors[key].dtype])
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    sizes = {key: math.prod(tensors[key].shape) * DTYPE_BYTES[tensors[key].dtype] for key in order}
     end = 0
-    for key, lazy in tensors.items():
-        start, end = end, end + math.prod(lazy.shape) * DTYPE_BYTES[lazy.dtype]
-        header[key] = {"dtype": CODES[lazy.dtype], "shape": list(lazy.shape), "data_offsets": [start, end]}
+    for key in order:
+        start, end = end, end + sizes[key]
+        shape = list(tensors[key].shape)
+        header[key] = {"dtype": CODES[tensors[key].dtype], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
+    text += b" " * (-len(text) % 8)
     yield memoryview(struct.pack("<Q", len(text)) + text)
-    for key, lazy in tensors.items():
-        made = lazy.make().detach().cpu().contiguous()
-        if (tuple(made.shape), str(made.dtype).removeprefix("torch.")) != (tuple(lazy.shape), lazy.dtype):
-            raise ValueError(f"{key}: expected {lazy.dtype} {list(lazy.shape)}, found {made.dtype} {list(made.shape)}")
-        content = bytes_of(made)
-        for start in range(0, len(content), _CHUNK):
-            yield content[start : start + _CHUNK]
+    for key in order:
+        rest = sizes[key]
+        for chunk in chunks_of(key):
+            rest -= len(chunk)
+            yield chunk
+        if rest:
+            raise ValueError(f"{key}: expected {sizes[key]} bytes, found {sizes[key] - rest}")
 
 
 def _stored(key: str, entry: Any, data: int) -> Stored:
@@ -159,10 +174,3 @@ def _stored(key: str, entry: Any, data: int) -> Stored:
         case _:
             pass
     raise ValueError(f"{key}: expected dtype, shape, and data_offsets that fit them, found {str(entry)[:200]}")
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("the header names a tensor twice")
-    return found

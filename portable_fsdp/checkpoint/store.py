@@ -29,7 +29,7 @@ from portable_fsdp.checkpoint.format import (
     folder_of,
     read_manifest,
 )
-from portable_fsdp.checkpoint.safetensors import Lazy, Stored
+from portable_fsdp.checkpoint.safetensors import Stored
 from portable_fsdp.checkpoint.storage import Source, require_regular
 from portable_fsdp.runtime.errors import CheckpointError
 
@@ -261,11 +261,12 @@ def _write_shard(folder: Path, name: str, pieces: Mapping[str, Piece], tensors: 
     offsets = {key: {"saved_offsets": list(piece.offset)} for key, piece in pieces.items()}
     # As torch/distributed/checkpoint/filesystem.py writes them for HuggingFaceStorageWriter(save_distributed=True).
     metadata = {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
-    lazy = {
-        key: Lazy(tensors[key].dtype, tuple(piece.data.shape), lambda piece=piece: piece.data)
-        for key, piece in pieces.items()
-    }
-    written = safetensors.write(folder / name, lazy, metadata)
+    entries: dict[str, TensorEntry] = {}
+    for key, piece in pieces.items():
+        entries[key] = TensorEntry(shape=tuple(piece.data.shape), dtype=_name(piece.data.dtype))
+        if entries[key].dtype != tensors[key].dtype:
+            raise TypeError(f"{key}: a piece is {entries[key].dtype}, the tensor is {tensors[key].dtype}")
+    written = safetensors.write(folder / name, entries, lambda key: safetensors.chunks_of(pieces[key].data), metadata)
     return FileEntry(name=name, bytes=written.bytes, xxh3_128=written.xxh3_128)
 
 

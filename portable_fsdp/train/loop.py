@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from portable_fsdp.backends.base import Backend, Batch, Pending, ShardPolicy
 from portable_fsdp.backends.open import open_backend
-from portable_fsdp.checkpoint.foreign import export_huggingface, require_replaceable
+from portable_fsdp.checkpoint.foreign.huggingface import export_huggingface, require_replaceable
 from portable_fsdp.checkpoint.format import committed_steps
 from portable_fsdp.checkpoint.manager import Checkpoints, Fingerprint, Resumed, Saved
 from portable_fsdp.checkpoint.storage import locate

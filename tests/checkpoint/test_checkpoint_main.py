@@ -1,11 +1,15 @@
 """`python -m portable_fsdp.checkpoint`: what it prints, and its exit codes."""
 
+import json
+import math
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from plain_backend import PlainBackend, checkpoints, save_once
+import torch
+from plain_backend import PlainBackend, checkpoints, save_once, small_model
 from test_foreign import MODELS, build
 from torch.optim import SGD
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -19,7 +23,8 @@ def test_show_says_what_it_holds_and_who_wrote_it(tmp_path: Path, capsys: pytest
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == [f"checkpoint  {path}", "step        5 (data: epoch 1, position 20)"]
     assert lines[2].endswith("backend plain on cpu, 2 processes")
-    assert lines[3] == "model       4 tensors, 65 elements, 0.0 MiB in 4 files"
+    assert re.fullmatch(r"saved       \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", lines[3])
+    assert lines[4] == "model       4 tensors, 65 elements, 0.0 MiB in 4 files"
     assert "  0.weight  float32 [7, 5]" in lines
     assert main(["show", "--config", str(path)]) == 0
     assert capsys.readouterr().out == "optim:\n  lr: 0.001\n"
@@ -71,3 +76,153 @@ def test_a_users_mistake_shows_no_traceback(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
     done = subprocess.run([*program, "destroy"], capture_output=True, text=True)
     assert done.returncode == 2
+
+
+def test_list_shows_all_of_a_run_and_which_are_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_once(tmp_path / "checkpoints", step=5)
+    save_once(tmp_path / "checkpoints", step=10)
+    manifest = save_once(tmp_path / "checkpoints", step=15) / "manifest.json"
+    manifest.write_text("{")
+    assert main(["list", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["checkpoint", "step-00000015", "step-00000010", "step-00000005"]
+    assert "damaged: checkpoint step-00000015: manifest.json" in lines[1]
+    assert lines[2].endswith("backend plain on cpu, 2 processes")
+    assert len({line.index("portable_fsdp") for line in lines[2:]}) == 1  # aligned
+    assert main(["list", "--json", str(tmp_path / "checkpoints")]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row.get("step") for row in rows] == [None, 10, 5]
+    assert rows[1]["parameters"] == 65
+    assert rows[1]["written_by"]["process_count"] == 2
+    assert rows[1]["bytes"] > 65 * 4
+
+
+def test_show_and_verify_print_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    older = save_once(tmp_path / "checkpoints", step=5)
+    newest = save_once(tmp_path / "checkpoints", step=10)
+    assert main(["show", "--json", str(tmp_path)]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["step"], facts["model"]["elements"], facts["data"]["position"]) == (10, 65, 20)
+    assert main(["show", "--json", "--config", str(tmp_path)]) == 0
+    assert json.loads(capsys.readouterr().out) == {"optim": {"lr": 0.001}}
+    shard = older / "model" / "shard-00000-00.safetensors"
+    shard.write_bytes(shard.read_bytes() + b"x")
+    assert main(["verify", "--json", "--all", str(tmp_path)]) == 2
+    found = json.loads(capsys.readouterr().out)
+    assert [row["path"] for row in found["whole"]] == [str(newest)]
+    assert len(found["damaged"]) == 1
+    assert "step-00000005" in found["damaged"][0]
+
+
+def test_diff_of_equal_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = save_once(tmp_path / "one" / "checkpoints", seed=1, count=2)
+    two = save_once(tmp_path / "two" / "checkpoints", seed=1, count=1, step=6)
+    assert main(["diff", "--values", str(one), str(two)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "equal: tensors (names, shapes, dtypes, values) and configs"
+    assert "written_by: process_count  2 -> 1" in lines  # told, but no difference of content
+
+
+def test_diff_tells_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = save_once(tmp_path / "one" / "checkpoints", seed=1)
+    two = save_once(tmp_path / "two" / "checkpoints", seed=2)
+    assert main(["diff", str(one), str(two)]) == 0
+    capsys.readouterr()
+    assert main(["diff", "--values", "--json", str(one), str(two)]) == 1
+    found = json.loads(capsys.readouterr().out)
+    expected = (small_model(1)[0].state_dict()["0.weight"] - small_model(2)[0].state_dict()["0.weight"]).abs().max()
+    assert found["values"]["0.weight"] == pytest.approx(expected.item())
+    assert not found["is_equal"]
+
+    model, _ = small_model(1, hidden=8)
+    del model.gate
+    opened = checkpoints(tmp_path / "three", PlainBackend(), config={"optim": {"lr": 0.002}, "more": 1})
+    three = opened.save(5, model, SGD(model.parameters()), (0, 0))
+    assert main(["diff", str(one), str(three)]) == 1
+    out = capsys.readouterr().out
+    assert re.search(r"^gate +only in A$", out, re.M)
+    assert re.search(r"^0\.weight +float32 \[7, 5\] -> float32 \[8, 5\]$", out, re.M)
+    assert re.search(r"^config: optim.lr +0.001 -> 0.002$", out, re.M)
+    assert re.search(r"^config: more +None -> 1$", out, re.M)
+
+
+def test_diff_sees_a_nan_and_a_sign_of_zero(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in (("one", 0.0), ("two", -0.0), ("three", math.nan)):
+        model = torch.nn.Linear(2, 2)
+        torch.nn.init.constant_(model.weight, value)
+        torch.nn.init.zeros_(model.bias)
+        checkpoints(tmp_path / name, PlainBackend()).save(1, model, SGD(model.parameters()), (0, 0))
+    assert main(["diff", "--values", "--json", str(tmp_path / "one"), str(tmp_path / "two")]) == 1
+    assert json.loads(capsys.readouterr().out)["values"] == {"weight": 0.0}
+    assert main(["diff", "--values", "--json", str(tmp_path / "one"), str(tmp_path / "three")]) == 1
+    assert json.loads(capsys.readouterr().out)["values"] == {"weight": "nan"}
+    assert main(["diff", "--values", str(tmp_path / "three"), str(tmp_path / "three")]) == 0
+
+
+@pytest.mark.parametrize("format", ["huggingface", "dcp", "torch", "safetensors"])
+def test_export_and_import_are_each_others_inverse(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], format: str
+) -> None:
+    model = build({**MODELS["llama"], "tie_word_embeddings": True})
+    opened = checkpoints(tmp_path / "run", PlainBackend(), config={}, model_config=model.config.to_dict())
+    path = opened.save(1, model, SGD(model.parameters()), (0, 0))
+    assert main(["export", str(path), str(tmp_path / "out"), "--format", format, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["format"] == format
+    config = ["--config", str(tmp_path / "config")] if format != "huggingface" else []
+    model.config.save_pretrained(tmp_path / "config")
+    if format == "safetensors":
+        (tmp_path / "out").rename(tmp_path / "out.safetensors")
+    source = tmp_path / ("out.safetensors" if format == "safetensors" else "out")
+    trust = ["--trust-metadata"] if format == "dcp" else []
+    assert main(["import", str(source), str(tmp_path / "back"), *trust, *config]) == 0
+    assert f"imported {len(list(model.parameters()))} tensors" in capsys.readouterr().out
+    assert main(["diff", "--values", "--json", str(path), str(tmp_path / "back")]) in (0, 1)
+    found = json.loads(capsys.readouterr().out)
+    assert (found["only_in_a"], found["only_in_b"], found["tensors"], found["values"]) == ([], [], {}, {})
+    assert found["written_by"]["backend"] == ["plain", f"import {format}"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["import", "none", "run"], "expected a file or a folder, found none"),
+        (["import", "file", "run"], "expected one of huggingface, dcp"),
+        (["prune", ".", "--keep", "1"], "expected a checkpoint"),
+        (["list", "."], "expected a checkpoint"),
+        (["diff", ".", "."], "expected a checkpoint"),
+        (["import", "file", "run", "--format", "torch"], "expected a file of torch.save"),
+        (["import", "file", "run", "--format", "gguf"], "expected a GGUF file"),
+        (["import", ".", "run", "--format", "dcp", "--trust-metadata"], "expected tensors (dcp), found none"),
+        (["import", ".", "run", "--format", "xla_fsdp1"], "expected a file of each rank"),
+        (["import", ".", "run", "--format", "huggingface"], "expected the file"),
+    ],
+)
+def test_mistakes_end_with_2_and_one_sentence(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("text")
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["prune", ".", "--keep", "0"], ["prune", "."], ["export", ".", "x", "--dtype", "int8"]]
+)
+def test_usage_errors_end_with_2(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+
+
+def test_help_and_list_do_without_torch(tmp_path: Path) -> None:
+    save_once(tmp_path / "checkpoints")
+    for arguments in (["list", str(tmp_path)], ["show", str(tmp_path)]):
+        program = (
+            "import sys\nfrom portable_fsdp.checkpoint.__main__ import main\n"
+            f"assert main({arguments!r}) == 0\nassert 'torch' not in sys.modules"
+        )
+        subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)

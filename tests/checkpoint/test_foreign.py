@@ -10,7 +10,7 @@ import torch
 from plain_backend import PlainBackend, checkpoints, named_tensors
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from portable_fsdp.checkpoint.foreign import export_huggingface
+from portable_fsdp.checkpoint.foreign.huggingface import export_huggingface
 from portable_fsdp.runtime.errors import CheckpointError
 
 SMALL: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 29}

@@ -1,0 +1,377 @@
+"""Folders of `torch.distributed.checkpoint`: `.metadata` (a pickle) and `*.distcp` (a row of torch.save's files each).
+
+What we write is what `dcp.save({"model": get_model_state_dict(m), "optimizer": get_optimizer_state_dict(m, o)})` would:
+
+    model.<fqn>                            every name of a tied weight, over one copy of its bytes
+    optimizer.state.<fqn>.<state name>     exp_avg, exp_avg_sq, step
+
+and no `param_groups`, which a checkpoint of ours doesn't hold: load `{"optimizer": {"state": ...}}`, or give dcp.load a
+`DefaultLoadPlanner(allow_partial_load=True)`.
+
+What we read is that, the same without `model.` (torchtitan), optimizers under `optim` or at the top, and accelerate's
+SHARDED_STATE_DICT (a folder with `pytorch_model_fsdp_0/` and `optimizer_0/`). Only tensors are read.
+"""
+
+import gc
+import io
+import logging
+import math
+import os
+import pickle
+import re
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from portable_fsdp.checkpoint.foreign.base import (
+    Advance,
+    SaveTokenizer,
+    Source,
+    as_dtype,
+    file_inside,
+    say_nothing,
+    verify,
+)
+from portable_fsdp.checkpoint.foreign.names import names_of
+from portable_fsdp.checkpoint.foreign.streams import check_numbers, check_shape, converted, groups
+from portable_fsdp.checkpoint.foreign.target import new_folder, require_replaceable
+from portable_fsdp.checkpoint.foreign.unpickle import Record, read_pickle
+from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry, folder_of
+from portable_fsdp.checkpoint.store import Reader
+from portable_fsdp.runtime.errors import CheckpointError
+
+log = logging.getLogger("portable_fsdp")
+
+METADATA = ".metadata"
+_MAX_FILE_BYTES = 5_000_000_000
+_OPTIMIZER = re.compile(r"(?:(?:optimizer|optim)\.)?state\.(?P<fqn>.+)\.(?P<state>[A-Za-z_]\w*)")
+_STEPS = ("step", "train_state.step")
+
+
+class Chunk(NamedTuple):
+    """A box of a tensor: torch.save's bytes of it, in `path` from `start` on."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    path: Path
+    start: int
+    length: int
+
+
+class Chunked(NamedTuple):
+    """A tensor and the chunks that tile it."""
+
+    entry: TensorEntry
+    chunks: list[Chunk]
+
+
+def matches(path: Path) -> bool:
+    """A folder with `.metadata`, or accelerate's with such folders."""
+    return bool(_folders(path))
+
+
+@contextmanager
+def open_source(path: Path, *, trust_metadata: bool) -> Generator[Source]:
+    """Reads `.metadata` with an unpickler that knows torch's metadata classes alone, and tensors with `weights_only`.
+
+    Holds one tensor, and the largest chunk of it. Raises `CheckpointError`.
+    """
+    if not trust_metadata:
+        raise CheckpointError(
+            f"{path}: its {METADATA} is a Python pickle, which is read only if you say so: add --trust-metadata.\n"
+            "  It is then read as data: a name that isn't of torch's checkpoint metadata is refused, none is executed."
+        )
+    tensors: dict[str, Chunked] = {}
+    step = 0
+    for folder in _folders(path):
+        found, paths = _read_metadata(folder)
+        step = next((_step(found[key]) for key in _STEPS if key in found), step)
+        for key, name in _our_keys(found, paths).items():
+            if key in tensors:
+                raise CheckpointError(f"{folder}: {name}: expected one tensor for {key}, found two")
+            tensors[key] = found[name]
+    yield Source({key: t.entry for key, t in tensors.items()}, lambda key: _read(key, tensors[key]), step)
+
+
+def export(
+    reader: Reader,
+    target: Path,
+    *,
+    dtype: str | None = None,
+    save_tokenizer: SaveTokenizer | None = None,
+    advance: Advance = say_nothing,
+) -> None:
+    """Write the checkpoint, its optimizer's state included, as a folder that `dcp.load` opens. For one process.
+
+    Holds one tensor (in both dtypes where it is converted). An earlier export in `target` is replaced once the new
+    one is whole. Raises `CheckpointError`.
+    """
+    require_replaceable(target)
+    names = names_of(reader.manifest.architecture, f"checkpoint {reader.folder.name}")
+    aliases = {} if names is None else names.aliases
+    verify(reader, advance)
+    tensors = {
+        key: as_dtype(tensor, dtype if folder_of(key) == "model" else None)
+        for key, tensor in reader.manifest.tensors.items()
+    }
+    with new_folder(target, reader.manifest) as unfinished:
+        where: dict[str, tuple[str, int, int]] = {}
+        for ordinal, keys in enumerate(groups(tensors, _MAX_FILE_BYTES)):
+            file = f"__0_{ordinal}.distcp"
+            spans = _write_file(unfinished / file, reader, {key: tensors[key] for key in keys}, advance)
+            where.update({key: (file, *span) for key, span in spans.items()})
+        with (unfinished / METADATA).open("wb") as file:
+            pickle.dump(_metadata(tensors, where, aliases), file)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+# ----------------------------------------------------------------------------------------------------------- reading
+
+
+def _folders(path: Path) -> list[Path]:
+    if (path / METADATA).exists():
+        return [path]
+    inner = [path / name for name in ("pytorch_model_fsdp_0", "optimizer_0")]
+    return [folder for folder in inner if (folder / METADATA).exists() and not folder.is_symlink()]
+
+
+def _read_metadata(folder: Path) -> tuple[dict[str, Chunked], dict[str, tuple[Any, ...]]]:
+    """Tensors by their flat key, and the path of dictionary keys that each key was made of, as far as it is told."""
+    metadata = _expect(folder, "Metadata", read_pickle(file_inside(folder, METADATA)))
+    stored = _mapping(folder, metadata.get("state_dict_metadata"))
+    where: dict[tuple[str, tuple[int, ...]], Record] = {}
+    for index, info in _mapping(folder, metadata.get("storage_data")).items():
+        record = _expect(folder, "MetadataIndex", index)
+        offset = record.get("offset")
+        where[str(record.get("fqn")), () if offset is None else check_numbers(str(folder), offset)] = _expect(
+            folder, "_StorageInfo", info
+        )
+    tensors = {
+        str(key): _chunked(folder, str(key), value, where)
+        for key, value in stored.items()
+        if isinstance(value, Record) and value.kind == "TensorStorageMetadata"
+    }
+    paths = metadata.get("planner_data")
+    return tensors, {
+        str(key): value for key, value in (paths if isinstance(paths, dict) else {}).items() if isinstance(value, tuple)
+    }
+
+
+def _chunked(folder: Path, key: str, value: Record, where: Mapping[tuple[str, tuple[int, ...]], Record]) -> Chunked:
+    name = f"{folder}: {key}"
+    properties = _expect(folder, "TensorProperties", value.get("properties")).state
+    dtype = str((properties or [None])[0]).removeprefix("torch.") if isinstance(properties, tuple) else "nothing"
+    if dtype not in DTYPE_BYTES:
+        raise CheckpointError(f"{name}: expected a dtype of {', '.join(DTYPE_BYTES)}; found {dtype}")
+    entry = TensorEntry(shape=check_shape(name, value.get("size")), dtype=dtype)
+    chunks: list[Chunk] = []
+    for record in value.get("chunks") or []:
+        chunk = _expect(folder, "ChunkStorageMetadata", record)
+        offset, shape = check_numbers(name, chunk.get("offsets")), check_shape(name, chunk.get("sizes"))
+        info = where.get((key, offset))
+        if info is None:
+            raise CheckpointError(f"{name}: expected a file for its chunk at {list(offset)}, found none")
+        chunks.append(_chunk(folder, name, offset, shape, info))
+    _check_tiling(name, entry.shape, chunks)
+    return Chunked(entry, chunks)
+
+
+def _chunk(folder: Path, name: str, offset: tuple[int, ...], shape: tuple[int, ...], info: Record) -> Chunk:
+    if info.get("transform_descriptors"):
+        raise CheckpointError(
+            f"{name}: expected plain bytes, found them transformed by {info.get('transform_descriptors')}.\n"
+            "  Save it again without extensions."
+        )
+    path = file_inside(folder, info.get("relative_path"))
+    start, length = check_numbers(name, (info.get("offset"), info.get("length")), "where its bytes lie")
+    if start + length > path.stat().st_size:
+        raise CheckpointError(
+            f"{name}: expected {path.name} to hold {start + length:,} bytes, found {path.stat().st_size:,}"
+        )
+    return Chunk(offset, shape, path, start, length)
+
+
+def _check_tiling(name: str, shape: tuple[int, ...], chunks: list[Chunk]) -> None:
+    """Each element once: none outside, as many as there are, and no two chunks over one another."""
+    for chunk in chunks:
+        if not len(chunk.offset) == len(chunk.shape) == len(shape) or any(
+            start + size > end for start, size, end in zip(chunk.offset, chunk.shape, shape, strict=True)
+        ):
+            raise CheckpointError(
+                f"{name}: expected chunks inside {list(shape)}, found {chunk.shape} at {chunk.offset}"
+            )
+    found = sum(math.prod(chunk.shape) for chunk in chunks)
+    if found != math.prod(shape):
+        raise CheckpointError(f"{name}: expected chunks of {math.prod(shape)} elements in all, found {found}")
+    filled = [chunk for chunk in chunks if math.prod(chunk.shape)]
+    if len(filled) > 1:
+        _refuse_overlap(name, filled)
+
+
+def _refuse_overlap(name: str, chunks: list[Chunk]) -> None:
+    """A sweep along the dimension with the most cuts, as in `format.py`."""
+    axis = max(range(len(chunks[0].offset)), key=lambda dim: len({chunk.offset[dim] for chunk in chunks}))
+    is_open: list[Chunk] = []
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offset[axis]):
+        is_open = [other for other in is_open if other.offset[axis] + other.shape[axis] > chunk.offset[axis]]
+        for other in is_open:
+            if all(
+                a < b + n and b < a + m
+                for a, m, b, n in zip(chunk.offset, chunk.shape, other.offset, other.shape, strict=True)
+            ):
+                raise CheckpointError(f"{name}: the chunks at {other.offset} and {chunk.offset} overlap")
+        is_open.append(chunk)
+
+
+def _our_keys(tensors: Mapping[str, Chunked], paths: Mapping[str, tuple[Any, ...]]) -> dict[str, str]:
+    """Our key -> its flat key. What is neither the model's nor an optimizer's state is left out with a warning."""
+    nested = {key: path for key, path in paths.items() if len(path) > 1}
+    unknown_nesting = not paths and all(key.startswith("model.") or _OPTIMIZER.fullmatch(key) for key in tensors)
+    keys: dict[str, str] = {}
+    left_out: list[str] = []
+    for key in tensors:
+        state = _OPTIMIZER.fullmatch(key)
+        path = nested.get(key, ("model",) if unknown_nesting else ())
+        if state is not None:
+            keys[f"{state['state']}/{state['fqn']}"] = key
+        elif path[:1] == ("model",):
+            keys[key.removeprefix("model.")] = key
+        elif path or "/" in key or key in _STEPS:
+            left_out += [key] if key not in _STEPS else []
+        else:
+            keys[key] = key
+    if left_out:
+        log.warning(
+            "left out %d tensors that are no model's and no AdamW's: %s", len(left_out), ", ".join(left_out[:3])
+        )
+    return keys
+
+
+def _read(key: str, tensor: Chunked) -> Tensor:
+    if len(tensor.chunks) == 1:
+        return _load(key, tensor.entry, tensor.chunks[0])
+    result = torch.empty(tensor.entry.shape, dtype=getattr(torch, tensor.entry.dtype))
+    for chunk in tensor.chunks:
+        box = tuple(slice(start, start + size) for start, size in zip(chunk.offset, chunk.shape, strict=True))
+        result[box] = _load(key, tensor.entry, chunk)
+    return result
+
+
+def _load(key: str, entry: TensorEntry, chunk: Chunk) -> Tensor:
+    try:
+        with chunk.path.open("rb") as file:
+            value = torch.load(cast(Any, _View(file, chunk.start, chunk.length)), map_location="cpu", weights_only=True)
+    except Exception as error:  # damage shows in many ways
+        raise CheckpointError(f"{chunk.path}: {key}: {_first_line(error)}") from None
+    found = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    if found != f"torch.{entry.dtype} {list(chunk.shape)}":
+        raise CheckpointError(
+            f"{chunk.path}: {key}: expected torch.{entry.dtype} {list(chunk.shape)} ({METADATA}), found {found}"
+        )
+    return value.contiguous()
+
+
+def _step(tensor: Chunked) -> int:
+    if tensor.entry.shape != () or "int" not in tensor.entry.dtype:
+        return 0
+    return max(0, int(_read("step", tensor).item()))
+
+
+class _View(io.RawIOBase):
+    """A part of a file as a file of its own."""
+
+    def __init__(self, file: io.BufferedReader, start: int, length: int) -> None:
+        self._file, self._start, self._length = file, start, length
+        self._file.seek(start)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self.tell(), os.SEEK_END: self._length}[whence]
+        return self._file.seek(self._start + max(0, base + offset)) - self._start
+
+    def tell(self) -> int:
+        return self._file.tell() - self._start
+
+    def readinto(self, buffer: Any, /) -> int:
+        left = max(0, self._length - self.tell())
+        return self._file.readinto(memoryview(buffer)[: min(left, len(buffer))])
+
+
+def _expect(folder: Path, kind: str, value: object) -> Record:
+    if not isinstance(value, Record) or value.kind != kind:
+        raise CheckpointError(f"{folder / METADATA}: expected {kind}, found {type(value).__name__}")
+    return value
+
+
+def _mapping(folder: Path, value: object) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{folder / METADATA}: expected a dict, found {type(value).__name__}")
+    return cast(dict[Any, Any], value)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+# ----------------------------------------------------------------------------------------------------------- writing
+
+
+def _write_file(
+    path: Path, reader: Reader, tensors: Mapping[str, TensorEntry], advance: Advance
+) -> dict[str, tuple[int, int]]:
+    """One torch.save after the other. Returns where each starts, and its length."""
+    spans: dict[str, tuple[int, int]] = {}
+    with path.open("xb") as file:
+        for key, entry in tensors.items():
+            start = file.tell()
+            tensor = converted(key, reader.read_whole(key), entry.dtype)
+            torch.save(tensor, cast(Any, file))
+            del tensor
+            gc.collect(0)  # torch.save leaves it in a young reference cycle
+            spans[key] = (start, file.tell() - start)
+            advance(spans[key][1])
+        file.flush()
+        os.fsync(file.fileno())
+    return spans
+
+
+def _metadata(
+    tensors: Mapping[str, TensorEntry], where: Mapping[str, tuple[str, int, int]], aliases: Mapping[str, list[str]]
+) -> Any:
+    """What `dcp.load` reads first; each tensor in one chunk."""
+    from torch.distributed.checkpoint import metadata as torch_metadata
+    from torch.distributed.checkpoint.filesystem import _StorageInfo  # pyright: ignore[reportPrivateUsage]
+
+    described: dict[str, Any] = {}
+    stored: dict[Any, Any] = {}
+    paths: dict[str, Any] = {}
+    for key, entry in tensors.items():
+        zero, size = torch.Size([0] * len(entry.shape)), torch.Size(entry.shape)
+        for path in _paths_of(key, aliases):
+            flat = ".".join(path)
+            described[flat] = torch_metadata.TensorStorageMetadata(
+                torch_metadata.TensorProperties(dtype=getattr(torch, entry.dtype)),
+                size,
+                [torch_metadata.ChunkStorageMetadata(zero, size)],
+            )
+            stored[torch_metadata.MetadataIndex(flat, zero, 0)] = _StorageInfo(*where[key])
+            paths[flat] = path
+    return torch_metadata.Metadata(described, planner_data=paths, storage_data=stored, version="1.0.0")
+
+
+def _paths_of(key: str, aliases: Mapping[str, list[str]]) -> list[tuple[str, ...]]:
+    """The dictionary keys that lead to a tensor, for each of its names."""
+    state, slash, fqn = key.rpartition("/")
+    if slash:
+        return [("optimizer", "state", fqn, state)]
+    return [("model", name) for name in aliases.get(key, [key])]

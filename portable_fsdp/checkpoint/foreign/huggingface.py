@@ -1,0 +1,139 @@
+"""The folder that transformers' `from_pretrained` opens: safetensors, an index where they are several, config.json."""
+
+import json
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+from portable_fsdp.checkpoint.foreign.base import (
+    FLOAT_DTYPES,
+    Advance,
+    SaveTokenizer,
+    Source,
+    as_dtype,
+    file_inside,
+    say_nothing,
+    tensors_of,
+    verify,
+)
+from portable_fsdp.checkpoint.foreign.names import config_object, config_of, import_transformers
+from portable_fsdp.checkpoint.foreign.streams import (
+    Stored,
+    groups,
+    load_json,
+    read_header,
+    read_tensor,
+    size_of,
+    write_file,
+)
+from portable_fsdp.checkpoint.foreign.target import new_folder, require_replaceable
+from portable_fsdp.checkpoint.format import Manifest, TensorEntry
+from portable_fsdp.checkpoint.store import Reader
+from portable_fsdp.runtime.errors import CheckpointError
+from portable_fsdp.runtime.files import write_text_atomically
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MAX_SHARD_BYTES = 5_000_000_000
+
+
+def export_huggingface(
+    checkpoint: Path, folder: Path, save_tokenizer: SaveTokenizer | None, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> None:
+    """`export` of the checkpoint in a folder, in the dtype that it was saved in."""
+    with Reader(checkpoint) as reader:
+        export(reader, folder, save_tokenizer=save_tokenizer, max_shard_bytes=max_shard_bytes)
+
+
+def export(
+    reader: Reader,
+    target: Path,
+    *,
+    dtype: str | None = None,
+    save_tokenizer: SaveTokenizer | None = None,
+    advance: Advance = say_nothing,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write the model as a Hugging Face folder. For one process.
+
+    `dtype`: of its floating-point tensors; None: the one that they were saved in. A file is closed before it would
+    grow beyond `max_shard_bytes`. Hashes the model's files first. Holds one tensor in host memory, in the dtype that
+    it was saved in, and a few MiB. An older export in `target` is replaced once the new one is whole. Raises
+    `CheckpointError`: a damaged checkpoint, a model that isn't of transformers, another thing in `target`.
+    """
+    require_replaceable(target)
+    tensors = {key: as_dtype(tensor, dtype) for key, tensor in tensors_of(reader, "model").items()}
+    config = _model_config(reader.manifest, reader.folder.name, tensors)
+    verify(reader, advance, "model/")
+    with new_folder(target, reader.manifest) as unfinished:
+        config.save_pretrained(unfinished)
+        import_transformers().GenerationConfig.from_model_config(config).save_pretrained(unfinished)
+        _write_weights(reader, tensors, unfinished, max_shard_bytes, advance)
+        if save_tokenizer is not None:
+            save_tokenizer(unfinished)
+
+
+def matches(path: Path) -> bool:
+    """A folder with an index, or with the single file."""
+    return (path / INDEX).is_file() or (path / SINGLE).is_file()
+
+
+@contextmanager
+def open_source(path: Path, *, trust_metadata: bool) -> Generator[Source]:
+    """The folder's weights, and its config.json if there is one. Holds one tensor. Raises `CheckpointError`."""
+    stored: dict[str, Stored] = {}
+    weight_map = _weight_map(path) if (path / INDEX).exists() else None
+    for name in [SINGLE] if weight_map is None else sorted(set(weight_map.values())):
+        header = read_header(file_inside(path, name))
+        for key, tensor in header.items():
+            if weight_map is None or weight_map.get(key) == name:
+                stored[key] = tensor
+    absent = sorted((weight_map or {}).keys() - stored.keys())
+    if absent:
+        raise CheckpointError(f"{path}: expected {absent[0]} in {(weight_map or {})[absent[0]]} ({INDEX}), found none")
+    config = config_of(path) if (path / "config.json").is_file() else None
+    yield Source({key: s.entry for key, s in stored.items()}, lambda key: read_tensor(stored[key]), 0, config)
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Key -> plain name of a file."""
+    path = file_inside(folder, INDEX)
+    index = load_json(str(path), path.read_bytes())
+    weight_map = cast(dict[str, object], index).get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path}: expected a weight_map (tensor -> file), found {str(weight_map)[:80]}")
+    return {key: file_inside(folder, name).name for key, name in cast(dict[str, object], weight_map).items()}
+
+
+def _model_config(manifest: Manifest, name: str, tensors: dict[str, TensorEntry]) -> Any:
+    """transformers' config of the saved model, with what `from_pretrained` needs: architectures and dtype."""
+    if manifest.architecture is None:
+        raise CheckpointError(
+            f"checkpoint {name}: expected a model_config (transformers), found null: can't be exported"
+        )
+    config = config_object(manifest.architecture, f"checkpoint {name}")
+    causal = import_transformers().MODEL_FOR_CAUSAL_LM_MAPPING
+    if not config.architectures and type(config) in causal:
+        config.architectures = [causal[type(config)].__name__]
+    floating = {tensor.dtype for tensor in tensors.values() if tensor.dtype in FLOAT_DTYPES}
+    if len(floating) == 1:
+        config.dtype = floating.pop()
+    return config
+
+
+def _write_weights(
+    reader: Reader, tensors: dict[str, TensorEntry], folder: Path, max_shard_bytes: int, advance: Advance
+) -> None:
+    shards = list(groups(tensors, max_shard_bytes))
+    weight_map: dict[str, str] = {}
+    for number, keys in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else SINGLE
+        write_file(folder / file, {key: tensors[key] for key in keys}, lambda key: reader.read_whole(key), {}, advance)
+        weight_map.update(dict.fromkeys(keys, file))
+    if len(shards) > 1:
+        index = {
+            "metadata": {"total_size": sum(size_of(tensor) for tensor in tensors.values())},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
+        write_text_atomically(folder / INDEX, json.dumps(index, indent=2) + "\n")

@@ -1,0 +1,180 @@
+"""Which of a source's tensors are the model's: FQNs, ties, and what transformers says of a config."""
+
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import xxhash
+
+from portable_fsdp.backends.base import persistent_buffers
+from portable_fsdp.checkpoint.foreign.base import Source
+from portable_fsdp.checkpoint.foreign.streams import byte_chunks, load_json
+from portable_fsdp.checkpoint.format import folder_of
+from portable_fsdp.runtime.errors import CheckpointError
+
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_MAX_LAYERS = 10_000
+
+log = logging.getLogger("portable_fsdp")
+
+
+@dataclass(frozen=True)
+class ModelNames:
+    """Of each stored tensor, by its first FQN: all its FQNs (several where it is tied), and its shape."""
+
+    aliases: dict[str, list[str]]
+    shapes: dict[str, tuple[int, ...]]
+    base: str  # what the FQNs of the model without head lack in front
+
+
+def import_transformers() -> Any:
+    """transformers takes seconds to import, and would import torch_xla wherever that is installed."""
+    os.environ.setdefault("USE_TORCH_XLA", "0")
+    import transformers
+
+    return transformers
+
+
+def config_of(path: Path) -> dict[str, Any]:
+    """transformers' config as a dict, from config.json or its folder; never code. Raises `CheckpointError`."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        _check_layers(str(file), load_json(str(file), file.read_bytes()))
+    except OSError as error:
+        raise CheckpointError(f"{file}: expected a config.json, found: {error}") from None
+    transformers = import_transformers()
+    try:
+        return transformers.AutoConfig.from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=False
+        ).to_dict()
+    except Exception as error:  # transformers validates with exceptions of many classes, all about this file
+        raise CheckpointError(f"{path}: expected a config.json that transformers knows, found: {error}") from None
+
+
+def config_object(model_config: Mapping[str, Any], where: str) -> Any:
+    """transformers' config from a dict. Raises `CheckpointError`."""
+    _check_layers(where, model_config)
+    try:
+        return import_transformers().AutoConfig.for_model(**model_config)
+    except Exception as error:  # transformers validates with exceptions of many classes, all about these values
+        raise CheckpointError(f"{where}: model_config: {error}") from None
+
+
+def _check_layers(where: str, config: object) -> None:
+    """A model that is built for its names alone takes time for each layer. Raises `CheckpointError`."""
+    for key in _LAYERS if isinstance(config, Mapping) else ():
+        layers = cast(Mapping[str, object], config).get(key)
+        if isinstance(layers, int) and layers > _MAX_LAYERS:
+            raise CheckpointError(f"{where}: {key}: expected at most {_MAX_LAYERS}, found {layers}")
+
+
+def names_of(model_config: Mapping[str, Any] | None, where: str) -> ModelNames | None:
+    """The names in the model that the config describes; None where there is no config of a causal language model.
+
+    Builds the model on meta. Raises `CheckpointError`.
+    """
+    if model_config is None:
+        return None
+    config = config_object(model_config, where)
+    transformers = import_transformers()
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return None
+    try:
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # sizes that don't fit each other fail in many ways
+        raise CheckpointError(f"{where}: model_config: {type(error).__name__}: {error}") from None
+    first_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    stored = dict(model.named_parameters()) | persistent_buffers(model)
+    aliases = {name: [name] for name in stored}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name != first_of[id(parameter)]:
+            aliases[first_of[id(parameter)]].append(name)
+    return ModelNames(aliases, {name: tuple(t.shape) for name, t in stored.items()}, str(model.base_model_prefix))
+
+
+def settle(source: Source, names: ModelNames | None) -> dict[str, str]:
+    """Our key -> the source's key, for all that is imported: each tied tensor once, under its first FQN.
+
+    With `names`, the source must hold the model's tensors, in its shapes; what is not the model's is left out with a
+    warning. Raises `CheckpointError`: a tensor is missing, or stands twice with different bytes.
+    """
+    model = {key: key for key in source.tensors if folder_of(key) == "model"}
+    for key in source.tensors:
+        _check_key(key)
+    if names is None:
+        return {key: key for key in source.tensors}
+    candidates = {first: _candidates(aliases, names.base) for first, aliases in names.aliases.items()}
+    found = {first: [name for name in options if name in model] for first, options in candidates.items()}
+    _refuse_missing(found, model)
+    for first, options in found.items():
+        _check_tensor(source, first, options, names.shapes[first])
+    first_of = {name: first for first, options in candidates.items() for name in options}
+    chosen = {first: options[0] for first, options in found.items()}
+    for key in source.tensors:
+        state, _, fqn = key.partition("/")
+        if fqn in first_of:
+            chosen.setdefault(f"{state}/{first_of[fqn]}", key)
+    _warn_of(sorted(key for key in source.tensors if key.partition("/")[2] not in first_of and key not in first_of))
+    return chosen
+
+
+def _check_key(key: str) -> None:
+    state, slash, fqn = key.rpartition("/")
+    name = fqn if slash else key
+    if not name or not name.isprintable() or len(key) > 1000 or (slash and not state.isidentifier()):
+        raise CheckpointError(
+            f"expected the name of a tensor as modules have it (layers.0.weight), found {key[:200]!r}"
+        )
+
+
+def _candidates(aliases: list[str], base: str) -> list[str]:
+    """The keys that a folder may hold it under: one of its FQNs, or that without the base model's prefix (GPT-2's)."""
+    return list(dict.fromkeys([*aliases, *(alias.removeprefix(f"{base}.") for alias in aliases)]))
+
+
+def _refuse_missing(found: Mapping[str, list[str]], model: Iterable[str]) -> None:
+    missing = [first for first, options in found.items() if not options]
+    if missing:
+        used = {name for options in found.values() for name in options}
+        others = [key for key in model if key not in used]
+        raise CheckpointError(
+            f"expected a tensor for each of the model's {len(found)} (its config), found none for {missing[0]}"
+            + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+            + (f".\n  The source has others, as {others[0]}" if others else "")
+            + ".\n  Is it another model's config, or are these another library's names?"
+        )
+
+
+def _check_tensor(source: Source, first: str, options: list[str], shape: tuple[int, ...]) -> None:
+    for name in options:
+        if source.tensors[name].shape != shape:
+            raise CheckpointError(
+                f"{name}: expected {list(shape)} (the model's config), found {list(source.tensors[name].shape)}"
+            )
+    digests = {_digest(source, name) for name in options} if len(options) > 1 else set[bytes]()
+    if len(digests) > 1:
+        raise CheckpointError(
+            f"{first}: expected one content for tied weights, found different ones in {' and '.join(options)}.\n"
+            "  Was it saved with tie_word_embeddings=false? Then say so in config.json."
+        )
+
+
+def _digest(source: Source, name: str) -> bytes:
+    digest = xxhash.xxh3_128()
+    for chunk in byte_chunks(name, source.read, source.tensors[name]):
+        digest.update(chunk)
+    return f"{source.tensors[name].dtype}".encode() + digest.digest()
+
+
+def _warn_of(left_out: list[str]) -> None:
+    if left_out:
+        log.warning(
+            "left out %d tensors that are not the model's: %s",
+            len(left_out),
+            ", ".join(left_out[:3] + ["..."][: len(left_out) > 3]),
+        )

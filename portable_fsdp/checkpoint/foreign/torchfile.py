@@ -1,0 +1,142 @@
+"""One file of `torch.save` that holds the whole model: `torch.load(path, weights_only=True)` gives {FQN: tensor}."""
+
+import zipfile
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from portable_fsdp.checkpoint.foreign.base import (
+    Advance,
+    SaveTokenizer,
+    Source,
+    as_dtype,
+    say_nothing,
+    tensors_of,
+    verify,
+)
+from portable_fsdp.checkpoint.foreign.names import names_of
+from portable_fsdp.checkpoint.foreign.streams import byte_chunks, check_shape, copy_into, whole_file
+from portable_fsdp.checkpoint.foreign.target import require_new
+from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry
+from portable_fsdp.checkpoint.storage import require_regular
+from portable_fsdp.checkpoint.store import Reader
+from portable_fsdp.runtime.errors import CheckpointError
+
+_NESTED = ("model", "state_dict", "model_state_dict")
+
+
+def matches(path: Path) -> bool:
+    """A zip file with torch's record of a pickle, whatever its suffix."""
+    return path.is_file() and is_torch_file(path)
+
+
+@contextmanager
+def open_source(path: Path, *, trust_metadata: bool) -> Generator[Source]:
+    """A dict of tensors, perhaps under `model` or `state_dict`; read with `weights_only`, mapped.
+
+    Holds a copy of one tensor; pages of the file that were read are the system's to take back. Other values of the
+    dict are left. Raises `CheckpointError`.
+    """
+    tensors = tensor_dict(path, load_mapped(path))
+    yield Source(
+        {key: entry_of(f"{path}: {key}", tensor) for key, tensor in tensors.items()},
+        lambda key: tensors[key].clone(memory_format=torch.contiguous_format),
+    )
+
+
+def export(
+    reader: Reader,
+    target: Path,
+    *,
+    dtype: str | None = None,
+    save_tokenizer: SaveTokenizer | None = None,
+    advance: Advance = say_nothing,
+) -> None:
+    """Write a new file; all names of a tied weight share one storage in it.
+
+    torch.save writes the file with its tensors left out (`skip_data`), which are then put in their places: one is held
+    in host memory, as it was saved. The zip's checksums stay those of zeros: torch doesn't look at them, `unzip -t`
+    would complain. Raises `CheckpointError`.
+    """
+    require_new(target)
+    tensors = {key: as_dtype(tensor, dtype) for key, tensor in tensors_of(reader, "model").items()}
+    names = names_of(reader.manifest.architecture, f"checkpoint {reader.folder.name}")
+    verify(reader, advance, "model/")
+    with whole_file(target) as path:
+        places = _write_without_data(path, tensors, {} if names is None else names.aliases)
+        with path.open("r+b") as file:
+            for key, entry in tensors.items():
+                chunks = byte_chunks(key, lambda key: reader.read_whole(key), entry)
+                copy_into(file, places[key], chunks, advance)
+
+
+def is_torch_file(path: Path) -> bool:
+    """Whether it is the zip that torch.save writes."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return any(name.endswith("/data.pkl") for name in archive.namelist())
+    except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError):
+        return False
+
+
+def load_mapped(path: Path) -> Any:
+    """`torch.load` with `weights_only`, its tensors mapped from the file. Raises `CheckpointError`."""
+    require_regular(path, path.name)
+    if not is_torch_file(path):
+        raise CheckpointError(
+            f"{path}: expected a file of torch.save in its zip format (torch 1.6 or newer), found another.\n"
+            "  Load it with torch and save it again."
+        )
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # what weights_only refuses, and damage, show in many ways
+        first = (str(error).splitlines() or [""])[0]
+        raise CheckpointError(
+            f"{path}: expected tensors and plain values (weights_only=True), found: {type(error).__name__}: {first}\n"
+            "  Nothing was executed. Save the tensors alone: torch.save(model.state_dict(), ...)."
+        ) from None
+
+
+def tensor_dict(path: Path, value: object) -> dict[str, Tensor]:
+    """The tensors by name, of the dict or of the one dict in it that holds the model."""
+    found = cast(dict[object, object], value) if isinstance(value, dict) else {}
+    inner = next((found[name] for name in _NESTED if isinstance(found.get(name), dict)), found)
+    tensors = {str(key): item for key, item in cast(dict[object, object], inner).items() if isinstance(item, Tensor)}
+    if not tensors:
+        raise CheckpointError(
+            f"{path}: expected a dict of tensors, perhaps under {' or '.join(_NESTED)}; found {type(value).__name__}"
+            + (f" with {', '.join(str(key) for key in list(found)[:5])}" if found else "")
+        )
+    return tensors
+
+
+def entry_of(where: str, tensor: Tensor) -> TensorEntry:
+    """Shape and dtype. Raises `CheckpointError` for what isn't a plain tensor with bytes of its own."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in DTYPE_BYTES or tensor.layout != torch.strided or tensor.device.type != "cpu":
+        raise CheckpointError(f"{where}: expected a plain tensor, found {tensor.dtype} {tensor.layout} {tensor.device}")
+    shape = check_shape(where, tuple(tensor.shape))
+    if tensor.nbytes > tensor.untyped_storage().nbytes():
+        raise CheckpointError(
+            f"{where}: expected {tensor.nbytes:,} bytes for {list(shape)}, found {tensor.untyped_storage().nbytes():,}"
+        )
+    return TensorEntry(shape=shape, dtype=dtype)
+
+
+def _write_without_data(path: Path, tensors: dict[str, TensorEntry], aliases: dict[str, list[str]]) -> dict[str, int]:
+    """The file with room for the tensors. Returns where each one's bytes belong, as `skip_data` documents it."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.serialization import skip_data
+
+    with FakeTensorMode():
+        fake = {key: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype)) for key, entry in tensors.items()}
+    state = {name: fake[key] for key in tensors for name in aliases.get(key, [key])}
+    with skip_data(materialize_fake_tensors=True):
+        torch.save(state, path)
+    with FakeTensorMode():
+        loaded = torch.load(path, weights_only=True)
+    return {key: loaded[key].untyped_storage()._checkpoint_offset for key in tensors}

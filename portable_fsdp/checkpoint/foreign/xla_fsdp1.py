@@ -1,0 +1,159 @@
+"""The files that ranks of torch_xla's XlaFullyShardedDataParallel save: {'model': ..., 'shard_metadata': ...} each.
+
+torch_xla isn't needed: a parameter is cut into equal parts, flat (padded at the end) or along dimension 0 (padded with
+rows), and the metadata has its name and shape. With `flatten_parameters` a unit's parameters are one flat tensor.
+"""
+
+import logging
+import math
+import re
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from portable_fsdp.checkpoint.foreign.base import Source
+from portable_fsdp.checkpoint.foreign.streams import check_numbers, check_shape
+from portable_fsdp.checkpoint.foreign.torchfile import entry_of, is_torch_file, load_mapped
+from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry
+from portable_fsdp.runtime.errors import CheckpointError
+
+log = logging.getLogger("portable_fsdp")
+
+_SHARD = "_fsdp_shard"
+_FLAT = "_fsdp_wrapped_module.flat_param_"
+_WRAPPERS = ("_fsdp_wrapped_module.", "_fpw_module.")
+
+
+class Sharded(NamedTuple):
+    """Elements `start` up to `start + prod(shape)` of the parts, put one after the other and flattened."""
+
+    entry: TensorEntry
+    parts: list[Tensor]
+    start: int
+
+
+def matches(path: Path) -> bool:
+    """A folder of torch files. Whether they are shards is seen when they are opened."""
+    return path.is_dir() and any(is_torch_file(file) for file in path.iterdir() if file.is_file())
+
+
+@contextmanager
+def open_source(path: Path, *, trust_metadata: bool) -> Generator[Source]:
+    """All files of a folder, one of each rank; read with `weights_only`, mapped. Weights alone, no optimizer's state.
+
+    Holds one tensor; pages of the files that were read are the system's to take back. Raises `CheckpointError`.
+    """
+    ranks = _ranks(path)
+    metadata = cast(dict[str, Any], ranks[0]["shard_metadata"])
+    tensors: dict[str, Sharded] = {}
+    for name in cast(dict[str, Any], ranks[0]["model"]):
+        for key, sharded in _unshard(path, name, [rank["model"] for rank in ranks], metadata):
+            if key in tensors:
+                raise CheckpointError(f"{path}: {name}: expected one tensor for {key}, found two")
+            tensors[key] = sharded
+    if any("optimizer" in rank for rank in ranks):
+        log.warning("left out the optimizer's state in %s: it is numbered there, and names no parameter", path)
+    yield Source({key: s.entry for key, s in tensors.items()}, lambda key: _read(tensors[key]))
+
+
+def _ranks(folder: Path) -> list[dict[str, Any]]:
+    """What the files hold, in the order of their ranks; all ranks of one run, each once."""
+    found: dict[int, dict[str, Any]] = {}
+    sizes: set[int] = set()
+    for path in _shard_files(folder):
+        value = load_mapped(path)
+        if not isinstance(value, dict) or not all(isinstance(value.get(k), dict) for k in ("model", "shard_metadata")):
+            raise CheckpointError(
+                f"{path}: expected model and shard_metadata, as ranks of XlaFullyShardedDataParallel save, found others"
+            )
+        metadata = value["shard_metadata"]
+        rank, size = check_numbers(str(path), (metadata.get("rank"), metadata.get("world_size")), "rank and world_size")
+        if rank in found:
+            raise CheckpointError(f"{path}: expected one file of each rank, found a second one of rank {rank}")
+        found[rank] = value
+        sizes.add(size)
+    if len(sizes) != 1 or sorted(found) != list(range(next(iter(sizes)))):
+        raise CheckpointError(
+            f"{folder}: expected a file of each rank of one run, found ranks {sorted(found)} of {sorted(sizes)}"
+        )
+    return [found[rank] for rank in sorted(found)]
+
+
+def _shard_files(folder: Path) -> list[Path]:
+    """The torch files; those called `rank...` where there are such: transformers' Trainer puts others beside."""
+    files = sorted(file for file in folder.iterdir() if is_torch_file(file))
+    return [file for file in files if re.match(r"rank[-_]?\d", file.name)] or files
+
+
+def _unshard(folder: Path, name: str, models: list[Any], metadata: Mapping[str, Any]) -> Iterator[tuple[str, Sharded]]:
+    """The tensors that are cut into the parts called `name`."""
+    where = f"{folder}: {name}"
+    words = name.split(".")
+    cut = next((i for i, word in enumerate(words) if word.startswith(_SHARD)), None)
+    parts = [model.get(name) for model in models]
+    if not all(isinstance(part, Tensor) for part in parts):
+        raise CheckpointError(f"{where}: expected a tensor of each rank, found something else")
+    if len({(part.shape, part.dtype) for part in parts}) != 1:
+        raise CheckpointError(f"{where}: expected equal parts, found {[list(part.shape) for part in parts]}")
+    if cut is None:  # a buffer, which every rank has; its own dtype is in the metadata
+        entry = _as_it_was(entry_of(where, parts[0]), _get(where, metadata, "buffer_info").get(name))
+        yield _plain_name(name), Sharded(entry, parts[:1], 0)
+        return
+    prefix, suffix = ".".join(words[:cut]), ".".join(words[cut:])
+    info = _get(where, metadata, "shard_info", prefix, suffix)
+    full = ".".join(word for word in (prefix, str(info.get("_orig_name"))) if word)
+    shape = check_shape(where, tuple(info.get("_orig_size") or ()))
+    dtype = entry_of(where, parts[0]).dtype
+    flat = _get(where, metadata, "flatten_info").get(full) if _FLAT in full else None
+    pieces = [(full, shape)] if flat is None else _flattened(where, full, flat)
+    start = 0
+    for key, size in pieces:
+        entry = TensorEntry(shape=size, dtype=dtype)
+        yield _plain_name(key), Sharded(entry, parts, start)
+        start += math.prod(size)
+    if start > sum(part.numel() for part in parts) or (flat is not None and start != math.prod(shape)):
+        raise CheckpointError(f"{where}: expected parts of {start} elements, found {[list(p.shape) for p in parts]}")
+
+
+def _flattened(where: str, full: str, flat: Any) -> list[tuple[str, tuple[int, ...]]]:
+    """FQN and shape of the parameters in a flat one."""
+    if not isinstance(flat, tuple | list) or len(flat) != 3 or len(flat[0]) != len(flat[1]):
+        raise CheckpointError(f"{where}: expected names and shapes of its parameters, found {str(flat)[:80]}")
+    prefix = full.rpartition(".")[0]
+    return [(f"{prefix}.{n}", check_shape(where, tuple(s))) for n, s in zip(flat[0], flat[1], strict=True)]
+
+
+def _as_it_was(buffer: TensorEntry, info: Any) -> TensorEntry:
+    """XlaFullyShardedDataParallel may hold buffers in another dtype than they had before."""
+    dtype = str(info.get("_orig_dtype") if isinstance(info, Mapping) else "").removeprefix("torch.")
+    return TensorEntry(shape=buffer.shape, dtype=dtype) if dtype in DTYPE_BYTES else buffer
+
+
+def _get(where: str, value: Any, *keys: str) -> Mapping[str, Any]:
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    if not isinstance(value, Mapping):
+        raise CheckpointError(f"{where}: expected {' > '.join(keys)} in shard_metadata, found none")
+    return cast(Mapping[str, Any], value)
+
+
+def _plain_name(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _read(sharded: Sharded) -> Tensor:
+    result = torch.empty(sharded.entry.shape, dtype=getattr(torch, sharded.entry.dtype))
+    flat = result.view(-1)
+    first = -sharded.start  # where the part at hand begins in `flat`
+    for part in sharded.parts:
+        start, stop = max(first, 0), min(first + part.numel(), flat.numel())
+        if start < stop:
+            flat[start:stop] = part.reshape(-1)[start - first : stop - first]
+        first += part.numel()
+    return result

@@ -1,0 +1,185 @@
+"""What people and scripts are told of checkpoints: one, a list of them, the differences between two."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from portable_fsdp.checkpoint.format import (
+    DTYPE_BYTES,
+    FOLDERS,
+    Manifest,
+    TensorEntry,
+    describe,
+    folder_of,
+    read_manifest,
+)
+from portable_fsdp.runtime.errors import CheckpointError
+
+
+def facts(path: Path, manifest: Manifest) -> dict[str, Any]:
+    """For `--json`. Sizes in bytes; `saved` is in UTC."""
+    return {
+        "path": str(path),
+        "step": manifest.step,
+        "saved": manifest.saved_at,
+        "bytes": manifest.bytes,
+        "parameters": _content(manifest, "model")["elements"],
+        "data": manifest.data.model_dump(),
+        "written_by": manifest.written_by.model_dump(),
+        **{folder: _content(manifest, folder) for folder in FOLDERS},
+    }
+
+
+def summary(path: Path, manifest: Manifest) -> str:
+    """For a terminal."""
+    lines = [
+        f"checkpoint  {path}",
+        f"step        {manifest.step} (data: epoch {manifest.data.epoch}, position {manifest.data.position})",
+        f"written by  {_writer(manifest)}",
+        f"saved       {_time_text(manifest.saved_at)} UTC",
+    ]
+    for folder in FOLDERS:
+        content = _content(manifest, folder)
+        lines.append(
+            f"{folder:<12}{content['tensors']} tensors, {content['elements']:,} elements, "
+            f"{size_text(content['bytes'])} in {content['files']} files"
+        )
+        lines.extend(f"  {line}" for line in _shapes(_tensors(manifest, folder).items()))
+    return "\n".join(lines)
+
+
+def listing(paths: Iterable[Path]) -> list[dict[str, Any]]:
+    """`facts` of each, without the tensors; or path and `damaged`, where its manifest can't be read."""
+    rows: list[dict[str, Any]] = []
+    for path in paths:
+        try:
+            rows.append({key: v for key, v in facts(path, read_manifest(path)).items() if key not in FOLDERS})
+        except CheckpointError as error:
+            rows.append({"path": str(path), "damaged": str(error)})
+    return rows
+
+
+def listing_text(rows: Iterable[Mapping[str, Any]]) -> str:
+    """An aligned table."""
+    lines = [("checkpoint", "saved (UTC)", "size", "parameters", "written by")]
+    for row in rows:
+        name = Path(row["path"]).name
+        if "damaged" in row:
+            lines.append((name, "", "", "", f"damaged: {str(row['damaged']).splitlines()[0]}"))
+            continue
+        lines.append(
+            (
+                name,
+                _time_text(row["saved"]),
+                size_text(row["bytes"]),
+                f"{row['parameters']:,}",
+                _writer_text(row["written_by"]),
+            )
+        )
+    return table(lines, right=(2, 3))
+
+
+def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """Columns as wide as their widest cell; those in `right` are aligned to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    aligned = (
+        [
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        for row in rows
+    )
+    return "\n".join("  ".join(cells).rstrip() for cells in aligned)
+
+
+def differences(a: Manifest, b: Manifest) -> dict[str, Any]:
+    """Of two checkpoints, a's value before b's. `is_equal` asks for tensors and configs; the rest is for people."""
+    shared = sorted(a.tensors.keys() & b.tensors.keys())
+    found: dict[str, Any] = {
+        "only_in_a": sorted(a.tensors.keys() - b.tensors.keys()),
+        "only_in_b": sorted(b.tensors.keys() - a.tensors.keys()),
+        "tensors": {
+            key: [describe(a.tensors[key]), describe(b.tensors[key])]
+            for key in shared
+            if describe(a.tensors[key]) != describe(b.tensors[key])
+        },
+        "config": _changed(a.config, b.config),
+        "model_config": _changed(a.architecture or {}, b.architecture or {}),
+    }
+    found["is_equal"] = not any(found.values())
+    found["step"] = [a.step, b.step]
+    found["data"] = _changed(a.data.model_dump(), b.data.model_dump())
+    found["written_by"] = _changed(a.written_by.model_dump(), b.written_by.model_dump())
+    return found
+
+
+def differences_text(found: Mapping[str, Any]) -> str:
+    """One line a difference: those that count, then those that don't."""
+    rows: list[tuple[str, str]] = []
+    rows += [(key, "only in A") for key in found["only_in_a"]]
+    rows += [(key, "only in B") for key in found["only_in_b"]]
+    rows += [(key, f"{a} -> {b}") for key, (a, b) in found["tensors"].items()]
+    rows += [(key, f"values differ by at most {value:.6g}") for key, value in found.get("values", {}).items()]
+    for name in ("config", "model_config", "data", "written_by"):
+        rows += [(f"{name}: {key}", f"{a!r} -> {b!r}") for key, (a, b) in found[name].items()]
+    if found["step"][0] != found["step"][1]:
+        rows.append(("step", f"{found['step'][0]} -> {found['step'][1]}"))
+    compared = "tensors (names, shapes, dtypes" + (", values)" if "values" in found else ")")
+    verdict = f"equal: {compared} and configs" if found["is_equal"] else f"different: {compared} or configs"
+    return "\n".join(filter(None, [table(rows) if rows else "", verdict]))
+
+
+def size_text(size: int) -> str:
+    """MiB."""
+    return f"{size / 2**20:,.1f} MiB"
+
+
+def _time_text(saved: str) -> str:
+    return saved[:19].replace("T", " ")
+
+
+def _tensors(manifest: Manifest, folder: str) -> dict[str, TensorEntry]:
+    return {key: tensor for key, tensor in manifest.tensors.items() if folder_of(key) == folder}
+
+
+def _content(manifest: Manifest, folder: str) -> dict[str, int]:
+    tensors = _tensors(manifest, folder).values()
+    return {
+        "tensors": len(tensors),
+        "elements": sum(math.prod(tensor.shape) for tensor in tensors),
+        "bytes": sum(math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype] for tensor in tensors),
+        "files": sum(file.name.startswith(folder + "/") for file in manifest.files),
+    }
+
+
+def _writer(manifest: Manifest) -> str:
+    return _writer_text(manifest.written_by.model_dump())
+
+
+def _writer_text(by: Mapping[str, Any]) -> str:
+    count = by["process_count"]
+    return (
+        f"portable_fsdp {by['portable_fsdp']}, torch {by['torch']}, backend {by['backend']} on {by['device']}, "
+        f"{count} process{'es' if count > 1 else ''}"
+    )
+
+
+def _shapes(tensors: Iterable[tuple[str, TensorEntry]]) -> list[str]:
+    """One line for the tensors of all layers that share name and shape: `layers.*.norm.weight  float32 [8]  x 2`."""
+    alike = Counter((re.sub(r"\.\d+\.", ".*.", key), describe(tensor)) for key, tensor in tensors)
+    return [f"{name}  {text}" + (f"  x {count}" if count > 1 else "") for (name, text), count in alike.items()]
+
+
+def _changed(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> dict[str, list[Any]]:
+    """Dotted key -> both values, of what differs; None stands for a key that is absent."""
+    found: dict[str, list[Any]] = {}
+    for key in sorted(a.keys() | b.keys()):
+        left, right = a.get(key), b.get(key)
+        if isinstance(left, dict) and isinstance(right, dict):
+            found |= _changed(cast(dict[str, Any], left), cast(dict[str, Any], right), f"{prefix}{key}.")
+        elif left != right:
+            found[f"{prefix}{key}"] = [left, right]
+    return found

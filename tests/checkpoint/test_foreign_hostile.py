@@ -1,0 +1,333 @@
+"""Foreign files from somebody who means harm: all refused, nothing is executed, nothing is read outside the folder."""
+
+import json
+import os
+import pickle
+import random
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from test_foreign import MODELS, build
+from test_formats import dcp_save
+from test_xla_shards import shards
+
+from portable_fsdp.checkpoint.foreign.importing import import_checkpoint
+from portable_fsdp.checkpoint.foreign.streams import read_header
+from portable_fsdp.checkpoint.foreign.unpickle import read_pickle
+from portable_fsdp.runtime.errors import CheckpointError
+
+
+def refused(path: Path, tmp_path: Path, match: str, **options: Any) -> None:
+    with pytest.raises(CheckpointError, match=match):
+        import_checkpoint(path, tmp_path / "run", **options)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert not checkpoints.exists() or not any(checkpoints.iterdir())
+
+
+class Harmful:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return subprocess.call, (["touch", str(self.mark)],)
+
+
+# -------------------------------------------------------------------------------------------------- safetensors files
+
+
+def safetensors(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+def entry(shape: Any, start: Any, end: Any, dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+HOSTILE = {
+    "empty": (b"", "at least 8 bytes, found 0"),
+    "header_of_10_gb": (safetensors({}, length=10_000_000_000), "header too large: 10000000000 bytes"),
+    "header_of_2_to_63": (safetensors({}, length=2**63), "header too large"),
+    "no_json": (safetensors(b"{a"), "Expecting property name"),
+    "no_text": (safetensors(b"\xff\xfe"), "can't decode"),
+    "deep_json": (safetensors(b"[" * 100_000), "recursion"),
+    "a_list": (safetensors([1]), "that is a JSON object"),
+    "twice": (safetensors(b'{"a":{"dtype":"F32"},"a":{"dtype":"F32"}}'), "the key 'a' stands twice"),
+    "no_entry": (safetensors({"a": 3}), "expected dtype, shape, and data_offsets"),
+    "other_dtype": (safetensors({"a": entry([1], 0, 4, "F7")}, bytes(4)), "that fit them"),
+    "negative": (safetensors({"a": entry([-1], 0, 4)}, bytes(4)), "that fit them"),
+    "a_float": (safetensors({"a": entry([1.5], 0, 4)}, bytes(4)), "that fit them"),
+    "a_bool": (safetensors({"a": entry([True], 0, 4)}, bytes(4)), "that fit them"),
+    "absurd": (safetensors({"a": entry([2**40, 2**40], 0, 4)}, bytes(4)), "that fit them"),
+    "large": (safetensors({"a": entry([2**50], 0, 2**52)}, bytes(4)), "expected .* bytes by the header, found"),
+    "other_size": (safetensors({"a": entry([2], 0, 4)}, bytes(4)), "that fit them"),
+    "hole": (safetensors({"a": entry([1], 4, 8)}, bytes(8)), "a hole or an overlap"),
+    "overlap": (safetensors({"a": entry([1], 0, 4), "b": entry([1], 0, 4)}, bytes(4)), "a hole or an overlap"),
+    "more_data": (safetensors({"a": entry([1], 0, 4)}, bytes(5)), "expected .* bytes by the header, found"),
+    "many_sizes": (safetensors({"a": entry([1] * 17, 0, 4)}, bytes(4)), "at most 16 sizes"),
+    "a_slash": (safetensors({"../../x": entry([1], 0, 4)}, bytes(4)), "expected the name of a tensor"),
+    "an_escape": (safetensors({"a\u001b[2J": entry([1], 0, 4)}, bytes(4)), "expected the name of a tensor"),
+}
+
+
+@pytest.mark.parametrize(("content", "match"), HOSTILE.values(), ids=HOSTILE)
+def test_hostile_safetensors_files(tmp_path: Path, content: bytes, match: str) -> None:
+    (tmp_path / "m.safetensors").write_bytes(content)
+    refused(tmp_path / "m.safetensors", tmp_path, match)
+
+
+def test_a_file_of_many_gigabytes_is_not_taken_for_hostile(tmp_path: Path) -> None:
+    size = 5 * 2**30
+    header = {"a": entry([size // 4], 0, size), "b": entry([size // 4], size, 2 * size)}
+    (tmp_path / "m.safetensors").write_bytes(safetensors(header))
+    start = (tmp_path / "m.safetensors").stat().st_size
+    os.truncate(tmp_path / "m.safetensors", start + 2 * size)  # sparse
+    found = read_header(tmp_path / "m.safetensors")
+    assert [(key, stored.start) for key, stored in found.items()] == [("a", start), ("b", start + size)]
+
+
+# ------------------------------------------------------------------------------------------------- Hugging Face folders
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Path:
+    build(MODELS["llama"]).save_pretrained(tmp_path / "hub", max_shard_size="2KB")
+    return tmp_path / "hub"
+
+
+def edit_index(hub: Path, **changes: Any) -> None:
+    path = hub / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"] |= changes
+    path.write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("name", ["../../../etc/passwd", "/etc/passwd", "..", "", "a/b.safetensors", "a\\b", 3, None])
+def test_an_index_names_plain_files_of_its_folder(tmp_path: Path, hub: Path, name: Any) -> None:
+    edit_index(hub, **{"model.norm.weight": name})
+    refused(hub, tmp_path, "expected the plain name of a file in this folder")
+
+
+def test_links_are_refused(tmp_path: Path, hub: Path) -> None:
+    outside = tmp_path / "outside.safetensors"
+    shard = next(iter(sorted(hub.glob("*.safetensors"))))
+    shard.rename(outside)
+    shard.symlink_to(outside)
+    refused(hub, tmp_path, "expected a plain file, found a link")
+
+
+def test_an_index_that_lies_is_refused(tmp_path: Path, hub: Path) -> None:
+    shards = sorted(path.name for path in hub.glob("*.safetensors"))
+    index = json.loads((hub / "model.safetensors.index.json").read_text())
+    where = index["weight_map"]["model.norm.weight"]
+    edit_index(hub, **{"model.norm.weight": next(name for name in shards if name != where)})
+    refused(hub, tmp_path, "expected model.norm.weight in .*, found none")
+    text = (hub / "model.safetensors.index.json").read_text()
+    (hub / "model.safetensors.index.json").write_text(text.replace('"weight_map"', '"other"'))
+    refused(hub, tmp_path, "expected a weight_map")
+    (hub / "model.safetensors.index.json").write_text('{"weight_map": {"a": "x", "a": "y"}}')
+    refused(hub, tmp_path, "the key 'a' stands twice")
+
+
+def test_code_beside_a_model_is_never_run(tmp_path: Path, hub: Path) -> None:
+    config = json.loads((hub / "config.json").read_text())
+    (hub / "config.json").write_text(
+        json.dumps({**config, "model_type": "mine", "auto_map": {"AutoConfig": "code.Config"}})
+    )
+    (hub / "code.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')")
+    refused(hub, tmp_path, "expected a config.json that transformers knows")
+    assert not (tmp_path / "mark").exists()
+
+
+@pytest.mark.parametrize("layers", [10**9, 10_001])
+def test_a_config_of_a_billion_layers_is_refused(tmp_path: Path, hub: Path, layers: int) -> None:
+    config = json.loads((hub / "config.json").read_text())
+    (hub / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
+    refused(hub, tmp_path, "num_hidden_layers: expected at most 10000, found")
+
+
+# ----------------------------------------------------------------------------------------------------------------- DCP
+
+
+@pytest.fixture
+def dcp(tmp_path: Path) -> Path:
+    dcp_save({"model": {"a": torch.arange(12.0).reshape(3, 4)}}, tmp_path / "dcp")
+    return tmp_path / "dcp"
+
+
+def edit_metadata(folder: Path, change: Any) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    change(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def info_of(metadata: Any) -> Any:
+    return next(iter(metadata.storage_data.values()))
+
+
+def test_pickled_metadata_is_read_only_if_asked_for(tmp_path: Path, dcp: Path) -> None:
+    refused(dcp, tmp_path, "add --trust-metadata")
+
+
+PICKLES = {
+    "system": b"cos\nsystem\n(S'touch %s'\ntR.",
+    "eval": b'cbuiltins\neval\n(S\'open("%s","w")\'\ntR.',
+    "getattr": b"cbuiltins\ngetattr\n(ctorch\nSize\nS'__class__'\ntR.",
+    "dotted": b"\x80\x04\x8c\x2ctorch.distributed.checkpoint.metadata\x8c\x0bos.system..\x93.",
+    "torch_load": b"ctorch\nload\n(S'%s'\ntR.",
+    "not_a_dtype": b"ctorch\nhub\n.",
+    "instance": b"(ios\nsystem\n.",
+    "extension": b"\x82\x01.",
+    "persistent": b"Pabc\n.",
+    "truncated": b"\x80\x04\x95",
+    "a_number": b"I3\n.",
+    "huge_length": b"\x80\x04\x8e" + struct.pack("<Q", 2**62) + b"x.",
+}
+
+
+@pytest.mark.parametrize("name", PICKLES)
+def test_a_malicious_pickle_is_refused_and_runs_nothing(tmp_path: Path, dcp: Path, name: str) -> None:
+    mark = tmp_path / "mark"
+    (dcp / ".metadata").write_bytes(PICKLES[name].replace(b"%s", str(mark).encode()))
+    refused(dcp, tmp_path, r"\.metadata", trust_metadata=True)
+    assert not mark.exists()
+
+
+def test_a_command_hidden_in_good_metadata_is_not_run(tmp_path: Path, dcp: Path) -> None:
+    edit_metadata(dcp, lambda m: setattr(m, "planner_data", {"a": Harmful(tmp_path / "mark")}))
+    refused(dcp, tmp_path, r"found subprocess\.call", trust_metadata=True)
+    assert not (tmp_path / "mark").exists()
+
+
+def test_a_command_hidden_in_a_payload_is_not_run(tmp_path: Path, dcp: Path) -> None:
+    torch.save(Harmful(tmp_path / "mark"), dcp / "__0_0.distcp")
+    size = (dcp / "__0_0.distcp").stat().st_size
+    edit_metadata(dcp, lambda m: info_of(m).__dict__.update(offset=0, length=size))
+    refused(dcp, tmp_path, "Weights only load failed", trust_metadata=True)
+    assert not (tmp_path / "mark").exists()
+
+
+def test_a_pickle_cannot_reach_into_torchs_classes(tmp_path: Path) -> None:
+    """BUILD with slots sets attributes on whatever object it is given: here that is a stand-in."""
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    (tmp_path / "p").write_bytes(b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N(dS'evil'\nI1\nstb.")
+    with pytest.raises(CheckpointError):
+        read_pickle(tmp_path / "p")
+    assert not hasattr(Metadata, "evil")
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"relative_path": "../../../etc/passwd"}, "expected the plain name"),
+        ({"relative_path": "/etc/passwd"}, "expected the plain name"),
+        ({"relative_path": "missing.distcp"}, "found none"),
+        ({"offset": 2**62}, "expected __0_0.distcp to hold"),
+        ({"offset": -1}, "expected where its bytes lie"),
+        ({"length": 7}, "PytorchStreamReader|RuntimeError|EOFError"),
+        ({"transform_descriptors": ["zstd"]}, "transformed by"),
+    ],
+)
+def test_places_outside_the_folder_or_the_file(tmp_path: Path, dcp: Path, changes: dict[str, Any], match: str) -> None:
+    edit_metadata(dcp, lambda m: info_of(m).__dict__.update(changes))
+    refused(dcp, tmp_path, match, trust_metadata=True)
+
+
+def test_absurd_shapes_in_metadata(tmp_path: Path, dcp: Path) -> None:
+    def grow(metadata: Any) -> None:
+        tensor = metadata.state_dict_metadata["model.a"]
+        tensor.size = tensor.chunks[0].sizes = torch.Size([2**50, 4])
+
+    edit_metadata(dcp, grow)
+    refused(dcp, tmp_path, r"expected torch.float32 \[1125899906842624, 4\]", trust_metadata=True)
+
+
+def test_a_link_in_the_folder_is_refused(tmp_path: Path, dcp: Path) -> None:
+    (dcp / "__0_0.distcp").rename(tmp_path / "elsewhere")
+    (dcp / "__0_0.distcp").symlink_to(tmp_path / "elsewhere")
+    refused(dcp, tmp_path, "found a link", trust_metadata=True)
+
+
+# --------------------------------------------------------------------------------------------------------- torch files
+
+
+def test_a_torch_file_that_runs_code_is_refused(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2), "b": Harmful(tmp_path / "mark")}, tmp_path / "m.pt")
+    refused(tmp_path / "m.pt", tmp_path, "Nothing was executed")
+    assert not (tmp_path / "mark").exists()
+
+
+def test_a_tensor_larger_than_its_bytes_is_refused(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(1).expand(2**50)}, tmp_path / "m.pt")
+    refused(tmp_path / "m.pt", tmp_path, "expected 4,503,599,627,370,496 bytes")
+
+
+def test_what_is_no_torch_file_is_refused(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2)}, tmp_path / "m.pt", _use_new_zipfile_serialization=False)
+    refused(tmp_path / "m.pt", tmp_path, "expected one of huggingface, dcp")
+    refused(tmp_path / "m.pt", tmp_path, "expected a file of torch.save in its zip format", name="torch")
+    refused(tmp_path / "none", tmp_path, "expected a file or a folder, found none")
+    torch.save([1, 2], tmp_path / "list.pt")
+    refused(tmp_path / "list.pt", tmp_path, "expected a dict of tensors")
+
+
+def test_a_cut_torch_file_is_refused(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(1000)}, tmp_path / "whole.pt")
+    raw = (tmp_path / "whole.pt").read_bytes()
+    (tmp_path / "m.pt").write_bytes(raw[:-300])
+    refused(tmp_path / "m.pt", tmp_path, "m.pt", name="torch")
+
+
+# --------------------------------------------------------------------------------------------------- damage at random
+
+
+def damaged(raw: bytes, seed: int) -> bytes:
+    """One byte changed, a stretch of them changed, or the end cut off."""
+    dice = random.Random(seed)
+    at = dice.randrange(len(raw))
+    kind = dice.randrange(3)
+    if kind == 2:
+        return raw[:at]
+    length = 1 if kind == 0 else dice.randrange(1, 9)
+    return raw[:at] + dice.randbytes(length) + raw[at + length :]
+
+
+def write_victims(folder: Path) -> dict[str, tuple[Path, Path]]:
+    """Format -> what is imported, and the file of it that is damaged."""
+    tensors = {"a.weight": torch.randn(3, 4), "b": torch.ones(2, dtype=torch.bfloat16)}
+    save_file(tensors, folder / "m.safetensors")
+    torch.save(tensors, folder / "m.pt")
+    dcp_save({"model": tensors, "optimizer": {"state": {"b": {"exp_avg": torch.ones(2)}}}, "lr": 1.0}, folder / "dcp")
+    (folder / "shards").mkdir()
+    for rank, value in enumerate(shards(2, "joined")):
+        torch.save(value, folder / "shards" / f"rank{rank}.pth")
+    return {
+        "safetensors": (folder / "m.safetensors", folder / "m.safetensors"),
+        "torch": (folder / "m.pt", folder / "m.pt"),
+        "dcp": (folder / "dcp", folder / "dcp" / ".metadata"),
+        "xla_fsdp1": (folder / "shards", folder / "shards" / "rank0.pth"),
+    }
+
+
+@pytest.mark.parametrize("name", ["safetensors", "torch", "dcp", "xla_fsdp1"])
+def test_damage_is_refused_or_harmless_but_never_a_crash(tmp_path: Path, name: str) -> None:
+    """These formats have no hashes: damaged data can look right. What is damaged in the structure must be refused."""
+    source, victim = write_victims(tmp_path)[name]
+    raw = victim.read_bytes()
+    refusals = 0
+    for seed in range(150):
+        victim.write_bytes(damaged(raw, seed))
+        try:
+            shutil.rmtree(import_checkpoint(source, tmp_path / "run", name, trust_metadata=True))
+        except CheckpointError:
+            refusals += 1
+    assert refusals > 20

@@ -1,0 +1,90 @@
+"""Conversions hold one tensor: anonymous memory grows by the largest one and a constant, whatever the model's size."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MIB = 2**20
+COUNT, ROWS = 12, 4 * MIB  # twelve tensors of 16 MiB: eleven of them are more than the bound
+LARGEST = 4 * ROWS
+SLACK = 64 * MIB
+
+PROGRAM = """
+import json, sys, threading, time
+from pathlib import Path
+import torch
+from torch.distributed import checkpoint as dcp
+from portable_fsdp.checkpoint.foreign.base import load_export
+from portable_fsdp.checkpoint.foreign.importing import import_checkpoint
+from portable_fsdp.checkpoint.store import Reader
+
+COUNT, ROWS, source, format, folder = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
+folder = Path(folder)
+torch.set_num_threads(1)
+
+
+def anonymous():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssShmem")))
+
+
+class Peak:
+    def __enter__(self):
+        self.before = self.most = anonymous()
+        self.done = False
+        self.thread = threading.Thread(target=self.watch)
+        self.thread.start()
+        return self
+
+    def watch(self):
+        while not self.done:
+            self.most = max(self.most, anonymous())
+            time.sleep(0.0005)
+
+    def __exit__(self, *_):
+        self.done = True
+        self.thread.join()
+
+
+def write_source(path, count, rows):
+    from safetensors.torch import save_file
+
+    if source == "huggingface":
+        path.mkdir()
+        path = path / "model.safetensors"
+    tensors = {f"layers.{i}.weight": torch.randn(rows) for i in range(count)}
+    if source == "dcp":
+        dcp.save({"model": tensors}, checkpoint_id=path, no_dist=True)
+    else:
+        torch.save(tensors, path) if source == "torch" else save_file(tensors, path)
+
+
+def both_ways(name, count, rows):
+    write_source(folder / f"{name}.source", count, rows)
+    with Peak() as importing:
+        path = import_checkpoint(folder / f"{name}.source", folder / name, source, trust_metadata=True)
+    with Reader(path) as reader, Peak() as exporting:
+        exporter = load_export(format)
+        dtype = None if format == "dcp" else "bfloat16"
+        exporter.export(reader, folder / f"{name}.out", dtype=dtype, save_tokenizer=None, advance=lambda _: None)
+    return [peak.most - peak.before for peak in (importing, exporting)]
+
+
+both_ways("warm", 2, 10)  # what libraries take when they are imported
+print(json.dumps(both_ways("large", COUNT, ROWS)))
+"""
+
+
+@pytest.mark.parametrize(("source", "format"), [("huggingface", "safetensors"), ("dcp", "dcp"), ("torch", "torch")])
+def test_one_tensor_is_held_at_a_time(tmp_path: Path, source: str, format: str) -> None:
+    program = [sys.executable, "-c", PROGRAM, str(COUNT), str(ROWS), source, format, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run(program, capture_output=True, text=True, timeout=200, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    importing, exporting = json.loads(done.stdout)
+    assert LARGEST / 2 < importing < LARGEST + SLACK, importing / MIB
+    assert LARGEST / 2 < exporting < LARGEST + SLACK, exporting / MIB
