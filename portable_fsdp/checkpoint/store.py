@@ -170,7 +170,7 @@ class Reader:
             raise IndexError(f"{key}: {slices} is no part of {list(tensor.shape)}")
         result = torch.empty([s.stop - s.start for s in slices], dtype=getattr(torch, tensor.dtype))
         if result.numel():
-            for piece in _touching(tensor, slices):
+            for piece in touching(tensor, slices):
                 self._copy_overlap(key, piece, slices, result)
         return result
 
@@ -247,7 +247,7 @@ class Reader:
         )
 
 
-def _touching(tensor: TensorEntry, slices: Slices) -> list[Box]:
+def touching(tensor: TensorEntry, slices: Slices) -> list[Box]:
     """The pieces that hold some of `slices`."""
     count, rank = len(tensor.files), len(tensor.shape)
     offsets = np.array(tensor.offsets, dtype=np.int64).reshape(count, rank)

@@ -2,6 +2,9 @@
 
 import itertools
 import random
+import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -200,3 +203,21 @@ def test_the_hash_is_xxh3_128(tmp_path: Path) -> None:
     assert (
         hash_file(tmp_path / "empty", "empty").xxh3_128 == "99aa06d3014798d86001c324468d497f"
     )  # xxhash's published value
+
+
+def test_the_example_reads_without_this_package(tmp_path: Path) -> None:
+    path = save_once(tmp_path, seed=4, count=2, devices=2)
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "read_checkpoint.py"))
+    for key, tensor in named_tensors(*small_model(seed=4)).items():
+        found = example["read_tensor"](path, key)
+        assert found.tobytes() == bits(tensor)
+        assert found.shape == (tuple(tensor.shape) if tensor.dtype == torch.float32 else (*tensor.shape, 2))
+
+
+def test_the_example_imports_neither_torch_nor_this_package() -> None:
+    example = Path(__file__).parents[2] / "examples" / "read_checkpoint.py"
+    program = (
+        f"import runpy, sys; runpy.run_path({str(example)!r}); "
+        "sys.exit(any(n.split('.')[0] in ('torch', 'portable_fsdp') for n in sys.modules))"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

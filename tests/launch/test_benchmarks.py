@@ -36,6 +36,27 @@ def test_loop_overhead_writes_its_table(tmp_path: Path) -> None:
     assert "ratio " in finished.stdout
 
 
+def test_checkpoints_of_all_ways_are_saved_and_loaded(tmp_path: Path) -> None:
+    out = tmp_path / "checkpoints.json"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    flags = ["--layers=1", "--rounds=1", f"--folder={tmp_path}", f"--out={out}"]
+    finished = subprocess.run(
+        [*torchrun, str(ROOT / "benchmarks" / "checkpoints.py"), *flags],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert finished.returncode == 0, finished.stderr
+    result = json.loads(out.read_text())
+    assert result["state_bytes"] > 2e8
+    assert result["plan"]["pieces"] > 440_000
+    assert set(result["goals"]) < set(result["figures"])
+    assert all(value > 0 for value in result["figures"].values())
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints.json"]
+
+
 def _gpu(folder: Path, *flags: str) -> tuple[int, dict[str, Any], str]:
     """Exit code, result and output of the GPU benchmark in its tiny form, on the CPU."""
     out = folder / "gpu.json"
