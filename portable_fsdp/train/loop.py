@@ -374,7 +374,7 @@ class Records:
             log.info("resumed from %s: step %d", resumed.path, resumed.step)
         for change in resumed.changes:
             if change.makes_curve and not resumed.weights_only:
-                log.warning("another %s (allowed by checkpoint.allow)", change)
+                log.warning("changed since it was saved, as checkpoint.allow says: %s", change)
 
     def report(self, late: _InFlight, until: float | None = None) -> Asked:
         """Wait for a step's metrics and write them; says what a process asked for.

@@ -1,0 +1,90 @@
+"""When a run saves, and what it goes on from: whole runs, in this process."""
+
+from pathlib import Path
+
+import pytest
+from started import committed, launch, losses, tiny_config
+
+from portable_fsdp.checkpoint.manager import Checkpoints
+from portable_fsdp.metrics.sinks import read_jsonl
+
+FLAGS = ("--device=cpu", "--config=tiny.yaml", "checkpoint.every=null")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    tiny_config(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def events(run: Path, name: str) -> list[dict[str, object]]:
+    return [event for event in read_jsonl(run / "events.jsonl") if event["event"] == name]
+
+
+def test_a_file_asks_for_a_save_now(folder: Path) -> None:
+    (folder / "run").mkdir()
+    (folder / "run" / "SAVE").touch()
+    assert launch(*FLAGS) == 0
+    assert committed(folder / "run") == [2, 6]  # asked with step 1, known in step 2
+    assert not (folder / "run" / "SAVE").exists()
+
+
+def test_minutes_ask_for_saves(folder: Path) -> None:
+    assert launch(*FLAGS, "checkpoint.every_minutes=1e-9", "checkpoint.keep=1") == 0
+    assert [event["step"] for event in events(folder / "run", "save")] == [2, 4, 6]
+    assert committed(folder / "run") == [6]
+
+
+def test_a_run_saves_in_the_background_to_another_place(folder: Path) -> None:
+    here = ["checkpoint.every=1", "checkpoint.async_save=true", "checkpoint.keep=2", "checkpoint.dir=elsewhere/deep"]
+    assert launch(*FLAGS, *here) == 0
+    assert sorted(path.name for path in (folder / "elsewhere/deep").iterdir()) == ["step-00000005", "step-00000006"]
+    assert not (folder / "run/checkpoints").exists()
+    saves = events(folder / "run", "save")
+    assert [event["step"] for event in saves] == [1, 2, 3, 4, 5, 6]
+    assert [event["removed"] for event in saves] == [[], [], [1], [2], [3], [4]]
+
+
+def test_a_failed_background_save_ends_the_run_at_the_next_step(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begin = Checkpoints._begin
+
+    def blocked(self: Checkpoints, final: Path) -> str:
+        if final.name == "step-00000002":
+            final.touch()  # a file in the folder's place: the commit can't rename to it
+        return begin(self, final)
+
+    monkeypatch.setattr(Checkpoints, "_begin", blocked)
+    assert launch(*FLAGS, "checkpoint.every=2", "checkpoint.async_save=true", "train.steps=400") == 1
+    said = capsys.readouterr().err
+    assert "checkpoint step-00000002" in said
+    assert "Traceback" not in said
+    assert len(losses(folder / "run")) < 400
+    assert committed(folder / "run") == []
+
+
+def test_events_say_what_a_resume_changed(folder: Path) -> None:
+    assert launch(*FLAGS, "train.stop_at=3") == 0
+    assert launch(*FLAGS, "optim.lr=0.002", "train.micro_batch=2") == 2
+    assert launch(*FLAGS, "optim.lr=0.002", "train.micro_batch=2", "checkpoint.allow=[optim.lr]") == 0
+    [event] = events(folder / "run", "resume")
+    assert (event["step"], event["load"], event["passed_over"]) == (3, "all", [])
+    assert event["changes"] == {
+        "optim.lr": {"saved": 0.003, "now": 0.002},
+        "train.micro_batch": {"saved": 1, "now": 2},
+    }
+
+
+def test_weights_only_is_a_new_run_from_other_weights(folder: Path) -> None:
+    assert launch(*FLAGS) == 0
+    fresh = losses(folder / "run")
+    new = ["run.dir=new", "checkpoint.resume=run/checkpoints/step-00000006", "checkpoint.load=weights_only"]
+    assert launch(*FLAGS, *new, "optim.lr=0.001", "train.stop_at=4") == 0
+    tuned = losses(folder / "new")
+    assert len(tuned) == 4
+    assert tuned[0] < fresh[0] - 0.05  # from trained weights
+    assert launch(*FLAGS, *new, "optim.lr=0.001") == 0  # goes on with its own
+    assert [event["load"] for event in events(folder / "new", "resume")] == ["weights_only", "all"]
+    assert len(losses(folder / "new")) == 6
