@@ -367,6 +367,13 @@ REFUSALS = (
     ),
     Refusal(
         "precision.modules",
+        XLA,
+        "of some layers only, with scan_layers",
+        None,
+        "all turns of the loop run one program, with one dtype for each weight",
+    ),
+    Refusal(
+        "precision.modules",
         FSDP1,
         "on xla_fsdp1",
         lambda c, p: bool(c.precision.modules),

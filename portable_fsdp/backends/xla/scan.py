@@ -33,9 +33,9 @@ class LayerLoop:
         recompute: bool,
     ) -> None:
         _require_alike(layers)
-        self._weights = [
-            [use for fqn, use in uses.items() if fqn.startswith(f"{name}.")] for name in layers
-        ]  # of each layer, in one order
+        by_layer = {name: _uses_in(name, uses) for name in layers}
+        _require_equal_dtypes(by_layer)
+        self._weights = [list(of_layer.values()) for of_layer in by_layer.values()]  # in one order
         self._layouts, self._gather, self._recompute = layouts, gather, recompute
         self._body = next(iter(layers.values())).forward
         self._names = list(layers)
@@ -108,6 +108,20 @@ def _require_alike(layers: dict[str, nn.Module]) -> None:
     for name, other in others:
         for found in _differences(layer, other):
             raise _refusal(f"{name} is unlike {first}: {found}")
+
+
+def _uses_in(layer: str, uses: dict[str, Use]) -> dict[str, Use]:
+    """Name in the layer -> the use of that weight."""
+    return {fqn.removeprefix(f"{layer}."): use for fqn, use in uses.items() if fqn.startswith(f"{layer}.")}
+
+
+def _require_equal_dtypes(by_layer: dict[str, dict[str, Use]]) -> None:
+    """The first layer's forward, with the casts of `precision.modules` in it, runs them all."""
+    (first, uses), *others = by_layer.items()
+    for name, others_uses in others:
+        for leaf, use in uses.items():
+            if (other := others_uses[leaf].dtype) != use.dtype:
+                raise _refusal(f"{name}.{leaf} computes in {other}, and {first}.{leaf} in {use.dtype}")
 
 
 def _refusal(reason: str) -> BackendError:
