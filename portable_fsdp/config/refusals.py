@@ -249,7 +249,11 @@ REFUSALS = (
         "sharding.wrap_classes names them then",
     ),
     Refusal(
-        "sharding.wrap_classes", EVERY, "with a class that the model doesn't have", None, "the error lists those it has"
+        "sharding.wrap_classes",
+        EVERY,
+        "with a class that the model doesn't have, or whose modules don't run or hold no parameters",
+        None,
+        "the error lists those it has",
     ),
     Refusal("sharding.wrap_modules", EVERY, "with a pattern that names no module", None, "each must name something"),
     *(

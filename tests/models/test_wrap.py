@@ -32,6 +32,7 @@ def test_layers_are_the_models_blocks_in_order(name: str) -> None:
 class Layer(nn.Module):
     def __init__(self, *inside: nn.Module) -> None:
         super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
         self.inside = nn.ModuleList(inside)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -106,6 +107,16 @@ def test_a_class_that_the_model_lacks_is_refused_with_those_it_has(find: Any) ->
     wanted = sharding(wrap_classes=["LlamaDecoderLayer", "BertLayer"])
     with pytest.raises(ConfigError, match=r"found BertLayer\.\n.*has: .*LlamaDecoderLayer, .*LlamaMLP"):
         find(build("llama").model, wanted)
+
+
+@pytest.mark.parametrize("find", [find_layers, find_units])
+@pytest.mark.parametrize("name", ["ModuleList", "LlamaRotaryEmbedding", "SiLUActivation", "LlamaForCausalLM"])
+def test_a_class_that_can_be_no_unit_is_refused_and_not_offered(find: Any, name: str) -> None:
+    """A list of layers doesn't run, a rotary embedding has nothing to gather, the root is a unit in any case."""
+    with pytest.raises(ConfigError, match=rf"run and hold parameters, found {name}\.") as caught:
+        find(build("llama").model, sharding(wrap_classes=["LlamaDecoderLayer", name]))
+    offered = str(caught.value).partition("The model has: ")[2].partition(". Nothing")[0]
+    assert offered == "Embedding, Linear, LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaModel, LlamaRMSNorm"
 
 
 def test_a_unit_that_would_split_a_tied_weight_is_refused() -> None:
