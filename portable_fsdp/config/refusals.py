@@ -532,6 +532,29 @@ REFUSALS = (
             "compile.scan_layers=false",
         ),
     ),
+    Refusal(
+        "compile.scan_layers",
+        XLA,
+        "with units by size",
+        lambda c, p: c.compile.scan_layers and c.sharding.wrap == "SIZE_BASED_WRAP",
+        "the loop gathers a layer as one unit",
+        ("sharding.wrap=TRANSFORMER_BASED_WRAP and sharding.min_num_params=null", "compile.scan_layers=false"),
+    ),
+    Refusal(
+        "compile.scan_layers",
+        XLA,
+        "with units by name",
+        lambda c, p: c.compile.scan_layers and bool(c.sharding.wrap_modules),
+        "the loop gathers a layer as one unit",
+        ("sharding.wrap_modules=[]", "compile.scan_layers=false"),
+    ),
+    Refusal(
+        "compile.scan_layers",
+        XLA,
+        "for layers that don't follow one another in a list of the model, or hold units (sharding.wrap_classes)",
+        None,
+        "a turn of the loop is a layer, gathered as one unit",
+    ),
     Refusal("compile.scan_layers", XLA, "for layers that differ (gemma2)", None, "all turns run one program"),
     # --- one engine's own
     *(

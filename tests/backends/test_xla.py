@@ -221,6 +221,22 @@ def test_layers_that_differ_are_not_scanned(workers: Callable[[Group], Workers])
     assert failure.value.kind == "BackendError"
 
 
+@pytest.mark.parametrize(
+    ("classes", "found"),
+    [
+        (["LlamaMLP"], r"model\.layers\.0\.mlp, model\.layers\.1\.mlp \(LlamaMLP\)"),
+        (["LlamaModel"], r"model \(LlamaModel\)"),
+        (["LlamaDecoderLayer", "LlamaMLP"], r"model\.layers\.0\.mlp is a unit inside model\.layers\.0"),
+    ],
+)
+def test_layers_that_are_no_list_or_hold_units_are_not_scanned(
+    workers: Callable[[Group], Workers], classes: list[str], found: str
+) -> None:
+    with pytest.raises(JobFailed, match=rf"compile\.scan_layers=true cannot be honoured.*{found}") as failure:
+        workers(Group("xla", 1)).run("built", case=case(settings=SCAN | {"sharding.wrap_classes": classes}))
+    assert failure.value.kind == "BackendError"
+
+
 @pytest.mark.parametrize("layer", [0, 1])
 def test_layers_that_compute_in_different_dtypes_are_not_scanned(
     workers: Callable[[Group], Workers], layer: int

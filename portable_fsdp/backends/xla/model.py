@@ -55,8 +55,8 @@ def wrap_forwards(
     outside = {fqn: use for fqn, use in uses.items() if fqn not in in_loop}
     blocks = {*policy.units, *policy.recompute}
     if policy.scan_layers:
-        layers = {name: model.get_submodule(name) for name in policy.layers}
-        LayerLoop(layers, in_loop, layouts, gather=keep, recompute=bool(policy.recompute))
+        recompute = bool(policy.recompute)
+        LayerLoop(model, policy.layers, policy.units, in_loop, layouts, gather=keep, recompute=recompute)
         blocks = {name for name in blocks if not _is_inside(name, policy.layers)}
     copies = Copies(layouts.gathered, barrier, keep)
     replace_forwards(uses, copies, layouts.shard)

@@ -7,7 +7,7 @@ a slice of each. The first layer's forward runs them all, the others hand on wha
 # The first layer's weights are replaced in its modules' tables while the loop's body is traced.
 # pyright: reportPrivateUsage=false
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any, cast
 
@@ -21,17 +21,25 @@ from portable_fsdp.runtime.errors import BackendError
 
 
 class LayerLoop:
-    """Takes the place of the layers' forwards. Raises BackendError where they aren't all alike."""
+    """Takes the place of the layers' forwards. Raises BackendError for layers that can't be turns of one loop.
+
+    Those are two or more that follow one another in a list of the model, are alike, and hold none of its `units`.
+    """
 
     def __init__(
         self,
-        layers: dict[str, nn.Module],
+        model: nn.Module,
+        names: Sequence[str],
+        units: Collection[str],
         uses: dict[str, Use],
         layouts: Layouts,
         *,
         gather: bool,
         recompute: bool,
     ) -> None:
+        _require_list(model, names)
+        _require_no_units_inside(names, units)
+        layers = {name: model.get_submodule(name) for name in names}
         _require_alike(layers)
         by_layer = {name: _uses_in(name, uses) for name in layers}
         _require_equal_dtypes(by_layer)
@@ -101,6 +109,24 @@ def _partition(recompute: bool) -> tuple[Any, float]:
     from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 
     return (min_cut_rematerialization_partition, 0.0) if recompute else (default_partition, 1.0)
+
+
+def _require_list(model: nn.Module, names: Sequence[str]) -> None:
+    holder, _, first = names[0].rpartition(".")
+    is_list = isinstance(model.get_submodule(holder), nn.ModuleList)
+    if len(names) > 1 and is_list and list(names) == [f"{holder}.{int(first) + turn}" for turn in range(len(names))]:
+        return
+    found = (
+        f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''} ({type(model.get_submodule(names[0])).__name__})"
+    )
+    raise _refusal(f"it expects two or more that follow one another in a list of the model, and found {found}")
+
+
+def _require_no_units_inside(names: Sequence[str], units: Collection[str]) -> None:
+    for name in names:
+        for unit in units:
+            if unit.startswith(f"{name}."):
+                raise _refusal(f"{unit} is a unit inside {name}: the loop gathers a layer as one")
 
 
 def _require_alike(layers: dict[str, nn.Module]) -> None:
