@@ -120,9 +120,11 @@ def build(config: Config, backend: Backend, vocabulary: int, *, fill: bool = Tru
         chunked_loss=backend.expected_compilations == 0,
     )
     shapes = {fqn: tuple(weight.shape) for fqn, weight in built.model.named_parameters() if weight.requires_grad}
+    frozen = [fqn for fqn, weight in built.model.named_parameters() if not weight.requires_grad]
     ties = _ties(built.model)
+    groups = parameter_groups(shapes, config.optim, ties=ties, frozen=frozen)
     model = backend.shard_model(built.model, shard_policy(config, built.model), built.fill if fill else None)
-    optimizer = backend.build_optimizer(make_optimizer(config.optim), parameter_groups(shapes, config.optim))
+    optimizer = backend.build_optimizer(make_optimizer(config.optim), groups)
     step = train_step(backend, model, optimizer, accumulation=accumulation, max_grad_norm=config.train.max_grad_norm)
     return Training(built, model, optimizer, step, accumulation, ties)
 
