@@ -332,6 +332,7 @@ class Records:
         """Make the run's folder, drop the rows of steps that are run again, say what starts and from where."""
         if not self._writes:
             return
+        self._first = step + 1
         self._folder.mkdir(parents=True, exist_ok=True)
         self._metrics = MetricsFile(self._folder / "metrics.jsonl")
         self._metrics.truncate_after(step)  # first: it refuses a file that something else has written to
@@ -393,7 +394,7 @@ class Records:
             memory = self._backend.memory()
             peak = memory.peak_bytes if memory else None
             row = self._meter.row(late.step, {**values, "lr": late.lr}, self._tokens, self._seconds, peak)
-            if late.step == 1:
+            if late.step == self._first:
                 self._write_collectives()
             if late.step == 1 or late.step % self._config.train.log_every == 0:
                 row["processes"] = processes_row(seconds.tolist(), loads.tolist())
@@ -414,7 +415,7 @@ class Records:
         return seen.flatten()
 
     def _write_collectives(self) -> None:
-        """What one step sends, once it has run; left out where the engine doesn't tell."""
+        """What a step sends, once the first of this process has run; left out where the engine doesn't tell."""
         traffic = self._backend.collectives
         if traffic is not None:
             kinds = {kind: {"calls": one.calls, "bytes": one.bytes} for kind, one in traffic.items()}
