@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from portable_fsdp.config.describe import yaml_value
-from portable_fsdp.config.schema import Config, Optim, XlaFsdp1
+from portable_fsdp.config.schema import Compile, Config, Optim, XlaFsdp1
 
 NATIVE, XLA, FSDP1 = ("native",), ("xla",), ("xla_fsdp1",)
 EITHER_XLA = (*XLA, *FSDP1)
@@ -120,6 +120,11 @@ def _modules_without_float16(config: Config, _: Place) -> tuple[str, ...]:
     modules = config.precision.modules.items()
     replaced = {name: "bfloat16" if dtype == "float16" else dtype for name, dtype in modules}
     return (f"precision.modules={yaml_value(replaced)}",)
+
+
+def _modules_without_float32(config: Config, _: Place) -> tuple[str, ...]:
+    kept = {name: dtype for name, dtype in config.precision.modules.items() if dtype != "float32"}
+    return ("precision.master=float32", f"precision.modules={yaml_value(kept)}")
 
 
 def _own(config: Config, key: str) -> object:
@@ -361,6 +366,14 @@ REFUSALS = (
         "small gradients become 0 in float16 unless the loss is scaled, which is not built",
         _modules_without_float16,
     ),
+    Refusal(
+        "precision.modules",
+        EVERY,
+        "with weights that rest in bfloat16",
+        lambda c, p: c.precision.master == "bfloat16" and "float32" in c.precision.modules.values(),
+        "weights that rest in bfloat16 have no more digits to compute with",
+        _modules_without_float32,
+    ),
     Refusal("precision.modules", EVERY, "with a pattern that names no module", None, "each must name something"),
     Refusal(
         "precision.modules",
@@ -451,6 +464,13 @@ REFUSALS = (
     Refusal(
         "memory.every",
         EVERY,
+        "that is more than the number of layers",
+        None,
+        "the model has fewer layers",
+    ),
+    Refusal(
+        "memory.every",
+        EVERY,
         "together with memory.save_ops",
         lambda c, p: _selective(c) and c.memory.every is not None and bool(c.memory.save_ops),
         "selective picks layers or operations, not both",
@@ -497,6 +517,14 @@ REFUSALS = (
         ("memory.cpu_offload=false", "--backend=native"),
     ),
     # --- compile
+    Refusal(
+        "compile.backend",
+        NATIVE,
+        "without compile.enabled",
+        lambda c, p: not c.compile.enabled and c.compile.backend != Compile.model_fields["backend"].default,
+        "nothing is compiled by it",
+        ("compile.backend=inductor", "compile.enabled=true"),
+    ),
     Refusal(
         "compile.backend",
         NATIVE,

@@ -180,7 +180,7 @@ EFFECTS = (
         XLA,
         "rows of each weight over all devices; a unit is gathered in forward, and again in backward",
     ),
-    Effect(("sharding.strategy=SHARD_GRAD_OP",), XLA, "sharded at rest; one gathered compute copy a step"),
+    Effect(("sharding.strategy=SHARD_GRAD_OP",), XLA, "sharded at rest; one gathered compute copy a micro batch"),
     Effect(("sharding.strategy=NO_SHARD",), XLA, "replicated; gradients are all-reduced"),
     Effect(
         ("sharding.strategy=HYBRID_SHARD", "sharding.strategy=HYBRID_SHARD_ZERO2"),
@@ -213,6 +213,9 @@ EFFECTS = (
         FSDP1,
         "each unit is an XlaFullyShardedDataParallel, inner ones first, the whole model last",
     ),
+    Effect(("sharding.wrap=NO_WRAP",), EVERY, "no units but those of wrap_modules; the rest is the root's"),
+    Effect(("sharding.wrap_modules=[]",), EVERY, "none by name"),
+    Effect(("sharding.min_num_params=null",), EVERY, "units are not told by their size"),
     Effect(
         ("sharding.wrap_classes",),
         EVERY,
@@ -269,7 +272,8 @@ EFFECTS = (
     Effect(("memory.cpu_offload=true",), NATIVE, "CPUOffloadPolicy: the optimizer steps on the host"),
     Effect(("memory.cpu_offload=false",), EVERY, "all rests in device memory"),
     # --- compile
-    Effect(("compile.enabled", "compile.backend"), NATIVE, "torch.compile of each layer, with compile.enabled=true"),
+    Effect(("compile.enabled", "compile.backend"), NATIVE, "torch.compile of each layer"),
+    Effect(("compile.enabled=false",), NATIVE, "layers run eagerly"),
     Effect(("compile.enabled", "compile.backend"), EITHER_XLA, "XLA compiles the whole step in any case", "delegated"),
     Effect(("compile.scan_layers=true",), XLA, "torch_xla's scan: one program for all layers"),
     Effect(("compile.scan_layers=false",), EVERY, "a copy of the program for each layer"),

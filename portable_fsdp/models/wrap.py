@@ -1,13 +1,13 @@
-"""Which modules are units (gathered and freed together), which are layers, which compute in a dtype of their own."""
+"""Which modules are units (gathered and freed together), layers, recomputed, or compute in a dtype of their own."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from torch import nn
 
 from portable_fsdp.config.patterns import matching
-from portable_fsdp.config.schema import Precision, Sharding
+from portable_fsdp.config.schema import Memory, Precision, Sharding
 from portable_fsdp.runtime.errors import ConfigError
 
 
@@ -61,6 +61,19 @@ def find_units(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
                     "  Leave it out of sharding.wrap_classes and sharding.wrap_modules. Nothing was started."
                 )
     return tuple(name for name, _ in model.named_modules() if name in by_hand | by_policy)
+
+
+def recomputed_layers(layers: Sequence[str], memory: Memory) -> tuple[str, ...]:
+    """Those of `layers` that gradient checkpointing runs again; raises ConfigError where it can't pick from so few."""
+    if memory.gradient_checkpointing == "none":
+        return ()
+    every = memory.every or 1
+    if every > len(layers):
+        raise ConfigError(
+            f"memory.every: expected at most {len(layers)} (the layers of the model), found {every}.\n"
+            "  Lower it, or set memory.gradient_checkpointing=full and memory.every=null. Nothing was started."
+        )
+    return tuple(layers[::every])
 
 
 def modules_of_own_dtype(model: nn.Module, precision: Precision) -> dict[str, str]:

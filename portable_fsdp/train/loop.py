@@ -32,7 +32,7 @@ from portable_fsdp.metrics.flops import model_flops_per_token, peak_flops
 from portable_fsdp.metrics.meter import Meter, processes_row
 from portable_fsdp.metrics.sinks import EventsFile, MetricsFile
 from portable_fsdp.models.build import BuiltModel, build_model
-from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dtype
+from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dtype, recomputed_layers
 from portable_fsdp.optim.optimizer import make_optimizer, parameter_groups
 from portable_fsdp.optim.schedule import check_schedule, learning_rate
 from portable_fsdp.runtime.errors import EXIT_FINISHED, EXIT_STOPPED, CheckpointError, ConfigError, TrainingError
@@ -139,16 +139,14 @@ def shard_policy(config: Config, model: nn.Module) -> ShardPolicy:
     """The config's words as plain values for this model; raises ConfigError for a name that the model doesn't have."""
     sharding, precision, memory = config.sharding, config.precision, config.memory
     layers = find_layers(model, sharding)
-    selective = memory.gradient_checkpointing == "selective"
-    every = (memory.every or 1) if selective else 1
     return ShardPolicy(
         units=find_units(model, sharding),
         layers=layers,
         compute=DTYPES[precision.compute],
         reduce=DTYPES["float32" if precision.reduce == "auto" else precision.reduce],
         modules={name: DTYPES[dtype] for name, dtype in modules_of_own_dtype(model, precision).items()},
-        recompute=() if memory.gradient_checkpointing == "none" else layers[::every],
-        save_ops=memory.save_ops if selective else (),
+        recompute=recomputed_layers(layers, memory),
+        save_ops=memory.save_ops,
         reshard_after_forward=sharding.reshard_after_forward
         or sharding.strategy not in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"),
         forward_prefetch=sharding.forward_prefetch,

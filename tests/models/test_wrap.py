@@ -11,9 +11,9 @@ from torch.distributed.fsdp.wrap import (
     size_based_auto_wrap_policy,
 )
 
-from portable_fsdp.config.schema import Model, Precision, Sharding
+from portable_fsdp.config.schema import Memory, Model, Precision, Sharding
 from portable_fsdp.models.build import build_model
-from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dtype
+from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dtype, recomputed_layers
 from portable_fsdp.runtime.errors import ConfigError
 
 LAYERS = {"llama": "model.layers", "gpt2": "transformer.h", "opt": "model.decoder.layers"}
@@ -69,6 +69,26 @@ def test_a_model_that_names_no_blocks_asks_for_them_and_takes_them(architecture:
     named = sharding(wrap_classes=[block])
     assert len(find_layers(model, named)) == 2
     assert find_layers(model, named) == find_units(model, named)  # the embedding is tied to the head
+
+
+@pytest.mark.parametrize(
+    ("memory", "expected"),
+    [
+        ({}, ()),
+        ({"gradient_checkpointing": "full"}, ("a", "b", "c")),
+        ({"gradient_checkpointing": "selective", "save_ops": ["matmul"]}, ("a", "b", "c")),
+        ({"gradient_checkpointing": "selective", "every": 2}, ("a", "c")),
+        ({"gradient_checkpointing": "selective", "every": 3}, ("a",)),
+    ],
+)
+def test_layers_that_are_recomputed(memory: dict[str, Any], expected: tuple[str, ...]) -> None:
+    assert recomputed_layers(("a", "b", "c"), Memory.model_validate(memory)) == expected
+
+
+def test_every_nth_of_fewer_layers_is_refused() -> None:
+    memory = Memory(gradient_checkpointing="selective", every=4)
+    with pytest.raises(ConfigError, match=r"memory\.every: expected at most 3 \(the layers of the model\), found 4"):
+        recomputed_layers(("a", "b", "c"), memory)
 
 
 # ------------------------------------------------------------------------------------------------- units by class
