@@ -70,13 +70,11 @@ def _own_group(first: Mapping[str, str], trained: Collection[str], optim: Optim)
 
 
 def make_optimizer(optim: Optim) -> MakeOptimizer:
-    """The function that makes the config's optimizer from groups of parameters; raises ConfigError for wrong betas.
+    """The function that makes the config's optimizer from groups of parameters.
 
     `compiled` is for engines that compile the step, in which no number may stand that changes with the step: lr is
     then a float32 tensor, and AdamW the one below. The state of either AdamW has the same names, shapes and dtypes.
     """
-    if not all(0 <= beta < 1 for beta in optim.betas):
-        raise ConfigError(f"optim.betas: expected two numbers from 0 up to, but not, 1, found {list(optim.betas)}.")
 
     def make(groups: list[dict[str, Any]], compiled: bool) -> torch.optim.Optimizer:
         lr = torch.tensor(optim.lr) if compiled else optim.lr

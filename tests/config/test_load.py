@@ -147,7 +147,8 @@ qqqq: 1
         "  nearest: optim.",
         "a.yaml:9: lr: unknown key.",
         "  nearest: optim.lr (a number > 0).",
-        "a.yaml:11: optim.betas: expected a list [a number, a number], found the list [0.9, 'x'].",
+        "a.yaml:11: optim.betas: expected a list [a number >= 0 and < 1, a number >= 0 and < 1], "
+        "found the list [0.9, 'x'].",
         "a.yaml:12: optim.momentum: expected a number >= 0 and < 1, found 3.",
         "a.yaml:14: optim.lr: expected once, found twice (first on line 13); keep one.",
         "a.yaml:14: optim.lr: expected a number > 0, found 'fast'.",
@@ -196,7 +197,14 @@ def test_an_override_is_named_as_it_was_typed(tmp_path: Path, override: str, exp
             "sharding.wrap_classes: expected a list of text, found 'LlamaDecoderLayer'; a list of one is "
             "[LlamaDecoderLayer].",
         ),
-        ("optim.betas=[0.9]", "optim.betas: expected a list [a number, a number], found the list [0.9]."),
+        (
+            "optim.betas=[0.9, 1.0]",
+            "optim.betas: expected a list [a number >= 0 and < 1, a number >= 0 and < 1], found the list [0.9, 1.0].",
+        ),
+        (
+            "optim.betas=[0.9]",
+            "optim.betas: expected a list [a number >= 0 and < 1, a number >= 0 and < 1], found the list [0.9].",
+        ),
         ("sharding.wrap_modules=[1]", "sharding.wrap_modules: expected a list of text, found the list [1]."),
         (
             "memory.save_ops=matmul",

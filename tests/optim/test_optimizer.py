@@ -304,8 +304,3 @@ def test_parameters_without_memory_give_an_optimizer_too(name: str) -> None:
     shapes = {key: tuple(value.shape) for key, value in optimizer.state[matrix].items()}
     adamw: dict[str, tuple[int, ...]] = {"step": (), "exp_avg": (3, 4), "exp_avg_sq": (3, 4)}
     assert shapes == ({"momentum_buffer": (3, 4)} if name == "sgd" else adamw)
-
-
-def test_betas_out_of_range_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"optim\.betas: .* found \[0\.9, 1\.0\]"):
-        make_optimizer(Optim(betas=(0.9, 1.0)))
