@@ -17,8 +17,8 @@ Key = tuple[str, ...]
 
 
 def key_name(key: Key) -> str:
-    """`optim.lr`."""
-    return ".".join(key)
+    """`optim.lr`, `optim.groups[0].lr`."""
+    return "".join(f"[{part}]" if part.isdecimal() else f".{part}" for part in key).removeprefix(".")
 
 
 def fields(model: type[BaseModel] = Config, above: Key = ()) -> Iterator[tuple[Key, FieldInfo]]:

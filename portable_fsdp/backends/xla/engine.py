@@ -382,9 +382,12 @@ def _set_environment(device: str, num_devices: int | None) -> None:
 
 def _check_devices(device: str, num_devices: int | None, count: int) -> None:
     if num_devices is not None and num_devices != count:
+        way = {
+            "tpu": "Leave --num_devices out: all chips of the slice take part.",
+            "cpu": "In one process the number can't change after the first use: start another one.",
+        }[device]
         raise BackendError(
-            f"backend xla on {device}: expected --num_devices={num_devices} devices, found {count}.\n  On a TPU slice "
-            "leave --num_devices out: all chips take part. In one process the number can't change after the first use."
+            f"backend xla on {device}: expected --num_devices={num_devices} devices, found {count}.\n  {way}"
         )
 
 

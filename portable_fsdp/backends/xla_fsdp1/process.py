@@ -42,9 +42,12 @@ def start_process(device: str, runtime: Any) -> None:
 
 def check_devices(device: str, num_devices: int | None, count: int) -> None:
     if num_devices is not None and num_devices != count:
+        way = {
+            "tpu": "Leave --num_devices out: all chips of the slice take part.",
+            "cpu": f"On CPU it has one device; for several: --backend=xla --num_devices={num_devices}.",
+        }[device]
         raise BackendError(
-            f"backend xla_fsdp1 on {device}: expected --num_devices={num_devices} devices, found {count}.\n  On a TPU "
-            "slice leave --num_devices out: all chips take part. On CPU it has one; several: --backend=xla."
+            f"backend xla_fsdp1 on {device}: expected --num_devices={num_devices} devices, found {count}.\n  {way}"
         )
 
 
