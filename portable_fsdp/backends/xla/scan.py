@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from portable_fsdp.backends.pjrt import is_float
 from portable_fsdp.backends.xla.forward import Use, cast_weight, swapped
 from portable_fsdp.backends.xla.layouts import Layouts
 from portable_fsdp.runtime.errors import BackendError
@@ -59,7 +60,7 @@ class LayerLoop:
 
         leaves, structure = tree_flatten((args, kwargs))
         self._given = leaves
-        carried = [leaf for leaf in leaves if _is_float(leaf)]
+        carried = [leaf for leaf in leaves if is_float(leaf)]
         others = [leaf.expand(len(self._names), *leaf.shape) for leaf in leaves if _is_other(leaf)]
         copies = [[cast_weight(use) for use in uses] for uses in zip(*self._weights, strict=True)]
         weights = [self._layouts.stacked(of_all_layers, self._gather) for of_all_layers in copies]
@@ -75,8 +76,8 @@ class LayerLoop:
 
     def _one_layer(self, leaves: list[Any], structure: Any) -> Callable[..., Any]:
         """The body: (hidden and other floats, (weights of a layer, integers)) -> the same floats, with new hidden."""
-        wants = [leaf.requires_grad for leaf in leaves if _is_float(leaf)]
-        kinds = ["float" if _is_float(leaf) else "other" if _is_other(leaf) else leaf for leaf in leaves]
+        wants = [leaf.requires_grad for leaf in leaves if is_float(leaf)]
+        kinds = ["float" if is_float(leaf) else "other" if _is_other(leaf) else leaf for leaf in leaves]
 
         def body(carry: tuple[Tensor, ...], x: tuple[list[Tensor], list[Tensor]]) -> tuple[Any, None]:
             weights, others = x
@@ -179,10 +180,6 @@ def _plain(module: nn.Module) -> dict[str, Any]:
     shapes = {key: tuple(weight.shape) for key, weight in module._parameters.items() if weight is not None}
     values = {key: buffer.tolist() for key, buffer in module._buffers.items() if buffer is not None}
     return {**plain, **shapes, **values}
-
-
-def _is_float(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
 def _is_other(leaf: Any) -> bool:
