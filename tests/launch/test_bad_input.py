@@ -335,9 +335,11 @@ def test_what_xla_can_not_do_is_said_at_once(folder: Path) -> None:
 
 @pytest.mark.xla
 def test_batch_that_xlas_devices_do_not_divide(folder: Path) -> None:
-    with started([*PYTHON, *CPU, "--backend=xla", "--num_devices=3"], folder) as process:
+    command = [*PYTHON, *CPU, "--backend=xla", "--num_devices=3", "memory.cpu_offload=true"]
+    with started(command, folder) as process:
         assert process.wait() == 2
     check_message(process.err)
+    assert "cpu_offload=true on XLA" in process.err  # a bad batch hides no refusal
     assert "train.global_batch: expected a multiple of train.micro_batch * devices = 1 * 3 = 3" in process.err
     assert not (folder / "run").exists()
 

@@ -81,16 +81,17 @@ class XlaBackend(Backend):
         runtime.use_spmd()
         count = int(cast(Any, runtime).global_runtime_device_count())
         _check_devices(device, num_devices, count)
+        hosts = int(cast(Any, runtime).process_count())
+        require_supported(config, engine="xla", device=device, devices=count, hosts=hosts)
         self.device = torch.device("xla:0")
         self.device_name = tpu_name() if device == "tpu" else device
-        self.process = Part(int(cast(Any, runtime).process_index()), int(cast(Any, runtime).process_count()))
+        self.process = Part(int(cast(Any, runtime).process_index()), hosts)
         self.data_shard = self.process
         self.data_parallel_size = count
         self._accumulation = check_batch(config, count)
         self.expected_compilations = 1 if self._accumulation == 1 else 2
         # Global numbers, in the order in which shards are given: a host's own need not follow one another.
         self._local_devices = [int(name.split(":")[1]) for name in self._bridge._xla_get_runtime_devices()]
-        require_supported(config, engine="xla", device=device, devices=count, hosts=self.process.count)
         self._sum_in_float32 = config.precision.reduce == "float32"
         self._shards = count // replicas_of_model(config, count, self.process.count)
         self.mesh: Any = spmd.Mesh(np.arange(count), (count // self._shards, self._shards), ROWS)
