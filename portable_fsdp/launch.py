@@ -64,12 +64,16 @@ def main(argv: list[str]) -> int:
 
 
 def _launch(values: flags.FlagValues, overrides: list[str], argv: list[str]) -> int:
-    from portable_fsdp.config.load import check_batch, load_config
+    from portable_fsdp.config.load import load_config
+    from portable_fsdp.config.support import require_supported
+    from portable_fsdp.optim.schedule import check_schedule
     from portable_fsdp.runtime.process import detect_launch
 
     if values.config is None:
         raise ConfigError("--config: expected a YAML file, found none, as in --config=configs/quickstart.yaml.")
     config = load_config(values.config, overrides)
+    if config.train.steps is not None:  # else the steps follow from the data
+        check_schedule(config.optim, config.train.steps)
     wanted = _number(values.num_devices)
     launch = detect_launch(os.environ)
 
@@ -79,7 +83,7 @@ def _launch(values: flags.FlagValues, overrides: list[str], argv: list[str]) -> 
     processes = local_processes(device, backend, wanted) if launch.kind == "plain" else 1
     if processes > 1:
         if device != "tpu":  # a slice has other hosts too, which are started plainly as well: the engine counts them
-            check_batch(config, processes)
+            require_supported(config, engine=backend, device=device, devices=processes, hosts=1)
         from portable_fsdp.runtime.elastic import run_processes
 
         since = time.time()

@@ -191,6 +191,13 @@ def imports_upwards(modules: Modules) -> list[str]:
     return problems
 
 
+SHARED_BY_ENGINES = {
+    # One runtime, torch_xla's, is under both engines.
+    f"{PACKAGE}.backends.pjrt": [f"{PACKAGE}.backends.{name}" for name in ("xla", "xla_fsdp1", "open")],
+}
+"""Modules of `backends` that are no engine, and who there may know them; all may know `base`."""
+
+
 def engines_that_reach_out(modules: Modules) -> list[str]:
     """An engine, one module or a folder, knows the contract, and neither models, data, checkpoint nor another one."""
     problems: list[str] = []
@@ -199,7 +206,8 @@ def engines_that_reach_out(modules: Modules) -> list[str]:
             continue
         for name, found in inner_imports(module, modules):
             is_other = section(name) == "backends" and name != f"{PACKAGE}.backends.base"
-            is_other_engine = is_other and name.split(".")[:3] != module.name.split(".")[:3]
+            is_shared = is_under(module.name, SHARED_BY_ENGINES.get(name, ()))
+            is_other_engine = is_other and not is_shared and name.split(".")[:3] != module.name.split(".")[:3]
             is_table = module.name == f"{PACKAGE}.backends.open" and not found.at_import
             if section(name) in {"models", "data", "checkpoint"} or (is_other_engine and not is_table):
                 problems.append(f"{module.at(found.line)}: {module.name} imports {name}; an engine may not")
@@ -376,6 +384,8 @@ BREAKERS = {
         invented(backends__xla="from . import native", backends__native=""),
         invented(backends__xla="def f():\n    from .native import Native", backends__native=""),
         invented(backends__xla__engine="from ..native.units import x", backends__native__units=""),
+        invented(backends__native__engine="from ..pjrt import x", backends__pjrt=""),
+        invented(backends__pjrt="from .xla.engine import x", backends__xla__engine=""),
         invented(backends__open="from portable_fsdp.backends.xla import tpu_chips", backends__xla=""),
     ],
     checkpoints_that_know_an_engine: [
@@ -423,6 +433,8 @@ ALLOWED = invented(
     backends__base="from dataclasses import dataclass, field\n@dataclass(frozen=True)\nclass B:\n    a: int = field()",
     backends__xla="import torch_xla\nfrom .base import Backend\nfrom portable_fsdp import __version__",
     checkpoint__store="from portable_fsdp.backends.base import Backend\nKEYS = frozenset({'a', 'b'})",
+    backends__pjrt="def f():\n    import torch_xla",
+    backends__xla_fsdp1__engine="from portable_fsdp.backends.pjrt import tpu_chips",
     backends__open="def f():\n    from portable_fsdp.backends.xla import tpu_chips",
     train__loop="from portable_fsdp.backends.open import f\nfrom portable_fsdp.checkpoint.store import KEYS",
     plan__tpu="import torch_xla\nfrom portable_fsdp.train import loop",

@@ -114,6 +114,6 @@ def _cuda_devices() -> int:
 def _tpu_chips() -> int:
     if importlib.util.find_spec("torch_xla") is None:
         return 0
-    from portable_fsdp.backends.xla.engine import tpu_chips
+    from portable_fsdp.backends.pjrt import tpu_chips
 
     return tpu_chips()

@@ -17,8 +17,8 @@ Key = tuple[str, ...]
 
 
 def key_name(key: Key) -> str:
-    """`optim.lr`."""
-    return ".".join(key)
+    """`optim.lr`, `optim.groups[0].lr`."""
+    return "".join(f"[{part}]" if part.isdecimal() else f".{part}" for part in key).removeprefix(".")
 
 
 def fields(model: type[BaseModel] = Config, above: Key = ()) -> Iterator[tuple[Key, FieldInfo]]:
@@ -135,7 +135,7 @@ def _type_words(annotation: object) -> str:
     if origin is Literal:
         return " | ".join(map(str, arguments))
     if origin is Annotated:
-        return _type_words(arguments[0])
+        return " ".join([_type_words(arguments[0]), " and ".join(_constraint_words(arguments[1:]))]).strip()
     if origin in (Union, UnionType):
         return " or ".join(_type_words(argument) for argument in arguments if argument is not NoneType)
     if section := _section(annotation):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from portable_fsdp.config.describe import yaml_value
-from portable_fsdp.config.schema import Config, Optim, XlaFsdp1
+from portable_fsdp.config.schema import Compile, Config, Optim, XlaFsdp1
 
 NATIVE, XLA, FSDP1 = ("native",), ("xla",), ("xla_fsdp1",)
 EITHER_XLA = (*XLA, *FSDP1)
@@ -120,6 +120,11 @@ def _modules_without_float16(config: Config, _: Place) -> tuple[str, ...]:
     modules = config.precision.modules.items()
     replaced = {name: "bfloat16" if dtype == "float16" else dtype for name, dtype in modules}
     return (f"precision.modules={yaml_value(replaced)}",)
+
+
+def _modules_without_float32(config: Config, _: Place) -> tuple[str, ...]:
+    kept = {name: dtype for name, dtype in config.precision.modules.items() if dtype != "float32"}
+    return ("precision.master=float32", f"precision.modules={yaml_value(kept)}")
 
 
 def _own(config: Config, key: str) -> object:
@@ -249,7 +254,11 @@ REFUSALS = (
         "sharding.wrap_classes names them then",
     ),
     Refusal(
-        "sharding.wrap_classes", EVERY, "with a class that the model doesn't have", None, "the error lists those it has"
+        "sharding.wrap_classes",
+        EVERY,
+        "with a class that the model doesn't have, or whose modules don't run or hold no parameters",
+        None,
+        "the error lists those it has",
     ),
     Refusal("sharding.wrap_modules", EVERY, "with a pattern that names no module", None, "each must name something"),
     *(
@@ -357,6 +366,14 @@ REFUSALS = (
         "small gradients become 0 in float16 unless the loss is scaled, which is not built",
         _modules_without_float16,
     ),
+    Refusal(
+        "precision.modules",
+        EVERY,
+        "with weights that rest in bfloat16",
+        lambda c, p: c.precision.master == "bfloat16" and "float32" in c.precision.modules.values(),
+        "weights that rest in bfloat16 have no more digits to compute with",
+        _modules_without_float32,
+    ),
     Refusal("precision.modules", EVERY, "with a pattern that names no module", None, "each must name something"),
     Refusal(
         "precision.modules",
@@ -364,6 +381,13 @@ REFUSALS = (
         "with modules inside one another, or of a tied weight, in two dtypes",
         None,
         "a weight is cast to one dtype",
+    ),
+    Refusal(
+        "precision.modules",
+        XLA,
+        "of some layers only, with scan_layers",
+        None,
+        "all turns of the loop run one program, with one dtype for each weight",
     ),
     Refusal(
         "precision.modules",
@@ -440,6 +464,13 @@ REFUSALS = (
     Refusal(
         "memory.every",
         EVERY,
+        "that is more than the number of layers",
+        None,
+        "the model has fewer layers",
+    ),
+    Refusal(
+        "memory.every",
+        EVERY,
         "together with memory.save_ops",
         lambda c, p: _selective(c) and c.memory.every is not None and bool(c.memory.save_ops),
         "selective picks layers or operations, not both",
@@ -489,6 +520,14 @@ REFUSALS = (
     Refusal(
         "compile.backend",
         NATIVE,
+        "without compile.enabled",
+        lambda c, p: not c.compile.enabled and c.compile.backend != Compile.model_fields["backend"].default,
+        "nothing is compiled by it",
+        ("compile.backend=inductor", "compile.enabled=true"),
+    ),
+    Refusal(
+        "compile.backend",
+        NATIVE,
         "on cpu",
         lambda c, p: c.compile.enabled and c.compile.backend == "inductor" and p.device == "cpu",
         "inductor would build C++ for this host, which is neither tried nor fast",
@@ -520,6 +559,29 @@ REFUSALS = (
             "memory.gradient_checkpointing=full and memory.every=null and memory.save_ops=[]",
             "compile.scan_layers=false",
         ),
+    ),
+    Refusal(
+        "compile.scan_layers",
+        XLA,
+        "with units by size",
+        lambda c, p: c.compile.scan_layers and c.sharding.wrap == "SIZE_BASED_WRAP",
+        "the loop gathers a layer as one unit",
+        ("sharding.wrap=TRANSFORMER_BASED_WRAP and sharding.min_num_params=null", "compile.scan_layers=false"),
+    ),
+    Refusal(
+        "compile.scan_layers",
+        XLA,
+        "with units by name",
+        lambda c, p: c.compile.scan_layers and bool(c.sharding.wrap_modules),
+        "the loop gathers a layer as one unit",
+        ("sharding.wrap_modules=[]", "compile.scan_layers=false"),
+    ),
+    Refusal(
+        "compile.scan_layers",
+        XLA,
+        "for layers that don't follow one another in a list of the model, or hold units (sharding.wrap_classes)",
+        None,
+        "a turn of the loop is a layer, gathered as one unit",
     ),
     Refusal("compile.scan_layers", XLA, "for layers that differ (gemma2)", None, "all turns run one program"),
     # --- one engine's own

@@ -5,6 +5,7 @@ Where it runs (`--device`, `--backend`, `--num_devices`) is a flag of the launch
 
 from typing import Annotated, Any, Literal
 
+from annotated_types import Ge, Lt
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 
@@ -19,6 +20,7 @@ def _float_from_yaml(value: object) -> object:
 
 
 Float = Annotated[float, BeforeValidator(_float_from_yaml)]
+DecayRate = Annotated[float, BeforeValidator(_float_from_yaml), Ge(0), Lt(1)]
 
 
 class Section(BaseModel):
@@ -113,7 +115,7 @@ class OptimGroup(Section):
 class Optim(Section):
     name: Literal["adamw", "sgd"] = Field(default="adamw", description="optimizer")
     lr: Float = Field(default=3e-4, gt=0, description="peak learning rate")
-    betas: tuple[Float, Float] = Field(
+    betas: tuple[DecayRate, DecayRate] = Field(
         default=(0.9, 0.95), description="AdamW's decay rates of the two moments", strict=False
     )
     eps: Float = Field(default=1e-8, gt=0, description="AdamW's epsilon")

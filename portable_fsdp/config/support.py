@@ -8,13 +8,17 @@ engine decides by itself, is delegated. A backend calls `require_supported` whil
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
+
+from pydantic import BaseModel
 
 from portable_fsdp.config.describe import option_names, yaml_value
 from portable_fsdp.config.load import check_batch
 from portable_fsdp.config.refusals import EITHER_XLA, EVERY, FSDP1, NATIVE, REFUSALS, XLA, Place, Refusal
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import BackendError, ConfigError
+
+_NOTHING_WAS_STARTED = " Nothing was started."
 
 Kind = Literal["honoured", "delegated", "refused"]
 
@@ -41,14 +45,16 @@ class Effect:
 def require_supported(config: Config, *, engine: str, device: str, devices: int, hosts: int) -> None:
     """Raise BackendError with all options that `engine` can't honour on so many devices of so many hosts.
 
-    `devices` counts those of all hosts. Raises ConfigError for a batch that they don't divide.
+    `devices` counts those of all hosts. A batch that they don't divide is said first; alone it is a ConfigError.
     """
-    check_batch(config, devices)
     place = Place(engine, device, devices, hosts)
     where = f"backend {engine} on {device} ({devices} device(s) of {hosts} host(s))"
     found = [f"{where}: {_title(rule, config)}: {_reason(rule, config, place)}" for rule in refusals(config, place)]
+    batch = _batch_problem(config, devices)
     if found:
-        raise BackendError("\n".join(found) + " Nothing was started.")
+        raise BackendError("\n".join([batch, *found] if batch else found) + _NOTHING_WAS_STARTED)
+    if batch:
+        raise ConfigError(batch + _NOTHING_WAS_STARTED)
 
 
 def refusals(config: Config, place: Place) -> tuple[Refusal, ...]:
@@ -63,8 +69,8 @@ def verdicts(config: Config, place: Place) -> tuple[Verdict, ...]:
     refused: dict[str, list[str]] = {}
     for rule in refusals(config, place):
         refused.setdefault(rule.option, []).append(f"{rule.case}: {_reason(rule, config, place, ' ')}")
-    if batch := _batch_problem(config, place):
-        refused["train.global_batch"] = [batch]
+    if batch := _batch_problem(config, place.devices):
+        refused["train.global_batch"] = [" ".join(batch.removeprefix("train.global_batch: ").split())]
     return tuple(_verdict(config, place.engine, option, refused.get(option)) for option in option_names())
 
 
@@ -73,7 +79,19 @@ def _verdict(config: Config, engine: str, option: str, reasons: list[str] | None
     if reasons:
         return Verdict(option, value, "refused", " ".join(reasons))
     effect = _effect(option, value, engine)
-    return Verdict(option, value, effect.kind, effect.what)
+    cases = [f"refused {rule.case}" for rule in _told_by_the_model(option, engine)]
+    later = f"; {'; '.join(cases)}: checked when the model is built" if cases and not _is_default(option, value) else ""
+    return Verdict(option, value, effect.kind, effect.what + later)
+
+
+def _told_by_the_model(option: str, engine: str) -> list[Refusal]:
+    return [rule for rule in REFUSALS if rule.option == option and engine in rule.engines and rule.when is None]
+
+
+def _is_default(option: str, value: object) -> bool:
+    section, _, key = option.partition(".")
+    model = cast(type[BaseModel], Config.model_fields[section].annotation)
+    return value == model.model_fields[key].default
 
 
 def _effect(option: str, value: object, engine: str) -> Effect:
@@ -112,13 +130,14 @@ def _reason(rule: Refusal, config: Config, place: Place, before_way: str = "\n  
     return f"{rule.reason}.{before_way}Set {', or '.join(rule.ways_out(config, place))}."
 
 
-def _batch_problem(config: Config, place: Place) -> str | None:
-    if place.devices is None:
+def _batch_problem(config: Config, devices: int | None) -> str | None:
+    """In the words of `check_batch`, without its last ones."""
+    if devices is None:
         return None
     try:
-        check_batch(config, place.devices)
+        check_batch(config, devices)
     except ConfigError as error:
-        return " ".join(str(error).removeprefix("train.global_batch: ").split())
+        return str(error).removesuffix(_NOTHING_WAS_STARTED)
     return None
 
 
@@ -180,7 +199,7 @@ EFFECTS = (
         XLA,
         "rows of each weight over all devices; a unit is gathered in forward, and again in backward",
     ),
-    Effect(("sharding.strategy=SHARD_GRAD_OP",), XLA, "sharded at rest; one gathered compute copy a step"),
+    Effect(("sharding.strategy=SHARD_GRAD_OP",), XLA, "sharded at rest; one gathered compute copy a micro batch"),
     Effect(("sharding.strategy=NO_SHARD",), XLA, "replicated; gradients are all-reduced"),
     Effect(
         ("sharding.strategy=HYBRID_SHARD", "sharding.strategy=HYBRID_SHARD_ZERO2"),
@@ -213,6 +232,9 @@ EFFECTS = (
         FSDP1,
         "each unit is an XlaFullyShardedDataParallel, inner ones first, the whole model last",
     ),
+    Effect(("sharding.wrap=NO_WRAP",), EVERY, "no units but those of wrap_modules; the rest is the root's"),
+    Effect(("sharding.wrap_modules=[]",), EVERY, "none by name"),
+    Effect(("sharding.min_num_params=null",), EVERY, "units are not told by their size"),
     Effect(
         ("sharding.wrap_classes",),
         EVERY,
@@ -269,7 +291,8 @@ EFFECTS = (
     Effect(("memory.cpu_offload=true",), NATIVE, "CPUOffloadPolicy: the optimizer steps on the host"),
     Effect(("memory.cpu_offload=false",), EVERY, "all rests in device memory"),
     # --- compile
-    Effect(("compile.enabled", "compile.backend"), NATIVE, "torch.compile of each layer, with compile.enabled=true"),
+    Effect(("compile.enabled", "compile.backend"), NATIVE, "torch.compile of each layer"),
+    Effect(("compile.enabled=false",), NATIVE, "layers run eagerly"),
     Effect(("compile.enabled", "compile.backend"), EITHER_XLA, "XLA compiles the whole step in any case", "delegated"),
     Effect(("compile.scan_layers=true",), XLA, "torch_xla's scan: one program for all layers"),
     Effect(("compile.scan_layers=false",), EVERY, "a copy of the program for each layer"),

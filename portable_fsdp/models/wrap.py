@@ -1,13 +1,13 @@
-"""Which modules are units (gathered and freed together), which are layers, which compute in a dtype of their own."""
+"""Which modules are units (gathered and freed together), layers, recomputed, or compute in a dtype of their own."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from torch import nn
 
 from portable_fsdp.config.patterns import matching
-from portable_fsdp.config.schema import Precision, Sharding
+from portable_fsdp.config.schema import Memory, Precision, Sharding
 from portable_fsdp.runtime.errors import ConfigError
 
 
@@ -15,15 +15,15 @@ def find_layers(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
     """FQNs of the model's repeated blocks, in the order of definition: what is recomputed, scanned and compiled.
 
     They are the modules of `sharding.wrap_classes`, else transformers' `_no_split_modules`; a layer inside a layer
-    belongs to the outer one, and neither the embedding nor the head is one. Raises ConfigError where the model lacks a
-    class of `wrap_classes`, or where neither names any.
+    belongs to the outer one, and neither the embedding nor the head is one. Raises ConfigError where a class of
+    `wrap_classes` has no module that can be a unit, or where neither names any.
     """
     _check_classes(model, sharding.wrap_classes)
     classes = set(sharding.wrap_classes) or set(getattr(model, "_no_split_modules", None) or ())
     tables = _tables(model)
     layers = _outermost(name for name in _of_classes(model, classes) if name not in tables)
     if not layers:
-        blocks = _repeated_classes(model) or _classes(model)
+        blocks = _repeated_classes(model) or _classes_of_units(model)
         raise ConfigError(
             f"{type(model).__name__}: expected at least one layer of the class(es) {sorted(classes) or '(none named)'},"
             f" found none.\n  Set sharding.wrap_classes to the class of its blocks: {' or '.join(blocks)}. Nothing was "
@@ -63,6 +63,19 @@ def find_units(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
     return tuple(name for name, _ in model.named_modules() if name in by_hand | by_policy)
 
 
+def recomputed_layers(layers: Sequence[str], memory: Memory) -> tuple[str, ...]:
+    """Those of `layers` that gradient checkpointing runs again; raises ConfigError where it can't pick from so few."""
+    if memory.gradient_checkpointing == "none":
+        return ()
+    every = memory.every or 1
+    if every > len(layers):
+        raise ConfigError(
+            f"memory.every: expected at most {len(layers)} (the layers of the model), found {every}.\n"
+            "  Lower it, or set memory.gradient_checkpointing=full and memory.every=null. Nothing was started."
+        )
+    return tuple(layers[::every])
+
+
 def modules_of_own_dtype(model: nn.Module, precision: Precision) -> dict[str, str]:
     """FQN -> dtype of the outermost modules that `precision.modules` names; the first pattern that matches counts.
 
@@ -70,11 +83,7 @@ def modules_of_own_dtype(model: nn.Module, precision: Precision) -> dict[str, st
     is cast once. Raises ConfigError for a pattern that names none that an earlier one left, where a module would hold
     one of another dtype, and for a shared weight of two dtypes.
     """
-    names = [
-        name
-        for name, module in model.named_modules()
-        if name and _has_forward(module) and any(True for _ in module.parameters())
-    ]
+    names = [name for name, module in model.named_modules() if name and _can_be_unit(module)]
     found: dict[str, str] = {}
     for pattern, dtype in precision.modules.items():
         before = len(found)
@@ -159,8 +168,9 @@ def _outermost(names: Iterable[str]) -> list[str]:
     return kept
 
 
-def _classes(model: nn.Module) -> list[str]:
-    return sorted({type(module).__name__ for module in model.modules()})
+def _classes_of_units(model: nn.Module) -> list[str]:
+    """Classes of modules that can be a unit or a layer."""
+    return sorted({type(module).__name__ for name, module in model.named_modules() if name and _can_be_unit(module)})
 
 
 def _repeated_classes(model: nn.Module) -> list[str]:
@@ -175,21 +185,35 @@ def _has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
+def _has_parameters(module: nn.Module) -> bool:
+    """A rotary embedding, say, has none: there is nothing to gather."""
+    return any(True for _ in module.parameters())
+
+
+def _can_be_unit(module: nn.Module) -> bool:
+    return _has_forward(module) and _has_parameters(module)
+
+
 def _check_classes(model: nn.Module, classes: Iterable[str]) -> None:
-    absent = [name for name in classes if name not in _classes(model)]
-    if absent:
+    known = _classes_of_units(model)
+    wrong = [name for name in classes if name not in known]
+    if wrong:
         raise ConfigError(
-            f"sharding.wrap_classes: expected classes of {type(model).__name__}, found {', '.join(absent)}.\n"
-            f"  The model has: {', '.join(_classes(model))}. Nothing was started."
+            f"sharding.wrap_classes: expected classes of modules in {type(model).__name__} that run and hold "
+            f"parameters, found {', '.join(wrong)}.\n  The model has: {', '.join(known)}. Nothing was started."
         )
 
 
 def _of_classes(model: nn.Module, classes: Collection[str]) -> list[str]:
-    return [name for name, module in model.named_modules() if name and type(module).__name__ in classes]
+    return [
+        name
+        for name, module in model.named_modules()
+        if name and type(module).__name__ in classes and _can_be_unit(module)
+    ]
 
 
 def _of_patterns(model: nn.Module, patterns: Iterable[str]) -> list[str]:
-    names = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
+    names = [name for name, module in model.named_modules() if name and _has_parameters(module)]
     found: list[str] = []
     for pattern in patterns:
         for name in _outermost(matching("sharding.wrap_modules", pattern, names)):

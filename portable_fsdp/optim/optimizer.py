@@ -4,7 +4,7 @@ A backend makes the optimizer once its parameters are laid out: `make_optimizer`
 tells it the numbers of each step (`step_numbers`, `set_step_numbers`): a compiled step takes them as inputs.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, cast
 
 import torch
@@ -18,15 +18,23 @@ MakeOptimizer = Callable[[list[dict[str, Any]], bool], torch.optim.Optimizer]
 """`make(groups, compiled)`: groups hold parameters under `params`; compiled: for steps that are compiled."""
 
 
-def parameter_groups(named_shapes: Mapping[str, tuple[int, ...]], optim: Optim) -> list[dict[str, Any]]:
+def parameter_groups(
+    named_shapes: Mapping[str, tuple[int, ...]],
+    optim: Optim,
+    *,
+    ties: Mapping[str, str] | None = None,
+    frozen: Collection[str] = (),
+) -> list[dict[str, Any]]:
     """The parameters that train, by what an update does to them; no group is empty.
 
     A group's `params` are FQNs, in the order of `named_shapes`; `weight_decay` and `lr_share` (its learning rate as a
     share of the schedule's) are those of the first of `optim.groups` that matches. Where none says: tensors of two or
-    more dimensions decay, embedding tables among them; biases and the weights of norms don't. Raises ConfigError for a
-    group of `optim.groups` that takes nothing.
+    more dimensions decay, embedding tables among them; biases and the weights of norms don't. A tied weight is named by
+    any of its FQNs: `ties` are the further ones, each with the first. `frozen` are those of weights that don't train.
+    Raises ConfigError for a group of `optim.groups` that takes nothing.
     """
-    own = _own_group(list(named_shapes), optim)
+    first = {fqn: fqn for fqn in (*named_shapes, *frozen)} | dict(ties or {})
+    own = _own_group(first, named_shapes.keys(), optim)
     grouped: dict[tuple[float, float], list[str]] = {}
     for fqn, shape in named_shapes.items():
         group = own.get(fqn)
@@ -38,12 +46,20 @@ def parameter_groups(named_shapes: Mapping[str, tuple[int, ...]], optim: Optim) 
     return [{"params": fqns, "weight_decay": decay, "lr_share": share} for (decay, share), fqns in grouped.items()]
 
 
-def _own_group(fqns: list[str], optim: Optim) -> dict[str, OptimGroup]:
-    """FQN -> the first of `optim.groups` that matches it."""
+def _own_group(first: Mapping[str, str], trained: Collection[str], optim: Optim) -> dict[str, OptimGroup]:
+    """Trained FQN -> the first of `optim.groups` that matches it; `first`: FQN -> the first one of its weight."""
     own: dict[str, OptimGroup] = {}
     for index, group in enumerate(optim.groups):
         key = f"optim.groups[{index}].match"
-        new = [fqn for fqn in matching(key, group.match, fqns) if fqn not in own]
+        named = {first[fqn]: None for fqn in matching(key, group.match, first)}
+        trains = [fqn for fqn in named if fqn in trained]
+        if not trains:
+            raise ConfigError(
+                f"{key}: expected a pattern that names parameters which train, found {group.match!r}: all that it "
+                f"names, {', '.join(list(named)[:3])}{', ...' if len(named) > 3 else ''}, is frozen by model.freeze.\n"
+                "  Leave the group out, or freeze less. Nothing was started."
+            )
+        new = [fqn for fqn in trains if fqn not in own]
         if not new:
             raise ConfigError(
                 f"{key}: expected a pattern that names parameters which no earlier group has taken, found "
@@ -54,13 +70,11 @@ def _own_group(fqns: list[str], optim: Optim) -> dict[str, OptimGroup]:
 
 
 def make_optimizer(optim: Optim) -> MakeOptimizer:
-    """The function that makes the config's optimizer from groups of parameters; raises ConfigError for wrong betas.
+    """The function that makes the config's optimizer from groups of parameters.
 
     `compiled` is for engines that compile the step, in which no number may stand that changes with the step: lr is
     then a float32 tensor, and AdamW the one below. The state of either AdamW has the same names, shapes and dtypes.
     """
-    if not all(0 <= beta < 1 for beta in optim.betas):
-        raise ConfigError(f"optim.betas: expected two numbers from 0 up to, but not, 1, found {list(optim.betas)}.")
 
     def make(groups: list[dict[str, Any]], compiled: bool) -> torch.optim.Optimizer:
         lr = torch.tensor(optim.lr) if compiled else optim.lr

@@ -32,7 +32,7 @@ from portable_fsdp.metrics.flops import model_flops_per_token, peak_flops
 from portable_fsdp.metrics.meter import Meter, processes_row
 from portable_fsdp.metrics.sinks import EventsFile, MetricsFile
 from portable_fsdp.models.build import BuiltModel, build_model
-from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dtype
+from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dtype, recomputed_layers
 from portable_fsdp.optim.optimizer import make_optimizer, parameter_groups
 from portable_fsdp.optim.schedule import check_schedule, learning_rate
 from portable_fsdp.runtime.errors import EXIT_FINISHED, EXIT_STOPPED, CheckpointError, ConfigError, TrainingError
@@ -120,9 +120,11 @@ def build(config: Config, backend: Backend, vocabulary: int, *, fill: bool = Tru
         chunked_loss=backend.expected_compilations == 0,
     )
     shapes = {fqn: tuple(weight.shape) for fqn, weight in built.model.named_parameters() if weight.requires_grad}
+    frozen = [fqn for fqn, weight in built.model.named_parameters() if not weight.requires_grad]
     ties = _ties(built.model)
+    groups = parameter_groups(shapes, config.optim, ties=ties, frozen=frozen)
     model = backend.shard_model(built.model, shard_policy(config, built.model), built.fill if fill else None)
-    optimizer = backend.build_optimizer(make_optimizer(config.optim), parameter_groups(shapes, config.optim))
+    optimizer = backend.build_optimizer(make_optimizer(config.optim), groups)
     step = train_step(backend, model, optimizer, accumulation=accumulation, max_grad_norm=config.train.max_grad_norm)
     return Training(built, model, optimizer, step, accumulation, ties)
 
@@ -137,16 +139,14 @@ def shard_policy(config: Config, model: nn.Module) -> ShardPolicy:
     """The config's words as plain values for this model; raises ConfigError for a name that the model doesn't have."""
     sharding, precision, memory = config.sharding, config.precision, config.memory
     layers = find_layers(model, sharding)
-    selective = memory.gradient_checkpointing == "selective"
-    every = (memory.every or 1) if selective else 1
     return ShardPolicy(
         units=find_units(model, sharding),
         layers=layers,
         compute=DTYPES[precision.compute],
         reduce=DTYPES["float32" if precision.reduce == "auto" else precision.reduce],
         modules={name: DTYPES[dtype] for name, dtype in modules_of_own_dtype(model, precision).items()},
-        recompute=() if memory.gradient_checkpointing == "none" else layers[::every],
-        save_ops=memory.save_ops if selective else (),
+        recompute=recomputed_layers(layers, memory),
+        save_ops=memory.save_ops,
         reshard_after_forward=sharding.reshard_after_forward
         or sharding.strategy not in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"),
         forward_prefetch=sharding.forward_prefetch,
@@ -330,6 +330,7 @@ class Records:
         """Make the run's folder, drop the rows of steps that are run again, say what starts and from where."""
         if not self._writes:
             return
+        self._first = step + 1
         self._folder.mkdir(parents=True, exist_ok=True)
         self._metrics = MetricsFile(self._folder / "metrics.jsonl")
         self._metrics.truncate_after(step)  # first: it refuses a file that something else has written to
@@ -391,7 +392,7 @@ class Records:
             memory = self._backend.memory()
             peak = memory.peak_bytes if memory else None
             row = self._meter.row(late.step, {**values, "lr": late.lr}, self._tokens, self._seconds, peak)
-            if late.step == 1:
+            if late.step == self._first:
                 self._write_collectives()
             if late.step == 1 or late.step % self._config.train.log_every == 0:
                 row["processes"] = processes_row(seconds.tolist(), loads.tolist())
@@ -412,7 +413,7 @@ class Records:
         return seen.flatten()
 
     def _write_collectives(self) -> None:
-        """What one step sends, once it has run; left out where the engine doesn't tell."""
+        """What a step sends, once the first of this process has run; left out where the engine doesn't tell."""
         traffic = self._backend.collectives
         if traffic is not None:
             kinds = {kind: {"calls": one.calls, "bytes": one.bytes} for kind, one in traffic.items()}

@@ -225,7 +225,11 @@ def refused(case: Case) -> None:
 
 
 def collectives(case: Case) -> dict[str, Any]:
-    """The collectives of the first two steps: as the backend counts them, as torch does, and each one on the wire."""
+    """The collectives of the first two steps: as the backend counts them, as torch does, and each one on the wire.
+
+    One on the wire: its name, dtype, bytes of its larger side, and how many times those of its smaller one, which for a
+    gather is the number of devices that it runs over.
+    """
     from torch.distributed.tensor.debug import CommDebugMode
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
@@ -233,12 +237,13 @@ def collectives(case: Case) -> dict[str, Any]:
     class Wire(TorchDispatchMode):
         def __init__(self) -> None:
             super().__init__()
-            self.seen: list[tuple[str, str, int]] = []
+            self.seen: list[tuple[str, str, int, int]] = []
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func.namespace == "c10d":
                 tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-                self.seen.append((func.name(), str(tensors[0].dtype), max(tensor.nbytes for tensor in tensors)))
+                sizes = [tensor.nbytes for tensor in tensors]
+                self.seen.append((func.name(), str(tensors[0].dtype), max(sizes), max(sizes) // min(sizes)))
             return func(*args, **(kwargs or {}))
 
     backend, config = _open(case)

@@ -127,6 +127,18 @@ def test_collectives_are_the_textbooks(name: str, micro_batches: int, workers: G
             }
 
 
+@pytest.mark.parametrize(("number", "in_backward"), [(None, 4), (2, 2)])
+def test_units_resharded_over_a_number_of_devices_are_gathered_from_those_in_backward(
+    number: int | None, in_backward: int, workers: GetWorkers
+) -> None:
+    """The embedding, two layers and the head, again in backward; the root in forward only."""
+    case = Case(steps=2, settings={"sharding.reshard_after_forward": number})
+    for answer in workers(FOUR).run("collectives", case=case):
+        for step in answer["steps"]:
+            over = [devices for kind, _, _, devices in step["wire"] if kind == "c10d::_allgather_base_"]
+            assert over == [4] * 5 + [in_backward] * 4
+
+
 def test_recomputation_gathers_no_unit_again(workers: GetWorkers) -> None:
     plain, recomputed = (
         workers(FOUR).run("collectives", case=Case(steps=2, checkpointing=checkpointing))[0]["backend"]
@@ -157,11 +169,12 @@ def test_the_wire_carries_the_dtypes_asked_for(name: str, workers: GetWorkers) -
     wire = workers(Group("native", 2)).run("collectives", case=Case(steps=2, settings=settings))[0]["steps"][0]["wire"]
 
     def dtypes(op: str) -> set[str]:
-        return {dtype.removeprefix("torch.") for kind, dtype, _ in wire if kind == op}
+        return {dtype.removeprefix("torch.") for kind, dtype, *_ in wire if kind == op}
 
     assert (dtypes("c10d::_allgather_base_"), dtypes("c10d::_reduce_scatter_base_")) == (gathered, reduced)
     if name == "norms in fp32":
-        norms = sum(size for kind, dtype, size in wire if kind == "c10d::_allgather_base_" and dtype == "torch.float32")
+        gathers = [(dtype, size) for kind, dtype, size, _ in wire if kind == "c10d::_allgather_base_"]
+        norms = sum(size for dtype, size in gathers if dtype == "torch.float32")
         assert norms == 4 * 72 * (2 * 2 * 2 + 1)  # two norms a layer, gathered twice, and the root's
 
 
@@ -335,7 +348,7 @@ CURVES: dict[str, tuple[Group, Case]] = {
         TWO,
         Case("llama_tied", compute="bfloat16", settings={"precision.modules": {"lm_head": "float32"}}),
     ),
-    "a layer in bf16": (TWO, Case(compute="bfloat16", settings={"precision.modules": {"model.layers.0": "float32"}})),
+    "a layer in fp32": (TWO, Case(compute="bfloat16", settings={"precision.modules": {"model.layers.0": "float32"}})),
 }
 
 

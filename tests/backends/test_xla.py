@@ -221,6 +221,37 @@ def test_layers_that_differ_are_not_scanned(workers: Callable[[Group], Workers])
     assert failure.value.kind == "BackendError"
 
 
+@pytest.mark.parametrize(
+    ("classes", "found"),
+    [
+        (["LlamaMLP"], r"model\.layers\.0\.mlp, model\.layers\.1\.mlp \(LlamaMLP\)"),
+        (["LlamaModel"], r"model \(LlamaModel\)"),
+        (["LlamaDecoderLayer", "LlamaMLP"], r"model\.layers\.0\.mlp is a unit inside model\.layers\.0"),
+    ],
+)
+def test_layers_that_are_no_list_or_hold_units_are_not_scanned(
+    workers: Callable[[Group], Workers], classes: list[str], found: str
+) -> None:
+    with pytest.raises(JobFailed, match=rf"compile\.scan_layers=true cannot be honoured.*{found}") as failure:
+        workers(Group("xla", 1)).run("built", case=case(settings=SCAN | {"sharding.wrap_classes": classes}))
+    assert failure.value.kind == "BackendError"
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_layers_that_compute_in_different_dtypes_are_not_scanned(
+    workers: Callable[[Group], Workers], layer: int
+) -> None:
+    one_layer = SCAN | {"precision.modules": {f"model.layers.{layer}.mlp": "float32"}}
+    found = ["torch.bfloat16", "torch.float32"]
+    expected = (
+        rf"model\.layers\.1\.mlp\.gate_proj\.weight computes in {found[layer]}, and "
+        rf"model\.layers\.0\.mlp\.gate_proj\.weight in {found[1 - layer]}"
+    )
+    with pytest.raises(JobFailed, match=expected) as failure:
+        workers(Group("xla", 1)).run("built", case=case(compute="bfloat16", settings=one_layer))
+    assert failure.value.kind == "BackendError"
+
+
 @pytest.mark.parametrize("precision", ["highest", "default"])
 def test_matmul_precision_holds_while_the_backend_is_open(workers: Callable[[Group], Workers], precision: str) -> None:
     chosen = case(settings={"precision.matmul": precision})

@@ -15,6 +15,7 @@ from workers import Group, JobFailed, Workers
 
 from portable_fsdp.backends.base import parameter_places
 from portable_fsdp.backends.open import local_processes, resolve
+from portable_fsdp.backends.xla_fsdp1.process import check_devices
 from portable_fsdp.backends.xla_fsdp1.shards import boxes, check_rows
 from portable_fsdp.runtime.errors import BackendError
 
@@ -230,3 +231,10 @@ def test_it_is_refused_on_cuda_and_starts_one_process_on_cpu() -> None:
     with pytest.raises(BackendError, match="backend xla_fsdp1 on cuda: torch_xla dropped its CUDA support"):
         resolve("cuda", "xla_fsdp1")
     assert local_processes("cpu", "xla_fsdp1", None) == 1
+
+
+@pytest.mark.parametrize(("device", "way"), [("cpu", "--backend=xla --num_devices=2"), ("tpu", "Leave --num_devices")])
+def test_a_number_of_devices_that_there_is_not_says_what_to_do_on_this_device(device: str, way: str) -> None:
+    check_devices(device, 1, 1)
+    with pytest.raises(BackendError, match=rf"on {device}: expected --num_devices=2 devices, found 1\.\n.*{way}"):
+        check_devices(device, 2, 1)

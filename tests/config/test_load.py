@@ -147,7 +147,8 @@ qqqq: 1
         "  nearest: optim.",
         "a.yaml:9: lr: unknown key.",
         "  nearest: optim.lr (a number > 0).",
-        "a.yaml:11: optim.betas: expected a list [a number, a number], found the list [0.9, 'x'].",
+        "a.yaml:11: optim.betas: expected a list [a number >= 0 and < 1, a number >= 0 and < 1], "
+        "found the list [0.9, 'x'].",
         "a.yaml:12: optim.momentum: expected a number >= 0 and < 1, found 3.",
         "a.yaml:14: optim.lr: expected once, found twice (first on line 13); keep one.",
         "a.yaml:14: optim.lr: expected a number > 0, found 'fast'.",
@@ -196,7 +197,14 @@ def test_an_override_is_named_as_it_was_typed(tmp_path: Path, override: str, exp
             "sharding.wrap_classes: expected a list of text, found 'LlamaDecoderLayer'; a list of one is "
             "[LlamaDecoderLayer].",
         ),
-        ("optim.betas=[0.9]", "optim.betas: expected a list [a number, a number], found the list [0.9]."),
+        (
+            "optim.betas=[0.9, 1.0]",
+            "optim.betas: expected a list [a number >= 0 and < 1, a number >= 0 and < 1], found the list [0.9, 1.0].",
+        ),
+        (
+            "optim.betas=[0.9]",
+            "optim.betas: expected a list [a number >= 0 and < 1, a number >= 0 and < 1], found the list [0.9].",
+        ),
         ("sharding.wrap_modules=[1]", "sharding.wrap_modules: expected a list of text, found the list [1]."),
         (
             "memory.save_ops=matmul",
@@ -210,16 +218,16 @@ def test_an_override_is_named_as_it_was_typed(tmp_path: Path, override: str, exp
         ("precision.modules.head=fp32", "precision.modules.head: expected float32 | bfloat16 | float16, found 'fp32'."),
         ("precision.modules={1: float32}", "precision.modules: expected a mapping of text to float32 | "),
         ("optim.groups=x", "optim.groups: expected a list of mappings with match, lr, weight_decay, found 'x'."),
-        ("optim.groups=[3]", "optim.groups.0: expected a mapping with match, lr, weight_decay, found 3."),
-        ("optim.groups=[{match: x, lr: -1}]", "optim.groups.0.lr: expected a number > 0 or null, found -1."),
-        ("optim.groups=[{lr: 1}]", "optim.groups.0.match: expected text that is not empty, found no such key."),
+        ("optim.groups=[3]", "optim.groups[0]: expected a mapping with match, lr, weight_decay, found 3."),
+        ("optim.groups=[{match: x, lr: -1}]", "optim.groups[0].lr: expected a number > 0 or null, found -1."),
+        ("optim.groups=[{lr: 1}]", "optim.groups[0].match: expected text that is not empty, found no such key."),
         (
             "optim.groups=[{match: x, lrr: 1}]",
-            "optim.groups.0.lrr: unknown key.\n  nearest: optim.groups.lr (a number > 0 or null).",
+            "optim.groups[0].lrr: unknown key.\n  nearest: optim.groups.lr (a number > 0 or null).",
         ),
         (
             "optim.groups=[{match: x, lr: 1, lr: 2}]",
-            "optim.groups.0.lr: expected once, found twice; keep one.",
+            "optim.groups[0].lr: expected once, found twice; keep one.",
         ),
     ],
 )
@@ -229,7 +237,7 @@ def test_lists_and_mappings_are_named_to_the_item(tmp_path: Path, override: str,
 
 def test_an_item_of_a_list_is_named_by_its_line(tmp_path: Path) -> None:
     path = write(tmp_path, SMALL + "optim:\n  groups:\n    - {match: a}\n    - match: b\n      lr: 0\n")
-    assert message(path).startswith("a.yaml:9: optim.groups.1.lr: expected a number > 0 or null, found 0.")
+    assert message(path).startswith("a.yaml:9: optim.groups[1].lr: expected a number > 0 or null, found 0.")
 
 
 def test_a_list_that_holds_itself_is_refused(tmp_path: Path) -> None:

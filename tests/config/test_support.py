@@ -243,10 +243,32 @@ def test_a_batch_that_the_devices_do_not_divide_is_refused_in_the_words_of_the_l
     [verdict] = [verdict for verdict in verdicts(config, place) if verdict.kind == "refused"]
     assert verdict.option == "train.global_batch"
     assert verdict.text.startswith("expected a multiple of train.micro_batch * devices = 2 * 3 = 6 sequences, found 8.")
-    with pytest.raises(ConfigError, match=r"train\.global_batch: expected a multiple"):
+    assert verdict.text.endswith("Set train.global_batch=6 or 12.")  # explain starts nothing in any case
+    with pytest.raises(ConfigError, match=r"train\.global_batch: expected a multiple(.|\n)* Nothing was started\.$"):
         support(config, place)
+    with pytest.raises(BackendError) as both:
+        support(config_of({"train.global_batch": 8, "train.micro_batch": 2, "sharding.replicas": 2}), place)
+    first, *_, last = str(both.value).splitlines()
+    assert first.startswith("train.global_batch: expected a multiple")
+    assert "sharding.replicas=2 without a hybrid strategy" in str(both.value)
+    assert last.endswith("Nothing was started.")
+    assert str(both.value).count("Nothing was started.") == 1
     unknown = Place("native", "cpu", None, None)
     assert not [verdict for verdict in verdicts(config, unknown) if verdict.kind == "refused"]
+
+
+def test_a_verdict_says_what_only_the_model_can_refuse() -> None:
+    place = Place("xla", "cpu", 4, 1)
+
+    def said(settings: Settings) -> dict[str, str]:
+        return {verdict.option: verdict.text for verdict in verdicts(config_of(settings), place)}
+
+    plain, scanned = said({}), said({"compile.scan_layers": True})
+    assert not [text for text in plain.values() if "when the model is built" in text]
+    assert scanned["compile.scan_layers"].endswith(
+        "; refused for layers that differ (gemma2): checked when the model is built"
+    )
+    assert [option for option in plain if plain[option] != scanned[option]] == ["compile.scan_layers"]
 
 
 @pytest.mark.parametrize(

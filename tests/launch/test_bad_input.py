@@ -74,6 +74,10 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
     "config only text": (["--config=text.yaml"], ["text.yaml", "expected a mapping of sections", "'a sentence'"]),
     "batch": ([*CPU, "train.micro_batch=3"], ["train.global_batch", "found 4", "Set train.global_batch=3 or 6"]),
     "batch on 3": ([*CPU, "--num_devices=3"], ["train.global_batch", "1 * 3 = 3", "found 4", "Set train.global"]),
+    "batch and an option on 2": (
+        [*CPU, "--num_devices=2", "train.micro_batch=3", "memory.every=2"],
+        ["train.global_batch", "3 * 2 = 6", "memory.every=2 without", "Set memory.every=null"],
+    ),
     "seq_len": ([*CPU, "data.seq_len=64"], ["data.seq_len: expected at most 32", "found 64", "Lower data.seq_len"]),
     "vocabulary": (
         [*CPU, "model.architecture.vocab_size=100"],
@@ -89,7 +93,7 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
         ["at least 33 tokens", "found 6 in short.txt", "Lower data.seq_len"],
     ),
     "no corpus": ([*CPU, "data.source=text", "data.path=none/*.txt"], ["data.path", "found nothing: none/*.txt"]),
-    "warmup": ([*CPU, "optim.warmup_steps=7"], ["optim.warmup_steps: expected at most 6", "found 7"]),
+    "warmup": ([*CPU, "optim.warmup_steps=7"], ["optim.warmup_steps: expected at most 6", "found 7", "Nothing was"]),
     "unknown device": ([*ANYWHERE, "--device=gpu"], ["--device=gpu", "auto, cpu, cuda, tpu"]),
     "unknown backend": ([*CPU, "--backend=fsdp"], ["--backend=fsdp", *BACKENDS]),
     "one class for a list": (
@@ -331,9 +335,11 @@ def test_what_xla_can_not_do_is_said_at_once(folder: Path) -> None:
 
 @pytest.mark.xla
 def test_batch_that_xlas_devices_do_not_divide(folder: Path) -> None:
-    with started([*PYTHON, *CPU, "--backend=xla", "--num_devices=3"], folder) as process:
+    command = [*PYTHON, *CPU, "--backend=xla", "--num_devices=3", "memory.cpu_offload=true"]
+    with started(command, folder) as process:
         assert process.wait() == 2
     check_message(process.err)
+    assert "cpu_offload=true on XLA" in process.err  # a bad batch hides no refusal
     assert "train.global_batch: expected a multiple of train.micro_batch * devices = 1 * 3 = 3" in process.err
     assert not (folder / "run").exists()
 

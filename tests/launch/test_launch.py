@@ -131,6 +131,15 @@ def test_flags_may_follow_overrides_and_the_later_value_counts(tmp_path: Path, m
     assert committed(tmp_path / "runs/x") == [1]
 
 
+def test_a_resumed_run_tells_its_collectives_too(tmp_path: Path) -> None:
+    """It may run on another number of devices."""
+    arguments = ["--device=cpu", f"--config={tiny_config(tmp_path)}", f"run.dir={tmp_path / 'run'}"]
+    for stop_at in (2, 4):
+        assert launch(*arguments, f"train.stop_at={stop_at}") == 0
+    kinds = [event["event"] for event in read_jsonl(tmp_path / "run/events.jsonl")]
+    assert kinds == ["start", "collectives", "save", "start", "resume", "collectives", "save"]
+
+
 LLAMA_1B_IN_SMALL = [
     "model.architecture.hidden_size=64",
     "model.architecture.intermediate_size=128",

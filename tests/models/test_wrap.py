@@ -11,9 +11,9 @@ from torch.distributed.fsdp.wrap import (
     size_based_auto_wrap_policy,
 )
 
-from portable_fsdp.config.schema import Model, Precision, Sharding
+from portable_fsdp.config.schema import Memory, Model, Precision, Sharding
 from portable_fsdp.models.build import build_model
-from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dtype
+from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dtype, recomputed_layers
 from portable_fsdp.runtime.errors import ConfigError
 
 LAYERS = {"llama": "model.layers", "gpt2": "transformer.h", "opt": "model.decoder.layers"}
@@ -32,6 +32,7 @@ def test_layers_are_the_models_blocks_in_order(name: str) -> None:
 class Layer(nn.Module):
     def __init__(self, *inside: nn.Module) -> None:
         super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
         self.inside = nn.ModuleList(inside)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -70,6 +71,26 @@ def test_a_model_that_names_no_blocks_asks_for_them_and_takes_them(architecture:
     assert find_layers(model, named) == find_units(model, named)  # the embedding is tied to the head
 
 
+@pytest.mark.parametrize(
+    ("memory", "expected"),
+    [
+        ({}, ()),
+        ({"gradient_checkpointing": "full"}, ("a", "b", "c")),
+        ({"gradient_checkpointing": "selective", "save_ops": ["matmul"]}, ("a", "b", "c")),
+        ({"gradient_checkpointing": "selective", "every": 2}, ("a", "c")),
+        ({"gradient_checkpointing": "selective", "every": 3}, ("a",)),
+    ],
+)
+def test_layers_that_are_recomputed(memory: dict[str, Any], expected: tuple[str, ...]) -> None:
+    assert recomputed_layers(("a", "b", "c"), Memory.model_validate(memory)) == expected
+
+
+def test_every_nth_of_fewer_layers_is_refused() -> None:
+    memory = Memory(gradient_checkpointing="selective", every=4)
+    with pytest.raises(ConfigError, match=r"memory\.every: expected at most 3 \(the layers of the model\), found 4"):
+        recomputed_layers(("a", "b", "c"), memory)
+
+
 # ------------------------------------------------------------------------------------------------- units by class
 
 
@@ -106,6 +127,16 @@ def test_a_class_that_the_model_lacks_is_refused_with_those_it_has(find: Any) ->
     wanted = sharding(wrap_classes=["LlamaDecoderLayer", "BertLayer"])
     with pytest.raises(ConfigError, match=r"found BertLayer\.\n.*has: .*LlamaDecoderLayer, .*LlamaMLP"):
         find(build("llama").model, wanted)
+
+
+@pytest.mark.parametrize("find", [find_layers, find_units])
+@pytest.mark.parametrize("name", ["ModuleList", "LlamaRotaryEmbedding", "SiLUActivation", "LlamaForCausalLM"])
+def test_a_class_that_can_be_no_unit_is_refused_and_not_offered(find: Any, name: str) -> None:
+    """A list of layers doesn't run, a rotary embedding has nothing to gather, the root is a unit in any case."""
+    with pytest.raises(ConfigError, match=rf"run and hold parameters, found {name}\.") as caught:
+        find(build("llama").model, sharding(wrap_classes=["LlamaDecoderLayer", name]))
+    offered = str(caught.value).partition("The model has: ")[2].partition(". Nothing")[0]
+    assert offered == "Embedding, Linear, LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaModel, LlamaRMSNorm"
 
 
 def test_a_unit_that_would_split_a_tied_weight_is_refused() -> None:

@@ -109,6 +109,17 @@ def test_a_group_that_takes_nothing_is_refused() -> None:
         grouped({"match": "q", "lr": 0.2}, {"match": "*bias", "lr": 0.2})
 
 
+def test_a_group_names_a_tied_weight_by_any_of_its_names() -> None:
+    ties = {"head.weight": "embed.weight"}
+    own = Optim.model_validate({"lr": 0.1, "groups": [{"match": "head", "lr": 0.2}]})
+    shapes = {"embed.weight": (8, 4), "q.weight": (4, 4)}
+    assert parameter_groups(shapes, own, ties=ties) == [group(["embed.weight"], 0.1, 2.0), group(["q.weight"], 0.1)]
+    with pytest.raises(
+        ConfigError, match=r"match: .*found 'head': all that it names, embed\.weight, is frozen by model"
+    ):
+        parameter_groups({"q.weight": (4, 4)}, own, ties=ties, frozen=["embed.weight"])
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_each_group_takes_its_share_of_the_learning_rate(compiled: bool) -> None:
     matrix, vector = parameters()
@@ -293,8 +304,3 @@ def test_parameters_without_memory_give_an_optimizer_too(name: str) -> None:
     shapes = {key: tuple(value.shape) for key, value in optimizer.state[matrix].items()}
     adamw: dict[str, tuple[int, ...]] = {"step": (), "exp_avg": (3, 4), "exp_avg_sq": (3, 4)}
     assert shapes == ({"momentum_buffer": (3, 4)} if name == "sgd" else adamw)
-
-
-def test_betas_out_of_range_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"optim\.betas: .* found \[0\.9, 1\.0\]"):
-        make_optimizer(Optim(betas=(0.9, 1.0)))

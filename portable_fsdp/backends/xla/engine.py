@@ -7,12 +7,10 @@ Environment variables that torch_xla reads at import are set here, before it is 
 # Parameters are replaced in a module's own tables, and shards are reached through torch_xla's private bridge only.
 # pyright: reportPrivateUsage=false
 
-import logging
 import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -45,6 +43,7 @@ from portable_fsdp.backends.base import (
     rows_of_shard,
     whole,
 )
+from portable_fsdp.backends.pjrt import Programs, set_environment, tpu_name
 from portable_fsdp.backends.xla.forward import Copies
 from portable_fsdp.backends.xla.layouts import ROWS, Layouts, Spec, by_rows
 from portable_fsdp.backends.xla.model import wrap_forwards
@@ -53,8 +52,6 @@ from portable_fsdp.config.schema import Config
 from portable_fsdp.config.support import require_supported
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.process import detect_launch
-
-log = logging.getLogger("portable_fsdp")
 
 
 class Placeholder(NamedTuple):
@@ -71,36 +68,37 @@ class XlaBackend(Backend):
 
     def __init__(self, device: str, config: Config, num_devices: int | None) -> None:
         _check_launch(device)
-        _set_environment(device, num_devices)
+        set_environment(device)
+        if device == "cpu":
+            _set_cpu_devices(num_devices)
         import torch_xla
-        import torch_xla.debug.metrics as counters
         import torch_xla.distributed.spmd as spmd
         import torch_xla.runtime as runtime
 
         self._xla: Any = torch_xla
-        self._counters: Any = counters
         self._bridge: Any = cast(Any, torch_xla)._XLAC
         self._spmd: Any = spmd
         runtime.use_spmd()
         count = int(cast(Any, runtime).global_runtime_device_count())
         _check_devices(device, num_devices, count)
+        hosts = int(cast(Any, runtime).process_count())
+        require_supported(config, engine="xla", device=device, devices=count, hosts=hosts)
         self.device = torch.device("xla:0")
-        self.device_name = _tpu_name() if device == "tpu" else device
-        self.process = Part(int(cast(Any, runtime).process_index()), int(cast(Any, runtime).process_count()))
+        self.device_name = tpu_name() if device == "tpu" else device
+        self.process = Part(int(cast(Any, runtime).process_index()), hosts)
         self.data_shard = self.process
         self.data_parallel_size = count
         self._accumulation = check_batch(config, count)
         self.expected_compilations = 1 if self._accumulation == 1 else 2
         # Global numbers, in the order in which shards are given: a host's own need not follow one another.
         self._local_devices = [int(name.split(":")[1]) for name in self._bridge._xla_get_runtime_devices()]
-        require_supported(config, engine="xla", device=device, devices=count, hosts=self.process.count)
         self._sum_in_float32 = config.precision.reduce == "float32"
         self._shards = count // replicas_of_model(config, count, self.process.count)
         self.mesh: Any = spmd.Mesh(np.arange(count), (count // self._shards, self._shards), ROWS)
         self.placeholders: list[Placeholder] | None = None  # instead of tensors, after shard_model(fill=None)
         self.flash_attention = device == "tpu"  # else torch's own formula
         self._copies: Copies | None = None
-        self._compilations = 0
+        self._programs = Programs("xla")
         self._owns_group = self.process.count > 1 and not dist.is_initialized()
         if self._owns_group:
             dist.init_process_group("gloo", init_method="xla://")
@@ -218,32 +216,7 @@ class XlaBackend(Backend):
     def compile(self, fn: Callable[..., Metrics], name: str) -> Callable[..., Metrics]:
         if self.placeholders is not None:
             return fn  # tracing is all that placeholders are for
-        seen = 0
-
-        def step(*args: Any) -> Metrics:
-            nonlocal seen
-            before = self._compile_count()
-            with self._xla.compile(name=name, full_graph=True):
-                out = fn(*args)
-            new = self._compile_count() - before
-            self._compilations += new
-            seen += new
-            if new and seen > 1:
-                log.warning(
-                    "backend xla: program %r was compiled %d times, expected once. Shapes of its inputs now: %s. A "
-                    "shape or a Python number that changes with the step does that; XLA_SAVE_TENSORS_FILE=FILE shows "
-                    "the programs.",
-                    name,
-                    seen,
-                    [_shapes(argument) for argument in args],
-                )
-            return out
-
-        return step
-
-    def _compile_count(self) -> int:
-        data = self._counters.metric_data("CompileTime")
-        return int(data[0]) if data else 0
+        return self._programs.compile(fn, name)
 
     @contextmanager
     def accumulate(self, last: bool) -> Generator[None]:
@@ -320,7 +293,7 @@ class XlaBackend(Backend):
 
     @property
     def compilations(self) -> int:
-        return self._compilations
+        return self._programs.compilations
 
     @property
     def collectives(self) -> dict[str, Traffic] | None:
@@ -347,34 +320,8 @@ def _check_launch(device: str) -> None:
         )
 
 
-def _shapes(argument: Any) -> Any:
-    if isinstance(argument, dict):
-        return {name: tuple(value.shape) for name, value in cast(dict[str, Tensor], argument).items()}
-    return tuple(argument.shape) if isinstance(argument, Tensor) else argument
-
-
-def _tpu_name() -> str:
-    """The chip's name as PJRT writes it (TPU v5p, TPU v5 lite); an unknown one keeps MFU unknown."""
-    from torch_xla._internal import tpu
-
-    kind = str(cast(Any, tpu).get_tpu_env()["ACCELERATOR_TYPE"]).split("-")[0]  # v5litepod, v5p, v6e
-    return f"TPU {kind.replace('litepod', ' lite')}"
-
-
-def tpu_chips() -> int:
-    """TPU chips that this host shows as device files."""
-    return len([*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")])
-
-
-def _set_environment(device: str, num_devices: int | None) -> None:
-    """What torch_xla reads when it is imported."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # else each compilation prints that GSPMD is to be deprecated
-    logging.getLogger("absl").setLevel(logging.ERROR)  # else jax's packages warn that TensorFlow is absent
-    if device == "tpu":
-        os.environ["PJRT_DEVICE"] = "TPU"
-        return
-    os.environ["PJRT_DEVICE"] = "CPU"
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # else jax looks for a TPU where libtpu is installed, and complains
+def _set_cpu_devices(num_devices: int | None) -> None:
+    """Before torch_xla is imported; a number that the environment has counts where the flag gives none."""
     if num_devices is not None:
         os.environ["CPU_NUM_DEVICES"] = str(num_devices)
     os.environ.setdefault("CPU_NUM_DEVICES", "1")
@@ -382,9 +329,12 @@ def _set_environment(device: str, num_devices: int | None) -> None:
 
 def _check_devices(device: str, num_devices: int | None, count: int) -> None:
     if num_devices is not None and num_devices != count:
+        way = {
+            "tpu": "Leave --num_devices out: all chips of the slice take part.",
+            "cpu": "In one process the number can't change after the first use: start another one.",
+        }[device]
         raise BackendError(
-            f"backend xla on {device}: expected --num_devices={num_devices} devices, found {count}.\n  On a TPU slice "
-            "leave --num_devices out: all chips take part. In one process the number can't change after the first use."
+            f"backend xla on {device}: expected --num_devices={num_devices} devices, found {count}.\n  {way}"
         )
 
 

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from portable_fsdp.backends.pjrt import is_float, wants_gradient
+
 Forward = Callable[..., Any]
 Mark = Callable[[Tensor], None]
 """Lays a tensor out over the mesh, in place."""
@@ -163,52 +165,11 @@ def in_own_dtype(forward: Forward, dtype: torch.dtype, result: torch.dtype | Non
     return run
 
 
-def recomputed(forward: Forward, copies: Copies, trains: bool) -> Forward:
-    """`forward` by torch_xla's own gradient checkpointing: XLA would merge what torch's recomputes with the first run.
-
-    `trains`: the block has weights that want gradients.
-    """
-    from torch_xla.utils.checkpoint import checkpoint
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        names = list(kwargs)
-        values = [*args, *kwargs.values()]
-        if not torch.is_grad_enabled() or not (trains or any(map(_wants_gradient, values))):
-            return forward(*args, **kwargs)
-
-        def positional(*values: Any) -> Any:
-            args_, kwargs_ = values[: len(args)], dict(zip(names, values[len(args) :], strict=True))
-            if not torch.is_grad_enabled():  # the first run
-                return forward(*args_, **kwargs_)
-            with copies.again([value for value in values if _is_float(value)]):
-                return forward(*args_, **kwargs_)
-
-        return checkpoint(positional, *_one_with_gradient(values), use_reentrant=True, preserve_rng_state=False)
-
-    return run
-
-
-def _one_with_gradient(values: list[Any]) -> list[Any]:
-    """Reentrant checkpointing silently drops weight gradients where no input wants one (after a frozen embedding)."""
-    if any(map(_wants_gradient, values)):
-        return values
-    first = next(index for index, value in enumerate(values) if _is_float(value))
-    return [*values[:first], values[first].detach().requires_grad_(), *values[first + 1 :]]
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
-
-
-def _wants_gradient(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad
-
-
 def keep_rows_split(unit: nn.Module, mark_rows: Mark) -> None:
     """The unit's output stays split by rows, so that weights are gathered and not activations."""
 
     def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-        tensors = [leaf for leaf in tree_leaves(output) if _is_float(leaf)]
+        tensors = [leaf for leaf in tree_leaves(output) if is_float(leaf)]
         if tensors:
             mark_rows(tensors[0])
 
@@ -226,7 +187,7 @@ def finish_backward(layer: nn.Module, barrier: Barrier) -> None:
         barrier([*done, gradient])
 
     def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
-        wanted = [leaf for leaf in tree_leaves((args, kwargs)) if _wants_gradient(leaf)]
+        wanted = [leaf for leaf in tree_leaves((args, kwargs)) if wants_gradient(leaf)]
         if wanted:
             wanted[0].register_hook(settle)
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from portable_fsdp.backends.base import ShardPolicy
+from portable_fsdp.backends.pjrt import recomputed
 from portable_fsdp.backends.xla.attention import with_flash_attention
 from portable_fsdp.backends.xla.forward import (
     Barrier,
@@ -15,7 +16,6 @@ from portable_fsdp.backends.xla.forward import (
     finish_backward,
     in_own_dtype,
     keep_rows_split,
-    recomputed,
     run_with,
     uses_by_block,
     weight_uses,
@@ -55,8 +55,8 @@ def wrap_forwards(
     outside = {fqn: use for fqn, use in uses.items() if fqn not in in_loop}
     blocks = {*policy.units, *policy.recompute}
     if policy.scan_layers:
-        layers = {name: model.get_submodule(name) for name in policy.layers}
-        LayerLoop(layers, in_loop, layouts, gather=keep, recompute=bool(policy.recompute))
+        recompute = bool(policy.recompute)
+        LayerLoop(model, policy.layers, policy.units, in_loop, layouts, gather=keep, recompute=recompute)
         blocks = {name for name in blocks if not _is_inside(name, policy.layers)}
     copies = Copies(layouts.gathered, barrier, keep)
     replace_forwards(uses, copies, layouts.shard)
@@ -65,7 +65,7 @@ def wrap_forwards(
         block.forward = run_with(block.forward, copies, owned)
         if name in policy.recompute:
             trains = any(weight.requires_grad for weight in block.parameters())
-            block.forward = recomputed(block.forward, copies, trains)
+            block.forward = recomputed(block.forward, trains, copies.again)
         if name in policy.units and block is not head:
             keep_rows_split(block, layouts.split_rows)
     if head is not None:  # unit or not: else the logits would be split by words

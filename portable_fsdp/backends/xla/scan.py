@@ -7,7 +7,7 @@ a slice of each. The first layer's forward runs them all, the others hand on wha
 # The first layer's weights are replaced in its modules' tables while the loop's body is traced.
 # pyright: reportPrivateUsage=false
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any, cast
 
@@ -15,27 +15,36 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from portable_fsdp.backends.pjrt import is_float
 from portable_fsdp.backends.xla.forward import Use, cast_weight, swapped
 from portable_fsdp.backends.xla.layouts import Layouts
 from portable_fsdp.runtime.errors import BackendError
 
 
 class LayerLoop:
-    """Takes the place of the layers' forwards. Raises BackendError where they aren't all alike."""
+    """Takes the place of the layers' forwards. Raises BackendError for layers that can't be turns of one loop.
+
+    Those are two or more that follow one another in a list of the model, are alike, and hold none of its `units`.
+    """
 
     def __init__(
         self,
-        layers: dict[str, nn.Module],
+        model: nn.Module,
+        names: Sequence[str],
+        units: Collection[str],
         uses: dict[str, Use],
         layouts: Layouts,
         *,
         gather: bool,
         recompute: bool,
     ) -> None:
+        _require_list(model, names)
+        _require_no_units_inside(names, units)
+        layers = {name: model.get_submodule(name) for name in names}
         _require_alike(layers)
-        self._weights = [
-            [use for fqn, use in uses.items() if fqn.startswith(f"{name}.")] for name in layers
-        ]  # of each layer, in one order
+        by_layer = {name: _uses_in(name, uses) for name in layers}
+        _require_equal_dtypes(by_layer)
+        self._weights = [list(of_layer.values()) for of_layer in by_layer.values()]  # in one order
         self._layouts, self._gather, self._recompute = layouts, gather, recompute
         self._body = next(iter(layers.values())).forward
         self._names = list(layers)
@@ -51,7 +60,7 @@ class LayerLoop:
 
         leaves, structure = tree_flatten((args, kwargs))
         self._given = leaves
-        carried = [leaf for leaf in leaves if _is_float(leaf)]
+        carried = [leaf for leaf in leaves if is_float(leaf)]
         others = [leaf.expand(len(self._names), *leaf.shape) for leaf in leaves if _is_other(leaf)]
         copies = [[cast_weight(use) for use in uses] for uses in zip(*self._weights, strict=True)]
         weights = [self._layouts.stacked(of_all_layers, self._gather) for of_all_layers in copies]
@@ -67,8 +76,8 @@ class LayerLoop:
 
     def _one_layer(self, leaves: list[Any], structure: Any) -> Callable[..., Any]:
         """The body: (hidden and other floats, (weights of a layer, integers)) -> the same floats, with new hidden."""
-        wants = [leaf.requires_grad for leaf in leaves if _is_float(leaf)]
-        kinds = ["float" if _is_float(leaf) else "other" if _is_other(leaf) else leaf for leaf in leaves]
+        wants = [leaf.requires_grad for leaf in leaves if is_float(leaf)]
+        kinds = ["float" if is_float(leaf) else "other" if _is_other(leaf) else leaf for leaf in leaves]
 
         def body(carry: tuple[Tensor, ...], x: tuple[list[Tensor], list[Tensor]]) -> tuple[Any, None]:
             weights, others = x
@@ -103,11 +112,43 @@ def _partition(recompute: bool) -> tuple[Any, float]:
     return (min_cut_rematerialization_partition, 0.0) if recompute else (default_partition, 1.0)
 
 
+def _require_list(model: nn.Module, names: Sequence[str]) -> None:
+    holder, _, first = names[0].rpartition(".")
+    is_list = isinstance(model.get_submodule(holder), nn.ModuleList)
+    if len(names) > 1 and is_list and list(names) == [f"{holder}.{int(first) + turn}" for turn in range(len(names))]:
+        return
+    found = (
+        f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''} ({type(model.get_submodule(names[0])).__name__})"
+    )
+    raise _refusal(f"it expects two or more that follow one another in a list of the model, and found {found}")
+
+
+def _require_no_units_inside(names: Sequence[str], units: Collection[str]) -> None:
+    for name in names:
+        for unit in units:
+            if unit.startswith(f"{name}."):
+                raise _refusal(f"{unit} is a unit inside {name}: the loop gathers a layer as one")
+
+
 def _require_alike(layers: dict[str, nn.Module]) -> None:
     (first, layer), *others = layers.items()
     for name, other in others:
         for found in _differences(layer, other):
             raise _refusal(f"{name} is unlike {first}: {found}")
+
+
+def _uses_in(layer: str, uses: dict[str, Use]) -> dict[str, Use]:
+    """Name in the layer -> the use of that weight."""
+    return {fqn.removeprefix(f"{layer}."): use for fqn, use in uses.items() if fqn.startswith(f"{layer}.")}
+
+
+def _require_equal_dtypes(by_layer: dict[str, dict[str, Use]]) -> None:
+    """The first layer's forward, with the casts of `precision.modules` in it, runs them all."""
+    (first, uses), *others = by_layer.items()
+    for name, others_uses in others:
+        for leaf, use in uses.items():
+            if (other := others_uses[leaf].dtype) != use.dtype:
+                raise _refusal(f"{name}.{leaf} computes in {other}, and {first}.{leaf} in {use.dtype}")
 
 
 def _refusal(reason: str) -> BackendError:
@@ -139,10 +180,6 @@ def _plain(module: nn.Module) -> dict[str, Any]:
     shapes = {key: tuple(weight.shape) for key, weight in module._parameters.items() if weight is not None}
     values = {key: buffer.tolist() for key, buffer in module._buffers.items() if buffer is not None}
     return {**plain, **shapes, **values}
-
-
-def _is_float(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
 def _is_other(leaf: Any) -> bool:

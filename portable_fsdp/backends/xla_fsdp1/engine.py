@@ -7,7 +7,6 @@
 # pyright: reportPrivateUsage=false
 
 import functools
-import logging
 import math
 import os
 import pickle
@@ -42,14 +41,13 @@ from portable_fsdp.backends.base import (
     persistent_buffers,
     whole,
 )
-from portable_fsdp.backends.xla_fsdp1.process import check_devices, set_environment, start_process, tpu_name
+from portable_fsdp.backends.pjrt import Programs, set_environment, tpu_name
+from portable_fsdp.backends.xla_fsdp1.process import check_devices, start_process
 from portable_fsdp.backends.xla_fsdp1.shards import Shard, check_rows, shards_of
 from portable_fsdp.backends.xla_fsdp1.units import wrap_forwards
 from portable_fsdp.config.load import check_batch, replicas_of_model
 from portable_fsdp.config.schema import Config
 from portable_fsdp.config.support import require_supported
-
-log = logging.getLogger("portable_fsdp")
 
 
 class XlaFsdp1Backend(Backend):
@@ -61,11 +59,9 @@ class XlaFsdp1Backend(Backend):
         set_environment(device)
         import torch_xla
         import torch_xla.core.xla_model as model
-        import torch_xla.debug.metrics as counters
         import torch_xla.runtime as runtime
 
         self._xla: Any = torch_xla
-        self._counters: Any = counters
         self._ops: Any = model  # collectives
         self._bridge: Any = cast(Any, torch_xla)._XLAC
         start_process(device, cast(Any, runtime))
@@ -90,7 +86,7 @@ class XlaFsdp1Backend(Backend):
         self._pin_layout = device == "tpu" if pin is None else pin
         rows = self._settings.shard_param_on_dim_0
         self._by_rows = not self._settings.flatten_parameters if rows is None else rows
-        self._compilations = 0
+        self._programs = Programs("xla_fsdp1")
         self._matmul = self._bridge._xla_get_mat_mul_precision()
         self._bridge._xla_set_mat_mul_precision(config.precision.matmul)
 
@@ -200,30 +196,7 @@ class XlaFsdp1Backend(Backend):
         return dict(zip(batch, placed, strict=True))
 
     def compile(self, fn: Callable[..., Metrics], name: str) -> Callable[..., Metrics]:
-        seen = 0
-
-        def step(*args: Any) -> Metrics:
-            nonlocal seen
-            before = self._compile_count()
-            with self._xla.compile(name=name, full_graph=True):
-                out = fn(*args)
-            new = self._compile_count() - before
-            self._compilations += new
-            seen += new
-            if new and seen > 1:
-                log.warning(
-                    "backend xla_fsdp1: program %r was compiled %d times, expected once. A shape or a Python number "
-                    "that changes with the step does that; XLA_SAVE_TENSORS_FILE=FILE shows the programs.",
-                    name,
-                    seen,
-                )
-            return out
-
-        return step
-
-    def _compile_count(self) -> int:
-        data = self._counters.metric_data("CompileTime")
-        return int(data[0]) if data else 0
+        return self._programs.compile(fn, name)
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         # Shards are reduced in every micro batch, since whole gradients would undo FULL_SHARD; replicas once a step.
@@ -322,7 +295,7 @@ class XlaFsdp1Backend(Backend):
 
     @property
     def compilations(self) -> int:
-        return self._compilations
+        return self._programs.compilations
 
     @property
     def collectives(self) -> dict[str, Traffic] | None:

@@ -1,6 +1,5 @@
 """Which device is this process's: what is told to PJRT before and after torch_xla is imported."""
 
-import logging
 import os
 from typing import Any, cast
 
@@ -42,24 +41,10 @@ def start_process(device: str, runtime: Any) -> None:
 
 def check_devices(device: str, num_devices: int | None, count: int) -> None:
     if num_devices is not None and num_devices != count:
+        way = {
+            "tpu": "Leave --num_devices out: all chips of the slice take part.",
+            "cpu": f"On CPU it has one device; for several: --backend=xla --num_devices={num_devices}.",
+        }[device]
         raise BackendError(
-            f"backend xla_fsdp1 on {device}: expected --num_devices={num_devices} devices, found {count}.\n  On a TPU "
-            "slice leave --num_devices out: all chips take part. On CPU it has one; several: --backend=xla."
+            f"backend xla_fsdp1 on {device}: expected --num_devices={num_devices} devices, found {count}.\n  {way}"
         )
-
-
-def set_environment(device: str) -> None:
-    """What torch_xla reads when it is imported."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # else each compilation prints that GSPMD is to be deprecated
-    logging.getLogger("absl").setLevel(logging.ERROR)  # else jax's packages warn that TensorFlow is absent
-    os.environ["PJRT_DEVICE"] = "TPU" if device == "tpu" else "CPU"
-    if device == "cpu":  # else jax looks for a TPU where libtpu is installed, and complains
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
-
-def tpu_name() -> str:
-    """The chip's name as PJRT writes it (TPU v5p, TPU v5 lite); an unknown one keeps MFU unknown."""
-    from torch_xla._internal import tpu
-
-    kind = str(cast(Any, tpu).get_tpu_env()["ACCELERATOR_TYPE"]).split("-")[0]  # v5litepod, v5p, v6e
-    return f"TPU {kind.replace('litepod', ' lite')}"

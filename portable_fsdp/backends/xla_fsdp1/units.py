@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from portable_fsdp.backends.base import ShardPolicy
+from portable_fsdp.backends.pjrt import recomputed
 
 Forward = Callable[..., Any]
 
@@ -36,10 +37,10 @@ def wrap_forwards(model: nn.Module, policy: ShardPolicy, make_unit: Callable[[nn
         units.append(unit)
     for name in policy.recompute:
         if name in bodies:
-            bodies[name].run = _recomputed(bodies[name].run, name in trains)
+            bodies[name].run = recomputed(bodies[name].run, name in trains)
         else:
             layer = model.get_submodule(name)
-            layer.forward = _recomputed(layer.forward, name in trains)
+            layer.forward = recomputed(layer.forward, name in trains)
     return units
 
 
@@ -73,30 +74,3 @@ class _ReduceScatter:
 
     def __call__(self, gradient: Tensor, done: Callable[[Tensor], None]) -> None:
         self._scatter(gradient.to(self._dtype), done)
-
-
-def _recomputed(forward: Forward, trains: bool) -> Forward:
-    """`forward` by torch_xla's own gradient checkpointing: XLA would merge what torch's recomputes with the first run.
-
-    torch_xla's `checkpoint_module` silently recomputes nothing where no input wants a gradient (after a frozen
-    embedding), and torch_xla's `checkpoint` drops the weights' gradients there; so one is made to want one if the
-    layer itself `trains`.
-    """
-    from torch_xla.utils.checkpoint import checkpoint
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        names = list(kwargs)
-        values = [*args, *kwargs.values()]
-        wanted = [index for index, value in enumerate(values) if isinstance(value, Tensor) and value.requires_grad]
-        if not torch.is_grad_enabled() or not (trains or wanted):
-            return forward(*args, **kwargs)
-        if not wanted:
-            first = next(i for i, value in enumerate(values) if isinstance(value, Tensor) and value.is_floating_point())
-            values[first] = values[first].detach().requires_grad_()
-
-        def positional(*values: Any) -> Any:
-            return forward(*values[: len(args)], **dict(zip(names, values[len(args) :], strict=True)))
-
-        return checkpoint(positional, *values, preserve_rng_state=False)
-
-    return run

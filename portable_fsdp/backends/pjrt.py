@@ -1,0 +1,138 @@
+"""What the two engines of torch_xla share: the environment, names of devices, counted programs, recomputation.
+
+torch_xla is imported in functions only, since it reads the environment that `set_environment` sets when it is imported.
+"""
+
+import logging
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from portable_fsdp.backends.base import Metrics
+
+log = logging.getLogger("portable_fsdp")
+
+Forward = Callable[..., Any]
+
+
+def set_environment(device: str) -> None:
+    """What torch_xla reads when it is imported."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # else each compilation prints that GSPMD is to be deprecated
+    logging.getLogger("absl").setLevel(logging.ERROR)  # else jax's packages warn that TensorFlow is absent
+    os.environ["PJRT_DEVICE"] = "TPU" if device == "tpu" else "CPU"
+    if device == "cpu":  # else jax looks for a TPU where libtpu is installed, and complains
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def tpu_name() -> str:
+    """The chip's name as PJRT writes it (TPU v5p, TPU v5 lite); an unknown one keeps MFU unknown."""
+    from torch_xla._internal import tpu
+
+    kind = str(cast(Any, tpu).get_tpu_env()["ACCELERATOR_TYPE"]).split("-")[0]  # v5litepod, v5p, v6e
+    return f"TPU {kind.replace('litepod', ' lite')}"
+
+
+def tpu_chips() -> int:
+    """TPU chips that this host shows as device files."""
+    return len([*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")])
+
+
+class Programs:
+    """Functions that XLA compiles as they are called: counts compilations, and warns of unexpected ones."""
+
+    def __init__(self, engine: str) -> None:
+        self._engine = engine
+        self.compilations = 0
+
+    def compile(self, fn: Callable[..., Metrics], name: str) -> Callable[..., Metrics]:
+        import torch_xla
+
+        seen = 0
+
+        def step(*args: Any) -> Metrics:
+            nonlocal seen
+            before = _compile_count()
+            with cast(Any, torch_xla).compile(name=name, full_graph=True):
+                out = fn(*args)
+            new = _compile_count() - before
+            self.compilations += new
+            seen += new
+            if new and seen > 1:
+                log.warning(
+                    "backend %s: program %r was compiled %d times, expected once. Shapes of its inputs now: %s. A "
+                    "shape or a Python number that changes with the step does that; XLA_SAVE_TENSORS_FILE=FILE shows "
+                    "the programs.",
+                    self._engine,
+                    name,
+                    seen,
+                    [_shapes(argument) for argument in args],
+                )
+            return out
+
+        return step
+
+
+def _compile_count() -> int:
+    import torch_xla.debug.metrics as counters
+
+    data = cast(Any, counters).metric_data("CompileTime")
+    return int(data[0]) if data else 0
+
+
+def _shapes(argument: Any) -> Any:
+    if isinstance(argument, dict):
+        return {name: tuple(value.shape) for name, value in cast(dict[str, Tensor], argument).items()}
+    return tuple(argument.shape) if isinstance(argument, Tensor) else argument
+
+
+def _nothing_around(_: list[Tensor]) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def recomputed(
+    forward: Forward, trains: bool, again: Callable[[list[Tensor]], AbstractContextManager[None]] = _nothing_around
+) -> Forward:
+    """`forward` by torch_xla's own gradient checkpointing: XLA would merge what torch's recomputes with the first run.
+
+    `trains`: the module has weights that want gradients. `again` is entered, with the floats among the inputs, around
+    the second run.
+    """
+    from torch_xla.utils.checkpoint import checkpoint
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        names = list(kwargs)
+        values = [*args, *kwargs.values()]
+        if not torch.is_grad_enabled() or not (trains or any(map(wants_gradient, values))):
+            return forward(*args, **kwargs)
+
+        def positional(*values: Any) -> Any:
+            args_, kwargs_ = values[: len(args)], dict(zip(names, values[len(args) :], strict=True))
+            if not torch.is_grad_enabled():  # the first run
+                return forward(*args_, **kwargs_)
+            with again([value for value in values if is_float(value)]):
+                return forward(*args_, **kwargs_)
+
+        return checkpoint(positional, *_one_with_gradient(values), use_reentrant=True, preserve_rng_state=False)
+
+    return run
+
+
+def _one_with_gradient(values: list[Any]) -> list[Any]:
+    """Reentrant checkpointing silently drops weight gradients where no input wants one (after a frozen embedding)."""
+    if any(map(wants_gradient, values)):
+        return values
+    first = next(index for index, value in enumerate(values) if is_float(value))
+    return [*values[:first], values[first].detach().requires_grad_(), *values[first + 1 :]]
+
+
+def is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def wants_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
