@@ -28,6 +28,7 @@ from portable_fsdp.checkpoint.format import (
     committed_steps,
     folder_of,
     read_manifest,
+    run_of,
     step_folder,
     step_of,
 )
@@ -246,10 +247,10 @@ class Checkpoints:
         if path.name in self._damaged:
             return False
         if path.name not in self._owners:
-            try:
-                self._owners[path.name] = str(read_manifest(path).config.get("run", {}).get("name", ""))
-            except CheckpointError:
+            run = run_of(path)
+            if run is None:
                 return False
+            self._owners[path.name] = run
         return self._owners[path.name] == self._run
 
     # ------------------------------------------------------------------------------------------------------- load

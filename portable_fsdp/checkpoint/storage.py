@@ -53,6 +53,15 @@ def names(folder: Path) -> list[str]:
         return []
 
 
+def exists(path: Path) -> bool:
+    """Whether a file is there. Raises OSError where a store doesn't say: fsspec's own takes any error for a no."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
 def make_folder(folder: Path) -> None:
     """Make it, and those above it. An object store has none."""
     if not is_object_store(folder):
@@ -92,18 +101,28 @@ def write(path: Path, chunks: Iterable[bytes | memoryview], *, durable: bool = T
     if is_object_store(path):
         _upload(path, chunks)
         return
-    part = path.with_name(f"{path.name}.part")
-    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, path.parent.stat().st_mode & 0o666)
+    part = part_of(path)
     try:
-        for chunk in chunks:
-            rest = memoryview(chunk)
-            while rest:
-                rest = rest[os.write(descriptor, rest) :]
-        if durable:
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    os.replace(part, path)
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, path.parent.stat().st_mode & 0o666)
+        try:
+            for chunk in chunks:
+                rest = memoryview(chunk)
+                while rest:
+                    rest = rest[os.write(descriptor, rest) :]
+            if durable:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(part, path)
+    except Exception:
+        with suppress(OSError):  # a full disk has room again for the word of it
+            part.unlink(missing_ok=True)
+        raise
+
+
+def part_of(path: Path) -> Path:
+    """What a kill in `write` leaves."""
+    return path.with_name(f"{path.name}.part")
 
 
 def _upload(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
