@@ -171,11 +171,26 @@ def commit(final: Path, manifest: Manifest, indexes: Sequence[Index]) -> None:
         storage.remove(folder / _index_name(index.process))
     _write_text(folder / MANIFEST, manifest_text(manifest))
     if not storage.is_object_store(final):
+        _require_files(folder, manifest)
         for part in (*(folder / name for name in FOLDERS), folder):
             storage.sync(part)
         folder.rename(final)
         storage.sync(final.parent)
+    storage.require_regular(final / MANIFEST, final.name)
     storage.remove(final / MARK)
+
+
+def _require_files(folder: Path, manifest: Manifest) -> None:
+    """All is there under its name, with its length. A rename that says that it was done, and wasn't, costs otherwise
+    the older checkpoint that is deleted after this one's commit."""
+    storage.require_regular(folder / MANIFEST, folder.name)
+    for file in manifest.files:
+        found = storage.require_regular(folder / file.name, folder.name)
+        if found != file.bytes:
+            raise CheckpointError(
+                f"checkpoint {folder.name}: {file.name}: expected {file.bytes} bytes after it was written, "
+                f"found {found}.\n  The file system lost some. The checkpoints committed before are untouched."
+            )
 
 
 def delete(folder: Path, run: str) -> None:

@@ -65,13 +65,13 @@ class Death:
 
     def __init__(self, process: int = 0, point: int = 0, *, torn: bool = False, alone: bool = False) -> None:
         self.process, self.point, self.torn, self.alone = process, point, torn, alone
-        self.done: list[Operation] = []
+        self.tried: list[Operation] = []
+        self.done: list[Operation] = []  # without those that failed: a folder to make that is there
         self.counts = Counter[int]()
         self.struck: Operation | None = None
         self._backends: list[PlainBackend] = []
         self._opened: list[Checkpoints] = []
         self._lock = threading.RLock()
-        self._depth = 0
 
     def join(self, backend: PlainBackend, opened: Checkpoints) -> None:
         """This thread is from now on the process of `backend`."""
@@ -88,6 +88,7 @@ class Death:
                 raise Killed
             self.counts[process] += 1
             operation = Operation(process, name, arguments)
+            self.tried.append(operation)
             if (process, self.counts[process]) == (self.process, self.point):
                 if self.torn and name == "write":
                     real(arguments[0], arguments[1][: len(arguments[1]) // 2])
@@ -146,9 +147,9 @@ def _opened_as_by_a_store(store: MemoryFileSystem, path: str, mode: str = "rb", 
 
 
 def points(run: Death, torn: bool = False) -> Iterable[tuple[int, int]]:
-    """(process, number) of each operation that `run` made; `torn`: of each write."""
+    """(process, number) of each operation that `run` tried; `torn`: of each write."""
     numbers = Counter[int]()
-    for operation in run.done:
+    for operation in run.tried:
         numbers[operation.process] += 1
         if not torn or operation.name == "write":
             yield operation.process, numbers[operation.process]
