@@ -5,6 +5,7 @@ changes files: the new checkpoint, and the deletion of the one that `keep` gives
 """
 
 import json
+import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
@@ -141,6 +142,39 @@ def stores() -> Iterator[Callable[[], Path]]:
     yield fresh
     for path in made:
         storage.remove(path.parent)
+
+
+class Ordered(Death):
+    """Nobody dies: what is done to which name, in order. A rename bears both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[tuple[str, str, str]] = []
+
+    def call(self, name: str, real: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if name in ("write", "fsync"):
+            self.events.append((name, os.readlink(f"/proc/self/fd/{arguments[0]}"), ""))
+        else:
+            self.events.append((name, str(arguments[0]), str(arguments[1]) if name in ("replace", "rename") else ""))
+        return super().call(name, real, arguments, named)
+
+
+def test_a_power_cut_finds_what_a_name_promises_on_disk(folders: Callable[[], Path]) -> None:
+    """Content before its name, names before the commit, the commit before anything older is given up."""
+    folder, ordered = folders(), Ordered()
+    assert save_and_die(folder, ordered, 1, is_async=False) == [None]
+    events = ordered.events
+    temporary, final = str(folder / "step-00000002.tmp"), str(folder / "step-00000002")
+    committed = events.index(("rename", temporary, final))
+    named = [n for n, (name, _, new) in enumerate(events) if name == "replace" and new.startswith(temporary)]
+    assert len(named) >= 5
+    for n in named:
+        last_write = max(k for k in range(n) if events[k][:2] == ("write", events[n][1]))
+        assert ("fsync", events[n][1], "") in events[last_write:n]
+        if "index-" not in events[n][2] and not events[n][2].endswith(MARK):
+            assert ("fsync", str(Path(events[n][2]).parent), "") in events[n:committed]
+    given_up = next(n for n in range(committed, len(events)) if "step-00000001" in events[n][1])
+    assert ("fsync", str(folder), "") in events[committed:given_up]
 
 
 def test_a_process_dies_at_every_operation(folders: Callable[[], Path]) -> None:

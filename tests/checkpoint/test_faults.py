@@ -189,7 +189,7 @@ def expect_no_wrong_load(results: list[Any], where: object) -> None:
         assert all(is_right for _, is_right in results), where
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.proof)])
 def test_faults_of_a_file_system_in_a_load(tmp_path: Path, count: int) -> None:
     cases = 0
     for step in (1, 2):
