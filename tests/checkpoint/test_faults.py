@@ -133,7 +133,7 @@ def save_faults(tmp_path: Path, count: int, *, is_async: bool, lasting: bool) ->
     return struck
 
 
-@pytest.mark.parametrize("lasting", [False, True])
+@pytest.mark.parametrize("lasting", [False, pytest.param(True, marks=pytest.mark.proof)])
 def test_faults_of_a_file_system_in_a_save(tmp_path: Path, lasting: bool) -> None:
     struck = save_faults(tmp_path, 1, is_async=False, lasting=lasting)
     assert set(struck) == set(SAVE_FLAWS)
