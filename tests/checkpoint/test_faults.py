@@ -304,6 +304,7 @@ def test_faults_of_an_object_store(server: Faults) -> None:
 
 
 @pytest.mark.proof
+@pytest.mark.timeout(3600)
 def test_every_fault_of_an_object_store(server: Faults) -> None:
     folder = with_two_steps()
     struck = sum(run_save_case(server, case) for case in save_cases(range(8)))
