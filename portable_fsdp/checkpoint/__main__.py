@@ -1,7 +1,7 @@
 """Look at checkpoints, verify, compare, convert or delete them: `python -m portable_fsdp.checkpoint COMMAND PATH`.
 
-PATH is a checkpoint's folder, or a run's folder, which stands for its newest checkpoint. `--json` prints one object
-for scripts. Exit code: 0; 1 where `diff` finds a difference; 2 for anything that can't be done as asked.
+PATH is the folder or URL of a checkpoint, or of a run, which stands for its newest checkpoint. `--json` prints one
+object for scripts. Exit code: 0; 1 where `diff` finds a difference; 2 for anything that can't be done as asked.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import yaml
 from portable_fsdp.checkpoint import report
 from portable_fsdp.checkpoint.foreign import EXPORTS, FORMATS
 from portable_fsdp.checkpoint.format import MANIFEST, committed_steps, read_manifest
+from portable_fsdp.checkpoint.storage import locate
 from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_FINISHED, CheckpointError, PortableFSDPError
 
 # Commands import torch (a second) and transformers (seconds) themselves: `--help`, `list` and `show` do without.
@@ -27,9 +28,9 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (`runtime/errors.py`)."""
-    options = _parser().parse_args(arguments)
-    command: Callable[[argparse.Namespace], int | None] = options.command
     try:
+        options = _parser().parse_args(arguments)
+        command: Callable[[argparse.Namespace], int | None] = options.command
         return command(options) or EXIT_FINISHED
     except PortableFSDPError as error:
         print(error, file=sys.stderr)
@@ -60,8 +61,8 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(command=run)
         return command
 
-    path: dict[str, Any] = {"type": Path, "help": "a checkpoint's folder, or a run's (its newest)"}
-    run: dict[str, Any] = {"type": Path, "metavar": "RUN", "help": "a run's folder, or its checkpoints/"}
+    path: dict[str, Any] = {"type": locate, "help": "a checkpoint's folder, or a run's (its newest)"}
+    run: dict[str, Any] = {"type": locate, "metavar": "RUN", "help": "a run's folder, or its checkpoints/"}
     listed = add("list", _list, "the checkpoints of a run, newest first")
     listed.add_argument("path", **run)
     show = add("show", _show, "step, shapes, and who wrote it")
@@ -92,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_import(command: argparse.ArgumentParser) -> None:
     command.add_argument("source", type=Path, metavar="SOURCE", help="a file or a folder in another format")
-    command.add_argument("folder", type=Path, metavar="RUN", help="a run's folder, or its checkpoints/")
+    command.add_argument("folder", type=locate, metavar="RUN", help="a run's folder, or its checkpoints/")
     command.add_argument("--format", choices=("auto", *FORMATS), default="auto")
     command.add_argument(
         "--config", type=Path, metavar="PATH", help="the model's config.json or its folder, where SOURCE has none"

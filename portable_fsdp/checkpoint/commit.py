@@ -6,12 +6,12 @@ On a file system, where a folder's rename is one step:
 3. Then it describes them in `index-00003.json`: attempt, pieces, bytes, hashes; or its error.
 4. Process 0 waits for the index files of this attempt from all processes, merges them, and checks the result as a
    reader would: the pieces tile every tensor exactly once.
-5. It writes `manifest.json`, sealed with its own hash (fsync), removes the index files, fsyncs the folders, renames to
+5. It removes the index files, writes `manifest.json`, sealed with its own hash (fsync), fsyncs the folders, renames to
    `step-00000500` (the commit), fsyncs the parent, and removes the mark.
 
 In an object store, where nothing can be renamed and an upload shows whole or not at all: the same, but under
 `step-00000500/` from the start, the attempt in every file's name so that a straggler of an earlier one writes beside
-it, and `manifest.json`, uploaded last, is the commit. Index files and mark go after it.
+it, and `manifest.json`, uploaded last, is the commit. The mark goes after it.
 
 A kill before the commit leaves debris, which no reader looks at, and which the next save of the same run removes: the
 mark says whose it is, and goes last wherever something is deleted. An older checkpoint is never touched.
@@ -36,14 +36,17 @@ from portable_fsdp.checkpoint.format import (
     Manifest,
     TensorEntry,
     check_manifest,
+    committed_steps,
     describe,
     is_committed,
     manifest_text,
+    run_of,
     step_of,
 )
 from portable_fsdp.runtime.errors import CheckpointError
 
 MARK = "attempt.json"
+_PART_OF_MARK = storage.part_of(Path(MARK)).name
 
 
 class Index(Entry):
@@ -81,10 +84,15 @@ def begin(final: Path, run: str) -> str:
 
 
 def remove_debris(run_folder: Path, run: str) -> None:
-    """Delete what interrupted saves of `run` left. Only process 0, and before any process writes."""
+    """Delete what interrupted saves and deletions of `run` left. Only process 0, and before any process writes."""
     for path in (run_folder / name for name in storage.names(run_folder)):
-        if _is_debris(path) and (_owner(path) == run or not storage.names(path)):
+        if _is_debris(path) and (_owner(path) == run or set(storage.names(path)) <= {_PART_OF_MARK}):
             discard(path)
+    for path in committed_steps(run_folder):
+        marks = {MARK, _PART_OF_MARK}.intersection(storage.names(path))
+        if marks and run_of(path) == run:
+            for name in marks:
+                storage.remove(path / name)
 
 
 def write_index(folder: Path, index: Index) -> None:
@@ -159,15 +167,30 @@ def commit(final: Path, manifest: Manifest, indexes: Sequence[Index]) -> None:
     """Make `final` exist, whole, at one instant. Only process 0, after `collect`."""
     folder = temporary_of(final)
     check_manifest(manifest, final.name)
-    _write_text(folder / MANIFEST, manifest_text(manifest))
     for index in indexes:
         storage.remove(folder / _index_name(index.process))
+    _write_text(folder / MANIFEST, manifest_text(manifest))
     if not storage.is_object_store(final):
+        _require_files(folder, manifest)
         for part in (*(folder / name for name in FOLDERS), folder):
             storage.sync(part)
         folder.rename(final)
         storage.sync(final.parent)
+    storage.require_regular(final / MANIFEST, final.name)
     storage.remove(final / MARK)
+
+
+def _require_files(folder: Path, manifest: Manifest) -> None:
+    """All is there under its name, with its length. A rename that says that it was done, and wasn't, costs otherwise
+    the older checkpoint that is deleted after this one's commit."""
+    storage.require_regular(folder / MANIFEST, folder.name)
+    for file in manifest.files:
+        found = storage.require_regular(folder / file.name, folder.name)
+        if found != file.bytes:
+            raise CheckpointError(
+                f"checkpoint {folder.name}: {file.name}: expected {file.bytes} bytes after it was written, "
+                f"found {found}.\n  The file system lost some. The checkpoints committed before are untouched."
+            )
 
 
 def delete(folder: Path, run: str) -> None:
@@ -201,7 +224,7 @@ def _owner(folder: Path) -> str | None:
     """The run that the mark names; None where there is none: killed before it, or after all else was deleted."""
     try:
         return json.loads((folder / MARK).read_bytes())["run"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         return None
 
 

@@ -17,7 +17,7 @@ import xxhash
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from portable_fsdp.checkpoint.storage import is_object_store, names, require_regular
+from portable_fsdp.checkpoint.storage import exists, is_object_store, names, require_regular
 from portable_fsdp.runtime.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -140,7 +140,15 @@ def committed_steps(run_folder: Path) -> list[Path]:
 
 def is_committed(folder: Path) -> bool:
     """In an object store the manifest is the commit; a local folder bears its name since the commit."""
-    return (folder / MANIFEST).exists() if is_object_store(folder) else folder.is_dir()
+    return exists(folder / MANIFEST) if is_object_store(folder) else folder.is_dir()
+
+
+def run_of(folder: Path) -> str | None:
+    """The name of the run that wrote a committed checkpoint, "" where it had none; None where it can't be read."""
+    try:
+        return str(read_manifest(folder).config.get("run", {}).get("name", ""))
+    except CheckpointError:
+        return None
 
 
 def manifest_text(manifest: Manifest) -> str:

@@ -28,6 +28,7 @@ from portable_fsdp.checkpoint.format import (
     committed_steps,
     folder_of,
     read_manifest,
+    run_of,
     step_folder,
     step_of,
 )
@@ -246,10 +247,10 @@ class Checkpoints:
         if path.name in self._damaged:
             return False
         if path.name not in self._owners:
-            try:
-                self._owners[path.name] = str(read_manifest(path).config.get("run", {}).get("name", ""))
-            except CheckpointError:
+            run = run_of(path)
+            if run is None:
                 return False
+            self._owners[path.name] = run
         return self._owners[path.name] == self._run
 
     # ------------------------------------------------------------------------------------------------------- load
@@ -303,20 +304,23 @@ class Checkpoints:
         """Refuse a folder that this process can't write to, or that is another one on another host; writes nothing."""
         if not storage.is_object_store(self.folder) and self._backend.process.count == 1:
             return
-        probe = self._on_process_0(f"checkpoints in {self.folder}", self._write_probe)
+        subject = f"checkpoints in {self.folder}"
+        probe = self._on_process_0(subject, self._write_probe)
         folder = self.folder if storage.is_object_store(self.folder) else _nearest(self.folder)
         message = None
-        if not (folder / probe).exists():
-            message = (
-                f"checkpoints in {self.folder}: expected a folder that all processes share, found that process\n"
-                f"  {self._backend.process.index} doesn't see what process 0 writes there. Is it local to each host?\n"
-                "  Set checkpoint.dir (or run.dir) to a shared folder, or to an object store (s3://, gs://)."
-            )
+        try:
+            if not storage.exists(folder / probe):
+                message = (
+                    f"{subject}: expected a folder that all processes share, found that process\n"
+                    f"  {self._backend.process.index} doesn't see what process 0 writes there. Is it local to each "
+                    "host?\n  Set checkpoint.dir (or run.dir) to a shared folder, or to an object store (s3://, gs://)."
+                )
+        except Exception as error:
+            message = _message(subject, error)
         try:
             self._raise_together(message, None)
         finally:
-            if self._backend.process.index == 0:
-                storage.remove(folder / probe)
+            self._on_process_0(subject, lambda: storage.remove(folder / probe))
 
     def _write_probe(self) -> str:
         folder = self.folder if storage.is_object_store(self.folder) else _nearest(self.folder)

@@ -53,6 +53,15 @@ def names(folder: Path) -> list[str]:
         return []
 
 
+def exists(path: Path) -> bool:
+    """Whether a file is there. Raises OSError where a store doesn't say: fsspec's own takes any error for a no."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
 def make_folder(folder: Path) -> None:
     """Make it, and those above it. An object store has none."""
     if not is_object_store(folder):
@@ -79,7 +88,10 @@ def remove(path: Path) -> None:
 def move(old: Path, new: Path) -> None:
     """Rename a folder; in an object store copy and delete, which a kill can cut in two."""
     if is_object_store(old):
-        _store(old).mv(_key(old), _key(new), recursive=True)
+        store, start = _store(old), _key(old)
+        for key in store.find(start):  # not `mv`: s3fs would copy folders too, which aren't there
+            store.copy(key, _key(new) + key.removeprefix(start))
+        remove(old)
     else:
         old.rename(new)
 
@@ -92,18 +104,28 @@ def write(path: Path, chunks: Iterable[bytes | memoryview], *, durable: bool = T
     if is_object_store(path):
         _upload(path, chunks)
         return
-    part = path.with_name(f"{path.name}.part")
-    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, path.parent.stat().st_mode & 0o666)
+    part = part_of(path)
     try:
-        for chunk in chunks:
-            rest = memoryview(chunk)
-            while rest:
-                rest = rest[os.write(descriptor, rest) :]
-        if durable:
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    os.replace(part, path)
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, path.parent.stat().st_mode & 0o666)
+        try:
+            for chunk in chunks:
+                rest = memoryview(chunk)
+                while rest:
+                    rest = rest[os.write(descriptor, rest) :]
+            if durable:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(part, path)
+    except Exception:
+        with suppress(OSError):  # a full disk has room again for the word of it
+            part.unlink(missing_ok=True)
+        raise
+
+
+def part_of(path: Path) -> Path:
+    """What a kill in `write` leaves."""
+    return path.with_name(f"{path.name}.part")
 
 
 def _upload(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
@@ -150,7 +172,10 @@ class Source:
     def read_into(self, start: int, buffer: memoryview) -> None:
         """Fill `buffer` (of bytes) with what stands at `start`; OSError where the file ends before."""
         if self._descriptor is None:
-            content = cast(bytes, _store(self._path).cat_file(_key(self._path), start, start + len(buffer)))
+            if not buffer:  # no range says nothing
+                return
+            # By name: the second parameter of s3fs is another.
+            content = cast(bytes, _store(self._path).cat_file(_key(self._path), start=start, end=start + len(buffer)))
             if len(content) != len(buffer):
                 raise OSError(f"{self._path}: expected {len(buffer)} bytes at {start}, found {len(content)}")
             buffer[:] = content

@@ -1,0 +1,155 @@
+"""Processes that die at a chosen operation on the file system or the object store. Patched below the store.
+
+A process is a thread with a number, and the threads that it starts. A dead one does nothing more: whatever it would
+do to a file raises `Killed`, which no code of ours catches.
+"""
+
+import functools
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from typing import Any, cast
+
+import pytest
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
+from plain_backend import PlainBackend
+
+from portable_fsdp.checkpoint.manager import Checkpoints
+
+
+class Killed(BaseException):
+    """The process is dead."""
+
+
+class ProcessThread(threading.Thread):
+    """A thread of the process that started it; None for the test's own."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.process = current_process()
+        self.killed = False
+
+    def run(self) -> None:
+        try:
+            super().run()
+        except Killed:
+            self.killed = True
+
+    def join(self, timeout: float | None = None) -> None:
+        super().join(timeout)
+        if self.killed and current_process() is not None:
+            raise Killed
+
+
+def current_process() -> int | None:
+    return cast(int | None, getattr(threading.current_thread(), "process", None))
+
+
+class Operation:
+    """What one process did to one name."""
+
+    def __init__(self, process: int, name: str, arguments: tuple[Any, ...]) -> None:
+        self.process, self.name, self.arguments = process, name, arguments
+
+    def __repr__(self) -> str:
+        return f"process {self.process}: {self.name} {self.arguments}"
+
+
+class Death:
+    """Kills at the `point`-th operation of `process`, before it or (`torn`) in the middle of a write.
+
+    `alone`: the others live on, and learn of it as they do from a process group: their next collective fails.
+    """
+
+    def __init__(self, process: int = 0, point: int = 0, *, torn: bool = False, alone: bool = False) -> None:
+        self.process, self.point, self.torn, self.alone = process, point, torn, alone
+        self.tried: list[Operation] = []
+        self.done: list[Operation] = []  # without those that failed: a folder to make that is there
+        self.counts = Counter[int]()
+        self.struck: Operation | None = None
+        self._backends: list[PlainBackend] = []
+        self._opened: list[Checkpoints] = []
+        self._lock = threading.RLock()
+
+    def join(self, backend: PlainBackend, opened: Checkpoints) -> None:
+        """This thread is from now on the process of `backend`."""
+        cast(ProcessThread, threading.current_thread()).process = backend.process.index
+        self._backends.append(backend)
+        self._opened.append(opened)
+
+    def call(self, name: str, real: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        process = current_process()
+        if process is None:
+            return real(*arguments, **named)
+        with self._lock:
+            if self.struck is not None and (process == self.process or not self.alone):
+                raise Killed
+            self.counts[process] += 1
+            operation = Operation(process, name, arguments)
+            self.tried.append(operation)
+            if (process, self.counts[process]) == (self.process, self.point):
+                if self.torn and name == "write":
+                    real(arguments[0], arguments[1][: len(arguments[1]) // 2])
+                self._strike(operation)
+            result = real(*arguments, **named)
+            self.done.append(operation)
+            return result
+
+    def _strike(self, operation: Operation) -> None:
+        self.struck = operation
+        for backend in self._backends:
+            backend.meeting.barrier.abort()
+        for opened in self._opened:
+            opened._background.cancelled.set()  # pyright: ignore[reportPrivateUsage]
+        raise Killed
+
+
+@contextmanager
+def patched(death: Death) -> Generator[None]:
+    """Every operation that changes something on the file system, or in `memory://`, goes through `death`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading, "Thread", ProcessThread)
+        for name in ("write", "fsync", "replace", "rename", "mkdir", "unlink", "remove", "rmdir"):
+            patch.setattr(os, name, _through(death, name, getattr(os, name)))
+        patch.setattr(os, "open", _creating(death, os.open))
+        patch.setattr(MemoryFileSystem, "_open", _opened_as_by_a_store)
+        patch.setattr(MemoryFile, "commit", _through(death, "upload", MemoryFile.commit))
+        for name in ("rm_file", "cp_file"):
+            patch.setattr(MemoryFileSystem, name, _through(death, name, getattr(MemoryFileSystem, name)))
+        yield
+
+
+def _through(death: Death, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(real)
+    def call(*arguments: Any, **named: Any) -> Any:
+        return death.call(name, real, arguments, named)
+
+    return call
+
+
+def _creating(death: Death, real: Callable[..., int]) -> Callable[..., int]:
+    def call(path: Any, flags: int, *arguments: Any, **named: Any) -> int:
+        if flags & os.O_CREAT:
+            return cast(int, death.call("open", real, (path, flags, *arguments), named))
+        return real(path, flags, *arguments, **named)
+
+    return call
+
+
+_open_in_memory = MemoryFileSystem._open
+
+
+def _opened_as_by_a_store(store: MemoryFileSystem, path: str, mode: str = "rb", **named: Any) -> Any:
+    """What is uploaded shows when its upload ends: `memory://` shows it from the start."""
+    return _open_in_memory(store, path, mode, **named) if mode != "wb" else MemoryFile(store, path)
+
+
+def points(run: Death, torn: bool = False) -> Iterable[tuple[int, int]]:
+    """(process, number) of each operation that `run` tried; `torn`: of each write."""
+    numbers = Counter[int]()
+    for operation in run.tried:
+        numbers[operation.process] += 1
+        if not torn or operation.name == "write":
+            yield operation.process, numbers[operation.process]

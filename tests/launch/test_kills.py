@@ -1,0 +1,78 @@
+"""SIGKILL of all processes of a real run at random moments, again and again: the curve is that of a run left alone.
+
+The run saves after every step, in the background, so that most moments lie in a save.
+"""
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+from started import PYTHON, committed, launch, losses, started, tiny_config
+
+from portable_fsdp.metrics.sinks import read_jsonl
+
+SETTINGS = ["checkpoint.every=1", "checkpoint.async_save=true", "checkpoint.keep=2", "train.log_every=1"]
+NATIVE_2 = [*PYTHON, "--device=cpu", "--backend=native", "--num_devices=2"]
+XLA_2 = [*PYTHON, "--device=cpu", "--backend=xla", "--num_devices=2"]
+STEPS = 60  # equal curves are promised for 50
+
+
+def newest(run: Path) -> int:
+    return max(committed(run), default=0)
+
+
+def kill_at_random(folder: Path, arguments: list[str], moment: random.Random) -> None:
+    """Start on two processes, and kill them up to 0.2 s after the first step that they commit."""
+    before = newest(folder / "run")
+    with started([*NATIVE_2, *arguments], folder) as process:
+        process.wait_until(lambda: newest(folder / "run") > before)
+        time.sleep(moment.uniform(0, 0.2))
+        process.kill()
+
+
+def resume_for_two_steps(folder: Path, arguments: list[str], command: list[str] | None) -> None:
+    """On one process in here, or by `command`: it goes on from the newest commit."""
+    last = newest(folder / "run")
+    arguments = [*arguments, f"train.stop_at={last + 2}"]
+    if command is None:
+        assert launch("--device=cpu", *arguments, f"run.dir={folder / 'run'}") == 0
+    else:
+        with started([*command, *arguments], folder) as process:
+            assert process.wait() == 0, process.err
+    starts = [row for row in read_jsonl(folder / "run/events.jsonl") if row["event"] == "start"]
+    assert starts[-1]["step"] == last
+
+
+def kill_and_go_on(folder: Path, kills: int, seed: int, resume_by: list[str] | None = None) -> None:
+    """`kills` times; then to the end, and compare with a run that nobody killed."""
+    arguments = [f"--config={tiny_config(folder)}", *SETTINGS, f"train.steps={STEPS}"]
+    moment = random.Random(seed)
+    for _ in range(kills):
+        kill_at_random(folder, arguments, moment)
+        assert newest(folder / "run") < STEPS - 2, "too few steps for so many kills"
+        resume_for_two_steps(folder, arguments, resume_by)
+    assert launch("--device=cpu", *arguments, f"run.dir={folder / 'run'}") == 0
+    assert launch("--device=cpu", *arguments, "checkpoint.every=1000", f"run.dir={folder / 'alone'}") == 0
+    assert losses(folder / "run") == pytest.approx(losses(folder / "alone"), rel=5e-5)
+    assert len(committed(folder / "run")) == 2
+    assert [path.name for path in (folder / "run/checkpoints").iterdir() if not path.name.startswith("step-")] == []
+
+
+def test_five_kills(tmp_path: Path) -> None:
+    kill_and_go_on(tmp_path, kills=5, seed=0)
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(1, 39))
+def test_kills_and_resumes_on_one_process(tmp_path: Path, seed: int) -> None:
+    kill_and_go_on(tmp_path, kills=5, seed=seed)
+
+
+@pytest.mark.proof
+@pytest.mark.xla
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", [39, 40])
+def test_kills_and_resumes_on_another_engine(tmp_path: Path, seed: int) -> None:
+    kill_and_go_on(tmp_path, kills=5, seed=seed, resume_by=XLA_2)
