@@ -46,7 +46,6 @@ from portable_fsdp.checkpoint.format import (
 from portable_fsdp.runtime.errors import CheckpointError
 
 MARK = "attempt.json"
-_PART_OF_MARK = storage.part_of(Path(MARK)).name
 
 
 class Index(Entry):
@@ -86,10 +85,11 @@ def begin(final: Path, run: str) -> str:
 def remove_debris(run_folder: Path, run: str) -> None:
     """Delete what interrupted saves and deletions of `run` left. Only process 0, and before any process writes."""
     for path in (run_folder / name for name in storage.names(run_folder)):
-        if _is_debris(path) and (_owner(path) == run or set(storage.names(path)) <= {_PART_OF_MARK}):
+        part_of_mark = storage.part_of(path / MARK).name
+        if _is_debris(path) and (_owner(path) == run or set(storage.names(path)) <= {part_of_mark}):
             discard(path)
     for path in committed_steps(run_folder):
-        marks = {MARK, _PART_OF_MARK}.intersection(storage.names(path))
+        marks = {MARK, storage.part_of(path / MARK).name}.intersection(storage.names(path))
         if marks and run_of(path) == run:
             for name in marks:
                 storage.remove(path / name)

@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -63,7 +63,7 @@ class Faults:
 
 @contextmanager
 def s3_server() -> Generator[Faults]:
-    """An empty bucket; `s3://bucket/...` leads there while the block runs."""
+    """A bucket; `s3://bucket/...` leads there while the block runs."""
     logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
     faults = Faults(DomainDispatcherApplication(create_backend_app))
     server = make_server("127.0.0.1", 0, faults, threaded=True)
@@ -82,7 +82,8 @@ def s3_server() -> Generator[Faults]:
         patch.setattr(S3FileSystem, "retries", 1)  # of s3fs itself, with growing pauses
         S3FileSystem.clear_instance_cache()
         try:
-            S3FileSystem().mkdir(BUCKET)
+            with suppress(FileExistsError):  # moto keeps it as long as the process
+                S3FileSystem().mkdir(BUCKET)
             yield faults
         finally:
             faults.rules = []

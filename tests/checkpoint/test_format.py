@@ -186,6 +186,8 @@ def test_a_commit_leaves_one_name_and_no_index(tmp_path: Path) -> None:
     attempt = commit.begin(final, "run")
     index = Index(attempt=attempt, process=0)
     commit.write_index(commit.temporary_of(final), index)
+    for file in small().files:
+        (commit.temporary_of(final) / file.name).write_bytes(bytes(file.bytes))
     commit.commit(final, small(), [index])
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
     assert sorted(path.name for path in final.iterdir()) == ["manifest.json", "model", "optimizer"]
