@@ -17,7 +17,7 @@ import xxhash
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from portable_fsdp.checkpoint.storage import exists, is_object_store, names, require_regular
+from portable_fsdp.checkpoint.storage import exists, is_object_store, names, read, require_regular
 from portable_fsdp.runtime.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -176,7 +176,7 @@ def read_manifest(folder: Path) -> Manifest:
     if require_regular(path, folder.name) > _MAX_BYTES:
         raise CheckpointError(f"checkpoint {folder.name}: manifest.json: expected at most 1 GiB")
     try:
-        text = path.read_bytes().decode()
+        text = read(path).decode()
         version = _version(json.loads(text, object_pairs_hook=refuse_duplicates))
         if version != 1:
             raise ValueError(f"expected format_version 1, found {version!r}; is it of a newer portable_fsdp?")

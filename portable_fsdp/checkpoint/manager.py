@@ -34,7 +34,7 @@ from portable_fsdp.checkpoint.format import (
 )
 from portable_fsdp.checkpoint.store import Reader, entries_without_pieces, write_pieces
 from portable_fsdp.config import schema
-from portable_fsdp.runtime.errors import CheckpointError
+from portable_fsdp.runtime.errors import CheckpointError, StoreError
 
 log = logging.getLogger("portable_fsdp")
 
@@ -371,16 +371,23 @@ class Checkpoints:
         return Found(path, (), is_own=path.absolute() in [one.absolute() for one in own])
 
     def _damage(self, path: Path) -> str | None:
-        """Why a checkpoint isn't whole, as far as `checkpoint.verify` asks; each process hashes some of the files."""
+        """Why a checkpoint isn't whole, as far as `checkpoint.verify` asks; each process hashes some of the files.
+
+        Raises CheckpointError where an object store doesn't answer, which says nothing of what lies there.
+        """
         reason: str | None = None
+        unanswered: str | None = None
         try:
             with Reader(path) as reader:
                 if self._settings.verify == "full":
                     reader.verify(self._backend.process)
                 elif self._settings.verify == "size":
                     reader.verify_sizes()
+        except StoreError as error:
+            unanswered = str(error)
         except Exception as error:
             reason = _message(f"checkpoint {path.name}", error)
+        self._raise_together(unanswered, None)
         return next((one for one in self._backend.gather(reason) if one is not None), None)
 
     # -------------------------------------------------------------------------------------------------- together

@@ -9,12 +9,12 @@ import os
 import pathlib
 import shutil
 import stat
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self, cast
 
-from portable_fsdp.runtime.errors import CheckpointError
+from portable_fsdp.runtime.errors import CheckpointError, StoreError
 from portable_fsdp.runtime.files import sync_folder
 
 _UPLOAD_BYTES = 16 << 20  # of one part of a multipart upload: large enough to be few, small enough to hold
@@ -60,6 +60,12 @@ def exists(path: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     return True
+
+
+def read(path: Path) -> bytes:
+    """All of a small file. Raises OSError, StoreError."""
+    with _asked(path):
+        return path.read_bytes()
 
 
 def make_folder(folder: Path) -> None:
@@ -142,13 +148,15 @@ def _upload(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
 
 
 class Source:
-    """A file, open for reading at any place. A context manager. Raises OSError, links and special files among them."""
+    """A file, open for reading at any place. A context manager. Raises OSError, links and special files among them;
+    StoreError."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._descriptor: int | None = None
         if is_object_store(path):
-            self.size = path.stat().st_size
+            with _asked(path):
+                self.size = path.stat().st_size
             return
         self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         status = os.fstat(self._descriptor)
@@ -175,7 +183,8 @@ class Source:
             if not buffer:  # no range says nothing
                 return
             # By name: the second parameter of s3fs is another.
-            content = cast(bytes, _store(self._path).cat_file(_key(self._path), start=start, end=start + len(buffer)))
+            with _asked(self._path):
+                content = _store(self._path).cat_file(_key(self._path), start=start, end=start + len(buffer))
             if len(content) != len(buffer):
                 raise OSError(f"{self._path}: expected {len(buffer)} bytes at {start}, found {len(content)}")
             buffer[:] = content
@@ -196,12 +205,27 @@ class Source:
 def require_regular(path: Path, name: str) -> int:
     """The length of a plain file in bytes; raises CheckpointError for what is absent, a link, a folder or a pipe."""
     try:
-        status = path.stat() if is_object_store(path) else path.lstat()
+        with _asked(path):
+            status = path.stat() if is_object_store(path) else path.lstat()
     except OSError:
         raise CheckpointError(f"checkpoint {name}: expected the file {path}, found none") from None
     if not is_object_store(path) and not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"checkpoint {name}: {path}: expected a plain file, found a link or a special file")
     return status.st_size
+
+
+@contextmanager
+def _asked(path: Path) -> Generator[None]:
+    """Errors of an object store, other than that a file isn't there, become StoreError: of many classes they are."""
+    try:
+        yield
+    except Exception as error:
+        if not is_object_store(path) or isinstance(error, FileNotFoundError):
+            raise
+        raise StoreError(
+            f"{path}: expected the object store to give it, found {type(error).__name__}: {error}\n"
+            "  It may be whole: start again when the store answers."
+        ) from error
 
 
 def _store(path: Path) -> Any:
