@@ -22,6 +22,8 @@ from portable_fsdp.checkpoint.commit import MARK
 from portable_fsdp.checkpoint.format import committed_steps, read_manifest
 from portable_fsdp.checkpoint.manager import Checkpoints
 
+pytestmark = pytest.mark.slow
+
 OURS, ANOTHERS = {"run": {"name": "ours"}}, {"run": {"name": "another"}}
 STATES = {step: snapshot(*small_model(seed=step)) for step in (0, 1, 2, 3)}
 

@@ -23,6 +23,8 @@ from portable_fsdp.checkpoint import storage
 from portable_fsdp.checkpoint.format import committed_steps
 from portable_fsdp.runtime.errors import CheckpointError
 
+pytestmark = pytest.mark.slow
+
 STATES = {step: snapshot(*small_model(seed=step)) for step in (1, 2, 3)}
 
 

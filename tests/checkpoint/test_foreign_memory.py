@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 MIB = 2**20
 COUNT, ROWS = 12, 4 * MIB  # twelve tensors of 16 MiB: eleven of them are more than the bound
 LARGEST = 4 * ROWS

@@ -371,6 +371,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_what_fsdp2_saves_on_two_ranks_is_imported(tmp_path: Path) -> None:
     programs = [
         subprocess.Popen([sys.executable, "-c", RANK, str(rank), str(tmp_path)], stderr=subprocess.PIPE, text=True)

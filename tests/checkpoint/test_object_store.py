@@ -19,6 +19,8 @@ from portable_fsdp.checkpoint.__main__ import main
 from portable_fsdp.checkpoint.manager import Checkpoints
 from portable_fsdp.runtime.errors import CheckpointError
 
+pytestmark = pytest.mark.slow
+
 OURS, ANOTHERS = {"run": {"name": "ours"}}, {"run": {"name": "another"}}
 
 

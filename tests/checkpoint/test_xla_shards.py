@@ -16,6 +16,8 @@ from test_formats import assert_same, tensors_in
 from portable_fsdp.checkpoint.foreign.importing import detect, import_checkpoint
 from portable_fsdp.runtime.errors import CheckpointError
 
+pytestmark = pytest.mark.slow
+
 PLAIN = {
     "embed.weight": torch.arange(35.0).reshape(7, 5),
     "layers.0.up.weight": torch.randn(6, 5),
