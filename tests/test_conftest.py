@@ -26,7 +26,7 @@ LEAKS = {
     ),
     "variable": ("import os\ndef test_it():\n    os.environ['LEFT'] = '1'\n", "environment variable LEFT: None before"),
     "warning": ("import warnings\ndef test_it():\n    warnings.warn('old', DeprecationWarning)\n", "old"),
-    "marker": ("import pytest\n@pytest.mark.slow\ndef test_it():\n    pass\n", "'slow' not found in `markers`"),
+    "marker": ("import pytest\n@pytest.mark.misspelt\ndef test_it():\n    pass\n", "'misspelt' not found in `markers`"),
 }
 
 CLEAN = """
