@@ -20,7 +20,7 @@ check: env  ## the fast part, under 90 s: format, lint, types, tests without tor
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	.venv/bin/pyright
-	$(RUN) -m pytest -q -m "not proof and not slow and not xla" --ignore=tests/backends --ignore=tests/launch --ignore=tests/plan
+	$(RUN) -m pytest -q -n 2 -m "not proof and not slow and not xla" --ignore=tests/backends --ignore=tests/launch --ignore=tests/plan
 
 test: env  ## the whole suite, but for the proofs
 	$(RUN) -m pytest

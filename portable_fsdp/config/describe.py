@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterator, Sequence
+from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Literal, Union, cast, get_args, get_origin
 
@@ -29,6 +30,7 @@ def fields(model: type[BaseModel] = Config, above: Key = ()) -> Iterator[tuple[K
             yield from fields(inside, (*above, name))
 
 
+@cache
 def option_names() -> tuple[str, ...]:
     """Every key that has a value of its own, as `optim.lr`: no section, nothing inside a list."""
     return tuple(key_name(key) for key, _ in fields() if len(key) == 2)

@@ -329,6 +329,7 @@ print(built.size.parameters, process.memory_info().rss - before)
 """
 
 
+@pytest.mark.slow
 def test_a_billion_parameters_take_no_memory_to_build() -> None:
     printed = subprocess.run(
         [sys.executable, "-c", GROWTH], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
