@@ -278,7 +278,7 @@ def _plain_losses(case: Case, device: str) -> list[float]:
 def _state(backend: Backend, training: Training) -> dict[str, Tensor]:
     """Every tensor of a checkpoint; in one process each is one piece."""
     state = backend.state(training.model, training.optimizer)
-    return {key: tensor.pieces[0].data.detach().cpu().clone() for key, tensor in state.items()}
+    return {key: tensor.pieces()[0].data.detach().cpu().clone() for key, tensor in state.items()}
 
 
 def _checkpoint(case: Case, device: str) -> dict[str, Any]:

@@ -60,11 +60,14 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorState:
-    """A global tensor, and the pieces of it that this process must write (perhaps none)."""
+    """A global tensor. `pieces()` reads those of it that this process must write (perhaps none).
+
+    On XLA each call copies them from the devices; elsewhere they are the live memory, which the next step changes.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: list[Piece] = field(default_factory=lambda: [])
+    pieces: Callable[[], list[Piece]] = list
 
 
 @dataclass(frozen=True)

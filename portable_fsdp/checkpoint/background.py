@@ -18,15 +18,13 @@ class Snapshot:
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, int], Tensor] = {}
 
-    def take(self, state: Mapping[str, TensorState]) -> dict[str, TensorState]:
-        """The same state, which later steps don't touch. Waits until all is copied; nobody may read the last one."""
+    def take(self, state: Mapping[str, TensorState]) -> dict[str, list[Piece]]:
+        """The pieces, which later steps don't touch. Waits until all are copied; nobody may read the last ones."""
         taken = {
-            key: TensorState(
-                one.shape, one.dtype, [self._copy(key, ordinal, piece) for ordinal, piece in enumerate(one.pieces)]
-            )
+            key: [self._copy(key, ordinal, piece) for ordinal, piece in enumerate(one.pieces())]
             for key, one in state.items()
         }
-        if any(piece.data.device.type == "cuda" for one in state.values() for piece in one.pieces):
+        if any(piece.data.is_pinned() for pieces in taken.values() for piece in pieces):
             torch.cuda.synchronize()
         return taken
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from portable_fsdp import __version__
-from portable_fsdp.backends.base import Backend, Read, Slices, TensorState
+from portable_fsdp.backends.base import Backend, Piece, Read, Slices, TensorState
 from portable_fsdp.checkpoint import commit, storage
 from portable_fsdp.checkpoint.background import Background, Snapshot
 from portable_fsdp.checkpoint.changes import Difference, check_allow, differences, require_allowed
@@ -24,6 +24,7 @@ from portable_fsdp.checkpoint.commit import Index
 from portable_fsdp.checkpoint.format import (
     Data,
     Manifest,
+    TensorEntry,
     WrittenBy,
     committed_steps,
     folder_of,
@@ -141,11 +142,13 @@ class Checkpoints:
         state = self._backend.state(model, optimizer)
         manifest = self._manifest(step, position, state)
         if self._settings.async_save:
-            state = self._snapshot.take(state)
+            pieces = self._snapshot.take(state)
+        else:
+            pieces = {key: one.pieces() for key, one in state.items()}
         blocked = time.perf_counter() - began
 
         def work() -> None:
-            index = self._write_part(final, attempt, state)
+            index = self._write_part(final, attempt, manifest.tensors, pieces)
             if self._backend.process.index == 0:
                 removed = self._commit(final, attempt, manifest)
                 seconds = time.perf_counter() - began
@@ -207,7 +210,9 @@ class Checkpoints:
             tensors=entries_without_pieces(state),
         )
 
-    def _write_part(self, final: Path, attempt: str, state: Mapping[str, TensorState]) -> Index:
+    def _write_part(
+        self, final: Path, attempt: str, tensors: Mapping[str, TensorEntry], pieces: Mapping[str, list[Piece]]
+    ) -> Index:
         """Write this process's files and its index, in which stands what went wrong."""
         folder, process = commit.temporary_of(final), self._backend.process.index
         if not storage.is_object_store(folder) and not folder.is_dir():
@@ -216,7 +221,7 @@ class Checkpoints:
                 "  none: checkpoints must lie on a file system that all processes share, or in an object store."
             )
         try:
-            index = write_pieces(folder, state, process, attempt)
+            index = write_pieces(folder, tensors, pieces, process, attempt)
         except Exception as error:
             index = Index(attempt=attempt, process=process, error=f"{type(error).__name__}: {error}")
         commit.write_index(folder, index)

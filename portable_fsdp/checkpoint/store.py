@@ -7,7 +7,7 @@ that a key stands once in a file. Each header carries the offsets as `torch.dist
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -54,23 +54,25 @@ def entries_without_pieces(state: Mapping[str, TensorState]) -> dict[str, Tensor
     return entries
 
 
-def write_pieces(folder: Path, state: Mapping[str, TensorState], process: int, attempt: str) -> Index:
-    """Write this process's pieces below `folder`, durably; returns what it wrote.
+def write_pieces(
+    folder: Path, whole: Mapping[str, TensorEntry], pieces: Mapping[str, Sequence[Piece]], process: int, attempt: str
+) -> Index:
+    """Write this process's pieces of the tensors in `whole` below `folder`, durably; returns what it wrote.
 
-    A piece on the device is copied to the host when its turn comes. Raises OSError, CheckpointError.
+    A piece on CUDA is copied to the host when its turn comes. Raises OSError, TypeError.
     """
-    tensors = entries_without_pieces(state)
+    tensors = {key: TensorEntry(shape=entry.shape, dtype=entry.dtype) for key, entry in whole.items()}
     # In an object store a straggler of an earlier attempt must not overwrite this one's files.
     mark = f"-{attempt[:8]}" if storage.is_object_store(folder) else ""
     shards: dict[str, dict[str, Piece]] = {}
     for key, entry in tensors.items():
-        for ordinal, piece in enumerate(piece for piece in state[key].pieces if piece.data.numel()):
+        for ordinal, piece in enumerate(piece for piece in pieces[key] if piece.data.numel()):
             name = f"{folder_of(key)}/shard-{process:05d}-{ordinal:02d}{mark}.safetensors"
             shards.setdefault(name, {})[key] = piece
             entry.files.append(list(shards).index(name))
             entry.offsets.extend(piece.offset)
             entry.sizes.extend(piece.data.shape)
-    files = tuple(_write_shard(folder, name, pieces, tensors) for name, pieces in shards.items())
+    files = tuple(_write_shard(folder, name, shard, tensors) for name, shard in shards.items())
     for name in FOLDERS:
         storage.sync(folder / name)
     written = {key: entry for key, entry in tensors.items() if entry.files}

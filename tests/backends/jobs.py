@@ -1,5 +1,6 @@
 """What the worker processes run. Each job opens the backend of its own process group, and returns plain data."""
 
+import math
 import os
 import re
 import warnings
@@ -9,10 +10,13 @@ from typing import Any, cast
 
 import torch
 from cases import GLOBAL_BATCH, SEQ_LEN, Case, CaseRows
+from dying import Instants, patched
+from memory import Peak, anonymous
 
 from portable_fsdp.backends.base import Backend, Pending, ShardPolicy, TensorState, parameter_places
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.checkpoint.manager import Checkpoints
+from portable_fsdp.config import schema
 from portable_fsdp.config.schema import Config, Train
 from portable_fsdp.data.batches import Batches
 from portable_fsdp.metrics.hlo import collectives as collectives_of_program
@@ -35,7 +39,7 @@ def _pieces(state: dict[str, TensorState]) -> Pieces:
         key: (
             tensor.shape,
             str(tensor.dtype),
-            [(tuple(p.offset), p.data.detach().cpu().clone()) for p in tensor.pieces],
+            [(tuple(p.offset), p.data.detach().cpu().clone()) for p in tensor.pieces()],
         )
         for key, tensor in state.items()
     }
@@ -171,6 +175,90 @@ def read(case: Case, folders: dict[str, str], at: int) -> dict[str, Any]:
             }
         out["compilations"] = backend.compilations
     return out
+
+
+def save_by_instants(case: Case, folder: str, kept: str) -> dict[str, Any]:
+    """Save step 1, then step 2 in the background, which gives up step 1: the files at every instant are in `kept`."""
+    backend, config = _open(case)
+    with backend:
+        run = Run(backend, config)
+        settings = schema.Checkpoint(keep=1, async_save=True)
+        checkpoints = Checkpoints(
+            Path(folder), backend, config=config.model_dump(mode="json"), model_config={}, settings=settings
+        )
+        states: dict[int, Pieces] = {}
+        instants = Instants(Path(folder), Path(kept))
+        for step in (1, 2):
+            run.train(step, step)
+            states[step] = run.state()
+            with patched(instants) if step == 2 else nullcontext():
+                checkpoints.save(step, run.model, run.optimizer, (0, step * GLOBAL_BATCH))
+                checkpoints.wait()
+        instants.keep()
+        return {"states": states, "operations": len(instants.tried)}
+
+
+def resume_each(case: Case, folders: list[str], expected: dict[int, dict[str, torch.Tensor]]) -> list[dict[str, Any]]:
+    """From each folder: what is found and loaded, as this process holds it; then the next step is saved there."""
+    backend, config = _open(case)
+    found: list[dict[str, Any]] = []
+    with backend:
+        run = Run(backend, config)
+        for folder in folders:
+            checkpoints = Checkpoints(
+                Path(folder),
+                backend,
+                config=config.model_dump(mode="json"),
+                model_config={},
+                settings=schema.Checkpoint(keep=1),
+            )
+            whole = checkpoints.find("auto")
+            assert whole is not None, folder
+            resumed = checkpoints.load(whole, run.model, run.optimizer)
+            differ = _differences(run.state(), expected[resumed.step])
+            found.append({"step": resumed.step, "position": resumed.position, "differ": differ})
+            checkpoints.save(3, run.model, run.optimizer, (0, 3 * GLOBAL_BATCH))
+    return found
+
+
+def _differences(state: Pieces, expected: dict[str, torch.Tensor]) -> list[str]:
+    """Keys whose pieces aren't what stands there in the whole tensors."""
+    return sorted(state.keys() ^ expected.keys()) + [
+        key
+        for key, (_, _, pieces) in state.items()
+        for offset, data in pieces
+        if not torch.equal(data, expected[key][tuple(slice(o, o + n) for o, n in zip(offset, data.shape, strict=True))])
+    ]
+
+
+def save_untrained(case: Case, folder: str) -> None:
+    """The state that training starts from."""
+    backend, config = _open(case)
+    with backend:
+        run = Run(backend, config)
+        Checkpoints(Path(folder), backend, config=config.model_dump(mode="json"), model_config={}).save(
+            1, run.model, run.optimizer, (0, 0)
+        )
+
+
+def memory_of_a_load(case: Case, folder: str) -> dict[str, int]:
+    """Bytes: what the model takes, and what the load adds at most; this process's shards, the largest tensor."""
+    backend, config = _open(case)
+    with backend:
+        before = anonymous()
+        run = Run(backend, config)
+        checkpoints = Checkpoints(Path(folder), backend, config=config.model_dump(mode="json"), model_config={})
+        found = checkpoints.find("auto")
+        assert found is not None
+        with Peak() as loading:
+            checkpoints.load(found, run.model, run.optimizer)
+        state = backend.state(run.model, run.optimizer)
+        return {
+            "before": loading.before - before,
+            "grown": loading.grown,
+            "shards": sum(piece.data.nbytes for one in state.values() for piece in one.pieces()),
+            "largest": max(math.prod(one.shape) * one.dtype.itemsize for one in state.values()),
+        }
 
 
 def agree_and_sum() -> dict[str, Any]:

@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import pickle
 import socket
-import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -39,7 +38,6 @@ GROUPS = [
 
 def _serve(pipe: Connection, environment: dict[str, str], backend: str) -> None:
     os.environ.update(environment)
-    sys.path.insert(0, os.path.dirname(__file__))
     import torch
 
     torch.set_num_threads(1)

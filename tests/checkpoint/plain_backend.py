@@ -9,6 +9,7 @@ import pickle
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -73,19 +74,22 @@ class PlainBackend(Backend):
         return gathered
 
     def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, TensorState]:
-        mine = range(self.process.index * self.devices, (self.process.index + 1) * self.devices)
         return {
             key: TensorState(
                 tuple(tensor.shape),
                 tensor.dtype,
-                [
-                    Piece(tuple(s.start for s in slices), tensor[slices])
-                    for device, slices in enumerate(rows(tensor, self.data_parallel_size))
-                    if device in mine
-                ],
+                partial(self._pieces, tensor),
             )
             for key, tensor in named_tensors(model, optimizer).items()
         }
+
+    def _pieces(self, tensor: Tensor) -> list[Piece]:
+        mine = range(self.process.index * self.devices, (self.process.index + 1) * self.devices)
+        return [
+            Piece(tuple(s.start for s in slices), tensor[slices])
+            for device, slices in enumerate(rows(tensor, self.data_parallel_size))
+            if device in mine
+        ]
 
     def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, read: Read) -> None:
         with torch.no_grad():

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from memory import RETURN_FREED_MEMORY
 
 pytestmark = pytest.mark.slow
 
@@ -16,9 +17,10 @@ LARGEST = 4 * ROWS
 SLACK = 64 * MIB
 
 PROGRAM = """
-import json, sys, threading, time
+import json, sys
 from pathlib import Path
 import torch
+from memory import Peak
 from torch.distributed import checkpoint as dcp
 from portable_fsdp.checkpoint.foreign.base import load_export
 from portable_fsdp.checkpoint.foreign.importing import import_checkpoint
@@ -27,29 +29,6 @@ from portable_fsdp.checkpoint.store import Reader
 COUNT, ROWS, source, format, folder = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
 folder = Path(folder)
 torch.set_num_threads(1)
-
-
-def anonymous():
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssShmem")))
-
-
-class Peak:
-    def __enter__(self):
-        self.before = self.most = anonymous()
-        self.done = False
-        self.thread = threading.Thread(target=self.watch)
-        self.thread.start()
-        return self
-
-    def watch(self):
-        while not self.done:
-            self.most = max(self.most, anonymous())
-            time.sleep(0.0005)
-
-    def __exit__(self, *_):
-        self.done = True
-        self.thread.join()
 
 
 def write_source(path, count, rows):
@@ -73,7 +52,7 @@ def both_ways(name, count, rows):
         exporter = load_export(format)
         dtype = None if format == "dcp" else "bfloat16"
         exporter.export(reader, folder / f"{name}.out", dtype=dtype, save_tokenizer=None, advance=lambda _: None)
-    return [peak.most - peak.before for peak in (importing, exporting)]
+    return [importing.grown, exporting.grown]
 
 
 both_ways("warm", 2, 10)  # what libraries take when they are imported
@@ -84,7 +63,8 @@ print(json.dumps(both_ways("large", COUNT, ROWS)))
 @pytest.mark.parametrize(("source", "format"), [("huggingface", "safetensors"), ("dcp", "dcp"), ("torch", "torch")])
 def test_one_tensor_is_held_at_a_time(tmp_path: Path, source: str, format: str) -> None:
     program = [sys.executable, "-c", PROGRAM, str(COUNT), str(ROWS), source, format, str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "MALLOC_MMAP_THRESHOLD_": "65536"}
+    folders = [Path(__file__).parents[2], Path(__file__).parent]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders)), **RETURN_FREED_MEMORY}
     done = subprocess.run(program, capture_output=True, text=True, timeout=200, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     importing, exporting = json.loads(done.stdout)

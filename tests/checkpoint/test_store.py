@@ -5,6 +5,7 @@ import random
 import runpy
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from portable_fsdp.backends.base import Part, Piece, TensorState
-from portable_fsdp.checkpoint.commit import merge
+from portable_fsdp.checkpoint.commit import Index, merge
 from portable_fsdp.checkpoint.format import DTYPE_BYTES, Manifest, manifest_text, step_folder
 from portable_fsdp.checkpoint.store import Reader, entries_without_pieces, hash_file, write_pieces
 from portable_fsdp.runtime.errors import CheckpointError
@@ -33,12 +34,22 @@ def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tens
     return raw.view(dtype).reshape(shape)
 
 
+def whole(tensor: Tensor) -> TensorState:
+    """Of a process that holds all of it."""
+    return TensorState(tuple(tensor.shape), tensor.dtype, lambda: [Piece((0,) * tensor.dim(), tensor)])
+
+
+def write_part(folder: Path, state: dict[str, TensorState], process: int = 0) -> Index:
+    pieces = {key: one.pieces() for key, one in state.items()}
+    return write_pieces(folder, entries_without_pieces(state), pieces, process, "")
+
+
 def store(folder: Path, parts: list[dict[str, TensorState]]) -> Path:
     """Write what each process holds, and commit it by hand."""
     (folder / "model").mkdir(parents=True)
     (folder / "optimizer").mkdir()
     files, tensors = merge(
-        entries_without_pieces(parts[0]), [write_pieces(folder, state, index, "") for index, state in enumerate(parts)]
+        entries_without_pieces(parts[0]), [write_part(folder, part, index) for index, part in enumerate(parts)]
     )
     manifest = {
         "format_version": 1,
@@ -61,7 +72,7 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path: Path, dtype: str
     shapes = {"matrix": (5, 3), "scalar": (), "exp_avg/vector": (7,), "empty": (0, 4), "cube": (2, 3, 4)}
     tensors = {key: random_tensor(shape, getattr(torch, dtype), 1) for key, shape in shapes.items()}
     assert all(tensor.dtype.itemsize == DTYPE_BYTES[dtype] for tensor in tensors.values())
-    state = {k: TensorState(tuple(t.shape), t.dtype, [Piece((0,) * t.dim(), t)]) for k, t in tensors.items()}
+    state = {key: whole(tensor) for key, tensor in tensors.items()}
     with Reader(store(tmp_path / "c", [state])) as reader:
         reader.verify(Part(0, 1))
         reader.check(state, {})
@@ -78,7 +89,7 @@ def test_slices_are_assembled_from_pieces_of_any_cut(tmp_path: Path) -> None:
         Piece((a, c), tensor[a:b, c:d]) for a, b in itertools.pairwise(rows) for c, d in itertools.pairwise(columns)
     ]
     rng.shuffle(pieces)
-    parts = [{"w": TensorState((11, 7), tensor.dtype, pieces[i::3])} for i in range(3)]
+    parts = [{"w": TensorState((11, 7), tensor.dtype, partial(list, pieces[i::3]))} for i in range(3)]
     with Reader(store(tmp_path / "c", parts)) as reader:
         for _ in range(200):
             a, b = sorted(rng.choices(range(12), k=2))
@@ -90,7 +101,8 @@ def test_slices_are_assembled_from_pieces_of_any_cut(tmp_path: Path) -> None:
 
 def test_only_files_that_hold_the_slice_are_opened(tmp_path: Path) -> None:
     tensor = random_tensor((6, 2), torch.float32, 3)
-    parts = [{"w": TensorState((6, 2), tensor.dtype, [Piece((2 * i, 0), tensor[2 * i : 2 * i + 2])])} for i in range(3)]
+    pieces = [Piece((i, 0), tensor[i : i + 2]) for i in (0, 2, 4)]
+    parts = [{"w": TensorState((6, 2), tensor.dtype, partial(list, [piece]))} for piece in pieces]
     folder = store(tmp_path / "c", parts)
     (folder / "model" / "shard-00002-00.safetensors").unlink()
     with Reader(folder) as reader:
@@ -101,7 +113,7 @@ def test_only_files_that_hold_the_slice_are_opened(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("slices", [(slice(0, 3),), (slice(0, 7), slice(0, 2)), (slice(-1, 2), slice(0, 2))])
 def test_a_slice_outside_the_tensor_is_a_bug(tmp_path: Path, slices: tuple[slice, ...]) -> None:
-    state = {"w": TensorState((6, 2), torch.float32, [Piece((0, 0), torch.zeros(6, 2))])}
+    state = {"w": whole(torch.zeros(6, 2))}
     with Reader(store(tmp_path / "c", [state])) as reader, pytest.raises(IndexError):
         reader.read("w", slices)
 
@@ -178,22 +190,22 @@ def test_another_dtype_is_another_model(tmp_path: Path) -> None:
         reader.check(state, {})
 
 
-def test_a_dtype_that_cannot_be_stored_is_refused(tmp_path: Path) -> None:
-    state = {"w": TensorState((2,), torch.complex64, [Piece((0,), torch.zeros(2, dtype=torch.complex64))])}
+def test_a_dtype_that_cannot_be_stored_is_refused() -> None:
+    state = {"w": whole(torch.zeros(2, dtype=torch.complex64))}
     with pytest.raises(CheckpointError, match="found complex64"):
-        write_pieces(tmp_path, state, 0, "")
+        entries_without_pieces(state)
 
 
 def test_views_and_transposes_are_written_as_they_look(tmp_path: Path) -> None:
     tensor = random_tensor((4, 6), torch.float32, 5)
-    state = {"w": TensorState((6, 4), torch.float32, [Piece((0, 0), tensor.T)])}
+    state = {"w": whole(tensor.T)}
     with Reader(store(tmp_path / "c", [state])) as reader:
         assert bits(reader.read("w", (slice(0, 6), slice(0, 4)))) == bits(tensor.T)
 
 
 def test_shards_are_as_readable_as_their_folder(tmp_path: Path) -> None:
     path = step_folder(tmp_path, 1)
-    store(path, [{"w": TensorState((2,), torch.float32, [Piece((0,), torch.zeros(2))])}])
+    store(path, [{"w": whole(torch.zeros(2))}])
     shard = path / "model" / "shard-00000-00.safetensors"
     assert shard.stat().st_mode & 0o777 == shard.parent.stat().st_mode & 0o666
 

@@ -258,7 +258,7 @@ class NativeBackend(Backend):
         first = self._mesh.get_local_rank("replicate") == 0 if isinstance(tensor, DTensor) else self.process.index == 0
         mine = first and not _is_empty(slices)
         pieces = [Piece(tuple(part.start for part in slices), _local(tensor))] if mine else []
-        return TensorState(tuple(tensor.shape), tensor.dtype, pieces)
+        return TensorState(tuple(tensor.shape), tensor.dtype, lambda: pieces)
 
 
 def _init_process_group(device: str, where: torch.device, alone: bool) -> None:

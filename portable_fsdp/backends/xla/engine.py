@@ -260,14 +260,18 @@ class XlaBackend(Backend):
 
     def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, TensorState]:
         self._xla.sync(wait=True)
-        return {key: self._tensor_state(holder[name]) for key, (holder, name) in _holders(model, optimizer).items()}
+        tensors = {key: holder[name] for key, (holder, name) in _holders(model, optimizer).items()}
+        return {
+            key: TensorState(tuple(tensor.shape), tensor.dtype, partial(self._pieces, tensor))
+            for key, tensor in tensors.items()
+        }
 
-    def _tensor_state(self, tensor: Tensor) -> TensorState:
-        state = TensorState(tuple(tensor.shape), tensor.dtype)
+    def _pieces(self, tensor: Tensor) -> list[Piece]:
+        """Copies on the host of what the devices of this process hold first."""
         if tensor.device.type == "cpu" or not self._bridge._get_xla_sharding_spec(tensor):
-            if self.process.index == 0:
-                state.pieces.append(Piece((0,) * tensor.dim(), tensor.detach().to("cpu", copy=True)))
-            return state
+            mine = self.process.index == 0
+            return [Piece((0,) * tensor.dim(), tensor.detach().to("cpu", copy=True))] if mine else []
+        pieces: list[Piece] = []
         (shards,) = self._bridge._get_local_shards([tensor])
         (where,) = self._bridge._get_local_shard_replica_and_indices([tensor])
         for (shard, _), (replica, slices) in zip(shards, where, strict=True):
@@ -276,8 +280,8 @@ class XlaBackend(Backend):
             parts: Slices = whole(tensor.shape) if slices is Ellipsis else tuple(slices)
             data = cast(Tensor, shard)[tuple(slice(0, part.stop - part.start) for part in parts)]  # without padding
             if data.numel() or not tensor.numel():
-                state.pieces.append(Piece(tuple(int(part.start) for part in parts), data))
-        return state
+                pieces.append(Piece(tuple(int(part.start) for part in parts), data))
+        return pieces
 
     def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, read: Read) -> None:
         for key, (holder, name) in _holders(model, optimizer).items():

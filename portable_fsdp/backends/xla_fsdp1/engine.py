@@ -252,19 +252,32 @@ class XlaFsdp1Backend(Backend):
     def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, TensorState]:
         self._xla.sync(wait=True)
         states: dict[str, TensorState] = {}
+        on_host = functools.lru_cache(maxsize=1)(_flat_on_host)  # the parameters of one shard come one after another
         for key, tensor, shard in self._tensors(model, optimizer):
             if shard is None:
-                states[key] = TensorState(tuple(tensor.shape), tensor.dtype)
-                if self.process.index == 0:
-                    states[key].pieces.append(Piece((0,) * tensor.dim(), tensor.detach().to("cpu", copy=True)))
+                states[key] = TensorState(tuple(tensor.shape), tensor.dtype, functools.partial(self._whole, tensor))
                 continue
-            states |= {key + span.fqn: TensorState(span.shape, tensor.dtype) for span in shard.spans}
-            if self._replica == 0:
-                flat = tensor.detach().cpu().flatten()
-                for fqn, box, where in shard.boxes():
-                    data = flat[where].view([part.stop - part.start for part in box])
-                    states[key + fqn].pieces.append(Piece(tuple(part.start for part in box), data))
+            flat = functools.partial(on_host, tensor)
+            for span in shard.spans:
+                pieces = functools.partial(self._pieces, shard, span.fqn, flat)
+                states[key + span.fqn] = TensorState(span.shape, tensor.dtype, pieces)
         return states
+
+    def _whole(self, tensor: Tensor) -> list[Piece]:
+        """What isn't sharded, of which process 0 writes a copy."""
+        if self.process.index != 0:
+            return []
+        return [Piece((0,) * tensor.dim(), tensor.detach().to("cpu", copy=True))]
+
+    def _pieces(self, shard: Shard, fqn: str, flat: Callable[[], Tensor]) -> list[Piece]:
+        """Those of one parameter, from the flat shard that holds it. The first replica writes."""
+        if self._replica != 0:
+            return []
+        return [
+            Piece(tuple(part.start for part in box), flat()[where].view([part.stop - part.start for part in box]))
+            for name, box, where in shard.boxes()
+            if name == fqn
+        ]
 
     def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, read: Read) -> None:
         for key, tensor, shard in self._tensors(model, optimizer):
@@ -306,3 +319,7 @@ class XlaFsdp1Backend(Backend):
             return host_memory()
         used = self._ops.get_memory_info(self.device)
         return MemoryStats(int(used["peak_bytes_used"]), int(used["bytes_used"]), int(used["bytes_limit"]))
+
+
+def _flat_on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().flatten()
