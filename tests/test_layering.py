@@ -193,6 +193,7 @@ def imports_upwards(modules: Modules) -> list[str]:
 
 SHARED_BY_ENGINES = {
     # One runtime, torch_xla's, is under both engines.
+    f"{PACKAGE}.backends.objects": [f"{PACKAGE}.backends.{name}" for name in ("native", "xla")],
     f"{PACKAGE}.backends.pjrt": [f"{PACKAGE}.backends.{name}" for name in ("xla", "xla_fsdp1", "open")],
 }
 """Modules of `backends` that are no engine, and who there may know them; all may know `base`."""

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from portable_fsdp.checkpoint.format import Manifest
+from portable_fsdp.checkpoint.tables import table
+from portable_fsdp.config.describe import shortened
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 
 _CURVE_SECTIONS = ("model", "data", "optim", "precision")
@@ -54,11 +56,9 @@ def require_allowed(found: Iterable[Difference], allow: Sequence[str], checkpoin
     if not refused:
         return
     rows = [("", "saved", "now"), *((one.name, _short(one.saved), _short(one.now)) for one in refused)]
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    table = "\n".join(f"    {row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}" for row in rows)
-    names = ", ".join(one.name for one in refused)
+    shown, names = table(rows, indent="    "), ", ".join(one.name for one in refused)
     raise CheckpointError(
-        f"checkpoint {checkpoint}: expected the config of the run that saved it, found another:\n{table}\n"
+        f"checkpoint {checkpoint}: expected the config of the run that saved it, found another:\n{shown}\n"
         f"  If you mean it, allow it by name: checkpoint.allow='[{names}]'.\n"
         "  To start anew from its weights: checkpoint.load=weights_only. Nothing was started."
     )
@@ -93,5 +93,4 @@ def _config_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> lis
 
 
 def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return shortened(json.dumps(value))

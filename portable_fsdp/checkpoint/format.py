@@ -268,27 +268,28 @@ def _check_tensor(key: str, tensor: TensorEntry, in_model: NDArray[np.bool_], us
         raise ValueError(f"{key}: expected each piece in a file of its own, found two in one file")
     offsets = np.array(tensor.offsets, dtype=np.int64).reshape(count, rank)
     sizes = np.array(tensor.sizes, dtype=np.int64).reshape(count, rank)
-    _check_boxes(key, np.array(tensor.shape, dtype=np.int64), offsets, sizes)
-    volumes = cast(list[int], sizes.prod(axis=1).tolist())
-    expected, found = math.prod(tensor.shape), sum(volumes)
-    if expected != found:
-        raise ValueError(f"{key}: expected pieces of {expected} elements in all, found {found}")
-    for file, volume in zip(tensor.files, volumes, strict=True):
+    check_tiling(key, tensor.shape, offsets, sizes)
+    for file, volume in zip(tensor.files, cast(list[int], sizes.prod(axis=1).tolist()), strict=True):
         used[file] += volume * DTYPE_BYTES[tensor.dtype]
 
 
-def _check_boxes(key: str, shape: NDArray[np.int64], offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
-    """Every box is inside `shape` and isn't empty; no two overlap."""
+def check_tiling(key: str, whole: tuple[int, ...], offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
+    """Raises ValueError unless boxes, of [count, dimensions] each, cover every element of a tensor exactly once.
+
+    No box may be empty.
+    """
+    shape = np.array(whole, dtype=np.int64)
     inside = (sizes > 0) & (offsets >= 0) & (sizes <= shape) & (offsets <= shape - sizes)
     if not inside.all():
         k = int(np.argmin(inside.all(axis=1)))
         raise ValueError(
             f"{key}: expected a piece inside {shape.tolist()}, found {sizes[k].tolist()} at {offsets[k].tolist()}"
         )
+    expected, found = math.prod(whole), sum(cast(list[int], sizes.prod(axis=1).tolist()))
+    if expected != found:
+        raise ValueError(f"{key}: expected pieces of {expected} elements in all, found {found}")
     if len(offsets) < 2:
         return
-    if not len(shape):
-        raise ValueError(f"{key}: expected one piece of a tensor without dimensions, found {len(offsets)}")
     axis = int(np.argmax([len(np.unique(column)) for column in offsets.T]))  # with the most cuts
     order = np.argsort(offsets[:, axis], kind="stable")
     offsets, sizes = offsets[order], sizes[order]

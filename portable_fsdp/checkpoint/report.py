@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ from portable_fsdp.checkpoint.format import (
     folder_of,
     read_manifest,
 )
+from portable_fsdp.checkpoint.tables import table
 from portable_fsdp.runtime.errors import CheckpointError
 
 
@@ -80,19 +81,6 @@ def listing_text(rows: Iterable[Mapping[str, Any]]) -> str:
             )
         )
     return table(lines, right=(2, 3))
-
-
-def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """Columns as wide as their widest cell; those in `right` are aligned to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    aligned = (
-        [
-            cell.rjust(width) if i in right else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        for row in rows
-    )
-    return "\n".join("  ".join(cells).rstrip() for cells in aligned)
 
 
 def differences(a: Manifest, b: Manifest) -> dict[str, Any]:

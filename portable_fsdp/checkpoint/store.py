@@ -31,6 +31,7 @@ from portable_fsdp.checkpoint.format import (
 )
 from portable_fsdp.checkpoint.safetensors import Stored
 from portable_fsdp.checkpoint.storage import Source, require_regular
+from portable_fsdp.checkpoint.tables import table
 from portable_fsdp.runtime.errors import CheckpointError
 
 _CHUNK_BYTES = 16 << 20  # of a file, hashed at a time
@@ -149,10 +150,13 @@ class Reader:
         ]
         if not rows:
             return
-        no_state = not weights_only and rows and not any(folder_of(key) == "optimizer" for key in theirs)
+        no_state = not weights_only and not any(folder_of(key) == "optimizer" for key in theirs)
+        shown = table([("", "this model", "checkpoint"), *rows[:_MAX_ROWS]], indent="    ")
+        if len(rows) > _MAX_ROWS:
+            shown += f"\n    and {len(rows) - _MAX_ROWS} more"
         raise CheckpointError(
             f"checkpoint {self.folder.name}: expected the tensors of this model, found {len(rows)} that differ:\n"
-            f"{_table(rows)}\n  "
+            f"{shown}\n  "
             + (
                 "It has no optimizer state: load its weights by checkpoint.load=weights_only."
                 if no_state
@@ -274,10 +278,3 @@ def _write_shard(folder: Path, name: str, pieces: Mapping[str, Piece], tensors: 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _table(rows: list[tuple[str, str, str]]) -> str:
-    shown = [("", "this model", "checkpoint"), *rows[:_MAX_ROWS]]
-    widths = [max(len(row[column]) for row in shown) for column in (0, 1)]
-    lines = [f"    {a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in shown]
-    return "\n".join(lines + [f"    and {len(rows) - _MAX_ROWS} more"] * (len(rows) > _MAX_ROWS))

@@ -257,7 +257,7 @@ def test_chunks_of_many_ranks_are_put_together(tmp_path: Path) -> None:
         import_checkpoint(tmp_path / "dcp", tmp_path / "overlap", trust_metadata=True)
     del a.chunks[1]
     _write_metadata(tmp_path / "dcp", metadata)
-    with pytest.raises(CheckpointError, match="expected chunks of 35 elements in all, found 20"):
+    with pytest.raises(CheckpointError, match="expected pieces of 35 elements in all, found 20"):
         import_checkpoint(tmp_path / "dcp", tmp_path / "hole", trust_metadata=True)
 
 

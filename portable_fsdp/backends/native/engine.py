@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from portable_fsdp.backends import objects
 from portable_fsdp.backends.base import (
     Backend,
     Batch,
@@ -204,18 +205,10 @@ class NativeBackend(Backend):
         return _HostCopy(sizes, host, ready)
 
     def agree(self, value: T) -> T:
-        if self.process.count == 1:
-            return value
-        box: list[Any] = [value]
-        dist.broadcast_object_list(box, src=0, device=self.device)
-        return cast(T, box[0])
+        return objects.broadcast(value, self.process, self.device)
 
     def gather(self, value: T) -> list[T]:
-        if self.process.count == 1:
-            return [value]
-        boxes: list[Any] = [None] * self.process.count
-        dist.all_gather_object(boxes, value)
-        return cast(list[T], boxes)
+        return objects.gather(value, self.process)
 
     def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, TensorState]:
         return {key: self._tensor_state(tensor) for key, tensor in _tensors(model, optimizer).items()}

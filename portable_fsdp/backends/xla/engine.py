@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from portable_fsdp.backends import objects
 from portable_fsdp.backends.base import (
     Backend,
     Batch,
@@ -243,18 +244,10 @@ class XlaBackend(Backend):
         return OnDevice(metrics)
 
     def agree(self, value: T) -> T:
-        if self.process.count == 1:
-            return value
-        box: list[Any] = [value]
-        dist.broadcast_object_list(box, src=0)
-        return cast(T, box[0])
+        return objects.broadcast(value, self.process)
 
     def gather(self, value: T) -> list[T]:
-        if self.process.count == 1:
-            return [value]
-        boxes: list[Any] = [None] * self.process.count
-        dist.all_gather_object(boxes, value)
-        return cast(list[T], boxes)
+        return objects.gather(value, self.process)
 
     # -------------------------------------------------------------------------------------------------- the state
 

@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,7 +41,7 @@ from portable_fsdp.checkpoint.foreign.names import names_of
 from portable_fsdp.checkpoint.foreign.streams import check_numbers, check_shape, converted, groups
 from portable_fsdp.checkpoint.foreign.target import new_folder, require_replaceable
 from portable_fsdp.checkpoint.foreign.unpickle import Record, read_pickle
-from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry, folder_of
+from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry, check_tiling, folder_of
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.runtime.errors import CheckpointError
 
@@ -199,33 +200,16 @@ def _chunk(folder: Path, name: str, offset: tuple[int, ...], shape: tuple[int, .
 def _check_tiling(name: str, shape: tuple[int, ...], chunks: list[Chunk]) -> None:
     """Each element once: none outside, as many as there are, and no two chunks over one another."""
     for chunk in chunks:
-        if not len(chunk.offset) == len(chunk.shape) == len(shape) or any(
-            start + size > end for start, size, end in zip(chunk.offset, chunk.shape, shape, strict=True)
-        ):
+        if not len(chunk.offset) == len(chunk.shape) == len(shape):
             raise CheckpointError(
-                f"{name}: expected chunks inside {list(shape)}, found {chunk.shape} at {chunk.offset}"
+                f"{name}: expected chunks of {len(shape)} dimensions, found {chunk.shape} at {chunk.offset}"
             )
-    found = sum(math.prod(chunk.shape) for chunk in chunks)
-    if found != math.prod(shape):
-        raise CheckpointError(f"{name}: expected chunks of {math.prod(shape)} elements in all, found {found}")
     filled = [chunk for chunk in chunks if math.prod(chunk.shape)]
-    if len(filled) > 1:
-        _refuse_overlap(name, filled)
-
-
-def _refuse_overlap(name: str, chunks: list[Chunk]) -> None:
-    """A sweep along the dimension with the most cuts, as in `format.py`."""
-    axis = max(range(len(chunks[0].offset)), key=lambda dim: len({chunk.offset[dim] for chunk in chunks}))
-    is_open: list[Chunk] = []
-    for chunk in sorted(chunks, key=lambda chunk: chunk.offset[axis]):
-        is_open = [other for other in is_open if other.offset[axis] + other.shape[axis] > chunk.offset[axis]]
-        for other in is_open:
-            if all(
-                a < b + n and b < a + m
-                for a, m, b, n in zip(chunk.offset, chunk.shape, other.offset, other.shape, strict=True)
-            ):
-                raise CheckpointError(f"{name}: the chunks at {other.offset} and {chunk.offset} overlap")
-        is_open.append(chunk)
+    boxes = ([chunk.offset for chunk in filled], [chunk.shape for chunk in filled])
+    try:
+        check_tiling(name, shape, *(np.array(box, dtype=np.int64).reshape(len(filled), len(shape)) for box in boxes))
+    except (ValueError, OverflowError) as error:
+        raise CheckpointError(str(error)) from None
 
 
 def _our_keys(tensors: Mapping[str, Chunked], paths: Mapping[str, tuple[Any, ...]]) -> dict[str, str]:
