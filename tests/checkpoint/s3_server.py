@@ -61,6 +61,17 @@ class Faults:
         return [bytes(body)]
 
 
+def s3_client(endpoint: str) -> dict[str, str]:
+    """The variables under which `s3://` leads to a server of the tests, and to no other."""
+    return {
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "testtest",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+
+
 @contextmanager
 def s3_server() -> Generator[Faults]:
     """A bucket; `s3://bucket/...` leads there while the block runs."""
@@ -70,15 +81,9 @@ def s3_server() -> Generator[Faults]:
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.port}",
-            "AWS_ACCESS_KEY_ID": "test",
-            "AWS_SECRET_ACCESS_KEY": "testtest",
-            "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_MAX_ATTEMPTS": "1",
-            "AWS_EC2_METADATA_DISABLED": "true",
-        }.items():
+        for name, value in s3_client(f"http://127.0.0.1:{server.port}").items():
             patch.setenv(name, value)
+        patch.setenv("AWS_MAX_ATTEMPTS", "1")
         patch.setattr(S3FileSystem, "retries", 1)  # of s3fs itself, with growing pauses
         S3FileSystem.clear_instance_cache()
         try:

@@ -3,26 +3,24 @@
 import json
 import uuid
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from plain_backend import PlainBackend, checkpoints, in_processes, load, small_model, snapshot
+from in_stores import OURS, at, expect_loaded, opened, save
+from plain_backend import PlainBackend, checkpoints, in_processes, load, small_model
 from s3_server import BUCKET, Fault, Faults, s3_server
 from s3fs import S3FileSystem
 
 from portable_fsdp.backends.base import Part
 from portable_fsdp.checkpoint import commit, storage
 from portable_fsdp.checkpoint.__main__ import main
-from portable_fsdp.checkpoint.manager import Checkpoints
 from portable_fsdp.checkpoint.store import entries_without_pieces
 from portable_fsdp.runtime.errors import CheckpointError
 
 pytestmark = pytest.mark.slow
 
-OURS, ANOTHERS = {"run": {"name": "ours"}}, {"run": {"name": "another"}}
+ANOTHERS = {"run": {"name": "another"}}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,37 +36,6 @@ def url(request: pytest.FixtureRequest) -> Iterator[str]:
         root = root.replace("://", f"://{BUCKET}/")
     yield f"{root}/run"
     storage.remove(storage.locate(root))
-
-
-def opened(url: str, backend: PlainBackend, config: dict[str, Any] = OURS, **settings: Any) -> Checkpoints:
-    return checkpoints(at(url), backend, settings, config=config)
-
-
-@cache
-def at(url: str) -> Path:
-    """fsspec keeps a client for each thread that asks for one: here all processes take the same."""
-    return storage.locate(url)
-
-
-def save(url: str, step: int, count: int = 1, config: dict[str, Any] = OURS, **settings: Any) -> Path:
-    at(url)
-
-    def work(backend: PlainBackend) -> Path:
-        return opened(url, backend, config, **settings).save(step, *small_model(seed=step), (0, step))
-
-    result = in_processes(count, work, devices=2)[0]
-    assert not isinstance(result, Exception), result
-    return result
-
-
-def loaded(url: str, backend: PlainBackend) -> tuple[int, dict[str, bytes]]:
-    model, optimizer = small_model(seed=9)
-    return load(opened(url, backend), model, optimizer).step, snapshot(model, optimizer)
-
-
-def expect_loaded(url: str, step: int, count: int = 1) -> None:
-    results = in_processes(count, lambda backend: loaded(url, backend))
-    assert results == [(step, snapshot(*small_model(seed=step)))] * count
 
 
 def files(folder: Path) -> list[str]:

@@ -1,0 +1,95 @@
+"""Hosts on one machine: each with a network, a host name and mounts of its own, joined by a bridge that this process
+is on too. For tests. Needs root and iproute2.
+"""
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from started import PROGRAMS
+
+LIMIT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Host:
+    """One of them. A command that begins with `inside()` runs there, as a child of whoever starts it."""
+
+    name: str
+    network: str  # of its network namespace
+    address: str
+
+    def inside(self, own: Path | None = None) -> list[str]:
+        """`own`: a folder that is another one on each host; what this one has in it lies in `content_of(own)`."""
+        steps = [f"hostname {self.name}"]
+        if own is not None:
+            steps.append(f"mount --bind {shlex.quote(str(self.content_of(own)))} {shlex.quote(str(own))}")
+        steps.append('exec "$@"')
+        enter = ["ip", "netns", "exec", self.network, "unshare", "--uts", "--mount"]
+        return [*enter, "sh", "-c", " && ".join(steps), "sh"]
+
+    def content_of(self, own: Path) -> Path:
+        return own.with_name(f"{own.name}-of-{self.name}")
+
+    def torchrun(self, hosts: "list[Host]") -> list[str]:
+        """One process of a run on all hosts, which meet at the first."""
+        is_first = int(self == hosts[0])
+        return [
+            str(PROGRAMS / "torchrun"),
+            f"--nnodes={len(hosts)}",
+            "--nproc-per-node=1",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={hosts[0].address}:29500",
+            # Without these two no host knows that the endpoint is itself: its address isn't that of its name.
+            f"--rdzv-conf=is_host={is_first},join_timeout=120",
+            f"--local-addr={self.address}",
+        ]
+
+
+@contextmanager
+def two_hosts() -> Generator[list[Host]]:
+    """host1 and host2; when the block ends, all that runs there is killed and nothing of them is left."""
+    assert shutil.which("ip"), "two hosts need `ip` of iproute2 (on Debian: apt-get install iproute2) and root"
+    ours, subnet = f"pf{os.getpid()}", f"198.18.{os.getpid() % 256}"  # of the block that RFC 2544 keeps for tests
+    hosts = [Host(f"host{n}", f"{ours}h{n}", f"{subnet}.{n}") for n in (1, 2)]
+    with ExitStack() as made:
+        bridge = f"{ours}b"
+        _ip("link", "add", bridge, "type", "bridge")
+        made.callback(_ip, "link", "del", bridge)
+        _ip("addr", "add", f"{subnet}.254/24", "dev", bridge)
+        _ip("link", "set", bridge, "up")
+        for number, host in enumerate(hosts):
+            _ip("netns", "add", host.network)
+            made.callback(_remove, host)
+            wire = f"{ours}v{number}"
+            _ip("link", "add", wire, "type", "veth", "peer", "name", "eth0", "netns", host.network)
+            made.callback(_ip, "link", "del", wire)
+            _ip("link", "set", wire, "master", bridge, "up")
+            _ip("-n", host.network, "addr", "add", f"{host.address}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                _ip("-n", host.network, "link", "set", device, "up")
+        yield hosts
+
+
+def _remove(host: Host) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while pids := _ip("netns", "pids", host.network).split():
+        assert time.monotonic() < deadline, f"processes of {host.name} don't end: {pids}"
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        time.sleep(0.05)
+    _ip("netns", "del", host.network)
+
+
+def _ip(*arguments: str) -> str:
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, f"ip {shlex.join(arguments)}: {done.stderr}"
+    return done.stdout

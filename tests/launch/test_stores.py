@@ -1,0 +1,123 @@
+"""Checkpoints in object stores that are programs of their own: saved, damaged, deleted, killed and resumed there.
+
+`tests/checkpoint/test_object_store.py` has the rest, in `memory://` and with faults in front of a server.
+"""
+
+import re
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from in_stores import at, expect_loaded, opened, save
+from plain_backend import PlainBackend, load, small_model
+from servers import fake_gcs, seaweedfs
+from started import PYTHON, launch, losses, started, tiny_config
+from torch import nn
+from torch.optim import SGD
+
+from portable_fsdp.backends.base import Part
+from portable_fsdp.checkpoint import commit, storage
+from portable_fsdp.checkpoint.__main__ import main
+from portable_fsdp.checkpoint.format import committed_steps, step_of
+from portable_fsdp.metrics.sinks import read_jsonl
+
+pytestmark = pytest.mark.slow
+
+STEPS = 20
+SERVERS = {"seaweedfs": seaweedfs, "fake_gcs": fake_gcs}
+
+
+@pytest.fixture(scope="module", params=["seaweedfs", pytest.param("fake_gcs", marks=pytest.mark.proof)])
+def bucket(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with SERVERS[request.param](tmp_path_factory.mktemp(request.param)) as bucket:
+        yield bucket
+
+
+@pytest.fixture
+def url(bucket: str) -> str:
+    return f"{bucket}/{uuid.uuid4().hex}/run"
+
+
+def steps(url: str) -> list[int]:
+    return sorted(step_of(path) or 0 for path in committed_steps(at(url)))
+
+
+def folders(url: str) -> list[str]:
+    """Those that hold objects: SeaweedFS goes on listing a folder for minutes after its last object was deleted."""
+    folder = at(url)
+    return sorted({file.relative_to(folder).parts[0] for file in folder.rglob("*") if file.is_file()})
+
+
+def test_two_processes_save_and_remove_what_an_unfinished_attempt_left(url: str) -> None:
+    save(url, 1, count=2)
+    unfinished, one = at(url) / "step-00000002", PlainBackend(Part(1, 2))
+    attempt = commit.begin(unfinished, "ours")
+    opened(url, one)._write_part(unfinished, attempt, one.state(*small_model(seed=2)))
+    assert len(list(unfinished.rglob("*-*"))) == 3
+    for readers in (1, 2):
+        expect_loaded(url, 1, readers)
+    save(url, 3, count=2, keep=1)
+    assert folders(url) == ["step-00000003"]
+    for readers in (1, 2):
+        expect_loaded(url, 3, readers)
+    assert folders(url) == ["step-00000003"]  # no probe is left
+
+
+def test_commands(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (5, 6, 7):
+        save(url, step, count=2)
+    assert main(["list", url]) == 0
+    assert re.findall(r"step-0000000\d", capsys.readouterr().out) == [f"step-0000000{step}" for step in (7, 6, 5)]
+    assert main(["verify", "--all", url]) == 0
+    assert main(["prune", url, "--keep", "1"]) == 0
+    assert "deleted 2 of 3 checkpoints" in capsys.readouterr().out
+    assert folders(url) == ["step-00000007"]
+    expect_loaded(url, 7)
+
+
+def test_a_damaged_object_is_noticed_and_its_step_is_saved_anew(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    save(url, 5)
+    shard = next(iter((save(url, 10) / "model").iterdir()))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    storage.write(shard, [bytes(content)])
+    assert main(["verify", "--all", url]) == 2
+    assert "expected content with xxh3_128" in capsys.readouterr().err
+    ours = opened(url, PlainBackend())
+    resumed = load(ours, *small_model(seed=9))
+    assert (resumed.step, len(resumed.passed_over)) == (5, 1)
+    ours.save(10, *small_model(seed=10), (0, 10))
+    expect_loaded(url, 10)
+    assert folders(url) == ["step-00000005", "step-00000010", "step-00000010.damaged-1"]
+
+
+def test_a_tensor_larger_than_a_part_of_an_upload(url: str) -> None:
+    saved, fresh = nn.Linear(1200, 4000), nn.Linear(1200, 4000)
+    assert saved.weight.nbytes > storage._UPLOAD_BYTES
+    opened(url, PlainBackend()).save(1, saved, SGD(saved.parameters()), (0, 1))
+    load(opened(url, PlainBackend()), fresh, SGD(fresh.parameters()))
+    assert torch.equal(fresh.weight, saved.weight)
+
+
+@pytest.mark.proof
+def test_a_killed_run_goes_on(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes save every step in the background, and get a SIGKILL after the first commit."""
+    monkeypatch.chdir(tmp_path)
+    settings = ["--device=cpu", f"--config={tiny_config(tmp_path)}", f"train.steps={STEPS}", "train.log_every=1"]
+    saves = [f"checkpoint.dir={url}", "checkpoint.every=1", "checkpoint.async_save=true", "checkpoint.keep=2"]
+    with started([*PYTHON, "--num_devices=2", *settings, *saves], tmp_path) as process:
+        process.wait_until(lambda: bool(steps(url)))
+        time.sleep(0.1)  # into a later save
+        process.kill()
+    last = max(steps(url))
+    assert last < STEPS
+    assert launch(*settings, *saves) == 0
+    begun = [row["step"] for row in read_jsonl(tmp_path / "run/events.jsonl") if row["event"] == "start"]
+    assert begun == [0, last]
+    assert launch(*settings, "checkpoint.every=null", "run.dir=alone") == 0
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=5e-5)
+    assert folders(url) == [f"step-{step:08d}" for step in (STEPS - 1, STEPS)]
+    assert main(["verify", "--all", url]) == 0
