@@ -89,7 +89,7 @@ def test_one_process_that_cannot_write_fails_the_save_of_all(tmp_path: Path) -> 
     results = in_processes(3, work)
     assert [type(result) for result in results] == [CheckpointError] * 3
     assert all("process 1 could not write: TypeError: 0.weight" in str(result) for result in results)
-    assert names(tmp_path) == ["step-00000005.tmp"]
+    assert [name.split("-")[:2] for name in names(tmp_path)] == [["step", "00000005.tmp"]]
 
 
 def test_processes_that_hold_less_than_the_whole_tensor_commit_nothing(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_processes_that_hold_less_than_the_whole_tensor_commit_nothing(tmp_path:
     backend = Forgetful(devices=2)
     with pytest.raises(CheckpointError, match=r"1\.weight: expected pieces of 21 elements in all, found 7"):
         checkpoints(tmp_path, backend).save(5, *small_model(seed=1), (0, 0))
-    assert names(tmp_path) == ["step-00000005.tmp"]
+    assert [name.split("-")[:2] for name in names(tmp_path)] == [["step", "00000005.tmp"]]
 
 
 class Alone(PlainBackend):
@@ -131,17 +131,20 @@ def test_a_folder_that_this_process_does_not_see_is_named(tmp_path: Path) -> Non
 def test_the_first_save_removes_its_own_debris_and_nothing_else(tmp_path: Path) -> None:
     save_once(tmp_path)
     for step, run in ((6, ""), (8, "another")):
-        (tmp_path / f"step-0000000{step}.tmp" / "model").mkdir(parents=True)
-        (tmp_path / f"step-0000000{step}.tmp" / "attempt.json").write_text(json.dumps({"run": run, "attempt": "x"}))
-    (tmp_path / "step-00000009.tmp").mkdir()  # killed before it was marked: nothing is lost with it
+        (tmp_path / f"step-0000000{step}.tmp-0a1b2c3d" / "model").mkdir(parents=True)
+        mark = tmp_path / f"step-0000000{step}.tmp-0a1b2c3d" / "attempt.json"
+        mark.write_text(json.dumps({"run": run, "attempt": "x"}))
+    (tmp_path / "step-00000009.tmp-0a1b2c3d").mkdir()  # killed before it was marked: nothing is lost with it
+    (tmp_path / "step-00000007.tmp-0a1b2c3d").mkdir()  # not ours: no attempt of ours has files and no mark
+    (tmp_path / "step-00000007.tmp-0a1b2c3d" / "notes").touch()
     (tmp_path / "notes.tmp").touch()
     (tmp_path / "step-00000004.damaged-1").mkdir()
     opened = checkpoints(tmp_path, PlainBackend())
     opened.find("auto")
-    assert (tmp_path / "step-00000006.tmp" / "model").is_dir()  # nothing is changed if this start is refused
+    assert (tmp_path / "step-00000006.tmp-0a1b2c3d" / "model").is_dir()  # nothing is changed if this start is refused
     opened.save(7, *small_model(seed=1), (0, 0))
-    left = ["notes.tmp", "step-00000004.damaged-1", "step-00000005", "step-00000007", "step-00000008.tmp"]
-    assert names(tmp_path) == left
+    left = ["notes.tmp", "step-00000004.damaged-1", "step-00000005", "step-00000007"]
+    assert names(tmp_path) == [*left, "step-00000007.tmp-0a1b2c3d", "step-00000008.tmp-0a1b2c3d"]
     with pytest.raises(CheckpointError, match=r"expected no other run at work .*\n  'another'"):
         opened.save(8, *small_model(seed=1), (0, 0))
 
@@ -211,7 +214,7 @@ def test_a_named_checkpoint_must_be_whole(tmp_path: Path) -> None:
 def test_a_named_checkpoint_older_than_the_runs_own_is_refused(tmp_path: Path) -> None:
     older = save_once(tmp_path, step=5)
     save_once(tmp_path, step=10)
-    with pytest.raises(CheckpointError, match="already holds step-00000010"):
+    with pytest.raises(CheckpointError, match=r"would begin at step 5, but .* already\n  holds step-00000010"):
         checkpoints(tmp_path, PlainBackend()).find(str(older))
 
 
@@ -322,7 +325,8 @@ def test_weights_only_starts_anew_from_other_weights(tmp_path: Path) -> None:
     path = save_with(tmp_path / "first")
     model, optimizer = small_model(seed=2)
     settings = {"load": "weights_only", "resume": str(path)}
-    opened = checkpoints(tmp_path / "second", PlainBackend(), settings, config=changed(optim={"lr": 3}))
+    config = changed(optim={"lr": 3}) | {"checkpoint": settings}
+    opened = checkpoints(tmp_path / "second", PlainBackend(), settings, config=config)
     resumed = load(opened, model, optimizer, str(path))
     assert (resumed.step, resumed.position, resumed.weights_only) == (0, (0, 0), True)
     found, expected = snapshot(model, optimizer), snapshot(*small_model(seed=1))
@@ -431,7 +435,7 @@ def test_a_failed_background_save_fails_the_next_call_on_all_processes(tmp_path:
     results = in_processes(2, work)
     assert results[0] == results[1]
     assert "NotADirectoryError" in results[0][0]
-    assert names(tmp_path) == ["step-00000001", "step-00000002", "step-00000002.tmp"]
+    assert [name[:17] for name in names(tmp_path)] == ["step-00000001", "step-00000002", "step-00000002.tmp"]
 
 
 def test_closing_ends_a_save_that_waits_for_a_process_that_is_gone(tmp_path: Path) -> None:
