@@ -47,6 +47,7 @@ from portable_fsdp.checkpoint.format import (
 from portable_fsdp.runtime.errors import CheckpointError
 
 MARK = "attempt.json"
+PROBE = ".portable_fsdp-"  # begins the name of a file by which processes find that they share the folder
 _TEMPORARY = re.compile(r"step-\d{8,}\.tmp-[0-9a-f]{8}")
 
 
@@ -104,6 +105,8 @@ def remove_debris(run_folder: Path, run: str) -> None:
         part_of_mark = storage.part_of(path / MARK).name
         if _is_debris(path) and (_owner(path) == run or set(storage.names(path)) <= {part_of_mark}):
             discard(path)
+        elif path.name.startswith(PROBE):
+            storage.remove(path)
     for path in committed_steps(run_folder):
         marks = {MARK, storage.part_of(path / MARK).name}.intersection(storage.names(path))
         if marks and run_of(path) == run:

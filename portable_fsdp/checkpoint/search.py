@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from portable_fsdp.backends.base import Backend
-from portable_fsdp.checkpoint import storage
+from portable_fsdp.checkpoint import commit, storage
 from portable_fsdp.checkpoint.format import committed_steps, read_manifest, step_of
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.checkpoint.together import message_of, on_process_0, raise_together
@@ -79,7 +79,7 @@ class Search:
         return next(path for path in (self._folder, *self._folder.absolute().parents) if path.exists())
 
     def _write_probe(self) -> str:
-        name = f".portable_fsdp-{uuid.uuid4().hex}"
+        name = commit.PROBE + uuid.uuid4().hex
         try:
             storage.write(self._probed / name, [b""])
         except OSError as error:

@@ -162,7 +162,8 @@ class Reader:
             f"checkpoint {self.folder.name}: expected the tensors of this model, found {len(rows)} that differ:\n"
             f"{shown}\n  "
             + (
-                "It has no optimizer state: load its weights by checkpoint.load=weights_only."
+                "It has no optimizer state: begin with its weights,\n"
+                f"  checkpoint.load=weights_only checkpoint.resume={self.folder}"
                 if no_state
                 else "Resume with the config of the run that saved it\n"
                 f"  (python -m portable_fsdp.checkpoint show --config {self.folder}), or train in another run.dir."

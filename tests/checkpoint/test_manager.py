@@ -143,6 +143,7 @@ def test_the_first_save_removes_its_own_debris_and_nothing_else(tmp_path: Path) 
     (tmp_path / "step-00000007.tmp-0a1b2c3d").mkdir()  # not ours: no attempt of ours has files and no mark
     (tmp_path / "step-00000007.tmp-0a1b2c3d" / "notes").touch()
     (tmp_path / "notes.tmp").touch()
+    (tmp_path / ".portable_fsdp-0a1b2c3d").touch()  # killed while it looked whether all processes see the folder
     (tmp_path / "step-00000004.damaged-1").mkdir()
     opened = checkpoints(tmp_path, PlainBackend())
     opened.find("auto")
