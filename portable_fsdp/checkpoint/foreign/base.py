@@ -6,7 +6,7 @@ than one tensor: it asks the source for them one at a time, in whatever order su
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -40,12 +40,14 @@ class Source:
     `tensors` says shape and dtype (its pieces stay empty) by our keys: FQN for the model's, `<state name>/<FQN>` for
     the optimizer's. `read(key)` gives one of them whole, contiguous, on the host, in exactly that shape and dtype;
     it may raise `CheckpointError`. `model_config` is transformers' config as a dict, where the source holds one.
+    `ties`: further FQN -> key, of tensors that the model's config ties; a format leaves them to the import.
     """
 
     tensors: dict[str, TensorEntry]
     read: Callable[[str], Tensor]
     step: int = 0
     model_config: dict[str, Any] | None = None
+    ties: dict[str, str] = field(default_factory=dict)
 
 
 class Format(Protocol):

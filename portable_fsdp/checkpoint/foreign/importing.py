@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from portable_fsdp.checkpoint.format import (
     WrittenBy,
     committed_steps,
     folder_of,
+    is_committed,
     step_folder,
 )
 from portable_fsdp.runtime.errors import CheckpointError
@@ -60,7 +62,8 @@ def import_checkpoint(
     model_config = None if config is None else config_of(config)
     with load_format(kind).open_source(path, trust_metadata=trust_metadata) as source:
         model_config = model_config or source.model_config
-        keys = settle(source, names_of(model_config, str(config or path)))
+        names = names_of(model_config, str(config or path))
+        keys = settle(source, names)
         if not keys:
             raise CheckpointError(f"{path}: expected tensors ({kind}), found none")
         plain = Source(
@@ -68,8 +71,14 @@ def import_checkpoint(
             lambda key: source.read(keys[key]),
             source.step,
             model_config,
+            {} if names is None else names.ties,
         )
-        return _commit(step_folder(checkpoints_of(folder), plain.step), plain, kind, advance, max_file_bytes)
+        try:
+            final = step_folder(checkpoints_of(folder), plain.step)
+            _commit(final, plain, kind, advance, max_file_bytes)
+        except OSError as error:  # what can't be read of the source is a CheckpointError
+            raise CheckpointError(f"import to {folder}: can't be written: {error}") from error
+        return final
 
 
 def detect(path: Path) -> str:
@@ -91,21 +100,27 @@ def checkpoints_of(folder: Path) -> Path:
     return folder if is_one else folder / "checkpoints"
 
 
-def _commit(final: Path, source: Source, kind: str, advance: Advance, max_file_bytes: int) -> Path:
+def _commit(final: Path, source: Source, kind: str, advance: Advance, max_file_bytes: int) -> None:
     """The protocol of `commit.py`, for a process that is alone. The only place that writes a checkpoint here."""
-    if final.exists():
+    if is_committed(final):
         raise CheckpointError(
             f"import to {final}: expected no such step, found it committed. Name another run's folder."
         )
+    commit.remove_debris(final.parent, _RUN)
+    attempt = commit.begin(final, _RUN)
     try:
-        attempt = commit.begin(final, _RUN)
         index = _write(commit.temporary_of(final), attempt, source, advance, max_file_bytes)
         commit.commit(final, _manifest(source, kind, index), [])
-    except OSError as error:
-        raise CheckpointError(f"import to {final}: can't be written: {error}") from error
-    finally:
-        commit.discard(commit.temporary_of(final))  # what an error left; after the commit it has another name
-    return final
+    except BaseException:
+        _discard_uncommitted(final)
+        raise
+
+
+def _discard_uncommitted(final: Path) -> None:
+    """In an object store what is written lies where it will be committed: there the commit decides."""
+    with suppress(Exception):  # a store that doesn't answer: the error that led here says so
+        if commit.temporary_of(final) != final or not is_committed(final):
+            commit.discard(commit.temporary_of(final))
 
 
 def _manifest(source: Source, kind: str, index: Index) -> Manifest:
@@ -116,7 +131,7 @@ def _manifest(source: Source, kind: str, index: Index) -> Manifest:
         config={},
         model_config=source.model_config,
         data=Data(epoch=0, position=0),
-        ties={},
+        ties=source.ties,
         written_by=WrittenBy(
             device="cpu",
             backend=f"import {kind}",

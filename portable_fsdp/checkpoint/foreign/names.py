@@ -30,6 +30,11 @@ class ModelNames:
     shapes: dict[str, tuple[int, ...]]
     base: str  # what the FQNs of the model without head lack in front
 
+    @property
+    def ties(self) -> dict[str, str]:
+        """Further FQN of a tied tensor -> its first FQN, as a manifest has them."""
+        return {name: first for first, names in self.aliases.items() for name in names if name != first}
+
 
 def import_transformers() -> Any:
     """transformers takes seconds to import, and would import torch_xla wherever that is installed."""
