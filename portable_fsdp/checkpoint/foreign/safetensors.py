@@ -13,8 +13,8 @@ from portable_fsdp.checkpoint.foreign.base import (
     tensors_of,
     verify,
 )
-from portable_fsdp.checkpoint.foreign.streams import read_header, read_tensor, whole_file, write_file
-from portable_fsdp.checkpoint.foreign.target import require_new
+from portable_fsdp.checkpoint.foreign.streams import read_header, read_tensor, write_file
+from portable_fsdp.checkpoint.foreign.target import new_file, require_new
 from portable_fsdp.checkpoint.storage import require_regular
 from portable_fsdp.checkpoint.store import Reader
 
@@ -44,5 +44,5 @@ def export(
     require_new(target)
     tensors = {key: as_dtype(tensor, dtype) for key, tensor in tensors_of(reader, "model").items()}
     verify(reader, advance, "model/")
-    with whole_file(target) as file:
+    with new_file(target) as file:
         write_file(file, tensors, lambda key: reader.read_whole(key), {}, advance)

@@ -5,9 +5,7 @@ A header that is read is hostile input: all of it is checked before a byte of a 
 
 import json
 import math
-import os
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -19,7 +17,6 @@ from portable_fsdp.checkpoint.foreign.base import Advance, say_nothing
 from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry, refuse_duplicates
 from portable_fsdp.checkpoint.storage import Source
 from portable_fsdp.runtime.errors import CheckpointError
-from portable_fsdp.runtime.files import sync_folder
 
 _MAX_ELEMENTS = 2**60
 _CHUNK_ELEMENTS = 1 << 20
@@ -123,21 +120,6 @@ def converted(key: str, tensor: Tensor, dtype: str) -> Tensor:
             f"found {tensor[tensor.isfinite()].abs().max().item():.4g}.\n  Take --dtype bfloat16 or float32."
         )
     return result
-
-
-@contextmanager
-def whole_file(path: Path) -> Generator[Path]:
-    """A name to write to, which becomes `path` at one instant if nothing is raised, and vanishes otherwise."""
-    temporary = path.with_name(f".{path.name}.unfinished")
-    temporary.unlink(missing_ok=True)
-    try:
-        yield temporary
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.rename(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
 
 
 def groups(tensors: Mapping[str, TensorEntry], max_bytes: int) -> Iterator[list[str]]:

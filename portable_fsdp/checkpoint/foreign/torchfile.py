@@ -19,8 +19,8 @@ from portable_fsdp.checkpoint.foreign.base import (
     verify,
 )
 from portable_fsdp.checkpoint.foreign.names import names_of
-from portable_fsdp.checkpoint.foreign.streams import byte_chunks, check_shape, copy_into, whole_file
-from portable_fsdp.checkpoint.foreign.target import require_new
+from portable_fsdp.checkpoint.foreign.streams import byte_chunks, check_shape, copy_into
+from portable_fsdp.checkpoint.foreign.target import new_file, require_new
 from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry
 from portable_fsdp.checkpoint.storage import require_regular
 from portable_fsdp.checkpoint.store import Reader
@@ -66,7 +66,7 @@ def export(
     tensors = {key: as_dtype(tensor, dtype) for key, tensor in tensors_of(reader, "model").items()}
     names = names_of(reader.manifest.architecture, f"checkpoint {reader.folder.name}")
     verify(reader, advance, "model/")
-    with whole_file(target) as path:
+    with new_file(target) as path:
         places = _write_without_data(path, tensors, {} if names is None else names.aliases)
         with path.open("r+b") as file:
             for key, entry in tensors.items():
