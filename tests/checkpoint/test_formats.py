@@ -15,6 +15,7 @@ from plain_backend import PlainBackend, checkpoints, load, named_tensors
 from safetensors.torch import load_file, save_file
 from test_foreign import MODELS, build
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -198,6 +199,26 @@ def test_dcp_load_opens_an_export(tmp_path: Path, architecture: dict[str, Any]) 
     dcp_load(state, tmp_path / "dcp")  # in place: the model's own tensors
     assert_same(weights(other), weights(model))
     assert_same(named_tensors(other, its_optimizer), named_tensors(model, optimizer))
+
+
+def test_a_dcp_export_says_the_step(tmp_path: Path) -> None:
+    model, optimizer = trained(TIED)
+    source = saved(tmp_path, model, optimizer, step=12)
+    with Reader(source) as reader:
+        load_export("dcp").export(reader, tmp_path / "dcp", dtype=None, save_tokenizer=None, advance=_ignore)
+    model.config.save_pretrained(tmp_path / "config")
+    back = import_checkpoint(tmp_path / "dcp", tmp_path / "run", config=tmp_path / "config", trust_metadata=True)
+    assert back.name == "step-00000012"
+    assert_same(tensors_in(back), tensors_in(source))
+    state = {"train_state": {"step": torch.tensor(0, dtype=torch.int32)}}  # as torchtitan asks for it
+    dcp_load(state, tmp_path / "dcp")
+    assert state["train_state"]["step"] == 12
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp_to_torch_save(tmp_path / "dcp", tmp_path / "all.pt")
+    everything = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert everything.keys() == {"model", "optimizer", "train_state"}
+    assert_same(everything["model"], model.state_dict())
 
 
 def dcp_layouts(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -37,8 +37,8 @@ def require_replaceable(folder: Path) -> None:
     here = Path.cwd()
     if Path(os.path.realpath(folder)) in (here, *here.parents):
         raise CheckpointError(
-            f"export to {folder}: expected a folder that can be replaced as a whole, found the one that you are in, or\n"
-            "  one above it. Name a new one inside it."
+            f"export to {folder}: expected a folder that can be replaced as a whole, found the one that you are in,\n"
+            "  or one above it. Name a new one inside it."
         )
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
@@ -50,14 +50,14 @@ def require_replaceable(folder: Path) -> None:
     exported = _exported(folder)
     if exported is None:
         raise CheckpointError(
-            f"export to {folder}: expected the names of an earlier export's files in {MARK}, found none: what was added\n"
-            "  since can't be told from them. Delete the folder, or name another."
+            f"export to {folder}: expected the names of an earlier export's files in {MARK}, found none: what was\n"
+            "  added since can't be told from them. Delete the folder, or name another."
         )
     other = next((name for name in _names(folder) if name not in exported), None)
     if other is not None:
         raise CheckpointError(
-            f"export to {folder}: expected the files of an earlier export (listed in {MARK}), found {other} too, which\n"
-            "  would be lost. Move it elsewhere, or name another folder."
+            f"export to {folder}: expected the files of an earlier export (listed in {MARK}), found {other} too,\n"
+            "  which would be lost. Move it elsewhere, or name another folder."
         )
 
 
@@ -103,6 +103,16 @@ def new_folder(folder: Path, manifest: Manifest) -> Generator[Path]:
         _replace(folder, unfinished)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+@contextmanager
+def torch_saving(path: Path) -> Generator[None]:
+    """torch.save's zip writer raises RuntimeError where it can't write; here that becomes an OSError."""
+    try:
+        yield
+    except RuntimeError as error:
+        cause = error.__context__ or error  # the first failure; the writer's end, over it, only says where it stood
+        raise OSError(f"{path.name}: {(str(cause).splitlines() or [''])[0]}") from error
 
 
 def _exported(folder: Path) -> set[str] | None:

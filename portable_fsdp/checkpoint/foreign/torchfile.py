@@ -20,7 +20,7 @@ from portable_fsdp.checkpoint.foreign.base import (
 )
 from portable_fsdp.checkpoint.foreign.names import names_of
 from portable_fsdp.checkpoint.foreign.streams import byte_chunks, check_shape, copy_into
-from portable_fsdp.checkpoint.foreign.target import new_file, require_new
+from portable_fsdp.checkpoint.foreign.target import new_file, require_new, torch_saving
 from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry
 from portable_fsdp.checkpoint.storage import require_regular
 from portable_fsdp.checkpoint.store import Reader
@@ -135,7 +135,7 @@ def _write_without_data(path: Path, tensors: dict[str, TensorEntry], aliases: di
     with FakeTensorMode():
         fake = {key: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype)) for key, entry in tensors.items()}
     state = {name: fake[key] for key in tensors for name in aliases.get(key, [key])}
-    with skip_data(materialize_fake_tensors=True):
+    with skip_data(materialize_fake_tensors=True), torch_saving(path):
         torch.save(state, path)
     with FakeTensorMode():
         loaded = torch.load(path, weights_only=True)
