@@ -1,7 +1,7 @@
 """What a foreign format gives: a source of tensors to import from, or an export.
 
-A module of `FORMATS` has `matches` and `open_source`; one of `EXPORTS` has `export` too. An import never holds more
-than one tensor: it asks the source for them one at a time, in whatever order suits our files.
+A module of `FORMATS` has `matches` and `open_checkpoint`; one of `EXPORTS` has `export` too. An import never holds
+more than one tensor: it asks the source for them one at a time, in whatever order suits our files.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def say_nothing(_: int) -> None:
 
 
 @dataclass(frozen=True)
-class Source:
+class ForeignCheckpoint:
     """A foreign checkpoint, open for reading.
 
     `tensors` says shape and dtype (its pieces stay empty) by our keys: FQN for the model's, `<state name>/<FQN>` for
@@ -57,7 +57,7 @@ class Format(Protocol):
         """Whether `path` looks like this format, from names and first bytes alone."""
         ...
 
-    def open_source(self, path: Path, *, trust_metadata: bool) -> AbstractContextManager[Source]:
+    def open_checkpoint(self, path: Path, *, trust_metadata: bool) -> AbstractContextManager[ForeignCheckpoint]:
         """Open it. `trust_metadata`: may read pickled metadata (restricted). Raises `CheckpointError`."""
         ...
 

@@ -31,8 +31,8 @@ from torch import Tensor
 
 from portable_fsdp.checkpoint.foreign.base import (
     Advance,
+    ForeignCheckpoint,
     SaveTokenizer,
-    Source,
     as_dtype,
     file_inside,
     say_nothing,
@@ -86,7 +86,7 @@ def matches(path: Path) -> bool:
 
 
 @contextmanager
-def open_source(path: Path, *, trust_metadata: bool) -> Generator[Source]:
+def open_checkpoint(path: Path, *, trust_metadata: bool) -> Generator[ForeignCheckpoint]:
     """Reads `.metadata` with an unpickler that knows torch's metadata classes alone, and tensors with `weights_only`.
 
     Holds one tensor, and the largest chunk of it. Raises `CheckpointError`.
@@ -108,7 +108,7 @@ def open_source(path: Path, *, trust_metadata: bool) -> Generator[Source]:
             if key in tensors:
                 raise CheckpointError(f"{folder}: {name}: expected one tensor for {key}, found two")
             tensors[key] = found[name]
-    yield Source({key: t.entry for key, t in tensors.items()}, lambda key: _read(key, tensors[key]), step)
+    yield ForeignCheckpoint({key: t.entry for key, t in tensors.items()}, lambda key: _read(key, tensors[key]), step)
 
 
 def export(

@@ -13,7 +13,7 @@ from portable_fsdp import __version__
 from portable_fsdp.checkpoint import commit, storage
 from portable_fsdp.checkpoint.commit import Index
 from portable_fsdp.checkpoint.foreign import FORMATS
-from portable_fsdp.checkpoint.foreign.base import Advance, Source, as_dtype, load_format, say_nothing
+from portable_fsdp.checkpoint.foreign.base import Advance, ForeignCheckpoint, as_dtype, load_format, say_nothing
 from portable_fsdp.checkpoint.foreign.names import config_of, names_of, settle
 from portable_fsdp.checkpoint.foreign.streams import groups, size_of, write_file
 from portable_fsdp.checkpoint.format import (
@@ -60,13 +60,13 @@ def import_checkpoint(
     """
     kind = detect(path) if name == "auto" else name
     model_config = None if config is None else config_of(config)
-    with load_format(kind).open_source(path, trust_metadata=trust_metadata) as source:
+    with load_format(kind).open_checkpoint(path, trust_metadata=trust_metadata) as source:
         model_config = model_config or source.model_config
         names = names_of(model_config, str(config or path))
         keys = settle(source, names)
         if not keys:
             raise CheckpointError(f"{path}: expected tensors ({kind}), found none")
-        plain = Source(
+        plain = ForeignCheckpoint(
             {key: as_dtype(source.tensors[theirs], None if "/" in key else dtype) for key, theirs in keys.items()},
             lambda key: source.read(keys[key]),
             source.step,
@@ -100,7 +100,7 @@ def checkpoints_of(folder: Path) -> Path:
     return folder if is_one else folder / "checkpoints"
 
 
-def _commit(final: Path, source: Source, kind: str, advance: Advance, max_file_bytes: int) -> None:
+def _commit(final: Path, source: ForeignCheckpoint, kind: str, advance: Advance, max_file_bytes: int) -> None:
     """The protocol of `commit.py`, for a process that is alone. The only place that writes a checkpoint here."""
     if is_committed(final):
         raise CheckpointError(
@@ -123,7 +123,7 @@ def _discard_uncommitted(final: Path) -> None:
             commit.discard(commit.temporary_of(final))
 
 
-def _manifest(source: Source, kind: str, index: Index) -> Manifest:
+def _manifest(source: ForeignCheckpoint, kind: str, index: Index) -> Manifest:
     return Manifest(
         format_version=1,
         step=source.step,
@@ -144,7 +144,7 @@ def _manifest(source: Source, kind: str, index: Index) -> Manifest:
     )
 
 
-def _write(folder: Path, attempt: str, source: Source, advance: Advance, max_file_bytes: int) -> Index:
+def _write(folder: Path, attempt: str, source: ForeignCheckpoint, advance: Advance, max_file_bytes: int) -> Index:
     tensors: dict[str, TensorEntry] = {}
     files: list[FileEntry] = []
     for part in FOLDERS:

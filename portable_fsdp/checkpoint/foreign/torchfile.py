@@ -11,8 +11,8 @@ from torch import Tensor
 
 from portable_fsdp.checkpoint.foreign.base import (
     Advance,
+    ForeignCheckpoint,
     SaveTokenizer,
-    Source,
     as_dtype,
     say_nothing,
     tensors_of,
@@ -35,14 +35,14 @@ def matches(path: Path) -> bool:
 
 
 @contextmanager
-def open_source(path: Path, *, trust_metadata: bool) -> Generator[Source]:
+def open_checkpoint(path: Path, *, trust_metadata: bool) -> Generator[ForeignCheckpoint]:
     """A dict of tensors, perhaps under `model` or `state_dict`; read with `weights_only`, mapped.
 
     Holds a copy of one tensor; pages of the file that were read are the system's to take back. Other values of the
     dict are left. Raises `CheckpointError`.
     """
     tensors = tensor_dict(path, load_mapped(path))
-    yield Source(
+    yield ForeignCheckpoint(
         {key: entry_of(f"{path}: {key}", tensor) for key, tensor in tensors.items()},
         lambda key: tensors[key].clone(memory_format=torch.contiguous_format),
     )

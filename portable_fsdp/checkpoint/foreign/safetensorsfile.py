@@ -6,8 +6,8 @@ from pathlib import Path
 
 from portable_fsdp.checkpoint.foreign.base import (
     Advance,
+    ForeignCheckpoint,
     SaveTokenizer,
-    Source,
     as_dtype,
     say_nothing,
     tensors_of,
@@ -25,11 +25,11 @@ def matches(path: Path) -> bool:
 
 
 @contextmanager
-def open_source(path: Path, *, trust_metadata: bool) -> Generator[Source]:
+def open_checkpoint(path: Path, *, trust_metadata: bool) -> Generator[ForeignCheckpoint]:
     """Holds one tensor. Raises `CheckpointError`."""
     require_regular(path, path.name)
     stored = read_header(path)
-    yield Source({key: s.entry for key, s in stored.items()}, lambda key: read_tensor(stored[key]))
+    yield ForeignCheckpoint({key: s.entry for key, s in stored.items()}, lambda key: read_tensor(stored[key]))
 
 
 def export(
