@@ -52,7 +52,7 @@ METADATA = ".metadata"
 _MAX_FILE_BYTES = 5_000_000_000
 _OPTIMIZER = re.compile(r"(?:(?:optimizer|optim)\.)?state\.(?P<fqn>.+)\.(?P<state>[A-Za-z_]\w*)")
 _STEP_PATH = ("train_state", "step")
-_STEPS = ("step", ".".join(_STEP_PATH))
+_STEPS = ("step", "train_state.step")
 
 
 class Chunk(NamedTuple):
