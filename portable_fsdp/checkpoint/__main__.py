@@ -1,12 +1,15 @@
 """Look at checkpoints, verify, compare, convert or delete them: `python -m portable_fsdp.checkpoint COMMAND PATH`.
 
 PATH is the folder or URL of a checkpoint, or of a run, which stands for its newest checkpoint. `--json` prints one
-object for scripts. Exit code: 0; 1 where `diff` finds a difference; 2 for anything that can't be done as asked.
+object for scripts. Exit code: 0; 1 where `diff` finds a difference; 2 for anything that can't be done as asked; 130 for
+Ctrl-C; 141 where nobody reads on (`| head`).
 """
 
 import argparse
 import json
+import logging
 import math
+import os
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -17,24 +20,55 @@ import yaml
 
 from portable_fsdp.checkpoint import report
 from portable_fsdp.checkpoint.foreign import EXPORTS, FORMATS
-from portable_fsdp.checkpoint.format import MANIFEST, committed_steps, read_manifest
+from portable_fsdp.checkpoint.format import MANIFEST, Manifest, committed_steps, is_committed, read_manifest
 from portable_fsdp.checkpoint.storage import locate
-from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_FINISHED, CheckpointError, PortableFSDPError
+from portable_fsdp.runtime.errors import (
+    EXIT_FAILED,
+    EXIT_FINISHED,
+    EXIT_USAGE,
+    CheckpointError,
+    DataError,
+    PortableFSDPError,
+    StoreError,
+)
+
+log = logging.getLogger("portable_fsdp")
 
 # Commands import torch (a second) and transformers (seconds) themselves: `--help`, `list` and `show` do without.
+
+_EXIT_INTERRUPTED = 130  # 128 + SIGINT
+_EXIT_NO_READER = 141  # 128 + SIGPIPE
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (`runtime/errors.py`)."""
+    words = sys.argv[1:] if arguments is None else arguments
     try:
-        options = _parser().parse_args(arguments)
+        options = _parser().parse_args(words)
         command: Callable[[argparse.Namespace], int | None] = options.command
         return command(options) or EXIT_FINISHED
     except PortableFSDPError as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return _EXIT_INTERRUPTED
+    except Exception as error:
+        urls = [word for word in words if "://" in word]
+        if not urls and not isinstance(error, OSError):
+            raise
+        print(f"{words[0]}: {_unanswered(urls, error) if urls else error}", file=sys.stderr)
+        return EXIT_USAGE
+
+
+def _unanswered(urls: Sequence[str], error: Exception) -> str:
+    """A store's client raises errors of many classes: all are taken for its own, as in `storage.py`."""
+    return (
+        f"expected {' and '.join(urls)} to answer, found {type(error).__name__}: {error}\n"
+        "  Check the address, the credentials, and that the store is up. What lies there may be whole."
+    )
 
 
 def resolve(path: Path) -> Path:
@@ -78,25 +112,31 @@ def _parser() -> argparse.ArgumentParser:
     export = add("export", _export, "write a checkpoint in another format")
     export.add_argument("path", metavar="PATH", **path)
     export.add_argument(
-        "target", type=Path, metavar="TARGET", help="a folder (new, empty, or an earlier export), or a new file"
+        "target", type=_local, metavar="TARGET", help="a local folder (new, empty, or an earlier export), or a new file"
     )
     export.add_argument("--format", choices=EXPORTS, default="huggingface")
     export.add_argument("--dtype", choices=_DTYPES, help="of the model's floating-point tensors; default: as saved")
+    export.add_argument(
+        "--tokenizer",
+        type=_local,
+        metavar="PATH|none",
+        help="huggingface: the tokenizer's folder, or none; default: that of the run's config",
+    )
     _add_import(add("import", _import, "make a checkpoint from a model in another format"))
-    prune = add("prune", _prune, "delete older checkpoints of a run that isn't running")
+    prune = add("prune", _prune, "delete older checkpoints; no run may be writing there")
     prune.add_argument("path", **run)
-    prune.add_argument("--keep", type=_positive, required=True, metavar="N", help="the newest N stay")
+    prune.add_argument("--keep", type=_positive, required=True, metavar="N", help="the newest N of each run stay")
     prune.add_argument("--keep-every", type=_positive, metavar="K", help="steps that K divides stay too")
     prune.add_argument("--dry-run", action="store_true", help="say what would be deleted")
     return parser
 
 
 def _add_import(command: argparse.ArgumentParser) -> None:
-    command.add_argument("source", type=Path, metavar="SOURCE", help="a file or a folder in another format")
+    command.add_argument("source", type=_local, metavar="SOURCE", help="a local file or a folder in another format")
     command.add_argument("folder", type=locate, metavar="RUN", help="a run's folder, or its checkpoints/")
     command.add_argument("--format", choices=("auto", *FORMATS), default="auto")
     command.add_argument(
-        "--config", type=Path, metavar="PATH", help="the model's config.json or its folder, where SOURCE has none"
+        "--config", type=_local, metavar="PATH", help="the model's config.json or its folder, where SOURCE has none"
     )
     command.add_argument("--dtype", choices=_DTYPES, help="of the model's floating-point tensors; default: as they are")
     command.add_argument(
@@ -107,14 +147,27 @@ def _add_import(command: argparse.ArgumentParser) -> None:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1, found {value}")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, found {text}")
+    return int(text)
+
+
+def _local(text: str) -> Path:
+    """Other formats are read and written by libraries that know files alone."""
+    if "://" in text:
+        raise CheckpointError(
+            f"{text}: expected a local path, found an URL: only our own checkpoints lie in object stores.\n"
+            "  Convert to or from a local folder, and copy that with the store's tool (aws s3 cp, gcloud storage cp)."
+        )
+    return Path(text)
 
 
 def _say(options: argparse.Namespace, data: Any, text: str) -> None:
-    print(json.dumps(data) if options.json else text)
+    try:
+        print(json.dumps(data) if options.json else text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's own last flush fails too
+        raise SystemExit(_EXIT_NO_READER) from None
 
 
 def _list(options: argparse.Namespace) -> None:
@@ -138,21 +191,30 @@ def _verify(options: argparse.Namespace) -> None:
     wanted = [path.resolve() for path in checkpoints_in(options.path)] if options.all else [resolve(options.path)]
     done: list[dict[str, Any]] = []
     damaged: list[str] = []
+    deleted: list[str] = []
     for path in wanted:
         try:
             with Reader(path) as reader:
                 size = reader.manifest.bytes
                 with _progress(f"verify {path.name}", size) as advance:
                     verify(reader, advance)
+        except StoreError:
+            raise
         except CheckpointError as error:
-            damaged.append(str(error))
+            if is_committed(path):
+                damaged.append(str(error))
+            else:  # by the run's own retention
+                deleted.append(str(path))
             continue
         done.append({"path": str(path), "files": len(reader.manifest.files), "bytes": size})
     lines = [f"{row['path']}: whole: {row['files']} files, {report.size_text(row['bytes'])}" for row in done]
+    lines += [f"{path}: deleted meanwhile" for path in deleted]
     if lines or options.json:
-        _say(options, {"whole": done, "damaged": damaged}, "\n".join(lines))
+        _say(options, {"whole": done, "damaged": damaged, "deleted": deleted}, "\n".join(lines))
     if damaged:
         raise CheckpointError("\n".join(damaged))
+    if not done:
+        raise CheckpointError(f"verify {options.path}: expected a checkpoint that stays, found all deleted meanwhile")
 
 
 def _diff(options: argparse.Namespace) -> int:
@@ -173,25 +235,42 @@ def _diff(options: argparse.Namespace) -> int:
 def _export(options: argparse.Namespace) -> None:
     from portable_fsdp.checkpoint.foreign.base import load_export
     from portable_fsdp.checkpoint.store import Reader
-    from portable_fsdp.data.tokenize import load_tokenizer
 
     path = resolve(options.path)
     manifest = read_manifest(path)
-    name = manifest.config.get("data", {}).get("tokenizer") if options.format == "huggingface" else None
+    save_tokenizer = _tokenizer(options, manifest)
     size = sum(file.bytes for file in manifest.files if options.format == "dcp" or file.name.startswith("model/"))
     try:
         with Reader(path) as reader, _progress(f"export {path.name}", 2 * size) as advance:
             load_export(options.format).export(
-                reader,
-                options.target,
-                dtype=options.dtype,
-                save_tokenizer=None if name is None else load_tokenizer(name).save,
-                advance=advance,
+                reader, options.target, dtype=options.dtype, save_tokenizer=save_tokenizer, advance=advance
             )
     except OSError as error:
         raise CheckpointError(f"export to {options.target}: can't be written: {error}") from error
     data = {"checkpoint": str(path), "target": str(options.target), "format": options.format}
     _say(options, data, f"{path}: exported to {options.target}")
+
+
+def _tokenizer(options: argparse.Namespace, manifest: Manifest) -> Callable[[Path], None] | None:
+    """What writes the tokenizer that goes with the model; None where there is none, or no place for it."""
+    from portable_fsdp.data.tokenize import load_tokenizer
+
+    asked = None if options.tokenizer is None else str(options.tokenizer)
+    if options.format != "huggingface":
+        if asked not in (None, "none"):
+            raise CheckpointError(f"--tokenizer {asked}: expected --format huggingface, found {options.format}")
+        return None
+    name = asked or manifest.config.get("data", {}).get("tokenizer")
+    if name is None:
+        log.warning("exported without a tokenizer: an import doesn't know its own. Name one with --tokenizer PATH.")
+    if name in (None, "none"):
+        return None
+    try:
+        return load_tokenizer(name).save
+    except DataError as error:
+        raise CheckpointError(
+            f"{error}\n  Say --tokenizer PATH (a folder, or bytes), or --tokenizer none to export without one."
+        ) from None
 
 
 def _import(options: argparse.Namespace) -> None:

@@ -1,11 +1,11 @@
-"""Deletes older checkpoints of a run. What to keep is a pure function of the steps; what is not whole is left alone."""
+"""Deletes older checkpoints of runs. What to keep is a pure function of the steps; what is not whole is left alone."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from portable_fsdp.backends.base import Part
 from portable_fsdp.checkpoint import commit
-from portable_fsdp.checkpoint.format import MANIFEST, committed_steps, read_manifest
+from portable_fsdp.checkpoint.format import MANIFEST, committed_steps, run_name
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.runtime.errors import CheckpointError
 
@@ -14,49 +14,61 @@ from portable_fsdp.runtime.errors import CheckpointError
 class Pruned:
     """What `prune` did, or would do: checkpoints newest first, each with its bytes."""
 
-    kept: dict[Path, int]
-    deleted: dict[Path, int]
-    left_alone: dict[Path, str]  # with the reason
+    kept: dict[Path, int] = field(default_factory=dict[Path, int])
+    deleted: dict[Path, int] = field(default_factory=dict[Path, int])
+    left_alone: dict[Path, str] = field(default_factory=dict[Path, str])  # with the reason
 
 
 def prune(folder: Path, keep: int, keep_every: int | None = None, *, dry_run: bool = False) -> Pruned:
-    """Delete older whole checkpoints directly below `folder`. Not while a run writes there. For one process.
+    """Delete older whole checkpoints directly below `folder`, of each run. Not while one writes there. One process.
 
-    Whole: sizes are those of the manifest, and nothing else lies beside the files. The newest of them is hashed
-    first, and none is deleted if that is damaged. Each is renamed to the name of an interrupted save before it is
-    deleted, so that a kill leaves nothing that looks like a checkpoint. Raises `CheckpointError`.
+    Each run (`run.name`) keeps its newest `keep`, and steps that `keep_every` divides. Whole: sizes are those of the
+    manifest, and nothing else lies beside the files. The newest of each run is hashed first, and none is deleted if one
+    is damaged. A deletion that is killed leaves the checkpoint whole, or debris of its run, which the next `prune` and
+    the run's next save remove. Raises `CheckpointError`.
     """
-    whole: dict[int, tuple[Path, int]] = {}
-    left_alone: dict[Path, str] = {}
+    pruned = Pruned()
+    sizes: dict[Path, int] = {}
+    runs: dict[str, dict[int, Path]] = {}  # the checkpoints of each run by step
     for path in committed_steps(folder):
         try:
-            step, size = _require_ours(path)
-            whole[step] = (path, size)
+            run, step, sizes[path] = _require_ours(path)
+            runs.setdefault(run, {})[step] = path
         except CheckpointError as error:
-            left_alone[path] = str(error).splitlines()[0]
-    if not whole:
+            pruned.left_alone[path] = str(error).splitlines()[0]
+    if not runs:
         raise CheckpointError(f"prune {folder}: expected checkpoints (step-00000500) that are whole, found none")
-    with Reader(whole[max(whole)][0]) as newest:
-        newest.verify(Part(0, 1))
-    deleted = dict(whole[step] for step in reversed(commit.outdated(list(whole), keep, keep_every)))
-    for path in [] if dry_run else reversed(deleted):
-        if found := commit.unfinished(path):
-            raise CheckpointError(
-                f"prune: expected no {found[0]}, found one: does a run write there? Nothing more was done."
-            )
-        commit.delete(path, "prune")
-    return Pruned({path: size for path, size in whole.values() if path not in deleted}, deleted, left_alone)
+    outdated: dict[Path, str] = {}
+    for run, paths in runs.items():
+        with Reader(paths[max(paths)]) as newest:
+            newest.verify(Part(0, 1))
+        outdated.update((paths[step], run) for step in commit.outdated(list(paths), keep, keep_every))
+    for path, size in sizes.items():
+        (pruned.deleted if path in outdated else pruned.kept)[path] = size
+    if not dry_run:
+        commit.remove_half_deleted(folder)
+        for path in reversed(pruned.deleted):
+            _delete(path, outdated[path])
+    return pruned
 
 
-def _require_ours(path: Path) -> tuple[int, int]:
-    """Its step and its bytes. Raises `CheckpointError` for a link, a damaged checkpoint, and one with other files."""
+def _delete(path: Path, run: str) -> None:
+    if found := commit.unfinished(path):
+        raise CheckpointError(
+            f"prune: expected no {found[0]}, found one: does a run write there? Nothing more was done."
+        )
+    commit.delete(path, run)
+
+
+def _require_ours(path: Path) -> tuple[str, int, int]:
+    """Run, step and bytes. Raises `CheckpointError` for a link, a damaged checkpoint, and one with other files."""
     if path.is_symlink():
         raise CheckpointError(f"checkpoint {path.name}: expected a folder, found a link")
     with Reader(path) as reader:
         reader.verify_sizes()
-    manifest = read_manifest(path)
+        manifest = reader.manifest
     found = {str(file.relative_to(path)) for file in path.rglob("*") if not file.is_dir()}
     others = sorted(found - {file.name for file in manifest.files} - {MANIFEST, commit.MARK})
     if others:
         raise CheckpointError(f"checkpoint {path.name}: expected the files of its manifest, found {others[0]} too")
-    return manifest.step, manifest.bytes
+    return run_name(manifest.config), manifest.step, manifest.bytes

@@ -14,10 +14,11 @@ from portable_fsdp.checkpoint.format import (
     TensorEntry,
     describe,
     folder_of,
+    is_committed,
     read_manifest,
 )
 from portable_fsdp.checkpoint.tables import table
-from portable_fsdp.runtime.errors import CheckpointError
+from portable_fsdp.runtime.errors import CheckpointError, StoreError
 
 
 def facts(path: Path, manifest: Manifest) -> dict[str, Any]:
@@ -53,13 +54,19 @@ def summary(path: Path, manifest: Manifest) -> str:
 
 
 def listing(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """`facts` of each, without the tensors; or path and `damaged`, where its manifest can't be read."""
+    """`facts` of each, without the tensors; or path and `damaged`, where its manifest can't be read.
+
+    Raises `StoreError`.
+    """
     rows: list[dict[str, Any]] = []
     for path in paths:
         try:
             rows.append({key: v for key, v in facts(path, read_manifest(path)).items() if key not in FOLDERS})
+        except StoreError:
+            raise
         except CheckpointError as error:
-            rows.append({"path": str(path), "damaged": str(error)})
+            if is_committed(path):  # else deleted since it was listed
+                rows.append({"path": str(path), "damaged": str(error)})
     return rows
 
 

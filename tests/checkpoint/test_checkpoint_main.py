@@ -6,15 +6,21 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from plain_backend import PlainBackend, checkpoints, save_once, small_model
+from s3_server import BUCKET, Fault, s3_server
+from s3fs import S3FileSystem
 from test_foreign import MODELS, build
 from torch.optim import SGD
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from portable_fsdp.checkpoint import commit, report
 from portable_fsdp.checkpoint.__main__ import main
+from portable_fsdp.checkpoint.foreign.base import verify
+from portable_fsdp.checkpoint.store import Reader
 
 
 def test_show_says_what_it_holds_and_who_wrote_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,7 +48,7 @@ def test_verify_takes_the_newest_of_a_run(tmp_path: Path, capsys: pytest.Capture
     newest = save_once(tmp_path / "checkpoints", step=10)
     assert main(["verify", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{newest}: whole: 8 files, 0.0 MiB\n"
-    shard = newest / "model" / "shard-00000-00.safetensors"
+    shard = next((newest / "model").iterdir())
     shard.write_bytes(shard.read_bytes() + b"x")
     assert main(["verify", str(tmp_path)]) == 2
     assert "expected" in capsys.readouterr().err
@@ -105,7 +111,7 @@ def test_show_and_verify_print_json(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (facts["step"], facts["model"]["elements"], facts["data"]["position"]) == (10, 65, 20)
     assert main(["show", "--json", "--config", str(tmp_path)]) == 0
     assert json.loads(capsys.readouterr().out) == {"optim": {"lr": 0.001}}
-    shard = older / "model" / "shard-00000-00.safetensors"
+    shard = next((older / "model").iterdir())
     shard.write_bytes(shard.read_bytes() + b"x")
     assert main(["verify", "--json", "--all", str(tmp_path)]) == 2
     found = json.loads(capsys.readouterr().out)
@@ -192,9 +198,14 @@ def test_export_and_import_are_each_others_inverse(
         (["diff", ".", "."], "expected a checkpoint"),
         (["import", "file", "run", "--format", "torch"], "expected a file of torch.save"),
         (["import", "file", "run", "--format", "gguf"], "expected a GGUF file"),
-        (["import", ".", "run", "--format", "dcp", "--trust-metadata"], "expected tensors (dcp), found none"),
+        (["import", ".", "run", "--format", "dcp"], "found no .metadata in it"),
         (["import", ".", "run", "--format", "xla_fsdp1"], "expected a file of each rank"),
         (["import", ".", "run", "--format", "huggingface"], "expected the file"),
+        (["import", "s3://bucket/hub", "run"], "expected a local path, found an URL"),
+        (["export", ".", "s3://bucket/hub"], "expected a local path, found an URL"),
+        (["list", "n" * 300], "File name too long"),
+        (["list", "loop"], "symbolic links"),
+        (["list", "http://localhost:1/x"], "expected http://localhost:1/x to answer, found"),
     ],
 )
 def test_mistakes_end_with_2_and_one_sentence(
@@ -206,8 +217,10 @@ def test_mistakes_end_with_2_and_one_sentence(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("text")
+    Path("loop").symlink_to("loop")
     assert main(arguments) == 2
     assert message in capsys.readouterr().err
+    assert not list(Path().glob("s3*"))
 
 
 @pytest.mark.parametrize(
@@ -216,6 +229,128 @@ def test_mistakes_end_with_2_and_one_sentence(
 def test_usage_errors_end_with_2(arguments: list[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
+
+
+def test_a_number_that_is_none_is_told_in_plain_words(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["prune", ".", "--keep", "x"])
+    assert "argument --keep: expected a whole number of at least 1, found x\n" in capsys.readouterr().err
+
+
+def test_a_store_that_fails_is_told_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class NoCredentialsError(Exception):
+        """As botocore's: neither an OSError nor a ValueError."""
+
+    def refuse(_: Path) -> list[Path]:
+        raise NoCredentialsError("Unable to locate credentials")
+
+    monkeypatch.setattr("portable_fsdp.checkpoint.__main__.committed_steps", refuse)
+    for command in ("list", "show", "verify"):
+        assert main([command, "memory://run"]) == 2
+        assert "found NoCredentialsError: Unable to locate credentials\n" in capsys.readouterr().err
+    with pytest.raises(NoCredentialsError):  # with no store in sight it is a bug
+        main(["list", "run"])
+
+
+@pytest.mark.parametrize("command", ["list", "verify"])
+@pytest.mark.parametrize("trouble", ["403", "500", "no credentials", "endpoint down"])
+def test_an_s3_that_refuses_is_told_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], trouble: str, command: str
+) -> None:
+    with s3_server() as faults, monkeypatch.context() as patched:
+        if trouble.isdecimal():
+            faults.rules = [Fault("GET", "", int(trouble))]
+        elif trouble == "no credentials":
+            patched.delenv("AWS_ACCESS_KEY_ID")
+            patched.delenv("AWS_SECRET_ACCESS_KEY")
+        else:
+            patched.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+        S3FileSystem.clear_instance_cache()
+        assert main([command, f"s3://{BUCKET}/run"]) == 2
+    assert f"s3://{BUCKET}/run" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:
+    program = (
+        "import signal, os, sys\nfrom portable_fsdp.checkpoint import __main__ as command\n"
+        "command.committed_steps = lambda _: os.kill(os.getpid(), signal.SIGINT)\n"
+        f"sys.exit(command.main(['list', {str(tmp_path)!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize("command", ["show", "list"])
+def test_a_reader_that_goes_away_is_no_error(tmp_path: Path, command: str) -> None:
+    save_once(tmp_path / "checkpoints")
+    line = f"{sys.executable} -m portable_fsdp.checkpoint {command} {tmp_path} | head -0; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("format", ["huggingface", "dcp", "torch", "safetensors"])
+def test_an_export_without_room_ends_with_2(tmp_path: Path, format: str) -> None:
+    model = build(MODELS["llama"])
+    opened = checkpoints(tmp_path / "run", PlainBackend(), config={}, model_config=model.config.to_dict())
+    opened.save(1, model, SGD(model.parameters()), (0, 0))
+    program = (
+        "import resource, sys\nfrom portable_fsdp.checkpoint.__main__ import main\n"
+        "import transformers, torch._subclasses.fake_tensor\n"  # which may write files of their own
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))\n"
+        f"sys.exit(main(['export', {str(tmp_path / 'run')!r}, {str(tmp_path / 'out')!r}, '--format', {format!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert re.search(r"^export to .*/out: can't be written: .*(too large|failed)", done.stderr, re.M), done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+def test_an_export_where_the_tokenizer_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = build(MODELS["llama"])
+    config = {"data": {"tokenizer": str(tmp_path / "gone")}}
+    opened = checkpoints(tmp_path / "run", PlainBackend(), config=config, model_config=model.config.to_dict())
+    opened.save(1, model, SGD(model.parameters()), (0, 0))
+    run = str(tmp_path / "run")
+    assert main(["export", run, str(tmp_path / "out")]) == 2
+    assert "--tokenizer none to export without one" in capsys.readouterr().err
+    assert main(["export", run, str(tmp_path / "none"), "--tokenizer", "none"]) == 0
+    assert not (tmp_path / "none" / "tokenizer.json").exists()
+    assert main(["export", run, str(tmp_path / "bytes"), "--tokenizer", "bytes"]) == 0
+    assert main(["export", run, str(tmp_path / "other"), "--tokenizer", str(tmp_path / "bytes")]) == 0
+    assert AutoTokenizer.from_pretrained(tmp_path / "other")("a").input_ids == [97]
+    assert main(["export", run, str(tmp_path / "x.pt"), "--format", "torch", "--tokenizer", "bytes"]) == 2
+    assert "expected --format huggingface, found torch" in capsys.readouterr().err
+
+
+def test_an_export_of_an_import_says_that_it_has_no_tokenizer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    build(MODELS["llama"]).save_pretrained(tmp_path / "hub")
+    assert main(["import", str(tmp_path / "hub"), str(tmp_path / "run")]) == 0
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    assert "exported without a tokenizer" in caplog.text
+
+
+def test_a_step_that_retention_deletes_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    older = save_once(tmp_path / "checkpoints", step=5)
+    newest = save_once(tmp_path / "checkpoints", step=10)
+
+    def delete_older(reader: Reader, *arguments: Any) -> None:
+        if older.exists():
+            commit.delete(older, "")
+        verify(reader, *arguments)
+
+    monkeypatch.setattr("portable_fsdp.checkpoint.foreign.base.verify", delete_older)
+    assert main(["verify", "--all", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"{newest}: whole")
+    assert lines[1:] == [f"{older}: deleted meanwhile"]
+    monkeypatch.setattr("portable_fsdp.checkpoint.__main__.checkpoints_in", lambda _: [older])
+    assert main(["verify", "--all", str(tmp_path)]) == 2
+    assert "found all deleted meanwhile" in capsys.readouterr().err
+    assert report.listing([older]) == []
 
 
 def test_help_and_list_do_without_torch(tmp_path: Path) -> None:

@@ -124,8 +124,67 @@ def test_somebody_elses_folder_is_left_alone(tmp_path: Path, llama: Path) -> Non
     export_huggingface(llama, folder, None)
 
 
+def test_a_users_file_in_an_earlier_export_is_not_deleted(tmp_path: Path, llama: Path) -> None:
+    folder = tmp_path / "export"
+    export_huggingface(llama, folder, None)
+    (folder / "notes").mkdir()
+    (folder / "notes" / "mine.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"found notes/mine\.txt too"):
+        export_huggingface(llama, folder, None)
+
+    def write_while_it_is_exported(_: Path) -> None:
+        (folder / "late.txt").write_text("mine")
+
+    (folder / "notes" / "mine.txt").unlink()
+    with pytest.raises(CheckpointError, match=r"found late\.txt too"):
+        export_huggingface(llama, folder, write_while_it_is_exported)
+    (folder / "late.txt").unlink()
+    (folder / "portable_fsdp.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="expected the names of an earlier export's files"):
+        export_huggingface(llama, folder, None)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_two_exports_at_once_never_mix(tmp_path: Path, llama: Path) -> None:
+    folder = tmp_path / "export"
+    other = build(MODELS["llama"], seed=1)
+    newer = save(tmp_path / "checkpoints", other, other.config.to_dict(), step=2)
+    export_huggingface(llama, folder, lambda _: export_huggingface(newer, folder, None))
+    opened = AutoModelForCausalLM.from_pretrained(folder)
+    expected = build(MODELS["llama"]).state_dict()  # that of the one that ended last
+    assert all(torch.equal(opened.state_dict()[key], tensor) for key, tensor in expected.items())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "export"]
+
+
+def test_what_a_killed_export_left_is_named(tmp_path: Path, llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    left = tmp_path / ".export.0123abcd.unfinished"
+    left.mkdir()
+    (tmp_path / ".export.b.0123abcd.unfinished").mkdir()  # of an export to export.b
+    export_huggingface(llama, tmp_path / "export", None)
+    assert [record.message.split(":")[0] for record in caplog.records] == [str(left)]
+    assert left.exists()
+
+
+def test_a_link_is_not_replaced(tmp_path: Path, llama: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    with pytest.raises(CheckpointError, match="found a link to real"):
+        export_huggingface(llama, tmp_path / "link", None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "link", "real"]
+
+
+@pytest.mark.parametrize("target", [".", ".."])
+def test_the_folder_that_one_is_in_is_not_replaced(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "a" / "b")
+    with pytest.raises(CheckpointError, match="found the one that you are in"):
+        export_huggingface(llama, Path(target), None)
+
+
 def test_a_damaged_model_is_not_exported(tmp_path: Path, llama: Path) -> None:
-    shard = llama / "model" / "shard-00000-01.safetensors"
+    shard = sorted((llama / "model").iterdir())[1]
     shard.write_bytes(shard.read_bytes()[:-1] + b"\x55")
     with pytest.raises(CheckpointError, match="xxh3_128"):
         export_huggingface(llama, tmp_path / "export", None)

@@ -4,16 +4,18 @@ import json
 import shutil
 import subprocess
 import sys
+import uuid
 import warnings
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
-from plain_backend import PlainBackend, checkpoints, named_tensors
+from plain_backend import PlainBackend, checkpoints, load, named_tensors
 from safetensors.torch import load_file, save_file
 from test_foreign import MODELS, build
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -24,6 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_torch_save
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from portable_fsdp.backends.base import Part
+from portable_fsdp.checkpoint import commit, storage
 from portable_fsdp.checkpoint.foreign.base import load_export
 from portable_fsdp.checkpoint.foreign.huggingface import export
 from portable_fsdp.checkpoint.foreign.importing import detect, import_checkpoint
@@ -196,6 +199,26 @@ def test_dcp_load_opens_an_export(tmp_path: Path, architecture: dict[str, Any]) 
     dcp_load(state, tmp_path / "dcp")  # in place: the model's own tensors
     assert_same(weights(other), weights(model))
     assert_same(named_tensors(other, its_optimizer), named_tensors(model, optimizer))
+
+
+def test_a_dcp_export_says_the_step(tmp_path: Path) -> None:
+    model, optimizer = trained(TIED)
+    source = saved(tmp_path, model, optimizer, step=12)
+    with Reader(source) as reader:
+        load_export("dcp").export(reader, tmp_path / "dcp", dtype=None, save_tokenizer=None, advance=_ignore)
+    model.config.save_pretrained(tmp_path / "config")
+    back = import_checkpoint(tmp_path / "dcp", tmp_path / "run", config=tmp_path / "config", trust_metadata=True)
+    assert back.name == "step-00000012"
+    assert_same(tensors_in(back), tensors_in(source))
+    state = {"train_state": {"step": torch.tensor(0, dtype=torch.int32)}}  # as torchtitan asks for it
+    dcp_load(state, tmp_path / "dcp")
+    assert state["train_state"]["step"] == 12
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp_to_torch_save(tmp_path / "dcp", tmp_path / "all.pt")
+    everything = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert everything.keys() == {"model", "optimizer", "train_state"}
+    assert_same(everything["model"], model.state_dict())
 
 
 def dcp_layouts(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -385,3 +408,76 @@ def test_what_fsdp2_saves_on_two_ranks_is_imported(tmp_path: Path) -> None:
     assert {"exp_avg/0.weight", "step/1.bias"} < expected.keys()
     path = import_checkpoint(tmp_path / "dcp", tmp_path / "run", trust_metadata=True)
     assert_same(tensors_in(path), expected)
+
+
+# ------------------------------------------------------------------------------------------------ where it is written
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Path:
+    build(TIED).save_pretrained(tmp_path / "hub")
+    return tmp_path / "hub"
+
+
+def test_an_import_into_an_object_store_stays_there(hub: Path) -> None:
+    url = f"memory://{uuid.uuid4().hex}"
+    path = import_checkpoint(hub, storage.locate(url))
+    assert path == storage.locate(f"{url}/checkpoints/step-00000000")
+    assert_same(tensors_in(path), weights(build(TIED)))
+    assert commit.MARK not in storage.names(path)
+
+
+@pytest.mark.parametrize("place", ["folder", "store"])
+def test_an_import_that_fails_leaves_nothing(
+    tmp_path: Path, hub: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    run = tmp_path / "run" if place == "folder" else storage.locate(f"memory://{uuid.uuid4().hex}")
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(commit, "commit", fail)
+        with pytest.raises(CheckpointError, match=r"import to .*: can't be written: disk full"):
+            import_checkpoint(hub, run)
+    assert storage.names(run / "checkpoints") == []
+    import_checkpoint(hub, run)
+
+
+def test_another_runs_save_is_not_disturbed_by_an_import(tmp_path: Path, hub: Path) -> None:
+    final = tmp_path / "checkpoints" / "step-00000000"
+    attempt = commit.begin(final, "other")
+    with pytest.raises(CheckpointError, match="expected no other run at work"):
+        import_checkpoint(hub, tmp_path)
+    assert storage.names(commit.temporary_of(final, attempt)) == [commit.MARK, "model", "optimizer"]
+
+
+def test_an_import_removes_what_a_killed_one_left(tmp_path: Path, hub: Path) -> None:
+    killed = tmp_path / "checkpoints" / "step-00000012"
+    commit.begin(killed, "import")
+    import_checkpoint(hub, tmp_path)
+    assert storage.names(tmp_path / "checkpoints") == ["step-00000000"]
+
+
+def test_a_target_that_cant_be_written_is_named(tmp_path: Path, hub: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"import to .*file/run: can't be written"):
+        import_checkpoint(hub, tmp_path / "file" / "run")
+
+
+def test_a_tied_model_goes_out_and_in_and_is_loaded(tmp_path: Path) -> None:
+    model = build(TIED)
+    ties = {"lm_head.weight": "model.embed_tokens.weight"}
+    config = model.config.to_dict()
+    opened = checkpoints(tmp_path / "run", PlainBackend(), model_config=config, ties=ties)
+    path = opened.save(1, model, torch.optim.AdamW(model.parameters()), (0, 0))
+    with Reader(path) as reader:
+        export(reader, tmp_path / "hub")
+    back = import_checkpoint(tmp_path / "hub", tmp_path / "back")
+
+    other = build(TIED, seed=1)
+    settings = {"load": "weights_only"}
+    new = checkpoints(tmp_path / "new", PlainBackend(), settings, model_config=config, ties=ties)
+    resumed = load(new, other, torch.optim.AdamW(other.parameters()), str(back))
+    assert resumed.weights_only
+    assert_same(weights(other), weights(model))

@@ -1,11 +1,13 @@
 """What `checkpoint prune` deletes, and what it never touches."""
 
 import json
+import uuid
 from pathlib import Path
 
 import pytest
-from plain_backend import save_once
+from plain_backend import PlainBackend, checkpoints, save_once, small_model
 
+from portable_fsdp.checkpoint import commit, storage
 from portable_fsdp.checkpoint.__main__ import main
 from portable_fsdp.checkpoint.commit import outdated
 from portable_fsdp.checkpoint.prune import prune
@@ -70,6 +72,49 @@ def test_what_is_not_whole_or_not_ours_is_left_alone(run: Path, tmp_path: Path) 
     assert sorted(path.name for path in pruned.left_alone) == [f"step-{n:08d}" for n in (5, 10, 20, 60)]
     assert len(names(run)) == 7
     assert (elsewhere / "manifest.json").exists()
+
+
+def save_of(run: Path, name: str, step: int) -> None:
+    model, optimizer = small_model(seed=step)
+    opened = checkpoints(run / "checkpoints", PlainBackend(), config={"run": {"name": name}})
+    opened.save(step, model, optimizer, (0, 0))
+
+
+def test_each_run_in_a_folder_keeps_its_newest(tmp_path: Path) -> None:
+    for name, steps in (("one", (10, 20)), ("two", (30, 40))):
+        for step in steps:
+            save_of(tmp_path, name, step)
+    pruned = prune(tmp_path / "checkpoints", 1)
+    assert [path.name for path in pruned.deleted] == ["step-00000030", "step-00000010"]
+    assert names(tmp_path) == ["step-00000020", "step-00000040"]
+    next((tmp_path / "checkpoints" / "step-00000020" / "model").iterdir()).write_bytes(b"")
+    assert [path.name for path in prune(tmp_path / "checkpoints", 1).left_alone] == ["step-00000020"]
+
+
+@pytest.mark.parametrize("place", ["folder", "store"])
+def test_a_killed_prune_leaves_nothing_that_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    folder = tmp_path if place == "folder" else storage.locate(f"memory://{uuid.uuid4().hex}")
+
+    def kill_a_prune() -> None:
+        for step in (10, 20):
+            save_of(folder, "one", step)
+
+        def killed(_: Path) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(commit, "discard", killed)
+            with pytest.raises(KeyboardInterrupt):
+                prune(folder / "checkpoints", 1)
+        assert len(storage.names(folder / "checkpoints")) == 2
+
+    kill_a_prune()
+    prune(folder / "checkpoints", 1)  # the next prune removes it
+    assert storage.names(folder / "checkpoints") == ["step-00000020"]
+    storage.remove(folder / "checkpoints" / "step-00000020")
+    kill_a_prune()
+    save_of(folder, "one", 10)  # and so does the run, which it doesn't block
+    assert storage.names(folder / "checkpoints") == ["step-00000010", "step-00000020"]
 
 
 def test_nothing_is_deleted_for_a_newest_that_is_damaged(run: Path) -> None:

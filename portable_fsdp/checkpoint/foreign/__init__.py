@@ -8,7 +8,7 @@ FORMATS = {
     "huggingface": "portable_fsdp.checkpoint.foreign.huggingface",
     "dcp": "portable_fsdp.checkpoint.foreign.dcp",
     "gguf": "portable_fsdp.checkpoint.foreign.gguf",
-    "safetensors": "portable_fsdp.checkpoint.foreign.safetensors",
+    "safetensors": "portable_fsdp.checkpoint.foreign.safetensorsfile",
     "torch": "portable_fsdp.checkpoint.foreign.torchfile",
     "xla_fsdp1": "portable_fsdp.checkpoint.foreign.xla_fsdp1",
 }

@@ -1,12 +1,12 @@
 """What a foreign format gives: a source of tensors to import from, or an export.
 
-A module of `FORMATS` has `matches` and `open_source`; one of `EXPORTS` has `export` too. An import never holds more
-than one tensor: it asks the source for them one at a time, in whatever order suits our files.
+A module of `FORMATS` has `matches` and `open_checkpoint`; one of `EXPORTS` has `export` too. An import never holds
+more than one tensor: it asks the source for them one at a time, in whatever order suits our files.
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -34,18 +34,20 @@ def say_nothing(_: int) -> None:
 
 
 @dataclass(frozen=True)
-class Source:
+class ForeignCheckpoint:
     """A foreign checkpoint, open for reading.
 
     `tensors` says shape and dtype (its pieces stay empty) by our keys: FQN for the model's, `<state name>/<FQN>` for
     the optimizer's. `read(key)` gives one of them whole, contiguous, on the host, in exactly that shape and dtype;
     it may raise `CheckpointError`. `model_config` is transformers' config as a dict, where the source holds one.
+    `ties`: further FQN -> key, of tensors that the model's config ties; a format leaves them to the import.
     """
 
     tensors: dict[str, TensorEntry]
     read: Callable[[str], Tensor]
     step: int = 0
     model_config: dict[str, Any] | None = None
+    ties: dict[str, str] = field(default_factory=dict)
 
 
 class Format(Protocol):
@@ -55,7 +57,7 @@ class Format(Protocol):
         """Whether `path` looks like this format, from names and first bytes alone."""
         ...
 
-    def open_source(self, path: Path, *, trust_metadata: bool) -> AbstractContextManager[Source]:
+    def open_checkpoint(self, path: Path, *, trust_metadata: bool) -> AbstractContextManager[ForeignCheckpoint]:
         """Open it. `trust_metadata`: may read pickled metadata (restricted). Raises `CheckpointError`."""
         ...
 

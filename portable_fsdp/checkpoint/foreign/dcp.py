@@ -4,6 +4,7 @@ What we write is what `dcp.save({"model": get_model_state_dict(m), "optimizer": 
 
     model.<fqn>                            every name of a tied weight, over one copy of its bytes
     optimizer.state.<fqn>.<state name>     exp_avg, exp_avg_sq, step
+    train_state.step                       the run's, where torchtitan looks for it: int64, without dimensions
 
 and no `param_groups`, which a checkpoint of ours doesn't hold: load `{"optimizer": {"state": ...}}`, or give dcp.load a
 `DefaultLoadPlanner(allow_partial_load=True)`.
@@ -19,7 +20,7 @@ import math
 import os
 import pickle
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -30,8 +31,8 @@ from torch import Tensor
 
 from portable_fsdp.checkpoint.foreign.base import (
     Advance,
+    ForeignCheckpoint,
     SaveTokenizer,
-    Source,
     as_dtype,
     file_inside,
     say_nothing,
@@ -39,7 +40,7 @@ from portable_fsdp.checkpoint.foreign.base import (
 )
 from portable_fsdp.checkpoint.foreign.names import names_of
 from portable_fsdp.checkpoint.foreign.streams import check_numbers, check_shape, converted, groups
-from portable_fsdp.checkpoint.foreign.target import new_folder, require_replaceable
+from portable_fsdp.checkpoint.foreign.target import new_folder, require_replaceable, torch_saving
 from portable_fsdp.checkpoint.foreign.unpickle import Record, read_pickle
 from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry, check_tiling, folder_of
 from portable_fsdp.checkpoint.store import Reader
@@ -50,6 +51,7 @@ log = logging.getLogger("portable_fsdp")
 METADATA = ".metadata"
 _MAX_FILE_BYTES = 5_000_000_000
 _OPTIMIZER = re.compile(r"(?:(?:optimizer|optim)\.)?state\.(?P<fqn>.+)\.(?P<state>[A-Za-z_]\w*)")
+_STEP_PATH = ("train_state", "step")
 _STEPS = ("step", "train_state.step")
 
 
@@ -70,17 +72,28 @@ class Chunked(NamedTuple):
     chunks: list[Chunk]
 
 
+class Written(NamedTuple):
+    """A tensor of an export: the dictionary keys that lead to it, and its file, start and length there."""
+
+    path: tuple[str, ...]
+    entry: TensorEntry
+    place: tuple[str, int, int]
+
+
 def matches(path: Path) -> bool:
     """A folder with `.metadata`, or accelerate's with such folders."""
     return bool(_folders(path))
 
 
 @contextmanager
-def open_source(path: Path, *, trust_metadata: bool) -> Generator[Source]:
+def open_checkpoint(path: Path, *, trust_metadata: bool) -> Generator[ForeignCheckpoint]:
     """Reads `.metadata` with an unpickler that knows torch's metadata classes alone, and tensors with `weights_only`.
 
     Holds one tensor, and the largest chunk of it. Raises `CheckpointError`.
     """
+    folders = _folders(path)
+    if not folders:
+        raise CheckpointError(f"{path}: expected a folder of torch.distributed.checkpoint, found no {METADATA} in it")
     if not trust_metadata:
         raise CheckpointError(
             f"{path}: its {METADATA} is a Python pickle, which is read only if you say so: add --trust-metadata.\n"
@@ -88,14 +101,14 @@ def open_source(path: Path, *, trust_metadata: bool) -> Generator[Source]:
         )
     tensors: dict[str, Chunked] = {}
     step = 0
-    for folder in _folders(path):
+    for folder in folders:
         found, paths = _read_metadata(folder)
         step = next((_step(found[key]) for key in _STEPS if key in found), step)
         for key, name in _our_keys(found, paths).items():
             if key in tensors:
                 raise CheckpointError(f"{folder}: {name}: expected one tensor for {key}, found two")
             tensors[key] = found[name]
-    yield Source({key: t.entry for key, t in tensors.items()}, lambda key: _read(key, tensors[key]), step)
+    yield ForeignCheckpoint({key: t.entry for key, t in tensors.items()}, lambda key: _read(key, tensors[key]), step)
 
 
 def export(
@@ -120,13 +133,18 @@ def export(
         for key, tensor in reader.manifest.tensors.items()
     }
     with new_folder(target, reader.manifest) as unfinished:
-        where: dict[str, tuple[str, int, int]] = {}
-        for ordinal, keys in enumerate(groups(tensors, _MAX_FILE_BYTES)):
-            file = f"__0_{ordinal}.distcp"
-            spans = _write_file(unfinished / file, reader, {key: tensors[key] for key in keys}, advance)
-            where.update({key: (file, *span) for key, span in spans.items()})
+        written: list[Written] = []
+        files = list(groups(tensors, _MAX_FILE_BYTES))
+        for ordinal, keys in enumerate(files):
+            entries = {key: tensors[key] for key in keys}
+            places = _write_file(unfinished / f"__0_{ordinal}.distcp", entries, reader.read_whole, advance)
+            written += [Written(path, tensors[key], places[key]) for key in keys for path in _paths_of(key, aliases)]
+        entry = TensorEntry(shape=(), dtype="int64")
+        step = torch.tensor(reader.manifest.step)
+        places = _write_file(unfinished / f"__0_{len(files)}.distcp", {"step": entry}, lambda _: step, advance)
+        written.append(Written(_STEP_PATH, entry, places["step"]))
         with (unfinished / METADATA).open("wb") as file:
-            pickle.dump(_metadata(tensors, where, aliases), file)
+            pickle.dump(_metadata(written), file)
             file.flush()
             os.fsync(file.fileno())
 
@@ -311,27 +329,26 @@ def _first_line(error: Exception) -> str:
 
 
 def _write_file(
-    path: Path, reader: Reader, tensors: Mapping[str, TensorEntry], advance: Advance
-) -> dict[str, tuple[int, int]]:
-    """One torch.save after the other. Returns where each starts, and its length."""
-    spans: dict[str, tuple[int, int]] = {}
+    path: Path, entries: Mapping[str, TensorEntry], read: Callable[[str], Tensor], advance: Advance
+) -> dict[str, tuple[str, int, int]]:
+    """One torch.save after the other. Returns of each the file's name, where it starts, and its length."""
+    places: dict[str, tuple[str, int, int]] = {}
     with path.open("xb") as file:
-        for key, entry in tensors.items():
+        for key, entry in entries.items():
             start = file.tell()
-            tensor = converted(key, reader.read_whole(key), entry.dtype)
-            torch.save(tensor, cast(Any, file))
+            tensor = converted(key, read(key), entry.dtype)
+            with torch_saving(path):
+                torch.save(tensor, cast(Any, file))
             del tensor
             gc.collect(0)  # torch.save leaves it in a young reference cycle
-            spans[key] = (start, file.tell() - start)
-            advance(spans[key][1])
+            places[key] = (path.name, start, file.tell() - start)
+            advance(file.tell() - start)
         file.flush()
         os.fsync(file.fileno())
-    return spans
+    return places
 
 
-def _metadata(
-    tensors: Mapping[str, TensorEntry], where: Mapping[str, tuple[str, int, int]], aliases: Mapping[str, list[str]]
-) -> Any:
+def _metadata(written: Iterable[Written]) -> Any:
     """What `dcp.load` reads first; each tensor in one chunk."""
     from torch.distributed.checkpoint import metadata as torch_metadata
     from torch.distributed.checkpoint.filesystem import _StorageInfo  # pyright: ignore[reportPrivateUsage]
@@ -339,17 +356,16 @@ def _metadata(
     described: dict[str, Any] = {}
     stored: dict[Any, Any] = {}
     paths: dict[str, Any] = {}
-    for key, entry in tensors.items():
+    for path, entry, place in written:
         zero, size = torch.Size([0] * len(entry.shape)), torch.Size(entry.shape)
-        for path in _paths_of(key, aliases):
-            flat = ".".join(path)
-            described[flat] = torch_metadata.TensorStorageMetadata(
-                torch_metadata.TensorProperties(dtype=getattr(torch, entry.dtype)),
-                size,
-                [torch_metadata.ChunkStorageMetadata(zero, size)],
-            )
-            stored[torch_metadata.MetadataIndex(flat, zero, 0)] = _StorageInfo(*where[key])
-            paths[flat] = path
+        flat = ".".join(path)
+        described[flat] = torch_metadata.TensorStorageMetadata(
+            torch_metadata.TensorProperties(dtype=getattr(torch, entry.dtype)),
+            size,
+            [torch_metadata.ChunkStorageMetadata(zero, size)],
+        )
+        stored[torch_metadata.MetadataIndex(flat, zero, 0)] = _StorageInfo(*place)
+        paths[flat] = path
     return torch_metadata.Metadata(described, planner_data=paths, storage_data=stored, version="1.0.0")
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from portable_fsdp.checkpoint.foreign.base import Source
+from portable_fsdp.checkpoint.foreign.base import ForeignCheckpoint
 from portable_fsdp.checkpoint.foreign.names import config_object, import_transformers
 from portable_fsdp.checkpoint.foreign.streams import check_shape
 from portable_fsdp.checkpoint.format import TensorEntry
@@ -36,7 +36,7 @@ def matches(path: Path) -> bool:
 
 
 @contextmanager
-def open_source(path: Path, *, trust_metadata: bool) -> Generator[Source]:
+def open_checkpoint(path: Path, *, trust_metadata: bool) -> Generator[ForeignCheckpoint]:
     """The model in float32 (`--dtype` converts it further), and the config that transformers reads from the file.
 
     Holds one tensor, dequantised, and a copy of it where it must be permuted; the file is mapped. Raises
@@ -61,7 +61,7 @@ def open_source(path: Path, *, trust_metadata: bool) -> Generator[Source]:
         )
         for key, tensor in stored.items()
     }
-    yield Source(entries, lambda key: _read(path, stored[key], processor), 0, config)
+    yield ForeignCheckpoint(entries, lambda key: _read(path, stored[key], processor), 0, config)
 
 
 def _read(path: Path, tensor: Any, processor: Any) -> Tensor:

@@ -9,8 +9,8 @@ from typing import Any, cast
 from portable_fsdp.checkpoint.foreign.base import (
     FLOAT_DTYPES,
     Advance,
+    ForeignCheckpoint,
     SaveTokenizer,
-    Source,
     as_dtype,
     file_inside,
     say_nothing,
@@ -19,7 +19,7 @@ from portable_fsdp.checkpoint.foreign.base import (
 )
 from portable_fsdp.checkpoint.foreign.names import config_object, config_of, import_transformers
 from portable_fsdp.checkpoint.foreign.streams import (
-    Stored,
+    FileTensor,
     groups,
     load_json,
     read_header,
@@ -80,9 +80,9 @@ def matches(path: Path) -> bool:
 
 
 @contextmanager
-def open_source(path: Path, *, trust_metadata: bool) -> Generator[Source]:
+def open_checkpoint(path: Path, *, trust_metadata: bool) -> Generator[ForeignCheckpoint]:
     """The folder's weights, and its config.json if there is one. Holds one tensor. Raises `CheckpointError`."""
-    stored: dict[str, Stored] = {}
+    stored: dict[str, FileTensor] = {}
     weight_map = _weight_map(path) if (path / INDEX).exists() else None
     for name in [SINGLE] if weight_map is None else sorted(set(weight_map.values())):
         header = read_header(file_inside(path, name))
@@ -93,7 +93,9 @@ def open_source(path: Path, *, trust_metadata: bool) -> Generator[Source]:
     if absent:
         raise CheckpointError(f"{path}: expected {absent[0]} in {(weight_map or {})[absent[0]]} ({INDEX}), found none")
     config = config_of(path) if (path / "config.json").is_file() else None
-    yield Source({key: s.entry for key, s in stored.items()}, lambda key: read_tensor(stored[key]), 0, config)
+    yield ForeignCheckpoint(
+        {key: s.entry for key, s in stored.items()}, lambda key: read_tensor(stored[key]), 0, config
+    )
 
 
 def _weight_map(folder: Path) -> dict[str, str]:

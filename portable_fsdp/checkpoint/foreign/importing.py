@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from portable_fsdp import __version__
 from portable_fsdp.checkpoint import commit, storage
 from portable_fsdp.checkpoint.commit import Index
 from portable_fsdp.checkpoint.foreign import FORMATS
-from portable_fsdp.checkpoint.foreign.base import Advance, Source, as_dtype, load_format, say_nothing
+from portable_fsdp.checkpoint.foreign.base import Advance, ForeignCheckpoint, as_dtype, load_format, say_nothing
 from portable_fsdp.checkpoint.foreign.names import config_of, names_of, settle
 from portable_fsdp.checkpoint.foreign.streams import groups, size_of, write_file
 from portable_fsdp.checkpoint.format import (
@@ -59,18 +60,25 @@ def import_checkpoint(
     """
     kind = detect(path) if name == "auto" else name
     model_config = None if config is None else config_of(config)
-    with load_format(kind).open_source(path, trust_metadata=trust_metadata) as source:
+    with load_format(kind).open_checkpoint(path, trust_metadata=trust_metadata) as source:
         model_config = model_config or source.model_config
-        keys = settle(source, names_of(model_config, str(config or path)))
+        names = names_of(model_config, str(config or path))
+        keys = settle(source, names)
         if not keys:
             raise CheckpointError(f"{path}: expected tensors ({kind}), found none")
-        plain = Source(
+        plain = ForeignCheckpoint(
             {key: as_dtype(source.tensors[theirs], None if "/" in key else dtype) for key, theirs in keys.items()},
             lambda key: source.read(keys[key]),
             source.step,
             model_config,
+            {} if names is None else names.ties,
         )
-        return _commit(step_folder(checkpoints_of(folder), plain.step), plain, kind, advance, max_file_bytes)
+        try:
+            final = step_folder(checkpoints_of(folder), plain.step)
+            _commit(final, plain, kind, advance, max_file_bytes)
+        except OSError as error:  # what can't be read of the source is a CheckpointError
+            raise CheckpointError(f"import to {folder}: can't be written: {error}") from error
+        return final
 
 
 def detect(path: Path) -> str:
@@ -92,25 +100,30 @@ def checkpoints_of(folder: Path) -> Path:
     return folder if is_one else folder / "checkpoints"
 
 
-def _commit(final: Path, source: Source, kind: str, advance: Advance, max_file_bytes: int) -> Path:
+def _commit(final: Path, source: ForeignCheckpoint, kind: str, advance: Advance, max_file_bytes: int) -> None:
     """The protocol of `commit.py`, for a process that is alone. The only place that writes a checkpoint here."""
-    if final.exists():
+    if is_committed(final):
         raise CheckpointError(
             f"import to {final}: expected no such step, found it committed. Name another run's folder."
         )
+    commit.remove_debris(final.parent, _RUN)
     attempt = commit.begin(final, _RUN)
     try:
         index = _write(commit.temporary_of(final, attempt), attempt, source, advance, max_file_bytes)
         commit.commit(final, attempt, _manifest(source, kind, index), [])
-    except OSError as error:
-        raise CheckpointError(f"import to {final}: can't be written: {error}") from error
-    finally:
+    except BaseException:
+        _discard_uncommitted(final, attempt)
+        raise
+
+
+def _discard_uncommitted(final: Path, attempt: str) -> None:
+    """In an object store what is written lies where it will be committed: there the commit decides."""
+    with suppress(Exception):  # a store that doesn't answer: the error that led here says so
         if not is_committed(final):
             commit.discard(commit.temporary_of(final, attempt))
-    return final
 
 
-def _manifest(source: Source, kind: str, index: Index) -> Manifest:
+def _manifest(source: ForeignCheckpoint, kind: str, index: Index) -> Manifest:
     return Manifest(
         format_version=1,
         step=source.step,
@@ -118,7 +131,7 @@ def _manifest(source: Source, kind: str, index: Index) -> Manifest:
         config={},
         model_config=source.model_config,
         data=Data(epoch=0, position=0),
-        ties={},
+        ties=source.ties,
         written_by=WrittenBy(
             device="cpu",
             backend=f"import {kind}",
@@ -131,7 +144,7 @@ def _manifest(source: Source, kind: str, index: Index) -> Manifest:
     )
 
 
-def _write(folder: Path, attempt: str, source: Source, advance: Advance, max_file_bytes: int) -> Index:
+def _write(folder: Path, attempt: str, source: ForeignCheckpoint, advance: Advance, max_file_bytes: int) -> Index:
     tensors: dict[str, TensorEntry] = {}
     files: list[FileEntry] = []
     for part in FOLDERS:

@@ -11,7 +11,7 @@ import torch
 import xxhash
 
 from portable_fsdp.backends.base import persistent_buffers
-from portable_fsdp.checkpoint.foreign.base import Source
+from portable_fsdp.checkpoint.foreign.base import ForeignCheckpoint
 from portable_fsdp.checkpoint.foreign.streams import byte_chunks, load_json
 from portable_fsdp.checkpoint.format import folder_of
 from portable_fsdp.runtime.errors import CheckpointError
@@ -29,6 +29,11 @@ class ModelNames:
     aliases: dict[str, list[str]]
     shapes: dict[str, tuple[int, ...]]
     base: str  # what the FQNs of the model without head lack in front
+
+    @property
+    def ties(self) -> dict[str, str]:
+        """Further FQN of a tied tensor -> its first FQN, as a manifest has them."""
+        return {name: first for first, names in self.aliases.items() for name in names if name != first}
 
 
 def import_transformers() -> Any:
@@ -97,7 +102,7 @@ def names_of(model_config: Mapping[str, Any] | None, where: str) -> ModelNames |
     return ModelNames(aliases, {name: tuple(t.shape) for name, t in stored.items()}, str(model.base_model_prefix))
 
 
-def settle(source: Source, names: ModelNames | None) -> dict[str, str]:
+def settle(source: ForeignCheckpoint, names: ModelNames | None) -> dict[str, str]:
     """Our key -> the source's key, for all that is imported: each tied tensor once, under its first FQN.
 
     With `names`, the source must hold the model's tensors, in its shapes; what is not the model's is left out with a
@@ -150,7 +155,7 @@ def _refuse_missing(found: Mapping[str, list[str]], model: Iterable[str]) -> Non
         )
 
 
-def _check_tensor(source: Source, first: str, options: list[str], shape: tuple[int, ...]) -> None:
+def _check_tensor(source: ForeignCheckpoint, first: str, options: list[str], shape: tuple[int, ...]) -> None:
     for name in options:
         if source.tensors[name].shape != shape:
             raise CheckpointError(
@@ -164,7 +169,7 @@ def _check_tensor(source: Source, first: str, options: list[str], shape: tuple[i
         )
 
 
-def _digest(source: Source, name: str) -> bytes:
+def _digest(source: ForeignCheckpoint, name: str) -> bytes:
     digest = xxhash.xxh3_128()
     for chunk in byte_chunks(name, source.read, source.tensors[name]):
         digest.update(chunk)

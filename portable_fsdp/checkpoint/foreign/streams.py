@@ -5,9 +5,7 @@ A header that is read is hostile input: all of it is checked before a byte of a 
 
 import json
 import math
-import os
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -19,13 +17,12 @@ from portable_fsdp.checkpoint.foreign.base import Advance, say_nothing
 from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry, refuse_duplicates
 from portable_fsdp.checkpoint.storage import Source
 from portable_fsdp.runtime.errors import CheckpointError
-from portable_fsdp.runtime.files import sync_folder
 
-_MAX_ELEMENTS = 2**60
+_MAX_ELEMENTS = 2**59  # as of a manifest (format.py): what is read can be written
 _CHUNK_ELEMENTS = 1 << 20
 
 
-class Stored(NamedTuple):
+class FileTensor(NamedTuple):
     """A tensor in a file: its bytes start at `start`, counted from the beginning of the file."""
 
     entry: TensorEntry
@@ -50,7 +47,7 @@ def check_shape(where: str, shape: object) -> tuple[int, ...]:
     """`shape` as a tuple, if it is a list of sizes, and strides and bytes fit 64 bits. Raises `CheckpointError`."""
     sizes = check_numbers(where, shape)
     if math.prod(max(size, 1) for size in sizes) > _MAX_ELEMENTS:
-        raise CheckpointError(f"{where}: expected at most 2**60 elements, found shape {list(sizes)}")
+        raise CheckpointError(f"{where}: expected at most 2**59 elements, found shape {list(sizes)}")
     return sizes
 
 
@@ -62,7 +59,7 @@ def load_json(where: str, text: bytes) -> Any:
         raise CheckpointError(f"{where}: expected JSON, found: {error}") from None
 
 
-def read_header(path: Path) -> dict[str, Stored]:
+def read_header(path: Path) -> dict[str, FileTensor]:
     """What a safetensors file holds. The caller has checked that it is a plain file. Raises `CheckpointError`."""
     try:
         with Source(path) as source:
@@ -71,10 +68,12 @@ def read_header(path: Path) -> dict[str, Stored]:
         raise CheckpointError(f"{path}: expected a safetensors file, found: {error}") from None
     for key, one in found.items():
         check_shape(f"{path}: {key[:200]!r}", one.shape)
-    return {key: Stored(TensorEntry(shape=one.shape, dtype=one.dtype), path, one.start) for key, one in found.items()}
+    return {
+        key: FileTensor(TensorEntry(shape=one.shape, dtype=one.dtype), path, one.start) for key, one in found.items()
+    }
 
 
-def read_tensor(stored: Stored) -> Tensor:
+def read_tensor(stored: FileTensor) -> Tensor:
     """Its bytes, in one allocation of their size. Raises `CheckpointError`."""
     tensor = torch.empty(stored.entry.shape, dtype=getattr(torch, stored.entry.dtype))
     try:
@@ -123,21 +122,6 @@ def converted(key: str, tensor: Tensor, dtype: str) -> Tensor:
             f"found {tensor[tensor.isfinite()].abs().max().item():.4g}.\n  Take --dtype bfloat16 or float32."
         )
     return result
-
-
-@contextmanager
-def whole_file(path: Path) -> Generator[Path]:
-    """A name to write to, which becomes `path` at one instant if nothing is raised, and vanishes otherwise."""
-    temporary = path.with_name(f".{path.name}.unfinished")
-    temporary.unlink(missing_ok=True)
-    try:
-        yield temporary
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.rename(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
 
 
 def groups(tensors: Mapping[str, TensorEntry], max_bytes: int) -> Iterator[list[str]]:

@@ -1,7 +1,15 @@
-"""Where an export is written: a new name, an empty folder, or an earlier export, which gives way to a whole one."""
+"""Where an export is written: a new name, an empty folder, or an earlier export, which gives way to a whole one.
 
+What is unfinished has a hidden name of its own beside the target, so that two exports at once don't write into one
+folder. A killed one leaves it: whether another export is still at work there can't be told, so it is named and left.
+"""
+
+import glob
 import json
+import logging
+import os
 import shutil
+import uuid
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,17 +19,45 @@ from portable_fsdp.checkpoint.format import Manifest
 from portable_fsdp.runtime.errors import CheckpointError
 from portable_fsdp.runtime.files import sync_folder, write_text_atomically
 
+log = logging.getLogger("portable_fsdp")
+
 MARK = "portable_fsdp.json"
-"""In every exported folder: where it comes from. One without it is somebody else's, and is never replaced."""
+"""In every exported folder: where it comes from, and what was written. One without it is somebody else's."""
+
+_UNIQUE = 8  # letters that tell one unfinished export from another
 
 
 def require_replaceable(folder: Path) -> None:
-    """Raises `CheckpointError` where `folder` holds something that isn't an export."""
-    is_free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
-    if not is_free and not (folder / MARK).is_file():
+    """Raises `CheckpointError` where `folder` holds something that isn't an export, and for links and the like."""
+    if folder.is_symlink():
+        raise CheckpointError(
+            f"export to {folder}: expected a folder, found a link to {folder.readlink()}, which would be replaced and\n"
+            "  not what it leads to. Name that folder itself."
+        )
+    here = Path.cwd()
+    if Path(os.path.realpath(folder)) in (here, *here.parents):
+        raise CheckpointError(
+            f"export to {folder}: expected a folder that can be replaced as a whole, found the one that you are in,\n"
+            "  or one above it. Name a new one inside it."
+        )
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not (folder / MARK).is_file():
         raise CheckpointError(
             f"export to {folder}: expected a new name, an empty folder or an earlier export (with {MARK}),\n"
             "  found something else, which is left alone. Name another folder."
+        )
+    exported = _exported(folder)
+    if exported is None:
+        raise CheckpointError(
+            f"export to {folder}: expected the names of an earlier export's files in {MARK}, found none: what was\n"
+            "  added since can't be told from them. Delete the folder, or name another."
+        )
+    other = next((name for name in _names(folder) if name not in exported), None)
+    if other is not None:
+        raise CheckpointError(
+            f"export to {folder}: expected the files of an earlier export (listed in {MARK}), found {other} too,\n"
+            "  which would be lost. Move it elsewhere, or name another folder."
         )
 
 
@@ -29,7 +65,23 @@ def require_new(file: Path) -> None:
     """Raises `CheckpointError` where something lies at `file`: a file bears no mark that it is ours."""
     if file.exists() or file.is_symlink():
         raise CheckpointError(f"export to {file}: expected a new name, found something there. Name another file.")
+
+
+@contextmanager
+def new_file(file: Path) -> Generator[Path]:
+    """A name to write to, which becomes `file` at one instant if nothing is raised, and vanishes otherwise."""
+    require_new(file)
     file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = _hidden(file, "unfinished")
+    try:
+        yield unfinished
+        with unfinished.open("rb") as content:
+            os.fsync(content.fileno())
+        require_new(file)
+        unfinished.rename(file)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    sync_folder(file.parent)
 
 
 @contextmanager
@@ -37,23 +89,59 @@ def new_folder(folder: Path, manifest: Manifest) -> Generator[Path]:
     """A folder to write to, which takes the place of `folder` once the block ends without an error."""
     require_replaceable(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished = _hidden(folder, "unfinished")
     unfinished.mkdir()
-    source: dict[str, Any] = {"step": manifest.step, "written_by": manifest.written_by.model_dump()}
     try:
         yield unfinished
+        source: dict[str, Any] = {
+            "step": manifest.step,
+            "written_by": manifest.written_by.model_dump(),
+            "files": [*_names(unfinished), MARK],
+        }
         write_text_atomically(unfinished / MARK, json.dumps(source, indent=2) + "\n")
+        require_replaceable(folder)
         _replace(folder, unfinished)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
+@contextmanager
+def torch_saving(path: Path) -> Generator[None]:
+    """torch.save's zip writer raises RuntimeError where it can't write; here that becomes an OSError."""
+    try:
+        yield
+    except RuntimeError as error:
+        cause = error.__context__ or error  # the first failure; the writer's end, over it, only says where it stood
+        raise OSError(f"{path.name}: {(str(cause).splitlines() or [''])[0]}") from error
+
+
+def _exported(folder: Path) -> set[str] | None:
+    """What was written, by its mark; None where that doesn't say."""
+    try:
+        files = json.loads((folder / MARK).read_bytes())["files"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return {str(name) for name in files} if isinstance(files, list) else None
+
+
+def _names(folder: Path) -> list[str]:
+    """All files, links among them, by their path inside the folder."""
+    found = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    return sorted(path.relative_to(folder).as_posix() for path in found)
+
+
+def _hidden(target: Path, kind: str) -> Path:
+    """A name beside the target that nobody else takes. Warns of what lies under such names."""
+    for each in ("unfinished", "replaced"):
+        for left in sorted(target.parent.glob(f".{glob.escape(target.name)}.{'?' * _UNIQUE}.{each}")):
+            log.warning("%s: left by an export that was killed, or one is at work. Delete it if none is.", left)
+    return target.with_name(f".{target.name}.{uuid.uuid4().hex[:_UNIQUE]}.{kind}")
+
+
 def _replace(folder: Path, new: Path) -> None:
     """Put `new` in the place of `folder`. A kill in between leaves both, one of them under a hidden name."""
     sync_folder(new)
-    old = folder.with_name(f".{folder.name}.replaced")
-    shutil.rmtree(old, ignore_errors=True)
+    old = new.with_suffix(".replaced")
     if folder.exists():
         folder.rename(old)
     new.rename(folder)

@@ -11,16 +11,16 @@ from torch import Tensor
 
 from portable_fsdp.checkpoint.foreign.base import (
     Advance,
+    ForeignCheckpoint,
     SaveTokenizer,
-    Source,
     as_dtype,
     say_nothing,
     tensors_of,
     verify,
 )
 from portable_fsdp.checkpoint.foreign.names import names_of
-from portable_fsdp.checkpoint.foreign.streams import byte_chunks, check_shape, copy_into, whole_file
-from portable_fsdp.checkpoint.foreign.target import require_new
+from portable_fsdp.checkpoint.foreign.streams import byte_chunks, check_shape, copy_into
+from portable_fsdp.checkpoint.foreign.target import new_file, require_new, torch_saving
 from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry
 from portable_fsdp.checkpoint.storage import require_regular
 from portable_fsdp.checkpoint.store import Reader
@@ -35,14 +35,14 @@ def matches(path: Path) -> bool:
 
 
 @contextmanager
-def open_source(path: Path, *, trust_metadata: bool) -> Generator[Source]:
+def open_checkpoint(path: Path, *, trust_metadata: bool) -> Generator[ForeignCheckpoint]:
     """A dict of tensors, perhaps under `model` or `state_dict`; read with `weights_only`, mapped.
 
     Holds a copy of one tensor; pages of the file that were read are the system's to take back. Other values of the
     dict are left. Raises `CheckpointError`.
     """
     tensors = tensor_dict(path, load_mapped(path))
-    yield Source(
+    yield ForeignCheckpoint(
         {key: entry_of(f"{path}: {key}", tensor) for key, tensor in tensors.items()},
         lambda key: tensors[key].clone(memory_format=torch.contiguous_format),
     )
@@ -66,7 +66,7 @@ def export(
     tensors = {key: as_dtype(tensor, dtype) for key, tensor in tensors_of(reader, "model").items()}
     names = names_of(reader.manifest.architecture, f"checkpoint {reader.folder.name}")
     verify(reader, advance, "model/")
-    with whole_file(target) as path:
+    with new_file(target) as path:
         places = _write_without_data(path, tensors, {} if names is None else names.aliases)
         with path.open("r+b") as file:
             for key, entry in tensors.items():
@@ -135,7 +135,7 @@ def _write_without_data(path: Path, tensors: dict[str, TensorEntry], aliases: di
     with FakeTensorMode():
         fake = {key: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype)) for key, entry in tensors.items()}
     state = {name: fake[key] for key in tensors for name in aliases.get(key, [key])}
-    with skip_data(materialize_fake_tensors=True):
+    with skip_data(materialize_fake_tensors=True), torch_saving(path):
         torch.save(state, path)
     with FakeTensorMode():
         loaded = torch.load(path, weights_only=True)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from portable_fsdp.checkpoint.foreign.base import Source
+from portable_fsdp.checkpoint.foreign.base import ForeignCheckpoint
 from portable_fsdp.checkpoint.foreign.streams import check_numbers, check_shape
 from portable_fsdp.checkpoint.foreign.torchfile import entry_of, is_torch_file, load_mapped
 from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry
@@ -42,7 +42,7 @@ def matches(path: Path) -> bool:
 
 
 @contextmanager
-def open_source(path: Path, *, trust_metadata: bool) -> Generator[Source]:
+def open_checkpoint(path: Path, *, trust_metadata: bool) -> Generator[ForeignCheckpoint]:
     """All files of a folder, one of each rank; read with `weights_only`, mapped. Weights alone, no optimizer's state.
 
     Holds one tensor; pages of the files that were read are the system's to take back. Raises `CheckpointError`.
@@ -57,7 +57,7 @@ def open_source(path: Path, *, trust_metadata: bool) -> Generator[Source]:
             tensors[key] = sharded
     if any("optimizer" in rank for rank in ranks):
         log.warning("left out the optimizer's state in %s: it is numbered there, and names no parameter", path)
-    yield Source({key: s.entry for key, s in tensors.items()}, lambda key: _read(tensors[key]))
+    yield ForeignCheckpoint({key: s.entry for key, s in tensors.items()}, lambda key: _read(tensors[key]))
 
 
 def _ranks(folder: Path) -> list[dict[str, Any]]:

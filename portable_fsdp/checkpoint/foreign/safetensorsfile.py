@@ -6,15 +6,15 @@ from pathlib import Path
 
 from portable_fsdp.checkpoint.foreign.base import (
     Advance,
+    ForeignCheckpoint,
     SaveTokenizer,
-    Source,
     as_dtype,
     say_nothing,
     tensors_of,
     verify,
 )
-from portable_fsdp.checkpoint.foreign.streams import read_header, read_tensor, whole_file, write_file
-from portable_fsdp.checkpoint.foreign.target import require_new
+from portable_fsdp.checkpoint.foreign.streams import read_header, read_tensor, write_file
+from portable_fsdp.checkpoint.foreign.target import new_file, require_new
 from portable_fsdp.checkpoint.storage import require_regular
 from portable_fsdp.checkpoint.store import Reader
 
@@ -25,11 +25,11 @@ def matches(path: Path) -> bool:
 
 
 @contextmanager
-def open_source(path: Path, *, trust_metadata: bool) -> Generator[Source]:
+def open_checkpoint(path: Path, *, trust_metadata: bool) -> Generator[ForeignCheckpoint]:
     """Holds one tensor. Raises `CheckpointError`."""
     require_regular(path, path.name)
     stored = read_header(path)
-    yield Source({key: s.entry for key, s in stored.items()}, lambda key: read_tensor(stored[key]))
+    yield ForeignCheckpoint({key: s.entry for key, s in stored.items()}, lambda key: read_tensor(stored[key]))
 
 
 def export(
@@ -44,5 +44,5 @@ def export(
     require_new(target)
     tensors = {key: as_dtype(tensor, dtype) for key, tensor in tensors_of(reader, "model").items()}
     verify(reader, advance, "model/")
-    with whole_file(target) as file:
+    with new_file(target) as file:
         write_file(file, tensors, lambda key: reader.read_whole(key), {}, advance)
