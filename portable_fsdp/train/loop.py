@@ -9,7 +9,8 @@ import logging
 import math
 import os
 import time
-from contextlib import closing
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -35,8 +36,16 @@ from portable_fsdp.models.build import BuiltModel, build_model
 from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dtype, recomputed_layers
 from portable_fsdp.optim.optimizer import make_optimizer, parameter_groups
 from portable_fsdp.optim.schedule import check_schedule, learning_rate
-from portable_fsdp.runtime.errors import EXIT_FINISHED, EXIT_STOPPED, CheckpointError, ConfigError, TrainingError
+from portable_fsdp.runtime.errors import (
+    EXIT_FINISHED,
+    EXIT_STOPPED,
+    CheckpointError,
+    ConfigError,
+    TrainingError,
+    UsageError,
+)
 from portable_fsdp.runtime.files import write_text_atomically
+from portable_fsdp.runtime.lock import sole_run
 from portable_fsdp.runtime.log import configure
 from portable_fsdp.runtime.process import StopRequest
 from portable_fsdp.train.step import Step, train_step
@@ -57,26 +66,56 @@ def train(config: Config, *, device: str = "auto", backend: str = "auto", num_de
         open_backend(config, device=device, backend=backend, num_devices=num_devices) as engine,
     ):
         configure(engine.process.index)
-        _check_folder(Path(config.run.dir))
-        if config.checkpoint.export:
-            require_replaceable(_export_folder(config))
+        _on_process_0(engine, lambda: _check_folders(config))
         corpus = build_data(config.data)
         steps = total_steps(config, len(corpus.rows))
         check_schedule(config.optim, steps)
-        training = build(config, engine, corpus.tokenizer.vocab_size)
-        with closing(_checkpoints(config, engine, training, corpus)) as checkpoints:
-            resumed = _resume(config, training, checkpoints)
-            start = resumed.step if resumed else 0
-            records = Records(config, engine, training.built, steps)
-            records.begin(start, resumed)
-            last = min(steps, config.train.stop_at or steps)
-            if start >= last:
-                log.info("step %d of %d is saved already: nothing left to train", start, last)
-            saved, stopped = _loop(config, engine, corpus, training, checkpoints, records, stop, resumed, last)
-            newest = saved or (resumed.path if resumed else None)
-        if config.checkpoint.export and not stopped and newest is not None:
-            _export(config, engine, corpus, newest)
-        return EXIT_STOPPED if stopped else EXIT_FINISHED
+        with _sole_run(config, engine):
+            return _train(config, engine, corpus, steps, stop)
+
+
+def _train(config: Config, engine: Backend, corpus: Corpus, steps: int, stop: StopRequest) -> int:
+    training = build(config, engine, corpus.tokenizer.vocab_size)
+    with closing(_checkpoints(config, engine, training, corpus)) as checkpoints:
+        resumed = _resume(config, training, checkpoints)
+        start = resumed.step if resumed else 0
+        records = Records(config, engine, training.built, steps)
+        records.begin(start, resumed)
+        last = min(steps, config.train.stop_at or steps)
+        if start >= last:
+            log.info("step %d of %d is saved already: nothing left to train", start, last)
+        saved, stopped = _loop(config, engine, corpus, training, checkpoints, records, stop, resumed, last)
+        newest = saved or (resumed.path if resumed else None)
+    if config.checkpoint.export and not stopped and newest is not None:
+        _export(config, engine, corpus, newest)
+    return EXIT_STOPPED if stopped else EXIT_FINISHED
+
+
+@contextmanager
+def _sole_run(config: Config, backend: Backend) -> Generator[None]:
+    """Hold run.dir against other runs, from before the checkpoint to go on from is looked for. *collective*"""
+    with ExitStack() as held:
+        _on_process_0(backend, lambda: held.enter_context(sole_run(Path(config.run.dir))))
+        yield
+
+
+def _on_process_0(backend: Backend, work: Callable[[], None]) -> None:
+    """What `work` refuses there is refused on all processes: other hosts need not see run.dir. *collective*"""
+    refusal: UsageError | None = None
+    if backend.process.index == 0:
+        try:
+            work()
+        except UsageError as error:
+            refusal = error
+    refusal = backend.agree(refusal)
+    if refusal is not None:
+        raise refusal
+
+
+def _check_folders(config: Config) -> None:
+    _check_folder(Path(config.run.dir))
+    if config.checkpoint.export:
+        require_replaceable(_export_folder(config))
 
 
 def _check_folder(folder: Path) -> None:
