@@ -274,11 +274,13 @@ def _loop(
             if asked.stop or asked.save or step == last or step % (config.checkpoint.every or last) == 0:
                 asked = Asked(stop=records.report(in_flight).stop or asked.stop)
                 in_flight = None
+                requests.began(step)
                 path = _save(checkpoints, step, training, Position.after(batches.consumed, rows))
-                requests.saved()
                 if asked.stop or step == last:
                     _wait(checkpoints)
-            records.saved(checkpoints.finished())
+            finished = checkpoints.finished()
+            records.saved(finished)
+            requests.committed(one.step for one in finished)
             if asked.stop:
                 records.stopped(step, stop.reason)
                 return path, True

@@ -1,10 +1,12 @@
 """When a run saves, and what it goes on from: whole runs, in this process."""
 
+import time
 from pathlib import Path
 
 import pytest
 from started import committed, launch, losses, tiny_config
 
+from portable_fsdp.checkpoint.format import Manifest
 from portable_fsdp.checkpoint.manager import Checkpoints
 from portable_fsdp.metrics.sinks import read_jsonl
 
@@ -28,6 +30,42 @@ def test_a_file_asks_for_a_save_now(folder: Path) -> None:
     assert launch(*FLAGS) == 0
     assert committed(folder / "run") == [2, 6]  # asked with step 1, known in step 2
     assert not (folder / "run" / "SAVE").exists()
+
+
+@pytest.mark.parametrize("place", ["folder", "link"])
+def test_what_is_no_plain_file_asks_for_nothing(place: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "run").mkdir()
+    request = folder / "run" / "SAVE"
+    request.mkdir() if place == "folder" else request.symlink_to(folder)
+    assert launch(*FLAGS) == 0
+    assert committed(folder / "run") == [6]
+    assert request.is_dir()
+    assert capsys.readouterr().err.count("SAVE: expected a plain file") == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_file_goes_when_the_save_in_the_background_is_committed(
+    fails: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commit is held until two further steps have run."""
+    commit, seen = Checkpoints._commit, list[bool]()
+
+    def late(self: Checkpoints, final: Path, attempt: str, manifest: Manifest) -> tuple[int, ...]:
+        if manifest.step == 2:
+            while len(losses(folder / "run")) < 4:
+                time.sleep(0.01)
+            seen.append((folder / "run" / "SAVE").exists())
+            if fails:
+                raise OSError("no commit today")
+        return commit(self, final, attempt, manifest)
+
+    monkeypatch.setattr(Checkpoints, "_commit", late)
+    (folder / "run").mkdir()
+    (folder / "run" / "SAVE").touch()
+    assert launch(*FLAGS, "checkpoint.async_save=true") == (1 if fails else 0)
+    assert seen == [True]
+    assert (folder / "run" / "SAVE").exists() == fails
+    assert committed(folder / "run") == ([] if fails else [2, 6])  # one request, one save
 
 
 def test_minutes_ask_for_saves(folder: Path) -> None:
