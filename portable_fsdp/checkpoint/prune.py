@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from portable_fsdp.backends.base import Part
-from portable_fsdp.checkpoint import commit, storage
+from portable_fsdp.checkpoint import commit
 from portable_fsdp.checkpoint.format import MANIFEST, committed_steps, read_manifest
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.runtime.errors import CheckpointError
@@ -40,10 +40,9 @@ def prune(folder: Path, keep: int, keep_every: int | None = None, *, dry_run: bo
         newest.verify(Part(0, 1))
     deleted = dict(whole[step] for step in reversed(commit.outdated(list(whole), keep, keep_every)))
     for path in [] if dry_run else reversed(deleted):
-        if not storage.is_object_store(path) and commit.temporary_of(path).exists():
+        if found := commit.unfinished(path):
             raise CheckpointError(
-                f"prune: expected no {commit.temporary_of(path)}, found one: does a run write there? "
-                "Nothing more was done."
+                f"prune: expected no {found[0]}, found one: does a run write there? Nothing more was done."
             )
         commit.delete(path, "prune")
     return Pruned({path: size for path, size in whole.values() if path not in deleted}, deleted, left_alone)

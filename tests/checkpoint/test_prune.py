@@ -59,7 +59,7 @@ def test_what_is_not_whole_or_not_ours_is_left_alone(run: Path, tmp_path: Path) 
     folder = run / "checkpoints"
     (folder / "step-00000010" / "notes.txt").write_text("mine")
     (folder / "step-00000020" / "manifest.json").unlink()
-    (folder / "step-00000050.tmp").mkdir()
+    (folder / "step-00000050.tmp-0a1b2c3d").mkdir()
     (folder / "best").mkdir()
     elsewhere = save_once(tmp_path / "other", step=5, count=1, devices=1)
     (folder / "step-00000005").symlink_to(elsewhere)
@@ -81,7 +81,7 @@ def test_nothing_is_deleted_for_a_newest_that_is_damaged(run: Path) -> None:
 
 
 def test_a_save_that_is_under_way_is_not_disturbed(run: Path) -> None:
-    (run / "checkpoints" / "step-00000030.tmp").mkdir()
+    (run / "checkpoints" / "step-00000030.tmp-0a1b2c3d").mkdir()
     with pytest.raises(CheckpointError, match="does a run write there"):
         prune(run / "checkpoints", 1)
-    assert names(run) == ["step-00000030", "step-00000030.tmp", "step-00000040"]
+    assert names(run) == ["step-00000030", "step-00000030.tmp-0a1b2c3d", "step-00000040"]

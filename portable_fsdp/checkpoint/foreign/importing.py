@@ -24,6 +24,7 @@ from portable_fsdp.checkpoint.format import (
     WrittenBy,
     committed_steps,
     folder_of,
+    is_committed,
     step_folder,
 )
 from portable_fsdp.runtime.errors import CheckpointError
@@ -97,14 +98,15 @@ def _commit(final: Path, source: Source, kind: str, advance: Advance, max_file_b
         raise CheckpointError(
             f"import to {final}: expected no such step, found it committed. Name another run's folder."
         )
+    attempt = commit.begin(final, _RUN)
     try:
-        attempt = commit.begin(final, _RUN)
-        index = _write(commit.temporary_of(final), attempt, source, advance, max_file_bytes)
-        commit.commit(final, _manifest(source, kind, index), [])
+        index = _write(commit.temporary_of(final, attempt), attempt, source, advance, max_file_bytes)
+        commit.commit(final, attempt, _manifest(source, kind, index), [])
     except OSError as error:
         raise CheckpointError(f"import to {final}: can't be written: {error}") from error
     finally:
-        commit.discard(commit.temporary_of(final))  # what an error left; after the commit it has another name
+        if not is_committed(final):
+            commit.discard(commit.temporary_of(final, attempt))
     return final
 
 
