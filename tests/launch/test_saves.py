@@ -1,5 +1,6 @@
 """When a run saves, and what it goes on from: whole runs, in this process."""
 
+import threading
 import time
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from started import committed, launch, losses, tiny_config
 from portable_fsdp.checkpoint.format import Manifest
 from portable_fsdp.checkpoint.manager import Checkpoints
 from portable_fsdp.metrics.sinks import read_jsonl
+from portable_fsdp.runtime.errors import CheckpointError, TrainingError
+from portable_fsdp.train.records import Asked, InFlight, Records
 
 FLAGS = ("--device=cpu", "--config=tiny.yaml", "checkpoint.every=null")
 
@@ -50,14 +53,14 @@ def test_the_file_goes_when_the_save_in_the_background_is_committed(
     """The commit is held until two further steps have run."""
     commit, seen = Checkpoints._commit, list[bool]()
 
-    def late(self: Checkpoints, final: Path, attempt: str, manifest: Manifest) -> tuple[int, ...]:
+    def late(self: Checkpoints, final: Path, attempt: str, manifest: Manifest) -> None:
         if manifest.step == 2:
             while len(losses(folder / "run")) < 4:
                 time.sleep(0.01)
             seen.append((folder / "run" / "SAVE").exists())
             if fails:
                 raise OSError("no commit today")
-        return commit(self, final, attempt, manifest)
+        commit(self, final, attempt, manifest)
 
     monkeypatch.setattr(Checkpoints, "_commit", late)
     (folder / "run").mkdir()
@@ -101,6 +104,43 @@ def test_a_failed_background_save_ends_the_run_at_the_next_step(
     assert "Traceback" not in said
     assert len(losses(folder / "run")) < 400
     assert committed(folder / "run") == []
+
+
+@pytest.mark.parametrize("ends_by", ["the next save", "a loss that is not finite"])
+def test_a_commit_has_its_event_also_where_the_run_then_fails(
+    ends_by: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commit of step 2 is held until the loop has no more occasion to ask for it."""
+    commit, begin, close, report = Checkpoints._commit, Checkpoints._begin, Checkpoints.close, Records.report
+    may_commit = threading.Event()
+
+    def late_commit(self: Checkpoints, final: Path, attempt: str, manifest: Manifest) -> None:
+        assert may_commit.wait(60)
+        commit(self, final, attempt, manifest)
+
+    def no_second_begin(self: Checkpoints, final: Path) -> str:
+        if final.name == "step-00000004":
+            raise CheckpointError("no such save today")
+        return begin(self, final)
+
+    def closed(self: Checkpoints) -> None:
+        may_commit.set()
+        close(self)
+
+    def reported(self: Records, late: InFlight, until: float | None = None) -> Asked:
+        if late.step == 4:
+            if ends_by != "the next save":
+                raise TrainingError("not finite")
+            may_commit.set()
+        return report(self, late, until)
+
+    monkeypatch.setattr(Checkpoints, "_commit", late_commit)
+    monkeypatch.setattr(Checkpoints, "_begin", no_second_begin)
+    monkeypatch.setattr(Checkpoints, "close", closed)
+    monkeypatch.setattr(Records, "report", reported)
+    assert launch(*FLAGS, "checkpoint.every=2", "checkpoint.async_save=true") == 1
+    assert committed(folder / "run") == [2]
+    assert [event["step"] for event in events(folder / "run", "save")] == [2]
 
 
 def test_events_say_what_a_resume_changed(folder: Path) -> None:
