@@ -16,8 +16,7 @@ from typing import Annotated, Any, cast
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import from_json
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from portable_fsdp.checkpoint.storage import exists, is_object_store, names, read, require_regular
 from portable_fsdp.runtime.errors import CheckpointError
@@ -149,7 +148,7 @@ def check_json(values: Mapping[str, Any]) -> None:
     """Raise CheckpointError for what no manifest would give back: infinity, text made of bytes that are no UTF-8."""
     for name, value in values.items():
         try:
-            from_json(json.dumps(value, allow_nan=False))
+            TypeAdapter(Any).validate_json(json.dumps(value, allow_nan=False))
         except ValueError as error:
             raise CheckpointError(f"{name}: expected values that JSON can hold, found: {error}") from None
 

@@ -120,6 +120,7 @@ print(number.value)
         (f"{OUR_RUNS}{os.getpid()}", 0, "9"),  # our own
         (f"{OUR_RUNS}1", -signal.SIGKILL, ""),  # whose agent ended while Python started
     ],
+    ids=["plain", "torchrun", "our own", "too late"],
 )
 def test_a_worker_ends_with_its_agent(run: str | None, code: int, said: str) -> None:
     environ = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"}
