@@ -31,7 +31,7 @@ from portable_fsdp.checkpoint.format import (
 from portable_fsdp.runtime.errors import CheckpointError
 
 _MAX_FILE_BYTES = 5_000_000_000
-_RUN = "import"  # whose debris it is
+_RUN = "import"  # whose debris it is: no run's, so that none removes what is still being written
 
 
 def import_checkpoint(
@@ -56,7 +56,7 @@ def import_checkpoint(
         max_file_bytes: a file is closed before it would grow beyond.
 
     Holds one tensor at a time in host memory, and what its format needs to make it (see there). Raises
-    `CheckpointError`; nothing is committed then.
+    `CheckpointError`, and in an object store what its client raises; nothing is committed then.
     """
     kind = detect(path) if name == "auto" else name
     model_config = None if config is None else config_of(config)
@@ -150,7 +150,7 @@ def _write(folder: Path, attempt: str, source: ForeignCheckpoint, advance: Advan
     for part in FOLDERS:
         below = {key: tensor for key, tensor in source.tensors.items() if folder_of(key) == part}
         for ordinal, keys in enumerate(groups(below, max_file_bytes)):
-            name = f"{part}/shard-00000-{ordinal:02d}.safetensors"
+            name = f"{part}/shard-00000-{ordinal:02d}-{attempt[:8]}.safetensors"  # see commit.py: no mixture in a store
             written = {key: below[key] for key in keys if size_of(below[key])}
             tensors.update({key: _placed(below[key], len(files)) for key in keys})
             if written:
