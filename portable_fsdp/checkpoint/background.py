@@ -71,7 +71,9 @@ class Background:
         self._thread, failure, self._failure = None, self._failure, None
         return failure
 
-    def cancel(self) -> None:
-        """Have the work end where it waits, and wait for that. What it failed with is dropped."""
+    def cancel(self, after_s: float) -> None:
+        """After so many seconds have the work end where it waits, and wait for that. What it failed with is dropped."""
+        if self._thread is not None:
+            self._thread.join(after_s)
         self.cancelled.set()
         self.wait()

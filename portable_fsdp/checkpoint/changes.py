@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from portable_fsdp.checkpoint.format import Manifest
+from portable_fsdp.checkpoint.format import Manifest, run_name
 from portable_fsdp.checkpoint.tables import table
 from portable_fsdp.config.describe import shortened
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
@@ -18,7 +18,8 @@ _NEVER_TOLD = ("run.name", "run.dir", "train.stop_at", "checkpoint")
 
 
 class Difference(NamedTuple):
-    """A key of the config, `data.rows` or `data.tokenizer` (their content), with both values."""
+    """A key of the config, `data.rows` or `data.tokenizer` (their content), with both values; `config` itself where an
+    import has none."""
 
     name: str
     saved: Any
@@ -30,9 +31,14 @@ class Difference(NamedTuple):
 
 
 def differences(
-    manifest: Manifest, config: Mapping[str, Any], rows: str | None, tokenizer: str | None
+    manifest: Manifest, config: Mapping[str, Any], rows: str | None, tokenizer: str | None, *, is_own: bool
 ) -> list[Difference]:
-    """All that differs but for tensors, those that make the curve first. Equal rows and tokenizer make equal data."""
+    """All that differs but for tensors, those that make the curve first. Equal rows and tokenizer make equal data.
+
+    `is_own`: it lies among this run's own checkpoints, and must bear its name.
+    """
+    if not manifest.config:
+        return [Difference("config", "not known to an import", "this run's", True)]
     found = [
         Difference(name, old, new, name in _CURVE_KEYS or name.split(".")[0] in _CURVE_SECTIONS)
         for name, old, new in _config_differences(manifest.config, config)
@@ -47,6 +53,8 @@ def differences(
             for name, old, new in contents
             if None not in (old, new) and old != new and name not in known
         ]
+    if is_own and run_name(manifest.config) != run_name(config):
+        found.append(Difference("run.name", run_name(manifest.config), run_name(config), True))
     return sorted(found, key=lambda one: not one.makes_curve)
 
 
@@ -67,7 +75,7 @@ def require_allowed(found: Iterable[Difference], allow: Sequence[str], checkpoin
 def check_allow(allow: Sequence[str], config: Mapping[str, Any]) -> None:
     """Raises ConfigError for a name in `checkpoint.allow` that is no section or key of those that make the curve."""
     keys = [f"{section}.{key}" for section in _CURVE_SECTIONS for key in config.get(section, {})]
-    known = {*_CURVE_SECTIONS, *_CURVE_KEYS, *keys, "data.rows", "data.tokenizer"}
+    known = {*_CURVE_SECTIONS, *_CURVE_KEYS, *keys, "data.rows", "data.tokenizer", "run.name", "config"}
     unknown = [name for name in allow if name not in known]
     if unknown:
         raise ConfigError(

@@ -1,9 +1,9 @@
 """How a checkpoint comes to be, so that a kill at any instant leaves it whole or absent. Two protocols.
 
 On a file system, where a folder's rename is one step:
-1. Process 0 makes `step-00000500.tmp/` with `model/` and `optimizer/` and the mark of this attempt.
+1. Process 0 makes `step-00000500.tmp-1f3a5c7e/`, named by this attempt, with `model/`, `optimizer/` and the mark.
 2. Each process writes its safetensors files there and fsyncs them, and the folders.
-3. Then it describes them in `index-00003.json`: attempt, pieces, bytes, hashes; or its error.
+3. Then it describes them in `index-00003-1f3a5c7e.json`: pieces, bytes, hashes; or its error.
 4. Process 0 waits for the index files of this attempt from all processes, merges them, and checks the result as a
    reader would: the pieces tile every tensor exactly once.
 5. It removes the index files, writes `manifest.json`, sealed with its own hash (fsync), fsyncs the folders, renames to
@@ -19,6 +19,7 @@ mark says whose it is, and goes last wherever something is deleted. An older che
 
 import itertools
 import json
+import re
 import threading
 import time
 import uuid
@@ -46,10 +47,12 @@ from portable_fsdp.checkpoint.format import (
 from portable_fsdp.runtime.errors import CheckpointError
 
 MARK = "attempt.json"
+PROBE = ".portable_fsdp-"  # begins the name of a file by which processes find that they share the folder
+_TEMPORARY = re.compile(r"step-\d{8,}\.tmp-[0-9a-f]{8}")
 
 
 class Index(Entry):
-    """`index-00003.json`: what one process wrote, or why it could not. Its tensors number its own files."""
+    """`index-00003-1f3a5c7e.json`: what one process wrote, or why it could not. Its tensors number its own files."""
 
     attempt: str
     process: int
@@ -58,9 +61,19 @@ class Index(Entry):
     tensors: dict[str, TensorEntry] = Field(default_factory=dict)
 
 
-def temporary_of(final: Path) -> Path:
-    """The folder that `final` is written to before its commit."""
-    return final if storage.is_object_store(final) else final.with_name(final.name + ".tmp")
+def temporary_of(final: Path, attempt: str) -> Path:
+    """The folder that `final` is written to before its commit; of this attempt, so that no straggler finds it."""
+    return final if storage.is_object_store(final) else final.with_name(f"{final.name}.tmp-{attempt[:8]}")
+
+
+def unfinished(final: Path) -> list[Path]:
+    """What attempts at `final` have begun and not committed, theirs or of a deletion."""
+    if storage.is_object_store(final):
+        return [final] if storage.names(final) and not is_committed(final) else []
+    names = storage.names(final.parent)
+    return [
+        final.with_name(name) for name in names if _TEMPORARY.fullmatch(name) and name.startswith(f"{final.name}.tmp-")
+    ]
 
 
 def begin(final: Path, run: str) -> str:
@@ -68,13 +81,17 @@ def begin(final: Path, run: str) -> str:
 
     `run`: whose debris it is until the commit.
     """
-    folder, attempt = temporary_of(final), uuid.uuid4().hex
-    if _owner(folder) not in (run, None):
-        raise CheckpointError(
-            f"checkpoint {final.name}: expected no other run at work in {final.parent}, found {folder.name} of run\n"
-            f"  {_owner(folder)!r}. Give each run a run.dir (or checkpoint.dir) of its own."
-        )
-    discard(folder)
+    attempt = uuid.uuid4().hex
+    folder = temporary_of(final, attempt)
+    for path in unfinished(final):
+        owner = _owner(path)
+        if owner not in (run, None):
+            raise CheckpointError(
+                f"checkpoint {final.name}: expected no other run at work in {final.parent}, found {path.name} of run\n"
+                f"  {owner!r}. Give each run a run.dir (or checkpoint.dir) of its own."
+            )
+        if owner == run or path == folder:
+            discard(path)
     storage.make_folder(folder)
     _mark(folder, run, attempt)
     for name in FOLDERS:
@@ -88,6 +105,8 @@ def remove_debris(run_folder: Path, run: str) -> None:
         part_of_mark = storage.part_of(path / MARK).name
         if _is_debris(path) and (_owner(path) == run or set(storage.names(path)) <= {part_of_mark}):
             discard(path)
+        elif path.name.startswith(PROBE):
+            storage.remove(path)
     for path in committed_steps(run_folder):
         marks = {MARK, storage.part_of(path / MARK).name}.intersection(storage.names(path))
         if marks and run_of(path) == run:
@@ -100,7 +119,7 @@ def write_index(folder: Path, index: Index) -> None:
 
     No fsync of the folder: process 0 may have seen the index and renamed it by now.
     """
-    _write_text(folder / _index_name(index.process), index.model_dump_json())
+    _write_text(folder / _index_name(index.process, index.attempt), index.model_dump_json())
 
 
 def collect(
@@ -116,7 +135,7 @@ def collect(
     pause_s, longest_s = (0.1, 2.0) if storage.is_object_store(folder) else (0.001, 0.1)
     while True:
         for process in range(process_count):
-            index = None if process in found else _read_index(folder / _index_name(process), attempt)
+            index = None if process in found else _read_index(folder / _index_name(process, attempt))
             if index is not None and index.error is not None:
                 raise CheckpointError(f"checkpoint {folder.name}: process {process} could not write: {index.error}")
             if index is not None:
@@ -163,12 +182,12 @@ def set_aside(final: Path) -> None:
         storage.move(final, next(path for path in aside if not path.exists()))
 
 
-def commit(final: Path, manifest: Manifest, indexes: Sequence[Index]) -> None:
+def commit(final: Path, attempt: str, manifest: Manifest, indexes: Sequence[Index]) -> None:
     """Make `final` exist, whole, at one instant. Only process 0, after `collect`."""
-    folder = temporary_of(final)
+    folder = temporary_of(final, attempt)
     check_manifest(manifest, final.name)
     for index in indexes:
-        storage.remove(folder / _index_name(index.process))
+        storage.remove(folder / _index_name(index.process, attempt))
     _write_text(folder / MANIFEST, manifest_text(manifest))
     if not storage.is_object_store(final):
         _require_files(folder, manifest)
@@ -195,11 +214,12 @@ def _require_files(folder: Path, manifest: Manifest) -> None:
 
 def delete(folder: Path, run: str) -> None:
     """Delete a committed checkpoint; a kill in between leaves it whole, or debris of `run`."""
-    _mark(folder, run, "deleted")
+    attempt = uuid.uuid4().hex
+    _mark(folder, run, attempt)
     if storage.is_object_store(folder):
         storage.remove(folder / MANIFEST)
     else:
-        folder = folder.rename(folder.with_name(folder.name + ".tmp"))
+        folder = folder.rename(temporary_of(folder, attempt))
         storage.sync(folder.parent)
     discard(folder)
 
@@ -217,7 +237,7 @@ def outdated(steps: Sequence[int], keep: int | None, keep_every: int | None) -> 
 def _is_debris(path: Path) -> bool:
     if storage.is_object_store(path):
         return step_of(path) is not None and not is_committed(path)
-    return path.name.endswith(".tmp") and step_of(path.with_suffix("")) is not None
+    return _TEMPORARY.fullmatch(path.name) is not None
 
 
 def _owner(folder: Path) -> str | None:
@@ -244,14 +264,13 @@ def _write_text(path: Path, text: str) -> None:
     storage.write(path, [text.encode()])
 
 
-def _index_name(process: int) -> str:
-    return f"index-{process:05d}.json"
+def _index_name(process: int, attempt: str) -> str:
+    return f"index-{process:05d}-{attempt[:8]}.json"
 
 
-def _read_index(path: Path, attempt: str) -> Index | None:
-    """None while there is none, and for one that another attempt left."""
+def _read_index(path: Path) -> Index | None:
+    """None while there is none."""
     try:
-        index = Index.model_validate_json(path.read_bytes())
+        return Index.model_validate_json(path.read_bytes())
     except (OSError, ValueError):
         return None
-    return index if index.attempt == attempt else None

@@ -9,6 +9,7 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -16,6 +17,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
 
 from portable_fsdp.checkpoint.storage import exists, is_object_store, names, read, require_regular
 from portable_fsdp.runtime.errors import CheckpointError
@@ -143,10 +145,25 @@ def is_committed(folder: Path) -> bool:
     return exists(folder / MANIFEST) if is_object_store(folder) else folder.is_dir()
 
 
+def check_json(values: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for what no manifest would give back: infinity, text made of bytes that are no UTF-8."""
+    for name, value in values.items():
+        try:
+            from_json(json.dumps(value, allow_nan=False))
+        except ValueError as error:
+            raise CheckpointError(f"{name}: expected values that JSON can hold, found: {error}") from None
+
+
+def run_name(config: Mapping[str, Any]) -> str:
+    """Of a resolved config; "" where the run has none."""
+    run: Any = config.get("run")
+    return str((run.get("name") if isinstance(run, dict) else None) or "")
+
+
 def run_of(folder: Path) -> str | None:
     """The name of the run that wrote a committed checkpoint, "" where it had none; None where it can't be read."""
     try:
-        return str(read_manifest(folder).config.get("run", {}).get("name", ""))
+        return run_name(read_manifest(folder).config)
     except CheckpointError:
         return None
 

@@ -1,12 +1,13 @@
 """Deletes older checkpoints of runs. What to keep is a pure function of the steps; what is not whole is left alone."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from portable_fsdp.backends.base import Part
 from portable_fsdp.checkpoint import commit, storage
-from portable_fsdp.checkpoint.format import MANIFEST, committed_steps, is_committed, run_of, step_of
+from portable_fsdp.checkpoint.format import MANIFEST, committed_steps, run_name, step_of
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.runtime.errors import CheckpointError
 
@@ -26,7 +27,7 @@ def prune(folder: Path, keep: int, keep_every: int | None = None, *, dry_run: bo
     Each run (`run.name`) keeps its newest `keep`, and steps that `keep_every` divides. Whole: sizes are those of the
     manifest, and nothing else lies beside the files. The newest of each run is hashed first, and none is deleted if one
     is damaged. A deletion that is killed leaves the checkpoint whole, or debris of its run, which the next `prune` and
-    the run's next save remove. Raises `CheckpointError`.
+    the run's next start remove. Raises `CheckpointError`.
     """
     pruned = Pruned()
     sizes: dict[Path, int] = {}
@@ -47,36 +48,36 @@ def prune(folder: Path, keep: int, keep_every: int | None = None, *, dry_run: bo
     for path, size in sizes.items():
         (pruned.deleted if path in outdated else pruned.kept)[path] = size
     if not dry_run:
-        _remove_half_deleted(folder)
+        _remove_debris(folder, {run: max(paths) for run, paths in runs.items()})
         for path in reversed(pruned.deleted):
             _delete(path, outdated[path])
     return pruned
 
 
 def _delete(path: Path, run: str) -> None:
-    if not storage.is_object_store(path) and commit.temporary_of(path).exists():
+    if found := commit.unfinished(path):
         raise CheckpointError(
-            f"prune: expected no {commit.temporary_of(path)}, found one: does a run write there? Nothing more was done."
+            f"prune: expected no {found[0]}, found one: does a run write there? Nothing more was done."
         )
     commit.delete(path, run)
 
 
-def _remove_half_deleted(folder: Path) -> None:
-    """What a deletion left that was killed, whosever it was: it was given up, and no reader takes it."""
-    for path in (folder / name for name in storage.names(folder)):
-        if storage.is_object_store(path):
-            is_debris = step_of(path) is not None and not is_committed(path)
-        else:
-            is_debris = path.suffix == ".tmp" and step_of(path.with_suffix("")) is not None
-        if is_debris and _attempt(path) == "deleted":
-            commit.discard(path)
+def _remove_debris(folder: Path, newest: Mapping[str, int]) -> None:
+    """What killed deletions and saves of these runs left, up to the newest step of each: a run at work saves a later
+    one."""
+    for final in {folder / name.partition(".tmp-")[0] for name in storage.names(folder)}:
+        step = step_of(final)
+        for path in [] if step is None else commit.unfinished(final):
+            owner = _owner(path)
+            if owner is not None and step is not None and step <= newest.get(owner, -1):
+                commit.discard(path)
 
 
-def _attempt(debris: Path) -> object:
-    """What its mark says; None where there is none."""
+def _owner(debris: Path) -> str | None:
+    """The run that its mark names; None where there is none."""
     try:
-        return json.loads(storage.read(debris / commit.MARK)).get("attempt")
-    except (FileNotFoundError, NotADirectoryError, ValueError, AttributeError):
+        return str(json.loads(storage.read(debris / commit.MARK))["run"])
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         return None
 
 
@@ -91,7 +92,4 @@ def _require_ours(path: Path) -> tuple[str, int, int]:
     others = sorted(found - {file.name for file in manifest.files} - {MANIFEST, commit.MARK})
     if others:
         raise CheckpointError(f"checkpoint {path.name}: expected the files of its manifest, found {others[0]} too")
-    run = run_of(path)
-    if run is None:
-        raise CheckpointError(f"checkpoint {path.name}: expected its manifest, found it no longer")
-    return run, manifest.step, manifest.bytes
+    return run_name(manifest.config), manifest.step, manifest.bytes

@@ -5,6 +5,7 @@ stands here and in `commit.py`: a folder is made durable by fsync and renamed at
 when its upload ends, folders don't exist, and nothing can be renamed.
 """
 
+import errno
 import os
 import pathlib
 import shutil
@@ -21,12 +22,21 @@ _UPLOAD_BYTES = 16 << 20  # of one part of a multipart upload: large enough to b
 
 
 def locate(address: str | Path) -> Path:
-    """The path of `address`: a local one, or of an URL (`s3://bucket/run`, `gs://bucket/run`, `memory://run`).
+    """The path of `address`: a local one (`file://` too), or of an URL (`s3://bucket/run`, `gs://bucket/run`).
 
-    Raises CheckpointError for a protocol that fsspec doesn't know, or whose package isn't installed.
+    Raises CheckpointError for a protocol that fsspec doesn't know, or whose package isn't installed, and for an URL
+    with characters that fsspec takes for a pattern: what it deletes would be all that match.
     """
-    if "://" not in str(address):
+    protocol, separator, rest = str(address).partition("://")
+    if not separator:
         return Path(address)
+    if protocol in ("file", "local"):
+        return Path(rest)
+    if found := set("*?[]").intersection(rest):
+        raise CheckpointError(
+            f"{address}: expected an URL without * ? [ ], which fsspec takes for patterns, found {min(found)}.\n"
+            "  Choose another name."
+        )
     from upath import UPath
 
     try:
@@ -69,9 +79,13 @@ def read(path: Path) -> bytes:
 
 
 def make_folder(folder: Path) -> None:
-    """Make it, and those above it. An object store has none."""
-    if not is_object_store(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+    """Make it, and those above it, with durable names. An object store has none."""
+    if is_object_store(folder):
+        return
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync_folder(path.parent)
 
 
 def sync(folder: Path) -> None:
@@ -158,7 +172,8 @@ class Source:
             with _asked(path):
                 self.size = path.stat().st_size
             return
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with _asked(path):
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         status = os.fstat(self._descriptor)
         self.size = status.st_size
         if not stat.S_ISREG(status.st_mode):
@@ -190,7 +205,8 @@ class Source:
             buffer[:] = content
             return
         while buffer:
-            count = os.preadv(self._descriptor, [buffer], start)
+            with _asked(self._path):
+                count = os.preadv(self._descriptor, [buffer], start)
             if count == 0:
                 raise OSError(f"{self._path}: expected {len(buffer)} more bytes at {start}, found its end")
             start, buffer = start + count, buffer[count:]
@@ -216,16 +232,22 @@ def require_regular(path: Path, name: str) -> int:
 
 @contextmanager
 def _asked(path: Path) -> Generator[None]:
-    """Errors of an object store, other than that a file isn't there, become StoreError: of many classes they are."""
+    """Errors that say nothing of what lies at `path` become StoreError; those of object stores are of many classes."""
     try:
         yield
     except Exception as error:
-        if not is_object_store(path) or isinstance(error, FileNotFoundError):
+        if isinstance(error, FileNotFoundError) or (not is_object_store(path) and _tells_of_content(error)):
             raise
         raise StoreError(
-            f"{path}: expected the object store to give it, found {type(error).__name__}: {error}\n"
-            "  It may be whole: start again when the store answers."
+            f"{path}: expected to be able to read it, found {type(error).__name__}: {error}\n"
+            "  It may be whole: start again when the storage answers."
         ) from error
+
+
+def _tells_of_content(error: Exception) -> bool:
+    """Of the file or its place, rather than of this moment (no descriptor left, a server away, no right to read)."""
+    told = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EIO, errno.ENXIO}
+    return not isinstance(error, OSError) or error.errno in told
 
 
 def _store(path: Path) -> Any:

@@ -6,7 +6,6 @@ that a key stands once in a file. Each header carries the offsets as `torch.dist
 """
 
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -36,6 +35,7 @@ from portable_fsdp.runtime.errors import CheckpointError
 
 _CHUNK_BYTES = 16 << 20  # of a file, hashed at a time
 _MAX_ROWS = 12  # of a table of what differs
+_MAX_OPEN = 64  # files at a time: a process may often open 1,024, and a checkpoint may have more
 
 
 class Box(NamedTuple):
@@ -101,18 +101,22 @@ class Reader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.manifest = read_manifest(folder)
+        self.manifest = manifest = read_manifest(folder)
         for name in FOLDERS:
             if not storage.is_object_store(folder) and (folder / name).is_symlink():
                 raise CheckpointError(f"checkpoint {folder.name}: {name}/: expected a folder, found a link")
-        self._tensors_of = Counter(number for tensor in self.manifest.tensors.values() for number in tensor.files)
-        self._open: dict[int, tuple[Source, dict[str, Stored]]] = {}
+        self._pieces: list[dict[str, int]] = [{} for _ in manifest.files]  # file -> key -> number of the piece in it
+        for key, tensor in manifest.tensors.items():
+            for k, number in enumerate(tensor.files):
+                self._pieces[number][key] = k
+        self._headers: dict[int, dict[str, Stored]] = {}
+        self._open: dict[int, Source] = {}  # the longest unused first
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for source, _stored in self._open.values():
+        for source in self._open.values():
             source.close()
         self._open.clear()
 
@@ -158,7 +162,8 @@ class Reader:
             f"checkpoint {self.folder.name}: expected the tensors of this model, found {len(rows)} that differ:\n"
             f"{shown}\n  "
             + (
-                "It has no optimizer state: load its weights by checkpoint.load=weights_only."
+                "It has no optimizer state: begin with its weights,\n"
+                f"  checkpoint.load=weights_only checkpoint.resume={self.folder}"
                 if no_state
                 else "Resume with the config of the run that saved it\n"
                 f"  (python -m portable_fsdp.checkpoint show --config {self.folder}), or train in another run.dir."
@@ -191,9 +196,9 @@ class Reader:
             start, stop = max(wanted.start, offset), min(wanted.stop, offset + size)
             inside.append(slice(start - offset, stop - offset))
             target.append(slice(start - wanted.start, stop - wanted.start))
-        source, stored = self._file(piece.file)
+        source = self._file(piece.file)
         try:
-            safetensors.read_slice(source, stored[key], inside, result[tuple(target)])
+            safetensors.read_slice(source, self._headers[piece.file][key], inside, result[tuple(target)])
         except OSError as error:
             raise CheckpointError(f"checkpoint {self.folder.name}: {error}") from None
 
@@ -210,39 +215,45 @@ class Reader:
         if found != file:
             raise self._damaged(file.name, f"content with xxh3_128 {file.xxh3_128}", found.xxh3_128)
 
-    def _file(self, number: int) -> tuple[Source, dict[str, Stored]]:
-        """The file, open, and its tensors, after its header was found to say what the manifest says."""
-        if number not in self._open:
-            file = self.manifest.files[number]
-            require_regular(self.folder / file.name, self.folder.name)
+    def _file(self, number: int) -> Source:
+        """The file, open, after its header was found to say what the manifest says."""
+        if number in self._open:
+            self._open[number] = self._open.pop(number)
+            return self._open[number]
+        if len(self._open) == _MAX_OPEN:
+            self._open.pop(next(iter(self._open))).close()
+        file = self.manifest.files[number]
+        require_regular(self.folder / file.name, self.folder.name)
+        try:
+            source = Source(self.folder / file.name)
+        except OSError as error:
+            raise CheckpointError(f"checkpoint {self.folder.name}: {file.name}: {error}") from None
+        self._open[number] = source
+        if number not in self._headers:
             try:
-                source = Source(self.folder / file.name)
-            except OSError as error:
-                raise CheckpointError(f"checkpoint {self.folder.name}: {file.name}: {error}") from None
-            self._open[number] = source, {}
-            try:
-                self._open[number] = source, safetensors.read_header(source)
+                header = safetensors.read_header(source)
             except (OSError, ValueError, RecursionError) as error:
                 raise self._damaged(file.name, "a safetensors file", str(error)) from None
-            self._check_header(number)
-        return self._open[number]
+            self._check_header(number, header)
+            self._headers[number] = header
+        return source
 
-    def _check_header(self, number: int) -> None:
-        file, stored = self.manifest.files[number].name, self._open[number][1]
-        for key, one in stored.items():
+    def _check_header(self, number: int, header: Mapping[str, Stored]) -> None:
+        file = self.manifest.files[number].name
+        for key, one in header.items():
             found, expected = f"{one.dtype} {list(one.shape)}", self._expected(key, number)
             if found != expected:
                 raise self._damaged(file, f"{key} as {expected} (manifest.json)", found)
-        if len(stored) != self._tensors_of[number]:
-            missing = next(k for k, t in self.manifest.tensors.items() if number in t.files and k not in stored)
+        if missing := next((key for key in self._pieces[number] if key not in header), None):
             raise self._damaged(file, f"{missing} as {self._expected(missing, number)} (manifest.json)", "nothing")
 
     def _expected(self, key: str, number: int) -> str:
         """What the header of a file must say of a tensor: `float32 [63, 24]`."""
-        tensor = self.manifest.tensors.get(key)
-        if tensor is None or number not in tensor.files:
+        k = self._pieces[number].get(key)
+        if k is None:
             return "nothing"
-        k, rank = tensor.files.index(number), len(tensor.shape)
+        tensor = self.manifest.tensors[key]
+        rank = len(tensor.shape)
         return f"{tensor.dtype} {tensor.sizes[rank * k : rank * (k + 1)]}"
 
     def _damaged(self, file: str, expected: str, found: str) -> CheckpointError:

@@ -6,7 +6,7 @@
         BackendError             what this device or this engine cannot do, found when it opens
         DataError                the corpus or the tokenizer
         CheckpointError          a checkpoint that is not whole, or is another model's
-          StoreError             an object store that doesn't answer: what lies there may be whole
+          StoreError             storage that doesn't answer: what lies there may be whole
       TrainingError              the run itself went wrong (a NaN loss)
 
 A message says what was expected, what was found, where, and what to do. Anything else that reaches the
@@ -48,7 +48,7 @@ class CheckpointError(UsageError):
 
 
 class StoreError(CheckpointError):
-    """An object store didn't give what it was asked for; that isn't damage, and no reason to take an older step."""
+    """Storage didn't give what it was asked for; that isn't damage, and no reason to take an older step."""
 
 
 class TrainingError(PortableFSDPError):

@@ -40,7 +40,7 @@ def prepare(folder: Path) -> None:
     """Step 1 of this run; step 0 and an unfinished step 9 of another."""
     save(folder, 0, ANOTHERS)
     save(folder, 1, OURS)
-    unfinished = folder / ("step-00000009" if storage.is_object_store(folder) else "step-00000009.tmp")
+    unfinished = folder / ("step-00000009" if storage.is_object_store(folder) else "step-00000009.tmp-0a1b2c3d")
     storage.make_folder(unfinished / "model")
     storage.write(unfinished / MARK, [json.dumps({"run": "another", "attempt": "x"}).encode()])
     storage.write(unfinished / "model" / "shard.safetensors", [b"half"])
@@ -93,7 +93,7 @@ def check_what_is_left(folder: Path, death: Death, before: dict[str, bytes]) -> 
 
 
 def check_there_is_no_debris(folder: Path, steps: set[int], death: Death) -> None:
-    unfinished = set() if storage.is_object_store(folder) else {"step-00000009.tmp"}
+    unfinished = set() if storage.is_object_store(folder) else {"step-00000009.tmp-0a1b2c3d"}
     expected = {f"step-{step:08d}" for step in steps | ({9} if storage.is_object_store(folder) else set())}
     assert set(storage.names(folder)) == expected | unfinished, death.struck
     for path in committed_steps(folder):
@@ -166,8 +166,8 @@ def test_a_power_cut_finds_what_a_name_promises_on_disk(folders: Callable[[], Pa
     folder, ordered = folders(), Ordered()
     assert save_and_die(folder, ordered, 1, is_async=False) == [None]
     events = ordered.events
-    temporary, final = str(folder / "step-00000002.tmp"), str(folder / "step-00000002")
-    committed = events.index(("rename", temporary, final))
+    committed = next(n for n, event in enumerate(events) if event[::2] == ("rename", str(folder / "step-00000002")))
+    temporary = events[committed][1]
     named = [n for n, (name, _, new) in enumerate(events) if name == "replace" and new.startswith(temporary)]
     assert len(named) >= 5
     for n in named:

@@ -161,10 +161,11 @@ def test_announcing_is_the_last_thing_a_process_does_in_the_folder(tmp_path: Pat
         final = format.step_folder(tmp_path, step)
         index = Index(attempt=commit.begin(final, "run"), process=0)
         with ThreadPoolExecutor(1) as announcer:
-            announced = announcer.submit(commit.write_index, commit.temporary_of(final), index)
-            while not (commit.temporary_of(final) / "index-00000.json").exists():
+            folder = commit.temporary_of(final, index.attempt)
+            announced = announcer.submit(commit.write_index, folder, index)
+            while not (folder / f"index-00000-{index.attempt[:8]}.json").exists():
                 pass
-            commit.temporary_of(final).rename(final)
+            folder.rename(final)
             announced.result()
 
 
@@ -185,28 +186,31 @@ def test_a_commit_leaves_one_name_and_no_index(tmp_path: Path) -> None:
     final = format.step_folder(tmp_path, 7)
     attempt = commit.begin(final, "run")
     index = Index(attempt=attempt, process=0)
-    commit.write_index(commit.temporary_of(final), index)
+    folder = commit.temporary_of(final, attempt)
+    commit.write_index(folder, index)
     for file in small().files:
-        (commit.temporary_of(final) / file.name).write_bytes(bytes(file.bytes))
-    commit.commit(final, small(), [index])
+        (folder / file.name).write_bytes(bytes(file.bytes))
+    commit.commit(final, attempt, small(), [index])
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
     assert sorted(path.name for path in final.iterdir()) == ["manifest.json", "model", "optimizer"]
 
 
 def test_what_no_reader_would_take_is_not_committed(tmp_path: Path) -> None:
     final = format.step_folder(tmp_path, 7)
-    commit.begin(final, "run")
+    attempt = commit.begin(final, "run")
     with pytest.raises(CheckpointError, match="expected pieces of 4 elements"):
-        commit.commit(final, tiled((4,), [((0,), (3,))]), [])
+        commit.commit(final, attempt, tiled((4,), [((0,), (3,))]), [])
     assert not final.exists()
 
 
 def test_a_new_attempt_starts_from_an_empty_folder(tmp_path: Path) -> None:
     final = format.step_folder(tmp_path, 7)
     first = commit.begin(final, "run")
-    commit.write_index(commit.temporary_of(final), Index(attempt=first, process=0))
-    assert commit.begin(final, "run") != first
-    assert sorted(path.name for path in commit.temporary_of(final).iterdir()) == ["attempt.json", "model", "optimizer"]
+    commit.write_index(commit.temporary_of(final, first), Index(attempt=first, process=0))
+    second = commit.begin(final, "run")
+    assert [path.name for path in tmp_path.iterdir()] == [f"step-00000007.tmp-{second[:8]}"] != [first]
+    found = sorted(path.name for path in commit.temporary_of(final, second).iterdir())
+    assert found == ["attempt.json", "model", "optimizer"]
 
 
 def test_setting_aside_deletes_nothing(tmp_path: Path) -> None:

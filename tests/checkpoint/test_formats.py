@@ -466,10 +466,10 @@ def test_an_import_that_fails_leaves_nothing(
 
 def test_another_runs_save_is_not_disturbed_by_an_import(tmp_path: Path, hub: Path) -> None:
     final = tmp_path / "checkpoints" / "step-00000000"
-    commit.begin(final, "other")
+    attempt = commit.begin(final, "other")
     with pytest.raises(CheckpointError, match="expected no other run at work"):
         import_checkpoint(hub, tmp_path)
-    assert storage.names(commit.temporary_of(final)) == [commit.MARK, "model", "optimizer"]
+    assert storage.names(commit.temporary_of(final, attempt)) == [commit.MARK, "model", "optimizer"]
 
 
 def test_an_import_removes_what_a_killed_one_left(tmp_path: Path, hub: Path) -> None:

@@ -1,7 +1,10 @@
 """Saving, finding and loading, with one and with several processes."""
 
+import errno
 import json
 import logging
+import os
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +24,11 @@ from plain_backend import (
 )
 
 from portable_fsdp.backends.base import Part, Piece, TensorState
+from portable_fsdp.checkpoint import commit
 from portable_fsdp.checkpoint.background import Snapshot
-from portable_fsdp.checkpoint.manager import Fingerprint, Found, Resumed
-from portable_fsdp.checkpoint.store import Reader
+from portable_fsdp.checkpoint.format import step_folder
+from portable_fsdp.checkpoint.manager import Fingerprint, Found, Resumed, Saved
+from portable_fsdp.checkpoint.store import Reader, entries_without_pieces
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 
 
@@ -89,7 +94,7 @@ def test_one_process_that_cannot_write_fails_the_save_of_all(tmp_path: Path) -> 
     results = in_processes(3, work)
     assert [type(result) for result in results] == [CheckpointError] * 3
     assert all("process 1 could not write: TypeError: 0.weight" in str(result) for result in results)
-    assert names(tmp_path) == ["step-00000005.tmp"]
+    assert [name.split("-")[:2] for name in names(tmp_path)] == [["step", "00000005.tmp"]]
 
 
 def test_processes_that_hold_less_than_the_whole_tensor_commit_nothing(tmp_path: Path) -> None:
@@ -103,7 +108,7 @@ def test_processes_that_hold_less_than_the_whole_tensor_commit_nothing(tmp_path:
     backend = Forgetful(devices=2)
     with pytest.raises(CheckpointError, match=r"1\.weight: expected pieces of 21 elements in all, found 7"):
         checkpoints(tmp_path, backend).save(5, *small_model(seed=1), (0, 0))
-    assert names(tmp_path) == ["step-00000005.tmp"]
+    assert [name.split("-")[:2] for name in names(tmp_path)] == [["step", "00000005.tmp"]]
 
 
 class Alone(PlainBackend):
@@ -131,19 +136,60 @@ def test_a_folder_that_this_process_does_not_see_is_named(tmp_path: Path) -> Non
 def test_the_first_save_removes_its_own_debris_and_nothing_else(tmp_path: Path) -> None:
     save_once(tmp_path)
     for step, run in ((6, ""), (8, "another")):
-        (tmp_path / f"step-0000000{step}.tmp" / "model").mkdir(parents=True)
-        (tmp_path / f"step-0000000{step}.tmp" / "attempt.json").write_text(json.dumps({"run": run, "attempt": "x"}))
-    (tmp_path / "step-00000009.tmp").mkdir()  # killed before it was marked: nothing is lost with it
+        (tmp_path / f"step-0000000{step}.tmp-0a1b2c3d" / "model").mkdir(parents=True)
+        mark = tmp_path / f"step-0000000{step}.tmp-0a1b2c3d" / "attempt.json"
+        mark.write_text(json.dumps({"run": run, "attempt": "x"}))
+    (tmp_path / "step-00000009.tmp-0a1b2c3d").mkdir()  # killed before it was marked: nothing is lost with it
+    (tmp_path / "step-00000007.tmp-0a1b2c3d").mkdir()  # not ours: no attempt of ours has files and no mark
+    (tmp_path / "step-00000007.tmp-0a1b2c3d" / "notes").touch()
     (tmp_path / "notes.tmp").touch()
+    (tmp_path / ".portable_fsdp-0a1b2c3d").touch()  # killed while it looked whether all processes see the folder
     (tmp_path / "step-00000004.damaged-1").mkdir()
     opened = checkpoints(tmp_path, PlainBackend())
     opened.find("auto")
-    assert (tmp_path / "step-00000006.tmp" / "model").is_dir()  # nothing is changed if this start is refused
+    assert (tmp_path / "step-00000006.tmp-0a1b2c3d" / "model").is_dir()  # nothing is changed if this start is refused
     opened.save(7, *small_model(seed=1), (0, 0))
-    left = ["notes.tmp", "step-00000004.damaged-1", "step-00000005", "step-00000007", "step-00000008.tmp"]
-    assert names(tmp_path) == left
+    left = ["notes.tmp", "step-00000004.damaged-1", "step-00000005", "step-00000007"]
+    assert names(tmp_path) == [*left, "step-00000007.tmp-0a1b2c3d", "step-00000008.tmp-0a1b2c3d"]
     with pytest.raises(CheckpointError, match=r"expected no other run at work .*\n  'another'"):
         opened.save(8, *small_model(seed=1), (0, 0))
+
+
+def test_a_straggler_of_an_earlier_attempt_finds_no_folder(tmp_path: Path) -> None:
+    """Process 1 of a killed attempt goes on while the next one saves the same step, and after its commit."""
+    straggler = PlainBackend(Part(1, 2))
+    final = step_folder(tmp_path, 5)
+    old = checkpoints(tmp_path, straggler)
+    attempt = commit.begin(final, "")
+    state = straggler.state(*small_model(seed=4))
+    part = entries_without_pieces(state), {key: one.pieces() for key, one in state.items()}
+
+    def work(backend: PlainBackend) -> None:
+        ours = checkpoints(tmp_path, backend)
+        ours.save(5, *small_model(seed=5), (0, 5))
+
+    def straggle() -> None:
+        with pytest.raises(CheckpointError, match="process 1 finds\n  none"):
+            old._write_part(final, attempt, *part)
+
+    class Between(PlainBackend):
+        def state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, TensorState]:
+            straggle()  # the next attempt has begun
+            return super().state(model, optimizer)
+
+    assert in_processes(2, lambda backend: work(Between(backend.process, 1, backend.meeting))) == [None, None]
+    straggle()
+    model, optimizer = small_model(seed=9)
+    load(checkpoints(tmp_path, PlainBackend()), model, optimizer)
+    assert snapshot(model, optimizer) == snapshot(*small_model(seed=5))
+    assert names(tmp_path) == ["step-00000005"]
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), os.fsdecode(b"runs/\xff")])
+def test_what_json_does_not_give_back_is_refused_when_the_run_opens(tmp_path: Path, value: Any) -> None:
+    for config, model_config in (({"run": {"dir": value}}, None), ({}, {"limit": [0.0, value]})):
+        with pytest.raises(CheckpointError, match=r"config: expected values that JSON can hold, found"):
+            checkpoints(tmp_path, PlainBackend(), config=config, model_config=model_config)
 
 
 def test_a_run_without_checkpoints_starts_anew(tmp_path: Path) -> None:
@@ -211,7 +257,7 @@ def test_a_named_checkpoint_must_be_whole(tmp_path: Path) -> None:
 def test_a_named_checkpoint_older_than_the_runs_own_is_refused(tmp_path: Path) -> None:
     older = save_once(tmp_path, step=5)
     save_once(tmp_path, step=10)
-    with pytest.raises(CheckpointError, match="already holds step-00000010"):
+    with pytest.raises(CheckpointError, match=r"would begin at step 5, but .* already\n  holds step-00000010"):
         checkpoints(tmp_path, PlainBackend()).find(str(older))
 
 
@@ -322,7 +368,8 @@ def test_weights_only_starts_anew_from_other_weights(tmp_path: Path) -> None:
     path = save_with(tmp_path / "first")
     model, optimizer = small_model(seed=2)
     settings = {"load": "weights_only", "resume": str(path)}
-    opened = checkpoints(tmp_path / "second", PlainBackend(), settings, config=changed(optim={"lr": 3}))
+    config = changed(optim={"lr": 3}) | {"checkpoint": settings}
+    opened = checkpoints(tmp_path / "second", PlainBackend(), settings, config=config)
     resumed = load(opened, model, optimizer, str(path))
     assert (resumed.step, resumed.position, resumed.weights_only) == (0, (0, 0), True)
     found, expected = snapshot(model, optimizer), snapshot(*small_model(seed=1))
@@ -360,6 +407,42 @@ def test_retention(tmp_path: Path, keep: int | None, keep_every: int | None, lef
     assert names(tmp_path) == [f"step-{step:08d}" for step in left]
     removed = [step for saved in opened.finished() for step in saved.removed]
     assert sorted([*removed, *left]) == [2, 4, 6, 8, 10]
+
+
+def test_retention_follows_no_link_and_counts_nothing_that_was_cut(tmp_path: Path) -> None:
+    first = checkpoints(tmp_path, PlainBackend())
+    for step in (1, 2, 3, 4):
+        first.save(step, *small_model(seed=step), (0, 0))
+    archive = (tmp_path / "step-00000001").rename(tmp_path / "archive")
+    (tmp_path / "step-00000001").symlink_to(archive)
+    shard = tmp_path / "step-00000004" / "model" / "shard-00000-00.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    again = checkpoints(tmp_path, PlainBackend(), {"keep": 2})
+    again.save(5, *small_model(seed=5), (0, 0))
+    assert names(tmp_path) == ["archive", *(f"step-0000000{step}" for step in (1, 3, 4, 5))]
+    assert names(archive) == ["manifest.json", "model", "optimizer"]
+    assert [saved.removed for saved in again.finished()] == [(2,)]
+
+
+@pytest.mark.parametrize("trouble", ["it is gone", "its new name is taken"])
+def test_what_retention_cannot_delete_is_a_warning(
+    tmp_path: Path, trouble: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = checkpoints(tmp_path, PlainBackend(), {"keep": 1})
+    opened.save(1, *small_model(seed=1), (0, 0))
+    if trouble == "it is gone":
+        shutil.rmtree(tmp_path / "step-00000001")
+    else:
+        monkeypatch.setattr(commit, "delete", fails_to_delete)
+    opened.save(2, *small_model(seed=2), (0, 0))
+    assert "step-00000002 is saved; an older checkpoint could not be deleted" in caplog.text
+    monkeypatch.undo()
+    opened.save(3, *small_model(seed=3), (0, 0))
+    assert [(saved.step, saved.removed) for saved in opened.finished()] == [(1, ()), (2, ()), (3, (2,))]
+
+
+def fails_to_delete(folder: Path, run: str) -> None:
+    raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(folder))
 
 
 def test_retention_leaves_what_others_wrote_and_what_is_damaged(tmp_path: Path) -> None:
@@ -431,7 +514,25 @@ def test_a_failed_background_save_fails_the_next_call_on_all_processes(tmp_path:
     results = in_processes(2, work)
     assert results[0] == results[1]
     assert "NotADirectoryError" in results[0][0]
-    assert names(tmp_path) == ["step-00000001", "step-00000002", "step-00000002.tmp"]
+    assert [name[:17] for name in names(tmp_path)] == ["step-00000001", "step-00000002", "step-00000002.tmp"]
+
+
+def test_closing_lets_a_save_commit_whose_other_process_is_a_moment_late(tmp_path: Path) -> None:
+    def work(backend: PlainBackend) -> list[Saved]:
+        class Late(PlainBackend):
+            def state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, TensorState]:
+                if self.process.index == 1:
+                    time.sleep(0.5)
+                return super().state(model, optimizer)
+
+        opened = checkpoints(tmp_path, Late(backend.process, 1, backend.meeting), {"async_save": True})
+        opened.save(5, *small_model(seed=1), (0, 0))
+        opened.close()
+        return opened.finished()
+
+    results = in_processes(2, work)
+    assert [saved.step for saved in results[0]] == [5]
+    assert names(tmp_path) == ["step-00000005"]
 
 
 def test_closing_ends_a_save_that_waits_for_a_process_that_is_gone(tmp_path: Path) -> None:

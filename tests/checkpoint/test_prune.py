@@ -61,7 +61,7 @@ def test_what_is_not_whole_or_not_ours_is_left_alone(run: Path, tmp_path: Path) 
     folder = run / "checkpoints"
     (folder / "step-00000010" / "notes.txt").write_text("mine")
     (folder / "step-00000020" / "manifest.json").unlink()
-    (folder / "step-00000050.tmp").mkdir()
+    (folder / "step-00000050.tmp-0a1b2c3d").mkdir()
     (folder / "best").mkdir()
     elsewhere = save_once(tmp_path / "other", step=5, count=1, devices=1)
     (folder / "step-00000005").symlink_to(elsewhere)
@@ -117,6 +117,16 @@ def test_a_killed_prune_leaves_nothing_that_blocks(tmp_path: Path, monkeypatch: 
     assert storage.names(folder / "checkpoints") == ["step-00000010", "step-00000020"]
 
 
+def test_what_may_be_a_save_at_work_is_not_removed(tmp_path: Path) -> None:
+    for step in (10, 20):
+        save_of(tmp_path, "one", step)
+    folder = tmp_path / "checkpoints"
+    for step, run in ((5, "one"), (6, "two"), (30, "one")):
+        commit.begin(folder / f"step-{step:08d}", run)
+    prune(folder, 1)
+    assert [name.partition(".")[0] for name in names(tmp_path)] == ["step-00000006", "step-00000020", "step-00000030"]
+
+
 def test_nothing_is_deleted_for_a_newest_that_is_damaged(run: Path) -> None:
     shard = next((run / "checkpoints" / "step-00000040" / "model").iterdir())
     shard.write_bytes(shard.read_bytes()[:-1] + b"\x55")
@@ -126,7 +136,7 @@ def test_nothing_is_deleted_for_a_newest_that_is_damaged(run: Path) -> None:
 
 
 def test_a_save_that_is_under_way_is_not_disturbed(run: Path) -> None:
-    (run / "checkpoints" / "step-00000030.tmp").mkdir()
+    (run / "checkpoints" / "step-00000030.tmp-0a1b2c3d").mkdir()
     with pytest.raises(CheckpointError, match="does a run write there"):
         prune(run / "checkpoints", 1)
-    assert names(run) == ["step-00000030", "step-00000030.tmp", "step-00000040"]
+    assert names(run) == ["step-00000030", "step-00000030.tmp-0a1b2c3d", "step-00000040"]

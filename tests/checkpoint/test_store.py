@@ -233,3 +233,19 @@ def test_the_example_imports_neither_torch_nor_this_package() -> None:
         "sys.exit(any(n.split('.')[0] in ('torch', 'portable_fsdp') for n in sys.modules))"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_few_files_are_open_at_a_time_however_many_there_are(tmp_path: Path) -> None:
+    """A process may often open 1,024; a checkpoint of 512 processes has as many."""
+    tensor = random_tensor((200, 3), torch.float32, 6)
+    pieces = [Piece((row, 0), tensor[row : row + 1]) for row in range(200)]
+    folder = store(
+        tmp_path / "c", [{"w": TensorState((200, 3), torch.float32, partial(list, [one]))} for one in pieces]
+    )
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with Reader(folder) as reader:
+        reader.verify(Part(0, 1))
+        for _ in range(2):
+            assert bits(reader.read_whole("w")) == bits(tensor)
+        assert 10 < len(list(Path("/proc/self/fd").iterdir())) - before < 100
+    assert len(list(Path("/proc/self/fd").iterdir())) == before

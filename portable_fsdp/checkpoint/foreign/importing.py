@@ -109,18 +109,18 @@ def _commit(final: Path, source: ForeignCheckpoint, kind: str, advance: Advance,
     commit.remove_debris(final.parent, _RUN)
     attempt = commit.begin(final, _RUN)
     try:
-        index = _write(commit.temporary_of(final), attempt, source, advance, max_file_bytes)
-        commit.commit(final, _manifest(source, kind, index), [])
+        index = _write(commit.temporary_of(final, attempt), attempt, source, advance, max_file_bytes)
+        commit.commit(final, attempt, _manifest(source, kind, index), [])
     except BaseException:
-        _discard_uncommitted(final)
+        _discard_uncommitted(final, commit.temporary_of(final, attempt))
         raise
 
 
-def _discard_uncommitted(final: Path) -> None:
-    """In an object store what is written lies where it will be committed: there the commit decides."""
-    with suppress(Exception):  # a store that doesn't answer: the error that led here says so
-        if commit.temporary_of(final) != final or not is_committed(final):
-            commit.discard(commit.temporary_of(final))
+def _discard_uncommitted(final: Path, temporary: Path) -> None:
+    """In an object store they are one: there the commit decides."""
+    with suppress(Exception):  # storage that doesn't answer: the error that led here says so
+        if temporary != final or not is_committed(final):
+            commit.discard(temporary)
 
 
 def _manifest(source: ForeignCheckpoint, kind: str, index: Index) -> Manifest:
