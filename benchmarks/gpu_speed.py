@@ -30,7 +30,8 @@ from portable_fsdp.data.order import sample_indices
 from portable_fsdp.data.packing import IGNORED
 from portable_fsdp.metrics.flops import model_flops_per_token, peak_flops
 from portable_fsdp.models.build import build_model
-from portable_fsdp.train.loop import _InFlight, build
+from portable_fsdp.train.loop import build
+from portable_fsdp.train.records import InFlight
 
 CONFIG = Path(__file__).parents[1] / "configs" / "llama_1b.yaml"
 ROWS = 1024
@@ -251,7 +252,7 @@ def run_ours(job: Job, config: Config, rows: SkewedRows, watch: Watch) -> None:
             for _ in range(job.steps):
                 step()
                 watch.step_ended()
-            last = cast(_InFlight, step._in_flight).metrics.result()["loss"].item()
+            last = cast(InFlight, step._in_flight).metrics.result()["loss"].item()
     lines = (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines()
     watch.losses = [*(json.loads(line)["loss"] for line in lines), last]
 

@@ -36,7 +36,8 @@ from portable_fsdp.data.build import build_data
 from portable_fsdp.data.packing import PackedRows
 from portable_fsdp.optim.schedule import learning_rate
 from portable_fsdp.runtime.process import StopRequest
-from portable_fsdp.train.loop import Records, Training, _InFlight, _News, _with_news, build
+from portable_fsdp.train.loop import Training, _News, _with_news, build
+from portable_fsdp.train.records import InFlight, Records
 from portable_fsdp.train.when import SaveRequests
 
 ARCHITECTURE: dict[str, Any] = {
@@ -100,7 +101,7 @@ class OurStep:
         self._records.begin(0, None)
         self._requests = SaveRequests(Path(config.run.dir), None)
         self._step = 0
-        self._in_flight: _InFlight | None = None
+        self._in_flight: InFlight | None = None
 
     def __call__(self) -> None:
         self._step += 1
@@ -109,7 +110,7 @@ class OurStep:
         news = _News(self._stop.requested, self._records.seen(self._requests))
         placed = [self._backend.place(_with_news(batch, news)) for batch in next(self._batches)]
         metrics = self._backend.fetch(self._training.step(placed, lr))
-        previous, self._in_flight = self._in_flight, _InFlight(self._step, lr, began, metrics)
+        previous, self._in_flight = self._in_flight, InFlight(self._step, lr, began, metrics)
         if previous is not None:
             self._records.report(previous, until=began)
 

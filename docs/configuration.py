@@ -11,8 +11,9 @@ INTRODUCTION = """# Configuration
 
 A run is one YAML file, the same on every device. `portable_fsdp.launch` takes it by `--config`; after the flags,
 `section.key=value` overrides a key, and `model.architecture.hidden_size=64` a key inside that mapping. An unknown key
-is an error that names the nearest valid one. Where the run happens (`--device`, `--backend`, `--num_devices`) is a flag
-and never stands in the file.
+is an error that names the nearest valid one. An override's value is YAML without comments: where a `#` follows a space,
+quotes of YAML's go inside the shell's (`"run.dir='runs/a #1'"`). Where the run happens (`--device`, `--backend`,
+`--num_devices`) is a flag and never stands in the file.
 
 Lists and mappings are YAML's: `sharding.wrap_classes: [LlamaDecoderLayer]`, `precision.modules: {"*norm*": float32}`,
 `optim.groups: [{match: "*norm*", weight_decay: 0.1}]`. [sharding.md](sharding.md) says how to choose;

@@ -19,6 +19,7 @@ from portable_fsdp.runtime.errors import (
     ConfigError,
     PortableFSDPError,
 )
+from portable_fsdp.runtime.process import detect_launch, end_with_agent
 
 USAGE = """Train a causal language model.
 
@@ -48,6 +49,7 @@ def main(argv: list[str]) -> int:
     if any(argument in ("--help", "-help", "-h", "--h") for argument in argv):
         print(USAGE)
         return EXIT_FINISHED
+    end_with_agent(os.environ)
     values = _define_flags()
     try:
         overrides = values(["launch", *argv])[1:]
@@ -67,7 +69,6 @@ def _launch(values: flags.FlagValues, overrides: list[str], argv: list[str]) -> 
     from portable_fsdp.config.load import load_config
     from portable_fsdp.config.support import require_supported
     from portable_fsdp.optim.schedule import check_schedule
-    from portable_fsdp.runtime.process import detect_launch
 
     if values.config is None:
         raise ConfigError("--config: expected a YAML file, found none, as in --config=configs/quickstart.yaml.")

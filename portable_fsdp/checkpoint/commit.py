@@ -47,6 +47,7 @@ from portable_fsdp.checkpoint.format import (
 from portable_fsdp.runtime.errors import CheckpointError
 
 MARK = "attempt.json"
+_DELETED = "deleted"  # in the mark: this was a checkpoint
 PROBE = ".portable_fsdp-"  # begins the name of a file by which processes find that they share the folder
 _TEMPORARY = re.compile(r"step-\d{8,}\.tmp-[0-9a-f]{8}")
 
@@ -112,6 +113,13 @@ def remove_debris(run_folder: Path, run: str) -> None:
         if marks and run_of(path) == run:
             for name in marks:
                 storage.remove(path / name)
+
+
+def remove_half_deleted(run_folder: Path) -> None:
+    """Delete what killed deletions left, of whichever run: it was given up, and no reader takes it."""
+    for path in (run_folder / name for name in storage.names(run_folder)):
+        if _is_debris(path) and _read_mark(path).get("attempt") == _DELETED:
+            discard(path)
 
 
 def write_index(folder: Path, index: Index) -> None:
@@ -214,12 +222,11 @@ def _require_files(folder: Path, manifest: Manifest) -> None:
 
 def delete(folder: Path, run: str) -> None:
     """Delete a committed checkpoint; a kill in between leaves it whole, or debris of `run`."""
-    attempt = uuid.uuid4().hex
-    _mark(folder, run, attempt)
+    _mark(folder, run, _DELETED)
     if storage.is_object_store(folder):
         storage.remove(folder / MANIFEST)
     else:
-        folder = folder.rename(temporary_of(folder, attempt))
+        folder = folder.rename(temporary_of(folder, uuid.uuid4().hex))
         storage.sync(folder.parent)
     discard(folder)
 
@@ -242,10 +249,15 @@ def _is_debris(path: Path) -> bool:
 
 def _owner(folder: Path) -> str | None:
     """The run that the mark names; None where there is none: killed before it, or after all else was deleted."""
+    return _read_mark(folder).get("run")
+
+
+def _read_mark(folder: Path) -> dict[str, str]:
     try:
-        return json.loads((folder / MARK).read_bytes())["run"]
-    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
-        return None
+        mark = json.loads(storage.read(folder / MARK))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return {}
+    return mark if isinstance(mark, dict) else {}
 
 
 def _mark(folder: Path, run: str, attempt: str) -> None:

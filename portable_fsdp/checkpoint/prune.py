@@ -1,13 +1,11 @@
 """Deletes older checkpoints of runs. What to keep is a pure function of the steps; what is not whole is left alone."""
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from portable_fsdp.backends.base import Part
-from portable_fsdp.checkpoint import commit, storage
-from portable_fsdp.checkpoint.format import MANIFEST, committed_steps, run_name, step_of
+from portable_fsdp.checkpoint import commit
+from portable_fsdp.checkpoint.format import MANIFEST, committed_steps, run_name
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.runtime.errors import CheckpointError
 
@@ -27,7 +25,7 @@ def prune(folder: Path, keep: int, keep_every: int | None = None, *, dry_run: bo
     Each run (`run.name`) keeps its newest `keep`, and steps that `keep_every` divides. Whole: sizes are those of the
     manifest, and nothing else lies beside the files. The newest of each run is hashed first, and none is deleted if one
     is damaged. A deletion that is killed leaves the checkpoint whole, or debris of its run, which the next `prune` and
-    the run's next start remove. Raises `CheckpointError`.
+    the run's next save remove. Raises `CheckpointError`.
     """
     pruned = Pruned()
     sizes: dict[Path, int] = {}
@@ -48,7 +46,7 @@ def prune(folder: Path, keep: int, keep_every: int | None = None, *, dry_run: bo
     for path, size in sizes.items():
         (pruned.deleted if path in outdated else pruned.kept)[path] = size
     if not dry_run:
-        _remove_debris(folder, {run: max(paths) for run, paths in runs.items()})
+        commit.remove_half_deleted(folder)
         for path in reversed(pruned.deleted):
             _delete(path, outdated[path])
     return pruned
@@ -60,25 +58,6 @@ def _delete(path: Path, run: str) -> None:
             f"prune: expected no {found[0]}, found one: does a run write there? Nothing more was done."
         )
     commit.delete(path, run)
-
-
-def _remove_debris(folder: Path, newest: Mapping[str, int]) -> None:
-    """What killed deletions and saves of these runs left, up to the newest step of each: a run at work saves a later
-    one."""
-    for final in {folder / name.partition(".tmp-")[0] for name in storage.names(folder)}:
-        step = step_of(final)
-        for path in [] if step is None else commit.unfinished(final):
-            owner = _owner(path)
-            if owner is not None and step is not None and step <= newest.get(owner, -1):
-                commit.discard(path)
-
-
-def _owner(debris: Path) -> str | None:
-    """The run that its mark names; None where there is none."""
-    try:
-        return str(json.loads(storage.read(debris / commit.MARK))["run"])
-    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
-        return None
 
 
 def _require_ours(path: Path) -> tuple[str, int, int]:

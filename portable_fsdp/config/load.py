@@ -4,9 +4,10 @@ The file is composed into nodes first, so that each key keeps its line; override
 checks the whole, and what it finds is said again in the words of the schema: expected, found, where.
 """
 
+import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -196,6 +197,11 @@ class _Source:
         except yaml.YAMLError as error:
             self.add_problem(origin, key, f"expected YAML after `=`: {_yaml_problem(error)}.")
             return
+        if comment := _comment(value_text):
+            quoted = value_text.strip().replace("'", "''")
+            found = f"expected a value without a YAML comment, found {comment!r}, which would count for nothing"
+            self.add_problem(origin, key, f"{found}.\n  Leave it out, or quote the whole: \"{name}='{quoted}'\".")
+            return
         self._set(key, value, origin._replace(written=_written(node)))
         if node is not None:
             self.record(node, key, origin)
@@ -290,6 +296,16 @@ def _parse(text: str) -> tuple[Node | None, Any]:
         return _Loader(text).get_single_node(), yaml.load(text, _Loader)
     except ValueError as error:  # a scalar that looks like a number and is none: `0x_`
         raise yaml.YAMLError(str(error)) from None
+
+
+def _comment(text: str) -> str | None:
+    """The first comment in a YAML text that parses, of which no node and no token tells; None where there is none."""
+    tokens = list(cast(Iterable[yaml.Token], yaml.scan(text, _Loader)))
+    for before, after in itertools.pairwise(tokens):
+        between = text[before.end_mark.index : after.start_mark.index]  # white space, but for comments
+        if "#" in between:
+            return between[between.index("#") :].splitlines()[0].rstrip()
+    return None
 
 
 def _origin_of_node(path: Path, key_node: Node, value_node: Node) -> _Origin:

@@ -6,7 +6,7 @@ Where it runs (`--device`, `--backend`, `--num_devices`) is a flag of the launch
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Lt
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 
 def _float_from_yaml(value: object) -> object:
@@ -30,9 +30,22 @@ class Section(BaseModel):
 
 
 class Run(Section):
-    dir: str = Field(default="runs/run", description="folder that everything this run writes goes to", min_length=1)
+    dir: str = Field(
+        default="runs/run", description="local folder that everything this run writes goes to", min_length=1
+    )
     name: str | None = Field(default=None, description="a name for people; written into events.jsonl")
     seed: int = Field(default=0, ge=0, description="seeds the initial weights and the data order")
+
+    @field_validator("dir")
+    @classmethod
+    def _local(cls, value: str) -> str:
+        """As a path an URL would name a folder here, `s3:`, and nobody would miss the store before it is needed."""
+        if "://" in value:
+            raise ValueError(
+                f"expected a local folder, found the URL {value!r}: metrics, events and config are written locally.\n"
+                "  For checkpoints in a store set checkpoint.dir to the URL, and run.dir to a folder"
+            )
+        return value
 
 
 class Model(Section):
@@ -268,6 +281,17 @@ class Checkpoint(Section):
         default="full", description="check before a load: the hash of every file, their lengths, or the manifest only"
     )
     export: bool = Field(default=False, description="write a Hugging Face folder to run.dir/export at the end")
+
+    @field_validator("dir")
+    @classmethod
+    def _outlives_the_run(cls, value: str | None) -> str | None:
+        if value is not None and "memory://" in value.lower():  # also behind a cache: simplecache::memory://
+            raise ValueError(
+                f"expected a folder or an object store, found {value!r}: fsspec's memory:// is the memory of one "
+                "process and ends with it.\n  Set a folder that all processes share, an s3:// or gs:// URL, or null "
+                "for run.dir/checkpoints"
+            )
+        return value
 
 
 class XlaFsdp1(Section):

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from portable_fsdp.config import schema
 from portable_fsdp.config.patterns import matching
 from portable_fsdp.models import attention as static_attention
 from portable_fsdp.models import experts
+from portable_fsdp.models.config_json import config_to_json
 from portable_fsdp.models.loss import attach_loss
 from portable_fsdp.models.weights import PretrainedWeights, RandomWeights, Slices, fill_buffers
 from portable_fsdp.runtime.errors import ConfigError
@@ -46,7 +47,8 @@ class ModelSize:
 class BuiltModel:
     """A model on meta (its buffers are real, on the host), its weights, and its transformers config.
 
-    The config is as it was given: with the dropout and the cache that training switches off.
+    The config is as it was given: with the dropout and the cache that training switches off. It is JSON, of which
+    `config_from_json` makes an equal config.
     """
 
     model: nn.Module
@@ -84,7 +86,7 @@ def build_model(
     config = _pretrained_config(model.pretrained) if model.pretrained is not None else _config(model.architecture or {})
     _check_sizes(config, seq_len, vocabulary)
     _check_loss(config)
-    as_given = cast(dict[str, Any], config.to_dict())
+    as_given = config_to_json(config)
     _switch_off(config)
     built = _on_meta(config, model.attention)
     _check_causal(built)

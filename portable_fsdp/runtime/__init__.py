@@ -1,4 +1,5 @@
-"""The ground floor: errors and exit codes, who launched this process, stop requests, the log, whole files.
+"""The ground floor: errors and exit codes, who launched this process, stop requests, the log, whole files, one
+run a folder.
 
 May import: the standard library only.
 Read first: `errors.py`.

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import psutil
 
 from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE
+from portable_fsdp.runtime.process import OUR_RUNS
 
 
 def run_processes(count: int, module: str, arguments: Sequence[str]) -> int:
@@ -24,7 +25,9 @@ def run_processes(count: int, module: str, arguments: Sequence[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     # The workers have said what went wrong; the launcher would say it again with its own stack.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    parsed = run.parse_args(["--standalone", f"--nproc_per_node={count}", "-m", module, *arguments])
+    # As `--standalone`, with an id of our own, by which the workers know whose end is theirs.
+    alone = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={OUR_RUNS}{os.getpid()}"]
+    parsed = run.parse_args([*alone, f"--nproc_per_node={count}", "-m", module, *arguments])
     try:
         run.run(parsed)
     except ChildFailedError as error:

@@ -1,6 +1,9 @@
 """Who launched this process, and who asks it to stop. Device counts come from the engine, never from here."""
 
+import ctypes
+import os
 import signal
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +13,8 @@ from typing import Any, Literal, Self
 from portable_fsdp.runtime.errors import ConfigError
 
 LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+OUR_RUNS = "portable_fsdp.launch-"  # of the elastic run's id in a start of our own: the agent's PID follows
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,22 @@ def _integer(environ: Mapping[str, str], name: str) -> int:
         raise ConfigError(
             f"environment: {name}: expected an integer, found {environ[name]!r}. Nothing was started."
         ) from None
+
+
+def end_with_agent(environ: Mapping[str, str]) -> None:
+    """Have a worker of torch's elastic agent (torchrun, or our own start) killed when the agent ends, however it does.
+
+    Else a SIGKILL of the agent leaves workers that train and save on, and the same command started again races them.
+    Linux only. A process that was started plainly is left alone: whoever started it may end before it.
+    """
+    run = environ.get("TORCHELASTIC_RUN_ID")
+    if not run or sys.platform != "linux":
+        return
+    started_by = run.removeprefix(OUR_RUNS) if run.startswith(OUR_RUNS) else str(os.getppid())
+    if ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL)) != 0:
+        print("this process can't be tied to its launcher (prctl): if that is killed, it goes on", file=sys.stderr)
+    if str(os.getppid()) != started_by:  # it ended before the kernel was asked
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class StopRequest:

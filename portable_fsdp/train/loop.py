@@ -4,12 +4,11 @@ Everything that can be refused is refused before the first file is written. Metr
 device never waits for the host; they are drained before a save, so that nothing that isn't finite is ever saved.
 """
 
-import json
 import logging
-import math
 import os
 import time
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -17,28 +16,31 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.backends.base import Backend, Batch, Pending, ShardPolicy
+from portable_fsdp.backends.base import Backend, Batch, ShardPolicy
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.checkpoint.foreign.huggingface import export_huggingface, require_replaceable
-from portable_fsdp.checkpoint.format import committed_steps
-from portable_fsdp.checkpoint.manager import Checkpoints, Fingerprint, Resumed, Saved
-from portable_fsdp.checkpoint.storage import locate
-from portable_fsdp.config.load import check_batch, config_text, total_steps
+from portable_fsdp.checkpoint.manager import Checkpoints, Fingerprint, Resumed
+from portable_fsdp.config.load import check_batch, total_steps
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.batches import Batches
 from portable_fsdp.data.build import Corpus, build_data
 from portable_fsdp.data.order import Position
-from portable_fsdp.metrics.flops import model_flops_per_token, peak_flops
-from portable_fsdp.metrics.meter import Meter, processes_row
-from portable_fsdp.metrics.sinks import EventsFile, MetricsFile
 from portable_fsdp.models.build import BuiltModel, build_model
 from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dtype, recomputed_layers
 from portable_fsdp.optim.optimizer import make_optimizer, parameter_groups
 from portable_fsdp.optim.schedule import check_schedule, learning_rate
-from portable_fsdp.runtime.errors import EXIT_FINISHED, EXIT_STOPPED, CheckpointError, ConfigError, TrainingError
-from portable_fsdp.runtime.files import write_text_atomically
+from portable_fsdp.runtime.errors import (
+    EXIT_FINISHED,
+    EXIT_STOPPED,
+    CheckpointError,
+    ConfigError,
+    TrainingError,
+    UsageError,
+)
+from portable_fsdp.runtime.lock import sole_run
 from portable_fsdp.runtime.log import configure
 from portable_fsdp.runtime.process import StopRequest
+from portable_fsdp.train.records import Asked, InFlight, Records, checkpoint_folder
 from portable_fsdp.train.step import Step, train_step
 from portable_fsdp.train.when import SaveRequests
 
@@ -57,26 +59,55 @@ def train(config: Config, *, device: str = "auto", backend: str = "auto", num_de
         open_backend(config, device=device, backend=backend, num_devices=num_devices) as engine,
     ):
         configure(engine.process.index)
-        _check_folder(Path(config.run.dir))
-        if config.checkpoint.export:
-            require_replaceable(_export_folder(config))
+        _on_process_0(engine, lambda: _check_folders(config))
         corpus = build_data(config.data)
         steps = total_steps(config, len(corpus.rows))
         check_schedule(config.optim, steps)
-        training = build(config, engine, corpus.tokenizer.vocab_size)
-        with closing(_checkpoints(config, engine, training, corpus)) as checkpoints:
-            resumed = _resume(config, training, checkpoints)
-            start = resumed.step if resumed else 0
-            records = Records(config, engine, training.built, steps)
-            records.begin(start, resumed)
-            last = min(steps, config.train.stop_at or steps)
-            if start >= last:
-                log.info("step %d of %d is saved already: nothing left to train", start, last)
-            saved, stopped = _loop(config, engine, corpus, training, checkpoints, records, stop, resumed, last)
-            newest = saved or (resumed.path if resumed else None)
-        if config.checkpoint.export and not stopped and newest is not None:
-            _export(config, engine, corpus, newest)
-        return EXIT_STOPPED if stopped else EXIT_FINISHED
+        with _sole_run(config, engine):
+            return _train(config, engine, corpus, steps, stop)
+
+
+def _train(config: Config, engine: Backend, corpus: Corpus, steps: int, stop: StopRequest) -> int:
+    training = build(config, engine, corpus.tokenizer.vocab_size)
+    with closing(_checkpoints(config, engine, training, corpus)) as checkpoints:
+        resumed = _resume(config, training, checkpoints)
+        records = Records(config, engine, training.built, steps)
+        records.begin(resumed.step if resumed else 0, resumed)
+        requests = SaveRequests(Path(config.run.dir), config.checkpoint.every_minutes)
+        run = _Run(config, engine, corpus, steps, training, checkpoints, records, requests, stop)
+        with _commits_noted(run):
+            saved, stopped = _loop(run, resumed)
+    newest = saved or (resumed.path if resumed else None)
+    if config.checkpoint.export and not stopped and newest is not None:
+        _export(config, engine, corpus, newest)
+    return EXIT_STOPPED if stopped else EXIT_FINISHED
+
+
+@contextmanager
+def _sole_run(config: Config, backend: Backend) -> Generator[None]:
+    """Hold run.dir against other runs, from before the checkpoint to go on from is looked for. *collective*"""
+    with ExitStack() as held:
+        _on_process_0(backend, lambda: held.enter_context(sole_run(Path(config.run.dir))))
+        yield
+
+
+def _on_process_0(backend: Backend, work: Callable[[], None]) -> None:
+    """What `work` refuses there is refused on all processes: other hosts need not see run.dir. *collective*"""
+    refusal: UsageError | None = None
+    if backend.process.index == 0:
+        try:
+            work()
+        except UsageError as error:
+            refusal = error
+    refusal = backend.agree(refusal)
+    if refusal is not None:
+        raise refusal
+
+
+def _check_folders(config: Config) -> None:
+    _check_folder(Path(config.run.dir))
+    if config.checkpoint.export:
+        require_replaceable(_export_folder(config))
 
 
 def _check_folder(folder: Path) -> None:
@@ -163,7 +194,7 @@ def shard_policy(config: Config, model: nn.Module) -> ShardPolicy:
 
 def _checkpoints(config: Config, backend: Backend, training: Training, corpus: Corpus) -> Checkpoints:
     return Checkpoints(
-        _checkpoint_folder(config),
+        checkpoint_folder(config),
         backend,
         config=config.model_dump(mode="json"),
         model_config=training.built.config,
@@ -171,10 +202,6 @@ def _checkpoints(config: Config, backend: Backend, training: Training, corpus: C
         data=Fingerprint(*corpus.fingerprint),
         ties=training.ties,
     )
-
-
-def _checkpoint_folder(config: Config) -> Path:
-    return locate(config.checkpoint.dir or Path(config.run.dir) / "checkpoints")
 
 
 def _resume(config: Config, training: Training, checkpoints: Checkpoints) -> Resumed | None:
@@ -187,77 +214,95 @@ def _resume(config: Config, training: Training, checkpoints: Checkpoints) -> Res
 
 
 @dataclass(frozen=True)
-class _InFlight:
-    """A step that was dispatched and whose metrics nobody has read."""
+class _Run:
+    """What the loop needs, open and ready."""
 
-    step: int
-    lr: float
-    began: float  # seconds of time.perf_counter
-    metrics: Pending
+    config: Config
+    backend: Backend
+    corpus: Corpus
+    steps: int  # of the whole run
+    training: Training
+    checkpoints: Checkpoints
+    records: Records
+    requests: SaveRequests
+    stop: StopRequest
 
 
-def _loop(
-    config: Config,
-    backend: Backend,
-    corpus: Corpus,
-    training: Training,
-    checkpoints: Checkpoints,
-    records: "Records",
-    stop: StopRequest,
-    resumed: Resumed | None,
-    last: int,
-) -> tuple[Path | None, bool]:
-    """Steps to `last`; returns the newest checkpoint of them, and whether a request ended them early.
+def _loop(run: _Run, resumed: Resumed | None) -> tuple[Path | None, bool]:
+    """Train on; returns the newest checkpoint of these steps, and whether a request ended them early.
 
     The last step run is saved.
     """
-    rows = len(corpus.rows)
-    steps = total_steps(config, rows)
-    start, position = (resumed.step, Position(*resumed.position)) if resumed else (0, Position(0, 0))
-    requests = SaveRequests(Path(config.run.dir), config.checkpoint.every_minutes)
+    start = resumed.step if resumed else 0
+    last = min(run.steps, run.config.train.stop_at or run.steps)
+    if start >= last:
+        log.info("step %d of %d is saved already: nothing left to train", start, last)
     path: Path | None = None
-    with Batches(
-        corpus.rows,
-        seed=config.run.seed,
-        global_batch=config.train.global_batch,
-        shard=(backend.data_shard.index, backend.data_shard.count),
-        accumulation=training.accumulation,
-        start=position.samples(rows),
-    ) as batches:
-        in_flight: _InFlight | None = None
+    in_flight: InFlight | None = None
+    with _batches(run, resumed) as batches:
         for step in range(start + 1, last + 1):
-            began = time.perf_counter()
-            lr = learning_rate(config.optim, step, steps)
-            news = _News(stop.requested or checkpoints.failed, records.seen(requests))
-            placed = [backend.place(_with_news(batch, news)) for batch in next(batches)]
-            previous, in_flight = in_flight, _InFlight(step, lr, began, backend.fetch(training.step(placed, lr)))
-            asked = records.report(previous, until=began) if previous is not None else Asked()
-            if asked.stop or asked.save or step == last or step % (config.checkpoint.every or last) == 0:
-                asked = Asked(stop=records.report(in_flight).stop or asked.stop)
+            previous, in_flight = in_flight, _dispatch(run, step, batches)
+            asked = Asked() if previous is None else run.records.report(previous, until=in_flight.began)
+            if asked.stop or asked.save or step == last or step % (run.config.checkpoint.every or last) == 0:
+                asked = Asked(stop=run.records.report(in_flight).stop or asked.stop)
                 in_flight = None
-                path = _save(checkpoints, step, training, Position.after(batches.consumed, rows))
-                requests.saved()
-                if asked.stop or step == last:
-                    _wait(checkpoints)
-            records.saved(checkpoints.finished())
+                path = _save(run, step, batches.consumed, wait=asked.stop or step == last)
+            _note_commits(run)
             if asked.stop:
-                records.stopped(step, stop.reason)
+                run.records.stopped(step, run.stop.reason)
                 return path, True
     return path, False
 
 
-def _save(checkpoints: Checkpoints, step: int, training: Training, position: Position) -> Path:
+def _batches(run: _Run, resumed: Resumed | None) -> Batches:
+    rows, shard = run.corpus.rows, run.backend.data_shard
+    position = Position(*resumed.position) if resumed else Position(0, 0)
+    return Batches(
+        rows,
+        seed=run.config.run.seed,
+        global_batch=run.config.train.global_batch,
+        shard=(shard.index, shard.count),
+        accumulation=run.training.accumulation,
+        start=position.samples(len(rows)),
+    )
+
+
+def _dispatch(run: _Run, step: int, batches: Iterator[list[Batch]]) -> InFlight:
+    """Start a step, without waiting for the device."""
+    began = time.perf_counter()
+    lr = learning_rate(run.config.optim, step, run.steps)
+    news = _News(run.stop.requested or run.checkpoints.failed, run.records.seen(run.requests))
+    placed = [run.backend.place(_with_news(batch, news)) for batch in next(batches)]
+    return InFlight(step, lr, began, run.backend.fetch(run.training.step(placed, lr)))
+
+
+def _save(run: _Run, step: int, consumed: int, *, wait: bool) -> Path:
+    """Save the state after `step`, for which `consumed` samples were taken; `wait`: until it is committed."""
+    position = Position.after(consumed, len(run.corpus.rows))
+    run.requests.began(step)
     try:
-        return checkpoints.save(step, training.model, training.optimizer, (position.epoch, position.index))
+        path = run.checkpoints.save(step, run.training.model, run.training.optimizer, (position.epoch, position.index))
+        if wait:
+            run.checkpoints.wait()
     except CheckpointError as error:  # not the user's mistake any more: the run has started
         raise TrainingError(str(error)) from error
+    return path
 
 
-def _wait(checkpoints: Checkpoints) -> None:
+@contextmanager
+def _commits_noted(run: _Run) -> Generator[None]:
+    """Note the last of them too: an error may come between a commit and its event, and a save be under way by then."""
     try:
-        checkpoints.wait()
-    except CheckpointError as error:
-        raise TrainingError(str(error)) from error
+        yield
+    finally:
+        run.checkpoints.close()
+        _note_commits(run)
+
+
+def _note_commits(run: _Run) -> None:
+    finished = run.checkpoints.finished()
+    run.records.saved(finished)
+    run.requests.committed(one.step for one in finished)
 
 
 class _News(NamedTuple):
@@ -291,163 +336,3 @@ def _export(config: Config, backend: Backend, corpus: Corpus, checkpoint: Path) 
 
 def _export_folder(config: Config) -> Path:
     return Path(config.run.dir) / "export"
-
-
-# -------------------------------------------------------------------------------------------------------- records
-
-
-class Asked(NamedTuple):
-    """What any process asked for with a step."""
-
-    stop: bool = False
-    save: bool = False
-
-
-class Records:
-    """What a run says of itself: metrics.jsonl, events.jsonl, config.yaml, the console. Process 0 writes."""
-
-    def __init__(self, config: Config, backend: Backend, built: BuiltModel, steps: int) -> None:
-        size = built.size
-        self._config = config
-        self._backend = backend
-        self._size = size
-        self._steps = steps
-        self._seconds = math.nan  # of the last step that ended
-        self._folder = Path(config.run.dir)
-        self._writes = backend.process.index == 0
-        self._tokens = config.train.global_batch * config.data.seq_len
-        self._meter = Meter(
-            devices=backend.data_parallel_size,
-            peak_flops=peak_flops(backend.device_name, config.precision.compute),
-            flops_per_token=None
-            if size.has_experts
-            else model_flops_per_token(
-                size.parameters, size.embedding_parameters, size.layers, size.hidden, config.data.seq_len
-            ),
-        )
-
-    def begin(self, step: int, resumed: Resumed | None) -> None:
-        """Make the run's folder, drop the rows of steps that are run again, say what starts and from where."""
-        if not self._writes:
-            return
-        self._first = step + 1
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._metrics = MetricsFile(self._folder / "metrics.jsonl")
-        self._metrics.truncate_after(step)  # first: it refuses a file that something else has written to
-        self._events = EventsFile(self._folder / "events.jsonl")
-        (self._folder / "STOPPED").unlink(missing_ok=True)
-        write_text_atomically(self._folder / "config.yaml", config_text(self._config))
-        backend = self._backend
-        self._events.write(
-            "start",
-            name=self._config.run.name,
-            step=step,
-            backend=backend.name,
-            device=backend.device_name,
-            devices=backend.data_parallel_size,
-            processes=backend.process.count,
-        )
-        if resumed is not None:
-            self._resumed(resumed)
-        log.info(
-            "%s on %d x %s (%d process(es)): %s parameters, %d steps of %s tokens",
-            backend.name,
-            backend.data_parallel_size,
-            backend.device_name,
-            backend.process.count,
-            f"{self._size.parameters:,}",
-            self._steps,
-            f"{self._tokens:,}",
-        )
-
-    def _resumed(self, resumed: Resumed) -> None:
-        self._events.write(
-            "resume",
-            path=str(resumed.path),
-            step=resumed.step,
-            load="weights_only" if resumed.weights_only else "all",
-            changes={one.name: {"saved": one.saved, "now": one.now} for one in resumed.changes},
-            passed_over=list(resumed.passed_over),
-        )
-        if resumed.weights_only:
-            log.info("a new run from the weights of %s", resumed.path)
-        else:
-            log.info("resumed from %s: step %d", resumed.path, resumed.step)
-        for change in resumed.changes:
-            if change.makes_curve and not resumed.weights_only:
-                log.warning("changed since it was saved, as checkpoint.allow says: %s", change)
-
-    def report(self, late: _InFlight, until: float | None = None) -> Asked:
-        """Wait for a step's metrics and write them; says what a process asked for.
-
-        All processes read the same values, and so come to the same end. The step took until the next one began, or
-        until now. Raises TrainingError for a loss or gradient norm that is not finite.
-        """
-        fetched = late.metrics.result()
-        seconds, loads, saves = fetched.pop("processes").view(-1, 3).unbind(dim=1)
-        values = {name: value.item() for name, value in fetched.items()}
-        self._seconds = (until or time.perf_counter()) - late.began
-        self._require_finite(late.step, values)
-        if self._writes:
-            memory = self._backend.memory()
-            peak = memory.peak_bytes if memory else None
-            row = self._meter.row(late.step, {**values, "lr": late.lr}, self._tokens, self._seconds, peak)
-            if late.step == self._first:
-                self._write_collectives()
-            if late.step == 1 or late.step % self._config.train.log_every == 0:
-                row["processes"] = processes_row(seconds.tolist(), loads.tolist())
-                log.info(self._meter.console_line(row, memory.limit_bytes if memory else None))
-            self._metrics.write(row)
-        return Asked(values["stop"] > 0, bool((saves > 0).any()))
-
-    def seen(self, requests: SaveRequests) -> Tensor:
-        """What this process tells all with the next step: float32 [3 * processes], zeros but for its own three.
-
-        Process 0's clock and its view of the run's folder decide for all.
-        """
-        index, count = self._backend.process.index, self._backend.process.count
-        memory = self._backend.memory()
-        save = index == 0 and requests.due
-        seen = torch.zeros(count, 3)
-        seen[index] = torch.tensor([self._seconds, memory.peak_bytes if memory else math.nan, float(save)])
-        return seen.flatten()
-
-    def _write_collectives(self) -> None:
-        """What a step sends, once the first of this process has run; left out where the engine doesn't tell."""
-        traffic = self._backend.collectives
-        if traffic is not None:
-            kinds = {kind: {"calls": one.calls, "bytes": one.bytes} for kind, one in traffic.items()}
-            self._events.write("collectives", **kinds)
-
-    def saved(self, finished: list[Saved]) -> None:
-        """Of checkpoints that were committed since the last call, and of those deleted after them."""
-        for one in finished if self._writes else ():
-            self._events.write(
-                "save",
-                step=one.step,
-                path=str(one.path),
-                seconds=one.seconds,
-                blocked_seconds=one.blocked_seconds,
-                removed=list(one.removed),
-            )
-            log.info("saved %s in %.1f s (%.1f s of the training)", one.path, one.seconds, one.blocked_seconds)
-
-    def stopped(self, step: int, reason: str | None) -> None:
-        reason = reason or "a signal to another process"
-        if self._writes:
-            self._events.write("stop", step=step, reason=reason)
-            write_text_atomically(self._folder / "STOPPED", json.dumps({"reason": reason, "step": step}) + "\n")
-            log.info("stopped after step %d on request (%s); the same command goes on from here", step, reason)
-
-    def _require_finite(self, step: int, values: dict[str, float]) -> None:
-        if math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"]):
-            return
-        if self._writes:
-            self._events.write("stop", step=step, reason="not finite", **values)
-        saved = committed_steps(_checkpoint_folder(self._config))
-        last = f"The last good checkpoint is {saved[0]}." if saved else "No checkpoint was saved before it."
-        raise TrainingError(
-            f"step {step}: expected a finite loss and gradient norm, found loss {values['loss']} and grad_norm "
-            f"{values['grad_norm']}.\n  {last} Lower optim.lr or clip harder (train.max_grad_norm), with\n"
-            "  checkpoint.allow='[optim.lr, train.max_grad_norm]', or look at the rows of this step."
-        )

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from portable_fsdp.config.load import check_batch, config_text, load_config, total_steps
-from portable_fsdp.config.schema import Config
+from portable_fsdp.config.schema import Config, Run
 from portable_fsdp.runtime.errors import ConfigError
 
 SMALL = """\
@@ -165,6 +165,30 @@ qqqq: 1
         "override 'checkpoint.export=[': checkpoint.export: expected YAML after `=`: "
         "expected the node content, but found '<stream end>'. Nothing was started.",
     ]
+
+
+@pytest.mark.parametrize(
+    ("override", "comment", "quoted"),
+    [
+        ("run.dir=runs/a #1", "#1", "runs/a #1"),
+        ("run.name=#1", "#1", "#1"),  # else null
+        ("run.name='a' # it's", "# it's", "''a'' # it''s"),
+        ("run={dir: runs/a} # mine", "# mine", "{dir: runs/a} # mine"),
+        ("run=dir: runs/a #1", "#1", "dir: runs/a #1"),
+        ("data.path=[a, # b\n c]", "# b", "[a, # b\n c]"),
+    ],
+)
+def test_an_override_loses_nothing_to_a_comment(tmp_path: Path, override: str, comment: str, quoted: str) -> None:
+    key = override.partition("=")[0]
+    assert message(write(tmp_path, SMALL), override) == (
+        f"override '{override}': {key}: expected a value without a YAML comment, found {comment!r}, which would "
+        f"count for nothing.\n  Leave it out, or quote the whole: \"{key}='{quoted}'\". Nothing was started."
+    )
+
+
+def test_a_quoted_number_sign_is_no_comment(tmp_path: Path) -> None:
+    assert small(tmp_path, "run.dir='runs/a #1'", "run.name=a#1").run == Run(dir="runs/a #1", name="a#1")
+    assert small(tmp_path, "run=dir: 'a: b'").run.dir == "a: b"
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,22 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
     "devices no number": ([*CPU, "--num_devices=abc"], ["--num_devices", "at least 1", "'abc'"]),
     "dir is a file": ([*CPU, "run.dir=short.txt"], ["run.dir", "found a file", "short.txt", "Set run.dir"]),
     "dir in a file": ([*CPU, "run.dir=short.txt/run"], ["run.dir", "found a file", "short.txt", "Set run.dir"]),
+    "dir in a store": (
+        [*CPU, "run.dir=s3://bucket/run"],
+        [
+            "run.dir: expected a local folder, found the URL 's3://bucket/run'",
+            "set checkpoint.dir",
+            "Nothing was started",
+        ],
+    ),
+    "checkpoints in memory": (
+        [*CPU, "checkpoint.dir=memory://run"],
+        ["checkpoint.dir: expected a folder or an object store, found 'memory://run'", "ends with it", "Set a folder"],
+    ),
+    "checkpoints in memory behind a cache": (
+        [*CPU, "checkpoint.dir=simplecache::memory://run"],
+        ["checkpoint.dir", "'simplecache::memory://run'", "Nothing was started"],
+    ),
     "resume missing": ([*CPU, "checkpoint.resume=nowhere"], ["checkpoint.resume", "auto, none, or", "nowhere"]),
 }
 

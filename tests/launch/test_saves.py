@@ -1,12 +1,17 @@
 """When a run saves, and what it goes on from: whole runs, in this process."""
 
+import threading
+import time
 from pathlib import Path
 
 import pytest
 from started import committed, launch, losses, tiny_config
 
+from portable_fsdp.checkpoint.format import Manifest
 from portable_fsdp.checkpoint.manager import Checkpoints
 from portable_fsdp.metrics.sinks import read_jsonl
+from portable_fsdp.runtime.errors import CheckpointError, TrainingError
+from portable_fsdp.train.records import Asked, InFlight, Records
 
 FLAGS = ("--device=cpu", "--config=tiny.yaml", "checkpoint.every=null")
 
@@ -28,6 +33,42 @@ def test_a_file_asks_for_a_save_now(folder: Path) -> None:
     assert launch(*FLAGS) == 0
     assert committed(folder / "run") == [2, 6]  # asked with step 1, known in step 2
     assert not (folder / "run" / "SAVE").exists()
+
+
+@pytest.mark.parametrize("place", ["folder", "link"])
+def test_what_is_no_plain_file_asks_for_nothing(place: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "run").mkdir()
+    request = folder / "run" / "SAVE"
+    request.mkdir() if place == "folder" else request.symlink_to(folder)
+    assert launch(*FLAGS) == 0
+    assert committed(folder / "run") == [6]
+    assert request.is_dir()
+    assert capsys.readouterr().err.count("SAVE: expected a plain file") == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_file_goes_when_the_save_in_the_background_is_committed(
+    fails: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commit is held until two further steps have run."""
+    commit, seen = Checkpoints._commit, list[bool]()
+
+    def late(self: Checkpoints, final: Path, attempt: str, manifest: Manifest) -> None:
+        if manifest.step == 2:
+            while len(losses(folder / "run")) < 4:
+                time.sleep(0.01)
+            seen.append((folder / "run" / "SAVE").exists())
+            if fails:
+                raise OSError("no commit today")
+        commit(self, final, attempt, manifest)
+
+    monkeypatch.setattr(Checkpoints, "_commit", late)
+    (folder / "run").mkdir()
+    (folder / "run" / "SAVE").touch()
+    assert launch(*FLAGS, "checkpoint.async_save=true") == (1 if fails else 0)
+    assert seen == [True]
+    assert (folder / "run" / "SAVE").exists() == fails
+    assert committed(folder / "run") == ([] if fails else [2, 6])  # one request, one save
 
 
 def test_minutes_ask_for_saves(folder: Path) -> None:
@@ -63,6 +104,43 @@ def test_a_failed_background_save_ends_the_run_at_the_next_step(
     assert "Traceback" not in said
     assert len(losses(folder / "run")) < 400
     assert committed(folder / "run") == []
+
+
+@pytest.mark.parametrize("ends_by", ["the next save", "a loss that is not finite"])
+def test_a_commit_has_its_event_also_where_the_run_then_fails(
+    ends_by: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commit of step 2 is held until the loop has no more occasion to ask for it."""
+    commit, begin, close, report = Checkpoints._commit, Checkpoints._begin, Checkpoints.close, Records.report
+    may_commit = threading.Event()
+
+    def late_commit(self: Checkpoints, final: Path, attempt: str, manifest: Manifest) -> None:
+        assert may_commit.wait(60)
+        commit(self, final, attempt, manifest)
+
+    def no_second_begin(self: Checkpoints, final: Path) -> str:
+        if final.name == "step-00000004":
+            raise CheckpointError("no such save today")
+        return begin(self, final)
+
+    def closed(self: Checkpoints) -> None:
+        may_commit.set()
+        close(self)
+
+    def reported(self: Records, late: InFlight, until: float | None = None) -> Asked:
+        if late.step == 4:
+            if ends_by != "the next save":
+                raise TrainingError("not finite")
+            may_commit.set()
+        return report(self, late, until)
+
+    monkeypatch.setattr(Checkpoints, "_commit", late_commit)
+    monkeypatch.setattr(Checkpoints, "_begin", no_second_begin)
+    monkeypatch.setattr(Checkpoints, "close", closed)
+    monkeypatch.setattr(Records, "report", reported)
+    assert launch(*FLAGS, "checkpoint.every=2", "checkpoint.async_save=true") == 1
+    assert committed(folder / "run") == [2]
+    assert [event["step"] for event in events(folder / "run", "save")] == [2]
 
 
 def test_events_say_what_a_resume_changed(folder: Path) -> None:

@@ -23,11 +23,13 @@ from small_models import (
     token_ids,
     whole_weight,
 )
+from transformers import AutoConfig
 
 from portable_fsdp.backends.base import parameter_places, rows_of_shard, whole
 from portable_fsdp.config.schema import Model, Precision
 from portable_fsdp.models import weights
 from portable_fsdp.models.build import BuiltModel, build_model
+from portable_fsdp.models.config_json import config_from_json
 from portable_fsdp.runtime.errors import ConfigError
 
 # --------------------------------------------------------------------------------------------------- architecture
@@ -44,6 +46,20 @@ def test_parameters_are_on_meta_and_buffers_are_transformers_own(name: str) -> N
     for fqn, buffer in expected.items():
         assert found[fqn].dtype == buffer.dtype
         assert torch.equal(found[fqn], buffer), fqn
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_config_survives_json(name: str) -> None:
+    """Mamba 2's time_step_limit is [0.0, inf], which JSON lacks."""
+    stored = json.loads(json.dumps(build(name).config, allow_nan=False))
+    architecture = dict(ARCHITECTURES[name])
+    expected = AutoConfig.for_model(architecture.pop("model_type"), **architecture).to_dict()
+    assert config_from_json(stored).to_dict() == expected
+    assert config_from_json(expected).to_dict() == expected  # manifests of before
+    assert name != "mamba2" or (stored["time_step_limit"][1], expected["time_step_limit"][1]) == (
+        {"__float__": "Infinity"},
+        math.inf,
+    )
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt"])

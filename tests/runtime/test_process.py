@@ -7,7 +7,7 @@ import time
 import pytest
 
 from portable_fsdp.runtime.errors import ConfigError
-from portable_fsdp.runtime.process import Launch, StopRequest, detect_launch
+from portable_fsdp.runtime.process import OUR_RUNS, Launch, StopRequest, detect_launch
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
 
@@ -99,3 +99,31 @@ def test_a_process_finishes_its_step() -> None:
         process.send_signal(signal.SIGTERM)
         assert output.read() == "SIGTERM\n"
     assert process.wait(timeout=30) == 0
+
+
+ASK_THE_KERNEL = """
+import ctypes, os
+from portable_fsdp.runtime.process import end_with_agent
+end_with_agent(os.environ)
+number = ctypes.c_int()
+ctypes.CDLL(None).prctl(2, ctypes.byref(number))  # PR_GET_PDEATHSIG
+print(number.value)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's own")
+@pytest.mark.parametrize(
+    ("run", "code", "said"),
+    [
+        (None, 0, "0"),  # a plain start: the shell that made it may end
+        ("some-id", 0, "9"),  # torchrun's worker
+        (f"{OUR_RUNS}{os.getpid()}", 0, "9"),  # our own
+        (f"{OUR_RUNS}1", -signal.SIGKILL, ""),  # whose agent ended while Python started
+    ],
+)
+def test_a_worker_ends_with_its_agent(run: str | None, code: int, said: str) -> None:
+    environ = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"}
+    if run is not None:
+        environ["TORCHELASTIC_RUN_ID"] = run
+    done = subprocess.run([sys.executable, "-c", ASK_THE_KERNEL], env=environ, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (code, said)

@@ -1,0 +1,105 @@
+"""One run a folder: a second start is refused, and no worker goes on after the process that started it."""
+
+import json
+import signal
+import socket
+from pathlib import Path
+
+import psutil
+import pytest
+from started import PYTHON, TORCHRUN, committed, launch, losses, started, tiny_config
+
+from portable_fsdp.metrics.sinks import read_jsonl
+from portable_fsdp.runtime.lock import LOCK_NAME
+
+LONG = ["train.steps=100000", "checkpoint.every=1", "checkpoint.keep=2", "train.log_every=100"]
+SEVERAL = [*PYTHON, "--device=cpu", "--backend=native", "--num_devices=2"]
+
+
+def has_saved(run: Path) -> bool:
+    return bool(committed(run))
+
+
+@pytest.mark.parametrize("command", [SEVERAL, [*TORCHRUN, "--device=cpu"]], ids=["several", "torchrun"])
+def test_workers_end_with_a_launcher_that_is_killed(command: list[str], tmp_path: Path) -> None:
+    arguments = [f"--config={tiny_config(tmp_path)}", *LONG]
+    run = tmp_path / "run"
+    with started([*command, *arguments], tmp_path) as process:
+        process.wait_until(lambda: has_saved(run))
+        workers = psutil.Process(process.pid).children(recursive=True)
+        assert len(workers) >= 2
+        try:
+            process.send(signal.SIGKILL)
+            process.wait()
+            assert psutil.wait_procs(workers, timeout=10)[1] == []
+        finally:
+            for worker in workers:
+                if worker.is_running():
+                    worker.kill()
+    last = committed(run)[-1]
+    assert launch("--device=cpu", *arguments, f"run.dir={run}", f"train.stop_at={last + 2}") == 0
+    assert len(losses(run)) == last + 2
+    assert not (run / LOCK_NAME).exists()
+
+
+def test_a_plain_start_goes_on_without_the_shell_that_made_it(tmp_path: Path) -> None:
+    """As with nohup, and under torchrun's variables too: `accelerate launch` and MPI wrappers set them as well."""
+    tiny_config(tmp_path)
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
+    words = [*PYTHON, "--device=cpu", "--config=tiny.yaml", "train.steps=60"]
+    with started(["bash", "-c", '"$@" & wait', "bash", *words], tmp_path, **variables) as shell:
+        shell.wait_until(lambda: bool(psutil.Process(shell.pid).children()))
+        [run] = psutil.Process(shell.pid).children()
+        try:
+            shell.wait_until(lambda: (tmp_path / "run/metrics.jsonl").exists())
+            shell.send(signal.SIGKILL)
+            shell.wait()
+            assert psutil.wait_procs([run], timeout=60)[1] == []
+        finally:
+            if run.is_running():
+                run.kill()
+    assert committed(tmp_path / "run")[-1] == 60
+
+
+def test_a_second_start_in_the_same_folder_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = [f"--config={tiny_config(tmp_path)}", *LONG, "checkpoint.every=100000"]
+    run = tmp_path / "run"
+    with started([*SEVERAL, *arguments], tmp_path) as first:
+        first.wait_until(lambda: (run / "metrics.jsonl").exists())
+        owner = json.loads((run / LOCK_NAME).read_text())
+        assert owner["host"] == socket.gethostname()
+        assert owner["pid"] in [child.pid for child in psutil.Process(first.pid).children(recursive=True)]
+        before = {path: path.stat().st_ino for path in run.rglob("*")}
+
+        assert launch("--device=cpu", *arguments) == 2
+        said = capsys.readouterr().err
+        assert "run.dir: expected a folder that no other run writes to: run\n" in said
+        assert f"process {owner['pid']} on host {owner['host']}" in said
+        assert "Traceback" not in said
+
+        with started([*SEVERAL, *arguments], tmp_path) as second:
+            assert second.wait() == 2, second.err
+            assert second.err.count("expected a folder that no other run writes to") == 1
+            assert "Traceback" not in second.err
+
+        assert {path: path.stat().st_ino for path in run.rglob("*")} == before
+        assert [row["event"] for row in read_jsonl(run / "events.jsonl")].count("start") == 1
+        first.send(signal.SIGTERM)  # what the message says: it saves
+        assert first.wait() == 143, first.err
+    assert not (run / LOCK_NAME).exists()
+    assert launch("--device=cpu", *arguments, f"train.stop_at={committed(run)[-1]}") == 0
+
+
+def test_the_lock_of_a_killed_run_is_free_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = [f"--config={tiny_config(tmp_path)}", *LONG]
+    with started([*SEVERAL, *arguments], tmp_path) as first:
+        first.wait_until(lambda: has_saved(tmp_path / "run"))
+        owner = json.loads((tmp_path / "run" / LOCK_NAME).read_text())["pid"]
+        first.kill()
+    assert (tmp_path / "run" / LOCK_NAME).exists()
+    assert not psutil.pid_exists(owner)
+    assert launch("--device=cpu", *arguments, f"train.stop_at={committed(tmp_path / 'run')[-1] + 1}") == 0

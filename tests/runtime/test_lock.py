@@ -1,0 +1,111 @@
+"""One run a folder."""
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.runtime.lock import LOCK_NAME, sole_run
+
+HOLDER = """
+import subprocess, sys, time
+from pathlib import Path
+from portable_fsdp.runtime.lock import sole_run
+with sole_run(Path(sys.argv[1])):
+    child = subprocess.Popen(["sleep", "1000"], close_fds=False)
+    print(child.pid, flush=True)
+    time.sleep(1000)
+"""
+
+
+def test_a_second_run_is_refused_and_told_whose_the_folder_is(tmp_path: Path) -> None:
+    with sole_run(tmp_path):
+        before = (tmp_path / LOCK_NAME).read_bytes()
+        with pytest.raises(ConfigError) as refused, sole_run(tmp_path):
+            pass
+        assert (tmp_path / LOCK_NAME).read_bytes() == before
+    said = str(refused.value)
+    assert f"run.dir: expected a folder that no other run writes to: {tmp_path}\n" in said
+    assert f"found one that process {os.getpid()} on host {socket.gethostname()} writes to since 20" in said
+    assert "or set run.dir to another folder. Nothing was started." in said
+
+
+def test_nothing_is_left_and_the_next_may_enter(tmp_path: Path) -> None:
+    for _ in range(2):
+        with sole_run(tmp_path / "deep/run"):
+            assert [path.name for path in (tmp_path / "deep/run").iterdir()] == [LOCK_NAME]
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_that_a_run_wrote_to_stay(tmp_path: Path) -> None:
+    with sole_run(tmp_path / "deep/run"):
+        (tmp_path / "deep/run/metrics.jsonl").touch()
+    assert sorted(tmp_path.rglob("*")) == [tmp_path / name for name in ("deep", "deep/run", "deep/run/metrics.jsonl")]
+
+
+def test_a_killed_owner_has_let_go_at_once_even_where_its_children_live(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        child = int(holder.stdout.readline())
+        try:
+            with pytest.raises(ConfigError, match=f"process {holder.pid} on host"), sole_run(tmp_path):
+                pass
+            holder.kill()
+            holder.wait()
+            assert json.loads((tmp_path / LOCK_NAME).read_text())["pid"] == holder.pid
+            with sole_run(tmp_path):
+                assert json.loads((tmp_path / LOCK_NAME).read_text())["pid"] == os.getpid()
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_lock_whose_file_was_deleted_meanwhile_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner ended, and deleted it, after it was opened here: whoever comes next would make another file."""
+    flock, calls = fcntl.flock, list[int]()
+
+    def late(descriptor: int, operation: int) -> None:
+        if not calls:
+            (tmp_path / LOCK_NAME).unlink()
+        calls.append(descriptor)
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with sole_run(tmp_path):
+        assert len(calls) == 2
+        assert json.loads((tmp_path / LOCK_NAME).read_text())["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize("number", [errno.ENOTSUP, errno.ENOLCK])
+def test_a_file_system_without_locks_gets_a_warning(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(logging.getLogger("portable_fsdp"), "propagate", True)
+    with sole_run(tmp_path):
+        pass
+    assert f"run.dir: {tmp_path}: this file system has no locks ({os.strerror(number)})" in caplog.text
+
+
+def test_a_folder_that_can_not_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    message = r"(?s)run\.dir: expected a folder .*file/run can't: Not a directory"
+    with pytest.raises(ConfigError, match=message), sole_run(tmp_path / "file/run"):
+        pass
+
+
+def test_something_else_under_the_locks_name(tmp_path: Path) -> None:
+    (tmp_path / LOCK_NAME).mkdir()
+    with pytest.raises(ConfigError, match=rf"found that .*{LOCK_NAME} can't: Is a directory"), sole_run(tmp_path):
+        pass
