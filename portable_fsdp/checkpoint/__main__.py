@@ -262,7 +262,9 @@ def _tokenizer(options: argparse.Namespace, manifest: Manifest) -> Callable[[Pat
         return None
     name = asked or manifest.config.get("data", {}).get("tokenizer")
     if name is None:
-        log.warning("exported without a tokenizer: an import doesn't know its own. Name one with --tokenizer PATH.")
+        log.warning(
+            "no tokenizer goes with it: the checkpoint names none, as that of an import. Take --tokenizer PATH."
+        )
     if name in (None, "none"):
         return None
     try:

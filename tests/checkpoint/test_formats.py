@@ -331,6 +331,26 @@ def test_a_single_file_has_the_dtype_asked_for_and_replaces_nothing(tmp_path: Pa
     assert [path.name for path in target.parent.iterdir()] == [target.name]
 
 
+@pytest.mark.parametrize("format", ["torch", "safetensors"])
+def test_of_two_exports_to_one_file_the_first_stands(tmp_path: Path, format: str) -> None:
+    model, optimizer = trained(TIED)
+    other, its_optimizer = trained(TIED, seed=1)
+    target = tmp_path / "m"
+    first = saved(tmp_path / "first", other, its_optimizer)
+    with Reader(saved(tmp_path / "second", model, optimizer)) as reader:
+
+        def export_the_other(_: int) -> None:
+            if not target.exists() and any(tmp_path.glob(".m.*")):
+                with Reader(first) as other_reader:
+                    load_export(format).export(other_reader, target, dtype=None, save_tokenizer=None, advance=_ignore)
+
+        with pytest.raises(CheckpointError, match="expected a new name, found something there"):
+            load_export(format).export(reader, target, dtype=None, save_tokenizer=None, advance=export_the_other)
+    loaded = load_file(target) if format == "safetensors" else torch.load(target, weights_only=True)
+    assert torch.equal(loaded["model.embed_tokens.weight"], other.state_dict()["model.embed_tokens.weight"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "m", "second"]
+
+
 def test_a_single_safetensors_file_is_imported(tmp_path: Path) -> None:
     model, _ = trained(MODELS["qwen3"])
     save_file(model.state_dict(), tmp_path / "m.safetensors")

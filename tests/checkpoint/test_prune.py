@@ -117,6 +117,16 @@ def test_a_killed_prune_leaves_nothing_that_blocks(tmp_path: Path, monkeypatch: 
     assert storage.names(folder / "checkpoints") == ["step-00000010", "step-00000020"]
 
 
+def test_what_may_be_a_save_at_work_is_not_removed(tmp_path: Path) -> None:
+    for step in (10, 20):
+        save_of(tmp_path, "one", step)
+    folder = tmp_path / "checkpoints"
+    for step, run in ((5, "one"), (6, "two"), (30, "one")):
+        commit.begin(folder / f"step-{step:08d}", run)
+    prune(folder, 1)
+    assert [name.partition(".")[0][-2:] for name in names(tmp_path)] == ["05", "06", "20", "30"]
+
+
 def test_nothing_is_deleted_for_a_newest_that_is_damaged(run: Path) -> None:
     shard = next((run / "checkpoints" / "step-00000040" / "model").iterdir())
     shard.write_bytes(shard.read_bytes()[:-1] + b"\x55")

@@ -31,7 +31,7 @@ from portable_fsdp.checkpoint.format import (
 from portable_fsdp.runtime.errors import CheckpointError
 
 _MAX_FILE_BYTES = 5_000_000_000
-_RUN = "import"  # whose debris it is
+_RUN = "import"  # whose debris it is: no run's, so that none removes what is still being written
 
 
 def import_checkpoint(
@@ -56,7 +56,7 @@ def import_checkpoint(
         max_file_bytes: a file is closed before it would grow beyond.
 
     Holds one tensor at a time in host memory, and what its format needs to make it (see there). Raises
-    `CheckpointError`; nothing is committed then.
+    `CheckpointError`, and in an object store what its client raises; nothing is committed then.
     """
     kind = detect(path) if name == "auto" else name
     model_config = None if config is None else config_of(config)
@@ -112,15 +112,15 @@ def _commit(final: Path, source: ForeignCheckpoint, kind: str, advance: Advance,
         index = _write(commit.temporary_of(final, attempt), attempt, source, advance, max_file_bytes)
         commit.commit(final, attempt, _manifest(source, kind, index), [])
     except BaseException:
-        _discard_uncommitted(final, attempt)
+        _discard_uncommitted(final, commit.temporary_of(final, attempt))
         raise
 
 
-def _discard_uncommitted(final: Path, attempt: str) -> None:
-    """In an object store what is written lies where it will be committed: there the commit decides."""
-    with suppress(Exception):  # a store that doesn't answer: the error that led here says so
-        if not is_committed(final):
-            commit.discard(commit.temporary_of(final, attempt))
+def _discard_uncommitted(final: Path, temporary: Path) -> None:
+    """In an object store they are one: there the commit decides."""
+    with suppress(Exception):  # storage that doesn't answer: the error that led here says so
+        if temporary != final or not is_committed(final):
+            commit.discard(temporary)
 
 
 def _manifest(source: ForeignCheckpoint, kind: str, index: Index) -> Manifest:
@@ -150,7 +150,7 @@ def _write(folder: Path, attempt: str, source: ForeignCheckpoint, advance: Advan
     for part in FOLDERS:
         below = {key: tensor for key, tensor in source.tensors.items() if folder_of(key) == part}
         for ordinal, keys in enumerate(groups(below, max_file_bytes)):
-            name = f"{part}/shard-00000-{ordinal:02d}.safetensors"
+            name = f"{part}/shard-00000-{ordinal:02d}-{attempt[:8]}.safetensors"  # see commit.py: no mixture in a store
             written = {key: below[key] for key in keys if size_of(below[key])}
             tensors.update({key: _placed(below[key], len(files)) for key in keys})
             if written:
