@@ -48,7 +48,6 @@ from portable_fsdp.runtime.errors import CheckpointError
 
 MARK = "attempt.json"
 _DELETED = "deleted"  # in the mark: this was a checkpoint
-PROBE = ".portable_fsdp-"  # begins the name of a file by which processes find that they share the folder
 _TEMPORARY = re.compile(r"step-\d{8,}\.tmp-[0-9a-f]{8}")
 
 
@@ -89,7 +88,7 @@ def begin(final: Path, run: str) -> str:
         if owner not in (run, None):
             raise CheckpointError(
                 f"checkpoint {final.name}: expected no other run at work in {final.parent}, found {path.name} of run\n"
-                f"  {owner!r}. Give each run a run.dir (or checkpoint.dir) of its own."
+                f"  {owner!r}. Give each run a run.dir (or checkpoint.dir) of its own, or delete it if that run has ended."
             )
         if owner == run or path == folder:
             discard(path)
@@ -106,8 +105,6 @@ def remove_debris(run_folder: Path, run: str) -> None:
         part_of_mark = storage.part_of(path / MARK).name
         if _is_debris(path) and (_owner(path) == run or set(storage.names(path)) <= {part_of_mark}):
             discard(path)
-        elif path.name.startswith(PROBE):
-            storage.remove(path)
     for path in committed_steps(run_folder):
         marks = {MARK, storage.part_of(path / MARK).name}.intersection(storage.names(path))
         if marks and run_of(path) == run:

@@ -42,7 +42,7 @@ DTYPE_BYTES = {
 
 _STEP_NAME = re.compile(r"step-(\d{8,})")
 _FILE_NAME = re.compile(r"(?:model|optimizer)/[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
-_MAX_ELEMENTS = 2**59  # strides and byte counts of anything below it fit 64 bits
+MAX_ELEMENTS = 2**59  # strides and byte counts of anything below it fit 64 bits
 _MAX_BYTES = 2**30  # of a manifest: that of a million pieces has 30 MB
 
 Dims = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=16)]
@@ -270,7 +270,7 @@ def _check_tensor(key: str, tensor: TensorEntry, in_model: NDArray[np.bool_], us
     """Adds the bytes of each piece to `used` of its file."""
     if tensor.dtype not in DTYPE_BYTES:
         raise ValueError(f"{key}: expected a dtype of {', '.join(DTYPE_BYTES)}; found {tensor.dtype!r}")
-    if math.prod(max(size, 1) for size in tensor.shape) > _MAX_ELEMENTS:
+    if math.prod(max(size, 1) for size in tensor.shape) > MAX_ELEMENTS:
         raise ValueError(f"{key}: expected at most 2**59 elements, found shape {list(tensor.shape)}")
     count, rank = len(tensor.files), len(tensor.shape)
     if not len(tensor.offsets) == len(tensor.sizes) == count * rank:

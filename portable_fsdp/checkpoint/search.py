@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from portable_fsdp.backends.base import Backend
-from portable_fsdp.checkpoint import commit, storage
+from portable_fsdp.checkpoint import storage
 from portable_fsdp.checkpoint.format import committed_steps, read_manifest, step_of
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.checkpoint.together import message_of, on_process_0, raise_together
@@ -14,6 +14,8 @@ from portable_fsdp.config import schema
 from portable_fsdp.runtime.errors import CheckpointError, StoreError
 
 log = logging.getLogger("portable_fsdp")
+
+_PROBE = ".portable_fsdp-"  # begins the name of a file by which processes find that they share the folder
 
 
 class Found(NamedTuple):
@@ -79,8 +81,11 @@ class Search:
         return next(path for path in (self._folder, *self._folder.absolute().parents) if path.exists())
 
     def _write_probe(self) -> str:
-        name = commit.PROBE + uuid.uuid4().hex
+        name = _PROBE + uuid.uuid4().hex
         try:
+            for old in storage.names(self._folder):
+                if old.startswith(_PROBE):  # of a start that was killed
+                    storage.remove(self._folder / old)
             storage.write(self._probed / name, [b""])
         except OSError as error:
             raise CheckpointError(

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from portable_fsdp.checkpoint import safetensors
 from portable_fsdp.checkpoint.foreign.base import Advance, say_nothing
-from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry, refuse_duplicates
+from portable_fsdp.checkpoint.format import DTYPE_BYTES, MAX_ELEMENTS, TensorEntry, refuse_duplicates
 from portable_fsdp.checkpoint.storage import Source
 from portable_fsdp.runtime.errors import CheckpointError
 
-_MAX_ELEMENTS = 2**59  # as of a manifest (format.py): what is read can be written
 _CHUNK_ELEMENTS = 1 << 20
 
 
@@ -46,7 +45,7 @@ def check_numbers(where: str, value: object, what: str = "a shape (at most 16 si
 def check_shape(where: str, shape: object) -> tuple[int, ...]:
     """`shape` as a tuple, if it is a list of sizes, and strides and bytes fit 64 bits. Raises `CheckpointError`."""
     sizes = check_numbers(where, shape)
-    if math.prod(max(size, 1) for size in sizes) > _MAX_ELEMENTS:
+    if math.prod(max(size, 1) for size in sizes) > MAX_ELEMENTS:  # as of a manifest: what is read can be written
         raise CheckpointError(f"{where}: expected at most 2**59 elements, found shape {list(sizes)}")
     return sizes
 
