@@ -88,7 +88,7 @@ def begin(final: Path, run: str) -> str:
         if owner not in (run, None):
             raise CheckpointError(
                 f"checkpoint {final.name}: expected no other run at work in {final.parent}, found {path.name} of run\n"
-                f"  {owner!r}. Give each run a run.dir (or checkpoint.dir) of its own, or delete it if that run has ended."
+                f"  {owner!r}. Give each run a run.dir (or checkpoint.dir) of its own; delete it if that one has ended."
             )
         if owner == run or path == folder:
             discard(path)

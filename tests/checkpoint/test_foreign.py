@@ -11,6 +11,7 @@ from plain_backend import PlainBackend, checkpoints, named_tensors
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from portable_fsdp.checkpoint.foreign.huggingface import export_huggingface
+from portable_fsdp.models.config_json import config_to_json
 from portable_fsdp.runtime.errors import CheckpointError
 
 SMALL: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 29}
@@ -18,6 +19,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {**SMALL, "model_type": "llama", "intermediate_size": 24, "num_key_value_heads": 2},
     "qwen3": {**SMALL, "model_type": "qwen3", "intermediate_size": 24, "num_key_value_heads": 2, "head_dim": 4},
     "gpt2": {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 4, "vocab_size": 29, "n_positions": 32},
+    # Its config holds an infinity, which JSON lacks.
+    "mamba2": {"model_type": "mamba2", "hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 29, "state_size": 4}
+    | {"num_heads": 4, "head_dim": 8, "expand": 2, "n_groups": 1, "chunk_size": 8},
 }
 
 
@@ -39,14 +43,14 @@ def save(folder: Path, model: Any, model_config: dict[str, Any] | None, step: in
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
     model = build(MODELS["llama"])
-    return save(tmp_path / "checkpoints", model, model.config.to_dict())
+    return save(tmp_path / "checkpoints", model, config_to_json(model.config))
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("name", MODELS)
 def test_an_export_opens_with_equal_weights(tmp_path: Path, name: str, tied: bool) -> None:
     model = build({**MODELS[name], "tie_word_embeddings": tied})
-    path = save(tmp_path / "checkpoints", model, model.config.to_dict())
+    path = save(tmp_path / "checkpoints", model, config_to_json(model.config))
     export_huggingface(path, tmp_path / "export", None)
 
     opened, report = cast(Any, AutoModelForCausalLM).from_pretrained(tmp_path / "export", output_loading_info=True)
@@ -98,7 +102,7 @@ def test_an_earlier_export_is_replaced_when_the_new_one_is_whole(tmp_path: Path,
     folder = tmp_path / "export"
     export_huggingface(llama, folder, None)
     model = build(MODELS["llama"], seed=1)
-    newer = save(tmp_path / "checkpoints", model, model.config.to_dict(), step=2)
+    newer = save(tmp_path / "checkpoints", model, config_to_json(model.config), step=2)
 
     def fail(_: Path) -> None:
         raise OSError("disk full")

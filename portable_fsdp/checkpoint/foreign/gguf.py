@@ -19,6 +19,7 @@ from portable_fsdp.checkpoint.foreign.names import config_object, import_transfo
 from portable_fsdp.checkpoint.foreign.streams import check_shape
 from portable_fsdp.checkpoint.format import TensorEntry
 from portable_fsdp.checkpoint.storage import require_regular
+from portable_fsdp.models.config_json import config_to_json
 from portable_fsdp.runtime.errors import CheckpointError
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -103,7 +104,7 @@ def _transformers_view(path: Path, reader: Any) -> tuple[dict[str, Any], Any, di
             model = transformers.AutoModelForCausalLM.from_config(config)
     except Exception as error:  # sizes that don't fit each other fail in many ways
         raise CheckpointError(f"{path}: its sizes don't make a model: {type(error).__name__}: {error}") from None
-    return config.to_dict(), processor, cast(Any, tables).get_gguf_hf_weights_map(model, processor)
+    return config_to_json(config), processor, cast(Any, tables).get_gguf_hf_weights_map(model, processor)
 
 
 def _hf_name(path: Path, names: dict[str, str], name: str) -> str:

@@ -14,6 +14,7 @@ from portable_fsdp.backends.base import persistent_buffers
 from portable_fsdp.checkpoint.foreign.base import ForeignCheckpoint
 from portable_fsdp.checkpoint.foreign.streams import byte_chunks, load_json
 from portable_fsdp.checkpoint.format import folder_of
+from portable_fsdp.models.config_json import config_from_json, config_to_json
 from portable_fsdp.runtime.errors import CheckpointError
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -53,9 +54,8 @@ def config_of(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file}: expected a config.json, found: {error}") from None
     transformers = import_transformers()
     try:
-        return transformers.AutoConfig.from_pretrained(
-            str(path), local_files_only=True, trust_remote_code=False
-        ).to_dict()
+        config = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        return config_to_json(config)
     except Exception as error:  # transformers validates with exceptions of many classes, all about this file
         raise CheckpointError(f"{path}: expected a config.json that transformers knows, found: {error}") from None
 
@@ -64,7 +64,8 @@ def config_object(model_config: Mapping[str, Any], where: str) -> Any:
     """transformers' config from a dict. Raises `CheckpointError`."""
     _check_layers(where, model_config)
     try:
-        return import_transformers().AutoConfig.for_model(**model_config)
+        import_transformers()
+        return config_from_json(model_config)
     except Exception as error:  # transformers validates with exceptions of many classes, all about these values
         raise CheckpointError(f"{where}: model_config: {error}") from None
 
