@@ -49,6 +49,7 @@ def run_suite(folder: Path, source: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*command, "-p", "no:cacheprovider", str(test)], cwd=folder, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LEAKS)
 def test_what_is_left_behind_fails_the_test(name: str, tmp_path: Path) -> None:
     source, message = LEAKS[name]

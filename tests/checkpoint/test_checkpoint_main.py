@@ -254,6 +254,7 @@ def test_a_store_that_fails_is_told_in_a_sentence(
         main(["list", "run"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["list", "verify"])
 @pytest.mark.parametrize("trouble", ["403", "500", "no credentials", "endpoint down"])
 def test_an_s3_that_refuses_is_told_in_a_sentence(
@@ -290,6 +291,7 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path, command: str) -> No
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["huggingface", "dcp", "torch", "safetensors"])
 def test_an_export_without_room_ends_with_2(tmp_path: Path, format: str) -> None:
     model = build(MODELS["llama"])

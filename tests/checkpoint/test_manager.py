@@ -535,6 +535,7 @@ def test_closing_lets_a_save_commit_whose_other_process_is_a_moment_late(tmp_pat
     assert names(tmp_path) == ["step-00000005"]
 
 
+@pytest.mark.slow
 def test_closing_ends_a_save_that_waits_for_a_process_that_is_gone(tmp_path: Path) -> None:
     opened = checkpoints(tmp_path, Alone(Part(0, 3)), {"async_save": True}, wait_s=600)
     opened.save(5, *small_model(seed=1), (0, 0))
