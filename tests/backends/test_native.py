@@ -289,7 +289,7 @@ def _at_scale(name: str, devices: int) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-c", script],
         cwd=Path(__file__).parent,
-        env={**os.environ, **launched, **where},
+        env={**os.environ, **launched, **where, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         timeout=250,
