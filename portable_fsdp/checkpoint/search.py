@@ -86,7 +86,7 @@ class Search:
             for old in storage.names(self._folder):
                 if old.startswith(_PROBE):  # of a start that was killed
                     storage.remove(self._folder / old)
-            storage.write(self._probed / name, [b""])
+            storage.write(self._probed / name, [b""], durable=False)
         except OSError as error:
             raise CheckpointError(
                 f"checkpoints in {self._folder}: expected a folder that can be written to, found: {error}\n"
