@@ -3,7 +3,7 @@
 import logging
 import uuid
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from portable_fsdp.backends.base import Backend
 from portable_fsdp.checkpoint import storage
@@ -135,7 +135,7 @@ class Search:
             return None
 
         saved = on_process_0(self._backend, f"checkpoints in {self._folder}", saved_resume)
-        return saved not in (None, "auto", "none") and _same(Path(str(saved)), resume)
+        return saved not in (None, "auto", "none") and _same(str(saved), resume)
 
     def _named(self, path: Path, own: list[Path]) -> Found:
         if not on_process_0(self._backend, f"checkpoint {path.name}", path.is_dir):
@@ -148,7 +148,7 @@ class Search:
         if reason is not None:
             raise CheckpointError(reason)
         weights_only = self._settings.load == "weights_only"
-        is_own = any(_same(one, str(path)) for one in own)
+        is_own = any(_same(str(one), str(path)) for one in own)
         step = on_process_0(self._backend, f"checkpoint {path.name}", lambda: read_manifest(path).step)
         begins_at = 0 if weights_only else step
         newest = next(iter(own), None)
@@ -197,5 +197,6 @@ class Search:
         return next((one for one in self._backend.gather(reason) if one is not None), None)
 
 
-def _same(path: Path, address: str) -> bool:
-    return cast(Any, storage.locate(str(path))).absolute() == cast(Any, storage.locate(address)).absolute()
+def _same(one: str, other: str) -> bool:
+    """Whether two addresses, paths or URLs, name one place."""
+    return storage.locate(one).absolute() == storage.locate(other).absolute()

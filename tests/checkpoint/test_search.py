@@ -3,12 +3,14 @@
 import errno
 import json
 import os
+import uuid
 from pathlib import Path
 from typing import Any
 
 import pytest
 from plain_backend import PlainBackend, checkpoints, in_processes, load, save_once, small_model
 
+from portable_fsdp.checkpoint import storage
 from portable_fsdp.checkpoint.manager import Checkpoints, Resumed
 from portable_fsdp.checkpoint.search import Found
 from portable_fsdp.runtime.errors import CheckpointError
@@ -49,6 +51,16 @@ def test_the_same_command_goes_on_with_the_runs_own(tmp_path: Path, how: str) ->
     save(tmp_path / "two", 7, **settings)
     again = resume(tmp_path / "two", **settings)
     assert (again.path, again.step, again.weights_only) == (tmp_path / "two" / "step-00000007", 7, False)
+
+
+def test_the_same_command_goes_on_where_an_url_was_named(tmp_path: Path) -> None:
+    store = storage.locate(f"memory://{uuid.uuid4().hex}")
+    try:
+        [path] = save(store / "one", 5)
+        save(tmp_path, 7, resume=str(path))
+        assert resume(tmp_path, resume=str(path)).step == 7
+    finally:
+        storage.remove(store)
 
 
 @pytest.mark.parametrize("how", ["all", "weights_only"])
