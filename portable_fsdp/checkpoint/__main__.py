@@ -20,7 +20,7 @@ import yaml
 
 from portable_fsdp.checkpoint import report
 from portable_fsdp.checkpoint.foreign import EXPORTS, FORMATS
-from portable_fsdp.checkpoint.format import MANIFEST, Manifest, committed_steps, is_committed, read_manifest
+from portable_fsdp.checkpoint.format import MANIFEST, Manifest, checkpoints_below, is_committed, read_manifest
 from portable_fsdp.checkpoint.storage import locate
 from portable_fsdp.runtime.errors import (
     EXIT_FAILED,
@@ -78,10 +78,8 @@ def resolve(path: Path) -> Path:
 
 def checkpoints_in(path: Path) -> list[Path]:
     """The checkpoints of a run, newest first, from the run's folder or its `checkpoints/`. Raises `CheckpointError`."""
-    for folder in (path / "checkpoints", path):
-        committed = committed_steps(folder)
-        if committed:
-            return committed
+    if found := checkpoints_below(path):
+        return found
     raise CheckpointError(f"{path}: expected a checkpoint (step-00000500) or a run's folder with one, found none")
 
 

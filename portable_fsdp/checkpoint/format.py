@@ -139,6 +139,11 @@ def committed_steps(run_folder: Path) -> list[Path]:
     return sorted(committed, key=lambda path: (step_of(path), path.name), reverse=True)
 
 
+def checkpoints_below(folder: Path) -> list[Path]:
+    """The committed checkpoints of a run, newest first, from the run's folder or its `checkpoints/`."""
+    return committed_steps(folder / "checkpoints") or committed_steps(folder)
+
+
 def is_committed(folder: Path) -> bool:
     """In an object store the manifest is the commit; a local folder bears its name since the commit."""
     return exists(folder / MANIFEST) if is_object_store(folder) else folder.is_dir()

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from portable_fsdp.backends.base import Backend
 from portable_fsdp.checkpoint import storage
-from portable_fsdp.checkpoint.format import committed_steps, read_manifest, step_of
+from portable_fsdp.checkpoint.format import MANIFEST, checkpoints_below, committed_steps, read_manifest, step_of
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.checkpoint.together import message_of, on_process_0, raise_together
 from portable_fsdp.config import schema
@@ -164,9 +164,9 @@ class Search:
         """Say what to name instead where the folder is that of a run."""
 
         def inside() -> str | None:
-            if storage.exists(path / "manifest.json"):
+            if storage.exists(path / MANIFEST):
                 return None
-            below = [*committed_steps(path), *committed_steps(path / "checkpoints")]
+            below = checkpoints_below(path)
             return str(below[0]) if below else None
 
         instead = on_process_0(self._backend, f"checkpoint {path.name}", inside)

@@ -135,17 +135,18 @@ def train(case: Case, stop_in: int | None = None) -> dict[str, Any]:
         }
 
 
+def _checkpoints(
+    folder: str, backend: Backend, config: Config, settings: schema.Checkpoint | None = None
+) -> Checkpoints:
+    return Checkpoints(folder, backend, config=config.model_dump(mode="json"), model_config={}, settings=settings)
+
+
 def write(case: Case, folder: str, at: int) -> dict[str, Any]:
     """Train to step `at`, save, and go on to the end."""
     backend, config = _open(case)
     with backend:
         run = Run(backend, config)
-        checkpoints = Checkpoints(
-            Path(folder),
-            backend,
-            config=config.model_dump(mode="json"),
-            model_config={},
-        )
+        checkpoints = _checkpoints(folder, backend, config)
         run.train(1, at)
         checkpoints.save(at, run.model, run.optimizer, (0, at * GLOBAL_BATCH))
         return {"state": run.state(), "metrics": run.train(at + 1, case.steps)}
@@ -158,12 +159,7 @@ def read(case: Case, folders: dict[str, str], at: int) -> dict[str, Any]:
     with backend:
         run = Run(backend, config)
         for writer, folder in folders.items():
-            checkpoints = Checkpoints(
-                Path(folder),
-                backend,
-                config=config.model_dump(mode="json"),
-                model_config={},
-            )
+            checkpoints = _checkpoints(folder, backend, config)
             found = checkpoints.find("auto")
             assert found is not None
             resumed = checkpoints.load(found, run.model, run.optimizer)
@@ -183,9 +179,7 @@ def save_by_instants(case: Case, folder: str, kept: str) -> dict[str, Any]:
     with backend:
         run = Run(backend, config)
         settings = schema.Checkpoint(keep=1, async_save=True)
-        checkpoints = Checkpoints(
-            Path(folder), backend, config=config.model_dump(mode="json"), model_config={}, settings=settings
-        )
+        checkpoints = _checkpoints(folder, backend, config, settings)
         states: dict[int, Pieces] = {}
         instants = Instants(Path(folder), Path(kept))
         for step in (1, 2):
@@ -205,13 +199,7 @@ def resume_each(case: Case, folders: list[str], expected: dict[int, dict[str, to
     with backend:
         run = Run(backend, config)
         for folder in folders:
-            checkpoints = Checkpoints(
-                Path(folder),
-                backend,
-                config=config.model_dump(mode="json"),
-                model_config={},
-                settings=schema.Checkpoint(keep=1),
-            )
+            checkpoints = _checkpoints(folder, backend, config, schema.Checkpoint(keep=1))
             whole = checkpoints.find("auto")
             assert whole is not None, folder
             resumed = checkpoints.load(whole, run.model, run.optimizer)
@@ -236,9 +224,7 @@ def save_untrained(case: Case, folder: str) -> None:
     backend, config = _open(case)
     with backend:
         run = Run(backend, config)
-        Checkpoints(Path(folder), backend, config=config.model_dump(mode="json"), model_config={}).save(
-            1, run.model, run.optimizer, (0, 0)
-        )
+        _checkpoints(folder, backend, config).save(1, run.model, run.optimizer, (0, 0))
 
 
 def memory_of_a_load(case: Case, folder: str) -> dict[str, int]:
@@ -247,7 +233,7 @@ def memory_of_a_load(case: Case, folder: str) -> dict[str, int]:
     with backend:
         before = anonymous()
         run = Run(backend, config)
-        checkpoints = Checkpoints(Path(folder), backend, config=config.model_dump(mode="json"), model_config={})
+        checkpoints = _checkpoints(folder, backend, config)
         found = checkpoints.find("auto")
         assert found is not None
         with Peak() as loading:

@@ -31,7 +31,9 @@ from portable_fsdp.backends.base import (
     TensorState,
     Traffic,
 )
+from portable_fsdp.checkpoint.format import TensorEntry
 from portable_fsdp.checkpoint.manager import Checkpoints, Resumed
+from portable_fsdp.checkpoint.store import entries_without_pieces
 from portable_fsdp.config.schema import Checkpoint as Settings
 
 T = TypeVar("T")
@@ -165,6 +167,11 @@ def small_model(seed: int, hidden: int = 7) -> tuple[nn.Module, torch.optim.Opti
     for tensor in named_tensors(model, optimizer).values():
         tensor.copy_(torch.randn(tensor.shape, generator=generator).to(tensor.dtype))
     return model, optimizer
+
+
+def what_is_written(state: dict[str, TensorState]) -> tuple[dict[str, TensorEntry], dict[str, list[Piece]]]:
+    """All tensors, and this process's pieces of them, as a save hands them to `write_pieces`."""
+    return entries_without_pieces(state), {key: one.pieces() for key, one in state.items()}
 
 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, bytes]:

@@ -246,7 +246,7 @@ def test_a_store_that_fails_is_told_in_a_sentence(
     def refuse(_: Path) -> list[Path]:
         raise NoCredentialsError("Unable to locate credentials")
 
-    monkeypatch.setattr("portable_fsdp.checkpoint.__main__.committed_steps", refuse)
+    monkeypatch.setattr("portable_fsdp.checkpoint.__main__.checkpoints_below", refuse)
     for command in ("list", "show", "verify"):
         assert main([command, "memory://run"]) == 2
         assert "found NoCredentialsError: Unable to locate credentials\n" in capsys.readouterr().err
@@ -277,7 +277,7 @@ def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:
     program = (
         "import signal, os, sys\nfrom portable_fsdp.checkpoint import __main__ as command\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background job ignores it
-        "command.committed_steps = lambda _: os.kill(os.getpid(), signal.SIGINT)\n"
+        "command.checkpoints_below = lambda _: os.kill(os.getpid(), signal.SIGINT)\n"
         f"sys.exit(command.main(['list', {str(tmp_path)!r}]))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -21,6 +21,7 @@ from plain_backend import (
     save_once,
     small_model,
     snapshot,
+    what_is_written,
 )
 
 from portable_fsdp.backends.base import Part, Piece, TensorState
@@ -28,7 +29,7 @@ from portable_fsdp.checkpoint import commit
 from portable_fsdp.checkpoint.background import Snapshot
 from portable_fsdp.checkpoint.format import step_folder
 from portable_fsdp.checkpoint.manager import Fingerprint, Found, Resumed, Saved
-from portable_fsdp.checkpoint.store import Reader, entries_without_pieces
+from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 
 
@@ -162,7 +163,7 @@ def test_a_straggler_of_an_earlier_attempt_finds_no_folder(tmp_path: Path) -> No
     old = checkpoints(tmp_path, straggler)
     attempt = commit.begin(final, "")
     state = straggler.state(*small_model(seed=4))
-    part = entries_without_pieces(state), {key: one.pieces() for key, one in state.items()}
+    part = what_is_written(state)
 
     def work(backend: PlainBackend) -> None:
         ours = checkpoints(tmp_path, backend)

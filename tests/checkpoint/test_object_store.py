@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from in_stores import OURS, at, expect_loaded, opened, save
-from plain_backend import PlainBackend, checkpoints, in_processes, load, small_model
+from plain_backend import PlainBackend, checkpoints, in_processes, load, small_model, what_is_written
 from s3_server import BUCKET, Fault, Faults, s3_server
 from s3fs import S3FileSystem
 
 from portable_fsdp.backends.base import Part
 from portable_fsdp.checkpoint import commit, storage
 from portable_fsdp.checkpoint.__main__ import main
-from portable_fsdp.checkpoint.store import entries_without_pieces
 from portable_fsdp.runtime.errors import CheckpointError
 
 pytestmark = pytest.mark.slow
@@ -118,7 +117,7 @@ def test_a_straggler_of_an_earlier_attempt_does_no_harm(url: str) -> None:
     old = opened(url, straggler)
     attempt = commit.begin(final, "ours")
     state = straggler.state(*small_model(seed=4))
-    part = entries_without_pieces(state), {key: one.pieces() for key, one in state.items()}
+    part = what_is_written(state)
 
     def work(backend: PlainBackend) -> None:
         ours = opened(url, backend)

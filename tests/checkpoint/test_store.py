@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from plain_backend import PlainBackend, named_tensors, save_once, small_model
+from plain_backend import PlainBackend, named_tensors, save_once, small_model, what_is_written
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -40,8 +40,7 @@ def whole(tensor: Tensor) -> TensorState:
 
 
 def write_part(folder: Path, state: dict[str, TensorState], process: int = 0) -> Index:
-    pieces = {key: one.pieces() for key, one in state.items()}
-    return write_pieces(folder, entries_without_pieces(state), pieces, process, "")
+    return write_pieces(folder, *what_is_written(state), process, "")
 
 
 def store(folder: Path, parts: list[dict[str, TensorState]]) -> Path:

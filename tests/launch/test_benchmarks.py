@@ -15,40 +15,36 @@ GPU = ROOT / "benchmarks" / "gpu.py"
 HAS_ACCELERATE = importlib.util.find_spec("accelerate") is not None  # without it transformers' Trainer is left out
 
 
-def test_loop_overhead_writes_its_table(tmp_path: Path) -> None:
-    out = tmp_path / "loop_overhead.json"
+def _on_two_processes(name: str, folder: Path, *flags: str) -> str:
+    """Run a benchmark under torchrun in `folder`; returns what it printed."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     finished = subprocess.run(
-        [*torchrun, str(ROOT / "benchmarks" / "loop_overhead.py"), "--pairs=2", f"--out={out}"],
-        cwd=tmp_path,
+        [*torchrun, str(ROOT / "benchmarks" / name), *flags],
+        cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=200,
     )
     assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+def test_loop_overhead_writes_its_table(tmp_path: Path) -> None:
+    out = tmp_path / "loop_overhead.json"
+    printed = _on_two_processes("loop_overhead.py", tmp_path, "--pairs=2", f"--out={out}")
     result = json.loads(out.read_text())
     assert result["pairs"] == 2
     assert result["config"]["processes"] == 2
     assert 3.5e6 < result["config"]["parameters"] < 4.5e6
     ratio = result["ratio"]
     assert 0 < ratio["low"] <= ratio["median"] <= ratio["high"]
-    assert "ratio " in finished.stdout
+    assert "ratio " in printed
 
 
 def test_checkpoints_of_all_ways_are_saved_and_loaded(tmp_path: Path) -> None:
     out = tmp_path / "checkpoints.json"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    flags = ["--layers=1", "--rounds=1", f"--folder={tmp_path}", f"--out={out}"]
-    finished = subprocess.run(
-        [*torchrun, str(ROOT / "benchmarks" / "checkpoints.py"), *flags],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert finished.returncode == 0, finished.stderr
+    _on_two_processes("checkpoints.py", tmp_path, "--layers=1", "--rounds=1", f"--folder={tmp_path}", f"--out={out}")
     result = json.loads(out.read_text())
     assert result["state_bytes"] > 2e8
     assert result["plan"]["pieces"] > 440_000

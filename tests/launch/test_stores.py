@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from in_stores import at, expect_loaded, opened, save
-from plain_backend import PlainBackend, load, small_model
+from plain_backend import PlainBackend, load, small_model, what_is_written
 from servers import fake_gcs, seaweedfs
 from started import PYTHON, launch, losses, started, tiny_config
 from torch import nn
@@ -22,7 +22,6 @@ from portable_fsdp.backends.base import Part
 from portable_fsdp.checkpoint import commit, storage
 from portable_fsdp.checkpoint.__main__ import main
 from portable_fsdp.checkpoint.format import committed_steps, step_of
-from portable_fsdp.checkpoint.store import entries_without_pieces
 from portable_fsdp.metrics.sinks import read_jsonl
 
 pytestmark = pytest.mark.slow
@@ -57,7 +56,7 @@ def test_two_processes_save_and_remove_what_an_unfinished_attempt_left(url: str)
     unfinished, one = at(url) / "step-00000002", PlainBackend(Part(1, 2))
     attempt = commit.begin(unfinished, "ours")
     state = one.state(*small_model(seed=2))
-    part = entries_without_pieces(state), {key: tensor.pieces() for key, tensor in state.items()}
+    part = what_is_written(state)
     opened(url, one)._write_part(unfinished, attempt, *part)
     assert len(list(unfinished.rglob("*-*"))) == 3
     for readers in (1, 2):
