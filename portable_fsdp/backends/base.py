@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import psutil
 import torch
@@ -25,8 +25,14 @@ Slices = tuple[slice, ...]
 Fill = Callable[[str, Slices], Tensor]
 """`fill(fqn, slices)` -> that piece of the initial weight, on the host, in the master dtype."""
 
-Read = Callable[[str, Slices], Tensor]
-"""`read(key, slices)` -> that piece of a saved tensor, on the host. Keys are those of `Backend.state`."""
+
+class Read(Protocol):
+    """That piece of a saved tensor, on the host. Keys are those of `Backend.state`."""
+
+    def __call__(self, key: str, slices: Slices, /, into: Tensor | None = None) -> Tensor:
+        """`into`: a host tensor of its shape and dtype that is filled; new memory without it."""
+        ...
+
 
 Batch = dict[str, Tensor]
 """Named tensors whose dimension 0 is rows of this process's data shard: `input_ids` and `labels` int64 [rows, seq]

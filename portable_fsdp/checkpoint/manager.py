@@ -305,9 +305,11 @@ class Checkpoints:
 def _zeros_for_the_rest(reader: Reader, expected: Mapping[str, TensorState]) -> Read:
     """Weights from the checkpoint, optimizer state as it begins."""
 
-    def read(key: str, slices: Slices) -> Tensor:
+    def read(key: str, slices: Slices, into: Tensor | None = None) -> Tensor:
         if folder_of(key) == "model":
-            return reader.read(key, slices)
+            return reader.read(key, slices, into)
+        if into is not None:
+            return into.zero_()
         return torch.zeros([s.stop - s.start for s in slices], dtype=expected[key].dtype)
 
     return read

@@ -88,10 +88,15 @@ def write(
 
 
 def chunks_of(tensor: Tensor) -> Iterator[memoryview]:
-    """Its bytes, some MiB at a time: they are in the cache when they have been hashed and are written."""
-    content = bytes_of(tensor.detach().cpu().contiguous())
-    for start in range(0, len(content), _CHUNK):
-        yield content[start : start + _CHUNK]
+    """Its bytes, some MiB at a time: they are in the cache when they have been hashed and are written.
+
+    Each is good until the next is asked for. Released then, else whoever still names the last one of a tensor would
+    hold all of it while the next tensor is read.
+    """
+    with bytes_of(tensor.detach().cpu().contiguous()) as content:
+        for start in range(0, len(content), _CHUNK):
+            with content[start : start + _CHUNK] as chunk:
+                yield chunk
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -18,7 +18,8 @@ from typing import Any, Self, cast
 from portable_fsdp.runtime.errors import CheckpointError, StoreError
 from portable_fsdp.runtime.files import sync_folder
 
-_UPLOAD_BYTES = 16 << 20  # of one part of a multipart upload: large enough to be few, small enough to hold
+_CHUNK_BYTES = 1 << 20  # of a local file, to read at a time: it is still in the processor's cache when it is used
+_UPLOAD_BYTES = 16 << 20  # of one part of a multipart upload, or of one download: large enough to be few
 
 
 def locate(address: str | Path) -> Path:
@@ -129,9 +130,10 @@ def write(path: Path, chunks: Iterable[bytes | memoryview], *, durable: bool = T
         descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, path.parent.stat().st_mode & 0o666)
         try:
             for chunk in chunks:
-                rest = memoryview(chunk)
-                while rest:
-                    rest = rest[os.write(descriptor, rest) :]
+                with memoryview(chunk) as content:
+                    written = 0
+                    while written < len(content):
+                        written += os.write(descriptor, content[written:])
             if durable:
                 os.fsync(descriptor)
         finally:
@@ -168,6 +170,8 @@ class Source:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._descriptor: int | None = None
+        # To read at a time, of a file that is read from end to end; in a store each is a request.
+        self.chunk_bytes = _UPLOAD_BYTES if is_object_store(path) else _CHUNK_BYTES
         if is_object_store(path):
             with _asked(path):
                 self.size = path.stat().st_size

@@ -33,7 +33,6 @@ from portable_fsdp.checkpoint.storage import Source, require_regular
 from portable_fsdp.checkpoint.tables import table
 from portable_fsdp.runtime.errors import CheckpointError
 
-_CHUNK_BYTES = 16 << 20  # of a file, hashed at a time
 _MAX_ROWS = 12  # of a table of what differs
 _MAX_OPEN = 64  # files at a time: a process may often open 1,024, and a checkpoint may have more
 
@@ -82,10 +81,11 @@ def write_pieces(
 
 def hash_file(path: Path, name: str) -> FileEntry:
     """Length and hash of what `path` holds now, under the name that it has in its checkpoint. Raises OSError."""
-    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK_BYTES))
+    digest = xxhash.xxh3_128()
     with Source(path) as source:
-        for start in range(0, source.size, _CHUNK_BYTES):
-            chunk = buffer[: min(_CHUNK_BYTES, source.size - start)]
+        buffer = memoryview(bytearray(source.chunk_bytes))
+        for start in range(0, source.size, len(buffer)):
+            chunk = buffer[: source.size - start]
             source.read_into(start, chunk)
             digest.update(chunk)
         return FileEntry(name=name, bytes=source.size, xxh3_128=digest.hexdigest())
@@ -170,8 +170,11 @@ class Reader:
             )
         )
 
-    def read(self, key: str, slices: Slices) -> Tensor:
-        """That slice of a tensor on the host, bit for bit, in the dtype that it was saved in."""
+    def read(self, key: str, slices: Slices, into: Tensor | None = None) -> Tensor:
+        """That slice of a tensor on the host, bit for bit, in the dtype that it was saved in.
+
+        `into`: where to put it, of its shape and dtype, on the host; new memory without it.
+        """
         tensor = self.manifest.tensors.get(key)
         if tensor is None:
             raise CheckpointError(f"checkpoint {self.folder.name}: expected a tensor {key}, found none")
@@ -179,7 +182,10 @@ class Reader:
             0 <= s.start <= s.stop <= size for s, size in zip(slices, tensor.shape, strict=True)
         ):
             raise IndexError(f"{key}: {slices} is no part of {list(tensor.shape)}")
-        result = torch.empty([s.stop - s.start for s in slices], dtype=getattr(torch, tensor.dtype))
+        shape = [s.stop - s.start for s in slices]
+        result = torch.empty(shape, dtype=getattr(torch, tensor.dtype)) if into is None else into
+        if list(result.shape) != shape or _name(result.dtype) != tensor.dtype:
+            raise TypeError(f"{key}: expected room for {tensor.dtype} {shape}, found {result.dtype} {result.shape}")
         if result.numel():
             for piece in touching(tensor, slices):
                 self._copy_overlap(key, piece, slices, result)

@@ -1,5 +1,6 @@
 """How much memory a process takes for a while, as the system sees it: without files that are mapped."""
 
+import gc
 import threading
 import time
 from pathlib import Path
@@ -19,6 +20,7 @@ class Peak:
     """A context manager: `before`, and the `most` bytes at any moment inside, read 2,000 times a second."""
 
     def __enter__(self) -> Self:
+        gc.collect()  # torch.save and others leave cycles: freed later, they would hide growth
         self.before = self.most = anonymous()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch)

@@ -12,9 +12,9 @@ from memory import RETURN_FREED_MEMORY
 pytestmark = pytest.mark.slow
 
 MIB = 2**20
-COUNT, ROWS = 12, 4 * MIB  # twelve tensors of 16 MiB: eleven of them are more than the bound
+COUNT, ROWS = 6, 12 * MIB  # six tensors of 48 MiB: two are more than the bound
 LARGEST = 4 * ROWS
-SLACK = 64 * MIB
+SLACK = 32 * MIB
 
 PROGRAM = """
 import json, sys

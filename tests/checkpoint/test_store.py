@@ -96,6 +96,12 @@ def test_slices_are_assembled_from_pieces_of_any_cut(tmp_path: Path) -> None:
             found = reader.read("w", (slice(a, b), slice(c, d)))
             assert found.shape == (b - a, d - c)
             assert bits(found) == bits(tensor[a:b, c:d])
+            around = torch.zeros(11, 7)
+            assert reader.read("w", (slice(a, b), slice(c, d)), around[a:b, c:d]).shape == found.shape
+            assert bits(around[a:b, c:d]) == bits(found)
+            assert around.count_nonzero() == found.count_nonzero()
+        with pytest.raises(TypeError, match="expected room for float32"):
+            reader.read("w", (slice(0, 2), slice(0, 7)), torch.zeros(7, 2))
 
 
 def test_only_files_that_hold_the_slice_are_opened(tmp_path: Path) -> None:

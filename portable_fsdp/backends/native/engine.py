@@ -217,8 +217,13 @@ class NativeBackend(Backend):
         with torch.no_grad():
             for key, tensor in _tensors(model, optimizer).items():
                 slices = self._slices(tensor)
-                if not _is_empty(slices):
-                    _local(tensor).copy_(read(key, slices))
+                if _is_empty(slices):
+                    continue
+                local = _local(tensor)
+                if local.device.type == "cpu":
+                    read(key, slices, local)
+                else:
+                    local.copy_(read(key, slices))
 
     @property
     def compilations(self) -> int:

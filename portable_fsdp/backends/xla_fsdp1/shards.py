@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.backends.base import Place, Read, Slices, whole
+from portable_fsdp.backends.base import Fill, Place, Slices, whole
 from portable_fsdp.runtime.errors import BackendError
 
 
@@ -47,11 +47,11 @@ class Shard:
                 yield span.fqn, box, slice(at - begin, at - begin + count)
                 at += count
 
-    def collect(self, read: Read, dtype: torch.dtype) -> Tensor:
-        """The shard as a host tensor, from the pieces that `read` gives."""
+    def collect(self, fill: Fill, dtype: torch.dtype) -> Tensor:
+        """The shard as a host tensor, from the pieces that `fill` gives."""
         flat = torch.zeros(self.parameter.numel(), dtype=dtype)
         for fqn, box, where in self.boxes():
-            flat[where] = read(fqn, box).flatten()
+            flat[where] = fill(fqn, box).flatten()
         return flat.view(self.parameter.shape)
 
 

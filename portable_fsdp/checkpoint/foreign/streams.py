@@ -99,14 +99,16 @@ def write_file(
 
 
 def byte_chunks(key: str, read: Callable[[str], Tensor], entry: TensorEntry) -> Iterator[memoryview]:
-    """The bytes of `read(key)` as `entry` wants them, a few MiB at a time."""
+    """The bytes of `read(key)` as `entry` wants them, a few MiB at a time; as `safetensors.chunks_of`."""
     tensor = read(key)
     if tuple(tensor.shape) != entry.shape:
         raise CheckpointError(f"{key}: expected {list(entry.shape)}, found {list(tensor.shape)} in the data")
     flat = tensor.reshape(-1)
     del tensor
     for start in range(0, flat.numel(), _CHUNK_ELEMENTS):
-        yield safetensors.bytes_of(converted(key, flat[start : start + _CHUNK_ELEMENTS], entry.dtype).contiguous())
+        part = converted(key, flat[start : start + _CHUNK_ELEMENTS], entry.dtype).contiguous()
+        with safetensors.bytes_of(part) as chunk:
+            yield chunk
 
 
 def converted(key: str, tensor: Tensor, dtype: str) -> Tensor:
