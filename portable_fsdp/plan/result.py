@@ -66,11 +66,49 @@ class Time(_Result):
     compute_s: float | None  # None: no peak known for this device and dtype
     memory_s: float | None
     links_s: dict[str, float]  # by link; those without a known bandwidth are left out
+    devices: int
     tokens_per_step: int  # of the global batch
-    model_flops_per_device: float  # of the model, without what is computed again
+    model_flops_per_device: float  # in a step, as the trainer counts them for MFU: all of attention, nothing twice
+    peak_flops: float | None  # of one device in the compute dtype, which MFU is a share of
 
     @property
     def bounds(self) -> dict[str, float]:
         """All that are known, by their names."""
         named = {"compute": self.compute_s, "memory": self.memory_s, **self.links_s}
         return {name: seconds for name, seconds in named.items() if seconds is not None}
+
+    @property
+    def seconds(self) -> float | None:
+        """No step is shorter: the greatest of the bounds, were all else hidden behind it; None: nothing is known."""
+        return max(self.bounds.values(), default=None)
+
+    @property
+    def binds(self) -> str | None:
+        """The name of the greatest bound."""
+        return max(self.bounds, key=self.bounds.__getitem__, default=None)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """At most, over all devices."""
+        return self.tokens_per_step / self.seconds if self.seconds else None
+
+    @property
+    def tokens_per_second_per_device(self) -> float | None:
+        return self.tokens_per_second / self.devices if self.tokens_per_second else None
+
+    @property
+    def mfu(self) -> float | None:
+        """At most, to be held against a run's `mfu`. It may exceed 1: MFU counts all of attention, the bound half."""
+        if not self.seconds or not self.peak_flops:
+            return None
+        return self.model_flops_per_device / self.seconds / self.peak_flops
+
+
+class Comparison(_Result):
+    """A measured run beside the bounds of its step."""
+
+    steps: int  # that were measured, without the first ones
+    seconds: float  # of a step, the median
+    tokens_per_second: float  # over all devices, at that median
+    mfu: float | None  # the median; None where the run knew none
+    ratio: float | None  # measured seconds over the bound's; under 1 the bound, or what was planned, is wrong
