@@ -74,3 +74,31 @@ class Time(_Result):
         """All that are known, by their names."""
         named = {"compute": self.compute_s, "memory": self.memory_s, **self.links_s}
         return {name: seconds for name, seconds in named.items() if seconds is not None}
+
+    @property
+    def seconds(self) -> float | None:
+        """No step can take less; None where nothing is known of the device."""
+        return max(self.bounds.values(), default=None)
+
+    @property
+    def binds(self) -> str | None:
+        """The name of the longest bound."""
+        return max(self.bounds, key=self.bounds.__getitem__, default=None)
+
+
+class Plan(_Result):
+    """A config on hardware that need not be there."""
+
+    schema_version: int = 1  # of what `--json` prints; a key that changes its meaning raises it
+    on: str  # as it was asked for: `v5p:2x2x4`
+    hardware: str  # in words: `16 TPU v5p chips of 4 hosts`
+    devices: int
+    backend: str  # the engine that would run there
+    settings: dict[str, str | int | float | bool | None]  # the keys of the config that a plan depends on most
+    parameters: int
+    memory: Memory
+    work: Work
+    time: Time
+    method: str  # how the figures came about, and what they don't cover
+    notes: tuple[str, ...] = ()
+    planned_in_s: float
