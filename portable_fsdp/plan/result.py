@@ -79,12 +79,12 @@ class Time(_Result):
 
     @property
     def seconds(self) -> float | None:
-        """No step is shorter: the greatest of the bounds, were all else hidden behind it; None: nothing is known."""
+        """No step can take less; None where nothing is known of the device."""
         return max(self.bounds.values(), default=None)
 
     @property
     def binds(self) -> str | None:
-        """The name of the greatest bound."""
+        """The name of the longest bound."""
         return max(self.bounds, key=self.bounds.__getitem__, default=None)
 
     @property
@@ -102,6 +102,24 @@ class Time(_Result):
         if not self.seconds or not self.peak_flops:
             return None
         return self.model_flops_per_device / self.seconds / self.peak_flops
+
+
+class Plan(_Result):
+    """A config on hardware that need not be there."""
+
+    schema_version: int = 1  # of what `--json` prints; a key that changes its meaning raises it
+    on: str  # as it was asked for: `v5p:2x2x4`
+    hardware: str  # in words: `16 TPU v5p chips of 4 hosts`
+    devices: int
+    backend: str  # the engine that would run there
+    settings: dict[str, str | int | float | bool | None]  # the keys of the config that a plan depends on most
+    parameters: int
+    memory: Memory
+    work: Work
+    time: Time
+    method: str  # how the figures came about, and what they don't cover
+    notes: tuple[str, ...] = ()
+    planned_in_s: float
 
 
 class Comparison(_Result):
