@@ -106,7 +106,9 @@ def draw(plans: Sequence[Plan], labels: Sequence[str], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     mpl.use("Agg")  # a file, no screen
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 1.5 + 0.45 * len(plans)), sharey=True, layout="constrained")
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(12, 1.5 + 0.45 * len(plans)), sharey=True, layout="constrained"
+    )
     parts = list(dict.fromkeys(part for plan in plans for part in plan.memory.parts))
     ends = [0.0] * len(plans)
     for part in parts:
