@@ -4,6 +4,9 @@ TORCH_LATEST := 2.13.0
 # Half of train.steps in configs/quickstart.yaml; tests/test_docs.py compares them.
 DEMO_HALF := 75
 
+# Two processes, a file of tests in one of them: its tests share workers. Proofs run one after the other.
+BY_FILE := -n 2 --dist loadfile
+
 RUN := .venv/bin/python
 LAUNCH_DEMO := $(RUN) -m portable_fsdp.launch --device=cpu --config=configs/quickstart.yaml
 LATEST := .venv-latest/bin/python
@@ -23,7 +26,7 @@ check: env  ## the fast part, about 90 s: format, lint, types, tests without tor
 	$(RUN) -m pytest -q -n 2 -m "not proof and not slow and not xla" --ignore=tests/backends --ignore=tests/launch --ignore=tests/plan
 
 test: env  ## the whole suite, but for the proofs
-	$(RUN) -m pytest
+	$(RUN) -m pytest $(BY_FILE)
 
 proof: env  ## what is too long for every commit
 	$(RUN) -m pytest -m proof
@@ -41,7 +44,7 @@ docs: env  ## writes docs/configuration.md from the config's schema
 env-latest: .venv-latest/.installed  ## the environment .venv-latest: the newest torch, no torch_xla
 
 test-latest: env-latest  ## the native tests with the newest torch
-	$(LATEST) -m pytest -m "not xla and not proof"
+	$(LATEST) -m pytest $(BY_FILE) -m "not xla and not proof"
 
 clean:  ## removes environments, caches and build products; keeps runs/
 	rm -rf .venv .venv-latest build dist portable_fsdp.egg-info .pytest_cache .ruff_cache

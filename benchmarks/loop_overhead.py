@@ -97,7 +97,7 @@ class OurStep:
         self._config, self._backend, self._training, self._batches = config, backend, training, batches
         self._stop = StopRequest()
         self._steps = cast(int, config.train.steps)
-        self._records = Records(config, backend, training.built, self._steps)
+        self._records = Records(config, backend, training.built, self._steps, last_saved=str)
         self._records.begin(0, None)
         self._requests = SaveRequests(Path(config.run.dir), None)
         self._step = 0

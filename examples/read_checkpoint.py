@@ -45,14 +45,23 @@ def read_piece(file: Path, key: str) -> NDArray[np.uint8]:
     return np.frombuffer(stored["data"], dtype=np.uint8).reshape(*stored["shape"], -1)
 
 
-def main() -> None:
+def main() -> int:
     folder = Path(sys.argv[1])
-    if len(sys.argv) > 2:
+    if not (folder / "manifest.json").exists():
+        print(f"{folder}: expected a checkpoint's folder (step-00000150), found no manifest.json", file=sys.stderr)
+        return 2
+    tensors = json.loads((folder / "manifest.json").read_text())["tensors"]
+    if len(sys.argv) == 2:
+        for key, tensor in tensors.items():
+            print(f"{key}  {tensor['dtype']} {tensor['shape']}")
+        return 0
+    try:
         print(read_tensor(folder, sys.argv[2]))
-        return
-    for key, tensor in json.loads((folder / "manifest.json").read_text())["tensors"].items():
-        print(f"{key}  {tensor['dtype']} {tensor['shape']}")
+    except KeyError as error:
+        print(f"{folder}: expected one of its {len(tensors)} tensors, found {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

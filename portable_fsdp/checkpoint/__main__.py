@@ -21,7 +21,7 @@ import yaml
 from portable_fsdp.checkpoint import report
 from portable_fsdp.checkpoint.foreign import EXPORTS, FORMATS
 from portable_fsdp.checkpoint.format import MANIFEST, Manifest, checkpoints_below, is_committed, read_manifest
-from portable_fsdp.checkpoint.storage import locate
+from portable_fsdp.checkpoint.storage import exists, locate
 from portable_fsdp.runtime.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
@@ -73,7 +73,7 @@ def _unanswered(urls: Sequence[str], error: Exception) -> str:
 
 def resolve(path: Path) -> Path:
     """A checkpoint's folder, from itself or from its run's. Raises `CheckpointError`."""
-    return path.resolve() if (path / MANIFEST).exists() else checkpoints_in(path)[0].resolve()
+    return path.resolve() if exists(path / MANIFEST) else checkpoints_in(path)[0].resolve()
 
 
 def checkpoints_in(path: Path) -> list[Path]:
@@ -121,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
         help="huggingface: the tokenizer's folder, or none; default: that of the run's config",
     )
     _add_import(add("import", _import, "make a checkpoint from a model in another format"))
-    prune = add("prune", _prune, "delete older checkpoints; no run may be writing there")
+    prune = add("prune", _prune, "delete older checkpoints")
     prune.add_argument("path", **run)
     prune.add_argument("--keep", type=_positive, required=True, metavar="N", help="the newest N of each run stay")
     prune.add_argument("--keep-every", type=_positive, metavar="K", help="steps that K divides stay too")

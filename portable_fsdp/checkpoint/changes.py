@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from portable_fsdp.checkpoint.format import Manifest, run_name
 from portable_fsdp.checkpoint.tables import table
-from portable_fsdp.config.describe import shortened
+from portable_fsdp.config.describe import default_of, shortened
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 
 _CURVE_SECTIONS = ("model", "data", "optim", "precision")
@@ -46,7 +46,7 @@ def differences(
     contents = (("data.rows", manifest.data.rows, rows), ("data.tokenizer", manifest.data.tokenizer, tokenizer))
     if all(old == new and old is not None for _, old, new in contents):
         found = [one for one in found if not one.name.startswith("data.")]
-    elif found or manifest.config:
+    else:
         known = {one.name for one in found}
         found += [
             Difference(name, old, new, True)
@@ -68,7 +68,8 @@ def require_allowed(found: Iterable[Difference], allow: Sequence[str], checkpoin
     raise CheckpointError(
         f"checkpoint {checkpoint}: expected the config of the run that saved it, found another:\n{shown}\n"
         f"  If you mean it, allow it by name: checkpoint.allow='[{names}]'.\n"
-        "  To start anew from its weights: checkpoint.load=weights_only. Nothing was started."
+        "  To start anew from its weights, name it, and a new folder: checkpoint.load=weights_only\n"
+        "  checkpoint.resume=FOLDER run.dir=ANOTHER. Nothing was started."
     )
 
 
@@ -90,14 +91,25 @@ def _covers(allowed: str, name: str) -> bool:
 
 
 def _config_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Of keys in sections that both have: what was added to the schema since has no saved value."""
+    """Key, saved value, present value. A key that one side doesn't have, of another release, has its default there."""
     return [
-        (f"{section}.{key}", saved[section].get(key), value)
-        for section, keys in now.items()
-        if isinstance(saved.get(section), dict) and isinstance(keys, dict) and section not in _NEVER_TOLD
-        for key, value in keys.items()
-        if f"{section}.{key}" not in _NEVER_TOLD and key in saved[section] and saved[section][key] != value
+        (f"{section}.{key}", old, new)
+        for section in dict.fromkeys([*now, *saved])
+        if section not in _NEVER_TOLD
+        for key in dict.fromkeys([*_keys(now, section), *_keys(saved, section)])
+        if f"{section}.{key}" not in _NEVER_TOLD
+        for old, new in [(_value(saved, section, key), _value(now, section, key))]
+        if old != new
     ]
+
+
+def _keys(config: Mapping[str, Any], section: str) -> Mapping[str, Any]:
+    keys = config.get(section)
+    return keys if isinstance(keys, dict) else {}
+
+
+def _value(config: Mapping[str, Any], section: str, key: str) -> Any:
+    return _keys(config, section).get(key, default_of(section, key))
 
 
 def _short(value: Any) -> str:

@@ -19,6 +19,7 @@ mark says whose it is, and goes last wherever something is deleted. An older che
 
 import itertools
 import json
+import logging
 import re
 import threading
 import time
@@ -31,6 +32,7 @@ from pydantic import Field
 from portable_fsdp.checkpoint import storage
 from portable_fsdp.checkpoint.format import (
     FOLDERS,
+    IMPORTED,
     MANIFEST,
     Entry,
     FileEntry,
@@ -41,10 +43,13 @@ from portable_fsdp.checkpoint.format import (
     describe,
     is_committed,
     manifest_text,
+    read_manifest,
     run_of,
     step_of,
 )
 from portable_fsdp.runtime.errors import CheckpointError
+
+log = logging.getLogger("portable_fsdp")
 
 MARK = "attempt.json"
 _DELETED = "deleted"  # in the mark: this was a checkpoint
@@ -84,19 +89,40 @@ def begin(final: Path, run: str) -> str:
     attempt = uuid.uuid4().hex
     folder = temporary_of(final, attempt)
     for path in unfinished(final):
-        owner = _owner(path)
-        if owner not in (run, None):
-            raise CheckpointError(
-                f"checkpoint {final.name}: expected no other run at work in {final.parent}, found {path.name} of run\n"
-                f"  {owner!r}. Give each run a run.dir (or checkpoint.dir) of its own; delete it if that one has ended."
-            )
-        if owner == run or path == folder:
+        if whose := _other(path, run):
+            if path == folder:  # there the other's manifest could come over ours
+                raise CheckpointError(_at_work(path, whose))
+            log.warning("%s", _at_work(path, whose))
+        elif _owner(path) == run or path == folder:
             discard(path)
     storage.make_folder(folder)
     _mark(folder, run, attempt)
     for name in FOLDERS:
         storage.make_folder(folder / name)
     return attempt
+
+
+def warn_of_others(run_folder: Path, run: str) -> None:
+    """Say in time what `begin` will refuse in an object store: steps that another run, or an import, has begun."""
+    if storage.is_object_store(run_folder):
+        for path in (run_folder / name for name in storage.names(run_folder)):
+            if _is_debris(path) and (whose := _other(path, run)):
+                log.warning("%s\n  A save of that step will be refused.", _at_work(path, whose))
+
+
+def _other(path: Path, run: str) -> str | None:
+    """Whose it is in words, if not that of `run`. Without a mark it is anybody's: it was killed before it wrote."""
+    owner = _owner(path)
+    if owner in (run, None):
+        return None
+    return "an import" if owner == IMPORTED else f"run {owner!r}" if owner else "a run without a name"
+
+
+def _at_work(path: Path, whose: str) -> str:
+    return (
+        f"checkpoints in {path.parent}: expected no other run at work there, found {path.name} of {whose}.\n"
+        f"  Give each run a run.dir (or checkpoint.dir) of its own. If that one has ended, delete {path}."
+    )
 
 
 def remove_debris(run_folder: Path, run: str) -> None:
@@ -107,9 +133,17 @@ def remove_debris(run_folder: Path, run: str) -> None:
             discard(path)
     for path in committed_steps(run_folder):
         marks = {MARK, storage.part_of(path / MARK).name}.intersection(storage.names(path))
-        if marks and run_of(path) == run:
+        if marks and _writer(path) == run:
             for name in marks:
                 storage.remove(path / name)
+
+
+def _writer(path: Path) -> str | None:
+    """The run that wrote a checkpoint; None where its manifest can't be read."""
+    try:
+        return run_of(read_manifest(path))
+    except CheckpointError:
+        return None
 
 
 def remove_half_deleted(run_folder: Path) -> None:
@@ -137,10 +171,15 @@ def collect(
     cancelled = cancelled or threading.Event()
     found: dict[int, Index] = {}
     deadline = time.monotonic() + wait_s
+    unanswered: Exception | None = None
     pause_s, longest_s = (0.1, 2.0) if storage.is_object_store(folder) else (0.001, 0.1)
     while True:
         for process in range(process_count):
-            index = None if process in found else _read_index(folder / _index_name(process, attempt))
+            index = None
+            try:
+                index = None if process in found else _read_index(folder / _index_name(process, attempt))
+            except OSError as error:  # storage may answer again
+                unanswered = error
             if index is not None and index.error is not None:
                 raise CheckpointError(f"checkpoint {folder.name}: process {process} could not write: {index.error}")
             if index is not None:
@@ -153,6 +192,7 @@ def collect(
                 f"checkpoint {folder.name}: expected an index file of each of {process_count} processes in {folder},\n"
                 f"  found none of process {missing} after {wait_s:.0f} s. Has it ended, or another folder before it?\n"
                 "  The checkpoints committed before are untouched."
+                + (f" The storage's last word: {unanswered}" if unanswered else "")
             )
         if cancelled.wait(pause_s):
             raise CheckpointError(f"checkpoint {folder.name}: given up before all processes had written it")
@@ -184,7 +224,7 @@ def set_aside(final: Path) -> None:
     """Make room at `final` without deleting: give what lies there a name that no reader takes. Only process 0."""
     aside = (final.with_name(f"{final.name}.damaged-{count}") for count in itertools.count(1))
     if storage.names(final):
-        storage.move(final, next(path for path in aside if not path.exists()))
+        storage.move(final, next(path for path in aside if not storage.names(path)))
 
 
 def commit(final: Path, attempt: str, manifest: Manifest, indexes: Sequence[Index]) -> None:
@@ -193,9 +233,10 @@ def commit(final: Path, attempt: str, manifest: Manifest, indexes: Sequence[Inde
     check_manifest(manifest, final.name)
     for index in indexes:
         storage.remove(folder / _index_name(index.process, attempt))
+    _require_files(folder, manifest)
     _write_text(folder / MANIFEST, manifest_text(manifest))
     if not storage.is_object_store(final):
-        _require_files(folder, manifest)
+        storage.require_regular(folder / MANIFEST, folder.name)
         for part in (*(folder / name for name in FOLDERS), folder):
             storage.sync(part)
         folder.rename(final)
@@ -207,13 +248,14 @@ def commit(final: Path, attempt: str, manifest: Manifest, indexes: Sequence[Inde
 def _require_files(folder: Path, manifest: Manifest) -> None:
     """All is there under its name, with its length. A rename that says that it was done, and wasn't, costs otherwise
     the older checkpoint that is deleted after this one's commit."""
-    storage.require_regular(folder / MANIFEST, folder.name)
+    sizes = {f"{part}/{name}": size for part in FOLDERS for name, size in storage.sizes(folder / part).items()}
     for file in manifest.files:
-        found = storage.require_regular(folder / file.name, folder.name)
+        found = sizes.get(file.name)
         if found != file.bytes:
             raise CheckpointError(
-                f"checkpoint {folder.name}: {file.name}: expected {file.bytes} bytes after it was written, "
-                f"found {found}.\n  The file system lost some. The checkpoints committed before are untouched."
+                f"checkpoint {folder.name}: {file.name}: expected {file.bytes} bytes after it was written, found "
+                f"{'no such file' if found is None else found}.\n"
+                "  The storage lost it, or somebody deleted it. The checkpoints committed before are untouched."
             )
 
 
@@ -278,8 +320,10 @@ def _index_name(process: int, attempt: str) -> str:
 
 
 def _read_index(path: Path) -> Index | None:
-    """None while there is none."""
+    """None while there is none. Raises OSError (StoreError too), CheckpointError for one that isn't as we write it."""
     try:
-        return Index.model_validate_json(path.read_bytes())
-    except (OSError, ValueError):
+        return Index.model_validate_json(storage.read(path))
+    except FileNotFoundError:
         return None
+    except ValueError as error:
+        raise CheckpointError(f"{path}: expected the index that a process of this run writes, found: {error}") from None

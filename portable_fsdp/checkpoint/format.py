@@ -24,6 +24,11 @@ from portable_fsdp.runtime.errors import CheckpointError
 MANIFEST = "manifest.json"
 FOLDERS = ("model", "optimizer")
 
+IMPORT = "import "
+"""Begins `written_by.backend` of what no run wrote; the format's name follows."""
+IMPORTED = "\timport"
+"""Whose an import is, instead of a run's name, which holds no tab: no run deletes it, nor what one has begun."""
+
 DTYPE_BYTES = {
     "float64": 8,
     "float32": 4,
@@ -164,12 +169,9 @@ def run_name(config: Mapping[str, Any]) -> str:
     return str((run.get("name") if isinstance(run, dict) else None) or "")
 
 
-def run_of(folder: Path) -> str | None:
-    """The name of the run that wrote a committed checkpoint, "" where it had none; None where it can't be read."""
-    try:
-        return run_name(read_manifest(folder).config)
-    except CheckpointError:
-        return None
+def run_of(manifest: Manifest) -> str:
+    """The name of the run that wrote a checkpoint, "" where it had none; IMPORTED for one that none wrote."""
+    return IMPORTED if manifest.written_by.backend.startswith(IMPORT) else run_name(manifest.config)
 
 
 def manifest_text(manifest: Manifest) -> str:

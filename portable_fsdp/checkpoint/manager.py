@@ -90,11 +90,11 @@ class Checkpoints:
         settings: schema.Checkpoint | None = None,
         data: Fingerprint | None = None,
         ties: Mapping[str, str] | None = None,
-        wait_s: float = 1800.0,
+        wait_s: float = 1200.0,
     ) -> None:
         """`folder`: a path or an URL. `config`: the resolved config, as JSON knows it. `model_config`: transformers'
         config as a dict, or None. `ties`: FQN -> first FQN of the same weight. `wait_s`: how long process 0 waits for
-        the others' files in a save.
+        the others' files in a save: less than a process group's timeout, which would end the run without the reason.
 
         Raises ConfigError for names in `checkpoint.allow` that mean nothing, CheckpointError for an URL of no store and
         for a config that JSON doesn't give back as it is.
@@ -115,7 +115,7 @@ class Checkpoints:
             portable_fsdp=__version__,
         )
         self._wait_s = wait_s
-        self._search = Search(self.folder, backend, self._settings)
+        self._search = Search(self.folder, backend, self._settings, self._run)
         self._has_saved = False
         self._own: dict[int, Path] | None = None  # on process 0: the run's own, whole when they were first seen
         self._background, self._snapshot = Background(), Snapshot()
@@ -136,16 +136,15 @@ class Checkpoints:
         self.wait()
         final = step_folder(self.folder, step)
         attempt = on_process_0(self._backend, f"checkpoint {final.name}", lambda: self._begin(final))
-        state = self._backend.state(model, optimizer)
-        manifest = self._manifest(step, position, state)
-        if self._settings.async_save:
-            pieces = self._snapshot.take(state)
-        else:
-            pieces = {key: one.pieces() for key, one in state.items()}
+        manifest, pieces = self._taken(step, position, model, optimizer)
         blocked = time.perf_counter() - began
 
         def work() -> None:
-            index = self._write_part(final, attempt, manifest.tensors, pieces)
+            try:
+                index = self._write_part(final, attempt, manifest.tensors, pieces)
+            except Exception as error:  # the others learn of it when they have waited: say it now
+                log.error("%s", message_of(f"checkpoint {final.name}", error))
+                raise
             if self._backend.process.index == 0:
                 self._commit(final, attempt, manifest)
                 removed = self._remove_outdated(final)
@@ -159,6 +158,24 @@ class Checkpoints:
         if not self._settings.async_save:
             self.wait()
         return final
+
+    def _taken(
+        self, step: int, position: tuple[int, int], model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[Manifest, dict[str, list[Piece]]]:
+        """What is to be written: of all processes, and this one's pieces. Raises on all what fails on one."""
+        failure: Exception | None = None
+        try:
+            state = self._backend.state(model, optimizer)
+            manifest = self._manifest(step, position, state)
+            if self._settings.async_save:
+                pieces = self._snapshot.take(state)
+            else:
+                pieces = {key: one.pieces() for key, one in state.items()}
+        except Exception as error:
+            failure = error
+        message = None if failure is None else message_of(f"checkpoint of step {step}", failure)
+        raise_together(self._backend, message, failure)
+        return manifest, pieces  # pyright: ignore[reportPossiblyUnboundVariable]  # else it was raised
 
     def wait(self) -> None:
         """Until the background save is committed; raises on all processes what it failed with on any of them."""
@@ -256,14 +273,14 @@ class Checkpoints:
     def _is_own(self, path: Path) -> bool:
         """Of this run's name, in this folder, and whole by its sizes."""
         is_link = not storage.is_object_store(path) and path.is_symlink()
-        if is_link or path.name in self._search.damaged or run_of(path) != self._run:
+        if is_link or path.name in self._search.damaged:
             return False
         try:
             with Reader(path) as reader:
                 reader.verify_sizes()
+                return run_of(reader.manifest) == self._run
         except CheckpointError:
             return False
-        return True
 
     # ------------------------------------------------------------------------------------------------------- load
 
@@ -280,7 +297,7 @@ class Checkpoints:
         """Overwrite model and optimizer with what was found, after checking that it is theirs.
 
         Raises `CheckpointError`, on all processes: other tensors, another config that `checkpoint.allow` doesn't name,
-        a file that can't be read.
+        a file that can't be read. What fails while tensors are read leaves both half overwritten: load again, or end.
         """
         weights_only = found.weights_only
         resumed: Resumed | None = None

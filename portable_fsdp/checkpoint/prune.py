@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from portable_fsdp.backends.base import Part
-from portable_fsdp.checkpoint import commit
-from portable_fsdp.checkpoint.format import MANIFEST, committed_steps, run_name
+from portable_fsdp.checkpoint import commit, storage
+from portable_fsdp.checkpoint.format import MANIFEST, committed_steps, run_of
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.runtime.errors import CheckpointError
 
@@ -20,7 +20,7 @@ class Pruned:
 
 
 def prune(folder: Path, keep: int, keep_every: int | None = None, *, dry_run: bool = False) -> Pruned:
-    """Delete older whole checkpoints directly below `folder`, of each run. Not while one writes there. One process.
+    """Delete older whole checkpoints directly below `folder`, of each run. One process.
 
     Each run (`run.name`) keeps its newest `keep`, and steps that `keep_every` divides. Whole: sizes are those of the
     manifest, and nothing else lies beside the files. The newest of each run is hashed first, and none is deleted if one
@@ -48,16 +48,8 @@ def prune(folder: Path, keep: int, keep_every: int | None = None, *, dry_run: bo
     if not dry_run:
         commit.remove_half_deleted(folder)
         for path in reversed(pruned.deleted):
-            _delete(path, outdated[path])
+            commit.delete(path, outdated[path])
     return pruned
-
-
-def _delete(path: Path, run: str) -> None:
-    if found := commit.unfinished(path):
-        raise CheckpointError(
-            f"prune: expected no {found[0]}, found one: does a run write there? Nothing more was done."
-        )
-    commit.delete(path, run)
 
 
 def _require_ours(path: Path) -> tuple[str, int, int]:
@@ -68,7 +60,8 @@ def _require_ours(path: Path) -> tuple[str, int, int]:
         reader.verify_sizes()
         manifest = reader.manifest
     found = {str(file.relative_to(path)) for file in path.rglob("*") if not file.is_dir()}
-    others = sorted(found - {file.name for file in manifest.files} - {MANIFEST, commit.MARK})
+    marks = {commit.MARK, storage.part_of(path / commit.MARK).name}  # of a deletion that was killed as it began
+    others = sorted(found - {file.name for file in manifest.files} - {MANIFEST} - marks)
     if others:
         raise CheckpointError(f"checkpoint {path.name}: expected the files of its manifest, found {others[0]} too")
-    return run_name(manifest.config), manifest.step, manifest.bytes
+    return run_of(manifest), manifest.step, manifest.bytes

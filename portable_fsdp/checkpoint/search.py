@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from. Every method of `Search` but the properties is collective."""
+"""Which checkpoint a run goes on from. All processes look together, and come to one verdict."""
 
 import logging
 import uuid
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from portable_fsdp.backends.base import Backend
-from portable_fsdp.checkpoint import storage
+from portable_fsdp.checkpoint import commit, storage
 from portable_fsdp.checkpoint.format import MANIFEST, checkpoints_below, committed_steps, read_manifest, step_of
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.checkpoint.together import message_of, on_process_0, raise_together
@@ -30,11 +30,12 @@ class Found(NamedTuple):
 class Search:
     """Looks among the checkpoints in `folder`, or at the one that the config names."""
 
-    def __init__(self, folder: Path, backend: Backend, settings: schema.Checkpoint) -> None:
+    def __init__(self, folder: Path, backend: Backend, settings: schema.Checkpoint, run: str) -> None:
         self.damaged: set[str] = set()  # names of those that were passed over
         self._folder = folder
         self._backend = backend
         self._settings = settings
+        self._run = run
 
     def find(self, resume: str) -> Found | None:
         """As `Checkpoints.find`."""
@@ -57,10 +58,11 @@ class Search:
     def _require_shared(self) -> None:
         """Refuse a folder that this process can't write to, or that is another one on another host; leaves nothing."""
         subject = f"checkpoints in {self._folder}"
-        probe = on_process_0(self._backend, subject, self._write_probe)
+        probed = self._probed
+        probe = on_process_0(self._backend, subject, lambda: self._write_probe(probed))
         message = None
         try:
-            if not storage.exists(self._probed / probe):
+            if not storage.exists(probed / probe):
                 message = (
                     f"{subject}: expected a folder that all processes share, found that process\n"
                     f"  {self._backend.process.index} doesn't see what process 0 writes there. Is it local to each "
@@ -71,7 +73,7 @@ class Search:
         try:
             raise_together(self._backend, message)
         finally:
-            on_process_0(self._backend, subject, lambda: storage.remove(self._probed / probe))
+            on_process_0(self._backend, subject, lambda: storage.remove(probed / probe))
 
     @property
     def _probed(self) -> Path:
@@ -80,13 +82,13 @@ class Search:
             return self._folder
         return next(path for path in (self._folder, *self._folder.absolute().parents) if path.exists())
 
-    def _write_probe(self) -> str:
+    def _write_probe(self, folder: Path) -> str:
         name = _PROBE + uuid.uuid4().hex
         try:
-            for old in storage.names(self._folder):
+            for old in storage.names(folder):
                 if old.startswith(_PROBE):  # of a start that was killed
-                    storage.remove(self._folder / old)
-            storage.write(self._probed / name, [b""], durable=False)
+                    storage.remove(folder / old)
+            storage.write(folder / name, [b""], durable=False)
         except OSError as error:
             raise CheckpointError(
                 f"checkpoints in {self._folder}: expected a folder that can be written to, found: {error}\n"
@@ -95,6 +97,7 @@ class Search:
         return name
 
     def _own(self) -> list[str]:
+        commit.warn_of_others(self._folder, self._run)
         return [path.name for path in committed_steps(self._folder)]
 
     # --------------------------------------------------------------------------------------------- the checkpoint
@@ -138,7 +141,8 @@ class Search:
         return saved not in (None, "auto", "none") and _same(str(saved), resume)
 
     def _named(self, path: Path, own: list[Path]) -> Found:
-        if not on_process_0(self._backend, f"checkpoint {path.name}", path.is_dir):
+        # Not `is_dir`: fsspec takes any error for a no.
+        if not on_process_0(self._backend, f"checkpoint {path.name}", lambda: bool(storage.names(path))):
             raise CheckpointError(
                 f"checkpoint.resume: expected auto, none, or a checkpoint's folder, found no such folder: {path}\n"
                 "  Name one of run.dir's, as runs/run/checkpoints/step-00000500. Nothing was started."
@@ -199,4 +203,7 @@ class Search:
 
 def _same(one: str, other: str) -> bool:
     """Whether two addresses, paths or URLs, name one place."""
-    return storage.locate(one).absolute() == storage.locate(other).absolute()
+    paths = storage.locate(one), storage.locate(other)
+    if any(storage.is_object_store(path) for path in paths):
+        return paths[0] == paths[1]
+    return paths[0].resolve() == paths[1].resolve()

@@ -57,11 +57,26 @@ def is_object_store(path: Path) -> bool:
 
 
 def names(folder: Path) -> list[str]:
-    """What lies directly in `folder`, sorted; nothing where it doesn't exist."""
+    """What lies directly in `folder`, sorted; nothing where it doesn't exist. Raises OSError, or a store's own."""
     try:
-        return sorted({path.name for path in folder.iterdir()})
+        if not is_object_store(folder):
+            return sorted(os.listdir(folder))
+        # Not `iterdir`: it asks `isdir` first, for which fsspec takes any error for a no.
+        keys: list[str] = _store(folder).ls(_key(folder), detail=False)
     except (FileNotFoundError, NotADirectoryError):
         return []
+    found = {key.rstrip("/").rpartition("/")[2] for key in keys if _below(key, folder)}
+    return sorted(found)
+
+
+def sizes(folder: Path) -> dict[str, int]:
+    """Name -> bytes of the plain files directly in `folder`; one listing in an object store."""
+    if not is_object_store(folder):
+        with suppress(FileNotFoundError), os.scandir(folder) as entries:
+            return {entry.name: entry.stat().st_size for entry in entries if entry.is_file(follow_symlinks=False)}
+        return {}
+    found: dict[str, dict[str, Any]] = _store(folder).find(_key(folder), detail=True)
+    return {key.rpartition("/")[2]: int(info["size"]) for key, info in found.items()}
 
 
 def exists(path: Path) -> bool:
@@ -252,6 +267,11 @@ def _tells_of_content(error: Exception) -> bool:
     """Of the file or its place, rather than of this moment (no descriptor left, a server away, no right to read)."""
     told = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EIO, errno.ENXIO}
     return not isinstance(error, OSError) or error.errno in told
+
+
+def _below(key: str, folder: Path) -> bool:
+    """Not the folder itself, which some stores keep as an empty object, and list."""
+    return key.strip("/") != _key(folder).strip("/")
 
 
 def _store(path: Path) -> Any:

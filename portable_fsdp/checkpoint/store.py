@@ -270,6 +270,15 @@ class Reader:
         )
 
 
+def dcp_metadata(offsets: Mapping[str, Sequence[int]]) -> dict[str, str]:
+    """For a file's header: where each tensor's piece begins, so that `dcp.load` with HuggingFaceStorageReader finds it.
+
+    As torch/distributed/checkpoint/filesystem.py writes it for HuggingFaceStorageWriter(save_distributed=True).
+    """
+    saved = {key: {"saved_offsets": list(offset)} for key, offset in offsets.items()}
+    return {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(saved)}
+
+
 def touching(tensor: TensorEntry, slices: Slices) -> list[Box]:
     """The pieces that hold some of `slices`."""
     count, rank = len(tensor.files), len(tensor.shape)
@@ -281,9 +290,7 @@ def touching(tensor: TensorEntry, slices: Slices) -> list[Box]:
 
 
 def _write_shard(folder: Path, name: str, pieces: Mapping[str, Piece], tensors: Mapping[str, TensorEntry]) -> FileEntry:
-    offsets = {key: {"saved_offsets": list(piece.offset)} for key, piece in pieces.items()}
-    # As torch/distributed/checkpoint/filesystem.py writes them for HuggingFaceStorageWriter(save_distributed=True).
-    metadata = {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
+    metadata = dcp_metadata({key: piece.offset for key, piece in pieces.items()})
     entries: dict[str, TensorEntry] = {}
     for key, piece in pieces.items():
         entries[key] = TensorEntry(shape=tuple(piece.data.shape), dtype=_name(piece.data.dtype))

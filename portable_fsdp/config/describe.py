@@ -36,6 +36,12 @@ def option_names() -> tuple[str, ...]:
     return tuple(key_name(key) for key, _ in fields() if len(key) == 2)
 
 
+def default_of(section: str, key: str) -> object:
+    """What a key has that nobody set, in plain values; None for a key that the schema doesn't know or that has none."""
+    info = dict(fields()).get((section, key))
+    return None if info is None or info.is_required() else _plain(info.get_default(call_default_factory=True))
+
+
 def yaml_value(value: object) -> str:
     """A value of the config as it could be typed after `key=`, on one line: `[LlamaDecoderLayer]`, `null`."""
     text = yaml.safe_dump(_plain(value), default_flow_style=True, allow_unicode=True, sort_keys=False, width=10**9)

@@ -33,7 +33,11 @@ class Run(Section):
     dir: str = Field(
         default="runs/run", description="local folder that everything this run writes goes to", min_length=1
     )
-    name: str | None = Field(default=None, description="a name for people; written into events.jsonl")
+    name: str | None = Field(
+        default=None,
+        description="a name for people, in events.jsonl and in checkpoints; of characters that print",
+        pattern=r"^[^\x00-\x1f\x7f]*$",
+    )
     seed: int = Field(default=0, ge=0, description="seeds the initial weights and the data order")
 
     @field_validator("dir")

@@ -22,6 +22,7 @@ from portable_fsdp.runtime.errors import ConfigError
 log = logging.getLogger("portable_fsdp")
 
 LOCK_NAME = ".lock"
+_ATTEMPTS = 10
 _NO_LOCKS_HERE = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS}
 
 
@@ -35,8 +36,7 @@ def sole_run(folder: Path) -> Generator[None]:
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = _locked(folder)
+        descriptor = _made_and_locked(folder)
     except OSError as error:
         _remove(made)
         raise ConfigError(
@@ -51,6 +51,15 @@ def sole_run(folder: Path) -> Generator[None]:
             (folder / LOCK_NAME).unlink()  # before the lock is given back: the next one makes its own
         os.close(descriptor)
         _remove(made)
+
+
+def _made_and_locked(folder: Path) -> int:
+    for _ in range(_ATTEMPTS):
+        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # one that made it has ended, and taken it away again
+            return _locked(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    return _locked(folder)
 
 
 def _locked(folder: Path) -> int:

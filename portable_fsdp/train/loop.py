@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from portable_fsdp.backends.base import Backend, Batch, ShardPolicy
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.checkpoint.foreign.huggingface import export_huggingface, require_replaceable
+from portable_fsdp.checkpoint.format import committed_steps
 from portable_fsdp.checkpoint.manager import Checkpoints, Fingerprint, Resumed
 from portable_fsdp.config.load import check_batch, total_steps
 from portable_fsdp.config.schema import Config
@@ -71,8 +72,8 @@ def _train(config: Config, engine: Backend, corpus: Corpus, steps: int, stop: St
     training = build(config, engine, corpus.tokenizer.vocab_size)
     with closing(_checkpoints(config, engine, training, corpus)) as checkpoints:
         resumed = _resume(config, training, checkpoints)
-        records = Records(config, engine, training.built, steps)
-        records.begin(resumed.step if resumed else 0, resumed)
+        records = Records(config, engine, training.built, steps, lambda: _last_saved(checkpoints))
+        _on_process_0(engine, lambda: records.begin(resumed.step if resumed else 0, resumed))
         requests = SaveRequests(Path(config.run.dir), config.checkpoint.every_minutes)
         run = _Run(config, engine, corpus, steps, training, checkpoints, records, requests, stop)
         with _commits_noted(run):
@@ -93,11 +94,11 @@ def _sole_run(config: Config, backend: Backend) -> Generator[None]:
 
 def _on_process_0(backend: Backend, work: Callable[[], None]) -> None:
     """What `work` refuses there is refused on all processes: other hosts need not see run.dir. *collective*"""
-    refusal: UsageError | None = None
+    refusal: UsageError | OSError | None = None
     if backend.process.index == 0:
         try:
             work()
-        except UsageError as error:
+        except (UsageError, OSError) as error:
             refusal = error
     refusal = backend.agree(refusal)
     if refusal is not None:
@@ -317,6 +318,16 @@ def _with_news(batch: Batch, news: _News) -> Batch:
     processes = torch.zeros(len(batch["tokens"]), len(news.seen))
     processes[0] = news.seen
     return {**batch, "stop": torch.full_like(batch["tokens"], float(news.stop)), "processes": processes}
+
+
+def _last_saved(checkpoints: Checkpoints) -> str:
+    """For the message of a run that ends by its own numbers: a background save may be under way."""
+    checkpoints.close()
+    try:
+        saved = committed_steps(checkpoints.folder)
+    except Exception as error:  # of a store, of many classes
+        return f"What is saved can't be told, since {checkpoints.folder} doesn't answer ({type(error).__name__})."
+    return f"The last good checkpoint is {saved[0]}." if saved else "No checkpoint was saved before it."
 
 
 def _export(config: Config, backend: Backend, corpus: Corpus, checkpoint: Path) -> None:

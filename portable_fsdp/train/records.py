@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +13,6 @@ import torch
 from torch import Tensor
 
 from portable_fsdp.backends.base import Backend, Pending
-from portable_fsdp.checkpoint.format import committed_steps
 from portable_fsdp.checkpoint.manager import Resumed, Saved
 from portable_fsdp.checkpoint.storage import locate
 from portable_fsdp.config.load import config_text
@@ -48,12 +48,16 @@ class Asked(NamedTuple):
 class Records:
     """What a run says of itself: metrics.jsonl, events.jsonl, config.yaml, the console. Process 0 writes."""
 
-    def __init__(self, config: Config, backend: Backend, built: BuiltModel, steps: int) -> None:
+    def __init__(
+        self, config: Config, backend: Backend, built: BuiltModel, steps: int, last_saved: Callable[[], str]
+    ) -> None:
+        """`last_saved()`: a sentence on the newest checkpoint, for the message that the run's numbers end it with."""
         size = built.size
         self._config = config
         self._backend = backend
         self._size = size
         self._steps = steps
+        self._last_saved = last_saved
         self._seconds = math.nan  # of the last step that ended
         self._folder = Path(config.run.dir)
         self._writes = backend.process.index == 0
@@ -186,11 +190,10 @@ class Records:
             return
         if self._writes:
             self._events.write("stop", step=step, reason="not finite", **values)
-        saved = committed_steps(checkpoint_folder(self._config))
-        last = f"The last good checkpoint is {saved[0]}." if saved else "No checkpoint was saved before it."
         raise TrainingError(
             f"step {step}: expected a finite loss and gradient norm, found loss {values['loss']} and grad_norm "
-            f"{values['grad_norm']}.\n  {last} Lower optim.lr or clip harder (train.max_grad_norm), with\n"
+            f"{values['grad_norm']}.\n  {self._last_saved()}\n"
+            "  Lower optim.lr or clip harder (train.max_grad_norm), with\n"
             "  checkpoint.allow='[optim.lr, train.max_grad_norm]', or look at the rows of this step."
         )
 

@@ -1,7 +1,9 @@
 """A checkpoint, exported, opens in transformers with the same weights."""
 
+import errno
 import itertools
 import json
+import os
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,7 +12,9 @@ import torch
 from plain_backend import PlainBackend, checkpoints, named_tensors
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from portable_fsdp.checkpoint import storage
 from portable_fsdp.checkpoint.foreign.huggingface import export_huggingface
+from portable_fsdp.checkpoint.foreign.target import new_file
 from portable_fsdp.models.config_json import config_to_json
 from portable_fsdp.runtime.errors import CheckpointError
 
@@ -205,3 +209,48 @@ def test_a_model_that_transformers_does_not_know(tmp_path: Path, model_config: d
 def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
     model = build({**MODELS["llama"], "tie_word_embeddings": True})
     assert "lm_head.weight" not in named_tensors(model, torch.optim.SGD(model.parameters()))
+
+
+def test_an_interrupted_file_leaves_nothing(tmp_path: Path) -> None:
+    def work() -> None:
+        with new_file(tmp_path / "m.safetensors") as path:
+            storage.part_of(path).touch()
+            path.touch()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_came_meanwhile_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = os.link
+
+    def late(source: Path, target: Path) -> None:
+        target.write_text("theirs")
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", late)
+    with pytest.raises(CheckpointError, match="expected a new name"), new_file(tmp_path / "m") as path:
+        path.write_text("ours")
+    assert [file.name for file in tmp_path.iterdir()] == ["m"]
+    assert (tmp_path / "m").read_text() == "theirs"
+
+
+def test_an_earlier_export_stays_where_the_new_one_cant_take_its_place(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export_huggingface(llama, tmp_path / "hub", None)
+    before = sorted(path.name for path in (tmp_path / "hub").iterdir())
+    rename = Path.rename
+
+    def full(self: Path, target: Path) -> Path:
+        if self.suffix == ".unfinished" and self.is_dir():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", full)
+    with pytest.raises(OSError, match="No space left"):
+        export_huggingface(llama, tmp_path / "hub", None)
+    assert sorted(path.name for path in (tmp_path / "hub").iterdir()) == before
+    assert not list(tmp_path.glob(".hub*"))

@@ -1,5 +1,6 @@
 """The manifest, the tiling check, and the commit."""
 
+import errno
 import itertools
 import json
 import random
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from portable_fsdp.checkpoint import commit, format
+from portable_fsdp.checkpoint import commit, format, storage
 from portable_fsdp.checkpoint.commit import Index
 from portable_fsdp.checkpoint.format import FileEntry, Manifest, TensorEntry
 from portable_fsdp.runtime.errors import CheckpointError
@@ -153,6 +154,19 @@ def test_an_index_of_an_earlier_attempt_is_not_taken(tmp_path: Path) -> None:
         commit.collect(tmp_path, "new", 1, wait_s=0.01)
     commit.write_index(tmp_path, Index(attempt="new", process=0))
     assert commit.collect(tmp_path, "new", 1, wait_s=0.01) == [Index(attempt="new", process=0)]
+
+
+def test_an_index_that_cant_be_read_ends_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "index-00000-new.json").write_text('{"attempt": "new", "process": 0, "unknown": 1}')
+    with pytest.raises(CheckpointError, match="expected the index that a process of this run writes"):
+        commit.collect(tmp_path, "new", 1, wait_s=600)
+
+    def away(path: Path) -> bytes:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(storage, "read", away)
+    with pytest.raises(CheckpointError, match=r"found none of process 0 after.*\n.*last word: .*Stale file handle"):
+        commit.collect(tmp_path, "new", 1, wait_s=0.01)
 
 
 def test_announcing_is_the_last_thing_a_process_does_in_the_folder(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -30,6 +30,7 @@ from portable_fsdp.checkpoint.background import Snapshot
 from portable_fsdp.checkpoint.format import step_folder
 from portable_fsdp.checkpoint.manager import Fingerprint, Found, Resumed, Saved
 from portable_fsdp.checkpoint.store import Reader
+from portable_fsdp.config import schema
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 
 
@@ -134,7 +135,9 @@ def test_a_folder_that_this_process_does_not_see_is_named(tmp_path: Path) -> Non
         checkpoints(tmp_path, alone).save(5, *small_model(seed=1), (0, 0))
 
 
-def test_the_first_save_removes_its_own_debris_and_nothing_else(tmp_path: Path) -> None:
+def test_the_first_save_removes_its_own_debris_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     save_once(tmp_path)
     for step, run in ((6, ""), (8, "another")):
         (tmp_path / f"step-0000000{step}.tmp-0a1b2c3d" / "model").mkdir(parents=True)
@@ -152,8 +155,9 @@ def test_the_first_save_removes_its_own_debris_and_nothing_else(tmp_path: Path) 
     opened.save(7, *small_model(seed=1), (0, 0))
     left = ["notes.tmp", "step-00000004.damaged-1", "step-00000005", "step-00000007"]
     assert names(tmp_path) == [*left, "step-00000007.tmp-0a1b2c3d", "step-00000008.tmp-0a1b2c3d"]
-    with pytest.raises(CheckpointError, match=r"expected no other run at work .*\n  'another'"):
-        opened.save(8, *small_model(seed=1), (0, 0))
+    opened.save(8, *small_model(seed=1), (0, 0))
+    assert "expected no other run at work there, found step-00000008.tmp-0a1b2c3d of run 'another'" in caplog.text
+    assert (tmp_path / "step-00000008.tmp-0a1b2c3d").is_dir()
 
 
 def test_a_straggler_of_an_earlier_attempt_finds_no_folder(tmp_path: Path) -> None:
@@ -330,7 +334,8 @@ def test_another_curve_is_refused_with_a_table_and_allowed_by_name(tmp_path: Pat
         "    optim.lr     0.1    0.2",
         "    train.steps  9      18",
         "  If you mean it, allow it by name: checkpoint.allow='[optim.lr, train.steps]'.",
-        "  To start anew from its weights: checkpoint.load=weights_only. Nothing was started.",
+        "  To start anew from its weights, name it, and a new folder: checkpoint.load=weights_only",
+        "  checkpoint.resume=FOLDER run.dir=ANOTHER. Nothing was started.",
     ]
     with pytest.raises(CheckpointError, match=r"allow='\[train\.steps\]'"):
         resumed_with(tmp_path, {"allow": ("optim",)}, config=other)
@@ -562,3 +567,29 @@ def flip_last_byte(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
+
+
+def test_a_key_that_one_side_lacks_has_its_default_there(tmp_path: Path) -> None:
+    """As between two releases, of which one doesn't know the key."""
+    save_with(tmp_path)
+    default = changed(optim={"betas": list(schema.Optim().betas)})
+    assert resumed_with(tmp_path, {}, config=default).changes == ()
+    with pytest.raises(CheckpointError, match=r"optim\.betas +\[0\.9, 0\.95\]  \[0\.5, 0\.5\]"):
+        resumed_with(tmp_path, {}, config=changed(optim={"betas": [0.5, 0.5]}))
+    with pytest.raises(CheckpointError, match=r"optim\.z_loss +null +5\.0"):
+        resumed_with(tmp_path, {}, config=changed(optim={"z_loss": 5.0}))
+
+
+def test_what_fails_on_one_process_before_the_write_is_said_on_all(tmp_path: Path) -> None:
+    def work(backend: PlainBackend) -> None:
+        ours = checkpoints(tmp_path, backend)
+        if backend.process.index == 1:
+            backend.state = fails  # type: ignore[method-assign]
+        ours.save(1, *small_model(seed=1), (0, 0))
+
+    def fails(*_: object) -> NoReturn:
+        raise MemoryError("no pinned memory")
+
+    results = in_processes(2, work)
+    assert {type(result) for result in results} == {CheckpointError}
+    assert "checkpoint of step 1: MemoryError: no pinned memory" in str(results[0])

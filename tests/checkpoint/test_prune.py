@@ -136,7 +136,12 @@ def test_nothing_is_deleted_for_a_newest_that_is_damaged(run: Path) -> None:
 
 
 def test_a_save_that_is_under_way_is_not_disturbed(run: Path) -> None:
-    (run / "checkpoints" / "step-00000030.tmp-0a1b2c3d").mkdir()
-    with pytest.raises(CheckpointError, match="does a run write there"):
-        prune(run / "checkpoints", 1)
-    assert names(run) == ["step-00000030", "step-00000030.tmp-0a1b2c3d", "step-00000040"]
+    commit.begin(run / "checkpoints" / "step-00000050", "")
+    prune(run / "checkpoints", 1)
+    assert [name.partition(".")[0] for name in names(run)] == ["step-00000040", "step-00000050"]
+
+
+def test_a_deletion_that_was_killed_as_it_began_is_done_again(run: Path) -> None:
+    (run / "checkpoints" / "step-00000010" / f"{commit.MARK}.part").touch()
+    prune(run / "checkpoints", 1)
+    assert names(run) == ["step-00000040"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from plain_backend import PlainBackend, checkpoints, in_processes, load, save_once, small_model
 
-from portable_fsdp.checkpoint import storage
+from portable_fsdp.checkpoint import commit, storage
 from portable_fsdp.checkpoint.manager import Checkpoints, Resumed
 from portable_fsdp.checkpoint.search import Found
 from portable_fsdp.runtime.errors import CheckpointError
@@ -142,3 +142,36 @@ def test_a_disk_that_gives_errors_is_damage(tmp_path: Path, monkeypatch: pytest.
     assert found is not None
     assert found.path.name == "step-00000005"
     assert "Input/output error" in found.passed_over[0]
+
+
+def test_one_place_by_two_names(tmp_path: Path) -> None:
+    [path] = save(tmp_path / "run", 5)
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    for spelled in (tmp_path / "link" / path.name, tmp_path / "run" / ".." / "run" / path.name):
+        assert resume(tmp_path / "run", resume=str(spelled)).step == 5
+
+
+def test_probes_of_killed_starts_go(tmp_path: Path) -> None:
+    (tmp_path / ".portable_fsdp-0a1b2c3d").touch()
+    opened(tmp_path / "run" / "checkpoints").find("auto")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_store_that_doesnt_answer_is_no_missing_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = storage.locate(f"memory://{uuid.uuid4().hex}")
+    ours = opened(store / "two")
+
+    def forbidden(path: str, *_: object, **__: object) -> list[object]:
+        raise PermissionError(errno.EACCES, "403 Forbidden", path)
+
+    monkeypatch.setattr(type(store.fs), "ls", forbidden)  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(CheckpointError, match="403 Forbidden"):
+        ours._search._named(store / "one" / "step-00000005", [])
+
+
+def test_an_attempt_of_another_run_in_a_store_is_told_before_the_first_step(caplog: pytest.LogCaptureFixture) -> None:
+    store = storage.locate(f"memory://{uuid.uuid4().hex}")
+    commit.begin(store / "step-00000007", "another")
+    assert opened(store, "ours").find("auto") is None
+    assert "found step-00000007 of run 'another'" in caplog.text
+    assert "A save of that step will be refused" in caplog.text

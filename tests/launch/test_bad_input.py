@@ -337,6 +337,16 @@ def test_bad_input_is_said_once(folder: Path) -> None:
     assert not (folder / "run").exists()
 
 
+def test_what_only_process_0_finds_ends_all_alike(folder: Path) -> None:
+    """metrics.jsonl is read by process 0; the others would wait for it in a collective."""
+    (folder / "run").mkdir()
+    (folder / "run" / "metrics.jsonl").write_text("hello\n")
+    with started([*PYTHON, *CPU, "--num_devices=2"], folder) as process:
+        assert process.wait() == 2
+    check_message(process.err)
+    assert process.err.count("metrics.jsonl") == 1, process.err
+
+
 @pytest.mark.xla
 def test_what_xla_can_not_do_is_said_at_once(folder: Path) -> None:
     options = ["memory.cpu_offload=true", "sharding.reshard_after_forward=2", "model.attention=sdpa"]
@@ -363,16 +373,19 @@ def test_batch_that_xlas_devices_do_not_divide(folder: Path) -> None:
 # ------------------------------------------------------------------------------------------------ not a number
 
 
-def test_loss_that_is_not_finite(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert launch(*CPU, "optim.lr=1e30", "train.max_grad_norm=null", "checkpoint.every=1") == 1
+@pytest.mark.parametrize("background", ["false", "true"])
+def test_loss_that_is_not_finite(folder: Path, capsys: pytest.CaptureFixture[str], background: str) -> None:
+    saving = ("checkpoint.every=1", f"checkpoint.async_save={background}")
+    assert launch(*CPU, "optim.lr=1e30", "train.max_grad_norm=null", *saving) == 1
     said = capsys.readouterr().err
     check_message(said)
     last = committed(folder / "run")[-1]
     assert last >= 1
     assert f"step {last + 1}: expected a finite loss and gradient norm" in said
     assert f"The last good checkpoint is run/checkpoints/step-{last:08d}." in said
-    event = read_jsonl(folder / "run/events.jsonl")[-1]
-    assert (event["event"], event["step"], event["reason"]) == ("stop", last + 1, "not finite")
+    # The last save's event may come after it: its commit was awaited.
+    [event] = [event for event in read_jsonl(folder / "run/events.jsonl") if event["event"] == "stop"]
+    assert (event["step"], event["reason"]) == (last + 1, "not finite")
     assert len(losses(folder / "run")) == last
     # The last good checkpoint is whole: a resume that reads every byte goes as far as the run did.
     assert launch(*CPU, f"train.stop_at={last}") == 2

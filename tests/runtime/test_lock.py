@@ -109,3 +109,20 @@ def test_something_else_under_the_locks_name(tmp_path: Path) -> None:
     (tmp_path / LOCK_NAME).mkdir()
     with pytest.raises(ConfigError, match=rf"found that .*{LOCK_NAME} can't: Is a directory"), sole_run(tmp_path):
         pass
+
+
+def test_a_folder_that_another_run_takes_away_meanwhile_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That run had made it, wrote nothing, and ended between the folder's making and the lock's."""
+    folder, real, calls = tmp_path / "run", os.open, list[int]()
+
+    def late(path: Path, *rest: int) -> int:
+        if not calls:
+            folder.rmdir()
+        calls.append(1)
+        return real(path, *rest)
+
+    monkeypatch.setattr(os, "open", late)
+    with sole_run(folder):
+        assert (folder / LOCK_NAME).exists()

@@ -1,11 +1,8 @@
 """An import: a foreign checkpoint, read a tensor at a time, becomes one of ours by the same commit as any save."""
 
-import json
-from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,6 +15,8 @@ from portable_fsdp.checkpoint.foreign.names import config_of, names_of, settle
 from portable_fsdp.checkpoint.foreign.streams import groups, size_of, write_file
 from portable_fsdp.checkpoint.format import (
     FOLDERS,
+    IMPORT,
+    IMPORTED,
     Data,
     FileEntry,
     Manifest,
@@ -28,10 +27,10 @@ from portable_fsdp.checkpoint.format import (
     is_committed,
     step_folder,
 )
+from portable_fsdp.checkpoint.store import dcp_metadata
 from portable_fsdp.runtime.errors import CheckpointError
 
 _MAX_FILE_BYTES = 5_000_000_000
-_RUN = "import"  # whose debris it is: no run's, so that none removes what is still being written
 
 
 def import_checkpoint(
@@ -106,8 +105,7 @@ def _commit(final: Path, source: ForeignCheckpoint, kind: str, advance: Advance,
         raise CheckpointError(
             f"import to {final}: expected no such step, found it committed. Name another run's folder."
         )
-    commit.remove_debris(final.parent, _RUN)
-    attempt = commit.begin(final, _RUN)
+    attempt = commit.begin(final, IMPORTED)
     try:
         index = _write(commit.temporary_of(final, attempt), attempt, source, advance, max_file_bytes)
         commit.commit(final, attempt, _manifest(source, kind, index), [])
@@ -134,7 +132,7 @@ def _manifest(source: ForeignCheckpoint, kind: str, index: Index) -> Manifest:
         ties=source.ties,
         written_by=WrittenBy(
             device="cpu",
-            backend=f"import {kind}",
+            backend=f"{IMPORT}{kind}",
             process_count=1,
             torch=str(torch.__version__),
             portable_fsdp=__version__,
@@ -154,7 +152,8 @@ def _write(folder: Path, attempt: str, source: ForeignCheckpoint, advance: Advan
             written = {key: below[key] for key in keys if size_of(below[key])}
             tensors.update({key: _placed(below[key], len(files)) for key in keys})
             if written:
-                done = write_file(folder / name, written, source.read, _whole_pieces(written), advance)
+                begins = {key: [0] * len(tensor.shape) for key, tensor in written.items()}
+                done = write_file(folder / name, written, source.read, dcp_metadata(begins), advance)
                 files.append(FileEntry(name=name, bytes=done.bytes, xxh3_128=done.xxh3_128))
         storage.sync(folder / part)
     return Index(attempt=attempt, process=0, files=tuple(files), tensors=tensors)
@@ -166,9 +165,3 @@ def _placed(tensor: TensorEntry, file: int) -> TensorEntry:
         return TensorEntry(shape=tensor.shape, dtype=tensor.dtype)
     offsets, sizes = [0] * len(tensor.shape), list(tensor.shape)
     return TensorEntry(shape=tensor.shape, dtype=tensor.dtype, files=[file], offsets=offsets, sizes=sizes)
-
-
-def _whole_pieces(tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
-    """As `store.py` writes it, for `dcp.load` with a HuggingFaceStorageReader."""
-    offsets: dict[str, Any] = {key: {"saved_offsets": [0] * len(tensor.shape)} for key, tensor in tensors.items()}
-    return {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from portable_fsdp.checkpoint import storage
 from portable_fsdp.checkpoint.format import Manifest
 from portable_fsdp.runtime.errors import CheckpointError
 from portable_fsdp.runtime.files import sync_folder, write_text_atomically
@@ -77,10 +78,10 @@ def new_file(file: Path) -> Generator[Path]:
         yield unfinished
         with unfinished.open("rb") as content:
             os.fsync(content.fileno())
-        require_new(file)
-        unfinished.rename(file)
+        _take_name(unfinished, file)
     finally:
-        unfinished.unlink(missing_ok=True)
+        for path in (unfinished, storage.part_of(unfinished)):
+            path.unlink(missing_ok=True)
     sync_folder(file.parent)
 
 
@@ -133,9 +134,20 @@ def _names(folder: Path) -> list[str]:
 def _hidden(target: Path, kind: str) -> Path:
     """A name beside the target that nobody else takes. Warns of what lies under such names."""
     for each in ("unfinished", "replaced"):
-        for left in sorted(target.parent.glob(f".{glob.escape(target.name)}.{'?' * _UNIQUE}.{each}")):
+        for left in sorted(target.parent.glob(f".{glob.escape(target.name)}.{'?' * _UNIQUE}.{each}*")):
             log.warning("%s: left by an export that was killed, or one is at work. Delete it if none is.", left)
     return target.with_name(f".{target.name}.{uuid.uuid4().hex[:_UNIQUE]}.{kind}")
+
+
+def _take_name(unfinished: Path, file: Path) -> None:
+    """Rename, never over a file that came there meanwhile, where the file system has hard links."""
+    try:
+        os.link(unfinished, file)
+    except FileExistsError:
+        require_new(file)
+    except OSError:
+        require_new(file)
+        unfinished.rename(file)
 
 
 def _replace(folder: Path, new: Path) -> None:
@@ -144,6 +156,11 @@ def _replace(folder: Path, new: Path) -> None:
     old = new.with_suffix(".replaced")
     if folder.exists():
         folder.rename(old)
-    new.rename(folder)
+    try:
+        new.rename(folder)
+    except OSError:
+        if old.exists() and not folder.exists():
+            old.rename(folder)
+        raise
     sync_folder(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
