@@ -1,10 +1,13 @@
 """A plan on a terminal, and as a picture."""
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
 from portable_fsdp.checkpoint.tables import table
-from portable_fsdp.plan.result import Memory, Plan, Time
+from portable_fsdp.plan.result import Comparison, Memory, Plan, Time
+from portable_fsdp.plan.sweep import Tried
+from portable_fsdp.runtime.errors import UsageError
 
 _BAR = 40  # characters
 _MOST_BUFFERS = 5
@@ -19,7 +22,7 @@ def text(plan: Plan) -> str:
         "",
         *_memory_lines(plan.memory),
         "",
-        *_time_lines(plan.time, plan.devices),
+        *_time_lines(plan.time),
         "",
         *(f"note: {note}" for note in plan.notes),
         f"{plan.method} Planned in {plan.planned_in_s:.0f} s.",
@@ -27,27 +30,35 @@ def text(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def sweep_text(plans: Sequence[Plan], keys: Sequence[str]) -> str:
+def sweep_text(tried: Sequence[Tried], keys: Sequence[str]) -> str:
     """A row for each plan, in their order; `keys` are the settings that differ."""
     rows = [(*keys, "GiB", "verdict", "tokens/s a device, at most", "bound by")]
-    for plan in plans:
-        rate = tokens_per_second(plan.time, plan.devices)
+    for one in tried:
+        if one.plan is None:
+            continue
+        memory, time = one.plan.memory, one.plan.time
+        rate = time.tokens_per_second_per_device
         rows.append(
             (
-                *(str(plan.settings[key]) for key in keys),
-                f"{plan.memory.peak_bytes / _GIB:.2f}",
-                plan.memory.verdict,
+                *(one.settings[key] for key in keys),
+                f"{memory.peak_bytes / _GIB:.2f}",
+                memory.verdict,
                 "unknown" if rate is None else f"{rate:,.0f}",
-                plan.time.binds or "unknown",
+                time.binds or "unknown",
             )
         )
     first = len(keys)
     return table(rows, right=(first, first + 2))
 
 
-def tokens_per_second(time: Time, devices: int) -> float | None:
-    """Of one device, at most; None where nothing bounds it."""
-    return None if not time.seconds else time.tokens_per_step / devices / time.seconds
+def comparison_text(found: Comparison) -> str:
+    """What a run took, beside what its plan says."""
+    ratio = "" if found.ratio is None else f", {found.ratio:.2f} times the bound"
+    mfu = "" if found.mfu is None else f", mfu {found.mfu:.1%}"
+    return (
+        f"measured over {found.steps} steps: {_seconds(found.seconds)} a step{ratio}; "
+        f"{found.tokens_per_second:,.0f} tokens a second in all{mfu}"
+    )
 
 
 def _memory_lines(memory: Memory) -> list[str]:
@@ -69,13 +80,14 @@ def _memory_lines(memory: Memory) -> list[str]:
     return lines
 
 
-def _time_lines(time: Time, devices: int) -> list[str]:
-    if time.seconds is None or time.binds is None:
+def _time_lines(time: Time) -> list[str]:
+    rate, each = time.tokens_per_second, time.tokens_per_second_per_device
+    if time.seconds is None or rate is None or each is None:
         return ["time of a step: no bound, since no peak and no bandwidth of this device is known"]
-    rate = time.tokens_per_step / time.seconds
+    mfu = "" if time.mfu is None else f"; mfu at most {time.mfu:.0%}"
     lines = [f"time of a step, at least: {_seconds(time.seconds)}, bound by {time.binds}"]
     lines.append("  " + ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in time.bounds.items()))
-    lines.append(f"  at most {rate / devices:,.0f} tokens a second on a device, {rate:,.0f} in all")
+    lines.append(f"  at most {each:,.0f} tokens a second on a device, {rate:,.0f} in all{mfu}")
     return lines
 
 
@@ -97,6 +109,15 @@ def _count(number: int) -> str:
     return str(number)
 
 
+def require_matplotlib() -> None:
+    """Raises UsageError where it isn't installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError(
+            "--save: expected the package matplotlib, found none installed.\n"
+            "  In a checkout of portable_fsdp: pip install '.[plan]'"
+        )
+
+
 def draw(plans: Sequence[Plan], labels: Sequence[str], path: Path) -> None:
     """Memory by part of each plan as stacked bars, with the devices' limit, and the tokens a second at most.
 
@@ -106,9 +127,7 @@ def draw(plans: Sequence[Plan], labels: Sequence[str], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     mpl.use("Agg")  # a file, no screen
-    figure, (left, right) = plt.subplots(
-        1, 2, figsize=(12, 1.5 + 0.45 * len(plans)), sharey=True, layout="constrained"
-    )
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 1.5 + 0.45 * len(plans)), sharey=True, layout="constrained")
     parts = list(dict.fromkeys(part for plan in plans for part in plan.memory.parts))
     ends = [0.0] * len(plans)
     for part in parts:
@@ -120,7 +139,7 @@ def draw(plans: Sequence[Plan], labels: Sequence[str], path: Path) -> None:
     left.invert_yaxis()
     left.set(xlabel="GiB of the fullest device (dashed: what a program may have)")
     left.legend(frameon=False, fontsize="small")
-    right.barh(labels, [tokens_per_second(plan.time, plan.devices) or 0.0 for plan in plans], color="0.6")
+    right.barh(labels, [plan.time.tokens_per_second_per_device or 0.0 for plan in plans], color="0.6")
     right.set(xlabel="tokens a second on a device, at most")
     figure.savefig(path, dpi=150)
     plt.close(figure)

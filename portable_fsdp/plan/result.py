@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, computed_field
 
 Verdict = Literal["fits", "fits by recomputing", "does not fit", "unknown"]
 
@@ -28,11 +28,13 @@ class Memory(_Result):
     biggest: tuple[Buffer, ...] = ()  # the largest first
     rematerialised: int = 0  # instructions that the compiler repeats by itself, because memory was short
 
+    @computed_field
     @property
     def peak_bytes(self) -> int:
         """What must fit at once."""
         return sum(self.parts.values())
 
+    @computed_field
     @property
     def verdict(self) -> Verdict:
         """Whether it fits; by recomputing: the compiler made it fit by itself, at the cost of time."""
@@ -68,38 +70,46 @@ class Time(_Result):
     links_s: dict[str, float]  # by link; those without a known bandwidth are left out
     devices: int
     tokens_per_step: int  # of the global batch
-    model_flops_per_device: float  # in a step, as the trainer counts them for MFU: all of attention, nothing twice
+    model_flops_per_device: (
+        float | None
+    )  # in a step, as the trainer counts them for MFU: all of attention, nothing twice
     peak_flops: float | None  # of one device in the compute dtype, which MFU is a share of
 
+    @computed_field
     @property
     def bounds(self) -> dict[str, float]:
         """All that are known, by their names."""
         named = {"compute": self.compute_s, "memory": self.memory_s, **self.links_s}
         return {name: seconds for name, seconds in named.items() if seconds is not None}
 
+    @computed_field
     @property
     def seconds(self) -> float | None:
         """No step can take less; None where nothing is known of the device."""
         return max(self.bounds.values(), default=None)
 
+    @computed_field
     @property
     def binds(self) -> str | None:
         """The name of the longest bound."""
         return max(self.bounds, key=self.bounds.__getitem__, default=None)
 
+    @computed_field
     @property
     def tokens_per_second(self) -> float | None:
         """At most, over all devices."""
         return self.tokens_per_step / self.seconds if self.seconds else None
 
+    @computed_field
     @property
     def tokens_per_second_per_device(self) -> float | None:
         return self.tokens_per_second / self.devices if self.tokens_per_second else None
 
+    @computed_field
     @property
     def mfu(self) -> float | None:
         """At most, to be held against a run's `mfu`. It may exceed 1: MFU counts all of attention, the bound half."""
-        if not self.seconds or not self.peak_flops:
+        if not self.seconds or not self.peak_flops or self.model_flops_per_device is None:
             return None
         return self.model_flops_per_device / self.seconds / self.peak_flops
 

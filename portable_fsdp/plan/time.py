@@ -56,7 +56,7 @@ class Step:
 
 
 def bound(
-    work: Work, target: Target, *, tokens_per_step: int, model_flops_per_device: float, compute: str = "bfloat16"
+    work: Work, target: Target, *, tokens_per_step: int, model_flops_per_device: float | None, compute: str = "bfloat16"
 ) -> Time:
     """The bounds of a step that does `work` on each device of `target`.
 
