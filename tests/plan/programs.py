@@ -1,21 +1,22 @@
-"""Train steps compiled for TPU slices; each is traced in a process of its own, as `plan.tpu.trace` asks.
+"""Train steps compiled for TPU slices.
 
 `python tests/plan/programs.py` compiles all of CASES, writes benchmarks/results/tpu_programs.json, and prints the table
 that docs/tpu_programs.md shows. It needs the extra `tpu`, and no TPU.
 """
 
 import json
-import multiprocessing
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from portable_fsdp.config.schema import Config
+from portable_fsdp.plan.tpu import compile_for, trace_apart
+from portable_fsdp.plan.tpu_program import Program as TracedProgram
+from portable_fsdp.plan.tpu_read import Compiled
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "tpu_programs.json"
-DEVICES = {"v6e:2x4": 8, "v5p:2x2x4": 16}
+DEVICES = {"v6e:2x4": 8, "v5p:2x2x4": 16, "v5e:4x4": 16, "v4:2x2x4": 16, "v6e:4x4": 16}  # of a slice
 GIBIBYTE = 2**30
 
 SMALL = {
@@ -49,10 +50,15 @@ class Program:
     reduce: str = "auto"
     accumulation: int = 1
     optimizer: str = "adamw"
+    slices: int = 1
+
+    @property
+    def devices(self) -> int:
+        return self.slices * DEVICES[self.slice]
 
     @property
     def config(self) -> Config:
-        devices = DEVICES[self.slice]
+        devices = self.devices
         architecture: dict[str, Any] = {"model_type": "llama", "max_position_embeddings": 8192, **SIZES[self.size]}
         if self.layers is not None:
             architecture["num_hidden_layers"] = self.layers
@@ -103,7 +109,8 @@ STRATEGIES = [
 FLOAT32 = Program("small", "v6e:2x4", modules=("*norm*", "lm_head"))
 SUMMED = Program("small", "v6e:2x4", modules=("*norm*",), reduce="float32")
 SUMMED_2B = [
-    Program("2b", slice_, 1536, checkpointing="full", modules=("*norm*",), reduce="float32") for slice_ in DEVICES
+    Program("2b", slice_, 1536, checkpointing="full", modules=("*norm*",), reduce="float32")
+    for slice_ in ("v6e:2x4", "v5p:2x2x4")
 ]
 PLAIN = [Program("2b", "v5p:2x2x4", 1536, checkpointing=how) for how in ("none", "full")]
 PLAIN_V6E = [Program("2b", "v6e:2x4", 1536, checkpointing=how) for how in ("none", "full")]
@@ -114,24 +121,21 @@ SCAN_SGD = [replace(program, optimizer="sgd") for program in SCAN]
 CASES = [*STRATEGIES, FLOAT32, SUMMED, *SUMMED_2B, *PLAIN, *PLAIN_V6E, *FLASH, *SHALLOW, *SCAN, *SCAN_SGD]
 
 
-def traced(config: Config, devices: int) -> Any:
-    """`plan.tpu.trace` in a new process."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_trace, config, devices).result()
+def traced(program: Program) -> dict[str, TracedProgram]:
+    return trace_apart(program.config, program.devices)
 
 
-def _trace(config: Config, devices: int) -> Any:
-    from portable_fsdp.plan.tpu import trace
+def compiled(program: Program, *, generate_code: bool = False) -> Compiled:
+    """What the TPU compiler makes of a step that is one program."""
+    step = traced(program)["train_step"]
+    return compile_for(step, program.slice, slices=program.slices, generate_code=generate_code)
 
-    return trace(config, devices)
+
+FIGURES = ("argument_bytes", "temporary_bytes", "output_bytes", "collectives", "matmul_flops", "rematerialised")
 
 
-def compiled(program: Program, *, generate_code: bool = False) -> Any:
-    """What the TPU compiler makes of the step, as `plan.tpu.Compiled`."""
-    from portable_fsdp.plan.tpu import compile_for
-
-    step = traced(program.config, DEVICES[program.slice])["train_step"]
-    return compile_for(step, program.slice, generate_code=generate_code)
+def figures(found: Compiled) -> dict[str, Any]:
+    return {key: value for key, value in asdict(found).items() if key in (*FIGURES, "slice", "compile_s")}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -167,7 +171,7 @@ def sum_of(collectives: dict[str, Any], kind: str) -> int:
 def main() -> None:
     rows: list[dict[str, Any]] = []
     for program in CASES:
-        rows.append({"program": asdict(program), "parameters": program.parameters, "is": asdict(compiled(program))})
+        rows.append({"program": asdict(program), "parameters": program.parameters, "is": figures(compiled(program))})
         found = rows[-1]["is"]
         print(program, f"{found['temporary_bytes'] / GIBIBYTE:.3f} GiB of temporaries", file=sys.stderr, flush=True)
         RESULTS.write_text(json.dumps(rows, indent=1) + "\n")

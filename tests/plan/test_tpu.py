@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from programs import RESULTS, Program, table, traced
 
-from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import BackendError
 
 pytestmark = pytest.mark.xla
@@ -23,7 +22,7 @@ def leaves_nothing_behind() -> None:
 
 @pytest.fixture(scope="module")
 def step() -> Any:
-    return traced(SMALL.config, DEVICES)["train_step"]
+    return traced(SMALL)["train_step"]
 
 
 def elements(shape: tuple[int, ...]) -> int:
@@ -56,7 +55,7 @@ def test_shardings_are_those_of_the_engine(step: Any) -> None:
 
 def test_replicas_share_a_sharding() -> None:
     hybrid = Program("small", "v6e:2x4", seq_len=128, strategy="HYBRID_SHARD", replicas=2)
-    arguments = {a.name: a for a in traced(hybrid.config, DEVICES)["train_step"].arguments}
+    arguments = {a.name: a for a in traced(hybrid)["train_step"].arguments}
     expected = "{devices=[4,1,2]<=[2,4]T(1,0) last_tile_dim_replicate}"
     assert arguments["lm_head.weight"].sharding == expected
     assert arguments["batch.labels"].sharding == "{devices=[8,1]<=[8]}"
@@ -64,7 +63,7 @@ def test_replicas_share_a_sharding() -> None:
 
 def test_accumulation_is_two_programs_over_the_same_gradients() -> None:
     accumulating = Program("small", "v6e:2x4", seq_len=128, accumulation=2)
-    programs = traced(accumulating.config, DEVICES)
+    programs = traced(accumulating)
     assert list(programs) == ["micro_batch", "update"]
     gradients = [
         {a.name for a in program.arguments if a.name.startswith("grad/") and a.output is not None}
@@ -79,8 +78,7 @@ def test_a_model_that_no_host_could_hold_is_traced_in_little_memory() -> None:
     import resource
 
     big = Program("8b", "v5p:2x2x4", seq_len=1024, layers=8, checkpointing="full", scan=True)
-    config: Config = big.config
-    (program,) = traced(config, 16).values()
+    (program,) = traced(big).values()
     assert sum(elements(a.shape) for a in program.arguments if a.output is not None) > 3 * 2.7e9
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 < 4e9  # weights and state would be 34e9
 
@@ -100,7 +98,7 @@ def test_a_slice_that_is_none_is_refused(step: Any) -> None:
 
 
 def test_buffers_of_other_memories_are_not_counted() -> None:
-    from portable_fsdp.plan.tpu import allocations
+    from portable_fsdp.plan.tpu_read import allocations
 
     text = """\
 allocation 0: size 4096, parameter 3, shape |f32[1024]| at ShapeIndex {}:
