@@ -1,4 +1,4 @@
-"""Options of the TPU compiler: one place for the runs of both torch_xla engines and for plans. Imports nothing of them."""
+"""Options of the TPU compiler: one place for both torch_xla engines and for plans. Imports nothing of them."""
 
 from collections.abc import Mapping
 

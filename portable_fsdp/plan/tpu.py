@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from portable_fsdp.backends.tpu_options import compiler_options, libtpu_arguments
+from portable_fsdp.backends.tpu_options import libtpu_arguments
 from portable_fsdp.config.schema import Config
 from portable_fsdp.plan import tpu_cache
 from portable_fsdp.plan.child import Ended, run_child
@@ -75,6 +75,7 @@ def plan_tpu(
     refuses the slice, an option or the program, fails, or takes longer. Runs in any thread, and several at once.
     """
     progress("tracing")
+    _require_installed(NEEDS)
     programs = trace_apart(config, devices, hosts=hosts, limit_s=limit_s)
     found: dict[str, Compiled] = {}
     for name, program in programs.items():
