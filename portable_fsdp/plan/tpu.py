@@ -101,7 +101,7 @@ def memory_of(programs: Mapping[str, Compiled], limit_bytes: int | None) -> Memo
         arguments = {**arguments, **compiled.named_bytes}
         part_of = {**part_of, **compiled.parts}
     fuller = max(programs.values(), key=lambda compiled: compiled.temporary_bytes + compiled.output_bytes)
-    parts = dict.fromkeys(PARTS, 0)
+    parts: dict[str, int] = dict.fromkeys(PARTS, 0)
     for name, size in arguments.items():
         parts[part_of[name]] += size
     parts["temporaries"], parts["outputs"] = fuller.temporary_bytes, fuller.output_bytes
@@ -227,7 +227,7 @@ def compile_for(
     """
     _require_installed(("jax", "libtpu"))
     arguments = libtpu_arguments(os.environ, topology.partition(":")[0])
-    described = {
+    described: dict[str, object] = {
         "topology": topology,
         "slices": slices,
         "devices": program.devices,
@@ -263,8 +263,7 @@ def _run_compiler(
             environment={"LIBTPU_INIT_ARGS": arguments},
             has_enough=lambda: not generate_code and _is_written(folder / "dump", program.name),
         )
-        is_whole = ended.how == "finished" or ended.how == "enough"
-        if not is_whole or not _is_written(folder / "dump", program.name):
+        if ended.how not in ("finished", "enough") or not _is_written(folder / "dump", program.name):
             raise BackendError(_refusal(str(described["topology"]), folder, ended, limit_s))
         dump = folder / "dump"
         return {

@@ -8,6 +8,7 @@ import hashlib
 import os
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def load(folder: Path, key: str) -> dict[str, str] | None:
         with zipfile.ZipFile(path) as entry:
             texts = {name: entry.read(name).decode() for name in entry.namelist()}
         os.utime(path)  # the longest unused go first
-    except (OSError, zipfile.BadZipFile, ValueError, EOFError, NotImplementedError, zipfile.zlib.error):
+    except (OSError, zipfile.BadZipFile, ValueError, EOFError, NotImplementedError, zlib.error):
         return None
     return texts
 

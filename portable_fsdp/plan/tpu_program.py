@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, cast
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,10 @@ def write_programs(folder: Path, programs: dict[str, Program]) -> None:
 def read_programs(folder: Path) -> dict[str, Program]:
     """What `write_programs` wrote, in its order."""
     found: dict[str, Program] = {}
-    for fields in json.loads((folder / "programs.json").read_text()):
-        arguments = tuple(Argument(**{**one, "shape": tuple(one["shape"])}) for one in fields.pop("arguments"))
+    for fields in cast(list[dict[str, Any]], json.loads((folder / "programs.json").read_text())):
+        arguments = tuple(
+            Argument(one["name"], tuple(one["shape"]), one["sharding"], one["output"]) for one in fields["arguments"]
+        )
         hlo = (folder / f"{fields['name']}.hlo.pb").read_bytes()
-        outputs = tuple(fields.pop("outputs"))
-        found[fields["name"]] = Program(**fields, hlo=hlo, arguments=arguments, outputs=outputs)
+        found[fields["name"]] = Program(fields["name"], fields["devices"], hlo, arguments, tuple(fields["outputs"]))
     return found

@@ -7,6 +7,7 @@ that docs/tpu_programs.md shows. It needs the extra `tpu`, and no TPU.
 import json
 import sys
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,30 @@ LLAMA_8B = {
     **{"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
     **{"num_attention_heads": 32, "num_key_value_heads": 8},
 }
-SIZES = {"small": SMALL, "2b": LLAMA_2B, "8b": LLAMA_8B}
+LLAMA_70B = {
+    **{"vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80},
+    **{"num_attention_heads": 64, "num_key_value_heads": 8},
+}
+QWEN3_8B = {
+    **{"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36},
+    **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
+}
+GEMMA3_4B = {  # every sixth layer sees all tokens, the others a window
+    **{"vocab_size": 262208, "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34},
+    **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 1024},
+}
+MIXTRAL_8X7B = {
+    **{"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+    **{"num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
+}
+WIDE = {  # little to compile, and most of its memory logits
+    **{"vocab_size": 131072, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2},
+}
+SIZES = {
+    **{"small": SMALL, "2b": LLAMA_2B, "8b": LLAMA_8B, "70b": LLAMA_70B, "wide": WIDE},
+    **{"qwen3": QWEN3_8B, "gemma3_text": GEMMA3_4B, "mixtral": MIXTRAL_8X7B},
+}
 
 
 @dataclass(frozen=True)
@@ -59,7 +83,8 @@ class Program:
     @property
     def config(self) -> Config:
         devices = self.devices
-        architecture: dict[str, Any] = {"model_type": "llama", "max_position_embeddings": 8192, **SIZES[self.size]}
+        kind = self.size if self.size in ("qwen3", "gemma3_text", "mixtral") else "llama"
+        architecture: dict[str, Any] = {"model_type": kind, "max_position_embeddings": 8192, **SIZES[self.size]}
         if self.layers is not None:
             architecture["num_hidden_layers"] = self.layers
         return Config.model_validate(
@@ -74,7 +99,10 @@ class Program:
                     "reduce": self.reduce,
                     "modules": dict.fromkeys(self.modules, "float32"),
                 },
-                "memory": {"gradient_checkpointing": self.checkpointing},
+                "memory": {
+                    "gradient_checkpointing": self.checkpointing,
+                    "every": 2 if self.checkpointing == "selective" else None,
+                },
                 "compile": {"scan_layers": self.scan},
             }
         )
@@ -117,12 +145,34 @@ PLAIN_V6E = [Program("2b", "v6e:2x4", 1536, checkpointing=how) for how in ("none
 FLASH = [Program("8b", "v5p:2x2x4", 4096, checkpointing=how) for how in ("none", "full")]
 SHALLOW = [Program("8b", "v5p:2x2x4", 4096, layers=layers, checkpointing="full") for layers in (4, 8)]
 SCAN = [Program("8b", "v5p:2x2x4", 4096, layers=layers, checkpointing="full", scan=True) for layers in (4, 32)]
+SLICES = [
+    *(Program("small", slice_) for slice_ in DEVICES),
+    Program("small", "v5e:4x4", slices=2),
+    Program("small", "v5e:4x4", slices=2, strategy="HYBRID_SHARD", replicas=2),
+]
+RECOMPUTED = [
+    [Program("2b", slice_, 1536, checkpointing=how) for how in ("none", "full")]
+    for slice_ in ("v5e:4x4", "v4:2x2x4", "v6e:4x4")
+]
+SHAPES = [
+    *(
+        Program(size, "v6e:2x4", 1024, layers=2, checkpointing=how, scan=scan)
+        for size in ("8b", "70b", "qwen3", "mixtral")
+        for how, scan in (("none", False), ("selective", False), ("full", True))
+    ),
+    *(Program("gemma3_text", "v6e:2x4", 2048, layers=6, checkpointing=how) for how in ("none", "selective", "full")),
+]
 SCAN_SGD = [replace(program, optimizer="sgd") for program in SCAN]
 CASES = [*STRATEGIES, FLOAT32, SUMMED, *SUMMED_2B, *PLAIN, *PLAIN_V6E, *FLASH, *SHALLOW, *SCAN, *SCAN_SGD]
 
 
 def traced(program: Program) -> dict[str, TracedProgram]:
-    return trace_apart(program.config, program.devices)
+    return _traced(program.config.model_dump_json(), program.devices)
+
+
+@lru_cache(maxsize=4)  # a trace is of a number of devices, whatever they are
+def _traced(config: str, devices: int) -> dict[str, TracedProgram]:
+    return trace_apart(Config.model_validate_json(config), devices)
 
 
 def compiled(program: Program, *, generate_code: bool = False) -> Compiled:

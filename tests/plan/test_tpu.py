@@ -1,7 +1,6 @@
 """Tracing, and how plans are made; what the TPU compiler makes of many programs is in test_tpu_programs.py."""
 
 import json
-import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
