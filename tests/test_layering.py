@@ -194,6 +194,7 @@ def imports_upwards(modules: Modules) -> list[str]:
 SHARED_BY_ENGINES = {
     # One runtime, torch_xla's, is under both engines.
     f"{PACKAGE}.backends.objects": [f"{PACKAGE}.backends.{name}" for name in ("native", "xla")],
+    f"{PACKAGE}.backends.tpu_options": [f"{PACKAGE}.backends.pjrt"],
     f"{PACKAGE}.backends.pjrt": [f"{PACKAGE}.backends.{name}" for name in ("xla", "xla_fsdp1", "open")],
 }
 """Modules of `backends` that are no engine, and who there may know them; all may know `base`."""
@@ -290,11 +291,11 @@ def device_code_outside_backends(modules: Modules) -> list[str]:
 
 
 def torch_xla_elsewhere(modules: Modules) -> list[str]:
-    """Only `backends` and `plan/tpu.py` may import torch_xla."""
+    """Only `backends` and `plan/tpu_trace.py` may import torch_xla."""
     return [
         f"{module.at(found.line)}: {module.name} imports {found.target}"
         for module in modules.values()
-        if section(module.name) != "backends" and module.name != f"{PACKAGE}.plan.tpu"
+        if section(module.name) != "backends" and module.name != f"{PACKAGE}.plan.tpu_trace"
         for found in imports(module)
         if is_under(found.target, {"torch_xla"})
     ]
@@ -438,7 +439,7 @@ ALLOWED = invented(
     backends__xla_fsdp1__engine="from portable_fsdp.backends.pjrt import tpu_chips",
     backends__open="def f():\n    from portable_fsdp.backends.xla import tpu_chips",
     train__loop="from portable_fsdp.backends.open import f\nfrom portable_fsdp.checkpoint.store import KEYS",
-    plan__tpu="import torch_xla\nfrom portable_fsdp.train import loop",
+    plan__tpu_trace="import torch_xla\nfrom portable_fsdp.train import loop",
     launch="_DEVICE = flags.DEFINE_enum('d', 'auto', ['a'], 'x')\ndef main():\n    from .train import loop\n"
     "if __name__ == '__main__':\n    app.run(main)",
 )

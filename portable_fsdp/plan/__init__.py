@@ -1,5 +1,5 @@
 """Plans: what the trainer's own step needs on hardware that isn't there.
 
-May import everything below `train`. Read `tpu.py` first: it traces the step and reads what the TPU compiler, started
-by `tpu_compiler.py` in a process of its own, makes of it.
+May import everything below `train`. Read `result.py` first: what a plan says. Then `tpu.py`: it has the step traced
+(`tpu_trace.py`) and compiled (`tpu_compiler.py`) in processes of their own, and reads what the TPU compiler wrote.
 """
