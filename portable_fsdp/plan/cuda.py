@@ -10,10 +10,10 @@ made, and what torch's caching allocator takes for it.
 
 import importlib
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Generator, Hashable, Iterable
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -90,7 +90,7 @@ def plan_memory(
     hosts = -(-devices // devices_per_host)
     require_supported(config, engine="native", device=device, devices=devices, hosts=hosts)
     accumulation = check_batch(config, devices)
-    record, training = _record(_planned(config, devices), devices, min(devices, devices_per_host), device)
+    record = _record(_planned(config, devices), devices, min(devices, devices_per_host), device)
     at_peak = peak(record.events)
     work = _work(record, accumulation, devices_per_host, config, at_peak)
     parts = _parts(at_peak.blocks)
@@ -100,9 +100,7 @@ def plan_memory(
         allocator = reserved(record.events, None if limit_bytes is None else limit_bytes - buffers)
         parts |= {"allocator": allocator.peak_reserved - at_peak.bytes, "communication buffers": buffers}
     note = " (planned as if it ran eagerly)" if config.compile.enabled else ""
-    memory = Memory(
-        parts=parts, limit_bytes=limit_bytes, at=at_peak.where + note, biggest=_biggest(at_peak.blocks)
-    )
+    memory = Memory(parts=parts, limit_bytes=limit_bytes, at=at_peak.where + note, biggest=_biggest(at_peak.blocks))
     return memory, work
 
 
@@ -121,9 +119,8 @@ def _planned(config: Config, devices: int) -> Config:
 # ---------------------------------------------------------------------------------------------------------- the step
 
 
-def _record(
-    config: Config, devices: int, devices_per_host: int, device: Literal["cuda", "cpu"]
-) -> tuple[Recorder, Training]:
+def _record(config: Config, devices: int, devices_per_host: int, device: Literal["cuda", "cpu"]) -> Recorder:
+    """The planned steps, the last one's work."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     where = STAND_IN if device == "cuda" else torch.device("cpu")
     recorder = Recorder(fake, where, is_gpu=device == "cuda")
@@ -142,7 +139,7 @@ def _record(
             placed = [backend.place(_batch(config, devices)) for _ in range(training.accumulation)]
             backend.fetch(training.step(placed, config.optim.lr))
             del placed
-    return recorder, training
+    return recorder
 
 
 def _batch(config: Config, devices: int) -> Batch:
@@ -164,10 +161,6 @@ class _Planner(NativeBackend):
         super().__init__("cpu", config, None)
         self.device = recorder.device
         self._fake, self._recorder = fake, recorder
-
-    @property
-    def _is_gpu(self) -> bool:
-        return self.device == STAND_IN
 
     def shard_model(self, model: nn.Module, policy: ShardPolicy, fill: Fill | None) -> nn.Module:
         for module in model.modules():
@@ -221,7 +214,7 @@ def _name(recorder: Recorder, training: Training) -> None:
                 recorder.name(_local(value), f"{key}/{fqn}")
 
 
-# ------------------------------------------------------------------------------------------------ what stands in for what
+# ----------------------------------------------------------------------------------- what stands in for what
 
 
 @contextmanager
@@ -298,14 +291,20 @@ def _work(record: Recorder, accumulation: int, devices_per_host: int, config: Co
     calls = list(record.calls)
     if accumulation > MICRO_BATCHES:  # those that were left out are like the second
         calls += [calls[1]] * (accumulation - MICRO_BATCHES)
-    flops: Counter[str] = Counter()
+    flops: defaultdict[str, float] = defaultdict(float)
     found: Counter[Collective] = Counter()
     for call in calls:
-        flops.update(call.flops)
         found.update(call.collectives)
-    if config.precision.matmul != "highest" and record.device == STAND_IN and "float32" in flops:
-        flops["tf32"] += flops.pop("float32")
-    links: Counter[str] = Counter()
+        for dtype, operations in call.flops.items():
+            is_tf32 = dtype == "float32" and config.precision.matmul != "highest" and record.device == STAND_IN
+            flops["tf32" if is_tf32 else dtype] += operations
+    moved, links = _moved(found, devices_per_host)
+    return Work(matmul_flops=dict(flops), memory_bytes=2.0 * at_peak.bytes, collectives=moved, sent_bytes=links)
+
+
+def _moved(found: Counter[Collective], devices_per_host: int) -> tuple[dict[str, Moved], dict[str, float]]:
+    """Collectives by kind and dtype, and what a device sends over each link."""
+    links: defaultdict[str, float] = defaultdict(float)
     moved: dict[str, Moved] = {}
     for collective, count in found.items():
         key = f"{collective.kind} {collective.dtype}"
@@ -318,9 +317,7 @@ def _work(record: Recorder, accumulation: int, devices_per_host: int, config: Co
         )
         for link, share in _links(collective.ranks, devices_per_host).items():
             links[link] += count * sent * share
-    return Work(
-        matmul_flops=dict(flops), memory_bytes=2.0 * at_peak.bytes, collectives=moved, sent_bytes=dict(links)
-    )
+    return moved, dict(links)
 
 
 def _ring_bytes(collective: Collective) -> int:

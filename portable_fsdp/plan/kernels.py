@@ -1,4 +1,4 @@
-"""What kernels do and take beyond what an operator's tensors show: products, workspaces, and which attention a GPU runs.
+"""What kernels do and take beyond what an operator's tensors show: products, workspaces, a GPU's attention.
 
 A plan for a GPU runs on fake tensors that torch takes for the CPU's; here stands what a GPU would do otherwise.
 """
@@ -22,7 +22,7 @@ _aten = torch.ops.aten
 
 class Products(NamedTuple):
     dtype: str  # of the factors
-    count: float  # of operations; a multiply and an add are two
+    operations: float  # a multiply and an add are two
 
 
 def products(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Products | None:

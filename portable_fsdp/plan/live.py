@@ -5,13 +5,16 @@ it notes of a storage (operator, moment, module, stream, part of the plan) is kn
 through the record.
 """
 
+# Autograd's running node and a storage's address have no public name.
+# pyright: reportPrivateUsage=false
+
 import weakref
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -24,11 +27,10 @@ from torch.utils._pytree import tree_leaves
 
 from portable_fsdp.plan.kernels import CUBLAS_WORKSPACE_BYTES, products, workspace_bytes
 
-Part = Literal[
-    "weights", "gradients", "optimizer", "gathered weights", "activations", "loss and logits", "temporaries"
-]
-PARTS: tuple[Part, ...] = Part.__args__  # pyright: ignore[reportAttributeAccessIssue]
+Part = Literal["weights", "gradients", "optimizer", "gathered weights", "activations", "loss and logits", "temporaries"]
+PARTS: tuple[Part, ...] = get_args(Part)
 
+LOSS = "the loss"  # in place of a module's FQN
 COLLECTIVES = {  # in the words of torch -> of the contract
     "c10d::_allgather_base_": "all_gather",
     "c10d::_reduce_scatter_base_": "reduce_scatter",
@@ -59,8 +61,8 @@ class Collective:
 class Calls:
     """What ran in one call of a program of the step."""
 
-    flops: Counter[str] = field(default_factory=Counter)  # by dtype of the factors
-    collectives: Counter[Collective] = field(default_factory=Counter)
+    flops: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # by dtype of the factors
+    collectives: Counter[Collective] = field(default_factory=lambda: Counter())
 
 
 # ---------------------------------------------------------------------------------------------------------- moments
@@ -81,7 +83,7 @@ class Moments:
         self._began: list[int] = []
         self._modules: list[str] = []  # with `_began`: from that number on it is this module
         self._backward_module = ""
-        self.in_loss = False
+        self.in_loss = False  # in forward, from the head on
 
     @contextmanager
     def watching(self, model: nn.Module) -> Generator[None]:
@@ -108,22 +110,27 @@ class Moments:
         name = self._names.get(id(module))
         if name is not None:
             self._running.pop()
-            self._mark(self._running[-1] if self._running else "")
-            self.in_loss = self.in_loss and name != ""
+            self.in_loss = self.in_loss and bool(self._running)
+            self._mark(self._module())
 
     def _mark(self, name: str) -> None:
         self._began.append(cast(Any, torch.autograd)._get_sequence_nr())
         self._modules.append(name)
+
+    def _module(self) -> str:
+        """The innermost one that runs; what the model itself does once its head has run is the loss."""
+        name = self._running[-1] if self._running else ""
+        return LOSS if self.in_loss and name == "" else name
 
     def now(self) -> tuple[str, str]:
         """Moment (`forward`, `recomputation`, `backward`, or a section's name) and FQN."""
         section = self.sections[-1] if self.sections else ""
         if section.startswith("Optimizer."):
             return "optimizer", ""
-        node = torch._C._current_autograd_node()
+        node = _running_node()
         if node is None or self.in_loss:
-            return ("loss" if self.in_loss else "forward", self._running[-1]) if self._running else (section, "")
-        number = cast(Any, node)._sequence_nr()
+            return ("forward", self._module()) if self._running else (section, "")
+        number = node._sequence_nr()
         if number <= (self._began[-1] if self._began else 0):  # not the accumulation of a gradient
             at = bisect_right(self._began, number) - 1
             self._backward_module = self._modules[at] if at >= 0 else ""
@@ -156,7 +163,8 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def given(self, part: Part, where: str) -> Generator[None]:
         """What is made inside is of this part."""
-        before, self._given = self._given, (part, where)
+        before = self._given
+        self._given = (part, where)
         try:
             yield
         finally:
@@ -171,12 +179,6 @@ class Recorder(TorchDispatchMode):
         }
         with self, self.moments.watching(model):
             yield
-
-    @contextmanager
-    def call(self) -> Generator[None]:
-        """One call of a program of the step."""
-        self.calls.append(Calls())
-        yield
 
     def name(self, tensor: Tensor, name: str) -> None:
         """Give a tensor that is made already its FQN."""
@@ -253,7 +255,7 @@ class Recorder(TorchDispatchMode):
             return "gradients"
         if moment == "optimizer" or not moment:
             return "temporaries"
-        if self.moments.in_loss:
+        if self.moments.in_loss or module == LOSS:
             return "loss and logits"
         if moment in ("forward", "recomputation"):
             return "activations"
@@ -272,14 +274,14 @@ class Recorder(TorchDispatchMode):
         found = products(func, args, kwargs, out) if self.calls else None
         if found is None:
             return
-        self.calls[-1].flops[found.dtype] += found.count
+        self.calls[-1].flops[found.dtype] += found.operations
         if self._is_gpu:
             self._take_workspace(func, args)
 
     def _take_workspace(self, func: Any, args: tuple[Any, ...]) -> None:
         where = _words(*self.moments.now())
         # Of cuBLAS: for the thread of forward and for that of backward, each kept from its first product on.
-        is_backward = torch._C._current_autograd_node() is not None
+        is_backward = _running_node() is not None
         if is_backward not in self._has_workspace:
             self._has_workspace.add(is_backward)
             block = Block(CUBLAS_WORKSPACE_BYTES, self._stream(), "temporaries", "cuBLAS workspace", where)
@@ -298,6 +300,11 @@ class Recorder(TorchDispatchMode):
         largest = max((leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)), key=lambda leaf: leaf.nbytes)
         dtype = str(largest.dtype).removeprefix("torch.")
         self.calls[-1].collectives[Collective(COLLECTIVES[name], dtype, largest.nbytes, ranks)] += 1
+
+
+def _running_node() -> Any:
+    """Of autograd, in backward; else None."""
+    return cast(Any, torch._C)._current_autograd_node()
 
 
 def _words(moment: str, module: str) -> str:
