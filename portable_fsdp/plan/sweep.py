@@ -26,7 +26,7 @@ class Tried(NamedTuple):
 def usual_axes(config: Config, devices: int, *, scan: bool) -> dict[str, list[str]]:
     """What a sweep tries if it isn't told: each key with its values, those that need less memory last."""
     rows = max(config.train.global_batch // devices, 1)
-    micro_batches = [size for size in (8, 4, 2, 1) if rows % size == 0 or size == config.train.micro_batch]
+    micro_batches = {size for size in (1, 2, 4, 8) if rows % size == 0} | {config.train.micro_batch}
     return {
         "sharding.strategy": ["SHARD_GRAD_OP", "FULL_SHARD"] if devices > 1 else ["NO_SHARD"],
         "compile.scan_layers": ["false", "true"] if scan else ["false"],
