@@ -37,6 +37,16 @@ class _Model(NamedTuple):
     flops_per_token: float | None  # None: not every weight meets every token
 
 
+class _Found(NamedTuple):
+    """What an engine's planner gives."""
+
+    model: _Model
+    memory: Memory
+    work: Work
+    method: str  # how the figures came about
+    notes: tuple[str, ...]
+
+
 def make_plan(config: Config, target: Target, progress: Progress = lambda stage: None) -> Plan:
     """Plan one step of `config` on `target`; takes seconds to a minute, and needs none of the hardware.
 
@@ -46,9 +56,8 @@ def make_plan(config: Config, target: Target, progress: Progress = lambda stage:
     kind = target.hardware.kind
     require_supported(config, engine=ENGINES[kind], device=kind, devices=target.devices, hosts=target.hosts)
     check_batch(config, target.devices)
-    progress("building the model")
-    model = cast(_Model, _apart(_model, config))
-    memory, work, method, notes = (_on_tpu if kind == "tpu" else _on_ranks)(config, target, progress)
+    found = (_on_tpu if kind == "tpu" else _on_ranks)(config, target, progress)
+    model, work = found.model, found.work
     tokens = config.train.global_batch * config.data.seq_len
     per_device = None if model.flops_per_token is None else model.flops_per_token * tokens / target.devices
     return Plan(
@@ -58,7 +67,7 @@ def make_plan(config: Config, target: Target, progress: Progress = lambda stage:
         backend=ENGINES[kind],
         settings={key: _setting(config, key) for key in SETTINGS},
         parameters=model.parameters,
-        memory=memory,
+        memory=found.memory,
         work=work,
         time=bound(
             work,
@@ -67,19 +76,17 @@ def make_plan(config: Config, target: Target, progress: Progress = lambda stage:
             model_flops_per_device=per_device,
             compute=config.precision.compute,
         ),
-        method=method,
-        notes=notes,
+        method=found.method,
+        notes=found.notes,
         planned_in_s=time.perf_counter() - began,
     )
-
-
-_Found = tuple[Memory, Work, str, tuple[str, ...]]
-"""What an engine's planner gives: memory, work, how they came about, and what must be told besides."""
 
 
 def _on_tpu(config: Config, target: Target, progress: Progress) -> _Found:
     topology = target.topology
     assert topology is not None
+    progress("building the model")
+    model = cast(_Model, _apart(_model, config))
     found = plan_tpu(
         config,
         topology,
@@ -90,16 +97,17 @@ def _on_tpu(config: Config, target: Target, progress: Progress) -> _Found:
         progress=progress,
     )
     method = f"The trainer's own step, compiled by {found.compiler} for this slice; not run."
-    return found.memory, found.work, method, found.notes
+    return _Found(model, found.memory, found.work, method, found.notes)
 
 
 def _on_ranks(config: Config, target: Target, progress: Progress) -> _Found:
     progress("running a step on fake tensors")
     limit = _limit(target)
-    memory, work = _apart(_plan_ranks, config, target.devices, target.devices_per_host, limit, target.hardware.kind)
+    arguments = (config, target.devices, target.devices_per_host, limit, target.hardware.kind)
+    model, memory, work = _apart(_model_and_plan, *arguments)
     method = f"The trainer's own step, on fake tensors with torch {importlib.metadata.version('torch')}; not run."
     notes = () if not config.compile.enabled else ("planned as if it ran eagerly: what is compiled keeps less.",)
-    return memory, work, method, notes
+    return _Found(model, memory, work, method, notes)
 
 
 def _limit(target: Target) -> int | None:
@@ -131,13 +139,14 @@ def _model(config: Config) -> _Model:
     return _Model(size.parameters, model_flops_per_token(*numbers, config.data.seq_len))
 
 
-def _plan_ranks(
+def _model_and_plan(
     config: Config, devices: int, devices_per_host: int, limit_bytes: int | None, device: str
-) -> tuple[Memory, Work]:
-    os.environ["USE_TORCH_XLA"] = "0"  # transformers imports torch_xla otherwise
+) -> tuple[_Model, Memory, Work]:
+    model = _model(config)
     from portable_fsdp.plan.cuda import plan_memory
 
-    return plan_memory(config, devices, devices_per_host, limit_bytes=limit_bytes, device=cast(Any, device))
+    found = plan_memory(config, devices, devices_per_host, limit_bytes=limit_bytes, device=cast(Any, device))
+    return model, *found
 
 
 def _setting(config: Config, key: str) -> Any:
