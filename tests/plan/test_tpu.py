@@ -120,7 +120,7 @@ def test_a_plan_says_what_a_device_holds_and_does(step: Traced, monkeypatch: pyt
     stages: list[str] = []
     monkeypatch.setattr(tpu, "trace_apart", lambda *_args, **_kwargs: {"train_step": step})
     plan = plan_tpu(SMALL.config, "v6e:2x4", 8, limit_bytes=2**30, progress=stages.append)
-    assert stages == ["tracing", "compiling train_step"]
+    assert stages == ["tracing", "compiling train_step", "reading train_step"]
     memory = plan.memory
     assert set(memory.parts) == {"weights", "optimizer", "batch", "temporaries", "outputs"}
     assert memory.parts["optimizer"] == pytest.approx(8 * SMALL.parameters / 8, rel=0.05)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from portable_fsdp.metrics.hlo import Moved
-from portable_fsdp.plan.tpu import memory_of, notes_of, work_of
+from portable_fsdp.plan.tpu import _limit, memory_of, notes_of, work_of
 from portable_fsdp.plan.tpu_program import Argument, Program
 from portable_fsdp.plan.tpu_read import Compiled, read_compiled
 
@@ -176,19 +176,26 @@ def test_with_accumulation_the_fuller_program_counts_beside_all_that_rests(found
         collectives={"all_gather bf16": Moved(2, 10, 8)},
         rematerialised=3,
         at="in micro",
+        biggest=(),
     )
     update = replace(found, matmul_flops={}, kernel_flops={}, collectives={}, between_slices={}, temporary_bytes=1)
     memory = memory_of({"micro_batch": micro, "update": update}, limit_bytes=18000)
     state = {"weights": 2048, "gradients": 2048, "optimizer": 4096, "batch": 128}
     assert memory.parts == {**state, "temporaries": 9000, "outputs": 16}
     assert (memory.at, memory.verdict) == ("in micro", "fits by recomputing")
+    assert "exp_avg/model.norm.weight" in [buffer.name for buffer in memory.biggest]
     work = work_of({"micro_batch": micro, "update": update}, accumulation=5)
     assert work.matmul_flops == {"bfloat16": 50, "float32": 35}
     assert work.collectives["all_gather bfloat16"].sent_bytes == 40
 
 
-def test_verdicts(found: Compiled) -> None:
+def test_verdicts(found: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
     needed = found.bytes
     assert memory_of({"train_step": found}, needed).verdict == "fits"
     assert memory_of({"train_step": found}, needed - 1).verdict == "does not fit"
     assert memory_of({"train_step": found}, None).verdict == "unknown"
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_max_hbm_size_mib=3")
+    assert [_limit(limit, {}) for limit in (None, 2**20, 2**30)] == [3 * 2**20, 2**20, 3 * 2**20]
+    assert _limit(2**30, {"xla_tpu_max_hbm_size_mib": "4"}) == 4 * 2**20
+    monkeypatch.delenv("LIBTPU_INIT_ARGS")
+    assert _limit(2**30, {}) == 2**30
