@@ -135,6 +135,11 @@ def test_a_plan_says_what_a_device_holds_and_does(step: Traced, monkeypatch: pyt
     assert plan.compiler.startswith("libtpu ")
 
 
+def test_the_compiler_takes_the_step_to_the_end_flash_kernel_included(step: Traced) -> None:
+    assert b"tpu_custom_call" in step.hlo
+    compile_for(step, SMALL.slice, generate_code=True)
+
+
 def test_a_first_word_comes_before_anything_heavy() -> None:
     """`plan.tpu` imports no torch, and says that it traces before it starts to."""
     program = (

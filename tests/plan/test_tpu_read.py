@@ -52,6 +52,7 @@ allocation 5: size 6144, preallocated-temp:
  value: <21 big @0> (size=1024,offset=0): bf16[64,8]{1,0}
  value: <22 handed.on{1} @0> (size=1024,offset=0): bf16[64,8]{1,0}
  value: <23 middle{} @0> (size=4096,offset=1024): bf16[512]{0}
+ value: <25 late @0> (size=64,offset=5120): bf16[32]{0}
 allocation 6: size 8192, color 1, preallocated-temp:
  value: <24 fast @0> (size=8192,offset=0): bf16[4096]{0}
 
@@ -67,12 +68,14 @@ HloLiveRange (max 9):
     2:middle
     3:copy-start.1
     4:loop
+    5:late
   BufferLiveRange:
     early{}:0-0
     big{}:1-4
     handed.on{1}:3-4
     middle{}:2-4
     fast{}:0-4
+    late{}:5-5
   Live ranges at 0 (peak):
     fast{}: 8192 bytes (cumulative: 8192 bytes)
 """
