@@ -228,9 +228,10 @@ def test_a_compiler_that_hangs_is_stopped(step: Traced, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("missing", ["libtpu", "jax", "torch_xla"])
-def test_a_missing_extra_names_the_command(step: Traced, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+def test_a_missing_extra_names_the_command(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     real = tpu.importlib.util.find_spec
     monkeypatch.setattr(tpu.importlib.util, "find_spec", lambda name: None if name == missing else real(name))
+    monkeypatch.setattr(tpu, "trace_apart", lambda *_args, **_kwargs: pytest.fail("it was found too late"))
     with pytest.raises(BackendError, match=rf"found no {missing}.\n.*pip install '.\[tpu\]'"):
         plan_tpu(SMALL.config, "v6e:2x4", 8)
 
