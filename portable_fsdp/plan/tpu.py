@@ -19,18 +19,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from portable_fsdp.backends.tpu_options import libtpu_arguments
+from portable_fsdp.backends.tpu_options import compiler_options, libtpu_arguments
 from portable_fsdp.config.schema import Config
 from portable_fsdp.plan import tpu_cache
 from portable_fsdp.plan.child import Ended, run_child
-from portable_fsdp.plan.result import Memory, Moved, Work
+from portable_fsdp.plan.result import Buffer, Memory, Moved, Work
 from portable_fsdp.plan.tpu_program import Program, read_programs
-from portable_fsdp.plan.tpu_read import Compiled, read_compiled
+from portable_fsdp.plan.tpu_read import Compiled, largest, read_compiled
 from portable_fsdp.runtime import errors
 from portable_fsdp.runtime.errors import BackendError, PortableFSDPError
 
 Progress = Callable[[str], None]
-"""Is told what begins: `tracing`, `compiling train_step`, `reading train_step`."""
+"""Is told what begins: `tracing`, then for each program `compiling train_step` and `reading train_step`."""
 
 PARTS = ("weights", "gradients", "optimizer", "batch", "temporaries", "outputs")
 DTYPES = {"bf16": "bfloat16", "f32": "float32", "f16": "float16", "s32": "int32", "u32": "uint32", "pred": "bool"}
@@ -80,9 +80,11 @@ def plan_tpu(
     found: dict[str, Compiled] = {}
     for name, program in programs.items():
         progress(f"compiling {name}")
-        found[name] = compile_for(program, topology, slices=slices, options=options, limit_s=limit_s)
+        texts = _written(program, topology, slices, options or {}, limit_s)
+        progress(f"reading {name}")
+        found[name] = _read(program, topology, slices, texts)
     return TpuPlan(
-        memory_of(found, limit_bytes),
+        memory_of(found, _limit(limit_bytes, options or {})),
         work_of(found, config.train.global_batch // (config.train.micro_batch * devices)),
         notes_of(found),
         _compiler(),
@@ -94,7 +96,7 @@ def plan_tpu(
 
 
 def memory_of(programs: Mapping[str, Compiled], limit_bytes: int | None) -> Memory:
-    """Of the fuller program. What only the other one takes as arguments stays on the device all the same."""
+    """Of the fuller program; what only the other one takes as arguments stays on the device all the same."""
     arguments: dict[str, int] = {}
     part_of: dict[str, str] = {}
     for compiled in programs.values():
@@ -105,11 +107,14 @@ def memory_of(programs: Mapping[str, Compiled], limit_bytes: int | None) -> Memo
     for name, size in arguments.items():
         parts[part_of[name]] += size
     parts["temporaries"], parts["outputs"] = fuller.temporary_bytes, fuller.output_bytes
+    resting = [
+        Buffer(name=name, bytes=arguments[name], where="") for name in arguments.keys() - fuller.named_bytes.keys()
+    ]
     return Memory(
         parts={part: size for part, size in parts.items() if size},
         limit_bytes=limit_bytes,
         at=fuller.at,
-        biggest=fuller.biggest,
+        biggest=largest([*fuller.biggest, *resting]),
         rematerialised=max(compiled.rematerialised for compiled in programs.values()),
     )
 
@@ -139,6 +144,14 @@ def work_of(programs: Mapping[str, Compiled], accumulation: int) -> Work:
         collectives=dict(sorted(collectives.items())),
         sent_bytes={link: size for link, size in sent.items() if size},
     )
+
+
+def _limit(limit_bytes: int | None, options: Mapping[str, str]) -> int | None:
+    """Lower where an option tells the compiler of less."""
+    asked = {**compiler_options(os.environ.get("LIBTPU_INIT_ARGS", "")), **options}.get("xla_tpu_max_hbm_size_mib")
+    if asked is None or not asked.isdigit():
+        return limit_bytes
+    return min(int(asked) * 2**20, limit_bytes or int(asked) * 2**20)
 
 
 def _sum(one: Moved | None, other: Moved) -> Moved:
@@ -225,13 +238,36 @@ def compile_for(
     What it gave for the same program before is taken from the cache, but for `generate_code`. Raises BackendError
     where the compiler refuses the program, an option or the slice, fails, or takes longer.
     """
+    return _read(
+        program,
+        topology,
+        slices,
+        _written(program, topology, slices, options or {}, limit_s, generate_code=generate_code),
+    )
+
+
+def _read(program: Program, topology: str, slices: int, texts: Mapping[str, str]) -> Compiled:
+    seconds = float(texts["seconds"])
+    return read_compiled(program, topology, texts["program"], texts["buffers"], slices=slices, compile_s=seconds)
+
+
+def _written(
+    program: Program,
+    topology: str,
+    slices: int,
+    options: Mapping[str, str],
+    limit_s: float,
+    *,
+    generate_code: bool = False,
+) -> dict[str, str]:
+    """What the compiler writes of a program, from the cache where it is the same in all that goes into it."""
     _require_installed(("jax", "libtpu"))
     arguments = libtpu_arguments(os.environ, topology.partition(":")[0])
     described: dict[str, object] = {
         "topology": topology,
         "slices": slices,
         "devices": program.devices,
-        "options": dict(options or {}),
+        "options": dict(options),
         "arguments": [asdict(argument) for argument in program.arguments],
         "outputs": program.outputs,
     }
@@ -243,9 +279,7 @@ def compile_for(
     if texts is None or texts.keys() != {"program", "buffers", "seconds"}:
         texts = _run_compiler(program, described, arguments, limit_s, generate_code=generate_code)
         tpu_cache.save(folder, key, texts)
-    return read_compiled(
-        program, topology, texts["program"], texts["buffers"], slices=slices, compile_s=float(texts["seconds"])
-    )
+    return texts
 
 
 def _run_compiler(

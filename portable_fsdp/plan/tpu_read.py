@@ -57,7 +57,6 @@ def read_compiled(
     described = _described(text, [*(buffer.instruction for buffer in peak.buffers), *peak.before])
     temporaries = [_named_buffer(buffer, described) for buffer in peak.buffers]
     arguments = [Buffer(name=name, bytes=size, where="") for name, size in named.items()]
-    biggest = sorted([*arguments, *temporaries], key=lambda buffer: -buffer.bytes)[:SHOWN]
     aliased = hlo.aliased_parameters(text)
     return Compiled(
         topology,
@@ -72,7 +71,7 @@ def read_compiled(
         parts={argument.name: argument.part for argument in program.arguments},
         live_bytes=sum(buffer.bytes for buffer in peak.buffers),
         at=_moment(peak, described),
-        biggest=tuple(biggest),
+        biggest=largest([*arguments, *temporaries]),
         undonated=tuple(
             argument.name
             for number, argument in enumerate(program.arguments)
@@ -195,6 +194,11 @@ def _schedule(buffer_assignment: str) -> tuple[dict[int, str], dict[str, tuple[i
 
 
 # ---------------------------------------------------------------------------------------------------------- names
+
+
+def largest(buffers: Iterable[Buffer]) -> tuple[Buffer, ...]:
+    """As many as a plan shows, the largest first."""
+    return tuple(sorted(buffers, key=lambda buffer: (-buffer.bytes, buffer.name))[:SHOWN])
 
 
 def _moment(peak: _Peak, described: dict[str, tuple[str, str]]) -> str:

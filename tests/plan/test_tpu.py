@@ -120,7 +120,7 @@ def test_a_plan_says_what_a_device_holds_and_does(step: Traced, monkeypatch: pyt
     stages: list[str] = []
     monkeypatch.setattr(tpu, "trace_apart", lambda *_args, **_kwargs: {"train_step": step})
     plan = plan_tpu(SMALL.config, "v6e:2x4", 8, limit_bytes=2**30, progress=stages.append)
-    assert stages == ["tracing", "compiling train_step"]
+    assert stages == ["tracing", "compiling train_step", "reading train_step"]
     memory = plan.memory
     assert set(memory.parts) == {"weights", "optimizer", "batch", "temporaries", "outputs"}
     assert memory.parts["optimizer"] == pytest.approx(8 * SMALL.parameters / 8, rel=0.05)
@@ -133,6 +133,11 @@ def test_a_plan_says_what_a_device_holds_and_does(step: Traced, monkeypatch: pyt
     assert "network" not in plan.work.sent_bytes
     assert plan.notes == ()
     assert plan.compiler.startswith("libtpu ")
+
+
+def test_the_compiler_takes_the_step_to_the_end_flash_kernel_included(step: Traced) -> None:
+    assert b"tpu_custom_call" in step.hlo
+    compile_for(step, SMALL.slice, generate_code=True)
 
 
 def test_a_first_word_comes_before_anything_heavy() -> None:
@@ -223,9 +228,10 @@ def test_a_compiler_that_hangs_is_stopped(step: Traced, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("missing", ["libtpu", "jax", "torch_xla"])
-def test_a_missing_extra_names_the_command(step: Traced, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+def test_a_missing_extra_names_the_command(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     real = tpu.importlib.util.find_spec
     monkeypatch.setattr(tpu.importlib.util, "find_spec", lambda name: None if name == missing else real(name))
+    monkeypatch.setattr(tpu, "trace_apart", lambda *_args, **_kwargs: pytest.fail("it was found too late"))
     with pytest.raises(BackendError, match=rf"found no {missing}.\n.*pip install '.\[tpu\]'"):
         plan_tpu(SMALL.config, "v6e:2x4", 8)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from portable_fsdp.metrics.hlo import Moved
-from portable_fsdp.plan.tpu import memory_of, notes_of, work_of
+from portable_fsdp.plan.tpu import _limit, memory_of, notes_of, work_of
 from portable_fsdp.plan.tpu_program import Argument, Program
 from portable_fsdp.plan.tpu_read import Compiled, read_compiled
 
@@ -52,6 +52,7 @@ allocation 5: size 6144, preallocated-temp:
  value: <21 big @0> (size=1024,offset=0): bf16[64,8]{1,0}
  value: <22 handed.on{1} @0> (size=1024,offset=0): bf16[64,8]{1,0}
  value: <23 middle{} @0> (size=4096,offset=1024): bf16[512]{0}
+ value: <25 late @0> (size=64,offset=5120): bf16[32]{0}
 allocation 6: size 8192, color 1, preallocated-temp:
  value: <24 fast @0> (size=8192,offset=0): bf16[4096]{0}
 
@@ -67,12 +68,14 @@ HloLiveRange (max 9):
     2:middle
     3:copy-start.1
     4:loop
+    5:late
   BufferLiveRange:
     early{}:0-0
     big{}:1-4
     handed.on{1}:3-4
     middle{}:2-4
     fast{}:0-4
+    late{}:5-5
   Live ranges at 0 (peak):
     fast{}: 8192 bytes (cumulative: 8192 bytes)
 """
@@ -176,19 +179,26 @@ def test_with_accumulation_the_fuller_program_counts_beside_all_that_rests(found
         collectives={"all_gather bf16": Moved(2, 10, 8)},
         rematerialised=3,
         at="in micro",
+        biggest=(),
     )
     update = replace(found, matmul_flops={}, kernel_flops={}, collectives={}, between_slices={}, temporary_bytes=1)
     memory = memory_of({"micro_batch": micro, "update": update}, limit_bytes=18000)
     state = {"weights": 2048, "gradients": 2048, "optimizer": 4096, "batch": 128}
     assert memory.parts == {**state, "temporaries": 9000, "outputs": 16}
     assert (memory.at, memory.verdict) == ("in micro", "fits by recomputing")
+    assert "exp_avg/model.norm.weight" in [buffer.name for buffer in memory.biggest]
     work = work_of({"micro_batch": micro, "update": update}, accumulation=5)
     assert work.matmul_flops == {"bfloat16": 50, "float32": 35}
     assert work.collectives["all_gather bfloat16"].sent_bytes == 40
 
 
-def test_verdicts(found: Compiled) -> None:
+def test_verdicts(found: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
     needed = found.bytes
     assert memory_of({"train_step": found}, needed).verdict == "fits"
     assert memory_of({"train_step": found}, needed - 1).verdict == "does not fit"
     assert memory_of({"train_step": found}, None).verdict == "unknown"
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_max_hbm_size_mib=3")
+    assert [_limit(limit, {}) for limit in (None, 2**20, 2**30)] == [3 * 2**20, 2**20, 3 * 2**20]
+    assert _limit(2**30, {"xla_tpu_max_hbm_size_mib": "4"}) == 4 * 2**20
+    monkeypatch.delenv("LIBTPU_INIT_ARGS")
+    assert _limit(2**30, {}) == 2**30
