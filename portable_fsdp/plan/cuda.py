@@ -95,7 +95,7 @@ def plan_memory(
     work = _work(record, accumulation, devices_per_host, config, at_peak)
     parts = _parts(at_peak.blocks)
     if device == "cuda":
-        communicators = len({collective.ranks for calls in record.calls for collective in calls.collectives})
+        communicators = len({collective.communicator for calls in record.calls for collective in calls.collectives})
         buffers = communicators * COMMUNICATOR_BYTES
         allocator = reserved(record.events, None if limit_bytes is None else limit_bytes - buffers)
         parts |= {"allocator": allocator.peak_reserved - at_peak.bytes, "communication buffers": buffers}

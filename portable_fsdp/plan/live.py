@@ -55,6 +55,7 @@ class Collective:
     dtype: str
     bytes: int  # of the full tensor
     ranks: tuple[int, ...]
+    communicator: str  # its name: two of them may have the same ranks
 
 
 @dataclass
@@ -294,12 +295,14 @@ class Recorder(TorchDispatchMode):
         if not self.calls:
             return
         group = next(argument for argument in args if isinstance(argument, torch.ScriptObject))
-        ranks = tuple(dist.get_process_group_ranks(cast(Any, dist.ProcessGroup).unbox(group)))
+        group = cast(Any, dist.ProcessGroup).unbox(group)
+        ranks = tuple(dist.get_process_group_ranks(group))
         if len(ranks) == 1:
             return
         largest = max((leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)), key=lambda leaf: leaf.nbytes)
         dtype = str(largest.dtype).removeprefix("torch.")
-        self.calls[-1].collectives[Collective(COLLECTIVES[name], dtype, largest.nbytes, ranks)] += 1
+        call = Collective(COLLECTIVES[name], dtype, largest.nbytes, ranks, group.group_name)
+        self.calls[-1].collectives[call] += 1
 
 
 def _running_node() -> Any:
