@@ -5,7 +5,7 @@ import resource
 from collections.abc import Callable
 from dataclasses import replace
 from types import MethodType
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from steps import LLAMA, MIXTRAL, ROWS, SEQ_LEN, in_a_child, plans, step
 from torch.nn import functional as F
 from workers import Group, Workers
 
+from portable_fsdp.backends.base import ShardPolicy
 from portable_fsdp.config.schema import Config
 from portable_fsdp.models import build as models_build
 from portable_fsdp.plan.cuda import COMMUNICATOR_BYTES, plan_memory
@@ -144,7 +145,8 @@ def test_strategies_and_checkpointing_move_what_they_say(planned: dict[str, tupl
     assert kept["recomputed"] < kept["plain"] / 2
     gathered = {name: _part(planned, name, "gathered weights") for name in planned}
     # At the peak, in the loss, SHARD_GRAD_OP holds what FULL_SHARD has freed.
-    assert gathered["zero2"] == pytest.approx(2 * PARAMETERS, rel=0.05)
+    # And both the buffer of the last gather, which FSDP2 keeps until the next one.
+    assert gathered["zero2"] == pytest.approx(2 * (PARAMETERS + 4096 * 512), rel=0.01)
     assert gathered["hybrid zero2"] == pytest.approx(gathered["zero2"], rel=0.01)
     assert gathered["plain"] < gathered["zero2"] / 2
     assert _part(planned, "five", "gradients") >= 4 * PARAMETERS / 8 * 0.99  # of the micro batches before
@@ -216,13 +218,20 @@ def test_links_carry_a_rings_bytes(planned: dict[str, tuple[Memory, Work]]) -> N
 # ------------------------------------------------------------------------------------- it plans the trainer's own step
 
 
-def _edited(edit: Callable[[], None]) -> tuple[Memory, Work]:
-    """For a child: the plan `plain` after an edit of what it plans."""
-    edit()
-    return plans([PLANNED["plain"]], DEVICES, "cuda", PER_HOST)[0]
+Edit = Callable[[pytest.MonkeyPatch], None]
 
 
-def _other_loss() -> None:
+def _edited(edits: list[Edit]) -> list[tuple[Memory, Work]]:
+    """For a child: the plan `plain` after each edit of what it plans."""
+    found: list[tuple[Memory, Work]] = []
+    for edit in edits:
+        with pytest.MonkeyPatch.context() as patch:
+            edit(patch)
+            found += plans([PLANNED["plain"]], DEVICES, "cuda", PER_HOST)
+    return found
+
+
+def _other_loss(patch: pytest.MonkeyPatch) -> None:
     def attach(model: Any, output: object = None, chunked: bool = True) -> None:
         def forward(self: Any, input_ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             logits = type(self).forward(self, input_ids=input_ids, use_cache=False).logits.float().flatten(0, 1)
@@ -230,17 +239,20 @@ def _other_loss() -> None:
 
         model.forward = MethodType(forward, model)
 
-    models_build.attach_loss = attach
+    patch.setattr(models_build, "attach_loss", attach)
 
 
-def _other_policy() -> None:
+def _other_policy(patch: pytest.MonkeyPatch) -> None:
     made = loop.shard_policy
-    loop.shard_policy = lambda config, model: replace(
-        made(config, model), units=(), recompute=made(config, model).layers
-    )
+
+    def one_unit(config: Config, model: Any) -> ShardPolicy:
+        policy = made(config, model)
+        return replace(policy, units=(), recompute=policy.layers)
+
+    patch.setattr(loop, "shard_policy", one_unit)
 
 
-def _other_step() -> None:
+def _other_step(patch: pytest.MonkeyPatch) -> None:
     made = loop.train_step
 
     def twice(backend: Any, model: Any, *arguments: Any, **named: Any) -> Any:
@@ -252,27 +264,39 @@ def _other_step() -> None:
 
         return step
 
-    loop.train_step = cast(Any, twice)
+    patch.setattr(loop, "train_step", twice)
 
 
-def test_an_edit_of_the_loss_shows(planned: dict[str, tuple[Memory, Work]]) -> None:
+@pytest.fixture(scope="module")
+def edited() -> dict[Edit, tuple[Memory, Work]]:
+    edits: list[Edit] = [_other_loss, _other_policy, _other_step]
+    return dict(zip(edits, in_a_child(_edited, edits), strict=True))
+
+
+def test_an_edit_of_the_loss_shows(
+    planned: dict[str, tuple[Memory, Work]], edited: dict[Edit, tuple[Memory, Work]]
+) -> None:
     logits = ROWS * SEQ_LEN * 4096
     # In bfloat16, and in float32 log_softmax and two gradients; the other one needs no logits in backward.
     assert _part(planned, "plain", "loss and logits") == pytest.approx((2 + 3 * 4) * logits, rel=0.01)
-    edited, _ = in_a_child(_edited, _other_loss)
-    assert edited.at == "backward of the loss"
-    assert edited.parts["loss and logits"] == pytest.approx(3 * 4 * logits, rel=0.01)
+    memory, _ = edited[_other_loss]
+    assert memory.at == "backward of the loss"
+    assert memory.parts["loss and logits"] == pytest.approx(3 * 4 * logits, rel=0.01)
 
 
-def test_an_edit_of_the_policy_shows(planned: dict[str, tuple[Memory, Work]]) -> None:
-    edited, work = in_a_child(_edited, _other_policy)
-    assert edited.parts["gathered weights"] > 2 * _part(planned, "plain", "gathered weights")
-    assert edited.parts["activations"] < _part(planned, "plain", "activations") / 2
+def test_an_edit_of_the_policy_shows(
+    planned: dict[str, tuple[Memory, Work]], edited: dict[Edit, tuple[Memory, Work]]
+) -> None:
+    memory, work = edited[_other_policy]
+    assert memory.parts["gathered weights"] > 2 * _part(planned, "plain", "gathered weights")
+    assert memory.parts["activations"] < _part(planned, "plain", "activations") / 2
     assert work.collectives["all_gather bfloat16"].calls == 1
 
 
-def test_an_edit_of_the_step_shows(planned: dict[str, tuple[Memory, Work]]) -> None:
-    before, after = planned["plain"][1], in_a_child(_edited, _other_step)[1]
+def test_an_edit_of_the_step_shows(
+    planned: dict[str, tuple[Memory, Work]], edited: dict[Edit, tuple[Memory, Work]]
+) -> None:
+    before, after = planned["plain"][1], edited[_other_step][1]
     assert after.matmul_flops["bfloat16"] > 1.2 * before.matmul_flops["bfloat16"]
     assert after.collectives["all_gather bfloat16"].calls > before.collectives["all_gather bfloat16"].calls
 
@@ -295,9 +319,9 @@ def _left_behind(config: Config) -> tuple[list[str], bool]:
 
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ[name] = "7"  # a plan inside a launched process has ranks of its own
-    plans([config], DEVICES, "cuda", PER_HOST)  # what the first use of torch and transformers sets by itself
-    before = look()
-    first, second = plans([config, config], DEVICES, "cuda", PER_HOST)
+    first = plans([config], DEVICES, "cuda", PER_HOST)
+    before = look()  # torch and transformers set some of it by themselves when they are first used
+    second = plans([config], DEVICES, "cuda", PER_HOST)
     after = look()
     return [key for key in before if before[key] != after[key]], first == second
 
@@ -306,19 +330,13 @@ def test_a_plan_leaves_nothing_behind() -> None:
     assert in_a_child(_left_behind, PLANNED["hybrid"]) == ([], True)
 
 
-def _with_a_group(config: Config) -> str:
+def test_a_process_with_a_process_group_is_refused() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
     try:
-        plans([config], DEVICES, "cuda")
-    except BackendError as error:
-        return str(error)
-    return ""
-
-
-def test_a_process_with_a_process_group_is_refused() -> None:
-    assert "expected a process without a process group, found one of 1 ranks" in in_a_child(
-        _with_a_group, PLANNED["plain"]
-    )
+        with pytest.raises(BackendError, match="expected a process without a process group, found one of 1 ranks"):
+            plan_memory(PLANNED["plain"], DEVICES, 8, limit_bytes=None, device="cuda")
+    finally:
+        dist.destroy_process_group()
 
 
 def test_what_the_backend_refuses_is_refused() -> None:
