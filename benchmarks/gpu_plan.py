@@ -161,7 +161,7 @@ def tracked(config: Config, devices: int) -> int:
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = Recorder(fake, cuda.STAND_IN, is_gpu=False)  # its own record isn't used
+    recorder = Recorder(fake, cuda.stand_in(), is_gpu=False)  # its own record isn't used
     most = 0
     with (
         cuda._ranks(devices, min(devices, PER_HOST)),
@@ -177,7 +177,7 @@ def tracked(config: Config, devices: int) -> int:
                 with tracker:
                     training.step(batches, config.optim.lr)
                 found = cast(dict[Any, Any], tracker.get_tracker_snapshot("peak"))
-                most = max(most, *(by_kind["Total"] for device, by_kind in found.items() if device == cuda.STAND_IN))
+                most = max(most, *(by_kind["Total"] for device, by_kind in found.items() if device == cuda.stand_in()))
                 tracker.reset_mod_stats()
     return most
 
