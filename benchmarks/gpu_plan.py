@@ -110,10 +110,11 @@ def apart(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def planned(config: Config, devices: int, device: str) -> dict[str, Any]:
-    began = time.monotonic()
+    began, spent = time.monotonic(), time.process_time()
     memory, _ = cuda.plan_memory(config, devices, PER_HOST, limit_bytes=None, device=cast(Any, device))
     return _figures(memory) | {
         "plan_seconds": round(time.monotonic() - began, 1),
+        "plan_processor_seconds": round(time.process_time() - spent, 1),
         "plan_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
 
@@ -269,7 +270,9 @@ def _say(row: dict[str, Any]) -> None:
     words = [f"planned live {row['planned_live_bytes'] / GIBIBYTE:.2f}"]
     words.append(f"reserved {row['planned_reserved_bytes'] / GIBIBYTE:.2f} GiB, {row['at']}")
     words += [f"{key} {row[key]:.3f}" for key in ("ratio", "ratio_reserved") if key in row]
-    words.append(f"{row['plan_seconds']} s, {row['plan_rss_bytes'] / GIBIBYTE:.2f} GiB of RAM")
+    words.append(
+        f"{row['plan_seconds']} s ({row['plan_processor_seconds']} of the processor), {row['plan_rss_bytes'] / GIBIBYTE:.2f} GiB of RAM"
+    )
     print(f"{row['what']}: {'; '.join(words)}", row.get("error", ""), flush=True)
 
 
