@@ -270,9 +270,8 @@ def _say(row: dict[str, Any]) -> None:
     words = [f"planned live {row['planned_live_bytes'] / GIBIBYTE:.2f}"]
     words.append(f"reserved {row['planned_reserved_bytes'] / GIBIBYTE:.2f} GiB, {row['at']}")
     words += [f"{key} {row[key]:.3f}" for key in ("ratio", "ratio_reserved") if key in row]
-    words.append(
-        f"{row['plan_seconds']} s ({row['plan_processor_seconds']} of the processor), {row['plan_rss_bytes'] / GIBIBYTE:.2f} GiB of RAM"
-    )
+    words.append(f"{row['plan_seconds']} s ({row['plan_processor_seconds']} of the processor)")
+    words.append(f"{row['plan_rss_bytes'] / GIBIBYTE:.2f} GiB of RAM")
     print(f"{row['what']}: {'; '.join(words)}", row.get("error", ""), flush=True)
 
 
