@@ -34,11 +34,6 @@ from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.process import LAUNCH_VARIABLES
 from portable_fsdp.train.loop import Training, build
 
-# The stand-in for a GPU: torch computes on it as on the CPU, but a fake tensor there is on another device than the
-# host's, so that copies between the two are made, and mixing them fails, as on a GPU. Fake tensors on "cuda" end the
-# process where there is no driver.
-STAND_IN = torch.device("cpu", 0)
-
 # NCCL's buffers of one communicator: two connections a channel for a ring and two for a tree, each 10 MiB to receive
 # or 2 MiB to send into (sizes as logged on 8 H100s, github.com/NVIDIA/nccl/issues/1685; no more with more ranks than
 # two hosts, issues/864), in 24 channels. Not measured by us.
@@ -95,7 +90,7 @@ def plan_memory(
     work = _work(record, accumulation, devices_per_host, config, at_peak)
     parts = _parts(at_peak.blocks)
     if device == "cuda":
-        communicators = len({collective.ranks for calls in record.calls for collective in calls.collectives})
+        communicators = len({collective.communicator for calls in record.calls for collective in calls.collectives})
         buffers = communicators * COMMUNICATOR_BYTES
         allocator = reserved(record.events, None if limit_bytes is None else limit_bytes - buffers)
         parts |= {"allocator": allocator.peak_reserved - at_peak.bytes, "communication buffers": buffers}
@@ -122,8 +117,7 @@ def _planned(config: Config, devices: int) -> Config:
 def _record(config: Config, devices: int, devices_per_host: int, device: Literal["cuda", "cpu"]) -> Recorder:
     """The planned steps, the last one's work."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    where = STAND_IN if device == "cuda" else torch.device("cpu")
-    recorder = Recorder(fake, where, is_gpu=device == "cuda")
+    recorder = Recorder(fake, stand_in() if device == "cuda" else torch.device("cpu"), is_gpu=device == "cuda")
     with ExitStack() as held:
         held.enter_context(_ranks(devices, devices_per_host))
         backend = held.enter_context(_Planner(config, fake, recorder))
@@ -177,7 +171,7 @@ class _Planner(NativeBackend):
     def build_optimizer(self, make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         def as_on_gpu(groups: list[dict[str, Any]], compiled: bool) -> torch.optim.Optimizer:
             optimizer = make(groups, compiled)
-            on_gpu = all(parameter.device == STAND_IN for group in groups for parameter in group["params"])
+            on_gpu = all(parameter.device == stand_in() for group in groups for parameter in group["params"])
             for group in optimizer.param_groups:
                 if "fused" in group and on_gpu:
                     group["fused"] = True  # as make_optimizer does where all parameters are on a GPU
@@ -217,6 +211,15 @@ def _name(recorder: Recorder, training: Training) -> None:
 # ----------------------------------------------------------------------------------- what stands in for what
 
 
+def stand_in() -> torch.device:
+    """What stands for a GPU: torch computes there as on the CPU, and knows it for another device than the host.
+
+    Copies between the two are made, and mixing them fails, as on a GPU. Fake tensors on "cuda" itself end the process
+    where there is no driver.
+    """
+    return torch.device("cpu", 0)
+
+
 @contextmanager
 def _ranks(devices: int, devices_per_host: int) -> Generator[None]:
     """A process group of so many ranks, of which this process is the first, on hosts of so many."""
@@ -225,11 +228,12 @@ def _ranks(devices: int, devices_per_host: int) -> Generator[None]:
     importlib.import_module("torch.distributed._tools.fake_collectives")  # collectives of fake tensors
     before = {name: os.environ.pop(name, None) for name in (*LAUNCH_VARIABLES, "LOCAL_WORLD_SIZE")}
     os.environ["LOCAL_WORLD_SIZE"] = str(devices_per_host)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=devices)
     try:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=devices)
         yield
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
         del os.environ["LOCAL_WORLD_SIZE"]
         os.environ.update({name: value for name, value in before.items() if value is not None})
 
@@ -296,7 +300,7 @@ def _work(record: Recorder, accumulation: int, devices_per_host: int, config: Co
     for call in calls:
         found.update(call.collectives)
         for dtype, operations in call.flops.items():
-            is_tf32 = dtype == "float32" and config.precision.matmul != "highest" and record.device == STAND_IN
+            is_tf32 = dtype == "float32" and config.precision.matmul != "highest" and record.is_gpu
             flops["tf32" if is_tf32 else dtype] += operations
     moved, links = _moved(found, devices_per_host)
     return Work(matmul_flops=dict(flops), memory_bytes=2.0 * at_peak.bytes, collectives=moved, sent_bytes=links)

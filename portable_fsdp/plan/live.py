@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,10 @@ from torch.utils._pytree import tree_leaves
 from portable_fsdp.plan.kernels import CUBLAS_WORKSPACE_BYTES, products, workspace_bytes
 
 Part = Literal["weights", "gradients", "optimizer", "gathered weights", "activations", "loss and logits", "temporaries"]
-PARTS: tuple[Part, ...] = get_args(Part)
+PARTS: tuple[Part, ...] = (
+    *("weights", "gradients", "optimizer", "gathered weights"),
+    *("activations", "loss and logits", "temporaries"),
+)
 
 LOSS = "the loss"  # in place of a module's FQN
 COLLECTIVES = {  # in the words of torch -> of the contract
@@ -55,6 +58,7 @@ class Collective:
     dtype: str
     bytes: int  # of the full tensor
     ranks: tuple[int, ...]
+    communicator: str  # its name: two of them may have the same ranks
 
 
 @dataclass
@@ -154,7 +158,7 @@ class Recorder(TorchDispatchMode):
         self.events: list[tuple[Block, bool]] = []  # made (True), freed (False)
         self.calls: list[Calls] = []
         self.streams: list[Any] = []  # in the order of their first use; held, so that no two have one id
-        self._fake, self.device, self._is_gpu = fake, device, is_gpu
+        self._fake, self.device, self.is_gpu = fake, device, is_gpu
         self._given: tuple[Part, str] | None = None
         self._live: dict[int, tuple[Any, Block]] = {}  # by the storage's address
         self._weights: Mapping[str, set[int]] = {}  # module -> elements of its parameters
@@ -275,7 +279,7 @@ class Recorder(TorchDispatchMode):
         if found is None:
             return
         self.calls[-1].flops[found.dtype] += found.operations
-        if self._is_gpu:
+        if self.is_gpu:
             self._take_workspace(func, args)
 
     def _take_workspace(self, func: Any, args: tuple[Any, ...]) -> None:
@@ -294,12 +298,14 @@ class Recorder(TorchDispatchMode):
         if not self.calls:
             return
         group = next(argument for argument in args if isinstance(argument, torch.ScriptObject))
-        ranks = tuple(dist.get_process_group_ranks(cast(Any, dist.ProcessGroup).unbox(group)))
+        group = cast(Any, dist.ProcessGroup).unbox(group)
+        ranks = tuple(dist.get_process_group_ranks(group))
         if len(ranks) == 1:
             return
         largest = max((leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)), key=lambda leaf: leaf.nbytes)
         dtype = str(largest.dtype).removeprefix("torch.")
-        self.calls[-1].collectives[Collective(COLLECTIVES[name], dtype, largest.nbytes, ranks)] += 1
+        call = Collective(COLLECTIVES[name], dtype, largest.nbytes, ranks, group.group_name)
+        self.calls[-1].collectives[call] += 1
 
 
 def _running_node() -> Any:
