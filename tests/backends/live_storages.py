@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -59,7 +60,8 @@ class LiveStorages(TorchDispatchMode):
         for leaf in tree_leaves(values):
             if isinstance(leaf, DTensor):
                 leaf = leaf.to_local()
-            if isinstance(leaf, Tensor) and leaf.device.type == "cpu":
+            is_real = isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor)  # DTensor asks fake ones for shapes
+            if is_real and leaf.device.type == "cpu":
                 storage = leaf.untyped_storage()
                 self._storages[storage._cdata] = weakref.ref(storage)
         self._look()
