@@ -148,7 +148,7 @@ def measured_seconds(run: Run, time: Time, target: Target) -> float:
         return measured.step_seconds
     if measured.tokens_per_second_per_device is not None:
         return time.tokens_per_step / parts / measured.tokens_per_second_per_device
-    assert measured.model_tflops_per_device is not None
+    assert measured.model_tflops_per_device is not None and time.model_flops_per_device is not None
     return time.model_flops_per_device * time.devices / parts / (measured.model_tflops_per_device * TERA)
 
 
@@ -167,7 +167,7 @@ def compare_collective(collective: Collective) -> dict[str, Any]:
     """Of a tensor of 1 GB."""
     target = parse_target(collective.hardware)
     times = 2 if collective.kind == "all_reduce" else 1
-    sent = over_links(target, times * GIGA, members=collective.members)
+    sent = over_links(target.levels, times * GIGA, members=collective.members)
     work = Work(matmul_flops={}, memory_bytes=0, collectives={}, sent_bytes=sent)
     time = bound(work, target, tokens_per_step=0, model_flops_per_device=0)
     ring = times * (1 - 1 / collective.members)

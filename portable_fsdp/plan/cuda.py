@@ -11,7 +11,7 @@ made, and what torch's caching allocator takes for it.
 import importlib
 import os
 from collections import Counter, defaultdict
-from collections.abc import Generator, Hashable, Iterable
+from collections.abc import Generator, Hashable, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -30,6 +30,7 @@ from portable_fsdp.plan.allocator import Allocation, CachingAllocator, play
 from portable_fsdp.plan.kernels import gpu_attention
 from portable_fsdp.plan.live import PARTS, Block, Calls, Collective, Part, Peak, Recorder, peak
 from portable_fsdp.plan.result import Buffer, Memory, Moved, Work
+from portable_fsdp.plan.time import over_links
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.process import LAUNCH_VARIABLES
 from portable_fsdp.train.loop import Training, build
@@ -38,6 +39,9 @@ from portable_fsdp.train.loop import Training, build
 # or 2 MiB to send into (sizes as logged on 8 H100s, github.com/NVIDIA/nccl/issues/1685; no more with more ranks than
 # two hosts, issues/864), in 24 channels. Not measured by us.
 COMMUNICATOR_BYTES = 24 * 2 * (10 + 2) * 2**20
+
+Levels = Sequence[tuple[str, int]]
+"""As `plan.hardware.Target.levels`."""
 
 STEPS = 2  # the first one sets what is gathered ahead in the second
 MICRO_BATCHES = 3  # the first, one that adds to what the first left, and the last; those between are alike
@@ -51,6 +55,7 @@ def plan_memory(
     *,
     limit_bytes: int | None,
     device: Literal["cuda", "cpu"],
+    link: str = "nvlink",
 ) -> tuple[Memory, Work]:
     """What a step of `config` takes of the fullest of `devices` devices, and what each of them does in it.
 
@@ -66,13 +71,13 @@ def plan_memory(
 
     Work counts products by the formulas of torch.utils.flop_counter, causal attention by half; float32 ones as `tf32`
     where precision.matmul allows it. `memory_bytes` is twice what lives at the peak: it was written once, and is read.
-    `sent_bytes` has `nvlink` for what a device sends within its host, `network` for its share of what its host sends to
-    others: a ring enters and leaves a host once, however many of its devices are in it.
+    `sent_bytes` has the least that a device must send within its host, and to other hosts (plan/time.py, `over_links`).
 
     Args:
         devices: of all hosts; one rank each.
         devices_per_host: of a full host; fewer devices than that are on one host.
         limit_bytes: what a device lets a program have; None: unknown.
+        link: what the devices of a host are joined by.
 
     Raises what opening the backend and building the model raise, and BackendError in a process that has a process group
     already. To be called in a process of its own where one is at hand: FSDP2 and DTensor keep caches.
@@ -87,7 +92,8 @@ def plan_memory(
     accumulation = check_batch(config, devices)
     record = _record(_planned(config, devices), devices, min(devices, devices_per_host), device)
     at_peak = peak(record.events)
-    work = _work(record, accumulation, devices_per_host, config, at_peak)
+    levels = ((link, min(devices, devices_per_host)), ("network", hosts))
+    work = _work(record, accumulation, levels, config, at_peak)
     parts = _parts(at_peak.blocks)
     if device == "cuda":
         communicators = len({collective.communicator for calls in record.calls for collective in calls.collectives})
@@ -291,7 +297,7 @@ def _biggest(blocks: Iterable[Block]) -> tuple[Buffer, ...]:
     return tuple(Buffer(name=block.name, bytes=block.bytes, where=block.where) for block in largest)
 
 
-def _work(record: Recorder, accumulation: int, devices_per_host: int, config: Config, at_peak: Peak) -> Work:
+def _work(record: Recorder, accumulation: int, levels: Levels, config: Config, at_peak: Peak) -> Work:
     calls = list(record.calls)
     if accumulation > MICRO_BATCHES:  # those that were left out are like the second
         calls += [calls[1]] * (accumulation - MICRO_BATCHES)
@@ -302,11 +308,11 @@ def _work(record: Recorder, accumulation: int, devices_per_host: int, config: Co
         for dtype, operations in call.flops.items():
             is_tf32 = dtype == "float32" and config.precision.matmul != "highest" and record.is_gpu
             flops["tf32" if is_tf32 else dtype] += operations
-    moved, links = _moved(found, devices_per_host)
+    moved, links = _moved(found, levels)
     return Work(matmul_flops=dict(flops), memory_bytes=2.0 * at_peak.bytes, collectives=moved, sent_bytes=links)
 
 
-def _moved(found: Counter[Collective], devices_per_host: int) -> tuple[dict[str, Moved], dict[str, float]]:
+def _moved(found: Counter[Collective], levels: Levels) -> tuple[dict[str, Moved], dict[str, float]]:
     """Collectives by kind and dtype, and what a device sends over each link."""
     links: defaultdict[str, float] = defaultdict(float)
     moved: dict[str, Moved] = {}
@@ -319,8 +325,10 @@ def _moved(found: Counter[Collective], devices_per_host: int) -> tuple[dict[str,
             bytes=before.bytes + count * collective.bytes,
             sent_bytes=before.sent_bytes + count * sent,
         )
-        for link, share in _links(collective.ranks, devices_per_host).items():
-            links[link] += count * sent * share
+        once = collective.bytes * (2 if collective.kind == "all_reduce" else 1)
+        members, stride = len(collective.ranks), collective.ranks[-1] - collective.ranks[-2]
+        for link, least in over_links(levels, once, members=members, stride=stride).items():
+            links[link] += count * least
     return moved, dict(links)
 
 
@@ -329,15 +337,3 @@ def _ring_bytes(collective: Collective) -> int:
     count = len(collective.ranks)
     once = collective.bytes * (count - 1) // count
     return 2 * once if collective.kind == "all_reduce" else once
-
-
-def _links(ranks: tuple[int, ...], devices_per_host: int) -> dict[str, float]:
-    """Link -> share of a ring's bytes that a device sends over it, of rank 0's host."""
-    on_hosts = Counter(rank // devices_per_host for rank in ranks)
-    here = on_hosts[ranks[0] // devices_per_host]
-    shares: dict[str, float] = {}
-    if here > 1:
-        shares["nvlink"] = 1.0
-    if len(on_hosts) > 1:
-        shares["network"] = 1 / here
-    return shares

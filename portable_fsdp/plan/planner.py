@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from portable_fsdp.config.load import check_batch
 from portable_fsdp.config.schema import Config
@@ -26,6 +26,9 @@ SETTINGS = (
     *("memory.cpu_offload", "compile.scan_layers", "precision.compute"),
 )
 """Keys on which memory and time depend most."""
+
+CONTEXT_BYTES = 2**29
+"""Of a CUDA context with its kernels, by rule: about half a GiB, more with more libraries. Not measured by us."""
 
 ENGINES = {"tpu": "xla", "cuda": "native", "cpu": "native"}
 
@@ -103,7 +106,8 @@ def _on_tpu(config: Config, target: Target, progress: Progress) -> _Found:
 def _on_ranks(config: Config, target: Target, progress: Progress) -> _Found:
     progress("running a step on fake tensors")
     limit = _limit(target)
-    arguments = (config, target.devices, target.devices_per_host, limit, target.hardware.kind)
+    link, _ = target.levels[0]
+    arguments = (config, target.devices, target.devices_per_host, limit, target.hardware.kind, link)
     model, memory, work = _apart(_model_and_plan, *arguments)
     method = f"The trainer's own step, on fake tensors with torch {importlib.metadata.version('torch')}; not run."
     notes = () if not config.compile.enabled else ("planned as if it ran eagerly: what is compiled keeps less.",)
@@ -111,8 +115,10 @@ def _on_ranks(config: Config, target: Target, progress: Progress) -> _Found:
 
 
 def _limit(target: Target) -> int | None:
+    """What the step may take: on GPUs without the context, which torch's allocator doesn't see."""
     figure = target.hardware.program_bytes
-    return None if figure is None else int(figure.value)
+    context = CONTEXT_BYTES if target.hardware.kind == "cuda" else 0
+    return None if figure is None else int(figure.value) - context
 
 
 def _apart(work: Callable[..., Any], *arguments: Any) -> Any:
@@ -140,12 +146,13 @@ def _model(config: Config) -> _Model:
 
 
 def _model_and_plan(
-    config: Config, devices: int, devices_per_host: int, limit_bytes: int | None, device: str
+    config: Config, devices: int, devices_per_host: int, limit_bytes: int | None, device: str, link: str
 ) -> tuple[_Model, Memory, Work]:
     model = _model(config)
     from portable_fsdp.plan.cuda import plan_memory
 
-    found = plan_memory(config, devices, devices_per_host, limit_bytes=limit_bytes, device=cast(Any, device))
+    kind = cast(Literal["cuda", "cpu"], device)
+    found = plan_memory(config, devices, devices_per_host, limit_bytes=limit_bytes, device=kind, link=link)
     return model, *found
 
 

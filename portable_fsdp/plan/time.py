@@ -5,6 +5,7 @@ split and routing, and as if the others were free. Published runs take 1.3 to 3.
 more (benchmarks/results/time_bounds.md).
 """
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -99,23 +100,26 @@ def _compute_seconds(device_name: str, dtype: str, flops: float) -> float | None
     return flops / peak if peak else None
 
 
-def over_links(target: Target, full_bytes: float, *, members: int | None = None, stride: int = 1) -> dict[str, float]:
+def over_links(
+    levels: Sequence[tuple[str, int]], full_bytes: float, *, members: int | None = None, stride: int = 1
+) -> dict[str, float]:
     """Link -> bytes that one device sends when a tensor is gathered, or reduced and scattered; an all-reduce: twice.
 
-    A group's devices are `members` (None: all of the target), each `stride` after the last in the order of hosts, so
-    that neighbours share a host, a chip or a slice. Each part of the tensor crosses a network once per host or slice,
-    divided over its devices, and goes on from there over the links inside; that is the least that can cross.
+    `levels` as `Target.levels`. A group's devices are `members` (None: all of them), each `stride` after the last in
+    the order of hosts, so that neighbours share a host, a chip or a slice. Each part of the tensor crosses a network
+    once per host or slice, divided over its devices, and goes on from there over the links inside; that is the least
+    that can cross.
     Raises ValueError for a group that isn't a whole part of the target's levels.
     """
-    left = members or target.devices
+    left = members or math.prod(units for _, units in levels)
     sent: dict[str, float] = {}
     inside = 1  # members of the group within one unit of this level
-    for link, units in target.levels:
+    for link, units in levels:
         if stride % units == 0:
             stride //= units
             continue
         if units % stride or (left % (units // stride) and (units // stride) % left):
-            raise ValueError(f"{target.text}: no groups of {members} devices, {stride} apart, fit {units} in {link}")
+            raise ValueError(f"no groups of {members} devices, {stride} apart, fit {units} in {link}")
         taken = min(left, units // stride)
         sent[link] = full_bytes * (1 - 1 / taken) / inside
         inside, left, stride = inside * taken, left // taken, 1
@@ -204,7 +208,7 @@ def _collectives(step: Step, target: Target) -> tuple[dict[str, Moved], dict[str
         calls = step.layers * (round(gathers) if name.startswith("all_gather") else 1)
         ring = times * full * (members - 1) / members
         collectives[name] = Moved(calls=calls, bytes=int(full), sent_bytes=int(ring))
-        for link, sent in over_links(target, full, members=members, stride=stride).items():
+        for link, sent in over_links(target.levels, full, members=members, stride=stride).items():
             links[link] = links.get(link, 0) + times * sent
     return collectives, links
 

@@ -85,9 +85,7 @@ def test_a_plan_for_people(plan: Callable[..., tuple[int, str, str]], tmp_path: 
 
 
 def test_a_sweep(plan: Callable[..., tuple[int, str, str]]) -> None:
-    code, out, err = plan(
-        "--on=h100:2", "--over=train.micro_batch=2,3", "--over=sharding.strategy=NO_SHARD,FULL_SHARD"
-    )
+    code, out, err = plan("--on=h100:2", "--over=train.micro_batch=2,3", "--over=sharding.strategy=NO_SHARD,FULL_SHARD")
     assert code == 0, err
     rows = [line.split()[:2] for line in out.splitlines()[1:] if "fits" in line]
     assert sorted(rows) == sorted([size, how] for size in "2" for how in ("NO_SHARD", "FULL_SHARD"))

@@ -123,13 +123,13 @@ def test_an_unknown_dtype_is_no_silence() -> None:
     ],
 )
 def test_traffic_is_divided_over_links(text: str, members: int | None, stride: int, sent: dict[str, float]) -> None:
-    assert over_links(parse_target(text), 1.0, members=members, stride=stride) == pytest.approx(sent)
+    assert over_links(parse_target(text).levels, 1.0, members=members, stride=stride) == pytest.approx(sent)
 
 
 @pytest.mark.parametrize(("members", "stride"), [(3, 1), (8, 3)])
 def test_groups_that_do_not_fit_are_refused(members: int, stride: int) -> None:
     with pytest.raises(ValueError, match="no groups of"):
-        over_links(parse_target("h100:64"), 1.0, members=members, stride=stride)
+        over_links(parse_target("h100:64").levels, 1.0, members=members, stride=stride)
 
 
 def test_work_of_llama_8b_on_8_gpus() -> None:
