@@ -148,7 +148,8 @@ def measured_seconds(run: Run, time: Time, target: Target) -> float:
         return measured.step_seconds
     if measured.tokens_per_second_per_device is not None:
         return time.tokens_per_step / parts / measured.tokens_per_second_per_device
-    assert measured.model_tflops_per_device is not None and time.model_flops_per_device is not None
+    assert measured.model_tflops_per_device is not None
+    assert time.model_flops_per_device is not None
     return time.model_flops_per_device * time.devices / parts / (measured.model_tflops_per_device * TERA)
 
 
