@@ -361,6 +361,7 @@ def _with_peak(config: Config, devices: int) -> tuple[Memory, float]:
     return memory, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
+@pytest.mark.proof
 def test_a_thousand_ranks_in_little_memory() -> None:
     memory, gibibytes = in_a_child(_with_peak, _large(1024, layers=2), 1024)
     parameters = 2 * (4096 * (4096 + 1024) * 2 + 3 * 4096 * 14336 + 2 * 4096) + 2 * 128256 * 4096 + 4096
