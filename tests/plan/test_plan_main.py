@@ -94,8 +94,9 @@ def test_a_sweep(plan: Callable[..., tuple[int, str, str]]) -> None:
 
 def test_what_does_not_fit_comes_with_what_would(plan: Callable[..., tuple[int, str, str]]) -> None:
     """Two GPUs of 22 GiB."""
-    words = ("model.architecture.num_hidden_layers=12", "data.seq_len=2048", "train.micro_batch=8")
-    code, out, err = plan("--on=l4:2", *words)
+    sizes = {"num_hidden_layers": 12, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16}
+    wide = [f"model.architecture.{key}={value}" for key, value in sizes.items()]
+    code, out, err = plan("--on=l4:2", *wide, "data.seq_len=2048", "train.micro_batch=8")
     assert code == 0, err
     assert "does not fit" in out
     assert "It fits with memory.gradient_checkpointing=full" in out
