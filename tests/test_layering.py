@@ -194,6 +194,7 @@ def imports_upwards(modules: Modules) -> list[str]:
 SHARED_BY_ENGINES = {
     # One runtime, torch_xla's, is under both engines.
     f"{PACKAGE}.backends.objects": [f"{PACKAGE}.backends.{name}" for name in ("native", "xla")],
+    f"{PACKAGE}.backends.tpu_options": [f"{PACKAGE}.backends.pjrt"],
     f"{PACKAGE}.backends.pjrt": [f"{PACKAGE}.backends.{name}" for name in ("xla", "xla_fsdp1", "open")],
 }
 """Modules of `backends` that are no engine, and who there may know them; all may know `base`."""
@@ -290,11 +291,11 @@ def device_code_outside_backends(modules: Modules) -> list[str]:
 
 
 def torch_xla_elsewhere(modules: Modules) -> list[str]:
-    """Only `backends` and `plan/tpu.py` may import torch_xla."""
+    """Only `backends` and `plan/tpu_trace.py` may import torch_xla."""
     return [
         f"{module.at(found.line)}: {module.name} imports {found.target}"
         for module in modules.values()
-        if section(module.name) != "backends" and module.name != f"{PACKAGE}.plan.tpu"
+        if section(module.name) != "backends" and module.name != f"{PACKAGE}.plan.tpu_trace"
         for found in imports(module)
         if is_under(found.target, {"torch_xla"})
     ]
@@ -438,7 +439,7 @@ ALLOWED = invented(
     backends__xla_fsdp1__engine="from portable_fsdp.backends.pjrt import tpu_chips",
     backends__open="def f():\n    from portable_fsdp.backends.xla import tpu_chips",
     train__loop="from portable_fsdp.backends.open import f\nfrom portable_fsdp.checkpoint.store import KEYS",
-    plan__tpu="import torch_xla\nfrom portable_fsdp.train import loop",
+    plan__tpu_trace="import torch_xla\nfrom portable_fsdp.train import loop",
     launch="_DEVICE = flags.DEFINE_enum('d', 'auto', ['a'], 'x')\ndef main():\n    from .train import loop\n"
     "if __name__ == '__main__':\n    app.run(main)",
 )
@@ -478,10 +479,10 @@ def test_every_rule_has_an_example_that_breaks_it() -> None:
 def test_dependencies_are_what_is_imported() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {re.split(r"[<>=]", line)[0] for line in project["dependencies"]}
-    engines = {"torch_xla", "torch_tpu", "jax"}  # extras, or installed by hand
+    optional = {"torch_xla", "torch_tpu", "jax", "matplotlib"}  # extras, or installed by hand
     names = {"absl": "absl-py", "annotated_types": "annotated-types", "upath": "universal-pathlib", "yaml": "PyYAML"}
     found = {name.target.split(".")[0] for module in read_package(ROOT / PACKAGE).values() for name in imports(module)}
-    foreign = found - sys.stdlib_module_names - engines - {PACKAGE}
+    foreign = found - sys.stdlib_module_names - optional - {PACKAGE}
     assert {names.get(name, name) for name in foreign} == declared
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from portable_fsdp.backends.base import Metrics
+from portable_fsdp.backends.tpu_options import libtpu_arguments
 
 log = logging.getLogger("portable_fsdp")
 
@@ -25,6 +26,8 @@ def set_environment(device: str) -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # else each compilation prints that GSPMD is to be deprecated
     logging.getLogger("absl").setLevel(logging.ERROR)  # else jax's packages warn that TensorFlow is absent
     os.environ["PJRT_DEVICE"] = "TPU" if device == "tpu" else "CPU"
+    if device == "tpu":
+        os.environ["LIBTPU_INIT_ARGS"] = libtpu_arguments(os.environ)
     if device == "cpu":  # else jax looks for a TPU where libtpu is installed, and complains
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
 

@@ -37,6 +37,7 @@ PEAKS = (
     Peak(("l4",), 121, 30.3, 60, "NVIDIA L4 data sheet: BF16 242 and TF32 120 sparse, FP32 30.3"),
     Peak(("v100", "sxm2"), None, 15.7, None, "NVIDIA V100 data sheet, SXM2; no bfloat16 tensor cores"),
     Peak(("v100", "pcie"), None, 14, None, "NVIDIA V100 data sheet, PCIe; no bfloat16 tensor cores"),
+    Peak(("tpu7x",), 1153.5, None, None, _CLOUD_TPU + "tpu7x: 2307; a chip is two devices"),
     Peak(("tpu", "v6e"), 918, None, None, _CLOUD_TPU + "v6e"),
     Peak(("tpu", "v6", "lite"), 918, None, None, _CLOUD_TPU + "v6e; the name that PJRT gives it"),
     Peak(("tpu", "v5p"), 459, None, None, _CLOUD_TPU + "v5p"),
@@ -45,6 +46,7 @@ PEAKS = (
     Peak(("tpu", "v5"), 459, None, None, _CLOUD_TPU + "v5p; the name that PJRT gives it"),
     Peak(("tpu", "v4", "lite"), None, None, None, "the inference chip v4i, not rented out"),
     Peak(("tpu", "v4"), 275, None, None, _CLOUD_TPU + "v4"),
+    Peak(("tpu", "v3"), 61.5, None, None, _CLOUD_TPU + "v3: 123; a chip is two devices"),
 )
 
 

@@ -26,6 +26,13 @@ _CALLEES = re.compile(
 )
 
 
+_KERNEL = re.compile(
+    r"\s*(?:ROOT )?%?[\w.\-]+ = (?P<type>.*?) custom-call\((?P<operands>[^)]*)\), "
+    r'custom_call_target="tpu_custom_call"'
+)
+_MEGASCALE = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
+
+
 @dataclass(frozen=True)
 class Moved:
     """What collectives of one kind move in one run of the program."""
@@ -71,6 +78,76 @@ def matmul_flops(hlo_text: str) -> dict[str, int]:
         for dtypes, flops in _products(lines):
             found[dtypes] += runs[name] * flops
     return dict(found)
+
+
+def flash_attention_flops(hlo_text: str) -> dict[str, int]:
+    """Dtype -> floating point operations of the products inside torch_xla's flash attention kernels, on one device.
+
+    A product over rows of T tokens, H heads of D is 2 T T D H, of which the causal mask leaves half. Forward has two
+    (scores, values); backward has two kernels, which both compute the scores again: for queries three, for keys and
+    values four. They are told apart by what they take and give. The blocks on the diagonal, computed whole, count half.
+    """
+    computations = read_computations(hlo_text)
+    runs = times_run(computations)
+    found: Counter[str] = Counter()
+    for name, lines in computations.items():
+        for line in lines:
+            call = _KERNEL.match(line)
+            shapes = _shapes(call["type"]) if call else []
+            if call is None or not shapes or len(shapes[0][1]) != 4:
+                continue
+            (dtype, (rows, heads, tokens, width)), is_forward = shapes[0], call["operands"].count("%") <= 5
+            products = 2 if is_forward else 3 if len(shapes) == 1 else 4
+            found[dtype] += runs[name] * products * rows * heads * tokens * tokens * width
+    return dict(found)
+
+
+def host_transfers(hlo_text: str) -> list[str]:
+    """Instructions with which a program waits for its host or gives it something: infeeds, outfeeds, callbacks.
+
+    What one slice of TPUs sends to another goes over the hosts too, and is no such transfer: see `between_slices`.
+    """
+    found: list[str] = []
+    for name, operation, rest in re.findall(
+        r"^\s*(?:ROOT )?%?([\w.\-]+) = .*? (infeed|outfeed|send|recv|custom-call)\((.*)", hlo_text, re.MULTILINE
+    ):
+        target = re.search(r'custom_call_target="([^"]*)"', rest)
+        calls_back = target is not None and re.search("callback|host", target.group(1), re.IGNORECASE)
+        sends = operation in ("send", "recv") and _MEGASCALE not in rest
+        if calls_back or sends or operation in ("infeed", "outfeed"):
+            found.append(name)
+    return found
+
+
+def between_slices(hlo_text: str, slices: int) -> dict[str, Moved]:
+    """As `collectives_by_dtype`, of what devices of several TPU slices exchange over the network.
+
+    There the compiler splits a collective: a part within the slice, which is a collective of the program, and a
+    `send` to the runtime, which does the rest over the network. Sent is what a ring of `slices` would need.
+    """
+    computations = read_computations(hlo_text)
+    runs = times_run(computations)
+    share = {"all_gather": slices - 1, "all_reduce": 2 * (slices - 1) / slices, "one_to_one": 1}
+    found: list[tuple[str, Moved]] = []
+    for name, lines in computations.items():
+        for line in lines:
+            match = re.match(r"\s*%?[\w.\-]+ = \((.*?)\) send\(", line)
+            if match is None or _MEGASCALE not in line:
+                continue
+            kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', line)
+            kind = kind.group(1).lower() if kind else "one_to_one"
+            (dtype, shape), *_ = _shapes(match.group(1))
+            size = runs[name] * _ITEM_BYTES[dtype] * math.prod(shape)
+            sent = round(size * share.get(kind, (slices - 1) / slices))
+            found.append((f"{kind} {dtype}", Moved(runs[name], size * slices if kind == "all_gather" else size, sent)))
+    return _summed(iter(found))
+
+
+def aliased_parameters(hlo_text: str) -> set[int]:
+    """Numbers of the program's parameters whose memory an output takes."""
+    header = hlo_text.partition("\n")[0]
+    aliases = re.search(r"input_output_alias=\{(.*?\)) \}", header)
+    return {int(number) for number in re.findall(r"\((\d+), ", aliases.group(1))} if aliases else set()
 
 
 def rematerialised(hlo_text: str) -> int:

@@ -1,5 +1,9 @@
 """Plans: what the trainer's own step needs on hardware that isn't there.
 
-May import everything below `train`. Read `tpu.py` first: it traces the step and reads what the TPU compiler, started
-by `tpu_compiler.py` in a process of its own, makes of it.
+May import everything below `train`. Read `result.py` first: what a plan says. Then `planner.py`, which joins the parts:
+- `tpu.py` has the step traced (`tpu_trace.py`) and compiled (`tpu_compiler.py`) in processes of their own, and reads
+  what the TPU compiler wrote (`tpu_read.py`).
+- `cuda.py` runs the step on fake tensors: `live.py` records what lives, `kernels.py` knows what a GPU's kernels add,
+  `allocator.py` what torch's allocator makes of it.
+- `hardware.py` knows what `--on` names, `time.py` bounds the step's time.
 """

@@ -1,205 +1,216 @@
 """The train step on a TPU slice that isn't there: its memory, collectives and work, from the TPU's own compiler.
 
-`trace` records the trainer's own step (the same backend, the same `train.loop.build`) with tensors that hold no
-memory, for any number of devices. `compile_for` gives the record to libtpu for a named slice, and stops it once
-buffers are assigned: what follows is code generation, which takes most of the time, and of which nothing is asked here
-but whether it succeeds.
+`plan_tpu` is the way in. It has the trainer's own step traced (`tpu_trace.py`) and compiled by libtpu for the slice
+(`tpu_compiler.py`), each in a process of its own, and reads what the compiler wrote (`tpu_read.py`). The compiler is
+stopped once buffers are assigned: what follows is code generation, which takes most of the time, and of which nothing
+is asked here but whether it succeeds. This module imports neither torch nor torch_xla.
 """
 
-# Programs are lowered through torch_xla's private bridge only.
-# pyright: reportPrivateUsage=false
-
+import importlib.metadata
+import importlib.util
 import json
 import os
 import re
-import resource
-import subprocess
-import sys
+import shutil
 import tempfile
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
-from portable_fsdp.backends.base import Batch, MakeOptimizer, Metrics
-from portable_fsdp.backends.xla.engine import ROWS, Spec, XlaBackend
+from portable_fsdp.backends.tpu_options import compiler_options, libtpu_arguments
 from portable_fsdp.config.schema import Config
-from portable_fsdp.metrics import hlo
-from portable_fsdp.metrics.hlo import Moved
-from portable_fsdp.runtime.errors import BackendError
-from portable_fsdp.train.loop import build
+from portable_fsdp.plan import tpu_cache
+from portable_fsdp.plan.child import Ended, run_child
+from portable_fsdp.plan.result import Buffer, Memory, Moved, Work
+from portable_fsdp.plan.tpu_program import Program, read_programs
+from portable_fsdp.plan.tpu_read import Compiled, largest, read_compiled
+from portable_fsdp.runtime import errors
+from portable_fsdp.runtime.errors import BackendError, PortableFSDPError
 
-# Windowed einsum hides gathers in loops of point-to-point copies, which makes them uncountable and costs memory.
-OPTIONS = {
-    "xla_tpu_enable_windowed_einsum_for_all_gather": "false",
-    "xla_tpu_enable_windowed_einsum_for_reduce_scatter": "false",
-}
+Progress = Callable[[str], None]
+"""Is told what begins: `tracing`, then for each program `compiling train_step` and `reading train_step`."""
 
-
-@dataclass(frozen=True)
-class Argument:
-    """An input of a program, in the order of its parameters."""
-
-    name: str  # as Backend.state's keys; `batch.<key>`; or `constant`
-    shape: tuple[int, ...]
-    sharding: str  # in XLA's words
-    output: int | None  # number of the output that takes its place in memory
+PARTS = ("weights", "gradients", "optimizer", "batch", "temporaries", "outputs")
+DTYPES = {"bf16": "bfloat16", "f32": "float32", "f16": "float16", "s32": "int32", "u32": "uint32", "pred": "bool"}
+NEEDS = ("torch_xla", "jax", "libtpu")
 
 
-@dataclass(frozen=True)
-class Program:
-    """A step as it was traced: one global program, not yet partitioned."""
+class TpuPlan(NamedTuple):
+    """What a step is on a slice."""
 
-    name: str
-    devices: int
-    hlo: bytes  # a serialized HloModuleProto
-    arguments: tuple[Argument, ...]
-    outputs: tuple[str, ...]  # shardings
+    memory: Memory
+    work: Work
+    notes: tuple[str, ...]  # what a user must be told besides
+    compiler: str  # libtpu 0.0.21
+    compile_s: float  # processor time of the compiler, as it was when the result was new
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """What one device of the slice needs for one run of a program."""
+def plan_tpu(
+    config: Config,
+    topology: str,
+    devices: int,
+    *,
+    slices: int = 1,
+    hosts: int = 1,
+    limit_bytes: int | None = None,
+    progress: Progress = lambda stage: None,
+    limit_s: float = 900,
+    options: Mapping[str, str] | None = None,
+) -> TpuPlan:
+    """Memory and work of the config's train step on one device of a TPU slice.
 
-    slice: str
-    argument_bytes: int  # weights, optimizer state, batch; their updates take the same place
-    temporary_bytes: int
-    output_bytes: int  # that take no argument's place
-    collectives: dict[str, Moved]  # kind and dtype: `all_gather bf16`
-    matmul_flops: dict[str, int]  # dtypes of the factors: `bf16 x bf16`
-    rematerialised: int  # instructions that the compiler repeats by itself, because memory was short
-    compile_s: float  # of processor time, up to the assignment of buffers, or with code generation
+    Args:
+        topology: of one slice, as libtpu names it: generation and torus (`v6e:2x4`, `v5p:2x2x4`).
+        devices: of all slices together; a chip of v4 to v6e is one, one of tpu7x two.
+        slices: joined over the network.
+        hosts: of all slices together; as in a run, HYBRID_SHARD has a replica on each where the config names none.
+        limit_bytes: what the compiler lets a program have of a device's memory; None: no verdict.
+        progress: is told what begins; the first word comes at once.
+        limit_s: seconds, for the trace and for each program.
+        options: of the compiler, over those of LIBTPU_INIT_ARGS.
 
-    @property
-    def bytes(self) -> int:
-        """What must fit into a device's memory, the program's own code aside."""
-        return self.argument_bytes + self.temporary_bytes + self.output_bytes
+    Raises what opening the backend and building the model raise; BackendError where the extra is missing, the compiler
+    refuses the slice, an option or the program, fails, or takes longer. Runs in any thread, and several at once.
+    """
+    progress("tracing")
+    _require_installed(NEEDS)
+    programs = trace_apart(config, devices, hosts=hosts, limit_s=limit_s)
+    found: dict[str, Compiled] = {}
+    for name, program in programs.items():
+        progress(f"compiling {name}")
+        texts = _written(program, topology, slices, options or {}, limit_s)
+        progress(f"reading {name}")
+        found[name] = _read(program, topology, slices, texts)
+    return TpuPlan(
+        memory_of(found, _limit(limit_bytes, options or {})),
+        work_of(found, config.train.global_batch // (config.train.micro_batch * devices)),
+        notes_of(found),
+        _compiler(),
+        sum(compiled.compile_s for compiled in found.values()),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- what it means
+
+
+def memory_of(programs: Mapping[str, Compiled], limit_bytes: int | None) -> Memory:
+    """Of the fuller program; what only the other one takes as arguments stays on the device all the same."""
+    arguments: dict[str, int] = {}
+    part_of: dict[str, str] = {}
+    for compiled in programs.values():
+        arguments = {**arguments, **compiled.named_bytes}
+        part_of = {**part_of, **compiled.parts}
+    fuller = max(programs.values(), key=lambda compiled: compiled.temporary_bytes + compiled.output_bytes)
+    parts: dict[str, int] = dict.fromkeys(PARTS, 0)
+    for name, size in arguments.items():
+        parts[part_of[name]] += size
+    parts["temporaries"], parts["outputs"] = fuller.temporary_bytes, fuller.output_bytes
+    resting = [
+        Buffer(name=name, bytes=arguments[name], where="") for name in arguments.keys() - fuller.named_bytes.keys()
+    ]
+    return Memory(
+        parts={part: size for part, size in parts.items() if size},
+        limit_bytes=limit_bytes,
+        at=fuller.at,
+        biggest=largest([*fuller.biggest, *resting]),
+        rematerialised=max(compiled.rematerialised for compiled in programs.values()),
+    )
+
+
+def work_of(programs: Mapping[str, Compiled], accumulation: int) -> Work:
+    """Of a step: with accumulation `micro_batch` runs several times, `update` once."""
+    flops: dict[str, float] = {}
+    collectives: dict[str, Moved] = {}
+    memory_bytes = 0.0
+    for name, compiled in programs.items():
+        times = accumulation if name == "micro_batch" else 1
+        for factors, count in [*compiled.matmul_flops.items(), *compiled.kernel_flops.items()]:
+            flops[_dtype_of(factors)] = flops.get(_dtype_of(factors), 0) + times * count
+        for link, moves in (("", compiled.collectives), (" between slices", compiled.between_slices)):
+            for key, moved in moves.items():
+                kind, _, dtypes = key.partition(" ")
+                words = f"{kind} {'+'.join(DTYPES.get(dtype, dtype) for dtype in dtypes.split('+'))}{link}"
+                more = Moved(calls=times * moved.calls, bytes=times * moved.bytes, sent_bytes=times * moved.sent)
+                collectives[words] = _sum(collectives.get(words), more)
+        memory_bytes += times * _least_traffic(compiled)
+    sent = {"ici": 0.0, "network": 0.0}
+    for words, moved in collectives.items():
+        sent["network" if words.endswith("between slices") else "ici"] += moved.sent_bytes
+    return Work(
+        matmul_flops=flops,
+        memory_bytes=memory_bytes,
+        collectives=dict(sorted(collectives.items())),
+        sent_bytes={link: size for link, size in sent.items() if size},
+    )
+
+
+def _limit(limit_bytes: int | None, options: Mapping[str, str]) -> int | None:
+    """Lower where an option tells the compiler of less."""
+    asked = {**compiler_options(os.environ.get("LIBTPU_INIT_ARGS", "")), **options}.get("xla_tpu_max_hbm_size_mib")
+    if asked is None or not asked.isdigit():
+        return limit_bytes
+    return min(int(asked) * 2**20, limit_bytes or int(asked) * 2**20)
+
+
+def _sum(one: Moved | None, other: Moved) -> Moved:
+    if one is None:
+        return other
+    return Moved(
+        calls=one.calls + other.calls, bytes=one.bytes + other.bytes, sent_bytes=one.sent_bytes + other.sent_bytes
+    )
+
+
+def _dtype_of(factors: str) -> str:
+    """Of a product `bf16 x f32` the wider: the narrower factor is cast first."""
+    names = [DTYPES.get(name, name) for name in factors.split(" x ")]
+    return "float32" if "float32" in names else names[0]
+
+
+def _least_traffic(compiled: Compiled) -> float:
+    """All that is updated is read and written; and so is what lies in memory as a temporary at the peak."""
+    return 2.0 * (compiled.argument_bytes + compiled.live_bytes) + compiled.output_bytes
+
+
+def notes_of(programs: Mapping[str, Compiled]) -> tuple[str, ...]:
+    """What is wrong with a program: state that isn't updated where it lies, and waits for the host."""
+    notes: list[str] = []
+    for name, compiled in programs.items():
+        if compiled.undonated:
+            notes.append(
+                f"{name}: {len(compiled.undonated)} tensors are not updated where they lie, which takes their memory "
+                f"twice: {', '.join(compiled.undonated[:3])}"
+            )
+        if compiled.host_transfers:
+            notes.append(
+                f"{name}: it waits for the host {len(compiled.host_transfers)} times inside the step: "
+                f"{', '.join(compiled.host_transfers[:3])}"
+            )
+    return tuple(notes)
 
 
 # ---------------------------------------------------------------------------------------------------------- tracing
 
 
-def trace(config: Config, devices: int) -> dict[str, Program]:
-    """Name -> program of the config's train step on `devices` devices: `train_step`, or `micro_batch` and `update`.
-
-    Nothing runs, and neither weights nor optimizer state take memory. To be called in a process of its own, in which
-    torch_xla wasn't used before: it takes the count of devices for a fact, and keeps it. Raises what opening the
-    backend and building the model raise.
-    """
-    with _pretended(devices):
-        backend = _Tracer(config)
-        training = build(config, backend, vocabulary=1, fill=False)
-        rows = config.train.micro_batch * devices
-        batch = {
-            "input_ids": torch.empty((rows, config.data.seq_len), dtype=torch.int64, device="meta"),
-            "labels": torch.empty((rows, config.data.seq_len), dtype=torch.int64, device="meta"),
-            "tokens": torch.empty(rows, device="meta"),
-            "stop": torch.empty(rows, device="meta"),
-            "processes": torch.empty((rows, 3 * backend.process.count), device="meta"),
-        }
-        training.step([backend.place(batch) for _ in range(training.accumulation)], config.optim.lr)
-        return backend.programs
-
-
-@contextmanager
-def _pretended(devices: int) -> Generator[None]:
-    """A mesh of more devices than the CPU client has, of TPUs: in a program that only is traced they are words."""
-    os.environ["PJRT_DEVICE"] = "CPU"
-    os.environ.setdefault("CPU_NUM_DEVICES", "4")  # a single one would leave annotations out
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    import torch_xla.runtime
-
-    runtime = cast(Any, torch_xla.runtime)
-    real = runtime.global_runtime_device_count
-    runtime.global_runtime_device_count = lambda: devices
-    try:
-        yield
-    finally:
-        runtime.global_runtime_device_count = real
-
-
-class _Tracer(XlaBackend):
-    """The XLA backend, whose programs are kept instead of run."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__("cpu", config, None)
-        self.flash_attention = True  # as on TPU
-        self.programs: dict[str, Program] = {}
-        self._spec_of: dict[str, Spec] = {}  # of each argument seen so far
-
-    def build_optimizer(self, make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        self._optimizer = super().build_optimizer(make, groups)
-        return self._optimizer
-
-    def compile(self, fn: Callable[..., Metrics], name: str) -> Callable[..., Metrics]:
-        def step(*args: Any) -> Metrics:
-            before = self._state()
-            with torch.no_grad():  # a clone keeps the node of what is updated in place
-                clones = {key: tensor.detach().clone() for key, tensor in {**before, **_named(args)}.items()}
-            versions = {key: (id(tensor), tensor._version) for key, tensor in before.items()}
-            metrics = fn(*args)
-            after = self._state()
-            changed = {key: t for key, t in after.items() if (id(t), t._version) != versions.get(key)}
-            self.programs[name] = self._lower(name, metrics, changed, clones)
-            for key, tensor in (metrics | changed).items():  # the next program takes them as arguments
-                tensor.data = self._placeholder(tensor.shape, tensor.dtype, self._spec_of.get(key, ()))
-            return metrics
-
-        return step
-
-    def _state(self) -> dict[str, Tensor]:
-        """All that a step may change in place, by the names that a checkpoint gives it; gradients as `grad/<FQN>`."""
-        found: dict[str, Tensor] = dict(self._model.named_buffers())
-        for fqn, parameter in self._model.named_parameters():
-            found[fqn] = parameter
-            for name, value in self._optimizer.state[parameter].items():
-                if value.device.type == "xla":  # step counts rest on the host
-                    found[f"{name}/{fqn}"] = value
-            if parameter.grad is not None:
-                found[f"grad/{fqn}"] = parameter.grad
-        return found
-
-    def _lower(self, name: str, metrics: Metrics, changed: dict[str, Tensor], clones: dict[str, Tensor]) -> Program:
-        context = self._bridge.lowering.LoweringContext(name)
-        context.set_name_string(name)
-        context.build([*metrics.values(), *changed.values()])
-        names = {context.tensor_parameter_id(clone): key for key, clone in clones.items()}
-        specs = {context.tensor_parameter_id(known.handle): known.spec for known in self.placeholders or ()}
-        outputs = {key: number for number, key in enumerate(changed, start=len(metrics))}
-        arguments: list[Argument] = []
-        for number, tensor in sorted(context.device_parameter_id_tensor_mapping().items()):
-            key = names.get(number, "constant")
-            self._spec_of[key] = specs.get(number, ())
-            sharding = self._sharding(self._spec_of[key])
-            arguments.append(Argument(key, tuple(tensor.shape), sharding, outputs.get(key)))
-        results = [self._sharding(self._spec_of.get(key, ())) for key in metrics | changed]
-        return Program(name, self.data_parallel_size, context.hlo(), tuple(arguments), tuple(results))
-
-    def _sharding(self, spec: Spec) -> str:
-        """XLA's words for a partition of dimension 0, over all devices or over the shards of each replica."""
-        devices = self.data_parallel_size
-        if not spec or spec[0] is None:
-            return "{replicated}"
-        if spec[0] == ROWS or self._shards == devices:
-            return f"{{devices=[{','.join([str(devices), *'1' * (len(spec) - 1)])}]<=[{devices}]}}"
-        tiles = ",".join([str(self._shards), *"1" * (len(spec) - 1), str(devices // self._shards)])
-        return f"{{devices=[{tiles}]<=[{devices // self._shards},{self._shards}]T(1,0) last_tile_dim_replicate}}"
-
-
-def _named(args: Sequence[Any]) -> dict[str, Tensor]:
-    """The tensors among a step's arguments: batches by their keys."""
-    found: dict[str, Tensor] = {}
-    for number, argument in enumerate(args):
-        if isinstance(argument, dict):
-            found.update({f"batch.{key}": tensor for key, tensor in cast(Batch, argument).items()})
-        elif isinstance(argument, Tensor):
-            found[f"argument {number}"] = argument
-    return found
+def trace_apart(config: Config, devices: int, *, hosts: int = 1, limit_s: float = 900) -> dict[str, Program]:
+    """`tpu_trace.trace` in a process of its own; raises what it raises, and BackendError where it fails or is late."""
+    _require_installed(("torch_xla",))
+    if config.sharding.strategy.startswith("HYBRID") and config.sharding.replicas is None:
+        sharding = config.sharding.model_copy(update={"replicas": hosts})
+        config = config.model_copy(update={"sharding": sharding})
+    with tempfile.TemporaryDirectory(prefix="portable_fsdp_trace") as name:
+        folder = Path(name)
+        request = {"config": config.model_dump(mode="json"), "devices": devices}
+        (folder / "request.json").write_text(json.dumps(request))
+        ended = run_child("portable_fsdp.plan.tpu_trace", folder, limit_s=limit_s, environment={})
+        if (folder / "refusal.json").is_file():
+            refusal = json.loads((folder / "refusal.json").read_text())
+            kind: type[PortableFSDPError] = getattr(errors, refusal["kind"])
+            raise kind(refusal["message"])
+        if ended.how != "finished":
+            raise BackendError(_failure("the train step could not be traced", folder, ended, limit_s))
+        return read_programs(folder)
 
 
 # -------------------------------------------------------------------------------------------------------- compiling
@@ -207,63 +218,93 @@ def _named(args: Sequence[Any]) -> dict[str, Tensor]:
 
 def compile_for(
     program: Program,
-    slice: str,
+    topology: str,
     *,
+    slices: int = 1,
     generate_code: bool = False,
     options: Mapping[str, str] | None = None,
     limit_s: float = 900,
 ) -> Compiled:
-    """What the TPU compiler makes of `program` on `slice` (`v6e:2x4`, `v5p:2x2x4`), without a TPU.
+    """What the TPU compiler makes of `program` on slices of `topology`, without a TPU.
 
     Args:
-        program: for as many devices as the slice has.
-        slice: generation and torus, as libtpu names topologies.
+        program: for as many devices as the slices have.
+        topology: of a slice, as libtpu names it (`v6e:2x4`, `v5p:2x2x4`).
+        slices: how many, joined over the network.
         generate_code: go on to the end, where a kernel may still be refused: minutes for a model of billions.
-        options: of the compiler, added to OPTIONS; a run takes the same through LIBTPU_INIT_ARGS.
+        options: of the compiler, over those of LIBTPU_INIT_ARGS.
         limit_s: seconds after which the compiler is stopped.
 
-    Raises BackendError where the compiler refuses the program or the slice, or takes longer.
+    What it gave for the same program before is taken from the cache, but for `generate_code`. Raises BackendError
+    where the compiler refuses the program, an option or the slice, fails, or takes longer.
     """
-    with tempfile.TemporaryDirectory(prefix="portable_fsdp_plan") as name:
-        folder = Path(name)
-        options = {**OPTIONS, **(options or {})}
-        seconds = _run_compiler(folder, program, slice, options, limit_s, generate_code=generate_code)
-        return _read(folder / "dump", program, slice, seconds)
+    return _read(
+        program,
+        topology,
+        slices,
+        _written(program, topology, slices, options or {}, limit_s, generate_code=generate_code),
+    )
 
 
-def _run_compiler(
-    folder: Path, program: Program, slice: str, options: Mapping[str, str], limit_s: float, *, generate_code: bool
-) -> float:
-    """Run the compiler until it has assigned buffers, or to its end; returns its seconds of processor time."""
-    record = {
-        "slice": slice,
+def _read(program: Program, topology: str, slices: int, texts: Mapping[str, str]) -> Compiled:
+    seconds = float(texts["seconds"])
+    return read_compiled(program, topology, texts["program"], texts["buffers"], slices=slices, compile_s=seconds)
+
+
+def _written(
+    program: Program,
+    topology: str,
+    slices: int,
+    options: Mapping[str, str],
+    limit_s: float,
+    *,
+    generate_code: bool = False,
+) -> dict[str, str]:
+    """What the compiler writes of a program, from the cache where it is the same in all that goes into it."""
+    _require_installed(("jax", "libtpu"))
+    arguments = libtpu_arguments(os.environ, topology.partition(":")[0])
+    described: dict[str, object] = {
+        "topology": topology,
+        "slices": slices,
         "devices": program.devices,
         "options": dict(options),
         "arguments": [asdict(argument) for argument in program.arguments],
         "outputs": program.outputs,
     }
-    (folder / "program.json").write_text(json.dumps(record))
-    (folder / "program.hlo.pb").write_bytes(program.hlo)
-    began, spent = time.monotonic(), _childrens_seconds()
-    with (folder / "log").open("w") as log:
-        command = [sys.executable, "-m", "portable_fsdp.plan.tpu_compiler", str(folder)]
-        compiler = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=folder)
-        try:
-            while compiler.poll() is None and (generate_code or not _is_written(folder / "dump", program.name)):
-                if time.monotonic() - began > limit_s:
-                    break
-                time.sleep(0.1)
-        finally:
-            compiler.kill()
-            ended = compiler.wait()
-    if not _is_written(folder / "dump", program.name) or (generate_code and ended != 0):
-        raise BackendError(_refusal(slice, (folder / "log").read_text(), limit_s))
-    return _childrens_seconds() - spent
+    versions = [_compiler(), *(importlib.metadata.version(name) for name in ("jax", "jaxlib"))]
+    what = json.dumps([program.name, described, arguments, versions], sort_keys=True)
+    folder = tpu_cache.cache_folder(os.environ) / "plans"
+    key = tpu_cache.key_of(program.hlo, what.encode())
+    texts = None if generate_code else tpu_cache.load(folder, key)
+    if texts is None or texts.keys() != {"program", "buffers", "seconds"}:
+        texts = _run_compiler(program, described, arguments, limit_s, generate_code=generate_code)
+        tpu_cache.save(folder, key, texts)
+    return texts
 
 
-def _childrens_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+def _run_compiler(
+    program: Program, described: dict[str, object], arguments: str, limit_s: float, *, generate_code: bool
+) -> dict[str, str]:
+    """Run the compiler until it has assigned buffers, or to its end; returns what it wrote."""
+    with tempfile.TemporaryDirectory(prefix="portable_fsdp_plan") as name:
+        folder = Path(name)
+        (folder / "program.json").write_text(json.dumps(described))
+        (folder / "program.hlo.pb").write_bytes(program.hlo)
+        ended = run_child(
+            "portable_fsdp.plan.tpu_compiler",
+            folder,
+            limit_s=limit_s,
+            environment={"LIBTPU_INIT_ARGS": arguments},
+            has_enough=lambda: not generate_code and _is_written(folder / "dump", program.name),
+        )
+        if ended.how not in ("finished", "enough") or not _is_written(folder / "dump", program.name):
+            raise BackendError(_refusal(str(described["topology"]), folder, ended, limit_s))
+        dump = folder / "dump"
+        return {
+            "program": next(dump.glob(f"*.{program.name}.*after_optimizations.txt")).read_text(),
+            "buffers": next(dump.glob(f"*.{program.name}.*after_optimizations-buffer-assignment.txt")).read_text(),
+            "seconds": str(ended.cpu_s),
+        }
 
 
 def _is_written(dump: Path, name: str) -> bool:
@@ -276,47 +317,66 @@ def _is_written(dump: Path, name: str) -> bool:
     return last[0].stat().st_size == size
 
 
-def _refusal(slice: str, log: str, limit_s: float) -> str:
-    found = re.findall(r"^\S*(?:Error|RESOURCE_EXHAUSTED|INVALID_ARGUMENT)\b.*", log, re.MULTILINE)
-    reason = found[-1] if found else f"nothing in {limit_s:.0f} s"
-    return (
-        f"plan for {slice}: expected the TPU compiler to compile the step, found: {reason}\n"
-        "  It needs the extra `tpu` (pip install '.[tpu]') and a slice that libtpu knows: v4, v5e, v5p or v6e, "
-        "a colon, its torus (v6e:2x4, v5p:2x2x4)."
+# -------------------------------------------------------------------------------------------------------- refusals
+
+
+def _compiler() -> str:
+    return f"libtpu {importlib.metadata.version('libtpu')}"
+
+
+def _require_installed(packages: tuple[str, ...]) -> None:
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise BackendError(
+            f"plan for a TPU slice: expected the packages {', '.join(NEEDS)}, found no {', '.join(missing)}.\n"
+            "  In a checkout of portable_fsdp, on Linux on x86-64: pip install '.[tpu]'. No TPU is needed."
+        )
+
+
+def _refusal(topology: str, folder: Path, ended: Ended, limit_s: float) -> str:
+    """What the compiler said, in words that say what to do."""
+    option = re.search(
+        r"No such compile option: '?(\w+)|Unknown command line flag '(\w+)'|Failed to parse.*?'(\w+)'", ended.log
     )
-
-
-def _read(dump: Path, program: Program, slice: str, seconds: float) -> Compiled:
-    def text(ending: str) -> str:
-        return next(dump.glob(f"*.{program.name}.*{ending}")).read_text()
-
-    compiled = text("after_optimizations.txt")
-    memory = allocations(text("after_optimizations-buffer-assignment.txt"))
-    return Compiled(
-        slice,
-        argument_bytes=memory["arguments"],
-        temporary_bytes=memory["temporaries"],
-        output_bytes=memory["outputs"],
-        collectives=hlo.collectives_by_dtype(compiled, program.devices),
-        matmul_flops=hlo.matmul_flops(compiled),
-        rematerialised=hlo.rematerialised(compiled),
-        compile_s=seconds,
+    if option:
+        name = next(filter(None, option.groups()))
+        return (
+            f"plan for {topology}: expected options that {_compiler()} knows, found {name}.\n"
+            "  It stands in LIBTPU_INIT_ARGS or is asked for by the plan; a run would refuse it too. Take it out."
+        )
+    unknown = re.search(
+        r"(Invalid TPU external name: \w+|does not match|Topology layout .*|it has \d+ devices.*)", ended.log
     )
+    if ended.how == "failed" and unknown:
+        newer = "" if not topology.startswith("tpu7x") else "\n  tpu7x needs a newer libtpu: 0.0.51 knows it."
+        return (
+            f"plan for {topology}: expected a slice that {_compiler()} knows, found: {unknown.group(1)}{newer}\n"
+            "  It knows v4, v5e, v5p and v6e: a colon, then the torus in chips, as in v6e:2x4 and v5p:2x2x4."
+        )
+    full = re.search(r"RESOURCE_EXHAUSTED[^\n]*", ended.log)
+    if full:
+        return (
+            f"plan for {topology}: the step does not fit: {full.group()[:600]}\n"
+            "  Lower train.micro_batch or data.seq_len, set memory.gradient_checkpointing=full, or take more chips."
+        )
+    return f"plan for {topology}: " + _failure("the TPU compiler gave no program", folder, ended, limit_s)
 
 
-def allocations(buffer_assignment: str) -> dict[str, int]:
-    """Bytes of a device's main memory by what they hold: `arguments`, `temporaries`, `outputs` (not aliased).
+def _failure(what: str, folder: Path, ended: Ended, limit_s: float) -> str:
+    """A message with the child's last lines; all that it worked on is kept."""
+    how = f"it was stopped after {limit_s:.0f} s" if ended.how == "late" else f"it ended with code {ended.code}"
+    kept = _report(folder)
+    return f"{what}: {how}. Its last lines:\n{ended.last_lines}\n  What it worked on, and all that it said: {kept}"
 
-    What has a color lies in another memory (VMEM, SMEM).
-    """
-    found: dict[str, int] = {"arguments": 0, "temporaries": 0, "outputs": 0}
-    for size, rest in re.findall(r"^allocation \d+: size (\d+)(.*)", buffer_assignment, re.MULTILINE):
-        if "color" in rest:
-            continue
-        if "parameter" in rest:
-            found["arguments"] += int(size)
-        elif "preallocated-temp" in rest:
-            found["temporaries"] += int(size)
-        elif "maybe-live-out" in rest:
-            found["outputs"] += int(size)
-    return found
+
+def _report(folder: Path) -> str:
+    reports = tpu_cache.cache_folder(os.environ) / "reports"
+    try:
+        reports.mkdir(parents=True, exist_ok=True)
+        kept = Path(tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=reports))
+        for path in folder.iterdir():
+            if path.is_file():
+                shutil.copy(path, kept)
+    except OSError as error:
+        return f"could not be kept ({error})"
+    return str(kept)

@@ -1,8 +1,8 @@
-"""The TPU compiler in a process of its own: `python -m portable_fsdp.plan.tpu_compiler FOLDER`.
+"""The TPU compiler in a process of its own: `python -m portable_fsdp.plan.tpu_compiler FOLDER PARENT`.
 
 Compiles FOLDER/program.hlo.pb for the slice that FOLDER/program.json names, and lets the compiler write its programs
-to FOLDER/dump. The caller ends this process as soon as it has what it came for (`plan.tpu.compile_for`). Uses jax's
-client for devices that are absent; no TPU is needed, and torch isn't imported.
+to FOLDER/dump. The caller ends this process as soon as it has what it came for (`plan.tpu.compile_for`), and gives it
+LIBTPU_INIT_ARGS. Uses jax's client for devices that are absent; no TPU is needed, and torch isn't imported.
 """
 
 # jax has no public way from an HLO module to libtpu, and its bridge isn't typed: written for the jax 0.7.1 and
@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from portable_fsdp.runtime.process import end_with_parent
+
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",  # jax itself must not look for chips
     "TPU_SKIP_MDS_QUERY": "1",  # nor ask a cloud's metadata server who we are
@@ -28,15 +30,31 @@ ENVIRONMENT = {
 def main(folder: Path) -> None:
     from jax._src.interpreters import mlir
     from jax._src.lib.mlir import ir
-    from jax.experimental import topologies
 
     wanted: dict[str, Any] = json.loads((folder / "program.json").read_text())
-    devices = list(topologies.get_topology_desc(platform="tpu", topology_name=wanted["slice"]).devices)
+    devices = _devices(wanted["topology"], wanted["slices"])
     if len(devices) != wanted["devices"]:
-        raise ValueError(f"{wanted['slice']} has {len(devices)} devices, the program is for {wanted['devices']}")
+        raise ValueError(f"it has {len(devices)} devices, the program is for {wanted['devices']}")
     with mlir.make_ir_context(), ir.Location.unknown():
         module = _annotated((folder / "program.hlo.pb").read_bytes(), wanted)
         _compile(mlir.module_to_bytecode(module), devices, {**wanted["options"], "xla_dump_to": str(folder / "dump")})
+
+
+def _devices(topology: str, slices: int) -> list[Any]:
+    """In the order of the mesh: neighbours in it are neighbours on the torus, as torch_xla's runtime numbers them."""
+    from jax.experimental import mesh_utils, topologies
+
+    how: dict[str, Any] = {}
+    if topology.startswith("v4:"):
+        how["chip_config_name"] = "megacore"  # a chip's two cores as one device: TPU_MEGACORE of a run
+    if set(topology.partition(":")[2].split("x")) == {"1"}:
+        how["chips_per_host_bounds"] = (1, 1, 1)  # one chip, of a host that has more
+    if slices > 1:
+        how["num_slices"] = slices
+    devices = list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **how).devices)
+    if slices > 1:
+        return sorted(devices, key=lambda device: device.id)  # slice after slice
+    return list(mesh_utils.create_device_mesh((len(devices),), devices).flat)
 
 
 def _annotated(hlo: bytes, wanted: dict[str, Any]) -> Any:
@@ -66,21 +84,19 @@ def _annotated(hlo: bytes, wanted: dict[str, Any]) -> Any:
 def _compile(program: bytes, devices: list[Any], options: dict[str, str]) -> None:
     from jax._src import compiler
     from jax._src.lib import xla_client
-    from jax.experimental import mesh_utils
 
-    # Neighbours in the mesh are neighbours on the torus, as torch_xla's runtime numbers the chips of a slice.
-    order = list(mesh_utils.create_device_mesh((len(devices),), devices).flat)
     how = compiler.get_compile_options(
         num_replicas=1,
         num_partitions=len(devices),
-        device_assignment=np.array([[device.id for device in order]]),
+        device_assignment=np.array([[device.id for device in devices]]),
         env_options_overrides=options,
     )
     how.executable_build_options.use_spmd_partitioning = True
     how.executable_build_options.use_shardy_partitioner = False
-    devices[0].client.compile(program, xla_client.DeviceList(tuple(order)), how)
+    devices[0].client.compile(program, xla_client.DeviceList(tuple(devices)), how)
 
 
 if __name__ == "__main__":
+    end_with_parent(int(sys.argv[2]))
     os.environ.update(ENVIRONMENT)  # before jax is imported
     main(Path(sys.argv[1]))

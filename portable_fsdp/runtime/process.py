@@ -71,10 +71,16 @@ def end_with_agent(environ: Mapping[str, str]) -> None:
     run = environ.get("TORCHELASTIC_RUN_ID")
     if not run or sys.platform != "linux":
         return
-    started_by = run.removeprefix(OUR_RUNS) if run.startswith(OUR_RUNS) else str(os.getppid())
+    end_with_parent(int(run.removeprefix(OUR_RUNS)) if run.startswith(OUR_RUNS) else os.getppid())
+
+
+def end_with_parent(parent: int) -> None:
+    """Have this process killed when its parent, process `parent`, ends, however it does. Linux only; else nothing."""
+    if sys.platform != "linux":
+        return
     if ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL)) != 0:
         print("this process can't be tied to its launcher (prctl): if that is killed, it goes on", file=sys.stderr)
-    if str(os.getppid()) != started_by:  # it ended before the kernel was asked
+    if os.getppid() != parent:  # it ended before the kernel was asked
         os.kill(os.getpid(), signal.SIGKILL)
 
 

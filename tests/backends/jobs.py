@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from cases import GLOBAL_BATCH, SEQ_LEN, Case, CaseRows
 from dying import Instants, patched
+from live_storages import Measured, measure
 from memory import Peak, anonymous
 
 from portable_fsdp.backends.base import Backend, Pending, ShardPolicy, TensorState, parameter_places
@@ -43,6 +44,12 @@ def _pieces(state: dict[str, TensorState]) -> Pieces:
         )
         for key, tensor in state.items()
     }
+
+
+def live_storages(config: Config) -> Measured:
+    """Of any config: the peak of live storage bytes, and the collectives."""
+    with open_backend(config, device="cpu", backend="native", num_devices=int(os.environ["WORLD_SIZE"])) as backend:
+        return measure(backend, config)
 
 
 def import_model(case: Case) -> None:

@@ -112,3 +112,33 @@ def test_gpu_names_what_no_time_is_left_for(tmp_path: Path) -> None:
     assert not result["speed"]
     assert [run["way"] for run in result["left_out"]] == ["ours", "plain", "trainer"]
     assert "left out: eager/full/8 plain, pass 1: no time left" in printed
+
+
+def _gpu_plan(folder: Path, *flags: str) -> dict[str, Any]:
+    out = folder / "plan.json"
+    finished = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "gpu_plan.py"), f"--out={out}", *flags],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=1500,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return json.loads(out.read_text())
+
+
+def test_gpu_plan_compares_a_plan_with_what_was_measured(tmp_path: Path) -> None:
+    (row,) = _gpu_plan(tmp_path, "--parts=gpu", "--tiny")["gpu"]
+    assert row["live_bytes"] > 1e7
+    assert row["ratio"] == pytest.approx(1, rel=0.05)
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(1800)
+def test_gpu_plans_are_near_to_torchs_tracker_and_to_published_figures(tmp_path: Path) -> None:
+    result = _gpu_plan(tmp_path, "--parts=references,cost")
+    for row in result["references"]:
+        assert 0.98 <= row["ratio"] <= 1.1, row["what"]
+    for row in result["cost"]:
+        assert row["plan_rss_bytes"] < 3 * 2**30, row["what"]

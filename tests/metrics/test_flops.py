@@ -25,6 +25,8 @@ from portable_fsdp.metrics.flops import PEAKS, model_flops_per_token, peak_flops
         ("TPU v5", "bfloat16", 459),
         ("TPU v5p", "bfloat16", 459),
         ("TPU v6 lite", "bfloat16", 918),
+        ("TPU v3", "bfloat16", 61.5),
+        ("TPU7x", "bfloat16", 1153.5),
     ],
 )
 def test_known_devices(name: str, dtype: str, tera: float) -> None:

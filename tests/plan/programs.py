@@ -1,21 +1,23 @@
-"""Train steps compiled for TPU slices; each is traced in a process of its own, as `plan.tpu.trace` asks.
+"""Train steps compiled for TPU slices.
 
 `python tests/plan/programs.py` compiles all of CASES, writes benchmarks/results/tpu_programs.json, and prints the table
 that docs/tpu_programs.md shows. It needs the extra `tpu`, and no TPU.
 """
 
 import json
-import multiprocessing
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from portable_fsdp.config.schema import Config
+from portable_fsdp.plan.tpu import compile_for, trace_apart
+from portable_fsdp.plan.tpu_program import Program as TracedProgram
+from portable_fsdp.plan.tpu_read import Compiled
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "tpu_programs.json"
-DEVICES = {"v6e:2x4": 8, "v5p:2x2x4": 16}
+DEVICES = {"v6e:2x4": 8, "v5p:2x2x4": 16, "v5e:4x4": 16, "v4:2x2x4": 16, "v6e:4x4": 16}  # of a slice
 GIBIBYTE = 2**30
 
 SMALL = {
@@ -30,7 +32,30 @@ LLAMA_8B = {
     **{"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
     **{"num_attention_heads": 32, "num_key_value_heads": 8},
 }
-SIZES = {"small": SMALL, "2b": LLAMA_2B, "8b": LLAMA_8B}
+LLAMA_70B = {
+    **{"vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80},
+    **{"num_attention_heads": 64, "num_key_value_heads": 8},
+}
+QWEN3_8B = {
+    **{"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36},
+    **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
+}
+GEMMA3_4B = {  # every sixth layer sees all tokens, the others a window
+    **{"vocab_size": 262208, "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34},
+    **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 1024},
+}
+MIXTRAL_8X7B = {
+    **{"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+    **{"num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
+}
+WIDE = {  # little to compile, and most of its memory logits
+    **{"vocab_size": 131072, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2},
+}
+SIZES = {
+    **{"small": SMALL, "2b": LLAMA_2B, "8b": LLAMA_8B, "70b": LLAMA_70B, "wide": WIDE},
+    **{"qwen3": QWEN3_8B, "gemma3_text": GEMMA3_4B, "mixtral": MIXTRAL_8X7B},
+}
 
 
 @dataclass(frozen=True)
@@ -49,11 +74,17 @@ class Program:
     reduce: str = "auto"
     accumulation: int = 1
     optimizer: str = "adamw"
+    slices: int = 1
+
+    @property
+    def devices(self) -> int:
+        return self.slices * DEVICES[self.slice]
 
     @property
     def config(self) -> Config:
-        devices = DEVICES[self.slice]
-        architecture: dict[str, Any] = {"model_type": "llama", "max_position_embeddings": 8192, **SIZES[self.size]}
+        devices = self.devices
+        kind = self.size if self.size in ("qwen3", "gemma3_text", "mixtral") else "llama"
+        architecture: dict[str, Any] = {"model_type": kind, "max_position_embeddings": 8192, **SIZES[self.size]}
         if self.layers is not None:
             architecture["num_hidden_layers"] = self.layers
         return Config.model_validate(
@@ -68,7 +99,10 @@ class Program:
                     "reduce": self.reduce,
                     "modules": dict.fromkeys(self.modules, "float32"),
                 },
-                "memory": {"gradient_checkpointing": self.checkpointing},
+                "memory": {
+                    "gradient_checkpointing": self.checkpointing,
+                    "every": 2 if self.checkpointing == "selective" else None,
+                },
                 "compile": {"scan_layers": self.scan},
             }
         )
@@ -103,35 +137,55 @@ STRATEGIES = [
 FLOAT32 = Program("small", "v6e:2x4", modules=("*norm*", "lm_head"))
 SUMMED = Program("small", "v6e:2x4", modules=("*norm*",), reduce="float32")
 SUMMED_2B = [
-    Program("2b", slice_, 1536, checkpointing="full", modules=("*norm*",), reduce="float32") for slice_ in DEVICES
+    Program("2b", slice_, 1536, checkpointing="full", modules=("*norm*",), reduce="float32")
+    for slice_ in ("v6e:2x4", "v5p:2x2x4")
 ]
 PLAIN = [Program("2b", "v5p:2x2x4", 1536, checkpointing=how) for how in ("none", "full")]
 PLAIN_V6E = [Program("2b", "v6e:2x4", 1536, checkpointing=how) for how in ("none", "full")]
 FLASH = [Program("8b", "v5p:2x2x4", 4096, checkpointing=how) for how in ("none", "full")]
 SHALLOW = [Program("8b", "v5p:2x2x4", 4096, layers=layers, checkpointing="full") for layers in (4, 8)]
 SCAN = [Program("8b", "v5p:2x2x4", 4096, layers=layers, checkpointing="full", scan=True) for layers in (4, 32)]
+SLICES = [
+    *(Program("small", slice_) for slice_ in DEVICES),
+    Program("small", "v5e:4x4", slices=2),
+    Program("small", "v5e:4x4", slices=2, strategy="HYBRID_SHARD", replicas=2),
+]
+RECOMPUTED = [
+    [Program("2b", slice_, 1536, checkpointing=how) for how in ("none", "full")]
+    for slice_ in ("v5e:4x4", "v4:2x2x4", "v6e:4x4")
+]
+SHAPES = [
+    *(
+        Program(size, "v6e:2x4", 1024, layers=2, checkpointing=how, scan=scan)
+        for size in ("8b", "70b", "qwen3", "mixtral")
+        for how, scan in (("none", False), ("selective", False), ("full", True))
+    ),
+    *(Program("gemma3_text", "v6e:2x4", 2048, layers=6, checkpointing=how) for how in ("none", "selective", "full")),
+]
 SCAN_SGD = [replace(program, optimizer="sgd") for program in SCAN]
 CASES = [*STRATEGIES, FLOAT32, SUMMED, *SUMMED_2B, *PLAIN, *PLAIN_V6E, *FLASH, *SHALLOW, *SCAN, *SCAN_SGD]
 
 
-def traced(config: Config, devices: int) -> Any:
-    """`plan.tpu.trace` in a new process."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_trace, config, devices).result()
+def traced(program: Program) -> dict[str, TracedProgram]:
+    return _traced(program.config.model_dump_json(), program.devices)
 
 
-def _trace(config: Config, devices: int) -> Any:
-    from portable_fsdp.plan.tpu import trace
+@lru_cache(maxsize=4)  # a trace is of a number of devices, whatever they are
+def _traced(config: str, devices: int) -> dict[str, TracedProgram]:
+    return trace_apart(Config.model_validate_json(config), devices)
 
-    return trace(config, devices)
+
+def compiled(program: Program, *, generate_code: bool = False) -> Compiled:
+    """What the TPU compiler makes of a step that is one program."""
+    step = traced(program)["train_step"]
+    return compile_for(step, program.slice, slices=program.slices, generate_code=generate_code)
 
 
-def compiled(program: Program, *, generate_code: bool = False) -> Any:
-    """What the TPU compiler makes of the step, as `plan.tpu.Compiled`."""
-    from portable_fsdp.plan.tpu import compile_for
+FIGURES = ("argument_bytes", "temporary_bytes", "output_bytes", "collectives", "matmul_flops", "rematerialised")
 
-    step = traced(program.config, DEVICES[program.slice])["train_step"]
-    return compile_for(step, program.slice, generate_code=generate_code)
+
+def figures(found: Compiled) -> dict[str, Any]:
+    return {key: value for key, value in asdict(found).items() if key in (*FIGURES, "slice", "compile_s")}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -167,7 +221,7 @@ def sum_of(collectives: dict[str, Any], kind: str) -> int:
 def main() -> None:
     rows: list[dict[str, Any]] = []
     for program in CASES:
-        rows.append({"program": asdict(program), "parameters": program.parameters, "is": asdict(compiled(program))})
+        rows.append({"program": asdict(program), "parameters": program.parameters, "is": figures(compiled(program))})
         found = rows[-1]["is"]
         print(program, f"{found['temporary_bytes'] / GIBIBYTE:.3f} GiB of temporaries", file=sys.stderr, flush=True)
         RESULTS.write_text(json.dumps(rows, indent=1) + "\n")

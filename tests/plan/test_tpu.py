@@ -1,29 +1,31 @@
-"""Tracing needs no TPU compiler; what that makes of a program is in test_tpu_programs.py."""
+"""Tracing, and how plans are made; what the TPU compiler makes of many programs is in test_tpu_programs.py."""
 
 import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from programs import RESULTS, Program, table, traced
 
-from portable_fsdp.config.schema import Config
-from portable_fsdp.runtime.errors import BackendError
+from portable_fsdp.backends.tpu_options import COMPILER_OPTIONS, compiler_options, libtpu_arguments
+from portable_fsdp.plan import tpu
+from portable_fsdp.plan.tpu import compile_for, plan_tpu, trace_apart
+from portable_fsdp.plan.tpu_program import Program as Traced
+from portable_fsdp.plan.tpu_program import read_programs, write_programs
+from portable_fsdp.runtime.errors import BackendError, ConfigError
 
 pytestmark = pytest.mark.xla
 
-DEVICES = 8
 SMALL = Program("small", "v6e:2x4", seq_len=128)
 
 
-@pytest.fixture
-def leaves_nothing_behind() -> None:
-    """The processes that trace are awaited; Python's own resource tracker stays."""
-
-
 @pytest.fixture(scope="module")
-def step() -> Any:
-    return traced(SMALL.config, DEVICES)["train_step"]
+def step() -> Traced:
+    return traced(SMALL)["train_step"]
 
 
 def elements(shape: tuple[int, ...]) -> int:
@@ -33,17 +35,21 @@ def elements(shape: tuple[int, ...]) -> int:
     return count
 
 
-def test_all_state_is_an_argument_that_is_updated_in_place(step: Any) -> None:
+# ---------------------------------------------------------------------------------------------------------- tracing
+
+
+def test_all_state_is_an_argument_that_is_updated_in_place(step: Traced) -> None:
     state = [argument for argument in step.arguments if argument.output is not None]
-    moments = [a for a in state if a.name.startswith(("exp_avg/", "exp_avg_sq/"))]
-    weights = [a for a in state if "/" not in a.name]
+    moments = [a for a in state if a.part == "optimizer"]
+    weights = [a for a in state if a.part == "weights"]
     assert sum(elements(a.shape) for a in weights) == SMALL.parameters
     assert sum(elements(a.shape) for a in moments) == 2 * SMALL.parameters
+    assert {a.name.partition("/")[0] for a in moments} == {"exp_avg", "exp_avg_sq"}
     assert len({a.output for a in state}) == len(state)
-    assert max(a.output for a in state) < len(step.outputs)
+    assert max(a.output for a in state if a.output is not None) < len(step.outputs)
 
 
-def test_shardings_are_those_of_the_engine(step: Any) -> None:
+def test_shardings_are_those_of_the_engine(step: Traced) -> None:
     arguments = {argument.name: argument for argument in step.arguments}
     assert arguments["model.embed_tokens.weight"].sharding == "{devices=[8,1]<=[8]}"
     assert arguments["exp_avg/model.norm.weight"].sharding == "{devices=[8]<=[8]}"
@@ -55,62 +61,214 @@ def test_shardings_are_those_of_the_engine(step: Any) -> None:
 
 
 def test_replicas_share_a_sharding() -> None:
-    hybrid = Program("small", "v6e:2x4", seq_len=128, strategy="HYBRID_SHARD", replicas=2)
-    arguments = {a.name: a for a in traced(hybrid.config, DEVICES)["train_step"].arguments}
+    """As many as there are hosts, where the config doesn't say."""
+    hybrid = Program("small", "v6e:2x4", seq_len=128, strategy="HYBRID_SHARD")
+    programs = trace_apart(hybrid.config, 8, hosts=2)
+    arguments = {a.name: a for a in programs["train_step"].arguments}
     expected = "{devices=[4,1,2]<=[2,4]T(1,0) last_tile_dim_replicate}"
     assert arguments["lm_head.weight"].sharding == expected
     assert arguments["batch.labels"].sharding == "{devices=[8,1]<=[8]}"
 
 
-def test_accumulation_is_two_programs_over_the_same_gradients() -> None:
+def test_accumulation_is_two_programs_over_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     accumulating = Program("small", "v6e:2x4", seq_len=128, accumulation=2)
-    programs = traced(accumulating.config, DEVICES)
+    programs = traced(accumulating)
     assert list(programs) == ["micro_batch", "update"]
     gradients = [
-        {a.name for a in program.arguments if a.name.startswith("grad/") and a.output is not None}
+        {a.name for a in program.arguments if a.part == "gradients" and a.output is not None}
         for program in programs.values()
     ]
     assert gradients[0] == gradients[1]
     assert len(gradients[0]) == 30
-    assert not [a for a in programs["micro_batch"].arguments if a.name.startswith("exp_avg")]
+    assert not [a for a in programs["micro_batch"].arguments if a.part == "optimizer"]
+
+    monkeypatch.setattr(tpu, "trace_apart", lambda *_args, **_kwargs: programs)
+    plan = plan_tpu(accumulating.config, "v6e:2x4", 8, limit_bytes=2**30)
+    parts, bytes_each = plan.memory.parts, 4 * accumulating.parameters / 8
+    assert parts["weights"] == pytest.approx(bytes_each, rel=0.05)
+    assert parts["gradients"] == pytest.approx(bytes_each, rel=0.05)
+    assert parts["optimizer"] == pytest.approx(2 * bytes_each, rel=0.05)  # though micro_batch doesn't take it
+    assert plan.memory.verdict == "fits"
+    assert plan.notes == ()
 
 
 def test_a_model_that_no_host_could_hold_is_traced_in_little_memory() -> None:
     import resource
 
     big = Program("8b", "v5p:2x2x4", seq_len=1024, layers=8, checkpointing="full", scan=True)
-    config: Config = big.config
-    (program,) = traced(config, 16).values()
+    (program,) = traced(big).values()
     assert sum(elements(a.shape) for a in program.arguments if a.output is not None) > 3 * 2.7e9
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 < 4e9  # weights and state would be 34e9
 
 
-def test_the_compiler_takes_the_step_to_the_end_flash_kernel_included(step: Any) -> None:
-    from portable_fsdp.plan.tpu import compile_for
+def test_what_the_trainer_refuses_a_plan_refuses_in_the_same_words() -> None:
+    config = SMALL.config
+    wrong = config.model.model_copy(update={"architecture": {"model_type": "lama"}})
+    with pytest.raises(ConfigError, match=r"model.architecture.model_type: expected .*found 'lama'"):
+        trace_apart(config.model_copy(update={"model": wrong}), 8)
 
+
+def test_programs_come_back_from_their_files(step: Traced, tmp_path: Path) -> None:
+    write_programs(tmp_path, {"train_step": step})
+    assert read_programs(tmp_path) == {"train_step": step}
+
+
+# ------------------------------------------------------------------------------------------------ the whole of a plan
+
+
+def test_a_plan_says_what_a_device_holds_and_does(step: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
+    stages: list[str] = []
+    monkeypatch.setattr(tpu, "trace_apart", lambda *_args, **_kwargs: {"train_step": step})
+    plan = plan_tpu(SMALL.config, "v6e:2x4", 8, limit_bytes=2**30, progress=stages.append)
+    assert stages == ["tracing", "compiling train_step", "reading train_step"]
+    memory = plan.memory
+    assert set(memory.parts) == {"weights", "optimizer", "batch", "temporaries", "outputs"}
+    assert memory.parts["optimizer"] == pytest.approx(8 * SMALL.parameters / 8, rel=0.05)
+    assert memory.verdict == "fits"
+    assert " in " in memory.at
+    largest = {buffer.name: buffer for buffer in memory.biggest}
+    assert largest["exp_avg/lm_head.weight"].bytes == 4 * 1024 * 256 // 8
+    assert plan.work.matmul_flops["bfloat16"] > 6 * 128 * (SMALL.parameters - 1024 * 256)  # flash kernels besides
+    assert plan.work.sent_bytes["ici"] > 2 * 2 * SMALL.parameters
+    assert "network" not in plan.work.sent_bytes
+    assert plan.notes == ()
+    assert plan.compiler.startswith("libtpu ")
+
+
+def test_the_compiler_takes_the_step_to_the_end_flash_kernel_included(step: Traced) -> None:
     assert b"tpu_custom_call" in step.hlo
     compile_for(step, SMALL.slice, generate_code=True)
 
 
-def test_a_slice_that_is_none_is_refused(step: Any) -> None:
-    from portable_fsdp.plan.tpu import compile_for
+def test_a_first_word_comes_before_anything_heavy() -> None:
+    """`plan.tpu` imports no torch, and says that it traces before it starts to."""
+    program = (
+        "import sys, time\nbegan = time.monotonic()\nfrom portable_fsdp.plan.tpu import plan_tpu\n"
+        "def first(stage):\n    print(stage, sorted({'torch', 'torch_xla', 'jax'} & set(sys.modules)))\n"
+        "    raise SystemExit\nplan_tpu(None, 'v6e:2x4', 8, progress=first)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "tracing []\n"
 
-    with pytest.raises(BackendError, match="plan for v6e:3x3: expected the TPU compiler"):
-        compile_for(step, "v6e:3x3")
 
+# ------------------------------------------------------------------------------------------------------------ options
 
-def test_buffers_of_other_memories_are_not_counted() -> None:
-    from portable_fsdp.plan.tpu import allocations
-
-    text = """\
-allocation 0: size 4096, parameter 3, shape |f32[1024]| at ShapeIndex {}:
- value: <12 p.1 @0> (size=4096,offset=0): f32[1024]{0}
-allocation 1: size 512, output shape is |(f32[], f32[128])|, maybe-live-out:
-allocation 2: size 2048, parameter 4, shape |f32[512]| at ShapeIndex {}, maybe-live-out:
-allocation 3: size 65536, preallocated-temp:
-allocation 4: size 8192, color 1, preallocated-temp:
+AS_A_RUN = """
+import json, os, sys
+from portable_fsdp.backends.pjrt import set_environment
+os.environ["LIBTPU_INIT_ARGS"] = sys.argv[1]
+set_environment("tpu")
+ours = os.environ["LIBTPU_INIT_ARGS"]
+os.environ["PJRT_DEVICE"] = "CPU"
+import torch_xla
+from torch_xla._internal import tpu
+found = {}
+for name, version in {"v4": 4, "v5p": 5, "v5e": 5, "v6e": 6}.items():
+    os.environ["LIBTPU_INIT_ARGS"] = ours
+    tpu.version = lambda: version
+    torch_xla._setup_libtpu_flags()  # as torch_xla does when it is imported where there are chips
+    found[name] = os.environ["LIBTPU_INIT_ARGS"]
+print(json.dumps(found))
 """
-    assert allocations(text) == {"arguments": 6144, "temporaries": 65536, "outputs": 512}
+
+
+def test_run_and_plan_have_the_same_options() -> None:
+    """Whatever the user set stays as it is, on both sides."""
+    own = "--xla_tpu_enable_windowed_einsum_for_all_gather=true  --xla_tpu_max_hbm_size_mib=900"
+    done = subprocess.run([sys.executable, "-c", AS_A_RUN, own], capture_output=True, text=True, check=True)
+    run: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    for generation, arguments in run.items():
+        plan = compiler_options(libtpu_arguments({"LIBTPU_INIT_ARGS": own}, generation))
+        assert compiler_options(arguments) == plan
+        assert plan == {**plan, **COMPILER_OPTIONS, **compiler_options(own)}
+    assert compiler_options(libtpu_arguments({})) == COMPILER_OPTIONS
+
+
+def test_options_are_read_as_libtpu_reads_them() -> None:
+    assert compiler_options("--a=1 -b=x=y  c --d") == {"a": "1", "b": "x=y", "c": "true", "d": "true"}
+
+
+def test_the_users_own_options_reach_the_compiler(step: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_unheard_of=1")
+    with pytest.raises(BackendError, match=r"expected options that libtpu .* knows, found xla_tpu_unheard_of"):
+        compile_for(step, "v6e:2x4")
+
+
+def test_an_option_of_the_plan_that_the_compiler_refuses(step: Traced) -> None:
+    with pytest.raises(BackendError, match=r"expected options that libtpu .* knows, found xla_tpu_unheard_of"):
+        compile_for(step, "v6e:2x4", options={"xla_tpu_unheard_of": "1"})
+
+
+# ---------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_a_slice_that_is_none_is_refused(step: Traced) -> None:
+    with pytest.raises(BackendError, match=r"plan for v6e:3x3: expected a slice that libtpu .* knows"):
+        compile_for(step, "v6e:3x3")
+    with pytest.raises(BackendError, match="it has 4 devices, the program is for 8"):
+        compile_for(step, "v6e:2x2")
+    with pytest.raises(BackendError, match="tpu7x needs a newer libtpu"):
+        compile_for(step, "tpu7x:2x2x1")
+
+
+def test_a_compiler_that_fails_leaves_a_report(step: Traced, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(BackendError, match="Its last lines") as failure:
+        compile_for(replace(step, hlo=step.hlo[:1000]), "v6e:2x4")
+    (report,) = (tmp_path / "portable_fsdp" / "reports").iterdir()
+    assert str(report) in str(failure.value)
+    assert (report / "program.hlo.pb").read_bytes() == step.hlo[:1000]
+    assert (report / "log").read_text().splitlines()[-1][:100] in str(failure.value)
+
+
+def test_a_compiler_that_hangs_is_stopped(step: Traced, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(BackendError, match="it was stopped after 0 s"):
+        compile_for(step, "v6e:2x4", limit_s=0.1)
+
+
+@pytest.mark.parametrize("missing", ["libtpu", "jax", "torch_xla"])
+def test_a_missing_extra_names_the_command(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    real = tpu.importlib.util.find_spec
+    monkeypatch.setattr(tpu.importlib.util, "find_spec", lambda name: None if name == missing else real(name))
+    monkeypatch.setattr(tpu, "trace_apart", lambda *_args, **_kwargs: pytest.fail("it was found too late"))
+    with pytest.raises(BackendError, match=rf"found no {missing}.\n.*pip install '.\[tpu\]'"):
+        plan_tpu(SMALL.config, "v6e:2x4", 8)
+
+
+# ------------------------------------------------------------------------------------------------------------- cache
+
+
+def test_a_plan_made_before_is_taken_from_the_cache(
+    step: Traced, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    runs: list[Any] = []
+    real = tpu.run_child
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        runs.append(args)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(tpu, "run_child", counted)
+    first = compile_for(step, "v6e:2x4")
+    assert compile_for(step, "v6e:2x4") == first
+    assert len(runs) == 1
+    (entry,) = (tmp_path / "portable_fsdp" / "plans").iterdir()
+    entry.write_bytes(entry.read_bytes()[:1000])
+    assert replace(compile_for(step, "v6e:2x4"), compile_s=first.compile_s) == first
+    assert len(runs) == 2
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_enable_windowed_einsum_for_all_gather=true")
+    compile_for(step, "v6e:2x4")
+    assert len(runs) == 3  # other options, another plan
+
+
+def test_two_at_once(step: Traced, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda slice_: compile_for(step, slice_), ["v6e:2x4", "v5e:2x4"]))
+    assert [compiled.slice for compiled in found] == ["v6e:2x4", "v5e:2x4"]
+    assert found[0].argument_bytes == found[1].argument_bytes
 
 
 def test_page_shows_the_results() -> None:

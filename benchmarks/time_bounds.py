@@ -1,0 +1,248 @@
+"""How far the lower bounds of `portable_fsdp.plan.time` are below speeds that others published.
+
+    python benchmarks/time_bounds.py
+
+Reads published_runs.yaml; prints bound, measured, and measured / bound of each run and each collective, and by what
+factor each figure of the hardware could be too low before one of them showed it; writes all of it to
+results/time_bounds.json and results/time_bounds.md. Ends with 1 where a bound is above a measured time: then a figure
+of the hardware, of the run, or the arithmetic is wrong. Nothing is traced or timed; it takes a second.
+"""
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from portable_fsdp.plan.hardware import Target, parse_target
+from portable_fsdp.plan.result import Time, Work
+from portable_fsdp.plan.time import Step, bound, model_flops, over_links, work_of
+
+HERE = Path(__file__).parent
+GIGA, TERA = 1e9, 1e12
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Shape(_Entry):
+    """A model's matrices: all that FLOPs and traffic are counted from. Biases and a router aren't counted."""
+
+    parameters: float  # that the source names
+    layers: int
+    width: int
+    attention: int  # heads * head_dim
+    kv: int  # heads of keys * head_dim
+    ffn: int
+    vocab: int
+    gated: bool = True  # three matrices a feed-forward, else two
+    tied: bool = False
+    positions: int = 0  # learned
+    experts: int = 1
+    active_experts: int = 1
+    window: int | None = None
+    windowed_layers: int = 0
+
+    def layer(self, experts: int) -> int:
+        feed_forward = (3 if self.gated else 2) * self.width * self.ffn
+        return self.width * (2 * self.attention + 2 * self.kv) + experts * feed_forward + 2 * self.width
+
+    def counted(self, *, active: bool = False) -> int:
+        """Parameters, or those that a token meets."""
+        tables = self.vocab * self.width * (1 if self.tied else 2) + self.positions * self.width
+        return self.layers * self.layer(self.active_experts if active else self.experts) + tables + self.width
+
+    def keys_per_token(self, seq_len: int) -> float:
+        windowed = min(self.window or seq_len, seq_len)
+        inside = windowed * (1 - windowed / (2 * seq_len))  # the first tokens see fewer than the window
+        return (inside * self.windowed_layers + seq_len / 2 * (self.layers - self.windowed_layers)) / self.layers
+
+
+class Measured(_Entry):
+    """One of the three."""
+
+    step_seconds: float | None = Field(default=None, gt=0)
+    tokens_per_second_per_device: float | None = Field(default=None, gt=0)
+    model_tflops_per_device: float | None = Field(default=None, gt=0)
+
+    @model_validator(mode="after")
+    def _one(self) -> "Measured":
+        if len(self.model_fields_set) != 1:
+            raise ValueError("expected one unit")
+        return self
+
+
+class Run(_Entry):
+    name: str
+    model: str
+    hardware: str
+    seq_len: int
+    sequences: int
+    accumulation: int = 1
+    strategy: Literal["FULL_SHARD", "other"]
+    gradient_checkpointing: Literal["none", "full", "selective"] = "none"
+    reduce: Literal["float32", "bfloat16"] = "bfloat16"
+    state_bytes: float = 6
+    measured: Measured
+    source: str = Field(min_length=20)
+
+
+class Collective(_Entry):
+    """Measured alone, for a tensor so large that its size doesn't matter."""
+
+    hardware: str
+    kind: Literal["all_gather", "all_reduce"]
+    members: int
+    sent_gb_per_s: float = Field(gt=0)
+    source: str = Field(min_length=20)
+
+
+class Published(_Entry):
+    models: dict[str, Shape]
+    runs: tuple[Run, ...]
+    collectives: tuple[Collective, ...]
+
+
+def read_published(path: Path = HERE / "published_runs.yaml") -> Published:
+    return Published.model_validate(yaml.safe_load(path.read_text()))
+
+
+def step_of(run: Run, shape: Shape) -> Step:
+    return Step(
+        parameters=shape.counted(),
+        embedding_parameters=(0 if shape.tied else shape.vocab * shape.width) + shape.positions * shape.width,
+        layer_parameters=shape.layers * shape.layer(shape.experts),
+        layers=shape.layers,
+        hidden=shape.attention,
+        seq_len=run.seq_len,
+        sequences=run.sequences,
+        strategy=run.strategy,
+        accumulation=run.accumulation,
+        gradient_checkpointing=run.gradient_checkpointing,
+        reduce=run.reduce,
+        state_bytes=run.state_bytes,
+        vector_parameters=(2 * shape.layers + 1) * shape.width,
+        active_parameters=shape.counted(active=True) if shape.experts > 1 else None,
+        keys_per_token=shape.keys_per_token(run.seq_len),
+    )
+
+
+def bound_of(run: Run, shape: Shape, target: Target) -> Time:
+    step = step_of(run, shape)
+    return bound(
+        work_of(step, target),
+        target,
+        tokens_per_step=run.sequences * run.seq_len,
+        model_flops_per_device=model_flops(step) / target.devices,
+    )
+
+
+def measured_seconds(run: Run, time: Time, target: Target) -> float:
+    """Of a step; where chips are published (TPUs), a device may be half of one."""
+    measured, parts = run.measured, target.chips
+    if measured.step_seconds is not None:
+        return measured.step_seconds
+    if measured.tokens_per_second_per_device is not None:
+        return time.tokens_per_step / parts / measured.tokens_per_second_per_device
+    assert measured.model_tflops_per_device is not None
+    assert time.model_flops_per_device is not None
+    return time.model_flops_per_device * time.devices / parts / (measured.model_tflops_per_device * TERA)
+
+
+def compare_run(run: Run, shape: Shape) -> dict[str, Any]:
+    target = parse_target(run.hardware)
+    time = bound_of(run, shape, target)
+    return {
+        "name": run.name,
+        "what": f"{run.model}, {run.sequences} x {run.seq_len}",
+        **_beside(time, measured_seconds(run, time, target), target),
+        "source": run.source,
+    }
+
+
+def compare_collective(collective: Collective) -> dict[str, Any]:
+    """Of a tensor of 1 GB."""
+    target = parse_target(collective.hardware)
+    times = 2 if collective.kind == "all_reduce" else 1
+    sent = over_links(target.levels, times * GIGA, members=collective.members)
+    work = Work(matmul_flops={}, memory_bytes=0, collectives={}, sent_bytes=sent)
+    time = bound(work, target, tokens_per_step=0, model_flops_per_device=0)
+    ring = times * (1 - 1 / collective.members)
+    return {
+        "name": collective.kind,
+        "what": f"1 GB, {collective.members} devices",
+        **_beside(time, ring / collective.sent_gb_per_s, target),
+        "source": collective.source,
+    }
+
+
+def _beside(time: Time, measured: float, target: Target) -> dict[str, Any]:
+    assert time.seconds, f"{target.text}: nothing is known of this hardware"
+    return {
+        "hardware": target.text,
+        "bounds_s": {name: seconds for name, seconds in time.bounds.items() if seconds},
+        "bound_s": time.seconds,
+        "binds": time.binds,
+        "measured_s": measured,
+        "ratio": measured / time.seconds,
+    }
+
+
+def compare_all(published: Published) -> list[dict[str, Any]]:
+    """One entry a run and a collective, in the file's order."""
+    runs = [compare_run(run, published.models[run.model]) for run in published.runs]
+    return [*runs, *(compare_collective(collective) for collective in published.collectives)]
+
+
+def margins(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Hardware -> figure -> factor by which it could be too low, before its bound is above a measurement."""
+    found: dict[str, dict[str, float]] = {}
+    for row in rows:
+        figures = found.setdefault(parse_target(row["hardware"]).hardware.name, {})
+        for figure, seconds in row["bounds_s"].items():
+            figures[figure] = min(figures.get(figure, math.inf), row["measured_s"] / seconds)
+    return found
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The closest first."""
+    lines = ["| measured | what | hardware | bound | binds | took | took / bound | source |", "|---" * 8 + "|"]
+    lines += [
+        f"| {row['name']} | {row['what']} | {row['hardware']} | {row['bound_s']:.4g} s | {row['binds']} "
+        f"| {row['measured_s']:.4g} s | {row['ratio']:.2f} | {row['source']} |"
+        for row in sorted(rows, key=lambda row: row["ratio"])
+    ]
+    return "\n".join(lines)
+
+
+def margins_table(found: dict[str, dict[str, float]]) -> str:
+    names = sorted({figure for figures in found.values() for figure in figures})
+    lines = [f"| hardware | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    for hardware, figures in found.items():
+        cells = [f"{figures[name]:.1f}" if name in figures else "" for name in names]
+        lines.append(f"| {hardware} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    rows = compare_all(read_published())
+    found = margins(rows)
+    text = (
+        "# Lower bounds beside published measurements\n\nWritten by `python benchmarks/time_bounds.py`.\n\n"
+        f"{table(rows)}\n\nBy what factor could a figure of the hardware be too low, or a bound too high, before one "
+        f"of these showed it?\nThe smaller, the better it is held; empty: by nothing.\n\n{margins_table(found)}\n"
+    )
+    (HERE / "results" / "time_bounds.json").write_text(json.dumps({"rows": rows, "margins": found}, indent=1) + "\n")
+    (HERE / "results" / "time_bounds.md").write_text(text)
+    print(text)
+    violations = [row for row in rows if row["ratio"] < 1]
+    print(f"{len(rows)} measurements, {len(violations)} of them faster than their bound")
+    return 1 if violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,339 @@
+"""The train step on GPUs that aren't there (or on CPUs): what it takes of one device, and what it does.
+
+`plan_memory` runs the trainer's own step (the native backend, `train.loop.build`) for rank 0 of any number of ranks, on
+fake tensors and a fake process group, in one process. It says what lives at the peak, in which module, of what it is
+made, and what torch's caching allocator takes for it.
+"""
+
+# The step is watched through private parts of torch only: there is no other way in.
+# pyright: reportPrivateUsage=false
+
+import importlib
+import os
+from collections import Counter, defaultdict
+from collections.abc import Generator, Hashable, Iterable, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+from portable_fsdp.backends.base import Batch, Fill, MakeOptimizer, ShardPolicy
+from portable_fsdp.backends.native.engine import NativeBackend, _local, _materialise
+from portable_fsdp.config.load import check_batch
+from portable_fsdp.config.schema import Config
+from portable_fsdp.config.support import require_supported
+from portable_fsdp.plan.allocator import Allocation, CachingAllocator, play
+from portable_fsdp.plan.kernels import gpu_attention
+from portable_fsdp.plan.live import PARTS, Block, Calls, Collective, Part, Peak, Recorder, peak
+from portable_fsdp.plan.result import Buffer, Memory, Moved, Work
+from portable_fsdp.plan.time import over_links
+from portable_fsdp.runtime.errors import BackendError
+from portable_fsdp.runtime.process import LAUNCH_VARIABLES
+from portable_fsdp.train.loop import Training, build
+
+# NCCL's buffers of one communicator: two connections a channel for a ring and two for a tree, each 10 MiB to receive
+# or 2 MiB to send into (sizes as logged on 8 H100s, github.com/NVIDIA/nccl/issues/1685; no more with more ranks than
+# two hosts, issues/864), in 24 channels. Not measured by us.
+COMMUNICATOR_BYTES = 24 * 2 * (10 + 2) * 2**20
+
+Levels = Sequence[tuple[str, int]]
+"""As `plan.hardware.Target.levels`."""
+
+STEPS = 2  # the first one sets what is gathered ahead in the second
+MICRO_BATCHES = 3  # the first, one that adds to what the first left, and the last; those between are alike
+BIGGEST = 10
+
+
+def plan_memory(
+    config: Config,
+    devices: int,
+    devices_per_host: int,
+    *,
+    limit_bytes: int | None,
+    device: Literal["cuda", "cpu"],
+    link: str = "nvlink",
+) -> tuple[Memory, Work]:
+    """What a step of `config` takes of the fullest of `devices` devices, and what each of them does in it.
+
+    Nothing runs and no weight is made. It takes seconds, which grow with the layers and hardly with the devices. A
+    config that compiles is planned as if it ran eagerly, and `Memory.at` says so: fused kernels keep less.
+
+    Memory's parts are what lives at the peak (rank 0 holds the largest shards), and on cuda two more:
+    - `allocator`: what torch's caching allocator has reserved by then on top: sizes rounded up to 512 bytes, segments
+      of 2 and 20 MiB or a multiple of 2 MiB, a pool for each stream, what is free but in the wrong place. Its rules
+      are played through (allocator.py), within `limit_bytes`, as torch gives back unused segments there.
+    - `communication buffers`: NCCL's, by rule: COMMUNICATOR_BYTES for each communicator that the step uses.
+    The CUDA context (about half a GiB) is in neither; take it off `limit_bytes`.
+
+    Work counts products by the formulas of torch.utils.flop_counter, causal attention by half; float32 ones as `tf32`
+    where precision.matmul allows it. `memory_bytes` is twice what lives at the peak: it was written once, and is read.
+    `sent_bytes` has the least that a device must send within its host, and to other hosts (plan/time.py, `over_links`).
+
+    Args:
+        devices: of all hosts; one rank each.
+        devices_per_host: of a full host; fewer devices than that are on one host.
+        limit_bytes: what a device lets a program have; None: unknown.
+        link: what the devices of a host are joined by.
+
+    Raises what opening the backend and building the model raise, and BackendError in a process that has a process group
+    already. To be called in a process of its own where one is at hand: FSDP2 and DTensor keep caches.
+    """
+    if dist.is_initialized():
+        raise BackendError(
+            "plan: expected a process without a process group, found one of "
+            f"{dist.get_world_size()} ranks.\n  Plan in a process of its own."
+        )
+    hosts = -(-devices // devices_per_host)
+    require_supported(config, engine="native", device=device, devices=devices, hosts=hosts)
+    accumulation = check_batch(config, devices)
+    record = _record(_planned(config, devices), devices, min(devices, devices_per_host), device)
+    at_peak = peak(record.events)
+    levels = ((link, min(devices, devices_per_host)), ("network", hosts))
+    work = _work(record, accumulation, levels, config, at_peak)
+    parts = _parts(at_peak.blocks)
+    if device == "cuda":
+        communicators = len({collective.communicator for calls in record.calls for collective in calls.collectives})
+        buffers = communicators * COMMUNICATOR_BYTES
+        allocator = reserved(record.events, None if limit_bytes is None else limit_bytes - buffers)
+        parts |= {"allocator": allocator.peak_reserved - at_peak.bytes, "communication buffers": buffers}
+    note = " (planned as if it ran eagerly)" if config.compile.enabled else ""
+    memory = Memory(parts=parts, limit_bytes=limit_bytes, at=at_peak.where + note, biggest=_biggest(at_peak.blocks))
+    return memory, work
+
+
+def _planned(config: Config, devices: int) -> Config:
+    """The config, eager, with no more micro batches than differ."""
+    accumulation = check_batch(config, devices)
+    rows = config.train.global_batch // accumulation * min(accumulation, MICRO_BATCHES)
+    return config.model_copy(
+        update={
+            "train": config.train.model_copy(update={"global_batch": rows}),
+            "compile": config.compile.model_copy(update={"enabled": False}),
+        }
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- the step
+
+
+def _record(config: Config, devices: int, devices_per_host: int, device: Literal["cuda", "cpu"]) -> Recorder:
+    """The planned steps, the last one's work."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    recorder = Recorder(fake, stand_in() if device == "cuda" else torch.device("cpu"), is_gpu=device == "cuda")
+    with ExitStack() as held:
+        held.enter_context(_ranks(devices, devices_per_host))
+        backend = held.enter_context(_Planner(config, fake, recorder))
+        held.enter_context(_seen_by(recorder))
+        training = build(config, backend, vocabulary=1, fill=False)
+        _name(recorder, training)
+        if device == "cuda":
+            held.enter_context(_replaced(F, "scaled_dot_product_attention", gpu_attention))
+        held.enter_context(fake)
+        held.enter_context(recorder.watching(training.model))
+        for _ in range(STEPS):
+            recorder.calls.clear()
+            placed = [backend.place(_batch(config, devices)) for _ in range(training.accumulation)]
+            backend.fetch(training.step(placed, config.optim.lr))
+            del placed
+    return recorder
+
+
+def _batch(config: Config, devices: int) -> Batch:
+    """A micro batch of one rank, on the host."""
+    rows, length = config.train.micro_batch, config.data.seq_len
+    return {
+        "input_ids": torch.empty((rows, length), dtype=torch.int64),
+        "labels": torch.empty((rows, length), dtype=torch.int64),
+        "tokens": torch.empty(rows),
+        "stop": torch.empty(rows),
+        "processes": torch.empty((rows, 3 * devices)),
+    }
+
+
+class _Planner(NativeBackend):
+    """The native backend, whose tensors are fake and whose GPU is a stand-in."""
+
+    def __init__(self, config: Config, fake: FakeTensorMode, recorder: Recorder) -> None:
+        super().__init__("cpu", config, None)
+        self.device = recorder.device
+        self._fake, self._recorder = fake, recorder
+
+    def shard_model(self, model: nn.Module, policy: ShardPolicy, fill: Fill | None) -> nn.Module:
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = self._fake.from_tensor(buffer)
+        fsdp = importlib.import_module("torch.distributed.fsdp._fully_shard._fully_shard")
+        with _replaced(fsdp, "_get_device_from_mesh", lambda _: self.device):
+            model = super().shard_model(model, policy, None)
+        with self._fake, self._recorder, self._recorder.given("weights", "the model"):
+            _materialise(model, self.device, torch.device("cpu") if policy.cpu_offload else self.device)
+        return model
+
+    def build_optimizer(self, make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        def as_on_gpu(groups: list[dict[str, Any]], compiled: bool) -> torch.optim.Optimizer:
+            optimizer = make(groups, compiled)
+            on_gpu = all(parameter.device == stand_in() for group in groups for parameter in group["params"])
+            for group in optimizer.param_groups:
+                if "fused" in group and on_gpu:
+                    group["fused"] = True  # as make_optimizer does where all parameters are on a GPU
+            return optimizer
+
+        with self._fake, self._recorder, self._recorder.given("optimizer", "the optimizer"):
+            return super().build_optimizer(as_on_gpu, groups)
+
+    def place(self, batch: Batch) -> Batch:
+        with self._recorder.given("activations", "the batch"):
+            return {name: tensor.to(self.device) for name, tensor in batch.items()}
+
+    def compile(self, fn: Any, name: str) -> Any:
+        run = super().compile(fn, name)
+
+        def counted(*args: Any) -> Any:
+            self._recorder.calls.append(Calls())
+            return run(*args)
+
+        return counted
+
+    def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
+        with self._recorder.given("temporaries", "clipping of gradients"):
+            return super().clip_grad_norm(model, limit)
+
+
+def _name(recorder: Recorder, training: Training) -> None:
+    """The tensors that rest on the device get the names that a checkpoint gives them."""
+    parameters = dict(training.model.named_parameters())
+    for fqn, parameter in (*parameters.items(), *training.model.named_buffers()):
+        recorder.name(_local(parameter), fqn)
+        for key, value in training.optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                recorder.name(_local(value), f"{key}/{fqn}")
+
+
+# ----------------------------------------------------------------------------------- what stands in for what
+
+
+def stand_in() -> torch.device:
+    """What stands for a GPU: torch computes there as on the CPU, and knows it for another device than the host.
+
+    Copies between the two are made, and mixing them fails, as on a GPU. Fake tensors on "cuda" itself end the process
+    where there is no driver.
+    """
+    return torch.device("cpu", 0)
+
+
+@contextmanager
+def _ranks(devices: int, devices_per_host: int) -> Generator[None]:
+    """A process group of so many ranks, of which this process is the first, on hosts of so many."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    importlib.import_module("torch.distributed._tools.fake_collectives")  # collectives of fake tensors
+    before = {name: os.environ.pop(name, None) for name in (*LAUNCH_VARIABLES, "LOCAL_WORLD_SIZE")}
+    os.environ["LOCAL_WORLD_SIZE"] = str(devices_per_host)
+    try:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=devices)
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        del os.environ["LOCAL_WORLD_SIZE"]
+        os.environ.update({name: value for name, value in before.items() if value is not None})
+
+
+@contextmanager
+def _seen_by(recorder: Recorder) -> Generator[None]:
+    """What no dispatch mode sees: storages that are resized. And what a fake tensor can't answer: AdamW's counts."""
+    resize = torch.UntypedStorage.resize_
+
+    def resized(storage: Any, size: int) -> Any:
+        answer = resize(storage, size)
+        recorder.resized(storage)
+        return answer
+
+    with (
+        _replaced(torch.UntypedStorage, "resize_", resized),
+        _replaced(importlib.import_module("torch.optim.adam"), "_get_value", lambda _: 1.0),
+    ):
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Generator[None]:
+    is_own, before = name in vars(owner), getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+
+# -------------------------------------------------------------------------------------------------------- the result
+
+
+def reserved(events: Iterable[tuple[Block, bool]], capacity: int | None = None) -> CachingAllocator:
+    """The caching allocator after a record."""
+    moves: Iterable[tuple[Hashable, Allocation | None]] = (
+        (block, Allocation(block.bytes, block.stream) if is_made else None) for block, is_made in events
+    )
+    return play(moves, capacity)
+
+
+def _parts(blocks: Iterable[Block]) -> dict[str, int]:
+    found: Counter[Part] = Counter()
+    for block in blocks:
+        found[block.part] += block.bytes
+    return {part: found[part] for part in PARTS}
+
+
+def _biggest(blocks: Iterable[Block]) -> tuple[Buffer, ...]:
+    largest = sorted(blocks, key=lambda block: block.bytes, reverse=True)[:BIGGEST]
+    return tuple(Buffer(name=block.name, bytes=block.bytes, where=block.where) for block in largest)
+
+
+def _work(record: Recorder, accumulation: int, levels: Levels, config: Config, at_peak: Peak) -> Work:
+    calls = list(record.calls)
+    if accumulation > MICRO_BATCHES:  # those that were left out are like the second
+        calls += [calls[1]] * (accumulation - MICRO_BATCHES)
+    flops: defaultdict[str, float] = defaultdict(float)
+    found: Counter[Collective] = Counter()
+    for call in calls:
+        found.update(call.collectives)
+        for dtype, operations in call.flops.items():
+            is_tf32 = dtype == "float32" and config.precision.matmul != "highest" and record.is_gpu
+            flops["tf32" if is_tf32 else dtype] += operations
+    moved, links = _moved(found, levels)
+    return Work(matmul_flops=dict(flops), memory_bytes=2.0 * at_peak.bytes, collectives=moved, sent_bytes=links)
+
+
+def _moved(found: Counter[Collective], levels: Levels) -> tuple[dict[str, Moved], dict[str, float]]:
+    """Collectives by kind and dtype, and what a device sends over each link."""
+    links: defaultdict[str, float] = defaultdict(float)
+    moved: dict[str, Moved] = {}
+    for collective, count in found.items():
+        key = f"{collective.kind} {collective.dtype}"
+        before = moved.get(key, Moved(calls=0, bytes=0, sent_bytes=0))
+        sent = _ring_bytes(collective)
+        moved[key] = Moved(
+            calls=before.calls + count,
+            bytes=before.bytes + count * collective.bytes,
+            sent_bytes=before.sent_bytes + count * sent,
+        )
+        once = collective.bytes * (2 if collective.kind == "all_reduce" else 1)
+        members, stride = len(collective.ranks), collective.ranks[-1] - collective.ranks[-2]
+        for link, least in over_links(levels, once, members=members, stride=stride).items():
+            links[link] += count * least
+    return moved, dict(links)
+
+
+def _ring_bytes(collective: Collective) -> int:
+    """What one device sends: all but its own part, and in an all-reduce the sums too."""
+    count = len(collective.ranks)
+    once = collective.bytes * (count - 1) // count
+    return 2 * once if collective.kind == "all_reduce" else once

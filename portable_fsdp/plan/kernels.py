@@ -1,0 +1,131 @@
+"""What kernels do and take beyond what an operator's tensors show: products, workspaces, a GPU's attention.
+
+A plan for a GPU runs on fake tensors that torch takes for the CPU's; here stands what a GPU would do otherwise.
+"""
+
+import math
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.flop_counter import flop_registry
+
+# cuBLAS's workspace of one handle and stream, at::cuda's default for compute capability 9.0; before it 8.1 MiB.
+CUBLAS_WORKSPACE_BYTES = 32 * 2**20
+FLASH_DTYPES = (torch.bfloat16, torch.float16)
+FLASH_HEAD_DIM = 256  # the largest
+_FLASH_ROWS = 128  # that flash attention's backward rounds a row up to
+
+_aten = torch.ops.aten
+
+
+class Products(NamedTuple):
+    dtype: str  # of the factors
+    operations: float  # a multiply and an add are two
+
+
+def products(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Products | None:
+    """Floating point operations of an operator's matrix products; None: it has none.
+
+    By the formulas of torch.utils.flop_counter, but for attention: causal attention counts by half, as the kernels do
+    it, and heads may be grouped.
+    """
+    packet = func._overloadpacket
+    tensors = [argument for argument in args if isinstance(argument, Tensor)]
+    if "_scaled_dot_product_" in packet.__name__:
+        return _attention(func, args, tensors)
+    if packet is _aten._grouped_mm:
+        rows, weights = tensors[0], tensors[1]
+        return Products(_name(rows.dtype), 2.0 * math.prod(rows.shape) * weights.shape[-1])
+    formula = flop_registry.get(packet)
+    if formula is None or not tensors:
+        return None
+    return Products(_name(tensors[-1].dtype), float(formula(*args, **kwargs, out_val=out)))
+
+
+def _attention(func: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> Products:
+    """Scores, and values by them, are two products; backward takes scores once more, and a gradient of each factor."""
+    is_backward = func._overloadpacket.__name__.endswith("_backward")
+    query, key, value = tensors[1:4] if is_backward else tensors[:3]
+    batch, heads, length, width = query.shape
+    widths = 3 * width + 2 * value.shape[-1] if is_backward else width + value.shape[-1]
+    count = 2.0 * batch * heads * length * key.shape[-2] * widths
+    return Products(_name(query.dtype), count / 2 if _argument(func, args, "is_causal") else count)
+
+
+def _argument(func: Any, args: tuple[Any, ...], name: str) -> Any:
+    """What an operator was given by position; None: nothing."""
+    names = [argument.name for argument in func._schema.arguments]
+    return args[names.index(name)] if name in names and names.index(name) < len(args) else None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def workspace_bytes(func: Any, args: tuple[Any, ...]) -> int:
+    """What a CUDA kernel takes from the caching allocator while it runs, and gives back.
+
+    Backward of flash attention: dq in float32 and a number a row, rows rounded up, and with grouped heads dk and dv of
+    all heads (torch 2.9, aten/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd); the memory-efficient one a
+    number a row, and gradients in float32 where they are to be in another dtype (attention_backward.cu).
+    """
+    packet = func._overloadpacket
+    if packet not in (
+        _aten._scaled_dot_product_flash_attention_backward,
+        _aten._scaled_dot_product_efficient_attention_backward,
+    ):
+        return 0
+    query, key, value = cast(tuple[Tensor, Tensor, Tensor], args[1:4])
+    batch, heads, length, width = query.shape
+    if packet is _aten._scaled_dot_product_efficient_attention_backward:
+        accumulated = 0 if query.dtype == torch.float32 else query.numel() + key.numel() + value.numel()
+        return 4 * (batch * heads * length + accumulated)
+    rounded = -(-length // _FLASH_ROWS) * _FLASH_ROWS
+    expanded = batch * heads * key.shape[-2] * 2 * width if key.shape[1] != heads else 0
+    return 4 * batch * heads * rounded * (width + 1) + expanded * query.element_size()
+
+
+def gpu_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch's scaled_dot_product_attention, by the kernel that torch chooses on a GPU.
+
+    Flash attention for 16-bit factors without a mask; the memory-efficient kernel with one, or for float32, but not for
+    grouped heads; else the formula, with its scores in memory (sdp_utils.cpp of torch 2.9, use_flash_attention and
+    use_mem_efficient_attention). What cuDNN's kernel keeps, where torch prefers it, has the size of flash attention's.
+    """
+    width, is_grouped = query.shape[-1], query.shape[1] != key.shape[1]
+    is_plain = query.dim() == 4 and width == value.shape[-1]
+    scale = scale if scale is not None else width**-0.5
+    if is_plain and attn_mask is None and query.dtype in FLASH_DTYPES and width <= FLASH_HEAD_DIM:
+        over = -width % 8
+        query, key, value = (F.pad(one, (0, over)) if over else one for one in (query, key, value))
+        out = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+        return out[..., :width]
+    if query.dim() == 4 and not is_grouped and width % (16 // query.element_size()) == 0:
+        bias = None if attn_mask is None else _bias(attn_mask, query, key)
+        return _aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, query.requires_grad, dropout_p, is_causal, scale=scale
+        )[0]
+    return _aten._scaled_dot_product_attention_math(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )[0]
+
+
+def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """The mask as numbers, for each head (a view), in rows of a multiple of 16."""
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
+    over = -mask.shape[-1] % 16
+    if over:
+        mask = F.pad(mask, (0, over))[..., : key.shape[-2]]
+    return mask.expand(query.shape[0], query.shape[1], query.shape[-2], key.shape[-2])

@@ -1,0 +1,347 @@
+"""Which memory lives when, while a step runs on fake tensors: every storage from its first tensor to its last.
+
+`Recorder` is a dispatch mode: it sees each operator, and so each new storage, the products and the collectives. What
+it notes of a storage (operator, moment, module, stream, part of the plan) is known when it is made; the rest is a walk
+through the record.
+"""
+
+# Autograd's running node and a storage's address have no public name.
+# pyright: reportPrivateUsage=false
+
+import weakref
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from portable_fsdp.plan.kernels import CUBLAS_WORKSPACE_BYTES, products, workspace_bytes
+
+Part = Literal["weights", "gradients", "optimizer", "gathered weights", "activations", "loss and logits", "temporaries"]
+PARTS: tuple[Part, ...] = (
+    *("weights", "gradients", "optimizer", "gathered weights"),
+    *("activations", "loss and logits", "temporaries"),
+)
+
+LOSS = "the loss"  # in place of a module's FQN
+COLLECTIVES = {  # in the words of torch -> of the contract
+    "c10d::_allgather_base_": "all_gather",
+    "c10d::_reduce_scatter_base_": "reduce_scatter",
+    "c10d::allreduce_": "all_reduce",
+}
+
+
+@dataclass(eq=False)
+class Block:
+    """A storage, or its memory between two `resize_`."""
+
+    bytes: int
+    stream: int
+    part: Part
+    name: str  # of the operator, or the tensor's FQN
+    where: str  # "backward of model.layers.7.mlp"
+
+
+@dataclass(frozen=True)
+class Collective:
+    kind: str
+    dtype: str
+    bytes: int  # of the full tensor
+    ranks: tuple[int, ...]
+    communicator: str  # its name: two of them may have the same ranks
+
+
+@dataclass
+class Calls:
+    """What ran in one call of a program of the step."""
+
+    flops: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # by dtype of the factors
+    collectives: Counter[Collective] = field(default_factory=lambda: Counter())
+
+
+# ---------------------------------------------------------------------------------------------------------- moments
+
+
+class Moments:
+    """Where in a step we are: what FSDP2 and the optimizer call their sections, and whose forward or backward it is.
+
+    Each node of autograd has the number of the operation that made it. The numbers at which modules begin and end are
+    noted in forward; in backward the running node's tells the innermost module.
+    """
+
+    def __init__(self) -> None:
+        self.sections: list[str] = []  # of torch.profiler.record_function, which FSDP2 and optimizers name
+        self._names: dict[int, str] = {}
+        self._head: nn.Module | None = None
+        self._running: list[str] = []
+        self._began: list[int] = []
+        self._modules: list[str] = []  # with `_began`: from that number on it is this module
+        self._backward_module = ""
+        self.in_loss = False  # in forward, from the head on
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Generator[None]:
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._head = cast(Any, model).get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),  # recomputation ends by an exception
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        name = self._names.get(id(module))
+        if name is not None:
+            self._running.append(name)
+            self._mark(name)
+            self.in_loss = self.in_loss or module is self._head
+
+    def _leave(self, module: nn.Module, *_: Any) -> None:
+        name = self._names.get(id(module))
+        if name is not None:
+            self._running.pop()
+            self.in_loss = self.in_loss and bool(self._running)
+            self._mark(self._module())
+
+    def _mark(self, name: str) -> None:
+        self._began.append(cast(Any, torch.autograd)._get_sequence_nr())
+        self._modules.append(name)
+
+    def _module(self) -> str:
+        """The innermost one that runs; what the model itself does once its head has run is the loss."""
+        name = self._running[-1] if self._running else ""
+        return LOSS if self.in_loss and name == "" else name
+
+    def now(self) -> tuple[str, str]:
+        """Moment (`forward`, `recomputation`, `backward`, or a section's name) and FQN."""
+        section = self.sections[-1] if self.sections else ""
+        if section.startswith("Optimizer."):
+            return "optimizer", ""
+        node = _running_node()
+        if node is None or self.in_loss:
+            return ("forward", self._module()) if self._running else (section, "")
+        number = node._sequence_nr()
+        if number <= (self._began[-1] if self._began else 0):  # not the accumulation of a gradient
+            at = bisect_right(self._began, number) - 1
+            self._backward_module = self._modules[at] if at >= 0 else ""
+        if torch.is_grad_enabled():  # a layer's forward again, inside its backward
+            return "recomputation", self._running[-1] if self._running else self._backward_module
+        return "backward", self._backward_module
+
+
+# ---------------------------------------------------------------------------------------------------------- recorder
+
+
+class Recorder(TorchDispatchMode):
+    """Notes what is made and freed on `device` in tensors of `fake`, and what runs.
+
+    `is_gpu`: add what kernels take for themselves on a GPU (kernels.py).
+    """
+
+    def __init__(self, fake: FakeTensorMode, device: torch.device, *, is_gpu: bool) -> None:
+        super().__init__()
+        self.moments = Moments()
+        self.events: list[tuple[Block, bool]] = []  # made (True), freed (False)
+        self.calls: list[Calls] = []
+        self.streams: list[Any] = []  # in the order of their first use; held, so that no two have one id
+        self._fake, self.device, self.is_gpu = fake, device, is_gpu
+        self._given: tuple[Part, str] | None = None
+        self._live: dict[int, tuple[Any, Block]] = {}  # by the storage's address
+        self._weights: Mapping[str, set[int]] = {}  # module -> elements of its parameters
+        self._has_workspace: set[bool] = set()
+
+    @contextmanager
+    def given(self, part: Part, where: str) -> Generator[None]:
+        """What is made inside is of this part."""
+        before = self._given
+        self._given = (part, where)
+        try:
+            yield
+        finally:
+            self._given = before
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Generator[None]:
+        """The modules of a model, from its first forward to its last backward."""
+        self._weights = {
+            name: {parameter.numel() for parameter in module.parameters(recurse=False)}
+            for name, module in model.named_modules()
+        }
+        with self, self.moments.watching(model):
+            yield
+
+    def name(self, tensor: Tensor, name: str) -> None:
+        """Give a tensor that is made already its FQN."""
+        found = self._live.get(tensor.untyped_storage()._cdata)
+        if found is not None:
+            found[1].name = name
+
+    def resized(self, storage: Any) -> None:
+        """FSDP2 frees gathered weights, and makes room for them again, by `resize_`, which no dispatch mode sees."""
+        found = self._live.get(storage._cdata)
+        if found is None or found[1].bytes == storage.nbytes():
+            return
+        _, block = found
+        if block.bytes:
+            block.part = "gathered weights"
+            self.events.append((block, False))
+        moment, module = self.moments.now()
+        again = Block(storage.nbytes(), self._stream(), "gathered weights", block.name, _words(moment, module))
+        self._live[storage._cdata] = (found[0], again)
+        if again.bytes:
+            self.events.append((again, True))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if DTensor in types:
+            return NotImplemented  # it comes back with the local tensors
+        kwargs = kwargs or {}
+        name = func.name()
+        if name.startswith("profiler::_record_function_"):
+            self._section(name, args)
+            return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._see(leaf, name)
+        if name in COLLECTIVES:
+            self._count_collective(name, args)
+        else:
+            self._count_products(func, args, kwargs, out)
+        return out
+
+    def _section(self, name: str, args: tuple[Any, ...]) -> None:
+        if name.startswith("profiler::_record_function_enter"):
+            self.moments.sections.append(str(args[0]))
+        elif self.moments.sections:
+            self.moments.sections.pop()
+
+    def _see(self, tensor: Tensor, op: str) -> None:
+        # DTensor propagates shapes on fake tensors of a mode of its own: those are no memory.
+        if not isinstance(tensor, FakeTensor) or tensor.fake_mode is not self._fake or tensor.device != self.device:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._live:
+            return
+        moment, module = self.moments.now()
+        part, where = self._given or (self._part(tensor, moment, module), _words(moment, module))
+        block = Block(storage.nbytes(), self._stream(), part, op, where)
+        self._live[key] = (weakref.ref(storage, lambda _: self._freed(key)), block)
+        if block.bytes:
+            self.events.append((block, True))
+
+    def _freed(self, key: int) -> None:
+        _, block = self._live.pop(key)
+        if block.bytes:
+            self.events.append((block, False))
+
+    def _part(self, tensor: Tensor, moment: str, module: str) -> Part:
+        section = self.moments.sections[-1] if self.moments.sections else ""
+        if section.startswith(("FSDP::all_gather", "FSDP::pre_forward", "FSDP::pre_backward")):
+            return "gathered weights"
+        if section.startswith("FSDP::post_backward"):
+            return "gradients"
+        if moment == "optimizer" or not moment:
+            return "temporaries"
+        if self.moments.in_loss or module == LOSS:
+            return "loss and logits"
+        if moment in ("forward", "recomputation"):
+            return "activations"
+        # A gradient has the size of its weight, before FSDP2 sees it.
+        return "gradients" if tensor.numel() in self._weights.get(module, ()) else "temporaries"
+
+    def _stream(self) -> int:
+        stream = torch.cpu.current_stream()  # where FSDP2 takes this device's streams from
+        for number, known in enumerate(self.streams):
+            if known is stream:
+                return number
+        self.streams.append(stream)
+        return len(self.streams) - 1
+
+    def _count_products(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        found = products(func, args, kwargs, out) if self.calls else None
+        if found is None:
+            return
+        self.calls[-1].flops[found.dtype] += found.operations
+        if self.is_gpu:
+            self._take_workspace(func, args)
+
+    def _take_workspace(self, func: Any, args: tuple[Any, ...]) -> None:
+        where = _words(*self.moments.now())
+        # Of cuBLAS: for the thread of forward and for that of backward, each kept from its first product on.
+        is_backward = _running_node() is not None
+        if is_backward not in self._has_workspace:
+            self._has_workspace.add(is_backward)
+            block = Block(CUBLAS_WORKSPACE_BYTES, self._stream(), "temporaries", "cuBLAS workspace", where)
+            self.events.append((block, True))
+        if taken := workspace_bytes(func, args):
+            block = Block(taken, self._stream(), "temporaries", f"{func.name()} workspace", where)
+            self.events += [(block, True), (block, False)]
+
+    def _count_collective(self, name: str, args: tuple[Any, ...]) -> None:
+        if not self.calls:
+            return
+        group = next(argument for argument in args if isinstance(argument, torch.ScriptObject))
+        group = cast(Any, dist.ProcessGroup).unbox(group)
+        ranks = tuple(dist.get_process_group_ranks(group))
+        if len(ranks) == 1:
+            return
+        largest = max((leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)), key=lambda leaf: leaf.nbytes)
+        dtype = str(largest.dtype).removeprefix("torch.")
+        call = Collective(COLLECTIVES[name], dtype, largest.nbytes, ranks, group.group_name)
+        self.calls[-1].collectives[call] += 1
+
+
+def _running_node() -> Any:
+    """Of autograd, in backward; else None."""
+    return cast(Any, torch._C)._current_autograd_node()
+
+
+def _words(moment: str, module: str) -> str:
+    return f"{moment} of {module}" if module else moment
+
+
+# -------------------------------------------------------------------------------------------------- reading the record
+
+
+@dataclass(frozen=True)
+class Peak:
+    bytes: int
+    blocks: tuple[Block, ...]  # that live then, in the order in which they were made
+
+    @property
+    def where(self) -> str:
+        """Of the last one, which made it the peak."""
+        return self.blocks[-1].where if self.blocks else ""
+
+
+def peak(events: list[tuple[Block, bool]]) -> Peak:
+    """When most bytes live at once."""
+    now = most = at = 0
+    for number, (block, is_made) in enumerate(events, start=1):
+        now += block.bytes if is_made else -block.bytes
+        if now > most:
+            most, at = now, number
+    live: dict[Block, None] = {}
+    for block, is_made in events[:at]:
+        if is_made:
+            live[block] = None
+        else:
+            del live[block]
+    return Peak(most, tuple(live))

@@ -1,0 +1,145 @@
+"""A plan on a terminal, and as a picture."""
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+from portable_fsdp.checkpoint.tables import table
+from portable_fsdp.plan.result import Comparison, Memory, Plan, Time
+from portable_fsdp.plan.sweep import Tried
+from portable_fsdp.runtime.errors import UsageError
+
+_BAR = 40  # characters
+_MOST_BUFFERS = 5
+_GIB = 2**30
+
+
+def text(plan: Plan) -> str:
+    """All of a plan, for people."""
+    lines = [
+        f"{plan.on}: {plan.hardware}, backend {plan.backend}",
+        f"{_count(plan.parameters)} parameters; " + ", ".join(f"{key}={value}" for key, value in plan.settings.items()),
+        "",
+        *_memory_lines(plan.memory),
+        "",
+        *_time_lines(plan.time),
+        "",
+        *(f"note: {note}" for note in plan.notes),
+        f"{plan.method} Planned in {plan.planned_in_s:.0f} s.",
+    ]
+    return "\n".join(lines)
+
+
+def sweep_text(tried: Sequence[Tried], keys: Sequence[str]) -> str:
+    """A row for each plan, in their order; `keys` are the settings that differ."""
+    rows = [(*keys, "GiB", "verdict", "tokens/s a device, at most", "bound by")]
+    for one in tried:
+        if one.plan is None:
+            continue
+        memory, time = one.plan.memory, one.plan.time
+        rate = time.tokens_per_second_per_device
+        rows.append(
+            (
+                *(one.settings[key] for key in keys),
+                f"{memory.peak_bytes / _GIB:.2f}",
+                memory.verdict,
+                "unknown" if rate is None else f"{rate:,.0f}",
+                time.binds or "unknown",
+            )
+        )
+    first = len(keys)
+    return table(rows, right=(first, first + 2))
+
+
+def comparison_text(found: Comparison) -> str:
+    """What a run took, beside what its plan says."""
+    ratio = "" if found.ratio is None else f", {found.ratio:.2f} times the bound"
+    mfu = "" if found.mfu is None else f", mfu {found.mfu:.1%}"
+    return (
+        f"measured over {found.steps} steps: {_seconds(found.seconds)} a step{ratio}; "
+        f"{found.tokens_per_second:,.0f} tokens a second in all{mfu}"
+    )
+
+
+def _memory_lines(memory: Memory) -> list[str]:
+    limit = memory.limit_bytes
+    of = "" if limit is None else f" of {limit / _GIB:.2f}"
+    share = "" if limit is None else f" ({memory.peak_bytes / limit:.0%})"
+    most = max(limit or 0, memory.peak_bytes)
+    rows = [(name, f"{size / _GIB:.3f}", _bar(size, most)) for name, size in memory.parts.items() if size]
+    lines = [f"memory of the fullest device: {memory.peak_bytes / _GIB:.2f}{of} GiB{share}: {memory.verdict}"]
+    lines.append(table(rows, right=(1,), indent="  "))
+    if memory.at:
+        lines.append(f"  the peak is in {memory.at}")
+    if memory.rematerialised:
+        lines.append(f"  the compiler repeats {memory.rematerialised} instructions by itself, because memory is short")
+    if memory.biggest:
+        lines.append("  largest there:")
+        shown = [(f"{b.bytes / _GIB:.3f}", b.name, b.where) for b in memory.biggest[:_MOST_BUFFERS]]
+        lines.append(table(shown, right=(0,), indent="    "))
+    return lines
+
+
+def _time_lines(time: Time) -> list[str]:
+    rate, each = time.tokens_per_second, time.tokens_per_second_per_device
+    if time.seconds is None or rate is None or each is None:
+        return ["time of a step: no bound, since no peak and no bandwidth of this device is known"]
+    mfu = "" if time.mfu is None else f"; mfu at most {time.mfu:.0%}"
+    lines = [f"time of a step, at least: {_seconds(time.seconds)}, bound by {time.binds}"]
+    lines.append("  " + ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in time.bounds.items()))
+    lines.append(f"  at most {each:,.0f} tokens a second on a device, {rate:,.0f} in all{mfu}")
+    return lines
+
+
+def _bar(size: int, most: int) -> str:
+    """Its share of the widest, in eighths of a character."""
+    eighths = round(size / most * _BAR * 8) if most else 0
+    full, rest = divmod(eighths, 8)
+    return "█" * full + ("" if not rest else chr(0x2588 + 8 - rest))
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds >= 0.1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _count(number: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return str(number)
+
+
+def require_matplotlib() -> None:
+    """Raises UsageError where it isn't installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError(
+            "--save: expected the package matplotlib, found none installed.\n"
+            "  In a checkout of portable_fsdp: pip install '.[plan]'"
+        )
+
+
+def draw(plans: Sequence[Plan], labels: Sequence[str], path: Path) -> None:
+    """Memory by part of each plan as stacked bars, with the devices' limit, and the tokens a second at most.
+
+    The suffix of `path` is the picture's format. Raises ValueError for one that matplotlib doesn't know.
+    """
+    import matplotlib as mpl
+    import matplotlib.pyplot as plt
+
+    mpl.use("Agg")  # a file, no screen
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 1.5 + 0.45 * len(plans)), sharey=True, layout="constrained")
+    parts = list(dict.fromkeys(part for plan in plans for part in plan.memory.parts))
+    ends = [0.0] * len(plans)
+    for part in parts:
+        sizes = [plan.memory.parts.get(part, 0) / _GIB for plan in plans]
+        left.barh(labels, sizes, left=ends, label=part)
+        ends = [end + size for end, size in zip(ends, sizes, strict=True)]
+    for limit in {plan.memory.limit_bytes for plan in plans} - {None}:
+        left.axvline((limit or 0) / _GIB, color="0.3", linestyle="--", linewidth=1)
+    left.invert_yaxis()
+    left.set(xlabel="GiB of the fullest device (dashed: what a program may have)")
+    left.legend(frameon=False, fontsize="small")
+    right.barh(labels, [plan.time.tokens_per_second_per_device or 0.0 for plan in plans], color="0.6")
+    right.set(xlabel="tokens a second on a device, at most")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

@@ -1,0 +1,142 @@
+"""What a plan says, in plain values: what the report prints, and what `--json` gives with a stable schema."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, computed_field
+
+Verdict = Literal["fits", "fits by recomputing", "does not fit", "unknown"]
+
+
+class _Result(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Buffer(_Result):
+    """One of the largest pieces of memory that live when the peak is reached."""
+
+    name: str  # a tensor's FQN, an operator, or an instruction of the program
+    bytes: int
+    where: str  # the module, or the source line, that made it; empty where it isn't known
+
+
+class Memory(_Result):
+    """What a step takes of one device: the fullest one."""
+
+    parts: dict[str, int]  # of the peak, in bytes, in the order in which they are shown: weights, optimizer, ...
+    limit_bytes: int | None  # what the device lets a program have; None: no limit that we know
+    at: str = ""  # the moment and the module of the peak; empty where it isn't known
+    biggest: tuple[Buffer, ...] = ()  # the largest first
+    rematerialised: int = 0  # instructions that the compiler repeats by itself, because memory was short
+
+    @computed_field
+    @property
+    def peak_bytes(self) -> int:
+        """What must fit at once."""
+        return sum(self.parts.values())
+
+    @computed_field
+    @property
+    def verdict(self) -> Verdict:
+        """Whether it fits; by recomputing: the compiler made it fit by itself, at the cost of time."""
+        if self.limit_bytes is None:
+            return "unknown"
+        if self.peak_bytes > self.limit_bytes:
+            return "does not fit"
+        return "fits by recomputing" if self.rematerialised else "fits"
+
+
+class Moved(_Result):
+    """What collectives of one kind and dtype move in a step."""
+
+    calls: int
+    bytes: int  # of the full tensors that are gathered or reduced
+    sent_bytes: int  # by one device, in a ring
+
+
+class Work(_Result):
+    """What one device does in one step."""
+
+    matmul_flops: dict[str, float]  # dtype of the factors -> operations; a multiply and an add are two
+    memory_bytes: float  # that must at least cross between the device's memory and its processor
+    collectives: dict[str, Moved]  # kind and dtype: `all_gather bfloat16`
+    sent_bytes: dict[str, float]  # link (`ici`, `nvlink`, `network`) -> bytes that one device sends over it
+
+
+class Time(_Result):
+    """Lower bounds of a step by roofline: what binds it, were everything else free."""
+
+    compute_s: float | None  # None: no peak known for this device and dtype
+    memory_s: float | None
+    links_s: dict[str, float]  # by link; those without a known bandwidth are left out
+    devices: int
+    tokens_per_step: int  # of the global batch
+    model_flops_per_device: (
+        float | None
+    )  # in a step, as the trainer counts them for MFU: all of attention, nothing twice
+    peak_flops: float | None  # of one device in the compute dtype, which MFU is a share of
+
+    @computed_field
+    @property
+    def bounds(self) -> dict[str, float]:
+        """All that are known, by their names."""
+        named = {"compute": self.compute_s, "memory": self.memory_s, **self.links_s}
+        return {name: seconds for name, seconds in named.items() if seconds is not None}
+
+    @computed_field
+    @property
+    def seconds(self) -> float | None:
+        """No step can take less; None where nothing is known of the device."""
+        return max(self.bounds.values(), default=None)
+
+    @computed_field
+    @property
+    def binds(self) -> str | None:
+        """The name of the longest bound."""
+        return max(self.bounds, key=self.bounds.__getitem__, default=None)
+
+    @computed_field
+    @property
+    def tokens_per_second(self) -> float | None:
+        """At most, over all devices."""
+        return self.tokens_per_step / self.seconds if self.seconds else None
+
+    @computed_field
+    @property
+    def tokens_per_second_per_device(self) -> float | None:
+        return self.tokens_per_second / self.devices if self.tokens_per_second else None
+
+    @computed_field
+    @property
+    def mfu(self) -> float | None:
+        """At most, to be held against a run's `mfu`. It may exceed 1: MFU counts all of attention, the bound half."""
+        if not self.seconds or not self.peak_flops or self.model_flops_per_device is None:
+            return None
+        return self.model_flops_per_device / self.seconds / self.peak_flops
+
+
+class Plan(_Result):
+    """A config on hardware that need not be there."""
+
+    schema_version: int = 1  # of what `--json` prints; a key that changes its meaning raises it
+    on: str  # as it was asked for: `v5p:2x2x4`
+    hardware: str  # in words: `16 TPU v5p chips of 4 hosts`
+    devices: int
+    backend: str  # the engine that would run there
+    settings: dict[str, str | int | float | bool | None]  # the keys of the config that a plan depends on most
+    parameters: int
+    memory: Memory
+    work: Work
+    time: Time
+    method: str  # how the figures came about, and what they don't cover
+    notes: tuple[str, ...] = ()
+    planned_in_s: float
+
+
+class Comparison(_Result):
+    """A measured run beside the bounds of its step."""
+
+    steps: int  # that were measured, without the first ones
+    seconds: float  # of a step, the median
+    tokens_per_second: float  # over all devices, at that median
+    mfu: float | None  # the median; None where the run knew none
+    ratio: float | None  # measured seconds over the bound's; under 1 the bound, or what was planned, is wrong

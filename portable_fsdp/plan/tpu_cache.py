@@ -1,0 +1,73 @@
+"""What the TPU compiler wrote, kept by the content of all that went into it; a damaged entry counts as none.
+
+One zip file an entry, whose checksums are compared when it is read. It is written beside its name and renamed.
+"""
+
+import contextlib
+import hashlib
+import os
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+
+LARGEST_BYTES = 2**30  # of all entries: 8B, unrolled, takes about 5 MB
+
+
+def cache_folder(environ: Mapping[str, str]) -> Path:
+    """`portable_fsdp` in the user's cache folder, by the XDG base directory specification."""
+    base = environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "portable_fsdp"
+
+
+def key_of(*parts: bytes) -> str:
+    """A name for an entry: equal for equal parts, and only for those."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "big") + part)
+    return digest.hexdigest()
+
+
+def load(folder: Path, key: str) -> dict[str, str] | None:
+    """Name -> text of an entry; None where there is none that is whole."""
+    path = folder / f"{key}.zip"
+    try:
+        with zipfile.ZipFile(path) as entry:
+            texts = {name: entry.read(name).decode() for name in entry.namelist()}
+        os.utime(path)  # the longest unused go first
+    except (OSError, zipfile.BadZipFile, ValueError, EOFError, NotImplementedError, zlib.error):
+        return None
+    return texts
+
+
+def save(folder: Path, key: str, texts: Mapping[str, str], largest_bytes: int = LARGEST_BYTES) -> None:
+    """Keep an entry, and delete those that weren't used for longest, until all take `largest_bytes` at most.
+
+    A folder that can't be written to keeps nothing: plans then take their time again.
+    """
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=folder, suffix=".tmp")
+        temporary = Path(name)
+        try:
+            with (
+                os.fdopen(descriptor, "wb") as file,
+                zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as entry,
+            ):
+                for title, text in texts.items():
+                    entry.writestr(title, text)
+            temporary.replace(folder / f"{key}.zip")
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        _shrink(folder, largest_bytes)
+
+
+def _shrink(folder: Path, largest_bytes: int) -> None:
+    used = 0
+    found = [(path.stat(), path) for path in folder.glob("*.zip")]
+    for stat, path in sorted(found, key=lambda pair: -pair[0].st_mtime_ns):
+        used += stat.st_size
+        if used > largest_bytes:
+            path.unlink(missing_ok=True)

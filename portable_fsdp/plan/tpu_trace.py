@@ -1,0 +1,183 @@
+"""The trainer's own step, traced for devices that aren't there, in a process of its own.
+
+`python -m portable_fsdp.plan.tpu_trace FOLDER PARENT` traces the config in FOLDER/request.json with the same backend
+and the same `train.loop.build` as a run, with tensors that hold no memory, and writes the programs to FOLDER.
+"""
+
+# Programs are lowered through torch_xla's private bridge only.
+# pyright: reportPrivateUsage=false
+
+import json
+import os
+import sys
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from portable_fsdp.backends.base import Batch, MakeOptimizer, Metrics
+from portable_fsdp.backends.xla.engine import ROWS, Spec, XlaBackend
+from portable_fsdp.config.schema import Config
+from portable_fsdp.plan.tpu_program import Argument, Program, write_programs
+from portable_fsdp.runtime.errors import PortableFSDPError
+from portable_fsdp.runtime.process import end_with_parent
+from portable_fsdp.train.loop import build
+
+
+def main(folder: Path) -> int:
+    """Writes the programs, or `refusal.json` with what the user is to be told."""
+    request: dict[str, Any] = json.loads((folder / "request.json").read_text())
+    try:
+        programs = trace(Config.model_validate_json(json.dumps(request["config"])), request["devices"])
+    except PortableFSDPError as error:
+        (folder / "refusal.json").write_text(json.dumps({"kind": type(error).__name__, "message": str(error)}))
+        return error.exit_code
+    write_programs(folder, programs)
+    return 0
+
+
+def trace(config: Config, devices: int) -> dict[str, Program]:
+    """Name -> program of the config's train step on `devices` devices: `train_step`, or `micro_batch` and `update`.
+
+    Nothing runs, and neither weights nor optimizer state take memory. To be called in a process of its own, in which
+    torch_xla wasn't used before: it takes the count of devices for a fact, and keeps it. Raises what opening the
+    backend and building the model raise.
+    """
+    with _pretended(devices):
+        backend = _Tracer(config)
+        training = build(config, backend, vocabulary=1, fill=False)
+        name_operations(training.model, backend.scope)
+        rows = config.train.micro_batch * devices
+        batch = {
+            "input_ids": torch.empty((rows, config.data.seq_len), dtype=torch.int64, device="meta"),
+            "labels": torch.empty((rows, config.data.seq_len), dtype=torch.int64, device="meta"),
+            "tokens": torch.empty(rows, device="meta"),
+            "stop": torch.empty(rows, device="meta"),
+            "processes": torch.empty((rows, 3 * backend.process.count), device="meta"),
+        }
+        training.step([backend.place(batch) for _ in range(training.accumulation)], config.optim.lr)
+        return backend.programs
+
+
+@contextmanager
+def _pretended(devices: int) -> Generator[None]:
+    """A mesh of more devices than the CPU client has, of TPUs: in a program that only is traced they are words."""
+    os.environ["PJRT_DEVICE"] = "CPU"
+    os.environ.setdefault("CPU_NUM_DEVICES", "4")  # a single one would leave annotations out
+    os.environ.update(XLA_IR_DEBUG="1", XLA_HLO_DEBUG="1")  # operations keep their names and lines: 1 s for 8B
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    import torch_xla.runtime
+
+    runtime = cast(Any, torch_xla.runtime)
+    real = runtime.global_runtime_device_count
+    runtime.global_runtime_device_count = lambda: devices
+    try:
+        yield
+    finally:
+        runtime.global_runtime_device_count = real
+
+
+class _Tracer(XlaBackend):
+    """The XLA backend, whose programs are kept instead of run."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__("cpu", config, None)
+        self.flash_attention = True  # as on TPU
+        self.programs: dict[str, Program] = {}
+        self._spec_of: dict[str, Spec] = {}  # of each argument seen so far
+
+    def build_optimizer(self, make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        self._optimizer = super().build_optimizer(make, groups)
+        return self._optimizer
+
+    def compile(self, fn: Callable[..., Metrics], name: str) -> Callable[..., Metrics]:
+        def step(*args: Any) -> Metrics:
+            before = self._state()
+            with torch.no_grad():  # a clone keeps the node of what is updated in place
+                clones = {key: tensor.detach().clone() for key, tensor in {**before, **_named(args)}.items()}
+            versions = {key: (id(tensor), tensor._version) for key, tensor in before.items()}
+            metrics = fn(*args)
+            after = self._state()
+            changed = {key: t for key, t in after.items() if (id(t), t._version) != versions.get(key)}
+            self.programs[name] = self._lower(name, metrics, changed, clones)
+            for key, tensor in (metrics | changed).items():  # the next program takes them as arguments
+                tensor.data = self._placeholder(tensor.shape, tensor.dtype, self._spec_of.get(key, ()))
+            return metrics
+
+        return step
+
+    def scope(self, name: str) -> object:
+        """What is traced while the result lives gets `name` as a part of its own."""
+        return self._bridge.profiler.scope_pusher(name)
+
+    def _state(self) -> dict[str, Tensor]:
+        """All that a step may change in place, by the names that a checkpoint gives it; gradients as `grad/<FQN>`."""
+        found: dict[str, Tensor] = dict(self._model.named_buffers())
+        for fqn, parameter in self._model.named_parameters():
+            found[fqn] = parameter
+            for name, value in self._optimizer.state[parameter].items():
+                if value.device.type == "xla":  # step counts rest on the host
+                    found[f"{name}/{fqn}"] = value
+            if parameter.grad is not None:
+                found[f"grad/{fqn}"] = parameter.grad
+        return found
+
+    def _lower(self, name: str, metrics: Metrics, changed: dict[str, Tensor], clones: dict[str, Tensor]) -> Program:
+        context = self._bridge.lowering.LoweringContext(name)
+        context.set_name_string(name)
+        context.build([*metrics.values(), *changed.values()])
+        names = {context.tensor_parameter_id(clone): key for key, clone in clones.items()}
+        specs = {context.tensor_parameter_id(known.handle): known.spec for known in self.placeholders or ()}
+        outputs = {key: number for number, key in enumerate(changed, start=len(metrics))}
+        arguments: list[Argument] = []
+        for number, tensor in sorted(context.device_parameter_id_tensor_mapping().items()):
+            key = names.get(number, "constant")
+            self._spec_of[key] = specs.get(number, ())
+            sharding = self._sharding(self._spec_of[key])
+            arguments.append(Argument(key, tuple(tensor.shape), sharding, outputs.get(key)))
+        results = [self._sharding(self._spec_of.get(key, ())) for key in metrics | changed]
+        return Program(name, self.data_parallel_size, context.hlo(), tuple(arguments), tuple(results))
+
+    def _sharding(self, spec: Spec) -> str:
+        """XLA's words for a partition of dimension 0, over all devices or over the shards of each replica."""
+        devices = self.data_parallel_size
+        if not spec or spec[0] is None:
+            return "{replicated}"
+        if spec[0] == ROWS or self._shards == devices:
+            return f"{{devices=[{','.join([str(devices), *'1' * (len(spec) - 1)])}]<=[{devices}]}}"
+        tiles = ",".join([str(self._shards), *"1" * (len(spec) - 1), str(devices // self._shards)])
+        return f"{{devices=[{tiles}]<=[{devices // self._shards},{self._shards}]T(1,0) last_tile_dim_replicate}}"
+
+
+def _named(args: Sequence[Any]) -> dict[str, Tensor]:
+    """The tensors among a step's arguments: batches by their keys."""
+    found: dict[str, Tensor] = {}
+    for number, argument in enumerate(args):
+        if isinstance(argument, dict):
+            found.update({f"batch.{key}": tensor for key, tensor in cast(Batch, argument).items()})
+        elif isinstance(argument, Tensor):
+            found[f"argument {number}"] = argument
+    return found
+
+
+def name_operations(model: nn.Module, scope: Callable[[str], object]) -> None:
+    """Forward operations of each module get its FQN; those of backward, which runs elsewhere, have none."""
+    open_scopes: list[object] = []
+    for fqn, module in model.named_modules():
+
+        def enter(_module: nn.Module, _args: Any, name: str = fqn) -> None:
+            open_scopes.append(scope(f"module.{name}"))
+
+        def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+            open_scopes.pop()
+
+        module.register_forward_pre_hook(enter, prepend=True)
+        module.register_forward_hook(leave, always_call=True)
+
+
+if __name__ == "__main__":
+    end_with_parent(int(sys.argv[2]))
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,89 @@
+"""How many bytes the storages of tensors hold in a real run: counted, not planned.
+
+Before and after each operator, every storage that an operator has taken or given, and that still exists, is asked for
+its size. The planner, which is held against it, listens to allocations instead.
+"""
+
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from portable_fsdp.backends.base import Backend
+from portable_fsdp.config.schema import Config
+from portable_fsdp.train.loop import build
+
+STEPS = 2
+
+
+class Measured(NamedTuple):
+    """Of one process."""
+
+    peak_bytes: int  # of live storages
+    collectives: dict[str, tuple[int, int]]  # kind -> calls, bytes, as the engine counts its first step
+
+
+def measure(backend: Backend, config: Config) -> Measured:
+    """Train so many steps; the weights and the optimizer's state are there before."""
+    training = build(config, backend, vocabulary=256)
+    state = [value for values in training.optimizer.state.values() for value in values.values()]
+    with LiveStorages() as live:
+        live.see([*training.model.parameters(), *training.model.buffers(), *state])
+        for _ in range(STEPS):
+            batches = [backend.place(_batch(config, backend.process.count)) for _ in range(training.accumulation)]
+            backend.fetch(training.step(batches, 1e-3)).result()
+    counted = backend.collectives or {}
+    return Measured(live.peak, {kind: (traffic.calls, traffic.bytes) for kind, traffic in counted.items()})
+
+
+def _batch(config: Config, processes: int) -> dict[str, Tensor]:
+    rows, length = config.train.micro_batch, config.data.seq_len
+    ids = torch.randint(256, (rows, length))
+    news = {"stop": torch.zeros(rows), "processes": torch.zeros(rows, 3 * processes)}
+    return {"input_ids": ids, "labels": ids, "tokens": torch.full((rows,), float(length)), **news}
+
+
+class LiveStorages(TorchDispatchMode):
+    """`peak`: the most bytes that storages of tensors held at once, seen at operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._storages: dict[int, weakref.ref[Any]] = {}
+
+    def see(self, values: Any) -> None:
+        for leaf in tree_leaves(values):
+            if isinstance(leaf, DTensor):
+                leaf = leaf.to_local()
+            is_real = isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor)  # DTensor asks fake ones for shapes
+            if is_real and leaf.device.type == "cpu":
+                storage = leaf.untyped_storage()
+                self._storages[storage._cdata] = weakref.ref(storage)
+        self._look()
+
+    def _look(self) -> None:
+        self._storages = {key: reference for key, reference in self._storages.items() if reference() is not None}
+        self.peak = max(self.peak, sum(_bytes(reference()) for reference in self._storages.values()))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if DTensor in types:
+            return NotImplemented
+        self.see((args, kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        self.see(out)
+        return out
+
+
+def _bytes(storage: Any) -> int:
+    """Of a storage, or of one that is gone."""
+    try:
+        return 0 if storage is None else storage.nbytes()
+    except RuntimeError:  # a thread of gloo let go of it in this moment: "Got a null Storage"
+        return 0

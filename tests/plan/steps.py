@@ -1,0 +1,49 @@
+"""Train steps to plan, and to run: small, but large enough that tens of MB are their tensors."""
+
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any, Literal
+
+import torch
+
+from portable_fsdp.config.schema import Config
+from portable_fsdp.plan.cuda import plan_memory
+from portable_fsdp.plan.result import Memory, Work
+
+ROWS, SEQ_LEN = 2, 256
+LLAMA: dict[str, Any] = {
+    **{"model_type": "llama", "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1408},
+    **{"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 1024},
+}
+MIXTRAL: dict[str, Any] = {
+    **LLAMA,
+    **{"model_type": "mixtral", "intermediate_size": 512, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+def step(devices: int = 2, accumulation: int = 1, model: dict[str, Any] = LLAMA, **settings: Any) -> Config:
+    """A config; settings by their keys, with `__` for the dot: `memory__cpu_offload=True`."""
+    values: dict[str, dict[str, Any]] = {
+        "model": {"architecture": model},
+        "data": {"seq_len": SEQ_LEN},
+        "train": {"steps": 10, "global_batch": devices * ROWS * accumulation, "micro_batch": ROWS},
+    }
+    for key, value in settings.items():
+        section, _, name = key.partition("__")
+        values.setdefault(section, {})[name] = value
+    return Config.model_validate(values)
+
+
+def in_a_child(function: Callable[..., Any], *arguments: Any) -> Any:
+    """`function(*arguments)` in a new process."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def plans(
+    configs: list[Config], devices: int, device: Literal["cuda", "cpu"], devices_per_host: int = 8
+) -> list[tuple[Memory, Work]]:
+    """For a child: a plan of each config, one after the other in one process."""
+    torch.set_num_threads(1)
+    return [plan_memory(config, devices, devices_per_host, limit_bytes=None, device=device) for config in configs]

@@ -1,0 +1,91 @@
+"""Children that a plan waits for: how they end, and that none outlives it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from portable_fsdp.plan.child import Ended, run_child
+
+HERE = str(Path(__file__).parent)
+PARENT = f"""
+import sys
+from pathlib import Path
+from portable_fsdp.plan.child import run_child
+run_child("misbehaving", Path(sys.argv[1]), limit_s=600, environment={{"PYTHONPATH": {HERE!r} + ":" + sys.argv[2]}})
+"""
+
+
+def run(folder: Path, mode: str, limit_s: float = 60, has_enough: Callable[[], bool] = lambda: False) -> Ended:
+    (folder / "mode").write_text(mode)
+    path = {"PYTHONPATH": os.pathsep.join([HERE, *filter(None, sys.path)])}
+    return run_child("misbehaving", folder, limit_s=limit_s, environment=path, has_enough=has_enough)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20) -> bool:
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("mode", "how", "code", "said"),
+    [
+        ("speaks", "finished", 0, "    first\n    last"),
+        ("fails", "failed", 3, "    what went wrong"),
+        ("crashes", "failed", -signal.SIGABRT, "    about to crash"),
+    ],
+)
+def test_how_it_ended_and_its_last_lines(tmp_path: Path, mode: str, how: str, code: int, said: str) -> None:
+    ended = run(tmp_path, mode)
+    assert (ended.how, ended.code) == (how, code)
+    assert ended.last_lines.startswith(said)
+    assert ended.peak_bytes > 2**20
+    assert 0 < ended.cpu_s < 30
+
+
+def test_one_that_is_late_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
+    ended = run(tmp_path, "hangs", limit_s=0.0)
+    assert ended.how == "late"
+    ended = run(tmp_path, "hangs", has_enough=(tmp_path / "grandchild").exists)
+    assert ended.how == "enough"
+    assert wait_for(lambda: is_gone(int((tmp_path / "grandchild").read_text())))
+    assert is_gone(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_it_goes_when_its_parent_goes(tmp_path: Path, number: int) -> None:
+    """Ctrl-C ends all; a kill of the parent, which it can't see coming, ends the child at least."""
+    (tmp_path / "mode").write_text("hangs")
+    path = os.pathsep.join(filter(None, sys.path))
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path), path], stderr=subprocess.DEVNULL)
+    try:
+        assert wait_for(lambda: (tmp_path / "grandchild").exists() and bool((tmp_path / "grandchild").read_text()))
+        parent.send_signal(number)
+        parent.wait(20)
+        pids = [int((tmp_path / name).read_text()) for name in ("pid", "grandchild")]
+        assert wait_for(lambda: is_gone(pids[0]))
+        if number == signal.SIGINT:
+            assert wait_for(lambda: is_gone(pids[1]))
+        elif not is_gone(pids[1]):
+            os.kill(pids[1], signal.SIGKILL)
+    finally:
+        if parent.poll() is None:
+            parent.kill()
+            parent.wait()

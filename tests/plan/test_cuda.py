@@ -1,0 +1,370 @@
+"""Plans of the native engine, against real runs on CPU, against formulas, and against edits of what is planned."""
+
+import os
+import resource
+from collections.abc import Callable
+from dataclasses import replace
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from programs import LLAMA_8B
+from steps import LLAMA, MIXTRAL, ROWS, SEQ_LEN, in_a_child, plans, step
+from torch.nn import functional as F
+from workers import Group, Workers
+
+from portable_fsdp.backends.base import ShardPolicy
+from portable_fsdp.config.schema import Config
+from portable_fsdp.models import build as models_build
+from portable_fsdp.plan.cuda import COMMUNICATOR_BYTES, plan_memory
+from portable_fsdp.plan.result import Memory, Work
+from portable_fsdp.runtime.errors import BackendError, ConfigError
+from portable_fsdp.train import loop
+
+DEVICES, PER_HOST = 8, 4
+LAYERS = 3
+SHALLOW = {**LLAMA, "num_hidden_layers": LAYERS}
+EIGHT: dict[str, Any] = {"devices": DEVICES, "model": SHALLOW, "precision__compute": "bfloat16"}
+TIED: dict[str, Any] = EIGHT | {"model": {**SHALLOW, "tie_word_embeddings": True}}
+EXPERTS: dict[str, Any] = EIGHT | {"model": {**MIXTRAL, "num_hidden_layers": 1}}
+PLANNED = {
+    "plain": step(**EIGHT),
+    "zero2": step(**EIGHT, sharding__strategy="SHARD_GRAD_OP"),
+    "whole": step(**EIGHT, sharding__strategy="NO_SHARD"),
+    "hybrid": step(**EIGHT, sharding__strategy="HYBRID_SHARD"),
+    "hybrid zero2": step(**EIGHT, sharding__strategy="HYBRID_SHARD_ZERO2"),
+    "recomputed": step(**EIGHT, memory__gradient_checkpointing="full"),
+    "every second": step(**EIGHT, memory__gradient_checkpointing="selective", memory__every=2),
+    "products kept": step(**EIGHT, memory__gradient_checkpointing="selective", memory__save_ops=("matmul",)),
+    "offloaded": step(**EIGHT, memory__cpu_offload=True, memory__gradient_checkpointing="full"),
+    "five": step(**EIGHT, accumulation=5),
+    "frozen": step(**EIGHT, model__freeze=("model.layers",)),
+    "tied": step(**TIED),
+    "compiled": step(**EIGHT, compile__enabled=True),
+    "float32": step(devices=DEVICES, model=SHALLOW, precision__matmul="high"),
+    "experts": step(**EXPERTS),
+    "grouped": step(**EXPERTS, model__experts="grouped_mm"),
+}
+REAL = {
+    "two micro batches, recomputed": step(accumulation=2, memory__gradient_checkpointing="full"),
+    "bfloat16, zero2, tied": step(
+        model={**LLAMA, "tie_word_embeddings": True},
+        sharding__strategy="SHARD_GRAD_OP",
+        precision__compute="bfloat16",
+    ),
+}
+MORE_REAL = {
+    "offloaded, every second, two ahead": step(
+        memory__cpu_offload=True,
+        memory__gradient_checkpointing="selective",
+        memory__every=2,
+        sharding__forward_prefetch=2,
+        sharding__backward_prefetch_units=2,
+    ),
+    "plain": step(),
+    "whole": step(sharding__strategy="NO_SHARD"),
+    "recomputed": step(memory__gradient_checkpointing="full"),
+    "four micro batches": step(accumulation=4),
+    "kept": step(memory__gradient_checkpointing="selective", memory__save_ops=("matmul", "attention")),
+    "offloaded": step(memory__cpu_offload=True),
+    "norms in float32": step(
+        precision__compute="bfloat16",
+        precision__modules={"*norm*": "float32"},
+        memory__gradient_checkpointing="full",
+    ),
+    "frozen": step(model__freeze=("model.embed_tokens", "model.layers.0")),
+    "gathered after": step(sharding__backward_prefetch="BACKWARD_POST", memory__gradient_checkpointing="full"),
+    "experts": step(model=MIXTRAL),
+    "sgd": step(optim__name="sgd", optim__momentum=0.9),
+    "one unit": step(sharding__wrap="NO_WRAP"),
+}
+PARAMETERS = LAYERS * (512 * (512 + 256) * 2 + 3 * 512 * 1408 + 2 * 512) + 2 * 4096 * 512 + 512
+
+
+@pytest.fixture(scope="module")
+def planned() -> dict[str, tuple[Memory, Work]]:
+    return dict(zip(PLANNED, in_a_child(plans, list(PLANNED.values()), DEVICES, "cuda", PER_HOST), strict=True))
+
+
+def _require_equal(configs: dict[str, Config]) -> None:
+    """A plan for two CPUs against two processes: memory within 5 %, collectives to the byte."""
+    workers = Workers(Group("native", 2))
+    try:
+        for (name, config), (memory, work) in zip(
+            configs.items(), in_a_child(plans, list(configs.values()), 2, "cpu"), strict=True
+        ):
+            found = workers.run("live_storages", config=config)
+            most = max(one.peak_bytes for one in found)
+            assert most > 100 * 2**20
+            assert memory.peak_bytes == pytest.approx(most, rel=0.05), name
+            assert _moved(work) == found[0].collectives, name
+    finally:
+        workers.close()
+
+
+def _moved(work: Work) -> dict[str, tuple[int, int]]:
+    found: dict[str, tuple[int, int]] = {}
+    for key, moved in work.collectives.items():
+        kind = key.partition(" ")[0]
+        calls, bytes_ = found.get(kind, (0, 0))
+        found[kind] = calls + moved.calls, bytes_ + moved.bytes
+    return found
+
+
+def test_a_cpu_plan_is_what_two_processes_hold() -> None:
+    _require_equal(REAL)
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(900)
+def test_a_cpu_plan_is_what_two_processes_hold_with_every_option() -> None:
+    _require_equal(MORE_REAL)
+
+
+def _part(planned: dict[str, tuple[Memory, Work]], name: str, part: str) -> int:
+    return planned[name][0].parts[part]
+
+
+def test_what_rests_is_the_shards(planned: dict[str, tuple[Memory, Work]]) -> None:
+    for name, shards in {"plain": 8, "zero2": 8, "whole": 1, "hybrid": 4, "hybrid zero2": 4, "recomputed": 8}.items():
+        assert _part(planned, name, "weights") == pytest.approx(4 * PARAMETERS / shards, rel=1e-3), name
+        assert _part(planned, name, "optimizer") == pytest.approx(8 * PARAMETERS / shards, rel=1e-3), name
+    tied = PARAMETERS - 4096 * 512
+    assert _part(planned, "tied", "weights") == pytest.approx(4 * tied / 8, rel=1e-3)
+    assert _part(planned, "frozen", "optimizer") == pytest.approx(8 * (2 * 4096 * 512 + 512) / 8, rel=1e-3)
+    assert _part(planned, "offloaded", "weights") < 1024  # buffers
+    assert _part(planned, "offloaded", "optimizer") == 0
+
+
+def test_strategies_and_checkpointing_move_what_they_say(planned: dict[str, tuple[Memory, Work]]) -> None:
+    kept = {name: _part(planned, name, "activations") for name in planned}
+    for some in ("every second", "products kept"):
+        assert kept["recomputed"] < kept[some] < kept["plain"]
+    assert kept["recomputed"] < kept["plain"] / 2
+    gathered = {name: _part(planned, name, "gathered weights") for name in planned}
+    # At the peak, in the loss, SHARD_GRAD_OP holds what FULL_SHARD has freed.
+    # And both the buffer of the last gather, which FSDP2 keeps until the next one.
+    assert gathered["zero2"] == pytest.approx(2 * (PARAMETERS + 4096 * 512), rel=0.01)
+    assert gathered["hybrid zero2"] == pytest.approx(gathered["zero2"], rel=0.01)
+    assert gathered["plain"] < gathered["zero2"] / 2
+    assert _part(planned, "five", "gradients") >= 4 * PARAMETERS / 8 * 0.99  # of the micro batches before
+
+
+def test_the_allocator_and_nccl_come_on_top(planned: dict[str, tuple[Memory, Work]]) -> None:
+    for name, (memory, _) in planned.items():
+        live = sum(size for part, size in memory.parts.items() if part not in ("allocator", "communication buffers"))
+        assert 0 < memory.parts["allocator"] < live, name
+        assert (live + memory.parts["allocator"]) % (2 * 2**20) == 0, name  # segments
+        assert memory.parts["communication buffers"] % COMMUNICATOR_BYTES == 0
+    # All ranks, and the shards': since torch 2.13 a mesh's dimension over all ranks is the default group.
+    assert _part(planned, "plain", "communication buffers") in (COMMUNICATOR_BYTES, 2 * COMMUNICATOR_BYTES)
+    assert _part(planned, "hybrid", "communication buffers") == 3 * COMMUNICATOR_BYTES
+
+
+def test_the_peak_has_a_moment_a_module_and_its_largest_tensors(planned: dict[str, tuple[Memory, Work]]) -> None:
+    memory, _ = planned["plain"]
+    assert memory.at == "forward of the loss"
+    assert [buffer.bytes for buffer in memory.biggest] == sorted((b.bytes for b in memory.biggest), reverse=True)
+    rows = 4 * ROWS * SEQ_LEN * 4096
+    assert ("aten::_log_softmax", rows, "forward of the loss") in [(b.name, b.bytes, b.where) for b in memory.biggest]
+    assert planned["recomputed"][0].at.startswith("backward of model.layers.")
+    whole, _ = planned["whole"]
+    assert "exp_avg/model.embed_tokens.weight" in [buffer.name for buffer in whole.biggest]
+
+
+def test_compiled_steps_are_planned_as_eager_and_say_so(planned: dict[str, tuple[Memory, Work]]) -> None:
+    eager, compiled = planned["plain"][0], planned["compiled"][0]
+    assert compiled.at == f"{eager.at} (planned as if it ran eagerly)"
+    assert compiled.parts == eager.parts
+
+
+def test_products_are_those_of_the_model(planned: dict[str, tuple[Memory, Work]]) -> None:
+    tokens, hidden, width = ROWS * SEQ_LEN, 512, 64
+    weights = PARAMETERS - 4096 * hidden - (2 * LAYERS + 1) * hidden
+    attention = 2 * ROWS * 8 * SEQ_LEN * SEQ_LEN * width / 2  # a product, of what is not masked
+    flops = {name: work.matmul_flops for name, (_, work) in planned.items()}
+    assert flops["plain"] == {"bfloat16": 6 * tokens * weights + LAYERS * attention * (2 + 5)}
+    # Layers run again up to the last tensor that backward needs: without the last product of each.
+    again = 2 * tokens * (weights - 4096 * hidden - LAYERS * hidden * 1408) + LAYERS * attention * 2
+    assert flops["recomputed"]["bfloat16"] - flops["plain"]["bfloat16"] == again
+    assert flops["five"]["bfloat16"] == 5 * flops["plain"]["bfloat16"]
+    assert flops["float32"].keys() == {"tf32"}
+    assert flops["grouped"]["bfloat16"] < flops["experts"]["bfloat16"]  # two of four experts
+
+
+def test_collectives_are_the_strategys(planned: dict[str, tuple[Memory, Work]]) -> None:
+    def bytes_of(name: str, kind: str) -> float:
+        return planned[name][1].collectives[kind].bytes / PARAMETERS
+
+    assert bytes_of("plain", "all_gather bfloat16") == pytest.approx(2 * 2, rel=0.01)  # forward and backward
+    assert bytes_of("zero2", "all_gather bfloat16") == pytest.approx(2, rel=0.01)
+    assert bytes_of("plain", "reduce_scatter float32") == pytest.approx(4, rel=0.01)
+    assert bytes_of("five", "reduce_scatter float32") == pytest.approx(20, rel=0.01)
+    assert bytes_of("hybrid", "all_reduce float32") == pytest.approx(4 / 4, rel=0.01)  # of a replica's shard
+    assert bytes_of("whole", "all_reduce float32") == pytest.approx(4, rel=0.01)
+    assert "all_gather bfloat16" not in planned["whole"][1].collectives
+
+
+def test_links_carry_the_least_bytes(planned: dict[str, tuple[Memory, Work]]) -> None:
+    sent = planned["plain"][1].sent_bytes
+    full = sum(moved.bytes for moved in planned["plain"][1].collectives.values())
+    assert sent["nvlink"] == pytest.approx(full * 3 / 4, rel=1e-3)
+    assert sent["network"] == pytest.approx(full / 2 / PER_HOST, rel=1e-3)  # half of all, divided over a host's devices
+    hybrid = planned["hybrid"][1]
+    assert hybrid.sent_bytes["network"] == pytest.approx(hybrid.collectives["all_reduce float32"].sent_bytes, rel=1e-3)
+
+
+# ------------------------------------------------------------------------------------- it plans the trainer's own step
+
+
+Edit = Callable[[pytest.MonkeyPatch], None]
+
+
+def _edited(edits: list[Edit]) -> list[tuple[Memory, Work]]:
+    """For a child: the plan `plain` after each edit of what it plans."""
+    found: list[tuple[Memory, Work]] = []
+    for edit in edits:
+        with pytest.MonkeyPatch.context() as patch:
+            edit(patch)
+            found += plans([PLANNED["plain"]], DEVICES, "cuda", PER_HOST)
+    return found
+
+
+def _other_loss(patch: pytest.MonkeyPatch) -> None:
+    def attach(model: Any, output: object = None, chunked: bool = True) -> None:
+        def forward(self: Any, input_ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            logits = type(self).forward(self, input_ids=input_ids, use_cache=False).logits.float().flatten(0, 1)
+            return F.cross_entropy(logits, labels.flatten(), reduction="sum"), torch.ones(())
+
+        model.forward = MethodType(forward, model)
+
+    patch.setattr(models_build, "attach_loss", attach)
+
+
+def _other_policy(patch: pytest.MonkeyPatch) -> None:
+    made = loop.shard_policy
+
+    def one_unit(config: Config, model: Any) -> ShardPolicy:
+        policy = made(config, model)
+        return replace(policy, units=(), recompute=policy.layers)
+
+    patch.setattr(loop, "shard_policy", one_unit)
+
+
+def _other_step(patch: pytest.MonkeyPatch) -> None:
+    made = loop.train_step
+
+    def twice(backend: Any, model: Any, *arguments: Any, **named: Any) -> Any:
+        run = made(backend, model, *arguments, **named)
+
+        def step(batches: Any, lr: float) -> Any:
+            backend.compile(lambda batch: model(batch["input_ids"], batch["labels"]), "look")(batches[0])
+            return run(batches, lr)
+
+        return step
+
+    patch.setattr(loop, "train_step", twice)
+
+
+@pytest.fixture(scope="module")
+def edited() -> dict[Edit, tuple[Memory, Work]]:
+    edits: list[Edit] = [_other_loss, _other_policy, _other_step]
+    return dict(zip(edits, in_a_child(_edited, edits), strict=True))
+
+
+def test_an_edit_of_the_loss_shows(
+    planned: dict[str, tuple[Memory, Work]], edited: dict[Edit, tuple[Memory, Work]]
+) -> None:
+    logits = ROWS * SEQ_LEN * 4096
+    # In bfloat16, and in float32 log_softmax and two gradients; the other one needs no logits in backward.
+    assert _part(planned, "plain", "loss and logits") == pytest.approx((2 + 3 * 4) * logits, rel=0.01)
+    memory, _ = edited[_other_loss]
+    assert memory.at == "backward of the loss"
+    assert memory.parts["loss and logits"] == pytest.approx(3 * 4 * logits, rel=0.01)
+
+
+def test_an_edit_of_the_policy_shows(
+    planned: dict[str, tuple[Memory, Work]], edited: dict[Edit, tuple[Memory, Work]]
+) -> None:
+    memory, work = edited[_other_policy]
+    assert memory.parts["gathered weights"] > 2 * _part(planned, "plain", "gathered weights")
+    assert memory.parts["activations"] < _part(planned, "plain", "activations") / 2
+    assert work.collectives["all_gather bfloat16"].calls == 1
+
+
+def test_an_edit_of_the_step_shows(
+    planned: dict[str, tuple[Memory, Work]], edited: dict[Edit, tuple[Memory, Work]]
+) -> None:
+    before, after = planned["plain"][1], edited[_other_step][1]
+    assert after.matmul_flops["bfloat16"] > 1.2 * before.matmul_flops["bfloat16"]
+    assert after.collectives["all_gather bfloat16"].calls > before.collectives["all_gather bfloat16"].calls
+
+
+# ------------------------------------------------------------------------------------------------ a guest in a process
+
+
+def _left_behind(config: Config) -> tuple[list[str], bool]:
+    """For a child: what differs after a plan, and whether a second one is the same."""
+
+    def look() -> dict[str, Any]:
+        return {
+            "environment": dict(os.environ),
+            "process group": dist.is_initialized(),
+            "resize_": vars(torch.UntypedStorage).get("resize_"),
+            "attention": F.scaled_dot_product_attention,
+            "matmul precision": torch.get_float32_matmul_precision(),
+            "hooks": len(torch.nn.modules.module._global_forward_hooks),
+        }
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ[name] = "7"  # a plan inside a launched process has ranks of its own
+    first = plans([config], DEVICES, "cuda", PER_HOST)
+    before = look()  # torch and transformers set some of it by themselves when they are first used
+    second = plans([config], DEVICES, "cuda", PER_HOST)
+    after = look()
+    return [key for key in before if before[key] != after[key]], first == second
+
+
+def test_a_plan_leaves_nothing_behind() -> None:
+    assert in_a_child(_left_behind, PLANNED["hybrid"]) == ([], True)
+
+
+def test_a_process_with_a_process_group_is_refused() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
+    try:
+        with pytest.raises(BackendError, match="expected a process without a process group, found one of 1 ranks"):
+            plan_memory(PLANNED["plain"], DEVICES, 8, limit_bytes=None, device="cuda")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_what_the_backend_refuses_is_refused() -> None:
+    with pytest.raises(ConfigError, match="expected a multiple of"):
+        plan_memory(PLANNED["plain"], 3, 8, limit_bytes=None, device="cuda")
+    with pytest.raises(BackendError, match="HYBRID_SHARD"):
+        plan_memory(PLANNED["hybrid"], DEVICES, DEVICES, limit_bytes=None, device="cuda")  # one host: one replica
+
+
+# --------------------------------------------------------------------------------------------------------------- sizes
+
+
+def _large(devices: int, layers: int) -> Config:
+    model = {"model_type": "llama", "max_position_embeddings": 8192, **LLAMA_8B, "num_hidden_layers": layers}
+    return step(devices=devices, model=model, data__seq_len=8192, precision__compute="bfloat16")
+
+
+def _with_peak(config: Config, devices: int) -> tuple[Memory, float]:
+    """For a child: a plan with a limit, and the process's own peak in GiB."""
+    memory, _ = plan_memory(config, devices, 8, limit_bytes=40 * 2**30, device="cuda")
+    return memory, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+@pytest.mark.proof
+def test_a_thousand_ranks_in_little_memory() -> None:
+    memory, gibibytes = in_a_child(_with_peak, _large(1024, layers=2), 1024)
+    parameters = 2 * (4096 * (4096 + 1024) * 2 + 3 * 4096 * 14336 + 2 * 4096) + 2 * 128256 * 4096 + 4096
+    assert memory.parts["weights"] == pytest.approx(4 * parameters / 1024, rel=0.01)
+    assert memory.verdict == "fits"
+    assert gibibytes < 3

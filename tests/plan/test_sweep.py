@@ -1,0 +1,123 @@
+"""The grid, and the nearest setting that fits, over plans whose memory is a formula."""
+
+from typing import Any
+
+import pytest
+
+from portable_fsdp.config.schema import Config
+from portable_fsdp.plan.result import Memory, Plan, Time, Work
+from portable_fsdp.plan.sweep import Settings, Tried, nearest_that_fits, sweep, usual_axes
+from portable_fsdp.runtime.errors import ConfigError
+
+LIMIT = 100
+
+
+def config(**train: Any) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"architecture": {"model_type": "llama"}},
+            "data": {"seq_len": 64},
+            "train": {"steps": 1, "global_batch": 64, "micro_batch": 8, **train},
+        }
+    )
+
+
+def plan(peak: int, seconds: float = 1.0) -> Plan:
+    return Plan(
+        on="h100:8",
+        hardware="8 x NVIDIA H100",
+        devices=8,
+        backend="native",
+        settings={},
+        parameters=1,
+        memory=Memory(parts={"weights": peak}, limit_bytes=LIMIT),
+        work=Work(matmul_flops={}, memory_bytes=0, collectives={}, sent_bytes={}),
+        time=Time(
+            compute_s=seconds,
+            memory_s=None,
+            links_s={},
+            devices=8,
+            tokens_per_step=800,
+            model_flops_per_device=1.0,
+            peak_flops=1.0,
+        ),
+        method="",
+        planned_in_s=0,
+    )
+
+
+def plan_of(settings: Settings) -> Plan:
+    """30 a row, a third of it with full checkpointing; FULL_SHARD halves what is left."""
+    rows = int(settings.get("train.micro_batch", "8"))
+    each = 10 if settings.get("memory.gradient_checkpointing") == "full" else 30
+    return plan(rows * each // (2 if settings.get("sharding.strategy") == "FULL_SHARD" else 1))
+
+
+def test_larger_micro_batches_are_left_out_where_a_smaller_one_has_no_room() -> None:
+    axes = {"memory.gradient_checkpointing": ["none", "full"], "train.micro_batch": ["1", "2", "4", "8", "16"]}
+    found = [
+        (one.settings["memory.gradient_checkpointing"], one.settings["train.micro_batch"])
+        for one in sweep(axes, plan_of)
+    ]
+    assert found == [
+        *(("none", size) for size in ("1", "2", "4")),  # 4 x 30 is too much, and the last that is tried
+        *(("full", size) for size in ("1", "2", "4", "8", "16")),
+    ]
+
+
+def test_what_is_refused_is_kept_with_its_reason() -> None:
+    def refuses(settings: Settings) -> Plan:
+        if settings["train.micro_batch"] == "2":
+            raise ConfigError("two is refused")
+        return plan_of(settings)
+
+    assert [one.refusal for one in sweep({"train.micro_batch": ["1", "2", "3"]}, refuses)] == ["", "two is refused", ""]
+
+
+def test_the_nearest_that_fits_costs_least() -> None:
+    """Each measure alone before the next: 8 rows of 30 are too many, of 10 they fit."""
+    found = nearest_that_fits(config(), plan_of, offload=False)
+    assert found is not None
+    assert found.settings == {"memory.gradient_checkpointing": "full"}
+
+
+def test_measures_are_laid_one_over_the_other() -> None:
+    def larger(settings: Settings) -> Plan:
+        return plan(4 * plan_of(settings).memory.peak_bytes)
+
+    found = nearest_that_fits(config(), larger, offload=False)
+    assert found is not None
+    assert found.settings == {"memory.gradient_checkpointing": "full", "train.micro_batch": "2"}
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_none_fits(offload: bool) -> None:
+    tried: list[Settings] = []
+
+    def never(settings: Settings) -> Plan:
+        tried.append(settings)
+        return plan(LIMIT + 1)
+
+    assert nearest_that_fits(config(), never, offload=offload) is None
+    assert ("memory.cpu_offload" in tried[-1]) == offload
+    assert tried[-1]["train.micro_batch"] == "1"
+
+
+def test_usual_axes_divide_the_batch() -> None:
+    axes = usual_axes(config(global_batch=48, micro_batch=3), 8, scan=True)
+    assert axes["train.micro_batch"] == ["1", "2", "3"]
+    assert axes["compile.scan_layers"] == ["false", "true"]
+    assert usual_axes(config(), 1, scan=False)["sharding.strategy"] == ["NO_SHARD"]
+
+
+def test_a_row_for_each_plan() -> None:
+    from portable_fsdp.plan.report import sweep_text
+
+    rows = sweep_text(
+        [Tried({"train.micro_batch": "8"}, plan(2**30)), Tried({"train.micro_batch": "1"}, plan(5))],
+        ["train.micro_batch"],
+    )
+    assert [line.split() for line in rows.splitlines()[1:]] == [
+        ["8", "1.00", "does", "not", "fit", "100", "compute"],
+        ["1", "0.00", "fits", "100", "compute"],
+    ]

@@ -1,0 +1,204 @@
+# ruff: noqa: E501 (what a compiler writes, it writes in one line)
+"""What is read from the compiler's two texts, and what a plan makes of it; on a program small enough to count by hand.
+
+Two arguments and their updates, a batch, and temporaries of which `big` and `middle` live together.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from portable_fsdp.metrics.hlo import Moved
+from portable_fsdp.plan.tpu import _limit, memory_of, notes_of, work_of
+from portable_fsdp.plan.tpu_program import Argument, Program
+from portable_fsdp.plan.tpu_read import Compiled, read_compiled
+
+TEXT = """\
+HloModule step, is_scheduled=true, input_output_alias={ {1}: (0, {}, may-alias), {2}: (1, {}, may-alias) }, entry_computation_layout={()}
+
+%cond (p: (s32[])) -> pred[] {
+  %bound = s32[] constant(4)
+}
+
+%body (p: (s32[])) -> (s32[]) {
+  %send = (bf16[2,256]{1,0}, u32[]{:S(2)}, token[]) send(%x, %t), channel_id=9, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_megascale_transfer_type="ALL_REDUCE"}
+  %flash.1 = (bf16[1,2,128,64]{3,2,1,0}, f32[1,2,128,128]{3,2,1,0}) custom-call(%q, %k, %v), custom_call_target="tpu_custom_call", backend_config={}
+  %flash.2 = bf16[1,2,128,64]{3,2,1,0} custom-call(%q, %k, %v, %l, %m, %do, %di), custom_call_target="tpu_custom_call", backend_config={}
+  %flash.3 = (bf16[1,2,128,64]{3,2,1,0}, bf16[1,2,128,64]{3,2,1,0}) custom-call(%q, %k, %v, %l, %m, %do, %di), custom_call_target="tpu_custom_call", backend_config={}
+}
+
+ENTRY %main (a: f32[64]) -> f32[64] {
+  %a = bf16[64,16]{1,0} parameter(0)
+  %b = bf16[16,8]{1,0} parameter(1)
+  %big = bf16[64,8]{1,0} convolution(%a, %b), dim_labels=bf_io->bf, metadata={op_name="module..1/module.model.layers.3.2/module.model.layers.3.mlp.7/aten__mm" source_file="/x/site-packages/torch/nn/modules/linear.py" source_line=134}
+  %early = bf16[2048]{0} add(%a, %b), metadata={op_name="aten__add" source_file="/x/portable_fsdp/models/loss.py" source_line=29}
+  %middle = bf16[512]{0} add(%a, %b), metadata={op_name="aten__silu" source_file="/x/torch/autograd/graph.py" source_line=841}
+  %copy-start.1 = bf16[512]{0} copy-start(%a)
+  %loop = (s32[]) while(%t), condition=%cond, body=%body
+  %gathered = bf16[128,8]{1,0} all-gather(%a), channel_id=3, replica_groups=[1,8]<=[8], dimensions={0}
+}
+"""
+BUFFERS = """\
+BufferAssignment:
+allocation 0: size 512, thread-local:
+ value: <0 Arg_0.219 @0> (size=4,offset=0): f32[]{:T(128)}
+allocation 1: size 4096, parameter 1, shape |f32[1024]| at ShapeIndex {}, maybe-live-out:
+ value: <12 p.1 @0> (size=4096,offset=0): f32[1024]{0}
+allocation 2: size 2048, parameter 0, shape |f32[512]| at ShapeIndex {}, maybe-live-out:
+allocation 3: size 128, parameter 2, shape |s32[32]| at ShapeIndex {}:
+allocation 4: size 16, output shape is |(f32[], f32[128])|, maybe-live-out:
+allocation 5: size 6144, preallocated-temp:
+ value: <20 early @0> (size=4096,offset=0): bf16[2048]{0}
+ value: <21 big @0> (size=1024,offset=0): bf16[64,8]{1,0}
+ value: <22 handed.on{1} @0> (size=1024,offset=0): bf16[64,8]{1,0}
+ value: <23 middle{} @0> (size=4096,offset=1024): bf16[512]{0}
+ value: <25 late @0> (size=64,offset=5120): bf16[32]{0}
+allocation 6: size 8192, color 1, preallocated-temp:
+ value: <24 fast @0> (size=8192,offset=0): bf16[4096]{0}
+
+Total bytes used: 16000 (15.6KiB)
+
+Used values:
+<20 early @0>
+ positions:
+HloLiveRange (max 9):
+  InstructionSequence:
+    0:early
+    1:big
+    2:middle
+    3:copy-start.1
+    4:loop
+    5:late
+  BufferLiveRange:
+    early{}:0-0
+    big{}:1-4
+    handed.on{1}:3-4
+    middle{}:2-4
+    fast{}:0-4
+    late{}:5-5
+  Live ranges at 0 (peak):
+    fast{}: 8192 bytes (cumulative: 8192 bytes)
+"""
+PROGRAM = Program(
+    "train_step",
+    8,
+    b"",
+    (
+        Argument("model.norm.weight", (4096,), "{devices=[8]<=[8]}", 1),
+        Argument("exp_avg/model.norm.weight", (8192,), "{devices=[8]<=[8]}", 2),
+        Argument("batch.input_ids", (8, 32), "{devices=[8,1]<=[8]}", None),
+    ),
+    ("{replicated}",) * 3,
+)
+
+
+@pytest.fixture
+def found() -> Compiled:
+    return read_compiled(PROGRAM, "v6e:2x4", TEXT, BUFFERS, slices=2, compile_s=1.5)
+
+
+def test_arguments_are_told_apart_by_their_names(found: Compiled) -> None:
+    expected = {"model.norm.weight": 2048, "exp_avg/model.norm.weight": 4096, "batch.input_ids": 128}
+    assert found.named_bytes == expected
+    assert found.parts == {
+        **dict.fromkeys(expected, "batch"),
+        "model.norm.weight": "weights",
+        "exp_avg/model.norm.weight": "optimizer",
+    }
+    assert (found.argument_bytes, found.temporary_bytes, found.output_bytes) == (6272, 6144, 16)
+
+
+def test_peak_is_when_most_of_main_memory_is_used(found: Compiled) -> None:
+    """Not at 0, where the compiler's own sum over all memories has it; what hands its place on counts once."""
+    assert found.live_bytes == 4096 + 1024
+    assert found.at == "silu in backward"
+
+
+def test_biggest_buffers_have_names_and_origins(found: Compiled) -> None:
+    assert [(b.name, b.bytes, b.where) for b in found.biggest] == [
+        ("exp_avg/model.norm.weight", 4096, ""),
+        ("silu bf16[512]", 4096, "backward"),
+        ("model.norm.weight", 2048, ""),
+        ("mm bf16[64,8]", 1024, "model.layers.3.mlp"),
+        ("batch.input_ids", 128, ""),
+    ]
+
+
+def test_an_operation_outside_of_modules_has_its_line() -> None:
+    later = BUFFERS.replace("early{}:0-0", "early{}:0-4").replace("big{}:1-4", "big{}:0-0")
+    found = read_compiled(PROGRAM, "v6e:2x4", TEXT, later)
+    assert ("add bf16[2048]", "portable_fsdp/models/loss.py:29") in [(b.name, b.where) for b in found.biggest]
+
+
+def test_state_that_is_not_donated_is_noted(found: Compiled) -> None:
+    assert found.undonated == ()
+    assert notes_of({"train_step": found}) == ()
+    kept = read_compiled(PROGRAM, "v6e:2x4", TEXT.replace(", {2}: (1, {}, may-alias)", ""), BUFFERS)
+    assert kept.undonated == ("exp_avg/model.norm.weight",)
+    assert "not updated where they lie" in notes_of({"train_step": kept})[0]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "  %in = (f32[], token[]) infeed(%t)",
+        "  %out = token[] outfeed(%x, %t)",
+        "  %s = (f32[4]{0}, u32[], token[]) send(%x, %t), channel_id=1, is_host_transfer=true",
+        '  %c = f32[] custom-call(%x), custom_call_target="xla_python_cpu_callback"',
+    ],
+)
+def test_waits_for_the_host_are_noted(found: Compiled, line: str) -> None:
+    assert found.host_transfers == ()
+    waits = read_compiled(PROGRAM, "v6e:2x4", TEXT.replace("  %big", f"{line}\n  %big"), BUFFERS)
+    assert len(waits.host_transfers) == 1
+    assert "waits for the host" in notes_of({"train_step": waits})[0]
+
+
+def test_work_counts_kernels_and_both_links(found: Compiled) -> None:
+    """The loop turns four times: flash attention has 2 + 3 + 4 products of 128 x 128 x 64 over two heads, causal."""
+    flash = 4 * 9 * 2 * 128 * 128 * 64
+    assert found.kernel_flops == {"bf16": flash}
+    work = work_of({"train_step": found}, accumulation=1)
+    assert work.matmul_flops == {"bfloat16": flash + 2 * 64 * 16 * 8}
+    assert work.collectives["all_gather bfloat16"].model_dump() == {"calls": 1, "bytes": 2048, "sent_bytes": 1792}
+    between = work.collectives["all_reduce bfloat16 between slices"]
+    assert between.model_dump() == {"calls": 4, "bytes": 4096, "sent_bytes": 4096}  # two slices: as much as it holds
+    assert work.sent_bytes == {"ici": 1792, "network": 4096}
+    assert work.memory_bytes == 2 * (6272 + 5120) + 16
+
+
+def test_with_accumulation_the_fuller_program_counts_beside_all_that_rests(found: Compiled) -> None:
+    gradient = {"grad/model.norm.weight": 2048}
+    micro = replace(
+        found,
+        named_bytes={"model.norm.weight": 2048, "batch.input_ids": 128, **gradient},
+        parts={"model.norm.weight": "weights", "batch.input_ids": "batch", "grad/model.norm.weight": "gradients"},
+        temporary_bytes=9000,
+        matmul_flops={"bf16 x bf16": 10, "f32 x bf16": 7},
+        kernel_flops={},
+        collectives={"all_gather bf16": Moved(2, 10, 8)},
+        rematerialised=3,
+        at="in micro",
+        biggest=(),
+    )
+    update = replace(found, matmul_flops={}, kernel_flops={}, collectives={}, between_slices={}, temporary_bytes=1)
+    memory = memory_of({"micro_batch": micro, "update": update}, limit_bytes=18000)
+    state = {"weights": 2048, "gradients": 2048, "optimizer": 4096, "batch": 128}
+    assert memory.parts == {**state, "temporaries": 9000, "outputs": 16}
+    assert (memory.at, memory.verdict) == ("in micro", "fits by recomputing")
+    assert "exp_avg/model.norm.weight" in [buffer.name for buffer in memory.biggest]
+    work = work_of({"micro_batch": micro, "update": update}, accumulation=5)
+    assert work.matmul_flops == {"bfloat16": 50, "float32": 35}
+    assert work.collectives["all_gather bfloat16"].sent_bytes == 40
+
+
+def test_verdicts(found: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = found.bytes
+    assert memory_of({"train_step": found}, needed).verdict == "fits"
+    assert memory_of({"train_step": found}, needed - 1).verdict == "does not fit"
+    assert memory_of({"train_step": found}, None).verdict == "unknown"
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_max_hbm_size_mib=3")
+    assert [_limit(limit, {}) for limit in (None, 2**20, 2**30)] == [3 * 2**20, 2**20, 3 * 2**20]
+    assert _limit(2**30, {"xla_tpu_max_hbm_size_mib": "4"}) == 4 * 2**20
+    monkeypatch.delenv("LIBTPU_INIT_ARGS")
+    assert _limit(2**30, {}) == 2**30
