@@ -4,6 +4,7 @@
 benchmarks/results/tpu_plans.json. It needs the extra `tpu`, and no TPU.
 """
 
+import argparse
 import json
 import os
 import resource
@@ -122,14 +123,17 @@ def measure(case: Case) -> dict[str, Any]:
     }
 
 
-def main(arguments: list[str]) -> None:
-    if arguments:
-        print(json.dumps(measure(Case(**json.loads(arguments[0])))))
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--case", help="one case, as JSON, in this process")
+    one = parser.parse_args().case
+    if one is not None:
+        print(json.dumps(measure(Case(**json.loads(one)))))
         return
     rows: list[dict[str, Any]] = []
     for case in CASES:
         with tempfile.TemporaryDirectory() as cache:
-            command = [sys.executable, __file__, json.dumps(asdict(case))]
+            command = [sys.executable, __file__, f"--case={json.dumps(asdict(case))}"]
             environment = {**os.environ, "XDG_CACHE_HOME": cache}
             done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
         rows.append({**json.loads(done.stdout), "load_after": round(os.getloadavg()[0], 1)})
@@ -138,4 +142,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
