@@ -109,7 +109,8 @@ def _keys(config: Mapping[str, Any], section: str) -> Mapping[str, Any]:
 
 
 def _value(config: Mapping[str, Any], section: str, key: str) -> Any:
-    return _keys(config, section).get(key, default_of(section, key))
+    keys = _keys(config, section)
+    return keys[key] if key in keys else default_of(section, key)
 
 
 def _short(value: Any) -> str:

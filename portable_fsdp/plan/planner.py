@@ -135,14 +135,11 @@ def _apart(work: Callable[..., Any], *arguments: Any) -> Any:
 
 def _model(config: Config) -> _Model:
     os.environ["USE_TORCH_XLA"] = "0"  # transformers imports torch_xla otherwise
-    from portable_fsdp.metrics.flops import model_flops_per_token
     from portable_fsdp.models.build import build_model
+    from portable_fsdp.train.records import flops_per_token
 
     size = build_model(config.model, config.precision, seed=0, seq_len=config.data.seq_len, vocabulary=1).size
-    if size.has_experts:
-        return _Model(size.parameters, None)
-    numbers = (size.parameters, size.embedding_parameters, size.layers, size.hidden)
-    return _Model(size.parameters, model_flops_per_token(*numbers, config.data.seq_len))
+    return _Model(size.parameters, flops_per_token(size, config.data.seq_len))
 
 
 def _model_and_plan(

@@ -20,7 +20,7 @@ from portable_fsdp.config.schema import Config
 from portable_fsdp.metrics.flops import model_flops_per_token, peak_flops
 from portable_fsdp.metrics.meter import Meter, processes_row
 from portable_fsdp.metrics.sinks import EventsFile, MetricsFile
-from portable_fsdp.models.build import BuiltModel
+from portable_fsdp.models.build import BuiltModel, ModelSize
 from portable_fsdp.runtime.errors import TrainingError
 from portable_fsdp.runtime.files import write_text_atomically
 from portable_fsdp.train.when import SaveRequests
@@ -65,11 +65,7 @@ class Records:
         self._meter = Meter(
             devices=backend.data_parallel_size,
             peak_flops=peak_flops(backend.device_name, config.precision.compute),
-            flops_per_token=None
-            if size.has_experts
-            else model_flops_per_token(
-                size.parameters, size.embedding_parameters, size.layers, size.hidden, config.data.seq_len
-            ),
+            flops_per_token=flops_per_token(size, config.data.seq_len),
         )
 
     def begin(self, step: int, resumed: Resumed | None) -> None:
@@ -196,6 +192,13 @@ class Records:
             "  Lower optim.lr or clip harder (train.max_grad_norm), with\n"
             "  checkpoint.allow='[optim.lr, train.max_grad_norm]', or look at the rows of this step."
         )
+
+
+def flops_per_token(size: ModelSize, seq_len: int) -> float | None:
+    """Of the model, as MFU counts them; None where not every weight meets every token."""
+    if size.has_experts:
+        return None
+    return model_flops_per_token(size.parameters, size.embedding_parameters, size.layers, size.hidden, seq_len)
 
 
 def checkpoint_folder(config: Config) -> Path:

@@ -17,14 +17,19 @@ HAS_ACCELERATE = importlib.util.find_spec("accelerate") is not None  # without i
 
 def _on_two_processes(name: str, folder: Path, *flags: str) -> str:
     """Run a benchmark under torchrun in `folder`; returns what it printed."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    return _printed(folder, 200, *torchrun, str(ROOT / "benchmarks" / name), *flags)
+
+
+def _printed(folder: Path, limit_s: float, *words: str) -> str:
+    """What `python WORDS` prints in `folder`; it must end well."""
     finished = subprocess.run(
-        [*torchrun, str(ROOT / "benchmarks" / name), *flags],
+        [sys.executable, *words],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=limit_s,
     )
     assert finished.returncode == 0, finished.stderr
     return finished.stdout
@@ -116,15 +121,7 @@ def test_gpu_names_what_no_time_is_left_for(tmp_path: Path) -> None:
 
 def _gpu_plan(folder: Path, *flags: str) -> dict[str, Any]:
     out = folder / "plan.json"
-    finished = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "gpu_plan.py"), f"--out={out}", *flags],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=1500,
-    )
-    assert finished.returncode == 0, finished.stderr
+    _printed(folder, 1500, str(ROOT / "benchmarks" / "gpu_plan.py"), f"--out={out}", *flags)
     return json.loads(out.read_text())
 
 
