@@ -7,11 +7,15 @@ the loop turns. XLA's own cost analysis counts a loop's body once.
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from graphlib import TopologicalSorter
 
 Computations = dict[str, list[str]]
-"""Name -> instructions, one a line. A computation stands before those that call it; the entry is the last."""
+"""Name -> instructions, one a line; the entry's name is ENTRY."""
+
+ENTRY = "ENTRY"
 
 _ITEM_BYTES = {
     **{"pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2},
@@ -24,8 +28,6 @@ _COLLECTIVE = re.compile(
 _CALLEES = re.compile(
     r"\b(?:calls|body|condition|to_apply|branch_computations|called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
-
-
 _KERNEL = re.compile(
     r"\s*(?:ROOT )?%?[\w.\-]+ = (?P<type>.*?) custom-call\((?P<operands>[^)]*)\), "
     r'custom_call_target="tpu_custom_call"'
@@ -71,8 +73,7 @@ def matmul_flops(hlo_text: str) -> dict[str, int]:
     2 x elements of the result x elements that are summed, over `dot` (CPU) and `convolution` (what the TPU compiler
     makes of every dot). Not counted: products inside kernels of their own (flash attention).
     """
-    computations = read_computations(hlo_text)
-    runs = times_run(computations)
+    computations, runs = _read(hlo_text)
     found: Counter[str] = Counter()
     for name, lines in computations.items():
         for dtypes, flops in _products(lines):
@@ -87,8 +88,7 @@ def flash_attention_flops(hlo_text: str) -> dict[str, int]:
     (scores, values); backward has two kernels, which both compute the scores again: for queries three, for keys and
     values four. They are told apart by what they take and give. The blocks on the diagonal, computed whole, count half.
     """
-    computations = read_computations(hlo_text)
-    runs = times_run(computations)
+    computations, runs = _read(hlo_text)
     found: Counter[str] = Counter()
     for name, lines in computations.items():
         for line in lines:
@@ -125,8 +125,7 @@ def between_slices(hlo_text: str, slices: int) -> dict[str, Moved]:
     There the compiler splits a collective: a part within the slice, which is a collective of the program, and a
     `send` to the runtime, which does the rest over the network. Sent is what a ring of `slices` would need.
     """
-    computations = read_computations(hlo_text)
-    runs = times_run(computations)
+    computations, runs = _read(hlo_text)
     share = {"all_gather": slices - 1, "all_reduce": 2 * (slices - 1) / slices, "one_to_one": 1}
     found: list[tuple[str, Moved]] = []
     for name, lines in computations.items():
@@ -155,38 +154,54 @@ def rematerialised(hlo_text: str) -> int:
     return len(re.findall(r"%[\w.\-]*\.remat[\w.]* =", hlo_text))
 
 
+@lru_cache(maxsize=1)  # every question about a program begins here; the largest has 20 MB of text
+def _read(hlo_text: str) -> tuple[Computations, Counter[str]]:
+    computations = read_computations(hlo_text)
+    return computations, times_run(computations)
+
+
 def read_computations(hlo_text: str) -> Computations:
     """The computations of a module; raises ValueError for a text that has no entry."""
     found: Computations = {}
     lines: list[str] | None = None
-    entry = False
     for line in hlo_text.splitlines():
-        start = re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line)
+        start = re.match(r"(ENTRY )?%?([\w.\-]+) ", line) if line.endswith("{") else None
         if start and not line.startswith("HloModule"):
-            entry = entry or start.group(1) is not None
-            lines = found[start.group(2)] = []
+            lines = found[ENTRY if start.group(1) else start.group(2)] = []
         elif line.startswith("}"):
             lines = None
         elif lines is not None:
             lines.append(line)
-    if not entry:
+    if ENTRY not in found:
         raise ValueError(f"expected the text of an HLO module with an ENTRY, found {hlo_text[:80]!r}")
     return found
 
 
 def times_run(computations: Computations) -> Counter[str]:
     """How often each computation runs when the program runs once."""
-    runs: Counter[str] = Counter({next(reversed(computations)): 1})
-    for name in reversed(computations):
-        for line in computations[name]:
-            turns = _trip_count(line, computations) if " while(" in line else 1
-            for callee in _callees(line):
-                runs[callee] += runs[name] * turns
+    calls = {name: _calls(lines, computations) for name, lines in computations.items()}
+    runs: Counter[str] = Counter({ENTRY: 1})
+    callees = {name: {callee for callee, _ in called} for name, called in calls.items()}
+    for name in reversed(tuple(TopologicalSorter(callees).static_order())):  # callers before what they call
+        for callee, turns in calls.get(name, ()):
+            runs[callee] += runs[name] * turns
     return runs
 
 
-def _callees(line: str) -> Iterator[str]:
-    for named in _CALLEES.findall(line):
+def _calls(lines: list[str], computations: Computations) -> list[tuple[str, int]]:
+    """What the instructions call, and how often in one run of them."""
+    return [
+        (callee, turns)
+        for line in lines
+        if (named := _CALLEES.findall(line))
+        for turns in [_trip_count(line, computations) if " while(" in line else 1]
+        for callee in _names(named)
+    ]
+
+
+def _names(found: Iterable[str]) -> Iterator[str]:
+    """`%name`, or `{%name, %other}`."""
+    for named in found:
         yield from (name.strip().lstrip("%") for name in named.strip("{}").split(","))
 
 
@@ -201,7 +216,7 @@ def _trip_count(line: str, computations: Computations) -> int:
     while todo:
         for inner in computations.get(todo.pop(), []):
             bounds += [int(number) for number in re.findall(r"= [su]32\[\]\S* constant\((\d+)\)", inner)]
-            todo += _callees(inner)
+            todo += _names(_CALLEES.findall(inner))
     return max(bounds, default=1)
 
 
@@ -217,8 +232,7 @@ def _summed(moves: Iterator[tuple[str, Moved]]) -> dict[str, Moved]:
 
 def _moves(hlo_text: str, devices: int) -> Iterator[tuple[str, str, Moved]]:
     """Kind, dtype, and what it moves in all its turns, for each collective of the program."""
-    computations = read_computations(hlo_text)
-    runs = times_run(computations)
+    computations, runs = _read(hlo_text)
     seen: set[str] = set()
     for name, lines in computations.items():
         for line in lines:

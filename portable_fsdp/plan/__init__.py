@@ -5,5 +5,5 @@ May import everything below `train`. Read `result.py` first: what a plan says. T
   what the TPU compiler wrote (`tpu_read.py`).
 - `cuda.py` runs the step on fake tensors: `live.py` records what lives, `kernels.py` knows what a GPU's kernels add,
   `allocator.py` what torch's allocator makes of it.
-- `hardware.py` knows what `--on` names, `time.py` bounds the step's time.
+- `target.py` knows what `--on` names, `hardware.py` what that can do, `time.py` bounds the step's time.
 """

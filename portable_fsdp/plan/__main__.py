@@ -1,6 +1,8 @@
 """Memory and time on hardware that isn't here: `python -m portable_fsdp.plan --config=run.yaml --on=v5p:2x2x4`."""
 
 import json
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,12 +14,13 @@ from portable_fsdp.config.load import load_config
 from portable_fsdp.config.schema import Config
 from portable_fsdp.metrics.sinks import read_jsonl
 from portable_fsdp.plan import report
-from portable_fsdp.plan.hardware import Target, parse_target
-from portable_fsdp.plan.planner import make_plan
-from portable_fsdp.plan.result import Plan
-from portable_fsdp.plan.sweep import PlanOf, Settings, Tried, nearest_that_fits, sweep, usual_axes
-from portable_fsdp.plan.time import compare
-from portable_fsdp.runtime.errors import EXIT_FINISHED, EXIT_USAGE, ConfigError, PortableFSDPError, UsageError
+from portable_fsdp.plan.planner import Apart, make_plan
+from portable_fsdp.plan.result import Comparison, Plan
+from portable_fsdp.plan.sweep import PlanOf, Settings, Tried, grid, nearest_that_fits, sweep, usual_grid
+from portable_fsdp.plan.target import parse_target
+from portable_fsdp.plan.time import compare, require_rows
+from portable_fsdp.runtime.command import run_command, to_stderr
+from portable_fsdp.runtime.errors import EXIT_FINISHED, EXIT_USAGE, ConfigError, UsageError
 
 USAGE = """Does it fit, how many bytes on a device, how long at best: on hardware that you don't have.
 
@@ -32,7 +35,8 @@ USAGE = """Does it fit, how many bytes on a device, how long at best: on hardwar
   --json    one JSON object
   section.key=value  overrides a key of the config
 
-exit code: 0 for a plan, that of one that doesn't fit too; 2 usage or config error; 1 anything else; 130 for Ctrl-C"""
+exit code: 0 for a plan, that of one that doesn't fit too; 2 usage or config error, or a sweep of which all is refused;
+1 anything else; 130 for Ctrl-C"""
 
 _EXIT_INTERRUPTED = 130  # 128 + SIGINT
 
@@ -51,83 +55,110 @@ def _define_flags() -> flags.FlagValues:
 
 def main(argv: list[str]) -> int:
     """Plan what is asked for by the arguments after the program's name; returns the exit code."""
-    if any(argument in ("--help", "-help", "-h", "--h") for argument in argv):
-        print(USAGE)
-        return EXIT_FINISHED
     values = _define_flags()
+
+    def plan(overrides: list[str]) -> int:
+        with Apart() as apart:
+            return _plan(values, overrides, apart)
+
     try:
-        overrides = values(["plan", *argv])[1:]
-        _plan(values, overrides)
-    except flags.Error as error:
-        print(f"{error}\n\n{USAGE}", file=sys.stderr)
-        return EXIT_USAGE
-    except PortableFSDPError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+        return run_command("plan", USAGE, values, argv, plan)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        to_stderr("interrupted")
         return _EXIT_INTERRUPTED
-    return EXIT_FINISHED
 
 
-def _plan(values: flags.FlagValues, overrides: list[str]) -> None:
+def _plan(values: flags.FlagValues, overrides: list[str], apart: Apart) -> int:
     if values.config is None or values.on is None:
         raise ConfigError("plan: expected --config=FILE and --on=WHERE, as --on=v5p:2x2x4 or --on=h100:8.")
+    is_sweep = values.sweep or bool(values.over)
+    if values.compare is not None and is_sweep:
+        raise UsageError("--compare: expected one plan, found --sweep or --over.\n  Compare with a plan of its own.")
     target = parse_target(values.on)
     config = load_config(values.config, overrides)
     picture = None if values.save is None else _picture(values.save)
-    measured = None if values.compare is None else _rows(Path(values.compare))
+    tokens = config.train.global_batch * config.data.seq_len
+    measured = None if values.compare is None else _rows(Path(values.compare), tokens)
+
+    def config_of(settings: Settings) -> Config:
+        return load_config(values.config, [*overrides, *(f"{key}={value}" for key, value in settings.items())])
 
     def plan_of(settings: Settings) -> Plan:
-        laid_over = [*overrides, *(f"{key}={value}" for key, value in settings.items())]
-        return make_plan(load_config(values.config, laid_over), target, _say)
+        return make_plan(config_of(settings), target, apart, to_stderr)
 
-    if values.sweep or values.over:
-        axes = _axes(values.over) or usual_axes(config, target.devices, scan=target.hardware.kind == "tpu")
-        _sweep(axes, plan_of, as_json=values.json, picture=picture)
-        return
+    kind = target.hardware.kind
+    if is_sweep:
+        points = grid(_axes(values.over)) if values.over else usual_grid(config, target.devices, scan=kind == "tpu")
+        for settings in points:
+            config_of(settings)  # a key that isn't there is said before the first plan
+        return _sweep(points, plan_of, as_json=values.json, picture=picture)
     plan = plan_of({})
-    comparison = None if measured is None else compare(plan.time, measured)
-    if values.json:
-        found: dict[str, Any] = plan.model_dump(mode="json")
-        print(json.dumps(found | ({} if comparison is None else {"measured": comparison.model_dump(mode="json")})))
-    else:
+    if not values.json:
         print(report.text(plan))
-        if comparison is not None:
-            print(report.comparison_text(comparison))
-        if plan.memory.verdict == "does not fit":
-            print(_what_would_fit(config, target, plan_of))
+    measures: list[Tried] = []
+    if plan.memory.verdict == "does not fit":
+        measures = list(nearest_that_fits(config, plan_of, offload=kind == "cuda"))
+    _tell_the_rest(plan, measures, None if measured is None else compare(plan.time, measured), as_json=values.json)
     if picture is not None:
         report.draw([plan], [plan.on], picture)
+    return EXIT_FINISHED
 
 
-def _sweep(axes: dict[str, list[str]], plan_of: PlanOf, *, as_json: bool, picture: Path | None) -> None:
-    found: list[Tried] = []
-    try:
-        for tried in sweep(axes, plan_of):
-            found.append(tried)
-            _say(f"{len(found)}: " + " ".join(f"{key}={value}" for key, value in tried.settings.items()))
-    except KeyboardInterrupt:
-        _say("interrupted: what was planned until now")
-    ranked = sorted((one for one in found if one.plan is not None), key=_rank)
-    keys = [key for key, values in axes.items() if len(values) > 1] or list(axes)
+def _tell_the_rest(plan: Plan, measures: list[Tried], comparison: Comparison | None, *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps([_json_of(one) for one in found]))
+        beside = None if comparison is None else comparison.model_dump(mode="json")
+        rest = {"measures": [_json_of(one) for one in measures], "measured": beside}
+        print(json.dumps(plan.model_dump(mode="json") | rest))
+        return
+    if comparison is not None:
+        print(report.comparison_text(comparison))
+    if measures:
+        print(report.measures_text(measures))
+
+
+def _sweep(points: list[Settings], plan_of: PlanOf, *, as_json: bool, picture: Path | None) -> int:
+    found: list[Tried] = []
+    keys = report.keys_that_differ(points)
+    code = EXIT_FINISHED
+    try:
+        for tried in sweep(points, plan_of):
+            found.append(tried)
+            to_stderr(f"{len(found)} of at most {len(points)}: {report.line(tried, keys)}")
+    except KeyboardInterrupt:
+        to_stderr("interrupted: what was planned until now")
+        code = _EXIT_INTERRUPTED
+    left_out = [settings for settings in points if settings not in [one.settings for one in found]]
+    ranked = sorted((one for one in found if one.plan is not None), key=_rank)
+    if as_json:
+        complete = code == EXIT_FINISHED
+        plans = [_json_of(one) for one in found]
+        print(json.dumps({"schema_version": 1, "complete": complete, "plans": plans, "left_out": left_out}))
     else:
         print(report.sweep_text(ranked, keys))
-        for one in found:
-            if one.plan is None:
-                print(f"refused: {' '.join(f'{key}={one.settings[key]}' for key in keys)}: {one.refusal}")
+        if left_out and code == EXIT_FINISHED:
+            print(f"left out: {len(left_out)} with more rows at once than one that does not fit")
+        for reason, several in _refusals(found).items():
+            print("\n".join(["refused:", *(f"  {report.words(one, keys)}" for one in several), reason]))
     if picture is not None and ranked:
-        labels = [", ".join(one.settings[key] for key in keys) for one in ranked]
+        labels = [", ".join(one.settings.get(key, "-") for key in keys) for one in ranked]
         report.draw([one.plan for one in ranked if one.plan is not None], labels, picture)
+    return code if ranked or code != EXIT_FINISHED else EXIT_USAGE
 
 
-def _rank(one: Tried) -> tuple[bool, float]:
-    """What fits first, and of these what may be fastest."""
+def _rank(one: Tried) -> tuple[bool, float, int]:
+    """What fits first; of these what may be fastest, and then what needs least."""
     plan = one.plan
     assert plan is not None
-    return plan.memory.verdict == "does not fit", -(plan.time.tokens_per_second or 0.0)
+    return plan.memory.verdict == "does not fit", -(plan.time.tokens_per_second or 0.0), plan.memory.peak_bytes
+
+
+def _refusals(found: list[Tried]) -> dict[str, list[Tried]]:
+    """Reason -> all that were refused for it."""
+    reasons: dict[str, list[Tried]] = {}
+    for one in found:
+        if one.plan is None:
+            reasons.setdefault(one.refusal, []).append(one)
+    return reasons
 
 
 def _json_of(one: Tried) -> dict[str, Any]:
@@ -135,20 +166,11 @@ def _json_of(one: Tried) -> dict[str, Any]:
     return {"settings": one.settings, "plan": plan, "refusal": one.refusal or None}
 
 
-def _what_would_fit(config: Config, target: Target, plan_of: PlanOf) -> str:
-    """The nearest setting that does, found by planning it."""
-    found = nearest_that_fits(config, plan_of, offload=target.hardware.kind == "cuda")
-    if found is None or found.plan is None:
-        return "None of gradient_checkpointing=full, micro_batch=1 and FULL_SHARD makes it fit: it takes more devices."
-    changes = " ".join(f"{key}={value}" for key, value in found.settings.items())
-    return f"It fits with {changes}: {found.plan.memory.peak_bytes / 2**30:.2f} GiB."
-
-
 def _axes(texts: Sequence[str]) -> dict[str, list[str]]:
     axes: dict[str, list[str]] = {}
     for text in texts:
         key, equals, values = text.partition("=")
-        if not equals or "." not in key or not values:
+        if not equals or "." not in key or not all(values.split(",")):
             raise ConfigError(f"--over={text}: expected a key with values, as --over=train.micro_batch=1,2,4.")
         axes[key] = values.split(",")
     return axes
@@ -159,21 +181,25 @@ def _picture(name: str) -> Path:
     path = Path(name)
     if path.suffix not in (".png", ".pdf", ".svg"):
         raise UsageError(f"--save={name}: expected a file that ends in .png, .pdf or .svg.")
+    if path.is_dir():
+        raise UsageError(f"--save={name}: expected a file, found a folder.")
     if not path.absolute().parent.is_dir():
         raise UsageError(f"--save={name}: expected a folder that exists, found none: {path.absolute().parent}")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise UsageError(f"--save={name}: expected a place to write to, found one that this user may not.")
     report.require_matplotlib()
     return path
 
 
-def _rows(folder: Path) -> list[dict[str, Any]]:
+def _rows(folder: Path, tokens: int) -> list[dict[str, Any]]:
     if not (folder / "metrics.jsonl").is_file():
         raise UsageError(f"--compare={folder}: expected a run's folder, found no metrics.jsonl in it.")
-    return read_jsonl(folder / "metrics.jsonl")
-
-
-def _say(stage: str) -> None:
-    print(stage, file=sys.stderr, flush=True)
+    rows = read_jsonl(folder / "metrics.jsonl")
+    require_rows(rows, tokens)
+    return rows
 
 
 if __name__ == "__main__":
+    for ends in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C does: no child and no file is left
+        signal.signal(ends, lambda number, _: sys.exit(128 + number))
     sys.exit(main(sys.argv[1:]))

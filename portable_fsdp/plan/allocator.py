@@ -115,8 +115,9 @@ class CachingAllocator:
             self._give_back()
         self.reserved += taken
         self.peak_reserved = max(self.peak_reserved, self.reserved)
-        self._next_address += 2 * taken  # never next to another segment
-        return _Piece(pool, self._next_address, taken)
+        address = self._next_address
+        self._next_address += taken + SEGMENT_ROUND_BYTES  # never next to another segment
+        return _Piece(pool, address, taken)
 
     def _give_back(self) -> None:
         for pool in self._pools.values():

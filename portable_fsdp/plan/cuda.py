@@ -24,11 +24,11 @@ from torch.nn import functional as F
 from portable_fsdp.backends.base import Batch, Fill, MakeOptimizer, ShardPolicy
 from portable_fsdp.backends.native.engine import NativeBackend, _local, _materialise
 from portable_fsdp.config.load import check_batch
-from portable_fsdp.config.schema import Config
+from portable_fsdp.config.schema import Compile, Config
 from portable_fsdp.config.support import require_supported
 from portable_fsdp.plan.allocator import Allocation, CachingAllocator, play
 from portable_fsdp.plan.kernels import gpu_attention
-from portable_fsdp.plan.live import PARTS, Block, Calls, Collective, Part, Peak, Recorder, peak
+from portable_fsdp.plan.live import PARTS, Block, Calls, Collective, Part, Recorder, peak
 from portable_fsdp.plan.result import Buffer, Memory, Moved, Work
 from portable_fsdp.plan.time import over_links
 from portable_fsdp.runtime.errors import BackendError
@@ -39,6 +39,9 @@ from portable_fsdp.train.loop import Training, build
 # or 2 MiB to send into (sizes as logged on 8 H100s, github.com/NVIDIA/nccl/issues/1685; no more with more ranks than
 # two hosts, issues/864), in 24 channels. Not measured by us.
 COMMUNICATOR_BYTES = 24 * 2 * (10 + 2) * 2**20
+
+L2_BYTES = 126 * 10**6
+"""Of B200, the most that a GPU here keeps on its chip (jax-ml.github.io/scaling-book/gpus)."""
 
 Levels = Sequence[tuple[str, int]]
 """As `plan.hardware.Target.levels`."""
@@ -71,7 +74,9 @@ def plan_memory(
 
     Work counts products by the formulas of torch.utils.flop_counter, causal attention by half; float32 ones as `tf32`
     where precision.matmul allows it. `memory_bytes` is twice what lives at the peak: it was written once, and is read.
-    `sent_bytes` has the least that a device must send within its host, and to other hosts (plan/time.py, `over_links`).
+    What is frozen counts nothing (of a table a few rows are read), nor does what may stay in L2_BYTES; and of a config
+    that compiles only what rests, since fused kernels spare the rest. `sent_bytes` has the least that a device must
+    send within its host, and to other hosts (plan/time.py, `over_links`).
 
     Args:
         devices: of all hosts; one rank each.
@@ -90,10 +95,11 @@ def plan_memory(
     hosts = -(-devices // devices_per_host)
     require_supported(config, engine="native", device=device, devices=devices, hosts=hosts)
     accumulation = check_batch(config, devices)
-    record = _record(_planned(config, devices), devices, min(devices, devices_per_host), device)
+    record, frozen, host_bytes = _record(_planned(config, devices), devices, min(devices, devices_per_host), device)
     at_peak = peak(record.events)
+    traffic = least_traffic(at_peak.blocks, frozen, is_compiled=config.compile.enabled)
     levels = ((link, min(devices, devices_per_host)), ("network", hosts))
-    work = _work(record, accumulation, levels, config, at_peak)
+    work = _work(record, accumulation, levels, config, traffic)
     parts = _parts(at_peak.blocks)
     if device == "cuda":
         communicators = len({collective.communicator for calls in record.calls for collective in calls.collectives})
@@ -101,7 +107,13 @@ def plan_memory(
         allocator = reserved(record.events, None if limit_bytes is None else limit_bytes - buffers)
         parts |= {"allocator": allocator.peak_reserved - at_peak.bytes, "communication buffers": buffers}
     note = " (planned as if it ran eagerly)" if config.compile.enabled else ""
-    memory = Memory(parts=parts, limit_bytes=limit_bytes, at=at_peak.where + note, biggest=_biggest(at_peak.blocks))
+    memory = Memory(
+        parts=parts,
+        limit_bytes=limit_bytes,
+        at=at_peak.where + note,
+        biggest=_biggest(at_peak.blocks),
+        host_bytes=host_bytes,
+    )
     return memory, work
 
 
@@ -112,7 +124,7 @@ def _planned(config: Config, devices: int) -> Config:
     return config.model_copy(
         update={
             "train": config.train.model_copy(update={"global_batch": rows}),
-            "compile": config.compile.model_copy(update={"enabled": False}),
+            "compile": Compile(),
         }
     )
 
@@ -120,8 +132,10 @@ def _planned(config: Config, devices: int) -> Config:
 # ---------------------------------------------------------------------------------------------------------- the step
 
 
-def _record(config: Config, devices: int, devices_per_host: int, device: Literal["cuda", "cpu"]) -> Recorder:
-    """The planned steps, the last one's work."""
+def _record(
+    config: Config, devices: int, devices_per_host: int, device: Literal["cuda", "cpu"]
+) -> tuple[Recorder, frozenset[str], int]:
+    """The planned steps, the last one's work; FQNs of frozen weights; bytes that a GPU's process has on the host."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(fake, stand_in() if device == "cuda" else torch.device("cpu"), is_gpu=device == "cuda")
     with ExitStack() as held:
@@ -139,7 +153,8 @@ def _record(config: Config, devices: int, devices_per_host: int, device: Literal
             placed = [backend.place(_batch(config, devices)) for _ in range(training.accumulation)]
             backend.fetch(training.step(placed, config.optim.lr))
             del placed
-    return recorder
+        frozen = frozenset(fqn for fqn, weight in training.model.named_parameters() if not weight.requires_grad)
+        return recorder, frozen, _host_bytes(training) if device == "cuda" else 0
 
 
 def _batch(config: Config, devices: int) -> Batch:
@@ -212,6 +227,15 @@ def _name(recorder: Recorder, training: Training) -> None:
         for key, value in training.optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 recorder.name(_local(value), f"{key}/{fqn}")
+
+
+def _host_bytes(training: Training) -> int:
+    """Of this rank's weights, gradients and optimizer state that rest on the host, where they are offloaded to."""
+    weights = [_local(parameter) for parameter in training.model.parameters()]
+    gradients = [_local(parameter) for parameter in training.model.parameters() if parameter.requires_grad]
+    state = [_local(value) for each in training.optimizer.state.values() for value in each.values()]
+    tensors = [*weights, *gradients, *state]
+    return sum(tensor.nbytes for tensor in tensors if tensor.device != stand_in() and tensor.dim() > 0)  # counts aside
 
 
 # ----------------------------------------------------------------------------------- what stands in for what
@@ -297,7 +321,18 @@ def _biggest(blocks: Iterable[Block]) -> tuple[Buffer, ...]:
     return tuple(Buffer(name=block.name, bytes=block.bytes, where=block.where) for block in largest)
 
 
-def _work(record: Recorder, accumulation: int, levels: Levels, config: Config, at_peak: Peak) -> Work:
+def least_traffic(blocks: Iterable[Block], frozen: frozenset[str], *, is_compiled: bool) -> float:
+    """Bytes that cross the memory's interface, of `blocks` that live at the peak: they were written, and are read.
+
+    `frozen`: FQNs of weights that no step writes.
+    """
+    counted = [block for block in blocks if block.name not in frozen and not block.name.endswith("workspace")]
+    if is_compiled:
+        counted = [block for block in counted if block.part in ("weights", "gradients", "optimizer")]
+    return 2.0 * max(0, sum(block.bytes for block in counted) - L2_BYTES)
+
+
+def _work(record: Recorder, accumulation: int, levels: Levels, config: Config, traffic: float) -> Work:
     calls = list(record.calls)
     if accumulation > MICRO_BATCHES:  # those that were left out are like the second
         calls += [calls[1]] * (accumulation - MICRO_BATCHES)
@@ -309,7 +344,7 @@ def _work(record: Recorder, accumulation: int, levels: Levels, config: Config, a
             is_tf32 = dtype == "float32" and config.precision.matmul != "highest" and record.is_gpu
             flops["tf32" if is_tf32 else dtype] += operations
     moved, links = _moved(found, levels)
-    return Work(matmul_flops=dict(flops), memory_bytes=2.0 * at_peak.bytes, collectives=moved, sent_bytes=links)
+    return Work(matmul_flops=dict(flops), memory_bytes=traffic, collectives=moved, sent_bytes=links)
 
 
 def _moved(found: Counter[Collective], levels: Levels) -> tuple[dict[str, Moved], dict[str, float]]:

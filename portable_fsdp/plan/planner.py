@@ -3,20 +3,22 @@
 import importlib.metadata
 import multiprocessing
 import os
-import time
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any, Literal, NamedTuple, cast
+from time import perf_counter
+from typing import Any, Literal, NamedTuple, Self, cast
 
-from portable_fsdp.config.load import check_batch
+from portable_fsdp.config.load import check_batch, replicas_of_model
 from portable_fsdp.config.schema import Config
 from portable_fsdp.config.support import require_supported
-from portable_fsdp.plan.hardware import Target
-from portable_fsdp.plan.result import Memory, Plan, Work
+from portable_fsdp.plan.result import Memory, Model, Plan, Time, Work
+from portable_fsdp.plan.target import Target
 from portable_fsdp.plan.time import bound
 from portable_fsdp.plan.tpu import plan_tpu
 from portable_fsdp.runtime.errors import BackendError
+from portable_fsdp.runtime.process import end_with_parent
 
 Progress = Callable[[str], None]
 """Is told what begins, in a few words."""
@@ -33,36 +35,80 @@ CONTEXT_BYTES = 2**29
 ENGINES = {"tpu": "xla", "cuda": "native", "cpu": "native"}
 
 
-class _Model(NamedTuple):
-    """What is asked of a model besides its plan."""
-
-    parameters: int
-    flops_per_token: float | None  # None: not every weight meets every token
-
-
 class _Found(NamedTuple):
     """What an engine's planner gives."""
 
-    model: _Model
+    model: Model
     memory: Memory
     work: Work
     method: str  # how the figures came about
     notes: tuple[str, ...]
 
 
-def make_plan(config: Config, target: Target, progress: Progress = lambda stage: None) -> Plan:
+class Apart:
+    """Runs functions in a process of its own, one at a time; it begins with the first, and stays for the next.
+
+    It takes seconds to import torch and transformers, and what plans is no place for what else this process does: the
+    planner puts its own in place of parts of torch.
+    """
+
+    def __init__(self) -> None:
+        self._pool = self._new()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:  # nobody wants the plan any more
+            for child in multiprocessing.active_children():
+                child.kill()
+        self._pool.shutdown()
+
+    def __call__(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        """`work(*arguments)`; raises what it raises, and BackendError where the process was killed."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # half a child would say so on the terminal
+        try:
+            answer = self._pool.submit(work, *arguments)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        try:
+            return answer.result()
+        except BrokenProcessPool:
+            self._pool = self._new()
+            raise BackendError(
+                "plan: expected the process that plans to end with a plan, found that it was killed.\n"
+                "  Was memory short? A plan takes up to 3 GiB."
+            ) from None
+
+    def _new(self) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(
+            1, multiprocessing.get_context("spawn"), initializer=_end_with_the_plan, initargs=(os.getpid(),)
+        )
+
+
+def _end_with_the_plan(parent: int) -> None:
+    """For the child: it goes with its parent; and Ctrl-C, which came blocked from there, ends it without a word."""
+    end_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def make_plan(config: Config, target: Target, apart: Apart, progress: Progress = lambda stage: None) -> Plan:
     """Plan one step of `config` on `target`; takes seconds to a minute, and needs none of the hardware.
 
     What the trainer would refuse there is refused here, by the same checks. Raises ConfigError, BackendError.
     """
-    began = time.perf_counter()
+    began = perf_counter()
     kind = target.hardware.kind
     require_supported(config, engine=ENGINES[kind], device=kind, devices=target.devices, hosts=target.hosts)
     check_batch(config, target.devices)
-    found = (_on_tpu if kind == "tpu" else _on_ranks)(config, target, progress)
+    found = _on_tpu(config, target, progress) if kind == "tpu" else _on_ranks(config, target, apart, progress)
     model, work = found.model, found.work
     tokens = config.train.global_batch * config.data.seq_len
     per_device = None if model.flops_per_token is None else model.flops_per_token * tokens / target.devices
+    time = bound(
+        work, target, tokens_per_step=tokens, model_flops_per_device=per_device, compute=config.precision.compute
+    )
     return Plan(
         on=target.text,
         hardware=_in_words(target),
@@ -72,24 +118,32 @@ def make_plan(config: Config, target: Target, progress: Progress = lambda stage:
         parameters=model.parameters,
         memory=found.memory,
         work=work,
-        time=bound(
-            work,
-            target,
-            tokens_per_step=tokens,
-            model_flops_per_device=per_device,
-            compute=config.precision.compute,
-        ),
+        time=time,
         method=found.method,
-        notes=found.notes,
-        planned_in_s=time.perf_counter() - began,
+        notes=(*found.notes, *_notes(config, target, found, time)),
+        planned_in_s=perf_counter() - began,
     )
+
+
+def _notes(config: Config, target: Target, found: _Found, time: Time) -> Iterator[str]:
+    """What a reader may take the figures wrong without."""
+    shards = target.devices // replicas_of_model(config, target.devices, target.hosts)
+    thin = sum(elements for rows, elements in found.model.elements_by_rows.items() if rows < shards)
+    if thin > found.model.parameters / 100:
+        yield (
+            f"{thin / found.model.parameters:.0%} of the weights have fewer rows than the {shards} shards, as a "
+            "mixture's experts do: they are split by rows, so that more devices don't divide them any further."
+        )
+    memory = found.memory
+    if memory.limit_bytes and 0.95 * memory.limit_bytes < memory.peak_bytes <= memory.limit_bytes:
+        yield "over 95 % of the memory is taken: keep 5 % for code, drivers and what else a plan can't see."
+    for link in found.work.sent_bytes.keys() - time.links_s.keys():
+        yield f"no bandwidth of {link} is known here: what crosses it isn't bounded."
 
 
 def _on_tpu(config: Config, target: Target, progress: Progress) -> _Found:
     topology = target.topology
     assert topology is not None
-    progress("building the model")
-    model = cast(_Model, _apart(_model, config))
     found = plan_tpu(
         config,
         topology,
@@ -100,15 +154,20 @@ def _on_tpu(config: Config, target: Target, progress: Progress) -> _Found:
         progress=progress,
     )
     method = f"The trainer's own step, compiled by {found.compiler} for this slice; not run."
-    return _Found(model, found.memory, found.work, method, found.notes)
+    work, notes = found.work, found.notes
+    if target.devices > target.chips and "ici" in work.sent_bytes:  # counted by device, some of it within a chip
+        others = {link: sent for link, sent in work.sent_bytes.items() if link != "ici"}
+        work = work.model_copy(update={"sent_bytes": others})
+        notes = (*notes, "two devices share a chip's links: what crosses ici isn't bounded.")
+    return _Found(found.model, found.memory, work, method, notes)
 
 
-def _on_ranks(config: Config, target: Target, progress: Progress) -> _Found:
+def _on_ranks(config: Config, target: Target, apart: Apart, progress: Progress) -> _Found:
     progress("running a step on fake tensors")
     limit = _limit(target)
     link, _ = target.levels[0]
     arguments = (config, target.devices, target.devices_per_host, limit, target.hardware.kind, link)
-    model, memory, work = _apart(_model_and_plan, *arguments)
+    model, memory, work = apart(_model_and_plan, *arguments)
     method = f"The trainer's own step, on fake tensors with torch {importlib.metadata.version('torch')}; not run."
     notes = () if not config.compile.enabled else ("planned as if it ran eagerly: what is compiled keeps less.",)
     return _Found(model, memory, work, method, notes)
@@ -121,33 +180,16 @@ def _limit(target: Target) -> int | None:
     return None if figure is None else int(figure.value) - context
 
 
-def _apart(work: Callable[..., Any], *arguments: Any) -> Any:
-    """`work(*arguments)` in a process of its own: FSDP2, DTensor and torch_xla keep what they were told for good."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        try:
-            return pool.submit(work, *arguments).result()
-        except BrokenProcessPool:
-            raise BackendError(
-                "plan: expected the process that plans to end with a plan, found that it was killed.\n"
-                "  Was memory short? A plan takes up to 3 GiB."
-            ) from None
-
-
-def _model(config: Config) -> _Model:
-    os.environ["USE_TORCH_XLA"] = "0"  # transformers imports torch_xla otherwise
-    from portable_fsdp.models.build import build_model
-    from portable_fsdp.train.records import flops_per_token
-
-    size = build_model(config.model, config.precision, seed=0, seq_len=config.data.seq_len, vocabulary=1).size
-    return _Model(size.parameters, flops_per_token(size, config.data.seq_len))
-
-
 def _model_and_plan(
     config: Config, devices: int, devices_per_host: int, limit_bytes: int | None, device: str, link: str
-) -> tuple[_Model, Memory, Work]:
-    model = _model(config)
+) -> tuple[Model, Memory, Work]:
+    os.environ["USE_TORCH_XLA"] = "0"  # transformers imports torch_xla otherwise
+    from portable_fsdp.models.build import build_model
     from portable_fsdp.plan.cuda import plan_memory
+    from portable_fsdp.plan.model import model_of
 
+    built = build_model(config.model, config.precision, seed=0, seq_len=config.data.seq_len, vocabulary=1)
+    model = model_of(built, config.data.seq_len)
     kind = cast(Literal["cuda", "cpu"], device)
     found = plan_memory(config, devices, devices_per_host, limit_bytes=limit_bytes, device=kind, link=link)
     return model, *found

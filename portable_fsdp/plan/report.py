@@ -6,7 +6,7 @@ from pathlib import Path
 
 from portable_fsdp.checkpoint.tables import table
 from portable_fsdp.plan.result import Comparison, Memory, Plan, Time
-from portable_fsdp.plan.sweep import Tried
+from portable_fsdp.plan.sweep import Settings, Tried
 from portable_fsdp.runtime.errors import UsageError
 
 _BAR = 40  # characters
@@ -30,6 +30,25 @@ def text(plan: Plan) -> str:
     return "\n".join(lines)
 
 
+def keys_that_differ(points: Sequence[Settings]) -> list[str]:
+    """Keys that settings of a sweep give different values, or that some leave out; all, where none does."""
+    keys = list(dict.fromkeys(key for settings in points for key in settings))
+    return [key for key in keys if len({settings.get(key) for settings in points}) > 1] or keys
+
+
+def words(tried: Tried, keys: Sequence[str]) -> str:
+    """Its settings, as the command line takes them."""
+    return " ".join(f"{key}={tried.settings[key]}" for key in keys if key in tried.settings)
+
+
+def line(tried: Tried, keys: Sequence[str]) -> str:
+    """A setting of a sweep and what came of it, as soon as it is known."""
+    if tried.plan is None:
+        return f"{words(tried, keys)}: refused"
+    memory = tried.plan.memory
+    return f"{words(tried, keys)}: {memory.peak_bytes / _GIB:.2f} GiB, {memory.verdict}"
+
+
 def sweep_text(tried: Sequence[Tried], keys: Sequence[str]) -> str:
     """A row for each plan, in their order; `keys` are the settings that differ."""
     rows = [(*keys, "GiB", "verdict", "tokens/s a device, at most", "bound by")]
@@ -40,7 +59,7 @@ def sweep_text(tried: Sequence[Tried], keys: Sequence[str]) -> str:
         rate = time.tokens_per_second_per_device
         rows.append(
             (
-                *(one.settings[key] for key in keys),
+                *(one.settings.get(key, "-") for key in keys),
                 f"{memory.peak_bytes / _GIB:.2f}",
                 memory.verdict,
                 "unknown" if rate is None else f"{rate:,.0f}",
@@ -49,6 +68,17 @@ def sweep_text(tried: Sequence[Tried], keys: Sequence[str]) -> str:
         )
     first = len(keys)
     return table(rows, right=(first, first + 2))
+
+
+def measures_text(tried: Sequence[Tried]) -> str:
+    """What would make it fit, with what was tried on the way there; the last of `tried` fits, or nothing does."""
+    *before, last = tried
+    lines = [f"  {line(one, list(one.settings))}" for one in tried]
+    if not last.fits:
+        return "\n".join(["None of these makes it fit:", *lines])
+    assert last.plan is not None
+    nearest = f"It fits with {words(last, list(last.settings))}: {last.plan.memory.peak_bytes / _GIB:.2f} GiB."
+    return "\n".join([nearest, *(["Before that was tried:", *lines[:-1]] if before else [])])
 
 
 def comparison_text(found: Comparison) -> str:
@@ -69,6 +99,8 @@ def _memory_lines(memory: Memory) -> list[str]:
     rows = [(name, f"{size / _GIB:.3f}", _bar(size, most)) for name, size in memory.parts.items() if size]
     lines = [f"memory of the fullest device: {memory.peak_bytes / _GIB:.2f}{of} GiB{share}: {memory.verdict}"]
     lines.append(table(rows, right=(1,), indent="  "))
+    if memory.host_bytes:
+        lines.append(f"  offloaded to the host, for each device: {memory.host_bytes / _GIB:.2f} GiB")
     if memory.at:
         lines.append(f"  the peak is in {memory.at}")
     if memory.rematerialised:
@@ -121,7 +153,8 @@ def require_matplotlib() -> None:
 def draw(plans: Sequence[Plan], labels: Sequence[str], path: Path) -> None:
     """Memory by part of each plan as stacked bars, with the devices' limit, and the tokens a second at most.
 
-    The suffix of `path` is the picture's format. Raises ValueError for one that matplotlib doesn't know.
+    The suffix of `path` is the picture's format. Raises ValueError for one that matplotlib doesn't know,
+    and UsageError where it can't be written.
     """
     import matplotlib as mpl
     import matplotlib.pyplot as plt
@@ -141,5 +174,9 @@ def draw(plans: Sequence[Plan], labels: Sequence[str], path: Path) -> None:
     left.legend(frameon=False, fontsize="small")
     right.barh(labels, [plan.time.tokens_per_second_per_device or 0.0 for plan in plans], color="0.6")
     right.set(xlabel="tokens a second on a device, at most")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise UsageError(f"--save={path}: expected to be able to write there, found: {error}") from None
+    finally:
+        plt.close(figure)

@@ -11,6 +11,14 @@ class _Result(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class Model(_Result):
+    """What is asked of a model besides its step."""
+
+    parameters: int  # a tied weight once
+    flops_per_token: float | None  # of forward and backward, as MFU counts them; None where experts take turns
+    elements_by_rows: dict[int, int]  # size of dimension 0, which is what is split -> elements of weights that have it
+
+
 class Buffer(_Result):
     """One of the largest pieces of memory that live when the peak is reached."""
 
@@ -26,6 +34,7 @@ class Memory(_Result):
     limit_bytes: int | None  # what the device lets a program have; None: no limit that we know
     at: str = ""  # the moment and the module of the peak; empty where it isn't known
     biggest: tuple[Buffer, ...] = ()  # the largest first
+    host_bytes: int = 0  # what is offloaded to the host, of one device's process
     rematerialised: int = 0  # instructions that the compiler repeats by itself, because memory was short
 
     @computed_field

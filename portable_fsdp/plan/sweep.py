@@ -1,12 +1,14 @@
 """Which settings fit: a grid over the keys that decide memory and time, and the nearest setting that fits."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from portable_fsdp.config.schema import Config
 from portable_fsdp.plan.result import Plan
 from portable_fsdp.runtime.errors import PortableFSDPError
+
+MODES = ("none", "selective", "full")
 
 Settings = dict[str, str]
 """Key of the config -> value, as an override writes it."""
@@ -22,68 +24,88 @@ class Tried(NamedTuple):
     plan: Plan | None
     refusal: str = ""
 
+    @property
+    def fits(self) -> bool:
+        """Unknown is no."""
+        return self.plan is not None and self.plan.memory.verdict in ("fits", "fits by recomputing")
 
-def usual_axes(config: Config, devices: int, *, scan: bool) -> dict[str, list[str]]:
-    """What a sweep tries if it isn't told: each key with its values, those that need less memory last."""
+
+def usual_grid(config: Config, devices: int, *, scan: bool) -> list[Settings]:
+    """What a sweep tries if it isn't told; smaller micro batches first.
+
+    Layers that are scanned are recomputed all or none, since all turns of the loop run one program.
+    """
     rows = max(config.train.global_batch // devices, 1)
     micro_batches = {size for size in (1, 2, 4, 8) if rows % size == 0} | {config.train.micro_batch}
-    return {
-        "sharding.strategy": ["SHARD_GRAD_OP", "FULL_SHARD"] if devices > 1 else ["NO_SHARD"],
-        "compile.scan_layers": ["false", "true"] if scan else ["false"],
-        "memory.gradient_checkpointing": ["none", "selective", "full"],
-        "data.seq_len": [str(config.data.seq_len)],
-        "train.micro_batch": [str(size) for size in sorted(micro_batches)],
-    }
+    layers = [({"compile.scan_layers": "false"} if scan else {}) | checkpointing(config, mode) for mode in MODES]
+    if scan:
+        layers += [{"compile.scan_layers": "true"} | checkpointing(config, mode) for mode in ("none", "full")]
+    strategies = ["NO_SHARD"]
+    if devices > 1:
+        strategies = list(dict.fromkeys(("SHARD_GRAD_OP", "FULL_SHARD", config.sharding.strategy)))
+    return [
+        {"sharding.strategy": strategy, **how, "train.micro_batch": str(size)}
+        for strategy, how, size in itertools.product(strategies, layers, sorted(micro_batches))
+    ]
 
 
-def sweep(axes: Mapping[str, Sequence[str]], plan_of: PlanOf) -> Iterator[Tried]:
-    """Plan the grid, a setting at a time. Where a `train.micro_batch` doesn't fit, larger ones are left out."""
-    keys = list(axes)
-    full: set[tuple[str, ...]] = set()  # settings but for the micro batch that have no room any more
-    for values in itertools.product(*axes.values()):
-        settings = dict(zip(keys, values, strict=True))
-        others = tuple(value for key, value in settings.items() if key != "train.micro_batch")
-        if others in full:
+def grid(axes: Mapping[str, Sequence[str]]) -> list[Settings]:
+    """Each value of each key with each of the others."""
+    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+
+
+def checkpointing(config: Config, mode: str) -> Settings:
+    """The mode, with what it needs and without what only another takes; selective: every second layer, unless told."""
+    memory = config.memory
+    chosen = memory.every is not None or bool(memory.save_ops)
+    settings = {"memory.gradient_checkpointing": mode}
+    if mode == "selective":
+        return settings if chosen else {**settings, "memory.every": "2"}
+    return settings | ({"memory.every": "null", "memory.save_ops": "[]"} if chosen else {})
+
+
+def sweep(points: Iterable[Settings], plan_of: PlanOf) -> Iterator[Tried]:
+    """Plan one after the other. Where a `train.micro_batch` doesn't fit, larger ones are left out."""
+    too_many: dict[tuple[tuple[str, str], ...], int] = {}  # settings but for the micro batch -> rows that don't fit
+    for settings in points:
+        rows = settings.get("train.micro_batch", "")
+        others = tuple(item for item in settings.items() if item[0] != "train.micro_batch")
+        if rows.isdecimal() and int(rows) >= too_many.get(others, int(rows) + 1):
             continue
         tried = _tried(settings, plan_of)
-        if tried.plan is not None and tried.plan.memory.verdict == "does not fit" and _ascends(axes):
-            full.add(others)
+        if tried.plan is not None and tried.plan.memory.verdict == "does not fit" and rows.isdecimal():
+            too_many[others] = int(rows)
         yield tried
 
 
-def _ascends(axes: Mapping[str, Sequence[str]]) -> bool:
-    sizes = [int(size) for size in axes.get("train.micro_batch", ()) if size.isdecimal()]
-    return sizes == sorted(sizes)
-
-
-def nearest_that_fits(config: Config, plan_of: PlanOf, *, offload: bool) -> Tried | None:
-    """The first that fits of ever stronger measures, each on top of those before; None where even all together don't.
+def nearest_that_fits(config: Config, plan_of: PlanOf, *, offload: bool) -> Iterator[Tried]:
+    """Ever stronger measures, each on top of those before, up to the first that fits; the last may not fit either.
 
     In the order of what they cost: recomputing layers, fewer rows at once, sharding all, and with `offload` the
     optimizer's state on the host. None of them changes what is learnt.
     """
     settings: Settings = {}
-    for key, value in _measures(config, offload=offload):
-        settings = {**settings, key: value}
+    for measure in _measures(config, offload=offload):
+        settings = settings | measure
         tried = _tried(settings, plan_of)
-        if tried.plan is not None and tried.plan.memory.verdict in ("fits", "fits by recomputing"):
-            return tried
-    return None
+        yield tried
+        if tried.fits:
+            return
 
 
-def _measures(config: Config, *, offload: bool) -> Iterator[tuple[str, str]]:
+def _measures(config: Config, *, offload: bool) -> Iterator[Settings]:
     if config.memory.gradient_checkpointing != "full":
-        yield "memory.gradient_checkpointing", "full"
+        yield checkpointing(config, "full")
     size = config.train.micro_batch
     while size % 2 == 0:
         size //= 2
-        yield "train.micro_batch", str(size)
+        yield {"train.micro_batch": str(size)}
     if size > 1:
-        yield "train.micro_batch", "1"
+        yield {"train.micro_batch": "1"}
     if config.sharding.strategy != "FULL_SHARD":
-        yield "sharding.strategy", "FULL_SHARD"
+        yield {"sharding.strategy": "FULL_SHARD"}
     if offload and not config.memory.cpu_offload:
-        yield "memory.cpu_offload", "true"
+        yield {"memory.cpu_offload": "true"}
 
 
 def _tried(settings: Settings, plan_of: PlanOf) -> Tried:

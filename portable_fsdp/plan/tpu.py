@@ -13,8 +13,10 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -23,23 +25,22 @@ from portable_fsdp.backends.tpu_options import compiler_options, libtpu_argument
 from portable_fsdp.config.schema import Config
 from portable_fsdp.plan import tpu_cache
 from portable_fsdp.plan.child import Ended, run_child
-from portable_fsdp.plan.result import Buffer, Memory, Moved, Work
-from portable_fsdp.plan.tpu_program import Program, read_programs
-from portable_fsdp.plan.tpu_read import Compiled, largest, read_compiled
+from portable_fsdp.plan.result import Memory, Model, Work
+from portable_fsdp.plan.tpu_program import Program, Traced, read_traced
+from portable_fsdp.plan.tpu_read import Compiled, memory_of, notes_of, read_compiled, work_of
 from portable_fsdp.runtime import errors
 from portable_fsdp.runtime.errors import BackendError, PortableFSDPError
 
 Progress = Callable[[str], None]
-"""Is told what begins: `tracing`, then for each program `compiling train_step` and `reading train_step`."""
+"""Is told what begins: `tracing`, `compiling micro_batch and update`, `reading what the compiler wrote`."""
 
-PARTS = ("weights", "gradients", "optimizer", "batch", "temporaries", "outputs")
-DTYPES = {"bf16": "bfloat16", "f32": "float32", "f16": "float16", "s32": "int32", "u32": "uint32", "pred": "bool"}
 NEEDS = ("torch_xla", "jax", "libtpu")
 
 
 class TpuPlan(NamedTuple):
     """What a step is on a slice."""
 
+    model: Model
     memory: Memory
     work: Work
     notes: tuple[str, ...]  # what a user must be told besides
@@ -76,73 +77,27 @@ def plan_tpu(
     """
     progress("tracing")
     _require_installed(NEEDS)
-    programs = trace_apart(config, devices, hosts=hosts, limit_s=limit_s)
-    found: dict[str, Compiled] = {}
-    for name, program in programs.items():
-        progress(f"compiling {name}")
-        texts = _written(program, topology, slices, options or {}, limit_s)
-        progress(f"reading {name}")
-        found[name] = _read(program, topology, slices, texts)
+    programs, model = trace_apart(config, devices, hosts=hosts, limit_s=limit_s)
+    progress(f"compiling {' and '.join(programs)}")
+    stop = threading.Event()
+    with ThreadPoolExecutor(len(programs)) as pool:
+        try:
+            answers = [
+                pool.submit(_written, program, topology, slices, options or {}, limit_s, stopped=stop.is_set)
+                for program in programs.values()
+            ]
+            texts = dict(zip(programs, [answer.result() for answer in answers], strict=True))
+        finally:
+            stop.set()  # Ctrl-C reaches this thread alone
+    progress("reading what the compiler wrote")
+    found = {name: _read(program, topology, slices, texts[name]) for name, program in programs.items()}
     return TpuPlan(
+        model,
         memory_of(found, _limit(limit_bytes, options or {})),
         work_of(found, config.train.global_batch // (config.train.micro_batch * devices)),
         notes_of(found),
         _compiler(),
         sum(compiled.compile_s for compiled in found.values()),
-    )
-
-
-# ---------------------------------------------------------------------------------------------------- what it means
-
-
-def memory_of(programs: Mapping[str, Compiled], limit_bytes: int | None) -> Memory:
-    """Of the fuller program; what only the other one takes as arguments stays on the device all the same."""
-    arguments: dict[str, int] = {}
-    part_of: dict[str, str] = {}
-    for compiled in programs.values():
-        arguments = {**arguments, **compiled.named_bytes}
-        part_of = {**part_of, **compiled.parts}
-    fuller = max(programs.values(), key=lambda compiled: compiled.temporary_bytes + compiled.output_bytes)
-    parts: dict[str, int] = dict.fromkeys(PARTS, 0)
-    for name, size in arguments.items():
-        parts[part_of[name]] += size
-    parts["temporaries"], parts["outputs"] = fuller.temporary_bytes, fuller.output_bytes
-    resting = [
-        Buffer(name=name, bytes=arguments[name], where="") for name in arguments.keys() - fuller.named_bytes.keys()
-    ]
-    return Memory(
-        parts={part: size for part, size in parts.items() if size},
-        limit_bytes=limit_bytes,
-        at=fuller.at,
-        biggest=largest([*fuller.biggest, *resting]),
-        rematerialised=max(compiled.rematerialised for compiled in programs.values()),
-    )
-
-
-def work_of(programs: Mapping[str, Compiled], accumulation: int) -> Work:
-    """Of a step: with accumulation `micro_batch` runs several times, `update` once."""
-    flops: dict[str, float] = {}
-    collectives: dict[str, Moved] = {}
-    memory_bytes = 0.0
-    for name, compiled in programs.items():
-        times = accumulation if name == "micro_batch" else 1
-        for factors, count in [*compiled.matmul_flops.items(), *compiled.kernel_flops.items()]:
-            flops[_dtype_of(factors)] = flops.get(_dtype_of(factors), 0) + times * count
-        for link, moves in (("", compiled.collectives), (" between slices", compiled.between_slices)):
-            for key, moved in moves.items():
-                kind, _, dtypes = key.partition(" ")
-                words = f"{kind} {'+'.join(DTYPES.get(dtype, dtype) for dtype in dtypes.split('+'))}{link}"
-                more = Moved(calls=times * moved.calls, bytes=times * moved.bytes, sent_bytes=times * moved.sent)
-                collectives[words] = _sum(collectives.get(words), more)
-        memory_bytes += times * _least_traffic(compiled)
-    sent = {"ici": 0.0, "network": 0.0}
-    for words, moved in collectives.items():
-        sent["network" if words.endswith("between slices") else "ici"] += moved.sent_bytes
-    return Work(
-        matmul_flops=flops,
-        memory_bytes=memory_bytes,
-        collectives=dict(sorted(collectives.items())),
-        sent_bytes={link: size for link, size in sent.items() if size},
     )
 
 
@@ -154,46 +109,10 @@ def _limit(limit_bytes: int | None, options: Mapping[str, str]) -> int | None:
     return min(int(asked) * 2**20, limit_bytes or int(asked) * 2**20)
 
 
-def _sum(one: Moved | None, other: Moved) -> Moved:
-    if one is None:
-        return other
-    return Moved(
-        calls=one.calls + other.calls, bytes=one.bytes + other.bytes, sent_bytes=one.sent_bytes + other.sent_bytes
-    )
-
-
-def _dtype_of(factors: str) -> str:
-    """Of a product `bf16 x f32` the wider: the narrower factor is cast first."""
-    names = [DTYPES.get(name, name) for name in factors.split(" x ")]
-    return "float32" if "float32" in names else names[0]
-
-
-def _least_traffic(compiled: Compiled) -> float:
-    """All that is updated is read and written; and so is what lies in memory as a temporary at the peak."""
-    return 2.0 * (compiled.argument_bytes + compiled.live_bytes) + compiled.output_bytes
-
-
-def notes_of(programs: Mapping[str, Compiled]) -> tuple[str, ...]:
-    """What is wrong with a program: state that isn't updated where it lies, and waits for the host."""
-    notes: list[str] = []
-    for name, compiled in programs.items():
-        if compiled.undonated:
-            notes.append(
-                f"{name}: {len(compiled.undonated)} tensors are not updated where they lie, which takes their memory "
-                f"twice: {', '.join(compiled.undonated[:3])}"
-            )
-        if compiled.host_transfers:
-            notes.append(
-                f"{name}: it waits for the host {len(compiled.host_transfers)} times inside the step: "
-                f"{', '.join(compiled.host_transfers[:3])}"
-            )
-    return tuple(notes)
-
-
 # ---------------------------------------------------------------------------------------------------------- tracing
 
 
-def trace_apart(config: Config, devices: int, *, hosts: int = 1, limit_s: float = 900) -> dict[str, Program]:
+def trace_apart(config: Config, devices: int, *, hosts: int = 1, limit_s: float = 900) -> Traced:
     """`tpu_trace.trace` in a process of its own; raises what it raises, and BackendError where it fails or is late."""
     _require_installed(("torch_xla",))
     if config.sharding.strategy.startswith("HYBRID") and config.sharding.replicas is None:
@@ -210,7 +129,7 @@ def trace_apart(config: Config, devices: int, *, hosts: int = 1, limit_s: float 
             raise kind(refusal["message"])
         if ended.how != "finished":
             raise BackendError(_failure("the train step could not be traced", folder, ended, limit_s))
-        return read_programs(folder)
+        return read_traced(folder)
 
 
 # -------------------------------------------------------------------------------------------------------- compiling
@@ -259,6 +178,7 @@ def _written(
     limit_s: float,
     *,
     generate_code: bool = False,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> dict[str, str]:
     """What the compiler writes of a program, from the cache where it is the same in all that goes into it."""
     _require_installed(("jax", "libtpu"))
@@ -272,18 +192,25 @@ def _written(
         "outputs": program.outputs,
     }
     versions = [_compiler(), *(importlib.metadata.version(name) for name in ("jax", "jaxlib"))]
-    what = json.dumps([program.name, described, arguments, versions], sort_keys=True)
+    flags = os.environ.get("XLA_FLAGS", "")
+    what = json.dumps([program.name, described, arguments, flags, versions], sort_keys=True)
     folder = tpu_cache.cache_folder(os.environ) / "plans"
     key = tpu_cache.key_of(program.hlo, what.encode())
     texts = None if generate_code else tpu_cache.load(folder, key)
     if texts is None or texts.keys() != {"program", "buffers", "seconds"}:
-        texts = _run_compiler(program, described, arguments, limit_s, generate_code=generate_code)
+        texts = _run_compiler(program, described, arguments, limit_s, generate_code=generate_code, stopped=stopped)
         tpu_cache.save(folder, key, texts)
     return texts
 
 
 def _run_compiler(
-    program: Program, described: dict[str, object], arguments: str, limit_s: float, *, generate_code: bool
+    program: Program,
+    described: dict[str, object],
+    arguments: str,
+    limit_s: float,
+    *,
+    generate_code: bool,
+    stopped: Callable[[], bool],
 ) -> dict[str, str]:
     """Run the compiler until it has assigned buffers, or to its end; returns what it wrote."""
     with tempfile.TemporaryDirectory(prefix="portable_fsdp_plan") as name:
@@ -295,7 +222,7 @@ def _run_compiler(
             folder,
             limit_s=limit_s,
             environment={"LIBTPU_INIT_ARGS": arguments},
-            has_enough=lambda: not generate_code and _is_written(folder / "dump", program.name),
+            has_enough=lambda: stopped() or (not generate_code and _is_written(folder / "dump", program.name)),
         )
         if ended.how not in ("finished", "enough") or not _is_written(folder / "dump", program.name):
             raise BackendError(_refusal(str(described["topology"]), folder, ended, limit_s))
@@ -329,19 +256,21 @@ def _require_installed(packages: tuple[str, ...]) -> None:
     if missing:
         raise BackendError(
             f"plan for a TPU slice: expected the packages {', '.join(NEEDS)}, found no {', '.join(missing)}.\n"
-            "  In a checkout of portable_fsdp, on Linux on x86-64: pip install '.[tpu]'. No TPU is needed."
+            "  In a checkout of portable_fsdp, on Linux on x86-64: pip install '.[plan]'. No TPU is needed."
         )
 
 
 def _refusal(topology: str, folder: Path, ended: Ended, limit_s: float) -> str:
     """What the compiler said, in words that say what to do."""
     option = re.search(
-        r"No such compile option: '?(\w+)|Unknown command line flag '(\w+)'|Failed to parse.*?'(\w+)'", ended.log
+        r"No such compile option: '?(\w+)|Unknown command line flag '(\w+)'|Failed to parse.*?'(\w+)'|"
+        r"Illegal value '.*' specified for flag '(\w+)'",
+        ended.log,
     )
     if option:
         name = next(filter(None, option.groups()))
         return (
-            f"plan for {topology}: expected options that {_compiler()} knows, found {name}.\n"
+            f"plan for {topology}: expected options that {_compiler()} knows and takes, found {name}.\n"
             "  It stands in LIBTPU_INIT_ARGS or is asked for by the plan; a run would refuse it too. Take it out."
         )
     unknown = re.search(

@@ -1,9 +1,11 @@
-"""A traced step as it goes from the process that traces it to the one that compiles it: two files a program."""
+"""A traced step as it goes from the process that traces it to the one that compiles it."""
 
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
+
+from portable_fsdp.plan.result import Model
 
 
 @dataclass(frozen=True)
@@ -36,18 +38,26 @@ class Program:
     outputs: tuple[str, ...]  # shardings
 
 
-def write_programs(folder: Path, programs: dict[str, Program]) -> None:
-    """One .hlo.pb each, and `programs.json`, written last."""
+class Traced(NamedTuple):
+    """A config's step: `train_step`, or `micro_batch` and `update`; and the model that it trains."""
+
+    programs: dict[str, Program]
+    model: Model
+
+
+def write_traced(folder: Path, traced: Traced) -> None:
+    """Each program's .hlo.pb; `model.json` and `programs.json` for the rest."""
     described: list[dict[str, object]] = []
-    for name, program in programs.items():
+    for name, program in traced.programs.items():
         (folder / f"{name}.hlo.pb").write_bytes(program.hlo)
         fields = {key: value for key, value in asdict(program).items() if key != "hlo"}
         described.append(fields)
     (folder / "programs.json").write_text(json.dumps(described))
+    (folder / "model.json").write_text(traced.model.model_dump_json())
 
 
-def read_programs(folder: Path) -> dict[str, Program]:
-    """What `write_programs` wrote, in its order."""
+def read_traced(folder: Path) -> Traced:
+    """What `write_traced` wrote, in its order."""
     found: dict[str, Program] = {}
     for fields in cast(list[dict[str, Any]], json.loads((folder / "programs.json").read_text())):
         arguments = tuple(
@@ -55,4 +65,4 @@ def read_programs(folder: Path) -> dict[str, Program]:
         )
         hlo = (folder / f"{fields['name']}.hlo.pb").read_bytes()
         found[fields["name"]] = Program(fields["name"], fields["devices"], hlo, arguments, tuple(fields["outputs"]))
-    return found
+    return Traced(found, Model.model_validate_json((folder / "model.json").read_text()))

@@ -1,19 +1,21 @@
 """Reads what the TPU compiler wrote of a program: where memory goes, and what moves and is computed in a run of it.
 
-Two texts: the scheduled program, and the assignment of its buffers, with the times at which each of them lives.
+Two texts: the scheduled program, and the assignment of its buffers, with the times at which each of them lives. Of all
+programs of a step together they make what a plan says: `memory_of`, `work_of`, `notes_of`.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from portable_fsdp.metrics import hlo
-from portable_fsdp.metrics.hlo import Moved
-from portable_fsdp.plan.result import Buffer
+from portable_fsdp.plan.result import Buffer, Memory, Moved, Work
 from portable_fsdp.plan.tpu_program import Program
 
 SHOWN = 12  # buffers of a plan
+PARTS = ("weights", "gradients", "optimizer", "batch", "temporaries", "outputs")
+DTYPES = {"bf16": "bfloat16", "f32": "float32", "f16": "float16", "s32": "int32", "u32": "uint32", "pred": "bool"}
 
 
 @dataclass(frozen=True)
@@ -24,18 +26,19 @@ class Compiled:
     argument_bytes: int  # weights, optimizer state, batch; their updates take the same place
     temporary_bytes: int
     output_bytes: int  # that take no argument's place
-    collectives: dict[str, Moved]  # kind and dtype: `all_gather bf16`
+    collectives: dict[str, hlo.Moved]  # kind and dtype: `all_gather bf16`
     matmul_flops: dict[str, int]  # dtypes of the factors: `bf16 x bf16`
     rematerialised: int  # instructions that the compiler repeats by itself, because memory was short
     compile_s: float  # of processor time, up to the assignment of buffers, or with code generation
     named_bytes: dict[str, int]  # of each argument, by its name; constants together
     parts: dict[str, str]  # name of an argument -> weights, optimizer, gradients, batch
+    updated_bytes: int  # of the arguments whose update takes their place
     live_bytes: int  # of temporaries, when most of them are alive; the rest are gaps between them
     at: str  # the operation that runs then
     biggest: tuple[Buffer, ...]  # the largest of arguments, and of temporaries that live then
     undonated: tuple[str, ...]  # arguments whose update is put elsewhere
     host_transfers: tuple[str, ...]  # instructions that speak to the host
-    between_slices: dict[str, Moved]  # as `collectives`, over the network
+    between_slices: dict[str, hlo.Moved]  # as `collectives`, over the network
     kernel_flops: dict[str, int]  # matrix products inside flash attention, by dtype
 
     @property
@@ -50,7 +53,8 @@ def read_compiled(
     """What the compiler's two texts say; raises ValueError where they are not what it writes."""
     memory = allocations(assignment)
     named: dict[str, int] = {}
-    for number, size in argument_sizes(assignment).items():
+    sizes = argument_sizes(assignment)
+    for number, size in sizes.items():
         name = program.arguments[number].name
         named[name] = named.get(name, 0) + size
     peak = _peak(assignment)
@@ -69,6 +73,7 @@ def read_compiled(
         compile_s=compile_s,
         named_bytes=named,
         parts={argument.name: argument.part for argument in program.arguments},
+        updated_bytes=sum(sizes.get(number, 0) for number in aliased),
         live_bytes=sum(buffer.bytes for buffer in peak.buffers),
         at=_moment(peak, described),
         biggest=largest([*arguments, *temporaries]),
@@ -249,3 +254,96 @@ def _origin(line: str) -> str:
     if path.parts[-3:] == ("torch", "autograd", "graph.py"):
         return "backward"
     return f"{'/'.join(path.parts[-3:])}:{source.group(2)}"
+
+
+# ---------------------------------------------------------------------------------------------------- what it means
+
+
+def memory_of(programs: Mapping[str, Compiled], limit_bytes: int | None) -> Memory:
+    """Of the fuller program; what only the other one takes as arguments stays on the device all the same."""
+    arguments: dict[str, int] = {}
+    part_of: dict[str, str] = {}
+    for compiled in programs.values():
+        arguments = {**arguments, **compiled.named_bytes}
+        part_of = {**part_of, **compiled.parts}
+    fuller = max(programs.values(), key=lambda compiled: compiled.temporary_bytes + compiled.output_bytes)
+    parts: dict[str, int] = dict.fromkeys(PARTS, 0)
+    for name, size in arguments.items():
+        parts[part_of[name]] += size
+    parts["temporaries"], parts["outputs"] = fuller.temporary_bytes, fuller.output_bytes
+    resting = [
+        Buffer(name=name, bytes=arguments[name], where="") for name in arguments.keys() - fuller.named_bytes.keys()
+    ]
+    return Memory(
+        parts={part: size for part, size in parts.items() if size},
+        limit_bytes=limit_bytes,
+        at=fuller.at,
+        biggest=largest([*fuller.biggest, *resting]),
+        rematerialised=max(compiled.rematerialised for compiled in programs.values()),
+    )
+
+
+def work_of(programs: Mapping[str, Compiled], accumulation: int) -> Work:
+    """Of a step: with accumulation `micro_batch` runs several times, `update` once."""
+    flops: dict[str, float] = {}
+    collectives: dict[str, Moved] = {}
+    memory_bytes = 0.0
+    for name, compiled in programs.items():
+        times = accumulation if name == "micro_batch" else 1
+        for factors, count in [*compiled.matmul_flops.items(), *compiled.kernel_flops.items()]:
+            flops[_dtype_of(factors)] = flops.get(_dtype_of(factors), 0) + times * count
+        for link, moves in (("", compiled.collectives), (" between slices", compiled.between_slices)):
+            for key, moved in moves.items():
+                kind, _, dtypes = key.partition(" ")
+                words = f"{kind} {'+'.join(DTYPES.get(dtype, dtype) for dtype in dtypes.split('+'))}{link}"
+                more = Moved(calls=times * moved.calls, bytes=times * moved.bytes, sent_bytes=times * moved.sent)
+                collectives[words] = _sum(collectives.get(words), more)
+        memory_bytes += times * _least_traffic(compiled)
+    sent = {"ici": 0.0, "network": 0.0}
+    for words, moved in collectives.items():
+        sent["network" if words.endswith("between slices") else "ici"] += moved.sent_bytes
+    return Work(
+        matmul_flops=flops,
+        memory_bytes=memory_bytes,
+        collectives=dict(sorted(collectives.items())),
+        sent_bytes={link: size for link, size in sent.items() if size},
+    )
+
+
+def _sum(one: Moved | None, other: Moved) -> Moved:
+    if one is None:
+        return other
+    return Moved(
+        calls=one.calls + other.calls, bytes=one.bytes + other.bytes, sent_bytes=one.sent_bytes + other.sent_bytes
+    )
+
+
+def _dtype_of(factors: str) -> str:
+    """Of a product `bf16 x f32` the wider: the narrower factor is cast first."""
+    names = [DTYPES.get(name, name) for name in factors.split(" x ")]
+    return "float32" if "float32" in names else names[0]
+
+
+def _least_traffic(compiled: Compiled) -> float:
+    """All that is updated in its place is read and written, and so is what lies in memory as a temporary at the peak.
+
+    What is only read is left out: of a table it may be a few rows.
+    """
+    return 2.0 * (compiled.updated_bytes + compiled.live_bytes) + compiled.output_bytes
+
+
+def notes_of(programs: Mapping[str, Compiled]) -> tuple[str, ...]:
+    """What is wrong with a program: state that isn't updated where it lies, and waits for the host."""
+    notes: list[str] = []
+    for name, compiled in programs.items():
+        if compiled.undonated:
+            notes.append(
+                f"{name}: {len(compiled.undonated)} tensors are not updated where they lie, which takes their memory "
+                f"twice: {', '.join(compiled.undonated[:3])}"
+            )
+        if compiled.host_transfers:
+            notes.append(
+                f"{name}: it waits for the host {len(compiled.host_transfers)} times inside the step: "
+                f"{', '.join(compiled.host_transfers[:3])}"
+            )
+    return tuple(notes)

@@ -21,26 +21,27 @@ from torch import Tensor, nn
 from portable_fsdp.backends.base import Batch, MakeOptimizer, Metrics
 from portable_fsdp.backends.xla.engine import ROWS, Spec, XlaBackend
 from portable_fsdp.config.schema import Config
-from portable_fsdp.plan.tpu_program import Argument, Program, write_programs
+from portable_fsdp.plan.model import model_of
+from portable_fsdp.plan.tpu_program import Argument, Program, Traced, write_traced
 from portable_fsdp.runtime.errors import PortableFSDPError
 from portable_fsdp.runtime.process import end_with_parent
 from portable_fsdp.train.loop import build
 
 
 def main(folder: Path) -> int:
-    """Writes the programs, or `refusal.json` with what the user is to be told."""
+    """Writes what was traced, or `refusal.json` with what the user is to be told."""
     request: dict[str, Any] = json.loads((folder / "request.json").read_text())
     try:
-        programs = trace(Config.model_validate_json(json.dumps(request["config"])), request["devices"])
+        traced = trace(Config.model_validate_json(json.dumps(request["config"])), request["devices"])
     except PortableFSDPError as error:
         (folder / "refusal.json").write_text(json.dumps({"kind": type(error).__name__, "message": str(error)}))
         return error.exit_code
-    write_programs(folder, programs)
+    write_traced(folder, traced)
     return 0
 
 
-def trace(config: Config, devices: int) -> dict[str, Program]:
-    """Name -> program of the config's train step on `devices` devices: `train_step`, or `micro_batch` and `update`.
+def trace(config: Config, devices: int) -> Traced:
+    """The config's train step on `devices` devices.
 
     Nothing runs, and neither weights nor optimizer state take memory. To be called in a process of its own, in which
     torch_xla wasn't used before: it takes the count of devices for a fact, and keeps it. Raises what opening the
@@ -49,6 +50,7 @@ def trace(config: Config, devices: int) -> dict[str, Program]:
     with _pretended(devices):
         backend = _Tracer(config)
         training = build(config, backend, vocabulary=1, fill=False)
+        model = model_of(training.built, config.data.seq_len)
         name_operations(training.model, backend.scope)
         rows = config.train.micro_batch * devices
         batch = {
@@ -59,7 +61,7 @@ def trace(config: Config, devices: int) -> dict[str, Program]:
             "processes": torch.empty((rows, 3 * backend.process.count), device="meta"),
         }
         training.step([backend.place(batch) for _ in range(training.accumulation)], config.optim.lr)
-        return backend.programs
+        return Traced(backend.programs, model)
 
 
 @contextmanager

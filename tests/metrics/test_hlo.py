@@ -1,5 +1,7 @@
 """Programs cut down from what the TPU compiler (v6e:2x4) and XLA on CPU wrote of real steps."""
 
+import re
+
 import pytest
 
 from portable_fsdp.metrics.hlo import (
@@ -98,6 +100,16 @@ def test_a_loop_counts_as_often_as_it_turns() -> None:
     assert runs["region_5.282.sunk"] == 3
     assert runs["async_collective_fusion.1"] == 3
     assert runs["all-reduce-scatter.10"] == 1
+
+
+def test_computations_stand_in_any_order() -> None:
+    """The TPU compiler puts clones behind the entry, where it computes things twice."""
+    header, *blocks = re.split(r"\n\n", TPU.rstrip("\n"))
+    turned = "\n\n".join([header, *reversed(blocks)])
+    assert turned != TPU
+    assert times_run(read_computations(turned)) == times_run(read_computations(TPU))
+    assert matmul_flops(turned) == matmul_flops(TPU)
+    assert collectives(turned, 8) == collectives(TPU, 8)
 
 
 def test_what_the_compiler_wrote_down_of_a_loop_counts_before_its_condition() -> None:

@@ -172,7 +172,7 @@ def traced(program: Program) -> dict[str, TracedProgram]:
 
 @lru_cache(maxsize=4)  # a trace is of a number of devices, whatever they are
 def _traced(config: str, devices: int) -> dict[str, TracedProgram]:
-    return trace_apart(Config.model_validate_json(config), devices)
+    return trace_apart(Config.model_validate_json(config), devices).programs
 
 
 def compiled(program: Program, *, generate_code: bool = False) -> Compiled:

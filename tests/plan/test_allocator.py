@@ -82,3 +82,16 @@ def test_unused_segments_go_back_where_memory_runs_out() -> None:
     assert allocator.reserved == 90 * MIB
     allocator.malloc("too much", Allocation(50 * MIB, 0))
     assert allocator.reserved == allocator.peak_reserved == 140 * MIB
+
+
+def test_free_pieces_of_one_size_are_told_apart() -> None:
+    """A piece in the middle of a large segment, and a smaller segment."""
+    allocator = asked(100 * MIB)
+    allocator.free(0)
+    for key, size in {"left": 40, "middle": 20, "right": 40, "segment": 20}.items():
+        allocator.malloc(key, Allocation(size * MIB, 0))
+    for key in ("middle", "segment"):
+        allocator.free(key)
+    for key in ("one", "other"):
+        allocator.malloc(key, Allocation(20 * MIB, 0))
+    assert allocator.reserved == allocator.allocated == 120 * MIB

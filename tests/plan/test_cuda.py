@@ -12,13 +12,17 @@ import torch
 import torch.distributed as dist
 from programs import LLAMA_8B
 from steps import LLAMA, MIXTRAL, ROWS, SEQ_LEN, in_a_child, plans, step
+from test_options import DEVICES as OPTION_DEVICES
+from test_options import ROWS as ROWS_OF_OPTIONS
+from test_options import case_of, taken_by
 from torch.nn import functional as F
 from workers import Group, Workers
 
 from portable_fsdp.backends.base import ShardPolicy
 from portable_fsdp.config.schema import Config
 from portable_fsdp.models import build as models_build
-from portable_fsdp.plan.cuda import COMMUNICATOR_BYTES, plan_memory
+from portable_fsdp.plan.cuda import COMMUNICATOR_BYTES, L2_BYTES, least_traffic, plan_memory
+from portable_fsdp.plan.live import Block
 from portable_fsdp.plan.result import Memory, Work
 from portable_fsdp.runtime.errors import BackendError, ConfigError
 from portable_fsdp.train import loop
@@ -42,6 +46,7 @@ PLANNED = {
     "five": step(**EIGHT, accumulation=5),
     "frozen": step(**EIGHT, model__freeze=("model.layers",)),
     "tied": step(**TIED),
+    "tied, offloaded": step(**TIED, memory__cpu_offload=True, accumulation=2),
     "compiled": step(**EIGHT, compile__enabled=True),
     "float32": step(devices=DEVICES, model=SHALLOW, precision__matmul="high"),
     "experts": step(**EXPERTS),
@@ -123,6 +128,25 @@ def test_a_cpu_plan_is_what_two_processes_hold_with_every_option() -> None:
     _require_equal(MORE_REAL)
 
 
+def test_every_two_options_together_are_planned() -> None:
+    """A stand-in for a GPU is another device than the host: what mixes the two ends a plan, and no test on CPUs."""
+    rows = [case_of(taken_by("native", row)).config(OPTION_DEVICES) for row in ROWS_OF_OPTIONS]
+    for row, (memory, _) in zip(rows, in_a_child(plans, rows, OPTION_DEVICES, "cuda", 2), strict=True):
+        assert memory.parts["activations"] > 0
+        assert (memory.host_bytes > 0) == row.memory.cpu_offload
+
+
+def test_the_least_traffic_is_what_must_cross() -> None:
+    """Written and read: what is trained, and in an eager step what lives at the peak. In 10^9 bytes."""
+    weight, frozen = Block(10**9, 0, "weights", "head.weight", ""), Block(3 * 10**9, 0, "weights", "table.weight", "")
+    moment = Block(2 * 10**9, 0, "optimizer", "exp_avg/head.weight", "")
+    kept, scratch = Block(5 * 10**9, 0, "activations", "mm", ""), Block(10**9, 0, "temporaries", "cuBLAS workspace", "")
+    blocks = [weight, frozen, moment, kept, scratch]
+    assert least_traffic(blocks, frozenset({"table.weight"}), is_compiled=False) == 2 * (8 * 10**9 - L2_BYTES)
+    assert least_traffic(blocks, frozenset({"table.weight"}), is_compiled=True) == 2 * (3 * 10**9 - L2_BYTES)
+    assert least_traffic([scratch], frozenset(), is_compiled=False) == 0
+
+
 def _part(planned: dict[str, tuple[Memory, Work]], name: str, part: str) -> int:
     return planned[name][0].parts[part]
 
@@ -136,6 +160,10 @@ def test_what_rests_is_the_shards(planned: dict[str, tuple[Memory, Work]]) -> No
     assert _part(planned, "frozen", "optimizer") == pytest.approx(8 * (2 * 4096 * 512 + 512) / 8, rel=1e-3)
     assert _part(planned, "offloaded", "weights") < 1024  # buffers
     assert _part(planned, "offloaded", "optimizer") == 0
+    assert planned["offloaded"][0].host_bytes == pytest.approx(16 * PARAMETERS / 8, rel=1e-3)
+    assert _part(planned, "tied, offloaded", "weights") < 1024
+    assert planned["tied, offloaded"][0].host_bytes == pytest.approx(16 * tied / 8, rel=1e-3)
+    assert planned["plain"][0].host_bytes == 0
 
 
 def test_strategies_and_checkpointing_move_what_they_say(planned: dict[str, tuple[Memory, Work]]) -> None:

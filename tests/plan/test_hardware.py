@@ -15,11 +15,8 @@ from portable_fsdp.plan.hardware import (
     TPUS,
     Hardware,
     Link,
-    accelerator_type,
-    links_per_chip,
-    parse_target,
-    shapes_of,
 )
+from portable_fsdp.plan.target import accelerator_type, links_per_chip, parse_target, shapes_of
 from portable_fsdp.runtime.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -235,7 +232,8 @@ def test_unknown_bandwidths_are_none() -> None:
 LIBTPU = """
 from itertools import islice
 from jax.experimental import topologies
-from portable_fsdp.plan.hardware import TPUS, parse_target, shapes_of
+from portable_fsdp.plan.hardware import TPUS
+from portable_fsdp.plan.target import parse_target, shapes_of
 names = [f"{h.name}:{'x'.join(map(str, s))}" for h in TPUS if h.name != "tpu7x" for s in islice(shapes_of(h.chip), 8)]
 for name in [*names, "2*v5e:4x4"]:
     target = parse_target(name)

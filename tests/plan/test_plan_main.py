@@ -65,6 +65,16 @@ def test_a_plan_on_gpus(plan: Callable[..., tuple[int, str, str]]) -> None:
     assert found["settings"]["train.micro_batch"] == 1
 
 
+def test_what_a_reader_may_take_wrong_is_noted(plan: Callable[..., tuple[int, str, str]]) -> None:
+    """Four experts over eight shards; and a host of L4s, of whose network nothing is known."""
+    experts = ["model.architecture.model_type=mixtral", "model.architecture.num_local_experts=4"]
+    (note,) = planned(plan, "--on=h100:8", *experts)["notes"]
+    assert "% of the weights have fewer rows than the 8 shards" in note
+    assert planned(plan, "--on=h100:4", "train.global_batch=16", *experts)["notes"] == []
+    (note,) = planned(plan, "--on=l4:16")["notes"]
+    assert note.startswith("no bandwidth of network is known")
+
+
 @pytest.mark.xla
 def test_a_plan_on_a_tpu_slice(plan: Callable[..., tuple[int, str, str]]) -> None:
     found = planned(plan, "--on=v6e-8")
@@ -89,7 +99,54 @@ def test_a_sweep(plan: Callable[..., tuple[int, str, str]]) -> None:
     assert code == 0, err
     rows = [line.split()[:2] for line in out.splitlines()[1:] if "fits" in line]
     assert sorted(rows) == sorted([size, how] for size in "2" for how in ("NO_SHARD", "FULL_SHARD"))
-    assert out.count("refused: train.micro_batch=3") == 2  # 16 rows are no multiple of 3 x 2
+    refused = out.partition("refused:\n")[2].splitlines()
+    assert [row.split() for row in refused[:2]] == [
+        ["train.micro_batch=3", f"sharding.strategy={how}"] for how in ("NO_SHARD", "FULL_SHARD")
+    ]
+    assert refused[2].startswith("train.global_batch: expected a multiple")  # 16 rows are none of 3 x 2, said once
+    assert "4 of at most 4: train.micro_batch=3 sharding.strategy=FULL_SHARD: refused" in err
+
+
+def test_a_sweep_for_programs(plan: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, err = plan("--on=h100:2", "--over=train.micro_batch=2,3", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert (found["schema_version"], found["complete"], found["left_out"]) == (1, True, [])
+    assert [one["plan"] is None for one in found["plans"]] == [False, True]
+
+
+def test_a_sweep_of_which_all_is_refused_is_a_mistake(plan: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, _ = plan("--on=h100:2", "--over=train.micro_batch=3,5")
+    assert code == 2
+    assert "expected a multiple" in out
+
+
+def test_a_picture_where_a_folder_is(plan: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    (tmp_path / "plan.png").mkdir()
+    code, out, err = plan("--on=h100:8", f"--save={tmp_path / 'plan.png'}")
+    assert (code, out) == (2, "")
+    assert "found a folder" in err
+
+
+def test_a_picture_that_can_not_be_written(plan: Callable[..., tuple[int, str, str]]) -> None:
+    """For a user like root it shows only in the attempt."""
+    code, _, err = plan("--on=cpu:2", "--save=/proc/plan.png")
+    assert code == 2
+    assert "--save=/proc/plan.png: expected" in err
+
+
+@pytest.mark.parametrize(
+    "row",
+    [{"mfu": "x"}, {"tokens": [1]}, {"tokens": None}, {"seconds": True}, {"seconds": float("nan")}, {"tokens": 7}],
+)
+def test_rows_that_are_no_runs_are_refused_before_the_plan(
+    plan: Callable[..., tuple[int, str, str]], tmp_path: Path, row: dict[str, Any]
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"seconds": 1.0, "tokens": 16 * 128, "mfu": None, **row}) + "\n")
+    code, out, err = plan("--on=h100:8", f"--compare={tmp_path}")
+    assert (code, out) == (2, "")
+    assert "--compare: expected" in err
+    assert "running" not in err
 
 
 def test_what_does_not_fit_comes_with_what_would(plan: Callable[..., tuple[int, str, str]]) -> None:
@@ -124,7 +181,11 @@ def test_a_run_beside_its_plan(plan: Callable[..., tuple[int, str, str]], tmp_pa
         (["--on=h100:8", "--save=plan.txt"], "expected a file that ends in"),
         (["--on=h100:8", "--save=absent/plan.png"], "expected a folder that exists"),
         (["--on=h100:8", "--compare=absent"], "found no metrics.jsonl"),
+        (["--on=h100:8", "--compare=absent", "--sweep"], "expected one plan"),
         (["--on=h100:8", "--over=micro_batch"], "expected a key with values"),
+        (["--on=h100:8", "--over=train.micro_batch=1,,2"], "expected a key with values"),
+        (["--on=h100:8", "--over=train.mikro_batch=1"], "micro_batch"),
+        (["--on=h100:8", "--over=train.micro_batch=a,b"], "train.micro_batch"),
         (["--on=h100:8", "--no_such_flag"], "Unknown command line flag"),
         (["--on=v6e-8", "memory.cpu_offload=true"], "cpu_offload=true on XLA"),
     ],
@@ -136,28 +197,72 @@ def test_bad_input(plan: Callable[..., tuple[int, str, str]], words: Sequence[st
     assert "Traceback" not in err
 
 
-def test_the_first_line_comes_at_once_and_ctrl_c_leaves_no_child(tmp_path: Path) -> None:
-    path = tmp_path / "small.yaml"
+GPUS, SLICE = ("--on=h100:8", "running a step on fake tensors"), ("--on=v6e-8", "compiling micro_batch and update")
+
+
+@pytest.mark.parametrize(
+    ("where", "processes", "later_s"),
+    [
+        *((GPUS, 1, 0), (GPUS, 2, 0), (GPUS, 2, 0.3), (GPUS, 2, 4)),  # while it begins, imports, plans
+        *(pytest.param(SLICE, 2, later_s, marks=pytest.mark.xla) for later_s in (0, 3)),  # two compilers
+    ],
+)
+def test_the_first_line_comes_at_once_and_ctrl_c_leaves_no_child(
+    tmp_path: Path, where: tuple[str, str], processes: int, later_s: float
+) -> None:
+    process = _started(tmp_path, *where)
+    assert process.stderr is not None
+    children = _end(process, signal.SIGINT, processes, later_s)
+    assert process.wait(60) == 130
+    assert process.stderr.read() == "interrupted\n"
+    process.stderr.close()
+    # multiprocessing's resource tracker ends when it sees that its parent has.
+    assert psutil.wait_procs(children, timeout=30)[1] == []
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("where", [GPUS, pytest.param(SLICE, marks=pytest.mark.xla)], ids=["gpus", "slice"])
+def test_a_plan_that_is_killed_leaves_no_child(tmp_path: Path, where: tuple[str, str], how: signal.Signals) -> None:
+    process = _started(tmp_path, *where)
+    assert process.stderr is not None
+    children = _end(process, how, 2, 2)
+    assert process.wait(60) == (128 + how if how == signal.SIGTERM else -how)
+    process.stderr.close()
+    assert psutil.wait_procs(children, timeout=30)[1] == []
+    assert how == signal.SIGKILL or list((tmp_path / "tmp").iterdir()) == []
+
+
+def _started(folder: Path, on: str, stage: str) -> subprocess.Popen[str]:
+    """A plan that takes long, once it has said `stage`."""
+    path = folder / "small.yaml"
     path.write_text(yaml.safe_dump(SMALL))
-    command = [sys.executable, "-m", "portable_fsdp.plan", f"--config={path}", "--on=h100:8"]
+    (folder / "tmp").mkdir()
+    command = [sys.executable, "-m", "portable_fsdp.plan", f"--config={path}", on]
+    command += ["model.architecture.num_hidden_layers=40"]  # it is not to end before it is ended
     process = subprocess.Popen(
         command,
         stderr=subprocess.PIPE,
         text=True,
+        env={**os.environ, "XDG_CACHE_HOME": str(folder), "TMPDIR": str(folder / "tmp")},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     began = time.monotonic()
     assert process.stderr is not None
-    assert process.stderr.readline() == "running a step on fake tensors\n"
+    said = process.stderr.readline()
     assert time.monotonic() - began < 10
-    while not (children := psutil.Process(process.pid).children(recursive=True)):
-        time.sleep(0.05)
-    os.kill(process.pid, signal.SIGINT)
-    assert process.wait(60) == 130
-    assert "Traceback" not in process.stderr.read()
-    process.stderr.close()
-    # multiprocessing's resource tracker ends when it sees that its parent has.
-    assert psutil.wait_procs(children, timeout=30)[1] == []
+    while said != f"{stage}\n":
+        said = process.stderr.readline()
+        assert said, "it ended"
+    return process
+
+
+def _end(process: subprocess.Popen[str], how: signal.Signals, processes: int, later_s: float) -> list[psutil.Process]:
+    """Send the signal to the plan alone, once it has so many children; returns these."""
+    while len(children := psutil.Process(process.pid).children(recursive=True)) < processes:
+        time.sleep(0.01)
+    time.sleep(later_s)
+    os.kill(process.pid, how)
+    return children
 
 
 def test_help_needs_no_torch() -> None:

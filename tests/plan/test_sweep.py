@@ -1,20 +1,25 @@
 """The grid, and the nearest setting that fits, over plans whose memory is a formula."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from portable_fsdp.config.load import config_text, load_config
 from portable_fsdp.config.schema import Config
+from portable_fsdp.config.support import require_supported
 from portable_fsdp.plan.result import Memory, Plan, Time, Work
-from portable_fsdp.plan.sweep import Settings, Tried, nearest_that_fits, sweep, usual_axes
+from portable_fsdp.plan.sweep import Settings, Tried, grid, nearest_that_fits, sweep, usual_grid
 from portable_fsdp.runtime.errors import ConfigError
 
 LIMIT = 100
 
 
-def config(**train: Any) -> Config:
+def config(memory: dict[str, Any] | None = None, sharding: dict[str, Any] | None = None, **train: Any) -> Config:
     return Config.model_validate(
         {
+            "memory": memory or {},
+            "sharding": sharding or {},
             "model": {"architecture": {"model_type": "llama"}},
             "data": {"seq_len": 64},
             "train": {"steps": 1, "global_batch": 64, "micro_batch": 8, **train},
@@ -57,7 +62,7 @@ def test_larger_micro_batches_are_left_out_where_a_smaller_one_has_no_room() -> 
     axes = {"memory.gradient_checkpointing": ["none", "full"], "train.micro_batch": ["1", "2", "4", "8", "16"]}
     found = [
         (one.settings["memory.gradient_checkpointing"], one.settings["train.micro_batch"])
-        for one in sweep(axes, plan_of)
+        for one in sweep(grid(axes), plan_of)
     ]
     assert found == [
         *(("none", size) for size in ("1", "2", "4")),  # 4 x 30 is too much, and the last that is tried
@@ -71,13 +76,17 @@ def test_what_is_refused_is_kept_with_its_reason() -> None:
             raise ConfigError("two is refused")
         return plan_of(settings)
 
-    assert [one.refusal for one in sweep({"train.micro_batch": ["1", "2", "3"]}, refuses)] == ["", "two is refused", ""]
+    assert [one.refusal for one in sweep(grid({"train.micro_batch": ["1", "2", "3"]}), refuses)] == [
+        "",
+        "two is refused",
+        "",
+    ]
 
 
 def test_the_nearest_that_fits_costs_least() -> None:
     """Each measure alone before the next: 8 rows of 30 are too many, of 10 they fit."""
-    found = nearest_that_fits(config(), plan_of, offload=False)
-    assert found is not None
+    (found,) = nearest_that_fits(config(), plan_of, offload=False)
+    assert found.fits
     assert found.settings == {"memory.gradient_checkpointing": "full"}
 
 
@@ -85,9 +94,9 @@ def test_measures_are_laid_one_over_the_other() -> None:
     def larger(settings: Settings) -> Plan:
         return plan(4 * plan_of(settings).memory.peak_bytes)
 
-    found = nearest_that_fits(config(), larger, offload=False)
-    assert found is not None
-    assert found.settings == {"memory.gradient_checkpointing": "full", "train.micro_batch": "2"}
+    found = list(nearest_that_fits(config(), larger, offload=False))
+    assert [one.fits for one in found] == [False, False, True]
+    assert found[-1].settings == {"memory.gradient_checkpointing": "full", "train.micro_batch": "2"}
 
 
 @pytest.mark.parametrize("offload", [True, False])
@@ -98,16 +107,43 @@ def test_none_fits(offload: bool) -> None:
         tried.append(settings)
         return plan(LIMIT + 1)
 
-    assert nearest_that_fits(config(), never, offload=offload) is None
+    assert not any(one.fits for one in nearest_that_fits(config(), never, offload=offload))
     assert ("memory.cpu_offload" in tried[-1]) == offload
     assert tried[-1]["train.micro_batch"] == "1"
 
 
-def test_usual_axes_divide_the_batch() -> None:
-    axes = usual_axes(config(global_batch=48, micro_batch=3), 8, scan=True)
-    assert axes["train.micro_batch"] == ["1", "2", "3"]
-    assert axes["compile.scan_layers"] == ["false", "true"]
-    assert usual_axes(config(), 1, scan=False)["sharding.strategy"] == ["NO_SHARD"]
+def test_the_usual_grid_divides_the_batch() -> None:
+    points = usual_grid(config(global_batch=48, micro_batch=3), 8, scan=True)
+    assert len(points) == 2 * (3 + 2) * 3  # scanned layers are recomputed all or none
+    assert [point["train.micro_batch"] for point in points[:4]] == ["1", "2", "3", "1"]
+    assert {point["compile.scan_layers"] for point in points} == {"false", "true"}
+    assert {point["sharding.strategy"] for point in usual_grid(config(), 1, scan=False)} == {"NO_SHARD"}
+
+
+@pytest.mark.parametrize(
+    ("engine", "device", "memory"),
+    [
+        ("native", "cuda", {}),
+        ("xla", "tpu", {}),
+        ("native", "cuda", {"gradient_checkpointing": "full"}),
+        ("xla", "tpu", {"gradient_checkpointing": "selective", "every": 3}),
+        ("native", "cuda", {"gradient_checkpointing": "selective", "save_ops": ["attention"]}),
+    ],
+)
+def test_no_setting_of_the_usual_grid_is_refused(
+    engine: str, device: str, memory: dict[str, Any], tmp_path: Path
+) -> None:
+    before = config(memory)
+    (tmp_path / "run.yaml").write_text(config_text(before))
+    for point in usual_grid(before, 8, scan=engine == "xla"):
+        tried = load_config(tmp_path / "run.yaml", [f"{key}={value}" for key, value in point.items()])
+        require_supported(tried, engine=engine, device=device, devices=8, hosts=1)
+
+
+def test_a_strategy_of_its_own_is_in_the_usual_grid() -> None:
+    hybrid = config(sharding={"strategy": "HYBRID_SHARD"})
+    found = {point["sharding.strategy"] for point in usual_grid(hybrid, 8, scan=False)}
+    assert found == {"SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD"}
 
 
 def test_a_row_for_each_plan() -> None:

@@ -13,18 +13,20 @@ from programs import RESULTS, Program, table, traced
 
 from portable_fsdp.backends.tpu_options import COMPILER_OPTIONS, compiler_options, libtpu_arguments
 from portable_fsdp.plan import tpu
+from portable_fsdp.plan.result import Model
 from portable_fsdp.plan.tpu import compile_for, plan_tpu, trace_apart
-from portable_fsdp.plan.tpu_program import Program as Traced
-from portable_fsdp.plan.tpu_program import read_programs, write_programs
+from portable_fsdp.plan.tpu_program import Program as TracedProgram
+from portable_fsdp.plan.tpu_program import Traced, read_traced, write_traced
 from portable_fsdp.runtime.errors import BackendError, ConfigError
 
 pytestmark = pytest.mark.xla
 
 SMALL = Program("small", "v6e:2x4", seq_len=128)
+MODEL = Model(parameters=SMALL.parameters, flops_per_token=None, elements_by_rows={})
 
 
 @pytest.fixture(scope="module")
-def step() -> Traced:
+def step() -> TracedProgram:
     return traced(SMALL)["train_step"]
 
 
@@ -38,7 +40,7 @@ def elements(shape: tuple[int, ...]) -> int:
 # ---------------------------------------------------------------------------------------------------------- tracing
 
 
-def test_all_state_is_an_argument_that_is_updated_in_place(step: Traced) -> None:
+def test_all_state_is_an_argument_that_is_updated_in_place(step: TracedProgram) -> None:
     state = [argument for argument in step.arguments if argument.output is not None]
     moments = [a for a in state if a.part == "optimizer"]
     weights = [a for a in state if a.part == "weights"]
@@ -49,7 +51,7 @@ def test_all_state_is_an_argument_that_is_updated_in_place(step: Traced) -> None
     assert max(a.output for a in state if a.output is not None) < len(step.outputs)
 
 
-def test_shardings_are_those_of_the_engine(step: Traced) -> None:
+def test_shardings_are_those_of_the_engine(step: TracedProgram) -> None:
     arguments = {argument.name: argument for argument in step.arguments}
     assert arguments["model.embed_tokens.weight"].sharding == "{devices=[8,1]<=[8]}"
     assert arguments["exp_avg/model.norm.weight"].sharding == "{devices=[8]<=[8]}"
@@ -63,7 +65,7 @@ def test_shardings_are_those_of_the_engine(step: Traced) -> None:
 def test_replicas_share_a_sharding() -> None:
     """As many as there are hosts, where the config doesn't say."""
     hybrid = Program("small", "v6e:2x4", seq_len=128, strategy="HYBRID_SHARD")
-    programs = trace_apart(hybrid.config, 8, hosts=2)
+    programs, _ = trace_apart(hybrid.config, 8, hosts=2)
     arguments = {a.name: a for a in programs["train_step"].arguments}
     expected = "{devices=[4,1,2]<=[2,4]T(1,0) last_tile_dim_replicate}"
     assert arguments["lm_head.weight"].sharding == expected
@@ -82,7 +84,7 @@ def test_accumulation_is_two_programs_over_the_same_gradients(monkeypatch: pytes
     assert len(gradients[0]) == 30
     assert not [a for a in programs["micro_batch"].arguments if a.part == "optimizer"]
 
-    monkeypatch.setattr(tpu, "trace_apart", lambda *_args, **_kwargs: programs)
+    monkeypatch.setattr(tpu, "trace_apart", lambda *_args, **_kwargs: Traced(programs, MODEL))
     plan = plan_tpu(accumulating.config, "v6e:2x4", 8, limit_bytes=2**30)
     parts, bytes_each = plan.memory.parts, 4 * accumulating.parameters / 8
     assert parts["weights"] == pytest.approx(bytes_each, rel=0.05)
@@ -108,19 +110,19 @@ def test_what_the_trainer_refuses_a_plan_refuses_in_the_same_words() -> None:
         trace_apart(config.model_copy(update={"model": wrong}), 8)
 
 
-def test_programs_come_back_from_their_files(step: Traced, tmp_path: Path) -> None:
-    write_programs(tmp_path, {"train_step": step})
-    assert read_programs(tmp_path) == {"train_step": step}
+def test_programs_come_back_from_their_files(step: TracedProgram, tmp_path: Path) -> None:
+    write_traced(tmp_path, Traced({"train_step": step}, MODEL))
+    assert read_traced(tmp_path) == Traced({"train_step": step}, MODEL)
 
 
 # ------------------------------------------------------------------------------------------------ the whole of a plan
 
 
-def test_a_plan_says_what_a_device_holds_and_does(step: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_says_what_a_device_holds_and_does(step: TracedProgram, monkeypatch: pytest.MonkeyPatch) -> None:
     stages: list[str] = []
-    monkeypatch.setattr(tpu, "trace_apart", lambda *_args, **_kwargs: {"train_step": step})
+    monkeypatch.setattr(tpu, "trace_apart", lambda *_args, **_kwargs: Traced({"train_step": step}, MODEL))
     plan = plan_tpu(SMALL.config, "v6e:2x4", 8, limit_bytes=2**30, progress=stages.append)
-    assert stages == ["tracing", "compiling train_step", "reading train_step"]
+    assert stages == ["tracing", "compiling train_step", "reading what the compiler wrote"]
     memory = plan.memory
     assert set(memory.parts) == {"weights", "optimizer", "batch", "temporaries", "outputs"}
     assert memory.parts["optimizer"] == pytest.approx(8 * SMALL.parameters / 8, rel=0.05)
@@ -135,7 +137,7 @@ def test_a_plan_says_what_a_device_holds_and_does(step: Traced, monkeypatch: pyt
     assert plan.compiler.startswith("libtpu ")
 
 
-def test_the_compiler_takes_the_step_to_the_end_flash_kernel_included(step: Traced) -> None:
+def test_the_compiler_takes_the_step_to_the_end_flash_kernel_included(step: TracedProgram) -> None:
     assert b"tpu_custom_call" in step.hlo
     compile_for(step, SMALL.slice, generate_code=True)
 
@@ -188,21 +190,25 @@ def test_options_are_read_as_libtpu_reads_them() -> None:
     assert compiler_options("--a=1 -b=x=y  c --d") == {"a": "1", "b": "x=y", "c": "true", "d": "true"}
 
 
-def test_the_users_own_options_reach_the_compiler(step: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_own_options_reach_the_compiler(step: TracedProgram, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_unheard_of=1")
-    with pytest.raises(BackendError, match=r"expected options that libtpu .* knows, found xla_tpu_unheard_of"):
+    with pytest.raises(
+        BackendError, match=r"expected options that libtpu .* knows and takes, found xla_tpu_unheard_of"
+    ):
         compile_for(step, "v6e:2x4")
 
 
-def test_an_option_of_the_plan_that_the_compiler_refuses(step: Traced) -> None:
-    with pytest.raises(BackendError, match=r"expected options that libtpu .* knows, found xla_tpu_unheard_of"):
+def test_an_option_of_the_plan_that_the_compiler_refuses(step: TracedProgram) -> None:
+    with pytest.raises(
+        BackendError, match=r"expected options that libtpu .* knows and takes, found xla_tpu_unheard_of"
+    ):
         compile_for(step, "v6e:2x4", options={"xla_tpu_unheard_of": "1"})
 
 
 # ---------------------------------------------------------------------------------------------------------- refusals
 
 
-def test_a_slice_that_is_none_is_refused(step: Traced) -> None:
+def test_a_slice_that_is_none_is_refused(step: TracedProgram) -> None:
     with pytest.raises(BackendError, match=r"plan for v6e:3x3: expected a slice that libtpu .* knows"):
         compile_for(step, "v6e:3x3")
     with pytest.raises(BackendError, match="it has 4 devices, the program is for 8"):
@@ -211,7 +217,9 @@ def test_a_slice_that_is_none_is_refused(step: Traced) -> None:
         compile_for(step, "tpu7x:2x2x1")
 
 
-def test_a_compiler_that_fails_leaves_a_report(step: Traced, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_compiler_that_fails_leaves_a_report(
+    step: TracedProgram, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(BackendError, match="Its last lines") as failure:
         compile_for(replace(step, hlo=step.hlo[:1000]), "v6e:2x4")
@@ -221,7 +229,7 @@ def test_a_compiler_that_fails_leaves_a_report(step: Traced, monkeypatch: pytest
     assert (report / "log").read_text().splitlines()[-1][:100] in str(failure.value)
 
 
-def test_a_compiler_that_hangs_is_stopped(step: Traced, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_compiler_that_hangs_is_stopped(step: TracedProgram, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(BackendError, match="it was stopped after 0 s"):
         compile_for(step, "v6e:2x4", limit_s=0.1)
@@ -232,7 +240,7 @@ def test_a_missing_extra_names_the_command(monkeypatch: pytest.MonkeyPatch, miss
     real = tpu.importlib.util.find_spec
     monkeypatch.setattr(tpu.importlib.util, "find_spec", lambda name: None if name == missing else real(name))
     monkeypatch.setattr(tpu, "trace_apart", lambda *_args, **_kwargs: pytest.fail("it was found too late"))
-    with pytest.raises(BackendError, match=rf"found no {missing}.\n.*pip install '.\[tpu\]'"):
+    with pytest.raises(BackendError, match=rf"found no {missing}.\n.*pip install '.\[plan\]'"):
         plan_tpu(SMALL.config, "v6e:2x4", 8)
 
 
@@ -240,7 +248,7 @@ def test_a_missing_extra_names_the_command(monkeypatch: pytest.MonkeyPatch, miss
 
 
 def test_a_plan_made_before_is_taken_from_the_cache(
-    step: Traced, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    step: TracedProgram, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     runs: list[Any] = []
@@ -263,7 +271,7 @@ def test_a_plan_made_before_is_taken_from_the_cache(
     assert len(runs) == 3  # other options, another plan
 
 
-def test_two_at_once(step: Traced, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_two_at_once(step: TracedProgram, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda slice_: compile_for(step, slice_), ["v6e:2x4", "v5e:2x4"]))

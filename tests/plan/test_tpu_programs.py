@@ -25,8 +25,8 @@ from programs import (
 )
 
 from portable_fsdp.metrics.hlo import Moved
-from portable_fsdp.plan.tpu import compile_for, memory_of
-from portable_fsdp.plan.tpu_read import Compiled
+from portable_fsdp.plan.tpu import compile_for
+from portable_fsdp.plan.tpu_read import Compiled, memory_of
 from portable_fsdp.runtime.errors import BackendError
 
 pytestmark = [pytest.mark.proof, pytest.mark.xla, pytest.mark.timeout(1800)]

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from portable_fsdp.metrics.hlo import Moved
-from portable_fsdp.plan.tpu import _limit, memory_of, notes_of, work_of
+from portable_fsdp.plan.tpu import _limit
 from portable_fsdp.plan.tpu_program import Argument, Program
-from portable_fsdp.plan.tpu_read import Compiled, read_compiled
+from portable_fsdp.plan.tpu_read import Compiled, memory_of, notes_of, read_compiled, work_of
 
 TEXT = """\
 HloModule step, is_scheduled=true, input_output_alias={ {1}: (0, {}, may-alias), {2}: (1, {}, may-alias) }, entry_computation_layout={()}
@@ -164,7 +164,7 @@ def test_work_counts_kernels_and_both_links(found: Compiled) -> None:
     between = work.collectives["all_reduce bfloat16 between slices"]
     assert between.model_dump() == {"calls": 4, "bytes": 4096, "sent_bytes": 4096}  # two slices: as much as it holds
     assert work.sent_bytes == {"ici": 1792, "network": 4096}
-    assert work.memory_bytes == 2 * (6272 + 5120) + 16
+    assert work.memory_bytes == 2 * (2048 + 4096 + 5120) + 16  # the batch is only read
 
 
 def test_with_accumulation_the_fuller_program_counts_beside_all_that_rests(found: Compiled) -> None:

@@ -82,6 +82,8 @@ class NativeBackend(Backend):
     def __init__(self, device: str, config: Config, num_devices: int | None) -> None:
         launch = detect_launch(os.environ)
         self._owns_group = not dist.is_initialized()
+        if self._owns_group:
+            os.environ.update(launch.variables)
         count = launch.world_size if self._owns_group else dist.get_world_size()
         hosts = max(1, count // int(os.environ.get("LOCAL_WORLD_SIZE", count)))
         _check_launch(device, num_devices, count, launch.local_rank)
@@ -92,7 +94,7 @@ class NativeBackend(Backend):
             torch.cuda.set_device(self.device)
             self.device_name = torch.cuda.get_device_name(self.device)
         if self._owns_group:
-            _init_process_group(device, self.device, launch.kind == "plain")
+            _init_process_group(device, self.device, launch.is_alone)
         self.process = Part(dist.get_rank(), dist.get_world_size())
         self.data_shard = self.process
         self.data_parallel_size = self.process.count
@@ -289,12 +291,13 @@ def _check_launch(device: str, num_devices: int | None, world_size: int, local_r
     if num_devices is not None and num_devices != world_size:
         raise BackendError(
             f"backend native: --num_devices={num_devices}, but the launcher started {world_size} process(es), and "
-            "each process has one device.\n  Leave --num_devices out under torchrun."
+            "each process has one device.\n  Leave --num_devices out under a launcher."
         )
     if device == "cuda" and local_rank >= torch.cuda.device_count():
         raise BackendError(
             f"backend native on cuda: local rank {local_rank} needs a GPU of its own, found "
-            f"{torch.cuda.device_count()}.\n  Start at most that many processes: torchrun --nproc_per_node=gpu."
+            f"{torch.cuda.device_count()}.\n  Start at most that many processes: torchrun --nproc_per_node=gpu. "
+            "Under srun each task is to see all GPUs of its host: --gpus-per-node, without --gpus-per-task."
         )
 
 
@@ -326,7 +329,9 @@ def _materialise(model: nn.Module, device: torch.device, rest_on: torch.device) 
     """Memory for the parameters (on meta until now) where they rest; buffers move to the device with their values."""
 
     def give(tensor: Tensor) -> Tensor:
-        return torch.empty_like(tensor, device=rest_on) if tensor.is_meta else tensor.to(device)
+        if not isinstance(tensor, nn.Parameter):
+            return tensor.to(device)
+        return torch.empty_like(tensor, device=rest_on) if tensor.is_meta else tensor  # a tied one comes twice
 
     cast(Any, model)._apply(give)
 

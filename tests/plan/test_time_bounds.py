@@ -1,0 +1,340 @@
+"""The textbook's and the planner's bounds: by hand, against the TPU compiler's counts, and against others' runs."""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import time_bounds
+from programs import DEVICES, SIZES, Program
+from pydantic import ValidationError
+from textbook import ON_CHIP_BYTES, Step, model_flops, work_of
+
+from portable_fsdp.plan import time as time_module
+from portable_fsdp.plan.hardware import Hardware
+from portable_fsdp.plan.planner import Apart
+from portable_fsdp.plan.result import Time
+from portable_fsdp.plan.target import Target, parse_target
+from portable_fsdp.plan.time import bound
+
+ROOT = Path(__file__).parents[2]
+COMPILED = ROOT / "benchmarks" / "results" / "tpu_programs.json"
+RESULTS = ROOT / "benchmarks" / "results" / "time_bounds.json"
+LLAMA_8B = Step(
+    parameters=8_030_261_248,
+    embedding_parameters=128_256 * 4096,
+    layer_parameters=8_030_261_248 - 2 * 128_256 * 4096 - 4096,
+    layers=32,
+    hidden=4096,
+    seq_len=8192,
+    sequences=16,
+    vector_parameters=65 * 4096,
+)
+
+
+def bound_of(step: Step, text: str) -> Time:
+    target = parse_target(text)
+    flops = model_flops(step) / target.devices
+    tokens = step.sequences * step.seq_len
+    return bound(work_of(step, target), target, tokens_per_step=tokens, model_flops_per_device=flops)
+
+
+# -------------------------------------------------------------------------------------------- the textbook by hand
+
+
+def test_work_of_llama_8b_on_8_gpus() -> None:
+    """torchtitan's step: 51.47 GFLOPs a token with half of attention, 57.91 with all of it."""
+    work = work_of(LLAMA_8B, parse_target("h100:8"))
+    assert work.matmul_flops == pytest.approx({"bfloat16": 51.47e9 * 16 * 8192 / 8}, rel=1e-3)
+    weights = 2 * LLAMA_8B.layer_parameters
+    assert work.collectives["all_gather bfloat16"].bytes == pytest.approx(weights * (2 - 1 / 32))
+    assert work.collectives["reduce_scatter float32"].bytes == pytest.approx(2 * weights)
+    assert work.sent_bytes == pytest.approx({"nvlink": 7 / 8 * weights * (4 - 1 / 32)})
+    state = 12 * LLAMA_8B.parameters / 8
+    assert work.memory_bytes == pytest.approx(2 * (weights - ON_CHIP_BYTES) + 2 * (state - ON_CHIP_BYTES))
+    assert model_flops(LLAMA_8B) == pytest.approx(57.91e9 * 16 * 8192, rel=1e-4)
+    assert bound_of(LLAMA_8B, "h100:8").mfu == pytest.approx(57.91 / 51.47, rel=1e-3)
+
+
+def test_strategies_move_what_the_textbook_says() -> None:
+    def sent(text: str, **changes: Any) -> dict[str, float]:
+        return work_of(replace(LLAMA_8B, reduce="bfloat16", **changes), parse_target(text)).sent_bytes
+
+    layers = 2 * LLAMA_8B.layer_parameters
+    assert sent("h100:8", strategy="SHARD_GRAD_OP") == pytest.approx({"nvlink": 7 / 8 * 2 * layers})
+    assert sent("h100:8", strategy="NO_SHARD") == pytest.approx({"nvlink": 7 / 8 * 2 * layers})
+    hybrid = sent("h100:16", strategy="HYBRID_SHARD_ZERO2", replicas=2)
+    assert hybrid == pytest.approx({"nvlink": 7 / 8 * 2 * layers, "network": 1 / 2 * 2 * layers / 8})
+    assert sent("v6e-16") == pytest.approx({"ici": 15 / 16 * 2 * layers})  # XLA may keep what it gathered
+    assert sent("h100:8", strategy="other") == {}
+    assert sent("h100") == {}
+    four = sent("h100:8", accumulation=4)["nvlink"]
+    assert four == pytest.approx(7 / 8 * (4 * (2 - 1 / 32) + 1) * layers)  # gradients cross once
+
+
+def test_what_is_not_computed_is_not_counted() -> None:
+    target = parse_target("h100:8")
+
+    def flops(**changes: Any) -> float:
+        return work_of(replace(LLAMA_8B, **changes), target).matmul_flops["bfloat16"]
+
+    whole = flops()
+    tokens = 16 * 8192 / 8
+    matrices = LLAMA_8B.layer_parameters - 65 * 4096
+    assert flops(gradient_checkpointing="full") - whole == pytest.approx(tokens * matrices)
+    assert flops(gradient_checkpointing="selective") == whole
+    met = LLAMA_8B.parameters - LLAMA_8B.embedding_parameters - LLAMA_8B.vector_parameters
+    assert flops(trained_parameters=0) == pytest.approx(tokens * (2 * met + 4 * 32 * 4096 * 4096))
+    assert whole - flops(keys_per_token=0) == pytest.approx(tokens * 12 * 32 * 4096 * 4096)
+    half = LLAMA_8B.parameters // 2
+    assert whole - flops(active_parameters=half) == pytest.approx(tokens * 6 * (LLAMA_8B.parameters - half))
+
+
+def test_what_stays_on_the_chip_does_not_cross_memory() -> None:
+    small = Step(1_000_000, 0, 900_000, layers=2, hidden=128, seq_len=64, sequences=8)
+    assert work_of(small, parse_target("h100")).memory_bytes == 0
+
+
+def test_replicas_divide_the_devices() -> None:
+    with pytest.raises(ValueError, match="3 replicas"):
+        work_of(replace(LLAMA_8B, strategy="HYBRID_SHARD", replicas=3), parse_target("h100:8"))
+
+
+@pytest.mark.parametrize("text", ["h100:8", "h100:64", "v5p:2x2x4", "v6e-256", "2*v5e-256", "tpu7x:4x4x4", "l4:8"])
+def test_more_work_never_takes_less(text: str) -> None:
+    base = replace(LLAMA_8B, sequences=1024)
+    seconds = bound_of(base, text).bounds
+    changes: list[dict[str, Any]] = [
+        *[{"sequences": 2048}, {"gradient_checkpointing": "full"}, {"accumulation": 2}, {"reduce": "float32"}],
+        *[{"keys_per_token": 8192.0}, {"state_bytes": 16.0}],
+    ]
+    for change in changes:
+        more = bound_of(replace(base, **change), text).bounds
+        assert all(more[name] >= seconds[name] for name in seconds), change
+
+
+# ----------------------------------------------------------------------------------------- the compiler's counts
+
+
+def _step_of(program: Program, parameters: int) -> Step:
+    model = SIZES[program.size]
+    layers = program.layers or model["num_hidden_layers"]
+    tables = model["vocab_size"] * model["hidden_size"]
+    return Step(
+        parameters=parameters,
+        embedding_parameters=tables,
+        layer_parameters=parameters - 2 * tables - model["hidden_size"],
+        layers=layers,
+        hidden=model["hidden_size"],
+        seq_len=program.seq_len,
+        sequences=DEVICES[program.slice] * program.accumulation,
+        strategy=program.strategy,  # pyright: ignore[reportArgumentType]
+        replicas=program.replicas or 1,
+        accumulation=program.accumulation,
+        gradient_checkpointing=program.checkpointing,  # pyright: ignore[reportArgumentType]
+        reduce="bfloat16",
+        vector_parameters=(2 * layers + 1) * model["hidden_size"],
+        # The compiler's count has all keys where attention is torch's formula, and none where it is the flash kernel.
+        keys_per_token=program.seq_len if program.seq_len % 1024 else 0,
+    )
+
+
+def _compiled() -> list[Any]:
+    return json.loads(COMPILED.read_text())
+
+
+@pytest.mark.parametrize("row", _compiled(), ids=lambda row: "-".join(str(v) for v in row["program"].values() if v))
+def test_the_trainers_compiled_step_does_no_less(row: Any) -> None:
+    """What libtpu compiled for a slice: the same products, to a millionth; with recomputation more; more is sent."""
+    given: dict[str, Any] = {**row["program"], "modules": tuple(row["program"]["modules"])}
+    program, found = Program(**given), row["is"]
+    work = work_of(_step_of(program, row["parameters"]), parse_target(program.slice))
+    flops, counted = sum(found["matmul_flops"].values()), sum(work.matmul_flops.values())
+    if program.checkpointing == "full":
+        assert 0.85 * flops < counted < flops
+    else:
+        assert counted == pytest.approx(flops, rel=1e-6)
+    sent = sum(moved["sent"] for moved in found["collectives"].values())
+    assert set(work.sent_bytes) == {"ici"}
+    assert 0.2 * sent < work.sent_bytes["ici"] <= sent
+
+
+# ------------------------------------------------------------------------------------------- published measurements
+
+
+def test_no_published_measurement_is_faster_than_its_bound() -> None:
+    rows = time_bounds.compare_all(time_bounds.read_published())
+    assert len(time_bounds.read_published().runs) >= 12
+    assert [row for row in rows if row["ratio"] < 1] == []
+    assert max(row["ratio"] for row in rows) < 10
+    assert all(len(row["source"]) >= 20 for row in rows)
+
+
+def test_models_have_as_many_parameters_as_their_sources_say() -> None:
+    for name, shape in time_bounds.read_published().models.items():
+        assert shape.counted() == pytest.approx(shape.parameters, rel=0.02 if name.startswith("maxtext") else 0.001)
+
+
+def test_written_results_are_those_of_this_code() -> None:
+    rows = time_bounds.compare_all(time_bounds.read_published())
+    written = _written()
+    assert written["rows"] == json.loads(json.dumps(rows))
+    assert written["margins"] == time_bounds.margins(rows)
+    assert written["plans_margins"] == time_bounds.margins(written["plans"])
+    assert RESULTS.with_suffix(".md").read_text() == time_bounds.page(rows, written["plans"])
+
+
+def _violations(change: Callable[[Hardware], Hardware], monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    def changed(text: str) -> Target:
+        target = parse_target(text)
+        return replace(target, hardware=change(target.hardware))
+
+    monkeypatch.setattr(time_bounds, "parse_target", changed)
+    return {row["hardware"] for row in time_bounds.compare_all(time_bounds.read_published()) if row["ratio"] < 1}
+
+
+def _slower_in_host(one: Hardware) -> Hardware:
+    return (
+        replace(one, in_host=(one.in_host[0], one.in_host[1]._replace(bytes_per_s=one.in_host[1].bytes_per_s / 10)))
+        if one.in_host
+        else one
+    )
+
+
+def _slower_network(one: Hardware) -> Hardware:
+    return replace(one, network=one.network._replace(bytes_per_s=one.network.bytes_per_s / 10)) if one.network else one
+
+
+def _slower_ici(one: Hardware) -> Hardware:
+    if one.chip is None or one.chip.link is None:
+        return one
+    return replace(one, chip=one.chip._replace(link=one.chip.link._replace(value=one.chip.link.value / 10)))
+
+
+def _no_switches(one: Hardware) -> Hardware:
+    return replace(one, in_host=(one.in_host[0], one.in_host[1]._replace(in_switch=False))) if one.in_host else one
+
+
+@pytest.mark.parametrize(
+    ("change", "seen"),
+    [
+        (_slower_in_host, {"h100:8", "a100-80gb:8", "a100-80gb:16"}),
+        (_slower_network, {"a100-80gb:16"}),
+        (_slower_ici, {"v5e:8x16"}),
+        (_no_switches, {"h100:8"}),  # H100s add up faster than any ring could
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_link_that_is_too_slow_is_seen(
+    change: Callable[[Hardware], Hardware], seen: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _violations(change, monkeypatch) == seen
+
+
+@pytest.mark.parametrize("factor", [2, 3])
+def test_peaks_that_are_too_low_are_seen(factor: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = time_module.peak_flops
+
+    def lower(name: str, dtype: str) -> float | None:
+        peak = real(name, dtype)
+        return peak / factor if peak else None
+
+    monkeypatch.setattr(time_module, "peak_flops", lower)
+    rows = time_bounds.compare_all(time_bounds.read_published())
+    names = {parse_target(row["hardware"]).hardware.name for row in rows if row["ratio"] < 1}
+    halved = {"a100-80gb", "a100-40gb", "v5e", "v5p", "tpu7x"}
+    assert names == (halved if factor == 2 else halved | {"h100", "v6e"})  # of B200 only a slow run was found
+
+
+def test_all_of_attention_or_of_recomputation_is_too_much() -> None:
+    """What the bound leaves out on purpose is more than some runs took."""
+    published = time_bounds.read_published()
+    run = next(run for run in published.runs if run.hardware == "v5e:16x16" and run.model == "maxtext-32b")
+    shape, target = published.models[run.model], parse_target(run.hardware)
+    time = time_bounds.bound_of(run, shape, target)
+    assert time.seconds is not None
+    assert time.compute_s == time.seconds
+    assert time.seconds * 1.31 > time_bounds.measured_seconds(run, time, target)
+
+
+def _written() -> dict[str, Any]:
+    return json.loads(RESULTS.read_text())
+
+
+def _expressible() -> list[tuple[time_bounds.Run, time_bounds.Shape]]:
+    published = time_bounds.read_published()
+    pairs = [(run, published.models[run.model]) for run in published.runs]
+    return [(run, shape) for run, shape in pairs if time_bounds.is_expressible(run, shape)]
+
+
+def test_no_run_that_a_config_can_express_is_faster_than_its_plan() -> None:
+    rows, runs = _written()["plans"], _expressible()
+    assert [(row["name"], row["hardware"]) for row in rows] == [(run.name, run.hardware) for run, _ in runs]
+    kinds = [parse_target(row["hardware"]).hardware.kind for row in rows]
+    assert kinds.count("cuda") >= 6
+    assert kinds.count("tpu") >= 2
+    for row in rows:
+        assert (row["bound_s"], row["binds"]) == max((seconds, name) for name, seconds in row["bounds_s"].items())
+        assert 1 <= row["measured_s"] / row["bound_s"] == row["ratio"] < 10, row["what"]
+
+
+def test_plans_of_published_runs_are_of_their_models_and_do_no_less_than_the_textbook() -> None:
+    """Two counts of the same step: by formula, and what the trainer's own step does. They share no arithmetic."""
+    for row, (run, shape) in zip(_written()["plans"], _expressible(), strict=True):
+        assert row["parameters"] == pytest.approx(shape.counted(), rel=1e-3), row["what"]
+        textbook = time_bounds.bound_of(run, shape, parse_target(run.hardware))
+        assert textbook.compute_s is not None
+        assert textbook.compute_s <= row["bounds_s"]["compute"] < 1.3 * textbook.compute_s, row["what"]
+        for link, seconds in textbook.links_s.items():
+            assert row["bounds_s"][link] >= seconds, row["what"]
+        assert row["measured_s"] == time_bounds.measured_seconds(run, textbook, parse_target(run.hardware))
+
+
+@pytest.mark.parametrize(("ratio", "code"), [(None, 0), (0.99, 1)])
+def test_the_benchmark_ends_with_1_where_a_bound_is_too_long(
+    ratio: float | None, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = _written()
+    if ratio is not None:
+        written["plans"][3]["ratio"] = ratio
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / RESULTS.name).write_text(json.dumps(written))
+    monkeypatch.setattr(time_bounds, "HERE", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["time_bounds.py", "--plans=no"])
+    assert time_bounds.main() == code
+    assert json.loads((tmp_path / "results" / RESULTS.name).read_text()) == written
+    assert "## The planner's bounds" in (tmp_path / "results" / "time_bounds.md").read_text()
+
+
+def _is_planned_as_written(index: int) -> None:
+    (run, shape), written = _expressible()[index], _written()["plans"][index]
+    with Apart() as apart:
+        row = time_bounds.plan_run(run, shape, apart)
+    assert row["ratio"] >= 1
+    assert row["bounds_s"]["compute"] == pytest.approx(written["bounds_s"]["compute"], rel=1e-6)
+    assert row["bounds_s"] == pytest.approx(written["bounds_s"], rel=0.05)  # another torch keeps other activations
+
+
+@pytest.mark.slow
+def test_a_published_run_is_planned_as_written() -> None:
+    _is_planned_as_written(next(n for n, (run, _) in enumerate(_expressible()) if run.model == "mpt-1b"))
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("index", range(len(_expressible())), ids=lambda n: _written()["plans"][n]["what"])
+def test_each_published_run_is_planned_as_written(index: int) -> None:
+    _is_planned_as_written(index)
+
+
+def test_a_published_run_with_a_misspelt_key_or_two_units_is_refused() -> None:
+    with pytest.raises(ValidationError):
+        time_bounds.Measured(step_seconds=1.0, tokens_per_second_per_device=2.0)
+    run = time_bounds.read_published().runs[0].model_dump(exclude_unset=True)
+    with pytest.raises(ValidationError):
+        time_bounds.Run.model_validate({**run, "sequence": 1})
+    with pytest.raises(ValidationError):
+        time_bounds.Run.model_validate({**run, "source": "somebody"})
