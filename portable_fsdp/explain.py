@@ -8,22 +8,27 @@ import json
 import sys
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 from absl import flags
 
 from portable_fsdp.config.describe import option_names, shortened, yaml_value
-from portable_fsdp.config.load import load_config
+from portable_fsdp.config.load import Loaded, read_config
 from portable_fsdp.config.refusals import ENGINES_ON, EVERY, REFUSALS, Place
 from portable_fsdp.config.support import EFFECTS, Verdict, verdicts
-from portable_fsdp.runtime.errors import EXIT_FINISHED, EXIT_USAGE, ConfigError, PortableFSDPError
+from portable_fsdp.config.translation import origin, translation, unsaid
+from portable_fsdp.runtime.command import run_command
+from portable_fsdp.runtime.errors import EXIT_FINISHED, ConfigError
 
 USAGE = """What each engine does with each option of a config: honoured; delegated (it concerns speed alone, and the
 engine decides); or refused, with the reason and the way out. Without --config: all options, and all cases.
 
   python -m portable_fsdp.explain [--config=FILE] [--device=...] [--backend=...] [--num_devices=N] [key=value ...]
 
-  --config       YAML file, as for portable_fsdp.launch
+  --config       YAML file, as for portable_fsdp.launch; a file of accelerate's or Trainer's too
+  --import       a file of accelerate's or Trainer's, laid under --config; once for each
+  --write        save the result as a YAML file of ours, with a comment on where each key comes from
   --device       auto | cpu | cuda | tpu (default auto: cuda for native, tpu for the others)
   --backend      auto | native | xla | xla_fsdp1 (default auto: all engines of the device)
   --num_devices  auto | N: devices of each host (default auto: what depends on their number is not judged)
@@ -49,6 +54,8 @@ class Line(NamedTuple):
 def _define_flags() -> flags.FlagValues:
     values = flags.FlagValues()
     flags.DEFINE_string("config", None, "YAML file", flag_values=values)
+    flags.DEFINE_multi_string("import", [], "a file of accelerate's or Trainer's", flag_values=values)
+    flags.DEFINE_string("write", None, "a new YAML file", flag_values=values)
     flags.DEFINE_string("device", "auto", "auto | cpu | cuda | tpu", flag_values=values)
     flags.DEFINE_string("backend", "auto", "auto | native | xla | xla_fsdp1", flag_values=values)
     flags.DEFINE_string("num_devices", "auto", "auto | N", flag_values=values)
@@ -59,32 +66,41 @@ def _define_flags() -> flags.FlagValues:
 
 def main(argv: list[str]) -> int:
     """Print what is asked for by the arguments after the program's name; returns the exit code."""
-    if any(argument in ("--help", "-help", "-h", "--h") for argument in argv):
-        print(USAGE)
-        return EXIT_FINISHED
     values = _define_flags()
-    try:
-        overrides = values(["explain", *argv])[1:]
+
+    def explain(overrides: list[str]) -> int:
         print(_explain(values, overrides))
-    except flags.Error as error:
-        print(f"{error}\n\n{USAGE}", file=sys.stderr)
-        return EXIT_USAGE
-    except PortableFSDPError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    return EXIT_FINISHED
+        return EXIT_FINISHED
+
+    return run_command("explain", USAGE, values, argv, explain)
 
 
 def _explain(values: flags.FlagValues, overrides: list[str]) -> str:
     places = _places(values)
-    if values.config is None:
+    imports = list[str](values["import"].value or ())
+    if values.config is None and not imports:
         if overrides:
             raise ConfigError(f"override '{overrides[0]}': expected --config too, whose keys it overrides.")
+        if values.write:
+            raise ConfigError(f"--write={values.write}: expected --config or --import too, which it is made of.")
         table = {option: list(_lines_of(option, places)) for option in option_names()}
         return _json_of_table(table) if values.json else _text_of_table(table)
-    config = load_config(values.config, overrides)
-    judged = {place: verdicts(config, place) for place in places}
-    return _json_of_config(judged) if values.json else _text_of_config(judged)
+    loaded = read_config(values.config or imports[0], overrides, imports if values.config else imports[1:])
+    if values.write:
+        _write(Path(values.write), translation(loaded))
+    judged = {place: verdicts(loaded.config, place) for place in places}
+    return _json_of_config(judged, loaded) if values.json else _text_of_config(judged, loaded)
+
+
+def _write(path: Path, text: str) -> None:
+    """Raises ConfigError where the file exists already, or can't be written."""
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"--write={path}: expected a new file, found one.\n  Name another, or remove it.") from None
+    except OSError as error:
+        raise ConfigError(f"--write={path}: can't be written: {error.strerror}.") from None
 
 
 # ------------------------------------------------------------------------------------------------------ where it runs
@@ -122,17 +138,27 @@ def _number(flag: str, text: str) -> int | None:
 # ------------------------------------------------------------------------------------------------------- a config
 
 
-def _text_of_config(judged: dict[Place, tuple[Verdict, ...]]) -> str:
+def _text_of_config(judged: dict[Place, tuple[Verdict, ...]], loaded: Loaded) -> str:
     places = list(judged)
     lines = [", ".join(f"{place.engine} on {place.device}" for place in places) + _counts(places[0]), ""]
     for row in zip(*judged.values(), strict=True):
         lines.append(f"{row[0].option} = {shortened(yaml_value(row[0].value), WIDTH - len(row[0].option) - 3)}")
+        if imported := _imported(loaded, row[0].option):
+            lines.append(textwrap.fill(imported, WIDTH, initial_indent="  from ", subsequent_indent=" " * 7))
         same: dict[tuple[str, str], list[str]] = {}
         for place, verdict in zip(places, row, strict=True):
             same.setdefault((verdict.kind, verdict.text), []).append(place.engine)
         for (kind, text), engines in same.items():
             lines.append(_entry(tuple(engines), kind, text, len(places)))
+    for imported in loaded.imports:
+        lines += ["", *unsaid(imported)]
     return "\n".join(lines)
+
+
+def _imported(loaded: Loaded, option: str) -> str:
+    """Where an option comes from, if a file of another tool set it."""
+    text = origin(loaded, option)
+    return text if text != loaded.origins.get(option, "default") else ""
 
 
 def _counts(place: Place) -> str:
@@ -146,10 +172,11 @@ def _entry(engines: tuple[str, ...], kind: str, text: str, shown: int) -> str:
     return textwrap.fill(f"{who:<18} {kind:<10} {text}", WIDTH, initial_indent="  ", subsequent_indent=" " * 32)
 
 
-def _json_of_config(judged: dict[Place, tuple[Verdict, ...]]) -> str:
+def _json_of_config(judged: dict[Place, tuple[Verdict, ...]], loaded: Loaded) -> str:
     options = {
         row[0].option: {
             "value": row[0].value,
+            "origin": origin(loaded, row[0].option),
             "engines": {
                 place.engine: {"verdict": verdict.kind, "text": verdict.text}
                 for place, verdict in zip(judged, row, strict=True)
@@ -157,7 +184,16 @@ def _json_of_config(judged: dict[Place, tuple[Verdict, ...]]) -> str:
         }
         for row in zip(*judged.values(), strict=True)
     }
-    return json.dumps({"places": [place._asdict() for place in judged], "options": options}, indent=2)
+    places = [place._asdict() for place in judged]
+    imports = [
+        {
+            "path": str(imported.path),
+            "launcher": [said._asdict() for said in imported.launcher],
+            "not_needed": [said._asdict() for said in imported.not_needed],
+        }
+        for imported in loaded.imports
+    ]
+    return json.dumps({"places": places, "options": options, "imports": imports}, indent=2)
 
 
 # ------------------------------------------------------------------------------------------------------ the table

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from portable_fsdp.config.schema import Config
+from portable_fsdp.config.yaml_text import Dumper
 
 Key = tuple[str, ...]
 """`("optim", "lr")`; an item of a list by its number: `("optim", "groups", "0", "lr")`."""
@@ -44,7 +45,9 @@ def default_of(section: str, key: str) -> object:
 
 def yaml_value(value: object) -> str:
     """A value of the config as it could be typed after `key=`, on one line: `[LlamaDecoderLayer]`, `null`."""
-    text = yaml.safe_dump(_plain(value), default_flow_style=True, allow_unicode=True, sort_keys=False, width=10**9)
+    text = yaml.dump(
+        _plain(value), Dumper=Dumper, default_flow_style=True, allow_unicode=True, sort_keys=False, width=10**9
+    )
     return text.removesuffix("\n").removesuffix("\n...")
 
 

@@ -4,10 +4,8 @@ The file is composed into nodes first, so that each key keeps its line; override
 checks the whole, and what it finds is said again in the words of the schema: expected, found, where.
 """
 
-import itertools
 import math
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -17,20 +15,57 @@ import yaml
 from pydantic import ValidationError
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from portable_fsdp.config.describe import Key, deepest_field, expected, key_name, nearest, shortened, typing_hint
+from portable_fsdp.config.describe import (
+    Key,
+    deepest_field,
+    expected,
+    key_name,
+    nearest,
+    option_names,
+    shortened,
+    typing_hint,
+    yaml_value,
+)
+from portable_fsdp.config.foreign.keys_accelerate import ACCELERATE
+from portable_fsdp.config.foreign.read import Import, is_foreign, read_foreign
+from portable_fsdp.config.foreign.table import find, nested_place
 from portable_fsdp.config.schema import Config
+from portable_fsdp.config.yaml_text import MERGE_TAG, Dumper, first_comment, line_of, parse, problem_of, scalar_text
 from portable_fsdp.runtime.errors import ConfigError
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+class Loaded(NamedTuple):
+    """A config, where each of its options was set, and what files of other tools said."""
+
+    config: Config
+    origins: Mapping[str, str]  # `section.key` -> file:line or the override; no entry for a default
+    imports: tuple[Import, ...]
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = (), imports: Sequence[str | Path] = ()) -> Config:
     """Read a YAML file and lay `section.key=value` overrides over it; of two for one key the later one counts.
 
     Values of overrides are YAML; `model.architecture.hidden_size=64` sets inside that mapping. A section without keys
-    is all defaults. Raises ConfigError with all problems of the file and the overrides in one message.
+    is all defaults. `imports` are files of accelerate's or Trainer's, laid under ours, with which they may not differ;
+    `path` may be one itself. Raises ConfigError with all problems of files and overrides in one message.
     """
-    source = _read_file(Path(path))
+    return read_config(path, overrides, imports).config
+
+
+def read_config(path: str | Path, overrides: Sequence[str] = (), imports: Sequence[str | Path] = ()) -> Loaded:
+    """As `load_config`, with the origin of each option and the imports."""
+    source, foreign = _read_file(Path(path))
+    roots = [*foreign, *(root for name in imports for root in _read_import(Path(name)))]
     for text in overrides:
         source.override(text)
+    read = tuple(source.lay_under(place, root) for place, root in roots)
+    config = _validated(source)
+    options = {name: tuple(name.split(".")) for name in option_names()}
+    origins = {name: source.origin(key).where for name, key in options.items() if source.is_set(key)}
+    return Loaded(config, origins, read)
+
+
+def _validated(source: "_Source") -> Config:
     try:
         config = Config.model_validate(source.values)
     except ValidationError as error:
@@ -43,7 +78,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def config_text(config: Config) -> str:
     """The resolved config as YAML that `load_config` reads back to an equal Config."""
-    return yaml.dump(config.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    return yaml.dump(config.model_dump(), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 def check_batch(config: Config, data_parallel_size: int) -> int:
@@ -108,30 +143,6 @@ def _micro_batches_that_fit(global_batch: int, micro_batch: int, devices: int) -
     return below[-1:] + above[:1]
 
 
-# --- YAML
-
-_FLOAT_TAG = "tag:yaml.org,2002:float"
-_MERGE_TAG = "tag:yaml.org,2002:merge"
-_TIMESTAMP_TAG = "tag:yaml.org,2002:timestamp"
-_FLOAT_WITH_EXPONENT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$")
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 with two changes: `3e-4` and `1.5e3` are numbers, in model.architecture too, and dates stay text."""
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes the text that `_Loader` would read as a number."""
-
-
-def _without_timestamps(resolvers: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    return {first: [entry for entry in rest if entry[0] != _TIMESTAMP_TAG] for first, rest in resolvers.items()}
-
-
-_Loader.yaml_implicit_resolvers = _without_timestamps(yaml.SafeLoader.yaml_implicit_resolvers)
-yaml.add_implicit_resolver(_FLOAT_TAG, _FLOAT_WITH_EXPONENT, list("-+.0123456789"), _Loader, _Dumper)
-
-
 class _Origin(NamedTuple):
     """Where a value was written."""
 
@@ -139,6 +150,15 @@ class _Origin(NamedTuple):
     place: int  # line in the file, or number of the override; messages come in the order of these two
     where: str
     written: str | None  # the scalar as typed, without quotes; None for mappings and lists
+
+
+_INSTEAD = (
+    ("train.steps", "train.epochs"),
+    ("train.epochs", "train.steps"),
+    ("model.architecture", "model.pretrained"),
+    ("model.pretrained", "model.architecture"),
+)
+"""Options that go instead of one another: an override of the first takes the place of an imported second."""
 
 
 @dataclass
@@ -169,11 +189,11 @@ class _Source:
             return
         seen: dict[str, _Origin] = {}
         for key_node, value_node in cast(list[tuple[Node, Node]], node.value):
-            if not isinstance(key_node, ScalarNode) or key_node.tag == _MERGE_TAG:
+            if not isinstance(key_node, ScalarNode) or key_node.tag == MERGE_TAG:
                 continue
             inner = (*key, str(key_node.value))
             here = _origin_of_node(self.path, key_node, value_node) if origin is None else origin
-            here = here._replace(written=_written(value_node))
+            here = here._replace(written=scalar_text(value_node))
             if inner[-1] in seen:
                 first = "" if origin else f" (first on line {seen[inner[-1]].place})"
                 self.add_problem(here, inner, f"expected once, found twice{first}; keep one.")
@@ -193,16 +213,16 @@ class _Source:
             self.add_problem(origin, (), "expected section.key=value (optim.lr=3e-4).")
             return
         try:
-            node, value = _parse(value_text)
+            node, value = parse(value_text)
         except yaml.YAMLError as error:
-            self.add_problem(origin, key, f"expected YAML after `=`: {_yaml_problem(error)}.")
+            self.add_problem(origin, key, f"expected YAML after `=`: {problem_of(error)}.")
             return
-        if comment := _comment(value_text):
+        if comment := first_comment(value_text):
             quoted = value_text.strip().replace("'", "''")
             found = f"expected a value without a YAML comment, found {comment!r}, which would count for nothing"
             self.add_problem(origin, key, f"{found}.\n  Leave it out, or quote the whole: \"{name}='{quoted}'\".")
             return
-        self._set(key, value, origin._replace(written=_written(node)))
+        self._set(key, value, origin._replace(written=scalar_text(node)))
         if node is not None:
             self.record(node, key, origin)
 
@@ -218,6 +238,34 @@ class _Source:
             inside = inside[part]
         inside[key[-1]] = value
         self.origins = {k: o for k, o in self.origins.items() if k[: len(key)] != key} | {key: origin}
+
+    def is_set(self, key: Key) -> bool:
+        """Whether a file, an import or an override says this option."""
+        section = self.values.get(key[0])
+        return isinstance(section, dict) and key[1] in section
+
+    def lay_under(self, path: Path, root: Node) -> Import:
+        """Add what a foreign file says where nothing is said yet; where our file says something else, a problem."""
+        sections = {k: cast(dict[str, Any], v) for k, v in self.values.items() if isinstance(v, dict)}
+        given = {f"{name}.{key}": value for name, inside in sections.items() for key, value in inside.items()}
+        overridden = {".".join(key[:2]) for key, origin in self.origins.items() if origin.is_override}
+        overridden |= {other for one, other in _INSTEAD if one in overridden}
+        imported = read_foreign(path, root, given, overridden)
+        for line, text in imported.problems:
+            self.problems.setdefault(text, _Origin(False, line, "", None))
+        for option, setting in imported.settings.items():
+            key = tuple(option.split("."))
+            if option in overridden:
+                continue
+            if option not in given:
+                self.values[key[0]] = {**sections.get(key[0], {}), **self.values.get(key[0], {}), key[1]: setting.value}
+                self.origins[key] = _Origin(False, setting.line, setting.where, setting.typed)
+            elif given[option] != setting.value:
+                here = f"{setting.where}: {setting.key}: {setting.typed} says {option}={yaml_value(setting.value)}"
+                ours = f"{self.origin(key).where} says {option}={yaml_value(given[option])}"
+                text = f"{here}, and {ours}.\n  Keep one, or override it: {option}=..."
+                self.problems.setdefault(text, _Origin(False, setting.line, "", None))
+        return imported
 
     def origin(self, key: Key) -> _Origin:
         """Where `key` was written: itself, else the last override inside it, else what it stands in, else the file."""
@@ -248,7 +296,9 @@ class _Source:
             key, schema = deepest_field(detail["loc"])
             if detail["type"] in ("extra_forbidden", "invalid_key"):
                 key = tuple(str(part) for part in detail["loc"] if part != "[key]")
-                self.add_problem(self.origin(key), key, f"unknown key.\n  {nearest(key)}.")
+                theirs = len(key) == 1 and (find(ACCELERATE, key[0]) or nested_place(ACCELERATE, key[0]))
+                way = "a key of accelerate's: give its file by --import=FILE" if theirs else nearest(key)
+                self.add_problem(self.origin(key), key, f"unknown key.\n  {way}.")
             elif detail["type"] == "missing" and len(key) == len(detail["loc"]):  # else a list that is too short
                 self.add_problem(self.origin(key), key, f"expected {expected(schema)}, found no such key.")
             elif detail["type"] == "value_error":
@@ -263,11 +313,33 @@ class _Source:
         self.add_problem(self.override_inside(key) or self.origin(key), key, f"{text}.")
 
 
-def _read_file(path: Path) -> _Source:
-    """Parse the file. Raises ConfigError when there is no mapping to go on with."""
+def _read_file(path: Path) -> tuple[_Source, list[tuple[Path, Node]]]:
+    """The file's values; or none, and the root of a file of another tool, which its keys tell."""
+    node, values = _parsed(path)
+    if is_foreign(node, set(Config.model_fields)):
+        return _Source(path), [(path, node)]
     source = _Source(path)
+    source.record(node, (), None)
+    source.values = {k: {} if v is None and k in Config.model_fields else v for k, v in values.items()}
+    return source, []
+
+
+def _read_import(path: Path) -> list[tuple[Path, Node]]:
+    node, _ = _parsed(path)
+    if not is_foreign(node, set(Config.model_fields)):
+        raise ConfigError(
+            f"{path}: expected a file of accelerate's or Trainer's to import, found none of their keys.\n"
+            "  A file of ours is named by --config. Nothing was started."
+        )
+    return [(path, node)]
+
+
+def _parsed(path: Path) -> tuple[Node, dict[str, Any]]:
+    """The node and the values of a file. Raises ConfigError when there is no mapping to go on with."""
     try:
-        node, values = _parse(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8-sig")
+        # JSON may be indented with tabs, which YAML doesn't take.
+        node, values = parse(text.replace("\t", " ") if text.lstrip().startswith("{") else text)
     except FileNotFoundError:
         raise ConfigError(f"{path}: expected a YAML config file, found no such file. Nothing was started.") from None
     except IsADirectoryError:
@@ -277,54 +349,18 @@ def _read_file(path: Path) -> _Source:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: expected UTF-8 text, found {error.reason}. Nothing was started.") from None
     except yaml.YAMLError as error:
-        where = f"{path}{_yaml_line(error)}"
-        raise ConfigError(f"{where}: expected YAML: {_yaml_problem(error)}. Nothing was started.") from None
+        where = f"{path}{line_of(error)}"
+        raise ConfigError(f"{where}: expected YAML: {problem_of(error)}. Nothing was started.") from None
     if node is None or not isinstance(values, dict):
-        found = source.found((), values) if node is not None else "nothing"
+        found = _Source(path).found((), values) if node is not None else "nothing"
         sections = ", ".join(Config.model_fields)
         raise ConfigError(f"{path}: expected a mapping of sections ({sections}), found {found}. Nothing was started.")
-    source.record(node, (), None)
-    sections = cast(dict[str, Any], values)
-    source.values = {k: {} if v is None and k in Config.model_fields else v for k, v in sections.items()}
-    return source
-
-
-def _parse(text: str) -> tuple[Node | None, Any]:
-    """The node tree of one YAML document and its value; (None, None) for an empty one. Raises yaml.YAMLError."""
-    try:
-        # Parsed twice, because building the value of a mapping with `<<` rewrites its nodes.
-        return _Loader(text).get_single_node(), yaml.load(text, _Loader)
-    except ValueError as error:  # a scalar that looks like a number and is none: `0x_`
-        raise yaml.YAMLError(str(error)) from None
-
-
-def _comment(text: str) -> str | None:
-    """The first comment in a YAML text that parses, of which no node and no token tells; None where there is none."""
-    tokens = list(cast(Iterable[yaml.Token], yaml.scan(text, _Loader)))
-    for before, after in itertools.pairwise(tokens):
-        between = text[before.end_mark.index : after.start_mark.index]  # white space, but for comments
-        if "#" in between:
-            return between[between.index("#") :].splitlines()[0].rstrip()
-    return None
+    return node, cast(dict[str, Any], values)
 
 
 def _origin_of_node(path: Path, key_node: Node, value_node: Node) -> _Origin:
     line = cast(int, key_node.start_mark.line) + 1
-    return _Origin(False, line, f"{path}:{line}", _written(value_node))
-
-
-def _written(node: Node | None) -> str | None:
-    return str(node.value) if isinstance(node, ScalarNode) else None
-
-
-def _yaml_line(error: yaml.YAMLError) -> str:
-    mark = getattr(error, "problem_mark", None)
-    return f":{mark.line + 1}" if mark else ""
-
-
-def _yaml_problem(error: yaml.YAMLError) -> str:
-    text = cast(str | None, getattr(error, "problem", None)) or str(error).splitlines()[0]
-    return text + (" (YAML indents with spaces)" if "'\\t'" in text else "")
+    return _Origin(False, line, f"{path}:{line}", scalar_text(value_node))
 
 
 def _value_at(values: object, key: Key) -> object:

@@ -1,0 +1,73 @@
+"""Writes docs/foreign_configs.md from the table of foreign keys: `make docs`. tests/test_docs.py compares the two."""
+
+from pathlib import Path
+
+from portable_fsdp.config.describe import yaml_value
+from portable_fsdp.config.foreign.rows import Answer, Launcher, Refuse, Row, Set, Skip
+from portable_fsdp.config.foreign.table import ORDER, TABLE
+
+INTRODUCTION = """# Configs of other tools
+
+A file that `accelerate config` wrote (0.20 to 1.15), a Trainer's `fsdp_config` or TrainingArguments as YAML or JSON is
+taken where one of ours is; what it can't say (the model, the data) comes from overrides, or from a file of ours that it
+is laid under:
+
+```bash
+python -m portable_fsdp.explain --import=tests/config/foreign/accelerate_0_20_fsdp.yaml --config=configs/quickstart.yaml
+python -m portable_fsdp.explain --config=tests/config/foreign/training_arguments.json
+python -m portable_fsdp.launch --config=configs/quickstart.yaml --import=tests/config/foreign/unquoted_no.yaml
+```
+
+`explain --write=ours.yaml` saves the translation with a comment on each key. Overrides win over all; where a file of
+ours and an import give one key different values, both lines are named, and nothing starts. A key that is absent has
+our default ([configuration.md](configuration.md)), which need not be the other tool's.
+
+Each key is *honoured*, *refused* (with the way out), *not needed*, or the *launcher*'s: counts of processes and
+machines are compared with what was started, and never obeyed. An unknown key is an error that names the nearest.
+Prefixes (`fsdp_`, `dynamo_` ...) may be left out, words are taken in any case, `true`, `yes`, `on` and `1` are one
+value, numbers stand for strategies as in accelerate's menus, and an unquoted `NO` is the word. A key that does nothing
+in its own tool, or stands where that tool doesn't look, is taken at its word, and `explain` says so. Null and keys that
+begin with `_`, `//` or `#` set nothing.
+
+Some options follow from several keys: `train.global_batch` is rows of a device * accumulation * `num_processes`;
+HYBRID_SHARD on one machine is FULL_SHARD, as one machine is one copy; `mixed_precision: bf16` under FSDP sums gradients
+in bfloat16 too, as accelerate does; a warmup ratio becomes steps. In the table `~name` marks what such a rule reads.
+
+This page is made from `portable_fsdp/config/foreign/` by `make docs`.
+"""
+
+
+def render() -> str:
+    """The whole page."""
+    parts = [INTRODUCTION]
+    for place in ORDER:
+        rows = "\n".join(_row(row) for row in TABLE if row.place == place)
+        parts.append(f"## {place}\n\n| key | becomes | how |\n|---|---|---|\n{rows}\n")
+    return "\n".join(parts)
+
+
+def _row(row: Row) -> str:
+    names = ", ".join(f"`{name}`" for name in (row.key, *row.aliases))
+    how: dict[str, list[str]] = {}
+    for value, answer in row.takes.cases():
+        how.setdefault(_words(answer), []).append(value)
+    cases = [f"{', '.join(filter(None, values))}: {text}".removeprefix(": ") for text, values in how.items()]
+    cases += [f"in its own tool: {row.dead}"] if row.dead else []
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in (names, row.fate, "; ".join(cases))) + " |"
+
+
+def _words(answer: Answer) -> str:
+    match answer:
+        case Set(settings, remark):
+            said = " and ".join(f"`{name}={yaml_value(value)}`" for name, value in settings.items())
+            return f"{said} ({remark})" if remark else said
+        case Skip(reason):
+            return f"nothing ({reason})"
+        case Launcher(reason):
+            return reason
+        case Refuse(reason, way):
+            return f"refused: {reason}; {way}"
+
+
+if __name__ == "__main__":
+    Path(__file__).with_suffix(".md").write_text(render(), encoding="utf-8")

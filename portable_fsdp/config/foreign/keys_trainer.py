@@ -1,0 +1,297 @@
+"""TrainingArguments of transformers 5.23 (training_args.py), and the keys that older versions wrote."""
+
+from portable_fsdp.config.foreign.keys_accelerate import COMPILERS
+from portable_fsdp.config.foreign.rows import (
+    Always,
+    Choice,
+    Launcher,
+    Number,
+    Off,
+    Refuse,
+    Row,
+    Set,
+    Skip,
+    Text,
+    Words,
+    YesNo,
+)
+
+TRAINER = "TrainingArguments"
+
+_EVALUATION = Refuse("no evaluation runs during training", "set it to its default, or leave it out")
+_HUB = Refuse("nothing is uploaded", "leave it out; checkpoint.export=true writes a Hugging Face folder")
+_FLOAT16 = Refuse("float16 needs a scaled loss, which is not built", "set bf16", ("precision.compute",))
+_OBSERVE = Refuse("runs write metrics.jsonl and the console, and no other tracker", "set report_to: none")
+_LOADER = Skip("batches are a function of seed and step; no worker processes load them")
+_DDP = Skip("gradients are summed by FSDP, which has no such setting")
+_LOGGING = Skip("how Trainer itself logs")
+_DATASET = Skip("belongs to data sets of several columns; rows are tokens here")
+_SHAPES = Refuse("rows are packed to data.seq_len tokens in random order", "leave it out")
+
+ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_torch_xla", "adamw")
+_SCHEDULES = {
+    # Trainer's end at 0; optim.min_lr_ratio is above it (XLA would compile anew for a learning rate of 0).
+    "linear": Set({"optim.schedule": "linear", "optim.min_lr_ratio": 1e-6}),
+    "cosine": Set({"optim.schedule": "cosine", "optim.min_lr_ratio": 1e-6}),
+    "constant": Set({"optim.schedule": "constant"}),
+    "constant_with_warmup": Set({"optim.schedule": "constant"}),
+    "warmup_stable_decay": Set({"optim.schedule": "wsd"}, "its decay: optim.decay_ratio"),
+    "cosine_with_min_lr": Set({"optim.schedule": "cosine"}, "its floor: optim.min_lr_ratio"),
+    **{
+        word: Refuse(
+            "no such schedule", "set it to linear, cosine, constant or warmup_stable_decay", ("optim.schedule",)
+        )
+        for word in (
+            "cosine_with_restarts",
+            "polynomial",
+            "inverse_sqrt",
+            "reduce_lr_on_plateau",
+            "cosine_warmup_with_min_lr",
+            "greedy",
+        )
+    },
+}
+_STRATEGY_WORDS = {
+    "full_shard": Set({"~strategy": "FULL_SHARD"}),
+    "shard_grad_op": Set({"~strategy": "SHARD_GRAD_OP"}),
+    "no_shard": Set({"~strategy": "NO_SHARD"}),
+    "hybrid_shard": Set({"~strategy": "HYBRID_SHARD"}),
+    "hybrid_shard_zero2": Set({"~strategy": "HYBRID_SHARD_ZERO2"}),
+    "offload": Set({"memory.cpu_offload": True}),
+    "auto_wrap": Set({"~auto_wrap": True}),
+}
+
+TRAINER_ROWS = (
+    # --- what our config knows
+    Row(TRAINER, "output_dir", Text("run.dir")),
+    Row(TRAINER, "run_name", Text("run.name")),
+    Row(TRAINER, "seed", Number("run.seed")),
+    Row(TRAINER, "max_steps", Number("train.steps", special={-1: Skip("-1: num_train_epochs counts")})),
+    Row(TRAINER, "num_train_epochs", Number("train.epochs", False), ("num_epochs",)),
+    Row(TRAINER, "per_device_train_batch_size", Number("train.micro_batch"), ("micro_batch_size",)),
+    Row(TRAINER, "gradient_accumulation_steps", Number("~accumulate")),
+    Row(TRAINER, "learning_rate", Number("optim.lr", False), ("lr",)),
+    Row(TRAINER, "lr_scheduler_type", Choice(_SCHEDULES), ("lr_scheduler",)),
+    Row(
+        TRAINER,
+        "lr_scheduler_kwargs",
+        Off(Refuse("a schedule's own arguments are not read", "leave it out; set optim.min_lr_ratio")),
+    ),
+    Row(TRAINER, "warmup_steps", Number("~warmup", False)),
+    Row(TRAINER, "warmup_ratio", Number("~warmup_ratio", False, {0: Skip("no warmup")})),
+    Row(TRAINER, "weight_decay", Number("optim.weight_decay", False)),
+    Row(TRAINER, "adam_beta1", Number("~beta1", False)),
+    Row(TRAINER, "adam_beta2", Number("~beta2", False)),
+    Row(TRAINER, "adam_epsilon", Number("optim.eps", False)),
+    Row(
+        TRAINER,
+        "max_grad_norm",
+        Number("train.max_grad_norm", False, {0: Set({"train.max_grad_norm": None})}),
+    ),
+    Row(
+        TRAINER,
+        "optim",
+        Choice(
+            {
+                **{word: Set({"optim.name": "adamw"}) for word in ADAMW},
+                "sgd": Set({"optim.name": "sgd"}),
+                **{
+                    word: Refuse("no such optimizer", "set it to adamw_torch or sgd", ("optim.name",))
+                    for word in ("adafactor", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit")
+                },
+            }
+        ),
+    ),
+    Row(TRAINER, "bf16", YesNo(Set({"~mixed": "bfloat16"}), Skip("off; another key may say the dtype"))),
+    Row(TRAINER, "fp16", YesNo(_FLOAT16, Skip("off, as here"))),
+    Row(TRAINER, "tf32", YesNo(Set({"precision.matmul": "high"}), Set({"precision.matmul": "highest"}))),
+    Row(
+        TRAINER,
+        "gradient_checkpointing",
+        YesNo(Set({"~recompute.trainer": True}), Set({"~recompute.trainer": False})),
+        ("activation_checkpointing",),
+    ),
+    Row(
+        TRAINER,
+        "gradient_checkpointing_kwargs",
+        Always(Skip("recomputation is never reentrant, and keeps the state of random numbers")),
+        ("activation_checkpointing_kwargs",),
+    ),
+    Row(TRAINER, "logging_steps", Number("train.log_every")),
+    Row(
+        TRAINER,
+        "logging_strategy",
+        Choice(
+            {
+                "steps": Skip("steps, as here"),
+                "no": Refuse("the console line can't be turned off", "set it to steps, and raise logging_steps"),
+                "epoch": Refuse("lines are written by steps", "set it to steps"),
+            }
+        ),
+    ),
+    Row(TRAINER, "save_steps", Number("checkpoint.every")),
+    Row(
+        TRAINER,
+        "save_strategy",
+        Choice(
+            {
+                "steps": Skip("steps, as here"),
+                "no": Set({"~no_saves": True}, "the last step is saved all the same"),
+                "epoch": Refuse(
+                    "checkpoints are saved by steps", "set it to steps, and save_steps", ("checkpoint.every",)
+                ),
+                "best": Refuse("no evaluation says which is best", "set it to steps", ("checkpoint.every",)),
+            }
+        ),
+    ),
+    Row(TRAINER, "save_total_limit", Number("checkpoint.keep", special={0: Skip("0: no limit")})),
+    Row(TRAINER, "torch_compile", YesNo(Set({"compile.enabled": True}), Set({"compile.enabled": False}))),
+    Row(TRAINER, "torch_compile_backend", Choice(COMPILERS)),
+    Row(
+        TRAINER,
+        "torch_compile_mode",
+        Off(Refuse("torch.compile's modes are not offered", "leave it out"), ("default",)),
+    ),
+    Row(
+        TRAINER,
+        "resume_from_checkpoint",
+        YesNo(Set({"checkpoint.resume": "auto"}), Set({"checkpoint.resume": "none"})),
+    ),
+    Row(
+        TRAINER,
+        "fsdp",
+        Words(_STRATEGY_WORDS, Set({"~fsdp": True}), Set({"~fsdp": False})),
+    ),
+    Row(TRAINER, "save_only_model", Off(Refuse("a checkpoint holds the optimizer", "leave it out"))),
+    # --- not built
+    *(
+        Row(TRAINER, key, Off(_EVALUATION))
+        for key in (
+            "eval_strategy",
+            "evaluation_strategy",
+            "eval_on_start",
+            "do_eval",
+            "do_predict",
+            "load_best_model_at_end",
+            "metric_for_best_model",
+            "bf16_full_eval",
+            "fp16_full_eval",
+            "include_for_metrics",
+            "batch_eval_metrics",
+        )
+    ),
+    *(
+        Row(TRAINER, key, Always(Skip("belongs to an evaluation, which eval_strategy asks for")))
+        for key in (
+            "eval_steps",
+            "eval_delay",
+            "per_device_eval_batch_size",
+            "prediction_loss_only",
+            "eval_do_concat_batches",
+            "eval_use_gather_object",
+            "eval_accumulation_steps",
+            "greater_is_better",
+        )
+    ),
+    *(
+        Row(TRAINER, key, Off(_HUB))
+        for key in ("push_to_hub", "hub_model_id", "hub_token", "hub_private_repo", "hub_revision")
+    ),
+    *(Row(TRAINER, key, Always(Skip("belongs to push_to_hub"))) for key in ("hub_strategy", "hub_always_push")),
+    Row(TRAINER, "report_to", Off(_OBSERVE)),
+    *(
+        Row(TRAINER, key, Always(Skip("belongs to a tracker, which report_to asks for")))
+        for key in ("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id")
+    ),
+    Row(TRAINER, "label_smoothing_factor", Off(Refuse("the loss is plain cross entropy", "set it to 0"))),
+    Row(TRAINER, "neftune_noise_alpha", Off(Refuse("no noise is added to embeddings", "leave it out"))),
+    *(
+        Row(
+            TRAINER,
+            key,
+            Off(Refuse("the loss is computed in chunks by itself; no kernels are swapped", "leave it out")),
+        )
+        for key in ("use_liger_kernel", "liger_kernel_config")
+    ),
+    *(
+        Row(TRAINER, key, Off(Refuse("the optimizer has no such arguments", "leave it out")))
+        for key in ("optim_args", "optim_target_modules")
+    ),
+    Row(TRAINER, "auto_find_batch_size", Off(Refuse("the batch is what the config says", "set it to false"))),
+    Row(TRAINER, "torch_empty_cache_steps", Off(Refuse("the allocator is left alone", "leave it out"))),
+    Row(TRAINER, "deepspeed", Off(Refuse("DeepSpeed is not an engine here", "leave it out; set fsdp: full_shard"))),
+    Row(
+        TRAINER,
+        "train_sampling_strategy",
+        Choice({"random": Skip("as here"), "sequential": _SHAPES, "group_by_length": _SHAPES}),
+    ),
+    Row(TRAINER, "group_by_length", Off(_SHAPES)),
+    Row(TRAINER, "data_seed", Off(Refuse("run.seed seeds the order, too", "leave it out"))),
+    Row(TRAINER, "full_determinism", Off(Refuse("kernels are the device's own", "set it to false"))),
+    Row(TRAINER, "ignore_data_skip", Off(Refuse("a resumed run always goes on where its data was", "leave it out"))),
+    Row(
+        TRAINER,
+        "average_tokens_across_devices",
+        YesNo(
+            Skip("the loss is always per token of the global batch"),
+            Refuse("the loss is always per token of the global batch", "set it to true"),
+        ),
+    ),
+    # --- says nothing about training here
+    *(
+        Row(TRAINER, key, Always(_LOADER))
+        for key in (
+            "dataloader_drop_last",
+            "dataloader_num_workers",
+            "dataloader_pin_memory",
+            "dataloader_persistent_workers",
+            "dataloader_prefetch_factor",
+            "dataloader_multiprocessing_context",
+            "dataloader_in_order",
+        )
+    ),
+    *(Row(TRAINER, key, Always(_DATASET)) for key in ("remove_unused_columns", "label_names", "length_column_name")),
+    *(
+        Row(TRAINER, key, Always(_DDP))
+        for key in (
+            "ddp_find_unused_parameters",
+            "ddp_bucket_cap_mb",
+            "ddp_broadcast_buffers",
+            "ddp_static_graph",
+        )
+    ),
+    *(
+        Row(TRAINER, key, Always(_LOGGING))
+        for key in (
+            "logging_first_step",
+            "logging_dir",
+            "log_on_each_node",
+            "logging_nan_inf_filter",
+            "log_level",
+            "log_level_replica",
+            "disable_tqdm",
+            "include_num_input_tokens_seen",
+            "include_tokens_per_second",
+            "skip_memory_metrics",
+        )
+    ),
+    *(
+        Row(TRAINER, key, Always(Skip("how Trainer itself runs and saves")))
+        for key in (
+            "do_train",
+            "overwrite_output_dir",
+            "save_safetensors",
+            "save_on_each_node",
+            "enable_jit_checkpoint",
+            "restore_callback_states_from_checkpoint",
+            "use_cache",
+            "accelerator_config",
+            "debug",
+        )
+    ),
+    *(
+        Row(TRAINER, key, Always(Launcher("how processes find each other, and for how long they wait")))
+        for key in ("ddp_backend", "ddp_timeout", "local_rank")
+    ),
+    *(Row(TRAINER, key, Always(Launcher("which device: --device"))) for key in ("use_cpu", "no_cuda")),
+)
