@@ -1,0 +1,105 @@
+"""What this host gives a process: shared memory, disk, open files, locked memory."""
+
+import errno
+import os
+import resource
+import shutil
+import tempfile
+from pathlib import Path
+
+from portable_fsdp.runtime.checks.finding import Finding, failed, ok, warning
+
+GIB = 2**30
+LEAST_SHARED_BYTES = GIB  # docker gives 64 MiB, where NCCL ends with "no space left on device"
+LEAST_FREE_BYTES = GIB
+USUAL_FREE_BYTES = 20 * GIB  # a checkpoint of 1 B parameters with AdamW in float32 takes 12 GB
+LEAST_FILES, USUAL_FILES = 256, 1024
+FILES_A_PROCESS = 8  # of the run: gloo and the store hold a few connections to each
+
+
+def check_shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
+    """NCCL's processes of one host talk through it."""
+    name = "shared memory"
+    try:
+        size = shutil.disk_usage(folder)
+    except OSError as error:
+        return warning(name, f"{folder}: {error.strerror}", f"mount -t tmpfs tmpfs {folder}")
+    found = f"{folder}: {size.free / GIB:.2f} GiB free of {size.total / GIB:.2f}"
+    if size.free < LEAST_SHARED_BYTES:
+        return warning(name, found, f"in a container: --shm-size=16g or --ipc=host; else delete what fills {folder}")
+    return ok(name, found)
+
+
+def check_disk(name: str, folder: Path, setting: str) -> Finding:
+    """Room and leave to write where `folder` is, or would be made; `setting` says how to choose another one."""
+    place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not place.is_dir():
+        return failed(name, f"{place} is a file", setting)
+    try:
+        with tempfile.TemporaryFile(dir=place):  # leave of the mode's bits is not leave of a read-only disk
+            free = shutil.disk_usage(place).free
+    except OSError as error:
+        found = f"{place}: can't be written to: {error.strerror}"
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return failed(name, found, f"free some of {place}, or {setting}" if full else setting)
+    found = f"{free / GIB:.1f} GiB free at {place}"
+    if free < LEAST_FREE_BYTES:
+        return failed(name, found, f"free some of {place}, or {setting}")
+    if free < USUAL_FREE_BYTES:
+        return warning(name, f"{found}; a checkpoint of 1 B parameters with AdamW takes 12 GB", setting)
+    return ok(name, found)
+
+
+def check_temporary() -> Finding:
+    """TMPDIR: programs that are compiled, and files that are fetched, pass through it."""
+    name, setting = "temporary files", "export TMPDIR=FOLDER on a disk with room"
+    chosen = os.environ.get("TMPDIR")
+    if chosen and not Path(chosen).is_dir():
+        return failed(name, f"TMPDIR={chosen} is no folder", f"mkdir -p {chosen}, or {setting}")
+    try:
+        folder = Path(chosen or tempfile.gettempdir())
+    except OSError as error:
+        return failed(name, str(error), setting)
+    finding = check_disk(name, folder, setting)
+    # Little passes through at once: a few GiB are enough.
+    return ok(name, finding.found.partition(";")[0]) if finding.state == "warning" else finding
+
+
+def check_open_files(processes: int) -> Finding:
+    """`processes`: of the whole run."""
+    name = "open files"
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return ok(name, "unlimited")
+    wanted = max(USUAL_FILES, LEAST_FILES + FILES_A_PROCESS * processes)
+    found = f"{soft} (ulimit -n), hard limit {'unlimited' if hard == resource.RLIM_INFINITY else hard}"
+    reachable = hard == resource.RLIM_INFINITY or hard >= wanted
+    way = f"ulimit -n {max(wanted, 65536) if hard == resource.RLIM_INFINITY else max(wanted, min(hard, 65536))}"
+    mend = way if reachable else f"{way}, after raising nofile in /etc/security/limits.conf (docker: --ulimit nofile)"
+    if soft < LEAST_FILES:
+        return failed(name, found, mend)
+    if soft < wanted:
+        return warning(name, found, mend)
+    return ok(name, found)
+
+
+def check_locked_memory(needed_by: str) -> Finding:
+    """`needed_by`: hardware of this host that registers memory (InfiniBand, TPU chips); empty where there is none."""
+    name = "locked memory"
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return ok(name, "unlimited")
+    found = f"{soft / 2**20:.0f} MiB (ulimit -l)"
+    if needed_by:
+        mend = "ulimit -l unlimited (docker: --ulimit memlock=-1; Slurm: srun --propagate=MEMLOCK)"
+        return warning(name, f"{found}, beside {needed_by}", mend)
+    return ok(name, f"{found}; nothing here needs more")
+
+
+def memory_registering_hardware(chips: int) -> str:
+    """Names of what wants locked memory here."""
+    cards = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
+    found = [f"InfiniBand ({', '.join(cards)})"] if cards else []
+    if chips and Path("/dev/vfio").exists():
+        found.append("TPU chips under /dev/vfio")
+    return " and ".join(found)
