@@ -6,13 +6,18 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import FrameType, TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.runtime.tasks import Tasks, integer, read_tasks
 
-LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+if TYPE_CHECKING:  # Python 3.10 has none, and the doctor is to say so
+    from typing import Self
+
+COUNTING_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+LAUNCH_VARIABLES = (*COUNTING_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
 OUR_RUNS = "portable_fsdp.launch-"  # of the elastic run's id in a start of our own: the agent's PID follows
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
@@ -21,45 +26,147 @@ _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 class Launch:
     """How this process was started, in torchrun's words."""
 
-    kind: Literal["plain", "torchrun"]
+    kind: Literal["plain", "torchrun", "srun", "mpirun", "variables", "tpu_vm"]
     rank: int  # among all processes
     local_rank: int  # among the processes of this host
     world_size: int  # processes
+    said: str = field(default="", compare=False)  # who started it, for the first line of a run
+    variables: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """What torch is to find in the environment, where the launcher has other names for it."""
+    by_accelerate: bool = False  # `accelerate launch`, which sets the number of processes
+
+    @property
+    def is_alone(self) -> bool:
+        """No launcher counts this host's processes, and there is no address where they could meet."""
+        return self.kind in ("plain", "tpu_vm")
 
 
 def detect_launch(environ: Mapping[str, str]) -> Launch:
-    """Read torchrun's five variables; `accelerate launch` and MPI wrappers set the same ones.
+    """Who started this process: torchrun, srun, mpirun, something that sets torchrun's five variables, or nobody.
 
-    None of them set: a plain start. Raises ConfigError when only some are set, or when they contradict each other.
+    Raises ConfigError, naming the variables, where only some are set and where two launchers contradict each other.
     """
+    tasks = read_tasks(environ)
+    # A script may export an address for its tasks, though this time it has only one, which needs none.
+    telling = LAUNCH_VARIABLES if tasks is None else COUNTING_VARIABLES
+    if environ.get("TORCHELASTIC_RUN_ID"):
+        launch = _torchrun(environ, tasks)
+    elif tasks is not None and tasks.count > 1:
+        launch = _of_tasks(environ, tasks)
+    elif any(environ.get(name) for name in telling):
+        said = f"{', '.join(LAUNCH_VARIABLES)} of its environment"
+        launch = _of_variables(environ, "variables", said)
+    else:
+        launch = _alone(environ, tasks)
+    # `accelerate launch` sets this one always, whatever it starts, and however.
+    by_accelerate = bool(environ.get("ACCELERATE_MIXED_PRECISION"))
+    return replace(launch, by_accelerate=by_accelerate, said=_said(launch, by_accelerate, environ))
+
+
+def _said(launch: Launch, by_accelerate: bool, environ: Mapping[str, str]) -> str:
+    """For the first line of a run."""
+    by = "accelerate launch" if by_accelerate and launch.is_alone else launch.said
+    by += ", of accelerate launch" if by_accelerate and not launch.is_alone else ""
+    if launch.is_alone:
+        return by
+    here = {**environ, **launch.variables}.get("LOCAL_WORLD_SIZE")
+    return f"{by}: {launch.world_size} process(es)" + (f", {here} of them on this host" if here else "")
+
+
+def _alone(environ: Mapping[str, str], tasks: Tasks | None) -> Launch:
+    workers = [name for name in environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if name]
+    if workers:
+        # One process a host: how many there are, and which one this is, PJRT finds out by itself.
+        slices = environ.get("MEGASCALE_NUM_SLICES")
+        of_slice = f", slice {environ.get('MEGASCALE_SLICE_ID', '?')} of {slices}" if slices else ""
+        said = f"TPU worker {environ.get('TPU_WORKER_ID', '?')} of {len(workers)}{of_slice}"
+        return Launch("tpu_vm", rank=0, local_rank=0, world_size=1, said=said)
+    said = "hand (no launcher)" if tasks is None else f"{tasks.launcher}, as its only task"
+    return Launch("plain", rank=0, local_rank=0, world_size=1, said=said)
+
+
+def _of_variables(environ: Mapping[str, str], kind: Literal["torchrun", "variables"], said: str) -> Launch:
     missing = [name for name in LAUNCH_VARIABLES if not environ.get(name)]
-    if len(missing) == len(LAUNCH_VARIABLES):
-        return Launch("plain", rank=0, local_rank=0, world_size=1)
     if missing:
         present = [f"{name}={environ[name]}" for name in LAUNCH_VARIABLES if name not in missing]
         raise ConfigError(
-            f"environment: expected all or none of {', '.join(LAUNCH_VARIABLES)}, found {', '.join(present)} "
+            f"environment: expected all or none of {', '.join(LAUNCH_VARIABLES)}, found {', '.join(present) or 'none'} "
             f"without {', '.join(missing)}.\n  Start with torchrun, which sets all five, or unset them. "
             "Nothing was started."
         )
-    rank, local_rank, world_size = (_integer(environ, name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-    _integer(environ, "MASTER_PORT")
+    rank, local_rank, world_size = (integer(environ, name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    integer(environ, "MASTER_PORT")
     if not 0 <= local_rank <= rank < world_size:
         raise ConfigError(
             "environment: expected 0 <= LOCAL_RANK <= RANK < WORLD_SIZE, found "
             f"LOCAL_RANK={local_rank}, RANK={rank}, WORLD_SIZE={world_size}.\n"
             "  Start with torchrun, which sets them, or unset them. Nothing was started."
         )
-    return Launch("torchrun", rank, local_rank, world_size)
+    return Launch(kind, rank, local_rank, world_size, said)
 
 
-def _integer(environ: Mapping[str, str], name: str) -> int:
-    try:
-        return int(environ[name])
-    except ValueError:
+def _torchrun(environ: Mapping[str, str], tasks: Tasks | None) -> Launch:
+    """torchrun in a task of srun or mpirun is one agent: its group has as many hosts as there are tasks, one on each.
+
+    So 4 tasks and a WORLD_SIZE of 8 are two processes a host.
+    """
+    ours = environ["TORCHELASTIC_RUN_ID"].startswith(OUR_RUNS)
+    said = "portable_fsdp.launch" if ours else "torchrun"
+    if environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        said += f" (restart {environ.get('TORCHELASTIC_RESTART_COUNT')} of {environ['TORCHELASTIC_MAX_RESTARTS']})"
+    launch = _of_variables(environ, "torchrun", said)
+    if tasks is None or tasks.count == 1:
+        return launch
+    hosts = environ.get("GROUP_WORLD_SIZE", "")
+    of_tasks = f"{tasks.count_variable}={tasks.count}"
+    if tasks.local_count > 1:
         raise ConfigError(
-            f"environment: {name}: expected an integer, found {environ[name]!r}. Nothing was started."
-        ) from None
+            f"environment: two launchers: expected one task of {tasks.launcher} a host where the task is torchrun, "
+            f"found {tasks.local_count} on this host ({of_tasks}) and torchrun's WORLD_SIZE={launch.world_size}.\n"
+            "  Start torchrun with --ntasks-per-node=1 (mpirun: one task a host), or leave torchrun out."
+        )
+    if hosts == "1":
+        raise ConfigError(
+            f"environment: two launchers: {of_tasks}, but torchrun's GROUP_WORLD_SIZE=1: each of the {tasks.count} "
+            "hosts would train a run of its own.\n  Give torchrun --nnodes and --rdzv-endpoint instead of --standalone."
+        )
+    return launch
+
+
+def _of_tasks(environ: Mapping[str, str], tasks: Tasks) -> Launch:
+    """srun and mpirun in torchrun's words; what is set in these words already is to say the same."""
+    ours = {
+        "RANK": tasks.rank,
+        "WORLD_SIZE": tasks.count,
+        "LOCAL_RANK": tasks.local_rank,
+        "LOCAL_WORLD_SIZE": tasks.local_count,
+    }
+    for name, value in ours.items():
+        if environ.get(name) and integer(environ, name) != value:
+            raise ConfigError(
+                f"environment: two launchers: {name}={environ[name]}, but by {tasks.launcher}'s variables it is "
+                f"{value} ({tasks.rank_variable}={tasks.rank}, {tasks.count_variable}={tasks.count}).\n"
+                f"  Unset {name}, or start it without {tasks.launcher}. Nothing was started."
+            )
+    if not 0 <= tasks.local_rank < tasks.local_count <= tasks.count or not 0 <= tasks.rank < tasks.count:
+        raise ConfigError(
+            f"environment: {tasks.launcher}: expected a task among those of its host and of its job, found task "
+            f"{tasks.rank} of {tasks.count} ({tasks.rank_variable}, {tasks.count_variable}), and {tasks.local_rank} of "
+            f"{tasks.local_count} on this host. Nothing was started."
+        )
+    address = environ.get("MASTER_ADDR") or tasks.first_host
+    if not address:
+        raise ConfigError(
+            f"environment: {tasks.launcher} doesn't say which host is the first, where all processes meet.\n"
+            "  Set it for all of them: export MASTER_ADDR=HOST before srun, mpirun -x MASTER_ADDR=HOST (Open MPI), "
+            "mpirun -genv MASTER_ADDR HOST (MPICH, Intel MPI). Nothing was started."
+        )
+    variables = {name: str(value) for name, value in ours.items()} | {
+        "MASTER_ADDR": address,
+        "MASTER_PORT": environ.get("MASTER_PORT") or str(tasks.port),
+    }
+    integer(variables, "MASTER_PORT")
+    return Launch(tasks.launcher, tasks.rank, tasks.local_rank, tasks.count, tasks.launcher, variables)
 
 
 def end_with_agent(environ: Mapping[str, str]) -> None:
@@ -106,7 +213,7 @@ class StopRequest:
     def requested(self) -> bool:
         return self.reason is not None
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Self":
         for number in (signal.SIGTERM, signal.SIGINT):
             self._previous[number] = signal.signal(number, self._handle)
         return self

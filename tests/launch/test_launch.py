@@ -140,7 +140,7 @@ def test_a_resumed_run_tells_its_collectives_too(tmp_path: Path) -> None:
     assert kinds == ["start", "collectives", "save", "start", "resume", "collectives", "save"]
 
 
-LLAMA_1B_IN_SMALL = [
+LLAMA_IN_SMALL = [
     "model.architecture.hidden_size=64",
     "model.architecture.intermediate_size=128",
     "model.architecture.num_hidden_layers=2",
@@ -152,7 +152,11 @@ LLAMA_1B_IN_SMALL = [
     "train.global_batch=4",
     "train.micro_batch=2",
 ]
-CONFIGS = {"quickstart": ["train.global_batch=2", "data.seq_len=64"], "llama_1b": LLAMA_1B_IN_SMALL}
+CONFIGS = {
+    "quickstart": ["train.global_batch=2", "data.seq_len=64"],
+    "llama_1b": LLAMA_IN_SMALL,
+    "llama_8b": LLAMA_IN_SMALL,
+}
 
 
 @pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)

@@ -17,7 +17,15 @@ def test_plain_start() -> None:
 
 
 def test_torchrun_start() -> None:
-    assert detect_launch(TORCHRUN) == Launch("torchrun", rank=5, local_rank=1, world_size=8)
+    launch = detect_launch({**TORCHRUN, "TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "4"})
+    assert launch == Launch("torchrun", rank=5, local_rank=1, world_size=8)
+    assert launch.said == "torchrun: 8 process(es), 4 of them on this host"
+    assert not launch.is_alone
+
+
+def test_variables_that_somebody_set() -> None:
+    assert detect_launch(TORCHRUN) == Launch("variables", rank=5, local_rank=1, world_size=8)
+    assert detect_launch(TORCHRUN).said.startswith("RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT of its env")
 
 
 def test_half_an_environment_names_what_is_missing() -> None:

@@ -1,0 +1,111 @@
+"""Runs of two processes under launchers that are not torchrun, played by a program that sets what they set."""
+
+import contextlib
+import json
+import random
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from started import PYTHON, committed, launch, losses, started, tiny_config
+
+from portable_fsdp.runtime.tasks import PORTS
+
+pytestmark = pytest.mark.slow
+
+PLAYED = """
+import json, os, subprocess, sys
+
+def values(task):
+    return {name: str(value).format(task=task) for name, value in json.loads(os.environ["PLAYED"]).items()}
+
+tasks = [subprocess.Popen(sys.argv[1:], env={**os.environ, **values(task)}) for task in range(2)]
+sys.exit(max(task.wait() for task in tasks))
+"""
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "{task}",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "{task}",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+
+
+def free_port() -> int:
+    """One of those that a Slurm job's number leads to."""
+    for port in random.sample(PORTS, 50):
+        with contextlib.suppress(OSError), socket.create_server(("localhost", port)):
+            return port
+    raise AssertionError("no free port")
+
+
+def srun() -> dict[str, str]:
+    return {
+        "SLURM_JOB_ID": str(free_port() - PORTS[0]),
+        "SLURM_JOB_NAME": "train",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NTASKS": "2",
+        "SLURM_NNODES": "1",
+        "SLURM_NODEID": "0",
+        "SLURM_TASKS_PER_NODE": "2",
+        "SLURM_PROCID": "{task}",
+        "SLURM_LOCALID": "{task}",
+    }
+
+
+@pytest.mark.parametrize("launcher", ["srun", "mpirun"])
+def test_a_run_of_two_tasks(launcher: str, tmp_path: Path) -> None:
+    played = srun() if launcher == "srun" else {**MPIRUN, "MASTER_PORT": str(free_port())}
+    command = [sys.executable, "-c", PLAYED, *PYTHON, "--device=cpu", f"--config={tiny_config(tmp_path)}"]
+    with started(command, tmp_path, PLAYED=json.dumps(played)) as run:
+        code = run.wait()
+    assert code == 0, run.err
+    assert run.err.count(f"started by {launcher}: 2 process(es), 2 of them on this host\n") == 1, run.err
+    assert "Traceback" not in run.err
+    assert committed(tmp_path / "run") == [4, 6]
+    alone = tmp_path / "alone"
+    assert launch("--device=cpu", f"--config={tiny_config(tmp_path)}", f"run.dir={alone}") == 0
+    assert losses(tmp_path / "run") == pytest.approx(losses(alone), rel=1e-5)
+
+
+LOOP = """
+import sys
+from portable_fsdp import load_config, open_backend
+with open_backend(load_config(sys.argv[1]), device="cpu") as engine:
+    print(f"process {engine.process.index} of {engine.process.count}")
+"""
+
+
+def test_a_loop_of_ones_own_under_srun(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PLAYED, sys.executable, "-c", LOOP, tiny_config(tmp_path)]
+    with started(command, tmp_path, PLAYED=json.dumps(srun())) as run:
+        assert run.wait() == 0, run.err
+    assert sorted(line for line in run.out.splitlines() if line.startswith("process")) == [
+        "process 0 of 2",
+        "process 1 of 2",
+    ]
+
+
+def test_a_plain_run_says_so_first(tmp_path: Path) -> None:
+    with started([*PYTHON, "--device=cpu", f"--config={tiny_config(tmp_path)}"], tmp_path) as run:
+        assert run.wait() == 0
+    assert run.err.startswith("started by hand (no launcher)\n")
+
+
+def test_tasks_whose_variables_contradict_each_other_end_before_anything(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PLAYED, *PYTHON, "--device=cpu", f"--config={tiny_config(tmp_path)}"]
+    with started(command, tmp_path, PLAYED=json.dumps({**srun(), "WORLD_SIZE": "4"})) as run:
+        code = run.wait()
+    assert code == 2
+    assert "two launchers: WORLD_SIZE=4, but by srun's variables it is 2" in run.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_doctor_asks_all_tasks(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PLAYED, sys.executable, "-m", "portable_fsdp.doctor", f"--run_dir={tmp_path}"]
+    with started(command, tmp_path, PLAYED=json.dumps(srun())) as run:
+        run.wait()
+    assert run.out.count("on host") == 1
+    assert "srun: 2 process(es), 2 of them on this host; this is process 0\n" in run.out
+    assert "all 2 on 1 host(s) answer; clocks differ by 0." in run.out
