@@ -4,8 +4,9 @@ TORCH_LATEST := 2.13.0
 # Half of train.steps in configs/quickstart.yaml; tests/test_docs.py compares them.
 DEMO_HALF := 75
 
-# Two processes, a file of tests in one of them: its tests share workers. Proofs run one after the other.
-BY_FILE := -n 2 --dist loadfile
+# Two processes, a file of tests in one of them, in the order of their names: tests of a folder share workers, which
+# end with the folder's last test. Proofs run one after the other.
+BY_FILE := -n 2 --dist loadfile --no-loadscope-reorder
 
 RUN := .venv/bin/python
 LAUNCH_DEMO := $(RUN) -m portable_fsdp.launch --device=cpu --config=configs/quickstart.yaml
@@ -38,8 +39,9 @@ demo: env  ## trains on 2 native processes, resumes on 4 XLA devices, exports, s
 	$(RUN) examples/sample.py runs/demo/export
 	$(RUN) examples/plot_loss.py runs/demo
 
-docs: env  ## writes docs/configuration.md from the config's schema
+docs: env  ## writes the pages of keys, ours and those of other tools
 	$(RUN) docs/configuration.py
+	$(RUN) docs/foreign_configs.py
 
 env-latest: .venv-latest/.installed  ## the environment .venv-latest: the newest torch, no torch_xla
 

@@ -11,14 +11,8 @@ from pathlib import Path
 
 from absl import flags
 
-from portable_fsdp.runtime.errors import (
-    EXIT_FAILED,
-    EXIT_FINISHED,
-    EXIT_STOPPED,
-    EXIT_USAGE,
-    ConfigError,
-    PortableFSDPError,
-)
+from portable_fsdp.runtime.command import run_command
+from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_STOPPED, ConfigError
 from portable_fsdp.runtime.process import detect_launch, end_with_agent
 
 USAGE = """Train a causal language model.
@@ -27,6 +21,7 @@ USAGE = """Train a causal language model.
   torchrun --nproc_per_node=8 -m portable_fsdp.launch --device=cuda --config=FILE
 
   --config       YAML file; configs/ holds examples, docs/configuration.md every key
+  --import       a file of accelerate's or Trainer's, laid under --config; docs/foreign_configs.md
   --device       auto | cpu | cuda | tpu: where (default auto: cuda, else tpu, else cpu)
   --backend      auto | native | xla | xla_fsdp1: how (default auto: native on cpu and cuda, xla on tpu)
   --num_devices  auto | N: how many devices of this host (default auto: all GPUs or TPU chips; one CPU device)
@@ -38,6 +33,7 @@ exit code: 0 finished, 2 usage or config error, 143 stopped on request after a c
 def _define_flags() -> flags.FlagValues:
     values = flags.FlagValues()
     flags.DEFINE_string("config", None, "YAML file", flag_values=values)
+    flags.DEFINE_multi_string("import", [], "a file of accelerate's or Trainer's", flag_values=values)
     flags.DEFINE_string("device", "auto", "auto | cpu | cuda | tpu", flag_values=values)
     flags.DEFINE_string("backend", "auto", "auto | native | xla | xla_fsdp1", flag_values=values)
     flags.DEFINE_string("num_devices", "auto", "auto | N", flag_values=values)
@@ -46,33 +42,28 @@ def _define_flags() -> flags.FlagValues:
 
 def main(argv: list[str]) -> int:
     """Run with the arguments after the program's name; returns the exit code."""
-    if any(argument in ("--help", "-help", "-h", "--h") for argument in argv):
-        print(USAGE)
-        return EXIT_FINISHED
-    end_with_agent(os.environ)
     values = _define_flags()
-    try:
-        overrides = values(["launch", *argv])[1:]
-    except flags.Error as error:
-        print(f"{error}\n\n{USAGE}", file=sys.stderr)
-        return EXIT_USAGE
-    try:
+
+    def launch(overrides: list[str]) -> int:
+        end_with_agent(os.environ)
         return _launch(values, overrides, argv)
-    except PortableFSDPError as error:
-        _say(str(error))
-        return error.exit_code
+
+    try:
+        return run_command("launch", USAGE, values, argv, launch, say=_say)
     except KeyboardInterrupt:
         return EXIT_FAILED
 
 
 def _launch(values: flags.FlagValues, overrides: list[str], argv: list[str]) -> int:
-    from portable_fsdp.config.load import load_config
+    from portable_fsdp.config.foreign.launcher import check_launcher_facts
+    from portable_fsdp.config.load import read_config
     from portable_fsdp.config.support import require_supported
     from portable_fsdp.optim.schedule import check_schedule
 
     if values.config is None:
         raise ConfigError("--config: expected a YAML file, found none, as in --config=configs/quickstart.yaml.")
-    config = load_config(values.config, overrides)
+    loaded = read_config(values.config, overrides, values["import"].value or ())
+    config = loaded.config
     if config.train.steps is not None:  # else the steps follow from the data
         check_schedule(config.optim, config.train.steps)
     wanted = _number(values.num_devices)
@@ -81,7 +72,11 @@ def _launch(values: flags.FlagValues, overrides: list[str], argv: list[str]) -> 
     from portable_fsdp.backends.open import local_processes, resolve
 
     device, backend = resolve(values.device, values.backend)
-    processes = local_processes(device, backend, wanted) if launch.kind == "plain" else 1
+    processes = local_processes(device, backend, wanted) if launch.is_alone and not launch.by_accelerate else 1
+    started = processes if backend == "native" else wanted
+    check_launcher_facts(
+        loaded.imports, processes=started if launch.is_alone else launch.world_size, environ=os.environ
+    )
     if processes > 1:
         if device != "tpu":  # a slice has other hosts too, which are started plainly as well: the engine counts them
             require_supported(config, engine=backend, device=device, devices=processes, hosts=1)
@@ -95,6 +90,9 @@ def _launch(values: flags.FlagValues, overrides: list[str], argv: list[str]) -> 
             return EXIT_FAILED
         return code
 
+    os.environ.update(launch.variables)
+    if launch.rank == 0:
+        print(f"started by {launch.said}", file=sys.stderr, flush=True)
     from portable_fsdp.train.loop import train
 
     return train(config, device=device, backend=backend, num_devices=wanted)
@@ -110,7 +108,7 @@ def _number(text: str) -> int | None:
 
 def _say(message: str) -> None:
     """Print an error once a host: most are found by all processes alike, and then the launcher ends the others."""
-    if int(os.environ.get("LOCAL_RANK", "0")) != 0:
+    if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(5)  # still here: the first process has not found it
         message = f"[process {os.environ.get('RANK')}] {message}"
     print(message, file=sys.stderr, flush=True)

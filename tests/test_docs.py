@@ -14,9 +14,10 @@ import yaml
 from absl import flags
 from pydantic import ValidationError
 
-from portable_fsdp import explain, launch
+from portable_fsdp import doctor, explain, launch
 from portable_fsdp.backends.open import BACKENDS, DEVICES
 from portable_fsdp.config.describe import option_names
+from portable_fsdp.config.foreign.table import TABLE
 from portable_fsdp.config.load import check_batch, load_config
 from portable_fsdp.config.refusals import EVERY, Place
 from portable_fsdp.config.schema import Config
@@ -60,6 +61,15 @@ def check(command: Command) -> None:
     match command.words:
         case ["python", "-m", "portable_fsdp.explain", *arguments]:
             check_explain(arguments, command.where)
+        case ["python", "-m", "portable_fsdp.doctor", *arguments] | [
+            "torchrun",
+            "--standalone",
+            _,
+            "-m",
+            "portable_fsdp.doctor",
+            *arguments,
+        ]:
+            assert doctor._define_flags()(["doctor", *arguments])[1:] == [], f"{command.where}: flags alone"
         case ["make", target]:
             assert target in TARGETS, f"{command.where}: no target {target} in the Makefile"
         case ["pip", "install", what]:
@@ -84,7 +94,7 @@ def check_launch(arguments: list[str], where: str) -> None:
     overrides = values(["launch", *arguments])[1:]
     assert values.device in DEVICES, where
     assert values.backend in BACKENDS, where
-    config = load_config(ROOT / values.config, overrides)
+    config = load_config(ROOT / values.config, overrides, [ROOT / name for name in values["import"].value or ()])
     if values.num_devices != "auto":
         check_batch(config, int(values.num_devices))
 
@@ -94,7 +104,7 @@ def check_explain(arguments: list[str], where: str) -> None:
     overrides = values(["explain", *arguments])[1:]
     assert explain._places(values), where
     if values.config is not None:
-        load_config(ROOT / values.config, overrides)
+        load_config(ROOT / values.config, overrides, [ROOT / name for name in values["import"].value or ()])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -118,6 +128,8 @@ def test_every_command_parses(page: Path) -> None:
         "launch/tpu_vm.sh start",
         "python -m portable_fsdp.explain --backend=none",
         "python -m portable_fsdp.explain --config=configs/quickstart.yaml optim.learning_rate=1",
+        "python -m portable_fsdp.doctor --jason",
+        "torchrun --standalone --nproc_per_node=2 -m portable_fsdp.doctor runs",
         "python -m portable_fsdp.nothing",
         "python examples/none.py",
         "curl localhost",
@@ -158,6 +170,13 @@ PAGE_OF_KEYS = runpy.run_path(str(ROOT / "docs/configuration.py"))
 
 def test_page_of_keys_is_the_schemas() -> None:
     assert PAGE_OF_KEYS["render"]() == (ROOT / "docs/configuration.md").read_text(encoding="utf-8"), "run `make docs`"
+
+
+def test_page_of_foreign_keys_is_the_tables() -> None:
+    page = ROOT / "docs/foreign_configs.md"
+    render = runpy.run_path(str(page.with_suffix(".py")))["render"]
+    assert render() == page.read_text(encoding="utf-8"), "run `make docs`"
+    assert all(f"`{row.key}`" in page.read_text(encoding="utf-8") for row in TABLE)
 
 
 def test_page_of_keys_states_defaults_that_yaml_reads_back() -> None:

@@ -43,7 +43,7 @@ PURE_CALLS = {
 
 WORK_WITH_A_REASON = {
     # PyYAML keeps what a plain word means on the loader's class; these set it on two classes of that module.
-    "portable_fsdp.config.load": ("_without_timestamps", "yaml.add_implicit_resolver"),
+    "portable_fsdp.config.yaml_text": ("_without_timestamps", "yaml.add_implicit_resolver"),
 }
 
 

@@ -1,33 +1,51 @@
-"""The groups of worker processes, started when first asked for and shared by all tests of a session."""
+"""The groups of worker processes, started when first asked for and shared by all tests of this folder.
+
+Each process takes 0.7 GiB and more, and each of the suite's own processes has its groups: 8 GiB and more, which the
+tests of other folders need for processes of their own. Hence the groups end with the last test of this folder that a
+process runs (the suite runs its files in order, `--no-loadscope-reorder`), and before that where memory gets scarce.
+"""
 
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from workers import GROUPS, Group, Workers
 
+ROOM = 8 * 2**30
+"""Bytes. With less of the machine's memory left, groups that wait are ended before another begins."""
+
+STARTED: dict[Group, Workers] = {}
+"""The one used last is the last."""
+
 
 @pytest.fixture(scope="session")
 def workers() -> Iterator[Callable[[Group], Workers]]:
-    started: dict[Group, Workers] = {}
-
     def get(group: Group) -> Workers:
-        if group not in started:
-            started[group] = Workers(group)
-        return started[group]
+        if group not in STARTED:
+            while len(STARTED) > 2 and psutil.virtual_memory().available < ROOM:  # a test may hold two
+                STARTED.pop(next(iter(STARTED))).close()
+            STARTED[group] = Workers(group)
+        STARTED[group] = STARTED.pop(group)
+        return STARTED[group]
 
     yield get
-    for one in started.values():
-        one.close()
     left = [child.cmdline() for child in psutil.Process().children() if "resource_tracker" not in str(child.cmdline())]
     assert not left, f"worker processes left behind: {left}"
 
 
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    del item  # of this folder: its conftest's hooks are called for its tests alone
+    if nextitem is None or Path(__file__).parent not in nextitem.path.parents:
+        while STARTED:
+            STARTED.popitem()[1].close()
+
+
 @pytest.fixture
 def leaves_nothing_behind() -> None:
-    """The workers start in whichever test asks first and stay for the session; `workers` looks for leaks at its end."""
+    """The workers start in whichever test asks first and stay; `workers` looks for leaks at its end."""
 
 
 @pytest.fixture(scope="session")
