@@ -160,6 +160,7 @@ def test_walk_tries_every_value_that_a_word_can_have() -> None:
     assert {rule.option for rule in REFUSALS if rule.when} <= tried
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", FEW, ids=str)
 def test_each_option_has_one_verdict_wherever_it_runs(place: Place) -> None:
     for _, config in walk():
@@ -199,6 +200,7 @@ def support(config: Config, place: Place) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_every_way_out_leads_out(place: Place) -> None:
     for settings, config in walk_at(place):
