@@ -35,7 +35,7 @@ from portable_fsdp.checkpoint.format import Data, FileEntry, Manifest, TensorEnt
 from portable_fsdp.checkpoint.manager import Checkpoints
 from portable_fsdp.checkpoint.store import Reader, touching
 from portable_fsdp.config.schema import Checkpoint, Config
-from portable_fsdp.train.loop import Training, build
+from portable_fsdp.train.build import Training, build_training
 
 RESULTS = Path(__file__).parent / "results"
 RANKS = 512
@@ -281,7 +281,7 @@ def main() -> None:
         configuration = config(Path(mine), arguments.layers)
         with open_backend(configuration, device="cpu", backend="native") as backend:
             folder = Path(backend.agree(mine))
-            training = build(configuration, backend, vocabulary=4096)
+            training = build_training(configuration, backend, vocabulary=4096)
             ways = Ways(folder, backend, training, configuration)
             ways.prepare()
             seconds = measure(ways, arguments.rounds)

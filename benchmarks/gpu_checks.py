@@ -28,7 +28,7 @@ from portable_fsdp.data.batches import Batches
 from portable_fsdp.data.order import sample_indices
 from portable_fsdp.optim.schedule import learning_rate
 from portable_fsdp.runtime.errors import BackendError, ConfigError
-from portable_fsdp.train.loop import Training, build
+from portable_fsdp.train.build import Training, build_training
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "backends"))
 from cases import GLOBAL_BATCH, Case, CaseRows
@@ -209,7 +209,7 @@ def _compiles(device: str) -> dict[str, Any]:
 def _run(case: Case, device: str) -> Generator[tuple[Backend, Config, Training]]:
     config = case.config(1)
     with open_backend(config, device=device, backend="native") as backend:
-        yield backend, config, build(config, backend, vocabulary=256)
+        yield backend, config, build_training(config, backend, vocabulary=256)
 
 
 def _train(backend: Backend, config: Config, training: Training, first: int, last: int) -> list[float]:
@@ -232,7 +232,7 @@ def _train(backend: Backend, config: Config, training: Training, first: int, las
 
 def _news(rows: int) -> dict[str, torch.Tensor]:
     """Nobody stops, and the one process tells nothing."""
-    return {"stop": torch.zeros(rows), "processes": torch.zeros(rows, 2)}
+    return {"news": torch.zeros(rows, 3)}
 
 
 def _curve(case: Case, device: str, references: dict[str, list[float]]) -> dict[str, Any]:
@@ -347,7 +347,7 @@ class Peaks:
         config = _large_config(PEAKS[name])
         before = torch.cuda.memory_allocated()
         with open_backend(config, device=self._device, backend="native") as backend:
-            training = build(config, backend, vocabulary=256)
+            training = build_training(config, backend, vocabulary=256)
             self._parameters = training.built.size.parameters
             ids = torch.randint(256, (LARGE_ROWS, LARGE_SEQ_LEN))
             tokens = torch.full((LARGE_ROWS,), float(LARGE_SEQ_LEN))

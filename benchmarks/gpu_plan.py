@@ -44,7 +44,7 @@ from portable_fsdp.models import build as models_build
 from portable_fsdp.plan import cuda
 from portable_fsdp.plan.live import Recorder
 from portable_fsdp.plan.result import Memory
-from portable_fsdp.train.loop import build
+from portable_fsdp.train.build import build_training
 
 HERE = Path(__file__).parent
 PER_HOST = 8
@@ -130,7 +130,7 @@ def _figures(memory: Memory) -> dict[str, Any]:
 
 
 def planned_as_torchtitan(config: Config, devices: int) -> dict[str, Any]:
-    def attach(model: Any, output: object = None, chunked: bool = True) -> None:
+    def attach(model: Any, *_: object) -> None:
         def forward(self: Any, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
             logits = type(self).forward(self, input_ids=input_ids, use_cache=False).logits
             loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
@@ -170,7 +170,7 @@ def tracked(config: Config, devices: int) -> int:
         cuda._seen_by(recorder),
         cuda._replaced(F, "scaled_dot_product_attention", cuda.gpu_attention),
     ):
-        training = build(config, backend, vocabulary=1, fill=False)
+        training = build_training(config, backend, vocabulary=1, fill=False)
         with fake:
             tracker = FSDPMemTracker(cast(Any, training.model), training.optimizer)
             for _ in range(2):
@@ -188,11 +188,11 @@ def measured(config: Config, device: str) -> dict[str, Any]:
     with open_backend(config, device=device, backend="native", num_devices=1) as backend:
         if device == "cpu":
             return {"device": "cpu", "live_bytes": measure(backend, config).peak_bytes}
-        training = build(config, backend, vocabulary=1)
+        training = build_training(config, backend, vocabulary=1)
         rows, length = config.train.micro_batch, config.data.seq_len
         ids = torch.randint(256, (rows, length))
         batch = {"input_ids": ids, "labels": ids, "tokens": torch.full((rows,), float(length))}
-        batch |= {"stop": torch.zeros(rows), "processes": torch.zeros(rows, 3)}
+        batch |= {"news": torch.zeros(rows, 4)}
         for _ in range(3):
             placed = [backend.place(batch) for _ in range(training.accumulation)]
             backend.fetch(training.step(placed, config.optim.lr)).result()

@@ -36,7 +36,8 @@ from portable_fsdp.data.build import build_data
 from portable_fsdp.data.packing import PackedRows
 from portable_fsdp.optim.schedule import learning_rate
 from portable_fsdp.runtime.process import StopRequest
-from portable_fsdp.train.loop import Training, _News, _with_news, build
+from portable_fsdp.train.build import Training, build_training
+from portable_fsdp.train.loop import with_news
 from portable_fsdp.train.records import InFlight, Records
 from portable_fsdp.train.when import SaveRequests
 
@@ -107,8 +108,8 @@ class OurStep:
         self._step += 1
         began = time.perf_counter()
         lr = learning_rate(self._config.optim, self._step, self._steps)
-        news = _News(self._stop.requested, self._records.seen(self._requests))
-        placed = [self._backend.place(_with_news(batch, news)) for batch in next(self._batches)]
+        seen = self._records.seen(self._requests)
+        placed = [self._backend.place(with_news(batch, self._stop.requested, seen)) for batch in next(self._batches)]
         metrics = self._backend.fetch(self._training.step(placed, lr))
         previous, self._in_flight = self._in_flight, InFlight(self._step, lr, began, metrics)
         if previous is not None:
@@ -230,7 +231,7 @@ def main() -> None:
         configuration = config(Path(folder), steps=arguments.pairs + WARM_UP_STEPS)
         with open_backend(configuration, device="cpu", backend="native") as backend:
             corpus = build_data(configuration.data)
-            training = build(configuration, backend, corpus.tokenizer.vocab_size)
+            training = build_training(configuration, backend, corpus.tokenizer.vocab_size)
             theirs = HandWrittenStep(corpus.rows)
             shard = (backend.data_shard.index, backend.data_shard.count)
             with Batches(corpus.rows, seed=SEED, global_batch=GLOBAL_BATCH, shard=shard, accumulation=1) as batches:

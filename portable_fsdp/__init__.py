@@ -13,17 +13,31 @@ if TYPE_CHECKING:
     from portable_fsdp.config.load import load_config
     from portable_fsdp.data.build import build_data
     from portable_fsdp.models.build import build_model
+    from portable_fsdp.train.build import build_training, open_batches, open_checkpoints
     from portable_fsdp.train.step import train_step
 
 __version__ = "0.1.0"
-__all__ = ["Checkpoints", "build_data", "build_model", "load_config", "open_backend", "train_step"]
+__all__ = [
+    "Checkpoints",
+    "build_data",
+    "build_model",
+    "build_training",
+    "load_config",
+    "open_backend",
+    "open_batches",
+    "open_checkpoints",
+    "train_step",
+]
 
 _HOMES = {
     "Checkpoints": "portable_fsdp.checkpoint.manager",
     "build_data": "portable_fsdp.data.build",
     "build_model": "portable_fsdp.models.build",
+    "build_training": "portable_fsdp.train.build",
     "load_config": "portable_fsdp.config.load",
     "open_backend": "portable_fsdp.backends.open",
+    "open_batches": "portable_fsdp.train.build",
+    "open_checkpoints": "portable_fsdp.train.build",
     "train_step": "portable_fsdp.train.step",
 }
 

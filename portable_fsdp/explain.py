@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 from absl import flags
 
-from portable_fsdp.config.describe import option_names, shortened, yaml_value
+from portable_fsdp.config.describe import expected, fields, key_name, nearest, option_names, shortened, yaml_value
 from portable_fsdp.config.load import Loaded, read_config
 from portable_fsdp.config.refusals import ENGINES_ON, EVERY, REFUSALS, Place
+from portable_fsdp.config.schema import Config
 from portable_fsdp.config.support import EFFECTS, Verdict, verdicts
 from portable_fsdp.config.translation import origin, translation, unsaid
 from portable_fsdp.runtime.command import run_command
@@ -25,6 +26,8 @@ USAGE = """What each engine does with each option of a config: honoured; delegat
 engine decides); or refused, with the reason and the way out. Without --config: all options, and all cases.
 
   python -m portable_fsdp.explain [--config=FILE] [--device=...] [--backend=...] [--num_devices=N] [key=value ...]
+  python -m portable_fsdp.explain KEY [...]     what a key means and takes: optim.lr, or a section: optim
+  python -m portable_fsdp.explain --schema      the config's JSON schema, for editors that complete YAML by it
 
   --config       YAML file, as for portable_fsdp.launch; a file of accelerate's or Trainer's too
   --import       a file of accelerate's or Trainer's, laid under --config; once for each
@@ -34,6 +37,7 @@ engine decides); or refused, with the reason and the way out. Without --config: 
   --num_devices  auto | N: devices of each host (default auto: what depends on their number is not judged)
   --num_hosts    auto | N (default auto: as many as it takes; 1 where --num_devices is given)
   --json         one JSON object
+  --schema       the JSON schema of a config, and nothing else
   section.key=value  overrides a key of the config
 
 exit code: 0, or 2 for a usage or config error; what is refused is an answer, not an error"""
@@ -61,6 +65,7 @@ def _define_flags() -> flags.FlagValues:
     flags.DEFINE_string("num_devices", "auto", "auto | N", flag_values=values)
     flags.DEFINE_string("num_hosts", "auto", "auto | N", flag_values=values)
     flags.DEFINE_boolean("json", False, "one JSON object", flag_values=values)
+    flags.DEFINE_boolean("schema", False, "the JSON schema of a config", flag_values=values)
     return values
 
 
@@ -68,28 +73,60 @@ def main(argv: list[str]) -> int:
     """Print what is asked for by the arguments after the program's name; returns the exit code."""
     values = _define_flags()
 
-    def explain(overrides: list[str]) -> int:
-        print(_explain(values, overrides))
+    def explain(words: list[str]) -> int:
+        print(_schema_text() if values.schema else _explain(values, words))
         return EXIT_FINISHED
 
     return run_command("explain", USAGE, values, argv, explain)
 
 
-def _explain(values: flags.FlagValues, overrides: list[str]) -> str:
+def _schema_text() -> str:
+    dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema"}  # which pydantic writes
+    return json.dumps({**dialect, **Config.model_json_schema()}, indent=2)
+
+
+def _explain(values: flags.FlagValues, words: list[str]) -> str:
     places = _places(values)
     imports = list[str](values["import"].value or ())
+    overrides = [word for word in words if "=" in word]
+    asked = tuple(option for word in words if "=" not in word for option in _options_of(word))
     if values.config is None and not imports:
         if overrides:
             raise ConfigError(f"override '{overrides[0]}': expected --config too, whose keys it overrides.")
         if values.write:
             raise ConfigError(f"--write={values.write}: expected --config or --import too, which it is made of.")
-        table = {option: list(_lines_of(option, places)) for option in option_names()}
-        return _json_of_table(table) if values.json else _text_of_table(table)
+        table = {option: list(_lines_of(option, places)) for option in asked or option_names()}
+        return _json_of_table(table) if values.json else _text_of_table(table, documented=bool(asked))
     loaded = read_config(values.config or imports[0], overrides, imports if values.config else imports[1:])
     if values.write:
         _write(Path(values.write), translation(loaded))
-    judged = {place: verdicts(loaded.config, place) for place in places}
-    return _json_of_config(judged, loaded) if values.json else _text_of_config(judged, loaded)
+    shown = asked or option_names()
+    judged = {
+        place: tuple(verdict for verdict in verdicts(loaded.config, place) if verdict.option in shown)
+        for place in places
+    }
+    return _json_of_config(judged, loaded) if values.json else _text_of_config(judged, loaded, bool(asked))
+
+
+def _options_of(word: str) -> tuple[str, ...]:
+    """The options that a word of the command line means: one key, or all of a section; raises ConfigError for none."""
+    options = tuple(option for option in option_names() if option == word or option.startswith(f"{word}."))
+    if not options:
+        raise ConfigError(f"{word}: unknown key; {nearest(tuple(word.split('.')))}.")
+    return options
+
+
+def _documentation(option: str) -> str:
+    """What a key means, takes and is by default, those of the mappings that it lists too."""
+    lines: list[str] = []
+    for key, field in fields():
+        if len(key) > 1 and key_name(key[:2]) == option:
+            takes = expected(field)
+            if not field.is_required():
+                takes += f"; default {yaml_value(field.get_default(call_default_factory=True))}"
+            text = f"{key_name(key[2:])}: " * (len(key) > 2) + f"{field.description} ({takes})"
+            lines.append(textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="    "))
+    return "\n".join(lines)
 
 
 def _write(path: Path, text: str) -> None:
@@ -138,13 +175,13 @@ def _number(flag: str, text: str) -> int | None:
 # ------------------------------------------------------------------------------------------------------- a config
 
 
-def _text_of_config(judged: dict[Place, tuple[Verdict, ...]], loaded: Loaded) -> str:
+def _text_of_config(judged: dict[Place, tuple[Verdict, ...]], loaded: Loaded, documented: bool) -> str:
     places = list(judged)
     lines = [", ".join(f"{place.engine} on {place.device}" for place in places) + _counts(places[0]), ""]
     for row in zip(*judged.values(), strict=True):
-        lines.append(f"{row[0].option} = {shortened(yaml_value(row[0].value), WIDTH - len(row[0].option) - 3)}")
-        if imported := _imported(loaded, row[0].option):
-            lines.append(textwrap.fill(imported, WIDTH, initial_indent="  from ", subsequent_indent=" " * 7))
+        lines += _value_and_origin(row[0].option, row[0].value, origin(loaded, row[0].option))
+        if documented:
+            lines.append(_documentation(row[0].option))
         same: dict[tuple[str, str], list[str]] = {}
         for place, verdict in zip(places, row, strict=True):
             same.setdefault((verdict.kind, verdict.text), []).append(place.engine)
@@ -155,10 +192,11 @@ def _text_of_config(judged: dict[Place, tuple[Verdict, ...]], loaded: Loaded) ->
     return "\n".join(lines)
 
 
-def _imported(loaded: Loaded, option: str) -> str:
-    """Where an option comes from, if a file of another tool set it."""
-    text = origin(loaded, option)
-    return text if text != loaded.origins.get(option, "default") else ""
+def _value_and_origin(option: str, value: object, where: str) -> list[str]:
+    line = f"{option} = {shortened(yaml_value(value), WIDTH - len(option) - 3)}"
+    if len(line) + len(where) + 4 <= WIDTH:
+        return [f"{line}  # {where}"]
+    return [line, textwrap.fill(where, WIDTH, initial_indent="  # ", subsequent_indent="  #   ")]
 
 
 def _counts(place: Place) -> str:
@@ -214,11 +252,12 @@ def _lines_of(option: str, places: list[Place]) -> Iterator[Line]:
             yield Line(engines, "refused", rule.case, rule.reason + when)
 
 
-def _text_of_table(table: dict[str, list[Line]]) -> str:
+def _text_of_table(table: dict[str, list[Line]], *, documented: bool) -> str:
     shown = len({engine for lines in table.values() for line in lines for engine in line.engines})
     text: list[str] = []
     for option, lines in table.items():
         text.append(option)
+        text += [_documentation(option)] if documented else []
         text += [
             _entry(line.engines, line.kind, f"{line.case}: {line.text}" if line.case else line.text, shown)
             for line in lines

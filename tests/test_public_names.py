@@ -5,7 +5,17 @@ import sys
 
 import portable_fsdp
 
-NAMES = ["Checkpoints", "build_data", "build_model", "load_config", "open_backend", "train_step"]
+NAMES = [
+    "Checkpoints",
+    "build_data",
+    "build_model",
+    "build_training",
+    "load_config",
+    "open_backend",
+    "open_batches",
+    "open_checkpoints",
+    "train_step",
+]
 
 
 def test_the_public_names_are_these_and_lead_somewhere() -> None:

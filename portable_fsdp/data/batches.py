@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from portable_fsdp.data.order import sample_indices
+from portable_fsdp.data.order import Position, sample_indices
 from portable_fsdp.data.packing import IGNORED
 from portable_fsdp.runtime.errors import ConfigError
 
@@ -86,6 +86,12 @@ class Batches:
                 return item
             self._error = item
         raise self._error
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """(epoch, samples consumed in it), as checkpoints keep it."""
+        position = Position.after(self.consumed, len(self._rows))
+        return position.epoch, position.index
 
     def __enter__(self) -> Self:
         return self

@@ -25,7 +25,7 @@ from portable_fsdp.config.patterns import matching
 from portable_fsdp.models import attention as static_attention
 from portable_fsdp.models import experts
 from portable_fsdp.models.config_json import config_to_json
-from portable_fsdp.models.loss import attach_loss
+from portable_fsdp.models.loss import Loss, attach_loss
 from portable_fsdp.models.weights import PretrainedWeights, RandomWeights, Slices, fill_buffers
 from portable_fsdp.runtime.errors import ConfigError
 
@@ -65,6 +65,7 @@ def build_model(
     seq_len: int,
     vocabulary: int,
     chunked_loss: bool = True,
+    loss: Loss | None = None,
 ) -> BuiltModel:
     """Build the causal language model that the config names, ready to be sharded.
 
@@ -76,6 +77,7 @@ def build_model(
         seq_len: tokens in a row, which the model's positions must hold.
         vocabulary: ids of the tokenizer, which the model's embedding must hold.
         chunked_loss: see `loss.cross_entropy_sum`.
+        loss: one's own, in place of it.
 
     Parameters that `model.freeze` names have no `requires_grad`. Raises ConfigError where the config doesn't name a
     model that fits, or a pattern names nothing in it.
@@ -111,7 +113,7 @@ def build_model(
             f"{sorted(unknown)[0]}, which it only makes with the model.\n  Start from a folder that holds it "
             "(model.pretrained), or take another model. Nothing was started."
         )
-    attach_loss(built, DTYPES.get(precision.output), chunked_loss)  # auto: none of them
+    attach_loss(built, DTYPES.get(precision.output), chunked_loss, loss)  # auto: none of them
     built.train()
     _freeze(built, model.freeze)
     return BuiltModel(built, weights, as_given, _size(built))

@@ -6,6 +6,8 @@ that compiles the whole step fuses the upcast itself, and takes all positions at
 gradient would be a copy of all logits for each of them (8B on v5p:2x2x4, 4 layers: 87.7 GiB of temporaries, not 3.2).
 """
 
+from collections.abc import Callable
+from functools import partial
 from types import MethodType
 from typing import Any, cast
 
@@ -14,6 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 IGNORED = -100
+Loss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(logits, labels) -> (sum over the counted labels, their number), as `cross_entropy_sum` takes and gives them."""
+
 CHUNK_BYTES = 256 * 2**20  # float32 logits upcast at once, per process
 
 
@@ -79,15 +84,19 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, chunked: bool = True) -> t
     return cast(Tensor, _CrossEntropySum.apply(logits, labels, chunked)), count
 
 
-def attach_loss(model: nn.Module, output: torch.dtype | None = None, chunked: bool = True) -> None:
-    """Make `model(input_ids, labels)` return (loss_sum, token_count), as `cross_entropy_sum` gives them.
+def attach_loss(
+    model: nn.Module, output: torch.dtype | None = None, chunked: bool = True, loss: Loss | None = None
+) -> None:
+    """Make `model(input_ids, labels)` return (loss_sum, token_count), of `loss`, or of `cross_entropy_sum`.
 
     The loss takes the logits in the dtype `output`; None: as the head gives them. The forward of this instance is
     replaced, so that the model stays its own root: no wrapper, no changed name.
     """
 
+    loss = loss or partial(cross_entropy_sum, chunked=chunked)
+
     def forward_with_loss(self: nn.Module, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         logits: Tensor = cast(Any, type(self)).forward(self, input_ids=input_ids, use_cache=False).logits
-        return cross_entropy_sum(logits if output is None else logits.to(output), labels, chunked)
+        return loss(logits if output is None else logits.to(output), labels)
 
     model.forward = MethodType(forward_with_loss, model)

@@ -33,7 +33,7 @@ from portable_fsdp.plan.result import Buffer, Memory, Moved, Work
 from portable_fsdp.plan.time import over_links
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.process import LAUNCH_VARIABLES
-from portable_fsdp.train.loop import Training, build
+from portable_fsdp.train.build import Training, build_training
 
 # NCCL's buffers of one communicator: two connections a channel for a ring and two for a tree, each 10 MiB to receive
 # or 2 MiB to send into (sizes as logged on 8 H100s, github.com/NVIDIA/nccl/issues/1685; no more with more ranks than
@@ -142,7 +142,7 @@ def _record(
         held.enter_context(_ranks(devices, devices_per_host))
         backend = held.enter_context(_Planner(config, fake, recorder))
         held.enter_context(_seen_by(recorder))
-        training = build(config, backend, vocabulary=1, fill=False)
+        training = build_training(config, backend, vocabulary=1, fill=False)
         _name(recorder, training)
         if device == "cuda":
             held.enter_context(_replaced(F, "scaled_dot_product_attention", gpu_attention))
@@ -164,8 +164,7 @@ def _batch(config: Config, devices: int) -> Batch:
         "input_ids": torch.empty((rows, length), dtype=torch.int64),
         "labels": torch.empty((rows, length), dtype=torch.int64),
         "tokens": torch.empty(rows),
-        "stop": torch.empty(rows),
-        "processes": torch.empty((rows, 3 * devices)),
+        "news": torch.empty((rows, 1 + 3 * devices)),
     }
 
 

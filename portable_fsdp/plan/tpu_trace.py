@@ -25,7 +25,7 @@ from portable_fsdp.plan.model import model_of
 from portable_fsdp.plan.tpu_program import Argument, Program, Traced, write_traced
 from portable_fsdp.runtime.errors import PortableFSDPError
 from portable_fsdp.runtime.process import end_with_parent
-from portable_fsdp.train.loop import build
+from portable_fsdp.train.build import build_training
 
 
 def main(folder: Path) -> int:
@@ -49,7 +49,7 @@ def trace(config: Config, devices: int) -> Traced:
     """
     with _pretended(devices):
         backend = _Tracer(config)
-        training = build(config, backend, vocabulary=1, fill=False)
+        training = build_training(config, backend, vocabulary=1, fill=False)
         model = model_of(training.built, config.data.seq_len)
         name_operations(training.model, backend.scope)
         rows = config.train.micro_batch * devices
@@ -57,8 +57,7 @@ def trace(config: Config, devices: int) -> Traced:
             "input_ids": torch.empty((rows, config.data.seq_len), dtype=torch.int64, device="meta"),
             "labels": torch.empty((rows, config.data.seq_len), dtype=torch.int64, device="meta"),
             "tokens": torch.empty(rows, device="meta"),
-            "stop": torch.empty(rows, device="meta"),
-            "processes": torch.empty((rows, 3 * backend.process.count), device="meta"),
+            "news": torch.empty((rows, 1 + 3 * backend.process.count), device="meta"),
         }
         training.step([backend.place(batch) for _ in range(training.accumulation)], config.optim.lr)
         return Traced(backend.programs, model)

@@ -11,24 +11,18 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from portable_fsdp.backends.base import Backend, Batch, ShardPolicy
+from portable_fsdp.backends.base import Backend, Batch
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.checkpoint.foreign.huggingface import export_huggingface, require_replaceable
 from portable_fsdp.checkpoint.format import committed_steps
-from portable_fsdp.checkpoint.manager import Checkpoints, Fingerprint, Resumed
-from portable_fsdp.config.load import check_batch, total_steps
+from portable_fsdp.checkpoint.manager import Checkpoints, Resumed
+from portable_fsdp.config.load import total_steps
 from portable_fsdp.config.schema import Config
-from portable_fsdp.data.batches import Batches
 from portable_fsdp.data.build import Corpus, build_data
-from portable_fsdp.data.order import Position
-from portable_fsdp.models.build import BuiltModel, build_model
-from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dtype, recomputed_layers
-from portable_fsdp.optim.optimizer import make_optimizer, parameter_groups
 from portable_fsdp.optim.schedule import check_schedule, learning_rate
 from portable_fsdp.runtime.errors import (
     EXIT_FINISHED,
@@ -41,8 +35,8 @@ from portable_fsdp.runtime.errors import (
 from portable_fsdp.runtime.lock import sole_run
 from portable_fsdp.runtime.log import configure
 from portable_fsdp.runtime.process import StopRequest
-from portable_fsdp.train.records import Asked, InFlight, Records, checkpoint_folder
-from portable_fsdp.train.step import Step, train_step
+from portable_fsdp.train.build import Training, build_training, open_batches, open_checkpoints
+from portable_fsdp.train.records import Asked, InFlight, Records
 from portable_fsdp.train.when import SaveRequests
 
 log = logging.getLogger("portable_fsdp")
@@ -69,8 +63,8 @@ def train(config: Config, *, device: str = "auto", backend: str = "auto", num_de
 
 
 def _train(config: Config, engine: Backend, corpus: Corpus, steps: int, stop: StopRequest) -> int:
-    training = build(config, engine, corpus.tokenizer.vocab_size)
-    with closing(_checkpoints(config, engine, training, corpus)) as checkpoints:
+    training = build_training(config, engine, corpus.tokenizer.vocab_size)
+    with closing(open_checkpoints(config, engine, training, corpus)) as checkpoints:
         resumed = _resume(config, training, checkpoints)
         records = Records(config, engine, training.built, steps, lambda: _last_saved(checkpoints))
         _on_process_0(engine, lambda: records.begin(resumed.step if resumed else 0, resumed))
@@ -122,87 +116,7 @@ def _check_folder(folder: Path) -> None:
         )
 
 
-# ---------------------------------------------------------------------------------------------------------- build
-
-
-@dataclass(frozen=True)
-class Training:
-    """What a step needs, laid out on the engine. The planner and the tests build the same."""
-
-    built: BuiltModel
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    step: Step
-    accumulation: int  # micro batches in a step
-    ties: dict[str, str]  # FQN -> the first FQN of the same weight
-
-
-def build(config: Config, backend: Backend, vocabulary: int, *, fill: bool = True) -> Training:
-    """Model, optimizer and step, in that order; writes nothing. *collective*
-
-    `vocabulary`: ids of the tokenizer. Without `fill` the weights are placeholders that hold no memory.
-    """
-    accumulation = check_batch(config, backend.data_parallel_size)
-    built = build_model(
-        config.model,
-        config.precision,
-        seed=config.run.seed,
-        seq_len=config.data.seq_len,
-        vocabulary=vocabulary,
-        chunked_loss=backend.expected_compilations == 0,
-    )
-    shapes = {fqn: tuple(weight.shape) for fqn, weight in built.model.named_parameters() if weight.requires_grad}
-    frozen = [fqn for fqn, weight in built.model.named_parameters() if not weight.requires_grad]
-    ties = _ties(built.model)
-    groups = parameter_groups(shapes, config.optim, ties=ties, frozen=frozen)
-    model = backend.shard_model(built.model, shard_policy(config, built.model), built.fill if fill else None)
-    optimizer = backend.build_optimizer(make_optimizer(config.optim), groups)
-    step = train_step(backend, model, optimizer, accumulation=accumulation, max_grad_norm=config.train.max_grad_norm)
-    return Training(built, model, optimizer, step, accumulation, ties)
-
-
-def _ties(model: nn.Module) -> dict[str, str]:
-    first: dict[int, str] = {}
-    names = [(fqn, first.setdefault(id(p), fqn)) for fqn, p in model.named_parameters(remove_duplicate=False)]
-    return {fqn: name for fqn, name in names if fqn != name}
-
-
-def shard_policy(config: Config, model: nn.Module) -> ShardPolicy:
-    """The config's words as plain values for this model; raises ConfigError for a name that the model doesn't have."""
-    sharding, precision, memory = config.sharding, config.precision, config.memory
-    layers = find_layers(model, sharding)
-    return ShardPolicy(
-        units=find_units(model, sharding),
-        layers=layers,
-        compute=DTYPES[precision.compute],
-        reduce=DTYPES["float32" if precision.reduce == "auto" else precision.reduce],
-        modules={name: DTYPES[dtype] for name, dtype in modules_of_own_dtype(model, precision).items()},
-        recompute=recomputed_layers(layers, memory),
-        save_ops=memory.save_ops,
-        reshard_after_forward=sharding.reshard_after_forward
-        or sharding.strategy not in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"),
-        forward_prefetch=sharding.forward_prefetch,
-        backward_prefetch=sharding.backward_prefetch,
-        backward_prefetch_units=sharding.backward_prefetch_units,
-        cpu_offload=memory.cpu_offload,
-        compile_backend=config.compile.backend if config.compile.enabled else None,
-        scan_layers=config.compile.scan_layers,
-    )
-
-
 # --------------------------------------------------------------------------------------------------------- resume
-
-
-def _checkpoints(config: Config, backend: Backend, training: Training, corpus: Corpus) -> Checkpoints:
-    return Checkpoints(
-        checkpoint_folder(config),
-        backend,
-        config=config.model_dump(mode="json"),
-        model_config=training.built.config,
-        settings=config.checkpoint,
-        data=Fingerprint(*corpus.fingerprint),
-        ties=training.ties,
-    )
 
 
 def _resume(config: Config, training: Training, checkpoints: Checkpoints) -> Resumed | None:
@@ -240,14 +154,14 @@ def _loop(run: _Run, resumed: Resumed | None) -> tuple[Path | None, bool]:
         log.info("step %d of %d is saved already: nothing left to train", start, last)
     path: Path | None = None
     in_flight: InFlight | None = None
-    with _batches(run, resumed) as batches:
+    with open_batches(run.config, run.backend, run.training, run.corpus, resumed) as batches:
         for step in range(start + 1, last + 1):
             previous, in_flight = in_flight, _dispatch(run, step, batches)
             asked = Asked() if previous is None else run.records.report(previous, until=in_flight.began)
             if asked.stop or asked.save or step == last or step % (run.config.checkpoint.every or last) == 0:
                 asked = Asked(stop=run.records.report(in_flight).stop or asked.stop)
                 in_flight = None
-                path = _save(run, step, batches.consumed, wait=asked.stop or step == last)
+                path = _save(run, step, batches.position, wait=asked.stop or step == last)
             _note_commits(run)
             if asked.stop:
                 run.records.stopped(step, run.stop.reason)
@@ -255,34 +169,20 @@ def _loop(run: _Run, resumed: Resumed | None) -> tuple[Path | None, bool]:
     return path, False
 
 
-def _batches(run: _Run, resumed: Resumed | None) -> Batches:
-    rows, shard = run.corpus.rows, run.backend.data_shard
-    position = Position(*resumed.position) if resumed else Position(0, 0)
-    return Batches(
-        rows,
-        seed=run.config.run.seed,
-        global_batch=run.config.train.global_batch,
-        shard=(shard.index, shard.count),
-        accumulation=run.training.accumulation,
-        start=position.samples(len(rows)),
-    )
-
-
 def _dispatch(run: _Run, step: int, batches: Iterator[list[Batch]]) -> InFlight:
     """Start a step, without waiting for the device."""
     began = time.perf_counter()
     lr = learning_rate(run.config.optim, step, run.steps)
-    news = _News(run.stop.requested or run.checkpoints.failed, run.records.seen(run.requests))
-    placed = [run.backend.place(_with_news(batch, news)) for batch in next(batches)]
+    stop, seen = run.stop.requested or run.checkpoints.failed, run.records.seen(run.requests)
+    placed = [run.backend.place(with_news(batch, stop, seen)) for batch in next(batches)]
     return InFlight(step, lr, began, run.backend.fetch(run.training.step(placed, lr)))
 
 
-def _save(run: _Run, step: int, consumed: int, *, wait: bool) -> Path:
-    """Save the state after `step`, for which `consumed` samples were taken; `wait`: until it is committed."""
-    position = Position.after(consumed, len(run.corpus.rows))
+def _save(run: _Run, step: int, position: tuple[int, int], *, wait: bool) -> Path:
+    """Save the state after `step`, with the data at `position`; `wait`: until it is committed."""
     run.requests.began(step)
     try:
-        path = run.checkpoints.save(step, run.training.model, run.training.optimizer, (position.epoch, position.index))
+        path = run.checkpoints.save(step, run.training.model, run.training.optimizer, position)
         if wait:
             run.checkpoints.wait()
     except CheckpointError as error:  # not the user's mistake any more: the run has started
@@ -306,18 +206,14 @@ def _note_commits(run: _Run) -> None:
     run.requests.committed(one.step for one in finished)
 
 
-class _News(NamedTuple):
-    """What a process tells all others with the next step."""
+def with_news(batch: Batch, stop: bool, seen: Tensor) -> Batch:
+    """What this process tells all others rides with the batch, so that they learn of it in the same step.
 
-    stop: bool
-    seen: Tensor
-
-
-def _with_news(batch: Batch, news: _News) -> Batch:
-    """They ride with the batch, so that all processes learn of them in the same step."""
-    processes = torch.zeros(len(batch["tokens"]), len(news.seen))
-    processes[0] = news.seen
-    return {**batch, "stop": torch.full_like(batch["tokens"], float(news.stop)), "processes": processes}
+    `seen`: float32 [n]. Adds `news`, float32 [rows, 1 + n].
+    """
+    news = torch.zeros(len(batch["tokens"]), 1 + len(seen))
+    news[0] = torch.cat([torch.tensor([float(stop)]), seen])
+    return {**batch, "news": news}
 
 
 def _last_saved(checkpoints: Checkpoints) -> str:

@@ -126,7 +126,8 @@ class Records:
         until now. Raises TrainingError for a loss or gradient norm that is not finite.
         """
         fetched = late.metrics.result()
-        seconds, loads, saves = fetched.pop("processes").view(-1, 3).unbind(dim=1)
+        stop, processes = fetched.pop("news").tensor_split([1])
+        seconds, loads, saves = processes.view(-1, 3).unbind(dim=1)
         values = {name: value.item() for name, value in fetched.items()}
         self._seconds = (until or time.perf_counter()) - late.began
         self._require_finite(late.step, values)
@@ -140,7 +141,7 @@ class Records:
                 row["processes"] = processes_row(seconds.tolist(), loads.tolist())
                 log.info(self._meter.console_line(row, memory.limit_bytes if memory else None))
             self._metrics.write(row)
-        return Asked(values["stop"] > 0, bool((saves > 0).any()))
+        return Asked(bool(stop > 0), bool((saves > 0).any()))
 
     def seen(self, requests: SaveRequests) -> Tensor:
         """What this process tells all with the next step: float32 [3 * processes], zeros but for its own three.

@@ -23,7 +23,7 @@ from portable_fsdp.data.batches import Batches
 from portable_fsdp.metrics.hlo import collectives as collectives_of_program
 from portable_fsdp.models.build import build_model
 from portable_fsdp.optim.schedule import learning_rate
-from portable_fsdp.train.loop import build
+from portable_fsdp.train.build import build_training
 
 Pieces = dict[str, tuple[tuple[int, ...], str, list[tuple[tuple[int, ...], torch.Tensor]]]]
 
@@ -66,7 +66,7 @@ class Run:
         self.unwrapped_names = [name for name, _ in unwrapped.named_parameters(remove_duplicate=False)]
         self.ties = sorted(sorted(_names(unwrapped, places)) for places in parameter_places(unwrapped).values())
         self.buffers = {name: buffer.clone() for name, buffer in unwrapped.named_buffers()}
-        training = build(config, backend, vocabulary=256)
+        training = build_training(config, backend, vocabulary=256)
         self.model, self.optimizer, self.accumulation = training.model, training.optimizer, training.accumulation
         self.step = training.step
 
@@ -97,9 +97,10 @@ class Run:
     def _news(self, rows: int, stop: float) -> dict[str, torch.Tensor]:
         """What rides with a batch; each process tells its number."""
         process = self.backend.process
-        processes = torch.zeros(rows, 2 * process.count)
-        processes[0, 2 * process.index :][:2] = torch.tensor([process.index + 1.0, 10.0 * process.index])
-        return {"stop": torch.full((rows,), stop), "processes": processes}
+        news = torch.zeros(rows, 1 + 2 * process.count)
+        news[0, 0] = stop
+        news[0, 1 + 2 * process.index :][:2] = torch.tensor([process.index + 1.0, 10.0 * process.index])
+        return {"news": news}
 
     def state(self) -> Pieces:
         return _pieces(self.backend.state(self.model, self.optimizer))
@@ -516,7 +517,7 @@ def at_scale(sizes: dict[str, int], devices: int) -> dict[str, Any]:
     case = Case(settings={"model.architecture": architecture, "precision.compute": "bfloat16"})
     config = case.config(1).model_copy(update={"train": Train(steps=1, global_batch=devices)})
     with open_backend(config, device="cpu", backend="native", num_devices=devices) as backend:
-        training = build(config, backend, vocabulary=256, fill=False)
+        training = build_training(config, backend, vocabulary=256, fill=False)
         weights = dict(training.model.named_parameters())
         moments = [
             value
@@ -691,4 +692,4 @@ def built(case: Case) -> None:
     """Open and lay out, and no more; a refusal is the JobFailed that the test expects."""
     backend, config = _open(case)
     with backend:
-        build(config, backend, vocabulary=256)
+        build_training(config, backend, vocabulary=256)

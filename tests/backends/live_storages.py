@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from portable_fsdp.backends.base import Backend
 from portable_fsdp.config.schema import Config
-from portable_fsdp.train.loop import build
+from portable_fsdp.train.build import build_training
 
 STEPS = 2
 
@@ -30,7 +30,7 @@ class Measured(NamedTuple):
 
 def measure(backend: Backend, config: Config) -> Measured:
     """Train so many steps; the weights and the optimizer's state are there before."""
-    training = build(config, backend, vocabulary=256)
+    training = build_training(config, backend, vocabulary=256)
     state = [value for values in training.optimizer.state.values() for value in values.values()]
     with LiveStorages() as live:
         live.see([*training.model.parameters(), *training.model.buffers(), *state])
@@ -44,7 +44,7 @@ def measure(backend: Backend, config: Config) -> Measured:
 def _batch(config: Config, processes: int) -> dict[str, Tensor]:
     rows, length = config.train.micro_batch, config.data.seq_len
     ids = torch.randint(256, (rows, length))
-    news = {"stop": torch.zeros(rows), "processes": torch.zeros(rows, 3 * processes)}
+    news = {"news": torch.zeros(rows, 1 + 3 * processes)}
     return {"input_ids": ids, "labels": ids, "tokens": torch.full((rows,), float(length)), **news}
 
 

@@ -1,6 +1,8 @@
 """The examples, as people start them. `sample.py` gets a folder made by transformers alone."""
 
 import json
+import os
+import re
 import runpy
 import subprocess
 import sys
@@ -89,3 +91,40 @@ def test_sample_refuses_a_folder_that_holds_no_model(tmp_path: Path) -> None:
     done = run_example("sample.py", tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert "expected an exported model, found no config.json" in done.stderr
+
+
+OWN_LOOP = ["train.log_every=2", "checkpoint.every=4", "data.seq_len=32", "train.global_batch=4", "train.micro_batch=1"]
+
+
+@pytest.mark.slow
+@pytest.mark.xla
+def test_a_loop_of_ones_own_goes_on_where_another_engine_stopped(tmp_path: Path) -> None:
+    """Two native processes, then XLA from their checkpoint: the losses are those of one process all the way."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [ROOT / "examples" / "own_loop.py", "configs/quickstart.yaml", "cpu"]
+
+    def losses(start: list[str | Path], engine: str, folder: str, steps: int) -> list[str]:
+        settings = [*OWN_LOOP, f"run.dir={tmp_path / folder}", f"train.steps={steps}", "checkpoint.allow=[train.steps]"]
+        done = subprocess.run(
+            [*start, *command, engine, *settings],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return [line for line in done.stdout.splitlines() if line.startswith("step: ")]
+
+    whole = losses([sys.executable], "native", "whole", 8)
+    assert [line.split()[1] for line in whole] == ["2", "4", "6", "8"]
+    begun = losses([*torchrun], "native", "parts", 4)
+    assert [*begun, *losses([sys.executable], "xla", "parts", 8)] == whole
+
+
+def test_a_loop_of_ones_own_has_under_40_lines_and_no_branch_on_the_device() -> None:
+    text = (ROOT / "examples" / "own_loop.py").read_text()
+    assert len(text.splitlines()) < 40
+    code = text.split('"""', 2)[2]
+    assert not re.search(r"\b(if|match)\b.*\b(device|backend|cpu|cuda|tpu|xla|native)\b", code)

@@ -25,7 +25,7 @@ from portable_fsdp.plan.cuda import COMMUNICATOR_BYTES, L2_BYTES, least_traffic,
 from portable_fsdp.plan.live import Block
 from portable_fsdp.plan.result import Memory, Work
 from portable_fsdp.runtime.errors import BackendError, ConfigError
-from portable_fsdp.train import loop
+from portable_fsdp.train import build
 
 DEVICES, PER_HOST = 8, 4
 LAYERS = 3
@@ -261,7 +261,7 @@ def _edited(edits: list[Edit]) -> list[tuple[Memory, Work]]:
 
 
 def _other_loss(patch: pytest.MonkeyPatch) -> None:
-    def attach(model: Any, output: object = None, chunked: bool = True) -> None:
+    def attach(model: Any, *_: object) -> None:
         def forward(self: Any, input_ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             logits = type(self).forward(self, input_ids=input_ids, use_cache=False).logits.float().flatten(0, 1)
             return F.cross_entropy(logits, labels.flatten(), reduction="sum"), torch.ones(())
@@ -272,17 +272,17 @@ def _other_loss(patch: pytest.MonkeyPatch) -> None:
 
 
 def _other_policy(patch: pytest.MonkeyPatch) -> None:
-    made = loop.shard_policy
+    made = build.shard_policy
 
     def one_unit(config: Config, model: Any) -> ShardPolicy:
         policy = made(config, model)
         return replace(policy, units=(), recompute=policy.layers)
 
-    patch.setattr(loop, "shard_policy", one_unit)
+    patch.setattr(build, "shard_policy", one_unit)
 
 
 def _other_step(patch: pytest.MonkeyPatch) -> None:
-    made = loop.train_step
+    made = build.train_step
 
     def twice(backend: Any, model: Any, *arguments: Any, **named: Any) -> Any:
         run = made(backend, model, *arguments, **named)
@@ -293,7 +293,7 @@ def _other_step(patch: pytest.MonkeyPatch) -> None:
 
         return step
 
-    patch.setattr(loop, "train_step", twice)
+    patch.setattr(build, "train_step", twice)
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,10 @@ from portable_fsdp.checkpoint.foreign.huggingface import export_huggingface
 from portable_fsdp.checkpoint.manager import Checkpoints
 from portable_fsdp.config.schema import Config
 from portable_fsdp.models.build import BuiltModel, build_model
+from portable_fsdp.models.loss import Loss
 from portable_fsdp.optim.optimizer import make_optimizer, parameter_groups
 from portable_fsdp.train import step as step_module
-from portable_fsdp.train.loop import shard_policy
+from portable_fsdp.train.build import shard_policy
 from portable_fsdp.train.step import Step, train_step
 
 VOCABULARY, SEQ_LEN, ROWS, LR = 67, 12, 4, 0.1
@@ -68,9 +69,10 @@ def run(
     max_grad_norm: float | None = None,
     model: dict[str, Any] | None = None,
     groups: list[dict[str, Any]] | None = None,
+    loss: Loss | None = None,
 ) -> Run:
     settings = config(model, groups)
-    built = build_model(settings.model, seed=3, seq_len=SEQ_LEN, vocabulary=VOCABULARY)
+    built = build_model(settings.model, seed=3, seq_len=SEQ_LEN, vocabulary=VOCABULARY, loss=loss)
     shapes = {fqn: tuple(weight.shape) for fqn, weight in built.model.named_parameters() if weight.requires_grad}
     sharded = backend.shard_model(built.model, shard_policy(settings, built.model), built.fill)
     optimizer = backend.build_optimizer(make_optimizer(settings.optim), parameter_groups(shapes, settings.optim))
@@ -92,8 +94,7 @@ def batches(accumulation: int = 1, stop: float = 0.0) -> list[Batch]:
             "input_ids": ids[cut, :-1],
             "labels": labels[cut],
             "tokens": tokens,
-            "stop": torch.full((size,), stop),
-            "processes": torch.tensor([[2.0, 3.0]]).expand(size, 2),
+            "news": torch.tensor([[stop, 2.0, 3.0]]).expand(size, 3),
         }
         for cut in cuts
     ]
@@ -105,7 +106,7 @@ class Plain(NamedTuple):
     weights: dict[str, Tensor]  # after one SGD update
 
 
-def plain(built: BuiltModel, limit: float | None = None) -> Plain:
+def plain(built: BuiltModel, limit: float | None = None, label_smoothing: float = 0.0) -> Plain:
     """One step of plain PyTorch from the same weights on the same rows."""
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**ARCHITECTURE), attn_implementation="eager")
     with torch.no_grad():
@@ -113,7 +114,7 @@ def plain(built: BuiltModel, limit: float | None = None) -> Plain:
             parameter.copy_(built.fill(fqn, whole(parameter.shape)))
     (batch,) = batches()
     logits = model(input_ids=batch["input_ids"], use_cache=False).logits
-    loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+    loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), label_smoothing=label_smoothing)
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit or float("inf"))
     torch.optim.SGD(model.parameters(), lr=LR).step()
@@ -143,6 +144,23 @@ def test_one_step_equals_plain_pytorch(backend: Backend, accumulation: int, limi
     for name, weight in weights(one.model).items():
         torch.testing.assert_close(weight - before[name], truth.weights[name] - before[name], rtol=1e-3, atol=3e-7)
         assert not torch.equal(weight, before[name]), name
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_loss_of_ones_own_equals_plain_pytorch(backend: Backend, accumulation: int) -> None:
+    def smoothed(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        flat, wanted = logits.float().flatten(0, 1), labels.flatten()
+        return F.cross_entropy(flat, wanted, label_smoothing=0.1, reduction="sum"), (wanted != -100).sum()
+
+    one = run(backend, accumulation, loss=smoothed)
+    before = weights(one.model)
+    values = fetched(backend, one.step(batches(accumulation), LR))
+    truth = plain(one.built, label_smoothing=0.1)
+    assert values["loss"] == pytest.approx(truth.loss, rel=1e-6)
+    assert values["grad_norm"] == pytest.approx(truth.grad_norm, rel=1e-5)
+    assert truth.grad_norm != pytest.approx(plain(one.built).grad_norm, rel=1e-2), "smoothing must show"
+    for name, weight in weights(one.model).items():
+        torch.testing.assert_close(weight - before[name], truth.weights[name] - before[name], rtol=1e-3, atol=3e-7)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -188,14 +206,13 @@ def test_metrics_stay_on_the_device_and_what_rides_along_arrives(
     backend: Backend, accumulation: int, stop: float
 ) -> None:
     metrics = run(backend, accumulation).step(batches(accumulation, stop), LR)
-    assert metrics.keys() == {"loss", "grad_norm", "stop", "processes"}
+    assert metrics.keys() == {"loss", "grad_norm", "news"}
     for value in metrics.values():
         assert type(value) is Tensor
         assert not value.requires_grad
-    assert {name for name, value in metrics.items() if value.dim()} == {"processes"}
-    values = fetched(backend, metrics)
-    assert (values["stop"] > 0) == bool(stop)
-    assert values["processes"] == [2.0 * ROWS / accumulation, 3.0 * ROWS / accumulation]
+    assert {name for name, value in metrics.items() if value.dim()} == {"news"}
+    rows = ROWS / accumulation
+    assert fetched(backend, metrics)["news"] == [stop * rows, 2.0 * rows, 3.0 * rows]
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

@@ -1,0 +1,37 @@
+"""A training loop of one's own, with a loss of one's own: the same lines on CPUs, GPUs and TPUs, on any number of them.
+
+python examples/own_loop.py configs/quickstart.yaml auto auto [section.key=value ...]; on several GPUs by torchrun
+"""
+
+import sys
+from contextlib import closing
+
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+import portable_fsdp as pf
+
+
+def smoothed(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum over all labels that count (-100 doesn't), and how many they are."""
+    flat, wanted = logits.float().flatten(0, 1), labels.flatten()
+    loss = cross_entropy(flat, wanted, label_smoothing=0.1, ignore_index=-100, reduction="sum")
+    return loss, (wanted != -100).sum()
+
+
+path, device, backend, *overrides = sys.argv[1:]
+config = pf.load_config(path, overrides)
+with pf.open_backend(config, device=device, backend=backend) as engine:
+    corpus = pf.build_data(config.data)
+    training = pf.build_training(config, engine, corpus.tokenizer.vocab_size, loss=smoothed)
+    with closing(pf.open_checkpoints(config, engine, training, corpus)) as checkpoints:
+        found = checkpoints.find(config.checkpoint.resume)
+        resumed = checkpoints.load(found, training.model, training.optimizer) if found else None
+        with pf.open_batches(config, engine, training, corpus, resumed) as batches:
+            for step in range(resumed.step + 1 if resumed else 1, (config.train.steps or 100) + 1):
+                metrics = training.step([engine.place(batch) for batch in next(batches)], config.optim.lr)
+                if engine.process.index == 0 and step % config.train.log_every == 0:  # waits for the device
+                    print(f"step: {step}  loss: {engine.fetch(metrics).result()['loss'].item():.4f}")
+                if step % (config.checkpoint.every or 100) == 0:
+                    checkpoints.save(step, training.model, training.optimizer, batches.position)
+        checkpoints.wait()

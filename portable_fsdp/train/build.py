@@ -1,0 +1,122 @@
+"""Builds what a run needs from its config, in order: the training, its checkpoints, its batches.
+
+The trainer, the planner, the tests and loops of one's own (examples/own_loop.py) build through these.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from portable_fsdp.backends.base import Backend, ShardPolicy
+from portable_fsdp.checkpoint.manager import Checkpoints, Fingerprint, Resumed
+from portable_fsdp.config.load import check_batch
+from portable_fsdp.config.schema import Config
+from portable_fsdp.data.batches import Batches
+from portable_fsdp.data.build import Corpus
+from portable_fsdp.data.order import Position
+from portable_fsdp.models.build import BuiltModel, build_model
+from portable_fsdp.models.loss import Loss
+from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dtype, recomputed_layers
+from portable_fsdp.optim.optimizer import make_optimizer, parameter_groups
+from portable_fsdp.train.records import checkpoint_folder
+from portable_fsdp.train.step import Step, train_step
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a step needs, laid out on the engine. The planner and the tests build the same."""
+
+    built: BuiltModel
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    step: Step
+    accumulation: int  # micro batches in a step
+    ties: dict[str, str]  # FQN -> the first FQN of the same weight
+
+
+def build_training(
+    config: Config, backend: Backend, vocabulary: int, *, fill: bool = True, loss: Loss | None = None
+) -> Training:
+    """Model, optimizer and step, in that order; writes nothing. *collective*
+
+    `vocabulary`: ids of the tokenizer. Without `fill` the weights are placeholders that hold no memory.
+    `loss`: one's own, see `models.build.build_model`. Raises ConfigError for what the model or the devices don't take.
+    """
+    accumulation = check_batch(config, backend.data_parallel_size)
+    built = build_model(
+        config.model,
+        config.precision,
+        seed=config.run.seed,
+        seq_len=config.data.seq_len,
+        vocabulary=vocabulary,
+        chunked_loss=backend.expected_compilations == 0,
+        loss=loss,
+    )
+    shapes = {fqn: tuple(weight.shape) for fqn, weight in built.model.named_parameters() if weight.requires_grad}
+    frozen = [fqn for fqn, weight in built.model.named_parameters() if not weight.requires_grad]
+    ties = _ties(built.model)
+    groups = parameter_groups(shapes, config.optim, ties=ties, frozen=frozen)
+    model = backend.shard_model(built.model, shard_policy(config, built.model), built.fill if fill else None)
+    optimizer = backend.build_optimizer(make_optimizer(config.optim), groups)
+    step = train_step(backend, model, optimizer, accumulation=accumulation, max_grad_norm=config.train.max_grad_norm)
+    return Training(built, model, optimizer, step, accumulation, ties)
+
+
+def _ties(model: nn.Module) -> dict[str, str]:
+    first: dict[int, str] = {}
+    names = [(fqn, first.setdefault(id(p), fqn)) for fqn, p in model.named_parameters(remove_duplicate=False)]
+    return {fqn: name for fqn, name in names if fqn != name}
+
+
+def shard_policy(config: Config, model: nn.Module) -> ShardPolicy:
+    """The config's words as plain values for this model; raises ConfigError for a name that the model doesn't have."""
+    sharding, precision, memory = config.sharding, config.precision, config.memory
+    layers = find_layers(model, sharding)
+    return ShardPolicy(
+        units=find_units(model, sharding),
+        layers=layers,
+        compute=DTYPES[precision.compute],
+        reduce=DTYPES["float32" if precision.reduce == "auto" else precision.reduce],
+        modules={name: DTYPES[dtype] for name, dtype in modules_of_own_dtype(model, precision).items()},
+        recompute=recomputed_layers(layers, memory),
+        save_ops=memory.save_ops,
+        reshard_after_forward=sharding.reshard_after_forward
+        or sharding.strategy not in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"),
+        forward_prefetch=sharding.forward_prefetch,
+        backward_prefetch=sharding.backward_prefetch,
+        backward_prefetch_units=sharding.backward_prefetch_units,
+        cpu_offload=memory.cpu_offload,
+        compile_backend=config.compile.backend if config.compile.enabled else None,
+        scan_layers=config.compile.scan_layers,
+    )
+
+
+def open_checkpoints(config: Config, backend: Backend, training: Training, corpus: Corpus) -> Checkpoints:
+    """The run's checkpoints, in `checkpoint.dir` or in run.dir; to be closed."""
+    return Checkpoints(
+        checkpoint_folder(config),
+        backend,
+        config=config.model_dump(mode="json"),
+        model_config=training.built.config,
+        settings=config.checkpoint,
+        data=Fingerprint(*corpus.fingerprint),
+        ties=training.ties,
+    )
+
+
+def open_batches(
+    config: Config, backend: Backend, training: Training, corpus: Corpus, resumed: Resumed | None = None
+) -> Batches:
+    """This process's batches of each step, from where `resumed` goes on; to be closed, or a context manager."""
+    position = Position(*resumed.position) if resumed else Position(0, 0)
+    return Batches(
+        corpus.rows,
+        seed=config.run.seed,
+        global_batch=config.train.global_batch,
+        shard=(backend.data_shard.index, backend.data_shard.count),
+        accumulation=training.accumulation,
+        start=position.samples(len(corpus.rows)),
+    )
