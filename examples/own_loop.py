@@ -30,7 +30,7 @@ with pf.open_backend(config, device=device, backend=backend) as engine:
         with pf.open_batches(config, engine, training, corpus, resumed) as batches:
             for step in range(resumed.step + 1 if resumed else 1, (config.train.steps or 100) + 1):
                 metrics = training.step([engine.place(batch) for batch in next(batches)], config.optim.lr)
-                if engine.process.index == 0 and step % config.train.log_every == 0:  # waits for the device
+                if engine.process.index == 0 and step % config.train.log_every == 0:  # then it waits
                     print(f"step: {step}  loss: {engine.fetch(metrics).result()['loss'].item():.4f}")
                 if step % (config.checkpoint.every or 100) == 0:
                     checkpoints.save(step, training.model, training.optimizer, batches.position)

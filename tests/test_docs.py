@@ -83,6 +83,17 @@ def check(command: Command) -> None:
         case ["python", "-m", module, *_] if module.startswith("portable_fsdp."):
             path = ROOT / module.replace(".", "/")
             assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), f"{command.where}: {module}"
+        case ["python", "examples/own_loop.py" as script, *arguments] | [
+            "torchrun",
+            "--standalone",
+            _,
+            "examples/own_loop.py" as script,
+            *arguments,
+        ]:
+            assert (ROOT / script).is_file(), command.where
+            path, device, backend, *overrides = arguments
+            assert (device in DEVICES, backend in BACKENDS) == (True, True), command.where
+            load_config(ROOT / path, overrides)
         case ["python", script, *_]:
             assert (ROOT / script).is_file(), f"{command.where}: no file {script}"
         case _:
@@ -132,6 +143,7 @@ def test_every_command_parses(page: Path) -> None:
         "torchrun --standalone --nproc_per_node=2 -m portable_fsdp.doctor runs",
         "python -m portable_fsdp.nothing",
         "python examples/none.py",
+        "python examples/own_loop.py configs/quickstart.yaml gpu native",
         "curl localhost",
     ],
 )
