@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-# cloud.google.com/sdk/gcloud/reference/compute/tpus: those that the scripts may want; --project and --quiet go anywhere.
+# cloud.google.com/sdk/gcloud/reference/compute/tpus: those that the scripts may want.
 ONE = {"--zone", "--project", "--quiet"}
 WORKERS = {*ONE, "--worker", "--batch-size", "--internal-ip", "--tunnel-through-iap", "--ssh-key-file", "--ssh-flag"}
 NEW = {*ONE, "--accelerator-type", "--spot", "--reserved", "--async", "--network", "--metadata", "--service-account"}

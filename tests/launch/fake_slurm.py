@@ -1,7 +1,7 @@
 """Slurm on one machine, for tests: sbatch, srun and scontrol that refuse options that they don't know.
 
-sbatch waits for its job, unlike the real one. Its nodes are $NODES names of this machine, with a task on each; the job's
-number is $JOB. In the folder $CLOUD lie `batch.pid`, the process that `--signal=B:...` means, and `requeued`.
+sbatch waits for its job, unlike the real one. Its nodes are $NODES names of this machine, with a task on each; the
+job's number is $JOB. In the folder $CLOUD lie `batch.pid`, the process that `--signal=B:...` means, and `requeued`.
 """
 
 import json

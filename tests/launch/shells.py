@@ -11,7 +11,8 @@ ROOT = Path(__file__).parents[2]
 FAKES = Path(__file__).parent
 TRICKY = ['run.name=it\'s $HOME; `id` "&" *', "run.dir=a folder/ü", "data.path=corpus/**/*.txt", ""]
 
-TOOLS = [
+TOOLS = ("bash", "cat", "dirname", "env", "gzip", "head", "mkdir", "pkill", "rm", "setsid", "sh")
+TOOLS += ("sleep", "tail", "tar", "touch", "wc")
     "bash",
     "cat",
     "dirname",
