@@ -13,23 +13,6 @@ TRICKY = ['run.name=it\'s $HOME; `id` "&" *', "run.dir=a folder/ü", "data.path=
 
 TOOLS = ("bash", "cat", "dirname", "env", "gzip", "head", "mkdir", "pkill", "rm", "setsid", "sh")
 TOOLS += ("sleep", "tail", "tar", "touch", "wc")
-    "bash",
-    "cat",
-    "dirname",
-    "env",
-    "gzip",
-    "head",
-    "mkdir",
-    "pkill",
-    "rm",
-    "setsid",
-    "sh",
-    "sleep",
-    "tail",
-    "tar",
-    "touch",
-    "wc",
-]
 """All else that is on PATH: whoever runs these tests may have a real gcloud, signed in, whose TPUs cost money."""
 
 RECORDER = f"""#!{sys.executable} -ES

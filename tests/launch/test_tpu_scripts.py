@@ -1,4 +1,4 @@
-"""tpu_vm.sh and tpu_queued_resource.sh against a gcloud that records, refuses unknown flags, and has scripted states."""
+"""tpu_vm.sh and tpu_queued_resource.sh, and a gcloud that records, refuses unknown flags, and has scripted states."""
 
 import json
 import shutil
