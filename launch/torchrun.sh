@@ -3,12 +3,13 @@
 #
 #   launch/torchrun.sh [--dry-run] --config=configs/llama_1b.yaml [section.key=value ...]
 #
-# Edit these four lines, or set the variables. Several nodes need RDZV_ENDPOINT, HOST[:PORT] of one node that all of
-# them reach, the same RDZV_ID everywhere, and a run.dir on a file system that they share.
+# Edit these five lines, or set the variables. Several nodes need RDZV_ENDPOINT, HOST[:PORT] of one node that all of
+# them reach, the same RDZV_ID everywhere, and checkpoints in a folder that they share.
 nproc_per_node=${NPROC_PER_NODE:-gpu} # processes per node; gpu: one for each GPU
 nnodes=${NNODES:-1}
 rdzv_endpoint=${RDZV_ENDPOINT:-}
 rdzv_id=${RDZV_ID:-portable_fsdp}
+max_restarts=${MAX_RESTARTS:-3} # how often all processes are started again, from the last checkpoint, after a failure
 
 set -euo pipefail
 
@@ -18,7 +19,10 @@ if [[ ${1:-} == --dry-run ]]; then
     shift
 fi
 
-if [[ $nnodes == 1 ]]; then
+if [[ $nnodes == *:* ]]; then
+    echo "torchrun.sh: NNODES=$nnodes: expected one number: a node that comes back doesn't join again. See docs/launching.md." >&2
+    exit 2
+elif [[ $nnodes == 1 ]]; then
     meeting=(--standalone) # a free port of this host, so that two runs don't collide
 elif [[ -n $rdzv_endpoint ]]; then
     meeting=(--nnodes="$nnodes" --rdzv-backend=c10d --rdzv-id="$rdzv_id" --rdzv-endpoint="$rdzv_endpoint")
@@ -28,10 +32,17 @@ else
 fi
 
 # A later --device of the caller's overrides this one.
-command=(torchrun "${meeting[@]}" --nproc-per-node="$nproc_per_node" -m portable_fsdp.launch --device=cuda "$@")
+arguments=(--device=cuda "$@")
+check=(python -m portable_fsdp.explain --json "${arguments[@]}")
+train=(torchrun "${meeting[@]}" --nproc-per-node="$nproc_per_node" --max-restarts="$max_restarts"
+    -m portable_fsdp.launch "${arguments[@]}")
 if $dry_run; then
-    printf '%q ' "${command[@]}"
+    printf '%q ' "${check[@]}"
+    echo '> /dev/null &&'
+    printf '%q ' "${train[@]}"
     echo
     exit
 fi
-exec "${command[@]}"
+# torchrun makes 1 of every exit code: a mistake in the config is to end with 2 here, and isn't tried again.
+"${check[@]}" > /dev/null
+exec "${train[@]}"

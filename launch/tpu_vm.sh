@@ -1,76 +1,56 @@
 #!/usr/bin/env bash
-# Installs portable_fsdp on all workers of a TPU VM that exists already, and trains on them.
+# A TPU VM from your desk: creates it, installs this checkout on all its workers, trains, and goes on by itself where
+# the TPU was taken away: `run` deletes what is left of it, creates it again, and starts the same run.
 #
-#   launch/tpu_vm.sh [--dry-run] setup
-#   launch/tpu_vm.sh [--dry-run] run --config=configs/llama_1b.yaml [section.key=value ...]
+#   launch/tpu_vm.sh [--dry-run] create | setup | logs | stop | delete | doctor
+#   launch/tpu_vm.sh [--dry-run] run --config=configs/llama_1b.yaml checkpoint.dir=gs://BUCKET/RUN [section.key=value ...]
 #
-# Edit these three lines, or set the variables. Needs gcloud, signed in. `setup` copies this checkout, as it is on
-# disk, to ~/portable_fsdp on every worker. On several workers run.dir must lie on a file system that they share.
+# Edit these lines, or set the variables. Needs gcloud, signed in, and tpu_workers.sh beside this file. The disks go
+# with the TPU: let checkpoint.dir be a bucket. `run` ends with the exit code of the run: 0 finished, 2 a mistake in the
+# config, 143 stopped by `stop`; anything else is tried again, TPU_TRIES times. The TPU stays until `delete`.
 name=${TPU_NAME:-}
 zone=${TPU_ZONE:-}
 project=${TPU_PROJECT:-} # empty: gcloud's own default
+# TPU_TYPE, as v6e-8: needed to create one. TPU_VERSION: its image, if not the usual one for the type.
+spot=${TPU_SPOT:-true} # false: on demand
+tries=${TPU_TRIES:-20}
+poll_s=${TPU_POLL_S:-30}
 
 set -euo pipefail
+# shellcheck source=launch/tpu_workers.sh
+source "$(dirname "${BASH_SOURCE[0]}")/tpu_workers.sh"
 
 usage() {
-    echo "usage: TPU_NAME=... TPU_ZONE=... launch/tpu_vm.sh [--dry-run] setup | run ARGUMENTS OF portable_fsdp.launch" >&2
+    echo "usage: TPU_NAME=... TPU_ZONE=... [TPU_TYPE=...] launch/tpu_vm.sh [--dry-run]" \
+        "create | setup | run ARGUMENTS OF portable_fsdp.launch | logs | stop | delete | doctor" >&2
     exit 2
 }
 
-dry_run=false
-if [[ ${1:-} == --dry-run ]]; then
-    dry_run=true
-    shift
-fi
-[[ -n $name && -n $zone && $# -gt 0 ]] || usage
-action=$1
-shift
-
-where=(--zone="$zone" --worker=all)
+where=(--zone="$zone")
 [[ -z $project ]] || where+=(--project="$project")
+export usable=READY
 
-call() {
-    if $dry_run; then
-        printf '%q ' "$@"
-        echo
-    else
-        "$@"
-    fi
+create() {
+    local options=()
+    if $spot; then options+=(--spot); fi
+    call gcloud compute tpus tpu-vm create "$name" "${where[@]}" --accelerator-type="$TPU_TYPE" \
+        --version="${TPU_VERSION:-$(runtime_version "$TPU_TYPE")}" "${options[@]}"
 }
 
-on_all_workers() { # one argument: a command line for the workers' bash
-    call gcloud compute tpus tpu-vm ssh "$name" "${where[@]}" --command="$1"
+delete() {
+    call gcloud compute tpus tpu-vm delete "$name" "${where[@]}" --quiet
 }
 
-setup() {
-    local root archive
-    root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-    archive=$root/build/portable_fsdp.tar.gz
-    call mkdir -p "$root/build"
-    call tar --create --gzip --file="$archive" --directory="$root" \
-        --exclude=./.git --exclude='./.venv*' --exclude=./build --exclude=./runs .
-    call gcloud compute tpus tpu-vm scp "$archive" "$name:portable_fsdp.tar.gz" "${where[@]}"
-    # The images of TPU VMs bring an older Python. apt waits for the upgrades that a new VM runs by itself.
-    on_all_workers "set -e
-sudo apt-get -o DPkg::Lock::Timeout=600 update
-sudo apt-get -o DPkg::Lock::Timeout=600 install -y python3.11-venv
-mkdir -p portable_fsdp
-tar --extract --gzip --file=portable_fsdp.tar.gz --directory=portable_fsdp
-cd portable_fsdp
-python3.11 -m venv .venv
-.venv/bin/python -m pip install --editable '.[tpu]'"
+state() {
+    gcloud compute tpus tpu-vm describe "$name" "${where[@]}" --format='value(state)' 2> /dev/null || true
 }
 
-run() {
-    # The arguments become part of a command line that another shell reads: each is quoted for it.
-    local arguments
-    arguments=$(printf ' %q' "$@")
-    on_all_workers "cd portable_fsdp && PJRT_DEVICE=TPU .venv/bin/python -m portable_fsdp.launch --device=tpu$arguments"
+on_workers() {
+    call gcloud compute tpus tpu-vm ssh "$name" "${where[@]}" --worker="$1" --command="$2"
 }
 
-case $action:$# in
-setup:0) setup ;;
-run:0) usage ;;
-run:*) run "$@" ;;
-*) usage ;;
-esac
+to_workers() {
+    call gcloud compute tpus tpu-vm scp "$1" "$name:$2" "${where[@]}" --worker=all
+}
+
+main "$@"

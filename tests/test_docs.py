@@ -32,6 +32,13 @@ TARGETS = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE))
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
+LAUNCHERS = {"torchrun", "accelerate", "srun", "mpirun", "docker"}
+"""Whose command lines end with `-m portable_fsdp.launch ARGUMENTS`."""
+JOBSETS = sorted(ROOT.glob("launch/gke_*.yaml"))
+SKY_TASKS = sorted(ROOT.glob("launch/skypilot_*.yaml"))
+TPU_ACTIONS = {"create", "setup", "logs", "stop", "delete", "doctor"}
+
+
 class Command(NamedTuple):
     """One command of a fenced block: where it stands, and its words without leading `NAME=value`."""
 
@@ -56,7 +63,7 @@ def commands(text: str, where: str) -> Iterator[Command]:
 def check(command: Command) -> None:
     """Fail unless each word of the command means something in this checkout."""
     starts, _, arguments = shlex.join(command.words).partition("-m portable_fsdp.launch")
-    if starts == "python " or (starts.startswith("torchrun ") and arguments):
+    if starts == "python " or (arguments and command.words[0] in LAUNCHERS):
         return check_launch(shlex.split(arguments), command.where)
     match command.words:
         case ["python", "-m", "portable_fsdp.explain", *arguments]:
@@ -76,10 +83,25 @@ def check(command: Command) -> None:
             extra = re.fullmatch(r"\.(?:\[([a-z]+)\])?", what)
             assert extra, f"{command.where}: {what} is not this project"
             assert extra[1] is None or extra[1] in EXTRAS, f"{command.where}: no extra {extra[1]}"
-        case ["launch/torchrun.sh", *arguments] | ["launch/tpu_vm.sh", "run", *arguments]:
+        case (
+            ["launch/torchrun.sh", *arguments]
+            | ["launch/tpu_vm.sh" | "launch/tpu_queued_resource.sh", "run", *arguments]
+            | ["sbatch", "launch/slurm.sbatch", *arguments]
+            | ["bash", "launch/slurm.sbatch", "--dry-run", *arguments]
+        ):
             check_launch(arguments, command.where)
-        case ["launch/tpu_vm.sh", "setup"]:
-            pass
+        case ["launch/tpu_vm.sh" | "launch/tpu_queued_resource.sh", action]:
+            assert action in TPU_ACTIONS, f"{command.where}: no action {action}"
+        case ["kubectl", "apply", "-f", file]:
+            assert ROOT / file in JOBSETS, f"{command.where}: no JobSet {file}"
+        case ["kubectl", "logs", "--follow", "--prefix", selector]:
+            names = {yaml.safe_load(file.read_text())["metadata"]["name"] for file in JOBSETS}
+            assert names == {selector.rpartition("=")[2]}, f"{command.where}: JobSets are named {names}"
+        case ["sky", "jobs", "launch", file]:
+            assert ROOT / file in SKY_TASKS, f"{command.where}: no task {file}"
+        case ["docker", "build", "-f", file, "-t", image, "."]:
+            assert (ROOT / file).is_file(), f"{command.where}: no file {file}"
+            assert image.partition(":")[2] == file.rpartition(".")[2], f"{command.where}: {image} of {file}"
         case ["python", "-m", module, *_] if module.startswith("portable_fsdp."):
             path = ROOT / module.replace(".", "/")
             assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), f"{command.where}: {module}"
@@ -137,6 +159,15 @@ def test_every_command_parses(page: Path) -> None:
         "torchrun --nproc_per_node=8 -m portable_fsdp.launch --config=configs/none.yaml",
         "NNODES=2 launch/torchrun.sh --config=configs/none.yaml",
         "launch/tpu_vm.sh start",
+        "launch/tpu_queued_resource.sh run --config=configs/none.yaml",
+        "sbatch launch/slurm.sbatch --config=configs/quickstart.yaml optim.learning_rate=1",
+        "mpirun -np 2 python -m portable_fsdp.launch --config=configs/none.yaml",
+        "accelerate launch -m portable_fsdp.launch --devise=cuda --config=configs/llama_1b.yaml",
+        "kubectl apply -f launch/gke_jobset.yaml",
+        "kubectl apply -f launch/skypilot_tpu.yaml",
+        "kubectl logs --follow --prefix --selector=jobset.sigs.k8s.io/jobset-name=portable_fsdp",
+        "sky jobs launch launch/gke_jobset_tpu.yaml",
+        "docker build -f launch/Dockerfile.tpu -t portable_fsdp:cuda .",
         "python -m portable_fsdp.explain --backend=none",
         "python -m portable_fsdp.explain --config=configs/quickstart.yaml optim.learning_rate=1",
         "python -m portable_fsdp.doctor --jason",

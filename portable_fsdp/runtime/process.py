@@ -5,8 +5,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -115,6 +116,8 @@ def _torchrun(environ: Mapping[str, str], tasks: Tasks | None) -> Launch:
     if environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         said += f" (restart {environ.get('TORCHELASTIC_RESTART_COUNT')} of {environ['TORCHELASTIC_MAX_RESTARTS']})"
     launch = _of_variables(environ, "torchrun", said)
+    if not ours:
+        _require_fixed_hosts(environ, _command_of_agent())
     if tasks is None or tasks.count == 1:
         return launch
     hosts = environ.get("GROUP_WORLD_SIZE", "")
@@ -131,6 +134,34 @@ def _torchrun(environ: Mapping[str, str], tasks: Tasks | None) -> Launch:
             "hosts would train a run of its own.\n  Give torchrun --nnodes and --rdzv-endpoint instead of --standalone."
         )
     return launch
+
+
+def _require_fixed_hosts(environ: Mapping[str, str], agent: Sequence[str]) -> None:
+    """torchrun tells its workers the hosts that came, not the MIN:MAX that it was given: that stands in its command.
+
+    Raises ConfigError for a MIN other than MAX.
+    """
+    given = environ.get("PET_NNODES", "")  # torchrun's own variable for the flag, which its workers inherit
+    for word, following in zip(agent, [*agent[1:], ""], strict=True):
+        name, _, value = word.partition("=")
+        if name == "--nnodes":
+            given = value or following
+            break
+    fewest, _, most = given.partition(":")
+    if most and fewest != most:
+        raise ConfigError(
+            f"torchrun: expected a fixed number of hosts, found --nnodes={given}: a host that comes back never joins "
+            f"the others again.\n  Give --nnodes={most}. Where a host is lost, start torchrun on all hosts again: the "
+            "run goes on from its last checkpoint. Nothing was started."
+        )
+
+
+def _command_of_agent() -> list[str]:
+    """Of the parent, which is torchrun. Linux only; else empty."""
+    try:
+        return Path(f"/proc/{os.getppid()}/cmdline").read_text(errors="replace").split("\0")
+    except OSError:
+        return []
 
 
 def _of_tasks(environ: Mapping[str, str], tasks: Tasks) -> Launch:

@@ -2,12 +2,14 @@
 
 import logging
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -18,6 +20,7 @@ from portable_fsdp.checkpoint.format import committed_steps, step_of
 from portable_fsdp.launch import main
 from portable_fsdp.metrics.sinks import read_jsonl
 from portable_fsdp.runtime.process import LAUNCH_VARIABLES
+from portable_fsdp.runtime.tasks import PORTS
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(sys.executable).parent  # torchrun lies beside python
@@ -147,3 +150,11 @@ def losses(run: Path) -> list[float]:
 def committed(run: Path) -> list[int]:
     """The steps that have a checkpoint."""
     return sorted(step_of(path) or 0 for path in committed_steps(run / "checkpoints"))
+
+
+def free_port() -> int:
+    """One of those that a Slurm job's number leads to."""
+    for port in random.sample(PORTS, 50):
+        with suppress(OSError), socket.create_server(("localhost", port)):
+            return port
+    raise AssertionError("no free port")

@@ -1,14 +1,11 @@
 """Runs of two processes under launchers that are not torchrun, played by a program that sets what they set."""
 
-import contextlib
 import json
-import random
-import socket
 import sys
 from pathlib import Path
 
 import pytest
-from started import PYTHON, committed, launch, losses, started, tiny_config
+from started import PROGRAMS, PYTHON, committed, free_port, launch, losses, started, tiny_config
 
 from portable_fsdp.runtime.tasks import PORTS
 
@@ -29,14 +26,6 @@ MPIRUN = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "{task}",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }
-
-
-def free_port() -> int:
-    """One of those that a Slurm job's number leads to."""
-    for port in random.sample(PORTS, 50):
-        with contextlib.suppress(OSError), socket.create_server(("localhost", port)):
-            return port
-    raise AssertionError("no free port")
 
 
 def srun() -> dict[str, str]:
@@ -109,3 +98,13 @@ def test_the_doctor_asks_all_tasks(tmp_path: Path) -> None:
     assert run.out.count("on host") == 1
     assert "srun: 2 process(es), 2 of them on this host; this is process 0\n" in run.out
     assert "all 2 on 1 host(s) answer; clocks differ by 0." in run.out
+
+
+def test_torchrun_with_a_number_of_hosts_that_changes_is_refused(tmp_path: Path) -> None:
+    meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-conf=last_call_timeout=1"]
+    command = [str(PROGRAMS / "torchrun"), "--nnodes=1:2", *meeting, "-m", "portable_fsdp.launch"]
+    with started([*command, "--device=cpu", f"--config={tiny_config(tmp_path)}"], tmp_path) as run:
+        assert run.wait() == 1
+    assert "expected a fixed number of hosts, found --nnodes=1:2" in run.err
+    assert "exitcode  : 2" in run.err
+    assert not (tmp_path / "run").exists()

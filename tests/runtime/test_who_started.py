@@ -3,7 +3,7 @@
 import pytest
 
 from portable_fsdp.runtime.errors import ConfigError
-from portable_fsdp.runtime.process import OUR_RUNS, Launch, detect_launch
+from portable_fsdp.runtime.process import OUR_RUNS, Launch, _require_fixed_hosts, detect_launch
 from portable_fsdp.runtime.tasks import first_host
 
 SRUN = {
@@ -162,6 +162,21 @@ def test_torchrun_in_a_task_a_node() -> None:
     """4 tasks, 8 processes: two on each node."""
     assert detect_launch({**ONE_A_NODE, **TORCHRUN}) == Launch("torchrun", rank=5, local_rank=1, world_size=8)
     assert detect_launch({**without(SRUN, "SLURM_STEP_ID"), **TORCHRUN}).kind == "torchrun"
+
+
+def test_torchrun_with_a_number_of_hosts_that_changes() -> None:
+    with pytest.raises(ConfigError, match=r"found --nnodes=1:4: a host .*\n  Give --nnodes=4\.") as error:
+        detect_launch({**TORCHRUN, "PET_NNODES": "1:4"})
+    assert "Nothing was started" in str(error.value)
+    assert detect_launch({**TORCHRUN, "PET_NNODES": "4:4"}).kind == "torchrun"
+
+
+@pytest.mark.parametrize("flag", [["--nnodes=2:4"], ["--nnodes", "2:4"]])
+def test_the_flag_counts_before_the_variable(flag: list[str]) -> None:
+    command = ["python", "torchrun", *flag, "-m", "portable_fsdp.launch"]
+    with pytest.raises(ConfigError, match="found --nnodes=2:4"):
+        _require_fixed_hosts({"PET_NNODES": "4"}, command)
+    _require_fixed_hosts({"PET_NNODES": "1:4"}, ["torchrun", "--nnodes=4", "-m", "portable_fsdp.launch"])
 
 
 def test_our_own_start() -> None:

@@ -1,0 +1,236 @@
+"""What the launch templates start on a worker, in a container or in a step of Slurm, started here on the CPU."""
+
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from shells import ROOT, Shell
+from started import PROGRAMS, TINY, Started, committed, free_port, launch, losses, started, tiny_config
+
+from portable_fsdp.checkpoint.format import committed_steps, step_of
+from portable_fsdp.metrics.sinks import read_jsonl
+from portable_fsdp.runtime.tasks import PORTS
+
+pytestmark = pytest.mark.slow
+
+LAUNCH = ROOT / "launch"
+# As `python3.11 -m venv FOLDER` and its pip: the environment is that of the tests, the package the copied checkout's.
+PYTHON = f"""#!/bin/bash
+case "$*" in
+"-m venv"*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+"-m pip install"*) [[ -f pyproject.toml ]] ;;
+*) PYTHONPATH="${{CHECKOUT:-$PWD}}" exec "{sys.executable}" "$@" ;;
+esac
+"""
+TORCHRUN = f'#!/bin/bash\nPYTHONPATH="${{CHECKOUT:-$PWD}}" exec "{PROGRAMS / "torchrun"}" "$@"\n'
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    """A worker's programs: root may do all, apt has all, and python is that of the tests."""
+    shell = Shell(tmp_path)
+    for name in ("cp", "cut", "uname", "cc", "gcc"):
+        with suppress(FileExistsError, TypeError):
+            (shell.programs / name).symlink_to(str(shutil.which(name)))
+    shell.install("sudo", "#!/bin/sh\n")
+    shell.install("torchrun", TORCHRUN)
+    for name in ("python", "python3.11"):
+        shell.install(name, PYTHON)
+    yield shell
+    _end_runs(shell)
+
+
+def tiny(folder: Path, *overrides: str) -> list[str]:
+    return ["--device=cpu", f"--config={tiny_config(folder)}", f"run.dir={folder / 'run'}", *overrides]
+
+
+def finished(run: Started, folder: Path) -> None:
+    assert run.wait() == 0, run.err + run.out
+    assert "Traceback" not in run.err
+    assert committed(folder / "run")[-1] == 2
+
+
+# ------------------------------------------------------------------------------------------------------ containers
+
+
+def image(dockerfile: Path, folder: Path) -> Path:
+    """What the COPY lines make of this checkout."""
+    for line in dockerfile.read_text().splitlines():
+        if line.startswith("COPY "):
+            *sources, target = line.split()[1:]
+            for source in sources:
+                if (ROOT / source).is_dir():
+                    shutil.copytree(ROOT / source, folder / target, ignore=shutil.ignore_patterns("__pycache__"))
+                else:
+                    folder.mkdir(exist_ok=True)
+                    shutil.copy(ROOT / source, folder / target)
+    return folder
+
+
+def container(name: str) -> tuple[list[str], dict[str, str]]:
+    [job] = yaml.safe_load((LAUNCH / name).read_text())["spec"]["replicatedJobs"]
+    [one] = job["template"]["spec"]["template"]["spec"]["containers"]
+    return [*one["command"], *one["args"]], {variable["name"]: variable["value"] for variable in one["env"]}
+
+
+@pytest.mark.parametrize("device", ["tpu", "cuda"])
+def test_the_container_of_a_jobset(shell: Shell, tmp_path: Path, device: str) -> None:
+    folder = image(LAUNCH / f"Dockerfile.{device}", tmp_path / "image")
+    command, variables = container(f"gke_jobset_{'tpu' if device == 'tpu' else 'gpu'}.yaml")
+    if device == "cuda":  # one pod here, instead of the number that the manifest says
+        variables |= {"NNODES": "1", "NPROC_PER_NODE": "2"}
+        command[0] = str(folder / command[0])
+    else:
+        command[0] = str(shell.programs / command[0])
+    kept = [word for word in command if not word.startswith(("--config=", "run.dir=", "checkpoint.dir="))]
+    command = [*kept, *tiny(tmp_path, "train.steps=2", "checkpoint.every=1")]
+    with started(command, folder, **shell.environment(**variables, CHECKOUT=str(folder))) as run:
+        finished(run, tmp_path)
+    assert committed(tmp_path / "run") == [1, 2]
+
+
+# -------------------------------------------------------------------------------------------------------- SkyPilot
+
+
+def test_the_run_of_a_sky_task_on_gpus(shell: Shell, tmp_path: Path) -> None:
+    task = yaml.safe_load((LAUNCH / "skypilot_gpu.yaml").read_text())
+    variables = {"NUM_NODES": "1", "NODE_IPS": "127.0.0.1\n127.0.0.2", "NUM_GPUS_PER_NODE": "2", "TASK_ID": "sky-1"}
+    _sky(shell, tmp_path, task, {f"SKYPILOT_{name}": value for name, value in variables.items()})
+
+
+def test_the_run_of_a_sky_task_on_tpu(shell: Shell, tmp_path: Path) -> None:
+    _sky(shell, tmp_path, yaml.safe_load((LAUNCH / "skypilot_tpu.yaml").read_text()), {})
+
+
+def _sky(shell: Shell, folder: Path, task: dict[str, Any], variables: dict[str, str]) -> None:
+    config = folder / "sky.yaml"
+    two_steps = {"steps": 2, "global_batch": 4}
+    config.write_text(yaml.safe_dump(TINY | {"run": {"dir": str(folder / "run")}, "train": two_steps}))
+    workdir = image(LAUNCH / "Dockerfile.tpu", folder / "workdir")
+    home = folder / "home" / "portable_fsdp_env" / "bin"
+    home.mkdir(parents=True)
+    shutil.copy(shell.programs / "python", home / "python")
+    line = task["run"].replace("--device=tpu", "--device=cpu")
+    if "launch/torchrun.sh" in line:
+        line = line.rstrip() + " --device=cpu\n"
+    variables |= task["envs"] | {"CONFIG": str(config), "CHECKPOINTS": str(folder / "run/checkpoints")}
+    variables |= {"HOME": str(folder / "home"), "CHECKOUT": str(workdir)}
+    with started(["bash", "-c", line], workdir, **shell.environment(**variables)) as run:
+        finished(run, folder)
+
+
+# ----------------------------------------------------------------------------------------------------------- Slurm
+
+
+def test_a_job_of_two_nodes_that_is_stopped_and_goes_on(shell: Shell, tmp_path: Path) -> None:
+    for name in ("sbatch", "srun", "scontrol"):
+        shell.install_fake(name, "fake_slurm.py")
+    variables = {"JOB": str(free_port() - PORTS[0]), "NPROC_PER_NODE": "1", "CHECKOUT": str(ROOT)}
+    arguments = tiny(tmp_path, "train.steps=40", "checkpoint.every=10", "checkpoint.keep=9", "train.log_every=1")
+    command = [shell.programs / "sbatch", LAUNCH / "slurm.sbatch", *arguments]
+    with started(command, tmp_path, **shell.environment(**variables)) as job:
+        job.wait_until(lambda: "step: 3 " in job.err)
+        os.kill(int((shell.cloud / "batch.pid").read_text()), signal.SIGUSR1)
+        assert job.wait() == 0, job.err
+    assert committed(tmp_path / "run")[-1] == 40
+    starts = [row for row in read_jsonl(tmp_path / "run/events.jsonl") if row["event"] == "start"]
+    assert [row["processes"] for row in starts] == [2, 2]
+    assert 3 <= starts[1]["step"] < 40, "the second life goes on from the save of the first"
+    assert losses(tmp_path / "run")
+    assert "stopped after a save" in job.out
+
+
+# -------------------------------------------------------------------------------------------------------- TPU VMs
+
+
+@pytest.fixture
+def cloud(shell: Shell) -> Shell:
+    """With a gcloud whose workers are folders."""
+    shell.install_fake("gcloud", "fake_gcloud.py")
+    (shell.cloud / "homes").mkdir()
+    return shell
+
+
+def worker_processes(shell: Shell) -> list[psutil.Process]:
+    """Those that runs left on the workers."""
+    found: list[psutil.Process] = []
+    for file in shell.cloud.glob("homes/*/portable_fsdp/build/run.pid"):
+        with suppress(psutil.NoSuchProcess, ValueError):
+            process = psutil.Process(int(file.read_text()))
+            found += [process, *process.children(recursive=True)]
+    return found
+
+
+def _end_runs(shell: Shell) -> None:
+    processes = worker_processes(shell)
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("script", "usable", "gone"),
+    [("tpu_vm.sh", "READY", "PREEMPTED"), ("tpu_queued_resource.sh", "ACTIVE", "SUSPENDED")],
+)
+def test_a_run_goes_on_after_its_tpu_was_taken_away(
+    cloud: Shell, tmp_path: Path, script: str, usable: str, gone: str
+) -> None:
+    (cloud.cloud / "creations.json").write_text(json.dumps([[usable]]))
+    checkout = image(LAUNCH / "Dockerfile.tpu", tmp_path / "checkout")
+    bucket, alone = tmp_path / "bucket", tmp_path / "alone"
+    arguments = ["--device=cpu", f"--config={tiny_config(tmp_path)}", "train.steps=40", "train.log_every=1"]
+    saves = ["checkpoint.every=2", "checkpoint.keep=99"]
+    tpu = {"TPU_NAME": "slice", "TPU_ZONE": "z", "TPU_TYPE": "v6e-8", "TPU_POLL_S": "0", "TPU_TRIES": "4"}
+    command = [checkout / "launch" / script, "run", *arguments, *saves, f"checkpoint.dir={bucket}"]
+    with started(command, tmp_path, **cloud.environment(**tpu)) as run:
+        run.wait_until(lambda: bool(saved(bucket)))
+        (cloud.cloud / "slice.json").write_text(json.dumps([gone]))
+        _end_runs(cloud)
+        before = max(saved(bucket))
+        assert before < 40
+        assert run.wait() == 0, run.err + run.out
+    assert f"slice is {gone}" in run.err
+    assert f"at step {before}" in run.out or f"step-{before:08d}" in run.out, "it went on from the last save"
+    assert max(saved(bucket)) == 40
+    assert launch(*arguments, f"run.dir={alone}") == 0
+    said = [line.split()[3] for line in run.out.splitlines() if line.startswith("step: 40 ")]
+    assert float(said[0]) == pytest.approx(losses(alone)[-1], abs=1e-4)
+
+
+def saved(bucket: Path) -> list[int]:
+    return [step_of(path) or 0 for path in committed_steps(bucket)]
+
+
+def test_a_run_on_a_tpu_vm_outlives_its_connection_and_stops_on_request(cloud: Shell, tmp_path: Path) -> None:
+    (cloud.cloud / "creations.json").write_text(json.dumps([["READY"]]))
+    checkout = image(LAUNCH / "Dockerfile.tpu", tmp_path / "checkout")
+    tpu = {"TPU_NAME": "slice", "TPU_ZONE": "z", "TPU_TYPE": "v6e-8", "TPU_POLL_S": "0", "TPU_TRIES": "1"}
+    environment = cloud.environment(**tpu)
+    script = checkout / "launch/tpu_vm.sh"
+    arguments = tiny(tmp_path, "train.steps=100000", "train.log_every=1", "checkpoint.every=null")
+    with started([script, "run", *arguments], tmp_path, **environment) as first:
+        first.wait_until(lambda: "step: 2 " in first.out)
+        pids = {process.pid for process in worker_processes(cloud)}
+        connection = [child for child in psutil.Process(first.pid).children(recursive=True) if child.pid not in pids]
+        for process in connection:
+            process.kill()
+        first.wait()
+    assert {process.pid for process in worker_processes(cloud)} == pids
+    with started([script, "run", *arguments], tmp_path, **environment) as second:
+        second.wait_until(lambda: "step: " in second.out)
+        assert {process.pid for process in worker_processes(cloud)} == pids, "it found the run, and started no other"
+        with started([script, "stop"], tmp_path, **environment) as stop:
+            assert stop.wait() == 0, stop.err
+        assert second.wait() == 143, second.err
+    assert json.loads((tmp_path / "run/STOPPED").read_text())["reason"] == "SIGTERM"
+    assert len(committed(tmp_path / "run")) == 1
