@@ -148,6 +148,13 @@ EFFECTS = (
     Effect(("run.dir",), EVERY, "everything that the run writes goes there; process 0 writes"),
     Effect(("run.name",), EVERY, "written into events.jsonl"),
     Effect(("run.seed",), EVERY, "weights are a function of (seed, name), rows of (seed, epoch, position)"),
+    Effect(("run.peer_timeout_s",), NATIVE, "each process says that it lives, through the store where all met"),
+    Effect(
+        ("run.peer_timeout_s",),
+        EITHER_XLA,
+        "PJRT finds a lost process by its own timeouts, gloo after 30 minutes",
+        "delegated",
+    ),
     Effect(("model.architecture", "model.pretrained"), EVERY, "built on meta; each process makes or reads its slices"),
     Effect(("model.freeze",), EVERY, "no gradient, no optimizer state"),
     Effect(("data.source", "data.path", "data.tokenizer", "data.seq_len"), EVERY, "the same rows on every engine"),
