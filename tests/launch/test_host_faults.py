@@ -27,6 +27,7 @@ JOIN_S = 60  # torchrun's own default is 600
 AT_ONCE_S = 10  # within it a process that was killed is missed by the others
 SPARE_S = 30  # for rounds, messages and starts of a machine that does other work
 TORCHRUN_KILLS_AFTER_S = 30  # a process that doesn't take a SIGTERM
+SENTENCES = ("lost its connection", "no sign of life", "had no answer")
 FRESH_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # or a torchrun that comes later finds no MASTER_ADDR
 
 

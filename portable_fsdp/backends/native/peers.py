@@ -269,8 +269,9 @@ class Peers:
         elif self._step.is_due(after_s):
             behind = min(lives, key=lambda rank: lives[rank].steps)
             self._warn(
-                f"no step has ended for {self._step.waited_s:.0f} s, though every process lives: after {most} step(s) "
-                f"of this start, of which process {behind} on {lives[behind].host} has {lives[behind].steps}"
+                f"no step has ended for {self._step.waited_s:.0f} s, though every process lives: {most} step(s) are "
+                f"done since the start; furthest behind is process {behind} on {lives[behind].host} with "
+                f"{lives[behind].steps}"
             )
 
     def _warn(self, sentence: str) -> None:
