@@ -26,6 +26,7 @@ PEER_TIMEOUT_S = 20
 JOIN_S = 60  # torchrun's own default is 600
 AT_ONCE_S = 10  # within it a process that was killed is missed by the others
 SPARE_S = 30  # for rounds, messages and starts of a machine that does other work
+TCP_RETRIES, TCP_GIVES_UP_S = 6, 26  # Linux's own default is 15: about 15 minutes
 TORCHRUN_KILLS_AFTER_S = 30  # a process that doesn't take a SIGTERM
 SENTENCES = ("lost its connection", "no sign of life", "had no answer")
 FRESH_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # or a torchrun that comes later finds no MASTER_ADDR
@@ -161,9 +162,10 @@ def cut_for_a_moment(folder: Path) -> Run:
 
 def cut_for_good(folder: Path) -> Run:
     with run_on(2, folder) as (run, _):
+        run.hosts[1].give_up_connections(TCP_RETRIES)
         since = time.monotonic()
         run.hosts[1].cut_link()
-        stops(run, since, PEER_TIMEOUT_S + JOIN_S, run.hosts, f"{PEER_TIMEOUT_S} s")
+        stops(run, since, PEER_TIMEOUT_S + max(JOIN_S, TCP_GIVES_UP_S), run.hosts, f"for {PEER_TIMEOUT_S} s")
         return run
 
 
@@ -184,9 +186,10 @@ def lose_a_host(folder: Path) -> Run:
 
 def lose_the_first_host(folder: Path) -> Run:
     with run_on(2, folder) as (run, _):
+        run.hosts[1].give_up_connections(TCP_RETRIES)
         since = time.monotonic()
         lose(run.hosts[0])
-        stops(run, since, PEER_TIMEOUT_S + JOIN_S, run.hosts[1:], "no answer")
+        stops(run, since, PEER_TIMEOUT_S + TCP_GIVES_UP_S, run.hosts[1:], f"no answer for {PEER_TIMEOUT_S} s")
         return run
 
 
