@@ -2,7 +2,8 @@
 
 Two tables say it all: EFFECTS, below, what becomes of an option on an engine that takes it; REFUSALS, in refusals.py,
 what no engine, or one of them, takes. Numerics and memory are honoured or refused; what only concerns speed, or how
-long a lost process is waited for, and the engine decides by itself, is delegated. A backend calls `require_supported` while it opens; `explain` shows it all.
+long a lost process is waited for, and the engine decides by itself, is delegated. A backend calls `require_supported`
+while it opens; `explain` shows it all.
 """
 
 from dataclasses import dataclass
