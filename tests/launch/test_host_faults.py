@@ -35,7 +35,8 @@ FRESH_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # or a torchrun that
 def arguments(folder: Path) -> list[str]:
     """Of a run that saves after every step."""
     every = ["checkpoint.every=1", "checkpoint.async_save=true", "checkpoint.keep=2", "train.log_every=1"]
-    return ["--device=cpu", f"--config={tiny_config(folder)}", f"train.steps={STEPS}", *every]
+    batch = "train.global_batch=6"  # which 2 and 3 processes divide
+    return ["--device=cpu", f"--config={tiny_config(folder)}", f"train.steps={STEPS}", batch, *every]
 
 
 def starts(folder: Path) -> list[int]:
