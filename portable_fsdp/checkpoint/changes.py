@@ -13,8 +13,8 @@ _CURVE_SECTIONS = ("model", "data", "optim", "precision")
 _CURVE_KEYS = ("run.seed", "train.global_batch", "train.steps", "train.epochs", "train.max_grad_norm")
 """What makes the loss curve. All else (devices, sharding, memory, micro_batch, logging) leaves it as it is."""
 
-_NEVER_TOLD = ("run.name", "run.dir", "train.stop_at", "checkpoint")
-"""Where a run lies and when it saves; not worth a line."""
+_NEVER_TOLD = ("run.name", "run.dir", "run.peer_timeout_s", "train.stop_at", "checkpoint")
+"""Where a run lies, when it saves and how long it waits; not worth a line."""
 
 
 class Difference(NamedTuple):

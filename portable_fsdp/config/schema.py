@@ -39,6 +39,13 @@ class Run(Section):
         pattern=r"^[^\x00-\x1f\x7f]*$",
     )
     seed: int = Field(default=0, ge=0, description="seeds the initial weights and the data order")
+    # One bound for every process, whatever it waits in. Long enough for what a process may do without a word (holding
+    # Python's lock, a host that swaps); a collective's own timeout must be longer than any save, and is no such bound.
+    peer_timeout_s: Float = Field(
+        default=120.0,
+        ge=5,
+        description="seconds without a sign of life after which a process counts as lost, and all end",
+    )
 
     @field_validator("dir")
     @classmethod

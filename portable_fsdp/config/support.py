@@ -1,8 +1,9 @@
 """What each engine does with each option: honoured, delegated, or refused with the reason and the way out.
 
 Two tables say it all: EFFECTS, below, what becomes of an option on an engine that takes it; REFUSALS, in refusals.py,
-what no engine, or one of them, takes. Numerics and memory are honoured or refused; what only concerns speed, and the
-engine decides by itself, is delegated. A backend calls `require_supported` while it opens; `explain` shows it all.
+what no engine, or one of them, takes. Numerics and memory are honoured or refused; what only concerns speed, or how
+long a lost process is waited for, and the engine decides by itself, is delegated. A backend calls `require_supported`
+while it opens; `explain` shows it all.
 """
 
 from dataclasses import dataclass
@@ -148,6 +149,13 @@ EFFECTS = (
     Effect(("run.dir",), EVERY, "everything that the run writes goes there; process 0 writes"),
     Effect(("run.name",), EVERY, "written into events.jsonl"),
     Effect(("run.seed",), EVERY, "weights are a function of (seed, name), rows of (seed, epoch, position)"),
+    Effect(("run.peer_timeout_s",), NATIVE, "each process says that it lives, through the store where all met"),
+    Effect(
+        ("run.peer_timeout_s",),
+        EITHER_XLA,
+        "PJRT finds a lost process by its own timeouts, gloo after 30 minutes",
+        "delegated",
+    ),
     Effect(("model.architecture", "model.pretrained"), EVERY, "built on meta; each process makes or reads its slices"),
     Effect(("model.freeze",), EVERY, "no gradient, no optimizer state"),
     Effect(("data.source", "data.path", "data.tokenizer", "data.seq_len"), EVERY, "the same rows on every engine"),

@@ -236,6 +236,7 @@ def test_what_touches_numerics_or_memory_is_never_delegated() -> None:
         "sharding.backward_prefetch_units",
         "compile.enabled",
         "compile.backend",
+        "run.peer_timeout_s",
     }
 
 

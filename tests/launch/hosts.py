@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from started import PROGRAMS
 
 LIMIT_S = 30.0
@@ -25,6 +26,7 @@ class Host:
     name: str
     network: str  # of its network namespace
     address: str
+    wire: str  # the bridge's end of its link
 
     def inside(self, own: Path | None = None) -> list[str]:
         """`own`: a folder that is another one on each host; what this one has in it lies in `content_of(own)`."""
@@ -38,8 +40,8 @@ class Host:
     def content_of(self, own: Path) -> Path:
         return own.with_name(f"{own.name}-of-{self.name}")
 
-    def torchrun(self, hosts: "list[Host]") -> list[str]:
-        """One process of a run on all hosts, which meet at the first."""
+    def torchrun(self, hosts: "list[Host]", *options: str, join_s: int = 120) -> list[str]:
+        """One process of a run on all hosts, which meet at the first. `join_s`: how long they wait there."""
         is_first = int(self == hosts[0])
         return [
             str(PROGRAMS / "torchrun"),
@@ -48,30 +50,53 @@ class Host:
             "--rdzv-backend=c10d",
             f"--rdzv-endpoint={hosts[0].address}:29500",
             # Without these two no host knows that the endpoint is itself: its address isn't that of its name.
-            f"--rdzv-conf=is_host={is_first},join_timeout=120",
+            f"--rdzv-conf=is_host={is_first},join_timeout={join_s}",
             f"--local-addr={self.address}",
+            *options,
         ]
+
+    def give_up_connections(self, retries: int) -> None:
+        """After how many tries of the kernel's, 15 by default: 6 take about 25 s, 8 take 100 s."""
+        setting = f"echo {retries} > /proc/sys/net/ipv4/tcp_retries2"
+        subprocess.run([*self.inside(), "sh", "-c", setting], check=True)
+
+    def cut_link(self) -> None:
+        _ip("link", "set", self.wire, "down")
+
+    def mend_link(self) -> None:
+        _ip("link", "set", self.wire, "up")
+
+    def processes(self) -> list[psutil.Process]:
+        """All that run there."""
+        return [psutil.Process(int(pid)) for pid in _ip("netns", "pids", self.network).split()]
+
+    def worker(self) -> psutil.Process:
+        """The process of the run that its torchrun started."""
+        [found] = [
+            one for one in self.processes() if (parent := one.parent()) and "torchrun" in " ".join(parent.cmdline())
+        ]
+        return found
 
 
 @contextmanager
-def two_hosts() -> Generator[list[Host]]:
-    """host1 and host2; when the block ends, all that runs there is killed and nothing of them is left."""
-    assert shutil.which("ip"), "two hosts need `ip` of iproute2 (on Debian: apt-get install iproute2) and root"
+def new_hosts(count: int) -> Generator[list[Host]]:
+    """host1, host2, ...; when the block ends, all that runs there is killed and nothing of them is left."""
+    assert shutil.which("ip"), "hosts need `ip` of iproute2 (on Debian: apt-get install iproute2) and root"
     ours, subnet = f"pf{os.getpid()}", f"198.18.{os.getpid() % 256}"  # of the block that RFC 2544 keeps for tests
-    hosts = [Host(f"host{n}", f"{ours}h{n}", f"{subnet}.{n}") for n in (1, 2)]
+    numbers = range(1, count + 1)
+    hosts = [Host(f"host{n}", f"{ours}h{n}", f"{subnet}.{n}", f"{ours}v{n}") for n in numbers]
     with ExitStack() as made:
         bridge = f"{ours}b"
         _ip("link", "add", bridge, "type", "bridge")
         made.callback(_ip, "link", "del", bridge)
         _ip("addr", "add", f"{subnet}.254/24", "dev", bridge)
         _ip("link", "set", bridge, "up")
-        for number, host in enumerate(hosts):
+        for host in hosts:
             _ip("netns", "add", host.network)
             made.callback(_remove, host)
-            wire = f"{ours}v{number}"
-            _ip("link", "add", wire, "type", "veth", "peer", "name", "eth0", "netns", host.network)
-            made.callback(_ip, "link", "del", wire)
-            _ip("link", "set", wire, "master", bridge, "up")
+            _ip("link", "add", host.wire, "type", "veth", "peer", "name", "eth0", "netns", host.network)
+            made.callback(_ip, "link", "del", host.wire)
+            _ip("link", "set", host.wire, "master", bridge, "up")
             _ip("-n", host.network, "addr", "add", f"{host.address}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
                 _ip("-n", host.network, "link", "set", device, "up")

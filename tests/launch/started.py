@@ -89,6 +89,10 @@ class Started:
     def pid(self) -> int:
         return self._process.pid
 
+    def poll(self) -> int | None:
+        """None while it runs."""
+        return self._process.poll()
+
     def wait(self) -> int:
         """The exit code, as Popen gives it (negative: killed by that signal)."""
         return self._process.wait(LIMIT_S)

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from hosts import Host, two_hosts
+from hosts import Host, new_hosts
 from in_stores import at
 from servers import seaweedfs
 from started import Started, launch, losses, started, tiny_config
@@ -24,7 +24,7 @@ SAVES = ["checkpoint.every=1", "checkpoint.async_save=true", "checkpoint.keep=2"
 
 @pytest.fixture
 def hosts() -> Iterator[list[Host]]:
-    with two_hosts() as hosts:
+    with new_hosts(2) as hosts:
         yield hosts
 
 
@@ -107,7 +107,7 @@ def test_nothing_of_the_hosts_is_left_after_a_failure() -> None:
         return [line for line in "".join(found).splitlines() if networks[0][:-2] in line]
 
     def fail() -> None:
-        with two_hosts() as hosts:
+        with new_hosts(2) as hosts:
             networks.extend(host.network for host in hosts)
             sleepers.extend(subprocess.Popen([*host.inside(), "sleep", "1000"]) for host in hosts)
             assert len(made()) == 5  # the bridge, two wires, two namespaces

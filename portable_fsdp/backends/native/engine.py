@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
+from types import TracebackType
 from typing import Any, cast
 
 import torch
@@ -44,6 +45,7 @@ from portable_fsdp.backends.base import (
     rows_of_shard,
     whole,
 )
+from portable_fsdp.backends.native.peers import Peers
 from portable_fsdp.backends.native.prefetch import Prefetch
 from portable_fsdp.backends.native.units import shard_units
 from portable_fsdp.config.load import replicas_of_model
@@ -52,7 +54,9 @@ from portable_fsdp.config.support import require_supported
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.process import detect_launch
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # torch's own default, for the first step as for a slow save
+# torch's own default, for the first step as for a slow save. It ends a run whose processes all live, and wait; a lost
+# process ends it after run.peer_timeout_s.
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 COLLECTIVES = {  # in the words of torch -> of the contract
     "c10d::_allgather_base_": "all_gather",
     "c10d::_reduce_scatter_base_": "reduce_scatter",
@@ -93,8 +97,11 @@ class NativeBackend(Backend):
         if device == "cuda":
             torch.cuda.set_device(self.device)
             self.device_name = torch.cuda.get_device_name(self.device)
+        self._peers: Peers | None = None
         if self._owns_group:
-            _init_process_group(device, self.device, launch.is_alone)
+            part = Part(launch.rank, launch.world_size)
+            self._peers = None if launch.is_alone else Peers(part, config.run.peer_timeout_s, COLLECTIVE_TIMEOUT)
+            _init_process_group(device, self.device, part, self._peers)
         self.process = Part(dist.get_rank(), dist.get_world_size())
         self.data_shard = self.process
         self.data_parallel_size = self.process.count
@@ -107,7 +114,20 @@ class NativeBackend(Backend):
         self._first_step_is_over = False
         self._matmul_before = _set_matmul_precision(MATMUL[config.precision.matmul])
 
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Raises TrainingError for what the network between processes ended the run with."""
+        peers, self._peers = self._peers, None
+        try:
+            if peers:
+                peers.leave(error)
+        finally:
+            self.close()
+
     def close(self) -> None:
+        if self._peers:
+            self._peers.leave(None)
         _set_matmul_precision(self._matmul_before)
         if not dist.is_initialized():
             return
@@ -151,6 +171,8 @@ class NativeBackend(Backend):
 
     def _note_step(self, *_: Any) -> None:
         self._first_step_is_over = True
+        if self._peers:
+            self._peers.note_step()
 
     def place(self, batch: Batch) -> Batch:
         if self.device.type == "cpu":
@@ -261,14 +283,23 @@ class NativeBackend(Backend):
         return TensorState(tuple(tensor.shape), tensor.dtype, lambda: pieces)
 
 
-def _init_process_group(device: str, where: torch.device, alone: bool) -> None:
+def _init_process_group(device: str, where: torch.device, process: Part, peers: Peers | None) -> None:
     backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}.get(device)
-    if alone:
-        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT)
-    else:
-        bound = where if device != "cpu" else None
-        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=bound)
+    try:
+        dist.init_process_group(
+            backend,
+            store=peers.meet() if peers else dist.HashStore(),  # pyright: ignore[reportPrivateImportUsage]
+            rank=process.index,
+            world_size=process.count,
+            timeout=COLLECTIVE_TIMEOUT,
+            device_id=where if peers and device != "cpu" else None,
+        )
+    except Exception as error:
+        if peers:
+            peers.leave(error)
+        raise
+    if peers:
+        peers.settle()
 
 
 def _set_matmul_precision(precision: str) -> str:

@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import Any, cast
 
 from portable_fsdp.runtime.process import detect_launch, end_with_parent
+from portable_fsdp.runtime.store import open_store
 
 ROUNDS = 5
 LEAVE_S = 5.0
@@ -26,7 +27,7 @@ def main(argv: list[str]) -> int:
     until = time.monotonic() + float(argv[1])
     launch = detect_launch(os.environ)
     os.environ.update(launch.variables)
-    store = _store(launch.rank, launch.world_size, timedelta(seconds=float(argv[1])))
+    store = _store(launch.rank, timedelta(seconds=float(argv[1])))
     store.set(f"here/{launch.rank}", socket.gethostname())
     everyone = range(launch.world_size)
     missing = _missing(store, "here", everyone, until)
@@ -43,18 +44,13 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _store(rank: int, count: int, limit: timedelta) -> Any:
+def _store(rank: int, limit: timedelta) -> Any:
     """Where the run's processes meet: torchrun's agent holds it, else process 0."""
     import torch.distributed
 
-    dist = cast(Any, torch.distributed)
-    is_held_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    is_master = rank == 0 and not is_held_by_agent
-    # torch's own rendezvous would wait for all workers here, and not say which one it waits for.
-    store = dist.TCPStore(host, port, count, is_master, timeout=limit, wait_for_workers=False)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"portable_fsdp.doctor/{attempt}", store)
+    store = open_store(os.environ, limit, serves=rank == 0)
+    return cast(Any, torch.distributed).PrefixStore(f"portable_fsdp.doctor/{attempt}", store)
 
 
 def _missing(store: Any, word: str, ranks: Sequence[int], until: float) -> list[int]:

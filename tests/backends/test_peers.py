@@ -1,0 +1,152 @@
+"""Processes that watch each other, as on hosts of their own: no process group, so that nothing else ends them."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+TIMEOUT_S = 5.0
+LIMIT_S = 90.0  # most of it for imports
+PROCESS = f"""
+import os, sys
+from datetime import timedelta
+from portable_fsdp.backends.base import Part
+from portable_fsdp.backends.native.peers import Peers
+index, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+peers = Peers(Part(index, count), {TIMEOUT_S}, timedelta(seconds=60))
+store = peers.meet()
+store.set(f"here{{index}}", "")
+store.wait([f"here{{other}}" for other in range(count)])
+peers.settle()
+for step in range(index + 1):
+    peers.note_step()
+print("settled", flush=True)
+word = sys.stdin.readline().strip()
+peers.leave(RuntimeError(word) if word else None)
+"""
+
+
+@contextmanager
+def watching(folder: Path, count: int, ranks: range | None = None) -> Generator[list[subprocess.Popen[str]]]:
+    """`ranks`: those that are started; each has a file stderr-RANK."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    meeting = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": "0"}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")} | meeting
+    processes: list[subprocess.Popen[str]] = []
+    try:
+        for rank in range(count) if ranks is None else ranks:
+            with (folder / f"stderr-{rank}").open("w") as said:
+                processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-c", PROCESS],
+                        env={**environment, "RANK": str(rank)},
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        stderr=said,
+                        text=True,
+                    )
+                )
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def settle(processes: list[subprocess.Popen[str]]) -> None:
+    """All have met, and have said so a few times more."""
+    for process in processes:
+        assert process.stdout
+        assert process.stdout.readline() == "settled\n"
+    time.sleep(2.0)
+
+
+def tell(process: subprocess.Popen[str], word: str) -> None:
+    """The error that it leaves with; an empty one: in order."""
+    assert process.stdin
+    process.stdin.write(f"{word}\n")
+    process.stdin.flush()
+
+
+def said(folder: Path, rank: int) -> str:
+    """Without torch's warning of a host that has no name."""
+    lines = (folder / f"stderr-{rank}").read_text().splitlines()
+    return "\n".join(line for line in lines if "hostname of the client socket" not in line)
+
+
+def test_all_leave_in_order_without_a_word(tmp_path: Path) -> None:
+    with watching(tmp_path, 3) as processes:
+        settle(processes)
+        for process in processes:
+            tell(process, "")
+        assert [process.wait(LIMIT_S) for process in processes] == [0, 0, 0]
+        assert [said(tmp_path, rank) for rank in range(3)] == ["", "", ""]
+
+
+def test_a_process_that_is_stopped_ends_all_others(tmp_path: Path) -> None:
+    with watching(tmp_path, 3) as processes:
+        settle(processes)
+        processes[2].send_signal(signal.SIGSTOP)
+        assert [process.wait(LIMIT_S) for process in processes[:2]] == [1, 1]
+        for rank in (0, 1):
+            sentence = f"process 2 on {socket.gethostname()} (PID {processes[2].pid}) has given no sign of life for 5 s"
+            assert sentence in said(tmp_path, rank)
+            assert "its last one came after 3 step(s)" in said(tmp_path, rank)
+
+
+def test_process_0_that_is_stopped_ends_all_others(tmp_path: Path) -> None:
+    """It holds the store, as it does under srun and mpirun."""
+    with watching(tmp_path, 2) as processes:
+        settle(processes)
+        processes[0].send_signal(signal.SIGSTOP)
+        assert processes[1].wait(LIMIT_S) == 1
+        assert "has had no answer for 5 s, after 2 step(s) of this start" in said(tmp_path, 1)
+
+
+def test_a_short_stop_ends_nobody(tmp_path: Path) -> None:
+    with watching(tmp_path, 2) as processes:
+        settle(processes)
+        for process in processes:  # one after the other
+            process.send_signal(signal.SIGSTOP)
+            time.sleep(TIMEOUT_S / 2)
+            process.send_signal(signal.SIGCONT)
+        time.sleep(TIMEOUT_S)
+        for process in processes:
+            tell(process, "")
+        assert [process.wait(LIMIT_S) for process in processes] == [0, 0]
+
+
+def test_an_error_of_one_is_told_by_the_others(tmp_path: Path) -> None:
+    with watching(tmp_path, 2) as processes:
+        settle(processes)
+        tell(processes[1], "no space left")
+        assert [process.wait(LIMIT_S) for process in processes] == [1, 0]
+        assert "ended by an error after 2 step(s) of this start: no space left" in said(tmp_path, 0)
+
+
+def test_an_error_of_the_network_becomes_a_sentence(tmp_path: Path) -> None:
+    with watching(tmp_path, 2) as processes:
+        settle(processes)
+        tell(processes[1], "[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:4711")
+        assert processes[1].wait(LIMIT_S) == 1
+        assert f"process 1 on {socket.gethostname()} lost its connection to process 0" in said(tmp_path, 1)
+
+
+def test_those_that_have_not_come_are_named(tmp_path: Path) -> None:
+    with watching(tmp_path, 3, ranks=range(2)) as processes:
+        deadline = time.monotonic() + LIMIT_S
+        while "waiting for process 2, not come after 5 s" not in said(tmp_path, 0):
+            assert time.monotonic() < deadline, said(tmp_path, 0)
+            assert processes[0].poll() is None
+            time.sleep(0.1)
