@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from portable_fsdp.config.describe import yaml_value
+from portable_fsdp.config.foreign.keys_variables import ENVIRONMENT, VARIABLES
 from portable_fsdp.config.foreign.rows import Answer, Launcher, Refuse, Row, Set, Skip
 from portable_fsdp.config.foreign.table import ORDER, TABLE
 
@@ -40,7 +41,7 @@ This page is made from `portable_fsdp/config/foreign/` by `make docs`.
 def render() -> str:
     """The whole page."""
     parts = [INTRODUCTION]
-    for place in ORDER:
+    for place in (*ORDER, ENVIRONMENT):
         rows = "\n".join(_row(row) for row in TABLE if row.place == place)
         parts.append(f"## {place}\n\n| key | becomes | how |\n|---|---|---|\n{rows}\n")
     return "\n".join(parts)
@@ -48,6 +49,9 @@ def render() -> str:
 
 def _row(row: Row) -> str:
     names = ", ".join(f"`{name}`" for name in (row.key, *row.aliases))
+    if row.key in VARIABLES:
+        place, key = VARIABLES[row.key]
+        return f"| {names} | {row.fate} | as `{key}` of {place} |"
     how: dict[str, list[str]] = {}
     for value, answer in row.takes.cases():
         how.setdefault(_words(answer), []).append(value)

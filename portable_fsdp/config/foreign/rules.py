@@ -20,9 +20,18 @@ class Setting(NamedTuple):
     place: str
     key: str  # as typed
     typed: str
-    line: int
-    where: str  # file:line
+    line: int  # 0: a variable
+    where: str  # file:line, or the launcher
     remark: str
+
+    @property
+    def origin(self) -> str:
+        """`accelerate.yaml:12`, or `accelerate launch: FSDP_SHARDING_STRATEGY`."""
+        return self.where if self.line else f"{self.where}: {self.key}"
+
+    @property
+    def said(self) -> str:
+        return f"{self.where}: {self.key}: {self.typed}"
 
 
 @dataclass
@@ -201,7 +210,8 @@ def _precision(found: Found) -> None:
     found.set("precision.compute", mixed.value, mixed)
     fsdp = found.value("~distributed") == "FSDP" or (FSDP in found.sections and not found.value("~xla"))
     fsdp = fsdp or bool(found.value("~fsdp"))
-    if mixed.value == "bfloat16" and fsdp and "precision.reduce" not in found.settings:
+    computes = found.given.get("precision.compute", mixed.value)  # an override of that dtype is one of this, too
+    if mixed.value == computes == "bfloat16" and fsdp and "precision.reduce" not in found.settings:
         found.set("precision.reduce", "bfloat16", mixed, "FSDP sums gradients in this dtype there, and so here")
 
 
