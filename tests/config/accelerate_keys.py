@@ -68,6 +68,7 @@ def _is_run(path: Path) -> bool:
 
 
 if __name__ == "__main__":
-    releases = {folder.parent.name: keys_of(folder) for folder in map(Path, sys.argv[1:])}
+    folders = [Path(argument) for argument in sys.argv[1:]]
+    releases = {path.parent.name: {place: " ".join(keys) for place, keys in keys_of(path).items()} for path in folders}
     json.dump(releases, sys.stdout, indent=1)
     print()

@@ -95,15 +95,22 @@ def nested_place(place: str, key: str) -> str | None:
 
 
 def nearest_key(place: str, key: str) -> str:
-    """The key of the table that an unknown one probably means; the place's own come first."""
-    own = [name for row in TABLE if row.place == place for name in (row.key, *row.aliases)]
-    if place == ENVIRONMENT:
-        return next(iter(difflib.get_close_matches(key, own, n=1, cutoff=0.5)), "")
-    files = [row for row in TABLE if row.place != ENVIRONMENT]
-    bare = {_bare(row.place, name): name for row in files for name in (row.key, *row.aliases)}
-    close = difflib.get_close_matches(_plain(key), own, n=1, cutoff=0.75)
-    close = close or [bare[name] for name in difflib.get_close_matches(_bare(place, key), list(bare), n=1)]
-    return close[0] if close else ""
+    """The key of the table that an unknown one probably means; of two that are as near, the place's own."""
+    is_variable = place == ENVIRONMENT
+    names = {(row.place, name) for row in TABLE for name in (row.key, *row.aliases)}
+    names |= {(ACCELERATE, name) for name in NESTED}
+    likeness = {name: _likeness(key, *name) for name in sorted(names) if (name[0] == ENVIRONMENT) == is_variable}
+    best = max(likeness, key=lambda name: likeness[name] + (_OWN if name[0] == place else 0))
+    return best[1] if likeness[best] > (0.5 if is_variable else 0.6) else ""
+
+
+_OWN = 0.05  # a letter of twenty
+
+
+def _likeness(typed: str, place: str, name: str) -> float:
+    """0 to 1; the prefix of the place may be left out."""
+    spellings = {_plain(name), _bare(place, name)}
+    return max(difflib.SequenceMatcher(None, _plain(typed), spelling).ratio() for spelling in spellings)
 
 
 def _plain(key: str) -> str:
