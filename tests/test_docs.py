@@ -56,7 +56,7 @@ def commands(text: str, where: str) -> Iterator[Command]:
 def check(command: Command) -> None:
     """Fail unless each word of the command means something in this checkout."""
     starts, _, arguments = shlex.join(command.words).partition("-m portable_fsdp.launch")
-    if starts == "python " or (starts.startswith("torchrun ") and arguments):
+    if starts == "python " or (starts.startswith(("torchrun ", "accelerate launch ")) and arguments):
         return check_launch(shlex.split(arguments), command.where)
     match command.words:
         case ["python", "-m", "portable_fsdp.explain", *arguments]:

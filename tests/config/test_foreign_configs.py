@@ -205,3 +205,15 @@ def test_an_override_of_the_compute_dtype_is_one_of_the_sum_too(tmp_path: Path) 
     assert read(theirs).config.precision.reduce == "bfloat16"
     precision = read(theirs, "precision.compute=float32").config.precision
     assert (precision.compute, precision.reduce) == ("float32", "auto")
+
+
+def test_the_batch_of_a_device_is_that_of_all_under_spmd(tmp_path: Path) -> None:
+    """As Trainer has it: one process feeds all devices."""
+    theirs = tmp_path / "theirs.yaml"
+    text = "per_device_train_batch_size: 64\nfsdp: full_shard\nfsdp_config: {xla: true, xla_fsdp_v2: true}\n"
+    theirs.write_text(text)
+    with pytest.raises(ConfigError, match=r"these 64 rows are those of all devices.*\n  Set train\.micro_batch"):
+        load_config(theirs, ["model.pretrained=folder", "train.steps=1"])
+    theirs.write_text(f"{text}num_processes: 8\ngradient_accumulation_steps: 2\n")
+    train = load_config(theirs, ["model.pretrained=folder", "train.steps=1"]).train
+    assert (train.global_batch, train.micro_batch) == (128, 8)

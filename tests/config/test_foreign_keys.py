@@ -8,7 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import yaml
 from accelerate_keys import class_fields, keys_of
+from foreign_files import named
 
 from portable_fsdp.config.describe import option_names
 from portable_fsdp.config.foreign.keys_accelerate import SAGEMAKER
@@ -74,19 +76,19 @@ def test_every_training_argument_is_in_the_table() -> None:
     assert missing(TRAINER, [key for key in keys if not key.startswith("_")]) == []
 
 
-@pytest.mark.xla
-def test_every_argument_of_torch_xlas_fsdp_is_in_the_table() -> None:
+def arguments_of_xla_fsdp() -> list[str]:
     path = package("torch_xla") / "distributed/fsdp/xla_fully_sharded_data_parallel.py"
     nodes = ast.walk(ast.parse(path.read_text()))
     [found] = [node for node in nodes if isinstance(node, ast.ClassDef) and node.name == "XlaFullyShardedDataParallel"]
     [init] = [part for part in found.body if isinstance(part, ast.FunctionDef) and part.name == "__init__"]
-    keys = [argument.arg for argument in init.args.args if argument.arg not in ("self", "module")]
+    return [argument.arg for argument in init.args.args if argument.arg not in ("self", "module")]
+
+
+@pytest.mark.xla
+def test_every_argument_of_torch_xlas_fsdp_is_in_the_table() -> None:
+    keys = arguments_of_xla_fsdp()
     assert len(keys) > 20
     assert missing(XLA, keys) == []
-
-
-# What `accelerate config` of 0.20, 0.34 and 1.0 writes (config_args.py, cluster.py), written down without the
-# releases at hand: unlike the installed one's above, these lists were not compared with their sources.
 
 
 def test_rows_set_what_our_config_has() -> None:
@@ -98,3 +100,44 @@ def test_rows_set_what_our_config_has() -> None:
                 assert answer.reason
                 assert answer.way, row.key
                 assert set(answer.about) <= set(option_names()), row.key
+
+
+# ------------------------------------------------------------------------------------------------ the example files
+
+
+EXAMPLES = {
+    "accelerate_0_20_fsdp.yaml": "0.20.3",
+    "accelerate_0_34_fsdp.yaml": "0.34.2",
+    "accelerate_1_0_fsdp_hybrid.yaml": "1.0.1",
+    **{
+        f"{name}.yaml": "installed"
+        for name in ("accelerate_1_15_fsdp2", "deepspeed_zero3", "megatron", "multi_gpu", "tpu")
+    },
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_has_what_its_release_writes(name: str) -> None:
+    places = OLDER.get(
+        EXAMPLES[name], {place: " ".join(keys) for place, keys in keys_of(package("accelerate")).items()}
+    )
+    known = {place: keys.split() for place, keys in places.items()}
+    for key, value in yaml.safe_load(named(name).read_text()).items():
+        assert key in known["accelerate"], key
+        inside = value if isinstance(value, dict) else {}
+        assert [inner for inner in inside if inner not in known[key]] == []
+
+
+@pytest.mark.parametrize("name", ["trainer_fsdp_config.json", "trainer_xla_fsdp_v1.json", "trainer_xla_fsdp_v2.json"])
+def test_an_example_has_what_trainer_reads(name: str) -> None:
+    text = (package("transformers") / "training_args.py").read_text()
+    read = set(re.findall(r'fsdp_config(?:\.get\(|\.setdefault\(|\[)"(\w+)"', text))
+    keys = [key.removeprefix("fsdp_") for key in json.loads(named(name).read_text())]
+    assert [key for key in keys if key not in read] == []
+
+
+@pytest.mark.xla
+def test_an_example_has_what_torch_xlas_fsdp_takes() -> None:
+    settings = json.loads(named("trainer_xla_fsdp_v1.json").read_text())["xla_fsdp_settings"]
+    assert settings
+    assert [key for key in settings if key not in arguments_of_xla_fsdp()] == []

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import distributed as dist
@@ -64,7 +64,7 @@ def theirs(config: Config) -> list[float]:
         plugin.set_mixed_precision(accelerator.mixed_precision)
     AcceleratorState._shared_state |= {"distributed_type": DistributedType.FSDP, "fsdp_plugin": plugin}
 
-    model = AutoModelForCausalLM.from_pretrained(config.model.pretrained, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(str(config.model.pretrained), dtype=torch.float32)
     decayed = [weight for weight in model.parameters() if weight.ndim > 1]
     others = [weight for weight in model.parameters() if weight.ndim == 1]
     groups = [{"params": decayed, "weight_decay": config.optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -83,7 +83,7 @@ def theirs(config: Config) -> list[float]:
             accelerator.clip_grad_norm_(model.parameters(), config.train.max_grad_norm or 0.0)
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(accelerator.reduce(loss.detach(), "mean").item())
+            losses.append(cast(torch.Tensor, accelerator.reduce(loss.detach(), "mean")).item())
     dist.destroy_process_group()
     return losses
 
