@@ -42,16 +42,16 @@ accelerate launch --config_file tests/config/foreign/accelerate_1_15_fsdp2.yaml 
 ```
 
 What its file and flags say travels in variables, and is read from there as strictly as from a file: each is honoured,
-refused or compared with what there is; one of its prefixes (`ACCELERATE_`, `FSDP_` ...) that no row knows ends the start
-with the nearest name. Nothing of it is read where `accelerate launch` isn't the starter. Overrides and a file of ours
-go first, and so do a Trainer's arguments; an accelerate file that is imported too must agree. The second line of a run
-says which options came this way, `explain` names them `accelerate launch: FSDP_SHARDING_STRATEGY`. The launcher sets
-FSDP_SHARDING_STRATEGY, FSDP_RESHARD_AFTER_FORWARD and FSDP_MIN_NUM_PARAMS even where nobody asks: of two of them that
-contradict each other, the one with the launcher's own value says nothing.
+refused or compared with what there is; a name with one of its prefixes (`ACCELERATE_`, `FSDP_` ...) that no row knows
+ends the start with the nearest name. Nothing of it is read where `accelerate launch` isn't the starter. Overrides and a
+file of ours go first, and so do a Trainer's arguments; an accelerate file that is imported too must agree. The second
+line of a run says which options came this way; `explain` names them `accelerate launch: FSDP_SHARDING_STRATEGY`. The
+launcher sets FSDP_SHARDING_STRATEGY, FSDP_RESHARD_AFTER_FORWARD and FSDP_MIN_NUM_PARAMS even where nobody asks: of two
+of them that contradict each other, the one with the launcher's own value says nothing.
 
 The same file through accelerate 1.15's own FSDP2 (Accelerator, prepare, a plain loop) and through us, two processes on
-CPUs (tests/launch/test_accelerate_launch.py): the same layers, embedding and head are units, with the same dtypes and the
-same reshard_after_forward; the losses of 6 steps agree to 1e-5 in float32 and to 2e-3 in bfloat16. What differs:
+CPUs (tests/launch/test_accelerate_launch.py): layers, embedding and head are units in both, with the same dtypes and
+the same reshard_after_forward; the losses of 6 steps agree to 1e-5 in float32 and to 2e-3 in bfloat16. What differs:
 
 - the final norm is gathered with the head there, with the root here;
 - `mixed_precision: bf16` adds autocast to FSDP's dtypes there; here a unit's dtype is all;
