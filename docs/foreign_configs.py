@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from portable_fsdp.config.describe import yaml_value
+from portable_fsdp.config.foreign.keys_variables import ENVIRONMENT, VARIABLES
 from portable_fsdp.config.foreign.rows import Answer, Launcher, Refuse, Row, Set, Skip
 from portable_fsdp.config.foreign.table import ORDER, TABLE
 
@@ -33,6 +34,32 @@ Some options follow from several keys: `train.global_batch` is rows of a device 
 HYBRID_SHARD on one machine is FULL_SHARD, as one machine is one copy; `mixed_precision: bf16` under FSDP sums gradients
 in bfloat16 too, as accelerate does; a warmup ratio becomes steps. In the table `~name` marks what such a rule reads.
 
+## Under accelerate launch
+
+```bash
+accelerate launch --config_file tests/config/foreign/accelerate_1_15_fsdp2.yaml -m portable_fsdp.launch \\
+  --config=configs/quickstart.yaml
+```
+
+What its file and flags say travels in variables, and is read from there as strictly as from a file: each is honoured,
+refused or compared with what there is; a name with one of its prefixes (`ACCELERATE_`, `FSDP_` ...) that no row knows
+ends the start with the nearest name. Nothing of it is read where `accelerate launch` isn't the starter. Overrides and a
+file of ours go first, and so do a Trainer's arguments; an accelerate file that is imported too must agree. The second
+line of a run says which options came this way; `explain` names them `accelerate launch: FSDP_SHARDING_STRATEGY`. The
+launcher sets FSDP_SHARDING_STRATEGY, FSDP_RESHARD_AFTER_FORWARD and FSDP_MIN_NUM_PARAMS even where nobody asks: of two
+of them that contradict each other, the one with the launcher's own value says nothing.
+
+The same file through accelerate 1.15's own FSDP2 (Accelerator, prepare, a plain loop) and through us, two processes on
+CPUs (tests/launch/test_accelerate_launch.py): layers, embedding and head are units in both, with the same dtypes and
+the same reshard_after_forward; the losses of 6 steps agree to 1e-5 in float32 and to 2e-3 in bfloat16. What differs:
+
+- the final norm is gathered with the head there, with the root here;
+- `mixed_precision: bf16` adds autocast to FSDP's dtypes there; here a unit's dtype is all;
+- gradients are averaged over processes there, and summed over a loss that is divided by all tokens here: the same where
+  each process has as many tokens, and right where it hasn't;
+- on hosts without accelerators accelerate does no FSDP: each process trains by itself, or as DDP with `--cpu`. The test
+  puts its plugin on by hand.
+
 This page is made from `portable_fsdp/config/foreign/` by `make docs`.
 """
 
@@ -40,7 +67,7 @@ This page is made from `portable_fsdp/config/foreign/` by `make docs`.
 def render() -> str:
     """The whole page."""
     parts = [INTRODUCTION]
-    for place in ORDER:
+    for place in (*ORDER, ENVIRONMENT):
         rows = "\n".join(_row(row) for row in TABLE if row.place == place)
         parts.append(f"## {place}\n\n| key | becomes | how |\n|---|---|---|\n{rows}\n")
     return "\n".join(parts)
@@ -48,6 +75,9 @@ def render() -> str:
 
 def _row(row: Row) -> str:
     names = ", ".join(f"`{name}`" for name in (row.key, *row.aliases))
+    if row.key in VARIABLES:
+        place, key = VARIABLES[row.key]
+        return f"| {names} | {row.fate} | as `{key}` of {place} |"
     how: dict[str, list[str]] = {}
     for value, answer in row.takes.cases():
         how.setdefault(_words(answer), []).append(value)

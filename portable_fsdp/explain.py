@@ -5,6 +5,7 @@ config/support.py and config/refusals.py; imports no torch and asks no device.
 """
 
 import json
+import os
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -97,7 +98,7 @@ def _explain(values: flags.FlagValues, words: list[str]) -> str:
             raise ConfigError(f"--write={values.write}: expected --config or --import too, which it is made of.")
         table = {option: list(_lines_of(option, places)) for option in asked or option_names()}
         return _json_of_table(table) if values.json else _text_of_table(table, documented=bool(asked))
-    loaded = read_config(values.config or imports[0], overrides, imports if values.config else imports[1:])
+    loaded = read_config(values.config or imports[0], overrides, imports if values.config else imports[1:], os.environ)
     if values.write:
         _write(Path(values.write), translation(loaded))
     shown = asked or option_names()

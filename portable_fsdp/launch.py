@@ -7,13 +7,18 @@ native devices, it starts one process for each through torch's elastic launcher.
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from absl import flags
 
 from portable_fsdp.runtime.command import run_command
 from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_STOPPED, ConfigError
 from portable_fsdp.runtime.process import detect_launch, end_with_agent
+
+if TYPE_CHECKING:
+    from portable_fsdp.config.load import Loaded
 
 USAGE = """Train a causal language model.
 
@@ -62,7 +67,7 @@ def _launch(values: flags.FlagValues, overrides: list[str], argv: list[str]) -> 
 
     if values.config is None:
         raise ConfigError("--config: expected a YAML file, found none, as in --config=configs/quickstart.yaml.")
-    loaded = read_config(values.config, overrides, values["import"].value or ())
+    loaded = read_config(values.config, overrides, values["import"].value or (), os.environ)
     config = loaded.config
     if config.train.steps is not None:  # else the steps follow from the data
         check_schedule(config.optim, config.train.steps)
@@ -73,10 +78,15 @@ def _launch(values: flags.FlagValues, overrides: list[str], argv: list[str]) -> 
 
     device, backend = resolve(values.device, values.backend)
     processes = local_processes(device, backend, wanted) if launch.is_alone and not launch.by_accelerate else 1
-    started = processes if backend == "native" else wanted
-    check_launcher_facts(
-        loaded.imports, processes=started if launch.is_alone else launch.world_size, environ=os.environ
-    )
+
+    def check_devices(devices: int | None, counted_by: str) -> None:
+        check_launcher_facts(
+            loaded.imports, processes=devices, environ=os.environ, device=device, counted_by=counted_by
+        )
+
+    # Under the others one process may drive several devices, which only the engine counts.
+    started = processes if launch.is_alone else launch.world_size
+    check_devices(started if backend == "native" else None, "the launcher")
     if processes > 1:
         if device != "tpu":  # a slice has other hosts too, which are started plainly as well: the engine counts them
             require_supported(config, engine=backend, device=device, devices=processes, hosts=1)
@@ -92,10 +102,25 @@ def _launch(values: flags.FlagValues, overrides: list[str], argv: list[str]) -> 
 
     os.environ.update(launch.variables)
     if launch.rank == 0:
-        print(f"started by {launch.said}", file=sys.stderr, flush=True)
+        print(f"started by {launch.said}", *_said_by_environment(loaded), sep="\n", file=sys.stderr, flush=True)
     from portable_fsdp.train.loop import train
 
-    return train(config, device=device, backend=backend, num_devices=wanted)
+    return train(
+        config,
+        device=device,
+        backend=backend,
+        num_devices=wanted,
+        check_devices=lambda devices: check_devices(devices, f"backend {backend}"),
+    )
+
+
+def _said_by_environment(loaded: "Loaded") -> Iterator[str]:
+    """What no file and no flag of this start shows: the options that come from the environment of its launcher."""
+    for imported in loaded.imports:
+        options = [name for name, setting in imported.settings.items() if loaded.origins.get(name) == setting.origin]
+        if imported.kind == "environment" and options:
+            said = (f"{name}={imported.settings[name].value} ({imported.settings[name].key})" for name in options)
+            yield f"from {imported.path}: {', '.join(said)}"
 
 
 def _number(text: str) -> int | None:

@@ -34,8 +34,8 @@ def origin(loaded: Loaded, option: str) -> str:
     where = loaded.origins.get(option, "default")
     for imported in loaded.imports:
         setting = imported.settings.get(option)
-        if setting is not None and setting.where == where:
-            return f"{where}: {setting.key}: {setting.typed}" + (f" ({setting.remark})" if setting.remark else "")
+        if setting is not None and setting.origin == where:
+            return setting.said + (f" ({setting.remark})" if setting.remark else "")
     return where
 
 
@@ -45,4 +45,5 @@ def unsaid(imported: Import) -> Iterator[str]:
         if keys:
             yield f"{imported.path}: {title}:"
         for said in keys:
-            yield f"  {said.where.rpartition(':')[2]}: {said.key}: {' '.join(said.typed.split())}: {said.reason}"
+            line = f"{said.where.rpartition(':')[2]}: " if said.where != str(imported.path) else ""
+            yield f"  {line}{said.key}: {' '.join(said.typed.split())}: {said.reason}"

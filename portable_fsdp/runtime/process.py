@@ -59,9 +59,13 @@ def detect_launch(environ: Mapping[str, str]) -> Launch:
         launch = _of_variables(environ, "variables", said)
     else:
         launch = _alone(environ, tasks)
-    # `accelerate launch` sets this one always, whatever it starts, and however.
-    by_accelerate = bool(environ.get("ACCELERATE_MIXED_PRECISION"))
+    by_accelerate = is_by_accelerate(environ)
     return replace(launch, by_accelerate=by_accelerate, said=_said(launch, by_accelerate, environ))
+
+
+def is_by_accelerate(environ: Mapping[str, str]) -> bool:
+    """Whether `accelerate launch` started this process: it sets this one always, whatever it starts, and however."""
+    return bool(environ.get("ACCELERATE_MIXED_PRECISION"))
 
 
 def _said(launch: Launch, by_accelerate: bool, environ: Mapping[str, str]) -> str:

@@ -44,15 +44,24 @@ log = logging.getLogger("portable_fsdp")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def train(config: Config, *, device: str = "auto", backend: str = "auto", num_devices: int | None = None) -> int:
+def train(
+    config: Config,
+    *,
+    device: str = "auto",
+    backend: str = "auto",
+    num_devices: int | None = None,
+    check_devices: Callable[[int], None] = lambda devices: None,
+) -> int:
     """Run the config on an engine, resuming what `checkpoint.resume` finds; returns the exit code of `launch`.
 
-    Called by every process of the run. Raises the errors of runtime/errors.py.
+    Called by every process of the run. `check_devices` gets the number of devices as soon as the engine has counted
+    them, and may raise. Raises the errors of runtime/errors.py.
     """
     with (
         StopRequest() as stop,
         open_backend(config, device=device, backend=backend, num_devices=num_devices) as engine,
     ):
+        check_devices(engine.data_parallel_size)
         configure(engine.process.index)
         _on_process_0(engine, lambda: _check_folders(config))
         corpus = build_data(config.data)

@@ -18,11 +18,13 @@ from portable_fsdp.config.foreign.rows import (
 )
 
 ACCELERATE, DYNAMO, FP8, MPIRUN = "accelerate", "dynamo_config", "fp8_config", "mpirun_config"
+IPEX = "ipex_config"  # to 1.0
 SAGEMAKER = "SageMaker"
 
 _ADDRESS = Launcher("how processes find each other: torchrun's --rdzv-endpoint, or --master-addr and --master-port")
 _POD = Launcher("which TPU VM, and what runs on it: launch/tpu_vm.sh")
 _DEVICE = Launcher("which device: --device")
+_CPU = Launcher("which device: --device=cpu", "use_cpu")
 
 _REPLICATED = (
     "MULTI_CPU",
@@ -121,7 +123,7 @@ ACCELERATE_ROWS = (
         )
     ),
     Row(ACCELERATE, "gpu_ids", Always(Launcher("which GPUs: CUDA_VISIBLE_DEVICES"))),
-    Row(ACCELERATE, "use_cpu", Always(_DEVICE), ("cpu",)),
+    Row(ACCELERATE, "use_cpu", YesNo(_CPU, _DEVICE), ("cpu",)),
     Row(ACCELERATE, "use_mps", Off(Refuse("there is no engine for Apple's GPUs", "use --device=cpu"))),
     Row(ACCELERATE, "debug", Always(Skip("accelerate's own debugging of its collectives"))),
     Row(ACCELERATE, "main_training_function", Always(Launcher("the program: portable_fsdp.launch"))),
@@ -158,6 +160,8 @@ ACCELERATE_ROWS = (
     ),
     Row(MPIRUN, "mpirun_hostfile", Always(Launcher("mpirun's hosts"))),
     Row(MPIRUN, "mpirun_ccl", Always(Launcher("threads of Intel's library for CPUs"))),
+    Row(IPEX, "ipex", Off(Refuse("Intel's extension is not used", "set it to false"))),
+    Row(IPEX, "use_xpu", Off(Refuse("there is no engine for Intel's GPUs", "set it to false"))),
     *(
         Row(SAGEMAKER, key, Off(Refuse("no SageMaker job is started from here", "leave it out")))
         for key in (
@@ -243,6 +247,7 @@ FP8_ROWS = (
             "enable_fsdp_float8_all_gather",
             "pad_inner_dim",
             "use_during_eval",
+            "use_mxfp8_block_scaling",
         )
     ),
 )

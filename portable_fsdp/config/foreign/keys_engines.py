@@ -8,6 +8,12 @@ from portable_fsdp.config.foreign.rows import Always, Choice, Launcher, Number, 
 DEEPSPEED, MEGATRON = "deepspeed_config", "megatron_lm_config"
 
 _NVME = Refuse("nothing is offloaded to disks", "set the device to cpu, or none")
+_OPTIMIZER_ONLY = Set(
+    {"~strategy": "SHARD_GRAD_OP"},
+    "there only optimizer state is sharded, for which FSDP has no strategy: the nearest one, with the same losses and "
+    "less memory, shards gradients too",
+)
+"""DeepSpeed's stage 1 and Megatron's distributed optimizer are one thing."""
 _HOSTS = Launcher("DeepSpeed's own launcher; ours are torchrun and launch/")
 
 DEEPSPEED_ROWS = (
@@ -17,11 +23,7 @@ DEEPSPEED_ROWS = (
         Choice(
             {
                 "0": Set({"~strategy": "NO_SHARD"}),
-                "1": Refuse(
-                    "only the optimizer state is sharded by ZeRO-1, which FSDP has no word for",
-                    "set it to 2 (less memory, the same losses) or 0",
-                    ("sharding.strategy",),
-                ),
+                "1": _OPTIMIZER_ONLY,
                 "2": Set({"~strategy": "SHARD_GRAD_OP"}),
                 "3": Set({"~strategy": "FULL_SHARD"}),
             }
@@ -112,7 +114,7 @@ MEGATRON_ROWS = (
     Row(
         MEGATRON,
         "megatron_lm_use_distributed_optimizer",
-        YesNo(Set({"~strategy": "SHARD_GRAD_OP"}, "optimizer state is sharded, and gradients too"), Skip("off")),
+        YesNo(_OPTIMIZER_ONLY, Skip("off")),
     ),
     Row(
         MEGATRON,

@@ -144,7 +144,7 @@ FSDP_ROWS = (
         FSDP,
         "xla_fsdp_v2",
         YesNo(
-            Launcher("SPMD is the usual engine of a TPU: --backend=xla"),
+            Set({"~spmd": True}),
             Launcher("one process a chip: --backend=xla_fsdp1"),
         ),
     ),

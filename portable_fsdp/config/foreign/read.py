@@ -4,7 +4,7 @@ The file is walked key by key; each key meets its row of the table. A key that s
 is taken at its word, with a remark; one that no row knows is a problem, with the nearest key.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -13,6 +13,7 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from portable_fsdp.config.foreign.keys_fsdp import FSDP, MIXED
 from portable_fsdp.config.foreign.keys_trainer import TRAINER
+from portable_fsdp.config.foreign.keys_variables import ENVIRONMENT
 from portable_fsdp.config.foreign.rows import (
     Answer,
     Launcher,
@@ -33,12 +34,13 @@ _DEEP = 8  # mappings within mappings; more is an alias of a mapping in itself
 
 
 class Entry(NamedTuple):
-    """One key of the file, and where it stands."""
+    """One key, and where it stands."""
 
     place: str
     key: str
     typed: Typed
     line: int
+    where: str  # file:line
 
 
 class Said(NamedTuple):
@@ -56,6 +58,7 @@ class Import:
     """What a foreign file says."""
 
     path: Path
+    kind: str = ""  # the place that most of its keys belong to
     settings: dict[str, Setting] = field(default_factory=lambda: {})
     launcher: list[Said] = field(default_factory=lambda: [])
     not_needed: list[Said] = field(default_factory=lambda: [])
@@ -90,17 +93,28 @@ def read_foreign(path: Path, node: Node, given: Mapping[str, object], overridden
     if not isinstance(node, MappingNode):
         result.problems.append((0, f"{path}: expected a mapping, of accelerate's or Trainer's keys."))
         return result
-    entries = list(_entries(node, _kind(node), result))
+    result.kind = _kind(node)
+    settings, sections = read_entries(_entries(node, result.kind, result), result, overridden)
+    numbers = {fact: number for fact in ("num_processes", "num_machines") if (number := result.number(fact))}
+    settle(result, Found(settings, numbers, sections, given, overridden, result.problems))
+    return result
+
+
+def read_entries(
+    entries: Iterable[Entry], result: Import, overridden: set[str]
+) -> tuple[dict[str, Setting], dict[str, tuple[int, str]]]:
+    """What the keys say one by one, and the places that they belong to: line and where of the first key of each."""
     reader = _Reader(result, overridden)
     for entry in entries:
         reader.read(entry)
-    sections = {row.place: (entry.line, f"{path}:{entry.line}") for row, entry in reversed(reader.read_rows)}
-    numbers = {fact: number for fact in ("num_processes", "num_machines") if (number := result.number(fact))}
-    found = Found(reader.settings, numbers, sections, given, overridden, result.problems)
+    return reader.settings, {row.place: (entry.line, entry.where) for row, entry in reversed(reader.read_rows)}
+
+
+def settle(result: Import, found: Found) -> None:
+    """What the keys say together: the options that they set, and which keys set none."""
     result.settings = combine(found)
     for setting, reason in silent(found, result.settings):
         result.not_needed.append(Said(setting.key, setting.typed, setting.where, reason))
-    return result
 
 
 def _kind(node: MappingNode) -> str:
@@ -123,7 +137,8 @@ def _entries(node: MappingNode, place: str, result: Import, depth: int = 0) -> I
             yield from _not_a_mapping(key, value, line, result)
         else:
             typed = _typed(value)
-            yield Entry(place, key, "(hidden)" if typed and key in _SECRET else typed, line)
+            hidden = "(hidden)" if typed and key in _SECRET else typed
+            yield Entry(place, key, hidden, line, f"{result.path}:{line}")
 
 
 def _not_a_mapping(key: str, value: Node, line: int, result: Import) -> Iterator[Entry]:
@@ -160,7 +175,7 @@ class _Reader:
 
     def read(self, entry: Entry) -> None:
         row = find_anywhere(entry.place, entry.key)
-        where = f"{self.result.path}:{entry.line}"
+        where = entry.where
         typed = in_words(entry.typed)
         if row is None:
             self._unknown(entry, where)
@@ -222,9 +237,8 @@ class _Reader:
             self.result.not_needed.append(Said(entry.key, in_words(entry.typed), where, "a comment"))
             return
         near = nearest_key(entry.place, entry.key)
-        text = f"unknown key of {entry.place}.\n  " + (
-            f"nearest: {near}." if near else "No key is like it; leave it out."
-        )
+        what = "variable" if entry.place == ENVIRONMENT else f"key of {entry.place}"
+        text = f"unknown {what}.\n  " + (f"nearest: {near}." if near else "None is like it; leave it out.")
         self._problem(entry.line, where, entry.key, text)
 
     def _problem(self, line: int, where: str, key: str, text: str) -> None:

@@ -20,9 +20,18 @@ class Setting(NamedTuple):
     place: str
     key: str  # as typed
     typed: str
-    line: int
-    where: str  # file:line
+    line: int  # 0: a variable
+    where: str  # file:line, or the launcher
     remark: str
+
+    @property
+    def origin(self) -> str:
+        """`accelerate.yaml:12`, or `accelerate launch: FSDP_SHARDING_STRATEGY`."""
+        return self.where if self.line else f"{self.where}: {self.key}"
+
+    @property
+    def said(self) -> str:
+        return f"{self.where}: {self.key}: {self.typed}"
 
 
 @dataclass
@@ -84,6 +93,7 @@ _SILENT = {
     "~distributed": "says which section counts; the strategy stands there",
     "~xla": "--device=tpu says it",
     "~fsdp": "sharding.strategy says it",
+    "~spmd": "SPMD is the usual engine of a TPU: --backend=xla",
     "~auto_wrap": "units are the model's layers, unless fsdp_auto_wrap_policy says otherwise",
     "~min_num_params": "counts only where units are made by size",
     "~beta2": "optim.betas has both",
@@ -201,7 +211,8 @@ def _precision(found: Found) -> None:
     found.set("precision.compute", mixed.value, mixed)
     fsdp = found.value("~distributed") == "FSDP" or (FSDP in found.sections and not found.value("~xla"))
     fsdp = fsdp or bool(found.value("~fsdp"))
-    if mixed.value == "bfloat16" and fsdp and "precision.reduce" not in found.settings:
+    computes = found.given.get("precision.compute", mixed.value)  # an override of that dtype is one of this, too
+    if mixed.value == computes == "bfloat16" and fsdp and "precision.reduce" not in found.settings:
         found.set("precision.reduce", "bfloat16", mixed, "FSDP sums gradients in this dtype there, and so here")
 
 
@@ -237,8 +248,10 @@ def _batch(found: Found) -> None:
     source = times or rows
     if source is None or "train.global_batch" in found.overridden:
         return
-    micro = found.given.get("train.micro_batch", rows.value if rows else None)
     devices = found.numbers.get("num_processes")
+    if rows is not None and found.value("~spmd"):
+        return _batch_of_spmd(found, rows, cast(int, times.value) if times else 1, devices)
+    micro = found.given.get("train.micro_batch", rows.value if rows else None)
     if times is not None and times.value == 1 and rows is None:
         return
     if isinstance(micro, int) and devices is not None:
@@ -250,6 +263,18 @@ def _batch(found: Found) -> None:
             "expected the number of devices too (num_processes) and per_device_train_batch_size, which make the batch "
             "of a step.\n  Set train.global_batch: rows of a device * accumulation * devices.",
         )
+
+
+def _batch_of_spmd(found: Found, rows: Setting, times: int, devices: int | None) -> None:
+    """Under xla_fsdp_v2 one process feeds all devices: what Trainer calls the batch of a device is that of them all."""
+    size = cast(int, rows.value)
+    found.settings.pop("train.micro_batch")
+    found.set("train.global_batch", size * times, rows, "of all devices together, under xla_fsdp_v2")
+    if devices and size % devices == 0:
+        found.set("train.micro_batch", size // devices, rows, f"of one of {devices} devices, under xla_fsdp_v2")
+    elif "train.micro_batch" not in found.given:
+        text = f"under xla_fsdp_v2 these {size} rows are those of all devices together."
+        found.problem(rows, f"{text}\n  Set train.micro_batch: rows of one device.")
 
 
 def _steps(found: Found) -> None:

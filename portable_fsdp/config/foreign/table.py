@@ -10,6 +10,7 @@ from portable_fsdp.config.foreign.keys_accelerate import (
     DYNAMO_ROWS,
     FP8,
     FP8_ROWS,
+    IPEX,
     MPIRUN,
     SAGEMAKER,
     SCRIPT,
@@ -18,6 +19,7 @@ from portable_fsdp.config.foreign.keys_accelerate import (
 from portable_fsdp.config.foreign.keys_engines import DEEPSPEED, DEEPSPEED_ROWS, MEGATRON, MEGATRON_ROWS
 from portable_fsdp.config.foreign.keys_fsdp import FSDP, FSDP_ROWS, MIXED, PARALLEL, PARALLEL_ROWS, XLA, XLA_ROWS
 from portable_fsdp.config.foreign.keys_trainer import TRAINER, TRAINER_ROWS
+from portable_fsdp.config.foreign.keys_variables import ENVIRONMENT, VARIABLE_ROWS
 from portable_fsdp.config.foreign.rows import Row
 
 TABLE: tuple[Row, ...] = (
@@ -31,6 +33,7 @@ TABLE: tuple[Row, ...] = (
     *MEGATRON_ROWS,
     *TRAINER_ROWS,
     *SCRIPT_ROWS,
+    *VARIABLE_ROWS,
 )
 
 PREFIXES = {
@@ -44,13 +47,28 @@ PREFIXES = {
 }
 """What a tool writes before the keys of a place, or leaves out."""
 
-NESTED = (FSDP, PARALLEL, XLA, MIXED, DYNAMO, FP8, MPIRUN, DEEPSPEED, MEGATRON)
+NESTED = (FSDP, PARALLEL, XLA, MIXED, DYNAMO, FP8, MPIRUN, IPEX, DEEPSPEED, MEGATRON)
 """Mappings within a file that hold the keys of the place of that name."""
 
 TOP = (ACCELERATE, TRAINER, FSDP, SCRIPT)
 """Places whose keys stand at the top of a file: an accelerate YAML, a Trainer's arguments, an fsdp_config alone."""
 
-ORDER = (ACCELERATE, TRAINER, FSDP, SCRIPT, PARALLEL, XLA, DYNAMO, DEEPSPEED, MEGATRON, SAGEMAKER, MPIRUN, FP8, MIXED)
+ORDER = (
+    ACCELERATE,
+    TRAINER,
+    FSDP,
+    SCRIPT,
+    PARALLEL,
+    XLA,
+    DYNAMO,
+    DEEPSPEED,
+    MEGATRON,
+    SAGEMAKER,
+    MPIRUN,
+    IPEX,
+    FP8,
+    MIXED,
+)
 """Where a key is looked for that its own place doesn't have."""
 
 
@@ -61,8 +79,8 @@ def find(place: str, key: str) -> Row | None:
 
 
 def find_anywhere(place: str, key: str) -> Row | None:
-    """As `find`, or else the row of the first other place that has the key in full."""
-    if found := find(place, key):
+    """As `find`, or else the row of the first other place that has the key in full. A variable is none of a file's."""
+    if (found := find(place, key)) or place == ENVIRONMENT:
         return found
     rows = (_by_place()[other].get(_plain(key)) for other in ORDER if other in _by_place())
     return next((row for row in rows if row), None)
@@ -77,12 +95,22 @@ def nested_place(place: str, key: str) -> str | None:
 
 
 def nearest_key(place: str, key: str) -> str:
-    """The key of the table that an unknown one probably means; the place's own come first."""
-    own = [name for row in TABLE if row.place == place for name in (row.key, *row.aliases)]
-    bare = {_bare(row.place, name): name for row in TABLE for name in (row.key, *row.aliases)}
-    close = difflib.get_close_matches(_plain(key), own, n=1, cutoff=0.75)
-    close = close or [bare[name] for name in difflib.get_close_matches(_bare(place, key), list(bare), n=1)]
-    return close[0] if close else ""
+    """The key of the table that an unknown one probably means; of two that are as near, the place's own."""
+    is_variable = place == ENVIRONMENT
+    names = {(row.place, name) for row in TABLE for name in (row.key, *row.aliases)}
+    names |= {(ACCELERATE, name) for name in NESTED}
+    likeness = {name: _likeness(key, *name) for name in sorted(names) if (name[0] == ENVIRONMENT) == is_variable}
+    best = max(likeness, key=lambda name: likeness[name] + (_OWN if name[0] == place else 0))
+    return best[1] if likeness[best] > (0.5 if is_variable else 0.6) else ""
+
+
+_OWN = 0.05  # a letter of twenty
+
+
+def _likeness(typed: str, place: str, name: str) -> float:
+    """0 to 1; the prefix of the place may be left out."""
+    spellings = {_plain(name), _bare(place, name)}
+    return max(difflib.SequenceMatcher(None, _plain(typed), spelling).ratio() for spelling in spellings)
 
 
 def _plain(key: str) -> str:
@@ -101,6 +129,6 @@ def _by_place() -> dict[str, dict[str, Row]]:
         rows = found.setdefault(row.place, {})
         prefix = PREFIXES.get(row.place, "")
         for name in (row.key, *row.aliases):
-            for spelt in (name, f"{prefix}{_bare(row.place, name)}", _bare(row.place, name)):
+            for spelt in (_plain(name), f"{prefix}{_bare(row.place, name)}", _bare(row.place, name)):
                 rows.setdefault(spelt, row)
     return found

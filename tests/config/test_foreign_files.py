@@ -1,0 +1,152 @@
+"""Files as other tools' documentations have them: each says what it says, and so do their misspelt twins."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from foreign_files import FILES, REST, named, read
+
+from portable_fsdp import explain
+from portable_fsdp.config.foreign.table import NESTED, find_anywhere
+from portable_fsdp.config.load import load_config
+from portable_fsdp.config.translation import translation
+from portable_fsdp.runtime.errors import ConfigError
+
+
+def settings(path: Path) -> Mapping[str, object]:
+    [imported] = read(path).imports
+    return {name: setting.value for name, setting in imported.settings.items()}
+
+
+BF16 = {"precision.compute": "bfloat16", "precision.reduce": "bfloat16"}
+SAYS: dict[str, dict[str, object]] = {
+    "accelerate_0_20_fsdp.yaml": {
+        "sharding.strategy": "FULL_SHARD",
+        "sharding.backward_prefetch": "BACKWARD_PRE",
+        "memory.cpu_offload": True,
+        "precision.compute": "float32",
+    },
+    "accelerate_0_34_fsdp.yaml": {
+        "sharding.strategy": "SHARD_GRAD_OP",
+        "sharding.wrap": "SIZE_BASED_WRAP",
+        "sharding.min_num_params": 100_000_000,
+        "sharding.forward_prefetch": 1,
+        "memory.gradient_checkpointing": "full",
+        **BF16,
+    },
+    "accelerate_1_0_fsdp_hybrid.yaml": {
+        "sharding.strategy": "HYBRID_SHARD",
+        "sharding.backward_prefetch": "NO_PREFETCH",
+    },
+    "accelerate_1_15_fsdp2.yaml": {
+        "sharding.strategy": "HYBRID_SHARD_ZERO2",
+        "sharding.replicas": 2,
+        "compile.enabled": True,
+        "memory.gradient_checkpointing": "none",
+        **BF16,
+    },
+    "accelerate_inside_trainer.json": {"sharding.strategy": "FULL_SHARD", "optim.lr": 1e-4, **BF16},
+    "axolotl_style_fsdp2.yaml": {
+        "sharding.strategy": "FULL_SHARD",
+        "memory.cpu_offload": True,
+        "memory.gradient_checkpointing": "full",
+        "train.micro_batch": 2,
+        "optim.lr": 2e-5,
+    },
+    "deepspeed_zero3.yaml": {
+        "sharding.strategy": "FULL_SHARD",
+        "memory.cpu_offload": True,
+        "train.max_grad_norm": 0.5,
+        "checkpoint.export": True,
+    },
+    "hybrid_on_one_machine.yaml": {"sharding.strategy": "SHARD_GRAD_OP"},
+    "json_inside.yaml": {"sharding.strategy": "FULL_SHARD", **BF16},
+    "megatron.yaml": {"sharding.strategy": "SHARD_GRAD_OP", "train.max_grad_norm": 1.0},
+    "multi_gpu.yaml": {"sharding.strategy": "NO_SHARD", "precision.compute": "bfloat16"},
+    "tpu.yaml": {"sharding.strategy": "NO_SHARD", "precision.compute": "bfloat16"},
+    "trainer_fsdp_config.json": {"sharding.backward_prefetch": "BACKWARD_PRE", "memory.gradient_checkpointing": "full"},
+    "trainer_inside_accelerate.yaml": {"sharding.strategy": "FULL_SHARD", "train.micro_batch": 4},
+    "trainer_xla_fsdp_v1.json": {"xla_fsdp1.shard_param_on_dim_0": True, "precision.compute": "bfloat16"},
+    "trainer_xla_fsdp_v2.json": {
+        "memory.gradient_checkpointing": "full",
+        "sharding.wrap_classes": ["LlamaDecoderLayer"],
+    },
+    "training_arguments.json": {
+        "train.steps": 1000,
+        "optim.warmup_steps": 3,  # 0.03 of the 100 steps that an override asks for
+        "optim.betas": [0.9, 0.95],
+        "data.path": "corpus.txt",
+        "memory.cpu_offload": True,
+        "checkpoint.keep": 3,
+        **BF16,
+    },
+    "unquoted_no.yaml": {"compile.enabled": False, "precision.compute": "float32"},
+}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_a_file_says(path: Path) -> None:
+    said = settings(path)
+    assert {name: said.get(name) for name in SAYS[path.name]} == SAYS[path.name]
+
+
+def keys_of(path: Path) -> list[str]:
+    found = re.findall(r'^\s*"?([A-Za-z_0-9]+)"?:|[{,]\s*"(\w+)":', path.read_text(), re.MULTILINE)
+    return [one or other for one, other in found if not (one or other).startswith("_")]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_key_of_a_file_is_answered_by_name(path: Path) -> None:
+    [imported] = read(path).imports
+    answered = {setting.key for setting in imported.settings.values()}
+    answered |= {said.key for said in (*imported.launcher, *imported.not_needed)}
+    remarks = " ".join(setting.remark for setting in imported.settings.values())
+    lost = [key for key in keys_of(path) if key not in answered and key not in NESTED and key not in remarks]
+    lost = [key for key in lost if find_anywhere("", key) is not None]
+    assert lost == []
+
+
+def misspelt(key: str) -> str:
+    """One letter left out; one too many where the key is short, and another one would be as near."""
+    cut = len(key) // 2
+    return key[:cut] + key[cut + 1 :] if len(key) > 5 else f"{key}{key[-1]}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_misspelt_key_is_named_with_its_nearest(path: Path, tmp_path: Path) -> None:
+    twin = tmp_path / path.name
+    for key in dict.fromkeys(keys_of(path)):
+        twin.write_text(re.sub(rf"\b{key}\b(?=\"?:)", misspelt(key), path.read_text(), count=1))
+        with pytest.raises(ConfigError, match="unknown key") as error:
+            read(twin)
+        row = find_anywhere("", key)
+        names = {row.key, *row.aliases} if row else {key}
+        names |= {key.removeprefix("fsdp_"), f"fsdp_{key}"}
+        [near] = re.findall(rf"{misspelt(key)}: unknown key of .*\n  nearest: (\w+)\.", str(error.value))
+        assert near in names, key
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_a_translation_reads_back_to_an_equal_config(path: Path, tmp_path: Path) -> None:
+    loaded = read(path)
+    ours = tmp_path / "ours.yaml"
+    ours.write_text(translation(loaded))
+    assert load_config(ours) == loaded.config
+    [imported] = loaded.imports
+    for setting in imported.settings.values():
+        if loaded.origins.get(setting.option) == setting.where:
+            assert f"# {setting.where}: {setting.key}: " in ours.read_text()
+
+
+def test_explain_writes_and_says_where_a_key_comes_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs = named("accelerate_0_20_fsdp.yaml")
+    ours = tmp_path / "ours.yaml"
+    arguments = [f"--import={theirs}", f"--write={ours}", "--backend=native", *REST]
+    assert explain.main(arguments) == 0
+    text = capsys.readouterr().out
+    assert f"memory.cpu_offload = true\n  from {theirs}:" in text
+    assert "the launcher's business:" in text
+    assert load_config(ours).memory.cpu_offload
+    assert explain.main(arguments) == 2
+    assert "expected a new file, found one" in capsys.readouterr().err

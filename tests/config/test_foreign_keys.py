@@ -1,0 +1,143 @@
+"""The table of foreign keys against the tools: each key is mapped, refused, checked, or said to need nothing."""
+
+import ast
+import json
+import re
+from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate_keys import class_fields, keys_of
+from foreign_files import named
+
+from portable_fsdp.config.describe import option_names
+from portable_fsdp.config.foreign.keys_accelerate import SAGEMAKER
+from portable_fsdp.config.foreign.keys_fsdp import FSDP, PARALLEL, XLA
+from portable_fsdp.config.foreign.keys_trainer import TRAINER
+from portable_fsdp.config.foreign.keys_variables import ENVIRONMENT
+from portable_fsdp.config.foreign.rows import Refuse, Set
+from portable_fsdp.config.foreign.table import TABLE, find, find_anywhere, nested_place
+
+OLDER: dict[str, dict[str, str]] = json.loads((Path(__file__).parent / "accelerate_keys.json").read_text())
+
+
+def package(name: str) -> Path:
+    """The folder of an installed package, which is not imported."""
+    spec = find_spec(name)
+    assert spec
+    assert spec.origin
+    return Path(spec.origin).parent
+
+
+def missing(place: str, keys: Iterable[str]) -> list[str]:
+    """Keys that neither a row nor a section answers for."""
+    place = {"variables": ENVIRONMENT}.get(place, place)
+    look = find_anywhere if place == SAGEMAKER else find  # its file has the common keys, too
+    return sorted(key for key in keys if not look(place, key) and not nested_place(place, key))
+
+
+def test_every_key_of_the_installed_accelerate_is_in_the_table() -> None:
+    found = keys_of(package("accelerate"))
+    assert sum(map(len, found.values())) > 250
+    lost = {place: missing(place, keys) for place, keys in found.items()}
+    assert not any(lost.values()), lost
+
+
+@pytest.mark.parametrize("version", OLDER)
+def test_every_key_of_older_releases_is_in_the_table(version: str) -> None:
+    lost = {place: missing(place, keys.split()) for place, keys in OLDER[version].items()}
+    assert not any(lost.values()), lost
+
+
+def test_the_older_releases_are_those_that_are_promised() -> None:
+    assert [version.rpartition(".")[0] for version in OLDER] == ["0.20", "0.34", "1.0"]
+    counts = {version: sum(len(keys.split()) for keys in places.values()) for version, places in OLDER.items()}
+    assert min(counts.values()) > 100, counts
+
+
+def test_every_size_of_accelerates_parallelism_is_in_the_table() -> None:
+    sizes = list(class_fields(package("accelerate") / "parallelism_config.py", "ParallelismConfig"))
+    assert len(sizes) > 8
+    assert missing(PARALLEL, [key for key in sizes if not key.startswith("_")]) == []
+
+
+def test_every_key_of_trainers_fsdp_config_is_in_the_table() -> None:
+    text = (package("transformers") / "training_args.py").read_text()
+    keys = re.findall(r'(?<!xla_)fsdp_config(?:\.get\(|\.setdefault\(|\[)"(\w+)"', text)
+    assert len(set(keys)) > 15
+    assert missing(FSDP, keys) == []
+
+
+def test_every_training_argument_is_in_the_table() -> None:
+    keys = list(class_fields(package("transformers") / "training_args.py", "TrainingArguments"))
+    assert len(keys) > 100
+    assert missing(TRAINER, [key for key in keys if not key.startswith("_")]) == []
+
+
+def arguments_of_xla_fsdp() -> list[str]:
+    path = package("torch_xla") / "distributed/fsdp/xla_fully_sharded_data_parallel.py"
+    nodes = ast.walk(ast.parse(path.read_text()))
+    [found] = [node for node in nodes if isinstance(node, ast.ClassDef) and node.name == "XlaFullyShardedDataParallel"]
+    [init] = [part for part in found.body if isinstance(part, ast.FunctionDef) and part.name == "__init__"]
+    return [argument.arg for argument in init.args.args if argument.arg not in ("self", "module")]
+
+
+@pytest.mark.xla
+def test_every_argument_of_torch_xlas_fsdp_is_in_the_table() -> None:
+    keys = arguments_of_xla_fsdp()
+    assert len(keys) > 20
+    assert missing(XLA, keys) == []
+
+
+def test_rows_set_what_our_config_has() -> None:
+    for row in TABLE:
+        for _, answer in row.takes.cases():
+            if isinstance(answer, Set):
+                assert {name for name in answer.settings if not name.startswith("~")} <= set(option_names()), row.key
+            if isinstance(answer, Refuse):
+                assert answer.reason
+                assert answer.way, row.key
+                assert set(answer.about) <= set(option_names()), row.key
+
+
+# ------------------------------------------------------------------------------------------------ the example files
+
+
+EXAMPLES = {
+    "accelerate_0_20_fsdp.yaml": "0.20.3",
+    "accelerate_0_34_fsdp.yaml": "0.34.2",
+    "accelerate_1_0_fsdp_hybrid.yaml": "1.0.1",
+    **{
+        f"{name}.yaml": "installed"
+        for name in ("accelerate_1_15_fsdp2", "deepspeed_zero3", "megatron", "multi_gpu", "tpu")
+    },
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_has_what_its_release_writes(name: str) -> None:
+    places = OLDER.get(
+        EXAMPLES[name], {place: " ".join(keys) for place, keys in keys_of(package("accelerate")).items()}
+    )
+    known = {place: keys.split() for place, keys in places.items()}
+    for key, value in yaml.safe_load(named(name).read_text()).items():
+        assert key in known["accelerate"], key
+        inside = value if isinstance(value, dict) else {}
+        assert [inner for inner in inside if inner not in known[key]] == []
+
+
+@pytest.mark.parametrize("name", ["trainer_fsdp_config.json", "trainer_xla_fsdp_v1.json", "trainer_xla_fsdp_v2.json"])
+def test_an_example_has_what_trainer_reads(name: str) -> None:
+    text = (package("transformers") / "training_args.py").read_text()
+    read = set(re.findall(r'fsdp_config(?:\.get\(|\.setdefault\(|\[)"(\w+)"', text))
+    keys = [key.removeprefix("fsdp_") for key in json.loads(named(name).read_text())]
+    assert [key for key in keys if key not in read] == []
+
+
+@pytest.mark.xla
+def test_an_example_has_what_torch_xlas_fsdp_takes() -> None:
+    settings = json.loads(named("trainer_xla_fsdp_v1.json").read_text())["xla_fsdp_settings"]
+    assert settings
+    assert [key for key in settings if key not in arguments_of_xla_fsdp()] == []
