@@ -134,7 +134,7 @@ def _number(text: str) -> int | None:
 def _say(message: str) -> None:
     """Print an error once a host: most are found by all processes alike, and then the launcher ends the others."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(5)  # still here: the first process has not found it
+        time.sleep(15)  # still here: the first process has not found it
         message = f"[process {os.environ.get('RANK')}] {message}"
     print(message, file=sys.stderr, flush=True)
 

@@ -78,7 +78,7 @@ def test_it_goes_when_its_parent_goes(tmp_path: Path, number: int) -> None:
     try:
         assert wait_for(lambda: (tmp_path / "grandchild").exists() and bool((tmp_path / "grandchild").read_text()))
         parent.send_signal(number)
-        parent.wait(20)
+        parent.wait(60)
         pids = [int((tmp_path / name).read_text()) for name in ("pid", "grandchild")]
         assert wait_for(lambda: is_gone(pids[0]))
         if number == signal.SIGINT:
