@@ -145,7 +145,7 @@ def test_explain_writes_and_says_where_a_key_comes_from(tmp_path: Path, capsys: 
     arguments = [f"--import={theirs}", f"--write={ours}", "--backend=native", *REST]
     assert explain.main(arguments) == 0
     text = capsys.readouterr().out
-    assert f"memory.cpu_offload = true\n  from {theirs}:" in text
+    assert re.search(rf"memory\.cpu_offload = true\s+# {re.escape(str(theirs))}:\d+: fsdp_offload_params: true\n", text)
     assert "the launcher's business:" in text
     assert load_config(ours).memory.cpu_offload
     assert explain.main(arguments) == 2
