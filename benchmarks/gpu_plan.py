@@ -111,7 +111,7 @@ def apart(function: Callable[..., Any], *arguments: Any) -> Any:
 
 def planned(config: Config, devices: int, device: str) -> dict[str, Any]:
     began, spent = time.monotonic(), time.process_time()
-    memory, _ = cuda.plan_memory(config, devices, PER_HOST, limit_bytes=None, device=cast(Any, device))
+    memory = cuda.plan_memory(config, devices, PER_HOST, limit_bytes=None, device=cast(Any, device)).memory
     return _figures(memory) | {
         "plan_seconds": round(time.monotonic() - began, 1),
         "plan_processor_seconds": round(time.process_time() - spent, 1),

@@ -25,6 +25,7 @@ if [[ $nnodes == *:* ]]; then
 elif [[ $nnodes == 1 ]]; then
     meeting=(--standalone) # a free port of this host, so that two runs don't collide
 elif [[ -n $rdzv_endpoint ]]; then
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # else a node that comes back is told no address: docs/failures.md
     meeting=(--nnodes="$nnodes" --rdzv-backend=c10d --rdzv-id="$rdzv_id" --rdzv-endpoint="$rdzv_endpoint")
 else
     echo "torchrun.sh: NNODES=$nnodes needs RDZV_ENDPOINT=HOST[:PORT], one node that all nodes reach." >&2

@@ -13,7 +13,7 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Generator, Hashable, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,8 @@ from portable_fsdp.config.support import require_supported
 from portable_fsdp.plan.allocator import Allocation, CachingAllocator, play
 from portable_fsdp.plan.kernels import gpu_attention
 from portable_fsdp.plan.live import PARTS, Block, Calls, Collective, Part, Recorder, peak
-from portable_fsdp.plan.result import Buffer, Memory, Moved, Work
+from portable_fsdp.plan.model import model_of
+from portable_fsdp.plan.result import Buffer, Memory, Model, Moved, Work
 from portable_fsdp.plan.time import over_links
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.process import LAUNCH_VARIABLES
@@ -51,6 +52,23 @@ MICRO_BATCHES = 3  # the first, one that adds to what the first left, and the la
 BIGGEST = 10
 
 
+class RankPlan(NamedTuple):
+    """What `plan_memory` finds."""
+
+    model: Model
+    memory: Memory
+    work: Work
+
+
+class _Record(NamedTuple):
+    """The planned steps."""
+
+    model: Model
+    recorder: Recorder  # `calls`: of the last step
+    frozen: frozenset[str]  # FQNs of weights
+    host_bytes: int  # that a GPU's process has on the host
+
+
 def plan_memory(
     config: Config,
     devices: int,
@@ -59,7 +77,7 @@ def plan_memory(
     limit_bytes: int | None,
     device: Literal["cuda", "cpu"],
     link: str = "nvlink",
-) -> tuple[Memory, Work]:
+) -> RankPlan:
     """What a step of `config` takes of the fullest of `devices` devices, and what each of them does in it.
 
     Nothing runs and no weight is made. It takes seconds, which grow with the layers and hardly with the devices. A
@@ -95,16 +113,17 @@ def plan_memory(
     hosts = -(-devices // devices_per_host)
     require_supported(config, engine="native", device=device, devices=devices, hosts=hosts)
     accumulation = check_batch(config, devices)
-    record, frozen, host_bytes = _record(_planned(config, devices), devices, min(devices, devices_per_host), device)
-    at_peak = peak(record.events)
-    traffic = least_traffic(at_peak.blocks, frozen, is_compiled=config.compile.enabled)
+    record = _record(_planned(config, devices), devices, min(devices, devices_per_host), device)
+    recorder = record.recorder
+    at_peak = peak(recorder.events)
+    traffic = least_traffic(at_peak.blocks, record.frozen, is_compiled=config.compile.enabled)
     levels = ((link, min(devices, devices_per_host)), ("network", hosts))
-    work = _work(record, accumulation, levels, config, traffic)
+    work = _work(recorder, accumulation, levels, config, traffic)
     parts = _parts(at_peak.blocks)
     if device == "cuda":
-        communicators = len({collective.communicator for calls in record.calls for collective in calls.collectives})
+        communicators = len({collective.communicator for calls in recorder.calls for collective in calls.collectives})
         buffers = communicators * COMMUNICATOR_BYTES
-        allocator = reserved(record.events, None if limit_bytes is None else limit_bytes - buffers)
+        allocator = reserved(recorder.events, None if limit_bytes is None else limit_bytes - buffers)
         parts |= {"allocator": allocator.peak_reserved - at_peak.bytes, "communication buffers": buffers}
     note = " (planned as if it ran eagerly)" if config.compile.enabled else ""
     memory = Memory(
@@ -112,9 +131,9 @@ def plan_memory(
         limit_bytes=limit_bytes,
         at=at_peak.where + note,
         biggest=_biggest(at_peak.blocks),
-        host_bytes=host_bytes,
+        host_bytes=record.host_bytes,
     )
-    return memory, work
+    return RankPlan(record.model, memory, work)
 
 
 def _planned(config: Config, devices: int) -> Config:
@@ -132,10 +151,7 @@ def _planned(config: Config, devices: int) -> Config:
 # ---------------------------------------------------------------------------------------------------------- the step
 
 
-def _record(
-    config: Config, devices: int, devices_per_host: int, device: Literal["cuda", "cpu"]
-) -> tuple[Recorder, frozenset[str], int]:
-    """The planned steps, the last one's work; FQNs of frozen weights; bytes that a GPU's process has on the host."""
+def _record(config: Config, devices: int, devices_per_host: int, device: Literal["cuda", "cpu"]) -> _Record:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(fake, stand_in() if device == "cuda" else torch.device("cpu"), is_gpu=device == "cuda")
     with ExitStack() as held:
@@ -154,7 +170,8 @@ def _record(
             backend.fetch(training.step(placed, config.optim.lr))
             del placed
         frozen = frozenset(fqn for fqn, weight in training.model.named_parameters() if not weight.requires_grad)
-        return recorder, frozen, _host_bytes(training) if device == "cuda" else 0
+        host_bytes = _host_bytes(training) if device == "cuda" else 0
+    return _Record(model_of(training.built, config.data.seq_len), recorder, frozen, host_bytes)
 
 
 def _batch(config: Config, devices: int) -> Batch:

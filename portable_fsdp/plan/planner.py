@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from time import perf_counter
-from typing import Any, Literal, NamedTuple, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, cast
 
 from portable_fsdp.config.load import check_batch, replicas_of_model
 from portable_fsdp.config.schema import Config
@@ -19,6 +19,9 @@ from portable_fsdp.plan.time import bound
 from portable_fsdp.plan.tpu import plan_tpu
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.process import end_with_parent
+
+if TYPE_CHECKING:
+    from portable_fsdp.plan.cuda import RankPlan
 
 Progress = Callable[[str], None]
 """Is told what begins, in a few words."""
@@ -167,10 +170,10 @@ def _on_ranks(config: Config, target: Target, apart: Apart, progress: Progress) 
     limit = _limit(target)
     link, _ = target.levels[0]
     arguments = (config, target.devices, target.devices_per_host, limit, target.hardware.kind, link)
-    model, memory, work = apart(_model_and_plan, *arguments)
+    found: RankPlan = apart(_plan_memory, *arguments)
     method = f"The trainer's own step, on fake tensors with torch {importlib.metadata.version('torch')}; not run."
     notes = () if not config.compile.enabled else ("planned as if it ran eagerly: what is compiled keeps less.",)
-    return _Found(model, memory, work, method, notes)
+    return _Found(*found, method, notes)
 
 
 def _limit(target: Target) -> int | None:
@@ -180,19 +183,14 @@ def _limit(target: Target) -> int | None:
     return None if figure is None else int(figure.value) - context
 
 
-def _model_and_plan(
+def _plan_memory(
     config: Config, devices: int, devices_per_host: int, limit_bytes: int | None, device: str, link: str
-) -> tuple[Model, Memory, Work]:
+) -> "RankPlan":
     os.environ["USE_TORCH_XLA"] = "0"  # transformers imports torch_xla otherwise
-    from portable_fsdp.models.build import build_model
     from portable_fsdp.plan.cuda import plan_memory
-    from portable_fsdp.plan.model import model_of
 
-    built = build_model(config.model, config.precision, seed=0, seq_len=config.data.seq_len, vocabulary=1)
-    model = model_of(built, config.data.seq_len)
     kind = cast(Literal["cuda", "cpu"], device)
-    found = plan_memory(config, devices, devices_per_host, limit_bytes=limit_bytes, device=kind, link=link)
-    return model, *found
+    return plan_memory(config, devices, devices_per_host, limit_bytes=limit_bytes, device=kind, link=link)
 
 
 def _setting(config: Config, key: str) -> Any:

@@ -46,4 +46,5 @@ def plans(
 ) -> list[tuple[Memory, Work]]:
     """For a child: a plan of each config, one after the other in one process."""
     torch.set_num_threads(1)
-    return [plan_memory(config, devices, devices_per_host, limit_bytes=None, device=device) for config in configs]
+    found = [plan_memory(config, devices, devices_per_host, limit_bytes=None, device=device) for config in configs]
+    return [(plan.memory, plan.work) for plan in found]

@@ -385,8 +385,8 @@ def _large(devices: int, layers: int) -> Config:
 
 def _with_peak(config: Config, devices: int) -> tuple[Memory, float]:
     """For a child: a plan with a limit, and the process's own peak in GiB."""
-    memory, _ = plan_memory(config, devices, 8, limit_bytes=40 * 2**30, device="cuda")
-    return memory, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    found = plan_memory(config, devices, 8, limit_bytes=40 * 2**30, device="cuda")
+    return found.memory, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 @pytest.mark.proof
