@@ -288,7 +288,8 @@ def migrating_rows(page: str) -> Iterator[Row]:
         table = section.partition("| their key | ours | remark |\n|---|---|---|\n")[2].partition("\n\n")[0]
         for line in table.splitlines():
             theirs, ours, remark = (cell.strip() for cell in line.strip("|").split("|"))
-            yield Row(tool, *(re.findall(r"`(.+?)`", cell) for cell in (theirs, ours, remark)), ours)
+            keys, items, notes = (re.findall(r"`(.+?)`", cell) for cell in (theirs, ours, remark))
+            yield Row(tool, keys, items, notes, ours)
 
 
 def check_ours(row: Row, folder: Path) -> None:
