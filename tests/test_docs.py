@@ -17,7 +17,8 @@ from pydantic import ValidationError
 from portable_fsdp import doctor, explain, launch
 from portable_fsdp.backends.open import BACKENDS, DEVICES
 from portable_fsdp.config.describe import option_names
-from portable_fsdp.config.foreign.table import TABLE
+from portable_fsdp.config.foreign.keys_accelerate import ACCELERATE
+from portable_fsdp.config.foreign.table import TABLE, find_anywhere
 from portable_fsdp.config.load import check_batch, load_config
 from portable_fsdp.config.refusals import EVERY, Place
 from portable_fsdp.config.schema import Config
@@ -306,6 +307,95 @@ def test_the_tests_of_a_feature_exist(cells: list[str]) -> None:
         tree = ast.parse((ROOT / "tests" / file).read_text())
         assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, f"{file}::{name}"
     assert "::" in cells[-1], "no test"
+
+
+# -------------------------------------------------------------------------------------------------------- migrating.md
+
+MIGRATING = ROOT / "docs/migrating.md"
+NOT_BUILT = "*not built*"
+
+
+class Row(NamedTuple):
+    """A row of a table `their key | ours | remark`: what stands in backticks in each cell, and the cell of ours."""
+
+    tool: str
+    theirs: list[str]
+    ours: list[str]
+    remark: list[str]
+    text: str
+
+
+def migrating_rows(page: str) -> Iterator[Row]:
+    for section in page.split("\n## ")[1:]:
+        tool = section.partition("\n")[0]
+        table = section.partition("| their key | ours | remark |\n|---|---|---|\n")[2].partition("\n\n")[0]
+        for line in table.splitlines():
+            theirs, ours, remark = (cell.strip() for cell in line.strip("|").split("|"))
+            keys, items, notes = (re.findall(r"`(.+?)`", cell) for cell in (theirs, ours, remark))
+            yield Row(tool, keys, items, notes, ours)
+
+
+def check_ours(row: Row, folder: Path) -> None:
+    """Fail unless each key of the row is the schema's, each value one that it takes, and each flag one of launch's."""
+    assert row.theirs, row
+    assert row.ours or row.text == NOT_BUILT, row
+    for item in row.ours + [item for item in row.remark if item.partition(".")[0] in Config.model_fields]:
+        if item.startswith("--"):
+            assert item.removeprefix("--") in launch._define_flags(), item
+            continue
+        assert item.partition("=")[0] in option_names(), f"{row.tool}: {item} is no key of ours"
+        small_config(folder, overrides=[item] if "=" in item else [])
+
+
+MIGRATING_ROWS = list(migrating_rows(MIGRATING.read_text()))
+
+
+def test_every_tool_has_its_table_and_its_command() -> None:
+    tools = [re.split(r"[: ]", row.tool)[0] for row in MIGRATING_ROWS]
+    assert list(dict.fromkeys(tools)) == ["accelerate", "torchtitan", "torchprime", "Lightning", "MaxText"]
+    for tool in set(tools):
+        keys = [key for row in MIGRATING_ROWS if row.tool.startswith(tool) for key in row.theirs]
+        assert len(keys) >= 15, tool
+    assert len(list(commands(MIGRATING.read_text(), "page"))) == 7
+    assert len(MIGRATING.read_text().splitlines()) < 220
+
+
+@pytest.mark.parametrize("row", MIGRATING_ROWS, ids=lambda row: f"{row.tool.split()[0]} {row.theirs[0]}")
+def test_our_side_of_a_row_is_the_schemas(row: Row, tmp_path: Path) -> None:
+    check_ours(row, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        "| `steps` | `train.step` | |",
+        "| `steps` | train.steps | |",
+        "| `strategy` | `sharding.strategy=FULL` | |",
+        "| `devices` | `--devices` | |",
+        "| `steps` | `train.steps` | or `train.epoch` |",
+    ],
+)
+def test_a_wrong_row_is_found(cells: str, tmp_path: Path) -> None:
+    [row] = migrating_rows(f"# Page\n\n## Tool\n\n| their key | ours | remark |\n|---|---|---|\n{cells}\n\nEnd.\n")
+    with pytest.raises((AssertionError, ConfigError)):
+        check_ours(row, tmp_path)
+
+
+def test_keys_of_accelerate_and_trainer_are_those_that_are_read() -> None:
+    theirs = [key for row in MIGRATING_ROWS if row.tool.startswith("accelerate") for key in row.theirs]
+    assert [key for key in theirs if find_anywhere(ACCELERATE, key) is None] == []
+
+
+def test_the_engine_of_each_command_takes_its_config() -> None:
+    for command in commands(MIGRATING.read_text(), "migrating.md"):
+        if "portable_fsdp.launch" not in command.words:
+            continue
+        values = launch._define_flags()
+        overrides = values(["launch", *command.words[command.words.index("portable_fsdp.launch") + 1 :]])[1:]
+        config = load_config(ROOT / values.config, overrides, [ROOT / name for name in values["import"].value or ()])
+        place = next((place for place in USUAL if place.device == values.device), Place("native", "cpu", 2, 1))
+        assert [v for v in verdicts(config, place) if v.kind == "refused"] == [], command.where
+        check_batch(config, 2 if values.device == "cpu" else 8)
 
 
 def test_versions_in_build_md_are_the_projects() -> None:
