@@ -24,14 +24,15 @@ config = pf.load_config(path, overrides)
 with pf.open_backend(config, device=device, backend=backend) as engine:
     corpus = pf.build_data(config.data)
     training = pf.build_training(config, engine, corpus.tokenizer.vocab_size, loss=smoothed)
+    steps = pf.total_steps(config, len(corpus.rows))
     with closing(pf.open_checkpoints(config, engine, training, corpus)) as checkpoints:
         found = checkpoints.find(config.checkpoint.resume)
         resumed = checkpoints.load(found, training.model, training.optimizer) if found else None
         with pf.open_batches(config, engine, training, corpus, resumed) as batches:
-            for step in range(resumed.step + 1 if resumed else 1, (config.train.steps or 100) + 1):
+            for step in range(resumed.step + 1 if resumed else 1, steps + 1):
                 metrics = training.step([engine.place(batch) for batch in next(batches)], config.optim.lr)
                 if engine.process.index == 0 and step % config.train.log_every == 0:  # then it waits
                     print(f"step: {step}  loss: {engine.fetch(metrics).result()['loss'].item():.4f}")
-                if step % (config.checkpoint.every or 100) == 0:
+                if step % (config.checkpoint.every or steps) == 0 or step == steps:
                     checkpoints.save(step, training.model, training.optimizer, batches.position)
         checkpoints.wait()

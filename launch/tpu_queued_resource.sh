@@ -47,7 +47,7 @@ delete() {
 }
 
 state() {
-    gcloud compute tpus queued-resources describe "$name" "${where[@]}" --format='value(state.state)' 2> /dev/null || true
+    ask gcloud compute tpus queued-resources describe "$name" "${where[@]}" --format='value(state.state)'
 }
 
 on_workers() { # those of the first slice, or of all

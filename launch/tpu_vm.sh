@@ -42,7 +42,7 @@ delete() {
 }
 
 state() {
-    gcloud compute tpus tpu-vm describe "$name" "${where[@]}" --format='value(state)' 2> /dev/null || true
+    ask gcloud compute tpus tpu-vm describe "$name" "${where[@]}" --format='value(state)'
 }
 
 on_workers() {

@@ -2,9 +2,11 @@
 # shellcheck shell=bash disable=SC2154 # what the sourcing script sets
 #
 # They set name, usable (the state in which workers can be reached), tries and poll_s, and define create, delete, state
-# (prints that of the TPU; nothing where there is none), on_workers NUMBERS COMMAND_LINE and to_workers FILE TARGET.
+# (prints that of the TPU; nothing where there is none; fails where gcloud can't tell), on_workers NUMBERS COMMAND_LINE
+# and to_workers FILE TARGET.
 
 not_set_up=66 # answer of a worker that has no checkout yet
+unknown=67    # gcloud couldn't tell the state
 
 call() { # runs a command, or prints it
     if $dry_run; then
@@ -72,9 +74,17 @@ doctor() {
     on_workers all "cd portable_fsdp && PJRT_DEVICE=TPU .venv/bin/python -m portable_fsdp.doctor"
 }
 
-wait_until_usable() {
-    local now
-    while now=$(state); do
+ask() { # runs a question for a state; that there is no such TPU is an answer, any other error is none
+    local errors
+    { errors=$("$@" 2>&1 >&3) && return; } 3>&1
+    [[ $errors == *NOT_FOUND* ]] && return
+    say "no answer from gcloud: $errors"
+    return "$unknown"
+}
+
+wait_until_usable() { # sets `now`: the state that it ended in
+    while true; do
+        now=$(state) || return "$unknown"
         case $now in
         "$usable") return 0 ;;
         CREATING | ACCEPTED | WAITING_FOR_RESOURCES | PROVISIONING | STARTING | RESTARTING) sleep "$poll_s" ;;
@@ -86,12 +96,17 @@ wait_until_usable() {
 }
 
 make_usable() { # creates the TPU where there is none, or one that is gone
-    wait_until_usable && return
+    local code=0
+    wait_until_usable || code=$?
+    case $code in
+    0) return 0 ;;
+    "$unknown") return 1 ;; # nothing is deleted on a guess
+    esac
     if [[ -z ${TPU_TYPE:-} ]]; then
         say "set TPU_TYPE to have it created"
         exit 1
     fi
-    [[ -z $(state) ]] || delete || return
+    [[ -z $now ]] || delete || return
     create && wait_until_usable
 }
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from portable_fsdp.backends.open import open_backend
     from portable_fsdp.checkpoint.manager import Checkpoints
-    from portable_fsdp.config.load import load_config
+    from portable_fsdp.config.load import load_config, total_steps
     from portable_fsdp.data.build import build_data
     from portable_fsdp.models.build import build_model
     from portable_fsdp.train.build import build_training, open_batches, open_checkpoints
@@ -26,6 +26,7 @@ __all__ = [
     "open_backend",
     "open_batches",
     "open_checkpoints",
+    "total_steps",
     "train_step",
 ]
 
@@ -38,6 +39,7 @@ _HOMES = {
     "open_backend": "portable_fsdp.backends.open",
     "open_batches": "portable_fsdp.train.build",
     "open_checkpoints": "portable_fsdp.train.build",
+    "total_steps": "portable_fsdp.config.load",
     "train_step": "portable_fsdp.train.step",
 }
 

@@ -78,6 +78,8 @@ def check(command: Command) -> None:
             *arguments,
         ]:
             assert doctor._define_flags()(["doctor", *arguments])[1:] == [], f"{command.where}: flags alone"
+        case ["export", *assignments]:
+            assert all(re.match(r"[A-Z_]+=\S", one) for one in assignments), command.where
         case ["make", target]:
             assert target in TARGETS, f"{command.where}: no target {target} in the Makefile"
         case ["pip", "install", what]:

@@ -14,6 +14,7 @@ NAMES = [
     "open_backend",
     "open_batches",
     "open_checkpoints",
+    "total_steps",
     "train_step",
 ]
 

@@ -226,6 +226,17 @@ def test_a_tpu_that_is_taken_away_is_made_again(shell: Shell, checkout: Path, sc
 
 
 @BOTH
+def test_a_tpu_whose_state_gcloud_cannot_tell_is_never_deleted(shell: Shell, script: Path) -> None:
+    usable = USABLE[script]
+    script_cloud(shell, now=["error: UNAUTHENTICATED", usable, "error: timed out", usable], ssh=[255, 0])
+    done = shell.run(script, "run", "--config=c.yaml", variables={**CREATED, "TPU_TRIES": "4"})
+    assert done.returncode == 0, done.stderr
+    assert "no answer from gcloud: ERROR: (gcloud) error: UNAUTHENTICATED" in done.stderr
+    last = ["delete"] if script == QUEUED else []
+    assert verbs(shell.calls()) == ["ssh", "ssh", *last]
+
+
+@BOTH
 @pytest.mark.parametrize("code", [1, 255])
 def test_a_run_that_fails_is_started_again_a_bounded_number_of_times(shell: Shell, script: Path, code: int) -> None:
     script_cloud(shell, now=[USABLE[script]], ssh=[code])
