@@ -1,8 +1,8 @@
 """A gcloud for TPUs, for tests: a program that records its arguments, refuses unknown flags, and keeps TPUs as files.
 
-In the folder $CLOUD: `NAME.json` are the states that a TPU goes through, one for each question (`error: ...`: a question
-that fails); `creations.json` those of the TPUs to come; `answers.json` the exit codes to come of ssh. Where there is a
-folder `homes`, ssh really runs its command line, in `homes/NAME`, the home of a single worker.
+In the folder $CLOUD: `NAME.json` are the states that a TPU goes through, one for each question (`error: ...`: one that
+fails); `creations.json` those of the TPUs to come; `answers.json` the exit codes to come of ssh. With a folder
+`homes` ssh really runs its command line, in `homes/NAME`, the home of a single worker.
 """
 
 import json
