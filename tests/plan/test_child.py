@@ -15,8 +15,10 @@ from portable_fsdp.plan.child import Ended, run_child
 
 HERE = str(Path(__file__).parent)
 PARENT = f"""
+import signal
 import sys
 from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite that a shell started with & inherits that it's ignored
 from portable_fsdp.plan.child import run_child
 run_child("misbehaving", Path(sys.argv[1]), limit_s=600, environment={{"PYTHONPATH": {HERE!r} + ":" + sys.argv[2]}})
 """
