@@ -18,7 +18,7 @@ PARENT = f"""
 import signal
 import sys
 from pathlib import Path
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite that a shell started with & inherits that it's ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a suite that a shell started with &
 from portable_fsdp.plan.child import run_child
 run_child("misbehaving", Path(sys.argv[1]), limit_s=600, environment={{"PYTHONPATH": {HERE!r} + ":" + sys.argv[2]}})
 """
