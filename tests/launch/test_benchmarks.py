@@ -35,6 +35,7 @@ def _printed(folder: Path, limit_s: float, *words: str) -> str:
     return finished.stdout
 
 
+@pytest.mark.proof
 def test_loop_overhead_writes_its_table(tmp_path: Path) -> None:
     out = tmp_path / "loop_overhead.json"
     printed = _on_two_processes("loop_overhead.py", tmp_path, "--pairs=2", f"--out={out}")
@@ -47,6 +48,7 @@ def test_loop_overhead_writes_its_table(tmp_path: Path) -> None:
     assert "ratio " in printed
 
 
+@pytest.mark.proof
 def test_checkpoints_of_all_ways_are_saved_and_loaded(tmp_path: Path) -> None:
     out = tmp_path / "checkpoints.json"
     _on_two_processes("checkpoints.py", tmp_path, "--layers=1", "--rounds=1", f"--folder={tmp_path}", f"--out={out}")
@@ -73,6 +75,7 @@ def _gpu(folder: Path, *flags: str) -> tuple[int, dict[str, Any], str]:
     return finished.returncode, json.loads(out.read_text()), finished.stdout
 
 
+@pytest.mark.proof
 def test_gpu_checks_options_and_times_three_ways_to_the_same_losses(tmp_path: Path) -> None:
     code, result, printed = _gpu(tmp_path)
     assert code == 0, printed
@@ -125,6 +128,7 @@ def _gpu_plan(folder: Path, *flags: str) -> dict[str, Any]:
     return json.loads(out.read_text())
 
 
+@pytest.mark.proof
 def test_gpu_plan_compares_a_plan_with_what_was_measured(tmp_path: Path) -> None:
     (row,) = _gpu_plan(tmp_path, "--parts=gpu", "--tiny")["gpu"]
     assert row["live_bytes"] > 1e7

@@ -51,7 +51,7 @@ def require_curve(folder: Path) -> None:
     assert losses(folder / "run") == pytest.approx(losses(folder / "alone"), rel=5e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_a_killed_process_is_started_again_on_one_host(tmp_path: Path) -> None:
     """What needs no network of its own, and so no root."""
     launcher = [PROGRAMS / "torchrun", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]

@@ -201,7 +201,7 @@ def has_row(run: Path, step: int) -> bool:
     return path.exists() and any(row["step"] >= step for row in read_jsonl(path))
 
 
-@pytest.mark.parametrize("kind", ["plain", "several"])
+@pytest.mark.parametrize("kind", ["plain", pytest.param("several", marks=pytest.mark.proof)])
 def test_stop_twice_and_go_on(kind: str, tmp_path: Path, uninterrupted: list[float]) -> None:
     arguments = [f"--config={tiny_config(tmp_path)}", *SLOW]
     command = [*STARTS[kind], *arguments]

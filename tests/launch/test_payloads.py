@@ -131,6 +131,7 @@ def _sky(shell: Shell, folder: Path, task: dict[str, Any], variables: dict[str, 
 # ----------------------------------------------------------------------------------------------------------- Slurm
 
 
+@pytest.mark.proof
 def test_a_job_of_two_nodes_that_is_stopped_and_goes_on(shell: Shell, tmp_path: Path) -> None:
     for name in ("sbatch", "srun", "scontrol"):
         shell.install_fake(name, "fake_slurm.py")

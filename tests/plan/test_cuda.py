@@ -14,7 +14,7 @@ from programs import LLAMA_8B
 from steps import LLAMA, MIXTRAL, ROWS, SEQ_LEN, in_a_child, plans, step
 from test_options import DEVICES as OPTION_DEVICES
 from test_options import ROWS as ROWS_OF_OPTIONS
-from test_options import case_of, taken_by
+from test_options import Row, case_of, rows_with_each_value, taken_by
 from torch.nn import functional as F
 from workers import Group, Workers
 
@@ -128,12 +128,18 @@ def test_a_cpu_plan_is_what_two_processes_hold_with_every_option() -> None:
     _require_equal(MORE_REAL)
 
 
-def test_every_two_options_together_are_planned() -> None:
-    """A stand-in for a GPU is another device than the host: what mixes the two ends a plan, and no test on CPUs."""
-    rows = [case_of(taken_by("native", row)).config(OPTION_DEVICES) for row in ROWS_OF_OPTIONS]
-    for row, (memory, _) in zip(rows, in_a_child(plans, rows, OPTION_DEVICES, "cuda", 2), strict=True):
+@pytest.mark.parametrize(
+    "rows", [rows_with_each_value("native"), pytest.param(ROWS_OF_OPTIONS, marks=pytest.mark.proof)]
+)
+def test_options_together_are_planned(rows: list[Row]) -> None:
+    """A stand-in for a GPU is another device than the host: what mixes the two ends a plan, and no test on CPUs.
+
+    The suite's rows have every value of every option, all of them every two values of two options.
+    """
+    configs = [case_of(taken_by("native", row)).config(OPTION_DEVICES) for row in rows]
+    for config, (memory, _) in zip(configs, in_a_child(plans, configs, OPTION_DEVICES, "cuda", 2), strict=True):
         assert memory.parts["activations"] > 0
-        assert (memory.host_bytes > 0) == row.memory.cpu_offload
+        assert (memory.host_bytes > 0) == config.memory.cpu_offload
 
 
 def test_the_least_traffic_is_what_must_cross() -> None:
