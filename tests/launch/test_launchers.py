@@ -43,7 +43,7 @@ def srun() -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("launcher", ["srun", "mpirun"])
+@pytest.mark.parametrize("launcher", ["srun", pytest.param("mpirun", marks=pytest.mark.proof)])
 def test_a_run_of_two_tasks(launcher: str, tmp_path: Path) -> None:
     played = srun() if launcher == "srun" else {**MPIRUN, "MASTER_PORT": str(free_port())}
     command = [sys.executable, "-c", PLAYED, *PYTHON, "--device=cpu", f"--config={tiny_config(tmp_path)}"]

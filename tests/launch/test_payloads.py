@@ -86,8 +86,8 @@ def container(name: str) -> tuple[list[str], dict[str, str]]:
 def test_the_container_of_a_jobset(shell: Shell, tmp_path: Path, device: str) -> None:
     folder = image(LAUNCH / f"Dockerfile.{device}", tmp_path / "image")
     command, variables = container(f"gke_jobset_{'tpu' if device == 'tpu' else 'gpu'}.yaml")
-    if device == "cuda":  # one pod here, instead of the number that the manifest says
-        variables |= {"NNODES": "1", "NPROC_PER_NODE": "2"}
+    if device == "cuda":  # one pod of one device here, instead of what the manifest says
+        variables |= {"NNODES": "1", "NPROC_PER_NODE": "1"}
         command[0] = str(folder / command[0])
     else:
         command[0] = str(shell.programs / command[0])
