@@ -4,9 +4,9 @@ TORCH_LATEST := 2.13.0
 # Half of train.steps in configs/quickstart.yaml; tests/test_docs.py compares them.
 DEMO_HALF := 75
 
-# Two processes, a file of tests in one of them, in the order of their names: tests of a folder share workers, which
-# end with the folder's last test. Proofs run one after the other.
-BY_FILE := -n 2 --dist loadfile --no-loadscope-reorder
+# Two processes, a file of tests in one of them, in the order of their names (tests/conftest.py says which share one).
+# Proofs run one after the other.
+BY_FILE := -n 2 --dist loadgroup --no-loadscope-reorder
 
 RUN := .venv/bin/python
 LAUNCH_DEMO := $(RUN) -m portable_fsdp.launch --device=cpu --config=configs/quickstart.yaml

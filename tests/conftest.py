@@ -16,6 +16,16 @@ os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # else from_pretrained leaves the 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub, which reads it once
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What `--dist loadgroup` keeps in one process: a file; and all of tests/backends, whose files share workers."""
+    for item in items:
+        shared = item.path.parent.name == "backends"
+        item.add_marker(
+            pytest.mark.xdist_group("backends" if shared else str(item.path.relative_to(item.config.rootpath)))
+        )
+
+
 def _processes() -> dict[int, str]:
     """Child processes, without those that Python keeps until it ends (multiprocessing's resource tracker)."""
     found: dict[int, str] = {}

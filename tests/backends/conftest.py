@@ -1,8 +1,8 @@
 """The groups of worker processes, started when first asked for and shared by all tests of this folder.
 
-Each process takes 0.7 GiB and more, and each of the suite's own processes has its groups: 8 GiB and more, which the
-tests of other folders need for processes of their own. Hence the groups end with the last test of this folder that a
-process runs (the suite runs its files in order, `--no-loadscope-reorder`), and before that where memory gets scarce.
+Each process takes 0.7 GiB and more, together 8 GiB, which the tests of other folders need for processes of their own.
+Hence one process of the suite runs the whole folder (`--dist loadgroup`), the groups end with its last test, and before
+that where memory gets scarce.
 """
 
 from collections.abc import Callable, Iterator
