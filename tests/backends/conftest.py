@@ -70,7 +70,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("group", [pytest.param(group, id=str(group), marks=_marks(group)) for group in GROUPS])
 
 
+IN_SUITE = [Group(backend, devices) for backend in ("native", "xla") for devices in (1, 3)]
+"""One device, and a number that divides no size of the models. The others are for the proofs: minutes each."""
+
+
 def _marks(group: Group) -> list[pytest.MarkDecorator]:
-    """xla_fsdp1 has a program for each case and no process of its own for a device: two minutes for the contract."""
-    by_backend = {"native": [], "xla": [pytest.mark.xla], "xla_fsdp1": [pytest.mark.xla, pytest.mark.proof]}
-    return by_backend[group.backend]
+    xla = [] if group.backend == "native" else [pytest.mark.xla]
+    return xla if group in IN_SUITE else [*xla, pytest.mark.proof]
