@@ -15,11 +15,14 @@ from pydantic import ValidationError
 
 from portable_fsdp import doctor, explain, launch
 from portable_fsdp.backends.open import BACKENDS, DEVICES
+from portable_fsdp.checkpoint import __main__ as checkpoint
 from portable_fsdp.config.describe import option_names
 from portable_fsdp.config.foreign.table import TABLE
 from portable_fsdp.config.load import check_batch, load_config
 from portable_fsdp.config.schema import Config
-from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.plan import __main__ as plan
+from portable_fsdp.plan.target import parse_target
+from portable_fsdp.runtime.errors import UsageError
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -101,9 +104,10 @@ def check(command: Command) -> None:
         case ["docker", "build", "-f", file, "-t", image, "."]:
             assert (ROOT / file).is_file(), f"{command.where}: no file {file}"
             assert image.partition(":")[2] == file.rpartition(".")[2], f"{command.where}: {image} of {file}"
-        case ["python", "-m", module, *_] if module.startswith("portable_fsdp."):
-            path = ROOT / module.replace(".", "/")
-            assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), f"{command.where}: {module}"
+        case ["python", "-m", "portable_fsdp.plan", *arguments]:
+            check_plan(arguments)
+        case ["python", "-m", "portable_fsdp.checkpoint", *arguments]:
+            checkpoint._parser().parse_args(arguments)
         case ["python", "examples/own_loop.py" as script, *arguments] | [
             "torchrun",
             "--standalone",
@@ -139,6 +143,14 @@ def check_explain(arguments: list[str], where: str) -> None:
         load_config(ROOT / values.config, overrides, [ROOT / name for name in values["import"].value or ()])
 
 
+def check_plan(arguments: list[str]) -> None:
+    values = plan._define_flags()
+    overrides = values(["plan", *arguments])[1:]
+    parse_target(values.on)
+    load_config(ROOT / values.config, overrides)
+    plan._axes(values.over)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_command_parses(page: Path) -> None:
     for command in commands(page.read_text(), page.name):
@@ -171,6 +183,11 @@ def test_every_command_parses(page: Path) -> None:
         "python -m portable_fsdp.explain --config=configs/quickstart.yaml optim.learning_rate=1",
         "python -m portable_fsdp.doctor --jason",
         "torchrun --standalone --nproc_per_node=2 -m portable_fsdp.doctor runs",
+        "python -m portable_fsdp.plan --config=configs/llama_1b.yaml --on=h1000:8",
+        "python -m portable_fsdp.plan --config=configs/llama_1b.yaml --on=h100:8 --sweeps",
+        "python -m portable_fsdp.plan --config=configs/none.yaml --on=h100:8",
+        "python -m portable_fsdp.checkpoint lists runs/demo",
+        "python -m portable_fsdp.checkpoint verify --every runs/demo",
         "python -m portable_fsdp.nothing",
         "python examples/none.py",
         "python examples/own_loop.py configs/quickstart.yaml gpu native",
@@ -180,7 +197,7 @@ def test_every_command_parses(page: Path) -> None:
 def test_a_wrong_command_is_found(line: str) -> None:
     [command] = commands(f"```bash\n# a comment\n{line}\n```\n", "page")
     assert command.where == "page:3"
-    with pytest.raises((AssertionError, ConfigError, flags.Error, pytest.fail.Exception)):
+    with pytest.raises((AssertionError, UsageError, SystemExit, flags.Error, pytest.fail.Exception)):
         check(command)
 
 
