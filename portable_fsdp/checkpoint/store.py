@@ -177,7 +177,7 @@ class Reader:
         """That slice of a tensor on the host, bit for bit, in the dtype that it was saved in.
 
         `into`: where to put it, of its shape and dtype, on the host; new memory without it. Raises `CheckpointError`
-        for a key that isn't there, IndexError for slices beyond the tensor, TypeError for an `into` that doesn't fit.
+        for a key or bytes that can't be read, IndexError for other slices, TypeError for an `into` that doesn't fit.
         """
         tensor = self.manifest.tensors.get(key)
         if tensor is None:
