@@ -1,10 +1,14 @@
 """For every test: no hub is asked, and a test that leaves a process, a thread or an environment variable behind fails.
 
+Temporary files lie in a folder of the suite, which goes with it.
+
 A test marked `xla` simply runs: where torch_xla is missing it fails. `make test-latest`, whose environment has none,
 leaves those tests out by the marker.
 """
 
 import os
+import shutil
+import tempfile
 import threading
 from collections.abc import Iterator
 
@@ -14,6 +18,24 @@ import pytest
 os.environ["USE_TORCH_XLA"] = "0"  # transformers imports torch_xla otherwise; the backends choose the engine
 os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # else from_pretrained leaves the threads that it loads with behind
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub, which reads it once
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """TMPDIR for the suite and all that it starts, removed at its end: a process that is killed can't clean up.
+
+    (torch makes a folder when it is imported, torchrun one at each start.) What pytest makes for `tmp_path` stays for
+    three runs, where it always lies.
+    """
+    if hasattr(config, "workerinput"):  # xdist's; it has inherited the folder
+        return
+    patch = pytest.MonkeyPatch()
+    config.add_cleanup(patch.undo)
+    if "PYTEST_DEBUG_TEMPROOT" not in os.environ:
+        patch.setenv("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    folder = tempfile.mkdtemp(prefix="pf-")  # short: a socket's path has 107 bytes at most
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    patch.setenv("TMPDIR", folder)
+    patch.setattr(tempfile, "tempdir", folder)
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks

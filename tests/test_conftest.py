@@ -1,5 +1,6 @@
 """The suite's own rules, tried on small suites in a process of their own."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -39,14 +40,26 @@ def test_it(monkeypatch):
     thread.join()
 """
 
+KILLED = """
+import os, signal, subprocess, sys, tempfile
+def test_it(tmp_path):
+    program = "import os, tempfile; print(tempfile.mkdtemp(), flush=True); os.kill(os.getpid(), 9)"
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert done.returncode == -signal.SIGKILL
+    assert os.path.dirname(done.stdout) == tempfile.gettempdir()
+    assert os.path.isdir(done.stdout.strip())
+    (tmp_path / "kept").touch()
+"""
 
-def run_suite(folder: Path, source: str) -> subprocess.CompletedProcess[str]:
+
+def run_suite(folder: Path, source: str, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """pytest on one file with the project's settings and conftest."""
     test = folder / "test_small.py"
     test.write_text(source)
     (folder / "conftest.py").write_text((ROOT / "tests/conftest.py").read_text())
     command = [sys.executable, "-m", "pytest", "-q", f"--config-file={ROOT / 'pyproject.toml'}", f"--rootdir={folder}"]
-    return subprocess.run([*command, "-p", "no:cacheprovider", str(test)], cwd=folder, capture_output=True, text=True)
+    command += ["-p", "no:cacheprovider", *options, str(test)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env={**os.environ, **variables})
 
 
 @pytest.mark.slow
@@ -61,3 +74,13 @@ def test_what_is_left_behind_fails_the_test(name: str, tmp_path: Path) -> None:
 def test_what_is_cleaned_up_passes(tmp_path: Path) -> None:
     done = run_suite(tmp_path, CLEAN)
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("options", [[], ["-n1"]], ids=["one process", "xdist"])
+def test_files_of_a_killed_process_go_with_the_suite(options: list[str], tmp_path: Path) -> None:
+    above = tmp_path / "above"
+    above.mkdir()
+    done = run_suite(tmp_path, KILLED, *options, TMPDIR=str(above), PYTEST_DEBUG_TEMPROOT=str(above))
+    assert done.returncode == 0, done.stdout
+    assert [path.name.partition("-")[0] for path in above.iterdir()] == ["pytest"]
+    assert list(above.rglob("kept")) != []

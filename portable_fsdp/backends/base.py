@@ -192,7 +192,7 @@ class Backend(ABC):
 
     @abstractmethod
     def sum(self, tensor: Tensor) -> Tensor:
-        """Sum over data shards, on device. *collective*"""
+        """Element by element over data shards, on device, in the shape and dtype of `tensor`. *collective*"""
 
     @abstractmethod
     def fetch(self, metrics: Metrics) -> Pending:

@@ -84,7 +84,8 @@ def unfinished(final: Path) -> list[Path]:
 def begin(final: Path, run: str) -> str:
     """Make the empty folder that `final` is written to, and return the id of this attempt. Only process 0.
 
-    `run`: whose debris it is until the commit.
+    `run`: whose debris it is until the commit. Raises `CheckpointError` where another run is at work on that step in
+    an object store.
     """
     attempt = uuid.uuid4().hex
     folder = temporary_of(final, attempt)
@@ -202,7 +203,10 @@ def collect(
 def merge(
     all_tensors: Mapping[str, TensorEntry], indexes: Iterable[Index]
 ) -> tuple[tuple[FileEntry, ...], dict[str, TensorEntry]]:
-    """The files of all processes, and the tensors with all their pieces. `all_tensors` states shapes and dtypes."""
+    """The files of all processes, and the tensors with all their pieces.
+
+    `all_tensors` states shapes and dtypes. Raises `CheckpointError` where a process has others.
+    """
     files: list[FileEntry] = []
     merged = {key: TensorEntry(shape=tensor.shape, dtype=tensor.dtype) for key, tensor in all_tensors.items()}
     for index in indexes:

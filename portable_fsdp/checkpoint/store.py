@@ -137,7 +137,10 @@ class Reader:
     def check(
         self, expected: Mapping[str, TensorState], ties: Mapping[str, str], *, weights_only: bool = False
     ) -> None:
-        """The checkpoint holds exactly the tensors of `expected`: keys, shapes, dtypes, ties; or of its weights."""
+        """The checkpoint holds exactly the tensors of `expected`: keys, shapes, dtypes, ties; or of its weights.
+
+        Raises `CheckpointError` with a table of what differs.
+        """
         mine, theirs = (
             {key: entry for key, entry in entries.items() if not weights_only or folder_of(key) == "model"}
             for entries in (entries_without_pieces(expected), self.manifest.tensors)
@@ -173,7 +176,8 @@ class Reader:
     def read(self, key: str, slices: Slices, into: Tensor | None = None) -> Tensor:
         """That slice of a tensor on the host, bit for bit, in the dtype that it was saved in.
 
-        `into`: where to put it, of its shape and dtype, on the host; new memory without it.
+        `into`: where to put it, of its shape and dtype, on the host; new memory without it. Raises `CheckpointError`
+        for a key or bytes that can't be read, IndexError for other slices, TypeError for an `into` that doesn't fit.
         """
         tensor = self.manifest.tensors.get(key)
         if tensor is None:

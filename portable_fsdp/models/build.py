@@ -103,20 +103,30 @@ def build_model(
         weights = RandomWeights(twin, seed, master)
     else:
         weights = PretrainedWeights(Path(model.pretrained), built)
-        for name, buffer in built.named_buffers():
-            if weights.holds(name):
-                buffer.copy_(weights(name, tuple(slice(0, size) for size in buffer.shape)))
-                unknown.discard(name)
-    if unknown:
-        raise ConfigError(
-            f"model: {type(built).__name__}: expected buffers that transformers can compute again, found "
-            f"{sorted(unknown)[0]}, which it only makes with the model.\n  Start from a folder that holds it "
-            "(model.pretrained), or take another model. Nothing was started."
-        )
+        unknown -= _read_buffers(built, weights)
+    _check_buffers(built, unknown)
     attach_loss(built, DTYPES.get(precision.output), chunked_loss, loss)  # auto: none of them
     built.train()
     _freeze(built, model.freeze)
     return BuiltModel(built, weights, as_given, _size(built))
+
+
+def _read_buffers(model: nn.Module, weights: PretrainedWeights) -> set[str]:
+    """Fill the buffers that the folder holds; returns their FQNs."""
+    held = {name: buffer for name, buffer in model.named_buffers() if weights.holds(name)}
+    for name, buffer in held.items():
+        buffer.copy_(weights(name, tuple(slice(0, size) for size in buffer.shape)))
+    return set(held)
+
+
+def _check_buffers(model: nn.Module, unknown: set[str]) -> None:
+    """`unknown`: FQNs of buffers that have no values."""
+    if unknown:
+        raise ConfigError(
+            f"model: {type(model).__name__}: expected buffers that transformers can compute again, found "
+            f"{sorted(unknown)[0]}, which it only makes with the model.\n  Start from a folder that holds it "
+            "(model.pretrained), or take another model. Nothing was started."
+        )
 
 
 def _freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:

@@ -99,6 +99,7 @@ def gpu_attention(
 ) -> Tensor:
     """torch's scaled_dot_product_attention, by the kernel that torch chooses on a GPU.
 
+    query [batch, heads, seq, width], key and value with their own heads and seq; the result is as the query.
     Flash attention for 16-bit factors without a mask; the memory-efficient kernel with one, or for float32, but not for
     grouped heads; else the formula, with its scores in memory (sdp_utils.cpp of torch 2.9, use_flash_attention and
     use_mem_efficient_attention). What cuDNN's kernel keeps, where torch prefers it, has the size of flash attention's.

@@ -221,7 +221,8 @@ def _run_compiler(
             "portable_fsdp.plan.tpu_compiler",
             folder,
             limit_s=limit_s,
-            environment={"LIBTPU_INIT_ARGS": arguments},
+            # libtpu writes logs into /tmp/tpu_logs otherwise, and nobody removes them.
+            environment={"LIBTPU_INIT_ARGS": arguments, "TPU_LOG_DIR": os.environ.get("TPU_LOG_DIR", name)},
             has_enough=lambda: stopped() or (not generate_code and _is_written(folder / "dump", program.name)),
         )
         if ended.how not in ("finished", "enough") or not _is_written(folder / "dump", program.name):

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import tempfile
 from collections.abc import Sequence
 
 import psutil
@@ -27,9 +28,12 @@ def run_processes(count: int, module: str, arguments: Sequence[str]) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     # As `--standalone`, with an id of our own, by which the workers know whose end is theirs.
     alone = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={OUR_RUNS}{os.getpid()}"]
-    parsed = run.parse_args([*alone, f"--nproc_per_node={count}", "-m", module, *arguments])
     try:
-        run.run(parsed)
+        # The launcher makes a folder for the workers' logs, which go to the console here, and never removes it.
+        with tempfile.TemporaryDirectory(prefix="portable_fsdp_launch_") as logs:
+            run.run(
+                run.parse_args([*alone, f"--nproc_per_node={count}", f"--log-dir={logs}", "-m", module, *arguments])
+            )
     except ChildFailedError as error:
         codes = {failure.exitcode for failure in error.failures.values()}
         return next((code for code in (EXIT_USAGE, EXIT_STOPPED) if code in codes), EXIT_FAILED)

@@ -1,8 +1,8 @@
 """Long-lived processes that tests send jobs to: one group per (backend, devices), so that imports are paid once.
 
 Native: `devices` gloo processes. XLA: one process with that many virtual PJRT CPU devices. XLA FSDP1: one process with
-a thread for each of them, which does what a process does elsewhere. A job is a function of jobs.py; each process (or
-thread) of the group runs it, and the group sends back what they return.
+a thread for each of them, which does what a process does elsewhere. A job is a function of jobs.py, or of
+native_jobs.py or xla_jobs.py; each process (or thread) of the group runs it, and the group sends back what they return.
 """
 
 import gc
@@ -45,8 +45,12 @@ def _serve(pipe: Connection, environment: dict[str, str], backend: str) -> None:
         import torch.distributed as dist
 
         dist.init_process_group("gloo")
+        import native_jobs as own_jobs
+    else:
+        import xla_jobs as own_jobs
     import jobs
 
+    known = {**vars(jobs), **vars(own_jobs)}
     run = _run
     if backend == "xla_fsdp1":
         import turnstile
@@ -61,7 +65,7 @@ def _serve(pipe: Connection, environment: dict[str, str], backend: str) -> None:
         try:
             if backend == "xla_fsdp1" and "case" in arguments:
                 jobs.import_model(arguments["case"])
-            answer = ("done", run(partial(getattr(jobs, name), **arguments)))
+            answer = ("done", run(partial(known[name], **arguments)))
         except BaseException as error:
             answer = ("failed", (type(error).__name__, str(error), traceback.format_exc()))
         gc.collect()  # a model's cycles hold its process groups, and those have threads

@@ -19,7 +19,7 @@ from dying import Death, current_process, patched, points
 from plain_backend import PlainBackend, checkpoints, in_processes, load, save_once, small_model, snapshot
 from s3_server import BUCKET, Fault, Faults, s3_server
 
-from portable_fsdp.checkpoint import storage
+from portable_fsdp.checkpoint import commit, storage
 from portable_fsdp.checkpoint.format import committed_steps
 from portable_fsdp.runtime.errors import CheckpointError
 
@@ -207,22 +207,30 @@ def test_faults_of_a_file_system_in_a_load(tmp_path: Path, count: int) -> None:
     assert find_and_load(tmp_path, count) == [(2, True)] * count
 
 
-def test_a_writer_that_hangs_ends_the_save_of_all(tmp_path: Path) -> None:
+def test_a_writer_that_hangs_ends_the_save_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_once(tmp_path, step=1, seed=1)
-    go_on = threading.Event()
+    given_up = threading.Event()
+    collect = commit.collect
 
     class Hanging(Death):
         def call(self, name: str, real: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
             if current_process() == 1:
-                go_on.wait(1.5)
-                go_on.set()
+                assert given_up.wait(60), "process 0 waits for ever"
             return real(*arguments, **named)
+
+    def collect_and_give_up(*arguments: Any) -> Any:
+        try:
+            return collect(*arguments)
+        finally:
+            given_up.set()
+
+    monkeypatch.setattr(commit, "collect", collect_and_give_up)
 
     for is_async in (False, True):
         results = save_with(tmp_path, Hanging(), 2, is_async)
         assert not expect_one_verdict(results, "hung")
         assert "found none of process 1 after 0 s" in str(results[0])
-        go_on.clear()
+        given_up.clear()
     expect_loaded(tmp_path, {1}, "hung")
 
 

@@ -132,6 +132,7 @@ def test_damage_is_refused_or_harmless_but_never_a_crash(tmp_path: Path) -> None
     write(tmp_path / "m.gguf", build(ARCHITECTURES["llama"]))
     raw = (tmp_path / "m.gguf").read_bytes()
     header = raw.index(b"output_norm.weight") + 64
+    refused = 0
     for seed in range(60):
         dice = random.Random(seed)
         at = dice.randrange(header)
@@ -139,4 +140,5 @@ def test_damage_is_refused_or_harmless_but_never_a_crash(tmp_path: Path) -> None
         try:
             shutil.rmtree(import_checkpoint(tmp_path / "m.gguf", tmp_path / "run", "gguf"))
         except CheckpointError:
-            continue
+            refused += 1
+    assert 0 < refused < 60

@@ -547,7 +547,7 @@ def test_closing_ends_a_save_that_waits_for_a_process_that_is_gone(tmp_path: Pat
     opened.save(5, *small_model(seed=1), (0, 0))
     began = time.monotonic()
     opened.close()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 120  # not wait_s
     assert not opened.failed
 
 

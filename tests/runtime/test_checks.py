@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,13 @@ def test_who_holds_a_chip_is_named(tmp_path: Path) -> None:
     lock.touch()
     assert devices.check_tpu_is_free([chip], lock).mend == f"rm {lock}"
     assert states(devices.check_tpu_is_free([], lock)) == "ok"
+
+
+def test_libtpus_lock_lies_in_tmp_wherever_temporary_files_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chip = tmp_path / "accel0"
+    (tmp_path / "libtpu_lockfile").touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert devices.check_tpu_is_free([chip]) == devices.check_tpu_is_free([chip], devices.LIBTPU_LOCK)
 
 
 @pytest.mark.parametrize(

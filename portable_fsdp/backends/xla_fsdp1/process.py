@@ -8,7 +8,10 @@ from portable_fsdp.runtime.process import detect_launch
 
 
 def start_process(device: str, runtime: Any) -> None:
-    """Tell PJRT which chip is this process's; on CPU there is one device and nothing to tell."""
+    """Tell PJRT which chip is this process's; on CPU there is one device and nothing to tell.
+
+    Raises BackendError after SPMD, for several processes on CPU, and where processes aren't as many as chips.
+    """
     launch = detect_launch(os.environ)
     if runtime.is_spmd():
         raise BackendError(
@@ -40,6 +43,7 @@ def start_process(device: str, runtime: Any) -> None:
 
 
 def check_devices(device: str, num_devices: int | None, count: int) -> None:
+    """Raise BackendError unless `num_devices` (None: any) is the run's `count` of devices."""
     if num_devices is not None and num_devices != count:
         way = {
             "tpu": "Leave --num_devices out: all chips of the slice take part.",

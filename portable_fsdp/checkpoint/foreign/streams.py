@@ -99,7 +99,10 @@ def write_file(
 
 
 def byte_chunks(key: str, read: Callable[[str], Tensor], entry: TensorEntry) -> Iterator[memoryview]:
-    """The bytes of `read(key)` as `entry` wants them, a few MiB at a time; as `safetensors.chunks_of`."""
+    """The bytes of `read(key)` as `entry` wants them, a few MiB at a time; as `safetensors.chunks_of`.
+
+    Raises `CheckpointError` for another shape, and as `converted`.
+    """
     tensor = read(key)
     if tuple(tensor.shape) != entry.shape:
         raise CheckpointError(f"{key}: expected {list(entry.shape)}, found {list(tensor.shape)} in the data")

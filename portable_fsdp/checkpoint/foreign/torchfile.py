@@ -102,7 +102,10 @@ def load_mapped(path: Path) -> Any:
 
 
 def tensor_dict(path: Path, value: object) -> dict[str, Tensor]:
-    """The tensors by name, of the dict or of the one dict in it that holds the model."""
+    """The tensors by name, of the dict or of the one dict in it that holds the model.
+
+    Raises `CheckpointError`, which names `path`, where there are none.
+    """
     found = cast(dict[object, object], value) if isinstance(value, dict) else {}
     inner = next((found[name] for name in _NESTED if isinstance(found.get(name), dict)), found)
     tensors = {str(key): item for key, item in cast(dict[object, object], inner).items() if isinstance(item, Tensor)}

@@ -2,7 +2,6 @@
 
 import os
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from portable_fsdp.runtime.checks.child import Answer
 from portable_fsdp.runtime.checks.finding import Finding, failed, ok, warning
 from portable_fsdp.runtime.checks.packages import installed
 
+LIBTPU_LOCK = Path("/tmp/libtpu_lockfile")  # there whatever TMPDIR says
 TPU_VARIABLES = ("TPU_", "MEGASCALE_")
 
 
@@ -128,9 +128,8 @@ def _wrong_variables(environ: Mapping[str, str]) -> str:
     return ""
 
 
-def check_tpu_is_free(chips: Sequence[Path], lock: Path | None = None) -> Finding:
+def check_tpu_is_free(chips: Sequence[Path], lock: Path = LIBTPU_LOCK) -> Finding:
     """A chip serves one process: who holds one, or libtpu's lock file? The doctor never ends a process itself."""
-    lock = lock or Path(tempfile.gettempdir()) / "libtpu_lockfile"
     holders = holding([*chips, lock])
     if holders:
         who = ", ".join(f"process {pid} ({command})" for pid, command in holders.items())

@@ -1,0 +1,249 @@
+"""Jobs of the native engine: collectives, bytes, and the order of things, as torch's own counters see them."""
+
+import os
+import warnings
+from contextlib import nullcontext
+from typing import Any, cast
+
+import torch
+from cases import Case, CaseRows
+from jobs import Run, open_case
+from live_storages import Measured, measure
+
+from portable_fsdp.backends.base import ShardPolicy
+from portable_fsdp.backends.open import open_backend
+from portable_fsdp.config.schema import Config, Train
+from portable_fsdp.train.build import build_training
+
+
+def live_storages(config: Config) -> Measured:
+    """Of any config: the peak of live storage bytes, and the collectives."""
+    with open_backend(config, device="cpu", backend="native", num_devices=int(os.environ["WORLD_SIZE"])) as backend:
+        return measure(backend, config)
+
+
+def collectives(case: Case) -> dict[str, Any]:
+    """The collectives of the first two steps: as the backend counts them, as torch does, and each one on the wire.
+
+    One on the wire: its name, dtype, bytes of its larger side, and how many times those of its smaller one, which for a
+    gather is the number of devices that it runs over.
+    """
+    from torch.distributed.tensor.debug import CommDebugMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    class Wire(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[tuple[str, str, int, int]] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.namespace == "c10d":
+                tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+                sizes = [tensor.nbytes for tensor in tensors]
+                self.seen.append((func.name(), str(tensors[0].dtype), max(sizes), max(sizes) // min(sizes)))
+            return func(*args, **(kwargs or {}))
+
+    backend, config = open_case(case)
+    with backend:
+        run = Run(backend, config)
+        before = backend.collectives
+        out: list[dict[str, Any]] = []
+        for step in (1, 2):
+            # torch's counter loses its way in the modules when they run twice.
+            counted = CommDebugMode() if run.accumulation == 1 else None
+            with counted or nullcontext(), Wire() as wire:
+                run.train(step, step)
+            comms = {str(op): count for op, count in counted.get_comm_counts().items()} if counted else None
+            out.append({"torch": comms, "wire": wire.seen})
+        return {"before": before, "backend": backend.collectives, "steps": out}
+
+
+def resting(case: Case) -> dict[str, Any]:
+    """Parameters, gradients and optimizer state of this process after a backward: FQN -> bytes, rows and device."""
+    from torch.distributed.tensor import DTensor
+
+    def measure(tensor: torch.Tensor) -> dict[str, Any]:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return {"bytes": local.nbytes, "shape": tuple(tensor.shape), "device": str(local.device)}
+
+    backend, config = open_case(case)
+    with backend:
+        run = Run(backend, config)
+        run.train(1, 1)
+        rows = CaseRows().rows(torch.arange(2).numpy())
+        with backend.accumulate(True):
+            run.model(rows["input_ids"], rows["labels"])[0].backward()
+        named = dict(run.model.named_parameters())
+        states = {
+            f"{name}/{fqn}": value for fqn, p in named.items() for name, value in run.optimizer.state.get(p, {}).items()
+        }
+        return {
+            "parameters": {fqn: measure(p) for fqn, p in named.items()},
+            "gradients": {fqn: measure(p.grad) for fqn, p in named.items() if p.grad is not None},
+            "state": {key: measure(value) for key, value in states.items() if not key.startswith("step/")},
+            "counts": {key: measure(value) for key, value in states.items() if key.startswith("step/")},
+        }
+
+
+def kept_for_backward(case: Case) -> dict[str, int]:
+    """Bytes that forward made and that live on until backward; products (FLOPs) and attentions of both together."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+    from torch.utils.flop_counter import FlopCounterMode
+
+    class Made(TorchDispatchMode):
+        def __init__(self, weights: list[torch.Tensor]) -> None:
+            super().__init__()
+            self.old = {weight.untyped_storage()._cdata for weight in weights}
+            self.storages: dict[int, StorageWeakRef] = {}
+            self.attentions = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.attentions += "scaled_dot_product" in func.name() and "backward" not in func.name()
+            out = func(*args, **(kwargs or {}))
+            for leaf in tree_leaves(out):
+                if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in self.old:
+                    reference = StorageWeakRef(leaf.untyped_storage())
+                    self.storages[reference.cdata] = reference
+            return out
+
+        def alive(self) -> int:
+            new: Any = torch.UntypedStorage._new_with_weak_ptr
+            storages = [new(reference.cdata) for reference in self.storages.values() if not reference.expired()]
+            return sum(storage.nbytes() for storage in storages)
+
+    backend, config = open_case(case)
+    with backend:
+        run = Run(backend, config)
+        rows = CaseRows().rows(torch.arange(4).numpy())
+        weights = [cast(Any, weight).to_local() for weight in run.model.parameters()]
+        with FlopCounterMode(display=False) as flops, Made(weights) as made, backend.accumulate(True):
+            loss, _ = run.model(rows["input_ids"], rows["labels"])
+            kept = made.alive()
+            loss.backward()
+        return {"bytes": kept, "flops": flops.get_total_flops(), "attentions": made.attentions}
+
+
+def order_of_gathers(policy: dict[str, Any], frozen: tuple[int, ...] = ()) -> list[str]:
+    """What a step after the first does, in order, of a model that runs its four layers from the last to the first.
+
+    "gather NAME" when it starts, "compute NAME" in forward, "backward" for a product in backward, "reduce NAME".
+    """
+    from torch import nn
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    class Backwards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(4))
+            self.scale = nn.Parameter(torch.empty(64))
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            hidden = inputs * self.scale
+            for number in (3, 2, 1, 0):
+                with record_function(f"compute layers.{number}"):
+                    hidden = torch.tanh(self.layers[number](hidden))
+            return hidden.sum()
+
+    with torch.device("meta"):
+        model = Backwards()
+    for number in frozen:
+        model.layers[number].requires_grad_(False)
+    units = tuple(f"layers.{number}" for number in range(4))
+    backend, _ = open_case(Case())
+    with backend:
+        backend.shard_model(
+            model,
+            ShardPolicy(units, layers=units, **policy),
+            lambda _, part: torch.full([s.stop - s.start for s in part], 0.1),
+        )
+
+        def step() -> None:
+            with backend.accumulate(True):
+                model(torch.ones(2, 64)).backward()
+
+        step()
+        with profile(activities=[ProfilerActivity.CPU]) as trace:
+            step()
+    events = sorted(trace.events() or [], key=lambda event: event.time_range.start)
+    said = [_said(event.name) for event in events]
+    return [text for text in said if text]
+
+
+def _said(name: str) -> str:
+    for event, word in (("FSDP::all_gather", "gather "), ("FSDP::post_backward_reduce", "reduce ")):
+        if name == event or name.startswith(f"{event} ("):
+            return word + (name.partition("(")[2].rstrip(")") or "root")
+    if name.startswith("compute "):
+        return name
+    return "backward" if name == "MmBackward0" else ""
+
+
+def programs(case: Case) -> dict[str, Any]:
+    """What torch.compile made in three steps: programs, and breaks of their graphs with their reasons."""
+    import torch._dynamo
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    backend, config = open_case(case)
+    with backend:
+        run = Run(backend, config)
+        losses = [metrics["loss"] for metrics in run.train(1, 3)]
+    return {
+        "programs": counters["stats"]["unique_graphs"],
+        "breaks": dict(counters["graph_break"]),
+        "losses": losses,
+    }
+
+
+def matmul_precision(case: Case) -> list[str]:
+    """torch's setting before a backend opens, while it is open, and after."""
+    found: list[str] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch 2.9 names a newer setting
+        found.append(torch.get_float32_matmul_precision())
+        backend, _ = open_case(case)
+        with backend:
+            found.append(torch.get_float32_matmul_precision())
+        found.append(torch.get_float32_matmul_precision())
+    return found
+
+
+def at_scale(sizes: dict[str, int], devices: int) -> dict[str, Any]:
+    """A Llama on the first of `devices` pretended processes, without weights: its bytes on this one, by kind.
+
+    Runs in a process of its own, whose peak of memory it tells.
+    """
+    import resource
+
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def local_bytes(tensors: Any) -> int:
+        return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
+
+    dist.init_process_group("fake", rank=0, world_size=devices, store=FakeStore())
+    architecture = {"model_type": "llama", "vocab_size": 128256, "max_position_embeddings": 8192, **sizes}
+    case = Case(settings={"model.architecture": architecture, "precision.compute": "bfloat16"})
+    config = case.config(1).model_copy(update={"train": Train(steps=1, global_batch=devices)})
+    with open_backend(config, device="cpu", backend="native", num_devices=devices) as backend:
+        training = build_training(config, backend, vocabulary=256, fill=False)
+        weights = dict(training.model.named_parameters())
+        moments = [
+            value
+            for state in training.optimizer.state.values()
+            for name, value in state.items()
+            if name.startswith("exp")
+        ]
+        answer = {
+            "parameters": local_bytes(weights.values()),
+            "state": local_bytes(moments),
+            "shapes": [tuple(weight.shape) for weight in weights.values()],
+            "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }
+    dist.destroy_process_group()
+    return answer

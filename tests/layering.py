@@ -1,0 +1,351 @@
+"""The floors: which part of the package may import which, read from the AST, so that no engine needs to be there.
+
+Each rule is a function from modules to problems. `test_layering.py` gives it the package, and modules that break it.
+"""
+
+import ast
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+PACKAGE = "portable_fsdp"
+
+FLOORS = [
+    {"runtime"},
+    {"config"},
+    {"models", "data", "optim", "metrics"},
+    {"checkpoint", "backends"},
+    {"train", "plan"},
+]
+"""From the bottom; what stands directly in the package, the commands, is on top of them."""
+
+SIDEWAYS = {("checkpoint", "backends"), ("plan", "train")}
+"""Imports on one floor: a checkpoint knows the contract's types; the planner plans the trainer's own step."""
+
+HEAVY = {"torch", "torch_xla", "torch_tpu", "transformers", "accelerate"}
+"""What `--help` must not wait for: torch, and what imports it."""
+
+PURE_CALLS = {
+    *("dict", "field", "float", "frozenset", "int", "len", "list", "max", "min", "range", "set", "sorted", "tuple"),
+    *("cache", "compile", "contextmanager", "dataclass", "getLogger", "lru_cache", "no_grad", "timedelta", "wraps"),
+    *("field_validator", "model_validator", "field_serializer"),
+    *("DEFINE_bool", "DEFINE_boolean", "DEFINE_enum", "DEFINE_integer", "DEFINE_string"),
+}
+"""Functions that a module may call while it is imported; besides them only constructors, told by their capital."""
+
+WORK_WITH_A_REASON = {
+    # PyYAML keeps what a plain word means on the loader's class; these set it on two classes of that module.
+    "portable_fsdp.config.yaml_text": ("_without_timestamps", "yaml.add_implicit_resolver"),
+}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name: `target` is the dotted path as Python reads it, with relative dots resolved."""
+
+    target: str
+    line: int
+    at_import: bool  # runs while the module is imported: not in a function
+
+
+@dataclass(frozen=True)
+class Module:
+    name: str
+    path: str
+    tree: ast.Module
+    is_package: bool
+
+    def at(self, line: int) -> str:
+        return f"{self.path}:{line}"
+
+
+Modules = Mapping[str, Module]
+
+
+@cache
+def read_package(folder: Path) -> dict[str, Module]:
+    """All modules under `folder`, by dotted name."""
+    modules: dict[str, Module] = {}
+    for path in sorted(folder.rglob("*.py")):
+        parts = path.relative_to(folder.parent).with_suffix("").parts
+        is_package = parts[-1] == "__init__"
+        name = ".".join(parts[:-1] if is_package else parts)
+        text = path.read_text(encoding="utf-8")
+        modules[name] = Module(name, str(path.relative_to(folder.parent)), ast.parse(text), is_package)
+    return modules
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}
+
+
+@cache
+def imports(module: Module) -> list[Import]:
+    """Every import that can run, `import_module("literal")` among them; not those for type checkers alone."""
+
+    def walk(node: ast.AST, at_import: bool) -> Iterator[Import]:
+        if is_type_checking(node):
+            return
+        match node:
+            case ast.Import(names=names):
+                yield from (Import(alias.name, node.lineno, at_import) for alias in names)
+            case ast.ImportFrom(names=names):
+                base = _base_of(module, node)
+                yield from (Import(f"{base}.{alias.name}", node.lineno, at_import) for alias in names)
+            case ast.Call(func=func, args=[ast.Constant(value=str(target)), *_]) if _last_name(func) in {
+                "import_module",
+                "__import__",
+            }:
+                yield Import(target, node.lineno, at_import)
+            case _:
+                pass
+        inside = at_import and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child, inside)
+
+    return list(walk(module.tree, True))
+
+
+def _base_of(module: Module, node: ast.ImportFrom) -> str:
+    if node.level == 0:
+        return node.module or ""
+    parts = module.name.split(".")
+    upwards = node.level - 1 if module.is_package else node.level
+    return ".".join([*parts[: len(parts) - upwards], *([node.module] if node.module else [])])
+
+
+def _last_name(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def resolve(target: str, modules: Modules) -> str | None:
+    """The module of the package that holds `target` (a module, or a name in one); None for anything else."""
+    while target and target not in modules:
+        target = target.rpartition(".")[0]
+    return target or None
+
+
+def inner_imports(module: Module, modules: Modules) -> Iterator[tuple[str, Import]]:
+    """Imports of modules of the package; not of the package itself, whose `__init__` holds only names."""
+    for found in imports(module):
+        name = resolve(found.target, modules)
+        if name is not None and name not in {PACKAGE, module.name}:
+            yield name, found
+
+
+def section(name: str) -> str:
+    """`backends` for portable_fsdp.backends.native; "" for a command and for the package itself."""
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 and any(parts[1] in floor for floor in FLOORS) else ""
+
+
+def height(name: str) -> int:
+    return next((i for i, floor in enumerate(FLOORS) if section(name) in floor), len(FLOORS))
+
+
+def is_under(target: str, names: Iterable[str]) -> bool:
+    return any(target == name or target.startswith(f"{name}.") for name in names)
+
+
+# The rules.
+
+
+def unknown_sections(modules: Modules) -> list[str]:
+    """Each subpackage stands on a floor."""
+    packages = [m for m in modules.values() if m.is_package and m.name.count(".") == 1]
+    return [f"{m.path}: {m.name} stands on no floor; give it one in FLOORS" for m in packages if not section(m.name)]
+
+
+def imports_upwards(modules: Modules) -> list[str]:
+    """A dependency points to a lower floor, or stays within its section."""
+    problems: list[str] = []
+    for module in modules.values():
+        if module.name == PACKAGE:
+            continue
+        for name, found in inner_imports(module, modules):
+            here, there = section(module.name), section(name)
+            is_own = here == there != ""
+            if not is_own and (here, there) not in SIDEWAYS and height(name) >= height(module.name):
+                problems.append(f"{module.at(found.line)}: {module.name} imports {name}, which is not on a lower floor")
+    return problems
+
+
+SHARED_BY_ENGINES = {
+    # One runtime, torch_xla's, is under both engines.
+    f"{PACKAGE}.backends.objects": [f"{PACKAGE}.backends.{name}" for name in ("native", "xla")],
+    f"{PACKAGE}.backends.tpu_options": [f"{PACKAGE}.backends.pjrt"],
+    f"{PACKAGE}.backends.pjrt": [f"{PACKAGE}.backends.{name}" for name in ("xla", "xla_fsdp1", "open")],
+}
+"""Modules of `backends` that are no engine, and who there may know them; all may know `base`."""
+
+
+def engines_that_reach_out(modules: Modules) -> list[str]:
+    """An engine, one module or a folder, knows the contract, and neither models, data, checkpoint nor another one."""
+    problems: list[str] = []
+    for module in modules.values():
+        if section(module.name) != "backends":
+            continue
+        for name, found in inner_imports(module, modules):
+            is_other = section(name) == "backends" and name != f"{PACKAGE}.backends.base"
+            is_shared = is_under(module.name, SHARED_BY_ENGINES.get(name, ()))
+            is_other_engine = is_other and not is_shared and name.split(".")[:3] != module.name.split(".")[:3]
+            is_table = module.name == f"{PACKAGE}.backends.open" and not found.at_import
+            if section(name) in {"models", "data", "checkpoint"} or (is_other_engine and not is_table):
+                problems.append(f"{module.at(found.line)}: {module.name} imports {name}; an engine may not")
+    return problems
+
+
+def checkpoints_that_know_an_engine(modules: Modules) -> list[str]:
+    return [
+        f"{module.at(found.line)}: {module.name} imports {name}; of backends only base's types may be known here"
+        for module in modules.values()
+        if section(module.name) == "checkpoint"
+        for name, found in inner_imports(module, modules)
+        if section(name) == "backends" and name != f"{PACKAGE}.backends.base"
+    ]
+
+
+def cycles(modules: Modules) -> list[str]:
+    """Modules that import each other, however long the way round, at import or in a function."""
+    edges = {m.name: sorted({name for name, _ in inner_imports(m, modules)}) for m in modules.values()}
+    done: set[str] = set()
+
+    def visit(name: str, path: list[str]) -> list[str]:
+        if name in path:
+            return [" -> ".join([*path[path.index(name) :], name])]
+        if name in done:
+            return []
+        found = [cycle for target in edges[name] for cycle in visit(target, [*path, name])]
+        done.add(name)
+        return found
+
+    return [cycle for name in edges if name != PACKAGE for cycle in visit(name, [])]
+
+
+def heavy_at_import(modules: Modules) -> list[str]:
+    """`config`, `runtime` and the commands import no torch while they are imported, nor does what they import."""
+    problems: list[str] = []
+    for start in modules.values():
+        if section(start.name) not in {"config", "runtime", ""}:
+            continue
+        for chain in _import_time_closure(start, modules):
+            module = modules[chain[-1]]
+            for found in imports(module):
+                if found.at_import and is_under(found.target, {*HEAVY, "safetensors.torch"}):
+                    problems.append(f"{module.at(found.line)}: {' -> '.join(chain)} imports {found.target}")
+    return problems
+
+
+def _import_time_closure(start: Module, modules: Modules) -> Iterator[list[str]]:
+    """Ways from `start` to each module that its import executes, packages on the way included."""
+    seen: set[str] = set()
+    queue = [[start.name]]
+    while queue:
+        chain = queue.pop(0)
+        if chain[-1] in seen:
+            continue
+        seen.add(chain[-1])
+        yield chain
+        targets = [name for name, found in inner_imports(modules[chain[-1]], modules) if found.at_import]
+        for target in [chain[-1], *targets]:
+            parts = target.split(".")
+            executed = (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
+            queue.extend([*chain, name] for name in executed if name not in seen)
+
+
+def device_code_outside_backends(modules: Modules) -> list[str]:
+    """`models`, `data`, `optim` and `metrics` know of no process and no engine."""
+    problems: list[str] = []
+    for module in modules.values():
+        if section(module.name) not in {"models", "data", "optim", "metrics"}:
+            continue
+        named = [(found.target, found.line) for found in imports(module)]
+        used = [(ast.unparse(n), n.lineno) for n in ast.walk(module.tree) if isinstance(n, ast.Attribute)]
+        problems += [
+            f"{module.at(line)}: {module.name} uses {target}"
+            for target, line in [*named, *used]
+            if is_under(target, {"torch.distributed", "torch_xla", "torch_tpu", f"{PACKAGE}.backends"})
+        ]
+    return problems
+
+
+def torch_xla_elsewhere(modules: Modules) -> list[str]:
+    """Only `backends` and `plan/tpu_trace.py` may import torch_xla."""
+    return [
+        f"{module.at(found.line)}: {module.name} imports {found.target}"
+        for module in modules.values()
+        if section(module.name) != "backends" and module.name != f"{PACKAGE}.plan.tpu_trace"
+        for found in imports(module)
+        if is_under(found.target, {"torch_xla"})
+    ]
+
+
+def work_at_import(modules: Modules) -> list[str]:
+    """A module body holds imports, definitions and constants; what it calls builds a value and does nothing else."""
+    problems: list[str] = []
+    for module in modules.values():
+        for statement in module.tree.body:
+            problems += [
+                f"{module.at(node.lineno)}: {said}"
+                for node, said in _work_in(statement)
+                if not said.startswith(tuple(f"`{call}(" for call in WORK_WITH_A_REASON.get(module.name, ())))
+            ]
+    return problems
+
+
+def _work_in(statement: ast.stmt) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
+    match statement:
+        case ast.Import() | ast.ImportFrom():
+            pass
+        case ast.Expr(value=ast.Constant()) | ast.Pass():
+            pass
+        case ast.If() if is_type_checking(statement) or ast.unparse(statement.test) == "__name__ == '__main__'":
+            pass
+        case ast.ClassDef(body=body):
+            for part in [*statement.decorator_list, *statement.bases, *(k.value for k in statement.keywords)]:
+                yield from _calls_in(part)
+            for inner in body:
+                yield from _work_in(inner)
+        case ast.FunctionDef() | ast.AsyncFunctionDef():
+            arguments = statement.args
+            for part in [*statement.decorator_list, *arguments.defaults, *filter(None, arguments.kw_defaults)]:
+                yield from _calls_in(part)
+        case ast.Assign(value=value) | ast.AnnAssign(value=ast.expr() as value):
+            yield from _calls_in(value)
+        case ast.AnnAssign():
+            pass
+        case _:
+            yield statement, f"`{ast.unparse(statement).splitlines()[0]}` does work at import"
+
+
+def _calls_in(node: ast.expr) -> Iterator[tuple[ast.expr, str]]:
+    if isinstance(node, ast.Lambda):
+        return
+    if isinstance(node, ast.Call):
+        name = _last_name(node.func)
+        if not name.lstrip("_")[:1].isupper() and name not in PURE_CALLS:
+            yield node, f"`{ast.unparse(node.func)}(...)` is called at import"
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.expr):
+            yield from _calls_in(child)
+        elif isinstance(child, ast.keyword):
+            yield from _calls_in(child.value)
+        elif isinstance(child, ast.comprehension):
+            for part in [child.iter, *child.ifs]:
+                yield from _calls_in(part)
+
+
+Rule = Callable[[Modules], list[str]]
+
+RULES: list[Rule] = [
+    unknown_sections,
+    imports_upwards,
+    engines_that_reach_out,
+    checkpoints_that_know_an_engine,
+    cycles,
+    heavy_at_import,
+    device_code_outside_backends,
+    torch_xla_elsewhere,
+    work_at_import,
+]
