@@ -303,7 +303,7 @@ class Peers:
 
 
 def _read(line: bytes) -> Life | None:
-    """None for what no process of this version has written: the store takes a line from anyone, and no run ends by it."""
+    """None for what no process of this version has written: the store takes lines from anyone, no run ends by one."""
     try:
         return Life(**json.loads(line))
     except (TypeError, ValueError):
