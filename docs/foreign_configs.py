@@ -38,8 +38,10 @@ in bfloat16 too, as accelerate does; a warmup ratio becomes steps. In the table 
 
 ```bash
 accelerate launch --config_file tests/config/foreign/accelerate_1_15_fsdp2.yaml -m portable_fsdp.launch \\
-  --config=configs/quickstart.yaml
+  --config=configs/quickstart.yaml train.global_batch=32
 ```
+
+The file says 8 processes, which can't share quickstart's own batch of 24 rows.
 
 What its file and flags say travels in variables, and is read from there as strictly as from a file: each is honoured,
 refused or compared with what there is; a name with one of its prefixes (`ACCELERATE_`, `FSDP_` ...) that no row knows

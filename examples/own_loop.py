@@ -3,6 +3,7 @@
 python examples/own_loop.py configs/quickstart.yaml auto auto [section.key=value ...]; on several GPUs by torchrun
 """
 
+import os
 import sys
 from contextlib import closing
 
@@ -14,25 +15,25 @@ import portable_fsdp as pf
 
 def smoothed(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """The sum over all labels that count (-100 doesn't), and how many they are."""
-    flat, wanted = logits.float().flatten(0, 1), labels.flatten()
-    loss = cross_entropy(flat, wanted, label_smoothing=0.1, ignore_index=-100, reduction="sum")
-    return loss, (wanted != -100).sum()
+    loss = cross_entropy(logits.float().flatten(0, 1), labels.flatten(), label_smoothing=0.1, reduction="sum")
+    return loss, (labels != -100).sum()
 
 
-path, device, backend, *overrides = sys.argv[1:]
-config = pf.load_config(path, overrides)
-with pf.open_backend(config, device=device, backend=backend) as engine:
-    corpus = pf.build_data(config.data)
-    training = pf.build_training(config, engine, corpus.tokenizer.vocab_size, loss=smoothed)
-    steps = pf.total_steps(config, len(corpus.rows))
-    with closing(pf.open_checkpoints(config, engine, training, corpus)) as checkpoints:
-        found = checkpoints.find(config.checkpoint.resume)
-        resumed = checkpoints.load(found, training.model, training.optimizer) if found else None
-        with pf.open_batches(config, engine, training, corpus, resumed) as batches:
-            for step in range(resumed.step + 1 if resumed else 1, steps + 1):
-                metrics = training.step([engine.place(batch) for batch in next(batches)], config.optim.lr)
-                if engine.process.index == 0 and step % config.train.log_every == 0:  # then it waits
-                    print(f"step: {step}  loss: {engine.fetch(metrics).result()['loss'].item():.4f}")
-                if step % (config.checkpoint.every or steps) == 0 or step == steps:
-                    checkpoints.save(step, training.model, training.optimizer, batches.position)
-        checkpoints.wait()
+with pf.errors_as_sentences():
+    path, device, backend, *overrides = sys.argv[1:] if len(sys.argv) > 3 else sys.exit(__doc__)
+    config = pf.load_config(path, overrides, environ=os.environ)
+    with pf.open_backend(config, device=device, backend=backend) as engine:
+        corpus = pf.build_data(config.data)
+        training = pf.build_training(config, engine, corpus.tokenizer.vocab_size, loss=smoothed)
+        steps = pf.total_steps(config, len(corpus.rows))
+        with closing(pf.open_checkpoints(config, engine, training, corpus)) as checkpoints:
+            found = checkpoints.find(config.checkpoint.resume)
+            resumed = checkpoints.load(found, training.model, training.optimizer) if found else None
+            with pf.open_batches(config, engine, training, corpus, resumed) as batches:
+                for step in range(resumed.step + 1 if resumed else 1, steps + 1):
+                    metrics = training.step([engine.place(batch) for batch in next(batches)], config.optim.lr)
+                    if engine.process.index == 0 and step % config.train.log_every == 0:  # then it waits
+                        print(f"step: {step}  loss: {engine.fetch(metrics).result()['loss'].item():.4f}")
+                    if step % (config.checkpoint.every or steps) == 0 or step == steps:
+                        checkpoints.save(step, training.model, training.optimizer, batches.position)
+            checkpoints.wait()

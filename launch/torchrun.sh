@@ -34,7 +34,12 @@ fi
 
 # A later --device of the caller's overrides this one.
 arguments=(--device=cuda "$@")
-check=(python -m portable_fsdp.explain --json "${arguments[@]}")
+devices=$nproc_per_node
+if [[ $devices == gpu ]] && ! $dry_run; then
+    devices=$(python -c 'import torch; print(torch.cuda.device_count() or "auto")') # as torchrun counts them
+fi
+[[ $devices =~ ^[0-9]+$ ]] || devices=auto # torchrun knows other words too
+check=(python -m portable_fsdp.explain --strict --json --num_devices="$devices" --num_hosts="$nnodes" "${arguments[@]}")
 train=(torchrun "${meeting[@]}" --nproc-per-node="$nproc_per_node" --max-restarts="$max_restarts"
     -m portable_fsdp.launch "${arguments[@]}")
 if $dry_run; then
@@ -44,6 +49,7 @@ if $dry_run; then
     echo
     exit
 fi
-# torchrun makes 1 of every exit code: a mistake in the config is to end with 2 here, and isn't tried again.
+# torchrun makes 1 of every exit code: a mistake in the config, also one that only shows on these devices, is to end
+# with 2 here, and isn't tried again.
 "${check[@]}" > /dev/null
 exec "${train[@]}"

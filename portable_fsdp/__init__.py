@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from portable_fsdp.config.load import load_config, total_steps
     from portable_fsdp.data.build import build_data
     from portable_fsdp.models.build import build_model
+    from portable_fsdp.runtime.command import errors_as_sentences
     from portable_fsdp.train.build import build_training, open_batches, open_checkpoints
     from portable_fsdp.train.step import train_step
 
@@ -22,6 +23,7 @@ __all__ = [
     "build_data",
     "build_model",
     "build_training",
+    "errors_as_sentences",
     "load_config",
     "open_backend",
     "open_batches",
@@ -35,6 +37,7 @@ _HOMES = {
     "build_data": "portable_fsdp.data.build",
     "build_model": "portable_fsdp.models.build",
     "build_training": "portable_fsdp.train.build",
+    "errors_as_sentences": "portable_fsdp.runtime.command",
     "load_config": "portable_fsdp.config.load",
     "open_backend": "portable_fsdp.backends.open",
     "open_batches": "portable_fsdp.train.build",

@@ -20,7 +20,8 @@ from portable_fsdp import __version__
 from portable_fsdp.runtime.checks import devices, host, network, packages
 from portable_fsdp.runtime.checks.child import Question
 from portable_fsdp.runtime.checks.finding import Finding, failed, ok
-from portable_fsdp.runtime.command import run_command
+from portable_fsdp.runtime.chips import tpu_chips
+from portable_fsdp.runtime.command import run_command, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_FINISHED
 from portable_fsdp.runtime.process import Launch
 
@@ -74,13 +75,13 @@ def _report(run_dir: Path, limit_s: float, as_json: bool) -> int:
             findings.append(network.check_clocks(others.answer(limit_s + LEAVE_S)))
     code = EXIT_FAILED if any(finding.state == "failed" for finding in findings) else EXIT_FINISHED
     if launch is None or launch.local_rank == 0:
-        print(_json(findings, code) if as_json else _text(findings), flush=True)
+        to_stdout(_json(findings, code) if as_json else _text(findings))
     return code
 
 
 def _of_this_host(run_dir: Path, limit_s: float, launch: Launch | None) -> Iterator[Finding]:
     """`launch`: None where nobody knows."""
-    chips = devices.tpu_chips()
+    chips = tpu_chips()
     processes = launch.world_size if launch is not None else 1
     environ = {**os.environ, **(launch.variables if launch is not None else {})}
     with ExitStack() as asking:  # both at once
@@ -133,11 +134,15 @@ def _imported(limit_s: float, **questions: Question | None) -> Iterator[Finding]
     for package, question in questions.items():
         if question is None:
             continue
-        problem = question.answer(limit_s).problem
-        if problem:
+        answer = question.answer(limit_s)
+        if answer.is_late:
+            found = f"took longer than {limit_s:g} s: this machine is busy, its disk is slow, or a driver hangs"
+            mend = f"time python -c 'import {package}' shows how long; --limit_s={2 * limit_s:g} waits longer"
+            yield failed(f"import {package}", found, mend)
+        elif answer.problem:
             extra = "[xla]" if package == "torch_xla" else ""
             mend = f"python -c 'import {package}' shows all; pip install --force-reinstall '.{extra}'"
-            yield failed(f"import {package}", problem, mend)
+            yield failed(f"import {package}", answer.problem, mend)
         else:
             yield ok(f"import {package}", "works")
 

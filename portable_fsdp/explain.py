@@ -15,12 +15,14 @@ from typing import NamedTuple
 from absl import flags
 
 from portable_fsdp.config.describe import expected, fields, key_name, nearest, option_names, shortened, yaml_value
+from portable_fsdp.config.foreign.launcher import check_launcher_facts
 from portable_fsdp.config.load import Loaded, read_config
-from portable_fsdp.config.refusals import ENGINES_ON, EVERY, REFUSALS, Place
+from portable_fsdp.config.refusals import ENGINES_ON, EVERY, REFUSALS, Place, usual_engine
 from portable_fsdp.config.schema import Config
-from portable_fsdp.config.support import EFFECTS, Verdict, verdicts
+from portable_fsdp.config.support import EFFECTS, Verdict, require_supported, verdicts
 from portable_fsdp.config.translation import origin, translation, unsaid
-from portable_fsdp.runtime.command import run_command
+from portable_fsdp.optim.schedule import check_schedule
+from portable_fsdp.runtime.command import number_of, run_command, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FINISHED, ConfigError
 
 USAGE = """What each engine does with each option of a config: honoured; delegated (it concerns speed alone, and the
@@ -37,11 +39,13 @@ engine decides); or refused, with the reason and the way out. Without --config: 
   --backend      auto | native | xla | xla_fsdp1 (default auto: all engines of the device)
   --num_devices  auto | N: devices of each host (default auto: what depends on their number is not judged)
   --num_hosts    auto | N (default auto: as many as it takes; 1 where --num_devices is given)
+  --strict       2 and launch's own message for what a run there would refuse before it looks at its data, its model
+                 and its folders; needs --device, whose usual engine --backend=auto is then
   --json         one JSON object
   --schema       the JSON schema of a config, and nothing else
   section.key=value  overrides a key of the config
 
-exit code: 0, or 2 for a usage or config error; what is refused is an answer, not an error"""
+exit code: 0, or 2 for a usage or config error; what is refused is an answer, not an error, but under --strict"""
 
 USUAL_DEVICE = {"native": "cuda", "xla": "tpu", "xla_fsdp1": "tpu"}
 WIDTH = 120
@@ -65,6 +69,7 @@ def _define_flags() -> flags.FlagValues:
     flags.DEFINE_string("backend", "auto", "auto | native | xla | xla_fsdp1", flag_values=values)
     flags.DEFINE_string("num_devices", "auto", "auto | N", flag_values=values)
     flags.DEFINE_string("num_hosts", "auto", "auto | N", flag_values=values)
+    flags.DEFINE_boolean("strict", False, "refuse what a run would refuse", flag_values=values)
     flags.DEFINE_boolean("json", False, "one JSON object", flag_values=values)
     flags.DEFINE_boolean("schema", False, "the JSON schema of a config", flag_values=values)
     return values
@@ -75,7 +80,7 @@ def main(argv: list[str]) -> int:
     values = _define_flags()
 
     def explain(words: list[str]) -> int:
-        print(_schema_text() if values.schema else _explain(values, words))
+        to_stdout(_schema_text() if values.schema else _explain(values, words))
         return EXIT_FINISHED
 
     return run_command("explain", USAGE, values, argv, explain)
@@ -91,6 +96,8 @@ def _explain(values: flags.FlagValues, words: list[str]) -> str:
     imports = list[str](values["import"].value or ())
     overrides = [word for word in words if "=" in word]
     asked = tuple(option for word in words if "=" not in word for option in _options_of(word))
+    if values.strict:
+        places = [_sole_place(values, places)]
     if values.config is None and not imports:
         if overrides:
             raise ConfigError(f"override '{overrides[0]}': expected --config too, whose keys it overrides.")
@@ -99,6 +106,8 @@ def _explain(values: flags.FlagValues, words: list[str]) -> str:
         table = {option: list(_lines_of(option, places)) for option in asked or option_names()}
         return _json_of_table(table) if values.json else _text_of_table(table, documented=bool(asked))
     loaded = read_config(values.config or imports[0], overrides, imports if values.config else imports[1:], os.environ)
+    if values.strict:
+        _require_taken(loaded, places[0])
     if values.write:
         _write(Path(values.write), translation(loaded))
     shown = asked or option_names()
@@ -155,7 +164,7 @@ def _places(values: flags.FlagValues) -> list[Place]:
         raise ConfigError(
             f"backend {values.backend} on {values.device}: expected an engine of that device: {', '.join(engines)}."
         )
-    per_host, hosts = _number("num_devices", values.num_devices), _number("num_hosts", values.num_hosts)
+    per_host, hosts = number_of("num_devices", values.num_devices), number_of("num_hosts", values.num_hosts)
     hosts = hosts or (1 if per_host else None)
     devices = per_host * hosts if per_host and hosts else None
     return [
@@ -165,12 +174,24 @@ def _places(values: flags.FlagValues) -> list[Place]:
     ]
 
 
-def _number(flag: str, text: str) -> int | None:
-    if text == "auto":
-        return None
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"--{flag}: expected auto or a number of at least 1, found {text!r}.")
-    return int(text)
+def _sole_place(values: flags.FlagValues, places: list[Place]) -> Place:
+    """Where a run with these flags would be. Raises ConfigError where that can't be told without asking devices."""
+    if values.device == "auto":
+        raise ConfigError("--strict: expected --device=cpu, cuda or tpu: what auto stands for the run alone can see.")
+    if values.config is None:
+        raise ConfigError("--strict: expected --config too, as portable_fsdp.launch does.")
+    engine = usual_engine(values.device) if values.backend == "auto" else values.backend
+    return next(place for place in places if place.engine == engine)
+
+
+def _require_taken(loaded: Loaded, place: Place) -> None:
+    """Raises what a run there would raise before it looks at more than the config."""
+    if loaded.config.train.steps is not None:  # else the steps follow from the data
+        check_schedule(loaded.config.optim, loaded.config.train.steps)
+    # As torchrun will say it in the run's own environment; of a slice accelerate's file doesn't tell the hosts.
+    hosts = {"GROUP_WORLD_SIZE": str(place.hosts)} if place.hosts and place.device != "tpu" else {}
+    check_launcher_facts(loaded.imports, processes=place.devices, environ={**os.environ, **hosts}, device=place.device)
+    require_supported(loaded.config, engine=place.engine, device=place.device, devices=place.devices, hosts=place.hosts)
 
 
 # ------------------------------------------------------------------------------------------------------- a config

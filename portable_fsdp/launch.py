@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from absl import flags
 
-from portable_fsdp.runtime.command import run_command
+from portable_fsdp.runtime.command import number_of, run_command
 from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_STOPPED, ConfigError
 from portable_fsdp.runtime.process import detect_launch, end_with_agent
 
@@ -61,17 +61,10 @@ def main(argv: list[str]) -> int:
 
 def _launch(values: flags.FlagValues, overrides: list[str], argv: list[str]) -> int:
     from portable_fsdp.config.foreign.launcher import check_launcher_facts
-    from portable_fsdp.config.load import read_config
     from portable_fsdp.config.support import require_supported
-    from portable_fsdp.optim.schedule import check_schedule
 
-    if values.config is None:
-        raise ConfigError("--config: expected a YAML file, found none, as in --config=configs/quickstart.yaml.")
-    loaded = read_config(values.config, overrides, values["import"].value or (), os.environ)
-    config = loaded.config
-    if config.train.steps is not None:  # else the steps follow from the data
-        check_schedule(config.optim, config.train.steps)
-    wanted = _number(values.num_devices)
+    loaded = _read(values, overrides)
+    wanted = number_of("num_devices", values.num_devices)
     launch = detect_launch(os.environ)
 
     from portable_fsdp.backends.open import local_processes, resolve
@@ -89,16 +82,8 @@ def _launch(values: flags.FlagValues, overrides: list[str], argv: list[str]) -> 
     check_devices(started if backend == "native" else None, "the launcher")
     if processes > 1:
         if device != "tpu":  # a slice has other hosts too, which are started plainly as well: the engine counts them
-            require_supported(config, engine=backend, device=device, devices=processes, hosts=1)
-        from portable_fsdp.runtime.elastic import run_processes
-
-        since = time.time()
-        code = run_processes(processes, "portable_fsdp.launch", argv)
-        stopped = Path(config.run.dir) / "STOPPED"
-        if code == EXIT_STOPPED and not (stopped.is_file() and stopped.stat().st_mtime >= since):
-            _say("stopped before a save: torch's launcher gives its processes 30 s for the step at hand and the save.")
-            return EXIT_FAILED
-        return code
+            require_supported(loaded.config, engine=backend, device=device, devices=processes, hosts=1)
+        return _start(processes, argv, Path(loaded.config.run.dir))
 
     os.environ.update(launch.variables)
     if launch.rank == 0:
@@ -106,12 +91,38 @@ def _launch(values: flags.FlagValues, overrides: list[str], argv: list[str]) -> 
     from portable_fsdp.train.loop import train
 
     return train(
-        config,
+        loaded.config,
         device=device,
         backend=backend,
         num_devices=wanted,
         check_devices=lambda devices: check_devices(devices, f"backend {backend}"),
     )
+
+
+def _read(values: flags.FlagValues, overrides: list[str]) -> "Loaded":
+    """The config that the flags name, checked for what no device is asked for."""
+    from portable_fsdp.config.load import read_config
+    from portable_fsdp.optim.schedule import check_schedule
+
+    if values.config is None:
+        raise ConfigError("--config: expected a YAML file, found none, as in --config=configs/quickstart.yaml.")
+    loaded = read_config(values.config, overrides, values["import"].value or (), os.environ)
+    if loaded.config.train.steps is not None:  # else the steps follow from the data
+        check_schedule(loaded.config.optim, loaded.config.train.steps)
+    return loaded
+
+
+def _start(processes: int, argv: list[str], run_dir: Path) -> int:
+    """Run this very command in so many processes of this host; returns their exit code."""
+    from portable_fsdp.runtime.elastic import run_processes
+
+    since = time.time()
+    code = run_processes(processes, "portable_fsdp.launch", argv)
+    stopped = run_dir / "STOPPED"
+    if code == EXIT_STOPPED and not (stopped.is_file() and stopped.stat().st_mtime >= since):
+        _say("stopped before a save: torch's launcher gives its processes 30 s for the step at hand and the save.")
+        return EXIT_FAILED
+    return code
 
 
 def _said_by_environment(loaded: "Loaded") -> Iterator[str]:
@@ -121,14 +132,6 @@ def _said_by_environment(loaded: "Loaded") -> Iterator[str]:
         if imported.kind == "environment" and options:
             said = (f"{name}={imported.settings[name].value} ({imported.settings[name].key})" for name in options)
             yield f"from {imported.path}: {', '.join(said)}"
-
-
-def _number(text: str) -> int | None:
-    if text == "auto":
-        return None
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"--num_devices: expected auto or a number of devices of at least 1, found {text!r}.")
-    return int(text)
 
 
 def _say(message: str) -> None:

@@ -64,7 +64,7 @@ def check(command: Command) -> None:
     """Fail unless each word of the command means something in this checkout."""
     starts, _, arguments = shlex.join(command.words).partition("-m portable_fsdp.launch")
     if starts == "python " or (arguments and command.words[0] in LAUNCHERS):
-        return check_launch(shlex.split(arguments), command.where)
+        return check_launch(shlex.split(arguments), command.where, processes_of(starts))
     match command.words:
         case ["python", "-m", "portable_fsdp.explain", *arguments]:
             check_explain(arguments, command.where)
@@ -125,14 +125,25 @@ def check(command: Command) -> None:
             pytest.fail(f"{command.where}: no check for `{shlex.join(command.words)}`; add one here")
 
 
-def check_launch(arguments: list[str], where: str) -> None:
+def processes_of(launcher: str) -> int | None:
+    """Those that the words of torchrun, mpirun or accelerate start, as far as one command says it."""
+    file = re.search(r"--config_file[= ](\S+)", launcher)
+    if file and "--num_processes" not in launcher:
+        return int(yaml.safe_load((ROOT / file[1]).read_text())["num_processes"])
+    found = re.search(r"(?:--num_processes|--nproc[_-]per[_-]node)[= ](\d+)|-np (\d+)", launcher)
+    return int(found[1] or found[2]) if found else None
+
+
+def check_launch(arguments: list[str], where: str, processes: int | None = None) -> None:
     values = launch._define_flags()
     overrides = values(["launch", *arguments])[1:]
     assert values.device in DEVICES, where
     assert values.backend in BACKENDS, where
     config = load_config(ROOT / values.config, overrides, [ROOT / name for name in values["import"].value or ()])
-    if values.num_devices != "auto":
-        check_batch(config, int(values.num_devices))
+    if processes is None and values.num_devices != "auto":
+        processes = int(values.num_devices)
+    if processes is not None:
+        check_batch(config, processes)
 
 
 def check_explain(arguments: list[str], where: str) -> None:
@@ -174,6 +185,11 @@ def test_every_command_parses(page: Path) -> None:
         "sbatch launch/slurm.sbatch --config=configs/quickstart.yaml optim.learning_rate=1",
         "mpirun -np 2 python -m portable_fsdp.launch --config=configs/none.yaml",
         "accelerate launch -m portable_fsdp.launch --devise=cuda --config=configs/llama_1b.yaml",
+        "accelerate launch --config_file tests/config/foreign/accelerate_1_15_fsdp2.yaml -m portable_fsdp.launch "
+        "--config=configs/quickstart.yaml",
+        "accelerate launch --num_processes=8 -m portable_fsdp.launch --config=configs/quickstart.yaml",
+        "torchrun --standalone --nproc_per_node=8 -m portable_fsdp.launch --config=configs/quickstart.yaml",
+        "mpirun -np 8 python -m portable_fsdp.launch --config=configs/quickstart.yaml",
         "kubectl apply -f launch/gke_jobset.yaml",
         "kubectl apply -f launch/skypilot_tpu.yaml",
         "kubectl logs --follow --prefix --selector=jobset.sigs.k8s.io/jobset-name=portable_fsdp",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from portable_fsdp import explain
+from portable_fsdp import explain, launch
 from portable_fsdp.config.describe import option_names
 from portable_fsdp.config.refusals import ENGINES_ON, EVERY
 from portable_fsdp.config.yaml_text import parse
@@ -125,10 +125,66 @@ def test_without_a_config_every_option_and_every_case(capsys: pytest.CaptureFixt
         (["optim.lr=1"], "override 'optim.lr=1': expected --config too"),
         ([CONFIG, "optim.lrr=1"], "optim.lrr: unknown key"),
         (["--config=none.yaml"], "no such file"),
+        ([CONFIG, "--strict"], "--strict: expected --device=cpu, cuda or tpu"),
+        (["--device=cpu", "--strict"], "--strict: expected --config too"),
     ],
 )
 def test_usage_errors_end_with_2(capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str) -> None:
     assert expected in refused(capsys, *arguments)
+
+
+QUICKSTART = [f"--config={ROOT / 'configs/quickstart.yaml'}", "--device=cpu", "--num_devices=2"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["optim.lrr=1"],
+        ["optim.warmup_steps=151"],
+        ["optim.schedule=wsd", "optim.decay_ratio=0.99"],
+        ["train.global_batch=7"],
+        ["memory.every=2"],
+        ["compile.scan_layers=true", "memory.every=2", "train.global_batch=7"],
+        [f"--import={ROOT / 'tests/config/foreign/multi_gpu.yaml'}"],
+        ["--num_devices=x"],
+    ],
+    ids=lambda words: words[-1].rpartition("/")[2],
+)
+def test_strict_refuses_what_launch_refuses_in_its_words(capsys: pytest.CaptureFixture[str], wrong: list[str]) -> None:
+    assert launch.main([*QUICKSTART, *wrong]) == 2
+    message = capsys.readouterr().err
+    assert refused(capsys, *QUICKSTART, "--strict", *wrong) == message
+
+
+def test_strict_judges_the_usual_engine_of_the_device(capsys: pytest.CaptureFixture[str]) -> None:
+    offload, scan = "memory.cpu_offload=true", "compile.scan_layers=true"
+    for device, taken, wrong in (("cuda", offload, scan), ("tpu", scan, offload), ("cpu", offload, scan)):
+        said(capsys, CONFIG, "--strict", f"--device={device}", taken)
+        assert wrong in refused(capsys, CONFIG, "--strict", f"--device={device}", wrong)
+    said(capsys, CONFIG, "--strict", "--device=cpu", "--backend=xla", scan)
+
+
+def test_strict_does_not_judge_by_a_number_of_devices_that_it_is_not_told(capsys: pytest.CaptureFixture[str]) -> None:
+    strict = [CONFIG, "--strict", "--device=cuda", "train.global_batch=7", "train.micro_batch=7"]
+    assert said(capsys, *strict, "--num_devices=1")
+    assert said(capsys, *strict)
+    assert "7 * 16 = 112 sequences, found 7" in refused(capsys, *strict, "--num_devices=8", "--num_hosts=2")
+    theirs = f"--import={ROOT / 'tests/config/foreign/multi_gpu.yaml'}"
+    message = refused(capsys, *QUICKSTART, "--strict", theirs, "--num_hosts=2")  # 4 devices, as it says
+    assert "num_machines: expected 2, as the launcher has it, found 1" in message
+    assert "num_processes" not in message
+
+
+def test_strict_says_what_is_said_without_it(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [CONFIG, "--device=cuda", "--num_devices=8", "--json"]
+    assert said(capsys, *words, "--strict") == said(capsys, *words)
+
+
+@pytest.mark.parametrize("words", [CONFIG, "--schema", "--help"])
+def test_a_reader_that_goes_away_is_no_error(words: str) -> None:
+    line = f"{sys.executable} -m portable_fsdp.explain {words} | head -0; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_a_key_is_explained_by_its_documentation_and_a_section_by_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,7 +222,7 @@ def test_the_schema_takes_our_configs_and_finds_what_is_misspelt(capsys: pytest.
 def test_it_is_quick_and_imports_no_torch() -> None:
     program = (
         "import sys\nfrom portable_fsdp.explain import main\n"
-        f"assert main([{CONFIG!r}]) == main([]) == 0\n"
+        f"assert main([{CONFIG!r}]) == main([]) == main([{CONFIG!r}, '--strict', '--device=cuda']) == 0\n"
         "assert not {'torch', 'transformers', 'numpy', 'jax'} & set(sys.modules)"
     )
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime

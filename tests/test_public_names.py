@@ -10,6 +10,7 @@ NAMES = [
     "build_data",
     "build_model",
     "build_training",
+    "errors_as_sentences",
     "load_config",
     "open_backend",
     "open_batches",

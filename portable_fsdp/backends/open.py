@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import cast
 
 from portable_fsdp.backends.base import Backend
+from portable_fsdp.config.refusals import usual_engine
 from portable_fsdp.config.schema import Config
+from portable_fsdp.runtime.chips import tpu_chips
 from portable_fsdp.runtime.errors import BackendError
 
 
@@ -41,7 +43,7 @@ def resolve(device: str, backend: str) -> tuple[str, str]:
             "  Use --backend=native (FSDP2 on NCCL) on GPUs; the config and the checkpoints are the same."
         )
     if backend == "auto":
-        backend = _default(device)
+        backend = usual_engine(device)
     engine = _ENGINES[backend]
     if importlib.util.find_spec(engine.needs) is None:
         extra = "[tpu]" if device == "tpu" else engine.extra
@@ -79,12 +81,6 @@ def local_processes(device: str, backend: str, num_devices: int | None) -> int:
     return num_devices or (_cuda_devices() if device == "cuda" else 1)
 
 
-def _default(device: str) -> str:
-    if device != "tpu":
-        return "native"
-    return "native" if importlib.util.find_spec("torch_tpu") is not None else "xla"
-
-
 def _check_present(device: str, backend: str) -> None:
     if device == "cuda" and not _cuda_devices():
         raise BackendError(
@@ -112,8 +108,4 @@ def _cuda_devices() -> int:
 
 
 def _tpu_chips() -> int:
-    if importlib.util.find_spec("torch_xla") is None:
-        return 0
-    from portable_fsdp.backends.pjrt import tpu_chips
-
-    return tpu_chips()
+    return 0 if importlib.util.find_spec("torch_xla") is None else len(tpu_chips())

@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -38,11 +37,6 @@ def tpu_name() -> str:
 
     kind = str(cast(Any, tpu).get_tpu_env()["ACCELERATOR_TYPE"]).split("-")[0]  # v5litepod, v5p, v6e
     return f"TPU {kind.replace('litepod', ' lite')}"
-
-
-def tpu_chips() -> int:
-    """TPU chips that this host shows as device files."""
-    return len([*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")])
 
 
 class Programs:

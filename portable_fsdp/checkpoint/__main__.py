@@ -9,7 +9,6 @@ import argparse
 import json
 import logging
 import math
-import os
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from portable_fsdp.checkpoint import report
 from portable_fsdp.checkpoint.foreign import EXPORTS, FORMATS
 from portable_fsdp.checkpoint.format import MANIFEST, Manifest, checkpoints_below, is_committed, read_manifest
 from portable_fsdp.checkpoint.storage import exists, locate
+from portable_fsdp.runtime.command import to_stdout
 from portable_fsdp.runtime.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
@@ -37,7 +37,6 @@ log = logging.getLogger("portable_fsdp")
 # Commands import torch (a second) and transformers (seconds) themselves: `--help`, `list` and `show` do without.
 
 _EXIT_INTERRUPTED = 130  # 128 + SIGINT
-_EXIT_NO_READER = 141  # 128 + SIGPIPE
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -161,11 +160,7 @@ def _local(text: str) -> Path:
 
 
 def _say(options: argparse.Namespace, data: Any, text: str) -> None:
-    try:
-        print(json.dumps(data) if options.json else text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's own last flush fails too
-        raise SystemExit(_EXIT_NO_READER) from None
+    to_stdout(json.dumps(data) if options.json else text)
 
 
 def _list(options: argparse.Namespace) -> None:

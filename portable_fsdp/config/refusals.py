@@ -5,6 +5,7 @@ One table, REFUSALS; above it, what its conditions and ways out ask of a config.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import NamedTuple
 
 from portable_fsdp.config.describe import yaml_value
@@ -16,6 +17,11 @@ EVERY = (*NATIVE, *EITHER_XLA)
 
 ENGINES_ON = {"cpu": EVERY, "cuda": NATIVE, "tpu": EVERY}
 """The engines of a device; native on TPUs needs TorchTPU."""
+
+
+def usual_engine(device: str) -> str:
+    """What `--backend=auto` is on a device."""
+    return "xla" if device == "tpu" and find_spec("torch_tpu") is None else "native"
 
 
 class Place(NamedTuple):

@@ -43,13 +43,15 @@ class Effect:
     kind: Kind = "honoured"
 
 
-def require_supported(config: Config, *, engine: str, device: str, devices: int, hosts: int) -> None:
+def require_supported(config: Config, *, engine: str, device: str, devices: int | None, hosts: int | None) -> None:
     """Raise BackendError with all options that `engine` can't honour on so many devices of so many hosts.
 
-    `devices` counts those of all hosts. A batch that they don't divide is said first; alone it is a ConfigError.
+    `devices` counts those of all hosts; what depends on a None isn't judged. A batch that they don't divide is said
+    first; alone it is a ConfigError.
     """
     place = Place(engine, device, devices, hosts)
-    where = f"backend {engine} on {device} ({devices} device(s) of {hosts} host(s))"
+    counted = f" ({devices} device(s) of {hosts} host(s))" if devices is not None else ""
+    where = f"backend {engine} on {device}{counted}"
     found = [f"{where}: {_title(rule, config)}: {_reason(rule, config, place)}" for rule in refusals(config, place)]
     batch = _batch_problem(config, devices)
     if found:

@@ -19,7 +19,7 @@ from portable_fsdp.plan.result import Comparison, Plan
 from portable_fsdp.plan.sweep import PlanOf, Settings, Tried, grid, nearest_that_fits, sweep, usual_grid
 from portable_fsdp.plan.target import parse_target
 from portable_fsdp.plan.time import compare, require_rows
-from portable_fsdp.runtime.command import run_command, to_stderr
+from portable_fsdp.runtime.command import run_command, to_stderr, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FINISHED, EXIT_USAGE, ConfigError, UsageError
 
 USAGE = """Does it fit, how many bytes on a device, how long at best: on hardware that you don't have.
@@ -94,7 +94,7 @@ def _plan(values: flags.FlagValues, overrides: list[str], apart: Apart) -> int:
         return _sweep(points, plan_of, as_json=values.json, picture=picture)
     plan = plan_of({})
     if not values.json:
-        print(report.text(plan))
+        to_stdout(report.text(plan))
     measures: list[Tried] = []
     if plan.memory.verdict == "does not fit":
         measures = list(nearest_that_fits(config, plan_of, offload=kind == "cuda"))
@@ -108,12 +108,12 @@ def _tell_the_rest(plan: Plan, measures: list[Tried], comparison: Comparison | N
     if as_json:
         beside = None if comparison is None else comparison.model_dump(mode="json")
         rest = {"measures": [_json_of(one) for one in measures], "measured": beside}
-        print(json.dumps(plan.model_dump(mode="json") | rest))
+        to_stdout(json.dumps(plan.model_dump(mode="json") | rest))
         return
     if comparison is not None:
-        print(report.comparison_text(comparison))
+        to_stdout(report.comparison_text(comparison))
     if measures:
-        print(report.measures_text(measures))
+        to_stdout(report.measures_text(measures))
 
 
 def _sweep(points: list[Settings], plan_of: PlanOf, *, as_json: bool, picture: Path | None) -> int:
@@ -132,13 +132,13 @@ def _sweep(points: list[Settings], plan_of: PlanOf, *, as_json: bool, picture: P
     if as_json:
         complete = code == EXIT_FINISHED
         plans = [_json_of(one) for one in found]
-        print(json.dumps({"schema_version": 1, "complete": complete, "plans": plans, "left_out": left_out}))
+        to_stdout(json.dumps({"schema_version": 1, "complete": complete, "plans": plans, "left_out": left_out}))
     else:
-        print(report.sweep_text(ranked, keys))
+        to_stdout(report.sweep_text(ranked, keys))
         if left_out and code == EXIT_FINISHED:
-            print(f"left out: {len(left_out)} with more rows at once than one that does not fit")
+            to_stdout(f"left out: {len(left_out)} with more rows at once than one that does not fit")
         for reason, several in _refusals(found).items():
-            print("\n".join(["refused:", *(f"  {report.words(one, keys)}" for one in several), reason]))
+            to_stdout("\n".join(["refused:", *(f"  {report.words(one, keys)}" for one in several), reason]))
     if picture is not None and ranked:
         labels = [", ".join(one.settings.get(key, "-") for key in keys) for one in ranked]
         report.draw([one.plan for one in ranked if one.plan is not None], labels, picture)

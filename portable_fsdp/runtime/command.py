@@ -1,15 +1,47 @@
 """The frame of a command: its help, its usage errors, and errors of ours as sentences, each with its exit code."""
 
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 
 from absl import flags
 
-from portable_fsdp.runtime.errors import EXIT_FINISHED, EXIT_USAGE, PortableFSDPError
+from portable_fsdp.runtime.errors import EXIT_FINISHED, EXIT_USAGE, ConfigError, PortableFSDPError
+
+EXIT_NO_READER = 141  # 128 + SIGPIPE
 
 
 def to_stderr(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
+
+
+def to_stdout(text: str) -> None:
+    """What a command was asked for. Raises SystemExit where nobody reads on, as behind `| head`."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's own last flush fails too
+        raise SystemExit(EXIT_NO_READER) from None
+
+
+@contextmanager
+def errors_as_sentences() -> Generator[None]:
+    """For a program of one's own: an error of ours ends it by its sentence and exit code, others by a traceback."""
+    try:
+        yield
+    except PortableFSDPError as error:
+        to_stderr(str(error))
+        raise SystemExit(error.exit_code) from None
+
+
+def number_of(flag: str, text: str) -> int | None:
+    """What a flag that counts devices or hosts says; None for auto. Raises ConfigError."""
+    if text == "auto":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"--{flag}: expected auto or a number of at least 1, found {text!r}.")
+    return int(text)
 
 
 def run_command(
@@ -27,7 +59,7 @@ def run_command(
     `say` is told what a PortableFSDPError says.
     """
     if any(argument in ("--help", "-help", "-h", "--h") for argument in argv):
-        print(usage)
+        to_stdout(usage)
         return EXIT_FINISHED
     try:
         return body(values([name, *argv])[1:])

@@ -59,6 +59,8 @@ def detect_launch(environ: Mapping[str, str]) -> Launch:
         launch = _of_variables(environ, "variables", said)
     else:
         launch = _alone(environ, tasks)
+    if launch.kind == "variables":
+        _require_all_tpu_workers(environ, launch)
     by_accelerate = is_by_accelerate(environ)
     return replace(launch, by_accelerate=by_accelerate, said=_said(launch, by_accelerate, environ))
 
@@ -70,8 +72,9 @@ def is_by_accelerate(environ: Mapping[str, str]) -> bool:
 
 def _said(launch: Launch, by_accelerate: bool, environ: Mapping[str, str]) -> str:
     """For the first line of a run."""
-    by = "accelerate launch" if by_accelerate and launch.is_alone else launch.said
-    by += ", of accelerate launch" if by_accelerate and not launch.is_alone else ""
+    if by_accelerate and launch.kind == "plain":
+        return "accelerate launch: 1 process(es)"  # it starts no others, and has counted this one
+    by = launch.said + (", of accelerate launch" if by_accelerate else "")
     if launch.is_alone:
         return by
     here = {**environ, **launch.variables}.get("LOCAL_WORLD_SIZE")
@@ -79,8 +82,13 @@ def _said(launch: Launch, by_accelerate: bool, environ: Mapping[str, str]) -> st
 
 
 def _alone(environ: Mapping[str, str], tasks: Tasks | None) -> Launch:
-    workers = [name for name in environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if name]
+    workers = tpu_workers(environ)
     if workers:
+        if problem := problem_of_tpu_worker(environ):
+            raise ConfigError(
+                f"environment: {problem}.\n  Set the TPU_* variables as the TPU VM does, or unset them. "
+                "Nothing was started."
+            )
         # One process a host: how many there are, and which one this is, PJRT finds out by itself.
         slices = environ.get("MEGASCALE_NUM_SLICES")
         of_slice = f", slice {environ.get('MEGASCALE_SLICE_ID', '?')} of {slices}" if slices else ""
@@ -88,6 +96,21 @@ def _alone(environ: Mapping[str, str], tasks: Tasks | None) -> Launch:
         return Launch("tpu_vm", rank=0, local_rank=0, world_size=1, said=said)
     said = "hand (no launcher)" if tasks is None else f"{tasks.launcher}, as its only task"
     return Launch("plain", rank=0, local_rank=0, world_size=1, said=said)
+
+
+def tpu_workers(environ: Mapping[str, str]) -> list[str]:
+    """The hosts of a TPU slice; none where the environment doesn't say them."""
+    return [name for name in environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if name]
+
+
+def problem_of_tpu_worker(environ: Mapping[str, str]) -> str:
+    """What is wrong with the worker's number, as far as the environment says it; empty where nothing is."""
+    number, count = environ.get("TPU_WORKER_ID", ""), len(tpu_workers(environ))
+    if number and not number.isdecimal():
+        return f"TPU_WORKER_ID={number} is no number"
+    if number and count and int(number) >= count:
+        return f"TPU_WORKER_ID={number}, but TPU_WORKER_HOSTNAMES names {count} worker(s)"
+    return ""
 
 
 def _of_variables(environ: Mapping[str, str], kind: Literal["torchrun", "variables"], said: str) -> Launch:
@@ -100,14 +123,41 @@ def _of_variables(environ: Mapping[str, str], kind: Literal["torchrun", "variabl
             "Nothing was started."
         )
     rank, local_rank, world_size = (integer(environ, name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-    integer(environ, "MASTER_PORT")
+    _require_port(environ)
     if not 0 <= local_rank <= rank < world_size:
         raise ConfigError(
             "environment: expected 0 <= LOCAL_RANK <= RANK < WORLD_SIZE, found "
             f"LOCAL_RANK={local_rank}, RANK={rank}, WORLD_SIZE={world_size}.\n"
             "  Start with torchrun, which sets them, or unset them. Nothing was started."
         )
+    here = integer(environ, "LOCAL_WORLD_SIZE") if environ.get("LOCAL_WORLD_SIZE") else world_size
+    if not local_rank < here <= world_size:
+        raise ConfigError(
+            "environment: expected LOCAL_RANK < LOCAL_WORLD_SIZE <= WORLD_SIZE, found "
+            f"LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={here}, WORLD_SIZE={world_size}.\n"
+            "  Set it to the number of processes of this host, or unset it. Nothing was started."
+        )
     return Launch(kind, rank, local_rank, world_size, said)
+
+
+def _require_port(environ: Mapping[str, str]) -> None:
+    if not 1 <= integer(environ, "MASTER_PORT") <= 65535:
+        raise ConfigError(
+            f"environment: MASTER_PORT: expected a port from 1 to 65535, found {environ['MASTER_PORT']}. "
+            "Nothing was started."
+        )
+
+
+def _require_all_tpu_workers(environ: Mapping[str, str], launch: Launch) -> None:
+    """torchrun may be started on each host of a slice by itself; whoever else counts processes counts those of all."""
+    workers = len(tpu_workers(environ))
+    if workers > 1 and launch.world_size % workers:
+        raise ConfigError(
+            f"environment: two launchers: WORLD_SIZE={launch.world_size} (by {launch.said}), but TPU_WORKER_HOSTNAMES "
+            f"names {workers} workers, on each of which the run has as many processes.\n"
+            f"  Unset {', '.join(LAUNCH_VARIABLES)}: on a TPU slice a plain start on each host is enough. "
+            "Nothing was started."
+        )
 
 
 def _torchrun(environ: Mapping[str, str], tasks: Tasks | None) -> Launch:
@@ -200,7 +250,7 @@ def _of_tasks(environ: Mapping[str, str], tasks: Tasks) -> Launch:
         "MASTER_ADDR": address,
         "MASTER_PORT": environ.get("MASTER_PORT") or str(tasks.port),
     }
-    integer(variables, "MASTER_PORT")
+    _require_port(variables)
     return Launch(tasks.launcher, tasks.rank, tasks.local_rank, tasks.count, tasks.launcher, variables)
 
 

@@ -1,6 +1,8 @@
 """Processes that watch each other, as on hosts of their own: no process group, so that nothing else ends them."""
 
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -8,12 +10,20 @@ import sys
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import asdict, replace
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from portable_fsdp.backends.base import Part
+from portable_fsdp.backends.native.peers import Life, Peers
+from portable_fsdp.runtime.store import open_store
+
 pytestmark = pytest.mark.slow
 
+ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 5.0
 LIMIT_S = 90.0  # most of it for imports
 PROCESS = f"""
@@ -35,13 +45,31 @@ peers.leave(RuntimeError(word) if word else None)
 """
 
 
-@contextmanager
-def watching(folder: Path, count: int, ranks: range | None = None) -> Generator[list[subprocess.Popen[str]]]:
-    """`ranks`: those that are started; each has a file stderr-RANK."""
+SEVERAL_ENGINES = f"""
+import os, time
+import portable_fsdp as pf
+config = pf.load_config({str(ROOT / "configs/quickstart.yaml")!r})
+for number in range(3):
+    with pf.open_backend(config, device="cpu", backend="native") as engine:
+        assert engine.agree(number) == number
+    time.sleep(1.0 * (engine.process.index == LATE))
+"""
+
+
+def meeting_of(count: int) -> dict[str, str]:
+    """What a launcher would set, save RANK: a port of this host that is free."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    meeting = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": "0"}
+    return {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": "0"}
+
+
+@contextmanager
+def watching(
+    folder: Path, count: int, ranks: range | None = None, program: str = PROCESS
+) -> Generator[list[subprocess.Popen[str]]]:
+    """`ranks`: those that are started; each has a file stderr-RANK."""
+    meeting = meeting_of(count)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")} | meeting
     processes: list[subprocess.Popen[str]] = []
     try:
@@ -49,7 +77,7 @@ def watching(folder: Path, count: int, ranks: range | None = None) -> Generator[
             with (folder / f"stderr-{rank}").open("w") as said:
                 processes.append(
                     subprocess.Popen(
-                        [sys.executable, "-c", PROCESS],
+                        [sys.executable, "-c", program],
                         env={**environment, "RANK": str(rank)},
                         stdin=subprocess.PIPE,
                         stdout=subprocess.PIPE,
@@ -80,9 +108,9 @@ def tell(process: subprocess.Popen[str], word: str) -> None:
 
 
 def said(folder: Path, rank: int) -> str:
-    """Without torch's warning of a host that has no name."""
+    """Without torch's warning of a host that has no name, and gloo's word on each group."""
     lines = (folder / f"stderr-{rank}").read_text().splitlines()
-    return "\n".join(line for line in lines if "hostname of the client socket" not in line)
+    return "\n".join(line for line in lines if not re.search(r"hostname of the client socket|^\[Gloo\]", line))
 
 
 def test_all_leave_in_order_without_a_word(tmp_path: Path) -> None:
@@ -150,3 +178,70 @@ def test_those_that_have_not_come_are_named(tmp_path: Path) -> None:
             assert time.monotonic() < deadline, said(tmp_path, 0)
             assert processes[0].poll() is None
             time.sleep(0.1)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_engines_opened_one_after_the_other(tmp_path: Path, late: int) -> None:
+    """Process 0 holds the store, and the others may be there before it, or after it."""
+    with watching(tmp_path, 2, program=SEVERAL_ENGINES.replace("LATE", str(late))) as processes:
+        codes = [process.wait(LIMIT_S) for process in processes]
+        assert (codes, [said(tmp_path, rank) for rank in range(2)]) == ([0, 0], ["", ""])
+
+
+# --------------------------------------------------------------------------- process 1 of two, and what it reads of 0
+
+ZERO = Life("the run before", "host", 1, 0, [])
+
+
+class Zero:
+    """Process 0, whose lines a test writes by hand."""
+
+    def __init__(self, peers: Peers, store: Any) -> None:
+        self.peers, self._store, self._line = peers, store, 0
+
+    def says(self, life: Life) -> None:
+        self._line += 1
+        self.writes(json.dumps(asdict(replace(life, line=self._line))))
+
+    def writes(self, line: str) -> None:
+        self._store.set("portable_fsdp/life/0", line)
+        time.sleep(1.0)  # ten rounds: it was read
+
+    def is_met(self) -> bool:
+        return self.peers._met.is_set()
+
+
+@pytest.fixture
+def zero(monkeypatch: pytest.MonkeyPatch) -> Generator[Zero]:
+    for name, value in meeting_of(2).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    limit = timedelta(seconds=60)
+    store = open_store(os.environ, limit, serves=True)
+    peers = Peers(Part(1, 2), TIMEOUT_S, limit)
+    try:
+        yield Zero(peers, store)
+    finally:
+        peers.leave(None)
+
+
+def test_the_end_of_an_earlier_engine_is_no_start_of_this_one(zero: Zero) -> None:
+    zero.says(ZERO)
+    zero.says(replace(ZERO, left=True))
+    assert not zero.is_met()
+    zero.says(replace(ZERO, id="this run"))
+    assert zero.is_met()
+    zero.peers.meet().set("key", "value")
+    assert zero._store.get("portable_fsdp/this run/key") == b"value"
+
+
+def test_a_line_that_cannot_be_read_ends_nobody(zero: Zero, capfd: pytest.CaptureFixture[str]) -> None:
+    zero.says(ZERO)
+    for line in ("{", "[]", "\x00", json.dumps({**asdict(ZERO), "of_a_newer_version": 1})):
+        zero.writes(line)
+    zero.writes(json.dumps({"id": "of an older version"}))
+    time.sleep(TIMEOUT_S)
+    assert "what process 0 says can't be read: another version of portable_fsdp?" in capfd.readouterr().err
+    assert not zero.is_met()
+    zero.says(replace(ZERO, steps=2))
+    assert zero.is_met()

@@ -123,6 +123,29 @@ def test_a_loop_of_ones_own_goes_on_where_another_engine_stopped(tmp_path: Path)
     assert [*begun, *losses([sys.executable], "xla", "parts", 8)] == whole
 
 
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ([], 1, "python examples/own_loop.py configs/quickstart.yaml"),
+        (["configs/quickstart.yaml", "cpu", "native", "optim.lrr=1"], 2, "optim.lrr: unknown key"),
+        (["configs/quickstart.yaml", "cpu", "fsdp"], 2, "--backend=fsdp: expected one of"),
+    ],
+)
+def test_a_mistake_ends_a_loop_of_ones_own_with_a_sentence(words: list[str], code: int, said: str) -> None:
+    done = run_example("own_loop.py", *words)
+    assert done.returncode == code
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_loop_of_ones_own_reads_the_environment_of_accelerate_launch() -> None:
+    environ = {**os.environ, "ACCELERATE_MIXED_PRECISION": "fp8"}
+    command = [sys.executable, "examples/own_loop.py", "configs/quickstart.yaml", "cpu", "native"]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "ACCELERATE_MIXED_PRECISION" in done.stderr
+
+
 def test_a_loop_of_ones_own_has_under_40_lines_and_no_branch_on_the_device() -> None:
     text = (ROOT / "examples" / "own_loop.py").read_text()
     assert len(text.splitlines()) < 40

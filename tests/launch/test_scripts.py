@@ -35,6 +35,12 @@ def test_shellcheck_finds_arguments_torn_apart_on_their_way_to_ssh(tmp_path: Pat
     assert "SC2145" in found.stdout
 
 
+CHECK = ["python", "-m", "portable_fsdp.explain", "--strict", "--json"]
+PYTHON = f"""#!/bin/bash
+[[ $1 == -c ]] && echo "${{GPUS:-auto}}" || exec "{sys.executable}" "$@"
+"""  # it has so many GPUs
+
+
 def launch(*arguments: str) -> list[str]:
     return ["--max-restarts=3", "-m", "portable_fsdp.launch", "--device=cuda", *arguments]
 
@@ -44,7 +50,7 @@ def test_torchrun_on_one_node(shell: Shell) -> None:
     done = shell.run(TORCHRUN, *arguments, variables={"NPROC_PER_NODE": "8"})
     assert (done.returncode, done.stderr) == (0, "")
     assert shell.calls() == [
-        ["python", "-m", "portable_fsdp.explain", "--json", "--device=cuda", *arguments],
+        [*CHECK, "--num_devices=8", "--num_hosts=1", "--device=cuda", *arguments],
         ["torchrun", "--standalone", "--nproc-per-node=8", *launch(*arguments)],
     ]
 
@@ -59,7 +65,10 @@ def test_torchrun_on_several_nodes(shell: Shell) -> None:
     done = shell.run(TORCHRUN, "--config=c.yaml", variables=variables)
     assert (done.returncode, done.stderr) == (0, "")
     meeting = ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=job 7", "--rdzv-endpoint=node0:29500"]
-    assert shell.calls()[-1] == ["torchrun", *meeting, "--nproc-per-node=gpu", *launch("--config=c.yaml")]
+    [counting, checking, training] = shell.calls()
+    assert counting[:2] == ["python", "-c"]
+    assert checking == [*CHECK, "--num_devices=auto", "--num_hosts=2", "--device=cuda", "--config=c.yaml"]
+    assert training == ["torchrun", *meeting, "--nproc-per-node=gpu", *launch("--config=c.yaml")]
 
 
 @pytest.mark.parametrize(
@@ -86,10 +95,41 @@ def test_a_mistake_in_the_config_ends_before_torchrun(shell: Shell) -> None:
     assert shell.calls() == []
 
 
+@pytest.mark.parametrize(
+    ("override", "variables", "said"),
+    [
+        ("optim.warmup_steps=151", {}, "optim.warmup_steps: expected at most 150"),
+        ("compile.scan_layers=true", {}, "backend native on cuda: compile.scan_layers=true"),
+        ("train.micro_batch=2", {"NPROC_PER_NODE": "8"}, "devices = 2 * 8 = 16 sequences, found 24"),
+        ("train.micro_batch=2", {"GPUS": "5"}, "devices = 2 * 5 = 10 sequences, found 24"),
+        (
+            "train.micro_batch=2",
+            {"GPUS": "4", "NNODES": "2", "RDZV_ENDPOINT": "a"},
+            "devices = 2 * 8 = 16 sequences, found 24",
+        ),
+    ],
+)
+def test_what_the_run_would_refuse_ends_before_torchrun(
+    shell: Shell, override: str, variables: dict[str, str], said: str
+) -> None:
+    shell.install("python", PYTHON)
+    done = shell.run(TORCHRUN, "--config=configs/quickstart.yaml", override, variables=variables)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert shell.calls() == []
+
+
+def test_a_config_that_fits_is_started(shell: Shell) -> None:
+    shell.install("python", PYTHON)
+    done = shell.run(TORCHRUN, "--config=configs/quickstart.yaml", variables={"GPUS": "6"})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [call[0] for call in shell.calls()] == ["torchrun"]
+
+
 def test_dry_run_prints_what_would_be_called_and_calls_nothing(shell: Shell) -> None:
-    shown = shell.run(TORCHRUN, "--dry-run", *TRICKY)
+    shown = shell.run(TORCHRUN, "--dry-run", *TRICKY, variables={"NPROC_PER_NODE": "8"})
     assert (shown.returncode, shown.stderr, shell.calls()) == (0, "", [])
-    shell.run(TORCHRUN, *TRICKY)
+    shell.run(TORCHRUN, *TRICKY, variables={"NPROC_PER_NODE": "8"})
     really = shell.calls()
     assert len(really) == 2
     shell.run("bash", "-c", shown.stdout)

@@ -26,7 +26,7 @@ def shell(tmp_path: Path) -> Shell:
     shell = Shell(tmp_path, "torchrun")
     for name in ("sbatch", "srun", "scontrol"):
         shell.install_fake(name, "fake_slurm.py")
-    # No torch, and no venv of the checkout: the script runs in `tmp_path`.
+    # No GPU, and no venv of the checkout: the script runs in `tmp_path`.
     shell.install("python", f'#!/bin/sh\nPYTHONPATH="{ROOT}" exec "{sys.executable}" "$@"\n')
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TINY))
     (tmp_path / "run").mkdir()
@@ -90,6 +90,24 @@ def test_a_mistake_in_the_config_ends_the_job_before_the_step(shell: Shell, tmp_
     done = shell.run("sbatch", SCRIPT, "--config=tiny.yaml", "optim.l=1", cwd=tmp_path)
     assert done.returncode == 2
     assert "optim.l: unknown key" in done.stderr
+    assert "srun" not in [call[0] for call in shell.calls()]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("optim.warmup_steps=7", "optim.warmup_steps: expected at most 6"),
+        ("compile.scan_layers=true", "backend native on cuda (6 device(s) of 2 host(s)): compile.scan_layers=true"),
+        ("train.micro_batch=1", "devices = 1 * 6 = 6 sequences, found 4"),
+    ],
+)
+def test_what_the_run_would_refuse_ends_the_job_before_the_step(
+    shell: Shell, tmp_path: Path, override: str, said: str
+) -> None:
+    variables = {"NPROC_PER_NODE": "3"}
+    done = shell.run("sbatch", SCRIPT, "--config=tiny.yaml", override, cwd=tmp_path, variables=variables)
+    assert done.returncode == 2
+    assert said in done.stderr
     assert "srun" not in [call[0] for call in shell.calls()]
 
 

@@ -12,6 +12,7 @@ import pytest
 from portable_fsdp.runtime.checks import devices, host, network, packages
 from portable_fsdp.runtime.checks.child import Answer, Question
 from portable_fsdp.runtime.checks.finding import Finding
+from portable_fsdp.runtime.chips import tpu_chips
 
 GPU = {
     "torch": "2.9.0",
@@ -127,7 +128,7 @@ def test_chips_are_device_files(tmp_path: Path) -> None:
     (tmp_path / "vfio").mkdir()
     for name in ("accel0", "accel1", "accelerator", "vfio/0", "vfio/vfio", "vfio/devices"):
         (tmp_path / name).touch()
-    assert [path.name for path in devices.tpu_chips(tmp_path)] == ["accel0", "accel1", "0"]
+    assert [path.name for path in tpu_chips(tmp_path)] == ["accel0", "accel1", "0"]
 
 
 def test_who_holds_a_chip_is_named(tmp_path: Path) -> None:
@@ -263,7 +264,7 @@ def test_a_question_ends_with_its_block(tmp_path: Path) -> None:
     (tmp_path / "endless.py").write_text("import time\nwhile True:\n    time.sleep(1)\n")
     with Question("endless", environment={"PYTHONPATH": str(tmp_path)}) as question:
         assert question._child.poll() is None
-        assert question.answer(0.2) == Answer(None, "no answer within 0.2 s")
+        assert question.answer(0.2) == Answer(None, "no answer within 0.2 s", is_late=True)
         assert question._child.poll() == -signal.SIGKILL
     with Question("endless", environment={"PYTHONPATH": str(tmp_path)}) as question:
         pass

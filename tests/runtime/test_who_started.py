@@ -37,6 +37,8 @@ TORCHRUN = {
     "MASTER_ADDR": "gpu07",
     "MASTER_PORT": "29500",
 }
+VARIABLES = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "gpu07", "MASTER_PORT": "29500"}
+WORKERS = {"TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "a,b,c"}
 ONE_A_NODE = {**SRUN, "SLURM_NTASKS": "4", "SLURM_PROCID": "2", "SLURM_LOCALID": "0", "SLURM_TASKS_PER_NODE": "1(x4)"}
 
 
@@ -187,7 +189,11 @@ def test_our_own_start() -> None:
 @pytest.mark.parametrize(
     ("environ", "said"),
     [
-        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, "accelerate launch"),
+        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, "accelerate launch: 1 process(es)"),
+        (
+            {"ACCELERATE_MIXED_PRECISION": "bf16", "TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "1"},
+            "TPU worker 1 of 2, of accelerate launch",
+        ),
         (
             {**TORCHRUN, "ACCELERATE_MIXED_PRECISION": "no"},
             "torchrun (restart 1 of 3), of accelerate launch: 8 process(es), 2 of them on this host",
@@ -230,8 +236,34 @@ def test_tpu_vm(more: dict[str, str], said: str) -> None:
         ({**SRUN, "SLURM_LOCALID": "4"}, "and 4 of 4 on this host"),
         ({**SRUN, "SLURM_NTASKS": "many"}, "SLURM_NTASKS: expected an integer, found 'many'"),
         ({**SRUN, "MASTER_PORT": "http"}, "MASTER_PORT: expected an integer, found 'http'"),
+        ({**SRUN, "MASTER_PORT": "99999"}, "MASTER_PORT: expected a port from 1 to 65535, found 99999"),
+        ({**VARIABLES, "MASTER_PORT": "99999"}, "MASTER_PORT: expected a port from 1 to 65535, found 99999"),
+        ({**VARIABLES, "MASTER_PORT": "0"}, "MASTER_PORT: expected a port from 1 to 65535, found 0"),
+        (
+            {**VARIABLES, "LOCAL_WORLD_SIZE": "8"},
+            "LOCAL_WORLD_SIZE <= WORLD_SIZE, found LOCAL_RANK=1, LOCAL_WORLD_SIZE=8, WORLD_SIZE=4",
+        ),
+        ({**VARIABLES, "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK < LOCAL_WORLD_SIZE <= WORLD_SIZE, found LOCAL_RANK=1"),
+        ({**VARIABLES, "LOCAL_WORLD_SIZE": "two"}, "LOCAL_WORLD_SIZE: expected an integer, found 'two'"),
+        ({**WORKERS, "TPU_WORKER_ID": "3"}, "TPU_WORKER_ID=3, but TPU_WORKER_HOSTNAMES names 3 worker"),
+        ({**WORKERS, "TPU_WORKER_ID": "first"}, "TPU_WORKER_ID=first is no number"),
+        ({**VARIABLES, **WORKERS}, r"two launchers: WORLD_SIZE=4 .* TPU_WORKER_HOSTNAMES names 3 workers"),
     ],
 )
 def test_contradictions_name_the_variables(environ: dict[str, str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         detect_launch(environ)
+
+
+@pytest.mark.parametrize(
+    ("environ", "kind"),
+    [
+        ({**VARIABLES, **WORKERS, "TPU_WORKER_HOSTNAMES": "a,b"}, "variables"),  # two processes on each host
+        ({**VARIABLES, **WORKERS, "TPU_WORKER_HOSTNAMES": "localhost"}, "variables"),  # all on one
+        ({**TORCHRUN, **WORKERS}, "torchrun"),  # on each host of a slice by itself, a process for each chip
+        (WORKERS, "tpu_vm"),
+        ({**VARIABLES, "LOCAL_WORLD_SIZE": "4"}, "variables"),
+    ],
+)
+def test_what_does_not_contradict_itself(environ: dict[str, str], kind: str) -> None:
+    assert detect_launch(environ).kind == kind

@@ -61,6 +61,12 @@ class _Heard:
     last: bytes | None = None
     life: Life | None = None  # once something newer than `first` was read
     silent_s: float = 0.0
+    unreadable: bool = False  # the last line
+
+    @property
+    def has_come(self) -> bool:
+        """To this very opening: the last line of an earlier one may be newer than `first`, and says that it ended."""
+        return self.life is not None and not self.life.left and not self.life.last_words
 
     def hear(self, line: bytes, after_s: float) -> None:
         """`line`: what stands in the store, `after_s` after it was read before."""
@@ -70,7 +76,8 @@ class _Heard:
             return
         self.last, self.silent_s = line, 0.0
         if line != self.first:
-            self.life = Life(**json.loads(line))
+            life = _read(line)
+            self.life, self.unreadable = life or self.life, life is None
 
 
 @dataclass
@@ -225,7 +232,7 @@ class Peers:
         lines = self._store.multi_get([_key(rank) for rank in there]) if there else []
         for rank, line in zip(there, lines, strict=True):
             self._heard[rank].hear(line, after_s)
-        if all(heard.life for heard in self._heard.values()):
+        if all(heard.has_come for heard in self._heard.values()):
             self._met.set()
 
     def _judge(self) -> None:
@@ -258,7 +265,9 @@ class Peers:
         """A run that waits, though nobody is lost, says so."""
         missing = ", ".join(str(rank) for rank, heard in self._heard.items() if heard.life is None)
         if missing and self._coming.is_due(after_s):
-            self._warn(f"waiting for process {missing}, not come after {self._coming.waited_s:.0f} s")
+            unread = ", ".join(str(rank) for rank, heard in self._heard.items() if heard.unreadable)
+            why = f" (what process {unread} says can't be read: another version of portable_fsdp?)" if unread else ""
+            self._warn(f"waiting for process {missing}, not come after {self._coming.waited_s:.0f} s{why}")
         if missing or self._index != 0:
             return
         lives = {rank: heard.life for rank, heard in self._heard.items() if heard.life}
@@ -284,12 +293,21 @@ class Peers:
         def ask() -> None:
             with contextlib.suppress(RuntimeError):
                 for rank in range(self._count):
-                    found[rank] = Life(**json.loads(self._store.get(_key(rank))))
+                    if life := _read(self._store.get(_key(rank))):
+                        found[rank] = life
 
         asking = threading.Thread(target=ask, name="portable_fsdp peers ask", daemon=True)
         asking.start()
         asking.join(ASKING_S)
         return dict(found)
+
+
+def _read(line: bytes) -> Life | None:
+    """None for what no process of this version has written: the store takes lines from anyone, no run ends by one."""
+    try:
+        return Life(**json.loads(line))
+    except (TypeError, ValueError):
+        return None
 
 
 def _ourselves() -> Life:

@@ -1,10 +1,13 @@
 """What a foreign file or environment says of processes, hosts and the device: checked, never obeyed."""
 
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from portable_fsdp.config.foreign.read import Import, Said
 from portable_fsdp.config.foreign.rows import NO
 from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.runtime.process import tpu_workers
+from portable_fsdp.runtime.tasks import read_tasks
 
 
 def check_launcher_facts(
@@ -18,16 +21,19 @@ def check_launcher_facts(
     """Raise ConfigError where num_processes, num_machines, machine_rank or use_cpu isn't what there is.
 
     `processes` counts those of all hosts, one for each device (under xla, the devices themselves); None where only the
-    engine knows. The hosts are torchrun's (GROUP_WORLD_SIZE, GROUP_RANK); where it didn't start this process, they
-    aren't compared. `device` is what `--device` came to.
+    engine knows. The hosts are those of whoever started this process, as far as it tells them. `device` is what
+    `--device` came to.
     """
-    there_are: dict[str, int | None] = {
-        "num_processes": processes,
-        "num_machines": _integer(environ, "GROUP_WORLD_SIZE"),
-        "machine_rank": _integer(environ, "GROUP_RANK"),
-    }
+    hosts = _hosts(environ)
     found: list[str] = []
     for imported in imports:
+        # `accelerate config` never asks for the hosts of a TPU: it writes 1, and machine 0, on each of them.
+        unasked = hosts.of_tpu and imported.number("num_machines") == 1
+        there_are = {
+            "num_processes": processes,
+            "num_machines": None if unasked else hosts.there_are,
+            "machine_rank": None if unasked else hosts.this_is,
+        }
         for said in imported.launcher:
             number, there = imported.number(said.fact), there_are.get(said.fact)
             if number is not None and there is not None and number != there:
@@ -41,6 +47,32 @@ def check_launcher_facts(
         way = "Mend the file, or start as it says (--num_devices, torchrun's --nproc-per-node, --nnodes, --node-rank"
         way += ", --device)." if device else ")."
         raise ConfigError("\n".join(found) + f"\n  {way} Nothing was started.")
+
+
+class _Hosts(NamedTuple):
+    """None where the environment doesn't say it."""
+
+    there_are: int | None
+    this_is: int | None  # counted from 0
+    of_tpu: bool = False
+
+
+def _hosts(environ: Mapping[str, str]) -> _Hosts:
+    """Those of torchrun, srun, mpirun or a TPU slice. mpirun's are counted by the processes of this one."""
+    if environ.get("GROUP_WORLD_SIZE"):
+        return _Hosts(_integer(environ, "GROUP_WORLD_SIZE"), _integer(environ, "GROUP_RANK"))
+    tasks = read_tasks(environ)
+    if tasks is not None and tasks.count > 1:
+        if tasks.launcher == "srun":
+            count = "SLURM_STEP_NUM_NODES" if environ.get("SLURM_STEP_NUM_NODES") else "SLURM_NNODES"
+            return _Hosts(_integer(environ, count), _integer(environ, "SLURM_NODEID"))
+        count, rest = divmod(tasks.count, max(1, tasks.local_count))
+        return _Hosts(None if rest else count, 0 if count == 1 else None)
+    workers, slices = len(tpu_workers(environ)), _integer(environ, "MEGASCALE_NUM_SLICES") or 1
+    if not workers:
+        return _Hosts(None, None)
+    worker, slice_ = _integer(environ, "TPU_WORKER_ID"), _integer(environ, "MEGASCALE_SLICE_ID") or 0
+    return _Hosts(workers * slices, None if worker is None else slice_ * workers + worker, of_tpu=True)
 
 
 def _device(said: Said) -> str:

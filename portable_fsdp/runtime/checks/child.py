@@ -19,6 +19,7 @@ class Answer:
 
     value: dict[str, Any] | None
     problem: str = ""
+    is_late: bool = False
 
 
 class Question:
@@ -52,7 +53,7 @@ class Question:
             code = self._child.wait(max(0.0, self._began + limit_s - time.monotonic()))
         except subprocess.TimeoutExpired:
             self._kill()
-            return Answer(None, f"no answer within {limit_s:g} s")
+            return Answer(None, f"no answer within {limit_s:g} s", is_late=True)
         said = _lines(self._out)
         if code == 0 and said:
             return Answer(json.loads(said[-1]))

@@ -8,6 +8,7 @@ from pathlib import Path
 from portable_fsdp.runtime.checks.child import Answer
 from portable_fsdp.runtime.checks.finding import Finding, failed, ok, warning
 from portable_fsdp.runtime.checks.packages import installed
+from portable_fsdp.runtime.process import problem_of_tpu_worker
 
 LIBTPU_LOCK = Path("/tmp/libtpu_lockfile")  # there whatever TMPDIR says
 TPU_VARIABLES = ("TPU_", "MEGASCALE_")
@@ -94,16 +95,11 @@ def _names_one(asked: str, interfaces: Sequence[str]) -> bool:
 # ----------------------------------------------------------------------------------------------------------------- TPU
 
 
-def tpu_chips(devices: Path = Path("/dev")) -> list[Path]:
-    """Device files of this host's TPU chips."""
-    return sorted([*devices.glob("accel[0-9]*"), *(devices / "vfio").glob("[0-9]*")])
-
-
 def check_tpu(chips: Sequence[Path], environ: Mapping[str, str]) -> Finding:
     said = [f"{name}={environ[name]}" for name in sorted(environ) if name.startswith(TPU_VARIABLES)]
     said += [f"PJRT_DEVICE={environ['PJRT_DEVICE']}"] if "PJRT_DEVICE" in environ else []
     variables = f"; {', '.join(said)}" if said else ""
-    wrong = _wrong_variables(environ)
+    wrong = problem_of_tpu_worker(environ)
     if wrong:
         return failed("tpu", f"{wrong}{variables}", "unset the TPU_* variables, or set them as the TPU VM does")
     if not chips:
@@ -115,17 +111,6 @@ def check_tpu(chips: Sequence[Path], environ: Mapping[str, str]) -> Finding:
     if library is None and not environ.get("TPU_LIBRARY_PATH"):
         return failed("tpu", f"{len(chips)} chip(s), and no libtpu{variables}", "pip install '.[tpu]'")
     return ok("tpu", f"{len(chips)} chip(s), libtpu {library or environ['TPU_LIBRARY_PATH']}{variables}")
-
-
-def _wrong_variables(environ: Mapping[str, str]) -> str:
-    """Which worker of which: where the environment says it, and not the metadata server."""
-    number, hosts = environ.get("TPU_WORKER_ID", ""), environ.get("TPU_WORKER_HOSTNAMES", "")
-    if number and not number.isdecimal():
-        return f"TPU_WORKER_ID={number} is no number"
-    count = len(hosts.split(",")) if hosts else 0
-    if number and count and int(number) >= count:
-        return f"TPU_WORKER_ID={number}, but TPU_WORKER_HOSTNAMES names {count} worker(s)"
-    return ""
 
 
 def check_tpu_is_free(chips: Sequence[Path], lock: Path = LIBTPU_LOCK) -> Finding:

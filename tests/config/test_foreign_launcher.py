@@ -1,0 +1,63 @@
+"""What an accelerate file says of hosts is compared with what each launcher says of them in a process."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from portable_fsdp.config.foreign.launcher import check_launcher_facts
+from portable_fsdp.config.load import read_config
+from portable_fsdp.runtime.errors import ConfigError
+
+OURS = Path(__file__).parents[2] / "configs/quickstart.yaml"
+TORCHRUN = {"GROUP_WORLD_SIZE": "2", "GROUP_RANK": "1"}
+SRUN = {
+    "SLURM_JOB_ID": "1",
+    "SLURM_JOB_NAME": "train",
+    "SLURM_STEP_ID": "0",
+    "SLURM_NTASKS": "8",
+    "SLURM_NNODES": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_PROCID": "4",
+    "SLURM_LOCALID": "0",
+}
+MPIRUN = {"PMI_RANK": "4", "PMI_SIZE": "8", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "4"}
+TPU = {"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "1"}
+SLICES = {**TPU, "TPU_WORKER_ID": "0", "MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "1"}
+BATCH_SCRIPT = {name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"}
+ONE_HOST = {**MPIRUN, "MPI_LOCALNRANKS": "8"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "machines", "rank", "wrong"),
+    [
+        (TORCHRUN, 2, 1, ""),
+        (TORCHRUN, 3, 0, "num_machines: expected 2, machine_rank: expected 1"),
+        ({**SRUN, **TORCHRUN, "SLURM_NTASKS": "2"}, 2, 1, ""),
+        (SRUN, 2, 1, ""),
+        (SRUN, 1, 0, "num_machines: expected 2, machine_rank: expected 1"),
+        ({**SRUN, "SLURM_NNODES": "9", "SLURM_STEP_NUM_NODES": "2"}, 2, 1, ""),
+        (BATCH_SCRIPT, 5, 4, ""),
+        (MPIRUN, 2, 0, ""),  # it doesn't number its hosts
+        (MPIRUN, 1, 0, "num_machines: expected 2"),
+        (ONE_HOST, 2, 1, "num_machines: expected 1, machine_rank: expected 0"),
+        (TPU, 2, 1, ""),
+        (TPU, 3, 0, "num_machines: expected 2, machine_rank: expected 1"),
+        (TPU, 1, 0, ""),  # `accelerate config` doesn't ask for the hosts of a TPU
+        (SLICES, 4, 2, ""),
+        (SLICES, 2, 0, "num_machines: expected 4, machine_rank: expected 2"),
+        ({}, 5, 4, ""),
+    ],
+)
+def test_hosts_are_those_of_the_launcher(
+    tmp_path: Path, environ: dict[str, str], machines: int, rank: int, wrong: str
+) -> None:
+    theirs = tmp_path / "theirs.yaml"
+    theirs.write_text(f"distributed_type: FSDP\nnum_machines: {machines}\nmachine_rank: {rank}\n")
+    imports = read_config(OURS, (), [theirs]).imports
+    found = ""
+    try:
+        check_launcher_facts(imports, processes=None, environ=environ)
+    except ConfigError as error:
+        found = ", ".join(re.findall(r"\w+: expected \d+", str(error)))
+    assert found == wrong
