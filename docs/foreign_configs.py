@@ -19,16 +19,18 @@ python -m portable_fsdp.explain --config=tests/config/foreign/training_arguments
 python -m portable_fsdp.launch --config=configs/quickstart.yaml --import=tests/config/foreign/unquoted_no.yaml
 ```
 
-`explain --write=ours.yaml` saves the translation with a comment on each key. Overrides win over all; where a file of
-ours and an import give one key different values, both lines are named, and nothing starts. A key that is absent has
-our default ([configuration.md](configuration.md)), which need not be the other tool's.
+`explain --write=ours.yaml` saves the translation with a comment on each key. Where such a file is all there is, an
+error says what it sets and what a run needs beside it. Overrides win over all; where a file of ours and an import give
+one key different values, both lines are named, and nothing starts. A key that is absent has our default
+([configuration.md](configuration.md)), which need not be the other tool's.
 
 Each key is *honoured*, *refused* (with the way out), *not needed*, or the *launcher*'s: counts of processes and
-machines are compared with what was started, and never obeyed. An unknown key is an error that names the nearest.
-Prefixes (`fsdp_`, `dynamo_` ...) may be left out, words are taken in any case, `true`, `yes`, `on` and `1` are one
-value, numbers stand for strategies as in accelerate's menus, and an unquoted `NO` is the word. A key that does nothing
-in its own tool, or stands where that tool doesn't look, is taken at its word, and `explain` says so. Null and keys that
-begin with `_`, `//` or `#` set nothing.
+machines are compared with what was started, and never obeyed. An override that a refusal names lifts it. An unknown
+key is an error that names the nearest; a value that its tool couldn't read (`num_processes: two`) is one, too. Prefixes
+(`fsdp_`, `dynamo_` ...) may be left out, words are taken in any case, `true`, `yes`, `on` and `1` are one value,
+numbers stand for strategies as in accelerate's menus, and an unquoted `NO` is the word. A key that does nothing in its
+own tool, or stands where that tool doesn't look, is taken at its word, and `explain` says so. Null and keys that begin
+with `_`, `//` or `#` set nothing.
 
 Some options follow from several keys: `train.global_batch` is rows of a device * accumulation * `num_processes`;
 HYBRID_SHARD on one machine is FULL_SHARD, as one machine is one copy; `mixed_precision: bf16` under FSDP sums gradients
@@ -97,8 +99,8 @@ def _words(answer: Answer) -> str:
             return f"nothing ({reason})"
         case Launcher(reason):
             return reason
-        case Refuse(reason, way):
-            return f"refused: {reason}; {way}"
+        case Refuse(reason):
+            return f"refused: {reason}; {answer.ways}"
 
 
 if __name__ == "__main__":

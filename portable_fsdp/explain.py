@@ -62,7 +62,7 @@ class Line(NamedTuple):
 
 def _define_flags() -> flags.FlagValues:
     values = flags.FlagValues()
-    flags.DEFINE_string("config", None, "YAML file", flag_values=values)
+    flags.DEFINE_string("config", None, "YAML file", flag_values=values, allow_overwrite=False)
     flags.DEFINE_multi_string("import", [], "a file of accelerate's or Trainer's", flag_values=values)
     flags.DEFINE_string("write", None, "a new YAML file", flag_values=values)
     flags.DEFINE_string("device", "auto", "auto | cpu | cuda | tpu", flag_values=values)

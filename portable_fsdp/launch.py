@@ -37,7 +37,7 @@ exit code: 0 finished, 2 usage or config error, 143 stopped on request after a c
 
 def _define_flags() -> flags.FlagValues:
     values = flags.FlagValues()
-    flags.DEFINE_string("config", None, "YAML file", flag_values=values)
+    flags.DEFINE_string("config", None, "YAML file", flag_values=values, allow_overwrite=False)
     flags.DEFINE_multi_string("import", [], "a file of accelerate's or Trainer's", flag_values=values)
     flags.DEFINE_string("device", "auto", "auto | cpu | cuda | tpu", flag_values=values)
     flags.DEFINE_string("backend", "auto", "auto | native | xla | xla_fsdp1", flag_values=values)

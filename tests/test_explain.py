@@ -127,6 +127,7 @@ def test_without_a_config_every_option_and_every_case(capsys: pytest.CaptureFixt
         (["--config=none.yaml"], "no such file"),
         ([CONFIG, "--strict"], "--strict: expected --device=cpu, cuda or tpu"),
         (["--device=cpu", "--strict"], "--strict: expected --config too"),
+        ([CONFIG, "--config=none.yaml"], f"flag --config=none.yaml: already defined as {ROOT}/configs/llama_1b.yaml"),
     ],
 )
 def test_usage_errors_end_with_2(capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str) -> None:

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, cast
 
 import yaml
 from pydantic import ValidationError
-from yaml.nodes import Node
+from yaml.nodes import MappingNode
 
 from portable_fsdp.config.describe import option_names
-from portable_fsdp.config.foreign.read import Import, is_foreign
+from portable_fsdp.config.foreign.read import Import, is_foreign, is_ours
 from portable_fsdp.config.schema import Config
 from portable_fsdp.config.source import Source
 from portable_fsdp.config.yaml_text import Dumper, line_of, parse, problem_of
@@ -55,11 +55,13 @@ def read_config(
 ) -> Loaded:
     """As `load_config`, with the origin of each option and the imports."""
     source, foreign = _read_file(Path(path))
-    roots = [*foreign, *(root for name in imports for root in _read_import(Path(name)))]
+    roots = [*foreign, *(_read_import(Path(name)) for name in imports)]
     for text in overrides:
         source.override(text)
     read = [source.lay_under(place, root) for place, root in roots]
     read += source.lay_environment_under(environ or {}, read)
+    if foreign:
+        source.require_the_rest(read[0])
     config = _validated(source)
     options = {name: tuple(name.split(".")) for name in option_names()}
     origins = {name: source.origin(key).where for name, key in options.items() if source.is_set(key)}
@@ -144,9 +146,9 @@ def _micro_batches_that_fit(global_batch: int, micro_batch: int, devices: int) -
     return below[-1:] + above[:1]
 
 
-def _read_file(path: Path) -> tuple[Source, list[tuple[Path, Node]]]:
+def _read_file(path: Path) -> tuple[Source, list[tuple[Path, MappingNode]]]:
     """The file's values; or none, and the root of a file of another tool, which its keys tell."""
-    node, values = _parsed(path)
+    node, values = _parsed(path, f"expected a mapping of sections ({', '.join(Config.model_fields)})")
     if is_foreign(node, set(Config.model_fields)):
         return Source(path), [(path, node)]
     source = Source(path)
@@ -155,18 +157,20 @@ def _read_file(path: Path) -> tuple[Source, list[tuple[Path, Node]]]:
     return source, []
 
 
-def _read_import(path: Path) -> list[tuple[Path, Node]]:
-    node, _ = _parsed(path)
-    if not is_foreign(node, set(Config.model_fields)):
+def _read_import(path: Path) -> tuple[Path, MappingNode]:
+    theirs = "expected a mapping of accelerate's or Trainer's keys (distributed_type, fsdp_config, learning_rate, ...)"
+    node, values = _parsed(path, f"nothing to import: {theirs}")
+    if not values:
+        raise ConfigError(f"{path}: nothing to import: {theirs}, found an empty one. Nothing was started.")
+    if is_ours(node, set(Config.model_fields)):
         raise ConfigError(
-            f"{path}: expected a file of accelerate's or Trainer's to import, found none of their keys.\n"
-            "  A file of ours is named by --config. Nothing was started."
+            f"{path}: {theirs}, found sections of ours.\n  A file of ours is named by --config. Nothing was started."
         )
-    return [(path, node)]
+    return path, node
 
 
-def _parsed(path: Path) -> tuple[Node, dict[str, Any]]:
-    """The node and the values of a file. Raises ConfigError when there is no mapping to go on with."""
+def _parsed(path: Path, wanted: str) -> tuple[MappingNode, dict[str, Any]]:
+    """The node and the values of a file. Raises ConfigError when there is no mapping to go on with, as `wanted`."""
     try:
         text = path.read_text(encoding="utf-8-sig")
         # JSON may be indented with tabs, which YAML doesn't take.
@@ -184,6 +188,5 @@ def _parsed(path: Path) -> tuple[Node, dict[str, Any]]:
         raise ConfigError(f"{where}: expected YAML: {problem_of(error)}. Nothing was started.") from None
     if node is None or not isinstance(values, dict):
         found = Source(path).found((), values) if node is not None else "nothing"
-        sections = ", ".join(Config.model_fields)
-        raise ConfigError(f"{path}: expected a mapping of sections ({sections}), found {found}. Nothing was started.")
-    return node, cast(dict[str, Any], values)
+        raise ConfigError(f"{path}: {wanted}, found {found}. Nothing was started.")
+    return cast(MappingNode, node), cast(dict[str, Any], values)

@@ -20,9 +20,11 @@ from portable_fsdp.config.describe import (
     yaml_value,
 )
 from portable_fsdp.config.foreign.environment import read_environment
-from portable_fsdp.config.foreign.keys_accelerate import ACCELERATE
+from portable_fsdp.config.foreign.keys_accelerate import ACCELERATE, SCRIPT
+from portable_fsdp.config.foreign.keys_fsdp import FSDP
 from portable_fsdp.config.foreign.keys_trainer import TRAINER
 from portable_fsdp.config.foreign.read import Import, Said, read_foreign
+from portable_fsdp.config.foreign.rules import Setting
 from portable_fsdp.config.foreign.table import find, nested_place
 from portable_fsdp.config.yaml_text import MERGE_TAG, first_comment, parse, problem_of, scalar_text
 from portable_fsdp.runtime.errors import ConfigError
@@ -44,6 +46,16 @@ _INSTEAD = (
     ("model.pretrained", "model.architecture"),
 )
 """Options that go instead of one another: an override of the first takes the place of an imported second."""
+
+_NEEDED = (("model.pretrained", "model.architecture", "FOLDER"), ("train.steps", "train.epochs", 100))
+"""Options without a default, what goes instead of each, and an example."""
+
+_WHOSE = {
+    ACCELERATE: "a file of accelerate's",
+    TRAINER: "a file of Trainer's arguments",
+    FSDP: "an fsdp_config",
+    SCRIPT: "a file of a script's arguments",
+}
 
 
 @dataclass
@@ -129,7 +141,7 @@ class Source:
         section = self.values.get(key[0])
         return isinstance(section, dict) and key[1] in section
 
-    def lay_under(self, path: Path, root: Node) -> Import:
+    def lay_under(self, path: Path, root: MappingNode) -> Import:
         """Add what a foreign file says where nothing is said yet; where our file says something else, a problem."""
         given = self._given()
         overridden = {".".join(key[:2]) for key, origin in self.origins.items() if origin.is_override}
@@ -169,14 +181,45 @@ class Source:
             key = tuple(option.split("."))
             if option in overridden:
                 continue
-            if option not in given:
+            other = next((other for one, other in _INSTEAD if one == option and given.get(other) is not None), option)
+            if other != option:
+                self._add_difference(setting, other, given)
+            elif option not in given:
                 self.values[key[0]] = {**self.values.get(key[0], {}), key[1]: setting.value}
                 self.origins[key] = Origin(False, setting.line, setting.origin, setting.typed)
             elif given[option] != setting.value:
-                here = f"{setting.said} says {option}={yaml_value(setting.value)}"
-                ours = f"{self.origin(key).where} says {option}={yaml_value(given[option])}"
-                text = f"{here}, and {ours}.\n  Keep one, or override it: {option}=..."
-                self.problems.setdefault(text, Origin(False, setting.line, "", None))
+                self._add_difference(setting, option, given)
+
+    def _add_difference(self, setting: Setting, option: str, given: Mapping[str, object]) -> None:
+        """A foreign key says something else than `option`, which is its own or goes instead of it."""
+        here = f"{setting.said} says {setting.option}={yaml_value(setting.value)}"
+        ours = f"{self.origin(tuple(option.split('.'))).where} says {option}={yaml_value(given[option])}"
+        text = f"{here}, and {ours}.\n  Keep one, or override it: {option}=..."
+        self.problems.setdefault(text, Origin(False, setting.line, "", None))
+
+    def require_the_rest(self, imported: Import) -> None:
+        """A problem where a file of another tool is the config, and nothing says the model or the length of the run."""
+        missing = [
+            (option, other, example)
+            for option, other, example in _NEEDED
+            if not any(self.is_set(tuple(name.split("."))) for name in (option, other))
+        ]
+        if not missing:
+            return
+        for option, _, example in missing:  # in the place of it, or the schema would miss it once more
+            section, key = option.split(".")
+            if isinstance(self.values.setdefault(section, {}), dict):
+                self.values[section] = {**self.values[section], key: example}
+        wanted = " and ".join(f"{option} (or {other})" for option, other, _ in missing)
+        says = ", ".join(f"{name}={yaml_value(setting.value)}" for name, setting in imported.settings.items())
+        examples = " ".join(f"{option}={example}" for option, _, example in missing)
+        self.add_problem(
+            Origin(False, 0, str(imported.path), None),
+            (),
+            f"{_WHOSE[imported.kind]}; a run needs {wanted} too.\n  It says {says or 'nothing that we need'}.\n"
+            f"  Add: python -m portable_fsdp.launch --config={imported.path} {examples}\n"
+            f"  Or lay it under yours: --config=YOURS.yaml --import={imported.path} (explain shows what comes of it).",
+        )
 
     def _given(self) -> dict[str, object]:
         sections = {k: cast(dict[str, Any], v) for k, v in self.values.items() if isinstance(v, dict)}

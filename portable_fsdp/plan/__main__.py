@@ -43,7 +43,7 @@ _EXIT_INTERRUPTED = 130  # 128 + SIGINT
 
 def _define_flags() -> flags.FlagValues:
     values = flags.FlagValues()
-    flags.DEFINE_string("config", None, "YAML file", flag_values=values)
+    flags.DEFINE_string("config", None, "YAML file", flag_values=values, allow_overwrite=False)
     flags.DEFINE_string("on", None, "hardware", flag_values=values)
     flags.DEFINE_boolean("sweep", False, "plan other settings too", flag_values=values)
     flags.DEFINE_multi_string("over", [], "key=value,value", flag_values=values)

@@ -1,7 +1,7 @@
 """Files in the wild: what contradicts itself, can't be honoured or isn't known; how an import lies under our file."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -68,13 +68,86 @@ F = "distributed_type: FSDP\n"
         ("distributed_type: MEGATRON_LM\nmegatron_lm_config: {megatron_lm_tp_degree: 4}\n", "tensor and pipeline"),
         ("fsdp: ''\nfsdp_config: {xla: true}\n", "theirs.yaml:1: fsdp: expected true, found '', under which Trainer"),
         ("learning_rate: fast\nmax_steps: 5\n", "theirs.yaml:1: learning_rate: expected a number, found fast"),
+        ("learning_rate: nan\nmax_steps: 5\n", "theirs.yaml:1: learning_rate: expected a number, found nan."),
+        ("learning_rate: 1e999\nmax_steps: 5\n", "theirs.yaml:1: learning_rate: expected a number, found 1e999."),
         ("learning_rate: -1\nmax_steps: 100\n", "theirs.yaml:1: optim.lr: expected a number > 0"),
+        ("gradient_accumulation_steps: 0\nlearning_rate: 1\n", "expected a whole number >= 1, found 0."),
+        (
+            f"{F}num_machines: 2\nmachine_rank: 2\n",
+            "theirs.yaml:3: machine_rank: expected a number from 0 to num_machines - 1 = 1, found 2.",
+        ),
+        (
+            f"{F}fsdp_config: {{fsdp_version: 9.2}}\n",
+            "theirs.yaml:2: fsdp_version: expected 1 | 2, found 9.2.",
+        ),
+        (
+            "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 0.3}\n",
+            "theirs.yaml:2: zero_stage: expected 0 | 1 | 2 | 3, found 0.3.",
+        ),
+        (
+            "distributed_type: DEEPSPEED\ndeepspeed_config: {gradient_clipping: auto}\n",
+            "gradient_clipping: auto can't be honoured: DeepSpeed's auto is filled in by Trainer or by the script.\n"
+            "  Way out: set it to a number, 0 for no clipping, or override train.max_grad_norm.",
+        ),
+        (
+            f"{F}fsdp_config: {{offload_params: true, cpu_offload_pin_memory: false}}\n",
+            "cpu_offload_pin_memory: false can't be honoured: offloaded parameters are pinned in host memory.",
+        ),
+        (
+            f"""{F}fsdp_config: '{{"xla": true}}'\n""",
+            "theirs.yaml:2: fsdp_config: expected a mapping, found JSON in quotes.\n  Take the quotes away.",
+        ),
+        (
+            f"{F}fsdp_config: fsdp.json\n",
+            "\n  Give that file by itself, --import=fsdp.json, and leave fsdp_config out.",
+        ),
+        (f"{F}fsdp_config: true\n", "theirs.yaml:2: fsdp_config: expected a mapping, found true. Nothing"),
         (f"{F}<<: {{debug: false}}\n", "theirs.yaml:2: <<: expected plain keys"),
         (f"{F}fsdp_config: &a\n  fsdp_config: *a\n", "a mapping within itself"),
     ],
 )
 def test_what_is_wrong_is_said_by_line_and_key(tmp_path: Path, text: str, expected: str) -> None:
     assert expected in problems(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("key", "right", "wrong", "expected"),
+    [
+        ("num_processes", ["1", "auto", "' 2 '"], ["two", "0", "-1", "2.0"], "a whole number >= 1, or auto"),
+        ("num_machines", ["1", "16"], ["auto", "-1", "0"], "a whole number >= 1"),
+        ("machine_rank", ["0", "9"], ["-1", "first"], "a whole number >= 0"),
+        ("main_process_port", ["0", "65535"], ["twelve", "65536", "-1"], "a whole number from 0 to 65535"),
+        ("num_cpu_threads_per_process", ["4"], ["0", "4.5"], "a whole number >= 1"),
+        ("monitor_interval", ["0.1", "5"], ["soon", "nan"], "a number >= 0"),
+        ("debug", ["true", "No", "'1'", "off", "t"], ["maybe", "2"], "true | false"),
+        ("same_network", ["yes"], ["local"], "true | false"),
+        ("use_fsdp", ["true"], ["FSDP"], "true | false"),
+        ("fsdp_limit_all_gathers", ["1", "F"], ["7"], "true | false"),
+        ("fsdp_sync_module_states", ["on"], ["always"], "true | false"),
+        ("dataloader_num_workers", ["0"], ["-1", "many"], "a whole number >= 0"),
+        ("tpu_use_sudo", ["false"], ["3"], "true | false"),
+    ],
+)
+def test_a_value_that_sets_nothing_is_read_all_the_same(
+    tmp_path: Path, key: str, right: Sequence[str], wrong: Sequence[str], expected: str
+) -> None:
+    theirs = tmp_path / "theirs.yaml"
+    for value in (*right, "null"):
+        theirs.write_text(f"{F}{key}: {value}\n")
+        assert read(theirs).config.sharding.strategy == "FULL_SHARD"
+    for value in wrong:
+        message = problems(tmp_path, f"{F}{key}: {value}\n")
+        assert message == f"theirs.yaml:2: {key}: expected {expected}, found {value}. Nothing was started."
+
+
+@pytest.mark.parametrize("words", [("true", "FULL_SHARD"), ("false", "SHARD_GRAD_OP")])
+def test_reshard_after_forward_is_taken_in_all_of_accelerates_words(tmp_path: Path, words: tuple[str, str]) -> None:
+    spelt = {"true": ("y", "yes", "t", "True", "on", "1"), "false": ("n", "no", "f", "FALSE", "off", "0")}
+    for place, key in (("fsdp_config", "fsdp_reshard_after_forward"), ("xla_fsdp_settings", "reshard_after_forward")):
+        for word in spelt[words[0]]:
+            theirs = tmp_path / "theirs.yaml"
+            theirs.write_text(f"distributed_type: FSDP\n{place}: {{{key}: {word}}}\n")
+            assert read(theirs).config.sharding.strategy == words[1], (key, word)
 
 
 def test_all_problems_come_in_one_message(tmp_path: Path) -> None:
@@ -100,11 +173,44 @@ def test_an_override_settles_what_is_refused(tmp_path: Path) -> None:
     assert (config.precision.compute, config.sharding.strategy) == ("bfloat16", "FULL_SHARD")
 
 
-def test_what_the_file_can_not_say_is_missing(tmp_path: Path) -> None:
-    path = tmp_path / "theirs.yaml"
-    path.write_text(F)
-    with pytest.raises(ConfigError, match=r"theirs\.yaml: model: expected(?s:.*)train: expected"):
-        load_config(path)
+@pytest.mark.parametrize(
+    ("text", "option"),
+    [
+        ("fsdp_config: {xla: true, xla_fsdp_settings: {compute_dtype: float16}}\n", "precision.compute"),
+        ("fsdp_config: {xla: true, xla_fsdp_settings: {buffer_dtype: torch.float16}}\n", "xla_fsdp1.buffer_dtype"),
+        ("fsdp_config: {fsdp_mixed_precision_policy: fp16}\n", "precision.compute"),
+        ("fsdp_config: {fsdp_mixed_precision_policy: fp8}\n", "precision.compute"),
+        ("fsdp_config: {mixed_precision_policy: {reduce_dtype: fp16}}\n", "precision.reduce"),
+    ],
+)
+def test_an_override_settles_the_float16_of_a_section(tmp_path: Path, text: str, option: str) -> None:
+    assert f", or override {option}." in problems(tmp_path, text)
+    assert read(tmp_path / "theirs.yaml", f"{option}=bfloat16")
+
+
+def test_a_file_of_theirs_alone_is_told_what_a_run_needs(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs.yaml"
+
+    def message(text: str, *overrides: str) -> str:
+        theirs.write_text(text)
+        with pytest.raises(ConfigError) as error:
+            load_config(theirs, overrides)
+        return str(error.value).replace(f"{tmp_path}/", "")
+
+    assert message(f"{F}mixed_precision: 'no'\n") == (
+        "theirs.yaml: a file of accelerate's; a run needs model.pretrained (or model.architecture) and train.steps "
+        "(or train.epochs) too.\n"
+        "  It says sharding.strategy=FULL_SHARD, precision.compute=float32.\n"
+        "  Add: python -m portable_fsdp.launch --config=theirs.yaml model.pretrained=FOLDER train.steps=100\n"
+        "  Or lay it under yours: --config=YOURS.yaml --import=theirs.yaml (explain shows what comes of it). "
+        "Nothing was started."
+    )
+    less = message("per_device_train_batch_size: 2\nnum_train_epochs: 1\n", "optim.lr=-1", "train.global_batch=8")
+    assert less.startswith("theirs.yaml: a file of Trainer's arguments; a run needs model.pretrained (or model.archit")
+    assert "--config=theirs.yaml model.pretrained=FOLDER\n" in less
+    assert "\noverride 'optim.lr=-1': optim.lr: expected a number > 0, found -1." in less
+    assert less.count("pretrained=") == 1
+    assert load_config(theirs, ["model.pretrained=FOLDER", "train.global_batch=8"]).train.epochs == 1
 
 
 def test_an_import_lies_under_our_file(tmp_path: Path) -> None:
@@ -142,14 +248,102 @@ def test_a_key_of_theirs_in_a_file_of_ours(tmp_path: Path) -> None:
 def test_a_file_of_ours_is_no_import(tmp_path: Path) -> None:
     ours = tmp_path / "ours.yaml"
     ours.write_text(OURS)
-    with pytest.raises(ConfigError, match="found none of their keys"):
+    with pytest.raises(ConfigError, match="found sections of ours"):
         load_config(ours, imports=[ours])
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("", "nothing"), ("# all of it\n", "nothing"), ("{}\n", "an empty one"), ("[a, b]\n", "the list"), ("a\n", "'a'")],
+)
+def test_what_holds_no_keys_is_no_import(tmp_path: Path, text: str, found: str) -> None:
+    ours, theirs = tmp_path / "ours.yaml", tmp_path / "theirs.yaml"
+    ours.write_text(OURS)
+    theirs.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_config(ours, imports=[theirs])
+    assert (
+        "theirs.yaml: nothing to import: expected a mapping of accelerate's or Trainer's keys (distributed_type, "
+        f"fsdp_config, learning_rate, ...), found {found}"
+    ) in str(error.value)
+
+
+def test_an_import_that_is_misspelt_as_a_whole_is_told_the_nearest_keys(tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "ours.yaml", tmp_path / "theirs.yaml"
+    ours.write_text(OURS)
+    theirs.write_text("distributd_type: FSDP\nmixed_precison: bf16\n")
+    with pytest.raises(ConfigError) as error:
+        load_config(ours, imports=[theirs])
+    message = str(error.value)
+    assert "theirs.yaml:1: distributd_type: unknown key of accelerate.\n  nearest: distributed_type." in message
+    assert "theirs.yaml:2: mixed_precison: unknown key of accelerate.\n  nearest: mixed_precision." in message
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "said", "override"),
+    [
+        (
+            OURS,
+            "learning_rate: 1\nnum_train_epochs: 3\n",
+            "theirs.yaml:2: num_train_epochs: 3 says train.epochs=3.0, and ours.yaml:2 says train.steps=100.\n"
+            "  Keep one, or override it: train.steps=...",
+            "train.steps=100",
+        ),
+        (
+            "model: {architecture: {model_type: llama}}\ntrain: {steps: 100}\n",
+            "model_name_or_path: folder\n",
+            "theirs.yaml:1: model_name_or_path: folder says model.pretrained=folder, and ours.yaml:1 says "
+            "model.architecture=",
+            "model.architecture={model_type: gpt2}",
+        ),
+    ],
+)
+def test_options_that_go_instead_of_one_another_differ_by_line(
+    tmp_path: Path, ours: str, theirs: str, said: str, override: str
+) -> None:
+    (tmp_path / "ours.yaml").write_text(ours)
+    (tmp_path / "theirs.yaml").write_text(theirs)
+    with pytest.raises(ConfigError) as error:
+        load_config(tmp_path / "ours.yaml", imports=[tmp_path / "theirs.yaml"])
+    message = str(error.value).replace(f"{tmp_path}/", "")
+    assert message.startswith(said)
+    assert "exactly one" not in message
+    assert load_config(tmp_path / "ours.yaml", [override], [tmp_path / "theirs.yaml"])
+
+
+def test_a_key_that_another_one_goes_before_is_told(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs.yaml"
+    theirs.write_text("max_steps: 9\nnum_train_epochs: 3\nsave_steps: 5\nsave_strategy: 'no'\nwarmup_steps: 0.5\n")
+    loaded = read_config(theirs, ["model.pretrained=folder"])
+    assert (loaded.config.train.steps, loaded.config.train.epochs, loaded.config.checkpoint.every) == (9, None, None)
+    assert loaded.config.optim.warmup_steps == 5
+    told = {said.key: said.reason for said in loaded.imports[0].not_needed}
+    assert told == {
+        "num_train_epochs": "train.steps goes first, as in Trainer",
+        "save_steps": "save_strategy saves none by steps",
+    }
 
 
 def test_a_token_is_not_repeated(tmp_path: Path) -> None:
     message = problems(tmp_path, "learning_rate: 1\nhub_token: abcdef\n")
     assert "hub_token" in message
     assert "abcdef" not in message
+
+
+def test_a_token_that_trainer_hides_in_its_own_dump_asks_nothing(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs.json"
+    theirs.write_text('{"learning_rate": 1.0, "push_to_hub": false, "hub_token": "<HUB_TOKEN>"}')
+    assert read(theirs).config.optim.lr == 1
+
+
+def test_a_share_of_steps_that_nobody_knows_is_settled_by_a_file_of_ours(tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "ours.yaml", tmp_path / "theirs.yaml"
+    theirs.write_text("num_train_epochs: 2\nwarmup_ratio: 0.1\n")
+    ours.write_text("model: {pretrained: folder}\n")
+    with pytest.raises(ConfigError, match=r"theirs\.yaml:2: warmup_ratio: .*\n  Set optim\.warmup_steps, or max"):
+        load_config(ours, imports=[theirs])
+    ours.write_text("model: {pretrained: folder}\noptim: {warmup_steps: 7}\n")
+    assert load_config(ours, imports=[theirs]).optim.warmup_steps == 7
 
 
 # ---------------------------------------------------------------------------------------------------- the launcher

@@ -145,6 +145,14 @@ def test_every_variable_is_answered(tmp_path: Path) -> None:
         ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "ACCELERATE_MIXED_PRECISION: fp16 can't be honoured: float16 needs"),
         ({"ACCELERATE_DYNAMO_BACKEND": "TVM"}, "ACCELERATE_DYNAMO_BACKEND: TVM can't be honoured"),
         ({"FSDP_IGNORED_MODULES": "embed"}, "FSDP_IGNORED_MODULES: embed can't be honoured: every parameter"),
+        ({"ACCELERATE_DEBUG_MODE": "maybe"}, "ACCELERATE_DEBUG_MODE: expected true | false, found maybe."),
+        ({"FSDP_SYNC_MODULE_STATES": "7"}, "FSDP_SYNC_MODULE_STATES: expected true | false, found 7."),
+        ({"FSDP_VERSION": "9.2"}, "FSDP_VERSION: expected 1 | 2, found 9.2."),
+        ({"ACCELERATE_GRADIENT_CLIPPING": "nan"}, "ACCELERATE_GRADIENT_CLIPPING: expected a number, found nan."),
+        (
+            {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_SP_SEQ_LENGTH": "long"},
+            "PARALLELISM_CONFIG_SP_SEQ_LENGTH: expected a whole number >= 1, found long.",
+        ),
         ({"FSDP_SHARDING_STRATEGY": "7"}, "FSDP_SHARDING_STRATEGY: expected FULL_SHARD | SHARD_GRAD_OP"),
         (
             {"FSDP_SHARDING_STRATEGY": "HYBRID_SHARD", "FSDP_RESHARD_AFTER_FORWARD": "false"},

@@ -13,12 +13,15 @@ from accelerate_keys import class_fields, keys_of
 from foreign_files import named
 
 from portable_fsdp.config.describe import option_names
+from portable_fsdp.config.foreign.environment import COUNT_WITH
 from portable_fsdp.config.foreign.keys_accelerate import SAGEMAKER
 from portable_fsdp.config.foreign.keys_fsdp import FSDP, PARALLEL, XLA
 from portable_fsdp.config.foreign.keys_trainer import TRAINER
 from portable_fsdp.config.foreign.keys_variables import ENVIRONMENT
-from portable_fsdp.config.foreign.rows import Refuse, Set
+from portable_fsdp.config.foreign.rows import Refuse, Row, Set
 from portable_fsdp.config.foreign.table import TABLE, find, find_anywhere, nested_place
+from portable_fsdp.config.load import read_config
+from portable_fsdp.runtime.errors import ConfigError
 
 OLDER: dict[str, dict[str, str]] = json.loads((Path(__file__).parent / "accelerate_keys.json").read_text())
 
@@ -99,7 +102,54 @@ def test_rows_set_what_our_config_has() -> None:
             if isinstance(answer, Refuse):
                 assert answer.reason
                 assert answer.way, row.key
-                assert set(answer.about) <= set(option_names()), row.key
+                assert not re.search(r"[a-z]\.\w+=", answer.way), (
+                    "an override is named by `about`, which lifts the refusal"
+                )
+
+
+# --------------------------------------------------------------------------------------------------- what is refused
+
+
+OVERRIDES = {
+    "checkpoint.every": "10",
+    "compile.enabled": "false",
+    "memory.gradient_checkpointing": "full",
+    "optim.min_lr_ratio": "0.5",
+    "optim.name": "sgd",
+    "optim.schedule": "constant",
+    "precision.compute": "bfloat16",
+    "precision.master": "float32",
+    "precision.output": "bfloat16",
+    "precision.reduce": "bfloat16",
+    "sharding.replicas": "2",
+    "train.global_batch": "8",
+    "train.max_grad_norm": "1",
+    "xla_fsdp1.buffer_dtype": "bfloat16",
+}
+"""A value for each option that a refusal names."""
+
+REFUSED = [
+    pytest.param(row, "some" if value == "else" else value, answer, id=f"{row.place}-{row.key}-{value}")
+    for row in TABLE
+    for value, answer in row.takes.cases()
+    if isinstance(answer, Refuse) and answer.about
+]
+
+
+@pytest.mark.parametrize(("row", "value", "refusal"), REFUSED)
+def test_the_override_that_a_refusal_names_lifts_it(row: Row, value: str, refusal: Refuse, tmp_path: Path) -> None:
+    theirs, environ = tmp_path / "theirs.yaml", {}
+    inside = {nested_place("", row.place): {row.key: value}} if nested_place("", row.place) else {row.key: value}
+    if row.place == ENVIRONMENT:
+        inside, environ = {"learning_rate": 1}, {"ACCELERATE_MIXED_PRECISION": "no", row.key: value}
+        environ |= {switch: "true" for prefix, (switch, _) in COUNT_WITH.items() if row.key.startswith(prefix)}
+    theirs.write_text(yaml.safe_dump(inside))
+    rest = ["model.pretrained=folder", "train.steps=10"]
+    with pytest.raises(ConfigError) as error:
+        read_config(theirs, rest, environ=environ)
+    assert f"{row.key}: {value} can't be honoured: {refusal.reason}.\n  Way out: {refusal.ways}." in str(error.value)
+    assert refusal.ways.endswith(f", or override {refusal.about}")
+    read_config(theirs, [*rest, f"{refusal.about}={OVERRIDES[refusal.about]}"], environ=environ)
 
 
 # ------------------------------------------------------------------------------------------------ the example files

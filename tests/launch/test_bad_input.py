@@ -68,6 +68,7 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
     "wrong type": ([*CPU, "train.steps=many"], ["train.steps: expected an integer", "'many'"]),
     "out of range": ([*CPU, "optim.lr=-1"], ["optim.lr: expected a number > 0", "-1"]),
     "no config named": (["--device=cpu"], ["--config", "--config=configs/quickstart.yaml"]),
+    "two configs": ([*CPU, "--config=none.yaml"], ["flag --config=none.yaml: already defined as tiny.yaml"]),
     "config missing": (["--config=none.yaml"], ["none.yaml", "no such file"]),
     "config a folder": (["--config=."], [".: expected a YAML config file, found a folder"]),
     "config not YAML": (["--config=broken.yaml"], ["broken.yaml:2", "expected YAML"]),

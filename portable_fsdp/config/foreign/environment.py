@@ -16,7 +16,7 @@ from portable_fsdp.runtime.process import is_by_accelerate
 LAUNCHER = "accelerate launch"
 PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
 
-_COUNT_WITH = {
+COUNT_WITH = {
     "FSDP_": ("ACCELERATE_USE_FSDP", "--use_fsdp"),
     "PARALLELISM_CONFIG_": ("ACCELERATE_USE_PARALLELISM_CONFIG", "--use_parallelism_config"),
     "MEGATRON_LM_": ("ACCELERATE_USE_MEGATRON_LM", "--use_megatron_lm"),
@@ -71,7 +71,7 @@ def _unasked(variables: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def _out_of_force(variables: Mapping[str, str]) -> Iterator[str]:
-    for prefix, (switch, flag) in _COUNT_WITH.items():
+    for prefix, (switch, flag) in COUNT_WITH.items():
         names = [name for name in variables if name.startswith(prefix)]
         if names and variables.get(switch, "false").lower() not in ("true", "1"):
             yield (

@@ -5,7 +5,9 @@ Read from accelerate 1.15: commands/config/config_args.py and cluster.py, comman
 
 from portable_fsdp.config.foreign.rows import (
     Always,
+    Amount,
     Choice,
+    Either,
     Launcher,
     Number,
     Off,
@@ -23,8 +25,9 @@ SAGEMAKER = "SageMaker"
 
 _ADDRESS = Launcher("how processes find each other: torchrun's --rdzv-endpoint, or --master-addr and --master-port")
 _POD = Launcher("which TPU VM, and what runs on it: launch/tpu_vm.sh")
+_TORCHRUN = Launcher("how torchrun is started")
 _DEVICE = Launcher("which device: --device")
-_CPU = Launcher("which device: --device=cpu", "use_cpu")
+CPU_OR_NOT = YesNo(Launcher("which device: --device=cpu", "use_cpu"), _DEVICE)
 
 _REPLICATED = (
     "MULTI_CPU",
@@ -36,6 +39,20 @@ _REPLICATED = (
     "MULTI_XPU",
     "MULTI_HPU",
     "MULTI_NEURON",
+)
+
+_FILLED_IN = "DeepSpeed's auto is filled in by Trainer or by the script"
+ACCUMULATION = Number(
+    "~accumulate",
+    special={0: Skip("0: as 1")},
+    least=1,
+    auto=Refuse(_FILLED_IN, "set it to a number", "train.global_batch"),
+)
+CLIPPING = Number(
+    "train.max_grad_norm",
+    False,
+    {0: Set({"train.max_grad_norm": None})},
+    auto=Refuse(_FILLED_IN, "set it to a number, 0 for no clipping", "train.max_grad_norm"),
 )
 
 ACCELERATE_ROWS = (
@@ -80,9 +97,9 @@ ACCELERATE_ROWS = (
                 "fp32": Set({"~mixed": "float32"}),
                 "bf16": Set({"~mixed": "bfloat16"}),
                 "fp16": Refuse(
-                    "float16 needs a scaled loss, which is not built", "set it to bf16", ("precision.compute",)
+                    "float16 needs a scaled loss, which is not built", "set it to bf16", "precision.compute"
                 ),
-                "fp8": Refuse("float8 is not built", "set it to bf16", ("precision.compute",)),
+                "fp8": Refuse("float8 is not built", "set it to bf16", "precision.compute"),
             }
         ),
     ),
@@ -90,7 +107,7 @@ ACCELERATE_ROWS = (
         ACCELERATE,
         "fp16",
         YesNo(
-            Refuse("float16 needs a scaled loss, which is not built", "set bf16", ("precision.compute",)),
+            Refuse("float16 needs a scaled loss, which is not built", "set bf16", "precision.compute"),
             Skip("off, as here"),
         ),
     ),
@@ -101,41 +118,43 @@ ACCELERATE_ROWS = (
         Off(
             Refuse(
                 "XLA_DOWNCAST_BF16 would hold weights and optimizer state in bfloat16 under the name of float32",
-                "set it to no, and mixed_precision: bf16 (or precision.master=bfloat16)",
-                ("precision.master",),
+                "set it to no, and mixed_precision: bf16",
+                "precision.master",
             )
         ),
         ("tpu_downcast_bf16",),
     ),
-    Row(ACCELERATE, "num_processes", Always(Launcher("processes, one for each device", "num_processes"))),
-    Row(ACCELERATE, "num_machines", Always(Launcher("hosts", "num_machines"))),
-    Row(ACCELERATE, "machine_rank", Always(Launcher("which host this is", "machine_rank"))),
+    Row(
+        ACCELERATE,
+        "num_processes",
+        Amount(Launcher("processes, one for each device", "num_processes"), 1, also=("auto",)),
+    ),
+    Row(ACCELERATE, "num_machines", Amount(Launcher("hosts", "num_machines"), 1)),
+    Row(ACCELERATE, "machine_rank", Amount(Launcher("which host this is", "machine_rank"))),
     *(
         Row(ACCELERATE, key, Always(_ADDRESS))
         for key in (
             "main_process_ip",
-            "main_process_port",
             "rdzv_backend",
             "rdzv_conf",
             "rdzv_endpoint",
-            "same_network",
             "deepspeed_hostfile",
         )
     ),
+    Row(ACCELERATE, "main_process_port", Amount(_ADDRESS, 0, 65535)),
+    Row(ACCELERATE, "same_network", Either(_ADDRESS)),
     Row(ACCELERATE, "gpu_ids", Always(Launcher("which GPUs: CUDA_VISIBLE_DEVICES"))),
-    Row(ACCELERATE, "use_cpu", YesNo(_CPU, _DEVICE), ("cpu",)),
+    Row(ACCELERATE, "use_cpu", CPU_OR_NOT, ("cpu",)),
     Row(ACCELERATE, "use_mps", Off(Refuse("there is no engine for Apple's GPUs", "use --device=cpu"))),
-    Row(ACCELERATE, "debug", Always(Skip("accelerate's own debugging of its collectives"))),
+    Row(ACCELERATE, "debug", Either(Skip("accelerate's own debugging of its collectives"))),
     Row(ACCELERATE, "main_training_function", Always(Launcher("the program: portable_fsdp.launch"))),
-    Row(ACCELERATE, "enable_cpu_affinity", Always(Launcher("which cores a process may use"))),
-    Row(ACCELERATE, "num_cpu_threads_per_process", Always(Launcher("OMP_NUM_THREADS"))),
+    Row(ACCELERATE, "enable_cpu_affinity", Either(Launcher("which cores a process may use"))),
+    Row(ACCELERATE, "num_cpu_threads_per_process", Amount(Launcher("OMP_NUM_THREADS"), 1)),
     *(
         Row(ACCELERATE, key, Always(_POD))
         for key in (
             "tpu_name",
             "tpu_zone",
-            "tpu_use_cluster",
-            "tpu_use_sudo",
             "tpu_vm",
             "tpu_env",
             "command_file",
@@ -144,22 +163,19 @@ ACCELERATE_ROWS = (
             "tpu_commands",
         )
     ),
+    *(Row(ACCELERATE, key, Either(_POD)) for key in ("tpu_use_cluster", "tpu_use_sudo")),
+    *(Row(ACCELERATE, key, Always(_TORCHRUN)) for key in ("log_dir", "tee", "role")),
+    *(Row(ACCELERATE, key, Either(_TORCHRUN)) for key in ("module", "no_python", "quiet")),
+    Row(ACCELERATE, "max_restarts", Amount(_TORCHRUN)),
+    Row(ACCELERATE, "monitor_interval", Amount(_TORCHRUN, whole=False)),
     *(
-        Row(ACCELERATE, key, Always(Launcher("how torchrun is started")))
-        for key in ("max_restarts", "monitor_interval", "log_dir", "tee", "role", "module", "no_python", "quiet")
-    ),
-    *(
-        Row(ACCELERATE, key, Always(Skip("says which section of the file counts; distributed_type says it too")))
+        Row(ACCELERATE, key, Either(Skip("says which section of the file counts; distributed_type says it too")))
         for key in ("use_fsdp", "use_deepspeed", "use_megatron_lm", "use_parallelism_config", "multi_gpu", "tpu")
     ),
-    Row(ACCELERATE, "gradient_accumulation_steps", Number("~accumulate", special={0: Skip("0: as 1")})),
-    Row(
-        ACCELERATE,
-        "gradient_clipping",
-        Number("train.max_grad_norm", False, {0: Set({"train.max_grad_norm": None})}),
-    ),
+    Row(ACCELERATE, "gradient_accumulation_steps", ACCUMULATION),
+    Row(ACCELERATE, "gradient_clipping", CLIPPING),
     Row(MPIRUN, "mpirun_hostfile", Always(Launcher("mpirun's hosts"))),
-    Row(MPIRUN, "mpirun_ccl", Always(Launcher("threads of Intel's library for CPUs"))),
+    Row(MPIRUN, "mpirun_ccl", Amount(Launcher("threads of Intel's library for CPUs"))),
     Row(IPEX, "ipex", Off(Refuse("Intel's extension is not used", "set it to false"))),
     Row(IPEX, "use_xpu", Off(Refuse("there is no engine for Intel's GPUs", "set it to false"))),
     *(
@@ -191,7 +207,7 @@ COMPILERS = {
         word: Refuse(
             "this backend of torch.compile is not tried here",
             "set it to INDUCTOR",
-            ("compile.backend", "compile.enabled"),
+            "compile.enabled",
         )
         for word in (
             "AOT_TS_NVFUSER",
@@ -219,13 +235,13 @@ DYNAMO_ROWS = (
         "dynamo_mode",
         Off(Refuse("torch.compile's modes are not offered", "set it to default"), ("default",)),
     ),
-    Row(DYNAMO, "dynamo_use_fullgraph", Always(_LAYERS)),
+    Row(DYNAMO, "dynamo_use_fullgraph", Either(_LAYERS)),
     Row(
         DYNAMO,
         "dynamo_use_dynamic",
         Off(Refuse("every batch has one shape, compiled as such", "set it to false")),
     ),
-    Row(DYNAMO, "dynamo_use_regional_compilation", Always(_LAYERS)),
+    Row(DYNAMO, "dynamo_use_regional_compilation", Either(_LAYERS)),
 )
 
 FP8_ROWS = (

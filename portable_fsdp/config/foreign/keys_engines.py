@@ -3,7 +3,8 @@
 Read from accelerate 1.15: commands/config/cluster.py, commands/launch.py.
 """
 
-from portable_fsdp.config.foreign.rows import Always, Choice, Launcher, Number, Off, Refuse, Row, Set, Skip, YesNo
+from portable_fsdp.config.foreign.keys_accelerate import ACCUMULATION, CLIPPING
+from portable_fsdp.config.foreign.rows import Always, Choice, Either, Launcher, Off, Refuse, Row, Set, Skip, YesNo
 
 DEEPSPEED, MEGATRON = "deepspeed_config", "megatron_lm_config"
 
@@ -39,8 +40,8 @@ DEEPSPEED_ROWS = (
     ),
     Row(DEEPSPEED, "offload_optimizer_nvme_path", Off(_NVME)),
     Row(DEEPSPEED, "offload_param_nvme_path", Off(_NVME)),
-    Row(DEEPSPEED, "gradient_accumulation_steps", Number("~accumulate", special={0: Skip("0: as 1")})),
-    Row(DEEPSPEED, "gradient_clipping", Number("train.max_grad_norm", False, {0: Set({"train.max_grad_norm": None})})),
+    Row(DEEPSPEED, "gradient_accumulation_steps", ACCUMULATION),
+    Row(DEEPSPEED, "gradient_clipping", CLIPPING),
     Row(
         DEEPSPEED,
         "zero3_save_16bit_model",
@@ -49,7 +50,7 @@ DEEPSPEED_ROWS = (
             Skip("checkpoints are written in any case"),
         ),
     ),
-    Row(DEEPSPEED, "zero3_init_flag", Always(Skip("weights are always made in shards"))),
+    Row(DEEPSPEED, "zero3_init_flag", Either(Skip("weights are always made in shards"))),
     Row(
         DEEPSPEED,
         "deepspeed_config_file",
@@ -73,9 +74,7 @@ DEEPSPEED_ROWS = (
 )
 
 _TENSOR = Refuse("tensor and pipeline parallelism are not built", "set it to 1, and shard by FSDP")
-_RECOMPUTE = Refuse(
-    "Megatron recomputes a part of each layer", "leave it out, and set memory.gradient_checkpointing=full"
-)
+_RECOMPUTE = Refuse("Megatron recomputes a part of each layer", "leave it out", "memory.gradient_checkpointing")
 _MODELS_OWN = Refuse("Megatron's own model is not built", "leave it out: the model's own config says it")
 
 MEGATRON_ROWS = (
@@ -92,11 +91,7 @@ MEGATRON_ROWS = (
             "decoder_last_pipeline_num_layers",
         )
     ),
-    Row(
-        MEGATRON,
-        "megatron_lm_gradient_clipping",
-        Number("train.max_grad_norm", False, {0: Set({"train.max_grad_norm": None})}),
-    ),
+    Row(MEGATRON, "megatron_lm_gradient_clipping", CLIPPING),
     Row(
         MEGATRON,
         "megatron_lm_recompute_activations",
@@ -126,7 +121,7 @@ MEGATRON_ROWS = (
         "megatron_lm_optimizer_cpu_offload",
         YesNo(Set({"~offload.optimizer": True}), Set({"~offload.optimizer": False})),
     ),
-    Row(MEGATRON, "megatron_lm_overlap_cpu_optimizer_d2h_h2d", Always(Skip("the engine overlaps what it can"))),
+    Row(MEGATRON, "megatron_lm_overlap_cpu_optimizer_d2h_h2d", Either(Skip("the engine overlaps what it can"))),
     Row(
         MEGATRON,
         "megatron_lm_use_precision_aware_optimizer",
@@ -147,5 +142,5 @@ MEGATRON_ROWS = (
             "use_rotary_position_embeddings",
         )
     ),
-    Row(MEGATRON, "megatron_lm_calculate_per_token_loss", Always(Skip("the loss is always per token of the batch"))),
+    Row(MEGATRON, "megatron_lm_calculate_per_token_loss", Either(Skip("the loss is always per token of the batch"))),
 )

@@ -5,9 +5,13 @@ Read from accelerate 1.15 (commands/config/cluster.py, commands/launch.py, Fully
 """
 
 from portable_fsdp.config.foreign.rows import (
+    NO,
+    YES,
     Always,
+    Amount,
     Choice,
     DType,
+    Either,
     Launcher,
     Names,
     Number,
@@ -44,8 +48,8 @@ FSDP_ROWS = (
         "fsdp_reshard_after_forward",
         Choice(
             {
-                **{word: Set({"~reshard": True}) for word in ("true", "yes", "on")},
-                **{word: Set({"~reshard": False}) for word in ("false", "no", "off", "0")},
+                **{word: Set({"~reshard": True}) for word in YES if word != "1"},  # 1 is FULL_SHARD, the same
+                **{word: Set({"~reshard": False}) for word in NO},
                 **{word: Set({"~reshard_word": word}, _WORD_NOT_READ) for word in STRATEGIES},
             },
             STRATEGIES,
@@ -56,6 +60,14 @@ FSDP_ROWS = (
         "fsdp_offload_params",
         YesNo(Set({"memory.cpu_offload": True}), Set({"memory.cpu_offload": False})),
         ("cpu_offload", "offload"),
+    ),
+    Row(
+        FSDP,
+        "cpu_offload_pin_memory",  # axolotl's
+        YesNo(
+            Skip("offloaded parameters are pinned in host memory wherever the device is a GPU"),
+            Refuse("offloaded parameters are pinned in host memory", "set it to true"),
+        ),
     ),
     Row(
         FSDP,
@@ -72,7 +84,7 @@ FSDP_ROWS = (
     Row(
         FSDP,
         "fsdp_min_num_params",
-        Number("~min_num_params", special={0: Skip("0: units are not made by size")}),
+        Number("~min_num_params", special={0: Skip("0: units are not made by size")}, least=1),
         ("sharding_min_num_params",),
     ),
     Row(
@@ -93,10 +105,9 @@ FSDP_ROWS = (
         YesNo(Set({"sharding.forward_prefetch": 1}), Set({"sharding.forward_prefetch": 0})),
         dead="with fsdp_version 2 it is an error there",
     ),
-    Row(
-        FSDP,
-        "fsdp_state_dict_type",
-        Choice({word: Skip(_OURS) for word in STATE_DICTS}, STATE_DICTS),
+    *(
+        Row(FSDP, key, Choice({word: Skip(_OURS) for word in STATE_DICTS}, STATE_DICTS))
+        for key in ("fsdp_state_dict_type", "final_state_dict_type")  # the second: axolotl's
     ),
     Row(FSDP, "fsdp_activation_checkpointing", YesNo(Set({"~recompute.fsdp": True}), Set({"~recompute.fsdp": False}))),
     Row(
@@ -109,14 +120,14 @@ FSDP_ROWS = (
             )
         ),
     ),
-    Row(FSDP, "fsdp_cpu_ram_efficient_loading", Always(Skip("each process reads its slices of the weights only"))),
-    Row(FSDP, "fsdp_sync_module_states", Always(Skip("weights are the same on all processes by construction"))),
+    Row(FSDP, "fsdp_cpu_ram_efficient_loading", Either(Skip("each process reads its slices of the weights only"))),
+    Row(FSDP, "fsdp_sync_module_states", Either(Skip("weights are the same on all processes by construction"))),
     Row(
         FSDP,
         "fsdp_use_orig_params",
         YesNo(_ALWAYS_SO, Skip("parameters keep their names and shapes here; nothing that trains depends on it")),
     ),
-    Row(FSDP, "fsdp_limit_all_gathers", Always(Skip("the engine limits how many units are gathered at once"))),
+    Row(FSDP, "fsdp_limit_all_gathers", Either(Skip("the engine limits how many units are gathered at once"))),
     Row(
         FSDP,
         "fsdp_ignored_modules",
@@ -129,8 +140,10 @@ FSDP_ROWS = (
             {
                 "bf16": Set({"precision.compute": "bfloat16", "precision.reduce": "bfloat16"}),
                 "fp32": Set({"precision.compute": "float32"}),
-                "fp16": Refuse("float16 needs a scaled loss, which is not built", "set it to bf16"),
-                "fp8": Refuse("float8 is not built", "set it to bf16"),
+                "fp16": Refuse(
+                    "float16 needs a scaled loss, which is not built", "set it to bf16", "precision.compute"
+                ),
+                "fp8": Refuse("float8 is not built", "set it to bf16", "precision.compute"),
             }
         ),
     ),
@@ -192,25 +205,25 @@ XLA_ROWS = (
         YesNo(Set({"precision.reduce": "float32"}), Skip("gradients are summed as precision.reduce says")),
     ),
     *(
-        Row(XLA, key, Always(_BARRIER))
+        Row(XLA, key, Either(_BARRIER))
         for key in ("optimization_barrier_in_forward", "optimization_barrier_in_backward")
     ),
     *(
-        Row(XLA, key, Always(Skip("the engine decides when the root is resharded and when a program ends")))
+        Row(XLA, key, Either(Skip("the engine decides when the root is resharded and when a program ends")))
         for key in ("disable_reshard_on_root", "sync_on_finalization", "mark_step_on_finalization")
     ),
-    Row(XLA, "execute_sharding_on_init", Always(Skip("weights are made in shards, never whole"))),
+    Row(XLA, "execute_sharding_on_init", Either(Skip("weights are made in shards, never whole"))),
     *(
         Row(XLA, key, Off(Refuse("collectives are one for each tensor", "leave it out"), ("0",)))
         for key in ("coalesce_all_gather_ops", "coalesce_reduce_scatter_ops", "reduce_scatter_bucket_size_mb")
     ),
     *(
-        Row(XLA, key, Off(Refuse("the engine counts the devices itself", "set sharding.replicas for copies")))
+        Row(XLA, key, Off(Refuse("the engine counts the devices itself", "leave it out", "sharding.replicas")))
         for key in ("sharding_groups", "sharding_rank", "sharding_world_size")
     ),
     *(Row(XLA, key, Off(_NO_CODE)) for key in ("auto_wrap_policy", "auto_wrapper_callable", "param_init_fn")),
     Row(XLA, "_shard_size_multiple", Choice({"128": _TRUE})),
-    Row(XLA, "_use_xla_patched_linear", Always(Skip("the engine decides how a linear layer is written"))),
+    Row(XLA, "_use_xla_patched_linear", Either(Skip("the engine decides how a linear layer is written"))),
     *(
         Row(XLA, key, Off(Refuse("it is torch_xla's own debugging", "leave it out"), ("xla_fsdp",)))
         for key in (
@@ -233,8 +246,8 @@ _PARALLEL_REFUSED = (
 _GONE_WITH_SIZE = Skip("belongs to a size above 1, which is refused by its own key")
 
 PARALLEL_ROWS = (
-    Row(PARALLEL, "parallelism_config_dp_replicate_size", Number("~replicas")),
-    Row(PARALLEL, "parallelism_config_dp_shard_size", Number("~shard_size")),
+    Row(PARALLEL, "parallelism_config_dp_replicate_size", Number("~replicas", least=1)),
+    Row(PARALLEL, "parallelism_config_dp_shard_size", Number("~shard_size", least=1)),
     *(
         Row(PARALLEL, f"parallelism_config_{key}", Off(Refuse(f"{what} is not built", "set it to 1"), ("1",)))
         for key, what in _PARALLEL_REFUSED
@@ -248,10 +261,10 @@ PARALLEL_ROWS = (
             "cp_comm_strategy",
             "sp_handler",
             "sp_backend",
-            "sp_seq_length",
-            "sp_seq_length_is_variable",
             "sp_attn_implementation",
         )
     ),
+    Row(PARALLEL, "parallelism_config_sp_seq_length", Amount(_GONE_WITH_SIZE, 1)),
+    Row(PARALLEL, "parallelism_config_sp_seq_length_is_variable", Either(_GONE_WITH_SIZE)),
     Row(PARALLEL, "device_mesh", Off(_NO_CODE)),
 )

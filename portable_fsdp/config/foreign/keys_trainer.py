@@ -1,9 +1,11 @@
 """TrainingArguments of transformers 5.23 (training_args.py), and the keys that older versions wrote."""
 
-from portable_fsdp.config.foreign.keys_accelerate import COMPILERS
+from portable_fsdp.config.foreign.keys_accelerate import COMPILERS, CPU_OR_NOT
 from portable_fsdp.config.foreign.rows import (
     Always,
+    Amount,
     Choice,
+    Either,
     Launcher,
     Number,
     Off,
@@ -19,13 +21,16 @@ from portable_fsdp.config.foreign.rows import (
 TRAINER = "TrainingArguments"
 
 _EVALUATION = Refuse("no evaluation runs during training", "set it to its default, or leave it out")
-_HUB = Refuse("nothing is uploaded", "leave it out; checkpoint.export=true writes a Hugging Face folder")
-_FLOAT16 = Refuse("float16 needs a scaled loss, which is not built", "set bf16", ("precision.compute",))
+_OF_EVALUATION = Skip("belongs to an evaluation, which eval_strategy asks for")
+_HUB = Refuse("nothing is uploaded", "leave it out; checkpoint.export writes a Hugging Face folder")
+_FLOAT16 = Refuse("float16 needs a scaled loss, which is not built", "set bf16", "precision.compute")
 _OBSERVE = Refuse("runs write metrics.jsonl and the console, and no other tracker", "set report_to: none")
 _LOADER = Skip("batches are a function of seed and step; no worker processes load them")
 _DDP = Skip("gradients are summed by FSDP, which has no such setting")
 _LOGGING = Skip("how Trainer itself logs")
 _DATASET = Skip("belongs to data sets of several columns; rows are tokens here")
+_ITSELF = Skip("how Trainer itself runs and saves")
+_PROCESSES = Launcher("how processes find each other, and for how long they wait")
 _SHAPES = Refuse("rows are packed to data.seq_len tokens in random order", "leave it out")
 
 ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_torch_xla", "adamw")
@@ -38,9 +43,7 @@ _SCHEDULES = {
     "warmup_stable_decay": Set({"optim.schedule": "wsd"}, "its decay: optim.decay_ratio"),
     "cosine_with_min_lr": Set({"optim.schedule": "cosine"}, "its floor: optim.min_lr_ratio"),
     **{
-        word: Refuse(
-            "no such schedule", "set it to linear, cosine, constant or warmup_stable_decay", ("optim.schedule",)
-        )
+        word: Refuse("no such schedule", "set it to linear, cosine, constant or warmup_stable_decay", "optim.schedule")
         for word in (
             "cosine_with_restarts",
             "polynomial",
@@ -69,13 +72,13 @@ TRAINER_ROWS = (
     Row(TRAINER, "max_steps", Number("train.steps", special={-1: Skip("-1: num_train_epochs counts")})),
     Row(TRAINER, "num_train_epochs", Number("train.epochs", False), ("num_epochs",)),
     Row(TRAINER, "per_device_train_batch_size", Number("train.micro_batch"), ("micro_batch_size",)),
-    Row(TRAINER, "gradient_accumulation_steps", Number("~accumulate")),
+    Row(TRAINER, "gradient_accumulation_steps", Number("~accumulate", least=1)),
     Row(TRAINER, "learning_rate", Number("optim.lr", False), ("lr",)),
     Row(TRAINER, "lr_scheduler_type", Choice(_SCHEDULES), ("lr_scheduler",)),
     Row(
         TRAINER,
         "lr_scheduler_kwargs",
-        Off(Refuse("a schedule's own arguments are not read", "leave it out; set optim.min_lr_ratio")),
+        Off(Refuse("a schedule's own arguments are not read", "leave it out", "optim.min_lr_ratio")),
     ),
     Row(TRAINER, "warmup_steps", Number("~warmup", False)),
     Row(TRAINER, "warmup_ratio", Number("~warmup_ratio", False, {0: Skip("no warmup")})),
@@ -96,7 +99,7 @@ TRAINER_ROWS = (
                 **{word: Set({"optim.name": "adamw"}) for word in ADAMW},
                 "sgd": Set({"optim.name": "sgd"}),
                 **{
-                    word: Refuse("no such optimizer", "set it to adamw_torch or sgd", ("optim.name",))
+                    word: Refuse("no such optimizer", "set it to adamw_torch or sgd", "optim.name")
                     for word in ("adafactor", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit")
                 },
             }
@@ -138,9 +141,9 @@ TRAINER_ROWS = (
                 "steps": Skip("steps, as here"),
                 "no": Set({"~no_saves": True}, "the last step is saved all the same"),
                 "epoch": Refuse(
-                    "checkpoints are saved by steps", "set it to steps, and save_steps", ("checkpoint.every",)
+                    "checkpoints are saved by steps", "set it to steps, and save_steps", "checkpoint.every"
                 ),
-                "best": Refuse("no evaluation says which is best", "set it to steps", ("checkpoint.every",)),
+                "best": Refuse("no evaluation says which is best", "set it to steps", "checkpoint.every"),
             }
         ),
     ),
@@ -181,23 +184,20 @@ TRAINER_ROWS = (
         )
     ),
     *(
-        Row(TRAINER, key, Always(Skip("belongs to an evaluation, which eval_strategy asks for")))
-        for key in (
-            "eval_steps",
-            "eval_delay",
-            "per_device_eval_batch_size",
-            "prediction_loss_only",
-            "eval_do_concat_batches",
-            "eval_use_gather_object",
-            "eval_accumulation_steps",
-            "greater_is_better",
-        )
+        Row(TRAINER, key, Either(_OF_EVALUATION))
+        for key in ("prediction_loss_only", "eval_do_concat_batches", "eval_use_gather_object", "greater_is_better")
+    ),
+    *(Row(TRAINER, key, Amount(_OF_EVALUATION, whole=False)) for key in ("eval_steps", "eval_delay")),
+    *(
+        Row(TRAINER, key, Amount(_OF_EVALUATION, 1))
+        for key in ("per_device_eval_batch_size", "eval_accumulation_steps")
     ),
     *(
         Row(TRAINER, key, Off(_HUB))
         for key in ("push_to_hub", "hub_model_id", "hub_token", "hub_private_repo", "hub_revision")
     ),
-    *(Row(TRAINER, key, Always(Skip("belongs to push_to_hub"))) for key in ("hub_strategy", "hub_always_push")),
+    Row(TRAINER, "hub_strategy", Always(Skip("belongs to push_to_hub"))),
+    Row(TRAINER, "hub_always_push", Either(Skip("belongs to push_to_hub"))),
     Row(TRAINER, "report_to", Off(_OBSERVE)),
     *(
         Row(TRAINER, key, Always(Skip("belongs to a tracker, which report_to asks for")))
@@ -239,44 +239,36 @@ TRAINER_ROWS = (
     ),
     # --- says nothing about training here
     *(
-        Row(TRAINER, key, Always(_LOADER))
-        for key in (
-            "dataloader_drop_last",
-            "dataloader_num_workers",
-            "dataloader_pin_memory",
-            "dataloader_persistent_workers",
-            "dataloader_prefetch_factor",
-            "dataloader_multiprocessing_context",
-            "dataloader_in_order",
-        )
+        Row(TRAINER, f"dataloader_{key}", Either(_LOADER))
+        for key in ("drop_last", "pin_memory", "persistent_workers", "in_order")
     ),
-    *(Row(TRAINER, key, Always(_DATASET)) for key in ("remove_unused_columns", "label_names", "length_column_name")),
+    Row(TRAINER, "dataloader_num_workers", Amount(_LOADER)),
+    Row(TRAINER, "dataloader_prefetch_factor", Amount(_LOADER, 1)),
+    Row(TRAINER, "dataloader_multiprocessing_context", Always(_LOADER)),
+    Row(TRAINER, "remove_unused_columns", Either(_DATASET)),
+    *(Row(TRAINER, key, Always(_DATASET)) for key in ("label_names", "length_column_name")),
     *(
-        Row(TRAINER, key, Always(_DDP))
-        for key in (
-            "ddp_find_unused_parameters",
-            "ddp_bucket_cap_mb",
-            "ddp_broadcast_buffers",
-            "ddp_static_graph",
-        )
+        Row(TRAINER, f"ddp_{key}", Either(_DDP))
+        for key in ("find_unused_parameters", "broadcast_buffers", "static_graph")
     ),
+    Row(TRAINER, "ddp_bucket_cap_mb", Amount(_DDP, 1)),
     *(
-        Row(TRAINER, key, Always(_LOGGING))
+        Row(TRAINER, key, Either(_LOGGING))
         for key in (
             "logging_first_step",
-            "logging_dir",
             "log_on_each_node",
             "logging_nan_inf_filter",
-            "log_level",
-            "log_level_replica",
             "disable_tqdm",
-            "include_num_input_tokens_seen",
             "include_tokens_per_second",
             "skip_memory_metrics",
         )
     ),
     *(
-        Row(TRAINER, key, Always(Skip("how Trainer itself runs and saves")))
+        Row(TRAINER, key, Always(_LOGGING))
+        for key in ("logging_dir", "log_level", "log_level_replica", "include_num_input_tokens_seen")
+    ),
+    *(
+        Row(TRAINER, key, Either(_ITSELF))
         for key in (
             "do_train",
             "overwrite_output_dir",
@@ -285,13 +277,11 @@ TRAINER_ROWS = (
             "enable_jit_checkpoint",
             "restore_callback_states_from_checkpoint",
             "use_cache",
-            "accelerator_config",
-            "debug",
         )
     ),
-    *(
-        Row(TRAINER, key, Always(Launcher("how processes find each other, and for how long they wait")))
-        for key in ("ddp_backend", "ddp_timeout", "local_rank")
-    ),
-    *(Row(TRAINER, key, Always(Launcher("which device: --device"))) for key in ("use_cpu", "no_cuda")),
+    *(Row(TRAINER, key, Always(_ITSELF)) for key in ("accelerator_config", "debug")),
+    Row(TRAINER, "ddp_backend", Always(_PROCESSES)),
+    Row(TRAINER, "ddp_timeout", Amount(_PROCESSES, 1)),
+    Row(TRAINER, "local_rank", Amount(_PROCESSES, -1)),
+    *(Row(TRAINER, key, CPU_OR_NOT) for key in ("use_cpu", "no_cuda")),
 )

@@ -6,7 +6,7 @@ Read from accelerate 0.20 to 1.15: utils/launch.py, and what else asks os.enviro
 from portable_fsdp.config.foreign.keys_accelerate import ACCELERATE, ACCELERATE_ROWS, DYNAMO, DYNAMO_ROWS, FP8, FP8_ROWS
 from portable_fsdp.config.foreign.keys_engines import DEEPSPEED, DEEPSPEED_ROWS, MEGATRON, MEGATRON_ROWS
 from portable_fsdp.config.foreign.keys_fsdp import FSDP, FSDP_ROWS, PARALLEL, PARALLEL_ROWS
-from portable_fsdp.config.foreign.rows import Always, Launcher, Off, Refuse, Row, Set, Skip, YesNo
+from portable_fsdp.config.foreign.rows import Always, Either, Launcher, Off, Refuse, Row, Set, Skip, YesNo
 
 ENVIRONMENT = "environment"
 """The place of variables."""
@@ -113,7 +113,7 @@ OWN_ROWS = (
     Row(ENVIRONMENT, f"{_ENGINE}FSDP", YesNo(Set({"~distributed": "FSDP"}), Skip("off"))),
     Row(ENVIRONMENT, f"{_ENGINE}DEEPSPEED", YesNo(Set({"~distributed": "DEEPSPEED"}), Skip("off"))),
     Row(ENVIRONMENT, f"{_ENGINE}MEGATRON_LM", YesNo(Set({"~distributed": "MEGATRON_LM"}), Skip("off"))),
-    Row(ENVIRONMENT, f"{_ENGINE}PARALLELISM_CONFIG", Always(Skip("says that PARALLELISM_CONFIG_* count"))),
+    Row(ENVIRONMENT, f"{_ENGINE}PARALLELISM_CONFIG", Either(Skip("says that PARALLELISM_CONFIG_* count"))),
     Row(ENVIRONMENT, f"{_ENGINE}IPEX", Off(Refuse("Intel's extension is not used", "set ipex: false"))),
     Row(ENVIRONMENT, f"{_ENGINE}XPU", Off(Refuse("there is no engine for Intel's GPUs", "set use_xpu: false"))),
     Row(
@@ -127,16 +127,18 @@ OWN_ROWS = (
         Off(Refuse("SageMaker's own engines are not built", "unset it")),
     ),
     Row(ENVIRONMENT, "ACCELERATE_TORCH_DEVICE", Always(Launcher("which device: --device", "device"))),
-    Row(ENVIRONMENT, "ACCELERATE_IN_TPU_POD", Always(Launcher("which TPU VM: launch/tpu_vm.sh"))),
+    Row(ENVIRONMENT, "ACCELERATE_IN_TPU_POD", Either(Launcher("which TPU VM: launch/tpu_vm.sh"))),
     Row(ENVIRONMENT, "ACCELERATE_CONFIG_DS_FIELDS", Always(Skip("names what the file says of DeepSpeed"))),
-    Row(ENVIRONMENT, "ACCELERATE_ALLOW_CP_STANDALONE", Always(Skip("context parallelism is refused by its own size"))),
+    Row(ENVIRONMENT, "ACCELERATE_ALLOW_CP_STANDALONE", Either(Skip("context parallelism is refused by its own size"))),
     *(
         Row(ENVIRONMENT, f"ACCELERATE_{name}", Always(Skip(f"accelerate's own {what}, which no run of ours asks")))
+        for name, what in (("LOG_LEVEL", "log"), ("DEBUG_RDV_FILE", "tests"))
+    ),
+    *(
+        Row(ENVIRONMENT, f"ACCELERATE_{name}", Either(Skip(f"accelerate's own {what}, which no run of ours asks")))
         for name, what in (
-            ("LOG_LEVEL", "log"),
             ("ENABLE_RICH", "colours"),
             ("DISABLE_RICH", "colours"),
-            ("DEBUG_RDV_FILE", "tests"),
             ("BYPASS_DEVICE_MAP", "check of device maps"),
             ("INIT_INCLUDE_BUFFERS", "empty weights"),
         )

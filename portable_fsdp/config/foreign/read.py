@@ -66,34 +66,32 @@ class Import:
 
     def number(self, fact: str) -> int | None:
         """A fact of the launcher's as a number; None where the file doesn't say it, or says auto."""
-        said = [item.typed for item in self.launcher if item.fact == fact]
+        said = [item.typed.strip() for item in self.launcher if item.fact == fact]
         return int(said[0]) if said and said[0].isdecimal() else None
 
 
-def is_foreign(node: Node, sections: set[str]) -> bool:
-    """Whether a file is another tool's, by its keys: one that the table knows, and no section of ours."""
-    if not isinstance(node, MappingNode):
-        return False
-    pairs = cast(list[tuple[Node, Node]], node.value)
-    keys = [str(key.value) for key, _ in pairs if isinstance(key, ScalarNode)]
-    ours = any(
+def is_ours(node: MappingNode, sections: set[str]) -> bool:
+    """Whether a key is a section of ours; `optim: adamw_torch` is none, but Trainer's."""
+    return any(
         str(key.value) in sections and not (isinstance(value, ScalarNode) and value.tag != _NULL_TAG)
-        for key, value in pairs
+        for key, value in _pairs(node)
     )
-    return not ours and any(nested_place("", key) or any(find(place, key) for place in TOP) for key in keys)
 
 
-def read_foreign(path: Path, node: Node, given: Mapping[str, object], overridden: set[str]) -> Import:
+def is_foreign(node: MappingNode, sections: set[str]) -> bool:
+    """Whether a file is another tool's, by its keys: one that the table knows, and no section of ours."""
+    keys = [str(key.value) for key, _ in _pairs(node) if isinstance(key, ScalarNode)]
+    known = any(nested_place("", key) or any(find(place, key) for place in TOP) for key in keys)
+    return known and not is_ours(node, sections)
+
+
+def read_foreign(path: Path, node: MappingNode, given: Mapping[str, object], overridden: set[str]) -> Import:
     """Translate the file whose root is `node`; `given` are the options that our own file and overrides set.
 
     What an override says is not asked of the file: its refusals of that option, and contradictions about it, are gone.
     Raises nothing: problems are in the result.
     """
-    result = Import(path)
-    if not isinstance(node, MappingNode):
-        result.problems.append((0, f"{path}: expected a mapping, of accelerate's or Trainer's keys."))
-        return result
-    result.kind = _kind(node)
+    result = Import(path, _kind(node))
     settings, sections = read_entries(_entries(node, result.kind, result), result, overridden)
     numbers = {fact: number for fact in ("num_processes", "num_machines") if (number := result.number(fact))}
     settle(result, Found(settings, numbers, sections, given, overridden, result.problems))
@@ -107,24 +105,25 @@ def read_entries(
     reader = _Reader(result, overridden)
     for entry in entries:
         reader.read(entry)
+    reader.check_rank()
     return reader.settings, {row.place: (entry.line, entry.where) for row, entry in reversed(reader.read_rows)}
 
 
 def settle(result: Import, found: Found) -> None:
     """What the keys say together: the options that they set, and which keys set none."""
     result.settings = combine(found)
-    for setting, reason in silent(found, result.settings):
+    for setting, reason in silent(found):
         result.not_needed.append(Said(setting.key, setting.typed, setting.where, reason))
 
 
 def _kind(node: MappingNode) -> str:
     """The place that most keys at the top belong to."""
-    keys = [str(key.value) for key, _ in cast(list[tuple[Node, Node]], node.value)]
+    keys = [str(key.value) for key, _ in _pairs(node)]
     return max(TOP, key=lambda place: sum(find(place, key) is not None for key in keys))
 
 
 def _entries(node: MappingNode, place: str, result: Import, depth: int = 0) -> Iterator[Entry]:
-    for key_node, value in cast(list[tuple[Node, Node]], node.value):
+    for key_node, value in _pairs(node):
         line = cast(int, key_node.start_mark.line) + 1
         key = str(key_node.value) if isinstance(key_node, ScalarNode) else "?"
         inside = nested_place(place, key)
@@ -134,23 +133,30 @@ def _entries(node: MappingNode, place: str, result: Import, depth: int = 0) -> I
         elif inside and isinstance(value, MappingNode):
             yield from _entries(value, inside, result, depth + 1)
         elif inside and inside != MIXED:
-            yield from _not_a_mapping(key, value, line, result)
+            _not_a_mapping(key, value, line, result)
         else:
             typed = _typed(value)
-            hidden = "(hidden)" if typed and key in _SECRET else typed
-            yield Entry(place, key, hidden, line, f"{result.path}:{line}")
+            if typed and key in _SECRET:  # TrainingArguments.to_dict writes <HUB_TOKEN>, whether there is one or not
+                typed = None if typed == f"<{key.upper()}>" else "(hidden)"
+            yield Entry(place, key, typed, line, f"{result.path}:{line}")
 
 
-def _not_a_mapping(key: str, value: Node, line: int, result: Import) -> Iterator[Entry]:
-    """A section that is null or empty says nothing; a path in its place is a file of its own."""
-    typed = _typed(value)
-    where = f"{result.path}:{line}"
-    if not typed:
-        result.not_needed.append(Said(key, in_words(typed), where, "empty"))
-    else:
-        text = f"expected a mapping, found {in_words(typed)}.\n  If it is a file, give it by itself: --import=FILE."
-        result.problems.append((line, f"{where}: {key}: {text}"))
-    yield from ()
+def _not_a_mapping(key: str, value: Node, line: int, result: Import) -> None:
+    """A section that is null or empty says nothing; Trainer takes JSON in quotes and the path of a file, too."""
+    typed, where = in_words(_typed(value)), f"{result.path}:{line}"
+    if not _typed(value):
+        result.not_needed.append(Said(key, typed, where, "empty"))
+        return
+    text = f"expected a mapping, found {typed}."
+    if typed.lstrip().startswith("{"):
+        text = "expected a mapping, found JSON in quotes.\n  Take the quotes away."
+    elif typed.endswith((".json", ".yaml", ".yml")):
+        text += f"\n  Give that file by itself, --import={typed}, and leave {key} out."
+    result.problems.append((line, f"{where}: {key}: {text}"))
+
+
+def _pairs(node: MappingNode) -> list[tuple[Node, Node]]:
+    return cast(list[tuple[Node, Node]], node.value)
 
 
 def _typed(node: Node, depth: int = 0) -> Typed:
@@ -160,8 +166,7 @@ def _typed(node: Node, depth: int = 0) -> Typed:
         return None if node.tag == _NULL_TAG else str(node.value)
     if isinstance(node, SequenceNode):
         return [_typed(item, depth + 1) for item in cast(list[Node], node.value)]
-    pairs = cast(list[tuple[Node, Node]], node.value)
-    return {str(key.value): _typed(value, depth + 1) for key, value in pairs}
+    return {str(key.value): _typed(value, depth + 1) for key, value in _pairs(cast(MappingNode, node))}
 
 
 @dataclass
@@ -175,74 +180,78 @@ class _Reader:
 
     def read(self, entry: Entry) -> None:
         row = find_anywhere(entry.place, entry.key)
-        where = entry.where
-        typed = in_words(entry.typed)
         if row is None:
-            self._unknown(entry, where)
+            self._unknown(entry)
             return
-        is_null = entry.typed is None or (isinstance(entry.typed, str) and entry.typed.lower() in ("", "none", "null"))
         try:
             answer = Skip("null") if entry.typed is None else row.takes.answer(entry.typed)
         except UnreadableValue as problem:
-            if not is_null:
-                self._problem(entry.line, where, entry.key, f"expected {problem}, found {typed}.")
+            if not (isinstance(entry.typed, str) and entry.typed.lower() in ("", "none", "null")):
+                self._problem(entry, f"expected {problem}, found {in_words(entry.typed)}.")
                 return
             answer = Skip("null")
-        self._twice(row, entry, answer, where)
+        self._twice(row, entry, answer)
         self.read_rows.append((row, entry))
-        self._take(row, entry, answer, where)
+        self._take(row, entry, answer)
 
-    def _take(self, row: Row, entry: Entry, answer: Answer, where: str) -> None:
+    def check_rank(self) -> None:
+        """Hosts are counted from 0."""
+        rank, hosts = self.result.number("machine_rank"), self.result.number("num_machines")
+        if rank is not None and hosts is not None and rank >= hosts:
+            entry = next(entry for row, entry in self.read_rows if row.key == "machine_rank")
+            self._problem(entry, f"expected a number from 0 to num_machines - 1 = {hosts - 1}, found {rank}.")
+
+    def _take(self, row: Row, entry: Entry, answer: Answer) -> None:
         typed = in_words(entry.typed)
         match answer:
             case Set(settings, remark):
-                remarks = [remark, _misplaced(row, entry)]
-                remarks += [f"in its own tool: {row.dead}; taken at its word"] if row.dead else []
+                dead = f"in its own tool: {row.dead}; taken at its word" if row.dead else ""
+                remark = "; ".join(filter(None, (remark, _misplaced(row, entry), dead)))
                 for option, value in settings.items():
-                    text = "; ".join(filter(None, remarks))
-                    self._set(Setting(option, value, row.place, entry.key, typed, entry.line, where, text))
+                    self._set(
+                        entry, Setting(option, value, row.place, entry.key, typed, entry.line, entry.where, remark)
+                    )
             case Skip(reason):
-                self.result.not_needed.append(Said(entry.key, typed, where, reason))
+                self._says_nothing(entry, reason)
             case Launcher(reason, fact):
-                self.result.launcher.append(Said(entry.key, typed, where, reason, fact))
-            case Refuse(reason, way, about):
-                if not self.overridden.intersection(about):
-                    text = f"{typed} can't be honoured: {reason}.\n  Way out: {way}."
-                    self._problem(entry.line, where, entry.key, text)
+                self.result.launcher.append(Said(entry.key, typed, entry.where, reason, fact))
+            case Refuse(reason, _, about):
+                if about not in self.overridden:
+                    self._problem(entry, f"{typed} can't be honoured: {reason}.\n  Way out: {answer.ways}.")
 
-    def _set(self, setting: Setting) -> None:
+    def _set(self, entry: Entry, setting: Setting) -> None:
         first = self.settings.setdefault(setting.option, setting)
         if first is not setting and first.value == setting.value:
-            self._quiet(setting, f"agrees with {first.key} ({first.where})")
+            self._says_nothing(entry, f"agrees with {first.key} ({first.where})")
         elif first.value != setting.value and setting.option not in self.overridden:
-            text = f"{setting.typed} contradicts {first.key}: {first.typed} ({first.where}); keep one."
-            self._problem(setting.line, setting.where, setting.key, text)
+            self._contradicts(entry, f"{first.key}: {first.typed} ({first.where})")
 
-    def _quiet(self, setting: Setting, reason: str) -> None:
-        self.result.not_needed.append(Said(setting.key, setting.typed, setting.where, reason))
-
-    def _twice(self, row: Row, entry: Entry, answer: Answer, where: str) -> None:
+    def _twice(self, row: Row, entry: Entry, answer: Answer) -> None:
         """One key again, perhaps under another name: settings are compared one by one, the rest here."""
-        for earlier, first in self.read_rows:
-            if earlier is row and first.place == entry.place and not isinstance(answer, Set):
-                if in_words(first.typed).lower() != in_words(entry.typed).lower():
-                    text = (
-                        f"{in_words(entry.typed)} contradicts {first.key}: {in_words(first.typed)} (line {first.line})"
-                    )
-                    self._problem(entry.line, where, entry.key, f"{text}; keep one.")
-                return
+        if isinstance(answer, Set):
+            return
+        firsts = (first for earlier, first in self.read_rows if earlier is row and first.place == entry.place)
+        first = next(firsts, None)
+        if first is not None and in_words(first.typed).lower() != in_words(entry.typed).lower():
+            self._contradicts(entry, f"{first.key}: {in_words(first.typed)} ({first.where})")
 
-    def _unknown(self, entry: Entry, where: str) -> None:
+    def _unknown(self, entry: Entry) -> None:
         if entry.key.startswith(("_", "#", "//", "$")) or entry.key.lower() in ("comment", "comments", "notes"):
-            self.result.not_needed.append(Said(entry.key, in_words(entry.typed), where, "a comment"))
+            self._says_nothing(entry, "a comment")
             return
         near = nearest_key(entry.place, entry.key)
         what = "variable" if entry.place == ENVIRONMENT else f"key of {entry.place}"
-        text = f"unknown {what}.\n  " + (f"nearest: {near}." if near else "None is like it; leave it out.")
-        self._problem(entry.line, where, entry.key, text)
+        way = f"nearest: {near}." if near else "None is like it; leave it out."
+        self._problem(entry, f"unknown {what}.\n  {way}")
 
-    def _problem(self, line: int, where: str, key: str, text: str) -> None:
-        self.result.problems.append((line, f"{where}: {key}: {text}"))
+    def _contradicts(self, entry: Entry, first: str) -> None:
+        self._problem(entry, f"{in_words(entry.typed)} contradicts {first}; keep one.")
+
+    def _says_nothing(self, entry: Entry, reason: str) -> None:
+        self.result.not_needed.append(Said(entry.key, in_words(entry.typed), entry.where, reason))
+
+    def _problem(self, entry: Entry, text: str) -> None:
+        self.result.problems.append((entry.line, f"{entry.where}: {entry.key}: {text}"))
 
 
 def _misplaced(row: Row, entry: Entry) -> str:

@@ -5,6 +5,8 @@ that its author meant, and `"true"`, `yes` and `1` are one answer. A setting who
 ours: the rules over several keys (`rules.py`) make options of it.
 """
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
@@ -12,6 +14,9 @@ from typing import NamedTuple, cast
 YES = ("true", "yes", "y", "t", "on", "1")
 NO = ("false", "no", "n", "f", "off", "0")
 OFF = (*NO, "", "none", "null", "0.0", "-1", "disable", "disabled")
+
+_DIGITS = re.compile(r"-?[0-9]+")
+_ENUM = re.compile(r"^([A-Za-z_]\w*\.)+")  # ShardingStrategy.FULL_SHARD, torch.float32; the 0. of 0.3 is no such thing
 
 Typed = str | None | list["Typed"] | dict[str, "Typed"]
 
@@ -37,11 +42,15 @@ class Launcher(NamedTuple):
 
 
 class Refuse(NamedTuple):
-    """Can't be honoured. An override of one of the options `about` settles it otherwise."""
+    """Can't be honoured. An override of the option `about`, where there is one, settles it otherwise."""
 
     reason: str
-    way: str
-    about: tuple[str, ...] = ()
+    way: str  # what to do in the file
+    about: str = ""
+
+    @property
+    def ways(self) -> str:
+        return f"{self.way}, or override {self.about}" if self.about else self.way
 
 
 Answer = Set | Skip | Launcher | Refuse
@@ -53,7 +62,7 @@ class UnreadableValue(Exception):
 
 @dataclass(frozen=True)
 class Always:
-    """Any value, one answer."""
+    """Any value, one answer: texts that are not ours to judge."""
 
     outcome: Answer
 
@@ -62,6 +71,34 @@ class Always:
 
     def cases(self) -> list[tuple[str, Answer]]:
         return [("", self.outcome)]
+
+
+@dataclass(frozen=True)
+class Amount:
+    """A number from `least` to `most`, or one of the words `also`; all with one answer."""
+
+    outcome: Answer
+    least: int = 0
+    most: float = math.inf
+    also: tuple[str, ...] = ()
+    whole: bool = True
+
+    def answer(self, typed: Typed) -> Answer:
+        text = one_word(typed)
+        if text.lower() in self.also:
+            return self.outcome
+        # A count is digits alone: its own tool takes no 2.0 for it.
+        if (self.whole and not _DIGITS.fullmatch(text)) or not self.least <= _number(text) <= self.most:
+            raise UnreadableValue(self._expected)
+        return self.outcome
+
+    def cases(self) -> list[tuple[str, Answer]]:
+        return [(self._expected, self.outcome)]
+
+    @property
+    def _expected(self) -> str:
+        bounds = f">= {self.least}" if self.most == math.inf else f"from {self.least} to {self.most}"
+        return ", or ".join((f"a {'whole ' * self.whole}number {bounds}", *self.also))
 
 
 @dataclass(frozen=True)
@@ -77,7 +114,7 @@ class Choice:
         if text.isdecimal() and 0 <= int(text) - self.first < len(self.numbered):
             text = self.numbered[int(text) - self.first]
         by_word = {word.lower(): outcome for word, outcome in self.words.items()}
-        plain = text.rpartition(".")[2].lower().replace("-", "_")  # ShardingStrategy.FULL_SHARD
+        plain = _ENUM.sub("", text).lower().replace("-", "_")
         if plain not in by_word:
             numbers = f", or {self.first} to {self.first + len(self.numbered) - 1}" if self.numbered else ""
             raise UnreadableValue(" | ".join(self.words) + numbers)
@@ -94,7 +131,7 @@ class DType:
     option: str
 
     def answer(self, typed: Typed) -> Answer:
-        float16 = Refuse("float16 needs a scaled loss, which is not built", f"set {self.option}=bfloat16")
+        float16 = Refuse("float16 needs a scaled loss, which is not built", "set it to bfloat16", self.option)
         words = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16"}
         found = {word: Set({self.option: dtype}) for word, dtype in words.items()}
         return Choice({**found, "float16": float16, "fp16": float16}).answer(typed)
@@ -123,27 +160,43 @@ class YesNo:
 
 
 @dataclass(frozen=True)
+class Either:
+    """True or false, with one answer."""
+
+    outcome: Answer
+
+    def answer(self, typed: Typed) -> Answer:
+        return YesNo(self.outcome, self.outcome).answer(typed)
+
+    def cases(self) -> list[tuple[str, Answer]]:
+        return [("true, false", self.outcome)]
+
+
+@dataclass(frozen=True)
 class Number:
-    """A number for an option; `special` values have an answer of their own."""
+    """A number for an option; `special` values have an answer of their own, and so has the word auto, if it is one."""
 
     option: str
     whole: bool = True
     special: Mapping[float, Answer] = field(default_factory=dict[float, Answer])
+    least: float = -math.inf
+    auto: Answer | None = None
 
     def answer(self, typed: Typed) -> Answer:
         text = one_word(typed)
-        try:
-            value = float(text)
-        except ValueError:
-            raise UnreadableValue("a whole number" if self.whole else "a number") from None
+        if self.auto is not None and text.lower() == "auto":
+            return self.auto
+        value = _number(text)
         if value in self.special:
             return self.special[value]
-        if self.whole and not value.is_integer():
-            raise UnreadableValue("a whole number")
+        if not value >= self.least or (self.whole and not value.is_integer()):
+            least = f" >= {self.least:g}" if self.least > -math.inf else ""
+            raise UnreadableValue(f"a {'whole ' * self.whole}number{least}")
         return Set({self.option: int(value) if self.whole else value})
 
     def cases(self) -> list[tuple[str, Answer]]:
         special = [(f"{value:g}", outcome) for value, outcome in self.special.items()]
+        special += [("auto", self.auto)] if self.auto is not None else []
         return [*special, ("a number", Set({self.option: "it"}))]
 
 
@@ -221,7 +274,7 @@ class Off:
         return [(off, Skip("as here")), ("else", self.refusal)]
 
 
-Takes = Always | Choice | DType | YesNo | Number | Text | Names | Words | Off
+Takes = Always | Amount | Choice | DType | YesNo | Either | Number | Text | Names | Words | Off
 
 
 @dataclass(frozen=True)
@@ -260,3 +313,12 @@ def in_words(typed: Typed) -> str:
     if isinstance(typed, dict):
         return "{" + ", ".join(f"{name}: {in_words(value)}" for name, value in typed.items()) + "}"
     return "null" if typed is None else typed
+
+
+def _number(text: str) -> float:
+    """NaN for what is no number, and for what no option can be: it is within no bounds."""
+    try:
+        value = float(text)
+    except ValueError:
+        return math.nan
+    return value if math.isfinite(value) else math.nan

@@ -1,12 +1,16 @@
 """Rules over several keys: the strategy, the batch, dtypes and what else one foreign key doesn't say alone.
 
-Settings whose name begins with `~` come in; options of ours come out, each with the line of the key that decided.
+A row of the table sets an option of ours where its key says one alone, else a `~name`: a fact for a rule of this file.
+So `fsdp_sharding_strategy: HYBRID_SHARD` is `~strategy`, of which `num_machines: 1` makes FULL_SHARD. A rule is a
+function of `Found`: it reads what the keys said (`found.said`, which stays as it is) and writes `found.options`, each
+with the key that decided. No rule reads what another one wrote, so their order means nothing. Keys that set no option
+in the end are told with a reason (`silent`).
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from portable_fsdp.config.foreign.keys_engines import DEEPSPEED, MEGATRON
 from portable_fsdp.config.foreign.keys_fsdp import FSDP
@@ -36,31 +40,41 @@ class Setting(NamedTuple):
 
 @dataclass
 class Found:
-    """What the keys of a file said so far, one by one; the rules turn it into options."""
+    """What the keys of a file said one by one, and the options that follow."""
 
-    settings: dict[str, Setting]
+    said: Mapping[str, Setting]  # by option or ~name
     numbers: Mapping[str, int]  # the launcher's facts that are numbers: num_processes, num_machines
     sections: Mapping[str, tuple[int, str]]  # place -> line and where of its first key
     given: Mapping[str, object]  # options that our own file or an override sets
     overridden: set[str]
-    problems: list[tuple[int, str]] = field(default_factory=lambda: [])
+    problems: list[tuple[int, str]]
+    options: dict[str, Setting] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.options = {name: setting for name, setting in self.said.items() if not name.startswith("~")}
 
     def value(self, name: str) -> object:
-        return self.settings[name].value if name in self.settings else None
+        return self.said[name].value if name in self.said else None
+
+    def number(self, name: str) -> float | None:
+        value = self.value(name)
+        return value if isinstance(value, int | float) else None
+
+    def whole(self, name: str) -> int | None:
+        value = self.value(name)
+        return value if isinstance(value, int) else None
 
     def set(self, option: str, value: object, source: Setting, remark: str = "") -> None:
         """An option that follows from `source`; what another key already said must be the same."""
-        said = source._replace(option=option, value=value, remark="; ".join(filter(None, (source.remark, remark))))
-        if option in self.settings and self.settings[option].value != value:
-            self.contradiction(self.settings[option], said)
-        self.settings.setdefault(option, said)
+        setting = source._replace(option=option, value=value, remark="; ".join(filter(None, (source.remark, remark))))
+        first = self.options.setdefault(option, setting)
+        if first.value != value:
+            self.contradiction(option, first, setting)
 
-    def contradiction(self, first: Setting, second: Setting) -> None:
-        if first.option not in self.overridden:
-            self.problem(
-                second,
-                f"{second.typed} contradicts {first.key}: {first.typed} ({first.where}); keep one.",
-            )
+    def contradiction(self, option: str, first: Setting, second: Setting) -> None:
+        """Two keys that say different things of one option, which an override of it settles."""
+        if option not in self.overridden:
+            self.problem(second, f"{second.typed} contradicts {first.key}: {first.typed} ({first.where}); keep one.")
 
     def problem(self, at: Setting, text: str) -> None:
         self.problems.append((at.line, f"{at.where}: {at.key}: {text}"))
@@ -70,21 +84,24 @@ def combine(found: Found) -> dict[str, Setting]:
     """The options of ours that the keys set together; contradictions are added to `found.problems`."""
     _sections(found)
     _strategy(found)
+    _sizes(found)
     _units(found)
     _precision(found)
     _recompute(found)
     _offload(found)
     _batch(found)
-    _steps(found)
+    _length(found)
+    _warmup(found)
     _optimizer(found)
+    _saves(found)
     _data(found)
-    return {name: setting for name, setting in found.settings.items() if not name.startswith("~")}
+    return found.options
 
 
-def silent(found: Found, options: Mapping[str, Setting]) -> list[tuple[Setting, str]]:
+def silent(found: Found) -> list[tuple[Setting, str]]:
     """The keys that act with others and set nothing of their own in the end, each with the reason."""
-    heard = {(setting.line, setting.key) for setting in options.values()}
-    quiet = [setting for setting in found.settings.values() if (setting.line, setting.key) not in heard]
+    heard = {(setting.line, setting.key) for setting in found.options.values()}
+    quiet = [setting for setting in found.said.values() if (setting.line, setting.key) not in heard]
     return [(setting, _SILENT.get(setting.option, "agrees with another key")) for setting in quiet]
 
 
@@ -98,6 +115,8 @@ _SILENT = {
     "~min_num_params": "counts only where units are made by size",
     "~beta2": "optim.betas has both",
     "~accumulate": "train.global_batch says it",
+    "train.epochs": "train.steps goes first, as in Trainer",
+    "checkpoint.every": "save_strategy saves none by steps",
 }
 
 # ------------------------------------------------------------------------------------------------------------- sharding
@@ -110,7 +129,7 @@ _WHOLE = {"HYBRID_SHARD": "FULL_SHARD", "HYBRID_SHARD_ZERO2": "SHARD_GRAD_OP"}
 
 def _sections(found: Found) -> None:
     """A section that distributed_type leaves unread in accelerate: which of the two was meant?"""
-    kind, fsdp = found.settings.get("~distributed"), found.settings.get("~fsdp")
+    kind, fsdp = found.said.get("~distributed"), found.said.get("~fsdp")
     if fsdp is not None and not fsdp.value and FSDP in found.sections:
         text = f"expected true, found {fsdp.typed!r}, under which Trainer doesn't read fsdp_config.\n"
         found.problem(fsdp, f"{text}  Set fsdp: true, or leave fsdp_config out.")
@@ -128,60 +147,60 @@ def _sections(found: Found) -> None:
 
 
 def _strategy(found: Found) -> None:
-    word = _said_strategy(found)
-    kind = found.settings.get("~distributed")
-    replicas, shards = found.settings.get("~replicas"), found.settings.get("~shard_size")
-    if word is None and kind is not None and kind.value not in ("NO", "DEEPSPEED", "MEGATRON_LM"):
-        sharded = kind.value == "FSDP" or FSDP in found.sections
-        word = kind._replace(value="FULL_SHARD" if sharded else "NO_SHARD")
-    if word is None and (replicas or shards):
-        word = cast(Setting, replicas or shards)._replace(value="FULL_SHARD")
+    word = _named_strategy(found) or _implied_strategy(found)
     if word is None:
         return
     strategy, remark = str(word.value), ""
+    replicas = found.said.get("~replicas")
+    one_machine = found.numbers.get("num_machines") == 1
     if replicas is not None and replicas.value != 1:
         if found.value("~shard_size") == 1:
             strategy, remark = "NO_SHARD", f"{replicas.key}: {replicas.typed} copies of one shard"
         elif strategy == "NO_SHARD":
-            found.problem(replicas, f"{replicas.typed} contradicts {word.key}: {word.typed} ({word.where}); keep one.")
+            found.contradiction("sharding.strategy", word, replicas)
         else:
             strategy = _HYBRID.get(strategy, strategy)
             found.set("sharding.replicas", replicas.value, replicas)
-    elif strategy in _WHOLE and (replicas or _is_one_machine(found)) and "sharding.replicas" not in found.given:
+    elif strategy in _WHOLE and (replicas or one_machine) and "sharding.replicas" not in found.given:
         strategy, remark = _WHOLE[strategy], "one machine is one copy of the model"
-    _sizes(found)
     found.set("sharding.strategy", strategy, word, remark)
 
 
-def _is_one_machine(found: Found) -> bool:
-    return found.numbers.get("num_machines") == 1
-
-
-def _said_strategy(found: Found) -> Setting | None:
+def _named_strategy(found: Found) -> Setting | None:
     """The strategy by name, by what is freed after forward, or by both where they agree."""
-    word, inside = found.settings.get("~strategy"), found.settings.get("~reshard_word")
+    word, inside = found.said.get("~strategy"), found.said.get("~reshard_word")
     if inside is not None and inside.typed.isdecimal() and inside.typed != "1" and found.value("~version") == 2:
         found.problem(inside, f"expected true | false with fsdp_version 2, found {inside.typed}.")
         inside = None
     if word is not None and inside is not None and word.value != inside.value:
-        found.contradiction(word._replace(option="sharding.strategy"), inside)
+        found.contradiction("sharding.strategy", word, inside)
     word = word or inside
-    freed = found.settings.get("~reshard")
+    freed = found.said.get("~reshard")
     if freed is None:
         return word
     if word is None:
         return freed._replace(value="FULL_SHARD" if freed.value else "SHARD_GRAD_OP")
     if _FREED.get(str(word.value), False) != freed.value:
-        found.contradiction(word._replace(option="sharding.strategy"), freed)
+        found.contradiction("sharding.strategy", word, freed)
     return word
 
 
+def _implied_strategy(found: Found) -> Setting | None:
+    """The strategy by the kind of run, or by sizes alone."""
+    kind = found.said.get("~distributed")
+    if kind is not None and kind.value not in ("NO", "DEEPSPEED", "MEGATRON_LM"):
+        sharded = kind.value == "FSDP" or FSDP in found.sections
+        return kind._replace(value="FULL_SHARD" if sharded else "NO_SHARD")
+    sizes = found.said.get("~replicas") or found.said.get("~shard_size")
+    return sizes and sizes._replace(value="FULL_SHARD")
+
+
 def _sizes(found: Found) -> None:
-    replicas, shards = found.settings.get("~replicas"), found.settings.get("~shard_size")
+    replicas, shards = found.said.get("~replicas"), found.said.get("~shard_size")
     processes = found.numbers.get("num_processes")
     if replicas is None or shards is None or processes is None:
         return
-    product = cast(int, replicas.value) * cast(int, shards.value)
+    product = (found.whole("~replicas") or 1) * (found.whole("~shard_size") or 1)
     if product != processes:
         found.problem(
             shards,
@@ -192,10 +211,10 @@ def _sizes(found: Found) -> None:
 
 def _units(found: Found) -> None:
     """min_num_params counts where units are made by size, or nothing else says how."""
-    least, wrap = found.settings.get("~min_num_params"), found.settings.get("sharding.wrap")
-    if least is not None and (wrap is None or wrap.value == "SIZE_BASED_WRAP"):
-        if wrap is None and "sharding.wrap_classes" in found.settings:
-            return
+    least, wrap = found.said.get("~min_num_params"), found.said.get("sharding.wrap")
+    if least is None or (wrap is None and "sharding.wrap_classes" in found.said):
+        return
+    if wrap is None or wrap.value == "SIZE_BASED_WRAP":
         found.set("sharding.wrap", "SIZE_BASED_WRAP", least)
         found.set("sharding.min_num_params", least.value, least)
 
@@ -205,19 +224,19 @@ def _units(found: Found) -> None:
 
 def _precision(found: Found) -> None:
     """accelerate's FSDP sums gradients in the dtype that it computes in; its other types sum them in float32."""
-    mixed = found.settings.get("~mixed")
+    mixed = found.said.get("~mixed")
     if mixed is None:
         return
     found.set("precision.compute", mixed.value, mixed)
     fsdp = found.value("~distributed") == "FSDP" or (FSDP in found.sections and not found.value("~xla"))
     fsdp = fsdp or bool(found.value("~fsdp"))
     computes = found.given.get("precision.compute", mixed.value)  # an override of that dtype is one of this, too
-    if mixed.value == computes == "bfloat16" and fsdp and "precision.reduce" not in found.settings:
+    if mixed.value == computes == "bfloat16" and fsdp and "precision.reduce" not in found.said:
         found.set("precision.reduce", "bfloat16", mixed, "FSDP sums gradients in this dtype there, and so here")
 
 
 def _recompute(found: Found) -> None:
-    said = [setting for name, setting in found.settings.items() if name.startswith("~recompute.")]
+    said = [setting for name, setting in found.said.items() if name.startswith("~recompute.")]
     if said:
         source = next((setting for setting in said if setting.value), said[0])
         found.set("memory.gradient_checkpointing", "full" if source.value else "none", source)
@@ -225,7 +244,7 @@ def _recompute(found: Found) -> None:
 
 def _offload(found: Found) -> None:
     """DeepSpeed's two halves are one setting of ours."""
-    said = [setting for name, setting in found.settings.items() if name.startswith("~offload.")]
+    said = [setting for name, setting in found.said.items() if name.startswith("~offload.")]
     if not said or "memory.cpu_offload" in found.overridden:
         return
     offloaded = [setting for setting in said if setting.value]
@@ -244,19 +263,18 @@ def _offload(found: Found) -> None:
 
 def _batch(found: Found) -> None:
     """global_batch = rows of a device * accumulation * devices, where the file says all three."""
-    rows, times = found.settings.get("train.micro_batch"), found.settings.get("~accumulate")
+    rows, times = found.said.get("train.micro_batch"), found.said.get("~accumulate")
+    accumulated = found.whole("~accumulate") or 1
     source = times or rows
-    if source is None or "train.global_batch" in found.overridden:
+    if source is None or "train.global_batch" in found.overridden or (rows is None and accumulated == 1):
         return
     devices = found.numbers.get("num_processes")
+    micro = found.given.get("train.micro_batch", found.value("train.micro_batch"))
     if rows is not None and found.value("~spmd"):
-        return _batch_of_spmd(found, rows, cast(int, times.value) if times else 1, devices)
-    micro = found.given.get("train.micro_batch", rows.value if rows else None)
-    if times is not None and times.value == 1 and rows is None:
-        return
-    if isinstance(micro, int) and devices is not None:
-        size = micro * (cast(int, times.value) if times else 1) * devices
-        found.set("train.global_batch", size, source, f"{micro} * {times.typed if times else 1} * {devices} processes")
+        _batch_of_spmd(found, rows, accumulated)
+    elif isinstance(micro, int) and devices is not None:
+        size = micro * accumulated * devices
+        found.set("train.global_batch", size, source, f"{micro} * {accumulated} * {devices} processes")
     elif "train.global_batch" not in found.given:
         found.problem(
             source,
@@ -265,11 +283,12 @@ def _batch(found: Found) -> None:
         )
 
 
-def _batch_of_spmd(found: Found, rows: Setting, times: int, devices: int | None) -> None:
+def _batch_of_spmd(found: Found, rows: Setting, accumulated: int) -> None:
     """Under xla_fsdp_v2 one process feeds all devices: what Trainer calls the batch of a device is that of them all."""
-    size = cast(int, rows.value)
-    found.settings.pop("train.micro_batch")
-    found.set("train.global_batch", size * times, rows, "of all devices together, under xla_fsdp_v2")
+    size = found.whole("train.micro_batch") or 1
+    devices = found.numbers.get("num_processes")
+    del found.options["train.micro_batch"]
+    found.set("train.global_batch", size * accumulated, rows, "of all devices together, under xla_fsdp_v2")
     if devices and size % devices == 0:
         found.set("train.micro_batch", size // devices, rows, f"of one of {devices} devices, under xla_fsdp_v2")
     elif "train.micro_batch" not in found.given:
@@ -277,41 +296,48 @@ def _batch_of_spmd(found: Found, rows: Setting, times: int, devices: int | None)
         found.problem(rows, f"{text}\n  Set train.micro_batch: rows of one device.")
 
 
-def _steps(found: Found) -> None:
-    steps = found.settings.get("train.steps")
-    if steps is not None and "train.epochs" in found.settings:  # as Trainer has it: max_steps goes first
-        epochs = found.settings.pop("train.epochs")
-        found.settings["train.steps"] = steps._replace(
-            remark=f"goes before {epochs.key}: {epochs.typed}, as in Trainer"
-        )
-    warmup, ratio = found.settings.get("~warmup"), found.settings.get("~warmup_ratio")
-    if warmup is not None and not 0 < cast(float, warmup.value) < 1:
-        found.set("optim.warmup_steps", int(cast(float, warmup.value)), warmup)
-        if warmup.value:
-            return  # as Trainer has it: steps go before a share of them
+def _length(found: Found) -> None:
+    """As Trainer has it: max_steps goes first."""
+    steps, epochs = found.said.get("train.steps"), found.said.get("train.epochs")
+    if steps is not None and epochs is not None:
+        remark = f"goes before {epochs.key}: {epochs.typed}, as in Trainer"
+        found.options["train.steps"] = steps._replace(remark=remark)
+        del found.options["train.epochs"]
+
+
+def _warmup(found: Found) -> None:
+    """As Trainer has it: below 1 it is a share of the steps; steps go before a share of them, unless they are 0."""
+    warmup, ratio = found.said.get("~warmup"), found.said.get("~warmup_ratio")
+    steps = found.number("~warmup") or 0
+    if 0 < steps < 1:
+        ratio, share = warmup, steps
+    elif warmup is not None and (steps or ratio is None):
+        return found.set("optim.warmup_steps", int(steps), warmup)
     else:
-        ratio = warmup or ratio
+        share = found.number("~warmup_ratio") or 0
     if ratio is None or "optim.warmup_steps" in found.overridden:
         return
     total = found.given.get("train.steps", found.value("train.steps"))
-    if not isinstance(total, int):
+    if isinstance(total, int):
+        found.set("optim.warmup_steps", math.ceil(share * total), ratio, f"of {total} steps")
+    elif "optim.warmup_steps" not in found.given:
         found.problem(ratio, "a share of the steps needs their number.\n  Set optim.warmup_steps, or max_steps.")
-        return
-    found.settings.pop("optim.warmup_steps", None)
-    found.set("optim.warmup_steps", math.ceil(cast(float, ratio.value) * total), ratio, f"of {total} steps")
 
 
 def _optimizer(found: Found) -> None:
-    first, second = found.settings.get("~beta1"), found.settings.get("~beta2")
+    first, second = found.said.get("~beta1"), found.said.get("~beta2")
     if source := first or second:
         betas = [first.value if first else 0.9, second.value if second else 0.999]
         found.set("optim.betas", betas, source, "" if first and second else "the other one: Trainer's default")
-    if saves := found.settings.get("~no_saves"):
-        found.settings.pop("checkpoint.every", None)
+
+
+def _saves(found: Found) -> None:
+    if saves := found.said.get("~no_saves"):
+        found.options.pop("checkpoint.every", None)
         found.set("checkpoint.every", None, saves)
 
 
 def _data(found: Found) -> None:
-    if source := found.settings.get("~train_file"):
+    if source := found.said.get("~train_file"):
         found.set("data.source", "text", source)
         found.set("data.path", source.value, source)
