@@ -11,6 +11,7 @@ BY_FILE := -n 2 --dist loadgroup --no-loadscope-reorder
 RUN := .venv/bin/python
 LAUNCH_DEMO := $(RUN) -m portable_fsdp.launch --device=cpu --config=configs/quickstart.yaml
 LATEST := .venv-latest/bin/python
+ON_TORCH := tests/backends tests/checkpoint tests/models tests/optim tests/plan/test_cuda.py tests/train tests/launch/test_launch.py
 
 .PHONY: help env check test proof demo docs env-latest test-latest clean
 .DELETE_ON_ERROR:
@@ -45,8 +46,8 @@ docs: env  ## writes the pages of keys, ours and those of other tools
 
 env-latest: .venv-latest/.installed  ## the environment .venv-latest: the newest torch, no torch_xla
 
-test-latest: env-latest  ## the native tests with the newest torch
-	$(LATEST) -m pytest $(BY_FILE) -m "not xla and not proof"
+test-latest: env-latest  ## what rests on torch, with the newest one
+	$(LATEST) -m pytest $(BY_FILE) -m "not xla and not proof" $(ON_TORCH)
 
 clean:  ## removes environments, caches and build products; keeps runs/
 	rm -rf .venv .venv-latest build dist portable_fsdp.egg-info .pytest_cache .ruff_cache
