@@ -6,7 +6,7 @@ DEMO_HALF := 75
 
 # Two processes, a file of tests in one of them, in the order of their names (tests/conftest.py says which share one).
 # Proofs run one after the other.
-BY_FILE := -n 2 --dist loadgroup --no-loadscope-reorder
+BY_FILE := -n 2 --dist loadfile --no-loadscope-reorder
 
 RUN := .venv/bin/python
 LAUNCH_DEMO := $(RUN) -m portable_fsdp.launch --device=cpu --config=configs/quickstart.yaml

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 os.environ["USE_TORCH_XLA"] = "0"  # transformers imports torch_xla otherwise; the backends choose the engine
 os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # else from_pretrained leaves the threads that it loads with behind
@@ -38,14 +40,19 @@ def pytest_configure(config: pytest.Config) -> None:
     patch.setattr(tempfile, "tempdir", folder)
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What `--dist loadgroup` keeps in one process: a file; and all of tests/backends, whose files share workers."""
-    for item in items:
-        shared = item.path.parent.name == "backends"
-        item.add_marker(
-            pytest.mark.xdist_group("backends" if shared else str(item.path.relative_to(item.config.rootpath)))
-        )
+@pytest.hookimpl(optionalhook=True)  # there is none to ask where xdist is switched off
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling:
+    """Which of the suite's processes runs what: a file is run by one; so is tests/backends, whose files share workers.
+
+    Not `--dist loadgroup`: xdist 3.8 writes the groups where pytest 9.2 doesn't read them, and spreads every test.
+    """
+    return ByFile(config, log)
+
+
+class ByFile(LoadFileScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "tests/backends" if file.startswith("tests/backends/") else file
 
 
 def _processes() -> dict[int, str]:

@@ -1,7 +1,7 @@
 """The groups of worker processes, started when first asked for and shared by all tests of this folder.
 
 Each process takes 0.7 GiB and more, together 8 GiB, which the tests of other folders need for processes of their own.
-Hence one process of the suite runs the whole folder (`--dist loadgroup`), the groups end with its last test, and before
+Hence one process of the suite runs the whole folder (tests/conftest.py), the groups end with its last test, and before
 that where memory gets scarce.
 """
 
