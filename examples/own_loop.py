@@ -22,7 +22,7 @@ def smoothed(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 path, device, backend, *overrides = sys.argv[1:]
 config = pf.load_config(path, overrides)
 with pf.open_backend(config, device=device, backend=backend) as engine:
-    corpus = pf.build_data(config.data)
+    corpus = pf.build_data(config.data, config.model)
     training = pf.build_training(config, engine, corpus.tokenizer.vocab_size, loss=smoothed)
     steps = pf.total_steps(config, len(corpus.rows))
     with closing(pf.open_checkpoints(config, engine, training, corpus)) as checkpoints:
