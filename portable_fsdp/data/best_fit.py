@@ -34,9 +34,9 @@ def _rows_of(lengths: Int64s, capacity: int) -> Int64s:
     rows = np.empty(len(lengths), np.int64)
     room = _Room()
     opened = 0
-    values, first = np.unique(-lengths, return_index=True)
-    for length, begin, end in zip(-values, first, [*first[1:], len(lengths)], strict=True):
-        length, begin, end = int(length), int(begin), int(end)
+    values, counts = np.unique(-lengths, return_counts=True)
+    ends = np.cumsum(counts)
+    for length, begin, end in zip((-values).tolist(), (ends - counts).tolist(), ends.tolist(), strict=True):
         while begin < end:
             found = room.take(length)
             if found is None:

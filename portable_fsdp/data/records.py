@@ -58,7 +58,7 @@ class JsonLines:
 def _json_object(line: bytes) -> dict[str, Any]:
     """Raises ValueError, which says what was expected and found."""
     try:
-        value = json.loads(line.decode())
+        value = json.loads(line.rstrip().decode())
     except json.JSONDecodeError as error:
         raise ValueError(f"expected a JSON object on one line, found at column {error.colno}: {error.msg}") from error
     except RecursionError as error:
