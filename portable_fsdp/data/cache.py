@@ -131,10 +131,11 @@ def tokenized(folder: Path, recipe: Recipe) -> Documents:
             with _locked(folder / f"{recipe.key}.lock") as is_locked:
                 if not entry.is_dir():
                     _make(entry, recipe, alone=is_locked)
-        return Documents.mapped(entry)
     except OSError as error:
         raise _cannot_write(folder, error) from error
-    except (ValueError, TypeError) as error:
+    try:
+        return Documents.mapped(entry)
+    except (OSError, ValueError, TypeError) as error:
         raise DataError(
             f"data.cache_dir: {entry}: expected what an earlier run tokenized, found it damaged: {error}\n"
             "  Delete that folder; it is made anew."

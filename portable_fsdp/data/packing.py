@@ -138,7 +138,7 @@ class DocumentRows:
 
     def rows(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
         """`input_ids`, `labels`, `positions` and `segments`, int64 `[len(indices), seq_len]`."""
-        first, count = self._starts[indices], np.diff(self._starts)[indices]
+        first, count = self._starts[indices], self._starts[indices + 1] - self._starts[indices]
         pieces = self._order[_ranges(first, count)]
         lengths = self._pieces.lengths[pieces]
         row = np.repeat(np.arange(len(indices)), count)

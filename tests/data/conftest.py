@@ -1,36 +1,15 @@
 """Tokenizers for the tests of data: byte-level BPE, trained on CPython's reference, with a chat template."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_templates import CHATML, SPECIAL, MakeTokenizer
 from pydoc_data.topics import topics
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from portable_fsdp.data.tokenize import FolderTokenizer
-
-SPECIAL = ["<end>", "<begin>", "<pad>", "<|im_start|>", "<|im_end|>"]
-
-CHATML = (
-    "{% for message in messages %}"
-    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
-    "{{ raise_exception('no such role: ' + message['role']) }}{% endif %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-"""As SmolLM2's and Qwen2's: nothing in it tells the assistant's text."""
-
-GENERATION = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>\n' }}"
-    "{% endgeneration %}{% else %}{{ message['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-"""The same text, told by `{% generation %}`."""
-
-MakeTokenizer = Callable[..., FolderTokenizer]
 
 
 @pytest.fixture(scope="session")

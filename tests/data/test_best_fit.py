@@ -35,7 +35,7 @@ def test_rows_are_those_of_the_definition(capacity: int, count: int) -> None:
         found = rows_of(lengths, capacity)
         # Which of two rows with equal room takes a document is nobody's choice: it changes no row's sum.
         assert sorted(map(sum, found)) == sorted(map(sum, expected))
-        assert sorted(sum(found, [])) == sorted(lengths.tolist())
+        assert sorted(length for row in found for length in row) == sorted(lengths.tolist())
 
 
 def test_every_document_is_in_one_row_and_no_row_is_too_long() -> None:
