@@ -1,11 +1,11 @@
 """Tokenizers for the tests of data: byte-level BPE, trained on CPython's reference, with a chat template."""
 
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
 from chat_templates import CHATML, SPECIAL, MakeTokenizer
-from pydoc_data.topics import topics
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 

@@ -243,7 +243,7 @@ def test_three_epochs_hold_every_document_three_times_across_a_resume_elsewhere(
     found = read_steps(rows, 0, first, shards=2, accumulation=2)
     found += read_steps(rows, first * 12, steps - first, shards=3, accumulation=4)
     rest = rows.order(3, np.arange(steps * 12, 3 * len(rows)))  # less than a step: the next step carries it over
-    assert Counter([*found, *numbers(rows, rest.tolist())]) == Counter({number: 3 for number in range(200)})
+    assert Counter([*found, *numbers(rows, rest.tolist())]) == Counter(dict.fromkeys(range(200), 3))
 
 
 def mixture(tmp_path: Path, *weights: float, **keys: Any) -> Data:
@@ -260,7 +260,7 @@ def test_each_part_of_a_mixture_runs_through_its_own_epochs_across_a_resume_else
     found = read_steps(rows, 0, 10, shards=1, accumulation=1) + read_steps(rows, 120, 15, shards=4, accumulation=3)
     first, second = [one for one in found if one < 1000], [one for one in found if one >= 1000]
     assert (len(first), len(second)) == (240, 60)  # 300 samples in shares of 4 to 1
-    assert Counter(first) == Counter({number: 4 for number in range(60)})
+    assert Counter(first) == Counter(dict.fromkeys(range(60), 4))
     assert set(Counter(second)) == set(range(1000, 1025))
     assert set(Counter(second).values()) == {2, 3}
 
