@@ -2,9 +2,9 @@
 
 python benchmarks/beside_trl.py TOKENIZER_FOLDER
 
-Needs the extra `data` and `pip install trl` (1.16 was compared). The tokenizer's folder needs a chat template. Labels are
-compared shifted: ours are the next tokens, TRL's are shifted in the loss. Prints, for each format, how many examples
-are equal, and the first that isn't.
+Needs the extra `data` and `pip install trl` (1.16 was compared). The tokenizer is SmolLM2's, with its chat template.
+Labels are compared shifted: ours are the next tokens, TRL's are shifted in the loss. Prints, for each format, how many
+examples are equal, and the first that isn't.
 """
 
 import argparse
@@ -112,7 +112,8 @@ def marked(folder: Path) -> str:
     """The tokenizer's template (ChatML) with the assistant's text in `{% generation %}`."""
     header = "{{'<|im_start|>' + message['role'] + '\n' }}"
     body = "{{ message['content'] + '<|im_end|>' + '\n'}}"
-    told = f"{{% if message['role'] == 'assistant' %}}{{% generation %}}{body}{{% endgeneration %}}{{% else %}}{body}{{% endif %}}"
+    generated = f"{{% generation %}}{body}{{% endgeneration %}}"
+    told = f"{{% if message['role'] == 'assistant' %}}{generated}{{% else %}}{body}{{% endif %}}"
     template = str(opened(folder).chat_template)
     line = "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
     assert line in template, "expected SmolLM2's template"

@@ -251,7 +251,7 @@ def _export(options: argparse.Namespace) -> None:
 
 def _tokenizer(options: argparse.Namespace, manifest: Manifest) -> Callable[[Path], None] | None:
     """What writes the tokenizer that goes with the model; None where there is none, or no place for it."""
-    from portable_fsdp.data.tokenize import load_tokenizer, tokenizer_name
+    from portable_fsdp.data.tokenize import load_tokenizer
 
     asked = None if options.tokenizer is None else str(options.tokenizer)
     if options.format != "huggingface":
@@ -266,7 +266,7 @@ def _tokenizer(options: argparse.Namespace, manifest: Manifest) -> Callable[[Pat
     if name in (None, "none"):
         return None
     try:
-        return load_tokenizer(tokenizer_name(name, manifest.config.get("model", {}).get("pretrained"))).save
+        return load_tokenizer(name, manifest.config.get("model", {}).get("pretrained")).save
     except DataError as error:
         raise CheckpointError(
             f"{error}\n  Say --tokenizer PATH (a folder, or bytes), or --tokenizer none to export without one."

@@ -18,7 +18,7 @@ from portable_fsdp.data.order import share_of_numbers
 from portable_fsdp.data.packing import DocumentRows, MixedRows, PackedRows, Rows, cut, whole
 from portable_fsdp.data.render import renderer
 from portable_fsdp.data.sources import open_source
-from portable_fsdp.data.tokenize import Tokenizer, load_tokenizer, token_dtype, tokenizer_name
+from portable_fsdp.data.tokenize import Tokenizer, load_tokenizer, token_dtype
 from portable_fsdp.runtime.errors import DataError
 from portable_fsdp.runtime.files import cache_folder
 
@@ -48,7 +48,7 @@ def build_data(data: schema.Data, model: schema.Model | None = None) -> Corpus:
     file or the tokenizer can't be read, for a document that `data.on_error` doesn't skip, or if a part is shorter than
     one row.
     """
-    tokenizer = load_tokenizer(tokenizer_name(data.tokenizer, model.pretrained if model else None))
+    tokenizer = load_tokenizer(data.tokenizer, model.pretrained if model else None)
     build = _Build(data, tokenizer)
     rows, held_out = build.trained(), build.held_out()
     for name, found in (("data", rows), ("data.eval_split", held_out)):
@@ -166,7 +166,7 @@ class _Build:
             padding=self._tokenizer.padding,
             several=self._packing == "documents",
         )
-        log.info("data: %s: %s rows, %.2f %% of them padding", source.name, f"{len(rows):,}", 100 * rows.padded)
+        log.info("data: %s: %s rows, %.2f %% of their tokens padding", source.name, f"{len(rows):,}", 100 * rows.padded)
         return rows
 
     def _check_lengths(self, source: Source, documents: Documents, too_long: np.ndarray) -> None:

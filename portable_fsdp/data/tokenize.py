@@ -64,21 +64,22 @@ class Tokenizer(Protocol):
         ...
 
 
-def load_tokenizer(name: str) -> Tokenizer:
-    """`bytes`, or the tokenizer of a local folder or a hub id; raises DataError if there is none."""
-    return ByteTokenizer() if name == "bytes" else FolderTokenizer(_folder(name))
+def load_tokenizer(name: str, pretrained: str | None = None) -> Tokenizer:
+    """What `data.tokenizer` names: `bytes`, the tokenizer of a folder or of a hub id, or `auto`: that of `pretrained`
+    (`model.pretrained`), and `bytes` without one. Raises DataError if there is none."""
+    key = "data.tokenizer"
+    if name == "auto" and pretrained is not None:
+        key, name = "data.tokenizer (auto: that of model.pretrained)", pretrained
+    if name in ("auto", "bytes"):
+        return ByteTokenizer()
+    return FolderTokenizer(_folder(name, key), key)
 
 
-def tokenizer_name(name: str, pretrained: str | None) -> str:
-    """`data.tokenizer` with `auto` resolved: the tokenizer of `model.pretrained`, or else `bytes`."""
-    return name if name != "auto" else pretrained or "bytes"
-
-
-def _folder(name: str) -> Path:
+def _folder(name: str, key: str) -> Path:
     if not is_hub_id(name):
         return Path(name)
     try:
-        return local_folder("data.tokenizer", name, TOKENIZER_FILES)
+        return local_folder(key, name, TOKENIZER_FILES)
     except ConfigError as error:
         raise DataError(str(error)) from error
 
@@ -117,8 +118,9 @@ class FolderTokenizer:
     Special tokens that the text itself spells are taken as such, as transformers does.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._tokenizer = _open(folder)
+    def __init__(self, folder: Path, key: str = "data.tokenizer") -> None:
+        """`key`: the config's, for errors."""
+        self._tokenizer = _open(folder, key)
         self.vocab_size: int = max(self._tokenizer.get_vocab().values()) + 1
         self.end_of_text: int | None = self._tokenizer.eos_token_id
         candidates = (self._tokenizer.pad_token_id, self.end_of_text, 0)
@@ -157,10 +159,10 @@ class FolderTokenizer:
         self._tokenizer.save_pretrained(folder)
 
 
-def _open(folder: Path) -> Any:
+def _open(folder: Path, key: str) -> Any:
     if not folder.is_dir():
         raise DataError(
-            f"data.tokenizer: expected bytes, a folder with a tokenizer, or a hub id (org/name), found no such folder: "
+            f"{key}: expected bytes, a folder with a tokenizer, or a hub id (org/name), found no such folder: "
             f"{folder}\n"
             "  Download the tokenizer first; the path is taken from the folder that the run starts in."
         )
@@ -172,9 +174,9 @@ def _open(folder: Path) -> Any:
             return transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     except Exception as error:  # tokenizers raises bare Exception, transformers many classes: all about these files
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise DataError(f"data.tokenizer: {folder}: transformers can't open it: {reason[0]}") from error
+        raise DataError(f"{key}: {folder}: transformers can't open it: {reason[0]}") from error
     raise DataError(
-        f"data.tokenizer: expected tokenizer_config.json or tokenizer.json in {folder}, found neither.\n"
+        f"{key}: expected tokenizer_config.json or tokenizer.json in {folder}, found neither.\n"
         "  Write one with transformers' save_pretrained, or set data.tokenizer=bytes."
     )
 

@@ -1,6 +1,7 @@
 """Rows by length are the rows of the plain definition, and little of them is empty."""
 
 import time
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ def plain(lengths: list[int], capacity: int) -> list[list[int]]:
 
 def rows_of(lengths: Int64s, capacity: int) -> list[list[int]]:
     order, starts = best_fit(lengths, capacity)
-    return [lengths[order[begin:end]].tolist() for begin, end in zip(starts[:-1], starts[1:], strict=True)]
+    return [lengths[order[begin:end]].tolist() for begin, end in pairwise(starts.tolist())]
 
 
 @pytest.mark.parametrize("capacity", [1, 7, 16, 100])
