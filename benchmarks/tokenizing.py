@@ -71,7 +71,7 @@ def write_corpus(folder: Path, copies: int) -> int:
     """The library's files as text files and as an Arrow data set; their size in bytes."""
     import datasets
 
-    from portable_fsdp.config.schema import Documents
+    from portable_fsdp.config.data import Documents
     from portable_fsdp.data.sources import open_source
 
     source = open_source(Documents(source="python_source"))

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
-from portable_fsdp.config import schema
-from portable_fsdp.config.schema import share_held_out
+from portable_fsdp.config import data as keys
+from portable_fsdp.config.schema import Model
 from portable_fsdp.data.cache import Documents, Recipe, entry_key, refusal, tokenized
 from portable_fsdp.data.examples import Broken, Source
 from portable_fsdp.data.order import share_of_numbers
@@ -41,7 +42,7 @@ class Corpus:
         return self.rows.fingerprint(), xxhash.xxh3_128_hexdigest(self.tokenizer.description.encode())
 
 
-def build_data(data: schema.Data, model: schema.Model | None = None) -> Corpus:
+def build_data(data: keys.Data, model: Model | None = None) -> Corpus:
     """Read, tokenize and pack the corpus. Every process calls it; one of a host tokenizes, the others map its files.
 
     `model`: the section whose tokenizer `data.tokenizer: auto` means; without it that is `bytes`. Raises DataError if a
@@ -57,7 +58,7 @@ def build_data(data: schema.Data, model: schema.Model | None = None) -> Corpus:
     return Corpus(rows, tokenizer, held_out)
 
 
-def _require_rows(rows: Rows, data: schema.Data, name: str) -> None:
+def _require_rows(rows: Rows, data: keys.Data, name: str) -> None:
     if len(rows):
         return
     where = data.path or ("data.mixture" if data.mixture else data.source)
@@ -70,12 +71,12 @@ def _require_rows(rows: Rows, data: schema.Data, name: str) -> None:
 
 
 class _Build:
-    def __init__(self, data: schema.Data, tokenizer: Tokenizer) -> None:
+    def __init__(self, data: keys.Data, tokenizer: Tokenizer) -> None:
         self._data = data
         self._tokenizer = tokenizer
-        self._parts: Sequence[schema.Documents] = data.mixture or (data,)
+        self._parts: Sequence[keys.Documents] = data.mixture or (data,)
         self._sources = [open_source(part) for part in self._parts]
-        self._share = None if data.eval_split is None else share_held_out(data.eval_split)
+        self._share = None if data.eval_split is None else keys.share_held_out(data.eval_split)
         all_text = all(part.format == "text" for part in self._parts)
         self._packing = ("stream" if all_text else "documents") if data.packing == "auto" else data.packing
 
@@ -105,7 +106,7 @@ class _Build:
             self._rows_of(part, source, takes, taken) for part, source in zip(self._parts, self._sources, strict=True)
         ]
 
-    def _rows_of(self, part: schema.Documents, source: Source, takes: Callable[[int], bool], taken: str) -> Rows:
+    def _rows_of(self, part: keys.Documents, source: Source, takes: Callable[[int], bool], taken: str) -> Rows:
         is_stream = self._packing == "stream"
         recipe = Recipe(
             key=self._key(part, source, taken),
@@ -122,7 +123,7 @@ class _Build:
             return PackedRows(documents.tokens, self._data.seq_len)
         return self._document_rows(part, source, documents)
 
-    def _key(self, part: schema.Documents, source: Source, taken: str) -> str:
+    def _key(self, part: keys.Documents, source: Source, taken: str) -> str:
         template = self._tokenizer.chat_template
         return entry_key(
             content=source.content(),
@@ -137,10 +138,10 @@ class _Build:
             libraries=[version("tokenizers"), version("transformers")],
         )
 
-    def _document_rows(self, part: schema.Documents, source: Source, documents: Documents) -> DocumentRows:
+    def _document_rows(self, part: keys.Documents, source: Source, documents: Documents) -> DocumentRows:
         """Without the documents that have nothing to predict."""
         seq_len, starts = self._data.seq_len, documents.starts
-        keep = _predicts(documents)
+        keep = predicts(documents)
         if (~keep).any():
             log.info(
                 "data: %s documents of %s have nothing to predict and are left out", f"{(~keep).sum():,}", source.name
@@ -169,7 +170,7 @@ class _Build:
         log.info("data: %s: %s rows, %.2f %% of their tokens padding", source.name, f"{len(rows):,}", 100 * rows.padded)
         return rows
 
-    def _check_lengths(self, source: Source, documents: Documents, too_long: np.ndarray) -> None:
+    def _check_lengths(self, source: Source, documents: Documents, too_long: NDArray[np.bool_]) -> None:
         if not too_long.any():
             return
         first = int(np.flatnonzero(too_long)[0])
@@ -192,14 +193,18 @@ def _every(number: int) -> bool:
     return True
 
 
-def _predicts(documents: Documents) -> np.ndarray:
+def predicts(documents: Documents) -> NDArray[np.bool_]:
     """Which documents have a token behind their first that counts."""
     lengths = np.diff(documents.starts)
     if documents.counted is None:
         return lengths > 1
-    sums = np.concatenate([[0], np.cumsum(documents.counted, dtype=np.int64)])
-    ends, begins = documents.starts[1:], np.minimum(documents.starts[:-1] + 1, documents.starts[1:])
-    return sums[ends] > sums[begins]
+    found = lengths > 1
+    # [begin, end) behind the first token of each; what lies between two of them is reduced too, and dropped.
+    bounds = np.stack([documents.starts[:-1][found] + 1, documents.starts[1:][found]], axis=1).ravel()
+    if len(bounds):
+        inside = bounds[bounds < len(documents.counted)]  # without the last end, where that is the end of all
+        found[found] = np.logical_or.reduceat(documents.counted, inside)[::2]
+    return found
 
 
 def _place(source: Source, number: int) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import xxhash
 
-from portable_fsdp.config.schema import Column
+from portable_fsdp.config.data import Column
 from portable_fsdp.runtime.errors import DataError
 
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import xxhash
 
-from portable_fsdp.config.schema import Column
+from portable_fsdp.config.data import Column
 from portable_fsdp.data.examples import Broken, Example, hash_of_files, name_of, not_utf8
 from portable_fsdp.runtime.errors import DataError
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from portable_fsdp.config.schema import Format
+from portable_fsdp.config.data import Format
 from portable_fsdp.data.chat import Conversation
 from portable_fsdp.data.examples import Broken, Example
 from portable_fsdp.data.tokenize import Tokenizer, Tokens, token_dtype

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import xxhash
 
-from portable_fsdp.config import schema
+from portable_fsdp.config.data import FORMAT_COLUMNS, Documents
 from portable_fsdp.data.examples import (
     Broken,
     Example,
@@ -28,11 +28,9 @@ NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests",
 """Folders under the standard library that are not its source: other packages, and tests (odd encodings on purpose)."""
 
 
-def open_source(documents: schema.Documents) -> Source:
+def open_source(documents: Documents) -> Source:
     """The source that these keys mean; raises DataError if there is nothing of that name."""
-    columns: Columns = {
-        column: documents.columns.get(column, column) for column in schema.FORMAT_COLUMNS[documents.format]
-    }
+    columns: Columns = {column: documents.columns.get(column, column) for column in FORMAT_COLUMNS[documents.format]}
     match documents.source:
         case "python_docs":
             return PythonDocs()

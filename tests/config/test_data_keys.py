@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from portable_fsdp.config.schema import Data, share_held_out
+from portable_fsdp.config.data import Data, share_held_out
 
 FILE = {"source": "jsonl", "path": "a.jsonl"}
 

@@ -4,6 +4,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from chat_templates import MakeTokenizer
 
 from portable_fsdp.config.schema import Data, Model
 from portable_fsdp.data.batches import Batches
-from portable_fsdp.data.build import Corpus, build_data
+from portable_fsdp.data.build import Corpus, build_data, predicts
+from portable_fsdp.data.cache import Documents, Facts
 from portable_fsdp.data.packing import IGNORED, Rows
 from portable_fsdp.runtime.errors import DataError
 
@@ -134,6 +136,17 @@ def test_a_completion_longer_than_a_row_is_named_or_counted(tmp_path: Path, capl
     batch = corpus.rows.rows(np.arange(len(corpus.rows)))
     labels = batch["labels"][batch["labels"] != IGNORED]
     assert Counter(labels.tolist()) == Counter(b"c" * 67 + b"\0\0")
+
+
+def test_a_document_predicts_if_a_token_behind_its_first_counts() -> None:
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        starts = np.concatenate([[0], np.cumsum(random.integers(0, 5, size=random.integers(0, 6)))])
+        counted = random.random(starts[-1]) < 0.3
+        facts = Facts("uint8", len(starts) - 1, int(starts[-1]), True, 0, "", 0)
+        found = Documents(np.zeros(starts[-1], np.uint8), starts, np.arange(len(starts) - 1), counted, facts)
+        expected = [bool(counted[begin + 1 : end].any()) for begin, end in pairwise(starts.tolist())]
+        assert predicts(found).tolist() == expected
 
 
 def test_broken_lines_stop_or_are_counted(lines: Path, caplog: pytest.LogCaptureFixture) -> None:
