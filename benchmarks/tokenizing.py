@@ -74,6 +74,7 @@ def write_corpus(folder: Path, copies: int) -> int:
     from portable_fsdp.config.data import Documents
     from portable_fsdp.data.sources import open_source
 
+    datasets.disable_progress_bars()
     source = open_source(Documents(source="python_source"))
     texts = [one.fields["text"] for one in source.read() if hasattr(one, "fields")] * copies
     files = folder / "files"

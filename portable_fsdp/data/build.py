@@ -71,6 +71,8 @@ def _require_rows(rows: Rows, data: keys.Data, name: str) -> None:
 
 
 class _Build:
+    """One pass from sources to rows, with what all parts of it need."""
+
     def __init__(self, data: keys.Data, tokenizer: Tokenizer) -> None:
         self._data = data
         self._tokenizer = tokenizer
