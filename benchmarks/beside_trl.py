@@ -177,7 +177,7 @@ def trl_sequences(form: str, examples: list[Example], tokenizer: Path, template:
     processing = opened(tokenizer)
     if template is not None:
         processing.chat_template = template
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     arguments = {"use_cpu": True, "bf16": False, "report_to": "none", "packing": False, "max_length": None}
     with tempfile.TemporaryDirectory() as output:
         trainer = trl.SFTTrainer(

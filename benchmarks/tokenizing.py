@@ -72,11 +72,12 @@ def write_corpus(folder: Path, copies: int) -> int:
     import datasets
 
     from portable_fsdp.config.data import Documents
+    from portable_fsdp.data.examples import Example
     from portable_fsdp.data.sources import open_source
 
     datasets.disable_progress_bars()
     source = open_source(Documents(source="python_source"))
-    texts = [one.fields["text"] for one in source.read() if hasattr(one, "fields")] * copies
+    texts = [one.fields["text"] for one in source.read() if isinstance(one, Example)] * copies
     files = folder / "files"
     files.mkdir()
     for number, text in enumerate(texts):
@@ -107,7 +108,7 @@ def ours(options: argparse.Namespace) -> tuple[float, int]:
     from portable_fsdp.data.tokenize import load_tokenizer
 
     load_tokenizer(str(options.tokenizer)).encode("x")
-    keys = {"source": "text", "path": str(options.folder.parent / "files" / "*.txt"), "seq_len": 1024}
+    keys: dict[str, Any] = {"source": "text", "path": str(options.folder.parent / "files" / "*.txt"), "seq_len": 1024}
     began = time.perf_counter()
     corpus = build_data(Data(**keys, tokenizer=str(options.tokenizer), cache_dir=str(options.folder / "cache")))
     seconds = time.perf_counter() - began

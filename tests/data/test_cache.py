@@ -56,8 +56,9 @@ def documents(found: Documents) -> list[bytes]:
 def test_documents_come_back_in_order_and_are_read_once(tmp_path: Path) -> None:
     texts = [f"document {number}" * (number % 7) for number in range(3 * BATCH_DOCUMENTS + 5)]
     source = Texts(*texts)
-    for _ in range(3):
-        found = tokenized(tmp_path / "new" / "cache", recipe(source))
+    for _ in range(2):
+        tokenized(tmp_path / "new" / "cache", recipe(source))
+    found = tokenized(tmp_path / "new" / "cache", recipe(source))
     assert documents(found) == [text.encode() + b"\0" for text in texts]
     assert found.numbers.tolist() == list(range(len(texts)))
     assert source.reads == 1

@@ -33,9 +33,8 @@ def write(path: Path, texts: Sequence[str]) -> Path:
 
 
 def data(path: Path, **keys: Any) -> Data:
-    return Data(
-        **{"source": "jsonl", "path": str(path), "seq_len": 64, "cache_dir": str(path.parent / "cache"), **keys}
-    )
+    given: dict[str, Any] = {"source": "jsonl", "path": str(path), "seq_len": 64, **keys}
+    return Data(**{"cache_dir": str(path.parent / "cache"), **given})
 
 
 def numbers(rows: Rows, indices: Sequence[int] | None = None) -> list[int]:
@@ -154,11 +153,12 @@ def test_broken_lines_stop_or_are_counted(lines: Path, caplog: pytest.LogCapture
     lines.write_text("".join([*content[:3], "{broken\n", *content[4:]]))
     with pytest.raises(DataError, match=r"corpus\.jsonl:4: expected a JSON object on one line"):
         build_data(data(lines, packing="none"))
-    for _ in range(2):  # from the cache too
+    keys = data(lines, packing="none", on_error="skip")
+    with caplog.at_level(logging.INFO, "portable_fsdp"):
+        build_data(keys)
         caplog.clear()
-        with caplog.at_level(logging.INFO, "portable_fsdp"):
-            corpus = build_data(data(lines, packing="none", on_error="skip"))
-        assert sum("1 documents" in line and "skipped" in line and "jsonl:4" in line for line in caplog.messages) == 1
+        corpus = build_data(keys)  # from the cache too
+    assert sum("1 documents" in line and "skipped" in line and "jsonl:4" in line for line in caplog.messages) == 1
     assert sorted(numbers(corpus.rows)) == [number for number in range(200) if number != 3]
 
 
@@ -264,7 +264,8 @@ def mixture(tmp_path: Path, *weights: float, **keys: Any) -> Data:
     for number, (weight, count) in enumerate(zip(weights, (60, 25), strict=True)):
         path = write(tmp_path / f"part{number}.jsonl", [f"{1000 * number + at:04d}" for at in range(count)])
         parts.append({"source": "jsonl", "path": str(path), "weight": weight})
-    return Data(mixture=parts, seq_len=16, packing="none", cache_dir=str(tmp_path / "cache"), **keys)
+    given = {"mixture": parts, "seq_len": 16, "packing": "none", "cache_dir": str(tmp_path / "cache"), **keys}
+    return Data.model_validate(given)
 
 
 def test_each_part_of_a_mixture_runs_through_its_own_epochs_across_a_resume_elsewhere(tmp_path: Path) -> None:

@@ -41,11 +41,10 @@ def test_rows_come_as_asked_in_int64() -> None:
 
 def documents(*lengths: int, seq_len: int, counted: NDArray[np.bool_] | None = None, **keys: Any) -> DocumentRows:
     """Tokens count up from 100 through all documents; padding is 7."""
-    ends = np.cumsum(lengths)
+    sizes = np.array(lengths, np.int64)
+    ends = np.cumsum(sizes, dtype=np.int64)
     tokens = np.arange(100, 100 + ends[-1], dtype=np.uint16)
-    pieces = (
-        cut(ends - lengths, np.array(lengths), seq_len) if counted is None else whole(ends - lengths, np.array(lengths))
-    )
+    pieces = cut(ends - sizes, sizes, seq_len) if counted is None else whole(ends - sizes, sizes)
     return DocumentRows(tokens, counted, pieces, seq_len=seq_len, padding=7, **{"several": True, **keys})
 
 

@@ -17,7 +17,8 @@ from portable_fsdp.runtime.errors import DataError
 
 
 def read(**keys: Any) -> list[Example | Broken]:
-    return list(open_source(Data(**{key: str(v) if isinstance(v, Path) else v for key, v in keys.items()})).read())
+    given: dict[str, Any] = {key: str(value) if isinstance(value, Path) else value for key, value in keys.items()}
+    return list(open_source(Data(**given)).read())
 
 
 def texts(found: list[Example | Broken]) -> list[str]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from chat_templates import CHATML, GENERATION, MakeTokenizer
 
-from portable_fsdp.config.schema import Format
+from portable_fsdp.config.data import Format
 from portable_fsdp.data.examples import Broken, Example
 from portable_fsdp.data.render import Rendered, renderer
 from portable_fsdp.data.tokenize import ByteTokenizer, Tokenizer
