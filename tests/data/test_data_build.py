@@ -33,8 +33,9 @@ def write(path: Path, texts: Sequence[str]) -> Path:
 
 
 def data(path: Path, **keys: Any) -> Data:
-    given: dict[str, Any] = {"source": "jsonl", "path": str(path), "seq_len": 64, **keys}
-    return Data(**{"cache_dir": str(path.parent / "cache"), **given})
+    given: dict[str, Any] = {"source": "jsonl", "path": str(path), "seq_len": 64}
+    given |= {"cache_dir": str(path.parent / "cache"), **keys}
+    return Data(**given)
 
 
 def numbers(rows: Rows, indices: Sequence[int] | None = None) -> list[int]:
