@@ -88,6 +88,15 @@ def test_each_token_but_a_documents_first_is_predicted_once_however_it_is_cut(se
     assert torch.equal(batch["segments"] == 0, batch["input_ids"] == 7)
 
 
+@pytest.mark.parametrize(
+    ("length", "lengths"), [(1, [1]), (4, [4]), (5, [4]), (6, [4, 2]), (9, [4, 4]), (10, [4, 4, 2])]
+)
+def test_a_documents_last_token_is_no_piece_of_its_own(length: int, lengths: list[int]) -> None:
+    pieces = cut(np.array([7]), np.array([length]), 4)
+    assert pieces.lengths.tolist() == lengths
+    assert pieces.starts.tolist() == list(range(7, 7 + 4 * len(lengths), 4))
+
+
 def test_a_row_does_not_depend_on_those_asked_with_it() -> None:
     rows = documents(*np.random.default_rng(0).integers(2, 9, size=100).tolist(), seq_len=10)
     all_rows = rows.rows(np.arange(len(rows)))
