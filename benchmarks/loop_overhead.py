@@ -231,6 +231,7 @@ def main() -> None:
         configuration = config(Path(folder), steps=arguments.pairs + WARM_UP_STEPS)
         with open_backend(configuration, device="cpu", backend="native") as backend:
             corpus = build_data(configuration.data)
+            assert isinstance(corpus.rows, PackedRows)
             training = build_training(configuration, backend, corpus.tokenizer.vocab_size)
             theirs = HandWrittenStep(corpus.rows)
             shard = (backend.data_shard.index, backend.data_shard.count)

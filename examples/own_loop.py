@@ -23,7 +23,7 @@ with pf.errors_as_sentences():
     path, device, backend, *overrides = sys.argv[1:] if len(sys.argv) > 3 else sys.exit(__doc__)
     config = pf.load_config(path, overrides, environ=os.environ)
     with pf.open_backend(config, device=device, backend=backend) as engine:
-        corpus = pf.build_data(config.data)
+        corpus = pf.build_data(config.data, config.model)
         training = pf.build_training(config, engine, corpus.tokenizer.vocab_size, loss=smoothed)
         steps = pf.total_steps(config, len(corpus.rows))
         with closing(pf.open_checkpoints(config, engine, training, corpus)) as checkpoints:

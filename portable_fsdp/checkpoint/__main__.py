@@ -261,7 +261,7 @@ def _tokenizer(options: argparse.Namespace, manifest: Manifest) -> Callable[[Pat
     if name in (None, "none"):
         return None
     try:
-        return load_tokenizer(name).save
+        return load_tokenizer(name, manifest.config.get("model", {}).get("pretrained")).save
     except DataError as error:
         raise CheckpointError(
             f"{error}\n  Say --tokenizer PATH (a folder, or bytes), or --tokenizer none to export without one."

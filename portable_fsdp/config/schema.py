@@ -3,30 +3,12 @@
 Where it runs (`--device`, `--backend`, `--num_devices`) is a flag of the launcher and never stands here.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from annotated_types import Ge, Lt
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-
-def _float_from_yaml(value: object) -> object:
-    """YAML 1.1 reads `3e-4` (no dot) as a string; people write it all the time, so it is taken as the number."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
-
-
-Float = Annotated[float, BeforeValidator(_float_from_yaml)]
-DecayRate = Annotated[float, BeforeValidator(_float_from_yaml), Ge(0), Lt(1)]
-
-
-class Section(BaseModel):
-    """Frozen, and strict about its keys and types."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+from portable_fsdp.config.data import Data
+from portable_fsdp.config.section import DecayRate, Float, Section
 
 
 class Run(Section):
@@ -89,24 +71,6 @@ class Model(Section):
             raise ValueError("give exactly one of model.architecture and model.pretrained")
         if self.architecture is not None and not isinstance(self.architecture.get("model_type"), str):
             raise ValueError("model.architecture needs a `model_type` (llama, qwen3, gpt2, ...)")
-        return self
-
-
-class Data(Section):
-    source: Literal["python_docs", "python_source", "text"] = Field(
-        default="python_docs",
-        description="python_docs: CPython's reference; python_source: the standard library's source; text: data.path",
-    )
-    path: str | None = Field(default=None, description="a text file or a glob of text files, for data.source: text")
-    tokenizer: str = Field(
-        default="bytes", description="bytes, or a folder with a tokenizer (transformers or tokenizer.json)"
-    )
-    seq_len: int = Field(default=256, ge=1, description="tokens in a row")
-
-    @model_validator(mode="after")
-    def _path_goes_with_text(self) -> "Data":
-        if (self.source == "text") != (self.path is not None):
-            raise ValueError("data.path goes with data.source: text, and with no other source")
         return self
 
 

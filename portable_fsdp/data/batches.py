@@ -7,34 +7,23 @@ global batch. Shard i of n takes the i-th n-th of them, and cuts it into equal m
 import queue
 import threading
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
-from portable_fsdp.data.order import Position, sample_indices
-from portable_fsdp.data.packing import IGNORED
+from portable_fsdp.data.order import Position
+from portable_fsdp.data.packing import IGNORED, Rows
 from portable_fsdp.runtime.errors import ConfigError
 
 STEPS_AHEAD = 2
 
 
-class Rows(Protocol):
-    """A corpus cut into rows, such as `packing.PackedRows`."""
-
-    def __len__(self) -> int: ...
-
-    def rows(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
-        """`input_ids` and `labels`, int64 `[len(indices), seq_len]`; called by one thread."""
-        ...
-
-
 class Batches:
     """Iterator over the steps of one data shard, without end; to be closed, or used as a context manager.
 
-    Each `next()` gives `accumulation` micro batches: `input_ids` and `labels` int64 `[rows, seq_len]`, and `tokens`
-    float32 `[rows]`: the counted labels of row r summed over all micro batches of the step, the same in each of them,
+    Each `next()` gives `accumulation` micro batches: what the rows have (int64 `[rows, seq_len]`), and `tokens` float32
+    `[rows]`: the counted labels of row r summed over all micro batches of the step, the same in each of them,
     so that their sum over the data shards is the token count of the global batch.
     """
 
@@ -121,7 +110,7 @@ class Batches:
     def _step(self, first: int) -> list[dict[str, Tensor]]:
         """The micro batches that begin at position `first`."""
         positions = np.arange(first, first + self._shard_rows)
-        batch = self._rows.rows(sample_indices(self._seed, positions, len(self._rows)))
+        batch = self._rows.rows(self._rows.order(self._seed, positions))
         size = self._shard_rows // self._accumulation
         counted = (batch["labels"] != IGNORED).sum(dim=1).view(self._accumulation, size)
         tokens = counted.sum(dim=0).float()

@@ -6,7 +6,9 @@ falls inside (cycle-walking: Black and Rogaway, "Ciphers with Arbitrary Finite D
 No world size, device or engine enters, so any run can be continued anywhere by its position alone.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import Self
 
 import numpy as np
@@ -54,6 +56,61 @@ def sample_indices(seed: int, positions: NDArray[np.int64], rows: int) -> NDArra
         index[outside] = _permute(index[outside], key[outside], half_bits)
         outside = index >= rows
     return index.astype(np.int64)
+
+
+SHARES = 1000  # a weight is taken to a thousandth of their sum
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Several corpora, each with its share of the positions.
+
+    Positions come in blocks of `sum(shares)`. Each block holds every source as often as its share says, in an order of
+    its own, so how many samples a source has given before a block is a product, and no earlier position is looked at.
+    Each source goes through its own rows in epochs of its own.
+    """
+
+    sizes: tuple[int, ...]
+    """Rows of each source."""
+    shares: tuple[int, ...]
+    """Positions of each source in a block, in lowest terms."""
+
+    @classmethod
+    def of(cls, sizes: Sequence[int], weights: Sequence[float]) -> Self:
+        """Shares in thousandths of the sum of the weights, at least one each; what rounding leaves goes to those that
+        lost most by it."""
+        exact = [weight * SHARES / sum(weights) for weight in weights]
+        shares = [max(1, int(share)) for share in exact]
+        by_loss = sorted(range(len(exact)), key=lambda number: shares[number] - exact[number])
+        for number in by_loss[: max(0, SHARES - sum(shares))]:
+            shares[number] += 1
+        common = gcd(*shares)
+        return cls(tuple(sizes), tuple(share // common for share in shares))
+
+    def indices(self, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The row of each position, numbered through all sources: 1-D int64, as `sample_indices`."""
+        block = positions // sum(self.shares)
+        slot = sample_indices(_seed_of(seed, 0), positions, sum(self.shares))
+        ends = np.cumsum(np.array(self.shares, np.int64))
+        source = np.searchsorted(ends, slot, side="right")
+        rank = slot - (ends - np.array(self.shares, np.int64))[source]
+        first_rows = np.cumsum(np.array((0, *self.sizes), np.int64))
+        found = np.empty_like(slot)
+        for number, (size, share) in enumerate(zip(self.sizes, self.shares, strict=True)):
+            own = source == number
+            given = block[own] * share + rank[own]
+            found[own] = first_rows[number] + sample_indices(_seed_of(seed, number + 1), given, size)
+        return found
+
+
+def share_of_numbers(number: int, share: float) -> bool:
+    """Whether `number` is one of a share of all numbers, from 0 to 1, chosen by its hash and nothing else."""
+    return int(_mix(np.array([number], np.uint64))[0]) < share * 2**64
+
+
+def _seed_of(seed: int, number: int) -> int:
+    """A seed for each of several orders of one run."""
+    return int(_mix(_mix(np.array([seed & WORD], np.uint64)) + np.uint64(number))[0])
 
 
 def _permute(values: UInt64s, key: UInt64s, half_bits: int) -> UInt64s:

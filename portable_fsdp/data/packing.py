@@ -1,29 +1,46 @@
-"""Packing: all documents become one stream of tokens, and the stream is cut into rows of equal length.
+"""Packing: tokenized documents become rows of equal length, which is the one shape of a whole run.
+
+    stream     all documents one after the other, cut into rows; attention crosses documents
+    documents  whole documents, several in a row where they fit
+    none       one document in a row
 
 Labels are shifted here, once; models, losses and engines take `labels[r, t]` as the token after `input_ids[r, t]`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from portable_fsdp.data.tokenize import Tokenizer, Tokens, token_dtype
+from portable_fsdp.data.best_fit import Int64s, best_fit
+from portable_fsdp.data.order import Mixture, sample_indices
+from portable_fsdp.data.tokenize import Tokens
 
 IGNORED = -100
-"""The label that no loss counts. Packed rows have none."""
+"""The label that no loss counts."""
 
 
-def pack(documents: Iterable[str], tokenizer: Tokenizer) -> Tokens:
-    """The ids of all documents in one 1-D array, each document ended by `end_of_text` (where there is one)."""
-    dtype = token_dtype(tokenizer.vocab_size)
-    end = np.array([] if tokenizer.end_of_text is None else [tokenizer.end_of_text], dtype=dtype)
-    parts = [np.array([], dtype=dtype)]
-    for document in documents:
-        parts += [tokenizer.encode(document), end]
-    return np.concatenate(parts)
+class Rows(Protocol):
+    """A corpus cut into rows, and the order in which they come."""
+
+    def __len__(self) -> int: ...
+
+    def rows(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
+        """`input_ids` and `labels`, int64 `[len(indices), seq_len]`. Rows of documents have `positions` too, which
+        restart at 0 in each, and `segments`: 1, 2, ... by document, 0 for padding. Called by one thread."""
+        ...
+
+    def order(self, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The row of each position: a pure function."""
+        ...
+
+    def fingerprint(self) -> str:
+        """128-bit XXH3 hash in hexadecimal of all that the rows are made of."""
+        ...
 
 
 class PackedRows:
@@ -45,3 +62,150 @@ class PackedRows:
         window = np.arange(self.seq_len + 1)
         tokens = torch.tensor(self.tokens[indices[:, None] * self.seq_len + window].astype(np.int64))
         return {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+
+    def order(self, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        return sample_indices(seed, positions, len(self))
+
+    def fingerprint(self) -> str:
+        digest = xxhash.xxh3_128(np.ascontiguousarray(self.tokens).data)
+        digest.update(f"{self.tokens.dtype} {self.seq_len}".encode())
+        return digest.hexdigest()
+
+
+class Pieces(NamedTuple):
+    """What is put into rows: documents, or parts of those that are longer than a row."""
+
+    starts: Int64s
+    """The first token of each, in `tokens`."""
+    lengths: Int64s
+    continues: NDArray[np.bool_]
+    """The document goes on after it: its last token predicts the first of the next piece."""
+
+
+def whole(starts: Int64s, lengths: Int64s) -> Pieces:
+    """Each document as it is."""
+    return Pieces(starts, lengths, np.zeros(len(starts), np.bool_))
+
+
+def cut(starts: Int64s, lengths: Int64s, seq_len: int) -> Pieces:
+    """Documents in pieces of `seq_len`; each token but a document's first is predicted in exactly one of them.
+
+    The last token of a document predicts nothing: where it would be a piece of its own there is none.
+    """
+    counts = np.maximum(1, -(-(lengths - 1) // seq_len))
+    document = np.repeat(np.arange(len(counts)), counts)
+    offsets = _ranges(np.zeros(len(counts), np.int64), counts) * seq_len
+    rest = lengths[document] - offsets
+    return Pieces(starts[document] + offsets, np.minimum(rest, seq_len), rest > seq_len)
+
+
+class DocumentRows:
+    """Rows of `seq_len` positions that hold whole documents (or pieces), each to itself, padded at the end."""
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        counted: NDArray[np.bool_] | None,
+        pieces: Pieces,
+        *,
+        seq_len: int,
+        padding: int,
+        several: bool,
+    ) -> None:
+        """Args:
+        tokens, counted: of all documents, see `cache.Documents`.
+        pieces: none longer than `seq_len`.
+        padding: the id behind the last document of a row.
+        several: as many in a row as fit; else one.
+        """
+        self.seq_len = seq_len
+        self._tokens = tokens
+        self._counted = counted
+        self._pieces = pieces
+        self._padding = padding
+        count = len(pieces.lengths)
+        self._order, self._starts = (
+            best_fit(pieces.lengths, seq_len) if several else (np.arange(count), np.arange(count + 1))
+        )
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    @property
+    def padded(self) -> float:
+        """The share of all positions that hold no document."""
+        return 1 - int(self._pieces.lengths.sum()) / max(1, len(self) * self.seq_len)
+
+    def rows(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
+        """`input_ids`, `labels`, `positions` and `segments`, int64 `[len(indices), seq_len]`."""
+        first, count = self._starts[indices], self._starts[indices + 1] - self._starts[indices]
+        pieces = self._order[_ranges(first, count)]
+        lengths = self._pieces.lengths[pieces]
+        row = np.repeat(np.arange(len(indices)), count)
+        before = np.cumsum(lengths) - lengths
+        offset = before - before[np.cumsum(count) - count][row]  # of each piece in its row
+        within = _ranges(np.zeros_like(lengths), lengths)
+        place = np.repeat(row * self.seq_len + offset, lengths) + within
+        token = np.repeat(self._pieces.starts[pieces], lengths) + within
+        ends = (within == np.repeat(lengths - 1, lengths)) & ~np.repeat(self._pieces.continues[pieces], lengths)
+        columns = {
+            "input_ids": (self._padding, self._tokens[token]),
+            "labels": (IGNORED, self._labels(token, ends)),
+            "positions": (0, within),
+            "segments": (0, np.repeat(_ranges(np.ones_like(count), count), lengths)),
+        }
+        return {name: self._placed(place, len(indices), *column) for name, column in columns.items()}
+
+    def _labels(self, token: Int64s, ends: NDArray[np.bool_]) -> Int64s:
+        following = np.where(ends, token, token + 1)
+        ignored = ends if self._counted is None else ends | ~self._counted[following]
+        return np.where(ignored, IGNORED, self._tokens[following].astype(np.int64))
+
+    def _placed(self, place: Int64s, count: int, empty: int, values: NDArray[np.generic]) -> Tensor:
+        filled = np.full(count * self.seq_len, empty, np.int64)
+        filled[place] = values
+        return torch.from_numpy(filled).view(count, self.seq_len)
+
+    def order(self, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        return sample_indices(seed, positions, len(self))
+
+    def fingerprint(self) -> str:
+        digest = xxhash.xxh3_128(f"documents {self._tokens.dtype} {self.seq_len} {self._padding}".encode())
+        counted = [] if self._counted is None else [self._counted]
+        for array in (self._tokens, *counted, *self._pieces, self._order, self._starts):
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
+
+
+def _ranges(starts: Int64s, lengths: Int64s) -> Int64s:
+    """`starts[i], starts[i] + 1, ...` of `lengths[i]` numbers, for each i."""
+    ends = np.cumsum(lengths)
+    return np.repeat(starts - (ends - lengths), lengths) + np.arange(int(ends[-1]) if len(ends) else 0)
+
+
+class MixedRows:
+    """The rows of several corpora, drawn by weight; row numbers count through them, one after the other."""
+
+    def __init__(self, parts: Sequence[Rows], weights: Sequence[float]) -> None:
+        self._parts = parts
+        self._firsts = np.cumsum([0, *map(len, parts)])
+        self._mixture = Mixture.of([len(part) for part in parts], weights)
+
+    def __len__(self) -> int:
+        return int(self._firsts[-1])
+
+    def rows(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
+        part = np.searchsorted(self._firsts, indices, side="right") - 1
+        found: dict[str, Tensor] = {}
+        for number in np.unique(part):
+            places = np.flatnonzero(part == number)
+            for name, values in self._parts[number].rows(indices[places] - self._firsts[number]).items():
+                found.setdefault(name, values.new_empty((len(indices), *values.shape[1:])))[places] = values
+        return found
+
+    def order(self, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        return self._mixture.indices(seed, positions)
+
+    def fingerprint(self) -> str:
+        parts = [part.fingerprint() for part in self._parts]
+        return xxhash.xxh3_128_hexdigest(f"mixture {parts} {self._mixture.shares}".encode())

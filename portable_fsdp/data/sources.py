@@ -1,56 +1,98 @@
-"""Sources: where the documents come from, in an order that depends on nothing but their names."""
+"""Sources: where the documents come from, in an order that depends on nothing but their names.
 
-import glob
+A source gives each document its number and its place. What can't be read comes as a `Broken` under the same number, so
+that the numbers of the others don't depend on it, and `data.on_error` decides what becomes of it (cache.py).
+"""
+
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from portable_fsdp.config import schema
+import xxhash
+
+from portable_fsdp.config.data import FORMAT_COLUMNS, Documents
+from portable_fsdp.data.examples import (
+    Broken,
+    Example,
+    Source,
+    hash_of_files,
+    matching_files,
+    name_of,
+    not_utf8,
+)
+from portable_fsdp.data.records import Columns, HuggingFace, JsonLines, Parquet
 from portable_fsdp.runtime.errors import DataError
 
 NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 """Folders under the standard library that are not its source: other packages, and tests (odd encodings on purpose)."""
 
 
-def read_documents(data: schema.Data) -> Iterator[str]:
-    """The documents of `data.source`, one at a time; raises DataError (while iterating) if they can't be read."""
-    match data.source:
+def open_source(documents: Documents) -> Source:
+    """The source that these keys mean; raises DataError if there is nothing of that name."""
+    columns: Columns = {column: documents.columns.get(column, column) for column in FORMAT_COLUMNS[documents.format]}
+    match documents.source:
         case "python_docs":
-            return _python_docs()
+            return PythonDocs()
         case "python_source":
-            return _python_source(Path(sysconfig.get_path("stdlib")))
+            return PythonSource(Path(sysconfig.get_path("stdlib")))
         case "text":
-            return _text(str(data.path))
+            return TextFiles(matching_files(str(documents.path), "**/*.txt"))
+        case "jsonl":
+            return JsonLines(matching_files(str(documents.path), "**/*.jsonl"), columns)
+        case "parquet":
+            return Parquet(matching_files(str(documents.path), "**/*.parquet"), columns)
+        case "huggingface":
+            return HuggingFace(str(documents.path), documents.split, columns)
 
 
-def _python_docs() -> Iterator[str]:
+class PythonDocs:
     """CPython's reference text, as `help()` shows it: about 465,000 characters."""
-    from pydoc_data.topics import topics
 
-    yield from sorted(topics.values())
+    name = "python_docs"
+    unit = "B"
+
+    def __init__(self) -> None:
+        from pydoc_data.topics import topics
+
+        self._texts = sorted(topics.values())
+        self.total = sum(map(len, self._texts))
+
+    def content(self) -> str:
+        return xxhash.xxh3_128_hexdigest(repr(self._texts).encode())
+
+    def read(self) -> Iterator[Example | Broken]:
+        for number, text in enumerate(self._texts):
+            yield Example(number, f"python_docs[{number}]", len(text), {"text": text})
 
 
-def _python_source(root: Path) -> Iterator[str]:
+class PythonSource:
     """The standard library's own source, without its tests: tens of MB; a file that isn't UTF-8 is left out."""
-    found = 0
-    read = 0
-    for path in _python_files(root):
-        found += 1
-        try:
-            text = path.read_bytes().decode()
-        except (UnicodeDecodeError, OSError):
-            continue
-        read += 1
-        yield text
-    if read == 0:
-        raise DataError(
-            f"data.source: expected the standard library's source in UTF-8 under {root}, found {found} .py files and "
-            "none that can be read.\n  This Python carries no source; set data.source=python_docs or text."
-        )
+
+    name = "python_source"
+    unit = "B"
+
+    def __init__(self, root: Path) -> None:
+        found = python_files(root)
+        self._files = [path for path in found if _is_text(path)]
+        self.total = sum(path.stat().st_size for path in self._files)
+        if not self._files:
+            raise DataError(
+                f"data.source: expected the standard library's source in UTF-8 under {root}, found {len(found)} .py "
+                "files and none that can be read.\n  This Python carries no source; set data.source=python_docs or "
+                "text."
+            )
+
+    def content(self) -> str:
+        return hash_of_files(self._files)
+
+    def read(self) -> Iterator[Example | Broken]:
+        for number, path in enumerate(self._files):
+            content = path.read_bytes()
+            yield Example(number, str(path), len(content), {"text": content.decode()})
 
 
-def _python_files(root: Path) -> list[Path]:
+def python_files(root: Path) -> list[Path]:
     paths: list[Path] = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in NOT_LIBRARY]  # os.walk descends into what is left
@@ -58,28 +100,33 @@ def _python_files(root: Path) -> list[Path]:
     return sorted(paths)
 
 
-def _text(path: str) -> Iterator[str]:
-    """One document for each file that `path` names or matches (`**` stands for any depth)."""
-    matches = [path] if os.path.isfile(path) else sorted(glob.glob(path, recursive=True))
-    files = [Path(match) for match in matches if os.path.isfile(match)]
-    if not files:
-        found, advice = "nothing", "The path is taken from the folder that the run starts in."
-        if os.path.isdir(path):
-            found, advice = "a folder", f"Name its files: {os.path.join(path, '**', '*.txt')}"
-        raise DataError(
-            f"data.path: expected a text file or a glob that matches some, found {found}: {path}\n  {advice}"
-        )
-    for file in files:
-        yield _read(file)
-
-
-def _read(file: Path) -> str:
+def _is_text(path: Path) -> bool:
     try:
-        return file.read_bytes().decode()
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"data.path: {file}: expected UTF-8, found 0x{error.object[error.start]:02x} at byte {error.start}.\n"
-            "  Convert the file (iconv -t utf-8), or take it out of the glob."
-        ) from error
-    except OSError as error:
-        raise DataError(f"data.path: {file}: can't be read: {error.strerror}.") from error
+        path.read_bytes().decode()
+    except (UnicodeDecodeError, OSError):
+        return False
+    return True
+
+
+class TextFiles:
+    """One document for each file."""
+
+    unit = "B"
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = files
+        self.name = name_of(files)
+        self.total = sum(path.stat().st_size for path in files)
+
+    def content(self) -> str:
+        return hash_of_files(self._files)
+
+    def read(self) -> Iterator[Example | Broken]:
+        for number, path in enumerate(self._files):
+            try:
+                content = path.read_bytes()
+                yield Example(number, str(path), len(content), {"text": content.decode()})
+            except UnicodeDecodeError as error:
+                yield Broken(number, str(path), len(error.object), not_utf8(error) + "; `iconv -t utf-8` converts it")
+            except OSError as error:
+                raise DataError(f"data.path: {path}: can't be read: {error.strerror}.") from error

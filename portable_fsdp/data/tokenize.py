@@ -1,17 +1,21 @@
-"""Tokenizers: the bytes of the text themselves, or one from a local folder.
+"""Tokenizers: the bytes of the text themselves, or one of transformers, from a folder or the hub.
 
 `bytes` needs no file and no transformers. Its `save` still writes a folder that transformers opens, with the same
 ids, so that an exported model has its tokenizer beside it.
 """
 
 import os
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from portable_fsdp.runtime.errors import DataError
+from portable_fsdp.data.chat import ChatTemplate
+from portable_fsdp.runtime.errors import ConfigError, DataError
+from portable_fsdp.runtime.hub import TOKENIZER_FILES, is_hub_id, local_folder
 
 Tokens = NDArray[np.unsignedinteger[Any]]
 """1-D ids, in the smallest unsigned dtype that holds the vocabulary."""
@@ -33,12 +37,26 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def padding(self) -> int:
+        """The id that fills the end of a row; no loss counts it."""
+        ...
+
+    @property
     def description(self) -> str:
-        """All that its ids follow from, as text."""
+        """All that its ids follow from, as text; the chat template apart."""
+        ...
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """What makes text of messages, or None where the tokenizer has none."""
         ...
 
     def encode(self, text: str) -> Tokens:
         """Ids of the text, with nothing put before or after it."""
+        ...
+
+    def encode_all(self, texts: Sequence[str], *, special_tokens: bool) -> list[Tokens]:
+        """Ids of each text, several at once; `special_tokens`: with those that the tokenizer puts around a text."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -46,9 +64,24 @@ class Tokenizer(Protocol):
         ...
 
 
-def load_tokenizer(name: str) -> Tokenizer:
-    """`bytes`, or the tokenizer of a local folder; raises DataError if there is none."""
-    return ByteTokenizer() if name == "bytes" else FolderTokenizer(Path(name))
+def load_tokenizer(name: str, pretrained: str | None = None) -> Tokenizer:
+    """What `data.tokenizer` names: `bytes`, the tokenizer of a folder or of a hub id, or `auto`: that of `pretrained`
+    (`model.pretrained`), and `bytes` without one. Raises DataError if there is none."""
+    key = "data.tokenizer"
+    if name == "auto" and pretrained is not None:
+        key, name = "data.tokenizer (auto: that of model.pretrained)", pretrained
+    if name in ("auto", "bytes"):
+        return ByteTokenizer()
+    return FolderTokenizer(_folder(name, key), key)
+
+
+def _folder(name: str, key: str) -> Path:
+    if not is_hub_id(name):
+        return Path(name)
+    try:
+        return local_folder(key, name, TOKENIZER_FILES)
+    except ConfigError as error:
+        raise DataError(str(error)) from error
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
@@ -57,14 +90,19 @@ def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
 
 
 class ByteTokenizer:
-    """256 ids, each the value of a UTF-8 byte; NUL, which text doesn't hold, ends a document."""
+    """256 ids, each the value of a UTF-8 byte; NUL, which text doesn't hold, ends a document and fills a row."""
 
     vocab_size = 256
     end_of_text = 0
+    padding = 0
     description = "bytes"
+    chat_template = None
 
     def encode(self, text: str) -> Tokens:
         return np.frombuffer(text.encode(), dtype=np.uint8)
+
+    def encode_all(self, texts: Sequence[str], *, special_tokens: bool) -> list[Tokens]:
+        return [self.encode(text) for text in texts]
 
     def save(self, folder: Path) -> None:
         transformers = _transformers()
@@ -80,30 +118,52 @@ class FolderTokenizer:
     Special tokens that the text itself spells are taken as such, as transformers does.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._tokenizer = _open(folder)
+    def __init__(self, folder: Path, key: str = "data.tokenizer") -> None:
+        """`key`: the config's, for errors."""
+        self._tokenizer = _open(folder, key)
         self.vocab_size: int = max(self._tokenizer.get_vocab().values()) + 1
         self.end_of_text: int | None = self._tokenizer.eos_token_id
+        candidates = (self._tokenizer.pad_token_id, self.end_of_text, 0)
+        self.padding: int = next(number for number in candidates if number is not None)
+        self.chat_template = ChatTemplate(self._tokenizer) if self._tokenizer.chat_template else None
+        self._fast = getattr(self._tokenizer, "backend_tokenizer", None)
+        if self._fast is not None:  # as transformers does before each call
+            self._fast.no_truncation()
+            self._fast.no_padding()
+            self._fast.encode_special_tokens = self._tokenizer.split_special_tokens
 
     @property
     def description(self) -> str:
-        fast = getattr(self._tokenizer, "backend_tokenizer", None)  # a slow one is told by its vocabulary
-        ids = str(sorted(self._tokenizer.get_vocab().items())) if fast is None else fast.to_str()
+        return self._description
+
+    @cached_property
+    def _description(self) -> str:  # a slow one is told by its vocabulary
+        ids = str(sorted(self._tokenizer.get_vocab().items())) if self._fast is None else self._fast.to_str()
         return f"{ids} {self.end_of_text}"
 
     def encode(self, text: str) -> Tokens:
+        return self.encode_all([text], special_tokens=False)[0]
+
+    def encode_all(self, texts: Sequence[str], *, special_tokens: bool) -> list[Tokens]:
+        dtype = token_dtype(self.vocab_size)
+        if self._fast is not None:  # its threads work without Python's lock, and it leaves out where a token stood
+            encodings = self._fast.encode_batch_fast(list(texts), add_special_tokens=special_tokens)
+            return [np.array(encoding.ids, dtype=dtype) for encoding in encodings]
         # verbose=False: no warning that a document is longer than the model's context; packing cuts it.
-        encoded = self._tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)
-        return np.array(encoded["input_ids"], dtype=token_dtype(self.vocab_size))
+        encoded = self._tokenizer(
+            list(texts), add_special_tokens=special_tokens, return_attention_mask=False, verbose=False
+        )
+        return [np.array(ids, dtype=dtype) for ids in encoded["input_ids"]]
 
     def save(self, folder: Path) -> None:
         self._tokenizer.save_pretrained(folder)
 
 
-def _open(folder: Path) -> Any:
+def _open(folder: Path, key: str) -> Any:
     if not folder.is_dir():
         raise DataError(
-            f"data.tokenizer: expected `bytes` or a folder with a tokenizer, found no such folder: {folder}\n"
+            f"{key}: expected bytes, a folder with a tokenizer, or a hub id (org/name), found no such folder: "
+            f"{folder}\n"
             "  Download the tokenizer first; the path is taken from the folder that the run starts in."
         )
     transformers = _transformers()
@@ -114,9 +174,9 @@ def _open(folder: Path) -> Any:
             return transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     except Exception as error:  # tokenizers raises bare Exception, transformers many classes: all about these files
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise DataError(f"data.tokenizer: {folder}: transformers can't open it: {reason[0]}") from error
+        raise DataError(f"{key}: {folder}: transformers can't open it: {reason[0]}") from error
     raise DataError(
-        f"data.tokenizer: expected tokenizer_config.json or tokenizer.json in {folder}, found neither.\n"
+        f"{key}: expected tokenizer_config.json or tokenizer.json in {folder}, found neither.\n"
         "  Write one with transformers' save_pretrained, or set data.tokenizer=bytes."
     )
 

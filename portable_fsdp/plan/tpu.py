@@ -30,6 +30,7 @@ from portable_fsdp.plan.tpu_program import Program, Traced, read_traced
 from portable_fsdp.plan.tpu_read import Compiled, memory_of, notes_of, read_compiled, work_of
 from portable_fsdp.runtime import errors
 from portable_fsdp.runtime.errors import BackendError, PortableFSDPError
+from portable_fsdp.runtime.files import cache_folder
 
 Progress = Callable[[str], None]
 """Is told what begins: `tracing`, `compiling micro_batch and update`, `reading what the compiler wrote`."""
@@ -194,7 +195,7 @@ def _written(
     versions = [_compiler(), *(importlib.metadata.version(name) for name in ("jax", "jaxlib"))]
     flags = os.environ.get("XLA_FLAGS", "")
     what = json.dumps([program.name, described, arguments, flags, versions], sort_keys=True)
-    folder = tpu_cache.cache_folder(os.environ) / "plans"
+    folder = cache_folder(os.environ) / "plans"
     key = tpu_cache.key_of(program.hlo, what.encode())
     texts = None if generate_code else tpu_cache.load(folder, key)
     if texts is None or texts.keys() != {"program", "buffers", "seconds"}:
@@ -300,7 +301,7 @@ def _failure(what: str, folder: Path, ended: Ended, limit_s: float) -> str:
 
 
 def _report(folder: Path) -> str:
-    reports = tpu_cache.cache_folder(os.environ) / "reports"
+    reports = cache_folder(os.environ) / "reports"
     try:
         reports.mkdir(parents=True, exist_ok=True)
         kept = Path(tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=reports))

@@ -15,12 +15,6 @@ from pathlib import Path
 LARGEST_BYTES = 2**30  # of all entries: 8B, unrolled, takes about 5 MB
 
 
-def cache_folder(environ: Mapping[str, str]) -> Path:
-    """`portable_fsdp` in the user's cache folder, by the XDG base directory specification."""
-    base = environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "portable_fsdp"
-
-
 def key_of(*parts: bytes) -> str:
     """A name for an entry: equal for equal parts, and only for those."""
     digest = hashlib.sha256()

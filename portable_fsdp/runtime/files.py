@@ -1,7 +1,15 @@
-"""Small files that are whole or absent: what a reader finds under a name was written to the end."""
+"""Small files that are whole or absent: what a reader finds under a name was written to the end. And where files go
+that can be made anew."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+
+
+def cache_folder(environ: Mapping[str, str]) -> Path:
+    """`portable_fsdp` in the user's cache folder, by the XDG base directory specification."""
+    base = environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "portable_fsdp"
 
 
 def write_text_atomically(path: Path, text: str) -> None:

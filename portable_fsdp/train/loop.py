@@ -64,7 +64,7 @@ def train(
         check_devices(engine.data_parallel_size)
         configure(engine.process.index)
         _on_process_0(engine, lambda: _check_folders(config))
-        corpus = build_data(config.data)
+        corpus = build_data(config.data, config.model)
         steps = total_steps(config, len(corpus.rows))
         check_schedule(config.optim, steps)
         with _sole_run(config, engine):

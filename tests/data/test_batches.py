@@ -37,6 +37,12 @@ class NumberedRows:
         counted = torch.arange(SEQ_LEN) < numbers % (SEQ_LEN + 1)
         return {"input_ids": numbers.clone(), "labels": torch.where(counted, numbers, IGNORED)}
 
+    def order(self, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        return sample_indices(seed, positions, self.count)
+
+    def fingerprint(self) -> str:
+        return str(self.count)
+
 
 def batches(
     rows: NumberedRows | None = None, *, shard: tuple[int, int] = (0, 1), accumulation: int = 1, start: int = 0

@@ -1,26 +1,323 @@
-"""From the config's section to rows and tokenizer."""
+"""From the config's section to rows and tokenizer: nothing lost or doubled, the held-out part apart, errors by name."""
 
+import json
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from chat_templates import MakeTokenizer
 
-from portable_fsdp.config.schema import Data
-from portable_fsdp.data.build import build_data
+from portable_fsdp.config.schema import Data, Model
+from portable_fsdp.data.batches import Batches
+from portable_fsdp.data.build import Corpus, build_data, predicts
+from portable_fsdp.data.cache import Documents, Facts
+from portable_fsdp.data.packing import IGNORED, Rows
 from portable_fsdp.runtime.errors import DataError
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    """200 documents of different lengths; document n begins with its number."""
+    return write(tmp_path / "corpus.jsonl", [f"{number:04d}" + "x" * (number * 7 % 40) for number in range(200)])
+
+
+def write(path: Path, texts: Sequence[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def data(path: Path, **keys: Any) -> Data:
+    given: dict[str, Any] = {"source": "jsonl", "path": str(path), "seq_len": 64}
+    given |= {"cache_dir": str(path.parent / "cache"), **keys}
+    return Data(**given)
+
+
+def numbers(rows: Rows, indices: Sequence[int] | None = None) -> list[int]:
+    """The documents in these rows, told by the four figures that each begins with."""
+    batch = rows.rows(np.arange(len(rows)) if indices is None else np.array(indices, np.int64))
+    begins = torch.nonzero((batch["positions"] == 0) & (batch["segments"] > 0)).tolist()
+    return [int(bytes(batch["input_ids"][row, at : at + 4].tolist())) for row, at in begins]
+
+
+# ---------------------------------------------------------------------------------------------- what was there before
 
 
 def test_python_docs_become_rows_of_bytes() -> None:
     corpus = build_data(Data(seq_len=256))
     assert corpus.tokenizer.vocab_size == 256
     assert len(corpus.rows) > 400_000 // 256
+    assert corpus.eval_rows is None
     last = corpus.rows.rows(np.array([len(corpus.rows) - 1]))
     assert last["input_ids"].shape == (1, 256)
+    assert set(last) == {"input_ids", "labels"}
+
+
+def test_a_stream_and_its_fingerprint_are_those_of_earlier_releases(tmp_path: Path) -> None:
+    """Pinned: checkpoints hold it, and another one would refuse their resume."""
+    for name, text in (("a", "ab"), ("b", ""), ("c", "cdefg")):
+        (tmp_path / f"{name}.txt").write_text(text)
+    corpus = build_data(data(tmp_path / "*.txt", source="text", seq_len=4, cache_dir=str(tmp_path / "cache")))
+    batch = corpus.rows.rows(np.arange(len(corpus.rows)))
+    assert batch["input_ids"].flatten().tolist() == [*b"ab\0\0cdef"]
+    assert batch["labels"].flatten().tolist() == [*b"b\0\0cdefg"]
+    assert corpus.fingerprint == ("04bb859e5d3ed009b42886fdec53ac07", "95f64cad147d23ee983871c230125b12")
 
 
 def test_a_corpus_shorter_than_a_row_is_refused(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("x" * 256)
-    data = Data(source="text", path=str(tmp_path / "short.txt"), seq_len=257)
+    keys = data(tmp_path / "short.txt", source="text", seq_len=257)
     with pytest.raises(DataError, match=r"expected at least 258 tokens .*, found 257 in .*short\.txt\.\n  Lower"):
-        build_data(data)
-    assert len(build_data(data.model_copy(update={"seq_len": 256})).rows) == 1
+        build_data(keys)
+    assert len(build_data(keys.model_copy(update={"seq_len": 256})).rows) == 1
+
+
+# ------------------------------------------------------------------------------------------------------- documents
+
+
+@pytest.mark.parametrize("packing", ["documents", "none"])
+def test_every_document_is_in_one_row(lines: Path, packing: str) -> None:
+    corpus = build_data(data(lines, packing=packing))
+    assert Counter(numbers(corpus.rows)) == Counter(range(200))
+    assert len(corpus.rows) == (200 if packing == "none" else pytest.approx(200 * 24.5 / 64, abs=2))
+
+
+@pytest.mark.parametrize("source", ["python_docs", "python_source"])
+def test_real_documents_waste_less_than_a_percent(source: Any) -> None:
+    corpus = build_data(Data(source=source, seq_len=2048, packing="documents"))
+    some = corpus.rows.rows(np.arange(0, len(corpus.rows), max(1, len(corpus.rows) // 500)))
+    assert (some["segments"] == 0).float().mean() < 0.01
+    whole = build_data(Data(source=source, seq_len=2048))
+    assert len(corpus.rows) <= 1.01 * len(whole.rows) + 1
+
+
+def test_texts_longer_than_a_row_are_cut_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(tmp_path / "long.jsonl", ["a" * 150, "b" * 10, "c" * 64])
+    with caplog.at_level(logging.INFO, "portable_fsdp"):
+        corpus = build_data(data(path, packing="documents"))
+    assert [line for line in caplog.messages if "cut into pieces" in line] == [
+        f"data: 2 documents of {path} are longer than data.seq_len=64 and are cut into pieces"
+    ]
+    batch = corpus.rows.rows(np.arange(len(corpus.rows)))
+    labels = batch["labels"][batch["labels"] != IGNORED]
+    assert Counter(labels.tolist()) == Counter(b"a" * 149 + b"b" * 9 + b"c" * 63 + b"\0\0\0")
+
+
+def test_documents_with_nothing_to_predict_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(tmp_path / "few.jsonl", ["0000", "", "0002"])
+    with caplog.at_level(logging.INFO, "portable_fsdp"):
+        corpus = build_data(data(path, packing="documents"))
+    assert numbers(corpus.rows) == [0, 2]
+    assert any("1 documents" in line and "nothing to predict" in line for line in caplog.messages)
+    with pytest.raises(DataError, match=r"data: expected at least one document of two tokens, found none"):
+        build_data(data(write(tmp_path / "none.jsonl", ["", ""]), packing="none"))
+
+
+def completions(path: Path, *lengths: int) -> Data:
+    path.write_text("".join(json.dumps({"prompt": "p", "completion": "c" * length}) + "\n" for length in lengths))
+    return data(path, format="prompt_completion")
+
+
+def test_a_completion_longer_than_a_row_is_named_or_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keys = completions(tmp_path / "a.jsonl", 5, 62, 63, 200)
+    with pytest.raises(
+        DataError, match=r"a\.jsonl:3: expected at most 64 tokens \(data\.seq_len\), found 65; 2 doc"
+    ) as said:
+        build_data(keys)
+    assert "the longest has 202" in str(said.value)
+    with caplog.at_level(logging.INFO, "portable_fsdp"):
+        corpus = build_data(keys.model_copy(update={"on_error": "skip"}))
+    assert any("2 documents" in line and "too long" in line and "a.jsonl:3" in line for line in caplog.messages)
+    batch = corpus.rows.rows(np.arange(len(corpus.rows)))
+    labels = batch["labels"][batch["labels"] != IGNORED]
+    assert Counter(labels.tolist()) == Counter(b"c" * 67 + b"\0\0")
+
+
+def test_a_document_predicts_if_a_token_behind_its_first_counts() -> None:
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        starts = np.concatenate([[0], np.cumsum(random.integers(0, 5, size=random.integers(0, 6)))])
+        counted = random.random(starts[-1]) < 0.3
+        facts = Facts("uint8", len(starts) - 1, int(starts[-1]), True, 0, "", 0)
+        found = Documents(np.zeros(starts[-1], np.uint8), starts, np.arange(len(starts) - 1), counted, facts)
+        expected = [bool(counted[begin + 1 : end].any()) for begin, end in pairwise(starts.tolist())]
+        assert predicts(found).tolist() == expected
+
+
+def test_broken_lines_stop_or_are_counted(lines: Path, caplog: pytest.LogCaptureFixture) -> None:
+    content = lines.read_text().splitlines(keepends=True)
+    lines.write_text("".join([*content[:3], "{broken\n", *content[4:]]))
+    with pytest.raises(DataError, match=r"corpus\.jsonl:4: expected a JSON object on one line"):
+        build_data(data(lines, packing="none"))
+    keys = data(lines, packing="none", on_error="skip")
+    with caplog.at_level(logging.INFO, "portable_fsdp"):
+        build_data(keys)
+        caplog.clear()
+        corpus = build_data(keys)  # from the cache too
+    assert sum("1 documents" in line and "skipped" in line and "jsonl:4" in line for line in caplog.messages) == 1
+    assert sorted(numbers(corpus.rows)) == [number for number in range(200) if number != 3]
+
+
+def test_a_wrong_column_is_named_even_where_broken_lines_are_skipped(lines: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"found 200 that can't (.|\n)*corpus\.jsonl:1: expected a column body, found text"
+    ):
+        build_data(data(lines, on_error="skip", columns={"text": "body"}))
+
+
+def test_chats_are_packed_with_their_turns(make_tokenizer: MakeTokenizer, tmp_path: Path) -> None:
+    make_tokenizer()
+    path = tmp_path / "chat.jsonl"
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
+    path.write_text("".join(json.dumps({"messages": turns * count}) + "\n" for count in (1, 2, 3)))
+    corpus = build_data(data(path, format="chat", tokenizer=str(tmp_path / "tokenizer"), seq_len=128))
+    batch = corpus.rows.rows(np.arange(len(corpus.rows)))
+    labels = batch["labels"][batch["labels"] != IGNORED].tolist()
+    answer = corpus.tokenizer.encode("Yes<|im_end|>\n").tolist()
+    assert labels == answer * 6
+    assert int(batch["segments"].max()) > 1
+
+
+# -------------------------------------------------------------------------------------------------------- held out
+
+
+def test_a_share_held_out_is_in_one_part_or_the_other(lines: Path) -> None:
+    corpus = build_data(data(lines, packing="documents", eval_split="10%"))
+    assert corpus.eval_rows is not None
+    trained, held_out = numbers(corpus.rows), numbers(corpus.eval_rows)
+    assert Counter([*trained, *held_out]) == Counter(range(200))
+    assert 10 <= len(held_out) <= 32
+    fewer = build_data(data(lines, packing="none", eval_split="5%")).eval_rows
+    assert fewer is not None
+    assert set(numbers(fewer)) < set(held_out)  # by the document's number and nothing else
+
+
+def test_a_share_of_a_stream_is_held_out(lines: Path) -> None:
+    corpus = build_data(data(lines, eval_split="10%"))
+    whole = build_data(data(lines))
+    assert corpus.eval_rows is not None
+    assert 0 < len(corpus.eval_rows) < 20
+    assert len(whole.rows) - 2 <= len(corpus.rows) + len(corpus.eval_rows) <= len(whole.rows)
+    assert corpus.fingerprint[0] != whole.fingerprint[0]
+
+
+def test_a_file_can_be_held_out(lines: Path, tmp_path: Path) -> None:
+    other = write(tmp_path / "other.jsonl", ["9999", "9998"])
+    corpus = build_data(data(lines, packing="none", eval_split=str(other)))
+    assert corpus.eval_rows is not None
+    assert numbers(corpus.eval_rows) == [9999, 9998]
+    assert corpus.fingerprint == build_data(data(lines, packing="none")).fingerprint
+
+
+def test_a_split_of_a_data_set_can_be_held_out(tmp_path: Path) -> None:
+    import datasets
+
+    texts = [f"{number:04d}" for number in range(10)]
+    datasets.Dataset.from_dict({"text": texts}).save_to_disk(tmp_path / "saved")
+    keys = {"source": "huggingface", "packing": "none", "split": "train[:70%]", "eval_split": "train[70%:]"}
+    corpus = build_data(data(tmp_path / "saved", **keys))
+    assert corpus.eval_rows is not None
+    assert numbers(corpus.rows) == list(range(7))
+    assert numbers(corpus.eval_rows) == [7, 8, 9]
+
+
+def test_a_held_out_part_without_rows_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "few.jsonl", ["0000", "0001"])
+    with pytest.raises(DataError, match=r"data\.eval_split: expected at least one document"):
+        build_data(data(path, packing="none", eval_split="1%"))
+
+
+# ------------------------------------------------------------------------------------------- order, mixture, epochs
+
+
+def read_steps(rows: Rows, start: int, steps: int, *, shards: int, accumulation: int) -> list[int]:
+    """The documents of some steps of 12 rows, as all data shards see them together."""
+    found: list[int] = []
+    keys = {"seed": 3, "global_batch": 12, "accumulation": accumulation, "start": start}
+    for shard in range(shards):
+        with Batches(rows, shard=(shard, shards), **keys) as batches:
+            for _ in range(steps):
+                for micro in next(batches):
+                    begins = (micro["positions"] == 0) & (micro["segments"] > 0)
+                    ids = [micro["input_ids"][row, at : at + 4] for row, at in torch.nonzero(begins).tolist()]
+                    found += [int(bytes(each.tolist())) for each in ids]
+    return found
+
+
+@pytest.mark.parametrize("packing", ["documents", "none"])
+def test_three_epochs_hold_every_document_three_times_across_a_resume_elsewhere(lines: Path, packing: str) -> None:
+    rows = build_data(data(lines, packing=packing)).rows
+    steps = 3 * len(rows) // 12
+    first = steps // 2  # in the middle of the second epoch
+    found = read_steps(rows, 0, first, shards=2, accumulation=2)
+    found += read_steps(rows, first * 12, steps - first, shards=3, accumulation=4)
+    rest = rows.order(3, np.arange(steps * 12, 3 * len(rows)))  # less than a step: the next step carries it over
+    assert Counter([*found, *numbers(rows, rest.tolist())]) == Counter(dict.fromkeys(range(200), 3))
+
+
+def mixture(tmp_path: Path, *weights: float, **keys: Any) -> Data:
+    parts: list[dict[str, Any]] = []
+    for number, (weight, count) in enumerate(zip(weights, (60, 25), strict=True)):
+        path = write(tmp_path / f"part{number}.jsonl", [f"{1000 * number + at:04d}" for at in range(count)])
+        parts.append({"source": "jsonl", "path": str(path), "weight": weight})
+    given = {"mixture": parts, "seq_len": 16, "packing": "none", "cache_dir": str(tmp_path / "cache"), **keys}
+    return Data.model_validate(given)
+
+
+def test_each_part_of_a_mixture_runs_through_its_own_epochs_across_a_resume_elsewhere(tmp_path: Path) -> None:
+    rows = build_data(mixture(tmp_path, 0.8, 0.2)).rows
+    assert len(rows) == 85
+    found = read_steps(rows, 0, 10, shards=1, accumulation=1) + read_steps(rows, 120, 15, shards=4, accumulation=3)
+    first, second = [one for one in found if one < 1000], [one for one in found if one >= 1000]
+    assert (len(first), len(second)) == (240, 60)  # 300 samples in shares of 4 to 1
+    assert Counter(first) == Counter(dict.fromkeys(range(60), 4))
+    assert set(Counter(second)) == set(range(1000, 1025))
+    assert set(Counter(second).values()) == {2, 3}
+
+
+def test_the_shares_of_a_mixture_are_held_out_of_each_part(tmp_path: Path) -> None:
+    corpus = build_data(mixture(tmp_path, 1, 1, eval_split="20%"))
+    assert corpus.eval_rows is not None
+    held_out = numbers(corpus.eval_rows)
+    assert Counter([*numbers(corpus.rows), *held_out]) == Counter([*range(60), *range(1000, 1025)])
+    assert min(held_out) < 1000 <= max(held_out)
+    assert corpus.fingerprint[0] != build_data(mixture(tmp_path, 1, 2, eval_split="20%")).fingerprint[0]
+
+
+# ----------------------------------------------------------------------------------------- fingerprint, tokenizer
+
+
+def test_a_changed_file_is_another_fingerprint(lines: Path) -> None:
+    def fingerprint() -> tuple[str, str]:
+        return build_data(data(lines, packing="documents")).fingerprint
+
+    before = fingerprint()
+    assert fingerprint() == before
+    lines.write_text(lines.read_text().replace("0007", "0070"))
+    after = fingerprint()
+    assert after[0] != before[0]
+    assert after[1] == before[1]
+
+
+def test_an_automatic_tokenizer_is_the_models_own(make_tokenizer: MakeTokenizer, lines: Path, tmp_path: Path) -> None:
+    made = make_tokenizer()
+    folder = str(tmp_path / "tokenizer")
+
+    def corpus(**keys: Any) -> Corpus:
+        return build_data(data(lines, **keys), Model(pretrained=folder))
+
+    assert corpus().fingerprint == corpus(tokenizer=folder).fingerprint
+    assert corpus().tokenizer.vocab_size == made.vocab_size > 256
+    assert corpus(tokenizer="bytes").tokenizer.vocab_size == 256
+    own = Model(architecture={"model_type": "llama"})
+    assert build_data(data(lines), own).tokenizer.vocab_size == build_data(data(lines)).tokenizer.vocab_size == 256
+
+
+def test_a_tokenizer_of_the_hub_that_is_not_in_the_cache_is_refused(lines: Path) -> None:
+    with pytest.raises(DataError, match=r"data\.tokenizer: expected org/name in the cache .* HF_HUB_OFFLINE"):
+        build_data(data(lines, tokenizer="org/name"))

@@ -5,7 +5,7 @@ from math import factorial
 import numpy as np
 import pytest
 
-from portable_fsdp.data.order import Position, sample_indices
+from portable_fsdp.data.order import Mixture, Position, sample_indices, share_of_numbers
 
 WORD = 2**64 - 1
 
@@ -96,3 +96,58 @@ def test_a_position_counts_epochs_and_samples() -> None:
     assert Position.after(29, 10) == Position(2, 9)
     assert Position.after(30, 10) == Position(3, 0)
     assert all(Position.after(samples, 7).samples(7) == samples for samples in range(30))
+
+
+# --------------------------------------------------------------------------------------------------------- mixture
+
+
+def test_weights_become_whole_shares_in_lowest_terms() -> None:
+    assert Mixture.of([5, 5], [1, 1]).shares == (1, 1)
+    assert Mixture.of([5, 5], [0.7, 0.3]).shares == (7, 3)
+    assert Mixture.of([5, 5, 5], [1, 1, 1]).shares == (334, 333, 333)
+    assert Mixture.of([5, 5], [1, 1e-9]).shares == (999, 1)  # never none at all
+
+
+@pytest.mark.parametrize("weights", [(1, 1), (0.7, 0.3), (5, 0.001), (3, 2, 1), (1,)])
+def test_each_source_of_a_mixture_goes_through_its_own_epochs(weights: tuple[float, ...]) -> None:
+    """Row by row: after any number of whole epochs of a source, each of its rows has come equally often."""
+    sizes = (50, 7, 20)[: len(weights)]
+    mixture = Mixture.of(sizes, weights)
+    block = sum(mixture.shares)
+    blocks = 3 * max(-(-size // share) for size, share in zip(sizes, mixture.shares, strict=True))
+    found = mixture.indices(4, np.arange(blocks * block))
+    counts = np.bincount(found, minlength=sum(sizes))
+    for number, (size, share) in enumerate(zip(sizes, mixture.shares, strict=True)):
+        own = counts[sum(sizes[:number]) : sum(sizes[: number + 1])]
+        assert len(own) == size
+        assert own.sum() == blocks * share
+        assert own.min() == blocks * share // size >= 3
+        assert own.max() == -(-blocks * share // size)
+
+
+def test_a_mixture_keeps_its_shares_at_any_position() -> None:
+    mixture = Mixture.of([1000, 500], [0.637, 0.363])
+    assert mixture.shares == (637, 363)
+    for first in (0, 5000, 10**9):
+        found = mixture.indices(0, np.arange(first, first + 1000))
+        assert (found < 1000).sum() == 637
+        assert 0 < (found[:100] < 1000).sum() < 100  # not one source after the other
+
+
+def test_a_mixtures_position_does_not_depend_on_what_is_asked_with_it() -> None:
+    mixture = Mixture.of([50, 7], [0.9, 0.1])
+    positions = np.array([0, 999, 3, 2**40, 12345, 0])
+    alone = [int(mixture.indices(1, positions[i : i + 1])[0]) for i in range(len(positions))]
+    assert mixture.indices(1, positions).tolist() == alone
+    assert mixture.indices(2, np.arange(1000)).tolist() != mixture.indices(1, np.arange(1000)).tolist()
+
+
+def test_a_mixtures_values_never_change() -> None:
+    assert Mixture.of([10, 4], [3, 1]).indices(0, np.arange(12)).tolist() == [0, 6, 7, 11, 2, 12, 9, 8, 10, 4, 1, 5]
+
+
+def test_a_share_of_numbers_is_that_share_and_the_same_for_ever() -> None:
+    chosen = [number for number in range(20_000) if share_of_numbers(number, 0.05)]
+    assert 900 < len(chosen) < 1100
+    assert chosen[:5] == [10, 21, 48, 68, 83]
+    assert all(share_of_numbers(number, 0.06) for number in chosen)

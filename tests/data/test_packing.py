@@ -1,31 +1,13 @@
-"""Rows hold every token of the stream, predict each exactly once, and shift labels by one."""
+"""Rows hold every token, predict each exactly once, and shift labels by one; documents stay by themselves."""
+
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
-from portable_fsdp.data.packing import IGNORED, PackedRows, pack
-from portable_fsdp.data.tokenize import ByteTokenizer
-
-
-class Endless(ByteTokenizer):
-    """A tokenizer that has no end of text."""
-
-    end_of_text = None
-
-
-def test_documents_become_one_stream_with_an_end_after_each() -> None:
-    stream = pack(["ab", "", "c"], ByteTokenizer())
-    assert stream.tolist() == [97, 98, 0, 0, 99, 0]
-    assert stream.dtype == np.uint8
-
-
-def test_without_an_end_of_text_documents_touch() -> None:
-    assert pack(iter(["ab", "c"]), Endless()).tolist() == [97, 98, 99]
-
-
-def test_no_documents_are_an_empty_stream() -> None:
-    assert len(PackedRows(pack([], ByteTokenizer()), 4)) == 0
+from portable_fsdp.data.packing import IGNORED, DocumentRows, MixedRows, PackedRows, cut, whole
 
 
 @pytest.mark.parametrize(
@@ -52,3 +34,106 @@ def test_rows_come_as_asked_in_int64() -> None:
     for tensor in batch.values():
         assert tensor.dtype == torch.int64
         assert tensor.is_contiguous()
+
+
+# ------------------------------------------------------------------------------------------------------- documents
+
+
+def documents(*lengths: int, seq_len: int, counted: NDArray[np.bool_] | None = None, **keys: Any) -> DocumentRows:
+    """Tokens count up from 100 through all documents; padding is 7."""
+    sizes = np.array(lengths, np.int64)
+    ends = np.cumsum(sizes, dtype=np.int64)
+    tokens = np.arange(100, 100 + ends[-1], dtype=np.uint16)
+    pieces = cut(ends - sizes, sizes, seq_len) if counted is None else whole(ends - sizes, sizes)
+    return DocumentRows(tokens, counted, pieces, seq_len=seq_len, padding=7, **{"several": True, **keys})
+
+
+def test_documents_share_a_row_each_with_positions_and_a_segment_of_its_own() -> None:
+    rows = documents(3, 4, 2, seq_len=6)
+    assert len(rows) == 2
+    batch = rows.rows(np.array([0, 1]))
+    assert {name: values.tolist() for name, values in batch.items()} == {
+        "input_ids": [[103, 104, 105, 106, 107, 108], [100, 101, 102, 7, 7, 7]],
+        "labels": [[104, 105, 106, -100, 108, -100], [101, 102, -100, -100, -100, -100]],
+        "positions": [[0, 1, 2, 3, 0, 1], [0, 1, 2, 0, 0, 0]],
+        "segments": [[1, 1, 1, 1, 2, 2], [1, 1, 1, 0, 0, 0]],
+    }
+    for tensor in batch.values():
+        assert tensor.dtype == torch.int64
+        assert tensor.is_contiguous()
+
+
+def test_one_document_a_row_is_padded() -> None:
+    batch = documents(3, 4, 2, seq_len=5, several=False).rows(np.array([2, 0]))
+    assert batch["input_ids"].tolist() == [[107, 108, 7, 7, 7], [100, 101, 102, 7, 7]]
+    assert batch["segments"].tolist() == [[1, 1, 0, 0, 0], [1, 1, 1, 0, 0]]
+
+
+def test_only_tokens_that_count_are_labels() -> None:
+    counted = np.array([True, False, True, True, False, True, True])
+    batch = documents(4, 3, seq_len=4, counted=counted).rows(np.array([0, 1]))
+    assert batch["labels"].tolist() == [[-100, 102, 103, -100], [105, 106, -100, -100]]
+
+
+@pytest.mark.parametrize("seq_len", [1, 2, 3, 5, 8, 100])
+def test_each_token_but_a_documents_first_is_predicted_once_however_it_is_cut(seq_len: int) -> None:
+    lengths = np.random.default_rng(seq_len).integers(2, 30, size=50)
+    rows = documents(*lengths.tolist(), seq_len=seq_len)
+    batch = rows.rows(np.arange(len(rows)))
+    first = set((100 + np.cumsum(lengths) - lengths).tolist())
+    found = batch["labels"][batch["labels"] != IGNORED].tolist()
+    assert sorted(found) == [token for token in range(100, 100 + lengths.sum()) if token not in first]
+    within = batch["labels"] != IGNORED
+    assert torch.equal(batch["labels"][within], batch["input_ids"][within] + 1)
+    assert torch.equal(batch["segments"] == 0, batch["input_ids"] == 7)
+
+
+@pytest.mark.parametrize(
+    ("length", "lengths"), [(1, [1]), (4, [4]), (5, [4]), (6, [4, 2]), (9, [4, 4]), (10, [4, 4, 2])]
+)
+def test_a_documents_last_token_is_no_piece_of_its_own(length: int, lengths: list[int]) -> None:
+    pieces = cut(np.array([7]), np.array([length]), 4)
+    assert pieces.lengths.tolist() == lengths
+    assert pieces.starts.tolist() == list(range(7, 7 + 4 * len(lengths), 4))
+
+
+def test_a_row_does_not_depend_on_those_asked_with_it() -> None:
+    rows = documents(*np.random.default_rng(0).integers(2, 9, size=100).tolist(), seq_len=10)
+    all_rows = rows.rows(np.arange(len(rows)))
+    for index in range(len(rows)):
+        alone = rows.rows(np.array([index]))
+        assert all(torch.equal(alone[name][0], all_rows[name][index]) for name in all_rows)
+    assert rows.rows(np.array([], dtype=np.int64))["labels"].shape == (0, 10)
+
+
+def test_a_fingerprint_follows_everything_that_rows_are_made_of() -> None:
+    counted = np.ones(9, np.bool_)
+    fewer = counted.copy()
+    fewer[3] = False
+    found = {
+        rows.fingerprint()
+        for rows in (
+            documents(3, 4, 2, seq_len=6),
+            documents(3, 4, 2, seq_len=7),
+            documents(4, 3, 2, seq_len=6),
+            documents(3, 4, 2, seq_len=6, several=False),
+            documents(3, 4, 2, seq_len=6, counted=counted),
+            documents(3, 4, 2, seq_len=6, counted=fewer),
+        )
+    }
+    assert len(found) == 6
+    assert documents(3, 4, 2, seq_len=6).fingerprint() in found
+
+
+# --------------------------------------------------------------------------------------------------------- mixture
+
+
+def test_a_mixture_numbers_the_rows_of_its_parts_one_after_the_other() -> None:
+    parts = [PackedRows(np.arange(first, first + 9, dtype=np.uint8), 2) for first in (0, 100, 200)]
+    mixed = MixedRows(parts, [1, 1, 2])
+    assert len(mixed) == 12
+    batch = mixed.rows(np.array([11, 0, 4, 7, 8]))
+    assert batch["input_ids"].tolist() == [[206, 207], [0, 1], [100, 101], [106, 107], [200, 201]]
+    assert batch["labels"].tolist() == [[207, 208], [1, 2], [101, 102], [107, 108], [201, 202]]
+    others = MixedRows(parts, [1, 1, 1]), MixedRows(parts[::-1], [1, 1, 2])
+    assert len({mixed.fingerprint(), *(other.fingerprint() for other in others)}) == 3

@@ -6,8 +6,13 @@ from pathlib import Path
 import pytest
 
 from portable_fsdp.config.schema import Data
-from portable_fsdp.data.sources import read_documents
+from portable_fsdp.data.examples import Broken, Example
+from portable_fsdp.data.sources import open_source
 from portable_fsdp.runtime.errors import DataError
+
+
+def read_documents(data: Data) -> list[str]:
+    return [one.fields["text"] for one in open_source(data).read() if isinstance(one, Example)]
 
 
 def text(path: Path | str) -> Data:
@@ -15,14 +20,14 @@ def text(path: Path | str) -> Data:
 
 
 def test_python_docs_are_the_reference() -> None:
-    documents = list(read_documents(Data(source="python_docs")))
+    documents = read_documents(Data(source="python_docs"))
     assert documents == sorted(documents)
     assert sum(map(len, documents)) > 400_000
     assert any(document.startswith('The "try" statement') for document in documents)
 
 
 def test_python_source_is_the_library_without_tests_and_packages() -> None:
-    documents = list(read_documents(Data(source="python_source")))
+    documents = read_documents(Data(source="python_source"))
     library = Path(sysconfig.get_path("stdlib"))
     assert (library / "json/decoder.py").read_text() in documents
     assert len(documents) < len(list(library.glob("*.py"))) + 1500
@@ -39,31 +44,49 @@ def test_python_source_is_the_library_without_tests_and_packages() -> None:
 
 def test_python_source_comes_in_the_order_of_its_paths() -> None:
     library = Path(sysconfig.get_path("stdlib"))
-    documents = list(read_documents(Data(source="python_source")))
+    documents = read_documents(Data(source="python_source"))
     places = [documents.index((library / name).read_text()) for name in ("abc.py", "json/decoder.py", "zipfile.py")]
     assert places == sorted(places)
 
 
 def test_text_is_one_file_with_its_line_ends(tmp_path: Path) -> None:
     (tmp_path / "a [1].txt").write_bytes("Grüße\r\n\n".encode())
-    assert list(read_documents(text(tmp_path / "a [1].txt"))) == ["Grüße\r\n\n"]
+    assert read_documents(text(tmp_path / "a [1].txt")) == ["Grüße\r\n\n"]
 
 
 def test_a_glob_is_sorted_and_goes_to_any_depth(tmp_path: Path) -> None:
     (tmp_path / "b" / "deep.txt").mkdir(parents=True)
     for name in ("c.txt", "b/deep.txt/z.txt", "a.txt", "b/y.txt", "b/other.md"):
         (tmp_path / name).write_text(name)
-    assert list(read_documents(text(tmp_path / "**" / "*.txt"))) == ["a.txt", "b/deep.txt/z.txt", "b/y.txt", "c.txt"]
+    assert read_documents(text(tmp_path / "**" / "*.txt")) == ["a.txt", "b/deep.txt/z.txt", "b/y.txt", "c.txt"]
 
 
 def test_text_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"data\.path: expected a text file .* found nothing: .*\*\.txt\n"):
-        list(read_documents(text(tmp_path / "*.txt")))
+    with pytest.raises(
+        DataError, match=r"data\.path: expected a file or a glob that matches some, found nothing: .*\*\.txt\n"
+    ):
+        read_documents(text(tmp_path / "*.txt"))
     with pytest.raises(DataError, match=r"found a folder: .*\n  Name its files: .*/\*\*/\*\.txt"):
-        list(read_documents(text(tmp_path)))
+        read_documents(text(tmp_path))
 
 
-def test_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "latin.txt").write_bytes("abc Grüße".encode("latin-1"))
-    with pytest.raises(DataError, match=r"latin\.txt: expected UTF-8, found 0xfc at byte 6\.\n  Convert"):
-        list(read_documents(text(tmp_path / "latin.txt")))
+def test_text_that_is_not_utf8_is_broken_under_its_own_number(tmp_path: Path) -> None:
+    for name, content in (("a", b"a"), ("b", "abc Grüße".encode("latin-1")), ("c", b"c")):
+        (tmp_path / f"{name}.txt").write_bytes(content)
+    first, broken, last = open_source(text(tmp_path / "*.txt")).read()
+    assert isinstance(broken, Broken)
+    assert (first.number, broken.number, last.number) == (0, 1, 2)
+    assert broken.place == f"{tmp_path}/b.txt"
+    assert broken.problem == "expected UTF-8, found 0xfc at byte 6; `iconv -t utf-8` converts it"
+
+
+def test_content_follows_bytes_and_their_cut_into_files_and_not_names(tmp_path: Path) -> None:
+    def content(*files: str) -> str:
+        for old in tmp_path.glob("*.txt"):
+            old.unlink()
+        for number, file in enumerate(files):
+            (tmp_path / f"{len(files)}{number}.txt").write_text(file)
+        return open_source(text(tmp_path / "*.txt")).content()
+
+    assert content("ab", "c") == content("ab", "c")
+    assert len({content("ab", "c"), content("a", "bc"), content("abc"), content("abc", ""), content("c", "ab")}) == 5

@@ -85,7 +85,7 @@ def test_a_bare_tokenizer_json_opens_and_names_no_end(tmp_path: Path) -> None:
 
 
 def test_what_is_not_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"data\.tokenizer: expected `bytes` or a folder .* no such folder: byte\n"):
+    with pytest.raises(DataError, match=r"data\.tokenizer: expected bytes, a folder .* no such folder: byte\n"):
         load_tokenizer("byte")
     with pytest.raises(DataError, match=r"expected tokenizer_config\.json or tokenizer\.json in .*, found neither"):
         load_tokenizer(str(tmp_path))

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from portable_fsdp.plan.tpu_cache import cache_folder, key_of, load, save
+from portable_fsdp.plan.tpu_cache import key_of, load, save
+from portable_fsdp.runtime.files import cache_folder
 
 TEXTS = {"program": "ENTRY é" * 1000, "buffers": "allocation 0: size 4"}
 

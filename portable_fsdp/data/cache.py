@@ -1,0 +1,326 @@
+"""Tokenized documents on disk, made once and mapped by every process that needs them.
+
+An entry is a folder named by a hash of all that its content follows from: the documents' bytes, the tokenizer, the
+format, which part of them is taken, the releases of the libraries that do the work, and `FORMAT`. One process makes it
+under a lock (flock's) in a folder of another name, which is synced and renamed when all is in it; so whatever bears
+the entry's name is whole, and a kill leaves only a folder that the next process throws away. Where the file system has
+no locks, several may make the same entry, and one of them is kept.
+"""
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import shutil
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import xxhash
+from numpy.typing import DTypeLike, NDArray
+from tqdm import tqdm
+
+from portable_fsdp.data.examples import Broken, Example, Source
+from portable_fsdp.data.render import Render, Rendered
+from portable_fsdp.data.tokenize import Tokens
+from portable_fsdp.runtime.errors import DataError
+from portable_fsdp.runtime.files import sync_folder
+
+log = logging.getLogger("portable_fsdp")
+
+FORMAT = 1
+"""Of an entry, and of what makes it: raised when either changes."""
+
+BATCH_CHARACTERS = 2_000_000
+BATCH_DOCUMENTS = 1000
+_THREADS = 2
+"""Batches under way at once, so that the tokenizer's own threads, one a core, don't wait for the last text of each."""
+
+_NO_LOCKS_HERE = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS}
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What an entry says of itself."""
+
+    dtype: str
+    documents: int
+    tokens: int
+    has_counted: bool
+    skipped: int
+    first_skipped: str
+    """Its place and problem; empty where none was skipped."""
+    prompts_that_differ: int
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Tokenized documents, end to end: document d is `tokens[starts[d] : starts[d + 1]]`."""
+
+    tokens: Tokens
+    starts: NDArray[np.int64]
+    numbers: NDArray[np.int64]
+    """Of each document, in its source."""
+    counted: NDArray[np.bool_] | None
+    """For each token whether it counts; None: all do."""
+    facts: Facts
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @classmethod
+    def mapped(cls, folder: Path) -> Self:
+        """From an entry; raises OSError or ValueError if it isn't one."""
+        facts = Facts(**json.loads((folder / "facts.json").read_text(encoding="utf-8")))
+        counted = _mapped(folder / "counted.bin", np.bool_, facts.tokens) if facts.has_counted else None
+        return cls(
+            _mapped(folder / "tokens.bin", facts.dtype, facts.tokens),
+            _mapped(folder / "starts.bin", np.int64, facts.documents + 1),
+            _mapped(folder / "numbers.bin", np.int64, facts.documents),
+            counted,
+            facts,
+        )
+
+
+def _mapped(path: Path, dtype: DTypeLike, count: int) -> NDArray[Any]:
+    size = count * np.dtype(dtype).itemsize
+    if path.stat().st_size != size:
+        raise ValueError(f"{path}: expected {size} bytes, found {path.stat().st_size}")
+    return np.memmap(path, dtype, mode="r") if count else np.empty(0, dtype)  # an empty file can't be mapped
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What an entry is made of, and how."""
+
+    key: str
+    """Of `entry_key`: equal for equal entries, and only for those."""
+    source: Source
+    takes: Callable[[int], bool]
+    """Which documents belong to it, by their number."""
+    render: Render
+    dtype: np.dtype[Any]
+    """Of the ids."""
+    skip_broken: bool
+    """Leave out and count what can't be read or rendered, instead of an error at the first."""
+
+
+def entry_key(**parts: object) -> str:
+    """The name of the entry that follows from these: 32 hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(json.dumps({"format": FORMAT, **parts}, sort_keys=True, default=str).encode())
+
+
+def tokenized(folder: Path, recipe: Recipe) -> Documents:
+    """The entry in `folder`, made now if nobody has made it before. Called by every process; no collective.
+
+    Raises DataError for what the source or its documents are, and if the folder can't be written to.
+    """
+    entry = folder / recipe.key
+    try:
+        if not entry.is_dir():
+            folder.mkdir(parents=True, exist_ok=True)
+            with _locked(folder / f"{recipe.key}.lock") as is_locked:
+                if not entry.is_dir():
+                    _make(entry, recipe, alone=is_locked)
+    except OSError as error:
+        raise _cannot_write(folder, error) from error
+    try:
+        return Documents.mapped(entry)
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(
+            f"data.cache_dir: {entry}: expected what an earlier run tokenized, found it damaged: {error}\n"
+            "  Delete that folder; it is made anew."
+        ) from error
+
+
+def _cannot_write(folder: Path, error: OSError) -> DataError:
+    if error.errno in _NO_SPACE:
+        nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        return DataError(
+            f"data.cache_dir: expected room for the tokenized corpus in {folder}, found {error.strerror} "
+            f"({shutil.disk_usage(nearest).free / 2**30:.1f} GiB free).\n"
+            "  Make room, or set data.cache_dir to a folder on another disk; what was written is deleted."
+        )
+    return DataError(
+        f"data.cache_dir: expected a folder that can be written to, found that {error.filename or folder} can't: "
+        f"{error.strerror}.\n  Set data.cache_dir to another folder."
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ lock
+
+
+@contextmanager
+def _locked(path: Path) -> Generator[bool]:
+    """Wait until no other process makes the entry; False where the file system has no locks."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        yield _wait_for(descriptor, path)
+    finally:
+        os.close(descriptor)  # which unlocks it; the file stays, since another process may wait for it
+
+
+def _wait_for(descriptor: int, path: Path) -> bool:
+    said = False
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if not said:
+                log.info("data: another process tokenizes this corpus; waiting for it (%s)", path)
+                said = True
+            time.sleep(0.1)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS_HERE:
+                raise
+            return False
+
+
+# ------------------------------------------------------------------------------------------------------------ make
+
+
+def _make(entry: Path, recipe: Recipe, *, alone: bool) -> None:
+    if alone:
+        for left in entry.parent.glob(f"{entry.name}.tmp-*"):  # by a process that was killed
+            shutil.rmtree(left)
+    temporary = entry.with_name(f"{entry.name}.tmp-{os.uname().nodename}-{os.getpid()}")
+    source, before = recipe.source, recipe.source.content()
+    try:
+        temporary.mkdir()
+        read = (one for one in source.read() if recipe.takes(one.number))
+        with closing(_rendered(read, recipe.render)) as batches:
+            _write(temporary, recipe, batches)
+        if source.content() != before:
+            raise DataError(
+                f"data.path: expected files that stay as they are, found that {source.name} changed while it was read."
+                "\n  Start again when it is whole."
+            )
+        _rename(temporary, entry)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _rename(temporary: Path, entry: Path) -> None:
+    sync_folder(temporary)
+    try:
+        temporary.rename(entry)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        shutil.rmtree(temporary)  # without locks another process may have been first
+    sync_folder(entry.parent)
+
+
+def _bar(source: Source) -> "tqdm[Any]":
+    """On a terminal only."""
+    is_bytes = source.unit == "B"
+    return tqdm(
+        desc=f"tokenizing {Path(source.name).name}",
+        total=source.total,
+        unit=source.unit,
+        unit_scale=is_bytes,
+        disable=not sys.stderr.isatty(),
+    )
+
+
+def _rendered(read: Iterable[Example | Broken], render: Render) -> Generator[tuple[int, list[Rendered | Broken]]]:
+    """(size in the source's unit, documents) of each batch, in order; two batches are rendered at once."""
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="portable_fsdp tokenize") as pool:
+        under_way: deque[tuple[int, Future[list[Rendered | Broken]]]] = deque()
+        try:
+            for batch in _batches(read):
+                under_way.append((sum(one.size for one in batch), pool.submit(_render_batch, batch, render)))
+                if len(under_way) > _THREADS:
+                    size, done = under_way.popleft()
+                    yield size, done.result()
+            while under_way:
+                size, done = under_way.popleft()
+                yield size, done.result()
+        finally:
+            for _, one in under_way:
+                one.cancel()
+
+
+def _batches(read: Iterable[Example | Broken]) -> Iterator[list[Example | Broken]]:
+    batch: list[Example | Broken] = []
+    characters = 0
+    for one in read:
+        batch.append(one)
+        characters += _characters(one) if isinstance(one, Example) else 0
+        if characters >= BATCH_CHARACTERS or len(batch) >= BATCH_DOCUMENTS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _characters(example: Example) -> int:
+    return sum(len(value) for value in example.fields.values() if isinstance(value, str))
+
+
+def _render_batch(batch: list[Example | Broken], render: Render) -> list[Rendered | Broken]:
+    rendered = iter(render([one for one in batch if isinstance(one, Example)]))
+    return [next(rendered) if isinstance(one, Example) else one for one in batch]
+
+
+def _write(folder: Path, recipe: Recipe, batches: Iterable[tuple[int, list[Rendered | Broken]]]) -> None:
+    """All files of an entry, synced."""
+    starts, numbers, broken = [0], list[int](), list[Broken]()
+    has_counted, differ = False, 0
+    with (
+        _bar(recipe.source) as bar,
+        (folder / "tokens.bin").open("wb") as tokens,
+        (folder / "counted.bin").open("wb") as counted,
+    ):
+        for size, batch in batches:
+            bar.update(size)
+            for one in batch:
+                if isinstance(one, Broken):
+                    broken.append(one)
+                    if not recipe.skip_broken:
+                        raise DataError(refusal(one))
+                    continue
+                tokens.write(one.ids.astype(recipe.dtype, copy=False).data)
+                if one.counted is not None:
+                    counted.write(one.counted.data)
+                    has_counted = True
+                starts.append(starts[-1] + len(one.ids))
+                numbers.append(one.number)
+                differ += one.prompt_differs
+        _sync(tokens, counted)
+    first = f"{broken[0].place}: {broken[0].problem}" if broken else ""
+    facts = Facts(recipe.dtype.name, len(numbers), starts[-1], has_counted, len(broken), first, differ)
+    _write_small(folder, starts, numbers, facts)
+
+
+def _write_small(folder: Path, starts: list[int], numbers: list[int], facts: Facts) -> None:
+    for name, content in (
+        ("starts.bin", np.array(starts, np.int64).tobytes()),
+        ("numbers.bin", np.array(numbers, np.int64).tobytes()),
+        ("facts.json", json.dumps(asdict(facts)).encode()),
+    ):
+        with (folder / name).open("wb") as file:
+            file.write(content)
+            _sync(file)
+
+
+def _sync(*files: Any) -> None:
+    for file in files:
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def refusal(broken: Broken) -> str:
+    """The error of `data.on_error: stop`."""
+    return f"data: {broken.place}: {broken.problem}.\n  Mend it, or set data.on_error=skip to go on without."

@@ -1,0 +1,120 @@
+"""Chat templates: messages become text, and the assistant's turns are told from the rest.
+
+A template with `{% generation %}` says itself which text the assistant writes. For one without, a turn begins where the
+conversation before it ends when it asks the assistant to answer (`add_generation_prompt`), and ends where the
+conversation that stops after it ends. Both must be the beginning of the whole text: a template that renders a turn
+another way once more follows (as one that drops the reasoning of earlier turns) is refused.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+Message = dict[str, Any]
+Conversation = Sequence[Message]
+Span = tuple[int, int]
+"""[begin, end) in characters."""
+
+
+class Chat(NamedTuple):
+    """A conversation as ids, and which of them the assistant writes."""
+
+    ids: list[int]
+    counted: list[bool]
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer of transformers."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.text: str = tokenizer.get_chat_template()
+        self._tells_turns = re.search(r"\{%-?\s*generation\s*-?%\}", self.text) is not None
+
+    def ids(self, conversation: Conversation, *, asks: bool = False) -> list[int]:
+        """The whole conversation, `asks`: and what begins an answer of the assistant. Raises what the template does."""
+        encoded = self._tokenizer.apply_chat_template(
+            list(conversation), tokenize=True, return_dict=True, add_generation_prompt=asks
+        )
+        return list(encoded["input_ids"])
+
+    def chats(self, conversations: Sequence[Conversation]) -> list[Chat | Exception]:
+        """Each conversation, or why it can't be rendered: what the template raises, or a ValueError that says why its
+        turns can't be told."""
+        if self._tells_turns:
+            return [self._told(conversation) for conversation in conversations]
+        rendered = [self._text_and_turns(conversation) for conversation in conversations]
+        texts = [one[0] for one in rendered if not isinstance(one, Exception)]
+        if not texts:
+            return [one for one in rendered if isinstance(one, Exception)]
+        # As apply_chat_template does: the template writes the special tokens itself.
+        encoded = self._tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        encodings = iter(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True))
+        found: list[Chat | Exception] = []
+        for one in rendered:
+            if isinstance(one, Exception):
+                found.append(one)
+            else:
+                ids, offsets = next(encodings)
+                found.append(Chat(ids, _inside(offsets, one[1])))
+        return found
+
+    def _told(self, conversation: Conversation) -> Chat | Exception:
+        """By `{% generation %}`."""
+        try:
+            encoded = self._tokenizer.apply_chat_template(
+                list(conversation), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            )
+        except Exception as error:
+            return error
+        return Chat(list(encoded["input_ids"]), [bool(one) for one in encoded["assistant_masks"]])
+
+    def _text_and_turns(self, conversation: Conversation) -> tuple[str, list[Span]] | Exception:
+        try:
+            text = self._rendered(conversation)
+            return text, self._turns(conversation, text)
+        except Exception as error:
+            return error
+
+    def _turns(self, conversation: Conversation, text: str) -> list[Span]:
+        """The assistant's turns in the rendered text."""
+        spans: list[Span] = []
+        for number, message in enumerate(conversation):
+            if message.get("role") == "assistant":
+                begin = self._end_of(conversation[:number], text, asks=True) if number else self._first_turn(text)
+                spans.append((begin, self._end_of(conversation[: number + 1], text, asks=False)))
+        return spans
+
+    def _first_turn(self, text: str) -> int:
+        raise ValueError(
+            "expected a message before the assistant's first one: this chat template has no {% generation %}, and "
+            "what begins that turn can't be told"
+        )
+
+    def _end_of(self, beginning: Conversation, text: str, *, asks: bool) -> int:
+        rendered = self._rendered(beginning, asks=asks)
+        # Some templates end every text by the end of text (Phi-3), also one that goes on when more messages follow.
+        for prefix in (rendered, rendered.removesuffix(self._tokenizer.eos_token or "\0")):
+            if text.startswith(prefix):
+                return len(prefix)
+        raise ValueError(
+            f"expected a chat template that only adds to the text when messages follow, found one that renders "
+            f"message {len(beginning)} of the conversation another way then.\n"
+            "  Put {% generation %} and {% endgeneration %} around the assistant's text in that template"
+        )
+
+    def _rendered(self, conversation: Conversation, *, asks: bool = False) -> str:
+        return str(self._tokenizer.apply_chat_template(list(conversation), tokenize=False, add_generation_prompt=asks))
+
+
+def _inside(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
+    """Which tokens have a character in one of the spans; both in ascending order."""
+    counted = [False] * len(offsets)
+    at = 0
+    for begin, end in spans:
+        while at < len(offsets) and offsets[at][1] <= begin:
+            at += 1
+        while at < len(offsets) and offsets[at][0] < end:
+            counted[at] = True
+            at += 1
+    return counted

@@ -1,0 +1,97 @@
+"""What every source of documents gives, and what those made of files share."""
+
+import glob
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import xxhash
+
+from portable_fsdp.config.data import Column
+from portable_fsdp.runtime.errors import DataError
+
+
+@dataclass(frozen=True)
+class Example:
+    """One document as the source has it."""
+
+    number: int
+    """Among all of its source, from 0; those that can't be read are counted."""
+    place: str
+    """Where it stands, for people: `corpus.jsonl:12`."""
+    size: int
+    """In the source's unit."""
+    fields: Mapping[Column, Any]
+
+
+@dataclass(frozen=True)
+class Broken:
+    """What stands in the place of a document that can't be read: `problem` says what was expected and found."""
+
+    number: int
+    place: str
+    size: int
+    problem: str
+
+
+class Source(Protocol):
+    """Documents in an order of their own, the same each time."""
+
+    @property
+    def name(self) -> str:
+        """What people call it: its path."""
+        ...
+
+    @property
+    def total(self) -> int:
+        """The sum of the documents' sizes, for a progress bar."""
+        ...
+
+    @property
+    def unit(self) -> str:
+        """Of the sizes: `B`, or `rows`."""
+        ...
+
+    def content(self) -> str:
+        """A hash of all that the documents are made of; reads all of it."""
+        ...
+
+    def read(self) -> Iterator[Example | Broken]: ...
+
+
+def matching_files(path: str, pattern: str) -> list[Path]:
+    """The files that `path` names or matches (`**` stands for any depth), sorted; `pattern` is an example of one."""
+    matches = [path] if os.path.isfile(path) else sorted(glob.glob(path, recursive=True))
+    files = [Path(match) for match in matches if os.path.isfile(match)]
+    if not files:
+        found, advice = "nothing", "The path is taken from the folder that the run starts in."
+        if os.path.isdir(path):
+            found, advice = "a folder", f"Name its files: {os.path.join(path, pattern)}"
+        raise DataError(f"data.path: expected a file or a glob that matches some, found {found}: {path}\n  {advice}")
+    return files
+
+
+def hash_of_files(files: Sequence[Path]) -> str:
+    """Of their bytes and lengths in this order; neither names nor times are in it."""
+    digest = xxhash.xxh3_128()
+    for path in files:
+        length = 0
+        try:
+            with path.open("rb") as file:
+                while block := file.read(1 << 20):
+                    length += len(block)
+                    digest.update(block)
+        except OSError as error:
+            raise DataError(f"data.path: {path}: can't be read: {error.strerror}.") from error
+        digest.update(f" {length} ".encode())
+    return digest.hexdigest()
+
+
+def name_of(files: Sequence[Path]) -> str:
+    return str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1:,} more"
+
+
+def not_utf8(error: UnicodeDecodeError) -> str:
+    return f"expected UTF-8, found 0x{error.object[error.start]:02x} at byte {error.start}"

@@ -1,0 +1,226 @@
+"""Sources whose documents have named columns: JSON lines, parquet files, data sets of the hub."""
+
+import contextlib
+import difflib
+import importlib
+import json
+import re
+import sys
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import xxhash
+
+from portable_fsdp.config.data import Column
+from portable_fsdp.data.examples import Broken, Example, hash_of_files, name_of, not_utf8
+from portable_fsdp.runtime.errors import DataError
+
+Columns = Mapping[Column, str]
+"""What the format reads -> the column's name."""
+
+ROWS_AT_ONCE = 1000
+
+
+class JsonLines:
+    """One JSON object a line; empty lines are none."""
+
+    unit = "B"
+
+    def __init__(self, files: Sequence[Path], columns: Columns) -> None:
+        self._files = files
+        self._columns = columns
+        self.name = name_of(files)
+        self.total = sum(path.stat().st_size for path in files)
+
+    def content(self) -> str:
+        return hash_of_files(self._files)
+
+    def read(self) -> Iterator[Example | Broken]:
+        number = 0
+        for path in self._files:
+            with path.open("rb") as file:
+                for line_number, line in enumerate(file, start=1):
+                    if line.strip():
+                        yield self._example(number, f"{path}:{line_number}", line)
+                        number += 1
+
+    def _example(self, number: int, place: str, line: bytes) -> Example | Broken:
+        try:
+            fields = _pick(_json_object(line), self._columns)
+        except UnicodeDecodeError as error:
+            return Broken(number, place, len(line), not_utf8(error))
+        except ValueError as error:
+            return Broken(number, place, len(line), str(error))
+        return Example(number, place, len(line), fields)
+
+
+def _json_object(line: bytes) -> dict[str, Any]:
+    """Raises ValueError, which says what was expected and found."""
+    try:
+        value = json.loads(line.rstrip().decode())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"expected a JSON object on one line, found at column {error.colno}: {error.msg}") from error
+    except RecursionError as error:
+        raise ValueError("expected a JSON object on one line, found one that is nested too deep") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a JSON object on one line, found {json.dumps(value)[:40]}")
+    if b"\\u" in line:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError("expected text, found half of a surrogate pair (\\ud800 to \\udfff)") from error
+    return cast(dict[str, Any], value)
+
+
+class Parquet:
+    """The rows of parquet files, one row group in memory at a time."""
+
+    unit = "rows"
+
+    def __init__(self, files: Sequence[Path], columns: Columns) -> None:
+        self._parquet = _extra("pyarrow.parquet")
+        self._files = files
+        self._columns = columns
+        self.name = name_of(files)
+        self.total = 0
+        for path in files:
+            with self._open(path) as file:
+                self.total += file.metadata.num_rows
+                _require(columns, file.schema_arrow.names, f"data.columns: {path}")
+
+    def content(self) -> str:
+        return hash_of_files(self._files)
+
+    def read(self) -> Iterator[Example | Broken]:
+        number = 0
+        for path in self._files:
+            with self._open(path) as file:
+                for row, values in enumerate(self._rows(file, path)):
+                    yield Example(number, f"{path}: row {row}", 1, _pick(values, self._columns))
+                    number += 1
+
+    def _rows(self, file: Any, path: Path) -> Iterator[dict[str, Any]]:
+        try:
+            for group in range(file.num_row_groups):
+                table = file.read_row_group(group, columns=list(self._columns.values()))
+                for batch in table.to_batches(max_chunksize=ROWS_AT_ONCE):
+                    yield from batch.to_pylist()
+        except (OSError, ValueError) as error:  # those of pyarrow are both
+            raise DataError(f"data.path: {path}: expected a whole parquet file, found: {error}") from error
+
+    def _open(self, path: Path) -> Any:
+        try:
+            return self._parquet.ParquetFile(path)
+        except (OSError, ValueError) as error:
+            raise DataError(f"data.path: {path}: expected a parquet file, found: {error}") from error
+
+
+class HuggingFace:
+    """A data set of the hub, or one that `save_to_disk` wrote; in `datasets`' own order."""
+
+    unit = "rows"
+
+    def __init__(self, path: str, split: str | None, columns: Columns) -> None:
+        self._columns = columns
+        self.name = f"{path} ({split or 'train'})"
+        self._split = split or "train"
+        self._data = _load_data_set(path, self._split)
+        _require(columns, self._data.column_names, f"data.columns: {self.name}")
+        self._data = self._data.select_columns(list(columns.values()))
+        self.total = len(self._data)
+
+    def content(self) -> str:
+        """Of the files, and of the part that is taken of them."""
+        files = [Path(file["filename"]) for file in self._data.cache_files]
+        taken = f"{hash_of_files(files)} {self._split} {self.total} {self._data.features}"
+        if not files:  # a data set without files is in memory
+            taken += xxhash.xxh3_128_hexdigest(repr(list(self._data)).encode())
+        return xxhash.xxh3_128_hexdigest(taken.encode())
+
+    def read(self) -> Iterator[Example | Broken]:
+        for row, values in enumerate(self._data):
+            yield Example(row, f"{self.name}: row {row}", 1, _pick(values, self._columns))
+
+
+_HUB_NAME = re.compile(r"(?P<path>[^:@]+)(:(?P<subset>[^@]+))?(@(?P<revision>.+))?")
+
+
+def _load_data_set(path: str, split: str) -> Any:
+    datasets = _extra("datasets")
+    folder = Path(path)
+    with _quiet(datasets):
+        try:
+            if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+                return _part_of_saved(datasets, datasets.load_from_disk(path), split)
+            name = re.fullmatch(_HUB_NAME, path)
+            if folder.is_dir() or name is None:
+                return datasets.load_dataset(path, split=split)
+            return datasets.load_dataset(name["path"], name["subset"], revision=name["revision"], split=split)
+        except Exception as error:  # of many classes, of HTTP libraries too: all about this data set
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise DataError(
+                f"data.path: expected a data set that `datasets` opens, with the split {split}, found: {reason}\n"
+                f"  It was asked for {path}. A subset is named by a colon (org/name:subset); offline, with "
+                "HF_HUB_OFFLINE=1, it must be in the cache."
+            ) from error
+
+
+def _part_of_saved(datasets: Any, saved: Any, split: str) -> Any:
+    """A part of what `load_from_disk` gives, which knows no split expressions."""
+    parts = saved if isinstance(saved, dict) else {"train": saved}
+    if split in parts:
+        return parts[split]
+    sizes = {name: len(part) for name, part in parts.items()}
+    taken = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
+    return datasets.concatenate_datasets([parts[one.splitname].select(range(one.from_, one.to)) for one in taken])
+
+
+@contextlib.contextmanager
+def _quiet(datasets: Any) -> Generator[None]:
+    """Bars on a terminal only; they are a setting of the whole process."""
+    was_on = datasets.is_progress_bar_enabled() and not sys.stderr.isatty()
+    if was_on:
+        datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if was_on:
+            datasets.enable_progress_bars()
+
+
+def _extra(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        name = module.partition(".")[0]
+        raise DataError(
+            f"data.source: expected the package {name} for this source, found none.\n"
+            "  Install it: pip install 'portable-fsdp[data]'."
+        ) from error
+
+
+def _pick(values: Mapping[str, Any], columns: Columns) -> dict[Column, Any]:
+    """The columns that the format reads; raises ValueError if one is missing."""
+    missing = _missing(columns, values)
+    if missing:
+        raise ValueError(missing)
+    return {column: values[name] for column, name in columns.items()}
+
+
+def _require(columns: Columns, names: Iterable[str], where: str) -> None:
+    missing = _missing(columns, list(names))
+    if missing:
+        raise DataError(f"{where}: {missing}")
+
+
+def _missing(columns: Columns, names: Iterable[str]) -> str | None:
+    """What to say of the first column that isn't there."""
+    there = list(names)
+    for column, name in columns.items():
+        if name not in there:
+            near = difflib.get_close_matches(name, there, n=1)
+            takes = f"nearest: {near[0]}." if near else "Name the column that holds it."
+            given = f"data.columns='{{{column}: {near[0] if near else 'NAME'}}}'"
+            return f"expected a column {name}, found {', '.join(there) or 'none'}.\n  {takes} {given}"
+    return None

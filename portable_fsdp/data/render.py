@@ -1,0 +1,201 @@
+"""Rendering: a document becomes ids, and it is settled which of them count in the loss.
+
+    text               the tokenizer's special tokens around the text, the end of text after it; all count
+    prompt_completion  texts: as above, both texts as one; messages: the chat template. What the prompt alone begins
+                       with too doesn't count
+    chat               the chat template; the assistant's turns count
+
+TRL's SFTTrainer does the same (1.16, `SFTTrainer._prepare_dataset`). In a stream (`data.packing`) a text has no special
+tokens but the end of text.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from portable_fsdp.config.data import Format
+from portable_fsdp.data.chat import Conversation
+from portable_fsdp.data.examples import Broken, Example
+from portable_fsdp.data.tokenize import Tokenizer, Tokens, token_dtype
+from portable_fsdp.runtime.errors import DataError
+
+
+class Rendered(NamedTuple):
+    """A document's ids, and a flag for each that tells whether it counts; None: all do."""
+
+    number: int
+    ids: Tokens
+    counted: NDArray[np.bool_] | None = None
+    prompt_differs: bool = False
+    """The prompt alone has other tokens at its end than within the whole: there the model learns another context."""
+
+
+Render = Callable[[Sequence[Example]], list[Rendered | Broken]]
+"""Several documents at once, each to itself or to what is wrong with it; may be called by several threads."""
+
+
+def renderer(form: Format, tokenizer: Tokenizer, *, stream: bool) -> Render:
+    """The function of this format; raises DataError where the tokenizer can't serve it."""
+    if form == "chat":
+        _require_template(tokenizer)
+        return lambda examples: _chats(examples, tokenizer)
+    if form == "prompt_completion":
+        return lambda examples: _completions(examples, tokenizer)
+    return lambda examples: _texts(examples, tokenizer, stream=stream)
+
+
+def _require_template(tokenizer: Tokenizer) -> None:
+    if tokenizer.chat_template is None:
+        raise DataError(
+            "data.tokenizer: expected one with a chat template, for messages, found none in it.\n"
+            "  Take the tokenizer of an instruct model, or put a chat_template.jinja into the tokenizer's folder."
+        )
+
+
+def _broken(example: Example, problem: str) -> Broken:
+    return Broken(example.number, example.place, example.size, problem)
+
+
+# ------------------------------------------------------------------------------------------------------------ text
+
+
+def _texts(examples: Sequence[Example], tokenizer: Tokenizer, *, stream: bool) -> list[Rendered | Broken]:
+    found: list[Rendered | Broken] = []
+    good = [example for example in examples if isinstance(example.fields["text"], str)]
+    encoded = iter(tokenizer.encode_all([example.fields["text"] for example in good], special_tokens=not stream))
+    for example in examples:
+        text = example.fields["text"]
+        if isinstance(text, str):
+            found.append(Rendered(example.number, _ended(next(encoded), tokenizer, always=stream)))
+        else:
+            found.append(_broken(example, f"expected text, found {_kind(text)}"))
+    return found
+
+
+def _ended(ids: Tokens, tokenizer: Tokenizer, *, always: bool) -> Tokens:
+    """With the end of text behind it, where there is one; `always`: also where the text spells it itself."""
+    end = tokenizer.end_of_text
+    if end is None or (not always and len(ids) and ids[-1] == end):
+        return ids
+    return np.append(ids, np.array([end], dtype=ids.dtype))
+
+
+def _kind(value: object) -> str:
+    match value:
+        case None:
+            return "null"
+        case str():
+            return "text"
+        case bool():
+            return "true or false"
+        case int() | float():
+            return "a number"
+        case list():
+            return "a list"
+        case dict():
+            return "a mapping"
+        case _:
+            return type(value).__name__
+
+
+# --------------------------------------------------------------------------------------------- prompt, completion
+
+
+def _completions(examples: Sequence[Example], tokenizer: Tokenizer) -> list[Rendered | Broken]:
+    texts = [example for example in examples if _are_texts(example)]
+    prompts = [example.fields["prompt"] for example in texts]
+    wholes = [example.fields["prompt"] + example.fields["completion"] for example in texts]
+    encoded = iter(tokenizer.encode_all([*prompts, *wholes], special_tokens=True))
+    alone = [next(encoded) for _ in texts]
+    pairs = iter(zip(alone, encoded, strict=True))
+    found: list[Rendered | Broken] = []
+    for example in examples:
+        if _are_texts(example):
+            prompt, whole = next(pairs)
+            found.append(_completion(example, _unended(prompt, tokenizer), _ended(whole, tokenizer, always=False)))
+        else:
+            found.append(_completion_of_messages(example, tokenizer))
+    return found
+
+
+def _are_texts(example: Example) -> bool:
+    return isinstance(example.fields["prompt"], str) and isinstance(example.fields["completion"], str)
+
+
+def _unended(ids: Tokens, tokenizer: Tokenizer) -> Tokens:
+    """Without the end of text that some tokenizers put after any text: the prompt goes on."""
+    return ids[:-1] if len(ids) and ids[-1] == tokenizer.end_of_text else ids
+
+
+def _completion(example: Example, prompt: Tokens, whole: Tokens) -> Rendered:
+    common = _common_length(prompt, whole)
+    return Rendered(example.number, whole, np.arange(len(whole)) >= common, prompt_differs=common < len(prompt))
+
+
+def _common_length(one: Tokens, other: Tokens) -> int:
+    length = min(len(one), len(other))
+    different = np.flatnonzero(one[:length] != other[:length])
+    return int(different[0]) if len(different) else length
+
+
+def _completion_of_messages(example: Example, tokenizer: Tokenizer) -> Rendered | Broken:
+    prompt, completion = example.fields["prompt"], example.fields["completion"]
+    problem = problem_of_messages(prompt) or problem_of_messages(completion)
+    if problem:
+        return _broken(example, f"expected prompt and completion as texts, or both as messages, found: {problem}")
+    _require_template(tokenizer)
+    template, dtype = tokenizer.chat_template, token_dtype(tokenizer.vocab_size)
+    assert template is not None
+    try:
+        asked = np.array(template.ids(prompt, asks=True), dtype=dtype)
+        return _completion(example, asked, np.array(template.ids([*prompt, *completion]), dtype=dtype))
+    except Exception as error:  # a template may raise anything
+        return _broken(example, _refusal(error))
+
+
+# ------------------------------------------------------------------------------------------------------------ chat
+
+
+def _chats(examples: Sequence[Example], tokenizer: Tokenizer) -> list[Rendered | Broken]:
+    assert tokenizer.chat_template is not None
+    dtype = token_dtype(tokenizer.vocab_size)
+    problems = [problem_of_messages(example.fields["messages"]) for example in examples]
+    conversations: list[Conversation] = [
+        example.fields["messages"] for example, problem in zip(examples, problems, strict=True) if problem is None
+    ]
+    chats = iter(tokenizer.chat_template.chats(conversations))
+    found: list[Rendered | Broken] = []
+    for example, problem in zip(examples, problems, strict=True):
+        if problem is not None:
+            found.append(_broken(example, problem))
+            continue
+        chat = next(chats)
+        if isinstance(chat, Exception):
+            found.append(_broken(example, _refusal(chat)))
+        elif not any(chat.counted):
+            found.append(_broken(example, "expected a turn of the assistant, found none: nothing in it counts"))
+        else:
+            found.append(Rendered(example.number, np.array(chat.ids, dtype=dtype), np.array(chat.counted)))
+    return found
+
+
+def problem_of_messages(value: Any) -> str | None:
+    """What is wrong with a list of messages; None where nothing is."""
+    if not isinstance(value, list) or not value:
+        return f"expected a list of messages, found {_kind(value) if value != [] else 'an empty one'}"
+    for number, message in enumerate(value):
+        if not isinstance(message, dict):
+            return f"expected messages with role and content, found {_kind(message)} as message {number + 1}"
+        if not isinstance(message.get("role"), str):
+            return (
+                f"expected messages with role and content, found the keys {', '.join(map(str, message))} in message "
+                f"{number + 1}"
+            )
+    return None
+
+
+def _refusal(error: Exception) -> str:
+    said = str(error).strip() or type(error).__name__
+    return said if said.startswith("expected") else f"the chat template refuses it: {said}"

@@ -1,0 +1,63 @@
+"""What the keys of `data` take together."""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from portable_fsdp.config.data import Data, share_held_out
+
+FILE = {"source": "jsonl", "path": "a.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"source": "jsonl"}, "path goes with source: text, jsonl, parquet or huggingface"),
+        ({"path": "a"}, "path goes with source"),
+        ({**FILE, "split": "train"}, "split goes with source: huggingface"),
+        ({"source": "text", "path": "a", "format": "chat"}, "format and columns go with source: jsonl, parquet"),
+        ({"columns": {"text": "body"}}, "format and columns go with source"),
+        ({**FILE, "columns": {"prompt": "q"}}, "columns: format text reads text, found prompt"),
+        ({**FILE, "columns": {"body": "q"}}, "'text', 'prompt', 'completion' or 'messages'"),
+        ({**FILE, "format": "chat", "packing": "stream"}, "packing: stream goes with format: text"),
+        ({**FILE, "mixture": [FILE]}, "mixture stands instead of source, path, split, format and columns"),
+        ({"mixture": [{**FILE, "format": "chat"}, FILE], "packing": "stream"}, "packing: stream goes with"),
+        ({"mixture": [{**FILE, "weight": 0.0}]}, "greater than 0"),
+        ({"mixture": [{"source": "jsonl"}]}, "path goes with source"),
+        (
+            {"mixture": [FILE], "eval_split": "b.jsonl"},
+            "eval_split: expected a share of the documents, as 5%, found b.j",
+        ),
+        ({"eval_split": "validation"}, "eval_split: expected a share of the documents"),
+        ({**FILE, "eval_split": "0%"}, "eval_split: expected a share between 0% and 100%, found 0%"),
+        ({**FILE, "eval_split": "100%"}, "eval_split: expected a share between 0% and 100%, found 100%"),
+    ],
+)
+def test_keys_that_do_not_go_together_are_refused(keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        Data(**keys)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {**FILE, "format": "prompt_completion", "columns": {"prompt": "q"}, "eval_split": "b.jsonl"},
+        {"source": "huggingface", "path": "org/name", "split": "train[:10%]", "eval_split": "test"},
+        {"mixture": [{**FILE, "weight": 3}, {"source": "python_docs"}], "eval_split": "2.5%", "packing": "stream"},
+    ],
+)
+def test_what_goes_together_survives_being_written_and_read_back(keys: dict[str, Any]) -> None:
+    data = Data(**keys)
+    assert Data(**data.model_dump(mode="json")) == data
+
+
+def test_a_share_is_told_from_a_name() -> None:
+    assert [share_held_out(text) for text in ("5%", "2.5%", "50 %", "5%.jsonl", "train[:5%]")] == [
+        0.05,
+        0.025,
+        None,
+        None,
+        None,
+    ]

@@ -1,0 +1,189 @@
+"""An entry is made once, whole or not at all, whoever asks for it and whenever its maker ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from portable_fsdp.data.cache import BATCH_DOCUMENTS, Documents, Recipe, entry_key, tokenized
+from portable_fsdp.data.examples import Broken, Example
+from portable_fsdp.data.render import renderer
+from portable_fsdp.data.tokenize import ByteTokenizer
+from portable_fsdp.runtime.errors import DataError
+
+RENDER = renderer("text", ByteTokenizer(), stream=True)
+
+
+class Texts:
+    """Documents that are counted when they are read; `slow_s` seconds each."""
+
+    name = "texts"
+    unit = "rows"
+
+    def __init__(self, *texts: str | Broken, slow_s: float = 0) -> None:
+        self.texts = texts
+        self.total = len(texts)
+        self.slow_s = slow_s
+        self.reads = 0
+
+    def content(self) -> str:
+        return str(self.texts)
+
+    def read(self) -> Iterator[Example | Broken]:
+        self.reads += 1
+        for number, text in enumerate(self.texts):
+            time.sleep(self.slow_s)
+            yield Example(number, f"texts:{number}", 1, {"text": text}) if isinstance(text, str) else text
+
+
+def recipe(source: Texts, *, key: str = "k", skip_broken: bool = False, even: bool = False) -> Recipe:
+    return Recipe(
+        key, source, lambda number: not even or number % 2 == 0, RENDER, np.dtype(np.uint8), skip_broken=skip_broken
+    )
+
+
+def documents(found: Documents) -> list[bytes]:
+    return [found.tokens[begin:end].tobytes() for begin, end in zip(found.starts, found.starts[1:], strict=False)]
+
+
+def test_documents_come_back_in_order_and_are_read_once(tmp_path: Path) -> None:
+    texts = [f"document {number}" * (number % 7) for number in range(3 * BATCH_DOCUMENTS + 5)]
+    source = Texts(*texts)
+    for _ in range(2):
+        tokenized(tmp_path / "new" / "cache", recipe(source))
+    found = tokenized(tmp_path / "new" / "cache", recipe(source))
+    assert documents(found) == [text.encode() + b"\0" for text in texts]
+    assert found.numbers.tolist() == list(range(len(texts)))
+    assert source.reads == 1
+    assert isinstance(found.tokens, np.memmap)
+    assert not found.tokens.flags.writeable
+
+
+def test_only_what_belongs_to_it_is_in_an_entry(tmp_path: Path) -> None:
+    found = tokenized(tmp_path, recipe(Texts("a", "b", "c"), even=True))
+    assert documents(found) == [b"a\0", b"c\0"]
+    assert found.numbers.tolist() == [0, 2]
+    assert len(tokenized(tmp_path, recipe(Texts(), key="empty"))) == 0
+
+
+def test_keys_follow_every_part() -> None:
+    assert entry_key(a=1, b="x") == entry_key(b="x", a=1)
+    assert len({entry_key(a=1), entry_key(a=2), entry_key(b=1), entry_key(a="1")}) == 4
+
+
+def test_what_is_broken_stops_or_is_counted(tmp_path: Path) -> None:
+    source = Texts("a", Broken(1, "file:2", 1, "expected this, found that"), "c", Broken(3, "file:4", 1, "other"))
+    with pytest.raises(
+        DataError, match=r"data: file:2: expected this, found that\.\n  Mend it, or set data\.on_error=skip"
+    ):
+        tokenized(tmp_path, recipe(source))
+    assert not [path for path in tmp_path.iterdir() if path.suffix != ".lock"]
+    found = tokenized(tmp_path, recipe(source, skip_broken=True))
+    assert documents(found) == [b"a\0", b"c\0"]
+    assert found.numbers.tolist() == [0, 2]
+    assert (found.facts.skipped, found.facts.first_skipped) == (2, "file:2: expected this, found that")
+
+
+def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    class Changing(Texts):
+        def content(self) -> str:
+            return str(self.reads)
+
+    with pytest.raises(DataError, match="texts changed while it was read"):
+        tokenized(tmp_path, recipe(Changing("a")))
+    assert not (tmp_path / "k").exists()
+
+
+def test_a_damaged_entry_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    tokenized(tmp_path, recipe(Texts("abc")))
+    os.truncate(tmp_path / "k" / "tokens.bin", 2)
+    with pytest.raises(
+        DataError, match=r"expected what an earlier run tokenized, found it damaged: .*4 bytes, found 2\n"
+    ):
+        tokenized(tmp_path, recipe(Texts("abc")))
+    (tmp_path / "k" / "facts.json").write_text(json.dumps({"dtype": "uint8"}))
+    with pytest.raises(DataError, match="found it damaged"):
+        tokenized(tmp_path, recipe(Texts("abc")))
+    (tmp_path / "k" / "facts.json").unlink()
+    with pytest.raises(DataError, match="found it damaged"):
+        tokenized(tmp_path, recipe(Texts("abc")))
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"data\.cache_dir: expected a folder that can be written to, .*\n  Set data"):
+        tokenized(tmp_path / "file" / "cache", recipe(Texts("a")))
+
+
+# ------------------------------------------------------------------------------------------------- other processes
+
+MAKER = """
+import sys
+from pathlib import Path
+sys.path[:0] = sys.argv[3].split(":")
+from test_cache import Texts, documents, recipe, tokenized
+source = Texts(*(str(number) for number in range(2000)), slow_s=float(sys.argv[2]))
+print("ready", flush=True)
+found = tokenized(Path(sys.argv[1]), recipe(source))
+print(source.reads, len(documents(found)), flush=True)
+"""
+
+
+def start(folder: Path, slow_s: float) -> "subprocess.Popen[str]":
+    arguments = [str(folder), str(slow_s), str(Path(__file__).parent)]
+    return subprocess.Popen([sys.executable, "-c", MAKER, *arguments], stdout=subprocess.PIPE, text=True)
+
+
+def wait_for_temporary(folder: Path) -> Path:
+    deadline = time.monotonic() + 60
+    while not (found := list(folder.glob("k.tmp-*"))):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return found[0]
+
+
+def test_of_several_processes_at_once_one_tokenizes(tmp_path: Path) -> None:
+    makers = [start(tmp_path, 0.0005) for _ in range(3)]
+    said = [maker.communicate(timeout=120)[0].split() for maker in makers]
+    assert sorted(said) == [["ready", "0", "2000"], ["ready", "0", "2000"], ["ready", "1", "2000"]]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["k", "k.lock"]
+
+
+def test_a_maker_that_is_killed_leaves_nothing_that_is_taken_for_whole(tmp_path: Path) -> None:
+    maker = start(tmp_path, 0.05)
+    left = wait_for_temporary(tmp_path)
+    waiting = start(tmp_path, 0)
+    maker.send_signal(signal.SIGKILL)
+    maker.communicate()
+    assert waiting.communicate(timeout=120)[0].split() == ["ready", "1", "2000"]
+    assert not left.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["k", "k.lock"]
+
+
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+sys.path[:0] = [sys.argv[2]]
+from test_cache import Texts, recipe, tokenized
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))  # a file can grow no further, as on a full disk
+tokenized(Path(sys.argv[1]), recipe(Texts("x" * 100_000)))
+"""
+
+
+def test_no_room_for_the_cache_is_an_error_that_leaves_nothing(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(tmp_path), str(Path(__file__).parent)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "DataError: data.cache_dir: expected room for the tokenized corpus in" in ended.stderr
+    assert "GiB free)" in ended.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["k.lock"]

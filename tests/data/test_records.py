@@ -1,0 +1,141 @@
+"""Documents of named columns: each row once, in order; what can't be read is named by file and line."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from portable_fsdp.config.schema import Data
+from portable_fsdp.data.examples import Broken, Example
+from portable_fsdp.data.sources import open_source
+from portable_fsdp.runtime.errors import DataError
+
+
+def read(**keys: Any) -> list[Example | Broken]:
+    given: dict[str, Any] = {key: str(value) if isinstance(value, Path) else value for key, value in keys.items()}
+    return list(open_source(Data(**given)).read())
+
+
+def texts(found: list[Example | Broken]) -> list[str]:
+    return [one.fields["text"] for one in found if isinstance(one, Example)]
+
+
+def lines(path: Path, *values: object) -> Path:
+    path.write_text("".join(json.dumps(value) + "\n" for value in values))
+    return path
+
+
+def test_json_lines_of_several_files_come_in_the_order_of_their_names(tmp_path: Path) -> None:
+    lines(tmp_path / "b.jsonl", {"text": "3"})
+    (tmp_path / "a.jsonl").write_text(
+        '{"text": "1"}\n\n  \n{"text": "2", "other": [1]}'
+    )  # empty lines, no last newline
+    found = read(source="jsonl", path=tmp_path / "*.jsonl")
+    assert texts(found) == ["1", "2", "3"]
+    assert [one.number for one in found] == [0, 1, 2]
+    assert [one.place.rpartition("/")[2] for one in found] == ["a.jsonl:1", "a.jsonl:4", "b.jsonl:1"]
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b'{"text": "x"', "expected a JSON object on one line, found at column 13: Expecting ',' delimiter"),
+        (b"[1, 2]", r"expected a JSON object on one line, found \[1, 2\]"),
+        (b'{"text": "\xff"}', "expected UTF-8, found 0xff at byte 10"),
+        (b'{"text": "\\ud800"}', "expected text, found half of a surrogate pair"),
+        (b"[" * 100_000, "expected a JSON object on one line, found (one that is nested too deep|at column)"),
+        (b'{"txt": "x"}', r"expected a column text, found txt.\n  nearest: txt. data.columns='{text: txt}'"),
+        (b'{"body": "x"}', r"expected a column text, found body.\n  Name the column.* data.columns='{text: NAME}'"),
+    ],
+)
+def test_a_broken_line_keeps_its_number_and_says_what_is_wrong(tmp_path: Path, line: bytes, problem: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "1"}\n' + line + b'\n{"text": "2"}\n')
+    good, bad, after = read(source="jsonl", path=path)
+    assert isinstance(bad, Broken)
+    assert re.search(problem, bad.problem), bad.problem
+    assert (bad.place, bad.number) == (f"{path}:2", 1)
+    assert (good.number, after.number) == (0, 2)
+
+
+def test_columns_have_other_names(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", {"instruction": "q", "output": "a"})
+    columns = {"prompt": "instruction", "completion": "output"}
+    [one] = read(source="jsonl", path=path, format="prompt_completion", columns=columns)
+    assert isinstance(one, Example)
+    assert one.fields == {"prompt": "q", "completion": "a"}
+
+
+def test_parquet_files_are_read_by_row_group(tmp_path: Path) -> None:
+    messages = [[{"role": "user", "content": str(number)}] for number in range(2500)]
+    pq.write_table(pa.table({"messages": messages, "other": range(2500)}), tmp_path / "a.parquet", row_group_size=700)
+    pq.write_table(pa.table({"messages": messages[:1]}), tmp_path / "b.parquet")
+    found = read(source="parquet", path=tmp_path / "*.parquet", format="chat")
+    assert [one.number for one in found] == list(range(2501))
+    assert [one.fields["messages"] for one in found if isinstance(one, Example)] == [*messages, messages[0]]
+    assert found[-1].place == f"{tmp_path}/b.parquet: row 0"
+    assert open_source(Data(source="parquet", path=str(tmp_path / "*.parquet"), format="chat")).total == 2501
+
+
+def test_a_parquet_file_without_the_column_or_that_is_none_is_refused(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"content": ["x"]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"data.columns: .*a.parquet: expected a column text, found content"):
+        read(source="parquet", path=tmp_path / "a.parquet")
+    (tmp_path / "b.parquet").write_bytes(b"PAR1 not at all")
+    with pytest.raises(DataError, match=r"data.path: .*b.parquet: expected a parquet file, found: "):
+        read(source="parquet", path=tmp_path / "b.parquet")
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    parts = {
+        name: datasets.Dataset.from_dict({"text": [f"{name} {number}" for number in range(20)], "n": range(20)})
+        for name in ("train", "test")
+    }
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+@pytest.mark.parametrize(
+    ("split", "expected"),
+    [
+        (None, [f"train {n}" for n in range(20)]),
+        ("test", [f"test {n}" for n in range(20)]),
+        ("train[:10%]", ["train 0", "train 1"]),
+        ("train[18:]+test[:1]", ["train 18", "train 19", "test 0"]),
+    ],
+)
+def test_a_saved_data_set_knows_split_expressions(saved: Path, split: str | None, expected: list[str]) -> None:
+    assert texts(read(source="huggingface", path=saved, split=split)) == expected
+
+
+def test_a_data_sets_content_is_that_of_its_rows(saved: Path, tmp_path: Path) -> None:
+    def content(split: str | None, path: Path = saved) -> str:
+        return open_source(Data(source="huggingface", path=str(path), split=split)).content()
+
+    assert content(None) == content("train") == content(None)
+    assert len({content(split) for split in ("train", "test", "train[:5]", "train[5:10]")}) == 4
+    datasets.Dataset.from_dict({"text": ["other"] * 20}).save_to_disk(tmp_path / "other")
+    assert content(None, tmp_path / "other") != content(None)
+
+
+def test_a_data_set_or_split_that_is_not_there_is_refused(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"with the split validation, found: (?s:.*)It was asked for .*saved"):
+        read(source="huggingface", path=saved, split="validation")
+    with pytest.raises(DataError, match=r"data.path: expected a data set that `datasets` opens"):
+        read(source="huggingface", path="nobody/nothing")
+    with pytest.raises(DataError, match=r"data.columns: .*saved \(train\): expected a column body, found text, n"):
+        read(source="huggingface", path=saved, columns={"text": "body"})
+
+
+def test_a_folder_of_files_is_a_data_set_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "files"
+    folder.mkdir()
+    lines(folder / "train.jsonl", {"text": "1"}, {"text": "2"})
+    assert texts(read(source="huggingface", path=folder, split="train[1:]")) == ["2"]

@@ -1,0 +1,211 @@
+"""Which ids a document becomes, and which of them count."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from chat_templates import CHATML, GENERATION, MakeTokenizer
+
+from portable_fsdp.config.data import Format
+from portable_fsdp.data.examples import Broken, Example
+from portable_fsdp.data.render import Rendered, renderer
+from portable_fsdp.data.tokenize import ByteTokenizer, Tokenizer
+from portable_fsdp.runtime.errors import DataError
+
+CONVERSATION = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": "What is a statement?"},
+    {"role": "assistant", "content": "A simple one fits one line."},
+    {"role": "user", "content": "And an expression?"},
+    {"role": "assistant", "content": "It has a value."},
+]
+
+
+def render(
+    form: Format, tokenizer: Tokenizer, *fields: Mapping[Any, Any], stream: bool = False
+) -> list[Rendered | Broken]:
+    examples = [Example(number, f"here:{number}", 1, one) for number, one in enumerate(fields)]
+    return renderer(form, tokenizer, stream=stream)(examples)
+
+
+def one(form: Format, tokenizer: Tokenizer, fields: Mapping[Any, Any]) -> Rendered:
+    [found] = render(form, tokenizer, fields)
+    assert isinstance(found, Rendered), found
+    return found
+
+
+def problem(form: Format, tokenizer: Tokenizer, fields: Mapping[Any, Any]) -> str:
+    [found] = render(form, tokenizer, fields)
+    assert isinstance(found, Broken)
+    return found.problem
+
+
+def counted_text(tokenizer: Any, found: Rendered) -> list[str]:
+    """The text of each run of tokens that count."""
+    assert found.counted is not None
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], found.counted.astype(int), [0]])))
+    return [tokenizer._tokenizer.decode(found.ids[begin:end]) for begin, end in edges.reshape(-1, 2)]
+
+
+# ------------------------------------------------------------------------------------------------------------ text
+
+
+def test_text_in_a_stream_is_bare_and_ended() -> None:
+    found = render("text", ByteTokenizer(), {"text": "ab"}, {"text": ""}, {"text": "c\0"}, stream=True)
+    assert [one.ids.tolist() for one in found if isinstance(one, Rendered)] == [[97, 98, 0], [0], [99, 0, 0]]
+
+
+@pytest.mark.parametrize("around", [None, "<begin> $A", "<begin> $A <end>"])
+def test_text_by_itself_has_what_the_tokenizer_puts_around_it_and_one_end(
+    make_tokenizer: MakeTokenizer, around: str | None
+) -> None:
+    tokenizer = make_tokenizer(around=around)
+    end, begin = 0, 1
+    found = one("text", tokenizer, {"text": "a b"})
+    bare = tokenizer.encode("a b").tolist()
+    assert found.ids.tolist() == [*([begin] if around else []), *bare, end]
+    assert found.counted is None
+    if around is None or "<end>" not in around:
+        assert one("text", tokenizer, {"text": "a b<end>"}).ids.tolist()[-2:] == [bare[-1], end]
+    [streamed] = render("text", tokenizer, {"text": "a b"}, stream=True)
+    assert isinstance(streamed, Rendered)
+    assert streamed.ids.tolist() == [*bare, end]
+
+
+def test_what_is_no_text_is_broken_and_the_others_are_not() -> None:
+    found = render("text", ByteTokenizer(), {"text": 5}, {"text": "a"}, {"text": None}, {"text": ["a"]})
+    problems = [one.problem for one in found if isinstance(one, Broken)]
+    assert problems == [f"expected text, found {what}" for what in ("a number", "null", "a list")]
+    assert isinstance(found[1], Rendered)
+    assert found[1].ids.tolist() == [97, 0]
+
+
+# --------------------------------------------------------------------------------------------- prompt, completion
+
+
+@pytest.mark.parametrize("around", [None, "<begin> $A", "<begin> $A <end>"])
+def test_the_completion_and_its_end_count(make_tokenizer: MakeTokenizer, around: str | None) -> None:
+    tokenizer = make_tokenizer(around=around)
+    found = one("prompt_completion", tokenizer, {"prompt": "Say it:", "completion": " statement"})
+    assert counted_text(tokenizer, found) == [" statement<end>"]
+    assert tokenizer._tokenizer.decode(found.ids) == ("<begin>" if around else "") + "Say it: statement<end>"
+    assert not found.prompt_differs
+
+
+def test_a_prompt_that_ends_within_a_token_counts_from_where_they_part(make_tokenizer: MakeTokenizer) -> None:
+    tokenizer = make_tokenizer()
+    found = one("prompt_completion", tokenizer, {"prompt": "the state", "completion": "ment"})
+    alone, whole = tokenizer.encode("the state").tolist(), tokenizer.encode("the statement").tolist()
+    assert alone != whole[: len(alone)]  # else the case isn't there
+    assert found.prompt_differs
+    assert found.counted is not None
+    common = next(length for length, pair in enumerate(zip(alone, whole, strict=False)) if pair[0] != pair[1])
+    assert found.counted.tolist() == [False] * common + [True] * (len(whole) - common + 1)
+
+
+def test_prompts_and_completions_of_messages_go_through_the_template(make_tokenizer: MakeTokenizer) -> None:
+    tokenizer = make_tokenizer()
+    fields = {"prompt": CONVERSATION[:2], "completion": CONVERSATION[2:3]}
+    found = one("prompt_completion", tokenizer, fields)
+    assert counted_text(tokenizer, found) == ["A simple one fits one line.<|im_end|>\n"]
+
+
+def test_a_prompt_of_text_with_messages_behind_is_refused(make_tokenizer: MakeTokenizer) -> None:
+    said = problem("prompt_completion", make_tokenizer(), {"prompt": "a", "completion": CONVERSATION[2:3]})
+    assert said.startswith("expected prompt and completion as texts, or both as messages, found: expected a list of")
+    found = render(
+        "prompt_completion", ByteTokenizer(), {"prompt": "a", "completion": 1}, {"prompt": "a", "completion": "b"}
+    )
+    assert isinstance(found[1], Rendered)
+    assert found[1].ids.tolist() == [97, 98, 0]
+
+
+# ------------------------------------------------------------------------------------------------------------ chat
+
+
+@pytest.mark.parametrize("template", [CHATML, GENERATION])
+def test_the_assistants_turns_count(make_tokenizer: MakeTokenizer, template: str) -> None:
+    tokenizer = make_tokenizer(template)
+    found = one("chat", tokenizer, {"messages": CONVERSATION})
+    assert counted_text(tokenizer, found) == ["A simple one fits one line.<|im_end|>\n", "It has a value.<|im_end|>\n"]
+    whole: Any = tokenizer
+    assert found.ids.tolist() == whole._tokenizer.apply_chat_template(CONVERSATION, return_dict=True)["input_ids"]
+
+
+def test_a_template_that_ends_every_text_by_the_end_of_text_is_understood(make_tokenizer: MakeTokenizer) -> None:
+    tokenizer = make_tokenizer(
+        CHATML.replace("{% if add_generation", "{% if not add_generation_prompt %}<end>{% endif %}{% if add_generation")
+    )
+    found = one("chat", tokenizer, {"messages": CONVERSATION})
+    assert counted_text(tokenizer, found) == [
+        "A simple one fits one line.<|im_end|>\n",
+        "It has a value.<|im_end|>\n<end>",
+    ]
+
+
+def test_a_template_that_renders_earlier_turns_another_way_is_refused(make_tokenizer: MakeTokenizer) -> None:
+    only_last = CHATML.replace(
+        "message['content'] +", "(message['content'] if loop.last else message['content'][:3]) +"
+    )
+    said = problem("chat", make_tokenizer(only_last), {"messages": CONVERSATION})
+    assert re.match(
+        r"expected a chat template that only adds .* message 2 .*\n  Put \{% generation %\}", said, re.DOTALL
+    )
+    told = make_tokenizer(
+        GENERATION.replace("message['content'] +", "(message['content'] if loop.last else message['content'][:3]) +")
+    )
+    assert counted_text(told, one("chat", told, {"messages": CONVERSATION})) == [
+        "A s<|im_end|>\n",
+        "It has a value.<|im_end|>\n",
+    ]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        CHATML,
+        GENERATION.replace(
+            "{% for", "{{ raise_exception('no such role: judge') if messages[0].role == 'judge' }}{% for", 1
+        ),
+    ],
+)
+def test_what_the_template_refuses_is_broken_and_the_others_are_not(
+    make_tokenizer: MakeTokenizer, template: str
+) -> None:
+    judge = [{"role": "judge", "content": "?"}]
+    found = render(
+        "chat", make_tokenizer(template), {"messages": judge}, {"messages": CONVERSATION}, {"messages": judge}
+    )
+    assert [type(one) for one in found] == [Broken, Rendered, Broken]
+    assert isinstance(found[0], Broken)
+    assert found[0].problem == "the chat template refuses it: no such role: judge"
+    assert [one.number for one in found] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ("hello", "expected a list of messages, found text"),
+        ([], "expected a list of messages, found an empty one"),
+        (["hello"], "expected messages with role and content, found text as message 1"),
+        (
+            [{"from": "human", "value": "x"}],
+            "expected messages with role and content, found the keys from, value in mess",
+        ),
+        (CONVERSATION[:2], "expected a turn of the assistant, found none"),
+        (CONVERSATION[2:3], "expected a message before the assistant's first one"),
+        ([{"role": "user"}, CONVERSATION[2]], "the chat template refuses it: "),
+    ],
+)
+def test_what_is_no_conversation_is_broken(make_tokenizer: MakeTokenizer, messages: Any, said: str) -> None:
+    assert problem("chat", make_tokenizer(), {"messages": messages}).startswith(said)
+
+
+def test_a_tokenizer_without_a_template_is_refused(make_tokenizer: MakeTokenizer) -> None:
+    for tokenizer in (ByteTokenizer(), make_tokenizer(None)):
+        with pytest.raises(DataError, match=r"data\.tokenizer: expected one with a chat template"):
+            renderer("chat", tokenizer, stream=False)
+    with pytest.raises(DataError, match=r"data\.tokenizer: expected one with a chat template"):
+        render("prompt_completion", ByteTokenizer(), {"prompt": CONVERSATION[:2], "completion": CONVERSATION[2:3]})
