@@ -5,7 +5,6 @@ python examples/own_loop.py configs/quickstart.yaml auto auto [section.key=value
 
 import os
 import sys
-from contextlib import closing
 
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -24,14 +23,15 @@ with pf.errors_as_sentences():
     config = pf.load_config(path, overrides, environ=os.environ)
     with pf.open_backend(config, device=device, backend=backend) as engine:
         corpus = pf.build_data(config.data, config.model)
-        training = pf.build_training(config, engine, corpus.tokenizer.vocab_size, loss=smoothed)
         steps = pf.total_steps(config, len(corpus.rows))
-        with closing(pf.open_checkpoints(config, engine, training, corpus)) as checkpoints:
+        training = pf.build_training(config, engine, corpus.tokenizer.vocab_size, loss=smoothed)
+        with pf.open_checkpoints(config, engine, training, corpus) as checkpoints:
             found = checkpoints.find(config.checkpoint.resume)
             resumed = checkpoints.load(found, training.model, training.optimizer) if found else None
             with pf.open_batches(config, engine, training, corpus, resumed) as batches:
                 for step in range(resumed.step + 1 if resumed else 1, steps + 1):
-                    metrics = training.step([engine.place(batch) for batch in next(batches)], config.optim.lr)
+                    lr = pf.learning_rate(config.optim, step, steps)
+                    metrics = training.step([engine.place(batch) for batch in next(batches)], lr)
                     if engine.process.index == 0 and step % config.train.log_every == 0:  # then it waits
                         print(f"step: {step}  loss: {engine.fetch(metrics).result()['loss'].item():.4f}")
                     if step % (config.checkpoint.every or steps) == 0 or step == steps:

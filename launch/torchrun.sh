@@ -36,10 +36,10 @@ fi
 arguments=(--device=cuda "$@")
 devices=$nproc_per_node
 if [[ $devices == gpu ]] && ! $dry_run; then
-    devices=$(python -c 'import torch; print(torch.cuda.device_count() or "auto")') # as torchrun counts them
+    devices=$(python -c 'import torch; print(torch.cuda.device_count())') # as torchrun counts them
 fi
-[[ $devices =~ ^[0-9]+$ ]] || devices=auto # torchrun knows other words too
-check=(python -m portable_fsdp.explain --strict --json --num_devices="$devices" --num_hosts="$nnodes" "${arguments[@]}")
+[[ $devices =~ ^[1-9][0-9]*$ ]] && counted=$devices || counted=auto # torchrun knows other words too
+check=(python -m portable_fsdp.explain --strict --json --num_devices="$counted" --num_hosts="$nnodes" "${arguments[@]}")
 train=(torchrun "${meeting[@]}" --nproc-per-node="$nproc_per_node" --max-restarts="$max_restarts"
     -m portable_fsdp.launch "${arguments[@]}")
 if $dry_run; then
@@ -52,4 +52,8 @@ fi
 # torchrun makes 1 of every exit code: a mistake in the config, also one that only shows on these devices, is to end
 # with 2 here, and isn't tried again.
 "${check[@]}" > /dev/null
+if [[ $devices == 0 ]]; then
+    echo "torchrun.sh: NPROC_PER_NODE=gpu: expected a GPU, torch sees none here. See python -m portable_fsdp.doctor." >&2
+    exit 2
+fi
 exec "${train[@]}"

@@ -12,7 +12,7 @@ name=${TPU_NAME:-}
 zone=${TPU_ZONE:-}
 project=${TPU_PROJECT:-} # empty: gcloud's own default
 # TPU_TYPE, as v6e-8: needed to create one. TPU_VERSION: its image, if not the usual one for the type.
-spot=${TPU_SPOT:-true} # false: on demand
+spot=${TPU_SPOT:-true} # true, or false: on demand
 tries=${TPU_TRIES:-20}
 poll_s=${TPU_POLL_S:-30}
 
@@ -26,13 +26,17 @@ usage() {
     exit 2
 }
 
+if [[ $spot != true && $spot != false ]]; then
+    echo "tpu_vm.sh: TPU_SPOT=$spot: expected true or false." >&2
+    exit 2
+fi
 where=(--zone="$zone")
 [[ -z $project ]] || where+=(--project="$project")
 export usable=READY
 
 create() {
     local options=()
-    if $spot; then options+=(--spot); fi
+    [[ $spot == false ]] || options+=(--spot)
     call gcloud compute tpus tpu-vm create "$name" "${where[@]}" --accelerator-type="$TPU_TYPE" \
         --version="${TPU_VERSION:-$(runtime_version "$TPU_TYPE")}" "${options[@]}"
 }

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from portable_fsdp.backends.open import open_backend
     from portable_fsdp.checkpoint.manager import Checkpoints
-    from portable_fsdp.config.load import load_config, total_steps
+    from portable_fsdp.config.load import load_config
     from portable_fsdp.data.build import build_data
     from portable_fsdp.models.build import build_model
+    from portable_fsdp.optim.schedule import learning_rate
     from portable_fsdp.runtime.command import errors_as_sentences
-    from portable_fsdp.train.build import build_training, open_batches, open_checkpoints
+    from portable_fsdp.train.build import build_training, open_batches, open_checkpoints, total_steps
     from portable_fsdp.train.step import train_step
 
 __version__ = "0.1.0"
@@ -24,6 +25,7 @@ __all__ = [
     "build_model",
     "build_training",
     "errors_as_sentences",
+    "learning_rate",
     "load_config",
     "open_backend",
     "open_batches",
@@ -38,11 +40,12 @@ _HOMES = {
     "build_model": "portable_fsdp.models.build",
     "build_training": "portable_fsdp.train.build",
     "errors_as_sentences": "portable_fsdp.runtime.command",
+    "learning_rate": "portable_fsdp.optim.schedule",
     "load_config": "portable_fsdp.config.load",
     "open_backend": "portable_fsdp.backends.open",
     "open_batches": "portable_fsdp.train.build",
     "open_checkpoints": "portable_fsdp.train.build",
-    "total_steps": "portable_fsdp.config.load",
+    "total_steps": "portable_fsdp.train.build",
     "train_step": "portable_fsdp.train.step",
 }
 

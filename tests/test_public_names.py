@@ -11,6 +11,7 @@ NAMES = [
     "build_model",
     "build_training",
     "errors_as_sentences",
+    "learning_rate",
     "load_config",
     "open_backend",
     "open_batches",

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from types import TracebackType
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -122,6 +123,14 @@ class Checkpoints:
         self._finished: list[Saved] = []
         check_allow(self._settings.allow, config)
         check_json({"config": config, "model_config": model_config})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     # ------------------------------------------------------------------------------------------------------- save
 

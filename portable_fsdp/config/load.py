@@ -6,7 +6,6 @@ checks the whole, and what it finds is said again in the words of the schema: ex
 
 import math
 from collections.abc import Mapping, Sequence
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -15,11 +14,13 @@ from pydantic import ValidationError
 from yaml.nodes import MappingNode
 
 from portable_fsdp.config.describe import option_names
+from portable_fsdp.config.foreign.launcher import check_launcher_facts
 from portable_fsdp.config.foreign.read import Import, is_foreign, is_ours
 from portable_fsdp.config.schema import Config
 from portable_fsdp.config.source import Source
 from portable_fsdp.config.yaml_text import Dumper, line_of, parse, problem_of
 from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.runtime.process import detect_launch
 
 
 class Loaded(NamedTuple):
@@ -41,10 +42,15 @@ def load_config(
     Values of overrides are YAML; `model.architecture.hidden_size=64` sets inside that mapping. A section without keys
     is all defaults. `imports` are files of accelerate's or Trainer's, laid under ours, with which they may not differ;
     `path` may be one itself. `environ` (os.environ, or nothing) is read where `accelerate launch` started this
-    process, and laid under all of these; with an accelerate file among them it may not differ.
+    process, and laid under all of these; with an accelerate file among them it may not differ, and the processes and
+    hosts that files name must be those of whoever started this process.
     Raises ConfigError with all problems of files, overrides and environment in one message.
     """
-    return read_config(path, overrides, imports, environ).config
+    loaded = read_config(path, overrides, imports, environ)
+    if environ is not None:
+        count = detect_launch(environ).world_size  # of one process nobody knows here how many devices it drives
+        check_launcher_facts(loaded.imports, processes=count if count > 1 else None, environ=environ)
+    return loaded.config
 
 
 def read_config(
@@ -113,25 +119,6 @@ def replicas_of_model(config: Config, devices: int, hosts: int) -> int:
             return devices
         case "HYBRID_SHARD" | "HYBRID_SHARD_ZERO2":
             return config.sharding.replicas or hosts
-
-
-def total_steps(config: Config, rows: int) -> int:
-    """Optimizer updates of the whole run: train.steps, or the whole steps in train.epochs over `rows` sequences.
-
-    Raises ConfigError when the epochs don't fill one step.
-    """
-    train = config.train
-    if train.epochs is None:
-        return cast(int, train.steps)
-    # The decimal as written: 0.29 epochs of 100 rows are 29 rows, which binary floats would make 28.
-    steps = math.floor(Fraction(str(train.epochs)) * rows / train.global_batch)
-    if steps < 1:
-        raise ConfigError(
-            f"train.epochs: expected at least one step of train.global_batch={train.global_batch} sequences, "
-            f"found {train.epochs:g} epochs of {rows} sequences.\n"
-            "  Raise train.epochs, lower train.global_batch or data.seq_len, or give more text. Nothing was started."
-        )
-    return steps
 
 
 def _micro_batches_that_fit(global_batch: int, micro_batch: int, devices: int) -> list[int]:

@@ -7,7 +7,6 @@ from typing import Literal
 
 from portable_fsdp.runtime.errors import ConfigError
 
-NOT_A_START = ("bash", "interactive")  # names of jobs whose only task is a shell that someone types into
 NOT_A_STEP = (2**32 - 6, 2**32 - 5)  # slurm.h: the steps of an interactive shell and of the batch script itself
 PORTS = range(20000, 30000)  # below those that Linux gives to clients
 MPI_PORT = 29500  # torch's own; mpirun says no number of a job that all its hosts know
@@ -45,7 +44,7 @@ def _slurm(environ: Mapping[str, str]) -> Tasks | None:
     """The batch script and shells have such variables too, though nobody started the tasks that these count."""
     if not environ.get("SLURM_PROCID") or not environ.get("SLURM_STEP_ID"):
         return None
-    if integer(environ, "SLURM_STEP_ID") in NOT_A_STEP or environ.get("SLURM_JOB_NAME") in NOT_A_START:
+    if integer(environ, "SLURM_STEP_ID") in NOT_A_STEP:
         return None
     count_variable = "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
     _require(environ, "srun", count_variable, "SLURM_LOCALID", "SLURM_JOB_ID")

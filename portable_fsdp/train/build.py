@@ -3,7 +3,9 @@
 The trainer, the planner, the tests and loops of one's own (examples/own_loop.py) build through these.
 """
 
+import math
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 from torch import nn
@@ -11,7 +13,7 @@ from torch import nn
 from portable_fsdp.backends.base import Backend, ShardPolicy
 from portable_fsdp.checkpoint.manager import Checkpoints, Fingerprint, Resumed
 from portable_fsdp.config.load import check_batch
-from portable_fsdp.config.schema import Config
+from portable_fsdp.config.schema import Config, Train
 from portable_fsdp.data.batches import Batches
 from portable_fsdp.data.build import Corpus
 from portable_fsdp.data.order import Position
@@ -19,6 +21,8 @@ from portable_fsdp.models.build import BuiltModel, build_model
 from portable_fsdp.models.loss import Loss
 from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dtype, recomputed_layers
 from portable_fsdp.optim.optimizer import make_optimizer, parameter_groups
+from portable_fsdp.optim.schedule import check_schedule
+from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.train.records import checkpoint_folder
 from portable_fsdp.train.step import Step, train_step
 
@@ -92,6 +96,28 @@ def shard_policy(config: Config, model: nn.Module) -> ShardPolicy:
         compile_backend=config.compile.backend if config.compile.enabled else None,
         scan_layers=config.compile.scan_layers,
     )
+
+
+def total_steps(config: Config, rows: int) -> int:
+    """Optimizer updates of the whole run: train.steps, or the whole steps in train.epochs over `rows` sequences.
+
+    Raises ConfigError when the epochs don't fill one step, or the schedule doesn't fit into the steps.
+    """
+    steps = config.train.steps or _steps_of_epochs(config.train, rows)
+    check_schedule(config.optim, steps)
+    return steps
+
+
+def _steps_of_epochs(train: Train, rows: int) -> int:
+    # The decimal as written: 0.29 epochs of 100 rows are 29 rows, which binary floats would make 28.
+    steps = math.floor(Fraction(str(train.epochs)) * rows / train.global_batch)
+    if steps < 1:
+        raise ConfigError(
+            f"train.epochs: expected at least one step of train.global_batch={train.global_batch} sequences, "
+            f"found {train.epochs:g} epochs of {rows} sequences.\n"
+            "  Raise train.epochs, lower train.global_batch or data.seq_len, or give more text. Nothing was started."
+        )
+    return steps
 
 
 def open_checkpoints(config: Config, backend: Backend, training: Training, corpus: Corpus) -> Checkpoints:

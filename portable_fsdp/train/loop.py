@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,10 +20,9 @@ from portable_fsdp.backends.open import open_backend
 from portable_fsdp.checkpoint.foreign.huggingface import export_huggingface, require_replaceable
 from portable_fsdp.checkpoint.format import committed_steps
 from portable_fsdp.checkpoint.manager import Checkpoints, Resumed
-from portable_fsdp.config.load import total_steps
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.build import Corpus, build_data
-from portable_fsdp.optim.schedule import check_schedule, learning_rate
+from portable_fsdp.optim.schedule import learning_rate
 from portable_fsdp.runtime.errors import (
     EXIT_FINISHED,
     EXIT_STOPPED,
@@ -35,7 +34,7 @@ from portable_fsdp.runtime.errors import (
 from portable_fsdp.runtime.lock import sole_run
 from portable_fsdp.runtime.log import configure
 from portable_fsdp.runtime.process import StopRequest
-from portable_fsdp.train.build import Training, build_training, open_batches, open_checkpoints
+from portable_fsdp.train.build import Training, build_training, open_batches, open_checkpoints, total_steps
 from portable_fsdp.train.records import Asked, InFlight, Records
 from portable_fsdp.train.when import SaveRequests
 
@@ -66,14 +65,13 @@ def train(
         _on_process_0(engine, lambda: _check_folders(config))
         corpus = build_data(config.data, config.model)
         steps = total_steps(config, len(corpus.rows))
-        check_schedule(config.optim, steps)
         with _sole_run(config, engine):
             return _train(config, engine, corpus, steps, stop)
 
 
 def _train(config: Config, engine: Backend, corpus: Corpus, steps: int, stop: StopRequest) -> int:
     training = build_training(config, engine, corpus.tokenizer.vocab_size)
-    with closing(open_checkpoints(config, engine, training, corpus)) as checkpoints:
+    with open_checkpoints(config, engine, training, corpus) as checkpoints:
         resumed = _resume(config, training, checkpoints)
         records = Records(config, engine, training.built, steps, lambda: _last_saved(checkpoints))
         _on_process_0(engine, lambda: records.begin(resumed.step if resumed else 0, resumed))

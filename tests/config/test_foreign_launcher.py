@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from portable_fsdp.config.foreign.launcher import check_launcher_facts
-from portable_fsdp.config.load import read_config
+from portable_fsdp.config.load import load_config, read_config
 from portable_fsdp.runtime.errors import ConfigError
 
 OURS = Path(__file__).parents[2] / "configs/quickstart.yaml"
@@ -61,3 +61,12 @@ def test_hosts_are_those_of_the_launcher(
     except ConfigError as error:
         found = ", ".join(re.findall(r"\w+: expected \d+", str(error)))
     assert found == wrong
+
+
+def test_a_loop_of_ones_own_is_held_to_the_file_too(tmp_path: Path) -> None:
+    theirs, tasks = tmp_path / "accelerate.yaml", {**SRUN, "SLURM_STEP_NODELIST": "a,b"}
+    theirs.write_text("distributed_type: FSDP\nnum_processes: 4\nnum_machines: 2\nmachine_rank: 1\n")
+    with pytest.raises(ConfigError, match="num_processes: expected 8, as the launcher has it, found 4"):
+        load_config(OURS, ["train.global_batch=32"], [theirs], environ=tasks)
+    theirs.write_text(theirs.read_text().replace("4", "8"))
+    assert load_config(OURS, ["train.global_batch=32"], [theirs], environ=tasks).sharding.strategy == "FULL_SHARD"

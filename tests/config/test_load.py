@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from portable_fsdp.config.load import check_batch, config_text, load_config, total_steps
+from portable_fsdp.config.load import check_batch, config_text, load_config
 from portable_fsdp.config.schema import Config, Run
 from portable_fsdp.runtime.errors import ConfigError
 
@@ -319,15 +319,6 @@ def test_check_batch_names_what_fits(tmp_path: Path) -> None:
 def test_check_batch_offers_only_sizes_that_fit(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"Set train\.global_batch=24\. Nothing"):
         check_batch(small(tmp_path, "train.global_batch=8", "train.micro_batch=8"), 3)
-
-
-def test_total_steps(tmp_path: Path) -> None:
-    assert total_steps(small(tmp_path), rows=1) == 10
-    epochs = ["train.steps=null", "train.global_batch=1"]
-    assert total_steps(small(tmp_path, *epochs, "train.epochs=0.29"), rows=100) == 29  # 28.999... in binary
-    assert total_steps(small(tmp_path, *epochs, "train.epochs=2", "train.global_batch=8"), rows=15) == 3
-    with pytest.raises(ConfigError, match=r"train\.epochs: expected at least one step of train\.global_batch=8"):
-        total_steps(small(tmp_path, *epochs, "train.epochs=1", "train.global_batch=8"), rows=7)
 
 
 def test_loading_needs_no_torch(tmp_path: Path) -> None:

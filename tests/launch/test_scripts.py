@@ -55,6 +55,14 @@ def test_torchrun_on_one_node(shell: Shell) -> None:
     ]
 
 
+def test_without_a_gpu_torchrun_is_not_started(shell: Shell) -> None:
+    shell.install("python", PYTHON)
+    done = shell.run(TORCHRUN, "--config=configs/quickstart.yaml", variables={"GPUS": "0"})
+    assert done.returncode == 2
+    assert done.stderr.startswith("torchrun.sh: NPROC_PER_NODE=gpu: expected a GPU, torch sees none here.")
+    assert shell.calls() == []
+
+
 def test_torchrun_takes_every_gpu_unless_told(shell: Shell) -> None:
     shell.run(TORCHRUN, "--config=c.yaml", variables={"MAX_RESTARTS": "7"})
     assert {"--nproc-per-node=gpu", "--max-restarts=7"} <= {*shell.calls()[-1]}

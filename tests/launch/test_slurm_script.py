@@ -19,6 +19,10 @@ trap 'echo "{\\"step\\": 3}" > run/STOPPED; exit 1' TERM
 touch "$CLOUD/up$SLURM_NODEID"
 while true; do sleep 0.05; done
 """
+PYTHON = f"""#!/bin/sh
+case "$2" in *torch.cuda*) echo "${{GPUS:-2}}"; exit;; esac
+PYTHONPATH="{ROOT}" exec "{sys.executable}" "$@"
+"""
 
 
 @pytest.fixture
@@ -26,8 +30,8 @@ def shell(tmp_path: Path) -> Shell:
     shell = Shell(tmp_path, "torchrun")
     for name in ("sbatch", "srun", "scontrol"):
         shell.install_fake(name, "fake_slurm.py")
-    # No GPU, and no venv of the checkout: the script runs in `tmp_path`.
-    shell.install("python", f'#!/bin/sh\nPYTHONPATH="{ROOT}" exec "{sys.executable}" "$@"\n')
+    # No venv of the checkout, since the script runs in `tmp_path`; and a torch that sees so many GPUs.
+    shell.install("python", PYTHON)
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TINY))
     (tmp_path / "run").mkdir()
     return shell
@@ -55,6 +59,13 @@ def test_one_task_a_node() -> None:
     assert {f"#SBATCH {option}" for option in wanted} <= {*lines}
 
 
+def test_without_a_gpu_there_is_no_step(shell: Shell, tmp_path: Path) -> None:
+    done = shell.run("sbatch", SCRIPT, "--config=tiny.yaml", variables={"GPUS": "0"}, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "slurm.sbatch: NPROC_PER_NODE=gpu: expected a GPU, torch sees none here." in done.stderr
+    assert "srun" not in [call[0] for call in shell.calls()]
+
+
 def test_an_option_that_sbatch_does_not_know_is_found(shell: Shell, tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.sbatch"
     wrong.write_text(SCRIPT.read_text().replace("--requeue", "--requeu"))
@@ -63,7 +74,7 @@ def test_an_option_that_sbatch_does_not_know_is_found(shell: Shell, tmp_path: Pa
     assert "unrecognized option '--requeu'" in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM], ids=["time limit", "scancel"])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM], ids=["time limit", "preemption"])
 def test_a_job_that_is_to_end_saves_and_is_queued_again(shell: Shell, tmp_path: Path, number: signal.Signals) -> None:
     shell.install("torchrun", TORCHRUN)
     command = [str(shell.programs / "sbatch"), SCRIPT, "--config=tiny.yaml"]

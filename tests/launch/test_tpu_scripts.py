@@ -159,6 +159,12 @@ def test_what_is_not_understood_is_refused(
     assert done.stderr.startswith("usage: ")
 
 
+def test_spot_or_not_is_never_guessed(shell: Shell) -> None:
+    done = shell.run(TPU_VM, "create", variables={**CREATED, "TPU_SPOT": "yes"})
+    assert (done.returncode, done.stderr) == (2, "tpu_vm.sh: TPU_SPOT=yes: expected true or false.\n")
+    assert shell.calls() == []
+
+
 def test_without_gcloud_nothing_is_tried(shell: Shell) -> None:
     (shell.programs / "gcloud").unlink()
     done = shell.run(TPU_VM, "run", "--config=c.yaml", variables=CREATED)

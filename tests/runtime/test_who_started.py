@@ -46,6 +46,12 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name not in names}
 
 
+@pytest.mark.parametrize("name", ["interactive", "bash"])
+def test_srun_typed_into_a_shell_of_slurms_starts_tasks(name: str) -> None:
+    """It inherits the job's name: of salloc's shell, of `srun --pty bash`."""
+    assert detect_launch({**SRUN, "SLURM_JOB_NAME": name}) == detect_launch(SRUN)
+
+
 def test_srun_in_the_words_of_torchrun() -> None:
     launch = detect_launch(SRUN)
     assert launch == Launch("srun", rank=6, local_rank=2, world_size=8)
@@ -90,7 +96,6 @@ def test_the_step_counts_where_it_is_a_part_of_the_job() -> None:
         without(SRUN, "SLURM_STEP_ID"),  # the batch script
         {**SRUN, "SLURM_STEP_ID": "4294967291"},  # the same, as newer Slurm says it
         {**SRUN, "SLURM_STEP_ID": "4294967290"},  # salloc's shell
-        {**SRUN, "SLURM_JOB_NAME": "bash"},  # srun --pty bash
         {**SRUN, "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
         {
             **SRUN,
@@ -103,7 +108,7 @@ def test_the_step_counts_where_it_is_a_part_of_the_job() -> None:
         {"OMPI_COMM_WORLD_RANK": "0", **{name: "1" for name in OPEN_MPI if "SIZE" in name}}
         | {"OMPI_COMM_WORLD_LOCAL_RANK": "0"},
     ],
-    ids=["batch", "batch step", "salloc", "bash", "one task", "one task and an address", "one of mpirun"],
+    ids=["batch", "batch step", "salloc", "one task", "one task and an address", "one of mpirun"],
 )
 def test_a_plain_start_within_a_launcher(environ: dict[str, str]) -> None:
     launch = detect_launch(environ)
