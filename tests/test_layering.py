@@ -155,7 +155,13 @@ def test_dependencies_are_what_is_imported() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {re.split(r"[<>=]", line)[0] for line in project["dependencies"]}
     optional = {"torch_xla", "torch_tpu", "jax", "matplotlib"}  # extras, or installed by hand
-    names = {"absl": "absl-py", "annotated_types": "annotated-types", "upath": "universal-pathlib", "yaml": "PyYAML"}
+    names = {
+        "absl": "absl-py",
+        "annotated_types": "annotated-types",
+        "huggingface_hub": "huggingface-hub",
+        "upath": "universal-pathlib",
+        "yaml": "PyYAML",
+    }
     found = {name.target.split(".")[0] for module in read_package(ROOT / PACKAGE).values() for name in imports(module)}
     foreign = found - sys.stdlib_module_names - optional - {PACKAGE}
     assert {names.get(name, name) for name in foreign} == declared

@@ -1,0 +1,99 @@
+"""One place where the name of a model or tokenizer becomes a folder: a local one, or the hub's copy in its cache.
+
+huggingface_hub does the work: its cache (HF_HOME), its token (HF_TOKEN, or `hf auth login`), its offline mode
+(HF_HUB_OFFLINE=1), and the locks by which one process of a host downloads while the others wait.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from portable_fsdp.runtime.errors import ConfigError
+
+CONFIG_FILES = ("config.json", "generation_config.json")
+TOKENIZER_FILES = (
+    *("config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template*", "additional_chat_templates/*"),
+    *("vocab*", "merges.txt", "spiece.model", "sentencepiece*.model", "*.tiktoken"),
+)
+WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "model-*.safetensors")
+MODEL_FILES = (*CONFIG_FILES, *WEIGHT_FILES, *TOKENIZER_FILES)
+"""Patterns of names, as `fnmatch` takes them. None is of a pickle: those are never fetched, see `_NEVER`."""
+
+_NEVER = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt", "*.msgpack", "*.h5", "*.py")
+_HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?", re.ASCII)
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether it reads as `org/name` or `org/name@revision`, and no local folder has that name."""
+    return _HUB_ID.fullmatch(name) is not None and not Path(name).is_dir()
+
+
+def local_folder(key: str, name: str, patterns: Sequence[str] = MODEL_FILES) -> Path:
+    """The folder of `name`: itself where it is a local folder, else the files of a hub repository that `patterns` name.
+
+    `org/name@revision` takes a branch, a tag or a commit; without one it is `main`. The hub's folder is named after the
+    commit. Any number of processes may call it at once. `key` is the config's, for the error: ConfigError for a folder
+    that isn't there, and for what the hub says (no such repository, gated, no network, offline and not in the cache).
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    found = _HUB_ID.fullmatch(name)
+    if found is None:
+        raise ConfigError(
+            f"{key}: expected a local folder or a hub id (org/name, org/name@revision), found no such folder: {name}\n"
+            "  The path is taken from the folder that the run starts in. Nothing was started."
+        )
+    return _snapshot(key, name, found["repo"], found["revision"], patterns)
+
+
+def _snapshot(key: str, name: str, repo: str, revision: str | None, patterns: Sequence[str]) -> Path:
+    import huggingface_hub
+
+    try:
+        folder = huggingface_hub.snapshot_download(
+            repo, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(_NEVER)
+        )
+    except Exception as error:  # of its HTTP library too, which changes with its version: all about this download
+        raise ConfigError(f"{key}: {_refusal(name, repo, error)} Nothing was started.") from error
+    return Path(folder)
+
+
+def _refusal(name: str, repo: str, error: Any) -> str:
+    from huggingface_hub import constants, errors
+
+    hub, cache = constants.ENDPOINT, constants.HF_HUB_CACHE
+    match error:
+        case errors.GatedRepoError():
+            return (
+                f"expected leave to download {name}, found that it is gated on {hub}.\n"
+                f"  Ask for access at {hub}/{repo}, then set HF_TOKEN to a token of that account."
+            )
+        case errors.RepositoryNotFoundError():
+            return (
+                f"expected a local folder or a repository of {hub}, found neither of the name {name}.\n"
+                "  A private one needs HF_TOKEN; a path is taken from the folder that the run starts in."
+            )
+        case errors.RevisionNotFoundError():
+            return (
+                f"expected a branch, tag or commit of {repo} behind the @, found none on {hub}: {name}\n  Name another."
+            )
+        case errors.LocalEntryNotFoundError() if constants.is_offline_mode():
+            return (
+                f"expected {name} in the cache ({cache}), found it missing or in part, and HF_HUB_OFFLINE is set.\n"
+                f"  Run `hf download {repo}` where there is a network, or unset HF_HUB_OFFLINE."
+            )
+        case errors.HFValidationError():
+            return f"expected a hub id (org/name), found {name}: {error}\n  Name another."
+        case _:
+            cause = error.__cause__ or error
+            return (
+                f"expected to download {name} from {hub}, found: {type(cause).__name__}: {_first_line(cause)}\n"
+                f"  It isn't whole in the cache either ({cache}). Check the network (HF_ENDPOINT, HTTPS_PROXY), or "
+                "bring a cache along and set HF_HUB_OFFLINE=1."
+            )
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), "")
