@@ -103,7 +103,16 @@ def _transformers_view(path: Path, reader: Any) -> tuple[Any, Any, dict[str, str
             model = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # transformers validates with exceptions of many classes, all about these values
         raise ConfigError(f"{path}: its metadata don't make a model: {type(error).__name__}: {error}") from None
-    return config, processor, cast(Any, tables).get_gguf_hf_weights_map(model, processor)
+    return config, processor, _names(architecture, model)
+
+
+def _names(architecture: str, model: Any) -> dict[str, str]:
+    """GGUF name -> FQN. transformers' own function goes on into every module, and takes seconds."""
+    import gguf
+
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    table = gguf.get_tensor_name_map(kind, model.config.num_hidden_layers)
+    return {f"{table.get_name(fqn.rpartition('.')[0])}.{fqn.rpartition('.')[2]}": fqn for fqn in model.state_dict()}
 
 
 def _check_architecture(path: Path, reader: Any) -> str:
