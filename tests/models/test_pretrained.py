@@ -177,11 +177,12 @@ def test_an_adapter_is_refused_by_name(tmp_path: Path) -> None:
         open_folder(tmp_path)
 
 
-def test_code_in_the_folder_is_never_run(tmp_path: Path) -> None:
+def test_code_in_the_folder_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, "llama")
     (tmp_path / "own.py").write_text("raise SystemExit('ran')")
     _set(tmp_path, model_type="own", auto_map={"AutoConfig": "own.Own"})
-    with pytest.raises(ConfigError, match=r"config\.json: .*"):
+    monkeypatch.setattr("builtins.input", lambda prompt: "y")  # transformers would ask whether to run it
+    with pytest.raises(ConfigError, match=r"config\.json: .*trust_remote_code"):
         open_folder(tmp_path)
 
 
