@@ -34,7 +34,8 @@ def write_repository(folder: Path) -> PreTrainedTokenizerFast:
     pieces.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     pieces.train_from_iterator([TEXT], trainers.BpeTrainer(special_tokens=["</s>"], show_progress=False))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=pieces, eos_token="</s>", chat_template=TEMPLATE)
-    architecture = {**TINY["model"]["architecture"], "vocab_size": len(tokenizer), "eos_token_id": 0}
+    model: dict[str, Any] = TINY["model"]
+    architecture: dict[str, Any] = {**model["architecture"], "vocab_size": len(tokenizer), "eos_token_id": 0}
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**architecture)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps(GENERATION))
