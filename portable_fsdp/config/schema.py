@@ -46,7 +46,21 @@ class Model(Section):
         default=None, description="arguments of transformers' AutoConfig.for_model; `model_type` is required"
     )
     pretrained: str | None = Field(
-        default=None, description="a local folder in Hugging Face format with safetensors weights"
+        default=None,
+        description="a local folder in Hugging Face format with safetensors weights, or a model of the hub: org/name, "
+        "org/name@revision",
+    )
+    gguf_file: str | None = Field(
+        default=None,
+        description="a GGUF file in model.pretrained (llama, qwen2, qwen3), whose weights, config and tokenizer are "
+        "taken, dequantised",
+        min_length=1,
+    )
+    allow: tuple[str, ...] = Field(
+        default=(),
+        description="name patterns of tensors that model.pretrained may lack (they are drawn from run.seed) or have "
+        "beyond the model's (they are left out)",
+        strict=False,
     )
     attention: Literal["auto", "static", "sdpa", "eager"] = Field(
         default="auto",
@@ -71,6 +85,9 @@ class Model(Section):
             raise ValueError("give exactly one of model.architecture and model.pretrained")
         if self.architecture is not None and not isinstance(self.architecture.get("model_type"), str):
             raise ValueError("model.architecture needs a `model_type` (llama, qwen3, gpt2, ...)")
+        for key in ("gguf_file", "allow"):
+            if self.pretrained is None and getattr(self, key):
+                raise ValueError(f"model.{key} goes with model.pretrained")
         return self
 
 

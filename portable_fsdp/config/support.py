@@ -158,7 +158,11 @@ EFFECTS = (
         "PJRT finds a lost process by its own timeouts, gloo after 30 minutes",
         "delegated",
     ),
-    Effect(("model.architecture", "model.pretrained"), EVERY, "built on meta; each process makes or reads its slices"),
+    Effect(
+        ("model.architecture", "model.pretrained", "model.gguf_file", "model.allow"),
+        EVERY,
+        "built on meta; each process makes or reads its slices",
+    ),
     Effect(("model.freeze",), EVERY, "no gradient, no optimizer state"),
     Effect(
         ("data.source", "data.path", "data.split", "data.format", "data.columns", "data.mixture", "data.eval_split"),

@@ -9,12 +9,12 @@ import copy
 import dataclasses
 import difflib
 import inspect
+import logging
 import os
 import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,8 +26,11 @@ from portable_fsdp.models import attention as static_attention
 from portable_fsdp.models import experts
 from portable_fsdp.models.config_json import config_to_json
 from portable_fsdp.models.loss import Loss, attach_loss
-from portable_fsdp.models.weights import PretrainedWeights, RandomWeights, Slices, fill_buffers
+from portable_fsdp.models.pretrained import PretrainedWeights, open_pretrained
+from portable_fsdp.models.weights import RandomWeights, Slices, TensorFile, fill_buffers
 from portable_fsdp.runtime.errors import ConfigError
+
+log = logging.getLogger("portable_fsdp")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -66,6 +69,7 @@ def build_model(
     vocabulary: int,
     chunked_loss: bool = True,
     loss: Loss | None = None,
+    keeps_ids: Callable[[], bool] = lambda: False,
 ) -> BuiltModel:
     """Build the causal language model that the config names, ready to be sharded.
 
@@ -78,6 +82,8 @@ def build_model(
         vocabulary: ids of the tokenizer, which the model's embedding must hold.
         chunked_loss: see `loss.cross_entropy_sum`.
         loss: one's own, in place of it.
+        keeps_ids: whether the tokenizer has all tokens of `model.pretrained`'s own under their ids, so that the model
+            may grow where it has more. Asked only then.
 
     Parameters that `model.freeze` names have no `requires_grad`. Raises ConfigError where the config doesn't name a
     model that fits, or a pattern names nothing in it.
@@ -85,7 +91,9 @@ def build_model(
     # transformers and accelerate would import torch_xla wherever it is installed; we choose the engine ourselves.
     os.environ.setdefault("USE_TORCH_XLA", "0")
     precision = precision or schema.Precision()
-    config = _pretrained_config(model.pretrained) if model.pretrained is not None else _config(model.architecture or {})
+    opened = open_pretrained(model) if model.pretrained is not None else None
+    config = _config(model.architecture or {}) if opened is None else opened.config
+    rows_before = None if opened is None else _grow(config, vocabulary, opened.file, keeps_ids)
     _check_sizes(config, seq_len, vocabulary)
     _check_loss(config)
     as_given = config_to_json(config)
@@ -95,20 +103,33 @@ def build_model(
     twin = _on_meta(config, model.attention)  # keeps its meta parameters while the backend replaces the model's
     _check_forward(twin, seq_len)
     experts.choose(built, model.experts, DTYPES[precision.compute].itemsize)
-    unknown = fill_buffers(built, twin)
+    unset = fill_buffers(built, twin)
     master = DTYPES[precision.master]
     for parameter in built.parameters():
         parameter.data = parameter.data.to(master)
-    if model.pretrained is None:
-        weights = RandomWeights(twin, seed, master)
-    else:
-        weights = PretrainedWeights(Path(model.pretrained), built)
-        unknown -= _read_buffers(built, weights)
-    _check_buffers(built, unknown)
+    weights: RandomWeights | PretrainedWeights = RandomWeights(twin, seed, master)
+    if opened is not None:
+        weights = PretrainedWeights(opened.file, built, twin, weights, allow=model.allow, rows_before=rows_before)
+        unset -= _read_buffers(built, weights)
+    _refuse_unset(built, unset)
     attach_loss(built, DTYPES.get(precision.output), chunked_loss, loss)  # auto: none of them
     built.train()
     _freeze(built, model.freeze)
     return BuiltModel(built, weights, as_given, _size(built))
+
+
+def _grow(config: Any, vocabulary: int, file: TensorFile, keeps_ids: Callable[[], bool]) -> int | None:
+    """Give the model a row for each id of a tokenizer that has grown; returns how many it had, or None."""
+    before = getattr(config, "vocab_size", None)
+    if not isinstance(before, int) or before >= vocabulary or not keeps_ids():
+        return None
+    config.vocab_size = vocabulary
+    log.info(
+        "model.pretrained: %s: the tokenizer has %s ids, the model rows for %s: embedding and head grow by %s rows, "
+        "each the mean of the old ones",
+        *(file.where, f"{vocabulary:,}", f"{before:,}", f"{vocabulary - before:,}"),
+    )
+    return before
 
 
 def _read_buffers(model: nn.Module, weights: PretrainedWeights) -> set[str]:
@@ -119,12 +140,11 @@ def _read_buffers(model: nn.Module, weights: PretrainedWeights) -> set[str]:
     return set(held)
 
 
-def _check_buffers(model: nn.Module, unknown: set[str]) -> None:
-    """`unknown`: FQNs of buffers that have no values."""
-    if unknown:
+def _refuse_unset(model: nn.Module, unset: set[str]) -> None:
+    if unset:
         raise ConfigError(
             f"model: {type(model).__name__}: expected buffers that transformers can compute again, found "
-            f"{sorted(unknown)[0]}, which it only makes with the model.\n  Start from a folder that holds it "
+            f"{sorted(unset)[0]}, which it only makes with the model.\n  Start from a folder that holds it "
             "(model.pretrained), or take another model. Nothing was started."
         )
 
@@ -184,29 +204,6 @@ def _config(architecture: dict[str, Any]) -> Any:
         ) from error
 
 
-def _pretrained_config(folder: str) -> Any:
-    from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    path = Path(folder)
-    if not (path / "config.json").is_file():
-        raise ConfigError(
-            f"model.pretrained: expected a Hugging Face folder with config.json, found "
-            f"{'none in it' if path.is_dir() else 'no such folder'}: {folder}\n  Download the model first; the path is "
-            "taken from the folder that the run starts in."
-        )
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except Exception as error:
-        raise ConfigError(f"model.pretrained: {path / 'config.json'}: {_last_line(error)}") from error
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ConfigError(
-            f"model.pretrained: {path / 'config.json'}: expected a causal language model of transformers, found "
-            f"model_type {config.model_type!r}."
-        )
-    return config
-
-
 def _check_sizes(config: Any, seq_len: int, vocabulary: int) -> None:
     positions = getattr(config, "max_position_embeddings", None)
     if isinstance(positions, int) and positions > 0:
@@ -220,7 +217,8 @@ def _check_sizes(config: Any, seq_len: int, vocabulary: int) -> None:
     if isinstance(ids, int) and ids < vocabulary:
         raise ConfigError(
             f"model: expected vocab_size of at least {vocabulary} (the ids of data.tokenizer), found {ids}.\n"
-            f"  Set model.architecture.vocab_size={vocabulary}, or name the model's own tokenizer in data.tokenizer."
+            f"  Set model.architecture.vocab_size={vocabulary}, or name the model's own tokenizer in data.tokenizer.\n"
+            "  A pretrained model grows only with a tokenizer that has all tokens of its own, by their ids, and more."
         )
 
 

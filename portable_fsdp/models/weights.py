@@ -1,4 +1,4 @@
-"""Where weights come from: drawn from (seed, FQN) alone, or read from a folder of safetensors.
+"""Where weights come from: drawn from (seed, FQN) alone (here), or read from files (`pretrained.py`).
 
 Both are a `fill(fqn, slices)`: a backend asks for the pieces that its devices need, one at a time.
 """
@@ -7,21 +7,35 @@ Both are a `fill(fqn, slices)`: a backend asks for the pieces that its devices n
 # pyright: reportPrivateUsage=false
 
 import hashlib
-import json
-import logging
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from portable_fsdp.runtime.errors import ConfigError
 
-log = logging.getLogger("portable_fsdp")
-
 Slices = tuple[slice, ...]
 """One slice a dimension, with start and stop set."""
+
+
+class TensorFile(Protocol):
+    """Tensors in a file, or in the files of a folder, by the names that they have there."""
+
+    where: Path
+    shapes: dict[str, tuple[int, ...]]
+
+    def file_of(self, key: str) -> str:
+        """The name of the file that holds it, for messages."""
+        ...
+
+    def dtype_of(self, key: str) -> str:
+        """As safetensors writes it: F32, BF16, F8_E4M3, I64, ..."""
+        ...
+
+    def read(self, key: str, slices: Slices) -> Tensor:
+        """The asked slices of one tensor, all of it for `()`, on the host."""
+        ...
 
 
 def _ancestors(fqn: str) -> list[str]:
@@ -100,118 +114,3 @@ class RandomWeights:
                 "  Start from a folder (model.pretrained), or take another model. Nothing was started."
             )
         return weight.data
-
-
-class PretrainedWeights:
-    """`fill` from a folder of safetensors: reads the asked slices of one file, and nothing else.
-
-    They come in the dtype that the model's parameter or buffer has, whatever that of the file.
-    """
-
-    def __init__(self, folder: Path, model: nn.Module) -> None:
-        files = _weight_files(folder)
-        base = str(getattr(model, "base_model_prefix", ""))
-        self._dtypes = {name: tensor.dtype for name, tensor in _stored(model).items()}
-        aliases = _aliases(model)
-        self._where = {name: _stored_name(names, files, base) for name, names in aliases.items()}
-        missing = sorted(name for name, stored in self._where.items() if stored is None)
-        if missing:
-            raise ConfigError(
-                f"model.pretrained: {folder}: expected a weight for each of the model's {len(self._where)} tensors, "
-                f"found none for {missing[0]}" + (f", and {len(missing) - 1} more." if len(missing) > 1 else ".")
-            )
-        unused = sorted(set(files) - set(self._where.values()) - {name for names in aliases.values() for name in names})
-        if unused:
-            log.warning(
-                "model.pretrained: %s: %d tensors of the folder are not the model's and are left out: %s",
-                folder,
-                len(unused),
-                ", ".join(unused[:3]) + (", ..." if len(unused) > 3 else ""),
-            )
-        self._files = files
-        self._check_shapes(folder, {name: tuple(tensor.shape) for name, tensor in _stored(model).items()})
-
-    def __call__(self, fqn: str, slices: Slices) -> Tensor:
-        stored = cast(str, self._where[fqn])
-        with _open(self._files[stored]) as file:
-            value = file.get_slice(stored)[slices] if slices else file.get_tensor(stored)
-        return cast(Tensor, value).to(self._dtypes[fqn])
-
-    def holds(self, fqn: str) -> bool:
-        return fqn in self._where
-
-    def _check_shapes(self, folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
-        for fqn, shape in shapes.items():
-            stored = cast(str, self._where[fqn])
-            with _open(self._files[stored]) as file:
-                found = tuple(cast(list[int], file.get_slice(stored).get_shape()))
-            if found != shape:
-                raise ConfigError(
-                    f"model.pretrained: {folder}: {fqn}: expected {list(shape)} (config.json), found {list(found)} in "
-                    f"{self._files[stored].name}."
-                )
-
-
-def _stored(model: nn.Module) -> dict[str, Tensor]:
-    """What a folder holds of the model: parameters, each once, and persistent buffers."""
-    stored: dict[str, Tensor] = dict(model.named_parameters())
-    persistent = set(model.state_dict(keep_vars=True))
-    stored.update({name: buffer for name, buffer in model.named_buffers() if name in persistent})
-    return stored
-
-
-def _aliases(model: nn.Module) -> dict[str, list[str]]:
-    """First FQN of each stored tensor -> all its FQNs (tied weights have several; a folder may hold any)."""
-    names = {id(tensor): name for name, tensor in reversed(list(_stored(model).items()))}
-    aliases: dict[str, list[str]] = {name: [name] for name in names.values()}
-    for name, tensor in model.named_parameters(remove_duplicate=False):
-        if name not in aliases[names[id(tensor)]]:
-            aliases[names[id(tensor)]].append(name)
-    return aliases
-
-
-def _stored_name(aliases: list[str], files: dict[str, Path], base: str) -> str | None:
-    """The folder's key for a tensor: one of its FQNs, or that without the base model's prefix (GPT-2's own folders)."""
-    candidates = [*aliases, *(alias.removeprefix(f"{base}.") for alias in aliases)]
-    return next((candidate for candidate in candidates if candidate in files), None)
-
-
-def _weight_files(folder: Path) -> dict[str, Path]:
-    """Key -> file, from the index or the single file."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = _weight_map(index)
-        files = {key: folder / Path(name).name for key, name in names.items()}
-    elif (folder / "model.safetensors").is_file():
-        with _open(folder / "model.safetensors") as file:
-            files = dict.fromkeys(cast(list[str], list(file.keys())), folder / "model.safetensors")
-    else:
-        raise ConfigError(
-            f"model.pretrained: expected model.safetensors or model.safetensors.index.json in {folder}, found "
-            "neither.\n  Other formats: open the model with transformers and save_pretrained it to a new folder."
-        )
-    absent = sorted({path.name for path in files.values() if not path.is_file()})
-    if absent:
-        raise ConfigError(f"model.pretrained: {folder}: expected {absent[0]} (its index names it), found no such file.")
-    return files
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        return dict(cast(dict[str, str], json.loads(index.read_text())["weight_map"]))
-    except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(
-            f"model.pretrained: {index}: expected a JSON object with a weight_map (tensor -> file), found something "
-            f"else ({type(error).__name__}).\n  Download the folder again."
-        ) from error
-
-
-def _open(path: Path) -> Any:
-    """A safetensors file, to be used as a context manager."""
-    try:
-        return safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise ConfigError(
-            f"model.pretrained: {path}: expected a whole safetensors file, found {path.stat().st_size:,} bytes that "
-            f"are not one ({error}).\n  Download it again."
-        ) from error

@@ -81,7 +81,8 @@ def _refusal(name: str, repo: str, error: Any) -> str:
             )
         case errors.LocalEntryNotFoundError() if constants.is_offline_mode():
             return (
-                f"expected {name} in the cache ({cache}), found it missing or in part, and HF_HUB_OFFLINE is set.\n"
+                f"expected {name} as a local folder or whole in the hub's cache ({cache}), found neither, and "
+                "HF_HUB_OFFLINE is set.\n"
                 f"  Run `hf download {repo}` where there is a network, or unset HF_HUB_OFFLINE."
             )
         case errors.HFValidationError():

@@ -17,6 +17,7 @@ from portable_fsdp.config.schema import Config, Train
 from portable_fsdp.data.batches import Batches
 from portable_fsdp.data.build import Corpus
 from portable_fsdp.data.order import Position
+from portable_fsdp.data.vocabulary import keeps_ids
 from portable_fsdp.models.build import BuiltModel, build_model
 from portable_fsdp.models.loss import Loss
 from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dtype, recomputed_layers
@@ -58,6 +59,7 @@ def build_training(
         vocabulary=vocabulary,
         chunked_loss=backend.expected_compilations == 0,
         loss=loss,
+        keeps_ids=lambda: keeps_ids(config.model, config.data.tokenizer),
     )
     shapes = {fqn: tuple(weight.shape) for fqn, weight in built.model.named_parameters() if weight.requires_grad}
     frozen = [fqn for fqn, weight in built.model.named_parameters() if not weight.requires_grad]

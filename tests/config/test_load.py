@@ -136,8 +136,8 @@ qqqq: 1
 """,
     )
     assert message(path, "foo", "steps=3", "optim.eps.x=1", "checkpoint.export=[").splitlines() == [
-        "a.yaml: model: expected a mapping with architecture, pretrained, attention, experts, freeze, found no such "
-        "key.",
+        "a.yaml: model: expected a mapping with architecture, pretrained, gguf_file, allow, attention, experts, "
+        "freeze, found no such key.",
         "a.yaml:2: run.name: expected text or null, found no, which YAML reads as the boolean false; "
         "in quotes it is text.",
         "a.yaml:3: run.dir: expected text that is not empty, found 123, a number; in quotes it is text.",

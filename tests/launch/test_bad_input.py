@@ -87,7 +87,10 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
     "model_type": ([*CPU, "model.architecture.model_type=lama"], ["model_type", "'lama'", "nearest: llama"]),
     "architecture": ([*CPU, "model.architecture.hidden_size=abc"], ["hidden_size", "'abc'"]),
     "architecture's sizes": ([*CPU, "model.architecture.num_attention_heads=5"], ["model.architecture", "32", "5"]),
-    "pretrained missing": ([*CPU, "model={pretrained: nowhere}"], ["model.pretrained", "nowhere", "Download"]),
+    "pretrained missing": (
+        [*CPU, "model={pretrained: nowhere}"],
+        ["model.pretrained", "hub id (org/name", "found no such folder: nowhere"],
+    ),
     "tokenizer missing": ([*CPU, "data.tokenizer=nowhere"], ["data.tokenizer", "nowhere", "Download"]),
     "short corpus": (
         [*CPU, "data.source=text", "data.path=short.txt"],

@@ -27,7 +27,7 @@ from transformers import AutoConfig
 
 from portable_fsdp.backends.base import parameter_places, rows_of_shard, whole
 from portable_fsdp.config.schema import Model, Precision
-from portable_fsdp.models import weights
+from portable_fsdp.models import safetensors_folder
 from portable_fsdp.models.build import BuiltModel, build_model
 from portable_fsdp.models.config_json import config_from_json
 from portable_fsdp.runtime.errors import ConfigError
@@ -422,6 +422,9 @@ class _CountingFile:
             def get_shape(self) -> list[int]:
                 return inside.get_shape()
 
+            def get_dtype(self) -> str:
+                return inside.get_dtype()
+
             def __getitem__(self, slices: Any) -> torch.Tensor:
                 return count(inside[slices])
 
@@ -437,8 +440,10 @@ def test_a_process_reads_its_slices_of_a_sharded_folder_and_no_more(
 ) -> None:
     stock = save(tmp_path, "llama", max_shard_size="50KB")
     taken: list[int] = []
-    real = weights.safe_open
-    monkeypatch.setattr(weights, "safe_open", lambda path, framework: _CountingFile(real(path, framework), taken))
+    real = safetensors_folder.safe_open
+    monkeypatch.setattr(
+        safetensors_folder, "safe_open", lambda path, framework: _CountingFile(real(path, framework), taken)
+    )
     built = open_folder(tmp_path)
     assert taken == [], "building alone reads no weight"
     total = 0
@@ -514,7 +519,8 @@ BROKEN: list[tuple[Callable[[Path], object], str]] = [
     (_without("lm_head.weight"), r"found none for lm_head\.weight\."),
     (_cut_norm, r"model\.norm\.weight: expected \[48\] \(config\.json\), found \[47\] in model\.safetensors"),
     (_wider_config, r"model\.layers\.0\.mlp\.gate_proj\.weight: expected \[96, 48\].*found \[80, 48\]"),
-    (_only_pickle, r"expected model\.safetensors or .*found neither\.\n.*save_pretrained"),
+    (_only_pickle, r"expected model\.safetensors or .*found pytorch_model\.bin: a pickle.*\n.*save_pretrained"),
+    (lambda folder: (folder / "model.safetensors").unlink(), r"expected model\.safetensors or .*found neither\."),
     (_index_of_a_missing_file, r"expected model-00002-of-00002\.safetensors .*found no such file"),
     (lambda folder: (folder / "config.json").unlink(), r"with config\.json, found none in it"),
     (lambda folder: (folder / "config.json").write_text("{"), r"config\.json: .*JSON"),
@@ -537,7 +543,9 @@ def test_a_broken_folder_is_refused(tmp_path: Path, breaks: Callable[[Path], obj
 
 
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model\.pretrained: expected a Hugging Face folder.*found no such folder"):
+    with pytest.raises(
+        ConfigError, match=r"model\.pretrained: expected a local folder or a hub id.*found no such folder"
+    ):
         open_folder(tmp_path / "nothing")
 
 

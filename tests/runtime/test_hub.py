@@ -110,7 +110,10 @@ def test_what_the_hub_refuses_is_said_in_plain_words(tmp_path: Path, hub: Hub) -
 
 def test_no_network_and_an_empty_cache_are_said_apart(tmp_path: Path, hub: Hub) -> None:
     said = ask(tmp_path, hub, "org/model", HF_HUB_OFFLINE="1")
-    assert f"expected org/model in the cache ({tmp_path}/cache/hub), found it missing" in said
+    assert (
+        f"expected org/model as a local folder or whole in the hub's cache ({tmp_path}/cache/hub), found neither"
+        in said
+    )
     assert "HF_HUB_OFFLINE is set" in said
     said = ask(tmp_path, hub, "org/model", HF_ENDPOINT="http://127.0.0.1:9")
     assert "expected to download org/model from http://127.0.0.1:9, found: ConnectError:" in said

@@ -1,6 +1,7 @@
 """The folder that transformers' `from_pretrained` opens: safetensors, an index where they are several, config.json."""
 
 import json
+import logging
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,11 +31,15 @@ from portable_fsdp.checkpoint.foreign.streams import (
 from portable_fsdp.checkpoint.foreign.target import new_folder, require_replaceable
 from portable_fsdp.checkpoint.format import Manifest, TensorEntry
 from portable_fsdp.checkpoint.store import Reader
-from portable_fsdp.runtime.errors import CheckpointError
+from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 from portable_fsdp.runtime.files import write_text_atomically
+from portable_fsdp.runtime.hub import local_folder
+
+log = logging.getLogger("portable_fsdp")
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+GENERATION = "generation_config.json"
 MAX_SHARD_BYTES = 5_000_000_000
 
 
@@ -68,7 +73,7 @@ def export(
     verify(reader, advance, "model/")
     with new_folder(target, reader.manifest) as unfinished:
         config.save_pretrained(unfinished)
-        import_transformers().GenerationConfig.from_model_config(config).save_pretrained(unfinished)
+        _write_generation_config(reader.manifest, config, unfinished)
         _write_weights(reader, tensors, unfinished, max_shard_bytes, advance)
         if save_tokenizer is not None:
             save_tokenizer(unfinished)
@@ -122,6 +127,33 @@ def _model_config(manifest: Manifest, name: str, tensors: dict[str, TensorEntry]
     if len(floating) == 1:
         config.dtype = floating.pop()
     return config
+
+
+def _write_generation_config(manifest: Manifest, config: Any, folder: Path) -> None:
+    """That of `model.pretrained`, byte by byte, where it can be had; else what transformers makes of the config."""
+    own = _pretrained_generation_config(manifest)
+    if own is None:
+        import_transformers().GenerationConfig.from_model_config(config).save_pretrained(folder)
+    else:
+        (folder / GENERATION).write_bytes(own.read_bytes())
+
+
+def _pretrained_generation_config(manifest: Manifest) -> Path | None:
+    """Where the model was opened, if that is here (of a hub id: the very commit), or where its name leads now."""
+    model = manifest.config.get("model", {})
+    name, opened = model.get("pretrained"), (manifest.architecture or {}).get("_name_or_path")
+    if name is None or model.get("gguf_file") is not None:
+        return None
+    try:
+        folder = (
+            Path(str(opened))
+            if opened and Path(str(opened)).is_dir()
+            else local_folder("model.pretrained", name, (GENERATION,))
+        )
+    except ConfigError as error:
+        log.warning("%s is made from the model's config, without that of model.pretrained: %s", GENERATION, error)
+        return None
+    return folder / GENERATION if (folder / GENERATION).is_file() else None
 
 
 def _write_weights(

@@ -1,0 +1,272 @@
+"""`model.pretrained`: a local Hugging Face folder, a repository of the hub, or a GGUF file; opened, checked, and read.
+
+Whatever the files hold must be the model's, and all of the model must be in the files: what else may be missing or left
+over is named in `model.allow`, or is left out by transformers too.
+"""
+
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from portable_fsdp.config import schema
+from portable_fsdp.config.patterns import matches
+from portable_fsdp.models.conversion import ConvertedTensors
+from portable_fsdp.models.gguf import GgufFile
+from portable_fsdp.models.safetensors_folder import SafetensorsFolder
+from portable_fsdp.models.weights import RandomWeights, Slices, TensorFile
+from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.runtime.hub import MODEL_FILES, local_folder
+
+log = logging.getLogger("portable_fsdp")
+
+_FLOATS = ("F32", "BF16", "F16", "F64")
+_ROWS = 4096  # of a table that are averaged at a time
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """transformers' config of the model, and where its tensors are."""
+
+    config: Any
+    file: TensorFile
+
+
+def open_pretrained(model: schema.Model) -> Pretrained:
+    """Open what `model.pretrained` names, downloading it first if it is on the hub. Raises ConfigError."""
+    name = cast(str, model.pretrained)
+    if model.gguf_file is not None:
+        folder = local_folder("model.pretrained", name, (model.gguf_file,))
+        gguf = GgufFile(_gguf_path(folder, model.gguf_file))
+        return Pretrained(gguf.config, gguf)
+    folder = local_folder("model.pretrained", name, MODEL_FILES)
+    config = _config(folder)
+    return Pretrained(config, SafetensorsFolder(folder))
+
+
+def _gguf_path(folder: Path, name: str) -> Path:
+    path = folder / name
+    if path.is_file():
+        return path
+    others = sorted(file.name for file in folder.glob("*.gguf"))
+    raise ConfigError(
+        f"model.gguf_file: expected a file of {folder}, found none of the name {name}.\n"
+        + (f"  It has: {', '.join(others)}." if others else "  It has no GGUF file.")
+        + " Nothing was started."
+    )
+
+
+def _config(folder: Path) -> Any:
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    path = folder / "config.json"
+    if not path.is_file():
+        adapter = (folder / "adapter_config.json").is_file()
+        raise ConfigError(
+            f"model.pretrained: expected a Hugging Face folder with config.json, found none in it: {folder}\n"
+            + ("  It is an adapter (peft): name the model that it belongs to, or merge them first." if adapter else "")
+            + ("" if adapter else "  Name the folder of a model; for a GGUF file set model.gguf_file too.")
+        )
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers validates with exceptions of many classes, all about this file
+        raise ConfigError(f"model.pretrained: {path}: {_last_line(error)}") from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(
+            f"model.pretrained: {path}: expected a causal language model of transformers, found "
+            f"model_type {config.model_type!r}."
+        )
+    quantised = getattr(config, "quantization_config", None)
+    if quantised is not None:
+        method = cast(dict[str, Any], quantised).get("quant_method", "") if isinstance(quantised, dict) else quantised
+        raise ConfigError(
+            f"model.pretrained: {path}: expected weights in float32, bfloat16 or float16, found quantised ones "
+            f"(quantization_config: {str(method)[:80]}).\n  Take the model's unquantised folder, or dequantise it with "
+            "transformers and save_pretrained it. Nothing was started."
+        )
+    return config
+
+
+class PretrainedWeights:
+    """`fill` from files: reads the asked slices and nothing else, save what transformers makes of several tensors.
+
+    They come in the dtype that the model's parameter or buffer has, whatever that of the file. `model`: on meta, and
+    `twin`, which keeps its meta parameters. `drawn` gives what `allow` (name patterns) lets be missing.
+    `rows_before`: of the vocabulary, where embedding and head have grown; their new rows are the mean of the old ones.
+    """
+
+    def __init__(
+        self,
+        file: TensorFile,
+        model: nn.Module,
+        twin: nn.Module,
+        drawn: RandomWeights,
+        *,
+        allow: Sequence[str],
+        rows_before: int | None,
+    ) -> None:
+        self._file, self._drawn = file, drawn
+        self._tensors = ConvertedTensors(file, twin)
+        stored = _stored(model)
+        self._dtypes = {name: tensor.dtype for name, tensor in stored.items()}
+        aliases = _aliases(model, stored)
+        found = {first: [name for name in names if name in self._tensors.shapes] for first, names in aliases.items()}
+        _refuse_others(
+            file, model, [names for first, names in aliases.items() if not found[first]], len(aliases), allow
+        )
+        _refuse_unexpected(file, model, self._tensors.unexpected, allow)
+        self._where = {first: names[0] for first, names in found.items() if names}
+        self._rows = {} if rows_before is None else dict.fromkeys(_vocabulary_tables(model, aliases), rows_before)
+        self._means: dict[str, Tensor] = {}
+        for first, tensor in stored.items():
+            for name in found[first]:
+                self._check(first, name, tensor)
+        for first, names in found.items():
+            self._check_ties(first, names)
+
+    def __call__(self, fqn: str, slices: Slices) -> Tensor:
+        if fqn not in self._where:
+            return self._drawn(fqn, slices)
+        if fqn in self._rows:
+            return self._grown(fqn, slices)
+        return self._tensors.read(self._where[fqn], slices).to(self._dtypes[fqn])
+
+    def holds(self, fqn: str) -> bool:
+        return fqn in self._where
+
+    def _grown(self, fqn: str, slices: Slices) -> Tensor:
+        """Old rows as they are, and the mean for the others."""
+        before, name, dtype = self._rows[fqn], self._where[fqn], self._dtypes[fqn]
+        rows = slices[0]
+        old = slice(min(rows.start, before), min(rows.stop, before))
+        new = max(rows.stop, before) - max(rows.start, before)
+        kept = self._tensors.read(name, (old, *slices[1:])).to(dtype)
+        if new == 0:
+            return kept
+        mean = self._mean(fqn)[slices[1:]].to(dtype)
+        return torch.cat([kept, mean.expand(new, *mean.shape)])
+
+    def _mean(self, fqn: str) -> Tensor:
+        """Of the old rows, in float32: every process reads all of them, in one order, so that all have the same."""
+        if fqn not in self._means:
+            shape = self._tensors.shapes[self._where[fqn]]
+            whole = tuple(slice(0, size) for size in shape[1:])
+            total = torch.zeros(shape[1:], dtype=torch.float64)
+            for start in range(0, shape[0], _ROWS):
+                rows = slice(start, min(start + _ROWS, shape[0]))
+                total += self._tensors.read(self._where[fqn], (rows, *whole)).double().sum(0)
+            self._means[fqn] = (total / shape[0]).float()
+        return self._means[fqn]
+
+    def _check(self, fqn: str, name: str, tensor: Tensor) -> None:
+        keys, found = self._tensors.keys[name], self._tensors.shapes[name]
+        where = f"model.pretrained: {self._file.where}: {name}: expected"
+        expected = (self._rows[fqn], *tensor.shape[1:]) if fqn in self._rows else tuple(tensor.shape)
+        if found != expected:
+            config = "config.json" if self._file.where.is_dir() else "its metadata"
+            raise ConfigError(
+                f"{where} {list(expected)} ({config}), found {list(found)} in {self._file.file_of(keys[0])}."
+            )
+        other = next((key for key in keys if self._file.dtype_of(key) not in _FLOATS), None)
+        if tensor.is_floating_point() and other is not None:
+            raise ConfigError(
+                f"{where} {', '.join(_FLOATS)}, found {self._file.dtype_of(other)} in {self._file.file_of(other)}: a "
+                "quantised model.\n  Take its unquantised folder, or dequantise it with transformers and "
+                "save_pretrained it. Nothing was started."
+            )
+
+    def _check_ties(self, first: str, names: Sequence[str]) -> None:
+        """A tied weight that the folder holds under several names must be one."""
+        for other in names[1:]:
+            shape = self._tensors.shapes[first]
+            for start in range(0, shape[0], _ROWS):
+                rows = slice(start, min(start + _ROWS, shape[0]))
+                part = (rows, *(slice(0, size) for size in shape[1:]))
+                if not torch.equal(self._tensors.read(names[0], part), self._tensors.read(other, part)):
+                    raise ConfigError(
+                        f"model.pretrained: {self._file.where}: expected one content for tied weights, found different "
+                        f"ones in {names[0]} and {other}.\n  Was it trained untied? Then say tie_word_embeddings=false "
+                        "in its config.json. Nothing was started."
+                    )
+
+
+def _refuse_others(
+    file: TensorFile, model: Any, missing: Sequence[Sequence[str]], count: int, allow: Sequence[str]
+) -> None:
+    """`missing`: of each tensor that the files lack, its names in the model."""
+    patterns = model._keys_to_ignore_on_load_missing or ()
+    allowed = [names for names in missing if any(_is_allowed(name, allow, patterns) for name in names)]
+    refused = sorted(names[0] for names in missing if names not in allowed)
+    if refused:
+        raise ConfigError(
+            f"model.pretrained: {file.where}: expected a weight for each of the model's {count} tensors, found none "
+            f"for {refused[0]}" + (f", and {len(refused) - 1} more." if len(refused) > 1 else ".") + "\n"
+            "  Name in model.allow what may be missing, and is then drawn from run.seed. Nothing was started."
+        )
+    if allowed:
+        log.warning(
+            "model.pretrained: %s: missing, and drawn from run.seed: %s", file.where, _some(n[0] for n in allowed)
+        )
+
+
+def _refuse_unexpected(file: TensorFile, model: Any, unexpected: Sequence[str], allow: Sequence[str]) -> None:
+    patterns = {*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"}
+    computed = {name for name, _ in model.named_buffers()} - set(model.state_dict())
+    computed |= {name.removeprefix(f"{model.base_model_prefix}.") for name in computed}
+    left_out = [key for key in unexpected if key in computed or _is_allowed(key, allow, patterns)]
+    refused = [key for key in unexpected if key not in left_out]
+    if refused:
+        raise ConfigError(
+            f"model.pretrained: {file.where}: expected tensors of {type(model).__name__} alone, found {len(refused)} "
+            f"that it has no place for: {_some(refused)}.\n  They would be lost. If that is meant, name them, as in "
+            f"model.allow='[{refused[0]}]'. Nothing was started."
+        )
+    if left_out:
+        log.info(
+            "model.pretrained: %s: left out, as transformers does or model.allow says: %s", file.where, _some(left_out)
+        )
+
+
+def _is_allowed(name: str, allow: Iterable[str], patterns: Iterable[str]) -> bool:
+    return any(matches(pattern, name) for pattern in allow) or any(re.search(pattern, name) for pattern in patterns)
+
+
+def _some(names: Iterable[str]) -> str:
+    first, *others = names
+    return ", ".join([first, *others[:2]]) + (f", and {len(others) - 2} more" if len(others) > 2 else "")
+
+
+def _stored(model: nn.Module) -> dict[str, Tensor]:
+    """What a folder holds of the model: parameters, each once, and persistent buffers."""
+    stored: dict[str, Tensor] = dict(model.named_parameters())
+    persistent = set(model.state_dict(keep_vars=True))
+    stored.update({name: buffer for name, buffer in model.named_buffers() if name in persistent})
+    return stored
+
+
+def _aliases(model: nn.Module, stored: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    """First FQN of each stored tensor -> all its FQNs (tied weights have several; a folder may hold any)."""
+    names = {id(tensor): name for name, tensor in reversed(list(stored.items()))}
+    aliases: dict[str, list[str]] = {name: [name] for name in names.values()}
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        if name not in aliases[names[id(tensor)]]:
+            aliases[names[id(tensor)]].append(name)
+    return aliases
+
+
+def _vocabulary_tables(model: Any, aliases: Mapping[str, list[str]]) -> list[str]:
+    """First FQNs of the embedding and the head, with its bias: what has a row for each id."""
+    modules = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
+    tables = {id(parameter) for module in modules for parameter in module.parameters()}
+    return [first for first in aliases if id(dict(model.named_parameters()).get(first)) in tables]
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+    return lines[-1].strip() if lines else type(error).__name__

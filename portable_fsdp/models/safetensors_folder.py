@@ -1,0 +1,104 @@
+"""The weights of a Hugging Face folder: one safetensors file, or several and their index. Read by the slice."""
+
+import json
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from portable_fsdp.models.weights import Slices, TensorFile
+from portable_fsdp.runtime.errors import ConfigError
+
+_PICKLES = ("pytorch_model*.bin", "*.bin", "*.pt", "*.pth", "*.ckpt")
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+class SafetensorsFolder(TensorFile):
+    """Opening it reads the headers of its files, and none of their weights. Raises ConfigError."""
+
+    def __init__(self, folder: Path) -> None:
+        self.where = folder
+        self._files = _weight_files(folder)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._dtypes: dict[str, str] = {}
+        for path in sorted(set(self._files.values())):
+            with _open(path) as file:
+                held = set(cast(list[str], list(file.keys())))
+                for key in (key for key, holder in self._files.items() if holder == path):
+                    self._note(file, path, key, held)
+
+    def _note(self, file: Any, path: Path, key: str, held: set[str]) -> None:
+        if key not in held:
+            raise ConfigError(
+                f"model.pretrained: {self.where}: expected {key} in {path.name} ({INDEX}), found none.\n"
+                "  Download the folder again."
+            )
+        inside = file.get_slice(key)
+        self.shapes[key] = tuple(cast(list[int], inside.get_shape()))
+        self._dtypes[key] = str(inside.get_dtype())
+
+    def file_of(self, key: str) -> str:
+        return self._files[key].name
+
+    def dtype_of(self, key: str) -> str:
+        return self._dtypes[key]
+
+    def read(self, key: str, slices: Slices) -> Tensor:
+        with _open(self._files[key]) as file:
+            return cast(Tensor, file.get_slice(key)[slices] if slices else file.get_tensor(key))
+
+
+def _weight_files(folder: Path) -> dict[str, Path]:
+    """Key -> file, from the index or the single file."""
+    index = folder / INDEX
+    if index.is_file():
+        files = {key: folder / Path(name).name for key, name in _weight_map(index).items()}
+    elif (folder / SINGLE).is_file():
+        with _open(folder / SINGLE) as file:
+            files = dict.fromkeys(cast(list[str], list(file.keys())), folder / SINGLE)
+    else:
+        _refuse(folder)
+    absent = sorted({path.name for path in files.values() if not path.is_file()})
+    if absent:
+        raise ConfigError(f"model.pretrained: {folder}: expected {absent[0]} (its index names it), found no such file.")
+    return files
+
+
+def _refuse(folder: Path) -> NoReturn:
+    said = f"model.pretrained: expected {SINGLE} or {INDEX} in {folder}, found "
+    pickle = next((path.name for pattern in _PICKLES for path in sorted(folder.glob(pattern))), None)
+    gguf = next((path.name for path in sorted(folder.glob("*.gguf"))), None)
+    if gguf is not None:
+        raise ConfigError(f"{said}{gguf}.\n  Set model.gguf_file={gguf}. Nothing was started.")
+    if pickle is not None:
+        raise ConfigError(
+            f"{said}{pickle}: a pickle, which may run any code when it is opened.\n  If you trust it, rewrite it once: "
+            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(ANOTHER). Nothing was started."
+        )
+    raise ConfigError(
+        f"{said}neither.\n  Other formats (of a hub repository, pickles aren't even downloaded): open the model with "
+        "transformers and save_pretrained it to a new folder. Nothing was started."
+    )
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        return dict(cast(dict[str, str], json.loads(index.read_text())["weight_map"]))
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"model.pretrained: {index}: expected a JSON object with a weight_map (tensor -> file), found something "
+            f"else ({type(error).__name__}).\n  Download the folder again."
+        ) from error
+
+
+def _open(path: Path) -> Any:
+    """A safetensors file, to be used as a context manager."""
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ConfigError(
+            f"model.pretrained: {path}: expected a whole safetensors file, found {path.stat().st_size:,} bytes that "
+            f"are not one ({error}).\n  Download it again."
+        ) from error
