@@ -261,7 +261,8 @@ def _tokenizer(options: argparse.Namespace, manifest: Manifest) -> Callable[[Pat
     if name in (None, "none"):
         return None
     try:
-        return load_tokenizer(name, manifest.config.get("model", {}).get("pretrained")).save
+        model = manifest.config.get("model", {})
+        return load_tokenizer(name, model.get("pretrained"), model.get("gguf_file")).save
     except DataError as error:
         raise CheckpointError(
             f"{error}\n  Say --tokenizer PATH (a folder, or bytes), or --tokenizer none to export without one."

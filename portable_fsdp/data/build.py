@@ -49,7 +49,8 @@ def build_data(data: keys.Data, model: Model | None = None) -> Corpus:
     file or the tokenizer can't be read, for a document that `data.on_error` doesn't skip, or if a part is shorter than
     one row.
     """
-    tokenizer = load_tokenizer(data.tokenizer, model.pretrained if model else None)
+    pretrained, gguf_file = (model.pretrained, model.gguf_file) if model else (None, None)
+    tokenizer = load_tokenizer(data.tokenizer, pretrained, gguf_file)
     build = _Build(data, tokenizer)
     rows, held_out = build.trained(), build.held_out()
     for name, found in (("data", rows), ("data.eval_split", held_out)):

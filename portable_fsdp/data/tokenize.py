@@ -64,22 +64,25 @@ class Tokenizer(Protocol):
         ...
 
 
-def load_tokenizer(name: str, pretrained: str | None = None) -> Tokenizer:
+def load_tokenizer(name: str, pretrained: str | None = None, gguf_file: str | None = None) -> Tokenizer:
     """What `data.tokenizer` names: `bytes`, the tokenizer of a folder or of a hub id, or `auto`: that of `pretrained`
-    (`model.pretrained`), and `bytes` without one. Raises DataError if there is none."""
+    (`model.pretrained`, in its `model.gguf_file` where there is one), and `bytes` without one. Raises DataError if
+    there is none."""
     key = "data.tokenizer"
     if name == "auto" and pretrained is not None:
-        key, name = "data.tokenizer (auto: that of model.pretrained)", pretrained
+        key = "data.tokenizer (auto: that of model.pretrained)"
+        patterns = TOKENIZER_FILES if gguf_file is None else (gguf_file,)
+        return FolderTokenizer(_folder(pretrained, key, patterns), key, gguf_file)
     if name in ("auto", "bytes"):
         return ByteTokenizer()
-    return FolderTokenizer(_folder(name, key), key)
+    return FolderTokenizer(_folder(name, key, TOKENIZER_FILES), key)
 
 
-def _folder(name: str, key: str) -> Path:
+def _folder(name: str, key: str, patterns: Sequence[str]) -> Path:
     if not is_hub_id(name):
         return Path(name)
     try:
-        return local_folder(key, name, TOKENIZER_FILES)
+        return local_folder(key, name, patterns)
     except ConfigError as error:
         raise DataError(str(error)) from error
 
@@ -113,14 +116,14 @@ class ByteTokenizer:
 
 
 class FolderTokenizer:
-    """A tokenizer of transformers, or a bare tokenizer.json (which doesn't say what ends a document).
+    """A tokenizer of transformers, one in a GGUF file, or a bare tokenizer.json (which doesn't say what ends a document).
 
     Special tokens that the text itself spells are taken as such, as transformers does.
     """
 
-    def __init__(self, folder: Path, key: str = "data.tokenizer") -> None:
-        """`key`: the config's, for errors."""
-        self._tokenizer = _open(folder, key)
+    def __init__(self, folder: Path, key: str = "data.tokenizer", gguf_file: str | None = None) -> None:
+        """`key`: the config's, for errors. `gguf_file`: of the folder."""
+        self._tokenizer = _open(folder, key, gguf_file)
         self.vocab_size: int = max(self._tokenizer.get_vocab().values()) + 1
         self.end_of_text: int | None = self._tokenizer.eos_token_id
         candidates = (self._tokenizer.pad_token_id, self.end_of_text, 0)
@@ -159,7 +162,7 @@ class FolderTokenizer:
         self._tokenizer.save_pretrained(folder)
 
 
-def _open(folder: Path, key: str) -> Any:
+def _open(folder: Path, key: str, gguf_file: str | None) -> Any:
     if not folder.is_dir():
         raise DataError(
             f"{key}: expected bytes, a folder with a tokenizer, or a hub id (org/name), found no such folder: "
@@ -168,6 +171,8 @@ def _open(folder: Path, key: str) -> Any:
         )
     transformers = _transformers()
     try:
+        if gguf_file is not None:
+            return transformers.AutoTokenizer.from_pretrained(folder, gguf_file=gguf_file, local_files_only=True)
         if (folder / "tokenizer_config.json").is_file() or (folder / "config.json").is_file():
             return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
         if (folder / "tokenizer.json").is_file():
