@@ -43,6 +43,9 @@ def check_launcher_facts(
                 found.append(
                     f"{said.where}: {said.key}: expected device {device}, as --device has it, found {said.typed}."
                 )
+        if imported.total is not None and processes is not None and imported.total[1] != processes:
+            by = imported.total[0]
+            found.append(f"{by.where}: {by.key}: expected {processes} devices, as {counted_by} has it, found {by.typed}.")
     if found:
         way = "Mend the file, or start as it says (--num_devices, torchrun's --nproc-per-node, --nnodes, --node-rank"
         way += ", --device)." if device else ")."
