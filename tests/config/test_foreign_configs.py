@@ -217,13 +217,15 @@ def test_a_file_of_theirs_alone_is_told_what_a_run_needs(tmp_path: Path) -> None
         "theirs.yaml: a file of accelerate's; a run needs model.pretrained (or model.architecture) and train.steps "
         "(or train.epochs) too.\n"
         "  It says sharding.strategy=FULL_SHARD, precision.compute=float32.\n"
-        "  Add: python -m portable_fsdp.launch --config=theirs.yaml model.pretrained=FOLDER train.steps=100\n"
+        "  Add: python -m portable_fsdp.launch --config=theirs.yaml model.pretrained=FOLDER train.steps=100 "
+        "data.source=text data.path=FILES data.tokenizer=FOLDER\n"
+        "  Without data.source a run trains on CPython's documentation, byte by byte.\n"
         "  Or lay it under yours: --config=YOURS.yaml --import=theirs.yaml (explain shows what comes of it). "
         "Nothing was started."
     )
     less = message("per_device_train_batch_size: 2\nnum_train_epochs: 1\n", "optim.lr=-1", "train.global_batch=8")
     assert less.startswith("theirs.yaml: a file of Trainer's arguments; a run needs model.pretrained (or model.archit")
-    assert "--config=theirs.yaml model.pretrained=FOLDER\n" in less
+    assert "--config=theirs.yaml model.pretrained=FOLDER data.source=text data.path=FILES data.token" in less
     assert "\noverride 'optim.lr=-1': optim.lr: expected a number > 0, found -1." in less
     assert less.count("pretrained=") == 1
     assert load_config(theirs, ["model.pretrained=FOLDER", "train.global_batch=8"]).train.epochs == 1
