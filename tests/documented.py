@@ -108,7 +108,7 @@ def _options(words: list[str], known: Mapping[str, str]) -> tuple[dict[str, str]
     while rest and rest[0].startswith("-"):
         name, sign, value = rest.pop(0).partition("=")
         assert name in known, f"{name}: unknown flag; those that the documents use: {', '.join(known)}"
-        assert sign == known[name].strip(), f"{name}: expected {known[name].join((name, 'VALUE'))!r}"
+        assert sign == known[name].strip(), f"{name}: expected '{name}{known[name]}{'VALUE' * bool(known[name])}'"
         given[name] = rest.pop(0) if known[name] == " " else value
         assert bool(given[name]) == bool(known[name]), f"{name}: expected a value"
     return given, rest

@@ -118,7 +118,7 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("command", programs())
+@pytest.mark.parametrize("command", [*programs()])
 def test_a_documented_program_runs(command: Command, checkout: Path) -> None:
     launcher, name = command.words[0], started_by(command.words)
     variables = {**command.variables, "PYTHONPATH": str(ROOT), "HF_HOME": str(checkout), **variables_of(launcher)}
