@@ -129,12 +129,11 @@ def test_a_documented_program_runs(command: Command, checkout: Path) -> None:
     variables = {**command.variables, "PYTHONPATH": str(ROOT), "HF_HOME": str(checkout), **variables_of(launcher)}
     with started(typed(on_cpus(command.words)), checkout, **variables) as run:
         code = run.wait(LIMIT_S)
-    assert "Traceback" not in run.err, run.err
     if name == "portable_fsdp.doctor":
-        assert code in (0, 1), run.err  # 1: something is wrong with this host
+        assert code in (0, 1), run.err  # 1: something is wrong with this host, of which torchrun makes a traceback
         assert "launcher" in run.out
         return
-    assert code == 0, run.err
+    assert (code, "Traceback" in run.err) == (0, False), run.err
     [folder] = (checkout / "runs").iterdir()
     assert committed(folder) == [2]
     if name == "examples/own_loop.py":
