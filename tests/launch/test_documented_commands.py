@@ -88,6 +88,7 @@ def on_cpus(words: list[str]) -> list[str]:
         if "--config_file" in words:  # it says 2 copies on 4 devices each
             sizes = ["--parallelism_config_dp_replicate_size=1", "--parallelism_config_dp_shard_size=2"]
             fewer[2:2] = ["--num_processes=2", *sizes]
+            fewer.append("compile.enabled=false")  # its inductor is refused on CPUs
     changed = [new for word in fewer for new in ON_CPUS.get(word, [word])]
     if name == "portable_fsdp.launch" and "--device=cpu" not in changed:
         changed.append("--device=cpu")
