@@ -93,6 +93,8 @@ def _schema_text() -> str:
 
 def _explain(values: flags.FlagValues, words: list[str]) -> str:
     places = _places(values)
+    if values.write == "":
+        raise ConfigError("--write=: expected the name of a new YAML file, found none.")
     imports = list[str](values["import"].value or ())
     overrides = [word for word in words if "=" in word]
     asked = tuple(option for word in words if "=" not in word for option in _options_of(word))

@@ -72,9 +72,17 @@ def _launch(values: flags.FlagValues, overrides: list[str], argv: list[str]) -> 
     device, backend = resolve(values.device, values.backend)
     processes = local_processes(device, backend, wanted) if launch.is_alone and not launch.by_accelerate else 1
 
+    # A TPU VM may be one of several all the same: its engine asks the slice.
+    by_hand = launch.kind == "plain" and device != "tpu"
+
     def check_devices(devices: int | None, counted_by: str) -> None:
         check_launcher_facts(
-            loaded.imports, processes=devices, environ=os.environ, device=device, counted_by=counted_by
+            loaded.imports,
+            processes=devices,
+            environ=os.environ,
+            device=device,
+            counted_by=counted_by,
+            by_hand=by_hand,
         )
 
     # Under the others one process may drive several devices, which only the engine counts.

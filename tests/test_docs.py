@@ -1,16 +1,17 @@
 """What the documents say holds: commands parse, links lead somewhere, keys are the schema's, versions fit."""
 
+import contextlib
 import re
 import runpy
 import shlex
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from tempfile import TemporaryDirectory
 
 import pytest
 import yaml
 from absl import flags
+from documented import PAGES, ROOT, Command, commands, program_of
 from pydantic import ValidationError
 
 from portable_fsdp import doctor, explain, launch
@@ -18,64 +19,32 @@ from portable_fsdp.backends.open import BACKENDS, DEVICES
 from portable_fsdp.checkpoint import __main__ as checkpoint
 from portable_fsdp.config.describe import option_names
 from portable_fsdp.config.foreign.table import TABLE
-from portable_fsdp.config.load import check_batch, load_config
+from portable_fsdp.config.load import check_batch, load_config, read_config
+from portable_fsdp.config.refusals import ENGINES_ON, usual_engine
 from portable_fsdp.config.schema import Config
 from portable_fsdp.plan import __main__ as plan
 from portable_fsdp.plan.target import parse_target
 from portable_fsdp.runtime.errors import UsageError
 
-ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE))
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
-
-LAUNCHERS = {"torchrun", "accelerate", "srun", "mpirun", "docker"}
-"""Whose command lines end with `-m portable_fsdp.launch ARGUMENTS`."""
 JOBSETS = sorted(ROOT.glob("launch/gke_*.yaml"))
 SKY_TASKS = sorted(ROOT.glob("launch/skypilot_*.yaml"))
 TPU_ACTIONS = {"create", "setup", "logs", "stop", "delete", "doctor"}
 
 
-class Command(NamedTuple):
-    """One command of a fenced block: where it stands, and its words without leading `NAME=value`."""
-
-    where: str
-    words: list[str]
-
-
-def commands(text: str, where: str) -> Iterator[Command]:
-    """The commands of the ```bash blocks, but for blocks that begin with `# not run here: <reason>`."""
-    for block in re.finditer(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-        if re.match(r"# not run here: \S", block[1]):
-            continue
-        first = text.count("\n", 0, block.start(1)) + 1
-        for number, line in enumerate(block[1].replace("\\\n", "  ").splitlines(), start=first):
-            words = shlex.split(line, comments=True)
-            while words and re.match(r"[A-Z_]+=", words[0]):
-                words = words[1:]
-            if words:
-                yield Command(f"{where}:{number}", words)
-
-
 def check(command: Command) -> None:
     """Fail unless each word of the command means something in this checkout."""
-    starts, _, arguments = shlex.join(command.words).partition("-m portable_fsdp.launch")
-    if starts == "python " or (arguments and command.words[0] in LAUNCHERS):
-        return check_launch(shlex.split(arguments), command.where, processes_of(starts))
-    match command.words:
+    program = program_of(command.words)
+    match program.words:
+        case ["python", "-m", "portable_fsdp.launch", *arguments]:
+            check_launch(arguments, command.where, program.processes)
         case ["python", "-m", "portable_fsdp.explain", *arguments]:
-            check_explain(arguments, command.where)
-        case ["python", "-m", "portable_fsdp.doctor", *arguments] | [
-            "torchrun",
-            "--standalone",
-            _,
-            "-m",
-            "portable_fsdp.doctor",
-            *arguments,
-        ]:
+            run_explain(arguments)
+        case ["python", "-m", "portable_fsdp.doctor", *arguments]:
             assert doctor._define_flags()(["doctor", *arguments])[1:] == [], f"{command.where}: flags alone"
         case ["export", *assignments]:
             assert all(re.match(r"[A-Z_]+=\S", one) for one in assignments), command.where
@@ -108,13 +77,7 @@ def check(command: Command) -> None:
             check_plan(arguments)
         case ["python", "-m", "portable_fsdp.checkpoint", *arguments]:
             checkpoint._parser().parse_args(arguments)
-        case ["python", "examples/own_loop.py" as script, *arguments] | [
-            "torchrun",
-            "--standalone",
-            _,
-            "examples/own_loop.py" as script,
-            *arguments,
-        ]:
+        case ["python", "examples/own_loop.py" as script, *arguments]:
             assert (ROOT / script).is_file(), command.where
             path, device, backend, *overrides = arguments
             assert (device in DEVICES, backend in BACKENDS) == (True, True), command.where
@@ -125,33 +88,35 @@ def check(command: Command) -> None:
             pytest.fail(f"{command.where}: no check for `{shlex.join(command.words)}`; add one here")
 
 
-def processes_of(launcher: str) -> int | None:
-    """Those that the words of torchrun, mpirun or accelerate start, as far as one command says it."""
-    file = re.search(r"--config_file[= ](\S+)", launcher)
-    if file and "--num_processes" not in launcher:
-        return int(yaml.safe_load((ROOT / file[1]).read_text())["num_processes"])
-    found = re.search(r"(?:--num_processes|--nproc[_-]per[_-]node)[= ](\d+)|-np (\d+)", launcher)
-    return int(found[1] or found[2]) if found else None
-
-
 def check_launch(arguments: list[str], where: str, processes: int | None = None) -> None:
+    """Fail where a start would end before it looks at its data and its devices; `processes`: what a launcher starts."""
     values = launch._define_flags()
     overrides = values(["launch", *arguments])[1:]
     assert values.device in DEVICES, where
     assert values.backend in BACKENDS, where
-    config = load_config(ROOT / values.config, overrides, [ROOT / name for name in values["import"].value or ()])
+    imports = [ROOT / name for name in values["import"].value or ()]
+    loaded = read_config(ROOT / values.config, overrides, imports)
     if processes is None and values.num_devices != "auto":
         processes = int(values.num_devices)
     if processes is not None:
-        check_batch(config, processes)
+        check_batch(loaded.config, processes)
+    if values.device != "auto":
+        assert values.backend == "auto" or values.backend in ENGINES_ON[values.device], where
+        engine = usual_engine(values.device) if values.backend == "auto" else values.backend
+        assert (engine, values.device) != ("native", "tpu"), f"{where}: needs torch_tpu, which no extra installs"
+        explain._require_taken(loaded, explain.Place(engine, values.device, processes, None))
 
 
-def check_explain(arguments: list[str], where: str) -> None:
+def run_explain(arguments: list[str]) -> None:
+    """Really, from the checkout's folder: each key and each file that it names must be there."""
     values = explain._define_flags()
-    overrides = values(["explain", *arguments])[1:]
-    assert explain._places(values), where
-    if values.config is not None:
-        load_config(ROOT / values.config, overrides, [ROOT / name for name in values["import"].value or ()])
+    words = values(["explain", *arguments])[1:]
+    with TemporaryDirectory() as folder, contextlib.chdir(ROOT):
+        if values.write:
+            values.write = str(Path(folder, Path(values.write).name))
+        said = explain._schema_text() if values.schema else explain._explain(values, words)
+        assert said
+        assert values.write is None or load_config(values.write)
 
 
 def check_plan(arguments: list[str]) -> None:
@@ -183,7 +148,28 @@ def test_every_command_parses(page: Path) -> None:
         "launch/tpu_vm.sh start",
         "launch/tpu_queued_resource.sh run --config=configs/none.yaml",
         "sbatch launch/slurm.sbatch --config=configs/quickstart.yaml optim.learning_rate=1",
+        "torchrun --standalon --nproc_per_nod=8 -m portable_fsdp.launch --config=configs/llama_1b.yaml",
+        "torchrun --standalon --nproc_per_node=8 -m portable_fsdp.launch --config=configs/llama_1b.yaml",
+        "torchrun --standalone --nproc_per_nod=8 -m portable_fsdp.launch --config=configs/llama_1b.yaml",
+        "torchrun --standalone --nproc_per_nod=2 -m portable_fsdp.doctor",
+        "torchrun --standalone --nproc_per_nod=8 examples/own_loop.py configs/llama_1b.yaml cuda native",
+        "torchrun --standalone --nproc_per_node=8 python -m portable_fsdp.launch --config=configs/llama_1b.yaml",
+        "srun --ntask-per-node=8 python -m portable_fsdp.launch --config=configs/llama_1b.yaml",
+        "srun --ntasks-per-node 8 python -m portable_fsdp.launch --config=configs/llama_1b.yaml",
+        "srun --ntasks-per-node= python -m portable_fsdp.launch --config=configs/llama_1b.yaml",
+        "srun --ntasks-per-node=8 -m portable_fsdp.launch --config=configs/llama_1b.yaml",
+        "mpirun -nx 16 python -m portable_fsdp.launch --config=configs/llama_1b.yaml",
+        "mpirun -np=16 python -m portable_fsdp.launch --config=configs/llama_1b.yaml",
         "mpirun -np 2 python -m portable_fsdp.launch --config=configs/none.yaml",
+        "docker run --rmm portable_fsdp:cuda python -m portable_fsdp.launch --config=configs/llama_1b.yaml",
+        "docker run --rm=yes portable_fsdp:cuda python -m portable_fsdp.launch --config=configs/llama_1b.yaml",
+        "docker run --rm portable_fsdp:rocm python -m portable_fsdp.launch --config=configs/llama_1b.yaml",
+        "docker run --rm portable_fsdp:cuda --config=configs/llama_1b.yaml",
+        "accelerate launch --num_procs=8 -m portable_fsdp.launch --config=configs/llama_1b.yaml",
+        "python -m portable_fsdp.launch --device=tpu --backend=native --config=configs/llama_1b.yaml",
+        "python -m portable_fsdp.launch --device=cuda --backend=xla --config=configs/llama_1b.yaml",
+        "python -m portable_fsdp.launch --device=cuda --config=configs/llama_1b.yaml compile.scan_layers=true",
+        "python -m portable_fsdp.launch --config=configs/quickstart.yaml --import=nope.yaml",
         "accelerate launch -m portable_fsdp.launch --devise=cuda --config=configs/llama_1b.yaml",
         "accelerate launch --config_file tests/config/foreign/accelerate_1_15_fsdp2.yaml -m portable_fsdp.launch "
         "--config=configs/quickstart.yaml",
@@ -197,6 +183,10 @@ def test_every_command_parses(page: Path) -> None:
         "docker build -f launch/Dockerfile.tpu -t portable_fsdp:cuda .",
         "python -m portable_fsdp.explain --backend=none",
         "python -m portable_fsdp.explain --config=configs/quickstart.yaml optim.learning_rate=1",
+        "python -m portable_fsdp.explain --import=nope.yaml",
+        "python -m portable_fsdp.explain --config=configs/quickstart.yaml --import=nope.yaml",
+        "python -m portable_fsdp.explain nonsense.key",
+        "python -m portable_fsdp.explain --write=ours.yaml",
         "python -m portable_fsdp.doctor --jason",
         "torchrun --standalone --nproc_per_node=2 -m portable_fsdp.doctor runs",
         "python -m portable_fsdp.plan --config=configs/llama_1b.yaml --on=h1000:8",

@@ -176,6 +176,10 @@ def test_strict_does_not_judge_by_a_number_of_devices_that_it_is_not_told(capsys
     assert "num_processes" not in message
 
 
+def test_a_translation_needs_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--write=: expected the name of a new YAML file" in refused(capsys, CONFIG, "--write=")
+
+
 def test_strict_says_what_is_said_without_it(capsys: pytest.CaptureFixture[str]) -> None:
     words = [CONFIG, "--device=cuda", "--num_devices=8", "--json"]
     assert said(capsys, *words, "--strict") == said(capsys, *words)

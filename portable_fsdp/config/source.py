@@ -50,6 +50,9 @@ _INSTEAD = (
 _NEEDED = (("model.pretrained", "model.architecture", "FOLDER"), ("train.steps", "train.epochs", 100))
 """Options without a default, what goes instead of each, and an example."""
 
+_DATA = (("data.source", "text"), ("data.path", "FILES"), ("data.tokenizer", "FOLDER"))
+"""What the data is, and examples: the defaults are those of a first try, and hardly what another tool's file meant."""
+
 _WHOSE = {
     ACCELERATE: "a file of accelerate's",
     TRAINER: "a file of Trainer's arguments",
@@ -213,11 +216,15 @@ class Source:
         wanted = " and ".join(f"{option} (or {other})" for option, other, _ in missing)
         says = ", ".join(f"{name}={yaml_value(setting.value)}" for name, setting in imported.settings.items())
         examples = " ".join(f"{option}={example}" for option, _, example in missing)
+        examples += "".join(
+            f" {option}={example}" for option, example in _DATA if not self.is_set(tuple(option.split(".")))
+        )
         self.add_problem(
             Origin(False, 0, str(imported.path), None),
             (),
             f"{_WHOSE[imported.kind]}; a run needs {wanted} too.\n  It says {says or 'nothing that we need'}.\n"
             f"  Add: python -m portable_fsdp.launch --config={imported.path} {examples}\n"
+            "  Without data.source a run trains on CPython's documentation, byte by byte.\n"
             f"  Or lay it under yours: --config=YOURS.yaml --import={imported.path} (explain shows what comes of it).",
         )
 

@@ -58,6 +58,22 @@ F = "distributed_type: FSDP\n"
             "expected dp_replicate_size * dp_shard_size = num_processes = 8, found 2 * 2 = 4",
         ),
         (
+            f"{F}num_processes: 8\nparallelism_config: {{dp_shard_size: 4}}\n",
+            "theirs.yaml:3: dp_shard_size: expected dp_shard_size = num_processes = 8, found 4.",
+        ),
+        (
+            f"{F}num_processes: 4\nparallelism_config: {{dp_shard_size: 1}}\n",
+            "dp_shard_size: expected dp_shard_size = num_processes = 4, found 1.",
+        ),
+        (
+            "distributed_type: MULTI_GPU\nparallelism_config: {dp_shard_size: 4}\n",
+            "theirs.yaml:2: dp_shard_size: 4 contradicts distributed_type: MULTI_GPU (theirs.yaml:1)",
+        ),
+        (
+            "distributed_type: DEEPSPEED\n",
+            "theirs.yaml:1: distributed_type: expected zero_stage in deepspeed_config too, which says what is sharded",
+        ),
+        (
             "distributed_type: DEEPSPEED\ndeepspeed_config: {offload_optimizer_device: nvme}\n",
             "offload_optimizer_device: nvme can't be honoured",
         ),
@@ -201,13 +217,15 @@ def test_a_file_of_theirs_alone_is_told_what_a_run_needs(tmp_path: Path) -> None
         "theirs.yaml: a file of accelerate's; a run needs model.pretrained (or model.architecture) and train.steps "
         "(or train.epochs) too.\n"
         "  It says sharding.strategy=FULL_SHARD, precision.compute=float32.\n"
-        "  Add: python -m portable_fsdp.launch --config=theirs.yaml model.pretrained=FOLDER train.steps=100\n"
+        "  Add: python -m portable_fsdp.launch --config=theirs.yaml model.pretrained=FOLDER train.steps=100 "
+        "data.source=text data.path=FILES data.tokenizer=FOLDER\n"
+        "  Without data.source a run trains on CPython's documentation, byte by byte.\n"
         "  Or lay it under yours: --config=YOURS.yaml --import=theirs.yaml (explain shows what comes of it). "
         "Nothing was started."
     )
     less = message("per_device_train_batch_size: 2\nnum_train_epochs: 1\n", "optim.lr=-1", "train.global_batch=8")
     assert less.startswith("theirs.yaml: a file of Trainer's arguments; a run needs model.pretrained (or model.archit")
-    assert "--config=theirs.yaml model.pretrained=FOLDER\n" in less
+    assert "--config=theirs.yaml model.pretrained=FOLDER data.source=text data.path=FILES data.token" in less
     assert "\noverride 'optim.lr=-1': optim.lr: expected a number > 0, found -1." in less
     assert less.count("pretrained=") == 1
     assert load_config(theirs, ["model.pretrained=FOLDER", "train.global_batch=8"]).train.epochs == 1
@@ -322,6 +340,83 @@ def test_a_key_that_another_one_goes_before_is_told(tmp_path: Path) -> None:
         "num_train_epochs": "train.steps goes first, as in Trainer",
         "save_steps": "save_strategy saves none by steps",
     }
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "told"),
+    [
+        (
+            f"{F}fsdp_config: {{fsdp_activation_checkpointing: false}}\ngradient_checkpointing: true\n",
+            (),
+            {"fsdp_activation_checkpointing": "gradient_checkpointing: true goes first"},
+        ),
+        (
+            f"{F}fsdp_config: {{fsdp_activation_checkpointing: true}}\ngradient_checkpointing: true\n",
+            (),
+            {"gradient_checkpointing": "agrees with fsdp_activation_checkpointing: true"},
+        ),
+        (
+            "learning_rate: 1\nwarmup_steps: 0\nwarmup_ratio: 0.1\n",
+            (),
+            {"warmup_steps": "warmup_ratio: 0.1 goes first"},
+        ),
+        (
+            "learning_rate: 1\nwarmup_steps: 5\nwarmup_ratio: 0.05\n",
+            (),
+            {"warmup_ratio": "warmup_steps: 5 goes first"},
+        ),
+        (
+            f"{F}fsdp_config: {{fsdp_sharding_strategy: 1, fsdp_reshard_after_forward: true}}\n",
+            (),
+            {"fsdp_reshard_after_forward": "agrees with fsdp_sharding_strategy: 1"},
+        ),
+        (
+            f"{F}fsdp_config: {{fsdp_sharding_strategy: 1, fsdp_reshard_after_forward: false}}\n",
+            ("sharding.strategy=HYBRID_SHARD",),
+            {"fsdp_reshard_after_forward": "sharding.strategy goes first, as it is set elsewhere"},
+        ),
+        (
+            "learning_rate: 1\nfsdp: ''\n",
+            (),
+            {"fsdp": "whether Trainer itself shards; here sharding.strategy says it, by default FULL_SHARD"},
+        ),
+        (
+            "distributed_type: 'NO'\ngradient_accumulation_steps: 4\n",
+            (),
+            {
+                "distributed_type": "says which section counts; sharding.strategy says what is sharded",
+                "gradient_accumulation_steps": "train.global_batch goes first",
+            },
+        ),
+    ],
+)
+def test_a_key_agrees_with_another_one_only_where_both_come_to_the_same(
+    tmp_path: Path, text: str, overrides: Sequence[str], told: Mapping[str, str]
+) -> None:
+    theirs = tmp_path / "theirs.yaml"
+    theirs.write_text(text)
+    found = {said.key: said.reason for said in read(theirs, *overrides).imports[0].not_needed}
+    assert {key: found.get(key) for key in told} == told
+
+
+@pytest.mark.parametrize(
+    ("sizes", "devices", "problem"),
+    [
+        ("dp_replicate_size: 2, dp_shard_size: 4", 8, ""),
+        ("dp_replicate_size: 2, dp_shard_size: 4", 16, "dp_replicate_size * dp_shard_size: expected 16 devices"),
+        ("dp_shard_size: 4", 8, "dp_shard_size: expected 8 devices, as the launcher has it, found 4."),
+        ("dp_shard_size: 4", 4, ""),
+    ],
+)
+def test_copies_times_shards_are_the_devices(tmp_path: Path, sizes: str, devices: int, problem: str) -> None:
+    theirs = tmp_path / "theirs.yaml"
+    theirs.write_text(f"{F}parallelism_config: {{{sizes}}}\n")
+    imports = read(theirs).imports
+    if not problem:
+        return check_launcher_facts(imports, processes=devices, environ={})
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        check_launcher_facts(imports, processes=devices, environ={})
+    return None
 
 
 def test_a_token_is_not_repeated(tmp_path: Path) -> None:

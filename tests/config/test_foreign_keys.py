@@ -144,7 +144,7 @@ def test_the_override_that_a_refusal_names_lifts_it(row: Row, value: str, refusa
         inside, environ = {"learning_rate": 1}, {"ACCELERATE_MIXED_PRECISION": "no", row.key: value}
         environ |= {switch: "true" for prefix, (switch, _) in COUNT_WITH.items() if row.key.startswith(prefix)}
     theirs.write_text(yaml.safe_dump(inside))
-    rest = ["model.pretrained=folder", "train.steps=10"]
+    rest = ["model.pretrained=folder", "train.steps=10", "sharding.strategy=FULL_SHARD"]
     with pytest.raises(ConfigError) as error:
         read_config(theirs, rest, environ=environ)
     assert f"{row.key}: {value} can't be honoured: {refusal.reason}.\n  Way out: {refusal.ways}." in str(error.value)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from portable_fsdp import launch
 from portable_fsdp.config.foreign.launcher import check_launcher_facts
 from portable_fsdp.config.load import load_config, read_config
 from portable_fsdp.runtime.errors import ConfigError
@@ -46,7 +47,10 @@ ONE_HOST = {**MPIRUN, "MPI_LOCALNRANKS": "8"}
         (TPU, 1, 0, ""),  # `accelerate config` doesn't ask for the hosts of a TPU
         (SLICES, 4, 2, ""),
         (SLICES, 2, 0, "num_machines: expected 4, machine_rank: expected 2"),
-        ({}, 5, 4, ""),
+        ({}, 5, 4, ""),  # nothing is started here: explain
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, 2, 1, "num_machines: expected 1, machine_rank: expected 0"),
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, 2, 1, ""),
+        ({"WORLD_SIZE": "4"}, 2, 1, ""),  # nobody says how many of them are here
     ],
 )
 def test_hosts_are_those_of_the_launcher(
@@ -70,3 +74,14 @@ def test_a_loop_of_ones_own_is_held_to_the_file_too(tmp_path: Path) -> None:
         load_config(OURS, ["train.global_batch=32"], [theirs], environ=tasks)
     theirs.write_text(theirs.read_text().replace("4", "8"))
     assert load_config(OURS, ["train.global_batch=32"], [theirs], environ=tasks).sharding.strategy == "FULL_SHARD"
+
+
+def test_a_start_by_hand_is_one_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On two hosts these would be two runs that know nothing of each other."""
+    theirs = tmp_path / "theirs.yaml"
+    theirs.write_text("distributed_type: FSDP\nnum_machines: 2\nmachine_rank: 1\n")
+    assert launch.main([f"--config={OURS}", f"--import={theirs}", "--device=cpu", f"run.dir={tmp_path}/run"]) == 2
+    message = capsys.readouterr().err
+    assert "theirs.yaml:2: num_machines: expected 1, as the launcher has it, found 2." in message
+    assert "theirs.yaml:3: machine_rank: expected 0, as the launcher has it, found 1." in message
+    assert not (tmp_path / "run").exists()

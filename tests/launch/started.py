@@ -93,9 +93,9 @@ class Started:
         """None while it runs."""
         return self._process.poll()
 
-    def wait(self) -> int:
+    def wait(self, limit_s: float = LIMIT_S) -> int:
         """The exit code, as Popen gives it (negative: killed by that signal)."""
-        return self._process.wait(LIMIT_S)
+        return self._process.wait(limit_s)
 
     def send(self, number: signal.Signals) -> None:
         """As `kill` does: to the first process alone."""

@@ -17,14 +17,15 @@ def check_launcher_facts(
     environ: Mapping[str, str],
     device: str = "",
     counted_by: str = "the launcher",
+    by_hand: bool = False,
 ) -> None:
     """Raise ConfigError where num_processes, num_machines, machine_rank or use_cpu isn't what there is.
 
     `processes` counts those of all hosts, one for each device (under xla, the devices themselves); None where only the
     engine knows. The hosts are those of whoever started this process, as far as it tells them. `device` is what
-    `--device` came to.
+    `--device` came to; `by_hand` says that nobody else starts processes on other hosts.
     """
-    hosts = _hosts(environ)
+    hosts = _hosts(environ, by_hand)
     found: list[str] = []
     for imported in imports:
         # `accelerate config` never asks for the hosts of a TPU: it writes 1, and machine 0, on each of them.
@@ -43,6 +44,10 @@ def check_launcher_facts(
                 found.append(
                     f"{said.where}: {said.key}: expected device {device}, as --device has it, found {said.typed}."
                 )
+        if imported.total is not None and processes is not None and imported.total[1] != processes:
+            by = imported.total[0]
+            expected = f"expected {processes} devices, as {counted_by} has it"
+            found.append(f"{by.where}: {by.key}: {expected}, found {by.typed}.")
     if found:
         way = "Mend the file, or start as it says (--num_devices, torchrun's --nproc-per-node, --nnodes, --node-rank"
         way += ", --device)." if device else ")."
@@ -57,8 +62,11 @@ class _Hosts(NamedTuple):
     of_tpu: bool = False
 
 
-def _hosts(environ: Mapping[str, str]) -> _Hosts:
-    """Those of torchrun, srun, mpirun or a TPU slice. mpirun's are counted by the processes of this one."""
+def _hosts(environ: Mapping[str, str], by_hand: bool) -> _Hosts:
+    """Those of torchrun, srun, mpirun, a TPU slice or torchrun's variables; by hand there is one.
+
+    mpirun's, and those of the variables, are counted by the processes of this one.
+    """
     if environ.get("GROUP_WORLD_SIZE"):
         return _Hosts(_integer(environ, "GROUP_WORLD_SIZE"), _integer(environ, "GROUP_RANK"))
     tasks = read_tasks(environ)
@@ -66,13 +74,21 @@ def _hosts(environ: Mapping[str, str]) -> _Hosts:
         if tasks.launcher == "srun":
             count = "SLURM_STEP_NUM_NODES" if environ.get("SLURM_STEP_NUM_NODES") else "SLURM_NNODES"
             return _Hosts(_integer(environ, count), _integer(environ, "SLURM_NODEID"))
-        count, rest = divmod(tasks.count, max(1, tasks.local_count))
-        return _Hosts(None if rest else count, 0 if count == 1 else None)
+        return _counted(tasks.count, tasks.local_count)
     workers, slices = len(tpu_workers(environ)), _integer(environ, "MEGASCALE_NUM_SLICES") or 1
     if not workers:
-        return _Hosts(None, None)
+        everywhere, here = _integer(environ, "WORLD_SIZE"), _integer(environ, "LOCAL_WORLD_SIZE")
+        if everywhere and here:
+            return _counted(everywhere, here)
+        return _Hosts(1, 0) if by_hand else _Hosts(None, None)
     worker, slice_ = _integer(environ, "TPU_WORKER_ID"), _integer(environ, "MEGASCALE_SLICE_ID") or 0
     return _Hosts(workers * slices, None if worker is None else slice_ * workers + worker, of_tpu=True)
+
+
+def _counted(everywhere: int, here: int) -> _Hosts:
+    """The hosts by numbers of processes; which one this is they tell where it is the only one."""
+    count, rest = divmod(everywhere, max(1, here))
+    return _Hosts(None if rest else count, 0 if count == 1 else None)
 
 
 def _device(said: Said) -> str:

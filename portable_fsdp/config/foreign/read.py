@@ -62,6 +62,7 @@ class Import:
     settings: dict[str, Setting] = field(default_factory=lambda: {})
     launcher: list[Said] = field(default_factory=lambda: [])
     not_needed: list[Said] = field(default_factory=lambda: [])
+    total: tuple[Setting, int] | None = None  # devices by dp_replicate_size * dp_shard_size, and who says so
     problems: list[tuple[int, str]] = field(default_factory=lambda: [])
 
     def number(self, fact: str) -> int | None:
@@ -112,6 +113,7 @@ def read_entries(
 def settle(result: Import, found: Found) -> None:
     """What the keys say together: the options that they set, and which keys set none."""
     result.settings = combine(found)
+    result.total = found.total
     for setting, reason in silent(found):
         result.not_needed.append(Said(setting.key, setting.typed, setting.where, reason))
 

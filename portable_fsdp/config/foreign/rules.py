@@ -48,6 +48,7 @@ class Found:
     given: Mapping[str, object]  # options that our own file or an override sets
     overridden: set[str]
     problems: list[tuple[int, str]]
+    total: tuple[Setting, int] | None = None  # the devices that the sizes of parallelism_config make together
     options: dict[str, Setting] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -84,7 +85,6 @@ def combine(found: Found) -> dict[str, Setting]:
     """The options of ours that the keys set together; contradictions are added to `found.problems`."""
     _sections(found)
     _strategy(found)
-    _sizes(found)
     _units(found)
     _precision(found)
     _recompute(found)
@@ -102,22 +102,45 @@ def silent(found: Found) -> list[tuple[Setting, str]]:
     """The keys that act with others and set nothing of their own in the end, each with the reason."""
     heard = {(setting.line, setting.key) for setting in found.options.values()}
     quiet = [setting for setting in found.said.values() if (setting.line, setting.key) not in heard]
-    return [(setting, _SILENT.get(setting.option, "agrees with another key")) for setting in quiet]
+    return [(setting, _SILENT.get(setting.option) or _goes_first(found, setting)) for setting in quiet]
+
+
+def _goes_first(found: Found, setting: Setting) -> str:
+    """The key that decided instead, and whether it came to the same."""
+    option = next(result for name, result in _RESULTS.items() if setting.option.startswith(name))
+    if option in found.overridden or option not in found.options:
+        return f"{option} goes first, as it is set elsewhere"
+    by = found.options[option]
+    meant = {"~reshard": _FREED.get(str(by.value), False), "~recompute": by.value == "full"}
+    agrees = setting.value == meant.get(setting.option.partition(".")[0], by.value)
+    return f"agrees with {by.key}: {by.typed}" if agrees else f"{by.key}: {by.typed} goes first"
 
 
 _SILENT = {
     "~version": "the keys of either version are read",
-    "~distributed": "says which section counts; the strategy stands there",
+    "~distributed": "says which section counts; sharding.strategy says what is sharded",
     "~xla": "--device=tpu says it",
-    "~fsdp": "sharding.strategy says it",
+    "~fsdp": "whether Trainer itself shards; here sharding.strategy says it, by default FULL_SHARD",
+    "~replicas": "sharding.strategy says it",
+    "~shard_size": "devices / sharding.replicas are the devices of a shard: compared with this size",
     "~spmd": "SPMD is the usual engine of a TPU: --backend=xla",
     "~auto_wrap": "units are the model's layers, unless fsdp_auto_wrap_policy says otherwise",
     "~min_num_params": "counts only where units are made by size",
     "~beta2": "optim.betas has both",
-    "~accumulate": "train.global_batch says it",
+    "~accumulate": "train.global_batch goes first",
     "train.epochs": "train.steps goes first, as in Trainer",
     "checkpoint.every": "save_strategy saves none by steps",
 }
+_RESULTS = {
+    "~strategy": "sharding.strategy",
+    "~reshard": "sharding.strategy",
+    "~mixed": "precision.compute",
+    "~recompute.": "memory.gradient_checkpointing",
+    "~offload.": "memory.cpu_offload",
+    "~warmup": "optim.warmup_steps",
+    "": "the option",
+}
+"""What facts make, for those that may lose to another key; by the beginnings of their names."""
 
 # ------------------------------------------------------------------------------------------------------------- sharding
 
@@ -149,6 +172,7 @@ def _sections(found: Found) -> None:
 def _strategy(found: Found) -> None:
     word = _named_strategy(found) or _implied_strategy(found)
     if word is None:
+        _require_strategy(found)
         return
     strategy, remark = str(word.value), ""
     replicas = found.said.get("~replicas")
@@ -164,6 +188,26 @@ def _strategy(found: Found) -> None:
     elif strategy in _WHOLE and (replicas or one_machine) and "sharding.replicas" not in found.given:
         strategy, remark = _WHOLE[strategy], "one machine is one copy of the model"
     found.set("sharding.strategy", strategy, word, remark)
+    if "sharding.strategy" not in found.overridden:
+        _sizes(found, strategy, word)
+
+
+def _require_strategy(found: Found) -> None:
+    """An engine without a word of what it shards: neither DeepSpeed's default nor Megatron's is ours."""
+    kind = found.said.get("~distributed")
+    if kind is None or kind.value not in _STAGES or "sharding.strategy" in found.given:
+        return
+    found.problem(
+        kind,
+        f"expected {_STAGES[str(kind.value)]} too, which says what is sharded, found {kind.typed} alone.\n"
+        "  Add it, or set sharding.strategy.",
+    )
+
+
+_STAGES = {
+    "DEEPSPEED": "zero_stage in deepspeed_config",
+    "MEGATRON_LM": "megatron_lm_use_distributed_optimizer: true in megatron_lm_config",
+}
 
 
 def _named_strategy(found: Found) -> Setting | None:
@@ -195,18 +239,22 @@ def _implied_strategy(found: Found) -> Setting | None:
     return sizes and sizes._replace(value="FULL_SHARD")
 
 
-def _sizes(found: Found) -> None:
-    replicas, shards = found.said.get("~replicas"), found.said.get("~shard_size")
-    processes = found.numbers.get("num_processes")
-    if replicas is None or shards is None or processes is None:
+def _sizes(found: Found, strategy: str, word: Setting) -> None:
+    """Copies * devices of a shard are all devices, as in accelerate; those that nobody said are 1."""
+    shards = found.said.get("~shard_size")
+    if shards is None or (strategy == "NO_SHARD" and found.said.get("~replicas") is None and shards.value == 1):
         return
+    if strategy == "NO_SHARD" and shards.value != 1:
+        return found.contradiction("sharding.strategy", word, shards)
+    replicas = found.said.get("~replicas")
     product = (found.whole("~replicas") or 1) * (found.whole("~shard_size") or 1)
-    if product != processes:
-        found.problem(
-            shards,
-            f"expected {replicas.key} * {shards.key} = num_processes = {processes}, found {replicas.typed} * "
-            f"{shards.typed} = {product}.",
-        )
+    processes = found.numbers.get("num_processes")
+    factors = f"{replicas.key} * {shards.key}" if replicas else shards.key
+    typed = f"{replicas.typed} * {shards.typed} = {product}" if replicas else shards.typed
+    if processes is not None and product != processes:
+        found.problem(shards, f"expected {factors} = num_processes = {processes}, found {typed}.")
+    found.total = (shards._replace(key=factors, typed=typed), product)
+    return None
 
 
 def _units(found: Found) -> None:
