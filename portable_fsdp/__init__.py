@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     from portable_fsdp.config.load import load_config, total_steps
     from portable_fsdp.data.build import build_data
     from portable_fsdp.models.build import build_model
-    from portable_fsdp.train.build import build_training, open_batches, open_checkpoints
+    from portable_fsdp.train.build import build_evaluator, build_training, open_batches, open_checkpoints
     from portable_fsdp.train.step import train_step
 
 __version__ = "0.1.0"
 __all__ = [
     "Checkpoints",
     "build_data",
+    "build_evaluator",
     "build_model",
     "build_training",
     "load_config",
@@ -33,6 +34,7 @@ __all__ = [
 _HOMES = {
     "Checkpoints": "portable_fsdp.checkpoint.manager",
     "build_data": "portable_fsdp.data.build",
+    "build_evaluator": "portable_fsdp.train.build",
     "build_model": "portable_fsdp.models.build",
     "build_training": "portable_fsdp.train.build",
     "load_config": "portable_fsdp.config.load",

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from portable_fsdp.backends.base import Metrics
 from portable_fsdp.backends.tpu_options import libtpu_arguments
+from portable_fsdp.config.schema import Config
 
 log = logging.getLogger("portable_fsdp")
 
@@ -43,6 +44,11 @@ def tpu_name() -> str:
 def tpu_chips() -> int:
     """TPU chips that this host shows as device files."""
     return len([*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")])
+
+
+def expected_programs(config: Config, accumulation: int) -> int:
+    """The step, or a micro batch and the update; and the evaluation, where the run has one."""
+    return (1 if accumulation == 1 else 2) + (config.train.eval_every is not None)
 
 
 class Programs:

@@ -22,6 +22,7 @@ from portable_fsdp.checkpoint.changes import Difference, check_allow, difference
 from portable_fsdp.checkpoint.commit import Index
 from portable_fsdp.checkpoint.format import (
     Data,
+    Evaluated,
     Manifest,
     TensorEntry,
     WrittenBy,
@@ -72,6 +73,7 @@ class Resumed:
     changes: tuple[Difference, ...]
     weights_only: bool
     passed_over: tuple[str, ...]  # why newer checkpoints were not taken
+    evaluation: Evaluated | None = None  # of this run's own
 
 
 class Checkpoints:
@@ -125,10 +127,18 @@ class Checkpoints:
 
     # ------------------------------------------------------------------------------------------------------- save
 
-    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, position: tuple[int, int]) -> Path:
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        position: tuple[int, int],
+        evaluation: Evaluated | None = None,
+    ) -> Path:
         """Write the state after `step`; returns the folder in which it is committed: now, or with `async_save` later.
 
-        `position`: the data's (epoch, samples consumed in it). Raises `CheckpointError` on all processes if one of
+        `position`: the data's (epoch, samples consumed in it). `evaluation`: what the evaluations have told; retention
+        keeps the best of them. Raises `CheckpointError` on all processes if one of
         them could not write, now or in the background save before, or if the step is committed already. What was
         committed before stays as it was.
         """
@@ -137,6 +147,7 @@ class Checkpoints:
         final = step_folder(self.folder, step)
         attempt = on_process_0(self._backend, f"checkpoint {final.name}", lambda: self._begin(final))
         manifest, pieces = self._taken(step, position, model, optimizer)
+        manifest = manifest.model_copy(update={"evaluation": evaluation})
         blocked = time.perf_counter() - began
 
         def work() -> None:
@@ -147,7 +158,7 @@ class Checkpoints:
                 raise
             if self._backend.process.index == 0:
                 self._commit(final, attempt, manifest)
-                removed = self._remove_outdated(final)
+                removed = self._remove_outdated(final, evaluation and evaluation.best_step)
                 seconds = time.perf_counter() - began
                 waited = blocked if self._settings.async_save else seconds
                 self._finished.append(Saved(step, final, seconds, waited, removed))
@@ -251,7 +262,7 @@ class Checkpoints:
             commit.set_aside(final)
         commit.commit(final, attempt, manifest.model_copy(update={"files": files, "tensors": tensors}), indexes)
 
-    def _remove_outdated(self, committed: Path) -> tuple[int, ...]:
+    def _remove_outdated(self, committed: Path, best: int | None) -> tuple[int, ...]:
         """Delete what retention gives up, of what this run wrote; what can't be deleted is warned about, and forgotten.
 
         Damaged ones count as none, and are left alone.
@@ -263,7 +274,7 @@ class Checkpoints:
             if self._own is None:
                 self._own = {step_of(path) or 0: path for path in committed_steps(self.folder) if self._is_own(path)}
             self._own[step_of(committed) or 0] = committed
-            for step in commit.outdated(list(self._own), self._settings.keep, self._settings.keep_every):
+            for step in commit.outdated(list(self._own), self._settings.keep, self._settings.keep_every, best):
                 commit.delete(self._own.pop(step), self._run)
                 removed.append(step)
         except Exception as error:  # object stores raise many classes
@@ -334,4 +345,5 @@ def _zeros_for_the_rest(reader: Reader, expected: Mapping[str, TensorState]) -> 
 
 def _resumed(found: Found, manifest: Manifest, changes: tuple[Difference, ...], weights_only: bool) -> Resumed:
     step, data = (0, (0, 0)) if weights_only else (manifest.step, (manifest.data.epoch, manifest.data.position))
-    return Resumed(found.path, step, data, changes, weights_only, found.passed_over)
+    evaluation = manifest.evaluation if found.is_own and not weights_only else None
+    return Resumed(found.path, step, data, changes, weights_only, found.passed_over, evaluation)

@@ -19,6 +19,7 @@ from portable_fsdp.models.build import BuiltModel, build_model
 from portable_fsdp.models.loss import Loss
 from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dtype, recomputed_layers
 from portable_fsdp.optim.optimizer import make_optimizer, parameter_groups
+from portable_fsdp.train.evaluate import Evaluator
 from portable_fsdp.train.records import checkpoint_folder
 from portable_fsdp.train.step import Step, train_step
 
@@ -92,6 +93,13 @@ def shard_policy(config: Config, model: nn.Module) -> ShardPolicy:
         compile_backend=config.compile.backend if config.compile.enabled else None,
         scan_layers=config.compile.scan_layers,
     )
+
+
+def build_evaluator(config: Config, backend: Backend, training: Training, corpus: Corpus) -> Evaluator | None:
+    """What evaluates the model over the rows of `data.eval_split`; None without `train.eval_every`."""
+    if config.train.eval_every is None or corpus.eval_rows is None:
+        return None
+    return Evaluator(backend, training.model, corpus.eval_rows, config.train)
 
 
 def open_checkpoints(config: Config, backend: Backend, training: Training, corpus: Corpus) -> Checkpoints:
