@@ -13,6 +13,7 @@ from cases import GLOBAL_BATCH, SEQ_LEN, Case, CaseRows
 from dying import Instants, patched
 from live_storages import Measured, measure
 from memory import Peak, anonymous
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from portable_fsdp.backends.base import Backend, Pending, ShardPolicy, TensorState, parameter_places
 from portable_fsdp.backends.open import open_backend
@@ -24,6 +25,7 @@ from portable_fsdp.metrics.hlo import collectives as collectives_of_program
 from portable_fsdp.models.build import build_model
 from portable_fsdp.optim.schedule import learning_rate
 from portable_fsdp.train.build import build_training
+from portable_fsdp.train.evaluate import Evaluator
 
 Pieces = dict[str, tuple[tuple[int, ...], str, list[tuple[tuple[int, ...], torch.Tensor]]]]
 
@@ -271,15 +273,6 @@ def agree_and_sum() -> dict[str, Any]:
 
 def host_reads(case: Case) -> dict[str, int]:
     """How often a step after the first reads a tensor on the host (aten::_local_scalar_dense)."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Reads(TorchDispatchMode):
-        count = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            Reads.count += func is torch.ops.aten._local_scalar_dense.default
-            return func(*args, **(kwargs or {}))
-
     backend, config = _open(case)
     with backend:
         run = Run(backend, config)
@@ -291,10 +284,73 @@ def host_reads(case: Case) -> dict[str, int]:
                 **run._news(GLOBAL_BATCH // backend.data_shard.count, 0.0),
             }
         )
-        with Reads():
+        with Reads() as reads:
             metrics = run.step([batch], 1e-3)
         backend.fetch(metrics).result()
-        return {"reads": Reads.count}
+        return {"reads": reads.count}
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often a tensor is read on the host."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+class Sent(TorchDispatchMode):
+    """Names the collectives that run inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def evaluated(case: Case, rows: int) -> dict[str, Any]:
+    """Two runs of a case from its start: with evaluations over `rows` rows around its first steps, and without."""
+    backend, config = _open(case)
+    with backend:
+        run = Run(backend, config)
+        before = backend.compilations
+        evaluator = Evaluator(backend, run.model, CaseRows(rows), config.train)
+        untrained = evaluator()
+        metrics = run.train(1, 2)
+        counted = backend.collectives
+        with Reads() as reads:
+            evaluation = evaluator()
+        at = run.state()
+        after = _three_more(run)
+        told = {
+            "untrained": untrained,
+            "evaluation": evaluation,
+            "reads": reads.count,
+            "at": at,
+            "metrics": [*metrics, *after.pop("metrics")],
+            **after,
+            "final": run.state(),
+            "collectives": [counted, backend.collectives],
+            "compilations": backend.compilations - before,
+            "expected_compilations": backend.expected_compilations,
+        }
+        plain = Run(backend, config)
+        metrics = plain.train(1, 2)
+        at = plain.state()
+        after = _three_more(plain)
+        metrics += after.pop("metrics")
+        return {**told, "plain": {"metrics": metrics, "at": at, **after, "final": plain.state()}}
+
+
+def _three_more(run: Run) -> dict[str, Any]:
+    with Sent() as sent:
+        metrics = run.train(3, 5)
+    return {"metrics": metrics, "sent": sent.names}
 
 
 def refused(case: Case) -> None:
@@ -313,7 +369,6 @@ def collectives(case: Case) -> dict[str, Any]:
     gather is the number of devices that it runs over.
     """
     from torch.distributed.tensor.debug import CommDebugMode
-    from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
     class Wire(TorchDispatchMode):
@@ -373,7 +428,6 @@ def resting(case: Case) -> dict[str, Any]:
 def kept_for_backward(case: Case) -> dict[str, int]:
     """Bytes that forward made and that live on until backward; products (FLOPs) and attentions of both together."""
     from torch.multiprocessing.reductions import StorageWeakRef
-    from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
     from torch.utils.flop_counter import FlopCounterMode
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from assemble import assemble, assert_equal_states
-from cases import GLOBAL_BATCH, Case
-from reference import reference
+from cases import GLOBAL_BATCH, Case, CaseRows
+from reference import evaluate, reference
 from workers import Group, JobFailed, Workers
 
 from portable_fsdp.config.refusals import EITHER_XLA, EVERY
@@ -120,6 +120,39 @@ def test_c7_a_learning_rate_of_exactly_1_is_no_new_program(group: Group, run: Ru
         # None where an earlier job of the worker compiled the same program, which is kept as long as the process.
         again = group.backend == "xla_fsdp1" and answer["compilations"] == 0
         assert again or answer["compilations"] == answer["expected_compilations"]
+
+
+EVALUATED = {"data.eval_split": "5%", "train.eval_every": 2}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"sharding.strategy": "FULL_SHARD"},
+        {"sharding.strategy": "SHARD_GRAD_OP", "train.micro_batch": 1},
+    ],
+    ids=["FULL_SHARD", "SHARD_GRAD_OP in micro batches"],
+)
+def test_an_evaluation_changes_nothing(group: Group, workers: GetWorkers, settings: dict[str, Any]) -> None:
+    """Neither the curve nor the state, nor what a step sends; it is compiled once, and reads nothing on the host."""
+    case = Case(steps=5, settings={**EVALUATED, **settings})
+    answers = workers(group).run("evaluated", case=case, rows=53)  # a last batch that isn't full
+    for answer in answers:
+        plain = answer["plain"]
+        assert answer["metrics"] == plain["metrics"]
+        assert answer["sent"] == plain["sent"]
+        assert answer["collectives"][0] == answer["collectives"][1]
+        assert answer["reads"] == 0
+        assert answer["compilations"] == answer["expected_compilations"]
+    for moment in ("at", "final"):
+        plain = assemble([answer["plain"][moment] for answer in answers])
+        assert_equal_states(assemble([answer[moment] for answer in answers]), plain)
+    initial = reference(Case(steps=1)).initial
+    trained = assemble([answer["at"] for answer in answers])
+    for name, weights in (("untrained", initial), ("evaluation", trained)):
+        loss, tokens = evaluate(Case(), weights, CaseRows(53))
+        assert {(answer[name].loss, answer[name].tokens) for answer in answers} == {(answers[0][name].loss, tokens)}
+        assert answers[0][name].loss == pytest.approx(loss, rel=1e-6)
 
 
 def test_sum_place_agree_and_gather(group: Group, workers: GetWorkers) -> None:
