@@ -313,20 +313,21 @@ class Sent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def evaluated(case: Case, rows: int) -> dict[str, Any]:
-    """Two runs of a case from its start: with evaluations over `rows` rows around its first steps, and without."""
+def evaluated(case: Case, rows: int, early: bool) -> dict[str, Any]:
+    """Two runs of a case: with evaluations over `rows` rows after steps 2 and 5 (`early`: at the start too), without."""
     backend, config = _open(case)
     with backend:
         run = Run(backend, config)
         before = backend.compilations
         evaluator = Evaluator(backend, run.model, CaseRows(rows), config.train)
-        untrained = evaluator()
+        untrained = evaluator() if early else None
         metrics = run.train(1, 2)
         counted = backend.collectives
         with Reads() as reads:
             evaluation = evaluator()
         at = run.state()
         after = _three_more(run)
+        evaluator()
         told = {
             "untrained": untrained,
             "evaluation": evaluation,

@@ -128,31 +128,43 @@ EVALUATED = {"data.eval_split": "5%", "train.eval_every": 2}
 @pytest.mark.parametrize(
     "settings",
     [
-        {"sharding.strategy": "FULL_SHARD"},
+        # The root holds nothing then: the unit that ran last in a forward is not the one that backward begins with.
+        {"sharding.strategy": "FULL_SHARD", "sharding.wrap_modules": ["model.norm"]},
         {"sharding.strategy": "SHARD_GRAD_OP", "train.micro_batch": 1},
     ],
     ids=["FULL_SHARD", "SHARD_GRAD_OP in micro batches"],
 )
 def test_an_evaluation_changes_nothing(group: Group, workers: GetWorkers, settings: dict[str, Any]) -> None:
     """Neither the curve nor the state, nor what a step sends; it is compiled once, and reads nothing on the host."""
-    case = Case(steps=5, settings={**EVALUATED, **settings})
-    answers = workers(group).run("evaluated", case=case, rows=53)  # a last batch that isn't full
+    answers = workers(group).run("evaluated", case=evaluated_case(settings), rows=53, early=group.backend == "native")
+    assert_evaluation_changes_nothing(answers)
+    for answer in answers:
+        # Less where an earlier job of the worker compiled the same program, which is kept as long as the process.
+        kept = group.backend == "xla_fsdp1" and answer["compilations"] < answer["expected_compilations"]
+        assert kept or answer["compilations"] == answer["expected_compilations"]
+
+
+def evaluated_case(settings: dict[str, Any]) -> Case:
+    return Case(steps=5, settings={**EVALUATED, **settings})
+
+
+def assert_evaluation_changes_nothing(answers: list[dict[str, Any]]) -> None:
+    """And its loss, over 53 rows, whose last batch isn't full, is that of a plain loop."""
     for answer in answers:
         plain = answer["plain"]
         assert answer["metrics"] == plain["metrics"]
         assert answer["sent"] == plain["sent"]
         assert answer["collectives"][0] == answer["collectives"][1]
         assert answer["reads"] == 0
-        assert answer["compilations"] == answer["expected_compilations"]
     for moment in ("at", "final"):
         plain = assemble([answer["plain"][moment] for answer in answers])
         assert_equal_states(assemble([answer[moment] for answer in answers]), plain)
-    initial = reference(Case(steps=1)).initial
-    trained = assemble([answer["at"] for answer in answers])
-    for name, weights in (("untrained", initial), ("evaluation", trained)):
-        loss, tokens = evaluate(Case(), weights, CaseRows(53))
-        assert {(answer[name].loss, answer[name].tokens) for answer in answers} == {(answers[0][name].loss, tokens)}
-        assert answers[0][name].loss == pytest.approx(loss, rel=1e-6)
+    weights = {"untrained": reference(Case(steps=1)).initial, "evaluation": assemble([one["at"] for one in answers])}
+    for name, found in ((name, answers[0][name]) for name in weights if answers[0][name] is not None):
+        assert all(answer[name] == found for answer in answers)
+        loss, tokens = evaluate(Case(), weights[name], CaseRows(53))
+        assert found.tokens == tokens
+        assert found.loss == pytest.approx(loss, rel=1e-6)
 
 
 def test_sum_place_agree_and_gather(group: Group, workers: GetWorkers) -> None:
