@@ -314,7 +314,7 @@ class Sent(TorchDispatchMode):
 
 
 def evaluated(case: Case, rows: int, early: bool) -> dict[str, Any]:
-    """Two runs of a case: with evaluations over `rows` rows after steps 2 and 5 (`early`: at the start too), without."""
+    """Two runs of a case: with evaluations over `rows` rows after steps 2 and 5 (`early`: before too), and without."""
     backend, config = _open(case)
     with backend:
         run = Run(backend, config)
