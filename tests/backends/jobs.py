@@ -323,35 +323,36 @@ def evaluated(case: Case, rows: int, early: bool) -> dict[str, Any]:
         untrained = evaluator() if early else None
         metrics = run.train(1, 2)
         counted = backend.collectives
-        with Reads() as reads:
-            evaluation = evaluator()
+        evaluation = evaluator()
         at = run.state()
-        after = _three_more(run)
+        sent = _three_more(run, metrics)
         evaluator()
         told = {
             "untrained": untrained,
             "evaluation": evaluation,
-            "reads": reads.count,
             "at": at,
-            "metrics": [*metrics, *after.pop("metrics")],
-            **after,
-            "final": run.state(),
+            "metrics": metrics,
+            "sent": sent,
             "collectives": [counted, backend.collectives],
             "compilations": backend.compilations - before,
             "expected_compilations": backend.expected_compilations,
+            "final": run.state(),
         }
+        with Reads() as reads:
+            evaluator()
         plain = Run(backend, config)
         metrics = plain.train(1, 2)
         at = plain.state()
-        after = _three_more(plain)
-        metrics += after.pop("metrics")
-        return {**told, "plain": {"metrics": metrics, "at": at, **after, "final": plain.state()}}
+        sent = _three_more(plain, metrics)
+        without = {"at": at, "metrics": metrics, "sent": sent, "final": plain.state()}
+        return {**told, "reads": reads.count, "plain": without}
 
 
-def _three_more(run: Run) -> dict[str, Any]:
-    with Sent() as sent:
-        metrics = run.train(3, 5)
-    return {"metrics": metrics, "sent": sent.names}
+def _three_more(run: Run, metrics: list[dict[str, float]]) -> list[str]:
+    """The collectives on the wire. Where XLA makes them nobody looks: under a mode of torch's it is another program."""
+    with nullcontext() if run.backend.expected_compilations else Sent() as sent:
+        metrics += run.train(3, 5)
+    return sent.names if sent else []
 
 
 def refused(case: Case) -> None:

@@ -374,9 +374,8 @@ def test_modules_of_another_dtype_are_computed_in_it(run: Run) -> None:
         {"sharding.backward_prefetch": "BACKWARD_POST", "memory.gradient_checkpointing": "full"},
         {"sharding.strategy": "HYBRID_SHARD_ZERO2", "sharding.replicas": 2, "sharding.forward_prefetch": 1},
         {"sharding.reshard_after_forward": 2},
-        {"compile.enabled": True, "compile.backend": "aot_eager"},
     ],
-    ids=["prefetch", "recomputed", "hybrid", "resharded over two", "compiled"],
+    ids=["prefetch", "recomputed", "hybrid", "resharded over two"],
 )
 def test_an_evaluation_is_no_first_forward_and_leaves_shards(settings: Settings, workers: GetWorkers) -> None:
     """What is gathered ahead follows the first forward of training, and all rests as shards after an evaluation."""
