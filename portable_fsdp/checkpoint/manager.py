@@ -138,16 +138,14 @@ class Checkpoints:
         """Write the state after `step`; returns the folder in which it is committed: now, or with `async_save` later.
 
         `position`: the data's (epoch, samples consumed in it). `evaluation`: what the evaluations have told; retention
-        keeps the best of them. Raises `CheckpointError` on all processes if one of
-        them could not write, now or in the background save before, or if the step is committed already. What was
-        committed before stays as it was.
+        keeps the best. Raises `CheckpointError` on all processes if one of them could not write, now or in the background
+        save before, or if the step is committed already. What was committed before stays as it was.
         """
         began = time.perf_counter()
         self.wait()
         final = step_folder(self.folder, step)
         attempt = on_process_0(self._backend, f"checkpoint {final.name}", lambda: self._begin(final))
-        manifest, pieces = self._taken(step, position, model, optimizer)
-        manifest = manifest.model_copy(update={"evaluation": evaluation})
+        manifest, pieces = self._taken(step, position, evaluation, model, optimizer)
         blocked = time.perf_counter() - began
 
         def work() -> None:
@@ -171,13 +169,18 @@ class Checkpoints:
         return final
 
     def _taken(
-        self, step: int, position: tuple[int, int], model: nn.Module, optimizer: torch.optim.Optimizer
+        self,
+        step: int,
+        position: tuple[int, int],
+        evaluation: Evaluated | None,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
     ) -> tuple[Manifest, dict[str, list[Piece]]]:
         """What is to be written: of all processes, and this one's pieces. Raises on all what fails on one."""
         failure: Exception | None = None
         try:
             state = self._backend.state(model, optimizer)
-            manifest = self._manifest(step, position, state)
+            manifest = self._manifest(step, position, evaluation, state)
             if self._settings.async_save:
                 pieces = self._snapshot.take(state)
             else:
@@ -222,7 +225,9 @@ class Checkpoints:
             commit.set_aside(final)  # the new one is written in its place
         return commit.begin(final, self._run)
 
-    def _manifest(self, step: int, position: tuple[int, int], state: Mapping[str, TensorState]) -> Manifest:
+    def _manifest(
+        self, step: int, position: tuple[int, int], evaluation: Evaluated | None, state: Mapping[str, TensorState]
+    ) -> Manifest:
         """Without files and pieces, which the processes write."""
         return Manifest(
             format_version=1,
@@ -231,6 +236,7 @@ class Checkpoints:
             config=self._config,
             model_config=self._model_config,
             data=Data(epoch=position[0], position=position[1], **self._data._asdict()),
+            evaluation=evaluation,
             ties=self._ties,
             written_by=self._written_by,
             files=(),

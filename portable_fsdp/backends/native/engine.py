@@ -182,7 +182,7 @@ class NativeBackend(Backend):
 
     def compile(self, fn: Callable[..., Metrics], name: str) -> Callable[..., Metrics]:
         def counted(*args: Any) -> Metrics:
-            if self._first_step_is_over or not self._counts_collectives:
+            if self._first_step_is_over or not self._counts_collectives or name == "evaluate":
                 return fn(*args)
             with self._counter:
                 return fn(*args)
@@ -199,14 +199,12 @@ class NativeBackend(Backend):
 
     @contextmanager
     def evaluate(self) -> Generator[None]:
-        traffic = dict(self._counter.traffic)
         self._prefetch.before_forward()
         try:
             with torch.no_grad():
                 yield
         finally:
             rest(self._root)
-            self._counter.traffic = traffic  # a step's alone
 
     def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
         # On local shards, in float32, and reduced on the device: with cpu_offload gradients lie on the host.
