@@ -138,8 +138,8 @@ class Checkpoints:
         """Write the state after `step`; returns the folder in which it is committed: now, or with `async_save` later.
 
         `position`: the data's (epoch, samples consumed in it). `evaluation`: what the evaluations have told; retention
-        keeps the best. Raises `CheckpointError` on all processes if one of them could not write, now or in the background
-        save before, or if the step is committed already. What was committed before stays as it was.
+        keeps the best. Raises `CheckpointError` on all processes if one of them could not write, now or in the
+        background save before, or if the step is committed already. What was committed before stays as it was.
         """
         began = time.perf_counter()
         self.wait()
