@@ -15,13 +15,20 @@ if TYPE_CHECKING:
     from portable_fsdp.models.build import build_model
     from portable_fsdp.optim.schedule import learning_rate
     from portable_fsdp.runtime.command import errors_as_sentences
-    from portable_fsdp.train.build import build_training, open_batches, open_checkpoints, total_steps
+    from portable_fsdp.train.build import (
+        build_evaluator,
+        build_training,
+        open_batches,
+        open_checkpoints,
+        total_steps,
+    )
     from portable_fsdp.train.step import train_step
 
 __version__ = "0.1.0"
 __all__ = [
     "Checkpoints",
     "build_data",
+    "build_evaluator",
     "build_model",
     "build_training",
     "errors_as_sentences",
@@ -37,6 +44,7 @@ __all__ = [
 _HOMES = {
     "Checkpoints": "portable_fsdp.checkpoint.manager",
     "build_data": "portable_fsdp.data.build",
+    "build_evaluator": "portable_fsdp.train.build",
     "build_model": "portable_fsdp.models.build",
     "build_training": "portable_fsdp.train.build",
     "errors_as_sentences": "portable_fsdp.runtime.command",

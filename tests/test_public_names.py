@@ -8,6 +8,7 @@ import portable_fsdp
 NAMES = [
     "Checkpoints",
     "build_data",
+    "build_evaluator",
     "build_model",
     "build_training",
     "errors_as_sentences",

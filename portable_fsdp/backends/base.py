@@ -145,7 +145,7 @@ class Backend(ABC):
     process: Part
     data_shard: Part
     data_parallel_size: int  # devices
-    expected_compilations: int  # of the train step in a whole run; 0 where nothing compiles
+    expected_compilations: int  # of the train step and the evaluation in a whole run; 0 where nothing compiles
 
     def __enter__(self) -> Self:
         return self
@@ -187,6 +187,10 @@ class Backend(ABC):
         """Around a micro batch's forward and backward; gradients cross devices in the last one."""
 
     @abstractmethod
+    def evaluate(self) -> AbstractContextManager[None]:
+        """Around a forward that no backward follows: no gradients. The model rests afterwards as it did before."""
+
+    @abstractmethod
     def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
         """Clip to the global norm `limit` (None: don't); return the norm before, 0-dim, on device. *collective*"""
 
@@ -221,7 +225,7 @@ class Backend(ABC):
     @property
     @abstractmethod
     def compilations(self) -> int:
-        """Train-step programs compiled so far."""
+        """Programs of the train step and the evaluation compiled so far."""
 
     @property
     @abstractmethod

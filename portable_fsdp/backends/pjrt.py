@@ -14,6 +14,7 @@ from torch import Tensor
 
 from portable_fsdp.backends.base import Metrics
 from portable_fsdp.backends.tpu_options import libtpu_arguments
+from portable_fsdp.config.schema import Config
 
 log = logging.getLogger("portable_fsdp")
 
@@ -37,6 +38,11 @@ def tpu_name() -> str:
 
     kind = str(cast(Any, tpu).get_tpu_env()["ACCELERATOR_TYPE"]).split("-")[0]  # v5litepod, v5p, v6e
     return f"TPU {kind.replace('litepod', ' lite')}"
+
+
+def expected_programs(config: Config, accumulation: int) -> int:
+    """The step, or a micro batch and the update; and the evaluation, where the run has one."""
+    return (1 if accumulation == 1 else 2) + (config.train.eval_every is not None)
 
 
 class Programs:

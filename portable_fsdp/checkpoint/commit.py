@@ -274,14 +274,16 @@ def delete(folder: Path, run: str) -> None:
     discard(folder)
 
 
-def outdated(steps: Sequence[int], keep: int | None, keep_every: int | None) -> list[int]:
-    """Of the committed `steps`, those that retention gives up: not among the last `keep`, no multiple of `keep_every`.
+def outdated(steps: Sequence[int], keep: int | None, keep_every: int | None, best: int | None = None) -> list[int]:
+    """Of the committed `steps`, those that retention gives up: not among the last `keep`, no multiple of `keep_every`,
+    not the `best` one.
 
     None for `keep` keeps all.
     """
     if keep is None:
         return []
-    return [step for step in sorted(steps)[: -max(keep, 1)] if not (keep_every and step % keep_every == 0)]
+    older = sorted(steps)[: -max(keep, 1)]
+    return [step for step in older if step != best and not (keep_every and step % keep_every == 0)]
 
 
 def _is_debris(path: Path) -> bool:

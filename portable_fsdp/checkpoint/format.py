@@ -90,6 +90,17 @@ class Data(Entry):
     tokenizer: str | None = None
 
 
+class Evaluated(Entry):
+    """What a run's evaluations had told when a step was saved. Losses are means over the counted tokens, in nats."""
+
+    rows: str  # which they were over
+    step: int = Field(ge=0)  # of the last one
+    loss: float
+    best_step: int = Field(ge=0)
+    best_loss: float
+    without_improvement: int = Field(ge=0)  # evaluations since the best one
+
+
 class WrittenBy(Entry):
     """Who wrote the checkpoint; for people, no reader depends on it."""
 
@@ -102,7 +113,8 @@ class WrittenBy(Entry):
 
 class Manifest(Entry):
     """`manifest.json`. `architecture` (transformers' config as a dict) is its key `model_config`, a name that pydantic
-    keeps for itself; `ties` are further names of stored tensors; `saved_at` is in UTC, as ISO 8601 has it."""
+    keeps for itself; `ties` are further names of stored tensors; `saved_at` is in UTC, as ISO 8601 has it. `evaluation`
+    is left out where there was none, so that releases that don't know it read the rest."""
 
     format_version: int = Field(ge=1, le=1)
     step: int = Field(ge=0)
@@ -110,6 +122,7 @@ class Manifest(Entry):
     config: dict[str, Any]
     architecture: dict[str, Any] | None = Field(alias="model_config")
     data: Data
+    evaluation: Evaluated | None = None
     ties: dict[str, str]
     written_by: WrittenBy
     files: tuple[FileEntry, ...]
@@ -177,7 +190,8 @@ def run_of(manifest: Manifest) -> str:
 def manifest_text(manifest: Manifest) -> str:
     """JSON with one tensor and one file a line, so that people can read it and `diff` shows what changed; sealed."""
     parts: list[str] = []
-    for key, value in manifest.model_dump(mode="json", by_alias=True).items():
+    without = {"evaluation"} if manifest.evaluation is None else set[str]()
+    for key, value in manifest.model_dump(mode="json", by_alias=True, exclude=without).items():
         if key == "tensors":
             lines = [f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in value.items()]
             parts.append(f"{json.dumps(key)}: {{\n" + ",\n".join(lines) + "\n}")

@@ -23,6 +23,7 @@ from portable_fsdp.checkpoint.changes import Difference, check_allow, difference
 from portable_fsdp.checkpoint.commit import Index
 from portable_fsdp.checkpoint.format import (
     Data,
+    Evaluated,
     Manifest,
     TensorEntry,
     WrittenBy,
@@ -73,6 +74,7 @@ class Resumed:
     changes: tuple[Difference, ...]
     weights_only: bool
     passed_over: tuple[str, ...]  # why newer checkpoints were not taken
+    evaluation: Evaluated | None = None  # of this run's own
 
 
 class Checkpoints:
@@ -134,18 +136,25 @@ class Checkpoints:
 
     # ------------------------------------------------------------------------------------------------------- save
 
-    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, position: tuple[int, int]) -> Path:
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        position: tuple[int, int],
+        evaluation: Evaluated | None = None,
+    ) -> Path:
         """Write the state after `step`; returns the folder in which it is committed: now, or with `async_save` later.
 
-        `position`: the data's (epoch, samples consumed in it). Raises `CheckpointError` on all processes if one of
-        them could not write, now or in the background save before, or if the step is committed already. What was
-        committed before stays as it was.
+        `position`: the data's (epoch, samples consumed in it). `evaluation`: what the evaluations have told; retention
+        keeps the best. Raises `CheckpointError` on all processes if one of them could not write, now or in the
+        background save before, or if the step is committed already. What was committed before stays as it was.
         """
         began = time.perf_counter()
         self.wait()
         final = step_folder(self.folder, step)
         attempt = on_process_0(self._backend, f"checkpoint {final.name}", lambda: self._begin(final))
-        manifest, pieces = self._taken(step, position, model, optimizer)
+        manifest, pieces = self._taken(step, position, evaluation, model, optimizer)
         blocked = time.perf_counter() - began
 
         def work() -> None:
@@ -156,7 +165,7 @@ class Checkpoints:
                 raise
             if self._backend.process.index == 0:
                 self._commit(final, attempt, manifest)
-                removed = self._remove_outdated(final)
+                removed = self._remove_outdated(final, evaluation and evaluation.best_step)
                 seconds = time.perf_counter() - began
                 waited = blocked if self._settings.async_save else seconds
                 self._finished.append(Saved(step, final, seconds, waited, removed))
@@ -169,13 +178,18 @@ class Checkpoints:
         return final
 
     def _taken(
-        self, step: int, position: tuple[int, int], model: nn.Module, optimizer: torch.optim.Optimizer
+        self,
+        step: int,
+        position: tuple[int, int],
+        evaluation: Evaluated | None,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
     ) -> tuple[Manifest, dict[str, list[Piece]]]:
         """What is to be written: of all processes, and this one's pieces. Raises on all what fails on one."""
         failure: Exception | None = None
         try:
             state = self._backend.state(model, optimizer)
-            manifest = self._manifest(step, position, state)
+            manifest = self._manifest(step, position, evaluation, state)
             if self._settings.async_save:
                 pieces = self._snapshot.take(state)
             else:
@@ -220,7 +234,9 @@ class Checkpoints:
             commit.set_aside(final)  # the new one is written in its place
         return commit.begin(final, self._run)
 
-    def _manifest(self, step: int, position: tuple[int, int], state: Mapping[str, TensorState]) -> Manifest:
+    def _manifest(
+        self, step: int, position: tuple[int, int], evaluation: Evaluated | None, state: Mapping[str, TensorState]
+    ) -> Manifest:
         """Without files and pieces, which the processes write."""
         return Manifest(
             format_version=1,
@@ -229,6 +245,7 @@ class Checkpoints:
             config=self._config,
             model_config=self._model_config,
             data=Data(epoch=position[0], position=position[1], **self._data._asdict()),
+            evaluation=evaluation,
             ties=self._ties,
             written_by=self._written_by,
             files=(),
@@ -260,7 +277,7 @@ class Checkpoints:
             commit.set_aside(final)
         commit.commit(final, attempt, manifest.model_copy(update={"files": files, "tensors": tensors}), indexes)
 
-    def _remove_outdated(self, committed: Path) -> tuple[int, ...]:
+    def _remove_outdated(self, committed: Path, best: int | None) -> tuple[int, ...]:
         """Delete what retention gives up, of what this run wrote; what can't be deleted is warned about, and forgotten.
 
         Damaged ones count as none, and are left alone.
@@ -272,7 +289,7 @@ class Checkpoints:
             if self._own is None:
                 self._own = {step_of(path) or 0: path for path in committed_steps(self.folder) if self._is_own(path)}
             self._own[step_of(committed) or 0] = committed
-            for step in commit.outdated(list(self._own), self._settings.keep, self._settings.keep_every):
+            for step in commit.outdated(list(self._own), self._settings.keep, self._settings.keep_every, best):
                 commit.delete(self._own.pop(step), self._run)
                 removed.append(step)
         except Exception as error:  # object stores raise many classes
@@ -343,4 +360,5 @@ def _zeros_for_the_rest(reader: Reader, expected: Mapping[str, TensorState]) -> 
 
 def _resumed(found: Found, manifest: Manifest, changes: tuple[Difference, ...], weights_only: bool) -> Resumed:
     step, data = (0, (0, 0)) if weights_only else (manifest.step, (manifest.data.epoch, manifest.data.position))
-    return Resumed(found.path, step, data, changes, weights_only, found.passed_over)
+    evaluation = manifest.evaluation if found.is_own and not weights_only else None
+    return Resumed(found.path, step, data, changes, weights_only, found.passed_over, evaluation)

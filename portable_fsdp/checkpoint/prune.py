@@ -22,7 +22,8 @@ class Pruned:
 def prune(folder: Path, keep: int, keep_every: int | None = None, *, dry_run: bool = False) -> Pruned:
     """Delete older whole checkpoints directly below `folder`, of each run. One process.
 
-    Each run (`run.name`) keeps its newest `keep`, and steps that `keep_every` divides. Whole: sizes are those of the
+    Each run (`run.name`) keeps its newest `keep`, steps that `keep_every` divides, and the best of its evaluations, as
+    the newest tells it. Whole: sizes are those of the
     manifest, and nothing else lies beside the files. The newest of each run is hashed first, and none is deleted if one
     is damaged. A deletion that is killed leaves the checkpoint whole, or debris of its run, which the next `prune` and
     the run's next save remove. Raises `CheckpointError`.
@@ -42,7 +43,8 @@ def prune(folder: Path, keep: int, keep_every: int | None = None, *, dry_run: bo
     for run, paths in runs.items():
         with Reader(paths[max(paths)]) as newest:
             newest.verify(Part(0, 1))
-        outdated.update((paths[step], run) for step in commit.outdated(list(paths), keep, keep_every))
+            best = newest.manifest.evaluation and newest.manifest.evaluation.best_step
+        outdated.update((paths[step], run) for step in commit.outdated(list(paths), keep, keep_every, best))
     for path, size in sizes.items():
         (pruned.deleted if path in outdated else pruned.kept)[path] = size
     if not dry_run:

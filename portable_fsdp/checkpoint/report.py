@@ -10,6 +10,7 @@ from typing import Any, cast
 from portable_fsdp.checkpoint.format import (
     DTYPE_BYTES,
     FOLDERS,
+    Evaluated,
     Manifest,
     TensorEntry,
     describe,
@@ -30,6 +31,7 @@ def facts(path: Path, manifest: Manifest) -> dict[str, Any]:
         "bytes": manifest.bytes,
         "parameters": _content(manifest, "model")["elements"],
         "data": manifest.data.model_dump(),
+        "evaluation": None if manifest.evaluation is None else manifest.evaluation.model_dump(),
         "written_by": manifest.written_by.model_dump(),
         **{folder: _content(manifest, folder) for folder in FOLDERS},
     }
@@ -43,6 +45,8 @@ def summary(path: Path, manifest: Manifest) -> str:
         f"written by  {_writer(manifest)}",
         f"saved       {_time_text(manifest.saved_at)} UTC",
     ]
+    if manifest.evaluation is not None:
+        lines.append(f"evaluated   {_evaluation_text(manifest.step, manifest.evaluation)}")
     for folder in FOLDERS:
         content = _content(manifest, folder)
         lines.append(
@@ -71,12 +75,14 @@ def listing(paths: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def listing_text(rows: Iterable[Mapping[str, Any]]) -> str:
-    """An aligned table."""
-    lines = [("checkpoint", "saved (UTC)", "size", "parameters", "written by")]
+    """An aligned table, with a column for evaluations where there were some."""
+    rows = list(rows)
+    bests = _bests(rows)
+    lines = [("checkpoint", "saved (UTC)", "size", "parameters", "eval_loss", "written by")]
     for row in rows:
         name = Path(row["path"]).name
         if "damaged" in row:
-            lines.append((name, "", "", "", f"damaged: {str(row['damaged']).splitlines()[0]}"))
+            lines.append((name, "", "", "", "", f"damaged: {str(row['damaged']).splitlines()[0]}"))
             continue
         lines.append(
             (
@@ -84,10 +90,35 @@ def listing_text(rows: Iterable[Mapping[str, Any]]) -> str:
                 _time_text(row["saved"]),
                 size_text(row["bytes"]),
                 f"{row['parameters']:,}",
+                _loss_text(row, row["path"] in bests),
                 _writer_text(row["written_by"]),
             )
         )
+    if not any(row.get("evaluation") for row in rows):
+        return table([(*line[:4], line[5]) for line in lines], right=(2, 3))
     return table(lines, right=(2, 3))
+
+
+def _bests(rows: Iterable[Mapping[str, Any]]) -> set[str]:
+    """The paths of the best checkpoints, each as the newest of its folder tells it; rows are newest first."""
+    newest: dict[Path, int] = {}
+    for row in rows:
+        if row.get("evaluation"):
+            newest.setdefault(Path(row["path"]).parent, row["evaluation"]["best_step"])
+    return {row["path"] for row in rows if newest.get(Path(row["path"]).parent, -1) == row.get("step")}
+
+
+def _loss_text(row: Mapping[str, Any], is_best: bool) -> str:
+    told = row["evaluation"]
+    loss = f"{told['loss']:.4f}" if told and told["step"] == row["step"] else ""
+    return f"{loss} best".strip() if is_best else loss
+
+
+def _evaluation_text(step: int, told: Evaluated) -> str:
+    this = f"eval_loss {told.loss:.4f}" + ("" if told.step == step else f" at step {told.step}")
+    if told.best_step == step:
+        return f"{this}, the best so far"
+    return f"{this}; the best so far: {told.best_loss:.4f} at step {told.best_step}"
 
 
 def differences(a: Manifest, b: Manifest) -> dict[str, Any]:

@@ -100,6 +100,23 @@ class Train(Section):
         default=1.0, gt=0, description="global gradient norm to clip to; null: no clipping"
     )
     log_every: int = Field(default=10, ge=1, description="steps between two console lines")
+    eval_every: int | None = Field(
+        default=None,
+        ge=1,
+        description="steps between two evaluations over the rows of data.eval_split, and one at the last step; null: "
+        "none",
+    )
+    eval_batches: int | None = Field(
+        default=None,
+        ge=1,
+        description="evaluate over at most so many batches of train.global_batch sequences, evenly spread over the "
+        "rows; null: all rows",
+    )
+    patience: int | None = Field(
+        default=None,
+        ge=1,
+        description="evaluations without a lower loss than the best so far, after which the run ends; null: it goes on",
+    )
     stop_at: int | None = Field(
         default=None, ge=1, description="end at this step; the schedule still spans train.steps"
     )

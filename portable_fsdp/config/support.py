@@ -177,6 +177,12 @@ EFFECTS = (
     Effect(("train.micro_batch",), EVERY, "a device's share of the global batch is taken in so many rows at a time"),
     Effect(("train.max_grad_norm",), EVERY, "the norm of all gradients over all devices, computed on the device"),
     Effect(("train.log_every",), EVERY, "every step is written to metrics.jsonl; so often one goes to the console"),
+    Effect(
+        ("train.eval_every", "train.eval_batches"),
+        EVERY,
+        "the forward alone, on the same rows on every engine; the best checkpoint is kept",
+    ),
+    Effect(("train.patience",), EVERY, "all processes know each evaluation, and end after the same step"),
     Effect(("optim.name", "optim.betas", "optim.eps", "optim.momentum"), EVERY, "torch's optimizer over the shards"),
     Effect(("optim.weight_decay", "optim.groups"), EVERY, "optimizer groups, told by name and shape"),
     Effect(

@@ -20,7 +20,10 @@ class Row(TypedDict):
     tokens_per_second: float  # total over all devices
     mfu: float | None  # 0 to 1; None where the device's peak or the model's FLOPs are unknown
     memory_bytes: int | None  # peak of the fullest device so far; None where the engine doesn't tell
-    seconds: float  # wall time of this step
+    seconds: float  # wall time of this step, without an evaluation after it
+    eval_loss: NotRequired[float]  # mean over the counted tokens of the held-out rows, nats; where it was evaluated
+    eval_perplexity: NotRequired[float]  # exp(eval_loss)
+    eval_tokens: NotRequired[int]  # counted ones
     processes: NotRequired["Processes"]  # in the rows of every train.log_every-th step
 
 

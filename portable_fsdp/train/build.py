@@ -24,6 +24,7 @@ from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dt
 from portable_fsdp.optim.optimizer import make_optimizer, parameter_groups
 from portable_fsdp.optim.schedule import check_schedule
 from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.train.evaluate import Evaluator
 from portable_fsdp.train.records import checkpoint_folder
 from portable_fsdp.train.step import Step, train_step
 
@@ -120,6 +121,13 @@ def _steps_of_epochs(train: Train, rows: int) -> int:
             "  Raise train.epochs, lower train.global_batch or data.seq_len, or give more text. Nothing was started."
         )
     return steps
+
+
+def build_evaluator(config: Config, backend: Backend, training: Training, corpus: Corpus) -> Evaluator | None:
+    """What evaluates the model over the rows of `data.eval_split`; None without `train.eval_every`."""
+    if config.train.eval_every is None or corpus.eval_rows is None:
+        return None
+    return Evaluator(backend, training.model, corpus.eval_rows, config.train)
 
 
 def open_checkpoints(config: Config, backend: Backend, training: Training, corpus: Corpus) -> Checkpoints:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch import Tensor
 from portable_fsdp.backends.base import Backend, Batch
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.checkpoint.foreign.huggingface import export_huggingface, require_replaceable
-from portable_fsdp.checkpoint.format import committed_steps
+from portable_fsdp.checkpoint.format import Evaluated, committed_steps, is_committed, step_folder
 from portable_fsdp.checkpoint.manager import Checkpoints, Resumed
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.build import Corpus, build_data
@@ -34,7 +35,15 @@ from portable_fsdp.runtime.errors import (
 from portable_fsdp.runtime.lock import sole_run
 from portable_fsdp.runtime.log import configure
 from portable_fsdp.runtime.process import StopRequest
-from portable_fsdp.train.build import Training, build_training, open_batches, open_checkpoints, total_steps
+from portable_fsdp.train.build import (
+    Training,
+    build_evaluator,
+    build_training,
+    open_batches,
+    open_checkpoints,
+    total_steps,
+)
+from portable_fsdp.train.evaluate import Evaluation, Evaluator, evaluated
 from portable_fsdp.train.records import Asked, InFlight, Records
 from portable_fsdp.train.when import SaveRequests
 
@@ -76,13 +85,18 @@ def _train(config: Config, engine: Backend, corpus: Corpus, steps: int, stop: St
         records = Records(config, engine, training.built, steps, lambda: _last_saved(checkpoints))
         _on_process_0(engine, lambda: records.begin(resumed.step if resumed else 0, resumed))
         requests = SaveRequests(Path(config.run.dir), config.checkpoint.every_minutes)
-        run = _Run(config, engine, corpus, steps, training, checkpoints, records, requests, stop)
+        evaluator = build_evaluator(config, engine, training, corpus)
+        if corpus.eval_rows is not None and evaluator is None:
+            log.warning(
+                "data.eval_split: %d rows are held out and not used: set train.eval_every", len(corpus.eval_rows)
+            )
+        run = _Run(config, engine, corpus, steps, training, evaluator, checkpoints, records, requests, stop)
         with _commits_noted(run):
-            saved, stopped = _loop(run, resumed)
-    newest = saved or (resumed.path if resumed else None)
-    if config.checkpoint.export and not stopped and newest is not None:
-        _export(config, engine, corpus, newest)
-    return EXIT_STOPPED if stopped else EXIT_FINISHED
+            end = _loop(run, resumed)
+    newest = end.saved or (resumed.path if resumed else None)
+    if config.checkpoint.export and not end.is_stopped and newest is not None:
+        _export(config, engine, corpus, newest, end.told)
+    return EXIT_STOPPED if end.is_stopped else EXIT_FINISHED
 
 
 @contextmanager
@@ -144,52 +158,109 @@ class _Run:
     corpus: Corpus
     steps: int  # of the whole run
     training: Training
+    evaluator: Evaluator | None
     checkpoints: Checkpoints
     records: Records
     requests: SaveRequests
     stop: StopRequest
 
 
-def _loop(run: _Run, resumed: Resumed | None) -> tuple[Path | None, bool]:
-    """Train on; returns the newest checkpoint of these steps, and whether a request ended them early.
+@dataclass(frozen=True)
+class _End:
+    """How the loop ended."""
 
-    The last step run is saved.
-    """
-    start = resumed.step if resumed else 0
-    last = min(run.steps, run.config.train.stop_at or run.steps)
-    if start >= last:
-        log.info("step %d of %d is saved already: nothing left to train", start, last)
+    saved: Path | None  # the newest checkpoint of its steps
+    is_stopped: bool  # by a request
+    told: Evaluated | None  # by the evaluations
+
+
+def _loop(run: _Run, resumed: Resumed | None) -> _End:
+    """Train on. The last step run is saved, and so is the best by its evaluation."""
+    start, last = resumed.step if resumed else 0, min(run.steps, run.config.train.stop_at or run.steps)
+    told = _told_before(run, resumed)
+    if start >= last or _gives_up(run, told):
+        why = f" (no improvement in {told.without_improvement} evaluations)" if told and start < last else ""
+        log.info("step %d of %d is saved already: nothing left to train%s", start, last, why)
+        return _End(None, False, told)
     path: Path | None = None
     in_flight: InFlight | None = None
     with open_batches(run.config, run.backend, run.training, run.corpus, resumed) as batches:
         for step in range(start + 1, last + 1):
             previous, in_flight = in_flight, _dispatch(run, step, batches)
             asked = Asked() if previous is None else run.records.report(previous, until=in_flight.began)
-            if asked.stop or asked.save or step == last or step % (run.config.checkpoint.every or last) == 0:
-                asked = Asked(stop=run.records.report(in_flight).stop or asked.stop)
-                in_flight = None
-                path = _save(run, step, batches.position, wait=asked.stop or step == last)
+            stops = asked.stop
+            evaluates = run.evaluator is not None and _is_due(step, run.config.train.eval_every, last)
+            saves = stops or asked.save or _is_due(step, run.config.checkpoint.every, last)
+            if saves or evaluates:
+                measured, in_flight = run.records.measure(in_flight), None
+                stops, saves = stops or measured.asked.stop, saves or measured.asked.save
+                evaluation = None
+                if evaluates and not stops:
+                    evaluation, told = _evaluate(run, step, told)
+                    stops = evaluation is None
+                run.records.write(measured, evaluation)
+                ends = stops or step == last or _gives_up(run, told)
+                if saves or ends or (told is not None and told.best_step == step):
+                    path = _save(run, step, batches.position, told, wait=ends)
             _note_commits(run)
-            if asked.stop:
+            if stops:
                 run.records.stopped(step, run.stop.reason)
-                return path, True
-    return path, False
+                return _End(path, True, told)
+            if told is not None and _gives_up(run, told):
+                run.records.gave_up(told)
+                break
+    return _End(path, False, told)
+
+
+def _is_due(step: int, every: int | None, last: int) -> bool:
+    return step == last or (every is not None and step % every == 0)
 
 
 def _dispatch(run: _Run, step: int, batches: Iterator[list[Batch]]) -> InFlight:
     """Start a step, without waiting for the device."""
     began = time.perf_counter()
     lr = learning_rate(run.config.optim, step, run.steps)
-    stop, seen = run.stop.requested or run.checkpoints.failed, run.records.seen(run.requests)
+    stop, seen = _wants_stop(run), run.records.seen(run.requests)
     placed = [run.backend.place(with_news(batch, stop, seen)) for batch in next(batches)]
     return InFlight(step, lr, began, run.backend.fetch(run.training.step(placed, lr)))
 
 
-def _save(run: _Run, step: int, position: tuple[int, int], *, wait: bool) -> Path:
+def _told_before(run: _Run, resumed: Resumed | None) -> Evaluated | None:
+    """What evaluations over the same rows had told by the checkpoint."""
+    told = resumed.evaluation if resumed else None
+    if told is None or run.evaluator is None:
+        return None
+    if told.rows != run.evaluator.fingerprint:
+        log.info("other rows are evaluated than before: the best so far, step %d, counts no more", told.best_step)
+        return None
+    return told
+
+
+def _evaluate(run: _Run, step: int, told: Evaluated | None) -> tuple[Evaluation | None, Evaluated | None]:
+    """The evaluation after `step`, and what all have told; none where a request to stop came before its end."""
+    evaluator, began = cast(Evaluator, run.evaluator), time.perf_counter()
+    evaluation = evaluator(lambda: _wants_stop(run))
+    if evaluation is None:
+        return None, told
+    told = evaluated(told, step, evaluation.loss, evaluator.fingerprint)
+    run.records.evaluated(step, evaluation, time.perf_counter() - began, is_best=told.best_step == step)
+    return evaluation, told
+
+
+def _gives_up(run: _Run, told: Evaluated | None) -> bool:
+    patience = run.config.train.patience
+    return patience is not None and told is not None and told.without_improvement >= patience
+
+
+def _wants_stop(run: _Run) -> bool:
+    return run.stop.requested or run.checkpoints.failed
+
+
+def _save(run: _Run, step: int, position: tuple[int, int], told: Evaluated | None, *, wait: bool) -> Path:
     """Save the state after `step`, with the data at `position`; `wait`: until it is committed."""
     run.requests.began(step)
     try:
-        path = run.checkpoints.save(step, run.training.model, run.training.optimizer, position)
+        path = run.checkpoints.save(step, run.training.model, run.training.optimizer, position, told)
         if wait:
             run.checkpoints.wait()
     except CheckpointError as error:  # not the user's mistake any more: the run has started
@@ -233,12 +304,14 @@ def _last_saved(checkpoints: Checkpoints) -> str:
     return f"The last good checkpoint is {saved[0]}." if saved else "No checkpoint was saved before it."
 
 
-def _export(config: Config, backend: Backend, corpus: Corpus, checkpoint: Path) -> None:
+def _export(config: Config, backend: Backend, corpus: Corpus, newest: Path, told: Evaluated | None) -> None:
+    """The best checkpoint by its evaluation; the newest where there was none."""
     failure = None
     if backend.process.index == 0:
         try:
+            checkpoint, which = _to_export(newest, told)
             export_huggingface(checkpoint, _export_folder(config), corpus.tokenizer.save)
-            log.info("exported %s to %s", checkpoint, _export_folder(config))
+            log.info("exported %s to %s%s", checkpoint, _export_folder(config), which)
         except (OSError, CheckpointError) as error:
             failure = f"checkpoint.export: {error}"
     failure = backend.agree(failure)  # nobody leaves before the folder is whole
@@ -246,6 +319,15 @@ def _export(config: Config, backend: Backend, corpus: Corpus, checkpoint: Path) 
         raise TrainingError(
             f"{failure}\n  The run itself is saved: python -m portable_fsdp.checkpoint export repeats it."
         )
+
+
+def _to_export(newest: Path, told: Evaluated | None) -> tuple[Path, str]:
+    if told is None:
+        return newest, ""
+    best = step_folder(newest.parent, told.best_step)
+    if not is_committed(best):
+        return newest, f", since {best.name}, the best by its evaluation, is gone"
+    return best, f": the best by its evaluation (eval_loss {told.best_loss:.4f})"
 
 
 def _export_folder(config: Config) -> Path:

@@ -13,16 +13,18 @@ import torch
 from torch import Tensor
 
 from portable_fsdp.backends.base import Backend, Pending
+from portable_fsdp.checkpoint.format import Evaluated
 from portable_fsdp.checkpoint.manager import Resumed, Saved
 from portable_fsdp.checkpoint.storage import locate
 from portable_fsdp.config.load import config_text
 from portable_fsdp.config.schema import Config
 from portable_fsdp.metrics.flops import model_flops_per_token, peak_flops
-from portable_fsdp.metrics.meter import Meter, processes_row
+from portable_fsdp.metrics.meter import Meter, Row, processes_row
 from portable_fsdp.metrics.sinks import EventsFile, MetricsFile
 from portable_fsdp.models.build import BuiltModel, ModelSize
 from portable_fsdp.runtime.errors import TrainingError
 from portable_fsdp.runtime.files import write_text_atomically
+from portable_fsdp.train.evaluate import Evaluation
 from portable_fsdp.train.when import SaveRequests
 
 log = logging.getLogger("portable_fsdp")
@@ -43,6 +45,15 @@ class Asked(NamedTuple):
 
     stop: bool = False
     save: bool = False
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A step whose metrics were read and are finite, and that isn't written yet."""
+
+    step: int
+    asked: Asked
+    row: Row
 
 
 class Records:
@@ -120,7 +131,13 @@ class Records:
                 log.warning("changed since it was saved, as checkpoint.allow says: %s", change)
 
     def report(self, late: InFlight, until: float | None = None) -> Asked:
-        """Wait for a step's metrics and write them; says what a process asked for.
+        """`measure` and `write`; says what a process asked for."""
+        measured = self.measure(late, until)
+        self.write(measured)
+        return measured.asked
+
+    def measure(self, late: InFlight, until: float | None = None) -> Measured:
+        """Wait for a step's metrics.
 
         All processes read the same values, and so come to the same end. The step took until the next one began, or
         until now. Raises TrainingError for a loss or gradient norm that is not finite.
@@ -130,18 +147,46 @@ class Records:
         seconds, loads, saves = processes.view(-1, 3).unbind(dim=1)
         values = {name: value.item() for name, value in fetched.items()}
         self._seconds = (until or time.perf_counter()) - late.began
-        self._require_finite(late.step, values)
+        self._require_finite(late.step, {name: values[name] for name in ("loss", "grad_norm")})
+        memory = self._backend.memory()
+        peak = memory.peak_bytes if memory else None
+        row = self._meter.row(late.step, {**values, "lr": late.lr}, self._tokens, self._seconds, peak)
+        if self._writes and late.step == self._first:
+            self._write_collectives()
+        if late.step == 1 or late.step % self._config.train.log_every == 0:
+            row["processes"] = processes_row(seconds.tolist(), loads.tolist())
+            log.info(self._meter.console_line(row, memory.limit_bytes if memory else None))
+        return Measured(late.step, Asked(bool(stop > 0), bool((saves > 0).any())), row)
+
+    def write(self, measured: Measured, evaluation: Evaluation | None = None) -> None:
+        """A step's row, with the evaluation after it."""
+        if not self._writes:
+            return
+        row = measured.row.copy()
+        if evaluation is not None:
+            row["eval_loss"] = evaluation.loss
+            row["eval_perplexity"] = evaluation.perplexity
+            row["eval_tokens"] = evaluation.tokens
+        self._metrics.write(row)
+
+    def evaluated(self, step: int, evaluation: Evaluation, seconds: float, *, is_best: bool) -> None:
+        """Raises TrainingError for a loss that is not finite."""
+        values = {"loss": evaluation.loss, "perplexity": evaluation.perplexity, "tokens": evaluation.tokens}
+        self._require_finite(step, {"eval_loss": evaluation.loss})
         if self._writes:
-            memory = self._backend.memory()
-            peak = memory.peak_bytes if memory else None
-            row = self._meter.row(late.step, {**values, "lr": late.lr}, self._tokens, self._seconds, peak)
-            if late.step == self._first:
-                self._write_collectives()
-            if late.step == 1 or late.step % self._config.train.log_every == 0:
-                row["processes"] = processes_row(seconds.tolist(), loads.tolist())
-                log.info(self._meter.console_line(row, memory.limit_bytes if memory else None))
-            self._metrics.write(row)
-        return Asked(bool(stop > 0), bool((saves > 0).any()))
+            self._events.write("evaluation", step=step, **values, seconds=seconds, is_best=is_best)
+            log.info(
+                "step: %d  eval_loss: %.4f  perplexity: %.2f  tokens: %s  seconds: %.1f%s",
+                *(step, evaluation.loss, evaluation.perplexity, f"{evaluation.tokens:,}", seconds),
+                "  best so far" if is_best else "",
+            )
+
+    def gave_up(self, told: Evaluated) -> None:
+        """The run ends for train.patience, after the last evaluation."""
+        reason = f"no improvement in {told.without_improvement} evaluations"
+        if self._writes:
+            self._events.write("stop", step=told.step, reason=reason)
+            log.info("ended after step %d: %s; the best was step %d", told.step, reason, told.best_step)
 
     def seen(self, requests: SaveRequests) -> Tensor:
         """What this process tells all with the next step: float32 [3 * processes], zeros but for its own three.
@@ -183,13 +228,14 @@ class Records:
             log.info("stopped after step %d on request (%s); the same command goes on from here", step, reason)
 
     def _require_finite(self, step: int, values: dict[str, float]) -> None:
-        if math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"]):
+        if all(map(math.isfinite, values.values())):
             return
         if self._writes:
             self._events.write("stop", step=step, reason="not finite", **values)
+        expected = "evaluation loss" if "eval_loss" in values else "loss and gradient norm"
+        found = " and ".join(f"{name} {value}" for name, value in values.items())
         raise TrainingError(
-            f"step {step}: expected a finite loss and gradient norm, found loss {values['loss']} and grad_norm "
-            f"{values['grad_norm']}.\n  {self._last_saved()}\n"
+            f"step {step}: expected a finite {expected}, found {found}.\n  {self._last_saved()}\n"
             "  Lower optim.lr or clip harder (train.max_grad_norm), with\n"
             "  checkpoint.allow='[optim.lr, train.max_grad_norm]', or look at the rows of this step."
         )

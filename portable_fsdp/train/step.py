@@ -15,6 +15,11 @@ from portable_fsdp.optim.optimizer import set_step_numbers, step_numbers
 Step = Callable[[Sequence[Batch], float], Metrics]
 
 
+def forward(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """(loss_sum, token_count) of a placed batch, as the model's loss gives them."""
+    return model(batch["input_ids"], batch["labels"])
+
+
 def train_step(
     backend: Backend,
     model: nn.Module,
@@ -34,7 +39,7 @@ def train_step(
     def forward_backward(batch: Batch, loss: Tensor, last: bool) -> Tensor:
         tokens = backend.sum(batch["tokens"].sum())
         with backend.accumulate(last):
-            loss_sum, _ = model(batch["input_ids"], batch["labels"])
+            loss_sum, _ = forward(model, batch)
             mean = loss_sum / tokens
             mean.backward()
         return loss + mean.detach()

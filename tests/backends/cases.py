@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from portable_fsdp.config.schema import Config
+from portable_fsdp.data.order import sample_indices
 
 VOCABULARY, SEQ_LEN, ROWS, GLOBAL_BATCH = 1009, 24, 60, 12
 _SIZES = {"hidden_size": 72, "num_hidden_layers": 2, "num_attention_heads": 6, "vocab_size": VOCABULARY}
@@ -118,12 +119,21 @@ class Case:
 class CaseRows:
     """Rows that can be learnt, with counted labels that differ from row to row (a mean of means would be wrong)."""
 
+    def __init__(self, count: int = ROWS) -> None:
+        self._count = count
+
     def __len__(self) -> int:
-        return ROWS
+        return self._count
 
     def rows(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
         ids, labels = zip(*(self._row(int(index)) for index in indices), strict=True)
         return {"input_ids": torch.stack(ids), "labels": torch.stack(labels)}
+
+    def order(self, seed: int, positions: np.ndarray) -> np.ndarray:
+        return sample_indices(seed, positions, self._count)
+
+    def fingerprint(self) -> str:
+        return str(self._count)
 
     @staticmethod
     def _row(index: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,6 +13,7 @@ import torch
 from cases import GLOBAL_BATCH, SEQ_LEN, Case, CaseRows
 from dying import Instants, patched
 from memory import Peak, anonymous
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from portable_fsdp.backends.base import Backend, Pending, TensorState, parameter_places
 from portable_fsdp.backends.open import open_backend
@@ -23,6 +24,7 @@ from portable_fsdp.data.batches import Batches
 from portable_fsdp.models.build import build_model
 from portable_fsdp.optim.schedule import learning_rate
 from portable_fsdp.train.build import build_training
+from portable_fsdp.train.evaluate import Evaluator
 
 Pieces = dict[str, tuple[tuple[int, ...], str, list[tuple[tuple[int, ...], torch.Tensor]]]]
 
@@ -265,15 +267,6 @@ def agree_and_sum() -> dict[str, Any]:
 
 def host_reads(case: Case) -> dict[str, int]:
     """How often a step after the first reads a tensor on the host (aten::_local_scalar_dense)."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Reads(TorchDispatchMode):
-        count = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            Reads.count += func is torch.ops.aten._local_scalar_dense.default
-            return func(*args, **(kwargs or {}))
-
     backend, config = open_case(case)
     with backend:
         run = Run(backend, config)
@@ -285,10 +278,75 @@ def host_reads(case: Case) -> dict[str, int]:
                 **run.news(GLOBAL_BATCH // backend.data_shard.count, 0.0),
             }
         )
-        with Reads():
+        with Reads() as reads:
             metrics = run.step([batch], 1e-3)
         backend.fetch(metrics).result()
-        return {"reads": Reads.count}
+        return {"reads": reads.count}
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often a tensor is read on the host."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+class Sent(TorchDispatchMode):
+    """Names the collectives that run inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def evaluated(case: Case, rows: int, early: bool) -> dict[str, Any]:
+    """Two runs of a case: with evaluations over `rows` rows after steps 2 and 5 (`early`: before too), and without."""
+    backend, config = open_case(case)
+    with backend:
+        run = Run(backend, config)
+        before = backend.compilations
+        evaluator = Evaluator(backend, run.model, CaseRows(rows), config.train)
+        untrained = evaluator() if early else None
+        metrics = run.train(1, 2)
+        counted = backend.collectives
+        evaluation = evaluator()
+        at = run.state()
+        sent = _three_more(run, metrics)
+        evaluator()
+        told = {
+            "untrained": untrained,
+            "evaluation": evaluation,
+            "at": at,
+            "metrics": metrics,
+            "sent": sent,
+            "collectives": [counted, backend.collectives],
+            "compilations": backend.compilations - before,
+            "expected_compilations": backend.expected_compilations,
+            "final": run.state(),
+        }
+        with Reads() as reads:
+            evaluator()
+        plain = Run(backend, config)
+        metrics = plain.train(1, 2)
+        at = plain.state()
+        sent = _three_more(plain, metrics)
+        without = {"at": at, "metrics": metrics, "sent": sent, "final": plain.state()}
+        return {**told, "reads": reads.count, "plain": without}
+
+
+def _three_more(run: Run, metrics: list[dict[str, float]]) -> list[str]:
+    """The collectives on the wire. Where XLA makes them nobody looks: under a mode of torch's it is another program."""
+    with nullcontext() if run.backend.expected_compilations else Sent() as sent:
+        metrics += run.train(3, 5)
+    return sent.names if sent else []
 
 
 def refused(case: Case) -> None:

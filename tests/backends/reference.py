@@ -67,6 +67,23 @@ def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
 
 
+def evaluate(case: Case, weights: dict[str, torch.Tensor], rows: CaseRows) -> tuple[float, int]:
+    """The mean loss over the counted labels of all rows, and their number, row by row."""
+    model = _model(case)
+    parameters = dict(model.named_parameters())
+    total, tokens = 0.0, 0
+    with torch.no_grad():
+        for fqn, parameter in parameters.items():
+            parameter.copy_(weights[fqn])
+        for index in range(len(rows)):
+            batch = rows.rows(torch.tensor([index]).numpy())
+            logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+            labels = batch["labels"].flatten()
+            total += F.cross_entropy(logits.float().flatten(0, 1), labels, ignore_index=-100, reduction="sum").item()
+            tokens += int((labels != -100).sum())
+    return total / tokens, tokens
+
+
 _trained: dict[str, Reference] = {}
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from assemble import assemble, assert_equal_states
-from cases import GLOBAL_BATCH, Case
-from reference import reference
+from cases import GLOBAL_BATCH, Case, CaseRows
+from reference import evaluate, reference
 from workers import Group, JobFailed, Workers
 
 from portable_fsdp.config.refusals import EITHER_XLA, EVERY
@@ -120,6 +120,53 @@ def test_c7_a_learning_rate_of_exactly_1_is_no_new_program(group: Group, run: Ru
         # None where an earlier job of the worker compiled the same program, which is kept as long as the process.
         again = group.backend == "xla_fsdp1" and answer["compilations"] == 0
         assert again or answer["compilations"] == answer["expected_compilations"]
+
+
+EVALUATED = {"data.eval_split": "5%", "train.eval_every": 2}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        # The root holds nothing then: the unit that ran last in a forward is not the one that backward begins with.
+        {"sharding.strategy": "FULL_SHARD", "sharding.wrap_modules": ["model.norm"]},
+        {"sharding.strategy": "SHARD_GRAD_OP", "train.micro_batch": 1},
+    ],
+    ids=["FULL_SHARD", "SHARD_GRAD_OP in micro batches"],
+)
+def test_an_evaluation_changes_nothing(group: Group, workers: GetWorkers, settings: dict[str, Any]) -> None:
+    """Neither the curve nor the state, nor what a step sends; it is compiled once, and reads nothing on the host."""
+    answers = workers(group).run("evaluated", case=evaluated_case(settings), rows=53, early=group.backend == "native")
+    assert_evaluation_changes_nothing(answers)
+    counts = {(answer["compilations"], answer["expected_compilations"]) for answer in answers}
+    if group.backend == "xla_fsdp1" and counts == {(4, 2)}:
+        pytest.xfail("with two devices step and evaluation are compiled once more after the first evaluation")
+    # Less where an earlier job of the worker compiled the same program, which is kept as long as the process.
+    kept = group.backend == "xla_fsdp1" and all(found < expected for found, expected in counts)
+    assert kept or all(found == expected for found, expected in counts)
+
+
+def evaluated_case(settings: dict[str, Any]) -> Case:
+    return Case(steps=5, settings={**EVALUATED, **settings})
+
+
+def assert_evaluation_changes_nothing(answers: list[dict[str, Any]]) -> None:
+    """And its loss, over 53 rows, whose last batch isn't full, is that of a plain loop."""
+    for answer in answers:
+        plain = answer["plain"]
+        assert answer["metrics"] == plain["metrics"]
+        assert answer["sent"] == plain["sent"]
+        assert answer["collectives"][0] == answer["collectives"][1]
+        assert answer["reads"] == 0
+    for moment in ("at", "final"):
+        plain = assemble([answer["plain"][moment] for answer in answers])
+        assert_equal_states(assemble([answer[moment] for answer in answers]), plain)
+    weights = {"untrained": reference(Case(steps=1)).initial, "evaluation": assemble([one["at"] for one in answers])}
+    for name, found in ((name, answers[0][name]) for name in weights if answers[0][name] is not None):
+        assert all(answer[name] == found for answer in answers)
+        loss, tokens = evaluate(Case(), weights[name], CaseRows(53))
+        assert found.tokens == tokens
+        assert found.loss == pytest.approx(loss, rel=1e-6)
 
 
 def test_sum_place_agree_and_gather(group: Group, workers: GetWorkers) -> None:

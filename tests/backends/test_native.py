@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 from cases import ARCHITECTURES, Case
 from reference import reference
+from test_contract import assert_evaluation_changes_nothing, evaluated_case
 from test_curves import BF16_20_STEPS, assert_equal_curves
 from workers import Group, Workers
 
@@ -364,3 +365,19 @@ def test_modules_of_another_dtype_are_computed_in_it(run: Run) -> None:
     cases = (half, replace(half, settings=NORMS), Case(steps=5))
     losses = [tuple(metrics["loss"] for metrics in run(TWO, case)[0]["metrics"]) for case in cases]
     assert len(set(losses)) == 3
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"sharding.forward_prefetch": 2, "sharding.backward_prefetch_units": 2},
+        {"sharding.backward_prefetch": "BACKWARD_POST", "memory.gradient_checkpointing": "full"},
+        {"sharding.strategy": "HYBRID_SHARD_ZERO2", "sharding.replicas": 2, "sharding.forward_prefetch": 1},
+        {"sharding.reshard_after_forward": 2},
+    ],
+    ids=["prefetch", "recomputed", "hybrid", "resharded over two"],
+)
+def test_an_evaluation_is_no_first_forward_and_leaves_shards(settings: Settings, workers: GetWorkers) -> None:
+    """What is gathered ahead follows the first forward of training, and all rests as shards after an evaluation."""
+    case = evaluated_case({"train.micro_batch": 3, **settings})
+    assert_evaluation_changes_nothing(workers(FOUR).run("evaluated", case=case, rows=53, early=True))

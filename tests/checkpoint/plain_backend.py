@@ -120,6 +120,9 @@ class PlainBackend(Backend):
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         raise NotImplementedError
 
+    def evaluate(self) -> AbstractContextManager[None]:
+        raise NotImplementedError
+
     def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
         raise NotImplementedError
 

@@ -76,6 +76,12 @@ GROUPS: list[dict[str, list[Any]]] = [
         "optim.min_lr_ratio": [0.1, 0.5],
         "optim.decay_ratio": [0.2, 0.5],
     },
+    {
+        "data.eval_split": [None, "5%"],
+        "train.eval_every": [None, 2],
+        "train.eval_batches": [None, 3],
+        "train.patience": [None, 1],
+    },
     {"train.micro_batch": [1, 2], "train.max_grad_norm": [None, 1.0]},
     {
         "checkpoint.keep": [None, 2],

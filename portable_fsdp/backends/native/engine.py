@@ -47,7 +47,7 @@ from portable_fsdp.backends.base import (
 )
 from portable_fsdp.backends.native.peers import Peers
 from portable_fsdp.backends.native.prefetch import Prefetch
-from portable_fsdp.backends.native.units import shard_units
+from portable_fsdp.backends.native.units import rest, shard_units
 from portable_fsdp.config.load import replicas_of_model
 from portable_fsdp.config.schema import Config
 from portable_fsdp.config.support import require_supported
@@ -182,7 +182,7 @@ class NativeBackend(Backend):
 
     def compile(self, fn: Callable[..., Metrics], name: str) -> Callable[..., Metrics]:
         def counted(*args: Any) -> Metrics:
-            if self._first_step_is_over or not self._counts_collectives:
+            if self._first_step_is_over or not self._counts_collectives or name == "evaluate":
                 return fn(*args)
             with self._counter:
                 return fn(*args)
@@ -196,6 +196,15 @@ class NativeBackend(Backend):
         self._root.set_requires_all_reduce(last)
         self._prefetch.before_forward()
         yield
+
+    @contextmanager
+    def evaluate(self) -> Generator[None]:
+        self._prefetch.before_forward()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            rest(self._root)
 
     def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
         # On local shards, in float32, and reduced on the device: with cpu_offload gradients lie on the host.

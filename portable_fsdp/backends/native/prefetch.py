@@ -6,6 +6,7 @@ is needed, and in backward one unit ahead; that stays where the config asks for 
 
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
@@ -40,9 +41,12 @@ class Prefetch:
             module = cast(nn.Module, link.unit)
 
             def began(*_: Any, link: Link = link) -> None:
-                self._began.append(link)
+                if torch.is_grad_enabled():
+                    self._began.append(link)
 
             def ended(_: nn.Module, __: Any, output: Any, link: Link = link) -> None:
+                if not torch.is_grad_enabled():  # an evaluation says nothing of backward
+                    return
                 if _grad_tensors(output):
                     self._ended.append(link)
                 if link is self._links[0]:

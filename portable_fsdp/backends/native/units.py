@@ -231,6 +231,18 @@ def _require_sharded(model: nn.Module, shared: Mapping[nn.Parameter, list[str]])
             )
 
 
+def rest(root: FSDPModule) -> None:
+    """Leave the units as backward would have left them, after a forward that none follows."""
+    for module in cast(nn.Module, root).modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+            group = cast(Any, module)._get_fsdp_state()._fsdp_param_group
+            if group is not None:
+                # FSDP2 (2.9) notes forwards without gradients too, and would gather by that order in the next backward.
+                group._post_forward_indices.clear()
+                group.comm_ctx.post_forward_order.clear()
+
+
 def _links(
     model: nn.Module, policy: ShardPolicy, units: list[str], groups: Mapping[str, Mapping[torch.dtype, list[str]]]
 ) -> list[Link]:

@@ -44,7 +44,7 @@ from portable_fsdp.backends.base import (
     rows_of_shard,
     whole,
 )
-from portable_fsdp.backends.pjrt import Programs, set_environment, tpu_name
+from portable_fsdp.backends.pjrt import Programs, expected_programs, set_environment, tpu_name
 from portable_fsdp.backends.xla.forward import Copies
 from portable_fsdp.backends.xla.layouts import ROWS, Layouts, Spec, by_rows
 from portable_fsdp.backends.xla.model import wrap_forwards
@@ -90,7 +90,7 @@ class XlaBackend(Backend):
         self.data_shard = self.process
         self.data_parallel_size = count
         self._accumulation = check_batch(config, count)
-        self.expected_compilations = 1 if self._accumulation == 1 else 2
+        self.expected_compilations = expected_programs(config, self._accumulation)
         # Global numbers, in the order in which shards are given: a host's own need not follow one another.
         self._local_devices = [int(name.split(":")[1]) for name in self._bridge._xla_get_runtime_devices()]
         self._sum_in_float32 = config.precision.reduce == "float32"
@@ -226,6 +226,11 @@ class XlaBackend(Backend):
         finally:
             if self._copies is not None:
                 self._copies.release()
+
+    @contextmanager
+    def evaluate(self) -> Generator[None]:
+        with torch.no_grad():
+            yield  # without gradients the model's forward itself gives back what it gathered
 
     def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
         parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]

@@ -10,8 +10,8 @@ import functools
 import math
 import os
 import pickle
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -41,7 +41,7 @@ from portable_fsdp.backends.base import (
     persistent_buffers,
     whole,
 )
-from portable_fsdp.backends.pjrt import Programs, set_environment, tpu_name
+from portable_fsdp.backends.pjrt import Programs, expected_programs, set_environment, tpu_name
 from portable_fsdp.backends.xla_fsdp1.process import check_devices, start_process
 from portable_fsdp.backends.xla_fsdp1.shards import Shard, check_rows, shards_of
 from portable_fsdp.backends.xla_fsdp1.units import wrap_forwards
@@ -75,7 +75,7 @@ class XlaFsdp1Backend(Backend):
         self.data_shard = self.process
         self.data_parallel_size = count
         self._accumulation = check_batch(config, count)
-        self.expected_compilations = 1 if self._accumulation == 1 else 2
+        self.expected_compilations = expected_programs(config, self._accumulation)
         self._replicas = replicas_of_model(config, count, hosts)
         shards = count // self._replicas
         self._replica, self._index = divmod(self.process.index, shards)
@@ -103,7 +103,7 @@ class XlaFsdp1Backend(Backend):
             check_rows(places)
         self._put_zeros(places)
         units = wrap_forwards(model, policy, self._unit_maker(policy))
-        self._root: Any = units[-1]
+        self._units, self._root = units, units[-1]
         self._reduce = policy.reduce
         self._shards = shards_of(units, places, self._index)
         for shard in self._shards.values():
@@ -201,6 +201,15 @@ class XlaFsdp1Backend(Backend):
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         # Shards are reduced in every micro batch, since whole gradients would undo FULL_SHARD; replicas once a step.
         return nullcontext()
+
+    @contextmanager
+    def evaluate(self) -> Generator[None]:
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for unit in self._units:  # the root keeps its full parameters for backward; by the policy, all of them do
+                unit._free_full_params()
 
     def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
         if self._replicas > 1:

@@ -1,0 +1,153 @@
+"""Whole runs that evaluate: what they write, what they keep, and when they end."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+from started import committed, launch, losses, tiny_config
+
+from portable_fsdp.backends.base import Batch
+from portable_fsdp.checkpoint.format import read_manifest
+from portable_fsdp.metrics.sinks import read_jsonl
+from portable_fsdp.train.evaluate import Evaluation, Evaluator
+
+DATA = ("data.source=text", "data.path=train.txt", "data.eval_split=held.txt", "checkpoint.every=null")
+FLAGS = ("--device=cpu", "--config=tiny.yaml", *DATA, "optim.lr=0.01", "optim.warmup_steps=0", "train.eval_every=1")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What is trained on makes what is held out less likely with every step."""
+    tiny_config(tmp_path)
+    (tmp_path / "train.txt").write_text("a" * 4000)
+    (tmp_path / "held.txt").write_text("z" * 400)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def events(run: Path, name: str) -> list[dict[str, object]]:
+    return [event for event in read_jsonl(run / "events.jsonl") if event["event"] == name]
+
+
+def evaluations(run: Path) -> list[int]:
+    return [row["step"] for row in read_jsonl(run / "metrics.jsonl") if "eval_loss" in row]
+
+
+def test_rows_events_and_console_tell(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And an evaluation takes no time of a step."""
+    evaluate = Evaluator.__call__
+
+    def slow(self: Evaluator, *args: object) -> Evaluation | None:
+        time.sleep(10)
+        return evaluate(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Evaluator, "__call__", slow)
+    assert launch(*FLAGS, "train.eval_every=4", "train.steps=5") == 0
+    said = capsys.readouterr().err
+    rows = read_jsonl(folder / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert evaluations(folder / "run") == [4, 5]  # and the last one
+    for row, event in zip(rows[3:], events(folder / "run", "evaluation"), strict=True):
+        assert (event["step"], event["loss"], event["tokens"]) == (row["step"], row["eval_loss"], row["eval_tokens"])
+        assert event["perplexity"] == row["eval_perplexity"] == pytest.approx(2.718281828 ** row["eval_loss"])
+        assert row["eval_tokens"] == 12 * 32
+        assert float(str(event["seconds"])) >= 10
+        assert f"step: {row['step']}  eval_loss: {row['eval_loss']:.4f}  perplexity: " in said
+    assert max(row["seconds"] for row in rows[3:]) < 10
+
+
+def test_the_best_is_saved_kept_and_exported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch(*FLAGS, "checkpoint.keep=1", "checkpoint.export=true") == 0
+    assert committed(folder / "run") == [1, 6]
+    found = read_manifest(folder / "run/checkpoints/step-00000006").evaluation
+    assert found is not None
+    assert (found.best_step, found.without_improvement, found.step) == (1, 5, 6)
+    assert "step-00000001 to run/export: the best by its evaluation (eval_loss " in capsys.readouterr().err
+    assert _weight(folder / "run/export/model.safetensors") == _weight(
+        next((folder / "run/checkpoints/step-00000001/model").glob("*.safetensors"))
+    )
+
+
+def _weight(path: Path) -> list[float]:
+    with safe_open(path, framework="pt") as file:
+        return file.get_tensor("model.norm.weight").tolist()
+
+
+def test_without_evaluations_the_newest_is_exported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch(*FLAGS, "train.eval_every=null", "checkpoint.export=true") == 0
+    said = capsys.readouterr().err
+    assert "exported run/checkpoints/step-00000006 to run/export\n" in said
+    assert "data.eval_split: 12 rows are held out and not used: set train.eval_every" in said
+
+
+def test_a_run_ends_when_nothing_improves_and_stays_ended(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = folder / "run"
+    assert launch(*FLAGS, "train.patience=2") == 0
+    assert len(losses(run)) == 3
+    assert committed(run) == [1, 3]
+    assert [(event["step"], event["reason"]) for event in events(run, "stop")] == [
+        (3, "no improvement in 2 evaluations")
+    ]
+    assert not (run / "STOPPED").exists()
+    capsys.readouterr()
+    assert launch(*FLAGS, "train.patience=2") == 0
+    assert "nothing left to train (no improvement in 2 evaluations)" in capsys.readouterr().err
+    assert len(losses(run)) == 3
+    assert launch(*FLAGS, "train.patience=4") == 0
+    assert len(losses(run)) == 5
+
+
+def test_patience_survives_the_end_of_a_process(folder: Path) -> None:
+    assert launch(*FLAGS, "train.patience=3", "train.stop_at=2") == 0
+    assert launch(*FLAGS, "train.patience=3") == 0
+    assert len(losses(folder / "run")) == 4
+    assert committed(folder / "run") == [1, 2, 4]
+
+
+def test_other_rows_begin_anew(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch(*FLAGS, "train.patience=2", "train.stop_at=2") == 0
+    (folder / "held.txt").write_text("y" * 400)
+    assert launch(*FLAGS, "train.patience=2") == 0
+    assert "the best so far, step 1, counts no more" in capsys.readouterr().err
+    assert len(losses(folder / "run")) == 5  # the third is the first of those
+
+
+def test_a_request_to_stop_ends_an_evaluation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = Evaluator._batches
+
+    def interrupted(self: Evaluator, *args: object) -> Iterator[Batch]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield from batches(self, *args)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Evaluator, "_batches", interrupted)
+        assert launch(*FLAGS, "train.eval_every=2") == 143
+    assert committed(folder / "run") == [2]
+    assert (folder / "run" / "STOPPED").exists()
+    assert launch(*FLAGS, "train.eval_every=2") == 0
+    assert evaluations(folder / "run") == [4, 6]
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Evaluator, "__call__", lambda *_: Evaluation(float("nan"), 7))
+    assert launch(*FLAGS, "train.eval_every=2") == 1
+    assert "step 2: expected a finite evaluation loss, found eval_loss nan" in capsys.readouterr().err
+    assert committed(folder / "run") == []
+
+
+@pytest.mark.parametrize("key", ["train.eval_every=1", "train.eval_batches=1", "train.patience=1"])
+def test_what_goes_together_is_said_before_the_start(
+    key: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without = {"train.eval_every=1": "data.eval_split"}.get(key, "train.eval_every")
+    assert launch(*FLAGS[:-1], "data.eval_split=null" if key == "train.eval_every=1" else "run.seed=1", key) == 2
+    assert f"{key} without {without}" in capsys.readouterr().err
+    assert not (folder / "run").exists()

@@ -1,0 +1,138 @@
+"""The evaluation of rows in batches of one shape, and what a run's evaluations tell."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from test_step import ARCHITECTURE, SEQ_LEN, VOCABULARY
+from torch import Tensor
+
+from portable_fsdp.backends.base import Backend
+from portable_fsdp.backends.open import open_backend
+from portable_fsdp.config.schema import Config
+from portable_fsdp.train.build import Training, build_training
+from portable_fsdp.train.evaluate import Evaluation, Evaluator, evaluated
+
+GLOBAL_BATCH = 4
+
+
+class HeldOut:
+    """Rows with different numbers of counted labels; keeps the numbers of those that were asked for."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.asked: list[list[int]] = []
+
+    def __len__(self) -> int:
+        return self.count
+
+    def rows(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
+        self.asked.append(indices.tolist())
+        return self.all_rows(indices)
+
+    def all_rows(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(5)
+        ids = torch.randint(0, VOCABULARY, (self.count, SEQ_LEN + 1), generator=generator)[indices]
+        labels = ids[:, 1:].clone()
+        for row, index in enumerate(indices.tolist()):
+            labels[row, : index % SEQ_LEN] = -100
+        return {"input_ids": ids[:, :-1], "labels": labels}
+
+    def order(self, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        raise AssertionError("held-out rows come in their own order")
+
+    def fingerprint(self) -> str:
+        return "held out"
+
+
+class Opened(NamedTuple):
+    backend: Backend
+    training: Training
+
+
+def config(**train: Any) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"architecture": ARCHITECTURE},
+            "data": {"seq_len": SEQ_LEN, "eval_split": "10%"},
+            "train": {"steps": 10, "global_batch": GLOBAL_BATCH, "eval_every": 2, **train},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def opened() -> Iterator[Opened]:
+    with open_backend(config(), device="cpu", backend="native") as backend:
+        yield Opened(backend, build_training(config(), backend, VOCABULARY))
+
+
+def evaluator(opened: Opened, rows: HeldOut, **train: Any) -> Evaluator:
+    return Evaluator(opened.backend, opened.training.model, rows, config(**train).train)
+
+
+def whole(opened: Opened, rows: HeldOut, indices: list[int]) -> Evaluation:
+    """All of them in one batch. That a batch's loss is a plain model's, the contract's tests say."""
+    batch = rows.all_rows(np.array(indices))
+    with opened.backend.evaluate():
+        loss, tokens = opened.training.model(batch["input_ids"], batch["labels"])
+    return Evaluation((loss / tokens).item(), int(tokens))
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 4])
+def test_the_cut_into_batches_changes_nothing(opened: Opened, micro_batch: int) -> None:
+    rows = HeldOut(7)
+    found = evaluator(opened, rows, micro_batch=micro_batch)()
+    expected = whole(opened, rows, list(range(7)))
+    assert found is not None
+    assert found.tokens == expected.tokens
+    assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+    assert {len(batch) for batch in rows.asked} == {micro_batch}  # one shape
+
+
+def test_so_many_batches_are_spread_over_the_rows(opened: Opened) -> None:
+    rows = HeldOut(21)
+    found = evaluator(opened, rows, eval_batches=2, micro_batch=4)()
+    assert rows.asked == [[0, 2, 5, 7], [10, 13, 15, 18]]
+    expected = whole(opened, rows, [0, 2, 5, 7, 10, 13, 15, 18])
+    assert found is not None
+    assert (found.tokens, found.loss) == (expected.tokens, pytest.approx(expected.loss, rel=1e-6))
+
+
+def test_fewer_rows_than_batches_are_all_taken(opened: Opened) -> None:
+    rows = HeldOut(3)
+    assert evaluator(opened, rows, eval_batches=5)() is not None
+    assert rows.asked == [[0], [1], [2]]
+
+
+def test_a_request_to_stop_ends_it(opened: Opened) -> None:
+    rows = HeldOut(50)
+    assert evaluator(opened, rows)(lambda: len(rows.asked) >= 3) is None
+    assert len(rows.asked) == 4  # it is read a batch late
+
+
+def test_only_losses_over_the_same_rows_can_be_compared(opened: Opened) -> None:
+    prints = [evaluator(opened, HeldOut(n), eval_batches=k).fingerprint for n, k in ((21, 2), (21, 3), (21, 2))]
+    assert prints[0] == prints[2] != prints[1]
+
+
+def test_perplexity() -> None:
+    assert Evaluation(2.0, 1).perplexity == pytest.approx(7.389056)
+    assert Evaluation(1e4, 1).perplexity == float("inf")
+
+
+def test_what_evaluations_tell() -> None:
+    told = None
+    found: list[tuple[int, float, int, float, int]] = []
+    for step, loss in ((2, 3.0), (4, 2.0), (6, 2.0), (8, 2.5), (10, 1.5)):
+        told = evaluated(told, step, loss, "rows")
+        found.append((told.step, told.loss, told.best_step, told.best_loss, told.without_improvement))
+    assert found == [
+        (2, 3.0, 2, 3.0, 0),
+        (4, 2.0, 4, 2.0, 0),
+        (6, 2.0, 4, 2.0, 1),  # as good is no improvement
+        (8, 2.5, 4, 2.0, 2),
+        (10, 1.5, 10, 1.5, 0),
+    ]
