@@ -34,7 +34,7 @@ def train_step(
     def forward_backward(batch: Batch, loss: Tensor, last: bool) -> Tensor:
         tokens = backend.sum(batch["tokens"].sum())
         with backend.accumulate(last):
-            loss_sum, _ = model(batch["input_ids"], batch["labels"])
+            loss_sum, _ = model(batch["input_ids"], batch["labels"], *_documents(batch))
             mean = loss_sum / tokens
             mean.backward()
         return loss + mean.detach()
@@ -70,6 +70,11 @@ def train_step(
         return run_update(loss, *_news(batches[-1]))
 
     return step
+
+
+def _documents(batch: Batch) -> list[Tensor]:
+    """What tells the documents of a row apart, where the batch has it."""
+    return [batch["positions"], batch["segments"]] if "segments" in batch else []
 
 
 def _news(batch: Batch) -> list[Tensor]:
