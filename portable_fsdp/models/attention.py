@@ -2,7 +2,8 @@
 
 transformers' own paths build a mask by reading a tensor on the host, which costs XLA a second program and a wait
 in every step. This function needs no mask: causality, sliding window, softcap and sinks are all known while the
-step is traced, and documents that share a row are told apart by a number for each position. It is registered under `STATIC` and chosen by `models.build`.
+step is traced, and documents that share a row are told apart by numbers. It is registered under `STATIC` and chosen by
+`models.build`.
 """
 
 from typing import Any

@@ -79,7 +79,7 @@ def build_model(
         seed: of the initial weights; not used with `model.pretrained`.
         seq_len: tokens in a row, which the model's positions must hold.
         vocabulary: ids of the tokenizer, which the model's embedding must hold.
-        eager: operations run one by one, and not as one compiled step: the loss goes by chunks, and a mask is made once.
+        eager: operations run one by one, not as one compiled step: the loss goes by chunks, and a mask is made once.
         loss: one's own, in place of `loss.cross_entropy_sum`.
         packs_documents: several documents share a row, told apart by the `positions` and `segments` that forward takes.
 
@@ -272,7 +272,8 @@ def _on_meta(config: Any, attention: str) -> Any:
             return _made(config, attention)
     except Exception as error:  # an activation's name, heads of 0: each fails in a way of its own
         raise ConfigError(
-            f"model: {type(config).__name__}: no model can be built from it: {type(error).__name__}: {_last_line(error)}\n"
+            f"model: {type(config).__name__}: no model can be built from it: {type(error).__name__}: "
+            f"{_last_line(error)}\n"
             "  Compare the sizes in model.architecture with a model that exists. Nothing was started."
         ) from error
 
