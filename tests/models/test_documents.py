@@ -36,12 +36,14 @@ def built(name: str, *, eager: bool = True, packs: bool = True, **settings: Any)
 
 def segments() -> Tensor:
     """`[rows, seq]`: 1, 2, ... by document, 0 for padding."""
-    rows = [sum(([number] * length for number, length in enumerate(row, 1)), start=[]) for row in LENGTHS]
-    return torch.tensor([row + [0] * (SEQ_LEN - len(row)) for row in rows])
+    return _rows([[number for number, length in enumerate(row, 1) for _ in range(length)] for row in LENGTHS])
 
 
 def positions() -> Tensor:
-    rows = [sum((list(range(length)) for length in row), start=[]) for row in LENGTHS]
+    return _rows([[place for length in row for place in range(length)] for row in LENGTHS])
+
+
+def _rows(rows: list[list[int]]) -> Tensor:
     return torch.tensor([row + [0] * (SEQ_LEN - len(row)) for row in rows])
 
 
@@ -109,7 +111,7 @@ def test_padding_behind_a_document_changes_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", NOT_KEPT_APART)
 def test_a_model_that_cannot_keep_documents_apart_is_refused_by_name(name: str) -> None:
-    with pytest.raises(ConfigError, match="data.packing=documents: expected a model whose documents") as refusal:
+    with pytest.raises(ConfigError, match=r"^data\.packing=documents: expected a model whose documents") as refusal:
         built(name)
     assert NOT_KEPT_APART[name] in str(refusal.value)
     assert "Set data.packing=none (a document a row, padded)." in str(refusal.value)
