@@ -15,6 +15,12 @@ from portable_fsdp.optim.optimizer import set_step_numbers, step_numbers
 Step = Callable[[Sequence[Batch], float], Metrics]
 
 
+def forward(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """(loss_sum, token_count) of a placed batch, as the model's loss gives them."""
+    documents = [batch["positions"], batch["segments"]] if "segments" in batch else []
+    return model(batch["input_ids"], batch["labels"], *documents)
+
+
 def train_step(
     backend: Backend,
     model: nn.Module,
@@ -34,7 +40,7 @@ def train_step(
     def forward_backward(batch: Batch, loss: Tensor, last: bool) -> Tensor:
         tokens = backend.sum(batch["tokens"].sum())
         with backend.accumulate(last):
-            loss_sum, _ = model(batch["input_ids"], batch["labels"], *_documents(batch))
+            loss_sum, _ = forward(model, batch)
             mean = loss_sum / tokens
             mean.backward()
         return loss + mean.detach()
@@ -70,11 +76,6 @@ def train_step(
         return run_update(loss, *_news(batches[-1]))
 
     return step
-
-
-def _documents(batch: Batch) -> list[Tensor]:
-    """What tells the documents of a row apart, where the batch has it."""
-    return [batch["positions"], batch["segments"]] if "segments" in batch else []
 
 
 def _news(batch: Batch) -> list[Tensor]:

@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from portable_fsdp.config.schema import Config
+from portable_fsdp.data.order import sample_indices
 
 VOCABULARY, SEQ_LEN, ROWS, GLOBAL_BATCH = 1009, 24, 60, 12
 _SIZES = {"hidden_size": 72, "num_hidden_layers": 2, "num_attention_heads": 6, "vocab_size": VOCABULARY}
@@ -119,12 +120,21 @@ class Case:
 class CaseRows:
     """Rows that can be learnt, with counted labels that differ from row to row (a mean of means would be wrong)."""
 
+    def __init__(self, count: int = ROWS) -> None:
+        self._count = count
+
     def __len__(self) -> int:
-        return ROWS
+        return self._count
 
     def rows(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
         ids, labels = zip(*(self._row(int(index)) for index in indices), strict=True)
         return {"input_ids": torch.stack(ids), "labels": torch.stack(labels)}
+
+    def order(self, seed: int, positions: np.ndarray) -> np.ndarray:
+        return sample_indices(seed, positions, self._count)
+
+    def fingerprint(self) -> str:
+        return str(self._count)
 
     @staticmethod
     def _row(index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,14 +151,11 @@ def _tokens(index: int) -> torch.Tensor:
     return (start + (1 + stride % 3) * torch.arange(SEQ_LEN + 1)) % VOCABULARY
 
 
-class PackedCaseRows:
+class PackedCaseRows(CaseRows):
     """Rows of three documents and padding, each of another length, some with labels that don't count."""
 
-    def __len__(self) -> int:
-        return ROWS
-
     def rows(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
-        rows = [self._row(int(index)) for index in indices]
+        rows = [self._packed(int(index)) for index in indices]
         return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
     def alone(self, indices: np.ndarray) -> list[dict[str, torch.Tensor]]:
@@ -168,7 +175,7 @@ class PackedCaseRows:
         labels[[first - 1, 13, last - 1]] = -100  # what follows a document is another's
         return [(row[part], labels[part]) for part in (slice(0, first), slice(first, 14), slice(14, last))]
 
-    def _row(self, index: int) -> dict[str, torch.Tensor]:
+    def _packed(self, index: int) -> dict[str, torch.Tensor]:
         documents = self.documents(index)
         places = torch.cat([torch.arange(len(ids)) for ids, _ in documents])
         numbers = torch.cat([torch.full((len(ids),), number) for number, (ids, _) in enumerate(documents, 1)])
@@ -184,5 +191,5 @@ def _filled(values: torch.Tensor, padding: int) -> torch.Tensor:
     return F.pad(values, (0, SEQ_LEN - len(values)), value=padding)
 
 
-def rows_of(config: Config) -> CaseRows | PackedCaseRows:
+def rows_of(config: Config) -> CaseRows:
     return PackedCaseRows() if config.data.resolved_packing == "documents" else CaseRows()
