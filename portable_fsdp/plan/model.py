@@ -5,7 +5,7 @@ from collections import Counter
 import torch
 
 from portable_fsdp.backends.base import Batch
-from portable_fsdp.config.schema import Data
+from portable_fsdp.config.data import Data
 from portable_fsdp.models.build import BuiltModel
 from portable_fsdp.plan.result import Model
 from portable_fsdp.train.records import flops_per_token

@@ -141,7 +141,7 @@ def train(case: Case, stop_in: int | None = None) -> dict[str, Any]:
 def losses_of_documents(case: Case) -> dict[str, Any]:
     """The loss of each document of a global batch with the initial weights, by steps that change nothing, as each
     row's documents come; then a whole run."""
-    backend, config = _open(case)
+    backend, config = open_case(case)
     with backend:
         run = Run(backend, config)
         count, rows = backend.data_shard.count, GLOBAL_BATCH // backend.data_shard.count
