@@ -164,6 +164,11 @@ SHAPES = [
     ),
     *(Program("gemma3_text", "v6e:2x4", 2048, layers=6, checkpointing=how) for how in ("none", "selective", "full")),
 ]
+PACKED = [
+    Program("small", "v6e:2x4", packing="documents"),
+    Program("small", "v6e:2x4", checkpointing="full", scan=True, packing="documents"),
+    Program("small", "v6e:2x4", 1536, packing="documents"),
+]
 SCAN_SGD = [replace(program, optimizer="sgd") for program in SCAN]
 CASES = [*STRATEGIES, FLOAT32, SUMMED, *SUMMED_2B, *PLAIN, *PLAIN_V6E, *FLASH, *SHALLOW, *SCAN, *SCAN_SGD]
 
