@@ -18,7 +18,7 @@ from portable_fsdp.runtime.errors import ConfigError
 
 _LENGTHS, _PADDING = (5, 8), 3  # tokens of the trial's documents, and behind them
 _WINDOW = 3  # tokens: shorter than the documents, so that it matters
-_LAYERS, _WIDTH, _VOCABULARY = 8, 64, 64  # of the trial's model, at most
+_LAYERS, _WIDTH, _VOCABULARY = 4, 32, 64  # of the small model, at most
 _BOUND = 1e-4  # of the largest logit: a hundred times float32's rounding
 _SIZES_INSIDE = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "n_inner", "ffn_dim")
 
