@@ -155,7 +155,7 @@ def losses_of_documents(case: Case) -> dict[str, Any]:
                 is_its = batch["segments"][row] == number
                 labels[row, is_its] = batch["labels"][row, is_its]
                 shard = {name: tensor[own] for name, tensor in {**batch, "labels": labels}.items()}
-                told = {"tokens": (shard["labels"] != -100).sum(dim=1).float(), **run._news(rows, 0.0)}
+                told = {"tokens": (shard["labels"] != -100).sum(dim=1).float(), **run.news(rows, 0.0)}
                 losses.append(_numbers(backend.fetch(run.step([backend.place({**shard, **told})], 0.0)))["loss"])
         return {
             "documents": losses,
