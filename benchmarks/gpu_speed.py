@@ -224,6 +224,12 @@ class SkewedRows:
         labels[:, :-1] = ids[:, 1:]
         return {"input_ids": ids, "labels": labels}
 
+    def order(self, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        return sample_indices(seed, positions, ROWS)
+
+    def fingerprint(self) -> str:
+        return "drawn from seed 0"
+
     def unshifted(self, config: Config, steps: int) -> dict[str, Tensor]:
         """The rows of all steps in our order, with labels as transformers' models take them: they shift by one."""
         positions = np.arange(steps * config.train.global_batch)

@@ -39,7 +39,8 @@ Batch = dict[str, Tensor]
 (`labels[r, t]` is the token after `input_ids[r, t]`, or -100), `tokens` float32 [rows] (counted labels of row r, summed
 over all micro batches of the step), `stop` float32 [rows], `processes` float32 [rows, 3 * processes] (of each process
 the seconds of its last step, its peak bytes of memory, and 1 where it asks for a save; in a row of its own, zeros
-elsewhere)."""
+elsewhere). Of rows that hold documents `positions` (a token's place in its document) and `segments` (its document's
+number, from 1; 0: padding) too, int64 [rows, seq]."""
 
 Metrics = dict[str, Tensor]
 """Named float32 device tensors of no or one dimension, equal on all processes."""

@@ -104,6 +104,13 @@ class Data(Documents):
         description="folder for what was tokenized, shared by all runs; null: portable_fsdp/tokens in the user's cache",
     )
 
+    @property
+    def resolved_packing(self) -> Literal["stream", "documents", "none"]:
+        """`packing`, without `auto`."""
+        if self.packing != "auto":
+            return self.packing
+        return "stream" if all(part.format == "text" for part in self.mixture or (self,)) else "documents"
+
     @model_validator(mode="after")
     def _mixture_stands_alone(self) -> Self:
         alone = (self.source, self.path, self.split, self.format, self.columns) == (

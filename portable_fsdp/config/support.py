@@ -170,6 +170,16 @@ EFFECTS = (
         "the same documents on every engine",
     ),
     Effect(("data.tokenizer", "data.seq_len", "data.packing"), EVERY, "the same rows on every engine"),
+    Effect(
+        ("data.packing=documents",),
+        NATIVE,
+        "the same rows on every engine; one mask a forward, which all layers share, keeps documents apart",
+    ),
+    Effect(
+        ("data.packing=documents",),
+        EITHER_XLA,
+        "the same rows on every engine; layers compare the documents' numbers, which keeps documents apart",
+    ),
     Effect(("data.on_error",), EVERY, "decided while documents are read and packed, before the first step"),
     Effect(("data.cache_dir",), EVERY, "one process of a host tokenizes, the others map its files"),
     Effect(("train.steps", "train.epochs", "train.stop_at"), EVERY, "the same steps on every engine"),

@@ -80,8 +80,7 @@ class _Build:
         self._parts: Sequence[keys.Documents] = data.mixture or (data,)
         self._sources = [open_source(part) for part in self._parts]
         self._share = None if data.eval_split is None else keys.share_held_out(data.eval_split)
-        all_text = all(part.format == "text" for part in self._parts)
-        self._packing = ("stream" if all_text else "documents") if data.packing == "auto" else data.packing
+        self._packing = data.resolved_packing
 
     def trained(self) -> Rows:
         share = self._share

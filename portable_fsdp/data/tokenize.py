@@ -116,7 +116,7 @@ class ByteTokenizer:
 
 
 class FolderTokenizer:
-    """A tokenizer of transformers, one in a GGUF file, or a bare tokenizer.json, which doesn't say what ends a document.
+    """A tokenizer of transformers, of a GGUF file, or a bare tokenizer.json, which doesn't say what ends a document.
 
     Special tokens that the text itself spells are taken as such, as transformers does.
     """

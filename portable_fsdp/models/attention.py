@@ -2,7 +2,8 @@
 
 transformers' own paths build a mask by reading a tensor on the host, which costs XLA a second program and a wait
 in every step. This function needs no mask: causality, sliding window, softcap and sinks are all known while the
-step is traced. It is registered under `STATIC` and chosen by `models.build`.
+step is traced, and documents that share a row are told apart by numbers. It is registered under `STATIC` and chosen by
+`models.build`.
 """
 
 from typing import Any
@@ -35,7 +36,9 @@ def static_attention(
     Args:
         module: the attention layer; its `is_causal` counts where the argument is None.
         query: `[batch, heads, seq, head_dim]`; key and value `[batch, kv_heads, seq, head_dim]`, kv_heads | heads.
-        attention_mask: None, or `[batch, 1, seq, seq]`: bool (True = attend) or an additive bias.
+        attention_mask: None; or, of the positions up to each, those that it sees: `[batch, 1, seq, seq]` bool (True =
+            attend), an additive bias that holds causality itself, or `[batch, 1, 1, seq]` integers, the document that
+            each position belongs to, in which it sees no other. A window narrows all of them.
         sliding_window: tokens that a position sees, itself included; None: all before it.
         softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2, arXiv 2408.00118).
         s_aux: `[heads]` sink logits: an extra column of the softmax that holds no value (gpt-oss).
@@ -46,43 +49,66 @@ def static_attention(
     causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
     length = query.shape[-2]
     window = sliding_window if sliding_window is not None and sliding_window < length else None
-    if window is None and attention_mask is None and softcap is None and s_aux is None:
-        out = F.scaled_dot_product_attention(
-            query, key, value, dropout_p=dropout, is_causal=causal, scale=scaling, enable_gqa=_is_grouped(query, key)
-        )
-        return out.transpose(1, 2).contiguous(), None
-    bias = _bias(length, causal, window, attention_mask, query.device)
-    if softcap is None and s_aux is None:
-        out = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=bias.to(query.dtype),
-            dropout_p=dropout,
-            scale=scaling,
-            enable_gqa=_is_grouped(query, key),
-        )
-        return out.transpose(1, 2).contiguous(), None
-    return _explicit(query, key, value, bias, dropout, scaling, softcap, s_aux), None
+    if softcap is not None or s_aux is not None:
+        bias = _bias(length, causal, window, attention_mask, query.device)
+        return _explicit(query, key, value, bias, dropout, scaling, softcap, s_aux), None
+    mask = None
+    if attention_mask is not None:
+        # Kernels that take a mask take no grouped heads: torch would choose its formula, with all scores in memory.
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    if attention_mask is not None and window is None and _is_documents(attention_mask):
+        # As bool: by that an engine with a kernel for documents knows that nothing else is masked.
+        mask = _keep(length, causal, None, query.device) & _same_document(attention_mask)
+    elif attention_mask is not None or window is not None:
+        mask = _bias(length, causal, window, attention_mask, query.device).to(query.dtype)
+    out = F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=causal and mask is None,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out.transpose(1, 2).contiguous(), None
 
 
-def _is_grouped(query: Tensor, key: Tensor) -> bool:
-    return query.shape[1] != key.shape[1]
+def document_bias(segments: Tensor, dtype: torch.dtype) -> Tensor:
+    """Additive bias `[batch, 1, seq, seq]`: each position sees those of its own document, up to itself.
+
+    `segments`: `[batch, seq]`, the document of each position, or a number of its own for padding.
+    """
+    documents = segments[:, None, None]
+    return _bias(segments.shape[-1], True, None, documents, segments.device).to(dtype)
 
 
-def _bias(length: int, causal: bool, window: int | None, mask: Tensor | None, device: torch.device) -> Tensor:
-    """Additive float32 bias `[seq, seq]`, or with a caller's mask `[batch, 1, seq, seq]`; a constant to a compiler."""
+def _is_documents(mask: Tensor) -> bool:
+    return not mask.is_floating_point() and mask.dtype != torch.bool
+
+
+def _same_document(documents: Tensor) -> Tensor:
+    """`[batch, 1, seq, seq]` bool from `[batch, 1, 1, seq]`."""
+    return documents.transpose(-1, -2) == documents
+
+
+def _keep(length: int, causal: bool, window: int | None, device: torch.device) -> Tensor:
+    """`[seq, seq]` bool: what a position may see by its distance alone; a constant to a compiler."""
     row = torch.arange(length, device=device)[:, None]
     column = torch.arange(length, device=device)[None]
     keep = column <= row if causal else torch.ones(length, length, dtype=torch.bool, device=device)
-    if window is not None:
-        keep = keep & (column > row - window)
-    bias = torch.zeros(length, length, device=device).masked_fill(~keep, _MASKED)
-    if mask is None:
-        return bias
-    if mask.dtype == torch.bool:
-        return bias + torch.zeros_like(mask, dtype=bias.dtype).masked_fill(~mask, _MASKED)
-    return bias + mask.float()
+    return keep if window is None else keep & (column > row - window)
+
+
+def _bias(length: int, causal: bool, window: int | None, mask: Tensor | None, device: torch.device) -> Tensor:
+    """Additive bias: float32 `[seq, seq]`, or with a caller's mask `[batch, 1, seq, seq]`."""
+    if mask is not None and mask.is_floating_point():
+        return mask if window is None else mask.masked_fill(~_keep(length, causal, window, device), _MASKED)
+    keep = _keep(length, causal, window, device)
+    if mask is not None:
+        keep = keep & (_same_document(mask) if _is_documents(mask) else mask)
+    return torch.zeros(keep.shape, device=device).masked_fill(~keep, _MASKED)
 
 
 def _explicit(

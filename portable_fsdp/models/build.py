@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from portable_fsdp.config.patterns import matching
 from portable_fsdp.models import attention as static_attention
 from portable_fsdp.models import experts
 from portable_fsdp.models.config_json import config_to_json
+from portable_fsdp.models.documents import document_mask, require_documents_apart
 from portable_fsdp.models.loss import Loss, attach_loss
 from portable_fsdp.models.pretrained import PretrainedWeights, open_pretrained
 from portable_fsdp.models.weights import RandomWeights, Slices, TensorFile, fill_buffers
@@ -67,9 +69,10 @@ def build_model(
     seed: int,
     seq_len: int,
     vocabulary: int,
-    chunked_loss: bool = True,
+    eager: bool = True,
     loss: Loss | None = None,
     keeps_ids: Callable[[], bool] = lambda: False,
+    packs_documents: bool = False,
 ) -> BuiltModel:
     """Build the causal language model that the config names, ready to be sharded.
 
@@ -80,13 +83,14 @@ def build_model(
         seed: of the initial weights; not used with `model.pretrained`.
         seq_len: tokens in a row, which the model's positions must hold.
         vocabulary: ids of the tokenizer, which the model's embedding must hold.
-        chunked_loss: see `loss.cross_entropy_sum`.
-        loss: one's own, in place of it.
+        eager: operations run one by one, not as one compiled step: the loss goes by chunks, and a mask is made once.
+        loss: one's own, in place of `loss.cross_entropy_sum`.
         keeps_ids: whether the tokenizer has all tokens of `model.pretrained`'s own under their ids, so that the model
             may grow where it has more. Asked only then.
+        packs_documents: several documents share a row, told apart by the `positions` and `segments` that forward takes.
 
     Parameters that `model.freeze` names have no `requires_grad`. Raises ConfigError where the config doesn't name a
-    model that fits, or a pattern names nothing in it.
+    model that fits, a pattern names nothing in it, or the model wouldn't keep packed documents apart.
     """
     # transformers and accelerate would import torch_xla wherever it is installed; we choose the engine ourselves.
     os.environ.setdefault("USE_TORCH_XLA", "0")
@@ -112,7 +116,11 @@ def build_model(
         weights = PretrainedWeights(opened.file, built, twin, weights, allow=model.allow, rows_before=rows_before)
         unset -= _read_buffers(built, weights)
     _refuse_unset(built, unset)
-    attach_loss(built, DTYPES.get(precision.output), chunked_loss, loss)  # auto: none of them
+    mask = None
+    if packs_documents:
+        require_documents_apart(built, partial(_made, attention=model.attention), eager=eager)
+        mask = document_mask(built.config._attn_implementation, DTYPES[precision.compute], eager=eager)
+    attach_loss(built, DTYPES.get(precision.output), eager, loss, mask)  # auto: none of them
     built.train()
     _freeze(built, model.freeze)
     return BuiltModel(built, weights, as_given, _size(built))
@@ -246,19 +254,24 @@ def _switch_off(config: Any) -> None:
             setattr(config, key, 0.0)
 
 
-def _on_meta(config: Any, attention: str) -> Any:
+def _made(config: Any, attention: str) -> Any:
     """The model of a copy of the config, its experts in static shapes."""
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     chosen = {"attn_implementation": _attention(kind, attention), "experts_implementation": experts.register()}
+    return AutoModelForCausalLM.from_config(copy.deepcopy(config), **chosen, dtype=torch.float32)
+
+
+def _on_meta(config: Any, attention: str) -> Any:
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(copy.deepcopy(config), **chosen, dtype=torch.float32)
+            return _made(config, attention)
     except Exception as error:  # an activation's name, heads of 0: each fails in a way of its own
         raise ConfigError(
-            f"model: {kind.__name__} can't be built from this config: {type(error).__name__}: {_last_line(error)}\n"
+            f"model: {type(config).__name__}: no model can be built from it: {type(error).__name__}: "
+            f"{_last_line(error)}\n"
             "  Compare the sizes in model.architecture with a model that exists. Nothing was started."
         ) from error
 

@@ -29,7 +29,7 @@ from portable_fsdp.config.support import require_supported
 from portable_fsdp.plan.allocator import Allocation, CachingAllocator, play
 from portable_fsdp.plan.kernels import gpu_attention
 from portable_fsdp.plan.live import PARTS, Block, Calls, Collective, Part, Recorder, peak
-from portable_fsdp.plan.model import model_of
+from portable_fsdp.plan.model import model_of, token_tensors
 from portable_fsdp.plan.result import Buffer, Memory, Model, Moved, Work
 from portable_fsdp.plan.time import over_links
 from portable_fsdp.runtime.errors import BackendError
@@ -176,10 +176,9 @@ def _record(config: Config, devices: int, devices_per_host: int, device: Literal
 
 def _batch(config: Config, devices: int) -> Batch:
     """A micro batch of one rank, on the host."""
-    rows, length = config.train.micro_batch, config.data.seq_len
+    rows = config.train.micro_batch
     return {
-        "input_ids": torch.empty((rows, length), dtype=torch.int64),
-        "labels": torch.empty((rows, length), dtype=torch.int64),
+        **token_tensors(config.data, rows, "cpu"),
         "tokens": torch.empty(rows),
         "news": torch.empty((rows, 1 + 3 * devices)),
     }

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from portable_fsdp.backends.base import Batch, MakeOptimizer, Metrics
 from portable_fsdp.backends.xla.engine import ROWS, Spec, XlaBackend
 from portable_fsdp.config.schema import Config
-from portable_fsdp.plan.model import model_of
+from portable_fsdp.plan.model import model_of, token_tensors
 from portable_fsdp.plan.tpu_program import Argument, Program, Traced, write_traced
 from portable_fsdp.runtime.errors import PortableFSDPError
 from portable_fsdp.runtime.process import end_with_parent
@@ -54,8 +54,7 @@ def trace(config: Config, devices: int) -> Traced:
         name_operations(training.model, backend.scope)
         rows = config.train.micro_batch * devices
         batch = {
-            "input_ids": torch.empty((rows, config.data.seq_len), dtype=torch.int64, device="meta"),
-            "labels": torch.empty((rows, config.data.seq_len), dtype=torch.int64, device="meta"),
+            **token_tensors(config.data, rows, "meta"),
             "tokens": torch.empty(rows, device="meta"),
             "news": torch.empty((rows, 1 + 3 * backend.process.count), device="meta"),
         }

@@ -58,9 +58,10 @@ def build_training(
         seed=config.run.seed,
         seq_len=config.data.seq_len,
         vocabulary=vocabulary,
-        chunked_loss=backend.expected_compilations == 0,
+        eager=backend.expected_compilations == 0,
         loss=loss,
         keeps_ids=lambda: keeps_ids(config.model, config.data.tokenizer),
+        packs_documents=config.data.resolved_packing == "documents",
     )
     shapes = {fqn: tuple(weight.shape) for fqn, weight in built.model.named_parameters() if weight.requires_grad}
     frozen = [fqn for fqn, weight in built.model.named_parameters() if not weight.requires_grad]

@@ -17,7 +17,8 @@ Step = Callable[[Sequence[Batch], float], Metrics]
 
 def forward(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """(loss_sum, token_count) of a placed batch, as the model's loss gives them."""
-    return model(batch["input_ids"], batch["labels"])
+    documents = [batch["positions"], batch["segments"]] if "segments" in batch else []
+    return model(batch["input_ids"], batch["labels"], *documents)
 
 
 def train_step(

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.order import sample_indices
@@ -137,9 +138,58 @@ class CaseRows:
 
     @staticmethod
     def _row(index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        generator = torch.Generator().manual_seed(1000 + index)
-        start, stride = torch.randint(0, VOCABULARY, (2,), generator=generator).tolist()
-        row = (start + (1 + stride % 3) * torch.arange(SEQ_LEN + 1)) % VOCABULARY
+        row = _tokens(index)
         labels = row[1:].clone()
         labels[: index % (SEQ_LEN - 1)] = -100
         return row[:-1], labels
+
+
+def _tokens(index: int) -> torch.Tensor:
+    """`[SEQ_LEN + 1]`"""
+    generator = torch.Generator().manual_seed(1000 + index)
+    start, stride = torch.randint(0, VOCABULARY, (2,), generator=generator).tolist()
+    return (start + (1 + stride % 3) * torch.arange(SEQ_LEN + 1)) % VOCABULARY
+
+
+class PackedCaseRows(CaseRows):
+    """Rows of three documents and padding, each of another length, some with labels that don't count."""
+
+    def rows(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
+        rows = [self._packed(int(index)) for index in indices]
+        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+    def alone(self, indices: np.ndarray) -> list[dict[str, torch.Tensor]]:
+        """Each document in a row of its own, padded: `input_ids` and `labels` `[1, seq]`."""
+        return [
+            {"input_ids": _filled(ids, 0)[None], "labels": _filled(labels, -100)[None]}
+            for index in indices
+            for ids, labels in self.documents(int(index))
+        ]
+
+    @staticmethod
+    def documents(index: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Ids and labels, `[length]`."""
+        row = _tokens(index)
+        first, last = 3 + index % 7, SEQ_LEN - index % 4
+        labels = row[1:].where(torch.arange(SEQ_LEN) % 8 != index % 8, -100)
+        labels[[first - 1, 13, last - 1]] = -100  # what follows a document is another's
+        return [(row[part], labels[part]) for part in (slice(0, first), slice(first, 14), slice(14, last))]
+
+    def _packed(self, index: int) -> dict[str, torch.Tensor]:
+        documents = self.documents(index)
+        places = torch.cat([torch.arange(len(ids)) for ids, _ in documents])
+        numbers = torch.cat([torch.full((len(ids),), number) for number, (ids, _) in enumerate(documents, 1)])
+        return {
+            "input_ids": _filled(torch.cat([ids for ids, _ in documents]), 0),
+            "labels": _filled(torch.cat([labels for _, labels in documents]), -100),
+            "positions": _filled(places, 0),
+            "segments": _filled(numbers, 0),
+        }
+
+
+def _filled(values: torch.Tensor, padding: int) -> torch.Tensor:
+    return F.pad(values, (0, SEQ_LEN - len(values)), value=padding)
+
+
+def rows_of(config: Config) -> CaseRows:
+    return PackedCaseRows() if config.data.resolved_packing == "documents" else CaseRows()

@@ -9,8 +9,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from cases import GLOBAL_BATCH, SEQ_LEN, Case, CaseRows
+from cases import GLOBAL_BATCH, SEQ_LEN, Case, CaseRows, PackedCaseRows, rows_of
 from dying import Instants, patched
 from memory import Peak, anonymous
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -71,7 +72,7 @@ class Run:
         steps = self.config.train.steps or 0
         pending, out = None, []
         with Batches(
-            CaseRows(),
+            rows_of(self.config),
             seed=self.config.run.seed,
             global_batch=GLOBAL_BATCH,
             shard=(self.backend.data_shard.index, self.backend.data_shard.count),
@@ -136,6 +137,34 @@ def train(case: Case, stop_in: int | None = None) -> dict[str, Any]:
             "data_shard": (backend.data_shard.index, backend.data_shard.count),
             "process": (backend.process.index, backend.process.count),
             "devices": backend.data_parallel_size,
+        }
+
+
+def losses_of_documents(case: Case) -> dict[str, Any]:
+    """The loss of each document of a global batch with the initial weights, by steps that change nothing, as each
+    row's documents come; then a whole run."""
+    backend, config = open_case(case)
+    with backend:
+        run = Run(backend, config)
+        count, rows = backend.data_shard.count, GLOBAL_BATCH // backend.data_shard.count
+        before = backend.compilations
+        losses: list[float] = []
+        batch = PackedCaseRows().rows(np.arange(GLOBAL_BATCH))
+        own = slice(backend.data_shard.index * rows, (backend.data_shard.index + 1) * rows)
+        for row in range(GLOBAL_BATCH):
+            for number in range(1, int(batch["segments"][row].max()) + 1):
+                labels = torch.full_like(batch["labels"], -100)
+                is_its = batch["segments"][row] == number
+                labels[row, is_its] = batch["labels"][row, is_its]
+                shard = {name: tensor[own] for name, tensor in {**batch, "labels": labels}.items()}
+                told = {"tokens": (shard["labels"] != -100).sum(dim=1).float(), **run.news(rows, 0.0)}
+                losses.append(_numbers(backend.fetch(run.step([backend.place({**shard, **told})], 0.0)))["loss"])
+        return {
+            "documents": losses,
+            "metrics": run.train(1, case.steps),
+            "compilations": backend.compilations - before,
+            "expected_compilations": backend.expected_compilations,
+            "shards": count,
         }
 
 

@@ -45,7 +45,11 @@ def _batch(config: Config, processes: int) -> dict[str, Tensor]:
     rows, length = config.train.micro_batch, config.data.seq_len
     ids = torch.randint(256, (rows, length))
     news = {"news": torch.zeros(rows, 1 + 3 * processes)}
-    return {"input_ids": ids, "labels": ids, "tokens": torch.full((rows,), float(length)), **news}
+    batch = {"input_ids": ids, "labels": ids, "tokens": torch.full((rows,), float(length)), **news}
+    if config.data.resolved_packing == "documents":
+        places = torch.arange(length).expand(rows, -1)
+        batch |= {"positions": places % 100, "segments": places // 100 + 1}
+    return batch
 
 
 class LiveStorages(TorchDispatchMode):

@@ -6,8 +6,9 @@ The model is transformers' own with its own attention and experts, the loss torc
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-from cases import GLOBAL_BATCH, SEQ_LEN, Case, CaseRows
+from cases import GLOBAL_BATCH, SEQ_LEN, Case, CaseRows, PackedCaseRows, rows_of
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -18,7 +19,7 @@ from portable_fsdp.models.build import build_model
 from portable_fsdp.optim.schedule import learning_rate
 
 # Settings that change what is computed; all others only say how an engine does it.
-OF_THE_LOOP = ("model.architecture", "model.freeze", "optim.groups")
+OF_THE_LOOP = ("model.architecture", "model.freeze", "optim.groups", "data.packing")
 # Softcap, sinks and ALiBi exist in eager only; the last attends to nothing.
 OWN_ATTENTION = {"gemma2": "eager", "gpt_oss": "eager", "bloom": "eager", "mamba2": "eager"}
 
@@ -96,14 +97,29 @@ def reference(case: Case) -> Reference:
     return _trained[repr(plain)]
 
 
+def losses_of_documents(case: Case) -> list[float]:
+    """Of the first rows, with the initial weights: each document in a row of its own."""
+    model, losses = _model(case), []
+    for batch in PackedCaseRows().alone(np.arange(GLOBAL_BATCH)):
+        with torch.no_grad():
+            logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+        losses.append(F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100).item())
+    return losses
+
+
+def _together(batches: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+
+
 def _train(case: Case) -> Reference:
     torch.set_num_threads(1)
-    model, rows = _model(case), CaseRows()
+    model, rows = _model(case), rows_of(case.config(1))
     optimizer = _optimizer(case, model)
     out = Reference([], [], {}, {n: p.detach().clone() for n, p in model.named_parameters()}, {})
     for step in range(1, case.steps + 1):
         positions = torch.arange((step - 1) * GLOBAL_BATCH, step * GLOBAL_BATCH).numpy()
-        batch = rows.rows(sample_indices(case.seed, positions, len(rows)))
+        indices = sample_indices(case.seed, positions, len(rows))
+        batch = _together(rows.alone(indices)) if isinstance(rows, PackedCaseRows) else rows.rows(indices)
         logits = model(input_ids=batch["input_ids"], use_cache=False).logits
         loss = F.cross_entropy(logits.float().flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
         loss.backward()

@@ -3,7 +3,7 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import datasets
 import pyarrow as pa
@@ -97,7 +97,7 @@ def saved(tmp_path: Path) -> Path:
         name: datasets.Dataset.from_dict({"text": [f"{name} {number}" for number in range(20)], "n": range(20)})
         for name in ("train", "test")
     }
-    datasets.DatasetDict(parts).save_to_disk(tmp_path / "saved")
+    cast(Any, datasets).DatasetDict(parts).save_to_disk(tmp_path / "saved")
     return tmp_path / "saved"
 
 
@@ -134,7 +134,7 @@ def test_a_data_set_or_split_that_is_not_there_is_refused(saved: Path, tmp_path:
 
 
 def test_a_folder_of_files_is_a_data_set_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(cast(Any, datasets).config, "HF_DATASETS_CACHE", tmp_path / "cache")
     folder = tmp_path / "files"
     folder.mkdir()
     lines(folder / "train.jsonl", {"text": "1"}, {"text": "2"})

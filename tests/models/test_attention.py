@@ -44,7 +44,7 @@ def test_sinks_equal_gpt_oss() -> None:
     assert not torch.allclose(static_attention(CAUSAL, query, key, value, scaling=0.3)[0], expected)
 
 
-@pytest.mark.parametrize("form", ["bool", "additive"])
+@pytest.mark.parametrize("form", ["bool", "additive", "documents"])
 @pytest.mark.parametrize("option", [{}, {"sliding_window": 3}, {"softcap": 1.5}, {"s_aux": torch.ones(4)}], ids=str)
 def test_a_block_mask_keeps_packed_documents_apart(form: str, option: dict[str, Any]) -> None:
     query, key, value = heads(2, 4, 10, 8), heads(2, 2, 10, 8, seed=1), heads(2, 2, 10, 8, seed=2)
@@ -52,7 +52,9 @@ def test_a_block_mask_keeps_packed_documents_apart(form: str, option: dict[str, 
     document = (torch.arange(10) >= cut).long()
     mask = (document[:, None] == document[None]).expand(2, 1, 10, 10)
     if form == "additive":
-        mask = torch.zeros(2, 1, 10, 10).masked_fill(~mask, torch.finfo(torch.float32).min)
+        mask = torch.zeros(2, 1, 10, 10).masked_fill(~mask.tril(), torch.finfo(torch.float32).min)
+    if form == "documents":
+        mask = document.expand(2, 1, 1, 10)
     found, _ = static_attention(CAUSAL, query, key, value, mask, **option)
     for part in (slice(0, cut), slice(cut, 10)):
         alone, _ = static_attention(CAUSAL, query[:, :, part], key[:, :, part], value[:, :, part], **option)

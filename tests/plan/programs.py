@@ -75,6 +75,7 @@ class Program:
     accumulation: int = 1
     optimizer: str = "adamw"
     slices: int = 1
+    packing: str = "stream"
 
     @property
     def devices(self) -> int:
@@ -90,7 +91,7 @@ class Program:
         return Config.model_validate(
             {
                 "model": {"architecture": architecture},
-                "data": {"seq_len": self.seq_len},
+                "data": {"seq_len": self.seq_len, "packing": self.packing},
                 "train": {"steps": 10, "global_batch": devices * self.accumulation},
                 "optim": {"name": self.optimizer},
                 "sharding": {"strategy": self.strategy, "replicas": self.replicas},
@@ -115,6 +116,7 @@ class Program:
         words += [f"checkpointing {self.checkpointing}"] * (self.checkpointing != "none")
         words += [self.optimizer] * (self.optimizer != "adamw")
         words += [f"summed in {self.reduce}"] * (self.reduce != "auto")
+        words += ["documents"] * (self.packing == "documents")
         words += ["scanned"] * self.scan + [f"float32: {' '.join(self.modules)}"] * bool(self.modules)
         return ", ".join(words)
 
@@ -161,6 +163,11 @@ SHAPES = [
         for how, scan in (("none", False), ("selective", False), ("full", True))
     ),
     *(Program("gemma3_text", "v6e:2x4", 2048, layers=6, checkpointing=how) for how in ("none", "selective", "full")),
+]
+PACKED = [
+    Program("small", "v6e:2x4", packing="documents"),
+    Program("small", "v6e:2x4", checkpointing="full", scan=True, packing="documents"),
+    Program("small", "v6e:2x4", 1536, packing="documents"),
 ]
 SCAN_SGD = [replace(program, optimizer="sgd") for program in SCAN]
 CASES = [*STRATEGIES, FLOAT32, SUMMED, *SUMMED_2B, *PLAIN, *PLAIN_V6E, *FLASH, *SHALLOW, *SCAN, *SCAN_SGD]

@@ -44,6 +44,7 @@ PLANNED = {
     "products kept": step(**EIGHT, memory__gradient_checkpointing="selective", memory__save_ops=("matmul",)),
     "offloaded": step(**EIGHT, memory__cpu_offload=True, memory__gradient_checkpointing="full"),
     "five": step(**EIGHT, accumulation=5),
+    "documents": step(**EIGHT, data__packing="documents"),
     "frozen": step(**EIGHT, model__freeze=("model.layers",)),
     "tied": step(**TIED),
     "tied, offloaded": step(**TIED, memory__cpu_offload=True, accumulation=2),
@@ -59,6 +60,7 @@ REAL = {
         sharding__strategy="SHARD_GRAD_OP",
         precision__compute="bfloat16",
     ),
+    "documents": step(data__packing="documents", precision__compute="bfloat16"),
 }
 MORE_REAL = {
     "offloaded, every second, two ahead": step(
@@ -184,6 +186,17 @@ def test_strategies_and_checkpointing_move_what_they_say(planned: dict[str, tupl
     assert gathered["hybrid zero2"] == pytest.approx(gathered["zero2"], rel=0.01)
     assert gathered["plain"] < gathered["zero2"] / 2
     assert _part(planned, "five", "gradients") >= 4 * PARAMETERS / 8 * 0.99  # of the micro batches before
+
+
+def test_a_mask_of_documents_is_planned_once_and_its_attention_whole(planned: dict[str, tuple[Memory, Work]]) -> None:
+    """The mask: 2 bytes for each pair of positions. Keys and values of all heads are kept, not of half of them."""
+    mask = 2 * ROWS * SEQ_LEN * SEQ_LEN
+    heads = LAYERS * 2 * 2 * ROWS * SEQ_LEN * 512 // 2
+    more = _part(planned, "documents", "activations") - _part(planned, "plain", "activations")
+    assert mask + heads <= more <= 2 * mask + 1.2 * heads
+    documents, plain = (planned[name][1].matmul_flops["bfloat16"] for name in ("documents", "plain"))
+    half = (2 + 5) * 2 * ROWS * SEQ_LEN * SEQ_LEN * 512 / 2 * LAYERS  # scores and values; backward's five products
+    assert documents - plain == pytest.approx(half, rel=0.01)
 
 
 def test_the_allocator_and_nccl_come_on_top(planned: dict[str, tuple[Memory, Work]]) -> None:

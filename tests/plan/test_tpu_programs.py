@@ -3,6 +3,7 @@
 Bounds hold for torch_xla 2.9.0 with libtpu 0.0.21; docs/tpu_programs.md has the figures.
 """
 
+from dataclasses import replace
 from functools import cache
 from math import prod
 
@@ -10,6 +11,7 @@ import pytest
 from programs import (
     FLASH,
     FLOAT32,
+    PACKED,
     PLAIN,
     PLAIN_V6E,
     RECOMPUTED,
@@ -188,6 +190,22 @@ def test_scanned_layers_do_the_same_work() -> None:
 
 def test_nothing_is_rematerialised_behind_our_back() -> None:
     assert [of(program).rematerialised for program in (*FLASH, *SCAN)] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("program", PACKED[:2], ids=words)
+def test_packed_documents_take_the_flash_kernel_and_no_mask(program: Program) -> None:
+    """The same products as without documents, all in the kernel, and nothing of [rows, seq, seq] besides."""
+    stream, packed = of(replace(program, packing="stream")), compiled(program, generate_code=True)
+    assert packed.kernel_flops == stream.kernel_flops != {}
+    assert packed.temporary_bytes < stream.temporary_bytes + program.seq_len**2
+    assert packed.host_transfers == ()
+    batch = {a.name for a in traced(program)["train_step"].arguments if a.part == "batch"}
+    assert {"batch.positions", "batch.segments"} <= batch
+
+
+def test_packed_documents_compile_without_the_flash_kernel() -> None:
+    assert of(PACKED[2]).kernel_flops == {}
+    assert of(PACKED[2]).host_transfers == ()
 
 
 @pytest.mark.parametrize("slice_", ["v6e:2x4", "v5p:2x2x4"])

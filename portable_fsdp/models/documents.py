@@ -1,0 +1,145 @@
+"""Documents that share a row: what a model's attention is told, and a trial that the model heeds it.
+
+The trial runs a small copy of the model, so that no list of architectures is needed: a state that goes on from one
+document to the next (Mamba), an attention of the model's own (Bloom), positions that it counts itself, all show there.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from portable_fsdp.models.attention import STATIC, document_bias
+from portable_fsdp.models.loss import Mask
+from portable_fsdp.runtime.errors import ConfigError
+
+_LENGTHS, _PADDING = (5, 8), 3  # tokens of the trial's documents, and behind them
+_WINDOW = 3  # tokens: shorter than the documents, so that it matters
+_LAYERS, _WIDTH, _VOCABULARY = 4, 32, 64  # of the small model, at most
+_BOUND = 1e-4  # of the largest logit: a hundred times float32's rounding
+_SIZES_INSIDE = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "n_inner", "ffn_dim")
+
+
+def document_mask(attention: str, dtype: torch.dtype, *, eager: bool) -> Mask:
+    """What makes the mask of a forward from `segments`, int64 `[batch, seq]`.
+
+    Args:
+        attention: by its name in transformers.
+        dtype: in which attention computes.
+        eager: one additive bias that all layers share. Else the numbers of the documents: a compiler fuses what it
+            makes of them into each layer's attention, and nothing of `[seq, seq]` goes from layer to layer.
+    """
+    if eager or attention != STATIC:
+        return lambda segments: document_bias(segments, dtype)
+    return lambda segments: segments[:, None, None]
+
+
+def require_documents_apart(model: Any, build: Callable[[Any], Any], *, eager: bool) -> None:
+    """Raise ConfigError where documents of one row would see each other, as a small copy of `model` shows.
+
+    `build(config)`: a model of that transformers config on the host, with random weights, in float32.
+    """
+    problem = ""
+    for config in _small(model.config):
+        try:
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                torch.manual_seed(0)
+                copied = build(config).eval()
+                _spread(copied)
+                alone = _alone(copied)
+        except Exception as error:  # sizes that this model doesn't take
+            problem = f"a small copy can't be tried ({type(error).__name__}: {error})"
+            continue
+        problem = _problem(copied, alone, eager)
+        break
+    if problem:
+        raise ConfigError(
+            f"data.packing=documents: expected a model whose documents are as they are alone when they share a row, "
+            f"found that those of {type(model).__name__} aren't: {problem}.\n  Set data.packing=none (a document a "
+            "row, padded). Nothing was started."
+        )
+
+
+def _problem(model: Any, alone: Tensor, eager: bool) -> str:
+    mask = document_mask(model.config._attn_implementation, torch.float32, eager=eager)
+    numbers = [*(number for number, length in enumerate(_LENGTHS, 1) for _ in range(length)), *[0] * _PADDING]
+    positions = [place for length in (*_LENGTHS, _PADDING) for place in range(length)]
+    try:
+        with torch.no_grad():
+            packed = model(
+                input_ids=torch.cat([*_documents(), torch.zeros(1, _PADDING, dtype=torch.int64)], dim=1),
+                attention_mask=mask(torch.tensor([numbers])),
+                position_ids=torch.tensor([positions]),
+                use_cache=False,
+            ).logits
+    except Exception as error:
+        return f"it takes no mask of documents ({type(error).__name__}: {error})"
+    difference = float((packed[:, : sum(_LENGTHS)] - alone).abs().max() / alone.abs().max())
+    return "" if difference < _BOUND else f"logits differ by {difference:.2g} of the largest, expected {_BOUND:g}"
+
+
+def _alone(model: Any) -> Tensor:
+    """The logits of each document in a row of its own, one after the other."""
+    return torch.cat([model(input_ids=document, use_cache=False).logits for document in _documents()], dim=1)
+
+
+def _documents() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, _VOCABULARY, (1, length), generator=generator) for length in _LENGTHS]
+
+
+def _spread(model: nn.Module) -> None:
+    """Weights large enough that what a position shouldn't see would show in the logits."""
+    for weight in model.parameters():
+        scale = 1 / math.sqrt(weight.shape[-1]) if weight.dim() > 1 else 0.1
+        weight.add_(torch.randn(weight.shape) * scale)
+
+
+def _small(config: Any) -> Iterator[Any]:
+    """Copies to try, the smallest first: fewer heads of the same width, then the model's own width."""
+    for layers, narrow in ((_LAYERS, True), (_LAYERS, False)):
+        small = copy.deepcopy(config)
+        _cut_layers(small, layers)
+        for key in ("vocab_size", *_SIZES_INSIDE):
+            limit = _VOCABULARY if key == "vocab_size" else _WIDTH
+            if isinstance(size := getattr(small, key, None), int):
+                setattr(small, key, min(size, limit))
+        for key in ("pad_token_id", "bos_token_id", "eos_token_id"):  # they lie outside the small vocabulary
+            setattr(small, key, None)
+        if isinstance(getattr(small, "sliding_window", None), int):
+            small.sliding_window = _WINDOW
+        if narrow:
+            _cut_heads(small)
+        yield small
+
+
+def _cut_layers(config: Any, most: int) -> None:
+    """As many as have one of each kind, or `most`."""
+    layers = config.num_hidden_layers
+    kinds = {
+        key: value
+        for key, value in config.to_dict().items()
+        if isinstance(value, list) and len(value) == layers and all(isinstance(kind, str | int) for kind in value)
+    }
+    firsts = [value.index(kind) + 1 for value in kinds.values() for kind in set(value)]
+    kept = min(layers, max([most, *firsts]))
+    for key, value in kinds.items():
+        setattr(config, key, value[:kept])
+    config.num_hidden_layers = kept
+
+
+def _cut_heads(config: Any) -> None:
+    """A group or two of heads, as wide as they were."""
+    heads = getattr(config, "num_attention_heads", None)
+    groups = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or heads
+    if not isinstance(heads, int) or not isinstance(groups, int):
+        return
+    share = groups // 2 if groups % 2 == 0 else groups
+    if heads % share or config.hidden_size % share:
+        return
+    for key in ("num_attention_heads", "num_key_value_heads", "num_kv_heads", "hidden_size", "word_embed_proj_dim"):
+        if isinstance(size := getattr(config, key, None), int) and size % share == 0:
+            setattr(config, key, size // share)
