@@ -1,7 +1,7 @@
 """Documents that share a row have the losses that each has alone; models that can't do that are refused by name."""
 
 import re
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -173,7 +173,7 @@ def test_the_mask_is_made_once_a_forward_on_the_device() -> None:
 def test_layers_of_a_compiled_step_are_given_numbers_and_no_mask() -> None:
     model = built("llama", eager=False)
     given: list[Any] = []
-    for layer in cast(Any, model).model.layers:
+    for layer in model.model.layers:
         layer.register_forward_pre_hook(lambda _, __, kwargs: given.append(kwargs["attention_mask"]), with_kwargs=True)
     model(token_ids(), token_ids(), positions(), segments())
     assert [mask.shape for mask in given] == [(2, 1, 1, SEQ_LEN)] * 2
