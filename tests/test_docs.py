@@ -264,7 +264,7 @@ def test_keys_said_to_exclude_each_other_do(section: str, key: str) -> None:
 
 
 def test_the_schema_stays_small() -> None:
-    assert len(option_names()) <= 80
+    assert len(option_names()) <= 96  # 80 before people's own data, evaluation and adapters
 
 
 def test_versions_in_build_md_are_the_projects() -> None:

@@ -20,7 +20,7 @@ from portable_fsdp.config.foreign.rows import (
 
 TRAINER = "TrainingArguments"
 
-_EVALUATION = Refuse("no evaluation runs during training", "set it to its default, or leave it out")
+_EVALUATION = Refuse("evaluations are named by our own keys", "leave it out, and set train.eval_every, data.eval_split")
 _OF_EVALUATION = Skip("belongs to an evaluation, which eval_strategy asks for")
 _HUB = Refuse("nothing is uploaded", "leave it out; checkpoint.export writes a Hugging Face folder")
 _FLOAT16 = Refuse("float16 needs a scaled loss, which is not built", "set bf16", "precision.compute")
@@ -143,7 +143,7 @@ TRAINER_ROWS = (
                 "epoch": Refuse(
                     "checkpoints are saved by steps", "set it to steps, and save_steps", "checkpoint.every"
                 ),
-                "best": Refuse("no evaluation says which is best", "set it to steps", "checkpoint.every"),
+                "best": Refuse("the best by train.eval_every is kept in any case", "set it to steps", "checkpoint.every"),
             }
         ),
     ),
