@@ -279,7 +279,7 @@ SCRIPT_ROWS = (
         Row(
             SCRIPT,
             key,
-            Off(Refuse("data are named by our own keys", "leave it out, and set data.source, data.path, data.eval_split")),
+            Off(Refuse("data are named by our own keys", "leave it out; data.source, data.path, data.eval_split")),
         )
         for key in ("dataset_name", "dataset_config_name", "validation_file", "dataset_text_field")
     ),

@@ -143,7 +143,7 @@ TRAINER_ROWS = (
                 "epoch": Refuse(
                     "checkpoints are saved by steps", "set it to steps, and save_steps", "checkpoint.every"
                 ),
-                "best": Refuse("the best by train.eval_every is kept in any case", "set it to steps", "checkpoint.every"),
+                "best": Refuse("the best by train.eval_every is kept anyhow", "set it to steps", "checkpoint.every"),
             }
         ),
     ),
