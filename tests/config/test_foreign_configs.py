@@ -329,6 +329,57 @@ def test_options_that_go_instead_of_one_another_differ_by_line(
     assert load_config(tmp_path / "ours.yaml", [override], [tmp_path / "theirs.yaml"])
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("torch_dtype: float32\nbf16: true\n", {"precision.master": "float32", "precision.compute": "bfloat16"}),
+        ("torch_dtype: torch.bfloat16\n", {"precision.compute": "bfloat16"}),
+        ("torch_dtype: bfloat16\nbf16: auto\n", {"precision.compute": "bfloat16"}),
+    ],
+)
+def test_dtypes_of_a_loaded_model_and_the_word_auto(tmp_path: Path, text: str, says: Mapping[str, str]) -> None:
+    theirs = tmp_path / "theirs.yaml"
+    theirs.write_text(f"learning_rate: 1\n{text}")
+    [imported] = read(theirs).imports
+    found = {name: setting.value for name, setting in imported.settings.items() if name.startswith("precision.")}
+    assert found == says
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("torch_dtype: float16\n", "float16 can't be honoured: weights rest in precision.master"),
+        ("torch_dtype: bfloat16\nmixed_precision: 'no'\n", "bfloat16 contradicts mixed_precision: no"),
+        ("attn_implementation: flash_attention_2\n", "attention is chosen by model.attention, which has no such word"),
+        ("attn_implementation: kernels-community/flash-attn\n", "or override model.attention."),
+        ("resume_from_checkpoint: out/checkpoint-500\n", "a Trainer's folder is no checkpoint of ours"),
+        ("optim: lion_32bit\n", "lion_32bit can't be honoured: AdamW and SGD are the optimizers built"),
+    ],
+)
+def test_a_refusal_of_a_trainers_word_has_a_reason(tmp_path: Path, text: str, said: str) -> None:
+    assert said in problems(tmp_path, f"learning_rate: 1\n{text}")
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "steps", "remark"),
+    [
+        ("lr_scheduler_type: constant\nwarmup_steps: 10\n", (), 10, "ignores it beside lr_scheduler_type: constant"),
+        ("lr_scheduler_type: constant\nwarmup_ratio: 0.1\n", (), 10, "ignores it beside lr_scheduler_type: constant"),
+        ("lr_scheduler_type: constant\nwarmup_steps: 10\n", ("optim.schedule=linear",), 10, ""),
+        ("lr_scheduler_type: constant\nwarmup_steps: 0\n", (), 0, ""),
+        ("lr_scheduler_type: constant_with_warmup\nwarmup_steps: 10\n", (), 10, ""),
+    ],
+)
+def test_a_warmup_that_trainers_constant_ignores_is_taken_at_its_word(
+    tmp_path: Path, text: str, overrides: Sequence[str], steps: int, remark: str
+) -> None:
+    theirs = tmp_path / "theirs.yaml"
+    theirs.write_text(f"learning_rate: 1\n{text}")
+    setting = read(theirs, *overrides).imports[0].settings["optim.warmup_steps"]
+    assert setting.value == steps
+    assert (remark in setting.remark) if remark else not setting.remark
+
+
 def test_a_key_that_another_one_goes_before_is_told(tmp_path: Path) -> None:
     theirs = tmp_path / "theirs.yaml"
     theirs.write_text("max_steps: 9\nnum_train_epochs: 3\nsave_steps: 5\nsave_strategy: 'no'\nwarmup_steps: 0.5\n")

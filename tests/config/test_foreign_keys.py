@@ -112,8 +112,10 @@ def test_rows_set_what_our_config_has() -> None:
 
 OVERRIDES = {
     "checkpoint.every": "10",
+    "checkpoint.resume": "auto",
     "compile.enabled": "false",
     "memory.gradient_checkpointing": "full",
+    "model.attention": "sdpa",
     "optim.min_lr_ratio": "0.5",
     "optim.name": "sgd",
     "optim.schedule": "constant",

@@ -29,6 +29,12 @@ _TORCHRUN = Launcher("how torchrun is started")
 _DEVICE = Launcher("which device: --device")
 CPU_OR_NOT = YesNo(Launcher("which device: --device=cpu", "use_cpu"), _DEVICE)
 
+BF16 = YesNo(
+    Set({"~mixed": "bfloat16"}),
+    Skip("off; another key may say the dtype"),
+    auto=Set({"~mixed": "bfloat16"}, "auto: every device here computes in bfloat16"),
+)
+
 _REPLICATED = (
     "MULTI_CPU",
     "MULTI_GPU",
@@ -111,7 +117,7 @@ ACCELERATE_ROWS = (
             Skip("off, as here"),
         ),
     ),
-    Row(ACCELERATE, "bf16", YesNo(Set({"~mixed": "bfloat16"}), Skip("off; another key may say the dtype"))),
+    Row(ACCELERATE, "bf16", BF16),
     Row(
         ACCELERATE,
         "downcast_bf16",
@@ -283,6 +289,34 @@ SCRIPT_ROWS = (
         )
         for key in ("dataset_name", "dataset_config_name", "validation_file", "dataset_text_field")
     ),
-    Row(SCRIPT, "torch_dtype", Choice({"auto": Skip("weights rest in precision.master")}), ("dtype",)),
-    Row(SCRIPT, "attn_implementation", Choice({word: Set({"model.attention": word}) for word in ("sdpa", "eager")})),
+    Row(
+        SCRIPT,
+        "torch_dtype",
+        Choice(
+            {
+                "auto": Skip("weights rest in precision.master"),
+                "float32": Set({"precision.master": "float32"}),
+                "bfloat16": Set({"~weights": "bfloat16"}, "weights rest in precision.master"),
+                "float16": Refuse(
+                    "weights rest in precision.master, and float16 of precision.compute needs a scaled loss, which is "
+                    "not built",
+                    "set it to bfloat16",
+                    "precision.compute",
+                ),
+            }
+        ),
+        ("dtype",),
+    ),
+    Row(
+        SCRIPT,
+        "attn_implementation",
+        Choice(
+            {word: Set({"model.attention": word}) for word in ("sdpa", "eager")},
+            other=Refuse(
+                "attention is chosen by model.attention, which has no such word",
+                "set it to sdpa or eager",
+                "model.attention",
+            ),
+        ),
+    ),
 )

@@ -1,6 +1,6 @@
 """TrainingArguments of transformers 5.23 (training_args.py), and the keys that older versions wrote."""
 
-from portable_fsdp.config.foreign.keys_accelerate import COMPILERS, CPU_OR_NOT
+from portable_fsdp.config.foreign.keys_accelerate import BF16, COMPILERS, CPU_OR_NOT
 from portable_fsdp.config.foreign.rows import (
     Always,
     Amount,
@@ -38,7 +38,7 @@ _SCHEDULES = {
     # Trainer's end at 0; optim.min_lr_ratio is above it (XLA would compile anew for a learning rate of 0).
     "linear": Set({"optim.schedule": "linear", "optim.min_lr_ratio": 1e-6}),
     "cosine": Set({"optim.schedule": "cosine", "optim.min_lr_ratio": 1e-6}),
-    "constant": Set({"optim.schedule": "constant"}),
+    "constant": Set({"optim.schedule": "constant", "~constant": True}),
     "constant_with_warmup": Set({"optim.schedule": "constant"}),
     "warmup_stable_decay": Set({"optim.schedule": "wsd"}, "its decay: optim.decay_ratio"),
     "cosine_with_min_lr": Set({"optim.schedule": "cosine"}, "its floor: optim.min_lr_ratio"),
@@ -98,14 +98,11 @@ TRAINER_ROWS = (
             {
                 **{word: Set({"optim.name": "adamw"}) for word in ADAMW},
                 "sgd": Set({"optim.name": "sgd"}),
-                **{
-                    word: Refuse("no such optimizer", "set it to adamw_torch or sgd", "optim.name")
-                    for word in ("adafactor", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit")
-                },
-            }
+            },
+            other=Refuse("AdamW and SGD are the optimizers built", "set it to adamw_torch or sgd", "optim.name"),
         ),
     ),
-    Row(TRAINER, "bf16", YesNo(Set({"~mixed": "bfloat16"}), Skip("off; another key may say the dtype"))),
+    Row(TRAINER, "bf16", BF16),
     Row(TRAINER, "fp16", YesNo(_FLOAT16, Skip("off, as here"))),
     Row(TRAINER, "tf32", YesNo(Set({"precision.matmul": "high"}), Set({"precision.matmul": "highest"}))),
     Row(
@@ -158,7 +155,16 @@ TRAINER_ROWS = (
     Row(
         TRAINER,
         "resume_from_checkpoint",
-        YesNo(Set({"checkpoint.resume": "auto"}), Set({"checkpoint.resume": "none"})),
+        YesNo(
+            Set({"checkpoint.resume": "auto"}),
+            Set({"checkpoint.resume": "none"}),
+            other=Refuse(
+                "a Trainer's folder is no checkpoint of ours",
+                "leave it out, and name that folder by model.pretrained (its weights alone), or bring it over by "
+                "python -m portable_fsdp.checkpoint import",
+                "checkpoint.resume",
+            ),
+        ),
     ),
     Row(
         TRAINER,

@@ -103,11 +103,12 @@ class Amount:
 
 @dataclass(frozen=True)
 class Choice:
-    """Words in any case, and the numbers that stand for some of them, from `first` on."""
+    """Words in any case, and the numbers that stand for some of them, from `first` on; `other` answers the rest."""
 
     words: Mapping[str, Answer]
     numbered: tuple[str, ...] = ()
     first: int = 1
+    other: Answer | None = None
 
     def answer(self, typed: Typed) -> Answer:
         text = one_word(typed)
@@ -115,13 +116,15 @@ class Choice:
             text = self.numbered[int(text) - self.first]
         by_word = {word.lower(): outcome for word, outcome in self.words.items()}
         plain = _ENUM.sub("", text).lower().replace("-", "_")
+        if plain not in by_word and self.other is not None:
+            return self.other
         if plain not in by_word:
             numbers = f", or {self.first} to {self.first + len(self.numbered) - 1}" if self.numbered else ""
             raise UnreadableValue(" | ".join(self.words) + numbers)
         return by_word[plain]
 
     def cases(self) -> list[tuple[str, Answer]]:
-        return list(self.words.items())
+        return [*self.words.items(), *([("else", self.other)] if self.other is not None else [])]
 
 
 @dataclass(frozen=True)
@@ -142,10 +145,12 @@ class DType:
 
 @dataclass(frozen=True)
 class YesNo:
-    """true, yes, on, 1 and their opposites, quoted or not."""
+    """true, yes, on, 1 and their opposites, quoted or not; and what else, if anything, its tool takes."""
 
     yes: Answer
     no: Answer
+    auto: Answer | None = None
+    other: Answer | None = None
 
     def answer(self, typed: Typed) -> Answer:
         text = one_word(typed).lower()
@@ -153,10 +158,19 @@ class YesNo:
             return self.yes
         if text in NO:
             return self.no
-        raise UnreadableValue("true | false")
+        if self.auto is not None and text == "auto":
+            return self.auto
+        if self.other is not None and text:
+            return self.other
+        raise UnreadableValue("true | false" + " | auto" * (self.auto is not None))
 
     def cases(self) -> list[tuple[str, Answer]]:
-        return [("true", self.yes), ("false", self.no)]
+        more = (("auto", self.auto), ("else", self.other))
+        return [
+            ("true", self.yes),
+            ("false", self.no),
+            *((word, answer) for word, answer in more if answer is not None),
+        ]
 
 
 @dataclass(frozen=True)

@@ -135,6 +135,7 @@ _RESULTS = {
     "~strategy": "sharding.strategy",
     "~reshard": "sharding.strategy",
     "~mixed": "precision.compute",
+    "~weights": "precision.compute",
     "~recompute.": "memory.gradient_checkpointing",
     "~offload.": "memory.cpu_offload",
     "~warmup": "optim.warmup_steps",
@@ -272,9 +273,13 @@ def _units(found: Found) -> None:
 
 def _precision(found: Found) -> None:
     """accelerate's FSDP sums gradients in the dtype that it computes in; its other types sum them in float32."""
-    mixed = found.said.get("~mixed")
+    mixed, loaded = found.said.get("~mixed"), found.said.get("~weights")
     if mixed is None:
+        if loaded is not None:
+            found.set("precision.compute", loaded.value, loaded)
         return
+    if loaded is not None and loaded.value != mixed.value:
+        found.contradiction("precision.compute", mixed, loaded)
     found.set("precision.compute", mixed.value, mixed)
     fsdp = found.value("~distributed") == "FSDP" or (FSDP in found.sections and not found.value("~xla"))
     fsdp = fsdp or bool(found.value("~fsdp"))
@@ -357,17 +362,19 @@ def _warmup(found: Found) -> None:
     """As Trainer has it: below 1 it is a share of the steps; steps go before a share of them, unless they are 0."""
     warmup, ratio = found.said.get("~warmup"), found.said.get("~warmup_ratio")
     steps = found.number("~warmup") or 0
+    constant = found.value("~constant") and "optim.schedule" not in found.overridden
+    remark = "its own tool ignores it beside lr_scheduler_type: constant; taken at its word" if constant else ""
     if 0 < steps < 1:
         ratio, share = warmup, steps
     elif warmup is not None and (steps or ratio is None):
-        return found.set("optim.warmup_steps", int(steps), warmup)
+        return found.set("optim.warmup_steps", int(steps), warmup, remark if steps else "")
     else:
         share = found.number("~warmup_ratio") or 0
     if ratio is None or "optim.warmup_steps" in found.overridden:
         return
     total = found.given.get("train.steps", found.value("train.steps"))
     if isinstance(total, int):
-        found.set("optim.warmup_steps", math.ceil(share * total), ratio, f"of {total} steps")
+        found.set("optim.warmup_steps", math.ceil(share * total), ratio, remark or f"of {total} steps")
     elif "optim.warmup_steps" not in found.given:
         found.problem(ratio, "a share of the steps needs their number.\n  Set optim.warmup_steps, or max_steps.")
 
