@@ -15,7 +15,7 @@ from yaml.nodes import MappingNode
 
 from portable_fsdp.config.describe import option_names
 from portable_fsdp.config.foreign.launcher import check_launcher_facts
-from portable_fsdp.config.foreign.read import Import, is_foreign, is_ours
+from portable_fsdp.config.foreign.read import Import, is_foreign, is_of_deepspeed, is_ours
 from portable_fsdp.config.schema import Config
 from portable_fsdp.config.source import Source
 from portable_fsdp.config.yaml_text import Dumper, line_of, parse, problem_of
@@ -176,4 +176,10 @@ def _parsed(path: Path, wanted: str) -> tuple[MappingNode, dict[str, Any]]:
     if node is None or not isinstance(values, dict):
         found = Source(path).found((), values) if node is not None else "nothing"
         raise ConfigError(f"{path}: {wanted}, found {found}. Nothing was started.")
-    return cast(MappingNode, node), cast(dict[str, Any], values)
+    root = cast(MappingNode, node)
+    if is_of_deepspeed(root):
+        raise ConfigError(
+            f"{path}: DeepSpeed's own JSON is not read.\n  Give an accelerate file with its zero_stage and offload keys "
+            "in deepspeed_config, and what else it says by our own keys or Trainer's. Nothing was started."
+        )
+    return root, cast(dict[str, Any], values)

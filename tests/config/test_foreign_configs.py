@@ -286,6 +286,22 @@ def test_what_holds_no_keys_is_no_import(tmp_path: Path, text: str, found: str) 
     ) in str(error.value)
 
 
+def test_deepspeeds_own_json_is_no_config(tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "ours.yaml", tmp_path / "ds.json"
+    ours.write_text(OURS)
+    for text in (
+        '{"zero_optimization": {"stage": 3}, "bf16": {"enabled": true}}',
+        '{"train_micro_batch_size_per_gpu": 4}',
+    ):
+        theirs.write_text(text)
+        for config, imports in ((theirs, []), (ours, [theirs])):
+            with pytest.raises(
+                ConfigError, match=r"ds\.json: DeepSpeed's own JSON is not read\.\n.*zero_stage"
+            ) as error:
+                load_config(config, imports=imports)
+            assert "unknown key" not in str(error.value)
+
+
 def test_an_import_that_is_misspelt_as_a_whole_is_told_the_nearest_keys(tmp_path: Path) -> None:
     ours, theirs = tmp_path / "ours.yaml", tmp_path / "theirs.yaml"
     ours.write_text(OURS)

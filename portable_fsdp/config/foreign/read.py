@@ -86,6 +86,11 @@ def is_foreign(node: MappingNode, sections: set[str]) -> bool:
     return known and not is_ours(node, sections)
 
 
+def is_of_deepspeed(node: MappingNode) -> bool:
+    """Whether a file is DeepSpeed's own, by keys that stand in no other one."""
+    return any(str(key.value) in ("zero_optimization", "train_micro_batch_size_per_gpu") for key, _ in _pairs(node))
+
+
 def read_foreign(path: Path, node: MappingNode, given: Mapping[str, object], overridden: set[str]) -> Import:
     """Translate the file whose root is `node`; `given` are the options that our own file and overrides set.
 
