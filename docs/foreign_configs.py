@@ -32,7 +32,8 @@ numbers stand for strategies as in accelerate's menus, and an unquoted `NO` is t
 own tool, or stands where that tool doesn't look, is taken at its word, and `explain` says so. Null and keys that begin
 with `_`, `//` or `#` set nothing.
 
-Some options follow from several keys: `train.global_batch` is rows of a device * accumulation * `num_processes`;
+Some options follow from several keys: `train.global_batch` is rows of a device * accumulation * `num_processes`, which
+another of the files, or accelerate launch, may say;
 HYBRID_SHARD on one machine is FULL_SHARD, as one machine is one copy; `mixed_precision: bf16` under FSDP sums gradients
 in bfloat16 too, as accelerate does; a warmup ratio becomes steps. In the table `~name` marks what such a rule reads.
 

@@ -14,8 +14,9 @@ from pydantic import ValidationError
 from yaml.nodes import MappingNode
 
 from portable_fsdp.config.describe import option_names
+from portable_fsdp.config.foreign.environment import launched_numbers
 from portable_fsdp.config.foreign.launcher import check_launcher_facts
-from portable_fsdp.config.foreign.read import Import, is_foreign, is_of_deepspeed, is_ours
+from portable_fsdp.config.foreign.read import Import, is_foreign, is_of_deepspeed, is_ours, stated_numbers
 from portable_fsdp.config.schema import Config
 from portable_fsdp.config.source import Source
 from portable_fsdp.config.yaml_text import Dumper, line_of, parse, problem_of
@@ -64,7 +65,10 @@ def read_config(
     roots = [*foreign, *(_read_import(Path(name)) for name in imports)]
     for text in overrides:
         source.override(text)
-    read = [source.lay_under(place, root) for place, root in roots]
+    numbers = launched_numbers(environ or {})
+    for _, root in reversed(roots):  # of two files that differ, the first counts here; the launcher is compared later
+        numbers |= stated_numbers(root)
+    read = [source.lay_under(place, root, numbers) for place, root in roots]
     read += source.lay_environment_under(environ or {}, read)
     if foreign:
         source.require_the_rest(read[0])
@@ -179,7 +183,7 @@ def _parsed(path: Path, wanted: str) -> tuple[MappingNode, dict[str, Any]]:
     root = cast(MappingNode, node)
     if is_of_deepspeed(root):
         raise ConfigError(
-            f"{path}: DeepSpeed's own JSON is not read.\n  Give an accelerate file with its zero_stage and offload keys "
-            "in deepspeed_config, and what else it says by our own keys or Trainer's. Nothing was started."
+            f"{path}: DeepSpeed's own JSON is not read.\n  Give an accelerate file with its zero_stage and offload "
+            "keys in deepspeed_config, and what else it says by our own keys or Trainer's. Nothing was started."
         )
     return root, cast(dict[str, Any], values)

@@ -144,12 +144,15 @@ class Source:
         section = self.values.get(key[0])
         return isinstance(section, dict) and key[1] in section
 
-    def lay_under(self, path: Path, root: MappingNode) -> Import:
-        """Add what a foreign file says where nothing is said yet; where our file says something else, a problem."""
+    def lay_under(self, path: Path, root: MappingNode, numbers: Mapping[str, int]) -> Import:
+        """Add what a foreign file says where nothing is said yet; where our file says something else, a problem.
+
+        `numbers` are processes and machines as the other files or the launcher state them.
+        """
         given = self._given()
         overridden = {".".join(key[:2]) for key, origin in self.origins.items() if origin.is_override}
         overridden |= {other for one, other in _INSTEAD if one in overridden}
-        imported = read_foreign(path, root, given, overridden)
+        imported = read_foreign(path, root, given, overridden, numbers)
         self._add(imported, given, overridden)
         return imported
 

@@ -286,6 +286,24 @@ def test_what_holds_no_keys_is_no_import(tmp_path: Path, text: str, found: str) 
     ) in str(error.value)
 
 
+def test_a_file_that_names_no_devices_takes_the_number_of_another(tmp_path: Path) -> None:
+    """In either order, and from `accelerate launch`; its own number goes first."""
+    theirs, trainer, rest = tmp_path / "theirs.yaml", tmp_path / "trainer.yaml", ["model.pretrained=folder"]
+    theirs.write_text(f"{F}num_processes: 2\n")
+    batch = "max_steps: 9\nper_device_train_batch_size: 4\ngradient_accumulation_steps: 3\n"
+    trainer.write_text(batch)
+    with pytest.raises(ConfigError, match="expected the number of devices too"):
+        load_config(trainer, rest)
+    assert load_config(theirs, rest, [trainer]).train.global_batch == 24
+    assert load_config(trainer, rest, [theirs]).train.global_batch == 24
+    launched = {"ACCELERATE_MIXED_PRECISION": "no", "WORLD_SIZE": "8"}
+    assert read_config(trainer, rest, environ=launched).config.train.global_batch == 96
+    with pytest.raises(ConfigError, match="expected the number of devices too"):
+        read_config(trainer, rest, environ={"WORLD_SIZE": "8"})
+    trainer.write_text(f"{batch}num_processes: 4\n")
+    assert read_config(theirs, rest, [trainer]).config.train.global_batch == 48
+
+
 def test_deepspeeds_own_json_is_no_config(tmp_path: Path) -> None:
     ours, theirs = tmp_path / "ours.yaml", tmp_path / "ds.json"
     ours.write_text(OURS)

@@ -47,10 +47,16 @@ def read_environment(environ: Mapping[str, str], given: Mapping[str, object], ov
     result.not_needed += [Said(name, variables[name], LAUNCHER, reason) for name, reason in unasked.items()]
     result.problems += [(0, text) for text in _out_of_force(variables)]
     settings, sections = read_entries(entries, result, overridden)
-    counts = {"num_processes": "WORLD_SIZE", "num_machines": "GROUP_WORLD_SIZE"}
-    numbers = {fact: int(environ[name]) for fact, name in counts.items() if environ.get(name, "").isdecimal()}
-    settle(result, Found(settings, numbers, sections, given, overridden, result.problems))
+    settle(result, Found(settings, launched_numbers(environ), sections, given, overridden, result.problems))
     return result
+
+
+def launched_numbers(environ: Mapping[str, str]) -> dict[str, int]:
+    """Processes and machines that `accelerate launch` started; nothing where it didn't start this one."""
+    if not is_by_accelerate(environ):
+        return {}
+    counts = {"num_processes": "WORLD_SIZE", "num_machines": "GROUP_WORLD_SIZE"}
+    return {fact: int(environ[name]) for fact, name in counts.items() if environ.get(name, "").isdecimal()}
 
 
 def _typed(text: str) -> Typed:

@@ -30,6 +30,7 @@ from portable_fsdp.config.foreign.table import SCRIPT, TOP, find, find_anywhere,
 
 _NULL_TAG = "tag:yaml.org,2002:null"
 _SECRET = ("hub_token", "aws_access_key_id", "aws_secret_access_key")  # messages and translations repeat values
+_NUMBERS = ("num_processes", "num_machines")
 _DEEP = 8  # mappings within mappings; more is an alias of a mapping in itself
 
 
@@ -91,16 +92,29 @@ def is_of_deepspeed(node: MappingNode) -> bool:
     return any(str(key.value) in ("zero_optimization", "train_micro_batch_size_per_gpu") for key, _ in _pairs(node))
 
 
-def read_foreign(path: Path, node: MappingNode, given: Mapping[str, object], overridden: set[str]) -> Import:
+def stated_numbers(node: MappingNode) -> dict[str, int]:
+    """The launcher's facts that are numbers, as the keys at the top of a file say them."""
+    said = {str(key.value): value.value for key, value in _pairs(node) if isinstance(value, ScalarNode)}
+    return {fact: int(said[fact]) for fact in _NUMBERS if str(said.get(fact, "")).isdecimal()}
+
+
+def read_foreign(
+    path: Path,
+    node: MappingNode,
+    given: Mapping[str, object],
+    overridden: set[str],
+    numbers: Mapping[str, int],
+) -> Import:
     """Translate the file whose root is `node`; `given` are the options that our own file and overrides set.
 
+    `numbers` are the launcher's facts as others state them, for a file that doesn't itself.
     What an override says is not asked of the file: its refusals of that option, and contradictions about it, are gone.
     Raises nothing: problems are in the result.
     """
     result = Import(path, _kind(node))
     settings, sections = read_entries(_entries(node, result.kind, result), result, overridden)
-    numbers = {fact: number for fact in ("num_processes", "num_machines") if (number := result.number(fact))}
-    settle(result, Found(settings, numbers, sections, given, overridden, result.problems))
+    own = {fact: number for fact in _NUMBERS if (number := result.number(fact))}
+    settle(result, Found(settings, {**numbers, **own}, sections, given, overridden, result.problems))
     return result
 
 
