@@ -319,5 +319,5 @@ def test_an_automatic_tokenizer_is_the_models_own(make_tokenizer: MakeTokenizer,
 
 
 def test_a_tokenizer_of_the_hub_that_is_not_in_the_cache_is_refused(lines: Path) -> None:
-    with pytest.raises(DataError, match=r"data\.tokenizer: expected org/name in the cache .* HF_HUB_OFFLINE"):
+    with pytest.raises(DataError, match=r"data\.tokenizer: expected org/name as a local folder .* HF_HUB_OFFLINE"):
         build_data(data(lines, tokenizer="org/name"))

@@ -93,7 +93,15 @@ def test_sample_refuses_a_folder_that_holds_no_model(tmp_path: Path) -> None:
     assert "expected an exported model, found no config.json" in done.stderr
 
 
-OWN_LOOP = ["train.log_every=2", "checkpoint.every=4", "data.seq_len=32", "train.global_batch=4", "train.micro_batch=1"]
+OWN_LOOP = [
+    "optim.schedule=constant",
+    "optim.warmup_steps=0",
+    "train.log_every=2",
+    "checkpoint.every=4",
+    "data.seq_len=32",
+    "train.global_batch=4",
+    "train.micro_batch=1",
+]
 
 
 @pytest.mark.slow
