@@ -128,7 +128,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (LLAMA | {"vocab_size": 50}, r"vocab_size of at least 101.*found 50\.\n.*architecture\.vocab_size=101"),
     (LLAMA | {"num_attention_heads": 5}, r"transformers refuses it: .*hidden size.*48.*attention heads.*5"),
     (LLAMA | {"hidden_size": "wide"}, r"transformers refuses it: .*hidden_size.*int"),
-    (LLAMA | {"hidden_act": "sillu"}, r"LlamaForCausalLM can't be built .*sillu"),
+    (LLAMA | {"hidden_act": "sillu"}, r"LlamaConfig: no model can be built .*sillu"),
 ]
 
 
