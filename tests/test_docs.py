@@ -14,7 +14,7 @@ from absl import flags
 from documented import PAGES, ROOT, Command, commands, program_of
 from pydantic import ValidationError
 
-from portable_fsdp import doctor, explain, launch
+from portable_fsdp import doctor, explain, launch, sample
 from portable_fsdp.backends.open import BACKENDS, DEVICES
 from portable_fsdp.checkpoint import __main__ as checkpoint
 from portable_fsdp.config.describe import option_names
@@ -77,6 +77,8 @@ def check(command: Command) -> None:
             check_plan(arguments)
         case ["python", "-m", "portable_fsdp.checkpoint", *arguments]:
             checkpoint._parser().parse_args(arguments)
+        case ["python", "-m", "portable_fsdp.sample", *arguments]:
+            sample._parser().parse_args(arguments)
         case ["python", "examples/own_loop.py" as script, *arguments]:
             assert (ROOT / script).is_file(), command.where
             path, device, backend, *overrides = arguments

@@ -111,13 +111,15 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument(
         "target", type=_local, metavar="TARGET", help="a local folder (new, empty, or an earlier export), or a new file"
     )
-    export.add_argument("--format", choices=EXPORTS, default="huggingface")
+    export.add_argument(
+        "--format", choices=EXPORTS, default="huggingface", help="adapters (LoRA): peft alone, huggingface merged"
+    )
     export.add_argument("--dtype", choices=_DTYPES, help="of the model's floating-point tensors; default: as saved")
     export.add_argument(
         "--tokenizer",
         type=_local,
         metavar="PATH|none",
-        help="huggingface: the tokenizer's folder, or none; default: that of the run's config",
+        help="huggingface, peft: the tokenizer's folder, or none; default: that of the run's config",
     )
     _add_import(add("import", _import, "make a checkpoint from a model in another format"))
     prune = add("prune", _prune, "delete older checkpoints")
@@ -249,9 +251,9 @@ def _tokenizer(options: argparse.Namespace, manifest: Manifest) -> Callable[[Pat
     from portable_fsdp.data.tokenize import load_tokenizer
 
     asked = None if options.tokenizer is None else str(options.tokenizer)
-    if options.format != "huggingface":
+    if options.format not in ("huggingface", "peft"):
         if asked not in (None, "none"):
-            raise CheckpointError(f"--tokenizer {asked}: expected --format huggingface, found {options.format}")
+            raise CheckpointError(f"--tokenizer {asked}: expected --format huggingface or peft, found {options.format}")
         return None
     name = asked or manifest.config.get("data", {}).get("tokenizer")
     if name is None:

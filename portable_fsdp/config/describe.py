@@ -119,6 +119,9 @@ def _plain(value: object) -> object:
 
 
 def _section(annotation: object) -> type[BaseModel] | None:
+    """The section that a field is, or may be besides null."""
+    if get_origin(annotation) in (Union, UnionType):
+        annotation = next(argument for argument in get_args(annotation) if argument is not NoneType)
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
 

@@ -357,6 +357,22 @@ REFUSALS = (
         ("precision.master=float32", "--backend=xla"),
     ),
     Refusal(
+        "precision.frozen",
+        EVERY,
+        "where all weights train",
+        lambda c, p: c.precision.frozen != "auto" and not c.model.freeze and c.model.lora is None,
+        "it is about weights that model.freeze or model.lora keeps from training",
+        ("precision.frozen=auto",),
+    ),
+    Refusal(
+        "precision.frozen",
+        FSDP1,
+        "on xla_fsdp1",
+        lambda c, p: c.precision.frozen == "bfloat16" and bool(c.model.freeze or c.model.lora),
+        "XlaFullyShardedDataParallel takes float32 weights only",
+        ("precision.frozen=auto", "--backend=xla"),
+    ),
+    Refusal(
         "precision.compute",
         EVERY,
         "without loss scaling",
@@ -505,6 +521,14 @@ REFUSALS = (
         lambda c, p: c.train.eval_every is not None and c.data.eval_split is None,
         "nothing is held out to evaluate over",
         ("data.eval_split=5%", "train.eval_every=null"),
+    ),
+    Refusal(
+        "train.eval_on_start",
+        EVERY,
+        "without train.eval_every",
+        lambda c, p: c.train.eval_on_start and c.train.eval_every is None,
+        "without eval_every there is no evaluation",
+        ("train.eval_on_start=false",),
     ),
     Refusal(
         "train.eval_batches",

@@ -3,8 +3,9 @@
 Where it runs (`--device`, `--backend`, `--num_devices`) is a flag of the launcher and never stands here.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from annotated_types import MinLen
 from pydantic import Field, field_validator, model_validator
 
 from portable_fsdp.config.data import Data
@@ -39,6 +40,25 @@ class Run(Section):
                 "  For checkpoints in a store set checkpoint.dir to the URL, and run.dir to a folder"
             )
         return value
+
+
+class Lora(Section):
+    """Low-rank adapters, by peft."""
+
+    r: int = Field(default=16, ge=1, description="rank of the adapters")
+    alpha: Float = Field(default=32.0, gt=0, description="the adapters' product counts alpha / r times")
+    targets: tuple[Annotated[str, MinLen(1)], ...] = Field(
+        default=("all-linear",),
+        min_length=1,
+        description="linear layers that get adapters: name patterns, or the ends of names (q_proj); all-linear: all "
+        "but the head",
+        strict=False,
+    )
+    merge: bool = Field(
+        default=False,
+        description="checkpoint.export writes the whole model with the adapters added in, not the adapters alone in "
+        "peft's format",
+    )
 
 
 class Model(Section):
@@ -79,6 +99,12 @@ class Model(Section):
         strict=False,
     )
 
+    lora: Lora | None = Field(
+        default=None,
+        description="train low-rank adapters (LoRA) and nothing else; `{}` for the defaults of its keys; null: no "
+        "adapters",
+    )
+
     @model_validator(mode="after")
     def _one_source(self) -> "Model":
         if (self.architecture is None) == (self.pretrained is None):
@@ -105,6 +131,9 @@ class Train(Section):
         ge=1,
         description="steps between two evaluations over the rows of data.eval_split, and one at the last step; null: "
         "none",
+    )
+    eval_on_start: bool = Field(
+        default=False, description="evaluate before the first step too, which tells what training is worth"
     )
     eval_batches: int | None = Field(
         default=None,
@@ -211,6 +240,11 @@ DType = Literal["float32", "bfloat16", "float16"]
 class Precision(Section):
     master: Literal["float32", "bfloat16"] = Field(
         default="float32", description="dtype in which weights and optimizer state rest"
+    )
+    frozen: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto",
+        description="dtype in which weights that don't train rest (model.freeze, the base of model.lora); auto: as "
+        "master",
     )
     compute: DType = Field(default="float32", description="dtype of forward and backward")
     reduce: Literal["auto", "float32", "bfloat16"] = Field(

@@ -164,6 +164,7 @@ EFFECTS = (
         "built on meta; each process makes or reads its slices",
     ),
     Effect(("model.freeze",), EVERY, "no gradient, no optimizer state"),
+    Effect(("model.lora",), EVERY, "peft's layers; adapters are sharded, trained and saved like all weights"),
     Effect(
         ("data.source", "data.path", "data.split", "data.format", "data.columns", "data.mixture", "data.eval_split"),
         EVERY,
@@ -188,7 +189,7 @@ EFFECTS = (
     Effect(("train.max_grad_norm",), EVERY, "the norm of all gradients over all devices, computed on the device"),
     Effect(("train.log_every",), EVERY, "every step is written to metrics.jsonl; so often one goes to the console"),
     Effect(
-        ("train.eval_every", "train.eval_batches"),
+        ("train.eval_every", "train.eval_on_start", "train.eval_batches"),
         EVERY,
         "the forward alone, on the same rows on every engine; the best checkpoint is kept",
     ),
@@ -293,6 +294,8 @@ EFFECTS = (
     ),
     # --- precision
     Effect(("precision.master",), EVERY, "dtype of weights and optimizer state at rest"),
+    Effect(("precision.frozen",), EVERY, "dtype at rest of weights that don't train"),
+    Effect(("precision.frozen=auto",), EVERY, "as precision.master"),
     Effect(("precision.compute",), NATIVE, "MixedPrecisionPolicy(param_dtype); weights are cast unit by unit"),
     Effect(("precision.compute",), XLA, "weights are cast at use, inside their unit"),
     Effect(("precision.compute",), FSDP1, "XlaFullyShardedDataParallel(compute_dtype)"),

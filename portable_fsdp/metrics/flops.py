@@ -66,7 +66,9 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
     return None if tera is None else tera * TERA
 
 
-def model_flops_per_token(parameters: int, embedding_parameters: int, layers: int, hidden: int, seq_len: int) -> float:
+def model_flops_per_token(
+    parameters: int, embedding_parameters: int, layers: int, hidden: int, seq_len: int, frozen_parameters: int = 0
+) -> float:
     """Model FLOPs of forward and backward per token: 6 (N - E) + 12 L Q T (PaLM, arXiv 2204.02311, appendix B).
 
     Each weight of a matmul costs a multiply and an add forward, and twice that backward (gradients of the input and of
@@ -84,5 +86,7 @@ def model_flops_per_token(parameters: int, embedding_parameters: int, layers: in
         layers: L.
         hidden: Q; the model's hidden size where that is heads * head_dim.
         seq_len: T, tokens.
+        frozen_parameters: weights of matmuls that don't train. Their own gradient, a third of the 6, isn't computed;
+            that of their input is, as long as something before them trains.
     """
-    return 6.0 * (parameters - embedding_parameters) + 12.0 * layers * hidden * seq_len
+    return 6.0 * (parameters - embedding_parameters) - 2.0 * frozen_parameters + 12.0 * layers * hidden * seq_len

@@ -27,8 +27,9 @@ from portable_fsdp.models import attention as static_attention
 from portable_fsdp.models import experts
 from portable_fsdp.models.config_json import config_to_json
 from portable_fsdp.models.documents import document_mask, require_documents_apart
+from portable_fsdp.models.lora import add_adapters
 from portable_fsdp.models.loss import Loss, attach_loss
-from portable_fsdp.models.pretrained import PretrainedWeights, open_pretrained
+from portable_fsdp.models.pretrained import Pretrained, PretrainedWeights, open_pretrained
 from portable_fsdp.models.weights import RandomWeights, Slices, TensorFile, fill_buffers
 from portable_fsdp.runtime.errors import ConfigError
 
@@ -43,6 +44,8 @@ class ModelSize:
 
     parameters: int  # a tied weight once
     embedding_parameters: int  # of tables that are only looked up
+    frozen_parameters: int  # of the others
+    trained_parameters: int
     layers: int
     hidden: int  # attention heads * head_dim
     has_experts: bool  # not every weight meets every token
@@ -78,8 +81,8 @@ def build_model(
 
     Args:
         model: the config's section.
-        precision: the config's section; None: its defaults. Weights rest in `master`, and the loss takes logits in
-            `output`; what happens between is the backend's.
+        precision: the config's section; None: its defaults. Weights rest in `master`, those that don't train in
+            `frozen`, and the loss takes logits in `output`; what happens between is the backend's.
         seed: of the initial weights; not used with `model.pretrained`.
         seq_len: tokens in a row, which the model's positions must hold.
         vocabulary: ids of the tokenizer, which the model's embedding must hold.
@@ -89,8 +92,9 @@ def build_model(
             may grow where it has more. Asked only then.
         packs_documents: several documents share a row, told apart by the `positions` and `segments` that forward takes.
 
-    Parameters that `model.freeze` names have no `requires_grad`. Raises ConfigError where the config doesn't name a
-    model that fits, a pattern names nothing in it, or the model wouldn't keep packed documents apart.
+    Parameters that `model.freeze` names have no `requires_grad`; with `model.lora`, only adapters have. Raises
+    ConfigError where the config doesn't name a model that fits, a pattern names nothing in it, or the model wouldn't
+    keep packed documents apart.
     """
     # transformers and accelerate would import torch_xla wherever it is installed; we choose the engine ourselves.
     os.environ.setdefault("USE_TORCH_XLA", "0")
@@ -122,8 +126,14 @@ def build_model(
         mask = document_mask(built.config._attn_implementation, DTYPES[precision.compute], eager=eager)
     attach_loss(built, DTYPES.get(precision.output), eager, loss, mask)  # auto: none of them
     built.train()
+    fill: Callable[[str, Slices], Tensor] = weights
+    if model.lora is not None:
+        _require_whole_base(opened, weights, rows_before)
+        fill = add_adapters(built, model.lora, seed, master, weights)
     _freeze(built, model.freeze)
-    return BuiltModel(built, weights, as_given, _size(built))
+    if precision.frozen != "auto":
+        fill = _rest_frozen_in(DTYPES[precision.frozen], built, fill)
+    return BuiltModel(built, fill, as_given, _size(built))
 
 
 def _grow(config: Any, vocabulary: int, file: TensorFile, keeps_ids: Callable[[], bool]) -> int | None:
@@ -155,6 +165,29 @@ def _refuse_unset(model: nn.Module, unset: set[str]) -> None:
             f"{sorted(unset)[0]}, which it only makes with the model.\n  Start from a folder that holds it "
             "(model.pretrained), or take another model. Nothing was started."
         )
+
+
+def _require_whole_base(opened: Pretrained | None, weights: RandomWeights | PretrainedWeights, grown: object) -> None:
+    """Adapters belong to a base that others have too; what is made here and never trained would be lost with them."""
+    drawn = weights.drawn if isinstance(weights, PretrainedWeights) else []
+    if opened is not None and (drawn or grown is not None):
+        found = f"{drawn[0]}, which it lacks (model.allow)" if drawn else "rows for new tokens in its embedding"
+        raise ConfigError(
+            f"model.lora: expected a base that is whole in {opened.file.where}, found {found}: it would be made here, "
+            "and no adapter trains it.\n  Take the model's own tokenizer and all of its weights, or train without "
+            "model.lora. Nothing was started."
+        )
+
+
+def _rest_frozen_in(
+    dtype: torch.dtype, model: nn.Module, fill: Callable[[str, Slices], Tensor]
+) -> Callable[[str, Slices], Tensor]:
+    """Weights that don't train, in a dtype of their own; returns the `fill` that gives them so."""
+    frozen = {fqn for fqn, parameter in model.named_parameters() if not parameter.requires_grad}
+    for fqn in frozen:
+        parameter = model.get_parameter(fqn)
+        parameter.data = parameter.data.to(dtype)
+    return lambda fqn, slices: fill(fqn, slices).to(dtype) if fqn in frozen else fill(fqn, slices)
 
 
 def _freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
@@ -344,8 +377,11 @@ def _size(model: Any) -> ModelSize:
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", 1)
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    frozen = [weight for weight in model.parameters() if not weight.requires_grad]
     return ModelSize(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
+        frozen_parameters=sum(weight.numel() for weight in frozen if id(weight) not in tables),
+        trained_parameters=sum(weight.numel() for weight in model.parameters() if weight.requires_grad),
         embedding_parameters=sum(table.numel() for table in tables.values()),
         layers=config.num_hidden_layers,
         hidden=heads * width,

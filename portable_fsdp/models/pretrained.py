@@ -140,6 +140,11 @@ class PretrainedWeights:
     def holds(self, fqn: str) -> bool:
         return fqn in self._where
 
+    @property
+    def drawn(self) -> list[str]:
+        """FQNs of what isn't in the files, and is drawn instead."""
+        return [fqn for fqn in self._dtypes if fqn not in self._where]
+
     def _grown(self, fqn: str, slices: Slices) -> Tensor:
         """Old rows as they are, and the mean for the others."""
         before, name, dtype = self._rows[fqn], self._where[fqn], self._dtypes[fqn]

@@ -7,6 +7,8 @@ Both are a `fill(fqn, slices)`: a backend asks for the pieces that its devices n
 # pyright: reportPrivateUsage=false
 
 import hashlib
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -75,6 +77,15 @@ def _computed_buffers(twin: nn.Module, filling: int) -> dict[str, Tensor]:
     return dict(twin.named_buffers())
 
 
+@contextmanager
+def seeded(seed: int, fqn: str) -> Generator[None]:
+    """While torch's generator on the host is seeded by (seed, FQN) alone."""
+    digest = hashlib.sha256(f"{seed}/{fqn}".encode()).digest()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        yield
+
+
 class RandomWeights:
     """`fill` of a new model: each weight depends on (seed, FQN) alone, whatever the mesh and the order of asking.
 
@@ -100,10 +111,8 @@ class RandomWeights:
         unset = torch.full(placeholder.shape, torch.nan, dtype=placeholder.dtype, device="cpu")
         weight = nn.Parameter(unset, requires_grad=False)
         module._parameters[leaf] = weight
-        digest = hashlib.sha256(f"{self._seed}/{fqn}".encode()).digest()
         try:
-            with torch.random.fork_rng(devices=[]), torch.no_grad():
-                torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+            with seeded(self._seed, fqn), torch.no_grad():
                 _initialise(self._twin, fqn)
         finally:
             module._parameters[leaf] = placeholder

@@ -19,6 +19,7 @@ from torch import Tensor
 from portable_fsdp.backends.base import Backend, Batch
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.checkpoint.foreign.huggingface import export_huggingface, require_replaceable
+from portable_fsdp.checkpoint.foreign.peft import export_adapters
 from portable_fsdp.checkpoint.format import Evaluated, committed_steps, is_committed, step_folder
 from portable_fsdp.checkpoint.manager import Checkpoints, Resumed
 from portable_fsdp.config.schema import Config
@@ -48,8 +49,6 @@ from portable_fsdp.train.records import Asked, InFlight, Records
 from portable_fsdp.train.when import SaveRequests
 
 log = logging.getLogger("portable_fsdp")
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def train(
@@ -92,6 +91,8 @@ def _train(config: Config, engine: Backend, corpus: Corpus, steps: int, stop: St
             )
         run = _Run(config, engine, corpus, steps, training, evaluator, checkpoints, records, requests, stop)
         with _commits_noted(run):
+            if resumed is None and config.train.eval_on_start:
+                _evaluate_first(run)
             end = _loop(run, resumed)
     newest = end.saved or (resumed.path if resumed else None)
     if config.checkpoint.export and not end.is_stopped and newest is not None:
@@ -247,6 +248,14 @@ def _evaluate(run: _Run, step: int, told: Evaluated | None) -> tuple[Evaluation 
     return evaluation, told
 
 
+def _evaluate_first(run: _Run) -> None:
+    """Before the first step: told, and never the best. A request to stop ends it, and the run after its first step."""
+    began = time.perf_counter()
+    evaluation = cast(Evaluator, run.evaluator)(lambda: _wants_stop(run))
+    if evaluation is not None:
+        run.records.evaluated(0, evaluation, time.perf_counter() - began, is_best=False)
+
+
 def _gives_up(run: _Run, told: Evaluated | None) -> bool:
     patience = run.config.train.patience
     return patience is not None and told is not None and told.without_improvement >= patience
@@ -310,7 +319,9 @@ def _export(config: Config, backend: Backend, corpus: Corpus, newest: Path, told
     if backend.process.index == 0:
         try:
             checkpoint, which = _to_export(newest, told)
-            export_huggingface(checkpoint, _export_folder(config), corpus.tokenizer.save)
+            lora = config.model.lora
+            export = export_huggingface if lora is None or lora.merge else export_adapters
+            export(checkpoint, _export_folder(config), corpus.tokenizer.save)
             log.info("exported %s to %s%s", checkpoint, _export_folder(config), which)
         except (OSError, CheckpointError) as error:
             failure = f"checkpoint.export: {error}"

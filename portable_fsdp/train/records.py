@@ -103,12 +103,15 @@ class Records:
         if resumed is not None:
             self._resumed(resumed)
         log.info(
-            "%s on %d x %s (%d process(es)): %s parameters, %d steps of %s tokens",
+            "%s on %d x %s (%d process(es)): %s parameters%s, %d steps of %s tokens",
             backend.name,
             backend.data_parallel_size,
             backend.device_name,
             backend.process.count,
             f"{self._size.parameters:,}",
+            f" ({self._size.trained_parameters:,} train)"
+            if self._size.trained_parameters < self._size.parameters
+            else "",
             self._steps,
             f"{self._tokens:,}",
         )
@@ -245,7 +248,9 @@ def flops_per_token(size: ModelSize, seq_len: int) -> float | None:
     """Of the model, as MFU counts them; None where not every weight meets every token."""
     if size.has_experts:
         return None
-    return model_flops_per_token(size.parameters, size.embedding_parameters, size.layers, size.hidden, seq_len)
+    return model_flops_per_token(
+        size.parameters, size.embedding_parameters, size.layers, size.hidden, seq_len, size.frozen_parameters
+    )
 
 
 def checkpoint_folder(config: Config) -> Path:

@@ -4,9 +4,10 @@ The model is transformers' own with its own attention and experts, the loss torc
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import peft
 import torch
 from cases import GLOBAL_BATCH, SEQ_LEN, Case, CaseRows, PackedCaseRows, rows_of
 from torch import nn
@@ -19,7 +20,7 @@ from portable_fsdp.models.build import build_model
 from portable_fsdp.optim.schedule import learning_rate
 
 # Settings that change what is computed; all others only say how an engine does it.
-OF_THE_LOOP = ("model.architecture", "model.freeze", "optim.groups", "data.packing")
+OF_THE_LOOP = ("model.architecture", "model.freeze", "model.lora", "optim.groups", "data.packing")
 # Softcap, sinks and ALiBi exist in eager only; the last attends to nothing.
 OWN_ATTENTION = {"gemma2": "eager", "gpt_oss": "eager", "bloom": "eager", "mamba2": "eager"}
 
@@ -43,10 +44,16 @@ def _model(case: Case) -> nn.Module:
             setattr(config, key, 0.0)
     config._experts_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config, attn_implementation=OWN_ATTENTION.get(config.model_type, "sdpa"))
+    if section.lora is not None:
+        settings = peft.LoraConfig(
+            r=section.lora.r, lora_alpha=cast(int, section.lora.alpha), target_modules="all-linear"
+        )
+        peft.inject_adapter_in_model(settings, model)
     with torch.no_grad():
         for fqn, parameter in model.named_parameters():
             parameter.copy_(built.fill(fqn, tuple(slice(0, size) for size in parameter.shape)))
-            parameter.requires_grad_(not any(matches(pattern, fqn) for pattern in section.freeze))
+            if any(matches(pattern, fqn) for pattern in section.freeze):
+                parameter.requires_grad_(False)
     return model.train()
 
 

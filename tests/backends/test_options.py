@@ -61,6 +61,7 @@ OPTIONS: dict[str, dict[str, Settings]] = {
     "trained": {
         "all": {},
         "frozen": {"model.freeze": ["model.embed_tokens", "model.layers.0.mlp"]},
+        "lora": {"model.lora": {"r": 5, "alpha": 8.0}},
         "groups": {
             "optim.groups": [{"match": "*norm*", "lr": 5e-3}, {"match": "model.embed_tokens", "weight_decay": 0.0}]
         },

@@ -63,6 +63,8 @@ GROUPS: list[dict[str, list[Any]]] = [
         "model.attention": ["auto", "static", "sdpa", "eager"],
         "model.experts": ["auto", "dense", "batched_mm", "grouped_mm"],
         "model.freeze": [[], ["*embed*"]],
+        "model.lora": [None, {"r": 4}],
+        "precision.frozen": ["auto", "bfloat16"],
     },
     {
         "optim.name": ["adamw", "sgd"],
@@ -79,6 +81,7 @@ GROUPS: list[dict[str, list[Any]]] = [
     {
         "data.eval_split": [None, "5%"],
         "train.eval_every": [None, 2],
+        "train.eval_on_start": [False, True],
         "train.eval_batches": [None, 3],
         "train.patience": [None, 1],
     },

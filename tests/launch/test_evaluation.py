@@ -1,5 +1,6 @@
 """Whole runs that evaluate: what they write, what they keep, and when they end."""
 
+import math
 import os
 import signal
 import time
@@ -60,6 +61,20 @@ def test_rows_events_and_console_tell(
         assert float(str(event["seconds"])) >= 10
         assert f"step: {row['step']}  eval_loss: {row['eval_loss']:.4f}  perplexity: " in said
     assert max(row["seconds"] for row in rows[3:]) < 10
+
+
+@pytest.mark.parametrize("backend", ["native", pytest.param("xla", marks=pytest.mark.xla)])
+def test_before_the_first_step(folder: Path, backend: str) -> None:
+    """It tells the loss of the initial weights, on the same rows, and counts for nothing else."""
+    words = (*FLAGS, f"--backend={backend}", "train.eval_on_start=true", "train.eval_every=2", "train.steps=2")
+    assert launch(*words) == 0
+    before, after = events(folder / "run", "evaluation")
+    assert (before["step"], before["is_best"], after["step"], after["is_best"]) == (0, False, 2, True)
+    assert before["tokens"] == after["tokens"]
+    assert float(str(before["loss"])) == pytest.approx(math.log(256), abs=0.3)
+    assert committed(folder / "run") == [2]
+    assert launch(*words, "train.steps=3", "checkpoint.allow=[train.steps]") == 0  # resumed: no first step
+    assert [event["step"] for event in events(folder / "run", "evaluation")] == [0, 2, 3]
 
 
 def test_the_best_is_saved_kept_and_exported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,5 +14,7 @@ FORMATS = {
 }
 """Name of a format -> its module, in the order in which `--format auto` asks them."""
 
-EXPORTS = ("huggingface", "dcp", "torch", "safetensors")
-"""Those that are written too."""
+EXPORTS = {name: FORMATS[name] for name in ("huggingface", "dcp", "torch", "safetensors")} | {
+    "peft": "portable_fsdp.checkpoint.foreign.peft",
+}
+"""Those that are written: four of them, and adapters alone."""

@@ -1,6 +1,6 @@
 """What a foreign format gives: a source of tensors to import from, or an export.
 
-A module of `FORMATS` has `matches` and `open_checkpoint`; one of `EXPORTS` has `export` too. An import never holds
+A module of `FORMATS` has `matches` and `open_checkpoint`; one of `EXPORTS` has `export`. An import never holds
 more than one tensor: it asks the source for them one at a time, in whatever order suits our files.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 from torch import Tensor
 
 from portable_fsdp.backends.base import Part
-from portable_fsdp.checkpoint.foreign import FORMATS
+from portable_fsdp.checkpoint.foreign import EXPORTS, FORMATS
 from portable_fsdp.checkpoint.format import TensorEntry, folder_of
 from portable_fsdp.checkpoint.storage import require_regular
 from portable_fsdp.checkpoint.store import Reader
@@ -63,7 +63,7 @@ class Format(Protocol):
 
 
 class ExportFormat(Protocol):
-    """A module of `FORMATS` that is in `EXPORTS`."""
+    """A module of `EXPORTS`."""
 
     def export(
         self, reader: Reader, target: Path, *, dtype: str | None, save_tokenizer: SaveTokenizer | None, advance: Advance
@@ -84,7 +84,7 @@ def load_format(name: str) -> Format:
 
 def load_export(name: str) -> ExportFormat:
     """The module of a format of `EXPORTS`."""
-    return cast(ExportFormat, import_module(FORMATS[name]))
+    return cast(ExportFormat, import_module(EXPORTS[name]))
 
 
 def verify(reader: Reader, advance: Advance = say_nothing, folder: str = "") -> None:

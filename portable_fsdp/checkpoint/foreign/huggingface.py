@@ -2,10 +2,12 @@
 
 import json
 import logging
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
+
+from torch import Tensor
 
 from portable_fsdp.checkpoint.foreign.base import (
     FLOAT_DTYPES,
@@ -15,9 +17,9 @@ from portable_fsdp.checkpoint.foreign.base import (
     as_dtype,
     file_inside,
     say_nothing,
-    tensors_of,
     verify,
 )
+from portable_fsdp.checkpoint.foreign.merging import merged
 from portable_fsdp.checkpoint.foreign.names import config_object, config_of, import_transformers
 from portable_fsdp.checkpoint.foreign.streams import (
     FileTensor,
@@ -60,21 +62,23 @@ def export(
     advance: Advance = say_nothing,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write the model as a Hugging Face folder. For one process.
+    """Write the model as a Hugging Face folder, adapters (LoRA) added into their layers. For one process.
 
     `dtype`: of its floating-point tensors; None: the one that they were saved in. A file is closed before it would
     grow beyond `max_shard_bytes`. Hashes the model's files first. Holds one tensor in host memory, in the dtype that
-    it was saved in, and a few MiB. An older export in `target` is replaced once the new one is whole. Raises
-    `CheckpointError`: a damaged checkpoint, a model that isn't of transformers, another thing in `target`.
+    it was saved in (with an adapter, two in float32), and a few MiB. An older export in `target` is replaced once the
+    new one is whole. Raises `CheckpointError`: a damaged checkpoint, a model that isn't of transformers, another thing
+    in `target`.
     """
     require_replaceable(target)
-    tensors = {key: as_dtype(tensor, dtype) for key, tensor in tensors_of(reader, "model").items()}
+    saved, read = merged(reader)
+    tensors = {key: as_dtype(tensor, dtype) for key, tensor in saved.items()}
     config = _model_config(reader.manifest, reader.folder.name, tensors)
     verify(reader, advance, "model/")
     with new_folder(target, reader.manifest) as unfinished:
         config.save_pretrained(unfinished)
         _write_generation_config(reader.manifest, config, unfinished)
-        _write_weights(reader, tensors, unfinished, max_shard_bytes, advance)
+        _write_weights(read, tensors, unfinished, max_shard_bytes, advance)
         if save_tokenizer is not None:
             save_tokenizer(unfinished)
 
@@ -157,13 +161,17 @@ def _pretrained_generation_config(manifest: Manifest) -> Path | None:
 
 
 def _write_weights(
-    reader: Reader, tensors: dict[str, TensorEntry], folder: Path, max_shard_bytes: int, advance: Advance
+    read: Callable[[str], Tensor],
+    tensors: dict[str, TensorEntry],
+    folder: Path,
+    max_shard_bytes: int,
+    advance: Advance,
 ) -> None:
     shards = list(groups(tensors, max_shard_bytes))
     weight_map: dict[str, str] = {}
     for number, keys in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else SINGLE
-        write_file(folder / file, {key: tensors[key] for key in keys}, lambda key: reader.read_whole(key), {}, advance)
+        write_file(folder / file, {key: tensors[key] for key in keys}, read, {}, advance)
         weight_map.update(dict.fromkeys(keys, file))
     if len(shards) > 1:
         index = {

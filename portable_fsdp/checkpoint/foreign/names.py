@@ -78,22 +78,30 @@ def _check_layers(where: str, config: object) -> None:
             raise CheckpointError(f"{where}: {key}: expected at most {_MAX_LAYERS}, found {layers}")
 
 
-def names_of(model_config: Mapping[str, Any] | None, where: str) -> ModelNames | None:
-    """The names in the model that the config describes; None where there is no config of a causal language model.
+def model_on_meta(model_config: Mapping[str, Any], where: str) -> Any:
+    """The model that the config describes; None where it isn't one of a causal language model.
 
-    Builds the model on meta. Raises `CheckpointError`.
+    Raises `CheckpointError`.
     """
-    if model_config is None:
-        return None
     config = config_object(model_config, where)
     transformers = import_transformers()
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         return None
     try:
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(config)
+            return transformers.AutoModelForCausalLM.from_config(config)
     except Exception as error:  # sizes that don't fit each other fail in many ways
         raise CheckpointError(f"{where}: model_config: {type(error).__name__}: {error}") from None
+
+
+def names_of(model_config: Mapping[str, Any] | None, where: str) -> ModelNames | None:
+    """The names in the model that the config describes; None where there is no config of a causal language model.
+
+    Builds the model on meta. Raises `CheckpointError`.
+    """
+    model = None if model_config is None else model_on_meta(model_config, where)
+    if model is None:
+        return None
     first_of = {id(parameter): name for name, parameter in model.named_parameters()}
     stored = dict(model.named_parameters()) | persistent_buffers(model)
     aliases = {name: [name] for name in stored}

@@ -1,0 +1,133 @@
+"""Print what an exported model writes, on the CPU: `python -m portable_fsdp.sample runs/demo/export --prompt "The "`.
+
+FOLDER is a Hugging Face folder or adapters (peft), as checkpoint.export leaves them; a run's folder, which stands for
+the export in it; or with --gguf_file the folder of that file. Exit code: 0; 2 for a folder that holds no model.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from portable_fsdp.runtime.command import to_stderr, to_stdout
+from portable_fsdp.runtime.errors import EXIT_FINISHED, ConfigError
+
+_EXPORT = "export"  # in run.dir
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code (`runtime/errors.py`)."""
+    options = _parser().parse_args(arguments)
+    try:
+        folder = options.folder if options.gguf_file else exported_folder(options.folder)
+        for text in sample(
+            folder,
+            options.prompt,
+            count=options.count,
+            tokens=options.tokens,
+            temperature=options.temperature,
+            seed=options.seed,
+            chat=options.chat,
+            gguf_file=options.gguf_file,
+        ):
+            to_stdout(f"{text}\n")
+    except ConfigError as error:
+        to_stderr(str(error))
+        return error.exit_code
+    return EXIT_FINISHED
+
+
+def exported_folder(path: Path) -> Path:
+    """`path`, or the export in it. Raises ConfigError where neither holds a model."""
+    for folder in (path, path / _EXPORT):
+        if any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+            return folder
+    raise ConfigError(
+        f"{path}: expected an exported model (config.json, or adapter_config.json), or a run's folder with one, found "
+        "none.\n  checkpoint.export=true writes it at the end of a run, python -m portable_fsdp.checkpoint export later"
+    )
+
+
+def sample(
+    folder: Path,
+    prompt: str,
+    *,
+    count: int,
+    tokens: int,
+    temperature: float,
+    seed: int,
+    chat: bool = False,
+    gguf_file: str | None = None,
+) -> Iterator[str]:
+    """`count` texts that begin with `prompt`, with at most `tokens` tokens after it; a seed gives the same again.
+
+    `temperature` 0 takes the likeliest token each time. With `chat` the prompt is a user's message, and the texts are
+    the answers alone. Raises ConfigError where transformers can't open the folder, or has no chat template for it.
+    """
+    os.environ.setdefault("USE_TORCH_XLA", "0")  # else transformers imports torch_xla wherever it is installed
+    import torch
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    tokenizer, model = _opened(folder, {"gguf_file": gguf_file} if gguf_file else {})
+    ids = _token_ids(tokenizer, prompt, folder, chat=chat)
+    drawn = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    torch.manual_seed(seed)
+    for _ in range(count):
+        with torch.no_grad():
+            output = model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=tokens,
+                pad_token_id=0,  # never seen: there is one row
+                **(drawn if temperature > 0 else {"do_sample": False}),
+            )
+        yield tokenizer.decode(output[0][ids.shape[1] if chat else 0 :], skip_special_tokens=True)
+
+
+def _opened(folder: Path, file: dict[str, str]) -> tuple[Any, Any]:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        return (
+            AutoTokenizer.from_pretrained(folder, local_files_only=True, **file),
+            AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32, **file),
+        )
+    except Exception as error:  # transformers and peft raise exceptions of many classes, all about these files
+        raise ConfigError(f"{folder}: expected a model and its tokenizer that transformers opens: {error}") from error
+
+
+def _token_ids(tokenizer: Any, prompt: str, folder: Path, *, chat: bool) -> Any:
+    """int64 [1, tokens of the prompt]."""
+    if not chat:
+        return tokenizer(prompt, return_tensors="pt")["input_ids"]
+    if tokenizer.chat_template is None:
+        raise ConfigError(f"{folder}: expected a tokenizer with a chat template, found none.\n  Leave --chat out.")
+    message = [{"role": "user", "content": prompt}]
+    return tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m portable_fsdp.sample",
+        description=(__doc__ or "").strip(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="an exported model, or the run that wrote it")
+    parser.add_argument("--gguf_file", metavar="NAME", help="a GGUF file in FOLDER, dequantised")
+    parser.add_argument("--prompt", default="The ", help="what the texts begin with")
+    parser.add_argument("--chat", action="store_true", help="the prompt is a user's message; prints answers")
+    parser.add_argument("--count", type=int, default=3, metavar="N", help="texts")
+    parser.add_argument("--tokens", type=int, default=60, metavar="N", help="tokens in each, at most")
+    parser.add_argument("--temperature", type=float, default=0.7, help="0: always the likeliest token")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TQDM_DISABLE", "1")  # of transformers' reader of GGUF files, which asks nothing else
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""Adapters (LoRA): which layers get them, their initial values, and what is refused."""
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import ARCHITECTURES, SEQ_LEN, VOCABULARY, build, logits, materialise, token_ids, whole_weight
+from test_build import save
+
+from portable_fsdp.backends.base import whole
+from portable_fsdp.config.schema import Lora, Model, Precision
+from portable_fsdp.models.build import BuiltModel, build_model
+from portable_fsdp.models.lora import plain_name
+from portable_fsdp.runtime.errors import ConfigError
+
+Q = "model.layers.0.self_attn.q_proj"
+
+
+def adapted(name: str = "llama", seed: int = 0, precision: dict[str, Any] | None = None, **lora: Any) -> BuiltModel:
+    section = Model(architecture=ARCHITECTURES[name], lora=Lora(**lora))
+    return build_model(section, Precision(**(precision or {})), seed=seed, seq_len=SEQ_LEN, vocabulary=VOCABULARY)
+
+
+def trained(built: BuiltModel) -> list[str]:
+    return [fqn for fqn, weight in built.model.named_parameters() if weight.requires_grad]
+
+
+def layers(built: BuiltModel) -> set[str]:
+    return {fqn.partition(".lora_A")[0] for fqn in trained(built) if ".lora_A" in fqn}
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "gpt2", "qwen3_moe", "falcon"])
+def test_the_model_begins_as_its_base_and_only_adapters_train(name: str) -> None:
+    base, built = build(name), adapted(name, r=3)
+    names = trained(built)
+    assert names
+    assert all(".lora_A.default.weight" in fqn or ".lora_B.default.weight" in fqn for fqn in names)
+    for fqn, weight in built.model.named_parameters():
+        if fqn not in names:
+            assert torch.equal(whole_weight(built, fqn), whole_weight(base, plain_name(fqn))), fqn
+        elif ".lora_B" in fqn:
+            assert not whole_weight(built, fqn).any()
+        else:
+            drawn = whole_weight(built, fqn)
+            assert drawn.shape == weight.shape
+            # kaiming_uniform with a = sqrt(5) is uniform within 1 / sqrt(fan in).
+            assert 0.8 / math.sqrt(drawn.shape[1]) < drawn.abs().max() <= 1 / math.sqrt(drawn.shape[1])
+    ids = token_ids()
+    assert torch.equal(logits(materialise(built), ids), logits(materialise(base), ids))
+
+
+def test_size_counts_what_trains() -> None:
+    base, built = build("llama_tied").size, adapted("llama_tied", r=3).size
+    assert built.trained_parameters == built.parameters - base.parameters > 0
+    assert built.frozen_parameters == base.parameters  # the tied table is the head's matrix
+    assert base.trained_parameters == base.parameters
+    assert base.frozen_parameters == 0
+
+
+def test_an_adapter_depends_on_seed_and_name_alone() -> None:
+    built, again, other = adapted(r=3), adapted(r=3, targets=("q_proj",)), adapted(r=3, seed=1)
+    name = f"{Q}.lora_A.default.weight"
+    full = whole_weight(built, name)
+    assert torch.equal(full, whole_weight(again, name))
+    assert not torch.equal(full, whole_weight(other, name))
+    assert not torch.equal(full, whole_weight(built, name.replace("layers.0", "layers.1")))
+    rows = (slice(1, 3), *whole(full.shape)[1:])
+    assert torch.equal(built.fill(name, rows), full[1:3])
+
+
+def test_alpha_over_r_scales_the_product() -> None:
+    one, four = (materialise(adapted(r=4, alpha=alpha, targets=(Q,))) for alpha in (4, 16))
+    for model in (one, four):
+        torch.nn.init.normal_(model.get_parameter(f"{Q}.lora_B.default.weight"), generator=torch.manual_seed(3))
+    x = torch.randn(5, 48, generator=torch.manual_seed(4))
+    changes = [model.get_submodule(Q)(x) - model.get_submodule(Q).base_layer(x) for model in (one, four)]
+    torch.testing.assert_close(changes[1], 4 * changes[0], rtol=1e-4, atol=1e-4)
+    a, b = (one.get_parameter(f"{Q}.lora_{half}.default.weight") for half in "AB")
+    torch.testing.assert_close(changes[0], x @ a.T @ b.T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        (("q_proj", "v_proj"), {f"model.layers.{n}.self_attn.{p}_proj" for n in (0, 1) for p in "qv"}),
+        (("self_attn.q_proj",), {f"model.layers.{n}.self_attn.q_proj" for n in (0, 1)}),
+        (("model.layers.1.mlp",), {f"model.layers.1.mlp.{p}_proj" for p in ("gate", "up", "down")}),
+        (("*.0.*.down_proj", "lm_head"), {"model.layers.0.mlp.down_proj", "lm_head"}),
+    ],
+)
+def test_targets_are_patterns_or_ends_of_names(targets: tuple[str, ...], expected: set[str]) -> None:
+    assert layers(adapted(targets=targets)) == expected
+
+
+def test_all_linear_leaves_the_head_out() -> None:
+    found = layers(adapted())
+    assert len(found) == 2 * 7
+    assert "lm_head" not in found
+
+
+def test_gpt2s_transposed_layers_get_adapters_without_a_warning() -> None:
+    built = adapted("gpt2", r=3)
+    shapes = {fqn: tuple(weight.shape) for fqn, weight in built.model.named_parameters()}
+    assert shapes["transformer.h.0.attn.c_attn.lora_A.default.weight"] == (3, 48)
+    assert shapes["transformer.h.0.attn.c_attn.lora_B.default.weight"] == (144, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "expected"),
+    [
+        ("llama", ("q_porj",), "names nothing.\n  nearest: "),
+        ("llama", ("model.norm",), "names nothing."),
+        ("llama_tied", ("lm_head",), "found lm_head, whose weight is the embedding's too"),
+    ],
+)
+def test_targets_that_cannot_be(name: str, targets: tuple[str, ...], expected: str) -> None:
+    with pytest.raises(ConfigError, match=r"^model\.lora\.targets: expected") as error:
+        adapted(name, targets=targets)
+    assert expected in str(error.value)
+
+
+def test_some_adapters_may_be_frozen() -> None:
+    section = Model(architecture=ARCHITECTURES["llama"], lora=Lora(), freeze=("model.layers.0",))
+    built = build_model(section, seed=0, seq_len=SEQ_LEN, vocabulary=VOCABULARY)
+    assert layers(built)
+    assert all(".layers.1." in fqn for fqn in trained(built))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"vocabulary": VOCABULARY + 3}, "rows for new tokens in its embedding"),
+        ({"allow": ("model.norm",)}, "model.norm.weight, which it lacks (model.allow)"),
+    ],
+    ids=["grown", "drawn"],
+)
+def test_a_base_that_others_do_not_have_is_refused(tmp_path: Path, arguments: dict[str, Any], expected: str) -> None:
+    save(tmp_path, "llama")
+    if "allow" in arguments:
+        from test_pretrained import edit
+
+        edit(tmp_path, "model.norm.weight")
+    section = Model(pretrained=str(tmp_path), allow=arguments.pop("allow", ()), lora=Lora())
+    arguments = {"vocabulary": VOCABULARY, **arguments}
+    with pytest.raises(ConfigError, match=r"^model\.lora: expected a base that is whole") as error:
+        build_model(section, seed=0, seq_len=SEQ_LEN, keeps_ids=lambda: True, **arguments)
+    assert expected in str(error.value)
+
+
+def test_what_does_not_train_may_rest_in_bfloat16(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        built = adapted(r=3, precision={"frozen": "bfloat16"})
+    assert not caplog.records
+    for fqn, weight in built.model.named_parameters():
+        expected = torch.float32 if weight.requires_grad else torch.bfloat16
+        assert weight.dtype == whole_weight(built, fqn).dtype == expected, fqn
+    base = build("llama")
+    assert torch.equal(whole_weight(built, f"{Q}.base_layer.weight"), whole_weight(base, f"{Q}.weight").bfloat16())
+
+
+def test_frozen_weights_may_rest_in_bfloat16_without_adapters() -> None:
+    section = Model(architecture=ARCHITECTURES["llama"], freeze=("model.layers.0",))
+    built = build_model(section, Precision(frozen="bfloat16"), seed=0, seq_len=SEQ_LEN, vocabulary=VOCABULARY)
+    for fqn, weight in built.model.named_parameters():
+        expected = torch.bfloat16 if ".layers.0." in fqn else torch.float32
+        assert weight.dtype == whole_weight(built, fqn).dtype == expected, fqn

@@ -1,0 +1,103 @@
+"""`python -m portable_fsdp.sample`: a folder made by transformers alone, a run's export, adapters, a chat."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from portable_fsdp.data.tokenize import load_tokenizer
+from portable_fsdp.sample import main, sample
+
+TEMPLATE = "{% for message in messages %}{{ message.content }}>{% endfor %}"
+
+
+def save_model(folder: Path) -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("llama", vocab_size=256, max_position_embeddings=64, use_cache=False, **sizes)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder)
+    load_tokenizer("bytes").save(folder)
+    return model
+
+
+def texts(folder: Path, prompt: str = "Grüße", **arguments: Any) -> list[str]:
+    return list(sample(folder, prompt, **{"count": 1, "tokens": 20, "temperature": 0.7, "seed": 1} | arguments))
+
+
+@pytest.mark.slow
+def test_the_command_prints_what_the_same_seed_gives(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    command = [sys.executable, "-m", "portable_fsdp.sample", str(tmp_path), "--prompt", "Grüße"]
+    done = subprocess.run(
+        [*command, "--tokens=20", "--seed=1", "--count=2"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split() == " ".join(texts(tmp_path, count=2)).split()  # a pipe may change line ends
+
+
+def test_a_seed_gives_the_same_texts_and_another_gives_others(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    first, second = texts(tmp_path, count=2)
+    assert first.startswith("Grüße")
+    assert len(first.encode()) > len("Grüße".encode()) + 5
+    assert texts(tmp_path, count=2) == [first, second]
+    assert first != second
+    assert texts(tmp_path, seed=2) != [first]
+
+
+def test_temperature_0_takes_the_likeliest(tmp_path: Path) -> None:
+    model = save_model(tmp_path)
+    assert texts(tmp_path, temperature=0, count=2) == texts(tmp_path, temperature=0, seed=5) * 2
+    ids = torch.tensor([list(b"ab")])
+    for _ in range(5):
+        with torch.no_grad():
+            ids = torch.cat([ids, model(input_ids=ids).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+    expected = AutoTokenizer.from_pretrained(tmp_path).decode(ids[0], skip_special_tokens=True)
+    assert texts(tmp_path, "ab", temperature=0, tokens=5) == [expected]
+
+
+def test_a_runs_folder_stands_for_its_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_model(tmp_path / "export")
+    assert main([str(tmp_path), "--prompt=ab", "--tokens=5", "--count=1"]) == 0
+    assert capsys.readouterr().out.startswith("ab")
+
+
+def test_a_chat_is_answered(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    with pytest.raises(ValueError, match="expected a tokenizer with a chat template, found none"):
+        texts(tmp_path, chat=True)
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    [answer] = texts(tmp_path, "ab", chat=True, temperature=0)
+    assert texts(tmp_path, "ab>", temperature=0) == [f"ab>{answer}"]
+
+
+def test_adapters_are_opened_with_their_base(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "base")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn_like(parameter))
+    adapted.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    adapted.save_pretrained(str(tmp_path / "adapter"))
+    load_tokenizer("bytes").save(tmp_path / "adapter")
+    assert texts(tmp_path / "adapter") != texts(tmp_path / "base")
+
+
+@pytest.mark.parametrize("found", ["nothing", "no tokenizer"])
+def test_a_folder_that_holds_no_model_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], found: str
+) -> None:
+    if found == "no tokenizer":
+        (tmp_path / "config.json").write_text("{}")
+    assert main([str(tmp_path)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert f"{tmp_path}: expected " in said.err
+    assert "Traceback" not in said.err
