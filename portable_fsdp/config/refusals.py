@@ -638,6 +638,15 @@ REFUSALS = (
         "a turn of the loop is a layer, gathered as one unit",
     ),
     Refusal("compile.scan_layers", XLA, "for layers that differ (gemma2)", None, "all turns run one program"),
+    # --- checkpoint
+    Refusal(
+        "checkpoint.merge_adapters",
+        EVERY,
+        "without model.lora",
+        lambda c, p: c.checkpoint.merge_adapters and c.model.lora is None,
+        "there are no adapters to add in",
+        ("checkpoint.merge_adapters=false",),
+    ),
     # --- one engine's own
     *(
         Refusal(

@@ -54,11 +54,6 @@ class Lora(Section):
         "but the head",
         strict=False,
     )
-    merge: bool = Field(
-        default=False,
-        description="checkpoint.export writes the whole model with the adapters added in, not the adapters alone in "
-        "peft's format",
-    )
 
 
 class Model(Section):
@@ -323,7 +318,14 @@ class Checkpoint(Section):
     verify: Literal["full", "size", "off"] = Field(
         default="full", description="check before a load: the hash of every file, their lengths, or the manifest only"
     )
-    export: bool = Field(default=False, description="write a Hugging Face folder to run.dir/export at the end")
+    export: bool = Field(
+        default=False,
+        description="write a Hugging Face folder to run.dir/export at the end; with model.lora the adapters, in peft's "
+        "format",
+    )
+    merge_adapters: bool = Field(
+        default=False, description="with model.lora: export the whole model, the adapters added in"
+    )
 
     @field_validator("dir")
     @classmethod

@@ -201,6 +201,7 @@ EFFECTS = (
         EVERY,
         "the learning rate of each step, computed on the host",
     ),
+    Effect(("checkpoint.merge_adapters",), EVERY, "W + alpha / r * B A, on the host, from the checkpoint"),
     Effect(("checkpoint.every", "checkpoint.resume", "checkpoint.export"), EVERY, "one format for all engines"),
     Effect(
         ("checkpoint.dir",), EVERY, "renamed into place on a file system; in an object store the manifest is the commit"

@@ -21,6 +21,7 @@ class Row(TypedDict):
     mfu: float | None  # 0 to 1; None where the device's peak or the model's FLOPs are unknown
     memory_bytes: int | None  # peak of the fullest device so far; None where the engine doesn't tell
     seconds: float  # wall time of this step, without an evaluation after it
+    data_seconds: float  # of them, how long process 0 waited for its rows
     eval_loss: NotRequired[float]  # mean over the counted tokens of the held-out rows, nats; where it was evaluated
     eval_perplexity: NotRequired[float]  # exp(eval_loss)
     eval_tokens: NotRequired[int]  # counted ones
@@ -68,7 +69,15 @@ class Meter:
     peak_flops: float | None  # of one device, FLOP/s in the compute dtype (`flops.peak_flops`)
     flops_per_token: float | None  # of the model (`flops.model_flops_per_token`)
 
-    def row(self, step: int, values: Mapping[str, float], tokens: int, seconds: float, memory_bytes: int | None) -> Row:
+    def row(
+        self,
+        step: int,
+        values: Mapping[str, float],
+        tokens: int,
+        seconds: float,
+        data_seconds: float,
+        memory_bytes: int | None,
+    ) -> Row:
         """The row of a step. `values` are the fetched metrics: loss, grad_norm and lr (more are left out)."""
         tokens_per_second = tokens / seconds
         flops = self._device_flops(tokens_per_second)
@@ -82,6 +91,7 @@ class Meter:
             mfu=None if flops is None or self.peak_flops is None else flops / self.peak_flops,
             memory_bytes=memory_bytes,
             seconds=seconds,
+            data_seconds=data_seconds,
         )
 
     def console_line(self, row: Row, memory_limit: int | None) -> str:

@@ -103,10 +103,10 @@ def _small(config: Any) -> Iterator[Any]:
     for layers, narrow in ((_LAYERS, True), (_LAYERS, False)):
         small = copy.deepcopy(config)
         _cut_layers(small, layers)
-        for key in ("vocab_size", *_SIZES_INSIDE):
-            limit = _VOCABULARY if key == "vocab_size" else _WIDTH
+        small.vocab_size = _VOCABULARY
+        for key in _SIZES_INSIDE:
             if isinstance(size := getattr(small, key, None), int):
-                setattr(small, key, min(size, limit))
+                setattr(small, key, min(size, _WIDTH))
         for key in ("pad_token_id", "bos_token_id", "eos_token_id"):  # they lie outside the small vocabulary
             setattr(small, key, None)
         if isinstance(getattr(small, "sliding_window", None), int):

@@ -221,9 +221,11 @@ def _dispatch(run: _Run, step: int, batches: Iterator[list[Batch]]) -> InFlight:
     """Start a step, without waiting for the device."""
     began = time.perf_counter()
     lr = learning_rate(run.config.optim, step, run.steps)
+    rows = next(batches)
+    waited = time.perf_counter() - began
     stop, seen = _wants_stop(run), run.records.seen(run.requests)
-    placed = [run.backend.place(with_news(batch, stop, seen)) for batch in next(batches)]
-    return InFlight(step, lr, began, run.backend.fetch(run.training.step(placed, lr)))
+    placed = [run.backend.place(with_news(batch, stop, seen)) for batch in rows]
+    return InFlight(step, lr, began, waited, run.backend.fetch(run.training.step(placed, lr)))
 
 
 def _told_before(run: _Run, resumed: Resumed | None) -> Evaluated | None:
@@ -319,8 +321,8 @@ def _export(config: Config, backend: Backend, corpus: Corpus, newest: Path, told
     if backend.process.index == 0:
         try:
             checkpoint, which = _to_export(newest, told)
-            lora = config.model.lora
-            export = export_huggingface if lora is None or lora.merge else export_adapters
+            alone = config.model.lora is not None and not config.checkpoint.merge_adapters
+            export = export_adapters if alone else export_huggingface
             export(checkpoint, _export_folder(config), corpus.tokenizer.save)
             log.info("exported %s to %s%s", checkpoint, _export_folder(config), which)
         except (OSError, CheckpointError) as error:

@@ -37,6 +37,7 @@ class InFlight:
     step: int
     lr: float
     began: float  # seconds of time.perf_counter
+    waited: float  # seconds, for the step's rows
     metrics: Pending
 
 
@@ -153,7 +154,8 @@ class Records:
         self._require_finite(late.step, {name: values[name] for name in ("loss", "grad_norm")})
         memory = self._backend.memory()
         peak = memory.peak_bytes if memory else None
-        row = self._meter.row(late.step, {**values, "lr": late.lr}, self._tokens, self._seconds, peak)
+        values["lr"] = late.lr
+        row = self._meter.row(late.step, values, self._tokens, self._seconds, late.waited, peak)
         if self._writes and late.step == self._first:
             self._write_collectives()
         if late.step == 1 or late.step % self._config.train.log_every == 0:

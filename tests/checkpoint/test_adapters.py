@@ -16,6 +16,8 @@ from portable_fsdp.checkpoint.foreign.peft import export_adapters
 from portable_fsdp.models.config_json import config_to_json
 from portable_fsdp.runtime.errors import CheckpointError
 
+pytestmark = pytest.mark.slow  # peft takes seconds to import
+
 _COMMON = {"vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": _COMMON | {"model_type": "llama", "intermediate_size": 36, "num_key_value_heads": 1},
@@ -49,7 +51,9 @@ def train(
             if "lora_" in fqn:
                 parameter.copy_(torch.randn_like(parameter) * 0.1)
     config = {"model": {"pretrained": str(folder / "base"), "lora": {"r": 3, "alpha": 5.0} | said}}
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad])
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-9, momentum=0.9)
+    model(input_ids=IDS).logits.sum().backward()
+    optimizer.step()  # it has state of the adapters
     saved = checkpoints(folder / "checkpoints", PlainBackend(devices=3), config=config, model_config=architecture)
     return saved.save(1, model, optimizer, (0, 0)), model.eval()
 

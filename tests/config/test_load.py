@@ -137,7 +137,7 @@ qqqq: 1
     )
     assert message(path, "foo", "steps=3", "optim.eps.x=1", "checkpoint.export=[").splitlines() == [
         "a.yaml: model: expected a mapping with architecture, pretrained, gguf_file, allow, attention, experts, "
-        "freeze, found no such key.",
+        "freeze, lora, found no such key.",
         "a.yaml:2: run.name: expected text or null, found no, which YAML reads as the boolean false; "
         "in quotes it is text.",
         "a.yaml:3: run.dir: expected text that is not empty, found 123, a number; in quotes it is text.",
@@ -154,7 +154,8 @@ qqqq: 1
         "a.yaml:14: optim.lr: expected a number > 0, found 'fast'.",
         "a.yaml:15: memory.gradient_checkpointing: expected none | full | selective, found off, which YAML reads as "
         "the boolean false; in quotes it is text.",
-        "a.yaml:16: precision: expected a mapping with master, compute, reduce, output, modules, matmul, found 3.",
+        "a.yaml:16: precision: expected a mapping with master, frozen, compute, reduce, output, modules, matmul, "
+        "found 3.",
         "a.yaml:17: qqqq: unknown key.",
         "  expected one of run, model, data, train, optim, sharding, precision, memory, compile, checkpoint, "
         "xla_fsdp1.",

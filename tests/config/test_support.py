@@ -64,7 +64,8 @@ GROUPS: list[dict[str, list[Any]]] = [
         "model.experts": ["auto", "dense", "batched_mm", "grouped_mm"],
         "model.freeze": [[], ["*embed*"]],
         "model.lora": [None, {"r": 4}],
-        "precision.frozen": ["auto", "bfloat16"],
+        "precision.frozen": ["auto", "float32", "bfloat16"],
+        "checkpoint.merge_adapters": [False, True],
     },
     {
         "optim.name": ["adamw", "sgd"],
@@ -228,7 +229,7 @@ def test_the_first_ways_out_lead_to_a_config_that_runs(place: Place) -> None:
         while found := refusals(config_of(after), there):
             after, there = follow(after, there, found[0].ways_out(config_of(after), there)[0])
             steps += 1
-            assert steps < 20, f"{settings} goes in circles at {found[0]}"
+            assert steps < 30, f"{settings} goes in circles at {found[0]}"
 
 
 def test_every_refusal_is_met_by_the_walk_and_none_by_the_defaults() -> None:

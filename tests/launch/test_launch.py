@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 from started import PROGRAMS, PYTHON, ROOT, TORCHRUN, Started, committed, launch, losses, started, tiny_config
+from test_pretrained_run import write_repository
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from portable_fsdp.checkpoint.format import read_manifest
@@ -27,7 +28,18 @@ STARTS: dict[str, list[str]] = {
     "several": [*PYTHON, "--device=cpu", "--backend=native", "--num_devices=2"],
     "xla": [*PYTHON, "--device=cpu", "--backend=xla", "--num_devices=4"],
 }
-KEYS = ["step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", "memory_bytes", "seconds"]
+KEYS = [
+    "step",
+    "loss",
+    "grad_norm",
+    "lr",
+    "tokens",
+    "tokens_per_second",
+    "mfu",
+    "memory_bytes",
+    "seconds",
+    "data_seconds",
+]
 CONSOLE_LINE = (
     r"step: \d+  loss: \d+\.\d+  grad_norm: \d+\.\d+  memory: \d+\.\d+GiB\(\d+%\)  tps: [\d,]+  tflops: \d+\.\d+"
 )
@@ -164,15 +176,18 @@ CONFIGS = {
     "quickstart": ["train.global_batch=2", "data.seq_len=64"],
     "llama_1b": LLAMA_IN_SMALL,
     "llama_8b": LLAMA_IN_SMALL,
+    "finetune_smollm2": ["model.pretrained=model", "model.gguf_file=null", "data.seq_len=32", "train.eval_every=2"],
 }
 
 
 @pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
-def test_config_is_started(config: Path, tmp_path: Path) -> None:
-    shrunk = [*CONFIGS[config.stem], "train.stop_at=2", f"run.dir={tmp_path}"]
+def test_config_is_started(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_repository(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    shrunk = [*CONFIGS[config.stem], "train.stop_at=2", "run.dir=run"]
     assert launch("--device=cpu", f"--config={config}", *shrunk) == 0
-    assert len(losses(tmp_path)) == 2
-    assert committed(tmp_path) == [2]
+    assert len(losses(tmp_path / "run")) == 2
+    assert committed(tmp_path / "run") == [2]
 
 
 # -------------------------------------------------------------------------------------------------- stop, resume

@@ -7,7 +7,7 @@ METER = Meter(devices=4, peak_flops=100e12, flops_per_token=1e10)
 
 
 def row_of(meter: Meter) -> Row:
-    return meter.row(step=10, values=VALUES, tokens=6200, seconds=2.0, memory_bytes=3 * 2**29)
+    return meter.row(step=10, values=VALUES, tokens=6200, seconds=2.0, data_seconds=0.25, memory_bytes=3 * 2**29)
 
 
 def test_a_row_has_exactly_these_keys_in_this_order() -> None:
@@ -21,8 +21,12 @@ def test_a_row_has_exactly_these_keys_in_this_order() -> None:
         "mfu": pytest.approx(3100 * 1e10 / 4 / 100e12),
         "memory_bytes": 3 * 2**29,
         "seconds": 2.0,
+        "data_seconds": 0.25,
     }
-    assert " ".join(row_of(METER)) == "step loss grad_norm lr tokens tokens_per_second mfu memory_bytes seconds"
+    assert (
+        " ".join(row_of(METER))
+        == "step loss grad_norm lr tokens tokens_per_second mfu memory_bytes seconds data_seconds"
+    )
 
 
 @pytest.mark.parametrize("meter", [Meter(4, None, 1e10), Meter(4, 100e12, None), Meter(4, None, None)])
@@ -46,7 +50,7 @@ def test_the_console_line_leaves_out_what_is_unknown() -> None:
 
 
 def test_unknown_memory_is_null_and_not_on_the_console() -> None:
-    row = METER.row(step=1, values=VALUES, tokens=10, seconds=1.0, memory_bytes=None)
+    row = METER.row(step=1, values=VALUES, tokens=10, seconds=1.0, data_seconds=0.0, memory_bytes=None)
     assert row["memory_bytes"] is None
     assert "memory" not in METER.console_line(row, memory_limit=None)
 

@@ -133,6 +133,11 @@ def test_the_trial_takes_large_models_and_leaves_the_random_state_alone() -> Non
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_the_trial_takes_small_vocabularies() -> None:
+    model = Model(architecture=ARCHITECTURES["llama"] | {"vocab_size": 31})
+    build_model(model, seed=0, seq_len=SEQ_LEN, vocabulary=31, packs_documents=True)
+
+
 class _Masks(TorchDispatchMode):
     """How many operators gave a tensor of all pairs of positions."""
 

@@ -16,6 +16,8 @@ from portable_fsdp.models.build import BuiltModel, build_model
 from portable_fsdp.models.lora import plain_name
 from portable_fsdp.runtime.errors import ConfigError
 
+pytestmark = pytest.mark.slow  # peft takes seconds to import
+
 Q = "model.layers.0.self_attn.q_proj"
 
 

@@ -31,7 +31,7 @@ class Adapters:
 
 def adapters_of(reader: Reader) -> Adapters | None:
     """None for a checkpoint without adapters. Raises `CheckpointError`."""
-    layers = adapted_layers(list(reader.manifest.tensors))
+    layers = adapted_layers(list(tensors_of(reader, "model")))
     if not layers:
         return None
     manifest, where = reader.manifest, f"checkpoint {reader.folder.name}"

