@@ -30,7 +30,8 @@ def save_model(folder: Path) -> Any:
 
 
 def texts(folder: Path, prompt: str = "Grüße", **arguments: Any) -> list[str]:
-    return list(sample(folder, prompt, **{"count": 1, "tokens": 20, "temperature": 0.7, "seed": 1} | arguments))
+    chosen: dict[str, Any] = {"count": 1, "tokens": 20, "temperature": 0.7, "seed": 1}
+    return list(sample(folder, prompt, **chosen | arguments))
 
 
 def test_the_command_prints_what_the_same_seed_gives(tmp_path: Path) -> None:

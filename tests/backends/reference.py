@@ -15,12 +15,13 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from portable_fsdp.config.patterns import matches
+from portable_fsdp.config.schema import Precision
 from portable_fsdp.data.order import sample_indices
 from portable_fsdp.models.build import build_model
 from portable_fsdp.optim.schedule import learning_rate
 
 # Settings that change what is computed; all others only say how an engine does it.
-OF_THE_LOOP = ("model.architecture", "model.freeze", "model.lora", "optim.groups", "data.packing")
+OF_THE_LOOP = ("model.architecture", "model.freeze", "model.lora", "precision.frozen", "optim.groups", "data.packing")
 # Softcap, sinks and ALiBi exist in eager only; the last attends to nothing.
 OWN_ATTENTION = {"gemma2": "eager", "gpt_oss": "eager", "bloom": "eager", "mamba2": "eager"}
 
@@ -35,8 +36,8 @@ class Reference:
 
 
 def _model(case: Case) -> nn.Module:
-    section = case.config(1).model
-    built = build_model(section, seed=case.seed, seq_len=SEQ_LEN, vocabulary=256)
+    section, precision = case.config(1).model, Precision(frozen=case.config(1).precision.frozen)
+    built = build_model(section, precision, seed=case.seed, seq_len=SEQ_LEN, vocabulary=256)
     architecture = dict(section.architecture or {})
     config = AutoConfig.for_model(architecture.pop("model_type"), **architecture)
     for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "attention_dropout"):

@@ -86,6 +86,15 @@ def test_frozen_weights_stay_and_the_rest_trains(checkpointing: str, run: Run) -
     assert_equal_states(*(_frozen(answers, at) for at in ("final", "initial")))
 
 
+@proof
+@pytest.mark.parametrize("flat", [False, True])
+def test_adapters_train_and_their_base_stays(flat: bool, run: Run) -> None:
+    optim = {"name": "adamw", "lr": 1e-3, "weight_decay": 0.0}
+    settings = {"model.lora": {"r": 5, "alpha": 160.0}, **(FLAT if flat else {})}
+    case = Case(settings=settings, optim=optim, micro_batch=3)
+    assert_equal_curves(run(TWO, case), case)
+
+
 def _frozen(answers: list[dict[str, Any]], at: str) -> dict[str, Any]:
     whole = assemble([answer[at] for answer in answers])
     assert not [key for key in whole if "/" in key and ("norm" in key or "embed" in key)]
