@@ -108,10 +108,12 @@ class OurStep:
         self._step += 1
         began = time.perf_counter()
         lr = learning_rate(self._config.optim, self._step, self._steps)
+        rows = next(self._batches)
+        waited = time.perf_counter() - began
         seen = self._records.seen(self._requests)
-        placed = [self._backend.place(with_news(batch, self._stop.requested, seen)) for batch in next(self._batches)]
+        placed = [self._backend.place(with_news(batch, self._stop.requested, seen)) for batch in rows]
         metrics = self._backend.fetch(self._training.step(placed, lr))
-        previous, self._in_flight = self._in_flight, InFlight(self._step, lr, began, metrics)
+        previous, self._in_flight = self._in_flight, InFlight(self._step, lr, began, waited, metrics)
         if previous is not None:
             self._records.report(previous, until=began)
 

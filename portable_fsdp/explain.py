@@ -122,6 +122,8 @@ def _explain(values: flags.FlagValues, words: list[str]) -> str:
 
 def _options_of(word: str) -> tuple[str, ...]:
     """The options that a word of the command line means: one key, or all of a section; raises ConfigError for none."""
+    inside = {key_name(key): key_name(key[:2]) for key, _ in fields() if len(key) > 2}  # of a key that is a mapping
+    word = inside.get(word, word)
     options = tuple(option for option in option_names() if option == word or option.startswith(f"{word}."))
     if not options:
         raise ConfigError(f"{word}: unknown key; {nearest(tuple(word.split('.')))}.")

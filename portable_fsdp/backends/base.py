@@ -10,12 +10,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import psutil
 import torch
 from torch import Tensor, nn
+
+from portable_fsdp.runtime.closing import Closing
 
 T = TypeVar("T")
 
@@ -37,10 +38,9 @@ class Read(Protocol):
 Batch = dict[str, Tensor]
 """Named tensors whose dimension 0 is rows of this process's data shard: `input_ids` and `labels` int64 [rows, seq]
 (`labels[r, t]` is the token after `input_ids[r, t]`, or -100), `tokens` float32 [rows] (counted labels of row r, summed
-over all micro batches of the step), `stop` float32 [rows], `processes` float32 [rows, 3 * processes] (of each process
-the seconds of its last step, its peak bytes of memory, and 1 where it asks for a save; in a row of its own, zeros
-elsewhere). Of rows that hold documents `positions` (a token's place in its document) and `segments` (its document's
-number, from 1; 0: padding) too, int64 [rows, seq]."""
+over all micro batches of the step), and what each process tells all others: `news` float32 [rows, n], summed over all
+rows of a step, `stop` float32 [rows] in an evaluation. Of rows that hold documents `positions` (a token's place in its
+document) and `segments` (its document's number, from 1; 0: padding) too, int64 [rows, seq]."""
 
 Metrics = dict[str, Tensor]
 """Named float32 device tensors of no or one dimension, equal on all processes."""
@@ -137,7 +137,7 @@ class OnDevice(Pending):
         return {name: value.cpu() for name, value in self._metrics.items()}
 
 
-class Backend(ABC):
+class Backend(Closing):
     """An open engine. Methods marked *collective* are called by all processes in the same order."""
 
     name: str  # of the engine, for logs and manifests; nothing outside backends/ may branch on it
@@ -147,14 +147,6 @@ class Backend(ABC):
     data_shard: Part
     data_parallel_size: int  # devices
     expected_compilations: int  # of the train step and the evaluation in a whole run; 0 where nothing compiles
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     @abstractmethod
     def close(self) -> None:

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +39,7 @@ from portable_fsdp.checkpoint.search import Found, Search
 from portable_fsdp.checkpoint.store import Reader, entries_without_pieces, write_pieces
 from portable_fsdp.checkpoint.together import message_of, on_process_0, raise_together
 from portable_fsdp.config import schema
+from portable_fsdp.runtime.closing import Closing
 from portable_fsdp.runtime.errors import CheckpointError
 
 log = logging.getLogger("portable_fsdp")
@@ -77,7 +77,7 @@ class Resumed:
     evaluation: Evaluated | None = None  # of this run's own
 
 
-class Checkpoints:
+class Checkpoints(Closing):
     """The checkpoints in `folder`, as one run sees them. Every method but `close` and `finished` is collective.
 
     The first save removes the debris of interrupted ones: a start that is refused changes nothing.
@@ -125,14 +125,6 @@ class Checkpoints:
         self._finished: list[Saved] = []
         check_allow(self._settings.allow, config)
         check_json({"config": config, "model_config": model_config})
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # ------------------------------------------------------------------------------------------------------- save
 

@@ -83,6 +83,7 @@ def nearest(key: Key) -> str:
     same_name = [candidate for candidate in known if candidate[-1] == plain[-1]]
     close = _close(plain, siblings) or same_name or _close(plain, list(known))
     if not close:
+        siblings = siblings or [candidate for candidate in known if len(candidate) == 1]
         return f"expected one of {', '.join(candidate[-1] for candidate in siblings)}"
     takes = "" if _section(known[close[0]].annotation) else f" ({expected(known[close[0]])})"
     return f"nearest: {key_name(close[0])}{takes}"

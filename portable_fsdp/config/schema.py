@@ -3,9 +3,8 @@
 Where it runs (`--device`, `--backend`, `--num_devices`) is a flag of the launcher and never stands here.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from annotated_types import MinLen
 from pydantic import Field, field_validator, model_validator
 
 from portable_fsdp.config.data import Data
@@ -47,7 +46,7 @@ class Lora(Section):
 
     r: int = Field(default=16, ge=1, description="rank of the adapters")
     alpha: Float = Field(default=32.0, gt=0, description="the adapters' product counts alpha / r times")
-    targets: tuple[Annotated[str, MinLen(1)], ...] = Field(
+    targets: tuple[str, ...] = Field(
         default=("all-linear",),
         min_length=1,
         description="linear layers that get adapters: name patterns, or the ends of names (q_proj); all-linear: all "

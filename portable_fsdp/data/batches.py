@@ -6,7 +6,6 @@ global batch. Shard i of n takes the i-th n-th of them, and cuts it into equal m
 
 import queue
 import threading
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -14,12 +13,13 @@ from torch import Tensor
 
 from portable_fsdp.data.order import Position
 from portable_fsdp.data.packing import IGNORED, Rows
+from portable_fsdp.runtime.closing import Closing
 from portable_fsdp.runtime.errors import ConfigError
 
 STEPS_AHEAD = 2
 
 
-class Batches:
+class Batches(Closing):
     """Iterator over the steps of one data shard, without end; to be closed, or used as a context manager.
 
     Each `next()` gives `accumulation` micro batches: what the rows have (int64 `[rows, seq_len]`), and `tokens` float32
@@ -81,14 +81,6 @@ class Batches:
         """(epoch, samples consumed in it), as checkpoints keep it."""
         position = Position.after(self.consumed, len(self._rows))
         return position.epoch, position.index
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the thread, and wait for it; what it made ahead is dropped. May be called twice."""

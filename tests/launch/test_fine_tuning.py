@@ -19,8 +19,18 @@ from transformers import AutoModelForCausalLM
 from portable_fsdp.metrics.sinks import read_jsonl
 
 PAGE = (ROOT / "docs/fine_tuning.md").read_text()
-SMALL = ["data.seq_len=32", "data.eval_split=20%", "train.global_batch=4", "train.micro_batch=1", "train.eval_every=3"]
-SMALL += ["precision.compute=float32", "optim.warmup_steps=1", "train.epochs=2", "train.stop_at=6", "optim.lr=1e-2"]
+SMALL = [
+    "data.seq_len=32",
+    "data.eval_split=20%",
+    "train.global_batch=4",
+    "train.micro_batch=1",
+    "train.eval_every=3",
+    "precision.compute=float32",
+    "optim.warmup_steps=1",
+    "train.epochs=2",
+    "train.stop_at=6",
+    "optim.lr=1e-2",
+]
 PROJECTION = "model.layers.0.self_attn.q_proj.weight"
 STARTS = {
     "cpu": (["--device=cpu"], ["--device=cpu"]),

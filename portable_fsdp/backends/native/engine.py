@@ -18,8 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from portable_fsdp.backends import objects
 from portable_fsdp.backends.base import (
@@ -47,6 +45,7 @@ from portable_fsdp.backends.base import (
 )
 from portable_fsdp.backends.native.peers import Peers
 from portable_fsdp.backends.native.prefetch import Prefetch
+from portable_fsdp.backends.native.traffic import CollectiveCounter
 from portable_fsdp.backends.native.units import rest, shard_units
 from portable_fsdp.config.load import replicas_of_model
 from portable_fsdp.config.schema import Config
@@ -57,11 +56,6 @@ from portable_fsdp.runtime.process import detect_launch
 # torch's own default, for the first step as for a slow save. It ends a run whose processes all live, and wait; a lost
 # process ends it after run.peer_timeout_s.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-COLLECTIVES = {  # in the words of torch -> of the contract
-    "c10d::_allgather_base_": "all_gather",
-    "c10d::_reduce_scatter_base_": "reduce_scatter",
-    "c10d::allreduce_": "all_reduce",
-}
 MATMUL = {"highest": "highest", "high": "high", "default": "medium"}  # in the words of torch
 
 
@@ -108,7 +102,7 @@ class NativeBackend(Backend):
         self.expected_compilations = 0
         self._mesh = _mesh(device, count, replicas_of_model(config, count, hosts))
         self._shard = self._mesh["shard"]  # once: to slice a mesh reads tensors
-        self._counter = _CollectiveCounter()
+        self._counter = CollectiveCounter()
         # torch.compile makes no program, or one for each layer, while a dispatch mode is on.
         self._counts_collectives = not config.compile.enabled
         self._first_step_is_over = False
@@ -339,30 +333,6 @@ def _check_launch(device: str, num_devices: int | None, world_size: int, local_r
             f"{torch.cuda.device_count()}.\n  Start at most that many processes: torchrun --nproc_per_node=gpu. "
             "Under srun each task is to see all GPUs of its host: --gpus-per-node, without --gpus-per-task."
         )
-
-
-class _CollectiveCounter(TorchDispatchMode):
-    """Counts the collectives that run inside it, in backward too: autograd's threads inherit the mode."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.traffic: dict[str, Traffic] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kind = COLLECTIVES.get(func.name())
-        if kind is not None and _group_size(args) > 1:
-            before = self.traffic.get(kind, Traffic(0, 0))
-            full = max(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
-            self.traffic[kind] = Traffic(before.calls + 1, before.bytes + full)
-        return func(*args, **(kwargs or {}))
-
-
-def _group_size(args: tuple[Any, ...]) -> int:
-    """Processes that take part in a collective: the first object among its arguments is their group."""
-    group = next(argument for argument in args if isinstance(argument, torch.ScriptObject))
-    return cast(Any, dist.ProcessGroup).unbox(group).size()
 
 
 def _materialise(model: nn.Module, device: torch.device, rest_on: torch.device) -> None:
