@@ -25,6 +25,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from portable_fsdp.backends.native.traffic import COLLECTIVES
 from portable_fsdp.plan.kernels import CUBLAS_WORKSPACE_BYTES, products, workspace_bytes
 
 Part = Literal["weights", "gradients", "optimizer", "gathered weights", "activations", "loss and logits", "temporaries"]
@@ -34,11 +35,6 @@ PARTS: tuple[Part, ...] = (
 )
 
 LOSS = "the loss"  # in place of a module's FQN
-COLLECTIVES = {  # in the words of torch -> of the contract
-    "c10d::_allgather_base_": "all_gather",
-    "c10d::_reduce_scatter_base_": "reduce_scatter",
-    "c10d::allreduce_": "all_reduce",
-}
 
 
 @dataclass(eq=False)
