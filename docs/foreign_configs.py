@@ -35,7 +35,8 @@ with `_`, `//` or `#` set nothing.
 Some options follow from several keys: `train.global_batch` is rows of a device * accumulation * `num_processes`, which
 another of the files, or accelerate launch, may say;
 HYBRID_SHARD on one machine is FULL_SHARD, as one machine is one copy; `mixed_precision: bf16` under FSDP sums gradients
-in bfloat16 too, as accelerate does; a warmup ratio becomes steps. In the table `~name` marks what such a rule reads.
+in bfloat16 too, as accelerate does; a warmup ratio becomes steps, and so does `eval_steps` below 1, which is
+`logging_steps` where it isn't set. In the table `~name` marks what such a rule reads.
 
 ## Under accelerate launch
 

@@ -20,11 +20,11 @@ from portable_fsdp.config.describe import (
     yaml_value,
 )
 from portable_fsdp.config.foreign.environment import read_environment
+from portable_fsdp.config.foreign.found import Setting
 from portable_fsdp.config.foreign.keys_accelerate import ACCELERATE, SCRIPT
 from portable_fsdp.config.foreign.keys_fsdp import FSDP
 from portable_fsdp.config.foreign.keys_trainer import TRAINER
 from portable_fsdp.config.foreign.read import Import, Said, read_foreign
-from portable_fsdp.config.foreign.rules import Setting
 from portable_fsdp.config.foreign.table import find, nested_place
 from portable_fsdp.config.yaml_text import MERGE_TAG, first_comment, parse, problem_of, scalar_text
 from portable_fsdp.runtime.errors import ConfigError
@@ -222,6 +222,8 @@ class Source:
         examples += "".join(
             f" {option}={example}" for option, example in _DATA if not self.is_set(tuple(option.split(".")))
         )
+        if "train.eval_every" in imported.settings and not self.is_set(("data", "eval_split")):
+            examples += " data.eval_split=5%"
         self.add_problem(
             Origin(False, 0, str(imported.path), None),
             (),

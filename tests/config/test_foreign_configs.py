@@ -9,7 +9,8 @@ from foreign_files import named, read
 
 from portable_fsdp.config.foreign.launcher import check_launcher_facts
 from portable_fsdp.config.load import load_config, read_config
-from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.config.support import require_supported
+from portable_fsdp.runtime.errors import BackendError, ConfigError
 
 OURS = "model: {pretrained: folder}\ntrain: {steps: 100}\n"
 
@@ -392,6 +393,103 @@ def test_dtypes_of_a_loaded_model_and_the_word_auto(tmp_path: Path, text: str, s
 )
 def test_a_refusal_of_a_trainers_word_has_a_reason(tmp_path: Path, text: str, said: str) -> None:
     assert said in problems(tmp_path, f"learning_rate: 1\n{text}")
+
+
+# ----------------------------------------------------------------------------------------------------- evaluations
+
+
+STEPS = "eval_strategy: steps\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (f"{STEPS}eval_steps: 50\n", {"train.eval_every": 50}),
+        ("evaluation_strategy: steps\neval_steps: 50\ndo_eval: true\n", {"train.eval_every": 50}),
+        (f"{STEPS}eval_steps: 1\n", {"train.eval_every": 1}),
+        (f"{STEPS}eval_steps: 2.0\n", {"train.eval_every": 2}),
+        (f"{STEPS}eval_steps: 0.07\n", {"train.eval_every": 8}),  # of 100 steps: 7.000000000000001, as Trainer has it
+        (f"{STEPS}eval_steps: null\nlogging_steps: 20\n", {"train.eval_every": 20, "train.log_every": 20}),
+        (f"{STEPS}eval_steps: 0\nlogging_steps: 20\n", {"train.eval_every": 20, "train.log_every": 20}),
+        (STEPS, {"train.eval_every": 500}),
+        (f"{STEPS}eval_on_start: true\neval_delay: 0\n", {"train.eval_every": 500, "train.eval_on_start": True}),
+        ("eval_on_start: false\n", {"train.eval_on_start": False}),
+        ("eval_strategy: 'no'\neval_steps: 50\ndo_eval: false\neval_delay: 3\n", {}),
+        ("eval_steps: 50\n", {}),
+        ("do_eval: true\n", {"train.eval_every": 100}),
+        (f"{STEPS}load_best_model_at_end: true\nmetric_for_best_model: eval_loss\n", {"train.eval_every": 500}),
+        (f"{STEPS}metric_for_best_model: loss\ngreater_is_better: false\n", {"train.eval_every": 500}),
+        (f"{STEPS}save_steps: 9\nsave_strategy: best\n", {"train.eval_every": 500, "checkpoint.every": None}),
+    ],
+)
+def test_evaluations_are_trainers(tmp_path: Path, text: str, says: Mapping[str, object]) -> None:
+    theirs = tmp_path / "theirs.yaml"
+    theirs.write_text(f"learning_rate: 1\n{text}")
+    [imported] = read(theirs).imports
+    assert {name: said.value for name, said in imported.settings.items() if name != "optim.lr"} == says
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("eval_strategy: epoch\n", "epoch can't be honoured: evaluations come by steps.\n  Way out: set it to steps"),
+        (f"{STEPS}eval_steps: 2.5\n", "eval_steps: expected a whole number above 1, found 2.5."),
+        (f"{STEPS}eval_steps: -1\n", "eval_steps: expected a number >= 0, found -1."),
+        (f"{STEPS}eval_delay: 3\n", "eval_delay: the first evaluation comes after the first eval_steps steps.\n  Set"),
+        ("load_best_model_at_end: true\n", "load_best_model_at_end: evaluations tell which one is the best, and"),
+        (
+            "save_strategy: best\n",
+            "save_strategy: evaluations tell which one is the best, and eval_strategy asks for n",
+        ),
+        (f"{STEPS}metric_for_best_model: eval_accuracy\n", "the best is the one of the lowest loss.\n  Way out: set"),
+        (
+            f"{STEPS}greater_is_better: true\n",
+            "greater_is_better: true can't be honoured: the best is the one of the l",
+        ),
+        (f"{STEPS}bf16_full_eval: true\n", "true can't be honoured: evaluations compute as training does."),
+        (f"{STEPS}batch_eval_metrics: true\n", "true can't be honoured: an evaluation measures the loss alone."),
+    ],
+)
+def test_an_evaluation_that_is_not_ours_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    assert said in problems(tmp_path, f"learning_rate: 1\n{text}")
+
+
+def test_evaluations_by_a_share_of_steps_or_after_the_last_need_their_number(tmp_path: Path) -> None:
+    theirs, rest = tmp_path / "theirs.yaml", ["model.pretrained=folder"]
+    for text, said in (
+        (f"{STEPS}eval_steps: 0.1\n", "eval_steps: a share of the steps needs their number.\n  Set train.eval_every"),
+        ("do_eval: true\n", "do_eval: an evaluation after the last step needs the number of steps.\n  Set eval_strat"),
+    ):
+        theirs.write_text(f"num_train_epochs: 2\n{text}")
+        with pytest.raises(ConfigError) as error:
+            load_config(theirs, rest)
+        assert said in str(error.value)
+        assert load_config(theirs, [*rest, "train.eval_every=7"]).train.eval_every == 7
+
+
+def test_the_best_needs_evaluations_that_our_file_may_ask_for(tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "ours.yaml", tmp_path / "theirs.yaml"
+    theirs.write_text("learning_rate: 1\nload_best_model_at_end: true\n")
+    ours.write_text("model: {pretrained: folder}\ntrain: {steps: 9, eval_every: 3}\n")
+    loaded = read_config(ours, imports=[theirs])
+    assert loaded.config.train.eval_every == 3
+    told = {said.key: said.reason for said in loaded.imports[0].not_needed}
+    assert told["load_best_model_at_end"].startswith("the best by its evaluation is saved anyhow")
+
+
+def test_an_import_that_evaluates_is_told_what_to_hold_out(tmp_path: Path) -> None:
+    """A Trainer's file has no data: what an evaluation runs over is ours to say."""
+    theirs = tmp_path / "theirs.yaml"
+    theirs.write_text(f"{STEPS}eval_steps: 50\n")
+    with pytest.raises(ConfigError, match=r"data\.tokenizer=FOLDER data\.eval_split=5%\n"):
+        load_config(theirs)
+    config = read(theirs).config
+    with pytest.raises(BackendError) as error:
+        require_supported(config, engine="native", device="cpu", devices=1, hosts=1)
+    assert str(error.value) == (
+        "backend native on cpu (1 device(s) of 1 host(s)): train.eval_every=50 without data.eval_split: nothing is "
+        "held out to evaluate over.\n  Set data.eval_split=5%, or train.eval_every=null. Nothing was started."
+    )
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from portable_fsdp.config.foreign.keys_fsdp import FSDP, PARALLEL, XLA
 from portable_fsdp.config.foreign.keys_trainer import TRAINER
 from portable_fsdp.config.foreign.keys_variables import ENVIRONMENT
 from portable_fsdp.config.foreign.rows import Refuse, Row, Set
+from portable_fsdp.config.foreign.rules_training import LOGGING_STEPS
 from portable_fsdp.config.foreign.table import TABLE, find, find_anywhere, nested_place
 from portable_fsdp.config.load import read_config
 from portable_fsdp.runtime.errors import ConfigError
@@ -79,6 +80,11 @@ def test_every_training_argument_is_in_the_table() -> None:
     assert missing(TRAINER, [key for key in keys if not key.startswith("_")]) == []
 
 
+def test_what_eval_steps_takes_where_nothing_is_set_is_trainers_default() -> None:
+    text = (package("transformers") / "training_args.py").read_text()
+    assert re.findall(r"\blogging_steps: float = field\(\s*default=(\d+)", text) == [str(LOGGING_STEPS)]
+
+
 def arguments_of_xla_fsdp() -> list[str]:
     path = package("torch_xla") / "distributed/fsdp/xla_fully_sharded_data_parallel.py"
     nodes = ast.walk(ast.parse(path.read_text()))
@@ -124,6 +130,7 @@ OVERRIDES = {
     "precision.output": "bfloat16",
     "precision.reduce": "bfloat16",
     "sharding.replicas": "2",
+    "train.eval_every": "5",
     "train.global_batch": "8",
     "train.max_grad_norm": "1",
     "xla_fsdp1.buffer_dtype": "bfloat16",

@@ -2,5 +2,6 @@
 
 Each key of theirs is a row of a table (`keys_*.py`, joined in `table.py`) that says what becomes of it: settings of
 ours, a refusal with the way out, or nothing, with the reason. May import: what config may.
-Read first: `rows.py` (what a row is), then `read.py` (a file to an `Import`), `rules.py` (keys that act together).
+Read first: `rows.py` (what a row is), then `read.py` (a file to an `Import`), `rules.py` and `rules_training.py` (keys
+that act together).
 """

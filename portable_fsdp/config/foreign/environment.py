@@ -7,10 +7,10 @@ that has the launcher's own value says nothing.
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from portable_fsdp.config.foreign.found import Found
 from portable_fsdp.config.foreign.keys_variables import ENVIRONMENT
 from portable_fsdp.config.foreign.read import Entry, Import, Said, read_entries, settle
 from portable_fsdp.config.foreign.rows import Typed
-from portable_fsdp.config.foreign.rules import Found
 from portable_fsdp.runtime.process import is_by_accelerate
 
 LAUNCHER = "accelerate launch"

@@ -20,8 +20,9 @@ from portable_fsdp.config.foreign.rows import (
 
 TRAINER = "TrainingArguments"
 
-_EVALUATION = Refuse("evaluations are named by our own keys", "leave it out, and set train.eval_every, data.eval_split")
-_OF_EVALUATION = Skip("belongs to an evaluation, which eval_strategy asks for")
+_OF_EVALUATION = Skip("an evaluation is the mean loss over all rows, in batches as those of training")
+_LOSS_ALONE = Refuse("an evaluation measures the loss alone", "leave it out")
+_AS_TRAINING = Refuse("evaluations compute as training does", "leave it out, and set bf16", "precision.compute")
 _HUB = Refuse("nothing is uploaded", "leave it out; checkpoint.export writes a Hugging Face folder")
 _FLOAT16 = Refuse("float16 needs a scaled loss, which is not built", "set bf16", "precision.compute")
 _OBSERVE = Refuse("runs write metrics.jsonl and the console, and no other tracker", "set report_to: none")
@@ -140,7 +141,9 @@ TRAINER_ROWS = (
                 "epoch": Refuse(
                     "checkpoints are saved by steps", "set it to steps, and save_steps", "checkpoint.every"
                 ),
-                "best": Refuse("the best by train.eval_every is kept anyhow", "set it to steps", "checkpoint.every"),
+                "best": Set(
+                    {"~no_saves": True, "~best": True}, "the best by its evaluation is saved, and the last step"
+                ),
             }
         ),
     ),
@@ -172,32 +175,57 @@ TRAINER_ROWS = (
         Words(_STRATEGY_WORDS, Set({"~fsdp": True}), Set({"~fsdp": False})),
     ),
     Row(TRAINER, "save_only_model", Off(Refuse("a checkpoint holds the optimizer", "leave it out"))),
-    # --- not built
-    *(
-        Row(TRAINER, key, Off(_EVALUATION))
-        for key in (
-            "eval_strategy",
-            "evaluation_strategy",
-            "eval_on_start",
-            "do_eval",
-            "do_predict",
-            "load_best_model_at_end",
-            "metric_for_best_model",
-            "bf16_full_eval",
-            "fp16_full_eval",
-            "include_for_metrics",
-            "batch_eval_metrics",
-        )
+    Row(
+        TRAINER,
+        "eval_strategy",
+        Choice(
+            {
+                "steps": Set({"~evaluates": True}, "the rows are data.eval_split's"),
+                "no": Skip("none, as here"),
+                "epoch": Refuse("evaluations come by steps", "set it to steps, and eval_steps", "train.eval_every"),
+            }
+        ),
+        ("evaluation_strategy",),
     ),
-    *(
-        Row(TRAINER, key, Either(_OF_EVALUATION))
-        for key in ("prediction_loss_only", "eval_do_concat_batches", "eval_use_gather_object", "greater_is_better")
+    Row(TRAINER, "eval_steps", Number("~eval_steps", False, least=0)),
+    Row(TRAINER, "eval_delay", Number("~eval_delay", False, {0: Skip("no delay, as here")}, least=0)),
+    Row(
+        TRAINER,
+        "eval_on_start",
+        YesNo(Set({"train.eval_on_start": True}), Set({"train.eval_on_start": False})),
     ),
-    *(Row(TRAINER, key, Amount(_OF_EVALUATION, whole=False)) for key in ("eval_steps", "eval_delay")),
+    Row(TRAINER, "do_eval", YesNo(Set({"~do_eval": True}), Skip("eval_strategy asks for evaluations"))),
+    Row(
+        TRAINER,
+        "load_best_model_at_end",
+        YesNo(
+            Set({"~best": True}, "the best by its evaluation is what checkpoint.export writes"),
+            Skip("the best by its evaluation, where there are any, is what checkpoint.export writes"),
+        ),
+    ),
+    Row(
+        TRAINER,
+        "metric_for_best_model",
+        Choice(
+            {"loss": Skip("as here"), "eval_loss": Skip("as here")},
+            other=Refuse("the best is the one of the lowest loss", "set it to eval_loss"),
+        ),
+    ),
+    Row(
+        TRAINER,
+        "greater_is_better",
+        YesNo(Refuse("the best is the one of the lowest loss", "set it to false"), Skip("as here")),
+    ),
+    *(Row(TRAINER, key, Either(_OF_EVALUATION)) for key in ("prediction_loss_only", "eval_do_concat_batches")),
+    Row(TRAINER, "eval_use_gather_object", Either(_OF_EVALUATION)),
     *(
         Row(TRAINER, key, Amount(_OF_EVALUATION, 1))
         for key in ("per_device_eval_batch_size", "eval_accumulation_steps")
     ),
+    # --- not built
+    *(Row(TRAINER, key, Off(_AS_TRAINING)) for key in ("bf16_full_eval", "fp16_full_eval")),
+    *(Row(TRAINER, key, Off(_LOSS_ALONE)) for key in ("include_for_metrics", "batch_eval_metrics")),
+    Row(TRAINER, "do_predict", Off(Refuse("there is no data set to predict", "leave it out"))),
     *(
         Row(TRAINER, key, Off(_HUB))
         for key in ("push_to_hub", "hub_model_id", "hub_token", "hub_private_repo", "hub_revision")

@@ -11,6 +11,7 @@ from typing import NamedTuple, cast
 
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
+from portable_fsdp.config.foreign.found import Found, Setting
 from portable_fsdp.config.foreign.keys_fsdp import FSDP, MIXED
 from portable_fsdp.config.foreign.keys_trainer import TRAINER
 from portable_fsdp.config.foreign.keys_variables import ENVIRONMENT
@@ -25,7 +26,7 @@ from portable_fsdp.config.foreign.rows import (
     UnreadableValue,
     in_words,
 )
-from portable_fsdp.config.foreign.rules import Found, Setting, combine, silent
+from portable_fsdp.config.foreign.rules import combine, silent
 from portable_fsdp.config.foreign.table import SCRIPT, TOP, find, find_anywhere, nearest_key, nested_place
 
 _NULL_TAG = "tag:yaml.org,2002:null"

@@ -1,84 +1,16 @@
 """Rules over several keys: the strategy, the batch, dtypes and what else one foreign key doesn't say alone.
 
-A row of the table sets an option of ours where its key says one alone, else a `~name`: a fact for a rule of this file.
-So `fsdp_sharding_strategy: HYBRID_SHARD` is `~strategy`, of which `num_machines: 1` makes FULL_SHARD. A rule is a
-function of `Found`: it reads what the keys said (`found.said`, which stays as it is) and writes `found.options`, each
-with the key that decided. No rule reads what another one wrote, so their order means nothing. Keys that set no option
-in the end are told with a reason (`silent`).
+A row of the table sets an option of ours where its key says one alone, else a `~name`: a fact for a rule of this file
+or of `rules_training.py`. So `fsdp_sharding_strategy: HYBRID_SHARD` is `~strategy`, of which `num_machines: 1` makes
+FULL_SHARD. A rule is a function of `Found`: it reads what the keys said (`found.said`, which stays as it is) and writes
+`found.options`, each with the key that decided. No rule reads what another one wrote, so their order means nothing.
+Keys that set no option in the end are told with a reason (`silent`).
 """
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
-
+from portable_fsdp.config.foreign.found import Found, Setting
 from portable_fsdp.config.foreign.keys_engines import DEEPSPEED, MEGATRON
 from portable_fsdp.config.foreign.keys_fsdp import FSDP
-
-
-class Setting(NamedTuple):
-    """One option of ours (or `~name`), and the foreign key that sets it."""
-
-    option: str
-    value: object
-    place: str
-    key: str  # as typed
-    typed: str
-    line: int  # 0: a variable
-    where: str  # file:line, or the launcher
-    remark: str
-
-    @property
-    def origin(self) -> str:
-        """`accelerate.yaml:12`, or `accelerate launch: FSDP_SHARDING_STRATEGY`."""
-        return self.where if self.line else f"{self.where}: {self.key}"
-
-    @property
-    def said(self) -> str:
-        return f"{self.where}: {self.key}: {self.typed}"
-
-
-@dataclass
-class Found:
-    """What the keys of a file said one by one, and the options that follow."""
-
-    said: Mapping[str, Setting]  # by option or ~name
-    numbers: Mapping[str, int]  # the launcher's facts that are numbers: num_processes, num_machines
-    sections: Mapping[str, tuple[int, str]]  # place -> line and where of its first key
-    given: Mapping[str, object]  # options that our own file or an override sets
-    overridden: set[str]
-    problems: list[tuple[int, str]]
-    total: tuple[Setting, int] | None = None  # the devices that the sizes of parallelism_config make together
-    options: dict[str, Setting] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.options = {name: setting for name, setting in self.said.items() if not name.startswith("~")}
-
-    def value(self, name: str) -> object:
-        return self.said[name].value if name in self.said else None
-
-    def number(self, name: str) -> float | None:
-        value = self.value(name)
-        return value if isinstance(value, int | float) else None
-
-    def whole(self, name: str) -> int | None:
-        value = self.value(name)
-        return value if isinstance(value, int) else None
-
-    def set(self, option: str, value: object, source: Setting, remark: str = "") -> None:
-        """An option that follows from `source`; what another key already said must be the same."""
-        setting = source._replace(option=option, value=value, remark="; ".join(filter(None, (source.remark, remark))))
-        first = self.options.setdefault(option, setting)
-        if first.value != value:
-            self.contradiction(option, first, setting)
-
-    def contradiction(self, option: str, first: Setting, second: Setting) -> None:
-        """Two keys that say different things of one option, which an override of it settles."""
-        if option not in self.overridden:
-            self.problem(second, f"{second.typed} contradicts {first.key}: {first.typed} ({first.where}); keep one.")
-
-    def problem(self, at: Setting, text: str) -> None:
-        self.problems.append((at.line, f"{at.where}: {at.key}: {text}"))
+from portable_fsdp.config.foreign.rules_training import combine_training
 
 
 def combine(found: Found) -> dict[str, Setting]:
@@ -89,12 +21,7 @@ def combine(found: Found) -> dict[str, Setting]:
     _precision(found)
     _recompute(found)
     _offload(found)
-    _batch(found)
-    _length(found)
-    _warmup(found)
-    _optimizer(found)
-    _saves(found)
-    _data(found)
+    combine_training(found)
     return found.options
 
 
@@ -128,6 +55,11 @@ _SILENT = {
     "~min_num_params": "counts only where units are made by size",
     "~beta2": "optim.betas has both",
     "~accumulate": "train.global_batch goes first",
+    "~evaluates": "eval_steps says how often",
+    "~eval_steps": "counts only where eval_strategy is steps, and train.eval_every isn't set elsewhere",
+    "~eval_delay": "counts only where eval_strategy is steps",
+    "~do_eval": "train.eval_every says when",
+    "~best": "the best by its evaluation is saved anyhow, and is what checkpoint.export writes",
     "train.epochs": "train.steps goes first, as in Trainer",
     "checkpoint.every": "save_strategy saves none by steps",
 }
@@ -309,90 +241,3 @@ def _offload(found: Found) -> None:
         )
     else:
         found.set("memory.cpu_offload", bool(offloaded), said[0])
-
-
-# ------------------------------------------------------------------------------------------- batch, steps, optimizer
-
-
-def _batch(found: Found) -> None:
-    """global_batch = rows of a device * accumulation * devices, where the file says all three."""
-    rows, times = found.said.get("train.micro_batch"), found.said.get("~accumulate")
-    accumulated = found.whole("~accumulate") or 1
-    source = times or rows
-    if source is None or "train.global_batch" in found.overridden or (rows is None and accumulated == 1):
-        return
-    devices = found.numbers.get("num_processes")
-    micro = found.given.get("train.micro_batch", found.value("train.micro_batch"))
-    if rows is not None and found.value("~spmd"):
-        _batch_of_spmd(found, rows, accumulated)
-    elif isinstance(micro, int) and devices is not None:
-        size = micro * accumulated * devices
-        found.set("train.global_batch", size, source, f"{micro} * {accumulated} * {devices} processes")
-    elif "train.global_batch" not in found.given:
-        found.problem(
-            source,
-            "expected the number of devices too (num_processes) and per_device_train_batch_size, which make the batch "
-            "of a step.\n  Set train.global_batch: rows of a device * accumulation * devices.",
-        )
-
-
-def _batch_of_spmd(found: Found, rows: Setting, accumulated: int) -> None:
-    """Under xla_fsdp_v2 one process feeds all devices: what Trainer calls the batch of a device is that of them all."""
-    size = found.whole("train.micro_batch") or 1
-    devices = found.numbers.get("num_processes")
-    del found.options["train.micro_batch"]
-    found.set("train.global_batch", size * accumulated, rows, "of all devices together, under xla_fsdp_v2")
-    if devices and size % devices == 0:
-        found.set("train.micro_batch", size // devices, rows, f"of one of {devices} devices, under xla_fsdp_v2")
-    elif "train.micro_batch" not in found.given:
-        text = f"under xla_fsdp_v2 these {size} rows are those of all devices together."
-        found.problem(rows, f"{text}\n  Set train.micro_batch: rows of one device.")
-
-
-def _length(found: Found) -> None:
-    """As Trainer has it: max_steps goes first."""
-    steps, epochs = found.said.get("train.steps"), found.said.get("train.epochs")
-    if steps is not None and epochs is not None:
-        remark = f"goes before {epochs.key}: {epochs.typed}, as in Trainer"
-        found.options["train.steps"] = steps._replace(remark=remark)
-        del found.options["train.epochs"]
-
-
-def _warmup(found: Found) -> None:
-    """As Trainer has it: below 1 it is a share of the steps; steps go before a share of them, unless they are 0."""
-    warmup, ratio = found.said.get("~warmup"), found.said.get("~warmup_ratio")
-    steps = found.number("~warmup") or 0
-    constant = found.value("~constant") and "optim.schedule" not in found.overridden
-    remark = "its own tool ignores it beside lr_scheduler_type: constant; taken at its word" if constant else ""
-    if 0 < steps < 1:
-        ratio, share = warmup, steps
-    elif warmup is not None and (steps or ratio is None):
-        return found.set("optim.warmup_steps", int(steps), warmup, remark if steps else "")
-    else:
-        share = found.number("~warmup_ratio") or 0
-    if ratio is None or "optim.warmup_steps" in found.overridden:
-        return
-    total = found.given.get("train.steps", found.value("train.steps"))
-    if isinstance(total, int):
-        found.set("optim.warmup_steps", math.ceil(share * total), ratio, remark or f"of {total} steps")
-    elif "optim.warmup_steps" not in found.given:
-        found.problem(ratio, "a share of the steps needs their number.\n  Set optim.warmup_steps, or max_steps.")
-
-
-def _optimizer(found: Found) -> None:
-    first, second = found.said.get("~beta1"), found.said.get("~beta2")
-    if source := first or second:
-        betas = [first.value if first else 0.9, second.value if second else 0.999]
-        found.set("optim.betas", betas, source, "" if first and second else "the other one: Trainer's default")
-
-
-def _saves(found: Found) -> None:
-    if saves := found.said.get("~no_saves"):
-        found.options.pop("checkpoint.every", None)
-        found.set("checkpoint.every", None, saves)
-
-
-def _data(found: Found) -> None:
-    if source := found.said.get("~train_file"):
-        found.set("data.source", "text", source)
-        found.set("data.path", source.value, source)
