@@ -1,12 +1,16 @@
-"""What the two engines of torch_xla share: the environment, names of devices, counted programs, recomputation.
+"""What the two engines of torch_xla share: the environment, an operation, names of devices, counted programs,
+recomputation.
 
 torch_xla is imported in functions only, since it reads the environment that `set_environment` sets when it is imported.
 """
 
 import logging
 import os
+import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -15,6 +19,7 @@ from torch import Tensor
 from portable_fsdp.backends.base import Metrics
 from portable_fsdp.backends.tpu_options import libtpu_arguments
 from portable_fsdp.config.schema import Config
+from portable_fsdp.runtime.errors import BackendError
 
 log = logging.getLogger("portable_fsdp")
 
@@ -30,6 +35,25 @@ def set_environment(device: str) -> None:
         os.environ["LIBTPU_INIT_ARGS"] = libtpu_arguments(os.environ)
     if device == "cpu":  # else jax looks for a TPU where libtpu is installed, and complains
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+@cache
+def lower_triangular_solves() -> torch.library.Library:
+    """Let XLA solve triangular systems in this process: the linear attention of Qwen3-Next and its kin does.
+
+    torch_xla 2.9.0 lowers torch.triangular_solve, and not torch.linalg.solve_triangular, which took its place: that
+    would run on the host in each step. What is returned must be kept, as the cache does. Call after torch_xla's import.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("linalg_solve_triangular", _solve_triangular, "XLA")
+    return library
+
+
+def _solve_triangular(a: Tensor, b: Tensor, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Tensor:
+    """X of `a` X = `b`, or of X `a` = `b` if not `left`; `a` `[..., n, n]` is lower triangular if not `upper`."""
+    if not left:
+        return _solve_triangular(a.mT, b.mT, upper=not upper, unitriangular=unitriangular).mT
+    return torch.triangular_solve(b, a, upper=upper, unitriangular=unitriangular).solution
 
 
 def tpu_name() -> str:
@@ -59,9 +83,14 @@ class Programs:
 
         def step(*args: Any) -> Metrics:
             nonlocal seen
-            before = _compile_count()
-            with cast(Any, torch_xla).compile(name=name, full_graph=True):
-                out = fn(*args)
+            before, fallen = _compile_count(), _fallen_back()
+            try:
+                with cast(Any, torch_xla).compile(name=name, full_graph=True):
+                    out = fn(*args)
+            except RuntimeError as error:
+                if "Unexpected execution" not in str(error):
+                    raise
+                raise _not_one_program(self._engine, name, error, sorted(_fallen_back() - fallen)) from error
             new = _compile_count() - before
             self.compilations += new
             seen += new
@@ -85,6 +114,30 @@ def _compile_count() -> int:
 
     data = cast(Any, counters).metric_data("CompileTime")
     return int(data[0]) if data else 0
+
+
+def _fallen_back() -> set[str]:
+    """Operations that torch_xla has run on the host so far in this process, which it counts under their own names."""
+    import torch_xla.debug.metrics as counters
+
+    names: list[str] = cast(Any, counters).counter_names()
+    return {name for name in names if name.startswith("aten::")}
+
+
+def _not_one_program(engine: str, name: str, error: RuntimeError, fallen: list[str]) -> BackendError:
+    """`error`: torch_xla's, of a function that must run what it has traced before it can be traced to its end."""
+    inside = Path(torch.__file__).parent.parent
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_torchs(frame.filename)]
+    where = f"{frames[-1].filename.removeprefix(f'{inside}/')}:{frames[-1].lineno}: {frames[-1].line}"
+    what = f"{', '.join(fallen)} run on the host" if fallen else "a value read on the host"
+    return BackendError(
+        f"backend {engine}: program {name!r}: expected operations that XLA compiles, found {what} in\n  {where}\n"
+        "  In each step all devices would wait for it. Train this model with --backend=native. Nothing was trained."
+    )
+
+
+def _is_torchs(file: str) -> bool:
+    return any(f"/site-packages/{package}/" in file for package in ("torch", "torch_xla"))
 
 
 def _shapes(argument: Any) -> Any:

@@ -30,25 +30,13 @@ from portable_fsdp.models.documents import document_mask, require_documents_apar
 from portable_fsdp.models.lora import add_adapters
 from portable_fsdp.models.loss import Loss, attach_loss
 from portable_fsdp.models.pretrained import Pretrained, PretrainedWeights, open_pretrained
+from portable_fsdp.models.size import ModelSize, size_of
 from portable_fsdp.models.weights import RandomWeights, Slices, TensorFile, fill_buffers
 from portable_fsdp.runtime.errors import ConfigError
 
 log = logging.getLogger("portable_fsdp")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True)
-class ModelSize:
-    """What the FLOPs of a step are counted from."""
-
-    parameters: int  # a tied weight once
-    embedding_parameters: int  # of tables that are only looked up
-    frozen_parameters: int  # of the others
-    trained_parameters: int
-    layers: int
-    hidden: int  # attention heads * head_dim
-    has_experts: bool  # not every weight meets every token
 
 
 @dataclass(frozen=True)
@@ -133,7 +121,7 @@ def build_model(
     _freeze(built, model.freeze)
     if precision.frozen != "auto":
         fill = _rest_frozen_in(DTYPES[precision.frozen], built, fill)
-    return BuiltModel(built, fill, as_given, _size(built))
+    return BuiltModel(built, fill, as_given, size_of(built))
 
 
 def _grow(config: Any, vocabulary: int, file: TensorFile, keeps_ids: Callable[[], bool]) -> int | None:
@@ -221,7 +209,11 @@ def _config(architecture: dict[str, Any]) -> Any:
             + (f"\n  nearest: {', '.join(near)}." if near else "")
         )
     kind = type(AutoConfig.for_model(model_type))
-    known = {item.name for item in dataclasses.fields(kind)} | set(kind.attribute_map) | {"rope_theta", "rope_scaling"}
+    known = (
+        {item.name for item in dataclasses.fields(kind)}
+        | set(kind.attribute_map)
+        | {"rope_theta", "rope_scaling", "per_layer_config"}
+    )
     code = inspect.getsource(sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[kind].__module__])
     known |= set(re.findall(r'getattr\(config, "(\w+)"', code))  # qwen3_moe's head_dim is no field, but is read
     for key, value in arguments.items():
@@ -367,26 +359,6 @@ def _attention(kind: Any, wanted: str) -> str:
     if takes_any:
         return static_attention.register()
     return "sdpa" if getattr(kind, "_supports_sdpa", False) else "eager"
-
-
-def _size(model: Any) -> ModelSize:
-    tables = {id(table.weight): table.weight for table in model.modules() if isinstance(table, nn.Embedding)}
-    head = model.get_output_embeddings()
-    if head is not None:
-        tables.pop(id(head.weight), None)
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_attention_heads", 1)
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    frozen = [weight for weight in model.parameters() if not weight.requires_grad]
-    return ModelSize(
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        frozen_parameters=sum(weight.numel() for weight in frozen if id(weight) not in tables),
-        trained_parameters=sum(weight.numel() for weight in model.parameters() if weight.requires_grad),
-        embedding_parameters=sum(table.numel() for table in tables.values()),
-        layers=config.num_hidden_layers,
-        hidden=heads * width,
-        has_experts=any(getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts")),
-    )
 
 
 def _last_line(error: Exception) -> str:

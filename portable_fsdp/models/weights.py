@@ -114,12 +114,18 @@ class RandomWeights:
         try:
             with seeded(self._seed, fqn), torch.no_grad():
                 _initialise(self._twin, fqn)
+        except NotImplementedError as error:  # torch's, of a copy from a weight that holds no memory here
+            raise _no_value(fqn, module, "has an initial value that is made of other weights") from error
         finally:
             module._parameters[leaf] = placeholder
         if weight.isnan().any():
-            raise ConfigError(
-                f"model.architecture: expected transformers to initialise all weights, found that {fqn} "
-                f"({type(module).__name__}) has no initial value of its own.\n"
-                "  Start from a folder (model.pretrained), or take another model. Nothing was started."
-            )
+            raise _no_value(fqn, module, "has no initial value of its own")
         return weight.data
+
+
+def _no_value(fqn: str, module: nn.Module, what: str) -> ConfigError:
+    return ConfigError(
+        f"model.architecture: expected transformers to initialise all weights one by one, found that {fqn} "
+        f"({type(module).__name__}) {what}.\n"
+        "  Start from a folder (model.pretrained), or take another model. Nothing was started."
+    )

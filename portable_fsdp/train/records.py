@@ -21,7 +21,8 @@ from portable_fsdp.config.schema import Config
 from portable_fsdp.metrics.flops import model_flops_per_token, peak_flops
 from portable_fsdp.metrics.meter import Meter, Row, processes_row
 from portable_fsdp.metrics.sinks import EventsFile, MetricsFile
-from portable_fsdp.models.build import BuiltModel, ModelSize
+from portable_fsdp.models.build import BuiltModel
+from portable_fsdp.models.size import ModelSize
 from portable_fsdp.runtime.errors import TrainingError
 from portable_fsdp.runtime.files import write_text_atomically
 from portable_fsdp.train.evaluate import Evaluation

@@ -4,6 +4,7 @@ One run of each case answers all three. Its program is read after partitioning: 
 makes a worker of its own write them.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -250,6 +251,21 @@ def test_layers_that_compute_in_different_dtypes_are_not_scanned(
     with pytest.raises(JobFailed, match=expected) as failure:
         workers(Group("xla", 1)).run("built", case=case(compute="bfloat16", settings=one_layer))
     assert failure.value.kind == "BackendError"
+
+
+@pytest.mark.parametrize(
+    ("how", "found", "line"),
+    [("value", "_local_scalar_dense", r"rows\.sum\(\)\.item"), ("operation", "_linalg_solve_ex", r"linalg\.solve")],
+)
+def test_a_program_that_asks_the_host_is_refused_by_its_line(
+    workers: Callable[[Group], Workers], how: str, found: str, line: str
+) -> None:
+    with pytest.raises(JobFailed) as failure:
+        workers(Group("xla", 1)).run("ask_the_host", case=case(), how=how)
+    assert failure.value.kind == "BackendError"
+    assert re.search(
+        rf"'asks'.* aten::{found}[\w.]* run on the host in\n  .*xla_jobs\.py:\d+: .*{line}", failure.value.message
+    )
 
 
 @pytest.mark.parametrize("precision", ["highest", "default"])

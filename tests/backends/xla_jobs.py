@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,6 +32,18 @@ def xla_run(case: Case, folder: str) -> dict[str, Any]:
             "compilations": backend.compilations,
             "expected_compilations": backend.expected_compilations,
         }
+
+
+def ask_the_host(case: Case, how: str) -> None:
+    """A program that can't be one; a refusal is the JobFailed that the test expects."""
+    asks: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "value": lambda rows: rows[: int(rows.sum().item())].sum(),
+        "operation": lambda rows: torch.linalg.solve(torch.outer(rows, rows), rows).sum(),
+    }
+    backend, _ = open_case(case)
+    with backend:
+        rows = backend.place({"rows": torch.arange(GLOBAL_BATCH).float()})["rows"]
+        backend.compile(lambda rows: {"total": asks[how](rows)}, "asks")(rows)
 
 
 def _on_devices(tensor: torch.Tensor) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:

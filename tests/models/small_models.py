@@ -33,6 +33,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     # One layer with a window and one that sees all; softcaps of scores and of logits.
     "gemma2": _COMMON | {"model_type": "gemma2", "head_dim": 12, "sliding_window": 5, "attn_logit_softcapping": 2.0},
     "gemma3_text": _COMMON | {"model_type": "gemma3_text", "head_dim": 16} | _WINDOW_AND_ALL,
+    # Heads of a layer's own width, an embedding for each layer.
+    "gemma4_text": _COMMON
+    | {"model_type": "gemma4_text", "head_dim": 12, "per_layer_config": {1: {"head_dim": 24}}}
+    | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY}
+    | _WINDOW_AND_ALL,
     "gpt2": _SIZES | {"model_type": "gpt2", "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64},
     "opt": _OPT | {"model_type": "opt", "ffn_dim": 80, "word_embed_proj_dim": 48},
     "phi": _COMMON | {"model_type": "phi"},

@@ -44,7 +44,13 @@ from portable_fsdp.backends.base import (
     rows_of_shard,
     whole,
 )
-from portable_fsdp.backends.pjrt import Programs, expected_programs, set_environment, tpu_name
+from portable_fsdp.backends.pjrt import (
+    Programs,
+    expected_programs,
+    lower_triangular_solves,
+    set_environment,
+    tpu_name,
+)
 from portable_fsdp.backends.xla.forward import Copies
 from portable_fsdp.backends.xla.layouts import ROWS, Layouts, Spec, by_rows
 from portable_fsdp.backends.xla.model import wrap_forwards
@@ -99,6 +105,7 @@ class XlaBackend(Backend):
         self.placeholders: list[Placeholder] | None = None  # instead of tensors, after shard_model(fill=None)
         self.flash_attention = device == "tpu"  # else torch's own formula
         self._copies: Copies | None = None
+        lower_triangular_solves()
         self._programs = Programs("xla")
         self._owns_group = self.process.count > 1 and not dist.is_initialized()
         if self._owns_group:

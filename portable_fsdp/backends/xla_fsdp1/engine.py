@@ -41,7 +41,13 @@ from portable_fsdp.backends.base import (
     persistent_buffers,
     whole,
 )
-from portable_fsdp.backends.pjrt import Programs, expected_programs, set_environment, tpu_name
+from portable_fsdp.backends.pjrt import (
+    Programs,
+    expected_programs,
+    lower_triangular_solves,
+    set_environment,
+    tpu_name,
+)
 from portable_fsdp.backends.xla_fsdp1.process import check_devices, start_process
 from portable_fsdp.backends.xla_fsdp1.shards import Shard, check_rows, shards_of
 from portable_fsdp.backends.xla_fsdp1.units import wrap_forwards
@@ -86,6 +92,7 @@ class XlaFsdp1Backend(Backend):
         self._pin_layout = device == "tpu" if pin is None else pin
         rows = self._settings.shard_param_on_dim_0
         self._by_rows = not self._settings.flatten_parameters if rows is None else rows
+        lower_triangular_solves()
         self._programs = Programs("xla_fsdp1")
         self._matmul = self._bridge._xla_get_mat_mul_precision()
         self._bridge._xla_set_mat_mul_precision(config.precision.matmul)
