@@ -65,7 +65,7 @@ class Run:
         self.buffers = {name: buffer.clone() for name, buffer in unwrapped.named_buffers()}
         training = build_training(config, backend, vocabulary=256)
         self.model, self.optimizer, self.accumulation = training.model, training.optimizer, training.accumulation
-        self.step = training.step
+        self.step, self.architecture = training.step, training.built.config
 
     def train(self, first: int, last: int, stop_in: int | None = None) -> list[dict[str, float]]:
         """Steps first to last; metrics are read a step late, as the loop does."""
@@ -168,10 +168,9 @@ def losses_of_documents(case: Case) -> dict[str, Any]:
         }
 
 
-def _checkpoints(
-    folder: str, backend: Backend, config: Config, settings: schema.Checkpoint | None = None
-) -> Checkpoints:
-    return Checkpoints(folder, backend, config=config.model_dump(mode="json"), model_config={}, settings=settings)
+def _checkpoints(folder: str, run: Run, settings: schema.Checkpoint | None = None) -> Checkpoints:
+    config = run.config.model_dump(mode="json")
+    return Checkpoints(folder, run.backend, config=config, model_config=run.architecture, settings=settings)
 
 
 def write(case: Case, folder: str, at: int) -> dict[str, Any]:
@@ -179,10 +178,16 @@ def write(case: Case, folder: str, at: int) -> dict[str, Any]:
     backend, config = open_case(case)
     with backend:
         run = Run(backend, config)
-        checkpoints = _checkpoints(folder, backend, config)
-        run.train(1, at)
+        checkpoints, before = _checkpoints(folder, run), backend.compilations
+        told = run.train(1, at)
         checkpoints.save(at, run.model, run.optimizer, (0, at * GLOBAL_BATCH))
-        return {"state": run.state(), "metrics": run.train(at + 1, case.steps)}
+        return {
+            "before": told,
+            "state": run.state(),
+            "metrics": run.train(at + 1, case.steps),
+            "compilations": backend.compilations - before,
+            "expected_compilations": backend.expected_compilations,
+        }
 
 
 def read(case: Case, folders: dict[str, str], at: int) -> dict[str, Any]:
@@ -192,7 +197,7 @@ def read(case: Case, folders: dict[str, str], at: int) -> dict[str, Any]:
     with backend:
         run = Run(backend, config)
         for writer, folder in folders.items():
-            checkpoints = _checkpoints(folder, backend, config)
+            checkpoints = _checkpoints(folder, run)
             found = checkpoints.find("auto")
             assert found is not None
             resumed = checkpoints.load(found, run.model, run.optimizer)
@@ -212,7 +217,7 @@ def save_by_instants(case: Case, folder: str, kept: str) -> dict[str, Any]:
     with backend:
         run = Run(backend, config)
         settings = schema.Checkpoint(keep=1, async_save=True)
-        checkpoints = _checkpoints(folder, backend, config, settings)
+        checkpoints = _checkpoints(folder, run, settings)
         states: dict[int, Pieces] = {}
         instants = Instants(Path(folder), Path(kept))
         for step in (1, 2):
@@ -232,7 +237,7 @@ def resume_each(case: Case, folders: list[str], expected: dict[int, dict[str, to
     with backend:
         run = Run(backend, config)
         for folder in folders:
-            checkpoints = _checkpoints(folder, backend, config, schema.Checkpoint(keep=1))
+            checkpoints = _checkpoints(folder, run, schema.Checkpoint(keep=1))
             whole = checkpoints.find("auto")
             assert whole is not None, folder
             resumed = checkpoints.load(whole, run.model, run.optimizer)
@@ -257,7 +262,7 @@ def save_untrained(case: Case, folder: str) -> None:
     backend, config = open_case(case)
     with backend:
         run = Run(backend, config)
-        _checkpoints(folder, backend, config).save(1, run.model, run.optimizer, (0, 0))
+        _checkpoints(folder, run).save(1, run.model, run.optimizer, (0, 0))
 
 
 def memory_of_a_load(case: Case, folder: str) -> dict[str, int]:
@@ -266,7 +271,7 @@ def memory_of_a_load(case: Case, folder: str) -> dict[str, int]:
     with backend:
         before = anonymous()
         run = Run(backend, config)
-        checkpoints = _checkpoints(folder, backend, config)
+        checkpoints = _checkpoints(folder, run)
         found = checkpoints.find("auto")
         assert found is not None
         with Peak() as loading:

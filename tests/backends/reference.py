@@ -10,7 +10,7 @@ import numpy as np
 import peft
 import torch
 from cases import GLOBAL_BATCH, SEQ_LEN, Case, CaseRows, PackedCaseRows, rows_of
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -76,6 +76,16 @@ def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
 
 
+def loss_of_step(case: Case, model: nn.Module, step: int) -> Tensor:
+    """The mean loss over the counted labels of a step's global batch, by the model's own logits."""
+    rows = rows_of(case.config(1))
+    positions = torch.arange((step - 1) * GLOBAL_BATCH, step * GLOBAL_BATCH).numpy()
+    indices = sample_indices(case.seed, positions, len(rows))
+    batch = _together(rows.alone(indices)) if isinstance(rows, PackedCaseRows) else rows.rows(indices)
+    logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+    return F.cross_entropy(logits.float().flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+
+
 def evaluate(case: Case, weights: dict[str, torch.Tensor], rows: CaseRows) -> tuple[float, int]:
     """The mean loss over the counted labels of all rows, and their number, row by row."""
     model = _model(case)
@@ -121,15 +131,11 @@ def _together(batches: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]
 
 def _train(case: Case) -> Reference:
     torch.set_num_threads(1)
-    model, rows = _model(case), rows_of(case.config(1))
+    model = _model(case)
     optimizer = _optimizer(case, model)
     out = Reference([], [], {}, {n: p.detach().clone() for n, p in model.named_parameters()}, {})
     for step in range(1, case.steps + 1):
-        positions = torch.arange((step - 1) * GLOBAL_BATCH, step * GLOBAL_BATCH).numpy()
-        indices = sample_indices(case.seed, positions, len(rows))
-        batch = _together(rows.alone(indices)) if isinstance(rows, PackedCaseRows) else rows.rows(indices)
-        logits = model(input_ids=batch["input_ids"], use_cache=False).logits
-        loss = F.cross_entropy(logits.float().flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+        loss = loss_of_step(case, model, step)
         loss.backward()
         if step == 1:
             out.gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
