@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from assemble import assemble
+from assemble import assemble, assert_equal_states
 from cases import ARCHITECTURES, GLOBAL_BATCH, Case
+from test_contract import evaluated_case
 from test_curves import BF16_20_STEPS, assert_equal_curves
 from workers import Group, JobFailed, Workers
 
@@ -212,6 +213,14 @@ def test_weights_that_no_product_sums_in_float32_are_refused(workers: Callable[[
     ) as failure:
         workers(Group("xla", 1)).run("train", case=case(compute="bfloat16", reduce="float32"))
     assert failure.value.kind == "BackendError"
+
+
+def test_scanned_layers_learn_after_an_evaluation_that_came_first(workers: Callable[[Group], Workers]) -> None:
+    """What the loop's body was traced to without gradients is no program for a step."""
+    (answer,) = workers(Group("xla", DEVICES)).run("evaluated", case=evaluated_case(SCAN), rows=53, early=True)
+    assert answer["untrained"].loss > answer["evaluation"].loss
+    assert answer["metrics"] == answer["plain"]["metrics"]
+    assert_equal_states(assemble([answer["final"]]), assemble([answer["plain"]["final"]]))
 
 
 def test_layers_that_differ_are_not_scanned(workers: Callable[[Group], Workers]) -> None:

@@ -9,6 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from beside_trainer import TRAINER, Run, checked, report, said_by
+from started import TINY, launch, tiny_config
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from portable_fsdp.config.load import load_config
 
 ROOT = Path(__file__).parents[2]
 GPU = ROOT / "benchmarks" / "gpu.py"
@@ -58,6 +63,31 @@ def test_checkpoints_of_all_ways_are_saved_and_loaded(tmp_path: Path) -> None:
     assert set(result["goals"]) < set(result["figures"])
     assert all(value > 0 for value in result["figures"].values())
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints.json"]
+
+
+@pytest.mark.skipif(not HAS_ACCELERATE, reason="transformers' Trainer needs accelerate")
+def test_beside_trainer_a_random_model_takes_the_same_course(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With weight decay and warmup, and a learning rate that would show another row, token or share of the schedule."""
+    model: dict[str, Any] = TINY["model"]
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**model["architecture"])).save_pretrained(tmp_path / "model")
+    config = tiny_config(tmp_path)
+    words = [f"--config={config}", "model={pretrained: model}", "data.tokenizer=bytes", "data.eval_split=5%"]
+    words += ["train.eval_every=6", "train.eval_on_start=true", "train.eval_batches=3", "optim.weight_decay=0.5"]
+    monkeypatch.chdir(tmp_path)
+    assert launch("--device=cpu", *words) == 0
+    ours = said_by(tmp_path / "run", seconds=1.0, cpu_seconds=1.0)
+    _printed(tmp_path, 200, str(ROOT / "benchmarks" / "beside_trainer.py"), "--trainer=trainer.json", *words)
+    theirs = Run(**json.loads((tmp_path / "trainer.json").read_text()))
+
+    assert [step["lr"] for step in theirs.steps] == pytest.approx([step["lr"] for step in ours.steps])
+    assert theirs.losses == pytest.approx(ours.losses, rel=2e-6)
+    assert [step["grad_norm"] for step in theirs.steps] == pytest.approx(
+        [step["grad_norm"] for step in ours.steps], rel=1e-4
+    )
+    assert theirs.losses_held_out == pytest.approx(ours.losses_held_out, rel=2e-6)
+    assert theirs.tokens_held_out == ours.tokens_held_out == 12 * 32
+    text = report(checked(load_config(config, words[1:])), [], {"native": ours, TRAINER: theirs})
+    assert "(goal: 0.0001): met." in text
 
 
 def _gpu(folder: Path, *flags: str) -> tuple[int, dict[str, Any], str]:

@@ -48,7 +48,9 @@ class LayerLoop:
         self._layouts, self._gather, self._recompute = layouts, gather, recompute
         self._body = next(iter(layers.values())).forward
         self._names = list(layers)
-        self._traced: tuple[Any, Any] | None = None  # how the layers were called, and the body for that
+        # By whether autograd records: how the layers were called, and the body for that. scan keeps the first program
+        # that it traces of a body, and one traced in an evaluation has no gradients of the weights.
+        self._traced: dict[bool, tuple[Any, Any]] = {}
         self._given: list[Any] = []
         self._gives_tuple = False
         self._result: Any = None
@@ -65,11 +67,13 @@ class LayerLoop:
         copies = [[cast_weight(use) for use in uses] for uses in zip(*self._weights, strict=True)]
         weights = [self._layouts.stacked(of_all_layers, self._gather) for of_all_layers in copies]
         call = (structure, [None if isinstance(leaf, Tensor) else leaf for leaf in leaves])
-        if self._traced is None or self._traced[0] != call:
-            self._traced = (call, self._one_layer(leaves, structure))
+        known, body = self._traced.get(torch.is_grad_enabled(), (None, None))
+        if known != call:
+            body = self._one_layer(leaves, structure)
+            self._traced[torch.is_grad_enabled()] = (call, body)
         partition, budget = _partition(self._recompute)
         with torch._functorch.config.patch(activation_memory_budget=budget):  # pyright: ignore
-            carry, _ = scan(self._traced[1], tuple(carried), (weights, others), partition_fn=partition, is_fn_pure=True)
+            carry, _ = scan(body, tuple(carried), (weights, others), partition_fn=partition, is_fn_pure=True)
         hidden = cast(tuple[Tensor, ...], carry)[0]
         self._result = (hidden,) if self._gives_tuple else hidden
         return self._result
