@@ -326,7 +326,7 @@ def report(config: Config, overrides: Sequence[str], runs: dict[str, Run]) -> st
         *table(["", *runs], summary(runs)),
         "",
         "In all: with start, compilation, both evaluations and, but for the Trainer, a checkpoint of weights and",
-        "moments. One run each beside other work: no comparison of speed.",
+        "moments. One run each, beside other work that came and went: no comparison of speed.",
         "",
         *table(["loss of step", *runs], losses),
         "",
