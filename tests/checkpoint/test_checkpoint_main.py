@@ -324,7 +324,7 @@ def test_an_export_where_the_tokenizer_is_gone(tmp_path: Path, capsys: pytest.Ca
     assert main(["export", run, str(tmp_path / "other"), "--tokenizer", str(tmp_path / "bytes")]) == 0
     assert AutoTokenizer.from_pretrained(tmp_path / "other")("a").input_ids == [97]
     assert main(["export", run, str(tmp_path / "x.pt"), "--format", "torch", "--tokenizer", "bytes"]) == 2
-    assert "expected --format huggingface, found torch" in capsys.readouterr().err
+    assert "expected --format huggingface or peft, found torch" in capsys.readouterr().err
 
 
 def test_an_export_of_an_import_says_that_it_has_no_tokenizer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -14,6 +14,8 @@ from portable_fsdp.models.build import build_model
 from portable_fsdp.models.loss import IGNORED
 from portable_fsdp.runtime.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = [(7, 9, 5), (13, 11)]  # of the documents of two rows; three positions of padding in the first
 KEPT_APART = ["llama", "qwen3", "mistral_window", "gemma2", "gemma3_text", "gpt2", "phi3", "olmo2", "smollm3"]
 NOT_KEPT_APART = {

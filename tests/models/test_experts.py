@@ -11,6 +11,8 @@ from portable_fsdp.config.schema import Model, Precision
 from portable_fsdp.models.build import build_model
 from portable_fsdp.runtime.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 EXPERTS = ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next"]
 
 

@@ -10,6 +10,8 @@ from torch.nn import functional as F
 
 from portable_fsdp.models.attention import STATIC
 
+pytestmark = pytest.mark.slow
+
 STEPS = 4
 # What transformers' own sdpa doesn't do: softcap, sinks, ALiBi; mamba2 attends to nothing.
 EAGER = {"gemma2", "gpt_oss", "bloom", "mamba2"}

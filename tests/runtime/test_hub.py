@@ -13,6 +13,8 @@ from hub_server import COMMIT, Hub, serve
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.hub import TOKENIZER_FILES, is_hub_id, local_folder
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = """
 import json, sys
 from portable_fsdp.runtime.errors import ConfigError
