@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import Any, cast
 
 import torch
@@ -22,6 +23,8 @@ from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import BackendError
 
 log = logging.getLogger("portable_fsdp")
+
+_LOWERING = Lock()  # devices may be threads
 
 Forward = Callable[..., Any]
 
@@ -37,13 +40,18 @@ def set_environment(device: str) -> None:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
-@cache
-def lower_triangular_solves() -> torch.library.Library:
+def lower_triangular_solves() -> None:
     """Let XLA solve triangular systems in this process: the linear attention of Qwen3-Next and its kin does.
 
     torch_xla 2.9.0 lowers torch.triangular_solve, and not torch.linalg.solve_triangular, which took its place: that
-    would run on the host in each step. What is returned must be kept, as the cache does. Call after torch_xla's import.
+    would run on the host in each step. Call after torch_xla's import, from any thread, as often as you like.
     """
+    with _LOWERING:
+        _lowered()
+
+
+@cache  # which keeps the library: what it says ends with it
+def _lowered() -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")
     library.impl("linalg_solve_triangular", _solve_triangular, "XLA")
     return library
