@@ -101,6 +101,7 @@ def test_the_container_of_a_jobset(shell: Shell, tmp_path: Path, device: str) ->
 # -------------------------------------------------------------------------------------------------------- SkyPilot
 
 
+@pytest.mark.proof
 def test_the_run_of_a_sky_task_on_gpus(shell: Shell, tmp_path: Path) -> None:
     task = yaml.safe_load((LAUNCH / "skypilot_gpu.yaml").read_text())
     variables = {"NUM_NODES": "1", "NODE_IPS": "127.0.0.1\n127.0.0.2", "NUM_GPUS_PER_NODE": "2", "TASK_ID": "sky-1"}
