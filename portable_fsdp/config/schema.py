@@ -92,7 +92,6 @@ class Model(Section):
         "optimizer state; `*` stands for any text",
         strict=False,
     )
-
     lora: Lora | None = Field(
         default=None,
         description="train low-rank adapters (LoRA) and nothing else; `{}` for the defaults of its keys; null: no "

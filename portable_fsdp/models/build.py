@@ -171,9 +171,8 @@ def _rest_frozen_in(
     dtype: torch.dtype, model: nn.Module, fill: Callable[[str, Slices], Tensor]
 ) -> Callable[[str, Slices], Tensor]:
     """Weights that don't train, in a dtype of their own; returns the `fill` that gives them so."""
-    frozen = {fqn for fqn, parameter in model.named_parameters() if not parameter.requires_grad}
-    for fqn in frozen:
-        parameter = model.get_parameter(fqn)
+    frozen = {fqn: parameter for fqn, parameter in model.named_parameters() if not parameter.requires_grad}
+    for parameter in frozen.values():
         parameter.data = parameter.data.to(dtype)
     return lambda fqn, slices: fill(fqn, slices).to(dtype) if fqn in frozen else fill(fqn, slices)
 

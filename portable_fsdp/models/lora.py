@@ -49,7 +49,7 @@ def adapted_layers(names: list[str]) -> list[AdapterNames]:
     return [AdapterNames.of(name.removesuffix(f"{_A}.weight")) for name in names if name.endswith(f"{_A}.weight")]
 
 
-def takes_adapter(module: nn.Module) -> bool:
+def _takes_adapter(module: nn.Module) -> bool:
     """A linear layer, of torch or of GPT-2 (transformers' Conv1D), as peft tells them."""
     return isinstance(module, nn.Linear) or holds_inputs_first(module)
 
@@ -108,7 +108,7 @@ def _draw(fqn: str, shape: tuple[int, ...], seed: int) -> Tensor:
 def _targets(model: Any, patterns: tuple[str, ...]) -> list[str]:
     """FQNs of the layers that get adapters, in the model's order."""
     head = model.get_output_embeddings()
-    linear = {name: module for name, module in model.named_modules() if takes_adapter(module)}
+    linear = {name: module for name, module in model.named_modules() if _takes_adapter(module)}
     chosen: set[str] = set()
     for pattern in patterns:
         if pattern == ALL_LINEAR:

@@ -49,9 +49,8 @@ def export(
     import_transformers()  # chosen before peft imports it
     from peft import LoraConfig
 
-    saved = {ours: theirs for names in adapters.layers for theirs, ours in _keys(names)}
-    tensors = {saved[key]: as_dtype(reader.manifest.tensors[key], dtype) for key in saved}
-    ours = {theirs: key for key, theirs in saved.items()}
+    ours = {theirs: key for names in adapters.layers for theirs, key in _keys(names)}
+    tensors = {theirs: as_dtype(reader.manifest.tensors[key], dtype) for theirs, key in ours.items()}
     settings = LoraConfig(
         r=adapters.r,
         lora_alpha=cast(int, int(adapters.alpha) if adapters.alpha.is_integer() else adapters.alpha),
