@@ -70,8 +70,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("group", [pytest.param(group, id=str(group), marks=_marks(group)) for group in GROUPS])
 
 
-IN_SUITE = [Group(backend, devices) for backend in ("native", "xla") for devices in (1, 3)]
-"""One device, and a number that divides no size of the models. The others are for the proofs: minutes each."""
+IN_SUITE = [Group(backend, 3) for backend in ("native", "xla")]
+"""A number that divides no size of the models. The others are for the proofs: minutes each."""
 
 
 def _marks(group: Group) -> list[pytest.MarkDecorator]:

@@ -129,7 +129,7 @@ def pairs_run(engine: str, rows: list[dict[str, str]]) -> set[Pair]:
 
 def case_of(row: Row) -> Case:
     settings = {key: value for option in row for key, value in OPTIONS[option][row[option]].items()}
-    return Case(model=row["model"], settings=settings)
+    return Case(model=row["model"], steps=10, settings=settings)
 
 
 PLAIN = {option: next(iter(values)) for option, values in OPTIONS.items()}

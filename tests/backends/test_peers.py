@@ -180,7 +180,7 @@ def test_those_that_have_not_come_are_named(tmp_path: Path) -> None:
             time.sleep(0.1)
 
 
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.proof), 1])
 def test_engines_opened_one_after_the_other(tmp_path: Path, late: int) -> None:
     """Process 0 holds the store, and the others may be there before it, or after it."""
     with watching(tmp_path, 2, program=SEVERAL_ENGINES.replace("LATE", str(late))) as processes:

@@ -13,7 +13,15 @@ from workers import Group, Workers
 CASE = Case(model="llama_tied", steps=12)
 AT = 6
 WRITERS = [Group("native", 1), Group("native", 2), Group("native", 3), Group("xla", 1), Group("xla", 4)]
-READERS = [pytest.param(g, id=str(g), marks=[pytest.mark.xla] if g.backend != "native" else []) for g in WRITERS]
+PROOFS = (Group("native", 1), Group("xla", 1))
+READERS = [
+    pytest.param(
+        group,
+        id=str(group),
+        marks=[pytest.mark.xla] * (group.backend != "native") + [pytest.mark.proof] * (group in PROOFS),
+    )
+    for group in WRITERS
+]
 
 
 @pytest.fixture(scope="module")

@@ -293,7 +293,10 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path, command: str) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", ["huggingface", "dcp", "torch", "safetensors"])
+@pytest.mark.parametrize(
+    "format",
+    ["huggingface", *(pytest.param(name, marks=pytest.mark.proof) for name in ("dcp", "torch", "safetensors"))],
+)
 def test_an_export_without_room_ends_with_2(tmp_path: Path, format: str) -> None:
     model = build(MODELS["llama"])
     opened = checkpoints(tmp_path / "run", PlainBackend(), config={}, model_config=model.config.to_dict())

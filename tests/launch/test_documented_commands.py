@@ -26,8 +26,8 @@ ALL = [command for name in NAMES for command in commands((ROOT / "docs" / name).
 ELSEWHERE = ("export ", "kubectl ", "sky ", "docker build ", "python -m portable_fsdp.explain ")
 """How commands begin that aren't started here."""
 SCRIPTS = {"launch/torchrun.sh", "launch/slurm.sbatch", "launch/tpu_vm.sh", "launch/tpu_queued_resource.sh"}
-EVERY_DAY = {("launching.md", "torchrun"), ("library.md", "python")}
-"""One start by a launcher, one of a loop of one's own; each of the others takes ten seconds and more of a processor."""
+EVERY_DAY = {("library.md", "python")}
+"""A loop of one's own; each of the others takes ten seconds and more of a processor."""
 
 ON_CPUS = {
     "--device=cuda": ["--device=cpu"],

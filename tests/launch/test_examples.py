@@ -78,7 +78,7 @@ OWN_LOOP = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 @pytest.mark.xla
 def test_a_loop_of_ones_own_goes_on_where_another_engine_stopped(tmp_path: Path) -> None:
     """Two native processes, then XLA from their checkpoint: the losses are those of one process all the way."""

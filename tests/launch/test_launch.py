@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from portable_fsdp.checkpoint.format import read_manifest
 from portable_fsdp.config.load import load_config
 from portable_fsdp.metrics.sinks import read_jsonl
+from portable_fsdp.runtime.lock import LOCK_NAME
 
 STARTS: dict[str, list[str]] = {
     "plain": [*PYTHON, "--device=cpu"],
@@ -242,8 +243,7 @@ def test_stop_under_torchrun_and_go_on(tmp_path: Path, uninterrupted: list[float
     command = [str(ROOT / "launch/torchrun.sh"), "--device=cpu", f"--config={tiny_config(tmp_path)}", *SLOW]
     variables = {"NPROC_PER_NODE": "2", "PATH": f"{PROGRAMS}:/usr/bin:/bin"}
     assert stop_after(2, command, tmp_path, by="SIGTERM", **variables) == 1  # torchrun's own
-    with started(command, tmp_path, **variables) as again:
-        assert again.wait() == 0, again.err
+    assert launch("--device=cpu", *command[2:], f"run.dir={tmp_path / 'run'}") == 0
     assert losses(tmp_path / "run") == pytest.approx(uninterrupted, rel=1e-5)
 
 
@@ -291,7 +291,10 @@ def test_kill_loses_no_more_than_the_steps_since_the_last_save(tmp_path: Path, u
     arguments = [f"--config={tiny_config(tmp_path)}", *SLOW, "checkpoint.every=3"]
     with started([*STARTS["several"], *arguments], tmp_path) as process:
         process.wait_until(lambda: has_row(run, 5))
+        owner = json.loads((run / LOCK_NAME).read_text())["pid"]
         process.kill()
+    assert (run / LOCK_NAME).exists()  # which stops nobody, now that its process is gone
+    assert not psutil.pid_exists(owner)
     last = committed(run)[-1]
     assert 3 <= last < 16
     assert launch("--device=cpu", *arguments, f"run.dir={run}") == 0

@@ -59,6 +59,7 @@ def test_tasks_whose_variables_contradict_each_other_end_before_anything(tmp_pat
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.proof
 def test_the_doctor_asks_all_tasks(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PLAYED, sys.executable, "-m", "portable_fsdp.doctor", f"--run_dir={tmp_path}"]
     with started(command, tmp_path, PLAYED=json.dumps(srun())) as run:

@@ -82,7 +82,7 @@ def container(name: str) -> tuple[list[str], dict[str, str]]:
     return [*one["command"], *one["args"]], {variable["name"]: variable["value"] for variable in one["env"]}
 
 
-@pytest.mark.parametrize("device", ["tpu", "cuda"])
+@pytest.mark.parametrize("device", ["tpu", pytest.param("cuda", marks=pytest.mark.proof)])
 def test_the_container_of_a_jobset(shell: Shell, tmp_path: Path, device: str) -> None:
     folder = image(LAUNCH / f"Dockerfile.{device}", tmp_path / "image")
     command, variables = container(f"gke_jobset_{'tpu' if device == 'tpu' else 'gpu'}.yaml")
@@ -182,7 +182,10 @@ def _end_runs(shell: Shell) -> None:
 
 @pytest.mark.parametrize(
     ("script", "usable", "gone"),
-    [("tpu_vm.sh", "READY", "PREEMPTED"), ("tpu_queued_resource.sh", "ACTIVE", "SUSPENDED")],
+    [
+        pytest.param("tpu_vm.sh", "READY", "PREEMPTED", marks=pytest.mark.proof),
+        ("tpu_queued_resource.sh", "ACTIVE", "SUSPENDED"),
+    ],
 )
 def test_a_run_goes_on_after_its_tpu_was_taken_away(
     cloud: Shell, tmp_path: Path, script: str, usable: str, gone: str

@@ -14,7 +14,7 @@ from programs import LLAMA_8B
 from steps import LLAMA, MIXTRAL, ROWS, SEQ_LEN, in_a_child, plans, step
 from test_options import DEVICES as OPTION_DEVICES
 from test_options import ROWS as ROWS_OF_OPTIONS
-from test_options import Row, case_of, rows_with_each_value, taken_by
+from test_options import case_of, taken_by
 from torch.nn import functional as F
 from workers import Group, Workers
 
@@ -55,14 +55,14 @@ PLANNED = {
 }
 REAL = {
     "two micro batches, recomputed": step(accumulation=2, memory__gradient_checkpointing="full"),
+}
+MORE_REAL = {
     "bfloat16, zero2, tied": step(
         model={**LLAMA, "tie_word_embeddings": True},
         sharding__strategy="SHARD_GRAD_OP",
         precision__compute="bfloat16",
     ),
     "documents": step(data__packing="documents", precision__compute="bfloat16"),
-}
-MORE_REAL = {
     "offloaded, every second, two ahead": step(
         memory__cpu_offload=True,
         memory__gradient_checkpointing="selective",
@@ -130,15 +130,10 @@ def test_a_cpu_plan_is_what_two_processes_hold_with_every_option() -> None:
     _require_equal(MORE_REAL)
 
 
-@pytest.mark.parametrize(
-    "rows", [rows_with_each_value("native"), pytest.param(ROWS_OF_OPTIONS, marks=pytest.mark.proof)]
-)
-def test_options_together_are_planned(rows: list[Row]) -> None:
-    """A stand-in for a GPU is another device than the host: what mixes the two ends a plan, and no test on CPUs.
-
-    The suite's rows have every value of every option, all of them every two values of two options.
-    """
-    configs = [case_of(taken_by("native", row)).config(OPTION_DEVICES) for row in rows]
+@pytest.mark.proof
+def test_options_together_are_planned() -> None:
+    """A stand-in for a GPU is another device than the host: what mixes the two ends a plan, and no test on CPUs."""
+    configs = [case_of(taken_by("native", row)).config(OPTION_DEVICES) for row in ROWS_OF_OPTIONS]
     for config, (memory, _) in zip(configs, in_a_child(plans, configs, OPTION_DEVICES, "cuda", 2), strict=True):
         assert memory.parts["activations"] > 0
         assert (memory.host_bytes > 0) == config.memory.cpu_offload

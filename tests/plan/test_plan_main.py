@@ -52,8 +52,12 @@ def planned(plan: Callable[..., tuple[int, str, str]], *words: str) -> dict[str,
     return json.loads(out)
 
 
-def test_a_plan_on_gpus(plan: Callable[..., tuple[int, str, str]]) -> None:
-    found = planned(plan, "--on=h100:8")
+def test_a_plan_on_gpus_beside_a_run(plan: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    rows = [
+        {"step": step, "seconds": 2.0 if step > 3 else 9.0, "tokens": 16 * 128, "mfu": 0.25} for step in range(1, 20)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = planned(plan, "--on=h100:8", f"--compare={tmp_path}")
     assert (found["schema_version"], found["devices"], found["backend"]) == (1, 8, "native")
     assert found["parameters"] == PARAMETERS
     parts = found["memory"]["parts"]
@@ -63,8 +67,11 @@ def test_a_plan_on_gpus(plan: Callable[..., tuple[int, str, str]]) -> None:
     assert found["memory"]["verdict"] == "fits"
     assert found["time"]["seconds"] == max(found["time"]["bounds"].values())
     assert found["settings"]["train.micro_batch"] == 1
+    assert found["measured"]["seconds"] == 2.0
+    assert found["measured"]["ratio"] > 100
 
 
+@pytest.mark.proof
 def test_what_a_reader_may_take_wrong_is_noted(plan: Callable[..., tuple[int, str, str]]) -> None:
     """Four experts over eight shards; and a host of L4s, of whose network nothing is known."""
     experts = ["model.architecture.model_type=mixtral", "model.architecture.num_local_experts=4"]
@@ -107,6 +114,7 @@ def test_a_sweep(plan: Callable[..., tuple[int, str, str]]) -> None:
     assert "4 of at most 4: train.micro_batch=3 sharding.strategy=FULL_SHARD: refused" in err
 
 
+@pytest.mark.proof
 def test_a_sweep_for_programs(plan: Callable[..., tuple[int, str, str]]) -> None:
     code, out, err = plan("--on=h100:2", "--over=train.micro_batch=2,3", "--json")
     assert code == 0, err
@@ -128,6 +136,7 @@ def test_a_picture_where_a_folder_is(plan: Callable[..., tuple[int, str, str]], 
     assert "found a folder" in err
 
 
+@pytest.mark.proof
 def test_a_picture_that_can_not_be_written(plan: Callable[..., tuple[int, str, str]]) -> None:
     """For a user like root it shows only in the attempt."""
     code, _, err = plan("--on=cpu:2", "--save=/proc/plan.png")
@@ -157,16 +166,6 @@ def test_what_does_not_fit_comes_with_what_would(plan: Callable[..., tuple[int, 
     assert code == 0, err
     assert "does not fit" in out
     assert "It fits with memory.gradient_checkpointing=full" in out
-
-
-def test_a_run_beside_its_plan(plan: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
-    rows = [
-        {"step": step, "seconds": 2.0 if step > 3 else 9.0, "tokens": 16 * 128, "mfu": 0.25} for step in range(1, 20)
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    measured = planned(plan, "--on=h100:8", f"--compare={tmp_path}")["measured"]
-    assert measured["seconds"] == 2.0
-    assert measured["ratio"] > 100
 
 
 @pytest.mark.parametrize(
@@ -204,7 +203,7 @@ GPUS, SLICE = ("--on=h100:8", "running a step on fake tensors"), ("--on=v6e-8", 
     ("where", "processes", "later_s"),
     [
         *((GPUS, 1, 0), (GPUS, 2, 0), (GPUS, 2, 0.3), (GPUS, 2, 4)),  # while it begins, imports, plans
-        pytest.param(SLICE, 2, 3, marks=pytest.mark.xla),  # two compilers
+        pytest.param(SLICE, 2, 3, marks=[pytest.mark.xla, pytest.mark.proof]),  # two compilers
     ],
 )
 def test_the_first_line_comes_at_once_and_ctrl_c_leaves_no_child(
@@ -220,8 +219,16 @@ def test_the_first_line_comes_at_once_and_ctrl_c_leaves_no_child(
     assert psutil.wait_procs(children, timeout=30)[1] == []
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("where", [GPUS, pytest.param(SLICE, marks=pytest.mark.xla)], ids=["gpus", "slice"])
+@pytest.mark.parametrize(
+    ("where", "how"),
+    [
+        (GPUS, signal.SIGTERM),
+        pytest.param(GPUS, signal.SIGKILL, marks=pytest.mark.proof),
+        pytest.param(SLICE, signal.SIGTERM, marks=[pytest.mark.xla, pytest.mark.proof]),
+        pytest.param(SLICE, signal.SIGKILL, marks=pytest.mark.xla),
+    ],
+    ids=["gpus-term", "gpus-kill", "slice-term", "slice-kill"],
+)
 def test_a_plan_that_is_killed_leaves_no_child(tmp_path: Path, where: tuple[str, str], how: signal.Signals) -> None:
     process = _started(tmp_path, *where)
     assert process.stderr is not None

@@ -72,6 +72,7 @@ def test_replicas_share_a_sharding() -> None:
     assert arguments["batch.labels"].sharding == "{devices=[8,1]<=[8]}"
 
 
+@pytest.mark.proof
 def test_accumulation_is_two_programs_over_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     accumulating = Program("small", "v6e:2x4", seq_len=128, accumulation=2)
     programs = traced(accumulating)
