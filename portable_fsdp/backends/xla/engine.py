@@ -228,11 +228,9 @@ class XlaBackend(Backend):
 
     @contextmanager
     def accumulate(self, last: bool) -> Generator[None]:
-        try:
-            yield  # one global program: there is no gradient that has not crossed
-        finally:
-            if self._copies is not None:
-                self._copies.release()
+        yield  # one global program: there is no gradient that has not crossed
+        if self._copies is not None:
+            self._copies.release()
 
     @contextmanager
     def evaluate(self) -> Generator[None]:

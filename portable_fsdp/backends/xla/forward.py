@@ -70,23 +70,34 @@ class Copies:
     """Weights in their compute dtype, in place of the masters while a block runs; gradients go through to the masters.
 
     A block makes its own at use; XLA then gathers them for forward and again for backward. It makes them anew when it
-    runs again. With `keep` there is one gathered copy of each a step, from `gather_all` until `release`.
+    runs again. With `keep` there is one gathered copy of each a step, from `gather_all` until `release`, which ends the
+    backward: blocks have leaves of autograd, whose gradients it hands on. Else a layer that is recomputed would reach
+    the masters in an order that follows from how many operations autograd has numbered in either of two threads so
+    far: that of the program's results, and with another order XLA compiles it again.
     """
 
     def __init__(self, gather: Callable[[Tensor], Tensor], barrier: Barrier, keep: bool) -> None:
         self._gather, self._barrier, self._keep = gather, barrier, keep
-        self._kept: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._gathered: list[Tensor] = []
+        self._kept: dict[tuple[int, torch.dtype], Tensor] = {}  # the same, as leaves
         self._here: dict[tuple[int, torch.dtype], Tensor] = {}  # of the blocks that are running
         self._runs_again_on: list[Tensor] | None = None
 
     def gather_all(self, uses: Iterable[Use]) -> None:
         """At the start of a forward, while autograd records."""
         if self._keep:
-            self._kept = {use.key: self._gather(cast_weight(use)) for use in _distinct(uses)}
+            distinct = list(_distinct(uses))
+            self._gathered = [self._gather(cast_weight(use)) for use in distinct]
+            leaves = [copy.detach().requires_grad_(copy.requires_grad) for copy in self._gathered]
+            self._kept = {use.key: leaf for use, leaf in zip(distinct, leaves, strict=True)}
 
     def release(self) -> None:
         """After backward. A tensor that is alive when a program ends is one of its outputs."""
-        self._kept = {}
+        pairs = zip(self._gathered, self._kept.values(), strict=True)
+        reached = [(copy, leaf.grad) for copy, leaf in pairs if leaf.grad is not None]
+        self._gathered, self._kept = [], {}
+        if reached:
+            torch.autograd.backward([copy for copy, _ in reached], [gradient for _, gradient in reached])
 
     @contextmanager
     def again(self, inputs: list[Tensor]) -> Generator[None]:
