@@ -33,8 +33,8 @@ class JsonLines:
         self.name = name_of(files)
         self.total = sum(path.stat().st_size for path in files)
 
-    def content(self) -> str:
-        return hash_of_files(self._files)
+    def content(self, cache: Path) -> str:
+        return hash_of_files(self._files, cache)
 
     def read(self) -> Iterator[Example | Broken]:
         number = 0
@@ -89,8 +89,8 @@ class Parquet:
                 self.total += file.metadata.num_rows
                 _require(columns, file.schema_arrow.names, f"data.columns: {path}")
 
-    def content(self) -> str:
-        return hash_of_files(self._files)
+    def content(self, cache: Path) -> str:
+        return hash_of_files(self._files, cache)
 
     def read(self) -> Iterator[Example | Broken]:
         number = 0
@@ -130,10 +130,10 @@ class HuggingFace:
         self._data = self._data.select_columns(list(columns.values()))
         self.total = len(self._data)
 
-    def content(self) -> str:
+    def content(self, cache: Path) -> str:
         """Of the files, and of the part that is taken of them."""
         files = [Path(file["filename"]) for file in self._data.cache_files]
-        taken = f"{hash_of_files(files)} {self._split} {self.total} {self._data.features}"
+        taken = f"{hash_of_files(files, cache)} {self._split} {self.total} {self._data.features}"
         if not files:  # a data set without files is in memory
             taken += xxhash.xxh3_128_hexdigest(repr(list(self._data)).encode())
         return xxhash.xxh3_128_hexdigest(taken.encode())

@@ -58,7 +58,7 @@ class PythonDocs:
         self._texts = sorted(topics.values())
         self.total = sum(map(len, self._texts))
 
-    def content(self) -> str:
+    def content(self, cache: Path) -> str:
         return xxhash.xxh3_128_hexdigest(repr(self._texts).encode())
 
     def read(self) -> Iterator[Example | Broken]:
@@ -83,8 +83,8 @@ class PythonSource:
                 "text."
             )
 
-    def content(self) -> str:
-        return hash_of_files(self._files)
+    def content(self, cache: Path) -> str:
+        return hash_of_files(self._files, cache)
 
     def read(self) -> Iterator[Example | Broken]:
         for number, path in enumerate(self._files):
@@ -118,8 +118,8 @@ class TextFiles:
         self.name = name_of(files)
         self.total = sum(path.stat().st_size for path in files)
 
-    def content(self) -> str:
-        return hash_of_files(self._files)
+    def content(self, cache: Path) -> str:
+        return hash_of_files(self._files, cache)
 
     def read(self) -> Iterator[Example | Broken]:
         for number, path in enumerate(self._files):
