@@ -29,8 +29,8 @@ class Documents(Section):
     )
     path: str | None = Field(
         default=None,
-        description="a file or a glob (text, jsonl, parquet); a hub id `org/name[:subset][@revision]`, or a folder of "
-        "save_to_disk (huggingface)",
+        description="a file or a glob (text, jsonl: also compressed by gzip or zstd; parquet); a hub id "
+        "`org/name[:subset][@revision]`, or a folder of save_to_disk (huggingface)",
     )
     split: str | None = Field(
         default=None, description="huggingface: a split or a part of one, as `train[:10%]`; null: train"

@@ -231,7 +231,7 @@ def _bar(source: Source) -> "tqdm[Any]":
     is_bytes = source.unit == "B"
     return tqdm(
         desc=f"tokenizing {Path(source.name).name}",
-        total=source.total,
+        total=source.total or None,
         unit=source.unit,
         unit_scale=is_bytes,
         disable=not sys.stderr.isatty(),

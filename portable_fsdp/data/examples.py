@@ -1,6 +1,7 @@
 """What every source of documents gives, and what those made of files share."""
 
 import glob
+import importlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ class Source(Protocol):
 
     @property
     def total(self) -> int:
-        """The sum of the documents' sizes, for a progress bar."""
+        """The sum of the documents' sizes, for a progress bar; 0: unknown."""
         ...
 
     @property
@@ -92,6 +93,18 @@ def _hash_of_files(files: Sequence[Path]) -> str:
                 digest.update(block)
         digest.update(f" {length} ".encode())
     return digest.hexdigest()
+
+
+def extra(module: str, needed_by: str = "this source") -> Any:
+    """An optional package; raises DataError with the command that installs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        name = module.partition(".")[0]
+        raise DataError(
+            f"data.source: expected the package {name} for {needed_by}, found none.\n"
+            "  Install it: pip install 'portable-fsdp[data]'."
+        ) from error
 
 
 def name_of(files: Sequence[Path]) -> str:
