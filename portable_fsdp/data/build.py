@@ -117,7 +117,7 @@ class _Build:
             key=self._key(part, source, taken),
             source=source,
             takes=takes,
-            render=renderer(part.format, self._tokenizer, stream=is_stream),
+            render=renderer(part.format, self._tokenizer, stream=is_stream, arguments=part.chat_template_kwargs),
             dtype=token_dtype(self._tokenizer.vocab_size),
             skip_broken=self._data.on_error == "skip",
         )
@@ -129,6 +129,8 @@ class _Build:
 
     def _key(self, part: keys.Documents, source: Source, taken: str) -> str:
         template = self._tokenizer.chat_template
+        # Only where there are some: entries of earlier releases keep their names.
+        arguments = {"chat_template_kwargs": part.chat_template_kwargs} if part.chat_template_kwargs else {}
         return entry_key(
             content=source.content(self._folder),
             kind=part.source,
@@ -140,6 +142,7 @@ class _Build:
             tokenizer=self._tokenizer.description,
             chat_template="" if template is None or part.format == "text" else template.text,
             libraries=[version("tokenizers"), version("transformers")],
+            **arguments,
         )
 
     def _document_rows(self, part: keys.Documents, source: Source, documents: Documents) -> DocumentRows:

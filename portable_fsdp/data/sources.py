@@ -31,7 +31,7 @@ NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests",
 
 def open_source(documents: Documents) -> Source:
     """The source that these keys mean; raises DataError if there is nothing of that name."""
-    columns: Columns = {column: documents.columns.get(column, column) for column in FORMAT_COLUMNS[documents.format]}
+    columns: Columns = {**{column: column for column in FORMAT_COLUMNS[documents.format]}, **documents.columns}
     match documents.source:
         case "python_docs":
             return PythonDocs()
