@@ -1,6 +1,6 @@
 """For every test: no hub is asked, and a test that leaves a process, a thread or an environment variable behind fails.
 
-Temporary files lie in a folder of the suite, which goes with it.
+Temporary files and caches lie in a folder of the suite, which goes with it.
 
 A test marked `xla` simply runs: where torch_xla is missing it fails. `make test-latest`, whose environment has none,
 leaves those tests out by the marker.
@@ -23,10 +23,13 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub, w
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """TMPDIR for the suite and all that it starts, removed at its end: a process that is killed can't clean up.
+    """TMPDIR and the user's cache for the suite and all that it starts, removed at its end: a process that is killed
+    can't clean up.
 
     (torch makes a folder when it is imported, torchrun one at each start.) What pytest makes for `tmp_path` stays for
-    three runs, where it always lies.
+    three runs, where it always lies. Corpora and plans are cached for the suite's other tests, and not in the cache of
+    whoever runs it, where a test could pass by what an earlier suite left. (The hub's and torch's caches follow
+    XDG_CACHE_HOME too; no test needs what lies there.)
     """
     if hasattr(config, "workerinput"):  # xdist's; it has inherited the folder
         return
@@ -37,6 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = tempfile.mkdtemp(prefix="pf-")  # short: a socket's path has 107 bytes at most
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     patch.setenv("TMPDIR", folder)
+    patch.setenv("XDG_CACHE_HOME", f"{folder}/cache")
     patch.setattr(tempfile, "tempdir", folder)
 
 

@@ -42,12 +42,16 @@ def test_it(monkeypatch):
 
 KILLED = """
 import os, signal, subprocess, sys, tempfile
+from portable_fsdp.runtime.files import cache_folder
 def test_it(tmp_path):
     program = "import os, tempfile; print(tempfile.mkdtemp(), flush=True); os.kill(os.getpid(), 9)"
     done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert done.returncode == -signal.SIGKILL
     assert os.path.dirname(done.stdout) == tempfile.gettempdir()
     assert os.path.isdir(done.stdout.strip())
+    cache = cache_folder(os.environ)
+    cache.mkdir(parents=True, exist_ok=True)
+    assert cache.is_relative_to(tempfile.gettempdir())
     (tmp_path / "kept").touch()
 """
 

@@ -1,7 +1,7 @@
 """The section `data`: which documents a run learns, and how they become rows."""
 
 import re
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -9,7 +9,7 @@ from portable_fsdp.config.section import Float, Section
 
 Source = Literal["python_docs", "python_source", "text", "jsonl", "parquet", "huggingface"]
 Format = Literal["text", "prompt_completion", "chat"]
-Column = Literal["text", "prompt", "completion", "messages"]
+Column = Literal["text", "prompt", "completion", "messages", "tools"]
 
 FORMAT_COLUMNS: dict[Format, tuple[Column, ...]] = {
     "text": ("text",),
@@ -17,6 +17,9 @@ FORMAT_COLUMNS: dict[Format, tuple[Column, ...]] = {
     "chat": ("messages",),
 }
 """What each format reads; a column has this name in the file unless `columns` gives another."""
+
+OPTIONAL_COLUMNS: dict[Format, tuple[Column, ...]] = {"text": (), "prompt_completion": (), "chat": ("tools",)}
+"""What it reads too where `columns` names it."""
 
 
 class Documents(Section):
@@ -29,8 +32,8 @@ class Documents(Section):
     )
     path: str | None = Field(
         default=None,
-        description="a file or a glob (text, jsonl, parquet); a hub id `org/name[:subset][@revision]`, or a folder of "
-        "save_to_disk (huggingface)",
+        description="a file or a glob (text, jsonl: also compressed by gzip or zstd; parquet); a hub id "
+        "`org/name[:subset][@revision]`, or a folder of save_to_disk (huggingface)",
     )
     split: str | None = Field(
         default=None, description="huggingface: a split or a part of one, as `train[:10%]`; null: train"
@@ -42,7 +45,12 @@ class Documents(Section):
     )
     columns: dict[Column, str] = Field(
         default={},
-        description="text, prompt, completion or messages -> the column's name in the file, where it differs",
+        description="text, prompt, completion or messages -> the column's name in the file, where it differs; tools -> "
+        "the column of the functions that a chat may call (JSON schemas), where there is one",
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default={},
+        description="what the chat template takes beside the messages, as `{enable_thinking: false}`",
     )
 
     @model_validator(mode="after")
@@ -55,12 +63,12 @@ class Documents(Section):
         has_columns = self.source in ("jsonl", "parquet", "huggingface")
         if not has_columns and (self.format != "text" or self.columns):
             raise ValueError("format and columns go with source: jsonl, parquet or huggingface: the others are text")
-        unread = [column for column in self.columns if column not in FORMAT_COLUMNS[self.format]]
+        read = (*FORMAT_COLUMNS[self.format], *OPTIONAL_COLUMNS[self.format])
+        unread = [column for column in self.columns if column not in read]
         if unread:
-            raise ValueError(
-                f"columns: format {self.format} reads {', '.join(FORMAT_COLUMNS[self.format])}, found "
-                f"{', '.join(unread)}"
-            )
+            raise ValueError(f"columns: format {self.format} reads {', '.join(read)}, found {', '.join(unread)}")
+        if self.chat_template_kwargs and self.format == "text":
+            raise ValueError("chat_template_kwargs goes with format: chat or prompt_completion: text has no template")
         return self
 
 
@@ -113,15 +121,9 @@ class Data(Documents):
 
     @model_validator(mode="after")
     def _mixture_stands_alone(self) -> Self:
-        alone = (self.source, self.path, self.split, self.format, self.columns) == (
-            "python_docs",
-            None,
-            None,
-            "text",
-            {},
-        )
-        if self.mixture and not alone:
-            raise ValueError("mixture stands instead of source, path, split, format and columns: each part has its own")
+        own = [name for name in Documents.model_fields if getattr(self, name) != Documents.model_fields[name].default]
+        if self.mixture and own:
+            raise ValueError(f"mixture stands instead of {', '.join(Documents.model_fields)}: each part has its own")
         return self
 
     @model_validator(mode="after")

@@ -166,7 +166,16 @@ EFFECTS = (
     Effect(("model.freeze",), EVERY, "no gradient, no optimizer state"),
     Effect(("model.lora",), EVERY, "peft's layers; adapters are sharded, trained and saved like all weights"),
     Effect(
-        ("data.source", "data.path", "data.split", "data.format", "data.columns", "data.mixture", "data.eval_split"),
+        (
+            "data.source",
+            "data.path",
+            "data.split",
+            "data.format",
+            "data.columns",
+            "data.chat_template_kwargs",
+            "data.mixture",
+            "data.eval_split",
+        ),
         EVERY,
         "the same documents on every engine",
     ),

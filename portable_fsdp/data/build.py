@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from portable_fsdp.config import data as keys
 from portable_fsdp.config.schema import Model
 from portable_fsdp.data.cache import Documents, Recipe, entry_key, refusal, tokenized
 from portable_fsdp.data.examples import Broken, Source
+from portable_fsdp.data.hashes import Remember, remembered
 from portable_fsdp.data.order import share_of_numbers
 from portable_fsdp.data.packing import DocumentRows, MixedRows, PackedRows, Rows, cut, whole
 from portable_fsdp.data.render import renderer
@@ -81,6 +83,7 @@ class _Build:
         self._sources = [open_source(part) for part in self._parts]
         self._share = None if data.eval_split is None else keys.share_held_out(data.eval_split)
         self._packing = data.resolved_packing
+        self._folder = Path(data.cache_dir) if data.cache_dir else cache_folder(os.environ) / "tokens"
 
     def trained(self) -> Rows:
         share = self._share
@@ -114,21 +117,22 @@ class _Build:
             key=self._key(part, source, taken),
             source=source,
             takes=takes,
-            render=renderer(part.format, self._tokenizer, stream=is_stream),
+            render=renderer(part.format, self._tokenizer, stream=is_stream, arguments=part.chat_template_kwargs),
             dtype=token_dtype(self._tokenizer.vocab_size),
             skip_broken=self._data.on_error == "skip",
         )
-        folder = Path(self._data.cache_dir) if self._data.cache_dir else cache_folder(os.environ) / "tokens"
-        documents = tokenized(folder, recipe)
+        documents = tokenized(self._folder, recipe)
         _say_what_was_skipped(documents, source)
         if is_stream:
-            return PackedRows(documents.tokens, self._data.seq_len)
+            return PackedRows(documents.tokens, self._data.seq_len, self._remember(documents))
         return self._document_rows(part, source, documents)
 
     def _key(self, part: keys.Documents, source: Source, taken: str) -> str:
         template = self._tokenizer.chat_template
+        # Only where there are some: entries of earlier releases keep their names.
+        arguments = {"chat_template_kwargs": part.chat_template_kwargs} if part.chat_template_kwargs else {}
         return entry_key(
-            content=source.content(),
+            content=source.content(self._folder),
             kind=part.source,
             taken=taken,
             format=part.format,
@@ -138,6 +142,7 @@ class _Build:
             tokenizer=self._tokenizer.description,
             chat_template="" if template is None or part.format == "text" else template.text,
             libraries=[version("tokenizers"), version("transformers")],
+            **arguments,
         )
 
     def _document_rows(self, part: keys.Documents, source: Source, documents: Documents) -> DocumentRows:
@@ -168,9 +173,14 @@ class _Build:
             seq_len=seq_len,
             padding=self._tokenizer.padding,
             several=self._packing == "documents",
+            remember=self._remember(documents),
         )
         log.info("data: %s: %s rows, %.2f %% of their tokens padding", source.name, f"{len(rows):,}", 100 * rows.padded)
         return rows
+
+    def _remember(self, documents: Documents) -> Remember:
+        # An entry never changes, so nothing has to settle.
+        return partial(remembered, self._folder / "hashes", documents.files, settled_s=0)
 
     def _check_lengths(self, source: Source, documents: Documents, too_long: NDArray[np.bool_]) -> None:
         if not too_long.any():

@@ -73,6 +73,8 @@ class Documents:
     counted: NDArray[np.bool_] | None
     """For each token whether it counts; None: all do."""
     facts: Facts
+    files: tuple[Path, ...] = ()
+    """Those that tokens and counted are mapped from."""
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -81,13 +83,15 @@ class Documents:
     def mapped(cls, folder: Path) -> Self:
         """From an entry; raises OSError or ValueError if it isn't one."""
         facts = Facts(**json.loads((folder / "facts.json").read_text(encoding="utf-8")))
-        counted = _mapped(folder / "counted.bin", np.bool_, facts.tokens) if facts.has_counted else None
+        files = [folder / "tokens.bin", *([folder / "counted.bin"] if facts.has_counted else [])]
+        counted = _mapped(files[1], np.bool_, facts.tokens) if facts.has_counted else None
         return cls(
-            _mapped(folder / "tokens.bin", facts.dtype, facts.tokens),
+            _mapped(files[0], facts.dtype, facts.tokens),
             _mapped(folder / "starts.bin", np.int64, facts.documents + 1),
             _mapped(folder / "numbers.bin", np.int64, facts.documents),
             counted,
             facts,
+            tuple(files),
         )
 
 
@@ -194,13 +198,13 @@ def _make(entry: Path, recipe: Recipe, *, alone: bool) -> None:
         for left in entry.parent.glob(f"{entry.name}.tmp-*"):  # by a process that was killed
             shutil.rmtree(left)
     temporary = entry.with_name(f"{entry.name}.tmp-{os.uname().nodename}-{os.getpid()}")
-    source, before = recipe.source, recipe.source.content()
+    source, before = recipe.source, recipe.source.content(entry.parent)
     try:
         temporary.mkdir()
         read = (one for one in source.read() if recipe.takes(one.number))
         with closing(_rendered(read, recipe.render)) as batches:
             _write(temporary, recipe, batches)
-        if source.content() != before:
+        if source.content(entry.parent) != before:
             raise DataError(
                 f"data.path: expected files that stay as they are, found that {source.name} changed while it was read."
                 "\n  Start again when it is whole."
@@ -227,7 +231,7 @@ def _bar(source: Source) -> "tqdm[Any]":
     is_bytes = source.unit == "B"
     return tqdm(
         desc=f"tokenizing {Path(source.name).name}",
-        total=source.total,
+        total=source.total or None,
         unit=source.unit,
         unit_scale=is_bytes,
         disable=not sys.stderr.isatty(),

@@ -6,14 +6,23 @@ conversation that stops after it ends. Both must be the beginning of the whole t
 another way once more follows (as one that drops the reasoning of earlier turns) is refused.
 """
 
+import inspect
 import re
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Self
+
+from portable_fsdp.runtime.errors import DataError
 
 Message = dict[str, Any]
-Conversation = Sequence[Message]
 Span = tuple[int, int]
 """[begin, end) in characters."""
+
+
+class Conversation(NamedTuple):
+    """Messages, and the functions that the assistant may call in them, as JSON schemas."""
+
+    messages: Sequence[Message]
+    tools: Sequence[dict[str, Any]] | None = None
 
 
 class Chat(NamedTuple):
@@ -26,16 +35,35 @@ class Chat(NamedTuple):
 class ChatTemplate:
     """The chat template of a tokenizer of transformers."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, arguments: Mapping[str, Any] | None = None) -> None:
+        """`arguments`: of the template, beside messages and tools."""
         self._tokenizer = tokenizer
+        self._arguments = dict(arguments or {})
         self.text: str = tokenizer.get_chat_template()
         self._tells_turns = re.search(r"\{%-?\s*generation\s*-?%\}", self.text) is not None
 
+    def taking(self, arguments: Mapping[str, Any]) -> Self:
+        """The same with these arguments; raises DataError for one that it doesn't read, or that is set for it."""
+        ours = {"messages", *inspect.signature(self._tokenizer.apply_chat_template).parameters} - {"documents"}
+        for name in arguments:
+            if name in ours:
+                raise DataError(
+                    f"data.chat_template_kwargs: expected arguments of the chat template's own, found {name}, which "
+                    "is set for it.\n  Leave it out."
+                )
+            if not self._reads(name):
+                raise DataError(
+                    f"data.chat_template_kwargs: expected arguments that the chat template reads, found {name}, which "
+                    "is nowhere in it.\n  Leave it out, or correct its name (data.tokenizer has the template)."
+                )
+        return type(self)(self._tokenizer, arguments)
+
+    def _reads(self, name: str) -> bool:
+        return re.search(rf"\b{re.escape(name)}\b", self.text) is not None
+
     def ids(self, conversation: Conversation, *, asks: bool = False) -> list[int]:
         """The whole conversation, `asks`: and what begins an answer of the assistant. Raises what the template does."""
-        encoded = self._tokenizer.apply_chat_template(
-            list(conversation), tokenize=True, return_dict=True, add_generation_prompt=asks
-        )
+        encoded = self._applied(conversation, tokenize=True, return_dict=True, add_generation_prompt=asks)
         return list(encoded["input_ids"])
 
     def chats(self, conversations: Sequence[Conversation]) -> list[Chat | Exception]:
@@ -62,9 +90,7 @@ class ChatTemplate:
     def _told(self, conversation: Conversation) -> Chat | Exception:
         """By `{% generation %}`."""
         try:
-            encoded = self._tokenizer.apply_chat_template(
-                list(conversation), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-            )
+            encoded = self._applied(conversation, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         except Exception as error:
             return error
         return Chat(list(encoded["input_ids"]), [bool(one) for one in encoded["assistant_masks"]])
@@ -79,10 +105,12 @@ class ChatTemplate:
     def _turns(self, conversation: Conversation, text: str) -> list[Span]:
         """The assistant's turns in the rendered text."""
         spans: list[Span] = []
-        for number, message in enumerate(conversation):
+        messages, tools = conversation
+        for number, message in enumerate(messages):
             if message.get("role") == "assistant":
-                begin = self._end_of(conversation[:number], text, asks=True) if number else self._first_turn(text)
-                spans.append((begin, self._end_of(conversation[: number + 1], text, asks=False)))
+                before, turn = Conversation(messages[:number], tools), Conversation(messages[: number + 1], tools)
+                begin = self._end_of(before, text, asks=True) if number else self._first_turn(text)
+                spans.append((begin, self._end_of(turn, text, asks=False)))
         return spans
 
     def _first_turn(self, text: str) -> int:
@@ -99,12 +127,27 @@ class ChatTemplate:
                 return len(prefix)
         raise ValueError(
             f"expected a chat template that only adds to the text when messages follow, found one that renders "
-            f"message {len(beginning)} of the conversation another way then.\n"
+            f"message {len(beginning.messages)} of the conversation another way then.\n"
             "  Put {% generation %} and {% endgeneration %} around the assistant's text in that template"
         )
 
     def _rendered(self, conversation: Conversation, *, asks: bool = False) -> str:
-        return str(self._tokenizer.apply_chat_template(list(conversation), tokenize=False, add_generation_prompt=asks))
+        return str(self._applied(conversation, tokenize=False, add_generation_prompt=asks))
+
+    def _applied(self, conversation: Conversation, **how: Any) -> Any:
+        if conversation.tools is not None and not self._reads("tools"):
+            raise ValueError(
+                "expected a chat template that reads tools, found none of that name in it: what may be called would be "
+                "left out"
+            )
+        # The text by name: with tools, a tokenizer that has several templates would take another.
+        return self._tokenizer.apply_chat_template(
+            list(conversation.messages),
+            tools=conversation.tools,
+            chat_template=self.text,
+            **how,
+            **self._arguments,
+        )
 
 
 def _inside(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:

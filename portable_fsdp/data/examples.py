@@ -1,6 +1,7 @@
 """What every source of documents gives, and what those made of files share."""
 
 import glob
+import importlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 import xxhash
 
 from portable_fsdp.config.data import Column
+from portable_fsdp.data.hashes import remembered
 from portable_fsdp.runtime.errors import DataError
 
 
@@ -46,7 +48,7 @@ class Source(Protocol):
 
     @property
     def total(self) -> int:
-        """The sum of the documents' sizes, for a progress bar."""
+        """The sum of the documents' sizes, for a progress bar; 0: unknown."""
         ...
 
     @property
@@ -54,8 +56,8 @@ class Source(Protocol):
         """Of the sizes: `B`, or `rows`."""
         ...
 
-    def content(self) -> str:
-        """A hash of all that the documents are made of; reads all of it."""
+    def content(self, cache: Path) -> str:
+        """A hash of all that the documents are made of; reads all of it, unless `cache` remembers it."""
         ...
 
     def read(self) -> Iterator[Example | Broken]: ...
@@ -73,20 +75,36 @@ def matching_files(path: str, pattern: str) -> list[Path]:
     return files
 
 
-def hash_of_files(files: Sequence[Path]) -> str:
-    """Of their bytes and lengths in this order; neither names nor times are in it."""
+def hash_of_files(files: Sequence[Path], cache: Path) -> str:
+    """Of their bytes and lengths in this order; neither names nor times are in it. Remembered in `cache`."""
+    try:
+        return remembered(cache / "hashes", files, "files", lambda: _hash_of_files(files))
+    except OSError as error:
+        raise DataError(f"data.path: {error.filename or name_of(files)}: can't be read: {error.strerror}.") from error
+
+
+def _hash_of_files(files: Sequence[Path]) -> str:
     digest = xxhash.xxh3_128()
     for path in files:
         length = 0
-        try:
-            with path.open("rb") as file:
-                while block := file.read(1 << 20):
-                    length += len(block)
-                    digest.update(block)
-        except OSError as error:
-            raise DataError(f"data.path: {path}: can't be read: {error.strerror}.") from error
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                length += len(block)
+                digest.update(block)
         digest.update(f" {length} ".encode())
     return digest.hexdigest()
+
+
+def extra(module: str, needed_by: str = "this source") -> Any:
+    """An optional package; raises DataError with the command that installs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        name = module.partition(".")[0]
+        raise DataError(
+            f"data.source: expected the package {name} for {needed_by}, found none.\n"
+            "  Install it: pip install 'portable-fsdp[data]'."
+        ) from error
 
 
 def name_of(files: Sequence[Path]) -> str:

@@ -7,7 +7,7 @@
 Labels are shifted here, once; models, losses and engines take `labels[r, t]` as the token after `input_ids[r, t]`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from portable_fsdp.data.best_fit import Int64s, best_fit
+from portable_fsdp.data.hashes import Remember
 from portable_fsdp.data.order import Mixture, sample_indices
 from portable_fsdp.data.tokenize import Tokens
 
@@ -43,6 +44,17 @@ class Rows(Protocol):
         ...
 
 
+def _anew(what: str, make: Callable[[], str]) -> str:
+    return make()
+
+
+def _hash(*parts: NDArray[np.generic] | bytes) -> str:
+    digest = xxhash.xxh3_128()
+    for part in parts:
+        digest.update(part if isinstance(part, bytes) else np.ascontiguousarray(part).data)
+    return digest.hexdigest()
+
+
 class PackedRows:
     """Rows of `seq_len` positions, cut from a stream of tokens.
 
@@ -50,9 +62,11 @@ class PackedRows:
     row, and a rest shorter than a row is left out.
     """
 
-    def __init__(self, tokens: Tokens, seq_len: int) -> None:
+    def __init__(self, tokens: Tokens, seq_len: int, remember: Remember = _anew) -> None:
+        """`remember`: how a hash over all tokens is had without reading them each time."""
         self.tokens = tokens
         self.seq_len = seq_len
+        self._remember = remember
 
     def __len__(self) -> int:
         return max(0, len(self.tokens) - 1) // self.seq_len
@@ -67,9 +81,8 @@ class PackedRows:
         return sample_indices(seed, positions, len(self))
 
     def fingerprint(self) -> str:
-        digest = xxhash.xxh3_128(np.ascontiguousarray(self.tokens).data)
-        digest.update(f"{self.tokens.dtype} {self.seq_len}".encode())
-        return digest.hexdigest()
+        cut = f"{self.tokens.dtype} {self.seq_len}"
+        return self._remember(f"stream {cut}", lambda: _hash(self.tokens, cut.encode()))
 
 
 class Pieces(NamedTuple):
@@ -111,13 +124,16 @@ class DocumentRows:
         seq_len: int,
         padding: int,
         several: bool,
+        remember: Remember = _anew,
     ) -> None:
         """Args:
         tokens, counted: of all documents, see `cache.Documents`.
         pieces: none longer than `seq_len`.
         padding: the id behind the last document of a row.
         several: as many in a row as fit; else one.
+        remember: see `PackedRows`.
         """
+        self._remember = remember
         self.seq_len = seq_len
         self._tokens = tokens
         self._counted = counted
@@ -170,11 +186,10 @@ class DocumentRows:
         return sample_indices(seed, positions, len(self))
 
     def fingerprint(self) -> str:
-        digest = xxhash.xxh3_128(f"documents {self._tokens.dtype} {self.seq_len} {self._padding}".encode())
+        cut = f"documents {self._tokens.dtype} {self.seq_len} {self._padding}"
         counted = [] if self._counted is None else [self._counted]
-        for array in (self._tokens, *counted, *self._pieces, self._order, self._starts):
-            digest.update(np.ascontiguousarray(array).data)
-        return digest.hexdigest()
+        places = (*self._pieces, self._order, self._starts)
+        return self._remember(f"{cut} {_hash(*places)}", lambda: _hash(cut.encode(), self._tokens, *counted, *places))
 
 
 def _ranges(starts: Int64s, lengths: Int64s) -> Int64s:

@@ -2,7 +2,6 @@
 
 import contextlib
 import difflib
-import importlib
 import json
 import re
 import sys
@@ -13,7 +12,8 @@ from typing import Any, cast
 import xxhash
 
 from portable_fsdp.config.data import Column
-from portable_fsdp.data.examples import Broken, Example, hash_of_files, name_of, not_utf8
+from portable_fsdp.data.compressed import read_lines, total_size
+from portable_fsdp.data.examples import Broken, Example, extra, hash_of_files, name_of, not_utf8
 from portable_fsdp.runtime.errors import DataError
 
 Columns = Mapping[Column, str]
@@ -23,7 +23,7 @@ ROWS_AT_ONCE = 1000
 
 
 class JsonLines:
-    """One JSON object a line; empty lines are none."""
+    """One JSON object a line; empty lines are none. Files may be compressed."""
 
     unit = "B"
 
@@ -31,19 +31,18 @@ class JsonLines:
         self._files = files
         self._columns = columns
         self.name = name_of(files)
-        self.total = sum(path.stat().st_size for path in files)
+        self.total = total_size(files)
 
-    def content(self) -> str:
-        return hash_of_files(self._files)
+    def content(self, cache: Path) -> str:
+        return hash_of_files(self._files, cache)
 
     def read(self) -> Iterator[Example | Broken]:
         number = 0
         for path in self._files:
-            with path.open("rb") as file:
-                for line_number, line in enumerate(file, start=1):
-                    if line.strip():
-                        yield self._example(number, f"{path}:{line_number}", line)
-                        number += 1
+            for line_number, line in read_lines(path):
+                if line.strip():
+                    yield self._example(number, f"{path}:{line_number}", line)
+                    number += 1
 
     def _example(self, number: int, place: str, line: bytes) -> Example | Broken:
         try:
@@ -79,7 +78,7 @@ class Parquet:
     unit = "rows"
 
     def __init__(self, files: Sequence[Path], columns: Columns) -> None:
-        self._parquet = _extra("pyarrow.parquet")
+        self._parquet = extra("pyarrow.parquet")
         self._files = files
         self._columns = columns
         self.name = name_of(files)
@@ -89,8 +88,8 @@ class Parquet:
                 self.total += file.metadata.num_rows
                 _require(columns, file.schema_arrow.names, f"data.columns: {path}")
 
-    def content(self) -> str:
-        return hash_of_files(self._files)
+    def content(self, cache: Path) -> str:
+        return hash_of_files(self._files, cache)
 
     def read(self) -> Iterator[Example | Broken]:
         number = 0
@@ -130,10 +129,10 @@ class HuggingFace:
         self._data = self._data.select_columns(list(columns.values()))
         self.total = len(self._data)
 
-    def content(self) -> str:
+    def content(self, cache: Path) -> str:
         """Of the files, and of the part that is taken of them."""
         files = [Path(file["filename"]) for file in self._data.cache_files]
-        taken = f"{hash_of_files(files)} {self._split} {self.total} {self._data.features}"
+        taken = f"{hash_of_files(files, cache)} {self._split} {self.total} {self._data.features}"
         if not files:  # a data set without files is in memory
             taken += xxhash.xxh3_128_hexdigest(repr(list(self._data)).encode())
         return xxhash.xxh3_128_hexdigest(taken.encode())
@@ -147,7 +146,7 @@ _HUB_NAME = re.compile(r"(?P<path>[^:@]+)(:(?P<subset>[^@]+))?(@(?P<revision>.+)
 
 
 def _load_data_set(path: str, split: str) -> Any:
-    datasets = _extra("datasets")
+    datasets = extra("datasets")
     folder = Path(path)
     with _quiet(datasets):
         try:
@@ -187,17 +186,6 @@ def _quiet(datasets: Any) -> Generator[None]:
     finally:
         if was_on:
             datasets.enable_progress_bars()
-
-
-def _extra(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        name = module.partition(".")[0]
-        raise DataError(
-            f"data.source: expected the package {name} for this source, found none.\n"
-            "  Install it: pip install 'portable-fsdp[data]'."
-        ) from error
 
 
 def _pick(values: Mapping[str, Any], columns: Columns) -> dict[Column, Any]:

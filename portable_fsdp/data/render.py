@@ -9,14 +9,16 @@ TRL's SFTTrainer does the same (1.16, `SFTTrainer._prepare_dataset`). In a strea
 tokens but the end of text.
 """
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from portable_fsdp.config.data import Format
-from portable_fsdp.data.chat import Conversation
+from portable_fsdp.data.chat import ChatTemplate, Conversation
 from portable_fsdp.data.examples import Broken, Example
 from portable_fsdp.data.tokenize import Tokenizer, Tokens, token_dtype
 from portable_fsdp.runtime.errors import DataError
@@ -36,22 +38,27 @@ Render = Callable[[Sequence[Example]], list[Rendered | Broken]]
 """Several documents at once, each to itself or to what is wrong with it; may be called by several threads."""
 
 
-def renderer(form: Format, tokenizer: Tokenizer, *, stream: bool) -> Render:
-    """The function of this format; raises DataError where the tokenizer can't serve it."""
+def renderer(
+    form: Format, tokenizer: Tokenizer, *, stream: bool, arguments: Mapping[str, Any] = MappingProxyType({})
+) -> Render:
+    """The function of this format; `arguments`: of the chat template. Raises DataError where the tokenizer can't serve
+    it."""
+    template = _required(tokenizer.chat_template).taking(arguments) if arguments else tokenizer.chat_template
     if form == "chat":
-        _require_template(tokenizer)
-        return lambda examples: _chats(examples, tokenizer)
+        told = _required(template)
+        return lambda examples: _chats(examples, tokenizer, told)
     if form == "prompt_completion":
-        return lambda examples: _completions(examples, tokenizer)
+        return lambda examples: _completions(examples, tokenizer, template)
     return lambda examples: _texts(examples, tokenizer, stream=stream)
 
 
-def _require_template(tokenizer: Tokenizer) -> None:
-    if tokenizer.chat_template is None:
+def _required(template: ChatTemplate | None) -> ChatTemplate:
+    if template is None:
         raise DataError(
             "data.tokenizer: expected one with a chat template, for messages, found none in it.\n"
             "  Take the tokenizer of an instruct model, or put a chat_template.jinja into the tokenizer's folder."
         )
+    return template
 
 
 def _broken(example: Example, problem: str) -> Broken:
@@ -103,7 +110,9 @@ def _kind(value: object) -> str:
 # --------------------------------------------------------------------------------------------- prompt, completion
 
 
-def _completions(examples: Sequence[Example], tokenizer: Tokenizer) -> list[Rendered | Broken]:
+def _completions(
+    examples: Sequence[Example], tokenizer: Tokenizer, template: ChatTemplate | None
+) -> list[Rendered | Broken]:
     texts = [example for example in examples if _are_texts(example)]
     prompts = [example.fields["prompt"] for example in texts]
     wholes = [example.fields["prompt"] + example.fields["completion"] for example in texts]
@@ -116,7 +125,7 @@ def _completions(examples: Sequence[Example], tokenizer: Tokenizer) -> list[Rend
             prompt, whole = next(pairs)
             found.append(_completion(example, _unended(prompt, tokenizer), _ended(whole, tokenizer, always=False)))
         else:
-            found.append(_completion_of_messages(example, tokenizer))
+            found.append(_completion_of_messages(example, tokenizer, template))
     return found
 
 
@@ -140,17 +149,15 @@ def _common_length(one: Tokens, other: Tokens) -> int:
     return int(different[0]) if len(different) else length
 
 
-def _completion_of_messages(example: Example, tokenizer: Tokenizer) -> Rendered | Broken:
+def _completion_of_messages(example: Example, tokenizer: Tokenizer, template: ChatTemplate | None) -> Rendered | Broken:
     prompt, completion = example.fields["prompt"], example.fields["completion"]
     problem = problem_of_messages(prompt) or problem_of_messages(completion)
     if problem:
         return _broken(example, f"expected prompt and completion as texts, or both as messages, found: {problem}")
-    _require_template(tokenizer)
-    template, dtype = tokenizer.chat_template, token_dtype(tokenizer.vocab_size)
-    assert template is not None
+    template, dtype = _required(template), token_dtype(tokenizer.vocab_size)
     try:
-        asked = np.array(template.ids(prompt, asks=True), dtype=dtype)
-        return _completion(example, asked, np.array(template.ids([*prompt, *completion]), dtype=dtype))
+        asked = np.array(template.ids(Conversation(prompt), asks=True), dtype=dtype)
+        return _completion(example, asked, np.array(template.ids(Conversation([*prompt, *completion])), dtype=dtype))
     except Exception as error:  # a template may raise anything
         return _broken(example, _refusal(error))
 
@@ -158,18 +165,14 @@ def _completion_of_messages(example: Example, tokenizer: Tokenizer) -> Rendered 
 # ------------------------------------------------------------------------------------------------------------ chat
 
 
-def _chats(examples: Sequence[Example], tokenizer: Tokenizer) -> list[Rendered | Broken]:
-    assert tokenizer.chat_template is not None
+def _chats(examples: Sequence[Example], tokenizer: Tokenizer, template: ChatTemplate) -> list[Rendered | Broken]:
     dtype = token_dtype(tokenizer.vocab_size)
-    problems = [problem_of_messages(example.fields["messages"]) for example in examples]
-    conversations: list[Conversation] = [
-        example.fields["messages"] for example, problem in zip(examples, problems, strict=True) if problem is None
-    ]
-    chats = iter(tokenizer.chat_template.chats(conversations))
+    conversations = [_conversation(example) for example in examples]
+    chats = iter(template.chats([one for one in conversations if isinstance(one, Conversation)]))
     found: list[Rendered | Broken] = []
-    for example, problem in zip(examples, problems, strict=True):
-        if problem is not None:
-            found.append(_broken(example, problem))
+    for example, conversation in zip(examples, conversations, strict=True):
+        if isinstance(conversation, Broken):
+            found.append(conversation)
             continue
         chat = next(chats)
         if isinstance(chat, Exception):
@@ -179,6 +182,23 @@ def _chats(examples: Sequence[Example], tokenizer: Tokenizer) -> list[Rendered |
         else:
             found.append(Rendered(example.number, np.array(chat.ids, dtype=dtype), np.array(chat.counted)))
     return found
+
+
+def _conversation(example: Example) -> Conversation | Broken:
+    messages, tools = example.fields["messages"], example.fields.get("tools")
+    problem = problem_of_messages(messages)
+    if problem is not None:
+        return _broken(example, problem)
+    if isinstance(tools, str):  # a parquet column has one schema, and so can't hold several: such data sets hold JSON
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            return _broken(
+                example, f"expected tools as a list of JSON schemas, found text that isn't JSON: {tools[:40]}"
+            )
+    if not (tools is None or isinstance(tools, list)):
+        return _broken(example, f"expected tools as a list of JSON schemas, found {_kind(tools)}")
+    return Conversation(messages, tools or None)
 
 
 def problem_of_messages(value: Any) -> str | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import xxhash
 
 from portable_fsdp.config.data import FORMAT_COLUMNS, Documents
+from portable_fsdp.data.compressed import read_whole, total_size
 from portable_fsdp.data.examples import (
     Broken,
     Example,
@@ -30,7 +31,7 @@ NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests",
 
 def open_source(documents: Documents) -> Source:
     """The source that these keys mean; raises DataError if there is nothing of that name."""
-    columns: Columns = {column: documents.columns.get(column, column) for column in FORMAT_COLUMNS[documents.format]}
+    columns: Columns = {**{column: column for column in FORMAT_COLUMNS[documents.format]}, **documents.columns}
     match documents.source:
         case "python_docs":
             return PythonDocs()
@@ -58,7 +59,7 @@ class PythonDocs:
         self._texts = sorted(topics.values())
         self.total = sum(map(len, self._texts))
 
-    def content(self) -> str:
+    def content(self, cache: Path) -> str:
         return xxhash.xxh3_128_hexdigest(repr(self._texts).encode())
 
     def read(self) -> Iterator[Example | Broken]:
@@ -83,8 +84,8 @@ class PythonSource:
                 "text."
             )
 
-    def content(self) -> str:
-        return hash_of_files(self._files)
+    def content(self, cache: Path) -> str:
+        return hash_of_files(self._files, cache)
 
     def read(self) -> Iterator[Example | Broken]:
         for number, path in enumerate(self._files):
@@ -109,24 +110,22 @@ def _is_text(path: Path) -> bool:
 
 
 class TextFiles:
-    """One document for each file."""
+    """One document for each file, which may be compressed."""
 
     unit = "B"
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = files
         self.name = name_of(files)
-        self.total = sum(path.stat().st_size for path in files)
+        self.total = total_size(files)
 
-    def content(self) -> str:
-        return hash_of_files(self._files)
+    def content(self, cache: Path) -> str:
+        return hash_of_files(self._files, cache)
 
     def read(self) -> Iterator[Example | Broken]:
         for number, path in enumerate(self._files):
+            content = read_whole(path)
             try:
-                content = path.read_bytes()
                 yield Example(number, str(path), len(content), {"text": content.decode()})
             except UnicodeDecodeError as error:
                 yield Broken(number, str(path), len(error.object), not_utf8(error) + "; `iconv -t utf-8` converts it")
-            except OSError as error:
-                raise DataError(f"data.path: {path}: can't be read: {error.strerror}.") from error

@@ -45,6 +45,7 @@ from portable_fsdp.train.build import (
     total_steps,
 )
 from portable_fsdp.train.evaluate import Evaluation, Evaluator, evaluated
+from portable_fsdp.train.inputs import require_same_data, require_same_model
 from portable_fsdp.train.records import Asked, InFlight, Records
 from portable_fsdp.train.when import SaveRequests
 
@@ -72,6 +73,7 @@ def train(
         configure(engine.process.index)
         _on_process_0(engine, lambda: _check_folders(config))
         corpus = build_data(config.data, config.model)
+        require_same_data(engine, corpus)
         steps = total_steps(config, len(corpus.rows))
         with _sole_run(config, engine):
             return _train(config, engine, corpus, steps, stop)
@@ -79,6 +81,7 @@ def train(
 
 def _train(config: Config, engine: Backend, corpus: Corpus, steps: int, stop: StopRequest) -> int:
     training = build_training(config, engine, corpus.tokenizer.vocab_size)
+    require_same_model(engine, training.built.config)
     with open_checkpoints(config, engine, training, corpus) as checkpoints:
         resumed = _resume(config, training, checkpoints)
         records = Records(config, engine, training.built, steps, lambda: _last_saved(checkpoints))

@@ -24,8 +24,10 @@ from portable_fsdp.config.schema import Config
 from portable_fsdp.data.batches import Batches
 from portable_fsdp.models.build import build_model
 from portable_fsdp.optim.schedule import learning_rate
+from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.train.build import build_training
 from portable_fsdp.train.evaluate import Evaluator
+from portable_fsdp.train.inputs import require_same
 
 Pieces = dict[str, tuple[tuple[int, ...], str, list[tuple[tuple[int, ...], torch.Tensor]]]]
 
@@ -291,12 +293,18 @@ def agree_and_sum() -> dict[str, Any]:
     with backend:
         agreed = backend.agree({"from": backend.process.index, "list": [1, 2]})
         gathered = backend.gather("x" * backend.process.index)
+        require_same(backend, {"data": "a"})
+        refused = ""
+        try:
+            require_same(backend, {"data": "a", "model.pretrained": f"c{backend.process.index}"})
+        except ConfigError as error:
+            refused = str(error).partition(".\n")[0]
         rows = torch.arange(GLOBAL_BATCH // backend.data_shard.count).float() + 100 * backend.data_shard.index
         placed = backend.place({"rows": rows})["rows"]
         add = backend.compile(lambda rows: {"total": backend.sum(rows.sum())}, "total")
         total = backend.fetch(add(placed)).result()["total"].item()
         shard = (backend.data_shard.index, backend.data_shard.count)
-        return {"agreed": agreed, "gathered": gathered, "total": total, "shard": shard}
+        return {"agreed": agreed, "gathered": gathered, "refused": refused, "total": total, "shard": shard}
 
 
 def host_reads(case: Case) -> dict[str, int]:

@@ -176,6 +176,8 @@ def test_sum_place_agree_and_gather(group: Group, workers: GetWorkers) -> None:
     for answer in answers:
         assert answer["agreed"] == {"from": 0, "list": [1, 2]}
         assert answer["gathered"] == ["x" * index for index in range(len(answers))]
+        differ = "model.pretrained: expected the same on all processes, found c0 on process 0 and c1 on process 1"
+        assert answer["refused"] == (differ if len(answers) > 1 else "")
         assert answer["total"] == expected
 
 

@@ -23,4 +23,27 @@ GENERATION = (
 )
 """The same text, told by `{% generation %}`."""
 
+_MARKED = (
+    "{% if tools %}{{ '<|im_start|>system\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endif %}{% for message in messages %}"
+    "{% if message.role == 'tool' %}"
+    "{% if loop.first or loop.previtem.role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
+    "{{ '\n<response>' + message.content + '</response>' }}"
+    "{% if loop.last or loop.nextitem.role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}"
+    "{% elif message.role == 'assistant' %}{{ '<|im_start|>assistant\n' }}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '<think></think>' }}{% endif %}"
+    "BEGIN{{ message.content or '' }}{% for call in message.tool_calls or [] %}"
+    "{{ '<call>' + (call.function | tojson) + '</call>' }}{% endfor %}{{ '<|im_end|>\n' }}END"
+    "{% else %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '<think></think>' }}{% endif %}{% endif %}"
+)
+
+TOOLS = _MARKED.replace("BEGIN", "").replace("END", "")
+"""As Qwen's: functions in the system's turn, calls in the assistant's, one turn for answers that follow each other; and
+thinking that can be switched off."""
+
+TOLD_TOOLS = _MARKED.replace("BEGIN", "{% generation %}").replace("END", "{% endgeneration %}")
+"""The same text, told by `{% generation %}`."""
+
 MakeTokenizer = Callable[..., FolderTokenizer]

@@ -33,7 +33,7 @@ class Texts:
         self.slow_s = slow_s
         self.reads = 0
 
-    def content(self) -> str:
+    def content(self, cache: Path) -> str:
         return str(self.texts)
 
     def read(self) -> Iterator[Example | Broken]:
@@ -93,7 +93,7 @@ def test_what_is_broken_stops_or_is_counted(tmp_path: Path) -> None:
 
 def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
     class Changing(Texts):
-        def content(self) -> str:
+        def content(self, cache: Path) -> str:
             return str(self.reads)
 
     with pytest.raises(DataError, match="texts changed while it was read"):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from chat_templates import MakeTokenizer
+from chat_templates import TOOLS, MakeTokenizer
 
 from portable_fsdp.config.schema import Data, Model
 from portable_fsdp.data.batches import Batches
@@ -181,6 +181,24 @@ def test_chats_are_packed_with_their_turns(make_tokenizer: MakeTokenizer, tmp_pa
     answer = corpus.tokenizer.encode("Yes<|im_end|>\n").tolist()
     assert labels == answer * 6
     assert int(batch["segments"].max()) > 1
+
+
+def test_tools_and_arguments_of_the_template_make_other_rows(make_tokenizer: MakeTokenizer, tmp_path: Path) -> None:
+    make_tokenizer(TOOLS)
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps({"messages": turns, "functions": [{"type": "function", "function": {}}]}) + "\n")
+
+    def tokens(**keys: Any) -> tuple[int, str]:
+        keys = {"format": "chat", "tokenizer": str(tmp_path / "tokenizer"), "seq_len": 256, "packing": "none", **keys}
+        corpus = build_data(data(path, **keys))
+        return int(corpus.rows.rows(np.array([0]))["segments"].sum()), corpus.fingerprint[0]
+
+    plain, silent = tokens(), tokens(chat_template_kwargs={"enable_thinking": False})
+    called = tokens(columns={"tools": "functions"})
+    assert plain[0] < silent[0] < called[0]
+    assert len({plain[1], silent[1], called[1]}) == 3
+    assert tokens() == plain
 
 
 # -------------------------------------------------------------------------------------------------------- held out

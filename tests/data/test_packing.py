@@ -45,7 +45,8 @@ def documents(*lengths: int, seq_len: int, counted: NDArray[np.bool_] | None = N
     ends = np.cumsum(sizes, dtype=np.int64)
     tokens = np.arange(100, 100 + ends[-1], dtype=np.uint16)
     pieces = cut(ends - sizes, sizes, seq_len) if counted is None else whole(ends - sizes, sizes)
-    return DocumentRows(tokens, counted, pieces, seq_len=seq_len, padding=7, **{"several": True, **keys})
+    given: dict[str, Any] = {"several": True, **keys}
+    return DocumentRows(tokens, counted, pieces, seq_len=seq_len, padding=7, **given)
 
 
 def test_documents_share_a_row_each_with_positions_and_a_segment_of_its_own() -> None:

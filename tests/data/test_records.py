@@ -116,7 +116,7 @@ def test_a_saved_data_set_knows_split_expressions(saved: Path, split: str | None
 
 def test_a_data_sets_content_is_that_of_its_rows(saved: Path, tmp_path: Path) -> None:
     def content(split: str | None, path: Path = saved) -> str:
-        return open_source(Data(source="huggingface", path=str(path), split=split)).content()
+        return open_source(Data(source="huggingface", path=str(path), split=split)).content(tmp_path / "cache")
 
     assert content(None) == content("train") == content(None)
     assert len({content(split) for split in ("train", "test", "train[:5]", "train[5:10]")}) == 4

@@ -1,12 +1,13 @@
 """Which ids a document becomes, and which of them count."""
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
-from chat_templates import CHATML, GENERATION, MakeTokenizer
+from chat_templates import CHATML, GENERATION, TOLD_TOOLS, TOOLS, MakeTokenizer
 
 from portable_fsdp.config.data import Format
 from portable_fsdp.data.examples import Broken, Example
@@ -24,14 +25,14 @@ CONVERSATION = [
 
 
 def render(
-    form: Format, tokenizer: Tokenizer, *fields: Mapping[Any, Any], stream: bool = False
+    form: Format, tokenizer: Tokenizer, *fields: Mapping[Any, Any], stream: bool = False, **arguments: Any
 ) -> list[Rendered | Broken]:
     examples = [Example(number, f"here:{number}", 1, one) for number, one in enumerate(fields)]
-    return renderer(form, tokenizer, stream=stream)(examples)
+    return renderer(form, tokenizer, stream=stream, arguments=arguments)(examples)
 
 
-def one(form: Format, tokenizer: Tokenizer, fields: Mapping[Any, Any]) -> Rendered:
-    [found] = render(form, tokenizer, fields)
+def one(form: Format, tokenizer: Tokenizer, fields: Mapping[Any, Any], **arguments: Any) -> Rendered:
+    [found] = render(form, tokenizer, fields, **arguments)
     assert isinstance(found, Rendered), found
     return found
 
@@ -209,3 +210,79 @@ def test_a_tokenizer_without_a_template_is_refused(make_tokenizer: MakeTokenizer
             renderer("chat", tokenizer, stream=False)
     with pytest.raises(DataError, match=r"data\.tokenizer: expected one with a chat template"):
         render("prompt_completion", ByteTokenizer(), {"prompt": CONVERSATION[:2], "completion": CONVERSATION[2:3]})
+
+
+# ------------------------------------------------------------------------------------- tools, a template's arguments
+
+FUNCTION = {"name": "search", "parameters": {"type": "object", "properties": {"what": {"type": "string"}}}}
+SCHEMAS = [{"type": "function", "function": FUNCTION}]
+CALL = {"type": "function", "function": {"name": "search", "arguments": {"what": "a statement"}}}
+CALLS = [
+    {"role": "user", "content": "What is a statement?"},
+    {"role": "assistant", "content": "Two looks.", "tool_calls": [CALL, CALL]},
+    {"role": "tool", "content": "one line"},
+    {"role": "tool", "content": "or many"},
+    {"role": "assistant", "content": "It fits one line or many."},
+]
+ONE_CALL = '<call>{"name": "search", "arguments": {"what": "a statement"}}</call>'
+
+
+@pytest.mark.parametrize("tools", [SCHEMAS, json.dumps(SCHEMAS), [], None], ids=["list", "JSON", "empty", "null"])
+@pytest.mark.parametrize("arguments", [{}, {"enable_thinking": False}, {"enable_thinking": True}])
+def test_calls_and_arguments_of_the_template_are_rendered_and_masked_as_transformers_does(
+    make_tokenizer: MakeTokenizer, tools: Any, arguments: dict[str, Any]
+) -> None:
+    """Its mask is of `{% generation %}`; ours is the same with it and, by where turns begin, without."""
+    told: Any = make_tokenizer(TOLD_TOOLS)
+    listed = json.loads(tools) if isinstance(tools, str) else tools or None
+    given = {"tools": listed, "return_dict": True, "return_assistant_tokens_mask": True, **arguments}
+    expected = told._tokenizer.apply_chat_template(CALLS, **given)
+    for tokenizer in (told, make_tokenizer(TOOLS)):
+        found = one("chat", tokenizer, {"messages": CALLS, "tools": tools}, **arguments)
+        assert found.ids.tolist() == expected["input_ids"]
+        assert found.counted is not None
+        assert found.counted.tolist() == [bool(each) for each in expected["assistant_masks"]]
+        assert counted_text(tokenizer, found) == [
+            f"Two looks.{ONE_CALL * 2}<|im_end|>\n",
+            "It fits one line or many.<|im_end|>\n",
+        ]
+        text = tokenizer._tokenizer.decode(found.ids)
+        assert text.count("<think></think>") == (2 if arguments.get("enable_thinking") is False else 0)
+        assert ('"properties": {"what"' in text) == bool(listed)
+
+
+def test_arguments_of_the_template_hold_for_prompts_of_messages_too(make_tokenizer: MakeTokenizer) -> None:
+    tokenizer = make_tokenizer(TOOLS)
+    fields = {"prompt": CONVERSATION[:2], "completion": CONVERSATION[2:3]}
+    found = one("prompt_completion", tokenizer, fields, enable_thinking=False)
+    assert counted_text(tokenizer, found) == ["A simple one fits one line.<|im_end|>\n"]
+    whole: Any = tokenizer
+    assert "<think></think>A simple one" in whole._tokenizer.decode(found.ids)
+
+
+def test_an_argument_that_the_template_does_not_read_is_refused(make_tokenizer: MakeTokenizer) -> None:
+    tokenizer = make_tokenizer(TOOLS)
+    with pytest.raises(DataError, match=r"data\.chat_template_kwargs: .* found enable_thinkin, which is nowhere in it"):
+        render("chat", tokenizer, enable_thinkin=False)
+    for name in ("add_generation_prompt", "messages", "tools", "tokenize", "chat_template"):
+        with pytest.raises(DataError, match=rf"data\.chat_template_kwargs: .* found {name}, which is set for it"):
+            render("chat", tokenizer, **{name: True})
+    with pytest.raises(DataError, match=r"data\.tokenizer: expected one with a chat template"):
+        render("prompt_completion", ByteTokenizer(), enable_thinking=False)
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "said"),
+    [
+        (TOOLS, {"name": "search"}, "expected tools as a list of JSON schemas, found a mapping"),
+        (TOOLS, "search", "expected tools as a list of JSON schemas, found text that isn't JSON: search"),
+        (TOOLS, ["search"], "the chat template refuses it: "),
+        (GENERATION, SCHEMAS, "expected a chat template that reads tools, found none of that name in it"),
+        (CHATML, SCHEMAS, "expected a chat template that reads tools, found none of that name in it"),
+    ],
+)
+def test_tools_that_are_none_or_not_read_are_broken(
+    make_tokenizer: MakeTokenizer, template: str, tools: Any, said: str
+) -> None:
+    fields = {"messages": CONVERSATION, "tools": tools}
+    assert problem("chat", make_tokenizer(template), fields).startswith(said)

@@ -86,7 +86,7 @@ def test_content_follows_bytes_and_their_cut_into_files_and_not_names(tmp_path: 
             old.unlink()
         for number, file in enumerate(files):
             (tmp_path / f"{len(files)}{number}.txt").write_text(file)
-        return open_source(text(tmp_path / "*.txt")).content()
+        return open_source(text(tmp_path / "*.txt")).content(tmp_path / "cache")
 
     assert content("ab", "c") == content("ab", "c")
     assert len({content("ab", "c"), content("a", "bc"), content("abc"), content("abc", ""), content("c", "ab")}) == 5

@@ -2,11 +2,14 @@
 
 import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hub_server import COMMIT, Hub, serve
 from safetensors.torch import load_file
 from started import PYTHON, TINY, tiny_config
@@ -46,6 +49,46 @@ def start(tmp_path: Path, command: list[str], **environment: str) -> "subprocess
     return subprocess.run(
         command, cwd=tmp_path, env={**os.environ, **environment}, capture_output=True, text=True, timeout=280
     )
+
+
+def cached(home: Path, repository: Path, commit: str) -> Path:
+    """The hub's cache of a host that has seen `commit` as the main branch of org/tiny."""
+    of_model = home / "hub" / "models--org--tiny"
+    shutil.copytree(repository, of_model / "snapshots" / commit)
+    (of_model / "refs").mkdir()
+    (of_model / "refs" / "main").write_text(commit)
+    return home
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(("text", "said"), [(TEXT, "model.pretrained"), (TEXT.upper(), "data")], ids=["commit", "data"])
+def test_hosts_that_see_another_commit_or_other_data_are_refused(tmp_path: Path, text: str, said: str) -> None:
+    write_repository(tmp_path / "repository")
+    tiny_config(tmp_path)
+    words = [
+        "--device=cpu",
+        f"--config={tmp_path}/tiny.yaml",
+        f"run.dir={tmp_path}/run",
+        "model={pretrained: org/tiny}",
+    ]
+    words += ["data={source: text, path: corpus.txt, seq_len: 32}", "train.steps=1", "optim.warmup_steps=0"]
+    commits = [COMMIT, COMMIT[::-1]]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    hosts: list[subprocess.Popen[str]] = []
+    for rank, (commit, own) in enumerate(zip(commits, (TEXT, text), strict=True)):
+        home = cached(tmp_path / f"host{rank}", tmp_path / "repository", commit)
+        (home / "corpus.txt").write_text(own * 50)
+        where = {**os.environ, **meeting, "RANK": str(rank), "LOCAL_RANK": "0", "HF_HOME": str(home)}
+        hosts.append(subprocess.Popen([*PYTHON, *words], cwd=home, env=where, stderr=subprocess.PIPE, text=True))
+    errors = [host.communicate(timeout=280)[1] for host in hosts]
+    assert [host.returncode for host in hosts] == [2, 2], errors
+    for error in errors:
+        assert f"{said}: expected the same on all processes, found" in error
+    if said == "model.pretrained":
+        assert f"found {commits[0]} on process 0 and {commits[1]} on process 1" in errors[0]
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_a_model_of_the_hub_is_tuned_with_a_grown_tokenizer_and_generates(tmp_path: Path) -> None:

@@ -1,0 +1,69 @@
+"""Files of text as they are, or compressed by gzip or zstd: told by their first bytes, which no UTF-8 begins with."""
+
+import gzip
+import io
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from portable_fsdp.data.examples import extra
+from portable_fsdp.runtime.errors import DataError
+
+_GZIP = b"\x1f\x8b"
+_ZSTD = b"\x28\xb5\x2f\xfd"
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(number from 1, line with its end) of each; raises DataError, which names the first line that isn't whole."""
+    number = 0
+    try:
+        with _opened(path) as file:
+            for number, line in enumerate(file, start=1):
+                yield number, line
+    except (OSError, EOFError, zlib.error) as error:
+        raise _unreadable(f"{path}:{number + 1}", path, error) from error
+
+
+def read_whole(path: Path) -> bytes:
+    """Raises DataError."""
+    try:
+        with _opened(path) as file:
+            return file.read()
+    except (OSError, EOFError, zlib.error) as error:
+        raise _unreadable(str(path), path, error) from error
+
+
+def total_size(files: Sequence[Path]) -> int:
+    """Of the text in bytes; 0, unknown, where a file is compressed."""
+    return 0 if any(_kind(path) for path in files) else sum(path.stat().st_size for path in files)
+
+
+def _kind(path: Path) -> str | None:
+    try:
+        with path.open("rb") as file:
+            begins = file.read(len(_ZSTD))
+    except OSError:
+        return None  # reading it says why
+    return "gzip" if begins.startswith(_GZIP) else "zstd" if begins == _ZSTD else None
+
+
+def _opened(path: Path) -> BinaryIO:
+    match _kind(path):
+        case "gzip":
+            return cast(BinaryIO, gzip.open(path, "rb"))
+        case "zstd":  # Python has it from 3.14 on
+            arrow = extra("pyarrow", f"{path}, which zstd compressed")
+            return io.BufferedReader(arrow.input_stream(str(path), compression="zstd"))
+        case _:
+            return path.open("rb")
+
+
+def _unreadable(place: str, path: Path, error: Exception) -> DataError:
+    kind = _kind(path)
+    if kind is None:
+        return DataError(f"data.path: {place}: can't be read: {getattr(error, 'strerror', None) or error}.")
+    return DataError(
+        f"data.path: {place}: expected a whole {kind} file, found: {error}\n"
+        f"  Copy it anew; `{kind} --test {path}` checks it."
+    )

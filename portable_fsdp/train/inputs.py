@@ -1,0 +1,44 @@
+"""All processes train on the same rows and the same weights: what each has opened is compared before the first step.
+
+Each process opens files and hub repositories by itself, without a collective; between two hosts' looks a branch of the
+hub may move, and a file may differ from host to host.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from portable_fsdp.backends.base import Backend
+from portable_fsdp.data.build import Corpus
+from portable_fsdp.runtime.errors import ConfigError
+
+
+def require_same_data(backend: Backend, corpus: Corpus) -> None:
+    """Raises ConfigError on all processes where one has other rows or another tokenizer. *collective*"""
+    if backend.process.count == 1:
+        return
+    rows, tokenizer = corpus.fingerprint
+    held_out = corpus.eval_rows.fingerprint() if corpus.eval_rows is not None else "none"
+    require_same(backend, {"data.tokenizer": tokenizer, "data": rows, "data.eval_split": held_out})
+
+
+def require_same_model(backend: Backend, config: Mapping[str, Any]) -> None:
+    """Raises ConfigError on all processes where one has another commit of `model.pretrained`. *collective*
+
+    `config`: transformers', of the model as it was opened.
+    """
+    opened = Path(str(config.get("_name_or_path", "")))
+    require_same(backend, {"model.pretrained": opened.name if opened.parent.name == "snapshots" else "no hub's commit"})
+
+
+def require_same(backend: Backend, facts: Mapping[str, str]) -> None:
+    """Raises ConfigError, the same on all processes, for the first key whose fact isn't process 0's. *collective*"""
+    found = backend.gather(dict(facts))
+    for key, first in found[0].items():
+        for index, other in enumerate(found):
+            if other[key] != first:
+                raise ConfigError(
+                    f"{key}: expected the same on all processes, found {first} on process 0 and {other[key]} on "
+                    f"process {index}.\n  Of the hub, name a commit (org/name@commit): a branch may have moved between "
+                    "two hosts' looks. Files must be the same on all hosts. Nothing was started."
+                )
