@@ -29,6 +29,7 @@ from portable_fsdp.models.config_json import config_to_json
 from portable_fsdp.models.documents import document_mask, require_documents_apart
 from portable_fsdp.models.lora import add_adapters, is_adapter
 from portable_fsdp.models.loss import Loss, attach_loss
+from portable_fsdp.models.peft_folder import start_from
 from portable_fsdp.models.pretrained import Base, Pretrained, PretrainedWeights, open_pretrained, stored_tensors
 from portable_fsdp.models.size import ModelSize, size_of
 from portable_fsdp.models.weights import RandomWeights, Slices, TensorFile, fill_buffers
@@ -119,6 +120,8 @@ def build_model(
     if model.lora is not None:
         _require_whole_base(opened, weights, rows_before)
         fill = add_adapters(built, model.lora, seed, master, weights)
+        if model.lora.start_from is not None:
+            fill = start_from(model.lora, built, fill)
     _freeze(built, model.freeze)
     if precision.frozen != "auto":
         fill = _rest_frozen_in(DTYPES[precision.frozen], built, fill)

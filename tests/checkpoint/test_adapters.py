@@ -127,6 +127,12 @@ def test_peft_opens_the_adapters(tmp_path: Path, name: str) -> None:
     assert torch.equal(logits(by_name), logits(model))
     plainly: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     assert torch.equal(logits(plainly), logits(model))
+    # And a run of ours begins with them.
+    lora = Lora(r=3, alpha=5.0, start_from=str(tmp_path / "export"))
+    section = Model(pretrained=str(tmp_path / "base"), lora=lora)
+    built = build_model(section, seed=0, seq_len=12, vocabulary=61)
+    for fqn, parameter in model.named_parameters():
+        assert torch.equal(built.fill(fqn, tuple(slice(0, size) for size in parameter.shape)), parameter), fqn
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -103,6 +103,10 @@ def trained(folder: Path, *words: str) -> list[float]:
     return [row["loss"] for row in read_jsonl(folder / "metrics.jsonl")]
 
 
+def evaluations(folder: Path) -> list[float]:
+    return [float(event["loss"]) for event in read_jsonl(folder / "events.jsonl") if event["event"] == "evaluation"]
+
+
 def test_adapters_are_trained_resumed_and_exported(folder: Path) -> None:
     """The page's own section, resumed from its middle; the base stays as it was, bit for bit."""
     section = yaml.safe_load(next(block for block in blocks("yaml") if "lora:" in block))
@@ -122,6 +126,11 @@ def test_adapters_are_trained_resumed_and_exported(folder: Path) -> None:
     assert adapters["base_model_name_or_path"] == str(folder / "model")
     assert (folder / "whole/export/tokenizer.json").is_file()
 
+    shutil.copytree(folder / "whole/export", folder / "adapters")
+    more = {**section["model"]["lora"], "start_from": "adapters"}
+    trained(folder / "more", *words, f"model.lora={json.dumps(more)}", "train.stop_at=1", "checkpoint.export=false")
+    assert evaluations(folder / "more")[0] == min(evaluations(folder / "whole"))
+
     assert trained(folder / "whole", *words, "checkpoint.merge_adapters=true") == whole  # nothing is left to train
     merged = load_file(folder / "whole/export/model.safetensors")
     assert {name: tensor.dtype for name, tensor in merged.items()} == dict.fromkeys(base, torch.bfloat16)
@@ -133,14 +142,14 @@ def test_adapters_are_trained_resumed_and_exported(folder: Path) -> None:
 @pytest.mark.proof
 @pytest.mark.xla
 def test_adapters_of_one_engine_go_on_on_another(folder: Path) -> None:
-    words = ["model.lora={r: 4, alpha: 8}", "checkpoint.every=2"]
+    trained(folder / "before", "model.lora={r: 4, alpha: 8}")
+    words = ["model.lora={r: 4, alpha: 8, start_from: before/export}", "checkpoint.every=2"]
     whole = trained(folder / "whole", *words)
+    assert evaluations(folder / "whole")[0] == min(evaluations(folder / "before"))
     trained(folder / "half", *words, "train.stop_at=3")
-    for backend, stop in (
-        ("xla", 5),
-        ("xla_fsdp1", 6),
-    ):  # each in a process of its own: torch_xla comes before autograd
-        engine = ["--device=cpu", "--config=finetune.yaml", f"--backend={backend}", "--num_devices=2"]
+    # Each in a process of its own: torch_xla is imported before autograd has run.
+    for backend, devices, stop in (("xla", 2, 5), ("xla_fsdp1", 1, 6)):
+        engine = ["--device=cpu", "--config=finetune.yaml", f"--backend={backend}", f"--num_devices={devices}"]
         run = [*SMALL, *words, f"run.dir={folder / 'half'}", f"train.stop_at={stop}"]
         done = subprocess.run([*PYTHON, *engine, *run], capture_output=True, text=True, timeout=LIMIT_S, check=False)
         assert done.returncode == 0, done.stderr

@@ -100,8 +100,9 @@ def _left_out(reader: Reader, model: nn.Module, name: str | None) -> PretrainedW
     manifest, left_out = reader.manifest, reader.manifest.base
     if left_out is None:
         return None
-    opened = str((manifest.architecture or {}).get("_name_or_path"))  # of a hub id: the very commit
-    place = name or (opened if left_out.gguf_file is None and Path(opened).is_dir() else left_out.pretrained)
+    opened = (manifest.architecture or {}).get("_name_or_path")  # of a hub id: the very commit
+    is_here = bool(opened) and left_out.gguf_file is None and Path(str(opened)).is_dir()
+    place = name or (str(opened) if is_here else left_out.pretrained)
     said = f"checkpoint {reader.folder.name}: expected the base of its adapters, which it leaves out:\n    {left_out}\n"
     way_out = "\n  Say where it lies: --base FOLDER (or org/name@revision). Adapters alone: --format peft."
     try:
