@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from portable_fsdp.checkpoint.format import Base, Manifest, run_name
 from portable_fsdp.checkpoint.tables import table
 from portable_fsdp.config.describe import default_of, shortened
+from portable_fsdp.config.schema import Lora
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 
 _CURVE_SECTIONS = ("model", "data", "optim", "precision")
@@ -136,7 +137,8 @@ def _keys(config: Mapping[str, Any], section: str) -> Mapping[str, Any]:
 
 def _value(config: Mapping[str, Any], section: str, key: str) -> Any:
     keys = _keys(config, section)
-    return keys[key] if key in keys else default_of(section, key)
+    value = keys[key] if key in keys else default_of(section, key)
+    return Lora().model_dump(mode="json") | value if (section, key) == ("model", "lora") and value else value
 
 
 def _short(value: Any) -> str:

@@ -56,7 +56,7 @@ class Lora(Section):
     start_from: str | None = Field(
         default=None,
         description="a local folder or hub id with adapters in peft's format, the initial values; r, alpha and targets "
-        "are theirs; null: new ones",
+        "must be theirs; null: new ones",
     )
 
 

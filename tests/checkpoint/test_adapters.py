@@ -81,7 +81,8 @@ def base_of(folder: Path) -> Base | None:
 
 def opened(folder: Path, base: Base | None, settings: dict[str, Any] | None = None, **changes: Any) -> Checkpoints:
     """The run's checkpoints in `folder`, as it is with this base."""
-    lora = {"r": 3, "alpha": 5.0} | {key: changes.pop(key) for key in ("r", "alpha") if key in changes}
+    said = {key: changes.pop(key) for key in ("r", "alpha", "start_from") if key in changes}
+    lora = {"r": 3, "alpha": 5.0} | said
     config = {"model": {"pretrained": base.pretrained if base else str(folder / "base"), "lora": lora}}
     arguments: dict[str, Any] = {"config": config, "base": base} | changes
     return checkpoints(folder / "checkpoints", PlainBackend(devices=3), settings, **arguments)
@@ -234,8 +235,8 @@ def test_a_run_that_holds_its_base_goes_on_holding_it(tmp_path: Path) -> None:
             parameter.add_(0.1)
     opened(tmp_path, None).save(1, held, optimizer, (0, 0))
     resumed, optimizer = untrained(tmp_path / "base")
-    run = opened(tmp_path, base_of(tmp_path / "base"))
-    load(run, resumed, optimizer)
+    run = opened(tmp_path, base_of(tmp_path / "base"), start_from=None)  # a key that the older release didn't know
+    assert load(run, resumed, optimizer).changes == ()
     assert torch.equal(logits(resumed), logits(held))
     assert read_manifest(run.save(2, resumed, optimizer, (0, 0))).base is None
 
