@@ -212,13 +212,19 @@ def manifest_text(manifest: Manifest) -> str:
     without = {key for key in ("evaluation", "base") if getattr(manifest, key) is None}
     for key, value in manifest.model_dump(mode="json", by_alias=True, exclude=without).items():
         if key == "tensors":
-            lines = [f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in value.items()]
-            parts.append(f"{json.dumps(key)}: {{\n" + ",\n".join(lines) + "\n}")
+            parts.append(f"{json.dumps(key)}: {_tensor_lines(value)}")
+        elif key == "base":
+            without_tensors = json.dumps({name: of for name, of in value.items() if name != "tensors"})
+            parts.append(f'"base": {without_tensors[:-1]}, "tensors": {_tensor_lines(value["tensors"])}}}')
         elif key == "files":
             parts.append(f"{json.dumps(key)}: [\n" + ",\n".join(f"  {json.dumps(entry)}" for entry in value) + "\n]")
         else:
             parts.append(f"{json.dumps(key)}: {json.dumps(value)}")
     return seal("{\n" + ",\n".join(parts))
+
+
+def _tensor_lines(tensors: Mapping[str, Any]) -> str:
+    return "{\n" + ",\n".join(f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in tensors.items()) + "\n}"
 
 
 def seal(content: str) -> str:
