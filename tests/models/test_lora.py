@@ -197,7 +197,8 @@ def adapters(folder: Path, **said: Any) -> tuple[str, Any]:
 
 
 def started(folder: str, **changes: Any) -> BuiltModel:
-    return adapted(**{"r": 3, "alpha": 5.0, "targets": ("q_proj", "v_proj"), "start_from": folder, **changes})
+    settings: dict[str, Any] = {"r": 3, "alpha": 5.0, "targets": ("q_proj", "v_proj"), "start_from": folder}
+    return adapted(**{**settings, **changes})
 
 
 # transformers', of how peft 0.21 asks it.
