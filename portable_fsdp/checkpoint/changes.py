@@ -138,7 +138,9 @@ def _keys(config: Mapping[str, Any], section: str) -> Mapping[str, Any]:
 def _value(config: Mapping[str, Any], section: str, key: str) -> Any:
     keys = _keys(config, section)
     value = keys[key] if key in keys else default_of(section, key)
-    return Lora().model_dump(mode="json") | value if (section, key) == ("model", "lora") and value else value
+    if (section, key) == ("model", "lora") and isinstance(value, dict):
+        return {**Lora().model_dump(mode="json"), **value}
+    return value
 
 
 def _short(value: Any) -> str:
