@@ -42,12 +42,15 @@ def render() -> str:
 
 
 def _rows(name: str, section: dict[str, Any], named: dict[str, Any]) -> Iterator[str]:
-    """One for each key, followed by those of the mappings that a list holds."""
+    """One for each key, followed by those of the mapping that it takes, or of those that a list holds."""
     for key, field in section["properties"].items():
         cells = [f"`{name}.{key}`", _values(field), _default(name, key, field), field["description"]]
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
         if "$ref" in field.get("items", {}):
             yield from _rows(f"{name}.{key}[]", named[_named(field["items"])], named)
+        for option in field.get("anyOf", ()):
+            if "$ref" in option:
+                yield from _rows(f"{name}.{key}", named[_named(option)], named)
 
 
 def _named(field: dict[str, Any]) -> str:

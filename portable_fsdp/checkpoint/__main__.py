@@ -121,6 +121,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PATH|none",
         help="huggingface, peft: the tokenizer's folder, or none; default: that of the run's config",
     )
+    export.add_argument(
+        "--base",
+        metavar="PATH",
+        help="huggingface, of adapters: their base, where the run's model.pretrained has moved",
+    )
     _add_import(add("import", _import, "make a checkpoint from a model in another format"))
     prune = add("prune", _prune, "delete older checkpoints")
     prune.add_argument("path", **run)
@@ -233,17 +238,30 @@ def _export(options: argparse.Namespace) -> None:
 
     path = resolve(options.path)
     manifest = read_manifest(path)
+    base = _base(options, manifest)
     save_tokenizer = _tokenizer(options, manifest)
     size = sum(file.bytes for file in manifest.files if options.format == "dcp" or file.name.startswith("model/"))
     try:
         with Reader(path) as reader, _progress(f"export {path.name}", 2 * size) as advance:
             load_export(options.format).export(
-                reader, options.target, dtype=options.dtype, save_tokenizer=save_tokenizer, advance=advance
+                reader, options.target, dtype=options.dtype, save_tokenizer=save_tokenizer, advance=advance, **base
             )
     except OSError as error:
         raise CheckpointError(f"export to {options.target}: can't be written: {error}") from error
     data = {"checkpoint": str(path), "target": str(options.target), "format": options.format}
     _say(options, data, f"{path}: exported to {options.target}")
+
+
+def _base(options: argparse.Namespace, manifest: Manifest) -> dict[str, str]:
+    """What an export is told of the base. Raises `CheckpointError` for a format that has no place for it."""
+    if options.base is not None and options.format != "huggingface":
+        raise CheckpointError(f"--base {options.base}: expected --format huggingface, found {options.format}")
+    if manifest.base is not None and options.format not in ("huggingface", "peft"):
+        raise CheckpointError(
+            f"--format {options.format}: expected a checkpoint with all weights, found that this one leaves out its "
+            f"base: {manifest.base}.\n  Take --format huggingface, which adds the adapters in, or peft."
+        )
+    return {} if options.base is None else {"base": options.base}
 
 
 def _tokenizer(options: argparse.Namespace, manifest: Manifest) -> Callable[[Path], None] | None:

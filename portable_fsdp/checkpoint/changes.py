@@ -4,22 +4,25 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from portable_fsdp.checkpoint.format import Manifest, run_name
+from portable_fsdp.checkpoint.format import Base, Manifest, run_name
 from portable_fsdp.checkpoint.tables import table
 from portable_fsdp.config.describe import default_of, shortened
+from portable_fsdp.config.schema import Lora
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 
 _CURVE_SECTIONS = ("model", "data", "optim", "precision")
 _CURVE_KEYS = ("run.seed", "train.global_batch", "train.steps", "train.epochs", "train.max_grad_norm")
 """What makes the loss curve. All else (devices, sharding, memory, micro_batch, logging) leaves it as it is."""
 
+_BASE = "model.base"
+
 _NEVER_TOLD = ("run.name", "run.dir", "run.peer_timeout_s", "train.stop_at", "checkpoint")
 """Where a run lies, when it saves and how long it waits; not worth a line."""
 
 
 class Difference(NamedTuple):
-    """A key of the config, `data.rows` or `data.tokenizer` (their content), with both values; `config` itself where an
-    import has none."""
+    """A key of the config, or `data.rows`, `data.tokenizer`, `model.base` (their content), with both values; `config`
+    itself where an import has none."""
 
     name: str
     saved: Any
@@ -31,9 +34,16 @@ class Difference(NamedTuple):
 
 
 def differences(
-    manifest: Manifest, config: Mapping[str, Any], rows: str | None, tokenizer: str | None, *, is_own: bool
+    manifest: Manifest,
+    config: Mapping[str, Any],
+    rows: str | None,
+    tokenizer: str | None,
+    base: Base | None = None,
+    *,
+    is_own: bool,
 ) -> list[Difference]:
-    """All that differs but for tensors, those that make the curve first. Equal rows and tokenizer make equal data.
+    """All that differs but for tensors, those that make the curve first. Equal rows and tokenizer make equal data, and
+    an equal base an equal `model.pretrained`.
 
     `is_own`: it lies among this run's own checkpoints, and must bear its name.
     """
@@ -53,9 +63,26 @@ def differences(
             for name, old, new in contents
             if None not in (old, new) and old != new and name not in known
         ]
+    if base is not None and manifest.base is not None:
+        found = [one for one in found if one.name not in ("model.pretrained", "model.gguf_file")]
+        if base.fingerprint != manifest.base.fingerprint:
+            found.append(Difference(_BASE, str(manifest.base), str(base), True))
     if is_own and run_name(manifest.config) != run_name(config):
         found.append(Difference("run.name", run_name(manifest.config), run_name(config), True))
     return sorted(found, key=lambda one: not one.makes_curve)
+
+
+def require_same_base(found: Iterable[Difference], allow: Sequence[str], checkpoint: str) -> None:
+    """Raises CheckpointError where the checkpoint leaves out another base than this run's, unless `allow` says so."""
+    for one in found:
+        if one.name == _BASE and not any(_covers(name, _BASE) for name in allow):
+            raise CheckpointError(
+                f"checkpoint {checkpoint}: expected the base that its adapters were trained on, which it leaves out:\n"
+                f"    {one.saved}\n  found another in model.pretrained:\n    {one.now}\n"
+                "  Bring that one back and name it in model.pretrained, wherever it lies (of the hub: "
+                "org/name@revision).\n"
+                f"  If you mean the other one, allow it by name: checkpoint.allow='[{_BASE}]'. Nothing was started."
+            )
 
 
 def require_allowed(found: Iterable[Difference], allow: Sequence[str], checkpoint: str) -> None:
@@ -76,7 +103,7 @@ def require_allowed(found: Iterable[Difference], allow: Sequence[str], checkpoin
 def check_allow(allow: Sequence[str], config: Mapping[str, Any]) -> None:
     """Raises ConfigError for a name in `checkpoint.allow` that is no section or key of those that make the curve."""
     keys = [f"{section}.{key}" for section in _CURVE_SECTIONS for key in config.get(section, {})]
-    known = {*_CURVE_SECTIONS, *_CURVE_KEYS, *keys, "data.rows", "data.tokenizer", "run.name", "config"}
+    known = {*_CURVE_SECTIONS, *_CURVE_KEYS, *keys, "data.rows", "data.tokenizer", _BASE, "run.name", "config"}
     unknown = [name for name in allow if name not in known]
     if unknown:
         raise ConfigError(
@@ -110,7 +137,10 @@ def _keys(config: Mapping[str, Any], section: str) -> Mapping[str, Any]:
 
 def _value(config: Mapping[str, Any], section: str, key: str) -> Any:
     keys = _keys(config, section)
-    return keys[key] if key in keys else default_of(section, key)
+    value = keys[key] if key in keys else default_of(section, key)
+    if (section, key) == ("model", "lora") and isinstance(value, dict):
+        return {**Lora().model_dump(mode="json"), **value}
+    return value
 
 
 def _short(value: Any) -> str:

@@ -101,6 +101,19 @@ class Evaluated(Entry):
     without_improvement: int = Field(ge=0)  # evaluations since the best one
 
 
+class Base(Entry):
+    """What a checkpoint of adapters leaves out: weights that come from `model.pretrained`. None of them has pieces."""
+
+    pretrained: str  # as model.pretrained has it
+    gguf_file: str | None
+    fingerprint: str = Field(pattern="^[0-9a-f]{32}$")
+    tensors: dict[str, TensorEntry]
+
+    def __str__(self) -> str:
+        file = f" {self.gguf_file}" if self.gguf_file else ""
+        return f"{self.pretrained}{file} (fingerprint {self.fingerprint})"
+
+
 class WrittenBy(Entry):
     """Who wrote the checkpoint; for people, no reader depends on it."""
 
@@ -113,8 +126,8 @@ class WrittenBy(Entry):
 
 class Manifest(Entry):
     """`manifest.json`. `architecture` (transformers' config as a dict) is its key `model_config`, a name that pydantic
-    keeps for itself; `ties` are further names of stored tensors; `saved_at` is in UTC, as ISO 8601 has it. `evaluation`
-    is left out where there was none, so that releases that don't know it read the rest."""
+    keeps for itself; `ties` are further names of tensors; `saved_at` is in UTC, as ISO 8601 has it. `evaluation` and
+    `base` are left out where there was none, so that releases that don't know them read the rest."""
 
     format_version: int = Field(ge=1, le=1)
     step: int = Field(ge=0)
@@ -123,6 +136,7 @@ class Manifest(Entry):
     architecture: dict[str, Any] | None = Field(alias="model_config")
     data: Data
     evaluation: Evaluated | None = None
+    base: Base | None = None
     ties: dict[str, str]
     written_by: WrittenBy
     files: tuple[FileEntry, ...]
@@ -132,6 +146,11 @@ class Manifest(Entry):
     def bytes(self) -> int:
         """Of all files but the manifest."""
         return sum(file.bytes for file in self.files)
+
+    @property
+    def left_out(self) -> dict[str, TensorEntry]:
+        """The model's tensors that lie in no file of the checkpoint: those of its base."""
+        return {} if self.base is None else self.base.tensors
 
 
 def folder_of(key: str) -> str:
@@ -190,16 +209,22 @@ def run_of(manifest: Manifest) -> str:
 def manifest_text(manifest: Manifest) -> str:
     """JSON with one tensor and one file a line, so that people can read it and `diff` shows what changed; sealed."""
     parts: list[str] = []
-    without = {"evaluation"} if manifest.evaluation is None else set[str]()
+    without = {key for key in ("evaluation", "base") if getattr(manifest, key) is None}
     for key, value in manifest.model_dump(mode="json", by_alias=True, exclude=without).items():
         if key == "tensors":
-            lines = [f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in value.items()]
-            parts.append(f"{json.dumps(key)}: {{\n" + ",\n".join(lines) + "\n}")
+            parts.append(f"{json.dumps(key)}: {_tensor_lines(value)}")
+        elif key == "base":
+            without_tensors = json.dumps({name: of for name, of in value.items() if name != "tensors"})
+            parts.append(f'"base": {without_tensors[:-1]}, "tensors": {_tensor_lines(value["tensors"])}}}')
         elif key == "files":
             parts.append(f"{json.dumps(key)}: [\n" + ",\n".join(f"  {json.dumps(entry)}" for entry in value) + "\n]")
         else:
             parts.append(f"{json.dumps(key)}: {json.dumps(value)}")
     return seal("{\n" + ",\n".join(parts))
+
+
+def _tensor_lines(tensors: Mapping[str, Any]) -> str:
+    return "{\n" + ",\n".join(f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in tensors.items()) + "\n}"
 
 
 def seal(content: str) -> str:
@@ -248,9 +273,12 @@ def check_manifest(manifest: Manifest, name: str) -> None:
         for key, tensor in manifest.tensors.items():
             _check_tensor(key, tensor, folders, used)
         _check_files(manifest.files, used)
+        for key, tensor in manifest.left_out.items():
+            _check_left_out(key, tensor, manifest.tensors)
+        known = manifest.tensors.keys() | manifest.left_out.keys()
         for alias, key in manifest.ties.items():
-            if alias in manifest.tensors or key not in manifest.tensors:
-                raise ValueError(f"ties: expected {alias!r} to be another name of a stored tensor, found {key!r}")
+            if alias in known or key not in known:
+                raise ValueError(f"ties: expected {alias!r} to be another name of a tensor, found {key!r}")
     except (ValueError, OverflowError) as error:
         raise CheckpointError(f"checkpoint {name}: manifest.json: {error}") from None
 
@@ -287,12 +315,22 @@ def _sentence(error: ValidationError) -> str:
     return f"{where}: {first['msg']}" + (f", and {others} more problems" if others else "")
 
 
-def _check_tensor(key: str, tensor: TensorEntry, in_model: NDArray[np.bool_], used: list[int]) -> None:
-    """Adds the bytes of each piece to `used` of its file."""
+def _check_left_out(key: str, tensor: TensorEntry, stored: Mapping[str, TensorEntry]) -> None:
+    _check_kind(key, tensor)
+    if key in stored or folder_of(key) != "model" or tensor.files or tensor.offsets or tensor.sizes:
+        raise ValueError(f"{key}: expected weights that stand in base alone and have no pieces, found others")
+
+
+def _check_kind(key: str, tensor: TensorEntry) -> None:
     if tensor.dtype not in DTYPE_BYTES:
         raise ValueError(f"{key}: expected a dtype of {', '.join(DTYPE_BYTES)}; found {tensor.dtype!r}")
     if math.prod(max(size, 1) for size in tensor.shape) > MAX_ELEMENTS:
         raise ValueError(f"{key}: expected at most 2**59 elements, found shape {list(tensor.shape)}")
+
+
+def _check_tensor(key: str, tensor: TensorEntry, in_model: NDArray[np.bool_], used: list[int]) -> None:
+    """Adds the bytes of each piece to `used` of its file."""
+    _check_kind(key, tensor)
     count, rank = len(tensor.files), len(tensor.shape)
     if not len(tensor.offsets) == len(tensor.sizes) == count * rank:
         raise ValueError(f"{key}: expected {count} offsets and sizes of {rank} dimensions each")

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from portable_fsdp import __version__
-from portable_fsdp.backends.base import Backend, Piece, Read, Slices, TensorState
+from portable_fsdp.backends.base import Backend, Fill, Piece, Read, Slices, TensorState
 from portable_fsdp.checkpoint import commit, storage
 from portable_fsdp.checkpoint.background import Background, Snapshot
-from portable_fsdp.checkpoint.changes import Difference, check_allow, differences, require_allowed
+from portable_fsdp.checkpoint.changes import Difference, check_allow, differences, require_allowed, require_same_base
 from portable_fsdp.checkpoint.commit import Index
 from portable_fsdp.checkpoint.format import (
+    Base,
     Data,
     Evaluated,
     Manifest,
@@ -39,6 +40,7 @@ from portable_fsdp.checkpoint.search import Found, Search
 from portable_fsdp.checkpoint.store import Reader, entries_without_pieces, write_pieces
 from portable_fsdp.checkpoint.together import message_of, on_process_0, raise_together
 from portable_fsdp.config import schema
+from portable_fsdp.models import pretrained
 from portable_fsdp.runtime.closing import Closing
 from portable_fsdp.runtime.errors import CheckpointError
 
@@ -93,11 +95,13 @@ class Checkpoints(Closing):
         settings: schema.Checkpoint | None = None,
         data: Fingerprint | None = None,
         ties: Mapping[str, str] | None = None,
+        base: pretrained.Base | None = None,
         wait_s: float = 1200.0,
     ) -> None:
         """`folder`: a path or an URL. `config`: the resolved config, as JSON knows it. `model_config`: transformers'
-        config as a dict, or None. `ties`: FQN -> first FQN of the same weight. `wait_s`: how long process 0 waits for
-        the others' files in a save: less than a process group's timeout, which would end the run without the reason.
+        config as a dict, or None. `ties`: FQN -> first FQN of the same weight. `base`: weights that a checkpoint leaves
+        out, since they come from `model.pretrained` as they are. `wait_s`: how long process 0 waits for the others'
+        files in a save: less than a process group's timeout, which would end the run without the reason.
 
         Raises ConfigError for names in `checkpoint.allow` that mean nothing, CheckpointError for an URL of no store and
         for a config that JSON doesn't give back as it is.
@@ -109,6 +113,7 @@ class Checkpoints(Closing):
         self._settings = settings or schema.Checkpoint()
         self._data = data or Fingerprint()
         self._ties = dict(ties or {})
+        self._base = None if base is None else _LeftOut(base.names, base.fill, _entry_of(base))
         self._run = run_name(config)
         self._written_by = WrittenBy(
             device=backend.device_name,
@@ -180,8 +185,9 @@ class Checkpoints(Closing):
         """What is to be written: of all processes, and this one's pieces. Raises on all what fails on one."""
         failure: Exception | None = None
         try:
-            state = self._backend.state(model, optimizer)
-            manifest = self._manifest(step, position, evaluation, state)
+            everything = self._backend.state(model, optimizer)
+            manifest = self._manifest(step, position, evaluation, everything)
+            state = {key: everything[key] for key in manifest.tensors}
             if self._settings.async_save:
                 pieces = self._snapshot.take(state)
             else:
@@ -230,6 +236,10 @@ class Checkpoints(Closing):
         self, step: int, position: tuple[int, int], evaluation: Evaluated | None, state: Mapping[str, TensorState]
     ) -> Manifest:
         """Without files and pieces, which the processes write."""
+        tensors, base = entries_without_pieces(state), None
+        if self._base is not None:
+            left_out = {key: tensors.pop(key) for key in list(tensors) if key in self._base.names}
+            base = self._base.entry.model_copy(update={"tensors": left_out})
         return Manifest(
             format_version=1,
             step=step,
@@ -238,10 +248,11 @@ class Checkpoints(Closing):
             model_config=self._model_config,
             data=Data(epoch=position[0], position=position[1], **self._data._asdict()),
             evaluation=evaluation,
+            base=base,
             ties=self._ties,
             written_by=self._written_by,
             files=(),
-            tensors=entries_without_pieces(state),
+            tensors=tensors,
         )
 
     def _write_part(
@@ -315,7 +326,8 @@ class Checkpoints(Closing):
         """Overwrite model and optimizer with what was found, after checking that it is theirs.
 
         Raises `CheckpointError`, on all processes: other tensors, another config that `checkpoint.allow` doesn't name,
-        a file that can't be read. What fails while tensors are read leaves both half overwritten: load again, or end.
+        another base than the one that it leaves out, a file that can't be read. What fails while tensors are read
+        leaves both half overwritten: load again, or end.
         """
         weights_only = found.weights_only
         resumed: Resumed | None = None
@@ -323,12 +335,16 @@ class Checkpoints(Closing):
         try:
             with Reader(found.path) as reader:
                 expected = self._backend.state(model, optimizer)
-                reader.check(expected, self._ties, weights_only=weights_only)
-                changes = differences(reader.manifest, self._config, *self._data, is_own=found.is_own)
+                if reader.manifest.base is None:
+                    self._base = None  # it holds its base, which need not be that of the files: so will the next ones
+                base = self._base
+                reader.check(expected, self._ties, weights_only=weights_only, base=base.names if base else ())
+                entry = base.entry if base else None
+                changes = differences(reader.manifest, self._config, *self._data, entry, is_own=found.is_own)
+                require_same_base(changes, self._settings.allow, found.path.name)
                 if not weights_only:
                     require_allowed(changes, self._settings.allow, found.path.name)
-                read = _zeros_for_the_rest(reader, expected) if weights_only else reader.read
-                self._backend.load_state(model, optimizer, read)
+                self._backend.load_state(model, optimizer, _source(reader, expected, base, weights_only))
                 resumed = _resumed(found, reader.manifest, tuple(changes), weights_only)
         except Exception as error:
             failure = error
@@ -337,11 +353,28 @@ class Checkpoints(Closing):
         return cast(Resumed, resumed)
 
 
-def _zeros_for_the_rest(reader: Reader, expected: Mapping[str, TensorState]) -> Read:
-    """Weights from the checkpoint, optimizer state as it begins."""
+class _LeftOut(NamedTuple):
+    """Weights that a checkpoint leaves out: where they come from instead, and what its manifest says of them."""
+
+    names: frozenset[str]
+    fill: Fill
+    entry: Base
+
+
+def _entry_of(base: pretrained.Base) -> Base:
+    """Without tensors. Read now: later the files may be others than those that filled the model."""
+    found = pretrained.fingerprint(base.file)
+    return Base(pretrained=base.pretrained, gguf_file=base.gguf_file, fingerprint=found, tensors={})
+
+
+def _source(reader: Reader, expected: Mapping[str, TensorState], base: _LeftOut | None, weights_only: bool) -> Read:
+    """The checkpoint; what it leaves out from where the base lies; with `weights_only` optimizer state as it begins."""
 
     def read(key: str, slices: Slices, into: Tensor | None = None) -> Tensor:
-        if folder_of(key) == "model":
+        if base is not None and key in base.names:
+            value = base.fill(key, slices).to(expected[key].dtype)
+            return value if into is None else into.copy_(value)
+        if not weights_only or folder_of(key) == "model":
             return reader.read(key, slices, into)
         if into is not None:
             return into.zero_()

@@ -29,9 +29,10 @@ def facts(path: Path, manifest: Manifest) -> dict[str, Any]:
         "step": manifest.step,
         "saved": manifest.saved_at,
         "bytes": manifest.bytes,
-        "parameters": _content(manifest, "model")["elements"],
+        "parameters": _content(manifest, "model")["elements"] + _elements(manifest.left_out),
         "data": manifest.data.model_dump(),
         "evaluation": None if manifest.evaluation is None else manifest.evaluation.model_dump(),
+        "base": None if manifest.base is None else manifest.base.model_dump(exclude={"tensors"}),
         "written_by": manifest.written_by.model_dump(),
         **{folder: _content(manifest, folder) for folder in FOLDERS},
     }
@@ -47,6 +48,9 @@ def summary(path: Path, manifest: Manifest) -> str:
     ]
     if manifest.evaluation is not None:
         lines.append(f"evaluated   {_evaluation_text(manifest.step, manifest.evaluation)}")
+    if manifest.base is not None:
+        left_out = f"{len(manifest.left_out)} tensors, {_elements(manifest.left_out):,} elements"
+        lines.append(f"base        {left_out}, left out: {manifest.base}")
     for folder in FOLDERS:
         content = _content(manifest, folder)
         lines.append(
@@ -134,6 +138,7 @@ def differences(a: Manifest, b: Manifest) -> dict[str, Any]:
         },
         "config": _changed(a.config, b.config),
         "model_config": _changed(a.architecture or {}, b.architecture or {}),
+        "base": _changed(_base_of(a), _base_of(b)),
     }
     found["is_equal"] = not any(found.values())
     found["step"] = [a.step, b.step]
@@ -149,7 +154,7 @@ def differences_text(found: Mapping[str, Any]) -> str:
     rows += [(key, "only in B") for key in found["only_in_b"]]
     rows += [(key, f"{a} -> {b}") for key, (a, b) in found["tensors"].items()]
     rows += [(key, f"values differ by at most {value:.6g}") for key, value in found.get("values", {}).items()]
-    for name in ("config", "model_config", "data", "written_by"):
+    for name in ("config", "model_config", "base", "data", "written_by"):
         rows += [(f"{name}: {key}", f"{a!r} -> {b!r}") for key, (a, b) in found[name].items()]
     if found["step"][0] != found["step"][1]:
         rows.append(("step", f"{found['step'][0]} -> {found['step'][1]}"))
@@ -175,10 +180,19 @@ def _content(manifest: Manifest, folder: str) -> dict[str, int]:
     tensors = _tensors(manifest, folder).values()
     return {
         "tensors": len(tensors),
-        "elements": sum(math.prod(tensor.shape) for tensor in tensors),
+        "elements": _elements(_tensors(manifest, folder)),
         "bytes": sum(math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype] for tensor in tensors),
         "files": sum(file.name.startswith(folder + "/") for file in manifest.files),
     }
+
+
+def _elements(tensors: Mapping[str, TensorEntry]) -> int:
+    return sum(math.prod(tensor.shape) for tensor in tensors.values())
+
+
+def _base_of(manifest: Manifest) -> dict[str, Any]:
+    """What makes the values of the weights that are left out, wherever they lie."""
+    return {} if manifest.base is None else {"fingerprint": manifest.base.fingerprint}
 
 
 def _writer(manifest: Manifest) -> str:

@@ -6,7 +6,7 @@ that a key stands once in a file. Each header carries the offsets as `torch.dist
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -135,15 +135,22 @@ class Reader:
             self._file(number)
 
     def check(
-        self, expected: Mapping[str, TensorState], ties: Mapping[str, str], *, weights_only: bool = False
+        self,
+        expected: Mapping[str, TensorState],
+        ties: Mapping[str, str],
+        *,
+        weights_only: bool = False,
+        base: Collection[str] = (),
     ) -> None:
         """The checkpoint holds exactly the tensors of `expected`: keys, shapes, dtypes, ties; or of its weights.
 
-        Raises `CheckpointError` with a table of what differs.
+        Of those that `base` names, it may leave out what its manifest says. Raises `CheckpointError` with a table of
+        what differs.
         """
+        left_out = {key: entry for key, entry in self.manifest.left_out.items() if key in base}
         mine, theirs = (
             {key: entry for key, entry in entries.items() if not weights_only or folder_of(key) == "model"}
-            for entries in (entries_without_pieces(expected), self.manifest.tensors)
+            for entries in (entries_without_pieces(expected), self.manifest.tensors | left_out)
         )
         rows = [
             (key, describe(mine.get(key)), describe(theirs.get(key)))

@@ -53,6 +53,11 @@ class Lora(Section):
         "but the head",
         strict=False,
     )
+    start_from: str | None = Field(
+        default=None,
+        description="a local folder or hub id with adapters in peft's format, the initial values; r, alpha and targets "
+        "must be theirs; null: new ones",
+    )
 
 
 class Model(Section):

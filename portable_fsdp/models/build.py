@@ -27,9 +27,10 @@ from portable_fsdp.models import attention as static_attention
 from portable_fsdp.models import experts
 from portable_fsdp.models.config_json import config_to_json
 from portable_fsdp.models.documents import document_mask, require_documents_apart
-from portable_fsdp.models.lora import add_adapters
+from portable_fsdp.models.lora import add_adapters, is_adapter
 from portable_fsdp.models.loss import Loss, attach_loss
-from portable_fsdp.models.pretrained import Pretrained, PretrainedWeights, open_pretrained
+from portable_fsdp.models.peft_folder import start_from
+from portable_fsdp.models.pretrained import Base, Pretrained, PretrainedWeights, open_pretrained, stored_tensors
 from portable_fsdp.models.size import ModelSize, size_of
 from portable_fsdp.models.weights import RandomWeights, Slices, TensorFile, fill_buffers
 from portable_fsdp.runtime.errors import ConfigError
@@ -51,6 +52,7 @@ class BuiltModel:
     fill: Callable[[str, Slices], Tensor]
     config: dict[str, Any]
     size: ModelSize
+    base: Base | None = None  # of `model.lora`, where it comes from `model.pretrained`
 
 
 def build_model(
@@ -118,10 +120,16 @@ def build_model(
     if model.lora is not None:
         _require_whole_base(opened, weights, rows_before)
         fill = add_adapters(built, model.lora, seed, master, weights)
+        if model.lora.start_from is not None:
+            fill = start_from(model.lora, built, fill)
     _freeze(built, model.freeze)
     if precision.frozen != "auto":
         fill = _rest_frozen_in(DTYPES[precision.frozen], built, fill)
-    return BuiltModel(built, fill, as_given, size_of(built))
+    base = None
+    if model.lora is not None and opened is not None:
+        names = frozenset(name for name in stored_tensors(built) if not is_adapter(name))
+        base = Base(str(model.pretrained), model.gguf_file, opened.file, names, fill)
+    return BuiltModel(built, fill, as_given, size_of(built), base)
 
 
 def _grow(config: Any, vocabulary: int, file: TensorFile, keeps_ids: Callable[[], bool]) -> int | None:

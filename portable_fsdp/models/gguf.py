@@ -20,6 +20,7 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _MAGIC = b"GGUF"
 _SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY = 8, 9
+_SAMPLED = 4096  # numbers, of one byte where the tensor is quantised
 
 
 def is_gguf(path: Path) -> bool:
@@ -69,6 +70,10 @@ class GgufFile(TensorFile):
             self._last = None  # before the next is made: not two at a time
             self._last = (key, self._dequantised(self._tensors[key]))
         return self._last[1][slices].clone()
+
+    def sample(self, key: str) -> bytes:
+        raw = self._tensors[key].data.reshape(-1)
+        return bytes(raw[len(raw) // 2 : len(raw) // 2 + _SAMPLED].tobytes())
 
     def _dequantised(self, tensor: Any) -> Tensor:
         import gguf

@@ -20,6 +20,7 @@ from portable_fsdp.runtime.errors import ConfigError
 ALL_LINEAR = "all-linear"
 _BASE = ".base_layer"
 _A, _B = ".lora_A.default", ".lora_B.default"
+_INSIDE = "base_model.model"  # where peft's model holds ours
 
 
 class AdapterNames(NamedTuple):
@@ -33,6 +34,11 @@ class AdapterNames(NamedTuple):
     @classmethod
     def of(cls, layer: str) -> "AdapterNames":
         return cls(layer, f"{layer}{_BASE}.weight", f"{layer}{_A}.weight", f"{layer}{_B}.weight")
+
+
+def peft_keys(names: AdapterNames) -> tuple[tuple[str, str], tuple[str, str]]:
+    """The name in peft's files -> ours, of a layer's two weights; they leave out the adapter's name."""
+    return ((f"{_INSIDE}.{names.layer}.lora_A.weight", names.a), (f"{_INSIDE}.{names.layer}.lora_B.weight", names.b))
 
 
 def plain_name(fqn: str) -> str:

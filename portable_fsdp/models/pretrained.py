@@ -6,12 +6,13 @@ over is named in `model.allow`, or is left out by transformers too.
 
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from portable_fsdp.config import schema
@@ -35,6 +36,31 @@ class Pretrained:
 
     config: Any
     file: TensorFile
+
+
+@dataclass(frozen=True)
+class Base:
+    """What adapters are trained on: weights that come whole from `model.pretrained`, and that no step changes."""
+
+    pretrained: str
+    gguf_file: str | None
+    file: TensorFile
+    names: frozenset[str]  # FQNs in the model with adapters
+    fill: Callable[[str, Slices], Tensor]
+
+
+def fingerprint(file: TensorFile) -> str:
+    """By which the tensors of a folder are recognised, wherever it lies and however it is cut into files.
+
+    128-bit XXH3 of each tensor's name, dtype and shape, and of some KiB from its middle: a read for each tensor,
+    whatever their size. It tells other weights (another model, one trained on, another dtype or quantisation); not a
+    change of a few elements elsewhere, and nothing of config.json.
+    """
+    digest = xxhash.xxh3_128()
+    for key in sorted(file.shapes):
+        digest.update(f"{key} {file.dtype_of(key)} {list(file.shapes[key])}\n".encode())
+        digest.update(file.sample(key))
+    return digest.hexdigest()
 
 
 def open_pretrained(model: schema.Model) -> Pretrained:
@@ -113,7 +139,7 @@ class PretrainedWeights:
     ) -> None:
         self._file, self._drawn = file, drawn
         self._tensors = ConvertedTensors(file, twin)
-        stored = _stored(model)
+        stored = stored_tensors(model)
         self._dtypes = {name: tensor.dtype for name, tensor in stored.items()}
         aliases = _aliases(model, stored)
         found = {first: [name for name in names if name in self._tensors.shapes] for first, names in aliases.items()}
@@ -247,7 +273,7 @@ def _some(names: Iterable[str]) -> str:
     return ", ".join([first, *others[:2]]) + (f", and {len(others) - 2} more" if len(others) > 2 else "")
 
 
-def _stored(model: nn.Module) -> dict[str, Tensor]:
+def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
     """What a folder holds of the model: parameters, each once, and persistent buffers."""
     stored: dict[str, Tensor] = dict(model.named_parameters())
     persistent = set(model.state_dict(keep_vars=True))

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from portable_fsdp.runtime.errors import ConfigError
 _PICKLES = ("pytorch_model*.bin", "*.bin", "*.pt", "*.pth", "*.ckpt")
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_SAMPLED = 2048  # elements
 
 
 class SafetensorsFolder(TensorFile):
@@ -48,6 +50,12 @@ class SafetensorsFolder(TensorFile):
     def read(self, key: str, slices: Slices) -> Tensor:
         with _open(self._files[key]) as file:
             return cast(Tensor, file.get_slice(key)[slices] if slices else file.get_tensor(key))
+
+    def sample(self, key: str) -> bytes:
+        shape = self.shapes[key]
+        middle = [slice(size // 2, size // 2 + 1) for size in shape[:-1]]
+        last = [slice(size // 2, size // 2 + _SAMPLED) for size in shape[-1:]]
+        return bytes(self.read(key, (*middle, *last)).contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def _weight_files(folder: Path) -> dict[str, Path]:

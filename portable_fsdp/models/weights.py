@@ -39,6 +39,10 @@ class TensorFile(Protocol):
         """The asked slices of one tensor, all of it for `()`, on the host."""
         ...
 
+    def sample(self, key: str) -> bytes:
+        """Some KiB from the middle of a tensor, as they lie in the file: cheap, whatever the tensor's size."""
+        ...
+
 
 def _ancestors(fqn: str) -> list[str]:
     """`a.b.weight` -> `a.b`, `a`, `` (the root): owner first."""

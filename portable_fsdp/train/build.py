@@ -141,6 +141,7 @@ def open_checkpoints(config: Config, backend: Backend, training: Training, corpu
         settings=config.checkpoint,
         data=Fingerprint(*corpus.fingerprint),
         ties=training.ties,
+        base=training.built.base,
     )
 
 

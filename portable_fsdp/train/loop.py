@@ -324,9 +324,11 @@ def _export(config: Config, backend: Backend, corpus: Corpus, newest: Path, told
     if backend.process.index == 0:
         try:
             checkpoint, which = _to_export(newest, told)
-            alone = config.model.lora is not None and not config.checkpoint.merge_adapters
-            export = export_adapters if alone else export_huggingface
-            export(checkpoint, _export_folder(config), corpus.tokenizer.save)
+            if config.model.lora is not None and not config.checkpoint.merge_adapters:
+                export_adapters(checkpoint, _export_folder(config), corpus.tokenizer.save)
+            else:  # the base where it lies now: the checkpoint may be older than that
+                base = config.model.pretrained
+                export_huggingface(checkpoint, _export_folder(config), corpus.tokenizer.save, base=base)
             log.info("exported %s to %s%s", checkpoint, _export_folder(config), which)
         except (OSError, CheckpointError) as error:
             failure = f"checkpoint.export: {error}"

@@ -1,19 +1,30 @@
-"""Adapters leave a checkpoint in peft's own format, or merged into the base: both give the logits of the run."""
+"""Adapters leave a checkpoint in peft's own format, or merged into the base: both give the logits of the run.
+
+Checkpoints hold the adapters alone, and know their base, as a run's do.
+"""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
-from plain_backend import PlainBackend, checkpoints
+from plain_backend import PlainBackend, checkpoints, load
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from portable_fsdp.checkpoint.__main__ import main
 from portable_fsdp.checkpoint.foreign.huggingface import export_huggingface
 from portable_fsdp.checkpoint.foreign.peft import export_adapters
+from portable_fsdp.checkpoint.format import read_manifest
+from portable_fsdp.checkpoint.manager import Checkpoints
+from portable_fsdp.config.schema import Lora, Model
+from portable_fsdp.models.build import build_model
 from portable_fsdp.models.config_json import config_to_json
+from portable_fsdp.models.pretrained import Base, fingerprint
+from portable_fsdp.models.safetensors_folder import SafetensorsFolder
 from portable_fsdp.runtime.errors import CheckpointError
 
 pytestmark = pytest.mark.slow  # peft takes seconds to import
@@ -35,12 +46,7 @@ def train(
     **said: Any,
 ) -> tuple[Path, Any]:
     """A base, saved to `folder`/base, and the checkpoint of a run over it, whose adapters have moved."""
-    torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODELS[name]), dtype=dtype)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.2)
-    model.save_pretrained(folder / "base")
+    model = base_model(folder / "base", name, dtype)
     architecture = config_to_json(model.config)
     settings = peft.LoraConfig(
         r=3, lora_alpha=5, target_modules=targets, fan_in_fan_out=name == "gpt2", task_type="CAUSAL_LM"
@@ -50,12 +56,46 @@ def train(
         for fqn, parameter in model.named_parameters():
             if "lora_" in fqn:
                 parameter.copy_(torch.randn_like(parameter) * 0.1)
-    config = {"model": {"pretrained": str(folder / "base"), "lora": {"r": 3, "alpha": 5.0} | said}}
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-9, momentum=0.9)
     model(input_ids=IDS).logits.sum().backward()
     optimizer.step()  # it has state of the adapters
-    saved = checkpoints(folder / "checkpoints", PlainBackend(devices=3), config=config, model_config=architecture)
-    return saved.save(1, model, optimizer, (0, 0)), model.eval()
+    ties = {"lm_head.weight": "model.embed_tokens.weight"} if name == "llama_tied" else {}
+    run = opened(folder, base_of(folder / "base"), model_config=architecture, ties=ties, **said)
+    return run.save(1, model, optimizer, (0, 0)), model.eval()
+
+
+def base_model(folder: Path, name: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODELS[name]), dtype=dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(folder)
+    return model
+
+
+def base_of(folder: Path) -> Base | None:
+    section = Model(pretrained=str(folder), lora=Lora(r=3, alpha=5.0))
+    return build_model(section, seed=0, seq_len=12, vocabulary=61).base
+
+
+def opened(folder: Path, base: Base | None, settings: dict[str, Any] | None = None, **changes: Any) -> Checkpoints:
+    """The run's checkpoints in `folder`, as it is with this base."""
+    said = {key: changes.pop(key) for key in ("r", "alpha", "start_from") if key in changes}
+    lora = {"r": 3, "alpha": 5.0} | said
+    config = {"model": {"pretrained": base.pretrained if base else str(folder / "base"), "lora": lora}}
+    arguments: dict[str, Any] = {"config": config, "base": base} | changes
+    return checkpoints(folder / "checkpoints", PlainBackend(devices=3), settings, **arguments)
+
+
+def untrained(folder: Path) -> tuple[Any, torch.optim.Optimizer]:
+    """A model over the base in `folder`, its adapters as peft makes them."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    peft.inject_adapter_in_model(peft.LoraConfig(r=3, lora_alpha=5, target_modules="all-linear"), model)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-9, momentum=0.9)
+    model(input_ids=IDS).logits.sum().backward()
+    optimizer.step()
+    return model, optimizer
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -68,7 +108,9 @@ def logits(model: Any) -> torch.Tensor:
 @pytest.mark.parametrize("name", MODELS)
 def test_peft_opens_the_adapters(tmp_path: Path, name: str) -> None:
     path, model = train(tmp_path, name)
+    (tmp_path / "base").rename(tmp_path / "away")  # no export of adapters asks for it
     export_adapters(path, tmp_path / "export", lambda folder: (folder / "tokenizer.json").touch())
+    (tmp_path / "away").rename(tmp_path / "base")
     assert sorted(file.name for file in (tmp_path / "export").iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",
@@ -78,36 +120,158 @@ def test_peft_opens_the_adapters(tmp_path: Path, name: str) -> None:
 
     base: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     plain = logits(base)
-    opened = peft.PeftModel.from_pretrained(base, str(tmp_path / "export"))
-    assert torch.equal(logits(opened), logits(model))
-    assert not torch.allclose(logits(opened), plain, atol=1e-2)
+    whole = peft.PeftModel.from_pretrained(base, str(tmp_path / "export"))
+    assert torch.equal(logits(whole), logits(model))
+    assert not torch.allclose(logits(whole), plain, atol=1e-2)
     # Without naming the base: the adapters know it.
     by_name: Any = peft.AutoPeftModelForCausalLM.from_pretrained(str(tmp_path / "export"))
     assert torch.equal(logits(by_name), logits(model))
     plainly: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     assert torch.equal(logits(plainly), logits(model))
+    # And a run of ours begins with them.
+    lora = Lora(r=3, alpha=5.0, start_from=str(tmp_path / "export"))
+    section = Model(pretrained=str(tmp_path / "base"), lora=lora)
+    built = build_model(section, seed=0, seq_len=12, vocabulary=61)
+    for fqn, parameter in model.named_parameters():
+        assert torch.equal(built.fill(fqn, tuple(slice(0, size) for size in parameter.shape)), parameter), fqn
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_merged_it_is_a_plain_model(tmp_path: Path, name: str) -> None:
     path, model = train(tmp_path, name)
     export_huggingface(path, tmp_path / "export", None)
-    opened, report = AutoModelForCausalLM.from_pretrained(tmp_path / "export", output_loading_info=True)  # type: ignore
+    whole, report = AutoModelForCausalLM.from_pretrained(tmp_path / "export", output_loading_info=True)  # type: ignore
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert type(opened.model if hasattr(opened, "model") else opened.transformer).__module__.startswith("transformers.")
-    torch.testing.assert_close(logits(opened), logits(model), rtol=1e-5, atol=1e-5)
+    assert type(whole.model if hasattr(whole, "model") else whole.transformer).__module__.startswith("transformers.")
+    torch.testing.assert_close(logits(whole), logits(model), rtol=1e-5, atol=1e-5)
+
+
+def test_a_checkpoint_leaves_out_its_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, model = train(tmp_path, "llama_tied")
+    manifest = read_manifest(path)
+    assert all("lora_" in key for key in manifest.tensors)
+    assert manifest.left_out.keys() | manifest.tensors.keys() >= dict(model.named_parameters()).keys()
+    assert not [key for key in manifest.left_out if "lora_" in key or "/" in key]
+    assert manifest.ties == {"lm_head.weight": "model.embed_tokens.weight"}
+    for command in (["verify"], ["show"], ["list"], ["prune", "--keep=1"]):
+        assert main([command[0], str(tmp_path), *command[1:]]) == 0
+    said = capsys.readouterr().out
+    assert f"left out: {tmp_path / 'base'} (fingerprint " in said
+    assert f"{sum(parameter.numel() for parameter in model.parameters()):,}" in said  # of the whole model
+    assert main(["diff", str(path), str(path)]) == 0
+
+
+def test_a_checkpoint_that_holds_its_base_exports_the_same(tmp_path: Path) -> None:
+    path, model = train(tmp_path, "llama")
+    old, optimizer = untrained(tmp_path / "base")
+    old.load_state_dict(model.state_dict())
+    held = opened(tmp_path / "old", None, model_config=read_manifest(path).architecture)
+    (tmp_path / "old").mkdir()
+    older = held.save(1, old, optimizer, (0, 0))
+    assert read_manifest(older).base is None
+    for checkpoint, folder in ((path, "export"), (older, "older")):
+        export_huggingface(checkpoint, tmp_path / folder, None)
+    mine, theirs = (load_file(tmp_path / folder / "model.safetensors") for folder in ("export", "older"))
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[key]) for key, tensor in mine.items())
+
+
+def test_merging_finds_the_base_or_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, model = train(tmp_path, "llama")
+    export = ["export", str(path), str(tmp_path / "export"), "--tokenizer", "none"]
+    for words in (["--format", "torch"], ["--format", "dcp"], ["--format", "peft", "--base", str(tmp_path / "base")]):
+        assert main([*export, *words]) == 2
+    said = capsys.readouterr().err
+    assert said.count("found that this one leaves out its base: ") == 2
+    assert "--base" in said
+    assert "expected --format huggingface, found peft" in said
+    (tmp_path / "base").rename(tmp_path / "moved")
+    assert main(export) == 2
+    said = capsys.readouterr().err
+    assert f"expected the base of its adapters, which it leaves out:\n    {tmp_path / 'base'} (fingerprint " in said
+    assert "--base FOLDER" in said
+    base_model(tmp_path / "base", seed=1)
+    assert main(export) == 2
+    assert f"found another in {tmp_path / 'base'} (fingerprint " in capsys.readouterr().err
+    assert main([*export, "--base", str(tmp_path / "moved")]) == 0
+    merged: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    torch.testing.assert_close(logits(merged), logits(model), rtol=1e-5, atol=1e-5)
+
+
+def test_a_moved_base_is_known_and_another_refused(tmp_path: Path) -> None:
+    _, model = train(tmp_path, "llama")
+    moved, other = tmp_path / "moved", tmp_path / "other"
+    shutil.move(tmp_path / "base", moved)
+    base_model(other, seed=1)
+    resumed, optimizer = untrained(moved)
+    with torch.no_grad():
+        for parameter in resumed.parameters():  # a load overwrites all, the base too
+            parameter.zero_()
+    run = opened(tmp_path, base_of(moved))
+    assert load(run, resumed, optimizer).changes == ()
+    assert torch.equal(logits(resumed), logits(model))
+    assert read_manifest(run.save(2, resumed, optimizer, (0, 0))).base is not None
+
+    for settings in ({}, {"load": "weights_only", "resume": "named"}):
+        elsewhere = tmp_path / "elsewhere" if settings else tmp_path
+        resume = str(tmp_path / "checkpoints/step-00000002") if settings else "auto"
+        with pytest.raises(CheckpointError) as error:
+            load(opened(elsewhere, base_of(other), settings), resumed, optimizer, resume)
+        for expected in (f"    {moved} (fingerprint ", f"    {other} (fingerprint ", "checkpoint.allow='[model.base]'"):
+            assert expected in str(error.value)
+        allowed = opened(elsewhere, base_of(other), {**settings, "allow": ["model.base"]})
+        assert [one.name for one in load(allowed, resumed, optimizer, resume).changes] == ["model.base"]
+        assert not torch.equal(logits(resumed), logits(model))
+    with pytest.raises(CheckpointError, match=r"expected the tensors of this model(.|\n)*float32 \[61, 24\]  nothing"):
+        load(opened(tmp_path, None), resumed, optimizer)
+
+
+def test_a_run_that_holds_its_base_goes_on_holding_it(tmp_path: Path) -> None:
+    """Who knows whether it is that of the files."""
+    base_model(tmp_path / "base")
+    held, optimizer = untrained(tmp_path / "base")
+    with torch.no_grad():
+        for parameter in held.parameters():
+            parameter.add_(0.1)
+    opened(tmp_path, None).save(1, held, optimizer, (0, 0))
+    resumed, optimizer = untrained(tmp_path / "base")
+    run = opened(tmp_path, base_of(tmp_path / "base"), start_from=None)  # a key that the older release didn't know
+    assert load(run, resumed, optimizer).changes == ()
+    assert torch.equal(logits(resumed), logits(held))
+    assert read_manifest(run.save(2, resumed, optimizer, (0, 0))).base is None
+
+
+@pytest.mark.parametrize("changed", ["value", "dtype", "name", "nothing"])
+def test_a_fingerprint_tells_other_weights(tmp_path: Path, changed: str) -> None:
+    base_model(tmp_path / "base")
+    weights = load_file(tmp_path / "base/model.safetensors")
+    first = "model.layers.1.mlp.up_proj.weight"
+    if changed == "value":
+        weights[first] *= 1.001
+    elif changed == "dtype":
+        weights[first] = weights[first].bfloat16()
+    elif changed == "name":
+        weights["model.layers.2.mlp.up_proj.weight"] = weights.pop(first)
+    (tmp_path / "other").mkdir()
+    half = dict(sorted(weights.items())[::2]), dict(sorted(weights.items())[1::2])  # in two files: the same tensors
+    for number, part in enumerate(half):
+        save_file(part, tmp_path / f"other/model-{number}.safetensors", {"format": "pt"})
+    index = {key: f"model-{number}.safetensors" for number, part in enumerate(half) for key in part}
+    (tmp_path / "other/model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    prints = {fingerprint(SafetensorsFolder(tmp_path / folder)) for folder in ("base", "other")}
+    assert len(prints) == (1 if changed == "nothing" else 2)
 
 
 def test_merging_rounds_once(tmp_path: Path) -> None:
     """In float32, and then to the base's dtype: peft's own merge computes in the base's."""
     path, model = train(tmp_path, "llama", dtype=torch.bfloat16)
     export_huggingface(path, tmp_path / "export", None)
-    opened: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    whole: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     name = "model.layers.1.mlp.up_proj"
     layer = model.get_submodule(name)
     a, b = (half["default"].weight.float() for half in (layer.lora_A, layer.lora_B))
     expected = (layer.base_layer.weight.float() + 5 / 3 * b @ a).bfloat16()
-    assert torch.equal(opened.get_submodule(name).weight, expected)
+    assert torch.equal(whole.get_submodule(name).weight, expected)
 
 
 @pytest.mark.parametrize(
@@ -123,17 +287,17 @@ def test_target_modules_name_just_the_layers(tmp_path: Path, targets: list[str],
     settings = json.loads((tmp_path / "export" / "adapter_config.json").read_text())
     assert settings["target_modules"] == expected
     assert (settings["r"], settings["lora_alpha"], settings["peft_type"]) == (3, 5, "LORA")
-    opened: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
-    assert torch.equal(logits(opened), logits(model))
+    whole: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    assert torch.equal(logits(whole), logits(model))
 
 
 def test_adapters_in_another_dtype(tmp_path: Path) -> None:
     path, model = train(tmp_path, "llama")
     arguments = ["--format", "peft", "--tokenizer", "none", "--dtype", "bfloat16"]
     assert main(["export", str(path), str(tmp_path / "export"), *arguments]) == 0
-    opened: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
-    torch.testing.assert_close(logits(opened), logits(model), rtol=0.05, atol=0.05)
-    assert not torch.equal(logits(opened), logits(model))
+    whole: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    torch.testing.assert_close(logits(whole), logits(model), rtol=0.05, atol=0.05)
+    assert not torch.equal(logits(whole), logits(model))
 
 
 def test_whole_weights_have_no_adapters_to_export(tmp_path: Path) -> None:

@@ -80,6 +80,37 @@ def test_a_manifest_is_written_as_people_and_programs_read_it(tmp_path: Path) ->
     assert format.read_manifest(tmp_path) == small()
 
 
+LEFT_OUT = TensorEntry(shape=(3, 2), dtype="bfloat16")
+BASE: dict[str, Any] = {"pretrained": "org/name", "gguf_file": None, "fingerprint": HASH}
+
+
+def test_what_a_base_holds_is_read_back_and_may_be_tied(tmp_path: Path) -> None:
+    whole = small().model_copy(update={"base": format.Base(**BASE, tensors={"b": LEFT_OUT}), "ties": {"v": "b"}})
+    text = format.manifest_text(whole)
+    (tmp_path / "manifest.json").write_text(text)
+    assert format.read_manifest(tmp_path) == whole
+    entry = '  "b": {"shape": [3, 2], "dtype": "bfloat16", "files": [], "offsets": [], "sizes": []}'
+    assert f'\n"base": {json.dumps(BASE)[:-1]}, "tensors": {{\n{entry}\n}}}},\n' in text
+    assert whole.left_out == {"b": LEFT_OUT}
+
+
+@pytest.mark.parametrize(
+    ("key", "tensor"),
+    [
+        ("w", LEFT_OUT),
+        ("exp_avg/b", LEFT_OUT),
+        ("b", TensorEntry(shape=(3, 2), dtype="bfloat16", files=[0], offsets=[0, 0], sizes=[3, 2])),
+        ("b", TensorEntry(shape=(3, 2), dtype="bfloat17")),
+        ("b", TensorEntry(shape=(2**40, 2**40), dtype="bfloat16")),
+    ],
+    ids=["stored", "optimizer", "pieces", "dtype", "elements"],
+)
+def test_a_base_of_anything_but_weights_without_pieces_is_refused(key: str, tensor: TensorEntry) -> None:
+    wrong = small().model_copy(update={"base": format.Base(**BASE, tensors={key: tensor})})
+    with pytest.raises(CheckpointError, match=rf"manifest.json: {key}: expected "):
+        format.check_manifest(wrong, "wrong")
+
+
 def random_cut(rng: random.Random, shape: tuple[int, ...], offset: tuple[int, ...]) -> list[tuple[Any, Any]]:
     """A box cut in two at random, again and again: tilings that are no grid, too."""
     axes = [axis for axis, size in enumerate(shape) if size > 1]

@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM
 from portable_fsdp.backends.base import rows_of_shard, whole
 from portable_fsdp.config.schema import Model, Precision
 from portable_fsdp.models.build import BuiltModel, build_model
+from portable_fsdp.models.gguf import GgufFile
+from portable_fsdp.models.pretrained import fingerprint
 from portable_fsdp.runtime.errors import ConfigError
 
 SEQ_LEN = 16
@@ -41,6 +43,18 @@ def test_it_fills_what_transformers_reads(tmp_path: Path, name: str, kind: str) 
     for key in ("vocab_size", "hidden_size", "rms_norm_eps", "num_key_value_heads", "tie_word_embeddings"):
         assert built.config[key] == pytest.approx(config[key], rel=1e-7)  # GGUF has float32
     assert "quantization_config" not in built.config  # what is trained and exported is not quantised
+
+
+def test_its_fingerprint_tells_other_weights(tmp_path: Path) -> None:
+    model = build(ARCHITECTURES["llama"])
+    found: list[str] = []
+    for name in ("a.gguf", "same.gguf", "other.gguf"):
+        if name == "other.gguf":
+            with torch.no_grad():
+                model.get_parameter("model.layers.1.mlp.up_proj.weight").mul_(-1)
+        write(tmp_path / name, model, TYPE.Q8_0)
+        found.append(fingerprint(GgufFile(tmp_path / name)))
+    assert found[0] == found[1] != found[2]
 
 
 def test_it_is_cast_to_the_masters_dtype(tmp_path: Path) -> None:

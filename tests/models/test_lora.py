@@ -1,13 +1,28 @@
 """Adapters (LoRA): which layers get them, their initial values, and what is refused."""
 
+import json
 import logging
 import math
+import re
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
-from small_models import ARCHITECTURES, SEQ_LEN, VOCABULARY, build, logits, materialise, token_ids, whole_weight
+from safetensors.torch import load_file, save_file
+from small_models import (
+    ARCHITECTURES,
+    SEQ_LEN,
+    VOCABULARY,
+    build,
+    logits,
+    materialise,
+    shake,
+    stock_model,
+    token_ids,
+    whole_weight,
+)
 from test_build import save
 
 from portable_fsdp.backends.base import whole
@@ -169,3 +184,77 @@ def test_frozen_weights_may_rest_in_bfloat16_without_adapters() -> None:
     for fqn, weight in built.model.named_parameters():
         expected = torch.bfloat16 if ".layers.0." in fqn else torch.float32
         assert weight.dtype == whole_weight(built, fqn).dtype == expected, fqn
+
+
+def adapters(folder: Path, **said: Any) -> tuple[str, Any]:
+    """A folder that peft has saved, of a model of the architecture llama; and that model."""
+    model = stock_model(ARCHITECTURES["llama"])
+    settings: dict[str, Any] = {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "v_proj"]}
+    theirs = peft.get_peft_model(model, peft.LoraConfig(**settings, **said, task_type="CAUSAL_LM"))
+    shake(theirs)
+    theirs.save_pretrained(str(folder))
+    return str(folder), theirs
+
+
+def started(folder: str, **changes: Any) -> BuiltModel:
+    settings: dict[str, Any] = {"r": 3, "alpha": 5.0, "targets": ("q_proj", "v_proj"), "start_from": folder}
+    return adapted(**{**settings, **changes})
+
+
+# transformers', of how peft 0.21 asks it.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("master", ["float32", "bfloat16"])
+def test_a_run_may_start_from_adapters_of_peft(tmp_path: Path, master: str) -> None:
+    folder, theirs = adapters(tmp_path, lora_dropout=0.05)
+    built = started(folder, precision={"master": master})
+    fresh = adapted(r=3, alpha=5.0, targets=("q_proj", "v_proj"), precision={"master": master})
+    expected = {fqn.removeprefix("base_model.model."): weight for fqn, weight in theirs.named_parameters()}
+    for fqn in (fqn for fqn, _ in built.model.named_parameters()):
+        wanted = expected[fqn].to(getattr(torch, master)) if "lora_" in fqn else whole_weight(fresh, fqn)
+        assert torch.equal(whole_weight(built, fqn), wanted), fqn
+    name = f"{Q}.lora_A.default.weight"
+    assert torch.equal(
+        built.fill(name, (slice(1, 3), slice(4, 9))), expected[name][1:3, 4:9].to(getattr(torch, master))
+    )
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_other_adapters_are_refused_by_name(tmp_path: Path) -> None:
+    folder, _ = adapters(tmp_path / "adapters")
+    config, weights = (Path(folder) / name for name in ("adapter_config.json", "adapter_model.safetensors"))
+    said, tensors = json.loads(config.read_text()), load_file(weights)
+    kinds = {"use_dora": True, "use_rslora": True, "bias": "lora_only", "modules_to_save": ["lm_head"]}
+    kinds |= {"rank_pattern": {"q_proj": 8}, "alpha_pattern": {"q_proj": 8}, "lora_bias": True, "peft_type": "IA3"}
+    kinds |= {"init_lora_weights": "pissa", "task_type": "SEQ_CLS", "a_kind_of_tomorrow": {"x": 1}}
+    for key, value in kinds.items():
+        config.write_text(json.dumps({**said, key: value}))
+        refused(folder, rf"expected plain LoRA adapters \({key}: .*found {key}: {re.escape(json.dumps(value))}")
+    config.write_text("[]")
+    refused(folder, "expected a JSON object in adapter_config.json")
+    config.write_text(json.dumps(said))
+
+    refused(folder, r"expected model.lora.r=4, found 3(.|\n)*Set model.lora.r to 3", r=4)
+    refused(folder, r"expected model.lora.alpha=6, found 5(.|\n)*Set model.lora.alpha to 5", alpha=6.0)
+    refused(folder, r"the 2 layers .* found \S*v_proj.lora_A.weight too \(4 in all\)", targets=("q_proj",))
+    refused(folder, r"the 14 layers .* found none for \S*down_proj\S* \(20 in all\)", targets=("all-linear",))
+    first = f"base_model.model.{Q}.lora_A.weight"
+    changed = {"a magnitude": {**tensors, f"base_model.model.{Q}.lora_magnitude_vector": tensors[first][0].clone()}}
+    changed |= {"a shape": {**tensors, first: tensors[first][:, 1:].contiguous()}}
+    changed |= {"a dtype": {**tensors, first: tensors[first].to(torch.float8_e4m3fn)}}
+    found = {"a magnitude": "lora_magnitude_vector too", "a shape": r"F32 \[3, 47\]", "a dtype": r"F8_E4M3 \[3, 48\]"}
+    for what, content in changed.items():
+        save_file(content, weights)
+        refused(folder, found[what])
+    weights.write_bytes(b"no")
+    refused(folder, "expected a whole safetensors file adapter_model.safetensors")
+    weights.rename(weights.with_name("adapter_model.bin"))
+    refused(folder, r"found adapter_model.bin, a pickle")
+    weights.with_name("adapter_model.bin").unlink()
+    refused(folder, "expected adapter_model.safetensors, found none")
+    refused(str(tmp_path), r"adapter_config.json of peft, found .*No such file")
+    refused("no/such/folder", "found no such folder")
+
+
+def refused(folder: str, expected: str, **changes: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^model\.lora\.start_from: (.|\n)*{expected}(.|\n)*Nothing was started\.$"):
+        started(folder, **changes)

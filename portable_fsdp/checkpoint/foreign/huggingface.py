@@ -46,11 +46,15 @@ MAX_SHARD_BYTES = 5_000_000_000
 
 
 def export_huggingface(
-    checkpoint: Path, folder: Path, save_tokenizer: SaveTokenizer | None, max_shard_bytes: int = MAX_SHARD_BYTES
+    checkpoint: Path,
+    folder: Path,
+    save_tokenizer: SaveTokenizer | None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    base: str | None = None,
 ) -> None:
     """`export` of the checkpoint in a folder, in the dtype that it was saved in."""
     with Reader(checkpoint) as reader:
-        export(reader, folder, save_tokenizer=save_tokenizer, max_shard_bytes=max_shard_bytes)
+        export(reader, folder, save_tokenizer=save_tokenizer, max_shard_bytes=max_shard_bytes, base=base)
 
 
 def export(
@@ -61,17 +65,18 @@ def export(
     save_tokenizer: SaveTokenizer | None = None,
     advance: Advance = say_nothing,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    base: str | None = None,
 ) -> None:
     """Write the model as a Hugging Face folder, adapters (LoRA) added into their layers. For one process.
 
     `dtype`: of its floating-point tensors; None: the one that they were saved in. A file is closed before it would
-    grow beyond `max_shard_bytes`. Hashes the model's files first. Holds one tensor in host memory, in the dtype that
-    it was saved in (with an adapter, two in float32), and a few MiB. An older export in `target` is replaced once the
-    new one is whole. Raises `CheckpointError`: a damaged checkpoint, a model that isn't of transformers, another thing
-    in `target`.
+    grow beyond `max_shard_bytes`. `base`: where the base of adapters lies, as `merged` takes it. Hashes the model's
+    files first. Holds one tensor in host memory, in the dtype that it was saved in (with an adapter, two in float32),
+    and a few MiB. An older export in `target` is replaced once the new one is whole. Raises `CheckpointError`: a
+    damaged checkpoint, a base that isn't there, a model that isn't of transformers, another thing in `target`.
     """
     require_replaceable(target)
-    saved, read = merged(reader)
+    saved, read = merged(reader, base)
     tensors = {key: as_dtype(tensor, dtype) for key, tensor in saved.items()}
     config = _model_config(reader.manifest, reader.folder.name, tensors)
     verify(reader, advance, "model/")

@@ -13,11 +13,9 @@ from portable_fsdp.checkpoint.foreign.streams import write_file
 from portable_fsdp.checkpoint.foreign.target import new_folder, require_replaceable
 from portable_fsdp.checkpoint.format import Manifest
 from portable_fsdp.checkpoint.store import Reader
-from portable_fsdp.models.lora import AdapterNames, holds_inputs_first
+from portable_fsdp.models.lora import holds_inputs_first, peft_keys
+from portable_fsdp.models.peft_folder import WEIGHTS
 from portable_fsdp.runtime.errors import CheckpointError
-
-WEIGHTS = "adapter_model.safetensors"
-_INSIDE = "base_model.model"  # where peft's model holds ours
 
 
 def export_adapters(checkpoint: Path, folder: Path, save_tokenizer: SaveTokenizer | None) -> None:
@@ -49,7 +47,7 @@ def export(
     import_transformers()  # chosen before peft imports it
     from peft import LoraConfig
 
-    ours = {theirs: key for names in adapters.layers for theirs, key in _keys(names)}
+    ours = {theirs: key for names in adapters.layers for theirs, key in peft_keys(names)}
     tensors = {theirs: as_dtype(reader.manifest.tensors[key], dtype) for theirs, key in ours.items()}
     settings = LoraConfig(
         r=adapters.r,
@@ -67,14 +65,6 @@ def export(
         write_file(unfinished / WEIGHTS, tensors, lambda key: reader.read_whole(ours[key]), {"format": "pt"}, advance)
         if save_tokenizer is not None:
             save_tokenizer(unfinished)
-
-
-def _keys(names: AdapterNames) -> tuple[tuple[str, str], tuple[str, str]]:
-    """peft's key -> ours, of a layer's two weights; its files leave out the adapter's name."""
-    return (
-        (f"{_INSIDE}.{names.layer}.lora_A.weight", names.a),
-        (f"{_INSIDE}.{names.layer}.lora_B.weight", names.b),
-    )
 
 
 def _target_modules(base: nn.Module, layers: Iterable[str]) -> list[str]:
