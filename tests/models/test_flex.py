@@ -4,6 +4,7 @@ On the CPU torch runs flex_attention by its formula, or compiled, and only forwa
 """
 
 from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -27,9 +28,13 @@ pytestmark = [
     pytest.mark.filterwarnings(r"ignore:flex_attention called without torch\.compile:UserWarning"),
     # torch's own tracer, of what it looks at; autograd goes on without it.
     pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning"),
+    # torch's own tracer, of a class of torch's.
+    pytest.mark.filterwarnings(
+        r"ignore:.*autograd\.function\.Function.* should not be instantiated:DeprecationWarning"
+    ),
 ]
 WIDE = {"gemma2": {"head_dim": 16}, "deepseek_v3": {"v_head_dim": 16}, "mistral_window": {"head_dim": 16}}
-LAYERS = {"num_hidden_layers": 6, "layer_types": [*["sliding_attention"] * 5, "full_attention"]}
+LAYERS: dict[str, Any] = {"num_hidden_layers": 6, "layer_types": [*["sliding_attention"] * 5, "full_attention"]}
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +44,8 @@ def _backward_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def made(name: str, attention: str, packs: bool = True, **changes: Any) -> Any:
-    section = Model(architecture=ARCHITECTURES[name] | WIDE.get(name, {}) | changes, attention=attention)
+    architecture = ARCHITECTURES[name] | WIDE.get(name, {}) | changes
+    section = Model.model_validate({"architecture": architecture, "attention": attention})
     model = materialise(build_model(section, seed=0, seq_len=SEQ_LEN, vocabulary=VOCABULARY, packs_documents=packs))
     shake(model)
     return model
@@ -64,20 +70,29 @@ def require_equal(found: Any, expected: Any) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * float(other.abs().max()))
 
 
-# A window in every layer; windows, softcap and grouped heads; sinks; values of another width than keys.
-@pytest.mark.parametrize("name", ["mistral_window", "gemma2", "gpt_oss", "deepseek_v3"])
+def recomputed(model: Any) -> Any:
+    """The model under gradient checkpointing, as the engine does it."""
+    again: Callable[..., Any] = _recomputed(type(model.model.layers[0]).forward, (), False)
+    for layer in model.model.layers:
+        layer.forward = again.__get__(layer)
+    return model
+
+
+# Windows, softcap and grouped heads; sinks; a window in every layer; values of another width than keys.
+@pytest.mark.parametrize(
+    "name",
+    ["gemma2", "gpt_oss", *(pytest.param(n, marks=pytest.mark.proof) for n in ("mistral_window", "deepseek_v3"))],
+)
 def test_documents_have_the_losses_and_gradients_of_static_attention(name: str) -> None:
     model, static = made(name, "flex"), made(name, "static")
     require_equal(trained(model), trained(static))
     ids, labels, *_ = batch()
     with torch.no_grad():
-        for row, number in DOCUMENTS[:2]:
+        for row, number in DOCUMENTS[1:3]:  # each has one before it
             own = labels_of(row, number, labels)
             packed = float(model(ids, own, positions(), segments())[0])
             assert packed == pytest.approx(float(static(*padded(row, number, ids, own))[0]), rel=1e-5)
-        crossing = float(model(ids, own)[0])
-        assert crossing == pytest.approx(float(static(ids, own)[0]), rel=1e-5)
-        assert crossing != pytest.approx(packed, rel=1e-4), "or documents would not have been kept apart"
+            assert packed != pytest.approx(float(model(ids, own)[0]), rel=1e-4), "what crosses must show"
 
 
 def test_a_stream_is_causal_and_padding_is_told_nothing() -> None:
@@ -90,10 +105,7 @@ def test_a_stream_is_causal_and_padding_is_told_nothing() -> None:
 
 
 def test_masks_are_made_once_a_forward_for_each_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = made("gemma3_text", "flex", **LAYERS)
-    recomputed: Callable[..., Any] = _recomputed(type(model.model.layers[0]).forward, (), False)
-    for layer in model.model.layers:
-        layer.forward = recomputed.__get__(layer)
+    model = recomputed(made("gemma3_text", "flex", **LAYERS))
     make, calls = flex.create_block_mask, 0
 
     def counted(*args: Any) -> Any:
@@ -123,6 +135,25 @@ def test_nothing_is_read_on_the_host() -> None:
         flex.make_masks([None, 5], SEQ_LEN, torch.device("cpu"), segments())
     assert operators.names
     assert not [name for name in operators.names if "_local_scalar_dense" in name or "nonzero" in name]
+
+
+def test_compiled_attention_runs_again_in_backward_without_another_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What GPUs run, but for inductor, which has no backward on the CPU.
+
+    torch's formula alone, not compiled, gives wrong gradients here (2.9 and 2.13): checkpoint's hooks take part while
+    it traces the softcap. Compiling shuts them out.
+    """
+    compiled = cache(partial(torch.compile, backend="aot_eager", dynamic=False, fullgraph=True))
+    monkeypatch.setattr(flex, "_for_device", lambda function, _: compiled(function))
+    torch._dynamo.reset()
+    model, expected = recomputed(made("gemma2", "flex")), trained(made("gemma2", "static"))
+    graphs: set[int] = set()
+    for _ in range(2):
+        require_equal(trained(model), expected)
+        with torch.no_grad():  # an evaluation in between
+            model(*batch())
+        graphs.add(counters["stats"]["unique_graphs"])
+    assert len(graphs) == 1
 
 
 def test_compiled_layers_take_new_masks_without_another_program() -> None:
