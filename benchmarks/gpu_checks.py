@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from gpu_flex import flex_checks
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -161,6 +162,7 @@ def _checks(device: str, tiny: bool) -> Iterator[tuple[str, Callable[[], dict[st
         yield f"checkpoint: {name}", lambda name=name: _checkpoint(replace(CURVES[name], steps=steps), device)
     if device == "cuda":
         yield from _memory_checks(device)
+    yield from flex_checks(device, tiny)
     for name in (name for name in curves if "compile" in name):
         yield f"curve: {name}", lambda name=name: _curve(replace(CURVES[name], steps=steps), device, references)
 

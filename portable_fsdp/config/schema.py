@@ -81,9 +81,11 @@ class Model(Section):
         "beyond the model's (they are left out)",
         strict=False,
     )
-    attention: Literal["auto", "static", "sdpa", "eager"] = Field(
+    attention: Literal["auto", "static", "flex", "sdpa", "eager"] = Field(
         default="auto",
-        description="attention implementation; auto: static (one function for all engines) where the model takes it",
+        description="attention implementation; auto: static (one function for all engines) where the model takes it; "
+        "flex: torch's flex_attention, which computes no block of scores that is masked (GPUs alone); sdpa, eager: "
+        "transformers' own",
     )
     experts: Literal["auto", "dense", "batched_mm", "grouped_mm"] = Field(
         default="auto",

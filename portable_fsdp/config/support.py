@@ -222,6 +222,7 @@ EFFECTS = (
     # --- model
     Effect(("model.attention",), EVERY, "a function of static arguments (static); transformers' own (sdpa, eager)"),
     Effect(("model.attention=auto",), EVERY, "static where the model takes it, else the model's own"),
+    Effect(("model.attention=flex",), NATIVE, "torch's flex_attention, compiled; masks once a forward for each window"),
     Effect(("model.experts",), EVERY, "all on all tokens (dense), or the chosen weights gathered (batched_mm)"),
     Effect(("model.experts=auto",), EVERY, "dense"),
     Effect(("model.experts=grouped_mm",), NATIVE, "tokens sorted by expert"),

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from portable_fsdp.config import schema
 from portable_fsdp.config.patterns import matching
 from portable_fsdp.models import attention as static_attention
-from portable_fsdp.models import experts
+from portable_fsdp.models import experts, flex
 from portable_fsdp.models.config_json import config_to_json
-from portable_fsdp.models.documents import document_mask, require_documents_apart
+from portable_fsdp.models.documents import require_documents_apart, tell_documents
 from portable_fsdp.models.lora import add_adapters, is_adapter
 from portable_fsdp.models.loss import Loss, attach_loss
 from portable_fsdp.models.peft_folder import start_from
@@ -100,6 +100,7 @@ def build_model(
     _check_causal(built)
     twin = _on_meta(config, model.attention)  # keeps its meta parameters while the backend replaces the model's
     _check_forward(twin, seq_len)
+    windows = _windows(twin, seq_len) if model.attention == "flex" else ()
     experts.choose(built, model.experts, DTYPES[precision.compute].itemsize)
     unset = fill_buffers(built, twin)
     master = DTYPES[precision.master]
@@ -110,11 +111,11 @@ def build_model(
         weights = PretrainedWeights(opened.file, built, twin, weights, allow=model.allow, rows_before=rows_before)
         unset -= _read_buffers(built, weights)
     _refuse_unset(built, unset)
-    mask = None
     if packs_documents:
         require_documents_apart(built, partial(_made, attention=model.attention), eager=eager)
-        mask = document_mask(built.config._attn_implementation, DTYPES[precision.compute], eager=eager)
-    attach_loss(built, DTYPES.get(precision.output), eager, loss, mask)  # auto: none of them
+    attention, compute = built.config._attn_implementation, DTYPES[precision.compute]
+    tell = tell_documents(attention, compute, eager=eager, packs=packs_documents, windows=windows)
+    attach_loss(built, DTYPES.get(precision.output), eager, loss, tell)  # auto: none of them
     built.train()
     fill: Callable[[str, Slices], Tensor] = weights
     if model.lora is not None:
@@ -345,6 +346,17 @@ def _refuse_forward(model: nn.Module, seq_len: int, error: Exception) -> None:
         ) from error
 
 
+def _windows(model: nn.Module, seq_len: int) -> tuple[int | None, ...]:
+    """Of the layers of a model on meta, for attention over blocks."""
+    windows = flex.windows_of(model, seq_len)
+    if not windows:
+        raise ConfigError(
+            f"model.attention=flex: expected a model that gives its layers what forward is told, found that "
+            f"{type(model).__name__} doesn't.\n  Set model.attention=auto. Nothing was started."
+        )
+    return windows
+
+
 def _check_causal(model: nn.Module) -> None:
     """Encoders count as causal models in transformers too, but see the tokens that they should predict."""
     flags = [flag for module in model.modules() if isinstance(flag := getattr(module, "is_causal", None), bool)]
@@ -359,10 +371,12 @@ def _attention(kind: Any, wanted: str) -> str:
     """`auto` takes the static one, save for models with an attention of their own (ALiBi in Bloom and Falcon)."""
     # Private: the flag is missing in models that take any all the same (stablelm, qwen3_next).
     takes_any = bool(getattr(kind, "_supports_attention_backend", False)) or kind._can_set_attn_implementation()
-    if wanted == "static" and not takes_any:
+    if wanted in ("static", "flex") and not takes_any:
         raise ConfigError(f"model.attention: {kind.__name__} has an attention of its own; set model.attention=auto.")
     if wanted in ("sdpa", "eager"):
         return wanted
+    if wanted == "flex":
+        return flex.register()
     if takes_any:
         return static_attention.register()
     return "sdpa" if getattr(kind, "_supports_sdpa", False) else "eager"

@@ -6,14 +6,17 @@ document to the next (Mamba), an attention of the model's own (Bloom), positions
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from portable_fsdp.models.attention import STATIC, document_bias
-from portable_fsdp.models.loss import Mask
+from portable_fsdp.models.flex import FLEX, make_masks
+from portable_fsdp.models.loss import Tell
 from portable_fsdp.runtime.errors import ConfigError
 
 _LENGTHS, _PADDING = (5, 8), 3  # tokens of the trial's documents, and behind them
@@ -23,18 +26,34 @@ _BOUND = 1e-4  # of the largest logit: a hundred times float32's rounding
 _SIZES_INSIDE = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "n_inner", "ffn_dim")
 
 
-def document_mask(attention: str, dtype: torch.dtype, *, eager: bool) -> Mask:
-    """What makes the mask of a forward from `segments`, int64 `[batch, seq]`.
+def tell_documents(
+    attention: str, dtype: torch.dtype, *, eager: bool, packs: bool, windows: Iterable[int | None] = ()
+) -> Tell | None:
+    """What a forward is told of the documents in its rows; None: nothing.
 
     Args:
         attention: by its name in transformers.
         dtype: in which attention computes.
         eager: one additive bias that all layers share. Else the numbers of the documents: a compiler fuses what it
             makes of them into each layer's attention, and nothing of `[seq, seq]` goes from layer to layer.
+        packs: rows hold several documents. Else only attention over blocks is told something: what is causal.
+        windows: of the layers; asked for attention over blocks.
     """
-    if eager or attention != STATIC:
-        return lambda segments: document_bias(segments, dtype)
-    return lambda segments: segments[:, None, None]
+
+    def blocks(input_ids: Tensor, positions: Tensor | None, segments: Tensor | None) -> dict[str, Any]:
+        apart = segments if packs else None
+        told: dict[str, Any] = {} if apart is None else {"position_ids": positions}
+        return {"block_masks": make_masks(windows, input_ids.shape[-1], input_ids.device, apart), **told}
+
+    def mask(_: Tensor, positions: Tensor | None, segments: Tensor | None) -> dict[str, Any]:
+        if segments is None:
+            return {}
+        shared = document_bias(segments, dtype) if eager or attention != STATIC else segments[:, None, None]
+        return {"attention_mask": shared, "position_ids": positions}
+
+    if attention == FLEX:
+        return blocks
+    return mask if packs else None
 
 
 def require_documents_apart(model: Any, build: Callable[[Any], Any], *, eager: bool) -> None:
@@ -64,17 +83,15 @@ def require_documents_apart(model: Any, build: Callable[[Any], Any], *, eager: b
 
 
 def _problem(model: Any, alone: Tensor, eager: bool) -> str:
-    mask = document_mask(model.config._attn_implementation, torch.float32, eager=eager)
+    attention, windows = model.config._attn_implementation, (None, _WINDOW)
+    tell = tell_documents(attention, torch.float32, eager=eager, packs=True, windows=windows)
     numbers = [*(number for number, length in enumerate(_LENGTHS, 1) for _ in range(length)), *[0] * _PADDING]
     positions = [place for length in (*_LENGTHS, _PADDING) for place in range(length)]
+    ids = torch.cat([*_documents(), torch.zeros(1, _PADDING, dtype=torch.int64)], dim=1)
     try:
-        with torch.no_grad():
-            packed = model(
-                input_ids=torch.cat([*_documents(), torch.zeros(1, _PADDING, dtype=torch.int64)], dim=1),
-                attention_mask=mask(torch.tensor([numbers])),
-                position_ids=torch.tensor([positions]),
-                use_cache=False,
-            ).logits
+        with torch.no_grad(), _dense_blocks():
+            told = tell(ids, torch.tensor([positions]), torch.tensor([numbers])) if tell else {}
+            packed = model(input_ids=ids, use_cache=False, **told).logits
     except Exception as error:
         return f"it takes no mask of documents ({type(error).__name__}: {error})"
     difference = float((packed[:, : sum(_LENGTHS)] - alone).abs().max() / alone.abs().max())
@@ -83,7 +100,16 @@ def _problem(model: Any, alone: Tensor, eager: bool) -> str:
 
 def _alone(model: Any) -> Tensor:
     """The logits of each document in a row of its own, one after the other."""
-    return torch.cat([model(input_ids=document, use_cache=False).logits for document in _documents()], dim=1)
+    with _dense_blocks():
+        return torch.cat([model(input_ids=document, use_cache=False).logits for document in _documents()], dim=1)
+
+
+@contextmanager
+def _dense_blocks() -> Generator[None]:
+    """Attention over blocks runs by its formula here, on the CPU, which torch warns of."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"flex_attention called without torch\.compile", category=UserWarning)
+        yield
 
 
 def _documents() -> list[Tensor]:

@@ -19,8 +19,8 @@ IGNORED = -100
 Loss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(logits, labels) -> (sum over the counted labels, their number), as `cross_entropy_sum` takes and gives them."""
 
-Mask = Callable[[Tensor], Tensor]
-"""segments `[batch, seq]` -> what `attention.static_attention` takes as a mask."""
+Tell = Callable[[Tensor, Tensor | None, Tensor | None], dict[str, Any]]
+"""(input_ids, positions, segments), int64 `[batch, seq]` -> what else the forward of the model is told."""
 
 CHUNK_BYTES = 256 * 2**20  # float32 logits upcast at once, per process
 
@@ -92,14 +92,14 @@ def attach_loss(
     output: torch.dtype | None = None,
     chunked: bool = True,
     loss: Loss | None = None,
-    mask: Mask | None = None,
+    tell: Tell | None = None,
 ) -> None:
     """Make `model(input_ids, labels, positions, segments)` return (loss_sum, token_count), of `loss`, or of
     `cross_entropy_sum`.
 
     The loss takes the logits in the dtype `output`; None: as the head gives them. `positions` and `segments`, int64
-    `[batch, seq]`, tell the documents of a row apart; `mask` makes of `segments` what the model's attention takes, once
-    a forward. Without it they are left alone: a row's only document comes first, and sees nothing of what follows it.
+    `[batch, seq]`, tell the documents of a row apart; `tell` makes of them what the model's attention takes, once a
+    forward. Without it they are left alone: a row's only document comes first, and sees nothing of what follows it.
     The forward of this instance is replaced, so that the model stays its own root: no wrapper, no changed name.
     """
 
@@ -112,8 +112,8 @@ def attach_loss(
         positions: Tensor | None = None,
         segments: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        apart = {"attention_mask": mask(segments), "position_ids": positions} if mask and segments is not None else {}
-        logits: Tensor = cast(Any, type(self)).forward(self, input_ids=input_ids, use_cache=False, **apart).logits
+        told = {} if tell is None else tell(input_ids, positions, segments)
+        logits: Tensor = cast(Any, type(self)).forward(self, input_ids=input_ids, use_cache=False, **told).logits
         return loss(logits if output is None else logits.to(output), labels)
 
     model.forward = MethodType(forward_with_loss, model)

@@ -26,8 +26,9 @@ from portable_fsdp.backends.native.engine import NativeBackend, _local, _materia
 from portable_fsdp.config.load import check_batch
 from portable_fsdp.config.schema import Compile, Config
 from portable_fsdp.config.support import require_supported
+from portable_fsdp.models import flex
 from portable_fsdp.plan.allocator import Allocation, CachingAllocator, play
-from portable_fsdp.plan.kernels import gpu_attention
+from portable_fsdp.plan.kernels import gpu_attention, gpu_flex
 from portable_fsdp.plan.live import PARTS, Block, Calls, Collective, Part, Recorder, peak
 from portable_fsdp.plan.model import model_of, token_tensors
 from portable_fsdp.plan.result import Buffer, Memory, Model, Moved, Work
@@ -162,6 +163,7 @@ def _record(config: Config, devices: int, devices_per_host: int, device: Literal
         _name(recorder, training)
         if device == "cuda":
             held.enter_context(_replaced(F, "scaled_dot_product_attention", gpu_attention))
+            held.enter_context(_replaced(flex, "flex_attention", gpu_flex))
         held.enter_context(fake)
         held.enter_context(recorder.watching(training.model))
         for _ in range(STEPS):
@@ -188,7 +190,9 @@ class _Planner(NativeBackend):
     """The native backend, whose tensors are fake and whose GPU is a stand-in."""
 
     def __init__(self, config: Config, fake: FakeTensorMode, recorder: Recorder) -> None:
-        super().__init__("cpu", config, None)
+        # Which attention the model has is the model's affair; the CPU, which stands in here, would be refused flex.
+        attention = config.model.model_copy(update={"attention": "auto"})
+        super().__init__("cpu", config.model_copy(update={"model": attention}), None)
         self.device = recorder.device
         self._fake, self._recorder = fake, recorder
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import AuxOutput
 from torch.utils.flop_counter import flop_registry
 
 # cuBLAS's workspace of one handle and stream, at::cuda's default for compute capability 9.0; before it 8.1 MiB.
@@ -120,6 +121,15 @@ def gpu_attention(
     return _aten._scaled_dot_product_attention_math(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )[0]
+
+
+def gpu_flex(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, return_aux: Any, **_: Any) -> Any:
+    """torch's flex_attention, as its kernel keeps it: like flash attention its factors, its result and a number a row.
+
+    Its products are counted as those of causal attention over whole rows: how long documents are is not known here.
+    """
+    out, lse = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal=True, scale=scale)[:2]
+    return out if return_aux is None else (out, AuxOutput(lse=lse))
 
 
 def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:

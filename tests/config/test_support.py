@@ -60,7 +60,7 @@ GROUPS: list[dict[str, list[Any]]] = [
     },
     {"memory.cpu_offload": [False, True]},
     {
-        "model.attention": ["auto", "static", "sdpa", "eager"],
+        "model.attention": ["auto", "static", "flex", "sdpa", "eager"],
         "model.experts": ["auto", "dense", "batched_mm", "grouped_mm"],
         "model.freeze": [[], ["*embed*"]],
         "model.lora": [None, {"r": 4}],

@@ -125,6 +125,10 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
         [*CPU, "compile.enabled=true"],
         ["compile.backend=inductor on cpu", "Set compile.backend=aot_eager, or compile.enabled=false"],
     ),
+    "flex on cpu": (
+        [*CPU, "model.attention=flex"],
+        ["model.attention=flex on another device than cuda", "Set model.attention=auto"],
+    ),
     "scan on native": (
         [*CPU, "compile.scan_layers=true"],
         ["compile.scan_layers=true on native", "Set compile.scan_layers=false, or --backend=xla"],

@@ -45,6 +45,7 @@ PLANNED = {
     "offloaded": step(**EIGHT, memory__cpu_offload=True, memory__gradient_checkpointing="full"),
     "five": step(**EIGHT, accumulation=5),
     "documents": step(**EIGHT, data__packing="documents"),
+    "documents, flex": step(**EIGHT, data__packing="documents", model__attention="flex"),
     "frozen": step(**EIGHT, model__freeze=("model.layers",)),
     "tied": step(**TIED),
     "tied, offloaded": step(**TIED, memory__cpu_offload=True, accumulation=2),
@@ -192,6 +193,9 @@ def test_a_mask_of_documents_is_planned_once_and_its_attention_whole(planned: di
     documents, plain = (planned[name][1].matmul_flops["bfloat16"] for name in ("documents", "plain"))
     half = (2 + 5) * 2 * ROWS * SEQ_LEN * SEQ_LEN * 512 / 2 * LAYERS  # scores and values; backward's five products
     assert documents - plain == pytest.approx(half, rel=0.01)
+    # Blocks need neither: what is more than in `plain` is the batch's positions and segments.
+    assert _part(planned, "documents, flex", "activations") <= _part(planned, "plain", "activations") + mask / 8
+    assert planned["documents, flex"][1].matmul_flops["bfloat16"] == plain
 
 
 def test_the_allocator_and_nccl_come_on_top(planned: dict[str, tuple[Memory, Work]]) -> None:

@@ -104,7 +104,7 @@ class NativeBackend(Backend):
         self._shard = self._mesh["shard"]  # once: to slice a mesh reads tensors
         self._counter = CollectiveCounter()
         # torch.compile makes no program, or one for each layer, while a dispatch mode is on.
-        self._counts_collectives = not config.compile.enabled
+        self._counts_collectives = not config.compile.enabled and config.model.attention != "flex"
         self._first_step_is_over = False
         self._matmul_before = _set_matmul_precision(MATMUL[config.precision.matmul])
 
