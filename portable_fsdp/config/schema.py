@@ -119,7 +119,12 @@ class Model(Section):
 
 class Train(Section):
     steps: int | None = Field(default=None, ge=1, description="optimizer updates in the whole run")
-    epochs: Float | None = Field(default=None, gt=0, description="passes over the data, instead of train.steps")
+    epochs: Float | None = Field(
+        default=None,
+        gt=0,
+        description="passes over the data, instead of train.steps; of a mixture: as many rows as its parts have "
+        "together, drawn by their weights",
+    )
     global_batch: int = Field(default=8, ge=1, description="sequences in a step, over all devices and micro batches")
     micro_batch: int = Field(default=1, ge=1, description="sequences per device in one forward and backward")
     max_grad_norm: Float | None = Field(

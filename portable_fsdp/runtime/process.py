@@ -5,7 +5,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -276,10 +277,15 @@ def end_with_parent(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Stopped(BaseException):
+    """A stop was requested before there was anything to save. No Exception: nobody takes it for a file's fault."""
+
+
 class StopRequest:
-    """While entered, SIGTERM and SIGINT only set a flag, which the loop reads at step boundaries.
+    """While entered, SIGTERM and SIGINT only set a flag, which the loop reads at step boundaries, and say so.
 
         with StopRequest() as stop:
+            with stop.at_once(): ...
             while not stop.requested: ...
 
     A second SIGINT raises KeyboardInterrupt: the way out for someone who won't wait for the step and the save. Enter
@@ -292,11 +298,23 @@ class StopRequest:
         self._same_press_s = same_press_s
         self._interrupted_at: float | None = None
         self._previous: dict[signal.Signals, Any] = {}
+        self._ends_at_once = False
         self.reason: str | None = None
 
     @property
     def requested(self) -> bool:
         return self.reason is not None
+
+    @contextmanager
+    def at_once(self) -> Generator[None]:
+        """While entered, a request raises Stopped: for long work that comes before the first step."""
+        self._ends_at_once = True
+        try:
+            if self.reason is not None:
+                raise Stopped(self.reason)
+            yield
+        finally:
+            self._ends_at_once = False
 
     def __enter__(self) -> "Self":
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -316,4 +334,10 @@ class StopRequest:
             if self._interrupted_at is not None and now - self._interrupted_at > self._same_press_s:
                 raise KeyboardInterrupt
             self._interrupted_at = self._interrupted_at or now
-        self.reason = self.reason or signal.Signals(number).name
+        if self.reason is not None:
+            return
+        self.reason = signal.Signals(number).name
+        if self._ends_at_once:
+            raise Stopped(self.reason)
+        if os.environ.get("RANK", "0") == "0":  # not by the log or print: the signal may have come while either writes
+            os.write(2, f"{self.reason}: ending after the step at hand and its save\n".encode())

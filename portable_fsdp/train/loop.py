@@ -26,6 +26,7 @@ from portable_fsdp.config.schema import Config
 from portable_fsdp.data.build import Corpus, build_data
 from portable_fsdp.optim.schedule import learning_rate
 from portable_fsdp.runtime.errors import (
+    EXIT_FAILED,
     EXIT_FINISHED,
     EXIT_STOPPED,
     CheckpointError,
@@ -35,7 +36,7 @@ from portable_fsdp.runtime.errors import (
 )
 from portable_fsdp.runtime.lock import sole_run
 from portable_fsdp.runtime.log import configure
-from portable_fsdp.runtime.process import StopRequest
+from portable_fsdp.runtime.process import Stopped, StopRequest
 from portable_fsdp.train.build import (
     Training,
     build_evaluator,
@@ -72,7 +73,12 @@ def train(
         check_devices(engine.data_parallel_size)
         configure(engine.process.index)
         _on_process_0(engine, lambda: _check_folders(config))
-        corpus = build_data(config.data, config.model)
+        try:
+            with stop.at_once():
+                corpus = build_data(config.data, config.model)
+        except Stopped as request:
+            log.error("stopped before the first step on request (%s): there was nothing to save", request)
+            return EXIT_FAILED
         require_same_data(engine, corpus)
         steps = total_steps(config, len(corpus.rows))
         with _sole_run(config, engine):

@@ -1,5 +1,6 @@
 """The command line, really run: every start, a stop in the middle of each, a kill; what a run's folder holds."""
 
+import fcntl
 import json
 import math
 import re
@@ -284,6 +285,24 @@ def test_a_stop_before_anything_is_saved_is_not_called_one(tmp_path: Path) -> No
     assert code == 1, process.err
     assert "stopped before a save" in process.err
     assert not (tmp_path / "run" / "STOPPED").exists()
+
+
+def test_a_stop_while_a_corpus_is_tokenized_ends_at_once(tmp_path: Path) -> None:
+    """It waits for another process that tokenizes the same: this one, which holds the lock and does nothing."""
+    config = tiny_config(tmp_path)
+    made, waits = tmp_path / "made", tmp_path / "waits"
+    assert launch("--device=cpu", f"--config={config}", "train.stop_at=1", f"data.cache_dir={made}") == 0
+    [lock] = made.glob("*.lock")
+    waits.mkdir()
+    command = [*PYTHON, "--device=cpu", f"--config={config}", f"data.cache_dir={waits}"]
+    with (waits / lock.name).open("w") as held, started(command, tmp_path) as process:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        process.wait_until(lambda: "another process tokenizes this corpus" in process.err)
+        process.send(signal.SIGTERM)
+        assert process.wait(20) == 1
+    assert "stopped before the first step on request (SIGTERM): there was nothing to save" in process.err
+    assert "Traceback" not in process.err
+    assert list(waits.iterdir()) == [waits / lock.name]
 
 
 def test_kill_loses_no_more_than_the_steps_since_the_last_save(tmp_path: Path, uninterrupted: list[float]) -> None:

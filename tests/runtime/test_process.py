@@ -7,7 +7,7 @@ import time
 import pytest
 
 from portable_fsdp.runtime.errors import ConfigError
-from portable_fsdp.runtime.process import OUR_RUNS, Launch, StopRequest, detect_launch
+from portable_fsdp.runtime.process import OUR_RUNS, Launch, Stopped, StopRequest, detect_launch
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
 
@@ -68,6 +68,22 @@ def test_the_first_reason_stays() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.reason == "SIGTERM"
+
+
+def test_a_request_ends_at_once_what_comes_before_the_first_step() -> None:
+    with StopRequest() as stop:
+        with pytest.raises(Stopped, match="SIGTERM"), stop.at_once():
+            os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Stopped, match="SIGTERM"), stop.at_once():
+            pytest.fail("it began, though the request had come before")
+        os.kill(os.getpid(), signal.SIGTERM)  # behind it, the flag alone
+
+
+def test_a_request_is_acknowledged_once(capfd: pytest.CaptureFixture[str]) -> None:
+    with StopRequest():
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert capfd.readouterr().err == "SIGTERM: ending after the step at hand and its save\n"
 
 
 def test_handlers_come_back_after_an_error() -> None:

@@ -276,6 +276,12 @@ class Peers:
         if most != self._most_steps:
             self._most_steps, self._step = most, _Waiting(self._timeout_s)
         elif self._step.is_due(after_s):
+            if not most:
+                self._warn(
+                    f"the first step has not ended after {self._step.waited_s:.0f} s, though every process lives: "
+                    "data is tokenized, weights are loaded and programs compiled before it"
+                )
+                return
             behind = min(lives, key=lambda rank: lives[rank].steps)
             self._warn(
                 f"no step has ended for {self._step.waited_s:.0f} s, though every process lives: {most} step(s) are "
