@@ -180,6 +180,23 @@ def test_those_that_have_not_come_are_named(tmp_path: Path) -> None:
             time.sleep(0.1)
 
 
+@pytest.mark.parametrize(
+    ("program", "sentence"),
+    [
+        (PROCESS.replace("peers.note_step()", "pass"), "the first step has not ended after 5 s, though every process"),
+        pytest.param(PROCESS, "no step has ended for 5 s, though every process lives: 2", marks=pytest.mark.proof),
+    ],
+    ids=["before the first step", "later"],
+)
+def test_a_run_that_waits_says_so(tmp_path: Path, program: str, sentence: str) -> None:
+    with watching(tmp_path, 2, program=program) as processes:
+        deadline = time.monotonic() + LIMIT_S
+        while sentence not in said(tmp_path, 0):
+            assert time.monotonic() < deadline, said(tmp_path, 0)
+            assert processes[0].poll() is None
+            time.sleep(0.1)
+
+
 @pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.proof), 1])
 def test_engines_opened_one_after_the_other(tmp_path: Path, late: int) -> None:
     """Process 0 holds the store, and the others may be there before it, or after it."""
