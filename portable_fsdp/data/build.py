@@ -17,6 +17,7 @@ from portable_fsdp.config.schema import Model
 from portable_fsdp.data.cache import Documents, Recipe, entry_key, refusal, tokenized
 from portable_fsdp.data.examples import Broken, Source
 from portable_fsdp.data.hashes import Remember, remembered
+from portable_fsdp.data.held_out import open_apart
 from portable_fsdp.data.order import share_of_numbers
 from portable_fsdp.data.packing import DocumentRows, MixedRows, PackedRows, Rows, cut, whole
 from portable_fsdp.data.render import renderer
@@ -80,8 +81,14 @@ class _Build:
         self._data = data
         self._tokenizer = tokenizer
         self._parts: Sequence[keys.Documents] = data.mixture or (data,)
-        self._sources = [open_source(part) for part in self._parts]
         self._share = None if data.eval_split is None else keys.share_held_out(data.eval_split)
+        self._held_out: Source | None = None
+        """What is held out by a name of its own."""
+        if data.eval_split is None or self._share is not None:
+            self._sources = [open_source(part) for part in self._parts]
+        else:
+            trained, self._held_out = open_apart(data, data.eval_split)
+            self._sources = [trained]
         self._packing = data.resolved_packing
         self._folder = Path(data.cache_dir) if data.cache_dir else cache_folder(os.environ) / "tokens"
 
@@ -96,13 +103,11 @@ class _Build:
         return MixedRows(rows, [part.weight for part in self._data.mixture])
 
     def held_out(self) -> Rows | None:
-        if self._data.eval_split is None:
-            return None
+        if self._held_out is not None:
+            return self._rows_of(self._data, self._held_out, _every, "")
         share = self._share
         if share is None:
-            key = "split" if self._data.source == "huggingface" else "path"
-            part = self._data.model_copy(update={key: self._data.eval_split})
-            return self._rows_of(part, open_source(part), _every, "")
+            return None
         rows = self._rows(lambda number: share_of_numbers(number, share), f"{share}")
         return rows[0] if len(rows) == 1 else MixedRows(rows, [max(1, len(one)) for one in rows])
 

@@ -63,15 +63,16 @@ class Source(Protocol):
     def read(self) -> Iterator[Example | Broken]: ...
 
 
-def matching_files(path: str, pattern: str) -> list[Path]:
-    """The files that `path` names or matches (`**` stands for any depth), sorted; `pattern` is an example of one."""
+def matching_files(path: str, pattern: str, key: str = "data.path") -> list[Path]:
+    """The files that `path` names or matches (`**` stands for any depth), sorted; `pattern` is an example of one, `key`
+    the config's, for errors."""
     matches = [path] if os.path.isfile(path) else sorted(glob.glob(path, recursive=True))
     files = [Path(match) for match in matches if os.path.isfile(match)]
     if not files:
         found, advice = "nothing", "The path is taken from the folder that the run starts in."
         if os.path.isdir(path):
             found, advice = "a folder", f"Name its files: {os.path.join(path, pattern)}"
-        raise DataError(f"data.path: expected a file or a glob that matches some, found {found}: {path}\n  {advice}")
+        raise DataError(f"{key}: expected a file or a glob that matches some, found {found}: {path}\n  {advice}")
     return files
 
 

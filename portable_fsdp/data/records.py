@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import xxhash
 
@@ -120,11 +120,12 @@ class HuggingFace:
 
     unit = "rows"
 
-    def __init__(self, path: str, split: str | None, columns: Columns) -> None:
+    def __init__(self, path: str, split: str | None, columns: Columns, key: str = "data.path") -> None:
+        """`key`: the config's, for errors."""
         self._columns = columns
         self.name = f"{path} ({split or 'train'})"
         self._split = split or "train"
-        self._data = _load_data_set(path, self._split)
+        self._data, self._sizes = _load_data_set(path, self._split, key)
         _require(columns, self._data.column_names, f"data.columns: {self.name}")
         self._data = self._data.select_columns(list(columns.values()))
         self.total = len(self._data)
@@ -137,6 +138,18 @@ class HuggingFace:
             taken += xxhash.xxh3_128_hexdigest(repr(list(self._data)).encode())
         return xxhash.xxh3_128_hexdigest(taken.encode())
 
+    def shares_rows_with(self, other: Self) -> bool:
+        """Whether a row is in both; they are parts of one data set."""
+        return any(
+            one.splitname == its.splitname and max(one.from_, its.from_) < min(one.to, its.to)
+            for one in self._taken()
+            for its in other._taken()
+        )
+
+    def _taken(self) -> Sequence[Any]:
+        """Ranges of rows, each with the name of its split."""
+        return extra("datasets").ReadInstruction.from_spec(self._split).to_absolute(self._sizes)
+
     def read(self) -> Iterator[Example | Broken]:
         for row, values in enumerate(self._data):
             yield Example(row, f"{self.name}: row {row}", 1, _pick(values, self._columns))
@@ -145,7 +158,8 @@ class HuggingFace:
 _HUB_NAME = re.compile(r"(?P<path>[^:@]+)(:(?P<subset>[^@]+))?(@(?P<revision>.+))?")
 
 
-def _load_data_set(path: str, split: str) -> Any:
+def _load_data_set(path: str, split: str, key: str) -> tuple[Any, dict[str, int]]:
+    """The part that `split` means, and how many rows each split of the data set has."""
     datasets = extra("datasets")
     folder = Path(path)
     with _quiet(datasets):
@@ -154,25 +168,28 @@ def _load_data_set(path: str, split: str) -> Any:
                 return _part_of_saved(datasets, datasets.load_from_disk(path), split)
             name = re.fullmatch(_HUB_NAME, path)
             if folder.is_dir() or name is None:
-                return datasets.load_dataset(path, split=split)
-            return datasets.load_dataset(name["path"], name["subset"], revision=name["revision"], split=split)
+                part = datasets.load_dataset(path, split=split)
+            else:
+                part = datasets.load_dataset(name["path"], name["subset"], revision=name["revision"], split=split)
+            return part, {one: info.num_examples for one, info in (part.info.splits or {}).items()}
         except Exception as error:  # of many classes, of HTTP libraries too: all about this data set
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise DataError(
-                f"data.path: expected a data set that `datasets` opens, with the split {split}, found: {reason}\n"
+                f"{key}: expected a data set that `datasets` opens, with the split {split}, found: {reason}\n"
                 f"  It was asked for {path}. A subset is named by a colon (org/name:subset); offline, with "
                 "HF_HUB_OFFLINE=1, it must be in the cache."
             ) from error
 
 
-def _part_of_saved(datasets: Any, saved: Any, split: str) -> Any:
-    """A part of what `load_from_disk` gives, which knows no split expressions."""
+def _part_of_saved(datasets: Any, saved: Any, split: str) -> tuple[Any, dict[str, int]]:
+    """A part of what `load_from_disk` gives, which knows no split expressions; and the size of each split."""
     parts = saved if isinstance(saved, dict) else {"train": saved}
-    if split in parts:
-        return parts[split]
     sizes = {name: len(part) for name, part in parts.items()}
+    if split in parts:
+        return parts[split], sizes
     taken = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
-    return datasets.concatenate_datasets([parts[one.splitname].select(range(one.from_, one.to)) for one in taken])
+    rows = [parts[one.splitname].select(range(one.from_, one.to)) for one in taken]
+    return datasets.concatenate_datasets(rows), sizes
 
 
 @contextlib.contextmanager
