@@ -208,11 +208,13 @@ def problem_of_messages(value: Any) -> str | None:
     for number, message in enumerate(value):
         if not isinstance(message, dict):
             return f"expected messages with role and content, found {_kind(message)} as message {number + 1}"
-        if not isinstance(message.get("role"), str):
-            return (
-                f"expected messages with role and content, found the keys {', '.join(map(str, message))} in message "
-                f"{number + 1}"
-            )
+        content, calls = message.get("content"), message.get("tool_calls")
+        keys = f"the keys {', '.join(map(str, message))} in message {number + 1}"
+        if not isinstance(message.get("role"), str) or ("content" not in message and not calls):
+            return f"expected messages with role and content, found {keys}"
+        # A template would render null as nothing, and a list or a mapping as Python writes it.
+        if not isinstance(content, str) and not (content is None and calls):
+            return f"expected messages whose content is text, found {_kind(content)} as content, of {keys}"
     return None
 
 

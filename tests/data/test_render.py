@@ -197,11 +197,29 @@ def test_what_the_template_refuses_is_broken_and_the_others_are_not(
         ),
         (CONVERSATION[:2], "expected a turn of the assistant, found none"),
         (CONVERSATION[2:3], "expected a message before the assistant's first one"),
-        ([{"role": "user"}, CONVERSATION[2]], "the chat template refuses it: "),
+        ([{"role": "user"}, CONVERSATION[2]], "expected messages with role and content, found the keys role in mess"),
+        (
+            [CONVERSATION[1], {"role": "assistant", "value": "b"}],
+            "expected messages with role and content, found the keys role, value in message 2",
+        ),
+        *(
+            (
+                [CONVERSATION[1], {"role": "assistant", "content": content, "tool_calls": []}],
+                f"expected messages whose content is text, found {kind} as content, of the keys role, content, tool_c",
+            )
+            for content, kind in [(None, "null"), ({"a": "b"}, "a mapping"), ([{"type": "text"}], "a list")]
+        ),
     ],
 )
 def test_what_is_no_conversation_is_broken(make_tokenizer: MakeTokenizer, messages: Any, said: str) -> None:
     assert problem("chat", make_tokenizer(), {"messages": messages}).startswith(said)
+
+
+@pytest.mark.parametrize("said", [{}, {"content": None}])
+def test_a_message_of_calls_needs_no_content(make_tokenizer: MakeTokenizer, said: dict[str, Any]) -> None:
+    tokenizer = make_tokenizer(TOOLS)
+    found = one("chat", tokenizer, {"messages": [CALLS[0], {"role": "assistant", **said, "tool_calls": [CALL]}]})
+    assert counted_text(tokenizer, found) == [f"{ONE_CALL}<|im_end|>\n"]
 
 
 def test_a_tokenizer_without_a_template_is_refused(make_tokenizer: MakeTokenizer) -> None:
