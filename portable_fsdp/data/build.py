@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from portable_fsdp.config import data as keys
 from portable_fsdp.config.schema import Model
 from portable_fsdp.data.cache import Documents, Recipe, entry_key, refusal, tokenized
+from portable_fsdp.data.chat import DATE
 from portable_fsdp.data.examples import Broken, Source
 from portable_fsdp.data.hashes import Remember, remembered
 from portable_fsdp.data.held_out import open_apart
@@ -135,7 +136,11 @@ class _Build:
     def _key(self, part: keys.Documents, source: Source, taken: str) -> str:
         template = self._tokenizer.chat_template
         # Only where there are some: entries of earlier releases keep their names.
-        arguments = {"chat_template_kwargs": part.chat_template_kwargs} if part.chat_template_kwargs else {}
+        arguments: dict[str, object] = {}
+        if part.chat_template_kwargs:
+            arguments["chat_template_kwargs"] = part.chat_template_kwargs
+        if template is not None and template.asks_for_time and part.format != "text":
+            arguments["date"] = DATE.isoformat()
         return entry_key(
             content=source.content(self._folder),
             kind=part.source,

@@ -4,6 +4,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from chat_templates import TOOLS, MakeTokenizer
+from chat_templates import CHATML, DATED, TOOLS, MakeTokenizer
 
 from portable_fsdp.config.schema import Data, Model
 from portable_fsdp.data.batches import Batches
@@ -199,6 +200,29 @@ def test_tools_and_arguments_of_the_template_make_other_rows(make_tokenizer: Mak
     assert plain[0] < silent[0] < called[0]
     assert len({plain[1], silent[1], called[1]}) == 3
     assert tokens() == plain
+
+
+def test_an_entry_is_of_the_day_only_where_the_template_asks_for_it(
+    make_tokenizer: MakeTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a.jsonl", ["a text of more than one token"] * 9)
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
+    chats = tmp_path / "chat.jsonl"
+    chats.write_text(json.dumps({"messages": turns}) + "\n")
+
+    def entries() -> set[str]:
+        keys = {"tokenizer": str(tmp_path / "tokenizer"), "seq_len": 128, "packing": "none"}
+        for one, form in ((path, "text"), (chats, "chat")):
+            build_data(data(one, format=form, **keys))
+        return {one.name for one in (tmp_path / "cache").iterdir() if (one / "facts.json").is_file()}
+
+    for template, made in ((CHATML, 2), (DATED, 3)):
+        make_tokenizer(template)
+        before = entries()
+        assert len(before) == made
+        monkeypatch.setattr("portable_fsdp.data.build.DATE", datetime(2025, 1, 1))
+        assert len(entries() - before) == (template == DATED)
+        monkeypatch.undo()
 
 
 # -------------------------------------------------------------------------------------------------------- held out

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chat_templates import CHATML, GENERATION, TOLD_TOOLS, TOOLS, MakeTokenizer
+from chat_templates import CHATML, DATED, GENERATION, TOLD_TOOLS, TOOLS, MakeTokenizer
 
 from portable_fsdp.config.data import Format
 from portable_fsdp.data.examples import Broken, Example
@@ -276,6 +276,24 @@ def test_arguments_of_the_template_hold_for_prompts_of_messages_too(make_tokeniz
     assert counted_text(tokenizer, found) == ["A simple one fits one line.<|im_end|>\n"]
     whole: Any = tokenizer
     assert "<think></think>A simple one" in whole._tokenizer.decode(found.ids)
+
+
+@pytest.mark.parametrize("form", ["chat", "prompt_completion"])
+def test_a_template_that_asks_for_the_day_is_told_the_same_one_each_day(
+    make_tokenizer: MakeTokenizer, form: Format
+) -> None:
+    tokenizer: Any = make_tokenizer(DATED)
+    fields = {"messages": CONVERSATION, "prompt": CONVERSATION[:2], "completion": CONVERSATION[2:3]}
+
+    def text(**arguments: Any) -> str:
+        return tokenizer._tokenizer.decode(one(form, tokenizer, fields, **arguments).ids)
+
+    assert "Today: 26 Jul 2024<|im_end|>" in text()
+    assert "Today: 05 Jan 2026<|im_end|>" in text(date_string="05 Jan 2026")
+    with pytest.raises(DataError, match=r"found strftime_now, which is set for it"):
+        text(strftime_now="05 Jan 2026")
+    other = make_tokenizer(DATED.replace("strftime_now('%d %b %Y')", "strftime_now('%d' + ' %b')"))
+    assert problem(form, other, fields).startswith("expected a chat template that asks for the date by a format in q")
 
 
 def test_an_argument_that_the_template_does_not_read_is_refused(make_tokenizer: MakeTokenizer) -> None:
