@@ -63,6 +63,10 @@ class Source(Protocol):
     def read(self) -> Iterator[Example | Broken]: ...
 
 
+AS_A_SHARE = "A share of the documents is written 5%."
+"""What `data.eval_split` may have meant where nothing has that name."""
+
+
 def matching_files(path: str, pattern: str, key: str = "data.path") -> list[Path]:
     """The files that `path` names or matches (`**` stands for any depth), sorted; `pattern` is an example of one, `key`
     the config's, for errors."""
@@ -72,6 +76,8 @@ def matching_files(path: str, pattern: str, key: str = "data.path") -> list[Path
         found, advice = "nothing", "The path is taken from the folder that the run starts in."
         if os.path.isdir(path):
             found, advice = "a folder", f"Name its files: {os.path.join(path, pattern)}"
+        if key == "data.eval_split":
+            advice += f" {AS_A_SHARE}"
         raise DataError(f"{key}: expected a file or a glob that matches some, found {found}: {path}\n  {advice}")
     return files
 

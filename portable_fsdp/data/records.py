@@ -13,7 +13,7 @@ import xxhash
 
 from portable_fsdp.config.data import Column
 from portable_fsdp.data.compressed import read_lines, total_size
-from portable_fsdp.data.examples import Broken, Example, extra, hash_of_files, name_of, not_utf8
+from portable_fsdp.data.examples import AS_A_SHARE, Broken, Example, extra, hash_of_files, name_of, not_utf8
 from portable_fsdp.runtime.errors import DataError
 
 Columns = Mapping[Column, str]
@@ -177,7 +177,7 @@ def _load_data_set(path: str, split: str, key: str) -> tuple[Any, dict[str, int]
             raise DataError(
                 f"{key}: expected a data set that `datasets` opens, with the split {split}, found: {reason}\n"
                 f"  It was asked for {path}. A subset is named by a colon (org/name:subset); offline, with "
-                "HF_HUB_OFFLINE=1, it must be in the cache."
+                "HF_HUB_OFFLINE=1, it must be in the cache." + (f" {AS_A_SHARE}" if key == "data.eval_split" else "")
             ) from error
 
 
