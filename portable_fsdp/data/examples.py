@@ -26,6 +26,8 @@ class Example:
     size: int
     """In the source's unit."""
     fields: Mapping[Column, Any]
+    notes: tuple[str, ...] = ()
+    """What its owner should hear of it, said once with the count of documents: `data: 3 documents of FILE: <note>`."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any, Self, cast
 import xxhash
 
 from portable_fsdp.config.data import Column
-from portable_fsdp.data.compressed import read_lines, total_size
+from portable_fsdp.data.compressed import hash_of_text, read_lines, total_size
 from portable_fsdp.data.examples import AS_A_SHARE, Broken, Example, extra, hash_of_files, name_of, not_utf8
 from portable_fsdp.runtime.errors import DataError
 
@@ -34,7 +34,7 @@ class JsonLines:
         self.total = total_size(files)
 
     def content(self, cache: Path) -> str:
-        return hash_of_files(self._files, cache)
+        return hash_of_text(self._files, cache)
 
     def read(self) -> Iterator[Example | Broken]:
         number = 0
@@ -46,12 +46,13 @@ class JsonLines:
 
     def _example(self, number: int, place: str, line: bytes) -> Example | Broken:
         try:
-            fields = _pick(_json_object(line), self._columns)
+            values = _json_object(line)
+            fields = _pick(values, self._columns)
         except UnicodeDecodeError as error:
             return Broken(number, place, len(line), not_utf8(error))
         except ValueError as error:
             return Broken(number, place, len(line), str(error))
-        return Example(number, place, len(line), fields)
+        return Example(number, place, len(line), fields, _notes(self._columns, values if values.get("tools") else ()))
 
 
 def _json_object(line: bytes) -> dict[str, Any]:
@@ -95,8 +96,9 @@ class Parquet:
         number = 0
         for path in self._files:
             with self._open(path) as file:
+                notes = _notes(self._columns, file.schema_arrow.names)
                 for row, values in enumerate(self._rows(file, path)):
-                    yield Example(number, f"{path}: row {row}", 1, _pick(values, self._columns))
+                    yield Example(number, f"{path}: row {row}", 1, _pick(values, self._columns), notes)
                     number += 1
 
     def _rows(self, file: Any, path: Path) -> Iterator[dict[str, Any]]:
@@ -127,6 +129,7 @@ class HuggingFace:
         self._split = split or "train"
         self._data, self._sizes = _load_data_set(path, self._split, key)
         _require(columns, self._data.column_names, f"data.columns: {self.name}")
+        self._notes = _notes(columns, self._data.column_names)
         self._data = self._data.select_columns(list(columns.values()))
         self.total = len(self._data)
 
@@ -152,7 +155,7 @@ class HuggingFace:
 
     def read(self) -> Iterator[Example | Broken]:
         for row, values in enumerate(self._data):
-            yield Example(row, f"{self.name}: row {row}", 1, _pick(values, self._columns))
+            yield Example(row, f"{self.name}: row {row}", 1, _pick(values, self._columns), self._notes)
 
 
 _HUB_NAME = re.compile(r"(?P<path>[^:@]+)(:(?P<subset>[^@]+))?(@(?P<revision>.+))?")
@@ -203,6 +206,13 @@ def _quiet(datasets: Any) -> Generator[None]:
     finally:
         if was_on:
             datasets.enable_progress_bars()
+
+
+def _notes(columns: Columns, names: Iterable[str]) -> tuple[str, ...]:
+    """Of a document of messages that comes with functions nobody reads."""
+    if "messages" not in columns or "tools" in columns or "tools" not in names:
+        return ()
+    return ("a column tools that isn't read; data.columns='{tools: tools}' renders it",)
 
 
 def _pick(values: Mapping[str, Any], columns: Columns) -> dict[Column, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import xxhash
 
 from portable_fsdp.config.data import FORMAT_COLUMNS, Documents
-from portable_fsdp.data.compressed import read_whole, total_size
+from portable_fsdp.data.compressed import hash_of_text, read_whole, total_size
 from portable_fsdp.data.examples import (
     Broken,
     Example,
@@ -136,7 +136,7 @@ class TextFiles:
         self.total = total_size(files)
 
     def content(self, cache: Path) -> str:
-        return hash_of_files(self._files, cache)
+        return hash_of_text(self._files, cache)
 
     def read(self) -> Iterator[Example | Broken]:
         for number, path in enumerate(self._files):
