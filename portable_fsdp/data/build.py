@@ -56,6 +56,12 @@ def build_data(data: keys.Data, model: Model | None = None) -> Corpus:
     """
     pretrained, gguf_file = (model.pretrained, model.gguf_file) if model else (None, None)
     tokenizer = load_tokenizer(data.tokenizer, pretrained, gguf_file)
+    if tokenizer.end_of_text is None:
+        log.warning(
+            "data.tokenizer: %s names no end of text (eos_token in tokenizer_config.json): texts follow each other "
+            "with nothing between them, and completions of text don't learn to stop",
+            data.tokenizer,
+        )
     build = _Build(data, tokenizer)
     return Corpus(build.trained(), tokenizer, build.held_out())
 
@@ -185,16 +191,15 @@ class _Build:
         seq_len, starts = self._data.seq_len, documents.starts
         keep = predicts(documents)
         if (~keep).any():
-            log.info(
-                "data: %s documents of %s have nothing to predict and are left out", f"{(~keep).sum():,}", source.name
-            )
+            left_out = documents_in_words((~keep).sum())
+            log.info("data: %s of %s left out: nothing to predict", left_out, source.name)
         lengths = np.diff(starts)
         too_long = keep & (lengths > seq_len)
         if part.format == "text":
             if too_long.any():
                 log.info(
-                    "data: %s documents of %s are longer than data.seq_len=%s and are cut into pieces",
-                    *(f"{too_long.sum():,}", source.name, seq_len),
+                    "data: %s of %s cut into pieces: longer than data.seq_len=%s",
+                    *(documents_in_words(too_long.sum()), source.name, seq_len),
                 )
             pieces = cut(starts[:-1][keep], lengths[keep], seq_len)
         else:
@@ -230,13 +235,18 @@ class _Build:
         )
         if self._data.on_error == "stop":
             raise DataError(
-                f"data: {found}; {too_long.sum():,} documents are too long.\n"
+                f"data: {found}; too long: {documents_in_words(too_long.sum())}.\n"
                 f"  Raise data.seq_len (the longest has {int(np.diff(documents.starts)[too_long].max()):,}), shorten "
                 "them, or set data.on_error=skip to go on without them."
             )
         log.info(
-            "data: %s documents of %s are too long and are left out; the first: %s", too_long.sum(), source.name, found
+            "data: %s of %s left out: too long; the first: %s",
+            *(documents_in_words(too_long.sum()), source.name, found),
         )
+
+
+def documents_in_words(count: int) -> str:
+    return f"{count:,} document{'' if count == 1 else 's'}"
 
 
 def _every(number: int) -> bool:
@@ -271,11 +281,13 @@ def _say_what_was_skipped(documents: Documents, source: Source) -> None:
         )
     if facts.skipped:
         log.info(
-            "data: %s documents of %s are skipped; the first: %s",
-            f"{facts.skipped:,}",
+            "data: %s of %s skipped; the first: %s",
+            documents_in_words(facts.skipped),
             source.name,
             facts.first_skipped,
         )
+    for note, count in facts.notes.items():
+        log.warning("data: %s of %s: %s", documents_in_words(count), source.name, note)
     if facts.prompts_that_differ:
         log.info(
             "data: the tokens of %s prompts of %s are others at their end when the completion follows; what differs "

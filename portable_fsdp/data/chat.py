@@ -76,6 +76,9 @@ class ChatTemplate:
     def _reads(self, name: str) -> bool:
         return re.search(rf"\b{re.escape(name)}\b", self.text) is not None
 
+    def names(self, role: str) -> bool:
+        return re.search(rf"""["']{re.escape(role)}["']""", self.text) is not None
+
     def ids(self, conversation: Conversation, *, asks: bool = False) -> list[int]:
         """The whole conversation, `asks`: and what begins an answer of the assistant. Raises what the template does."""
         encoded = self._applied(conversation, tokenize=True, return_dict=True, add_generation_prompt=asks)

@@ -106,7 +106,7 @@ def test_a_split_that_is_not_there_is_named_by_its_key(tmp_path: Path) -> None:
             [4] * 40,
             {"eval_split": "20%"},
             r"data\.eval_split: expected at least 65 tokens \(data\.seq_len \+ 1, one row\), found \d+ in .*a\.jsonl "
-            r"in the share that is held out \(data\.eval_split=20%\)\.\n  Lower data\.seq_len, or .*text, or hold more out",
+            r"in the share that is held out \(data\.eval_split=20%\)\.\n  Lower data\.seq_len, or .*, or hold more out",
         ),
         ([0, 0], {"packing": "none"}, r"data: expected at least one document of two tokens, found none among 2 in "),
     ],

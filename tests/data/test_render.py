@@ -113,6 +113,18 @@ def test_prompts_and_completions_of_messages_go_through_the_template(make_tokeni
     assert counted_text(tokenizer, found) == ["A simple one fits one line.<|im_end|>\n"]
 
 
+def test_a_completion_of_messages_without_the_assistant_is_refused(make_tokenizer: MakeTokenizer) -> None:
+    said = problem("prompt_completion", make_tokenizer(), {"prompt": CONVERSATION[:1], "completion": CONVERSATION[1:2]})
+    assert said == "expected a turn of the assistant in the completion, found the roles user"
+
+
+def test_prompts_of_messages_that_differ_have_a_note_of_their_own(make_tokenizer: MakeTokenizer) -> None:
+    tokenizer = make_tokenizer(CHATML.replace("'<|im_start|>assistant\n'", "'<|im_start|>robot\n'"))
+    found = one("prompt_completion", tokenizer, {"prompt": CONVERSATION[:2], "completion": CONVERSATION[2:3]})
+    assert not found.prompt_differs
+    assert [note[:48] for note in found.notes] == ["the chat template doesn't begin an answer as it "]
+
+
 def test_a_prompt_of_text_with_messages_behind_is_refused(make_tokenizer: MakeTokenizer) -> None:
     said = problem("prompt_completion", make_tokenizer(), {"prompt": "a", "completion": CONVERSATION[2:3]})
     assert said.startswith("expected prompt and completion as texts, or both as messages, found: expected a list of")
