@@ -171,7 +171,7 @@ class _Build:
         if part.chat_template_kwargs:
             arguments["chat_template_kwargs"] = part.chat_template_kwargs
         if template is not None and template.asks_for_time and part.format != "text":
-            arguments["date"] = DATE.isoformat()
+            arguments["date"] = DATE
         return entry_key(
             content=source.content(self._folder),
             kind=part.source,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self
 
 from portable_fsdp.runtime.errors import DataError
 
-DATE = datetime(2024, 7, 26)
+DATE = "2024-07-26"
 """What a template that asks for the time (`strftime_now`) is told: a run's rows mustn't depend on the day it starts. It
 is the date that Llama 3's templates take where they can't ask."""
 
@@ -48,7 +48,8 @@ class ChatTemplate:
         self._arguments = dict(arguments or {})
         self.text: str = tokenizer.get_chat_template()
         # transformers gives templates the real clock, and hands them no function in its place.
-        self._dated = re.sub(_ASKS, lambda asks: repr(DATE.strftime(asks["form"])), self.text)
+        date = datetime.fromisoformat(DATE)
+        self._dated = re.sub(_ASKS, lambda asks: repr(date.strftime(asks["form"])), self.text)
         self._tells_turns = re.search(r"\{%-?\s*generation\s*-?%\}", self.text) is not None
 
     @property

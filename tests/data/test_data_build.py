@@ -4,7 +4,6 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -222,7 +221,7 @@ def test_an_entry_is_of_the_day_only_where_the_template_asks_for_it(
         make_tokenizer(template)
         before = entries()
         assert len(before) == made
-        monkeypatch.setattr("portable_fsdp.data.build.DATE", datetime(2025, 1, 1))
+        monkeypatch.setattr("portable_fsdp.data.build.DATE", "2025-01-01")
         assert len(entries() - before) == (template == DATED)
         monkeypatch.undo()
 
