@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -14,9 +15,11 @@ from numpy.typing import NDArray
 
 from portable_fsdp.config import data as keys
 from portable_fsdp.config.schema import Model
-from portable_fsdp.data.cache import Documents, Recipe, entry_key, refusal, tokenized
-from portable_fsdp.data.examples import Broken, Source
+from portable_fsdp.data.cache import Documents, Recipe, entry_key, tokenized
+from portable_fsdp.data.chat import DATE
+from portable_fsdp.data.examples import Source
 from portable_fsdp.data.hashes import Remember, remembered
+from portable_fsdp.data.held_out import open_apart
 from portable_fsdp.data.order import share_of_numbers
 from portable_fsdp.data.packing import DocumentRows, MixedRows, PackedRows, Rows, cut, whole
 from portable_fsdp.data.render import renderer
@@ -53,24 +56,51 @@ def build_data(data: keys.Data, model: Model | None = None) -> Corpus:
     """
     pretrained, gguf_file = (model.pretrained, model.gguf_file) if model else (None, None)
     tokenizer = load_tokenizer(data.tokenizer, pretrained, gguf_file)
-    build = _Build(data, tokenizer)
-    rows, held_out = build.trained(), build.held_out()
-    for name, found in (("data", rows), ("data.eval_split", held_out)):
-        if found is not None:
-            _require_rows(found, data, name)
-    return Corpus(rows, tokenizer, held_out)
-
-
-def _require_rows(rows: Rows, data: keys.Data, name: str) -> None:
-    if len(rows):
-        return
-    where = data.path or ("data.mixture" if data.mixture else data.source)
-    if isinstance(rows, PackedRows):
-        raise DataError(
-            f"{name}: expected at least {data.seq_len + 1:,} tokens (data.seq_len + 1, one row), found "
-            f"{len(rows.tokens):,} in {where}.\n  Lower data.seq_len, or give more text."
+    if tokenizer.end_of_text is None:
+        log.warning(
+            "data.tokenizer: %s names no end of text (eos_token in tokenizer_config.json): texts follow each other "
+            "with nothing between them, and completions of text don't learn to stop",
+            data.tokenizer,
         )
-    raise DataError(f"{name}: expected at least one document of two tokens, found none in {where}.\n  Give more text.")
+    build = _Build(data, tokenizer)
+    return Corpus(build.trained(), tokenizer, build.held_out())
+
+
+class _Part(NamedTuple):
+    """What became of one source."""
+
+    rows: Rows
+    source: str
+    documents: Documents
+
+
+def _require_rows(parts: Sequence[_Part], data: keys.Data, name: str) -> None:
+    """Of all parts together; the error says by which key there are none."""
+    if any(len(part.rows) for part in parts):
+        return
+    share, way = "", ""
+    if data.eval_split is not None and keys.share_held_out(data.eval_split) is not None:
+        held_out = name == "data.eval_split"
+        share = f" {'in' if held_out else 'beside'} the share that is held out (data.eval_split={data.eval_split})"
+        way = f", or hold {'more' if held_out else 'less'} out"
+    where = ", ".join(part.source for part in parts)
+    lengths = np.concatenate([np.diff(part.documents.starts) for part in parts])
+    if not len(lengths):
+        expected, found, advice = "at least one document", f"none in {where}", "Give more of them"
+    elif isinstance(parts[0].rows, PackedRows):
+        expected = f"at least {data.seq_len + 1:,} tokens (data.seq_len + 1, one row)"
+        found = ", ".join(f"{len(part.documents.tokens):,} in {part.source}" for part in parts)
+        advice = "Lower data.seq_len, or give more text"
+    elif (lengths > data.seq_len).any():
+        expected = f"at least one document of at most {data.seq_len:,} tokens (data.seq_len) with something to predict"
+        found, advice = (
+            f"none among {len(lengths):,} in {where}",
+            f"Raise data.seq_len (the longest has {lengths.max():,})",
+        )
+    else:
+        expected, found = "at least one document of two tokens", f"none among {len(lengths):,} in {where}"
+        advice = "Give more text"
+    raise DataError(f"{name}: expected {expected}, found {found}{share}.\n  {advice}{way}.")
 
 
 class _Build:
@@ -80,38 +110,43 @@ class _Build:
         self._data = data
         self._tokenizer = tokenizer
         self._parts: Sequence[keys.Documents] = data.mixture or (data,)
-        self._sources = [open_source(part) for part in self._parts]
         self._share = None if data.eval_split is None else keys.share_held_out(data.eval_split)
+        self._held_out: Source | None = None
+        """What is held out by a name of its own."""
+        if data.eval_split is None or self._share is not None:
+            self._sources = [open_source(part) for part in self._parts]
+        else:
+            trained, self._held_out = open_apart(data, data.eval_split)
+            self._sources = [trained]
         self._packing = data.resolved_packing
         self._folder = Path(data.cache_dir) if data.cache_dir else cache_folder(os.environ) / "tokens"
 
     def trained(self) -> Rows:
         share = self._share
         takes = _every if share is None else lambda number: not share_of_numbers(number, share)
-        rows = self._rows(takes, "" if share is None else f"all but {share}")
-        if len(rows) == 1:
-            return rows[0]
-        for part, found in zip(self._parts, rows, strict=True):
-            _require_rows(found, self._data, f"data.mixture ({part.path or part.source})")
-        return MixedRows(rows, [part.weight for part in self._data.mixture])
+        found = self._each(takes, "" if share is None else f"all but {share}")
+        for one in found:
+            _require_rows([one], self._data, "data.mixture" if self._data.mixture else "data")
+        if len(found) == 1:
+            return found[0].rows
+        return MixedRows([one.rows for one in found], [part.weight for part in self._data.mixture])
 
     def held_out(self) -> Rows | None:
-        if self._data.eval_split is None:
-            return None
         share = self._share
-        if share is None:
-            key = "split" if self._data.source == "huggingface" else "path"
-            part = self._data.model_copy(update={key: self._data.eval_split})
-            return self._rows_of(part, open_source(part), _every, "")
-        rows = self._rows(lambda number: share_of_numbers(number, share), f"{share}")
+        if self._held_out is not None:
+            found = [self._part(self._data, self._held_out, _every, "")]
+        elif share is not None:
+            found = self._each(lambda number: share_of_numbers(number, share), f"{share}")
+        else:
+            return None
+        _require_rows(found, self._data, "data.eval_split")
+        rows = [one.rows for one in found]
         return rows[0] if len(rows) == 1 else MixedRows(rows, [max(1, len(one)) for one in rows])
 
-    def _rows(self, takes: Callable[[int], bool], taken: str) -> list[Rows]:
-        return [
-            self._rows_of(part, source, takes, taken) for part, source in zip(self._parts, self._sources, strict=True)
-        ]
+    def _each(self, takes: Callable[[int], bool], taken: str) -> list[_Part]:
+        return [self._part(part, source, takes, taken) for part, source in zip(self._parts, self._sources, strict=True)]
 
-    def _rows_of(self, part: keys.Documents, source: Source, takes: Callable[[int], bool], taken: str) -> Rows:
+    def _part(self, part: keys.Documents, source: Source, takes: Callable[[int], bool], taken: str) -> _Part:
         is_stream = self._packing == "stream"
         recipe = Recipe(
             key=self._key(part, source, taken),
@@ -124,13 +159,19 @@ class _Build:
         documents = tokenized(self._folder, recipe)
         _say_what_was_skipped(documents, source)
         if is_stream:
-            return PackedRows(documents.tokens, self._data.seq_len, self._remember(documents))
-        return self._document_rows(part, source, documents)
+            rows: Rows = PackedRows(documents.tokens, self._data.seq_len, self._remember(documents))
+        else:
+            rows = self._document_rows(part, source, documents)
+        return _Part(rows, source.name, documents)
 
     def _key(self, part: keys.Documents, source: Source, taken: str) -> str:
         template = self._tokenizer.chat_template
         # Only where there are some: entries of earlier releases keep their names.
-        arguments = {"chat_template_kwargs": part.chat_template_kwargs} if part.chat_template_kwargs else {}
+        arguments: dict[str, object] = {}
+        if part.chat_template_kwargs:
+            arguments["chat_template_kwargs"] = part.chat_template_kwargs
+        if template is not None and template.asks_for_time and part.format != "text":
+            arguments["date"] = DATE
         return entry_key(
             content=source.content(self._folder),
             kind=part.source,
@@ -150,16 +191,15 @@ class _Build:
         seq_len, starts = self._data.seq_len, documents.starts
         keep = predicts(documents)
         if (~keep).any():
-            log.info(
-                "data: %s documents of %s have nothing to predict and are left out", f"{(~keep).sum():,}", source.name
-            )
+            left_out = documents_in_words((~keep).sum())
+            log.info("data: %s of %s left out: nothing to predict", left_out, source.name)
         lengths = np.diff(starts)
         too_long = keep & (lengths > seq_len)
         if part.format == "text":
             if too_long.any():
                 log.info(
-                    "data: %s documents of %s are longer than data.seq_len=%s and are cut into pieces",
-                    *(f"{too_long.sum():,}", source.name, seq_len),
+                    "data: %s of %s cut into pieces: longer than data.seq_len=%s",
+                    *(documents_in_words(too_long.sum()), source.name, seq_len),
                 )
             pieces = cut(starts[:-1][keep], lengths[keep], seq_len)
         else:
@@ -175,7 +215,10 @@ class _Build:
             several=self._packing == "documents",
             remember=self._remember(documents),
         )
-        log.info("data: %s: %s rows, %.2f %% of their tokens padding", source.name, f"{len(rows):,}", 100 * rows.padded)
+        if len(rows):
+            log.info(
+                "data: %s: %s rows, %.2f %% of their tokens padding", source.name, f"{len(rows):,}", 100 * rows.padded
+            )
         return rows
 
     def _remember(self, documents: Documents) -> Remember:
@@ -192,13 +235,18 @@ class _Build:
         )
         if self._data.on_error == "stop":
             raise DataError(
-                f"data: {found}; {too_long.sum():,} documents are too long.\n"
+                f"data: {found}; too long: {documents_in_words(too_long.sum())}.\n"
                 f"  Raise data.seq_len (the longest has {int(np.diff(documents.starts)[too_long].max()):,}), shorten "
                 "them, or set data.on_error=skip to go on without them."
             )
         log.info(
-            "data: %s documents of %s are too long and are left out; the first: %s", too_long.sum(), source.name, found
+            "data: %s of %s left out: too long; the first: %s",
+            *(documents_in_words(too_long.sum()), source.name, found),
         )
+
+
+def documents_in_words(count: int) -> str:
+    return f"{count:,} document{'' if count == 1 else 's'}"
 
 
 def _every(number: int) -> bool:
@@ -227,18 +275,19 @@ def _place(source: Source, number: int) -> str:
 def _say_what_was_skipped(documents: Documents, source: Source) -> None:
     facts = documents.facts
     if facts.skipped and not facts.documents:
-        place, _, problem = facts.first_skipped.partition(": ")
         raise DataError(
             f"data: expected at least one document that can be read, found {facts.skipped:,} that can't in "
-            f"{source.name}; the first:\n  {refusal(Broken(0, place, 0, problem))}"
+            f"{source.name}, and data.on_error=skip leaves them out; the first:\n  {facts.first_skipped}"
         )
     if facts.skipped:
         log.info(
-            "data: %s documents of %s are skipped; the first: %s",
-            f"{facts.skipped:,}",
+            "data: %s of %s skipped; the first: %s",
+            documents_in_words(facts.skipped),
             source.name,
             facts.first_skipped,
         )
+    for note, count in facts.notes.items():
+        log.warning("data: %s of %s: %s", documents_in_words(count), source.name, note)
     if facts.prompts_that_differ:
         log.info(
             "data: the tokens of %s prompts of %s are others at their end when the completion follows; what differs "

@@ -15,11 +15,11 @@ import os
 import shutil
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -60,6 +60,9 @@ class Facts:
     first_skipped: str
     """Its place and problem; empty where none was skipped."""
     prompts_that_differ: int
+    """Of text."""
+    notes: dict[str, int] = field(default_factory=dict[str, int])
+    """`Example.notes` -> how many documents have it; entries of earlier releases have none."""
 
 
 @dataclass(frozen=True)
@@ -281,7 +284,7 @@ def _render_batch(batch: list[Example | Broken], render: Render) -> list[Rendere
 def _write(folder: Path, recipe: Recipe, batches: Iterable[tuple[int, list[Rendered | Broken]]]) -> None:
     """All files of an entry, synced."""
     starts, numbers, broken = [0], list[int](), list[Broken]()
-    has_counted, differ = False, 0
+    has_counted, differ, notes = False, 0, Counter[str]()
     with (
         _bar(recipe.source) as bar,
         (folder / "tokens.bin").open("wb") as tokens,
@@ -302,9 +305,10 @@ def _write(folder: Path, recipe: Recipe, batches: Iterable[tuple[int, list[Rende
                 starts.append(starts[-1] + len(one.ids))
                 numbers.append(one.number)
                 differ += one.prompt_differs
+                notes.update(one.notes)
         _sync(tokens, counted)
     first = f"{broken[0].place}: {broken[0].problem}" if broken else ""
-    facts = Facts(recipe.dtype.name, len(numbers), starts[-1], has_counted, len(broken), first, differ)
+    facts = Facts(recipe.dtype.name, len(numbers), starts[-1], has_counted, len(broken), first, differ, dict(notes))
     _write_small(folder, starts, numbers, facts)
 
 
@@ -327,4 +331,7 @@ def _sync(*files: Any) -> None:
 
 def refusal(broken: Broken) -> str:
     """The error of `data.on_error: stop`."""
-    return f"data: {broken.place}: {broken.problem}.\n  Mend it, or set data.on_error=skip to go on without."
+    said, _, advice = broken.problem.partition("\n")
+    ends = "" if said.endswith((".", "!", "?")) else "."
+    way = f"{advice.rstrip('.')}. Or" if advice else "  Mend it, or"
+    return f"data: {broken.place}: {said}{ends}\n{way} set data.on_error=skip to go on without."

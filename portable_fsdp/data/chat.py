@@ -9,9 +9,16 @@ another way once more follows (as one that drops the reasoning of earlier turns)
 import inspect
 import re
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any, NamedTuple, Self
 
 from portable_fsdp.runtime.errors import DataError
+
+DATE = "2024-07-26"
+"""What a template that asks for the time (`strftime_now`) is told: a run's rows mustn't depend on the day it starts. It
+is the date that Llama 3's templates take where they can't ask."""
+
+_ASKS = re.compile(r"""\bstrftime_now\(\s*(?P<quote>["'])(?P<form>[^"'\\]*)(?P=quote)\s*\)""")
 
 Message = dict[str, Any]
 Span = tuple[int, int]
@@ -40,11 +47,20 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._arguments = dict(arguments or {})
         self.text: str = tokenizer.get_chat_template()
+        # transformers gives templates the real clock, and hands them no function in its place.
+        date = datetime.fromisoformat(DATE)
+        self._dated = re.sub(_ASKS, lambda asks: repr(date.strftime(asks["form"])), self.text)
         self._tells_turns = re.search(r"\{%-?\s*generation\s*-?%\}", self.text) is not None
+
+    @property
+    def asks_for_time(self) -> bool:
+        """Then its text follows from `DATE` too."""
+        return self._reads("strftime_now")
 
     def taking(self, arguments: Mapping[str, Any]) -> Self:
         """The same with these arguments; raises DataError for one that it doesn't read, or that is set for it."""
-        ours = {"messages", *inspect.signature(self._tokenizer.apply_chat_template).parameters} - {"documents"}
+        ours = {"messages", *inspect.signature(self._tokenizer.apply_chat_template).parameters, "strftime_now"}
+        ours -= {"documents"}
         for name in arguments:
             if name in ours:
                 raise DataError(
@@ -60,6 +76,9 @@ class ChatTemplate:
 
     def _reads(self, name: str) -> bool:
         return re.search(rf"\b{re.escape(name)}\b", self.text) is not None
+
+    def names(self, role: str) -> bool:
+        return re.search(rf"""["']{re.escape(role)}["']""", self.text) is not None
 
     def ids(self, conversation: Conversation, *, asks: bool = False) -> list[int]:
         """The whole conversation, `asks`: and what begins an answer of the assistant. Raises what the template does."""
@@ -140,11 +159,16 @@ class ChatTemplate:
                 "expected a chat template that reads tools, found none of that name in it: what may be called would be "
                 "left out"
             )
+        if re.search(r"\bstrftime_now\s*\(", self._dated):
+            raise ValueError(
+                "expected a chat template that asks for the date by a format in quotes, as strftime_now('%Y-%m-%d'), "
+                "found another call of it: its rows would be others each day"
+            )
         # The text by name: with tools, a tokenizer that has several templates would take another.
         return self._tokenizer.apply_chat_template(
             list(conversation.messages),
             tools=conversation.tools,
-            chat_template=self.text,
+            chat_template=self._dated,
             **how,
             **self._arguments,
         )

@@ -7,8 +7,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from portable_fsdp.data.examples import extra
+from portable_fsdp.data.examples import extra, hash_of_files
 from portable_fsdp.runtime.errors import DataError
+
+BOM = b"\xef\xbb\xbf"
+"""What some editors put before UTF-8; no part of the text."""
 
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
@@ -20,7 +23,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     try:
         with _opened(path) as file:
             for number, line in enumerate(file, start=1):
-                yield number, line
+                yield number, line.removeprefix(BOM) if number == 1 else line
     except (OSError, EOFError, zlib.error) as error:
         raise _unreadable(f"{path}:{number + 1}", path, error) from error
 
@@ -29,9 +32,23 @@ def read_whole(path: Path) -> bytes:
     """Raises DataError."""
     try:
         with _opened(path) as file:
-            return file.read()
+            return file.read().removeprefix(BOM)
     except (OSError, EOFError, zlib.error) as error:
         raise _unreadable(str(path), path, error) from error
+
+
+def hash_of_text(files: Sequence[Path], cache: Path) -> str:
+    """`hash_of_files`, marked where a file begins with a BOM: earlier releases took it for text."""
+    mark = "without BOM " if any(_begins_with_bom(path) for path in files) else ""
+    return mark + hash_of_files(files, cache)
+
+
+def _begins_with_bom(path: Path) -> bool:
+    try:
+        with _opened(path) as file:
+            return file.read(len(BOM)) == BOM
+    except (OSError, EOFError, zlib.error):
+        return False
 
 
 def total_size(files: Sequence[Path]) -> int:

@@ -26,6 +26,8 @@ class Example:
     size: int
     """In the source's unit."""
     fields: Mapping[Column, Any]
+    notes: tuple[str, ...] = ()
+    """What its owner should hear of it, said once with the count of documents: `data: 3 documents of FILE: <note>`."""
 
 
 @dataclass(frozen=True)
@@ -63,15 +65,22 @@ class Source(Protocol):
     def read(self) -> Iterator[Example | Broken]: ...
 
 
-def matching_files(path: str, pattern: str) -> list[Path]:
-    """The files that `path` names or matches (`**` stands for any depth), sorted; `pattern` is an example of one."""
+AS_A_SHARE = "A share of the documents is written 5%."
+"""What `data.eval_split` may have meant where nothing has that name."""
+
+
+def matching_files(path: str, pattern: str, key: str = "data.path") -> list[Path]:
+    """The files that `path` names or matches (`**` stands for any depth), sorted; `pattern` is an example of one, `key`
+    the config's, for errors."""
     matches = [path] if os.path.isfile(path) else sorted(glob.glob(path, recursive=True))
     files = [Path(match) for match in matches if os.path.isfile(match)]
     if not files:
         found, advice = "nothing", "The path is taken from the folder that the run starts in."
         if os.path.isdir(path):
             found, advice = "a folder", f"Name its files: {os.path.join(path, pattern)}"
-        raise DataError(f"data.path: expected a file or a glob that matches some, found {found}: {path}\n  {advice}")
+        if key == "data.eval_split":
+            advice += f" {AS_A_SHARE}"
+        raise DataError(f"{key}: expected a file or a glob that matches some, found {found}: {path}\n  {advice}")
     return files
 
 

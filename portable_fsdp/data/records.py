@@ -7,13 +7,13 @@ import re
 import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import xxhash
 
 from portable_fsdp.config.data import Column
-from portable_fsdp.data.compressed import read_lines, total_size
-from portable_fsdp.data.examples import Broken, Example, extra, hash_of_files, name_of, not_utf8
+from portable_fsdp.data.compressed import hash_of_text, read_lines, total_size
+from portable_fsdp.data.examples import AS_A_SHARE, Broken, Example, extra, hash_of_files, name_of, not_utf8
 from portable_fsdp.runtime.errors import DataError
 
 Columns = Mapping[Column, str]
@@ -34,7 +34,7 @@ class JsonLines:
         self.total = total_size(files)
 
     def content(self, cache: Path) -> str:
-        return hash_of_files(self._files, cache)
+        return hash_of_text(self._files, cache)
 
     def read(self) -> Iterator[Example | Broken]:
         number = 0
@@ -46,12 +46,13 @@ class JsonLines:
 
     def _example(self, number: int, place: str, line: bytes) -> Example | Broken:
         try:
-            fields = _pick(_json_object(line), self._columns)
+            values = _json_object(line)
+            fields = _pick(values, self._columns)
         except UnicodeDecodeError as error:
             return Broken(number, place, len(line), not_utf8(error))
         except ValueError as error:
             return Broken(number, place, len(line), str(error))
-        return Example(number, place, len(line), fields)
+        return Example(number, place, len(line), fields, _notes(self._columns, values if values.get("tools") else ()))
 
 
 def _json_object(line: bytes) -> dict[str, Any]:
@@ -95,8 +96,9 @@ class Parquet:
         number = 0
         for path in self._files:
             with self._open(path) as file:
+                notes = _notes(self._columns, file.schema_arrow.names)
                 for row, values in enumerate(self._rows(file, path)):
-                    yield Example(number, f"{path}: row {row}", 1, _pick(values, self._columns))
+                    yield Example(number, f"{path}: row {row}", 1, _pick(values, self._columns), notes)
                     number += 1
 
     def _rows(self, file: Any, path: Path) -> Iterator[dict[str, Any]]:
@@ -120,12 +122,14 @@ class HuggingFace:
 
     unit = "rows"
 
-    def __init__(self, path: str, split: str | None, columns: Columns) -> None:
+    def __init__(self, path: str, split: str | None, columns: Columns, key: str = "data.path") -> None:
+        """`key`: the config's, for errors."""
         self._columns = columns
         self.name = f"{path} ({split or 'train'})"
         self._split = split or "train"
-        self._data = _load_data_set(path, self._split)
+        self._data, self._sizes = _load_data_set(path, self._split, key)
         _require(columns, self._data.column_names, f"data.columns: {self.name}")
+        self._notes = _notes(columns, self._data.column_names)
         self._data = self._data.select_columns(list(columns.values()))
         self.total = len(self._data)
 
@@ -137,15 +141,28 @@ class HuggingFace:
             taken += xxhash.xxh3_128_hexdigest(repr(list(self._data)).encode())
         return xxhash.xxh3_128_hexdigest(taken.encode())
 
+    def shares_rows_with(self, other: Self) -> bool:
+        """Whether a row is in both; they are parts of one data set."""
+        return any(
+            one.splitname == its.splitname and max(one.from_, its.from_) < min(one.to, its.to)
+            for one in self._taken()
+            for its in other._taken()
+        )
+
+    def _taken(self) -> Sequence[Any]:
+        """Ranges of rows, each with the name of its split."""
+        return extra("datasets").ReadInstruction.from_spec(self._split).to_absolute(self._sizes)
+
     def read(self) -> Iterator[Example | Broken]:
         for row, values in enumerate(self._data):
-            yield Example(row, f"{self.name}: row {row}", 1, _pick(values, self._columns))
+            yield Example(row, f"{self.name}: row {row}", 1, _pick(values, self._columns), self._notes)
 
 
 _HUB_NAME = re.compile(r"(?P<path>[^:@]+)(:(?P<subset>[^@]+))?(@(?P<revision>.+))?")
 
 
-def _load_data_set(path: str, split: str) -> Any:
+def _load_data_set(path: str, split: str, key: str) -> tuple[Any, dict[str, int]]:
+    """The part that `split` means, and how many rows each split of the data set has."""
     datasets = extra("datasets")
     folder = Path(path)
     with _quiet(datasets):
@@ -154,25 +171,28 @@ def _load_data_set(path: str, split: str) -> Any:
                 return _part_of_saved(datasets, datasets.load_from_disk(path), split)
             name = re.fullmatch(_HUB_NAME, path)
             if folder.is_dir() or name is None:
-                return datasets.load_dataset(path, split=split)
-            return datasets.load_dataset(name["path"], name["subset"], revision=name["revision"], split=split)
+                part = datasets.load_dataset(path, split=split)
+            else:
+                part = datasets.load_dataset(name["path"], name["subset"], revision=name["revision"], split=split)
+            return part, {one: info.num_examples for one, info in (part.info.splits or {}).items()}
         except Exception as error:  # of many classes, of HTTP libraries too: all about this data set
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise DataError(
-                f"data.path: expected a data set that `datasets` opens, with the split {split}, found: {reason}\n"
+                f"{key}: expected a data set that `datasets` opens, with the split {split}, found: {reason}\n"
                 f"  It was asked for {path}. A subset is named by a colon (org/name:subset); offline, with "
-                "HF_HUB_OFFLINE=1, it must be in the cache."
+                "HF_HUB_OFFLINE=1, it must be in the cache." + (f" {AS_A_SHARE}" if key == "data.eval_split" else "")
             ) from error
 
 
-def _part_of_saved(datasets: Any, saved: Any, split: str) -> Any:
-    """A part of what `load_from_disk` gives, which knows no split expressions."""
+def _part_of_saved(datasets: Any, saved: Any, split: str) -> tuple[Any, dict[str, int]]:
+    """A part of what `load_from_disk` gives, which knows no split expressions; and the size of each split."""
     parts = saved if isinstance(saved, dict) else {"train": saved}
-    if split in parts:
-        return parts[split]
     sizes = {name: len(part) for name, part in parts.items()}
+    if split in parts:
+        return parts[split], sizes
     taken = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
-    return datasets.concatenate_datasets([parts[one.splitname].select(range(one.from_, one.to)) for one in taken])
+    rows = [parts[one.splitname].select(range(one.from_, one.to)) for one in taken]
+    return datasets.concatenate_datasets(rows), sizes
 
 
 @contextlib.contextmanager
@@ -186,6 +206,13 @@ def _quiet(datasets: Any) -> Generator[None]:
     finally:
         if was_on:
             datasets.enable_progress_bars()
+
+
+def _notes(columns: Columns, names: Iterable[str]) -> tuple[str, ...]:
+    """Of a document of messages that comes with functions nobody reads."""
+    if "messages" not in columns or "tools" in columns or "tools" not in names:
+        return ()
+    return ("a column tools that isn't read; data.columns='{tools: tools}' renders it",)
 
 
 def _pick(values: Mapping[str, Any], columns: Columns) -> dict[Column, Any]:

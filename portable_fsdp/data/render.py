@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from portable_fsdp.config.data import Format
-from portable_fsdp.data.chat import ChatTemplate, Conversation
+from portable_fsdp.data.chat import ChatTemplate, Conversation, Message
 from portable_fsdp.data.examples import Broken, Example
 from portable_fsdp.data.tokenize import Tokenizer, Tokens, token_dtype
 from portable_fsdp.runtime.errors import DataError
@@ -32,6 +32,8 @@ class Rendered(NamedTuple):
     counted: NDArray[np.bool_] | None = None
     prompt_differs: bool = False
     """The prompt alone has other tokens at its end than within the whole: there the model learns another context."""
+    notes: tuple[str, ...] = ()
+    """See `Example.notes`."""
 
 
 Render = Callable[[Sequence[Example]], list[Rendered | Broken]]
@@ -154,12 +156,21 @@ def _completion_of_messages(example: Example, tokenizer: Tokenizer, template: Ch
     problem = problem_of_messages(prompt) or problem_of_messages(completion)
     if problem:
         return _broken(example, f"expected prompt and completion as texts, or both as messages, found: {problem}")
+    roles = [message["role"] for message in completion]
+    if "assistant" not in roles:
+        found = ", ".join(dict.fromkeys(roles))
+        return _broken(example, f"expected a turn of the assistant in the completion, found the roles {found}")
     template, dtype = _required(template), token_dtype(tokenizer.vocab_size)
     try:
         asked = np.array(template.ids(Conversation(prompt), asks=True), dtype=dtype)
-        return _completion(example, asked, np.array(template.ids(Conversation([*prompt, *completion])), dtype=dtype))
+        whole = np.array(template.ids(Conversation([*prompt, *completion])), dtype=dtype)
     except Exception as error:  # a template may raise anything
         return _broken(example, _refusal(error))
+    found = _completion(example, asked, whole)
+    notes = _notes_of_roles([*prompt, *completion], template)
+    if found.prompt_differs:
+        notes += ("the chat template doesn't begin an answer as it asks for one; what differs counts as completion",)
+    return found._replace(prompt_differs=False, notes=notes)
 
 
 # ------------------------------------------------------------------------------------------------------------ chat
@@ -180,8 +191,22 @@ def _chats(examples: Sequence[Example], tokenizer: Tokenizer, template: ChatTemp
         elif not any(chat.counted):
             found.append(_broken(example, "expected a turn of the assistant, found none: nothing in it counts"))
         else:
-            found.append(Rendered(example.number, np.array(chat.ids, dtype=dtype), np.array(chat.counted)))
+            notes = (*example.notes, *_notes_of_roles(conversation.messages, template))
+            found.append(Rendered(example.number, np.array(chat.ids, dtype=dtype), np.array(chat.counted), notes=notes))
     return found
+
+
+_ROLES = {"system", "developer", "user", "assistant", "tool"}
+
+
+def _notes_of_roles(messages: Sequence[Message], template: ChatTemplate) -> tuple[str, ...]:
+    """Of those that neither the field nor the template knows: a turn of theirs doesn't count, whoever is meant."""
+    unknown = dict.fromkeys(role for message in messages if (role := message["role"]) not in _ROLES)
+    return tuple(
+        f"messages of the role {role}, which the chat template doesn't name; they don't count as the assistant's"
+        for role in unknown
+        if not template.names(role)
+    )
 
 
 def _conversation(example: Example) -> Conversation | Broken:
@@ -208,11 +233,13 @@ def problem_of_messages(value: Any) -> str | None:
     for number, message in enumerate(value):
         if not isinstance(message, dict):
             return f"expected messages with role and content, found {_kind(message)} as message {number + 1}"
-        if not isinstance(message.get("role"), str):
-            return (
-                f"expected messages with role and content, found the keys {', '.join(map(str, message))} in message "
-                f"{number + 1}"
-            )
+        content, calls = message.get("content"), message.get("tool_calls")
+        keys = f"the keys {', '.join(map(str, message))} in message {number + 1}"
+        if not isinstance(message.get("role"), str) or ("content" not in message and not calls):
+            return f"expected messages with role and content, found {keys}"
+        # A template would render null as nothing, and a list or a mapping as Python writes it.
+        if not isinstance(content, str) and not (content is None and calls):
+            return f"expected messages whose content is text, found {_kind(content)} as content, of {keys}"
     return None
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import xxhash
 
 from portable_fsdp.config.data import FORMAT_COLUMNS, Documents
-from portable_fsdp.data.compressed import read_whole, total_size
+from portable_fsdp.data.compressed import hash_of_text, read_whole, total_size
 from portable_fsdp.data.examples import (
     Broken,
     Example,
@@ -29,20 +29,36 @@ NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests",
 """Folders under the standard library that are not its source: other packages, and tests (odd encodings on purpose)."""
 
 
-def open_source(documents: Documents) -> Source:
-    """The source that these keys mean; raises DataError if there is nothing of that name."""
-    columns: Columns = {**{column: column for column in FORMAT_COLUMNS[documents.format]}, **documents.columns}
+EXAMPLES = {"text": "**/*.txt", "jsonl": "**/*.jsonl", "parquet": "**/*.parquet"}
+"""The sources whose `path` names files -> a glob of some."""
+
+
+def files_of(documents: Documents, key: str = "data.path") -> list[Path]:
+    """Those that `path` names, of a source in `EXAMPLES`; `key`: the config's, for errors."""
+    return matching_files(str(documents.path), EXAMPLES[documents.source], key)
+
+
+def columns_of(documents: Documents) -> Columns:
+    return {**{column: column for column in FORMAT_COLUMNS[documents.format]}, **documents.columns}
+
+
+def open_source(documents: Documents, files: Sequence[Path] | None = None) -> Source:
+    """The source that these keys mean; raises DataError if there is nothing of that name.
+
+    `files`: at least one, in place of those that `path` names.
+    """
+    columns = columns_of(documents)
     match documents.source:
         case "python_docs":
             return PythonDocs()
         case "python_source":
             return PythonSource(Path(sysconfig.get_path("stdlib")))
         case "text":
-            return TextFiles(matching_files(str(documents.path), "**/*.txt"))
+            return TextFiles(files or files_of(documents))
         case "jsonl":
-            return JsonLines(matching_files(str(documents.path), "**/*.jsonl"), columns)
+            return JsonLines(files or files_of(documents), columns)
         case "parquet":
-            return Parquet(matching_files(str(documents.path), "**/*.parquet"), columns)
+            return Parquet(files or files_of(documents), columns)
         case "huggingface":
             return HuggingFace(str(documents.path), documents.split, columns)
 
@@ -120,7 +136,7 @@ class TextFiles:
         self.total = total_size(files)
 
     def content(self, cache: Path) -> str:
-        return hash_of_files(self._files, cache)
+        return hash_of_text(self._files, cache)
 
     def read(self) -> Iterator[Example | Broken]:
         for number, path in enumerate(self._files):

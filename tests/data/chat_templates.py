@@ -23,6 +23,14 @@ GENERATION = (
 )
 """The same text, told by `{% generation %}`."""
 
+DATED = (
+    "{% if not date_string is defined %}{% if strftime_now is defined %}"
+    "{% set date_string = strftime_now('%d %b %Y') %}"
+    "{% else %}{% set date_string = '26 Jul 2024' %}{% endif %}{% endif %}"
+    "{{ '<|im_start|>system\nToday: ' + date_string + '<|im_end|>\n' }}"
+) + CHATML
+"""The day it is, as Llama 3.1's and 3.2's."""
+
 _MARKED = (
     "{% if tools %}{{ '<|im_start|>system\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
     "{{ '<|im_end|>\n' }}{% endif %}{% for message in messages %}"

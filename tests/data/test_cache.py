@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from portable_fsdp.data.cache import BATCH_DOCUMENTS, Documents, Recipe, entry_key, tokenized
+from portable_fsdp.data.cache import BATCH_DOCUMENTS, Documents, Recipe, entry_key, refusal, tokenized
 from portable_fsdp.data.examples import Broken, Example
 from portable_fsdp.data.render import renderer
 from portable_fsdp.data.tokenize import ByteTokenizer
@@ -89,6 +89,17 @@ def test_what_is_broken_stops_or_is_counted(tmp_path: Path) -> None:
     assert documents(found) == [b"a\0", b"c\0"]
     assert found.numbers.tolist() == [0, 2]
     assert (found.facts.skipped, found.facts.first_skipped) == (2, "file:2: expected this, found that")
+
+
+@pytest.mark.parametrize(
+    ("problem", "said"),
+    [
+        ("the template refuses it: No such role!", "it: No such role!\n  Mend it, or set data.on_error=skip to go on"),
+        ("found a.\n  Name it: 'b'", "found a.\n  Name it: 'b'. Or set data.on_error=skip to go on without."),
+    ],
+)
+def test_an_error_has_one_end_and_one_advice(problem: str, said: str) -> None:
+    assert said in refusal(Broken(0, "file:2", 1, problem))
 
 
 def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from portable_fsdp.config.schema import Data
 from portable_fsdp.data.compressed import total_size
-from portable_fsdp.data.examples import Broken, Example
+from portable_fsdp.data.examples import Broken, Example, hash_of_files
 from portable_fsdp.data.sources import open_source
 from portable_fsdp.runtime.errors import DataError
 
@@ -36,6 +36,20 @@ def read(path: Path, source: str = "jsonl") -> list[Example | Broken]:
 
 def texts(found: list[Example | Broken]) -> list[str]:
     return [one.fields["text"] for one in found if isinstance(one, Example)]
+
+
+@pytest.mark.parametrize("compress", [bytes, *KINDS.values()], ids=["plain", *KINDS])
+@pytest.mark.parametrize("source", ["text", "jsonl"])
+def test_a_bom_is_no_text_and_makes_another_entry(tmp_path: Path, compress: Compress, source: str) -> None:
+    path = tmp_path / "a"
+    content = {"text": "Grüße".encode(), "jsonl": '{"text": "Grüße"}'.encode()}[source]
+    path.write_bytes(compress(b"\xef\xbb\xbf" + content))
+    assert texts(read(path, source)) == ["Grüße"]
+    bare = hash_of_files([path], tmp_path / "cache")
+    data = Data.model_validate({"source": source, "path": str(path)})
+    assert open_source(data).content(tmp_path / "cache") != bare
+    path.write_bytes(compress(content))
+    assert open_source(data).content(tmp_path / "cache") == hash_of_files([path], tmp_path / "cache")
 
 
 @pytest.mark.parametrize("compress", KINDS.values(), ids=KINDS)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from chat_templates import TOOLS, MakeTokenizer
+from chat_templates import CHATML, DATED, TOOLS, MakeTokenizer
 
 from portable_fsdp.config.schema import Data, Model
 from portable_fsdp.data.batches import Batches
@@ -101,7 +101,7 @@ def test_texts_longer_than_a_row_are_cut_and_said_once(tmp_path: Path, caplog: p
     with caplog.at_level(logging.INFO, "portable_fsdp"):
         corpus = build_data(data(path, packing="documents"))
     assert [line for line in caplog.messages if "cut into pieces" in line] == [
-        f"data: 2 documents of {path} are longer than data.seq_len=64 and are cut into pieces"
+        f"data: 2 documents of {path} cut into pieces: longer than data.seq_len=64"
     ]
     batch = corpus.rows.rows(np.arange(len(corpus.rows)))
     labels = batch["labels"][batch["labels"] != IGNORED]
@@ -113,7 +113,7 @@ def test_documents_with_nothing_to_predict_are_left_out(tmp_path: Path, caplog: 
     with caplog.at_level(logging.INFO, "portable_fsdp"):
         corpus = build_data(data(path, packing="documents"))
     assert numbers(corpus.rows) == [0, 2]
-    assert any("1 documents" in line and "nothing to predict" in line for line in caplog.messages)
+    assert any("1 document of" in line and "nothing to predict" in line for line in caplog.messages)
     with pytest.raises(DataError, match=r"data: expected at least one document of two tokens, found none"):
         build_data(data(write(tmp_path / "none.jsonl", ["", ""]), packing="none"))
 
@@ -126,7 +126,7 @@ def completions(path: Path, *lengths: int) -> Data:
 def test_a_completion_longer_than_a_row_is_named_or_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     keys = completions(tmp_path / "a.jsonl", 5, 62, 63, 200)
     with pytest.raises(
-        DataError, match=r"a\.jsonl:3: expected at most 64 tokens \(data\.seq_len\), found 65; 2 doc"
+        DataError, match=r"a\.jsonl:3: expected at most 64 tokens \(data\.seq_len\), found 65; too long: 2 doc"
     ) as said:
         build_data(keys)
     assert "the longest has 202" in str(said.value)
@@ -159,13 +159,15 @@ def test_broken_lines_stop_or_are_counted(lines: Path, caplog: pytest.LogCapture
         build_data(keys)
         caplog.clear()
         corpus = build_data(keys)  # from the cache too
-    assert sum("1 documents" in line and "skipped" in line and "jsonl:4" in line for line in caplog.messages) == 1
+    assert sum("1 document of" in line and "skipped" in line and "jsonl:4" in line for line in caplog.messages) == 1
     assert sorted(numbers(corpus.rows)) == [number for number in range(200) if number != 3]
 
 
 def test_a_wrong_column_is_named_even_where_broken_lines_are_skipped(lines: Path) -> None:
     with pytest.raises(
-        DataError, match=r"found 200 that can't (.|\n)*corpus\.jsonl:1: expected a column body, found text"
+        DataError,
+        match=r"found 200 that can't in .*, and data\.on_error=skip leaves them out; the first:\n"
+        r"  .*jsonl:1: expected a column body",
     ):
         build_data(data(lines, on_error="skip", columns={"text": "body"}))
 
@@ -199,6 +201,57 @@ def test_tools_and_arguments_of_the_template_make_other_rows(make_tokenizer: Mak
     assert plain[0] < silent[0] < called[0]
     assert len({plain[1], silent[1], called[1]}) == 3
     assert tokens() == plain
+
+
+def test_an_entry_is_of_the_day_only_where_the_template_asks_for_it(
+    make_tokenizer: MakeTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a.jsonl", ["a text of more than one token"] * 9)
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
+    chats = tmp_path / "chat.jsonl"
+    chats.write_text(json.dumps({"messages": turns}) + "\n")
+
+    def entries() -> set[str]:
+        keys = {"tokenizer": str(tmp_path / "tokenizer"), "seq_len": 128, "packing": "none"}
+        for one, form in ((path, "text"), (chats, "chat")):
+            build_data(data(one, format=form, **keys))
+        return {one.name for one in (tmp_path / "cache").iterdir() if (one / "facts.json").is_file()}
+
+    for template, made in ((CHATML, 2), (DATED, 3)):
+        make_tokenizer(template)
+        before = entries()
+        assert len(before) == made
+        monkeypatch.setattr("portable_fsdp.data.build.DATE", "2025-01-01")
+        assert len(entries() - before) == (template == DATED)
+        monkeypatch.undo()
+
+
+def test_what_is_left_unread_or_uncounted_is_said_once_with_a_count(
+    make_tokenizer: MakeTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "tokenizer"
+    make_tokenizer(TOOLS)
+    turns = [{"role": role, "content": "Hi"} for role in ("user", "assistant", "user", "gpt")]
+    chats = [{"messages": turns, "tools": [{"type": "function"}]}, {"messages": turns[:2], "tools": None}]
+    path = tmp_path / "chat.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in (*chats, chats[0])))
+    for _ in range(2):  # the second from the cache
+        caplog.clear()
+        build_data(data(path, format="chat", tokenizer=str(folder), seq_len=128))
+        assert sorted(one.getMessage() for one in caplog.records if one.levelno == logging.WARNING) == [
+            f"data: 2 documents of {path}: a column tools that isn't read; data.columns='{{tools: tools}}' renders it",
+            f"data: 2 documents of {path}: messages of the role gpt, which the chat template doesn't name; they don't "
+            "count as the assistant's",
+        ]
+
+
+def test_a_tokenizer_without_an_end_of_text_is_said(
+    bpe: str, lines: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "tokenizer.json").write_text(bpe)
+    build_data(data(lines, tokenizer=str(tmp_path / "bare")))
+    assert sum("bare names no end of text" in line for line in caplog.messages) == 1
 
 
 # -------------------------------------------------------------------------------------------------------- held out
@@ -242,12 +295,6 @@ def test_a_split_of_a_data_set_can_be_held_out(tmp_path: Path) -> None:
     assert corpus.eval_rows is not None
     assert numbers(corpus.rows) == list(range(7))
     assert numbers(corpus.eval_rows) == [7, 8, 9]
-
-
-def test_a_held_out_part_without_rows_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "few.jsonl", ["0000", "0001"])
-    with pytest.raises(DataError, match=r"data\.eval_split: expected at least one document"):
-        build_data(data(path, packing="none", eval_split="1%"))
 
 
 # ------------------------------------------------------------------------------------------- order, mixture, epochs

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chat_templates import CHATML, GENERATION, TOLD_TOOLS, TOOLS, MakeTokenizer
+from chat_templates import CHATML, DATED, GENERATION, TOLD_TOOLS, TOOLS, MakeTokenizer
 
 from portable_fsdp.config.data import Format
 from portable_fsdp.data.examples import Broken, Example
@@ -113,6 +113,18 @@ def test_prompts_and_completions_of_messages_go_through_the_template(make_tokeni
     assert counted_text(tokenizer, found) == ["A simple one fits one line.<|im_end|>\n"]
 
 
+def test_a_completion_of_messages_without_the_assistant_is_refused(make_tokenizer: MakeTokenizer) -> None:
+    said = problem("prompt_completion", make_tokenizer(), {"prompt": CONVERSATION[:1], "completion": CONVERSATION[1:2]})
+    assert said == "expected a turn of the assistant in the completion, found the roles user"
+
+
+def test_prompts_of_messages_that_differ_have_a_note_of_their_own(make_tokenizer: MakeTokenizer) -> None:
+    tokenizer = make_tokenizer(CHATML.replace("'<|im_start|>assistant\n'", "'<|im_start|>robot\n'"))
+    found = one("prompt_completion", tokenizer, {"prompt": CONVERSATION[:2], "completion": CONVERSATION[2:3]})
+    assert not found.prompt_differs
+    assert [note[:48] for note in found.notes] == ["the chat template doesn't begin an answer as it "]
+
+
 def test_a_prompt_of_text_with_messages_behind_is_refused(make_tokenizer: MakeTokenizer) -> None:
     said = problem("prompt_completion", make_tokenizer(), {"prompt": "a", "completion": CONVERSATION[2:3]})
     assert said.startswith("expected prompt and completion as texts, or both as messages, found: expected a list of")
@@ -197,11 +209,29 @@ def test_what_the_template_refuses_is_broken_and_the_others_are_not(
         ),
         (CONVERSATION[:2], "expected a turn of the assistant, found none"),
         (CONVERSATION[2:3], "expected a message before the assistant's first one"),
-        ([{"role": "user"}, CONVERSATION[2]], "the chat template refuses it: "),
+        ([{"role": "user"}, CONVERSATION[2]], "expected messages with role and content, found the keys role in mess"),
+        (
+            [CONVERSATION[1], {"role": "assistant", "value": "b"}],
+            "expected messages with role and content, found the keys role, value in message 2",
+        ),
+        *(
+            (
+                [CONVERSATION[1], {"role": "assistant", "content": content, "tool_calls": []}],
+                f"expected messages whose content is text, found {kind} as content, of the keys role, content, tool_c",
+            )
+            for content, kind in [(None, "null"), ({"a": "b"}, "a mapping"), ([{"type": "text"}], "a list")]
+        ),
     ],
 )
 def test_what_is_no_conversation_is_broken(make_tokenizer: MakeTokenizer, messages: Any, said: str) -> None:
     assert problem("chat", make_tokenizer(), {"messages": messages}).startswith(said)
+
+
+@pytest.mark.parametrize("said", [{}, {"content": None}])
+def test_a_message_of_calls_needs_no_content(make_tokenizer: MakeTokenizer, said: dict[str, Any]) -> None:
+    tokenizer = make_tokenizer(TOOLS)
+    found = one("chat", tokenizer, {"messages": [CALLS[0], {"role": "assistant", **said, "tool_calls": [CALL]}]})
+    assert counted_text(tokenizer, found) == [f"{ONE_CALL}<|im_end|>\n"]
 
 
 def test_a_tokenizer_without_a_template_is_refused(make_tokenizer: MakeTokenizer) -> None:
@@ -258,6 +288,24 @@ def test_arguments_of_the_template_hold_for_prompts_of_messages_too(make_tokeniz
     assert counted_text(tokenizer, found) == ["A simple one fits one line.<|im_end|>\n"]
     whole: Any = tokenizer
     assert "<think></think>A simple one" in whole._tokenizer.decode(found.ids)
+
+
+@pytest.mark.parametrize("form", ["chat", "prompt_completion"])
+def test_a_template_that_asks_for_the_day_is_told_the_same_one_each_day(
+    make_tokenizer: MakeTokenizer, form: Format
+) -> None:
+    tokenizer: Any = make_tokenizer(DATED)
+    fields = {"messages": CONVERSATION, "prompt": CONVERSATION[:2], "completion": CONVERSATION[2:3]}
+
+    def text(**arguments: Any) -> str:
+        return tokenizer._tokenizer.decode(one(form, tokenizer, fields, **arguments).ids)
+
+    assert "Today: 26 Jul 2024<|im_end|>" in text()
+    assert "Today: 05 Jan 2026<|im_end|>" in text(date_string="05 Jan 2026")
+    with pytest.raises(DataError, match=r"found strftime_now, which is set for it"):
+        text(strftime_now="05 Jan 2026")
+    other = make_tokenizer(DATED.replace("strftime_now('%d %b %Y')", "strftime_now('%d' + ' %b')"))
+    assert problem(form, other, fields).startswith("expected a chat template that asks for the date by a format in q")
 
 
 def test_an_argument_that_the_template_does_not_read_is_refused(make_tokenizer: MakeTokenizer) -> None:

@@ -1,0 +1,139 @@
+"""Nothing that is held out is trained on; a part without rows says why."""
+
+import logging
+from pathlib import Path
+from typing import Any, cast
+
+import datasets
+import pytest
+from test_data_build import data, numbers, write
+
+from portable_fsdp.config.data import Data
+from portable_fsdp.data.build import build_data
+from portable_fsdp.runtime.errors import DataError
+
+
+def test_files_that_are_held_out_are_not_trained_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path / "a.jsonl", ["0001", "0002"])
+    held_out = write(tmp_path / "b.jsonl", ["0003"])
+    (tmp_path / "c.jsonl").symlink_to(held_out)
+    with caplog.at_level(logging.INFO, "portable_fsdp"):
+        corpus = build_data(data(tmp_path / "*.jsonl", packing="none", eval_split=str(held_out)))
+    assert corpus.eval_rows is not None
+    assert numbers(corpus.rows) == [1, 2]
+    assert numbers(corpus.eval_rows) == [3]
+    assert (
+        sum(f"not trained on, though data.path names it too: {held_out} and 1 more" in one for one in caplog.messages)
+        == 1
+    )
+    for held in (tmp_path / "a.jsonl", tmp_path / "*.jsonl"):
+        with pytest.raises(DataError, match=r"data\.eval_split: expected files beside those to train on, found all of"):
+            build_data(data(tmp_path / "a.jsonl", eval_split=str(held)))
+
+
+@pytest.mark.parametrize(
+    ("split", "eval_split", "meet"),
+    [
+        (None, "train", True),
+        (None, "train[:5%]", True),
+        ("train[:70%]", "train[60%:]", True),
+        ("train[:14]", "train[70%:]", False),
+        ("train[:-3]+test", "train[-3:]", False),
+        ("train+test[:1]", "test", True),
+        ("train", "test", False),
+    ],
+)
+def test_splits_that_have_rows_in_common_are_refused(
+    tmp_path: Path, split: str | None, eval_split: str, *, meet: bool
+) -> None:
+    parts = {name: datasets.Dataset.from_dict({"text": ["0001"] * 20}) for name in ("train", "test")}
+    cast(Any, datasets).DatasetDict(parts).save_to_disk(tmp_path / "saved")
+    keys = data(tmp_path / "saved", source="huggingface", packing="none", split=split, eval_split=eval_split)
+    if not meet:
+        assert build_data(keys).eval_rows is not None
+        return
+    with pytest.raises(DataError, match=r"data\.eval_split: expected a split .*, found (?s:.)*train\[5%:\]"):
+        build_data(keys)
+
+
+@pytest.mark.parametrize(
+    ("eval_split", "found"),
+    [
+        ("none.jsonl", r"nothing: none\.jsonl\n  The path is .* A share of the documents is written 5%\."),
+        ("5 %", r"nothing: 5 %\n  The path is .* A share of the documents is written 5%\."),
+        ("0.05", r"nothing: 0\.05\n  The path is .* A share of the documents is written 5%\."),
+    ],
+)
+def test_what_is_to_be_held_out_and_is_not_there_is_named_by_its_key(
+    tmp_path: Path, eval_split: str, found: str
+) -> None:
+    path = write(tmp_path / "a.jsonl", ["0001"])
+    with pytest.raises(DataError, match=rf"data\.eval_split: expected a file or a glob .*, found {found}"):
+        build_data(data(path, eval_split=eval_split))
+
+
+def test_a_split_that_is_not_there_is_named_by_its_key(tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"text": ["0001"] * 20}).save_to_disk(tmp_path / "saved")
+    for eval_split in ("5 %", "test"):
+        keys = data(tmp_path / "saved", source="huggingface", eval_split=eval_split)
+        with pytest.raises(DataError, match=rf"data\.eval_split: .* split {eval_split}, (?s:.*) is written 5%\."):
+            build_data(keys)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "keys", "said"),
+    [
+        ([70, 99], {"packing": "documents"}, None),  # texts are cut
+        (
+            [70, 99],
+            {"format": "prompt_completion", "columns": {"prompt": "text", "completion": "text"}, "on_error": "skip"},
+            r"data: expected at least one document of at most 64 tokens \(data\.seq_len\) with something to predict, "
+            r"found none among 2 in .*a\.jsonl\.\n  Raise data\.seq_len \(the longest has 199\)\.",
+        ),
+        (
+            [70, 99],
+            {"packing": "none", "eval_split": "1%"},
+            r"data\.eval_split: expected at least one document, found none in .*a\.jsonl in the share that is held out "
+            r"\(data\.eval_split=1%\)\.\n  Give more of them, or hold more out\.",
+        ),
+        (
+            [70, 99],
+            {"eval_split": "99.9%"},
+            r"data: expected at least one document, found none in .*a\.jsonl beside the share that is held out "
+            r"\(data\.eval_split=99\.9%\)\.\n  Give more of them, or hold less out\.",
+        ),
+        (
+            [4] * 40,
+            {"eval_split": "20%"},
+            r"data\.eval_split: expected at least 65 tokens \(data\.seq_len \+ 1, one row\), found \d+ in .*a\.jsonl "
+            r"in the share that is held out \(data\.eval_split=20%\)\.\n  Lower data\.seq_len, or .*, or hold more out",
+        ),
+        ([0, 0], {"packing": "none"}, r"data: expected at least one document of two tokens, found none among 2 in "),
+    ],
+)
+def test_a_part_without_rows_says_why(
+    tmp_path: Path, lengths: list[int], keys: dict[str, Any], said: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = data(write(tmp_path / "a.jsonl", ["x" * length for length in lengths]), **keys)
+    if said is None:
+        assert len(build_data(given).rows)
+        return
+    with caplog.at_level(logging.INFO, "portable_fsdp"), pytest.raises(DataError, match=said):
+        build_data(given)
+    assert not [line for line in caplog.messages if " 0 rows" in line]
+
+
+def test_a_mixture_of_streams_without_rows_names_its_parts(tmp_path: Path) -> None:
+    mixture = [
+        {"source": "jsonl", "path": str(write(tmp_path / f"{name}.jsonl", ["x" * 30] * count))}
+        for name, count in (("a", 9), ("b", 12))
+    ]
+    keys = {"mixture": mixture, "seq_len": 64, "cache_dir": str(tmp_path / "cache")}
+    with pytest.raises(
+        DataError, match=r"data\.eval_split: .* found \d+ in .*a\.jsonl, \d+ in .*b\.jsonl in the share"
+    ):
+        build_data(Data.model_validate({**keys, "eval_split": "10%"}))
+    with pytest.raises(
+        DataError, match=r"data\.mixture: .* \(data.seq_len \+ 1, one row\), found 279 in .*a\.jsonl\.\n"
+    ):
+        build_data(Data.model_validate({**keys, "seq_len": 300}))
