@@ -15,6 +15,7 @@ from types import ModuleType
 import pytest
 import torch
 from started import PYTHON, TORCHRUN, committed, launch, losses, started, tiny_config
+from tokenizers import Tokenizer, models
 
 from portable_fsdp.backends.open import BACKENDS
 from portable_fsdp.checkpoint.store import hash_file
@@ -52,6 +53,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "short.txt").write_text("hello")
     (tmp_path / "broken.yaml").write_text("run: {dir: run\ntrain: ][\n")
     (tmp_path / "text.yaml").write_text("a sentence\n")
+    (tmp_path / "words").mkdir()
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "words/tokenizer.json"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -92,6 +95,10 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
         ["model.pretrained", "hub id (org/name", "found no such folder: nowhere"],
     ),
     "tokenizer missing": ([*CPU, "data.tokenizer=nowhere"], ["data.tokenizer", "nowhere", "Download"]),
+    "another model's tokenizer": (
+        [*CPU, "model={pretrained: words}", "data.tokenizer=bytes"],
+        ["the first is 0, 'a' to the model and '\\x00' in bytes", "Set data.tokenizer=auto", "[data.tokenizer]"],
+    ),
     "short corpus": (
         [*CPU, "data.source=text", "data.path=short.txt"],
         ["at least 33 tokens", "found 6 in short.txt", "Lower data.seq_len"],
