@@ -291,6 +291,24 @@ def test_target_modules_name_just_the_layers(tmp_path: Path, targets: list[str],
     assert torch.equal(logits(whole), logits(model))
 
 
+@pytest.mark.parametrize(
+    ("pretrained", "expected"),
+    [
+        ("org/name@v1.0", ("org/name", "v1.0")),
+        ("org/name@refs/pr/1", ("org/name", "refs/pr/1")),
+        ("org/name", ("org/name", None)),
+    ],
+)
+def test_a_base_of_the_hub_is_named_with_its_revision(
+    tmp_path: Path, pretrained: str, expected: tuple[str, str | None]
+) -> None:
+    config = {"model": {"pretrained": pretrained, "lora": {"r": 3, "alpha": 5.0}}}
+    path, _ = train(tmp_path, "llama", config=config)
+    export_adapters(path, tmp_path / "export", None)
+    settings = json.loads((tmp_path / "export" / "adapter_config.json").read_text())
+    assert (settings["base_model_name_or_path"], settings["revision"]) == expected
+
+
 def test_adapters_in_another_dtype(tmp_path: Path) -> None:
     path, model = train(tmp_path, "llama")
     arguments = ["--format", "peft", "--tokenizer", "none", "--dtype", "bfloat16"]
