@@ -136,6 +136,14 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
         [*CPU, "model.attention=flex"],
         ["model.attention=flex on another device than cuda", "Set model.attention=auto"],
     ),
+    "adapters of a random base": (
+        [*CPU, "model.lora={r: 2}", "checkpoint.export=true"],
+        ["checkpoint.export=true of adapters alone, over a base from", "Set checkpoint.merge_adapters=true"],
+    ),
+    "adapters of a GGUF file": (
+        [*CPU, "model={pretrained: words, gguf_file: a.gguf, lora: {r: 2}}", "checkpoint.export=true"],
+        ["checkpoint.export=true of adapters alone, over a base from", "Set checkpoint.merge_adapters=true"],
+    ),
     "scan on native": (
         [*CPU, "compile.scan_layers=true"],
         ["compile.scan_layers=true on native", "Set compile.scan_layers=false, or --backend=xla"],
