@@ -224,6 +224,9 @@ def test_a_moved_base_is_known_and_another_refused(tmp_path: Path) -> None:
         assert not torch.equal(logits(resumed), logits(model))
     with pytest.raises(CheckpointError, match=r"expected the tensors of this model(.|\n)*float32 \[61, 24\]  nothing"):
         load(opened(tmp_path, None), resumed, optimizer)
+    without = {"model": {"pretrained": str(moved)}}
+    with pytest.raises(CheckpointError, match=r'that differ:\n  model\.lora: \{"r": 3, .*, now null\n +this model'):
+        load(opened(tmp_path, None, config=without), resumed, optimizer)
 
 
 def test_a_run_that_holds_its_base_goes_on_holding_it(tmp_path: Path) -> None:

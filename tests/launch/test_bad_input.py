@@ -280,6 +280,7 @@ def test_folder_with_another_models_checkpoint(run: Path, capsys: pytest.Capture
     before = contents(run)
     said = refused(capsys, [*CPU, "model.architecture.hidden_size=64"])
     assert "checkpoint step-00000006: expected the tensors of this model, found " in said
+    assert "that differ:\n  model.architecture: " in said
     assert re.search(r"    model\.embed_tokens\.weight +float32 \[256, 64\] +float32 \[256, 32\]\n", said)
     assert "train in another run.dir" in said
     assert contents(run) == before
