@@ -1,20 +1,25 @@
 """Print what an exported model writes, on the CPU: `python -m portable_fsdp.sample runs/demo/export --prompt "The "`.
 
 FOLDER is a Hugging Face folder or adapters (peft), as checkpoint.export leaves them; a run's folder, which stands for
-the export in it; or with --gguf_file the folder of that file. Exit code: 0; 2 for a folder that holds no model.
+the export in it; or with --gguf_file the folder of that file. Exit code: 0; 2 for a folder that holds no model, and
+for a prompt or a number that gives no text.
 """
 
 import argparse
+import json
+import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from portable_fsdp.runtime.command import to_stderr, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FINISHED, ConfigError
+from portable_fsdp.runtime.hub import TOKENIZER_FILES
 
 _EXPORT = "export"  # in run.dir
+_CONFIG, _ADAPTERS = "config.json", "adapter_config.json"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def exported_folder(path: Path) -> Path:
     """`path`, or the export in it. Raises ConfigError where neither holds a model."""
     for folder in (path, path / _EXPORT):
-        if any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+        if any((folder / name).is_file() for name in (_CONFIG, _ADAPTERS)):
             return folder
     raise ConfigError(
         f"{path}: expected an exported model (config.json, or adapter_config.json), or a run's folder with one, found "
@@ -64,8 +69,10 @@ def sample(
     """`count` texts that begin with `prompt`, with at most `tokens` tokens after it; a seed gives the same again.
 
     `temperature` 0 takes the likeliest token each time. With `chat` the prompt is a user's message, and the texts are
-    the answers alone. Raises ConfigError where transformers can't open the folder, or has no chat template for it.
+    the answers alone. A text ends where the model's positions do, which is told on stderr. Raises ConfigError where
+    transformers can't open the folder, or has no chat template for it, and for a prompt of no tokens or too many.
     """
+    _require_files(folder, gguf_file)
     os.environ.setdefault("USE_TORCH_XLA", "0")  # else transformers imports torch_xla wherever it is installed
     import torch
     from transformers.utils import logging
@@ -74,6 +81,7 @@ def sample(
     logging.disable_progress_bar()
     tokenizer, model = _opened(folder, {"gguf_file": gguf_file} if gguf_file else {})
     ids = _token_ids(tokenizer, prompt, folder, chat=chat)
+    tokens = _that_fit(tokens, ids.shape[1], getattr(model.config, "max_position_embeddings", None))
     drawn = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     torch.manual_seed(seed)
     for _ in range(count):
@@ -86,6 +94,47 @@ def sample(
                 **(drawn if temperature > 0 else {"do_sample": False}),
             )
         yield tokenizer.decode(output[0][ids.shape[1] if chat else 0 :], skip_special_tokens=True)
+
+
+def _require_files(folder: Path, gguf_file: str | None) -> None:
+    """Of what isn't there transformers speaks as of a repository of the hub."""
+    if gguf_file is not None and not (folder / gguf_file).is_file():
+        raise ConfigError(f"--gguf_file: expected a file of {folder}, found none of the name {gguf_file}.")
+    patterns = [pattern for pattern in TOKENIZER_FILES if pattern != _CONFIG]
+    if gguf_file is None and not any(True for pattern in patterns for _ in folder.glob(pattern)):
+        raise ConfigError(
+            f"{folder}: expected a tokenizer beside the model, found none (no tokenizer.json or the like).\n"
+            "  Copy its files there, or export again with --tokenizer PATH."
+        )
+    if (folder / _ADAPTERS).is_file():
+        _require_base(folder)
+
+
+def _require_base(folder: Path) -> None:
+    """Of adapters; one of the hub is for transformers to find."""
+    try:
+        name = json.loads((folder / _ADAPTERS).read_bytes()).get("base_model_name_or_path")
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"{folder / _ADAPTERS}: expected a JSON object, found: {error}") from None
+    base = Path(name or "")
+    if name is None or ((base.is_absolute() or base.is_dir()) and not (base / _CONFIG).is_file()):
+        raise ConfigError(
+            f"{folder}: expected adapters of a base in Hugging Face format, found "
+            f"{'none named' if name is None else f'no {_CONFIG} in {name}'} ({_ADAPTERS}).\n  Export the run with the "
+            "adapters added in: python -m portable_fsdp.checkpoint export RUN FOLDER"
+        )
+
+
+def _that_fit(tokens: int, prompt: int, positions: int | None) -> int:
+    """How many tokens may come after a prompt of so many."""
+    if prompt == 0:
+        raise ConfigError("--prompt: expected text, found none, and the tokenizer begins no text with a token.")
+    if positions is None or prompt + tokens <= positions:
+        return tokens
+    if prompt >= positions:
+        raise ConfigError(f"--prompt: expected fewer tokens than the model's {positions} positions, found {prompt}.")
+    to_stderr(f"--tokens={tokens}: after a prompt of {prompt} the model's {positions} positions end each text earlier")
+    return positions - prompt
 
 
 def _opened(folder: Path, file: dict[str, str]) -> tuple[Any, Any]:
@@ -111,6 +160,17 @@ def _token_ids(tokenizer: Any, prompt: str, folder: Path, *, chat: bool) -> Any:
     return tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt")["input_ids"]
 
 
+def _at_least(least: float, number: type[int] | type[float]) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        value = number(text)
+        if not least <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"expected a number of at least {least}, found {text}")
+        return value
+
+    parse.__name__ = "number"  # in argparse's words for text that is none
+    return parse
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m portable_fsdp.sample",
@@ -121,9 +181,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gguf_file", metavar="NAME", help="a GGUF file in FOLDER, dequantised")
     parser.add_argument("--prompt", default="The ", help="what the texts begin with")
     parser.add_argument("--chat", action="store_true", help="the prompt is a user's message; prints answers")
-    parser.add_argument("--count", type=int, default=3, metavar="N", help="texts")
-    parser.add_argument("--tokens", type=int, default=60, metavar="N", help="tokens in each, at most")
-    parser.add_argument("--temperature", type=float, default=0.7, help="0: always the likeliest token")
+    parser.add_argument("--count", type=_at_least(1, int), default=3, metavar="N", help="texts")
+    parser.add_argument("--tokens", type=_at_least(1, int), default=60, metavar="N", help="tokens in each, at most")
+    parser.add_argument("--temperature", type=_at_least(0, float), default=0.7, help="0: always the likeliest token")
     parser.add_argument("--seed", type=int, default=0)
     return parser
 

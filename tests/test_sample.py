@@ -1,5 +1,6 @@
 """`python -m portable_fsdp.sample`: a folder made by transformers alone, a run's export, adapters, a chat."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -97,14 +98,58 @@ def test_adapters_are_opened_with_their_base(tmp_path: Path) -> None:
     assert texts(tmp_path / "adapter") != texts(tmp_path / "base")
 
 
-@pytest.mark.parametrize("found", ["nothing", "no tokenizer"])
-def test_a_folder_that_holds_no_model_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], found: str
+@pytest.mark.parametrize(
+    ("found", "words", "expected"),
+    [
+        ("nothing", [], "{}: expected an exported model"),
+        ("no tokenizer", [], "{}: expected a tokenizer beside the model, found none"),
+        ("model", ["--gguf_file=a.gguf"], "--gguf_file: expected a file of {}, found none of the name a.gguf."),
+        ("model", ["--prompt="], "--prompt: expected text, found none"),
+        ("model", [f"--prompt={'a' * 64}"], "--prompt: expected fewer tokens than the model's 64 positions, found 64."),
+        ("model", ["--tokens=0"], "--tokens: expected a number of at least 1, found 0"),
+        ("model", ["--count=-1"], "--count: expected a number of at least 1, found -1"),
+        ("model", ["--count=two"], "--count: invalid number value: 'two'"),
+        ("model", ["--temperature=-1"], "--temperature: expected a number of at least 0, found -1"),
+        ("model", ["--temperature=nan"], "--temperature: expected a number of at least 0, found nan"),
+        ("no base", [], "{}: expected adapters of a base in Hugging Face format, found none named"),
+        (
+            "GGUF base",
+            [],
+            "found no config.json in {} (adapter_config.json).\n  Export the run with the adapters added",
+        ),
+        ("broken", [], "{}/adapter_config.json: expected a JSON object, found: "),
+    ],
+)
+def test_what_gives_no_text_ends_with_2_and_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], found: str, words: list[str], expected: str
 ) -> None:
+    if found in ("model", "no tokenizer"):
+        save_model(tmp_path)
+    elif found != "nothing":
+        load_tokenizer("bytes").save(tmp_path)
+        adapters = {
+            "no base": {"base_model_name_or_path": None},
+            "GGUF base": {"base_model_name_or_path": str(tmp_path)},
+        }
+        (tmp_path / "adapter_config.json").write_text(json.dumps(adapters.get(found, [])))
     if found == "no tokenizer":
-        (tmp_path / "config.json").write_text("{}")
-    assert main([str(tmp_path)]) == 2
+        for file in tmp_path.glob("tokenizer*"):
+            file.unlink()
+    capsys.readouterr()
+    try:
+        code = main([str(tmp_path), *words])
+    except SystemExit as error:  # argparse's, for a flag
+        code = error.code
     said = capsys.readouterr()
-    assert said.out == ""
-    assert f"{tmp_path}: expected " in said.err
+    assert (code, said.out) == (2, "")
+    assert expected.format(tmp_path) in said.err
     assert "Traceback" not in said.err
+
+
+def test_a_text_ends_with_the_models_positions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_model(tmp_path)
+    capsys.readouterr()
+    assert texts(tmp_path, "ab", tokens=500) == texts(tmp_path, "ab", tokens=62)
+    assert capsys.readouterr().err == (
+        "--tokens=500: after a prompt of 2 the model's 64 positions end each text earlier\n"
+    )

@@ -1,6 +1,7 @@
 """Look at checkpoints, verify, compare, convert or delete them: `python -m portable_fsdp.checkpoint COMMAND PATH`.
 
-PATH is the folder or URL of a checkpoint, or of a run, which stands for its newest checkpoint. `--json` prints one
+PATH is the folder or URL of a checkpoint, or of a run, which stands for its newest checkpoint; `export` takes the best
+by its evaluations, as the run does, where the newest knows one. `--json` prints one
 object for scripts. Exit code: 0; 1 where `diff` finds a difference; 2 for anything that can't be done as asked; 130 for
 Ctrl-C; 141 where nobody reads on (`| head`).
 """
@@ -19,7 +20,14 @@ import yaml
 
 from portable_fsdp.checkpoint import report
 from portable_fsdp.checkpoint.foreign import EXPORTS, FORMATS
-from portable_fsdp.checkpoint.format import MANIFEST, Manifest, checkpoints_below, is_committed, read_manifest
+from portable_fsdp.checkpoint.format import (
+    MANIFEST,
+    Manifest,
+    checkpoints_below,
+    is_committed,
+    read_manifest,
+    step_folder,
+)
 from portable_fsdp.checkpoint.storage import exists, locate
 from portable_fsdp.runtime.command import to_stdout
 from portable_fsdp.runtime.errors import (
@@ -107,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("b", metavar="B", **path)
     diff.add_argument("--values", action="store_true", help="compare the tensors' values too")
     export = add("export", _export, "write a checkpoint in another format")
-    export.add_argument("path", metavar="PATH", **path)
+    export.add_argument("path", type=locate, metavar="PATH", help="a checkpoint's folder, or a run's (its best)")
     export.add_argument(
         "target", type=_local, metavar="TARGET", help="a local folder (new, empty, or an earlier export), or a new file"
     )
@@ -236,7 +244,7 @@ def _export(options: argparse.Namespace) -> None:
     from portable_fsdp.checkpoint.foreign.base import load_export
     from portable_fsdp.checkpoint.store import Reader
 
-    path = resolve(options.path)
+    path, which = _to_export(options.path)
     manifest = read_manifest(path)
     base = _base(options, manifest)
     save_tokenizer = _tokenizer(options, manifest)
@@ -249,7 +257,19 @@ def _export(options: argparse.Namespace) -> None:
     except OSError as error:
         raise CheckpointError(f"export to {options.target}: can't be written: {error}") from error
     data = {"checkpoint": str(path), "target": str(options.target), "format": options.format}
-    _say(options, data, f"{path}: exported to {options.target}")
+    _say(options, data, f"{path}{which}: exported to {options.target}")
+
+
+def _to_export(path: Path) -> tuple[Path, str]:
+    """The checkpoint that is named, or of a run what the run itself exports; and why."""
+    newest = resolve(path)
+    told = None if newest == path.resolve() else read_manifest(newest).evaluation
+    if told is None:
+        return newest, ""
+    best = step_folder(newest.parent, told.best_step)
+    if not is_committed(best):
+        return newest, f" (the newest: {best.name}, the best by its evaluation, is gone)"
+    return best, f" (the best by its evaluation: eval_loss {told.best_loss:.4f})"
 
 
 def _base(options: argparse.Namespace, manifest: Manifest) -> dict[str, str]:

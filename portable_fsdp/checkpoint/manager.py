@@ -338,9 +338,11 @@ class Checkpoints(Closing):
                 if reader.manifest.base is None:
                     self._base = None  # it holds its base, which need not be that of the files: so will the next ones
                 base = self._base
-                reader.check(expected, self._ties, weights_only=weights_only, base=base.names if base else ())
                 entry = base.entry if base else None
                 changes = differences(reader.manifest, self._config, *self._data, entry, is_own=found.is_own)
+                told = [str(one) for one in changes if one.makes_curve and reader.manifest.config]
+                names = base.names if base else ()
+                reader.check(expected, self._ties, weights_only=weights_only, base=names, config=told)
                 require_same_base(changes, self._settings.allow, found.path.name)
                 if not weights_only:
                     require_allowed(changes, self._settings.allow, found.path.name)

@@ -141,11 +141,12 @@ class Reader:
         *,
         weights_only: bool = False,
         base: Collection[str] = (),
+        config: Sequence[str] = (),
     ) -> None:
         """The checkpoint holds exactly the tensors of `expected`: keys, shapes, dtypes, ties; or of its weights.
 
         Of those that `base` names, it may leave out what its manifest says. Raises `CheckpointError` with a table of
-        what differs.
+        what differs, below `config`: what the configs do.
         """
         left_out = {key: entry for key, entry in self.manifest.left_out.items() if key in base}
         mine, theirs = (
@@ -170,7 +171,8 @@ class Reader:
             shown += f"\n    and {len(rows) - _MAX_ROWS} more"
         raise CheckpointError(
             f"checkpoint {self.folder.name}: expected the tensors of this model, found {len(rows)} that differ:\n"
-            f"{shown}\n  "
+            + "".join(f"  {line}\n" for line in config)
+            + f"{shown}\n  "
             + (
                 "It has no optimizer state: begin with its weights,\n"
                 f"  checkpoint.load=weights_only checkpoint.resume={self.folder}"

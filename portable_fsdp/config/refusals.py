@@ -682,6 +682,19 @@ REFUSALS = (
     Refusal("compile.scan_layers", XLA, "for layers that differ (gemma2)", None, "all turns run one program"),
     # --- checkpoint
     Refusal(
+        "checkpoint.export",
+        EVERY,
+        "of adapters alone, over a base from model.architecture or model.gguf_file",
+        lambda c, p: (
+            c.checkpoint.export
+            and c.model.lora is not None
+            and not c.checkpoint.merge_adapters
+            and (c.model.pretrained is None or c.model.gguf_file is not None)
+        ),
+        "peft opens adapters with the base that they name, a Hugging Face folder",
+        ("checkpoint.merge_adapters=true", "checkpoint.export=false"),
+    ),
+    Refusal(
         "checkpoint.merge_adapters",
         EVERY,
         "without model.lora",

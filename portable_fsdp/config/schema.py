@@ -78,7 +78,8 @@ class Model(Section):
     allow: tuple[str, ...] = Field(
         default=(),
         description="name patterns of tensors that model.pretrained may lack (they are drawn from run.seed) or have "
-        "beyond the model's (they are left out)",
+        "beyond the model's (they are left out); `data.tokenizer`, where its ids may name other tokens than the "
+        "model's",
         strict=False,
     )
     attention: Literal["auto", "static", "flex", "sdpa", "eager"] = Field(

@@ -30,7 +30,14 @@ from portable_fsdp.models.documents import require_documents_apart, tell_documen
 from portable_fsdp.models.lora import add_adapters, is_adapter
 from portable_fsdp.models.loss import Loss, attach_loss
 from portable_fsdp.models.peft_folder import start_from
-from portable_fsdp.models.pretrained import Base, Pretrained, PretrainedWeights, open_pretrained, stored_tensors
+from portable_fsdp.models.pretrained import (
+    Base,
+    Pretrained,
+    PretrainedWeights,
+    last_line,
+    open_pretrained,
+    stored_tensors,
+)
 from portable_fsdp.models.size import ModelSize, size_of
 from portable_fsdp.models.weights import RandomWeights, Slices, TensorFile, fill_buffers
 from portable_fsdp.runtime.errors import ConfigError
@@ -240,7 +247,7 @@ def _config(architecture: dict[str, Any]) -> Any:
         return AutoConfig.for_model(model_type, **arguments)
     except Exception as error:  # transformers validates with exceptions of many classes, all about these values
         raise ConfigError(
-            f"model.architecture: transformers refuses it: {_last_line(error)}\n"
+            f"model.architecture: transformers refuses it: {last_line(error)}\n"
             "  Change the key that it names. Nothing was started."
         ) from error
 
@@ -304,7 +311,7 @@ def _on_meta(config: Any, attention: str) -> Any:
     except Exception as error:  # an activation's name, heads of 0: each fails in a way of its own
         raise ConfigError(
             f"model: {type(config).__name__}: no model can be built from it: {type(error).__name__}: "
-            f"{_last_line(error)}\n"
+            f"{last_line(error)}\n"
             "  Compare the sizes in model.architecture with a model that exists. Nothing was started."
         ) from error
 
@@ -341,7 +348,7 @@ def _refuse_forward(model: nn.Module, seq_len: int, error: Exception) -> None:
     if not reads:
         raise ConfigError(
             f"model: {type(model).__name__} can't run a row of {seq_len} tokens (data.seq_len): "
-            f"{type(error).__name__}: {_last_line(error)}\n  Compare the sizes in model.architecture with a model "
+            f"{type(error).__name__}: {last_line(error)}\n  Compare the sizes in model.architecture with a model "
             "that exists. Nothing was started."
         ) from error
 
@@ -380,8 +387,3 @@ def _attention(kind: Any, wanted: str) -> str:
     if takes_any:
         return static_attention.register()
     return "sdpa" if getattr(kind, "_supports_sdpa", False) else "eager"
-
-
-def _last_line(error: Exception) -> str:
-    lines = [line for line in str(error).strip().splitlines() if line.strip()]
-    return lines[-1].strip() if lines else type(error).__name__

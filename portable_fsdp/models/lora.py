@@ -120,7 +120,14 @@ def _targets(model: Any, patterns: tuple[str, ...]) -> list[str]:
         if pattern == ALL_LINEAR:
             chosen.update(name for name, module in linear.items() if module is not head)
             continue
-        found = [name for name in linear if matches(pattern, name) or name.endswith(f".{pattern}")]
+        named = [name for name, _ in model.named_modules() if matches(pattern, name) or name.endswith(f".{pattern}")]
+        found = [name for name in named if name in linear]
+        if named and not any(layer.startswith(name) for name in named for layer in linear):
+            raise ConfigError(
+                f"model.lora.targets: expected linear layers, found {pattern!r}, which names {named[0]} and no linear "
+                "layer.\n  Adapters of embeddings, of norms and of experts that are one tensor are not built. Nothing "
+                "was started."
+            )
         chosen.update(found or matching("model.lora.targets", pattern, linear))
     counts = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
     for name in chosen:

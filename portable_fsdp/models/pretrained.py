@@ -102,7 +102,7 @@ def _config(folder: Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers validates with exceptions of many classes, all about this file
-        raise ConfigError(f"model.pretrained: {path}: {_last_line(error)}") from error
+        raise ConfigError(f"model.pretrained: {path}: {last_line(error)}") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(
             f"model.pretrained: {path}: expected a causal language model of transformers, found "
@@ -298,6 +298,7 @@ def _vocabulary_tables(model: Any, aliases: Mapping[str, list[str]]) -> list[str
     return [first for first in aliases if id(dict(model.named_parameters()).get(first)) in tables]
 
 
-def _last_line(error: Exception) -> str:
+def last_line(error: Exception) -> str:
+    """Of what it says; its class where it says nothing."""
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     return lines[-1].strip() if lines else type(error).__name__

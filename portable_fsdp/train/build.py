@@ -17,8 +17,8 @@ from portable_fsdp.config.schema import Config, Train
 from portable_fsdp.data.batches import Batches
 from portable_fsdp.data.build import Corpus
 from portable_fsdp.data.order import Position
-from portable_fsdp.data.vocabulary import keeps_ids
-from portable_fsdp.models.build import BuiltModel, build_model
+from portable_fsdp.data.vocabulary import keeps_ids, require_own_ids
+from portable_fsdp.models.build import DTYPES, BuiltModel, build_model
 from portable_fsdp.models.loss import Loss
 from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dtype, recomputed_layers
 from portable_fsdp.optim.optimizer import make_optimizer, parameter_groups
@@ -27,8 +27,6 @@ from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.train.evaluate import Evaluator
 from portable_fsdp.train.records import checkpoint_folder
 from portable_fsdp.train.step import Step, train_step
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -52,6 +50,8 @@ def build_training(
     `loss`: one's own, see `models.build.build_model`. Raises ConfigError for what the model or the devices don't take.
     """
     accumulation = check_batch(config, backend.data_parallel_size)
+    if fill:  # the planner has no tokenizer
+        require_own_ids(config.model, config.data.tokenizer)
     built = build_model(
         config.model,
         config.precision,

@@ -327,10 +327,11 @@ def _last_saved(checkpoints: Checkpoints) -> str:
 def _export(config: Config, backend: Backend, corpus: Corpus, newest: Path, told: Evaluated | None) -> None:
     """The best checkpoint by its evaluation; the newest where there was none."""
     failure = None
+    alone = config.model.lora is not None and not config.checkpoint.merge_adapters
     if backend.process.index == 0:
         try:
             checkpoint, which = _to_export(newest, told)
-            if config.model.lora is not None and not config.checkpoint.merge_adapters:
+            if alone:
                 export_adapters(checkpoint, _export_folder(config), corpus.tokenizer.save)
             else:  # the base where it lies now: the checkpoint may be older than that
                 base = config.model.pretrained
@@ -340,9 +341,10 @@ def _export(config: Config, backend: Backend, corpus: Corpus, newest: Path, told
             failure = f"checkpoint.export: {error}"
     failure = backend.agree(failure)  # nobody leaves before the folder is whole
     if failure is not None:
-        raise TrainingError(
-            f"{failure}\n  The run itself is saved: python -m portable_fsdp.checkpoint export repeats it."
+        again = f"python -m portable_fsdp.checkpoint export {newest.parent} FOLDER" + (
+            " --format peft" if alone else ""
         )
+        raise TrainingError(f"{failure}\n  The run itself is saved: {again} repeats it.")
 
 
 def _to_export(newest: Path, told: Evaluated | None) -> tuple[Path, str]:

@@ -224,6 +224,9 @@ def test_a_moved_base_is_known_and_another_refused(tmp_path: Path) -> None:
         assert not torch.equal(logits(resumed), logits(model))
     with pytest.raises(CheckpointError, match=r"expected the tensors of this model(.|\n)*float32 \[61, 24\]  nothing"):
         load(opened(tmp_path, None), resumed, optimizer)
+    without = {"model": {"pretrained": str(moved)}}
+    with pytest.raises(CheckpointError, match=r'that differ:\n  model\.lora: \{"r": 3, .*, now null\n +this model'):
+        load(opened(tmp_path, None, config=without), resumed, optimizer)
 
 
 def test_a_run_that_holds_its_base_goes_on_holding_it(tmp_path: Path) -> None:
@@ -289,6 +292,24 @@ def test_target_modules_name_just_the_layers(tmp_path: Path, targets: list[str],
     assert (settings["r"], settings["lora_alpha"], settings["peft_type"]) == (3, 5, "LORA")
     whole: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     assert torch.equal(logits(whole), logits(model))
+
+
+@pytest.mark.parametrize(
+    ("pretrained", "expected"),
+    [
+        ("org/name@v1.0", ("org/name", "v1.0")),
+        ("org/name@refs/pr/1", ("org/name", "refs/pr/1")),
+        ("org/name", ("org/name", None)),
+    ],
+)
+def test_a_base_of_the_hub_is_named_with_its_revision(
+    tmp_path: Path, pretrained: str, expected: tuple[str, str | None]
+) -> None:
+    config = {"model": {"pretrained": pretrained, "lora": {"r": 3, "alpha": 5.0}}}
+    path, _ = train(tmp_path, "llama", config=config)
+    export_adapters(path, tmp_path / "export", None)
+    settings = json.loads((tmp_path / "export" / "adapter_config.json").read_text())
+    assert (settings["base_model_name_or_path"], settings["revision"]) == expected
 
 
 def test_adapters_in_another_dtype(tmp_path: Path) -> None:

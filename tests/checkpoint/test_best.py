@@ -1,6 +1,7 @@
 """What evaluations told stands in a checkpoint, and retention never deletes the best one."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,26 @@ def test_list_and_show_tell(run: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "evaluated   eval_loss 2.0000, the best so far\n" in capsys.readouterr().out
     assert main(["list", str(run), "--json"]) == 0
     assert [row["evaluation"]["best_step"] for row in json.loads(capsys.readouterr().out)] == [2, 2, 2, 1]
+
+
+def test_export_takes_the_best_of_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def exported(path: Path) -> tuple[str, bytes]:
+        file = run / "model.safetensors"
+        file.unlink(missing_ok=True)
+        assert main(["export", str(path), str(file), "--format", "safetensors"]) == 0
+        return capsys.readouterr().out, file.read_bytes()
+
+    best, newest = (run / f"checkpoints/step-{step:08d}" for step in (2, 4))
+    said, content = exported(run)
+    assert said.startswith(f"{best} (the best by its evaluation: eval_loss 2.0000): exported to ")
+    assert content == exported(best)[1]
+    said, last = exported(newest)
+    assert said.startswith(f"{newest}: exported to ")
+    assert last != content
+    shutil.rmtree(best)
+    said, content = exported(run)
+    assert said.startswith(f"{newest} (the newest: step-00000002, the best by its evaluation, is gone): exported to ")
+    assert content == last
 
 
 def test_list_has_no_column_for_what_nobody_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

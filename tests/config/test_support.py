@@ -65,6 +65,8 @@ GROUPS: list[dict[str, list[Any]]] = [
         "model.freeze": [[], ["*embed*"]],
         "model.lora": [None, {"r": 4}],
         "precision.frozen": ["auto", "float32", "bfloat16"],
+        "model.gguf_file": ["a.gguf"],
+        "checkpoint.export": [True],
         "checkpoint.merge_adapters": [False, True],
     },
     {

@@ -1,5 +1,6 @@
 """A tokenizer that has grown is told from another one."""
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,9 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from portable_fsdp.config.schema import Model
-from portable_fsdp.data.vocabulary import keeps_ids
+from portable_fsdp.data.tokenize import load_tokenizer
+from portable_fsdp.data.vocabulary import keeps_ids, require_own_ids
+from portable_fsdp.runtime.errors import ConfigError
 
 WORDS = ["<eos>", "a", "b", "c"]
 
@@ -46,3 +49,28 @@ def test_its_own_needs_no_look_and_without_one_it_cannot_be_told(tmp_path: Path)
     assert not keeps_ids(model, write(tmp_path / "tokenizer", WORDS))
     assert not keeps_ids(model, str(tmp_path / "none"))
     assert not keeps_ids(Model(architecture={"model_type": "llama"}), str(tmp_path / "tokenizer"))
+
+
+def test_another_models_tokenizer_is_refused_unless_allowed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    own = write(tmp_path / "model", WORDS)
+    others = {
+        "bytes": ("0, '<eos>' to the model and '\\x00' in bytes", 4),
+        write(tmp_path / "other", ["<eos>", "b", "a"]): ("1, 'a' to the model and 'b' in ", 2),
+        write(tmp_path / "larger", ["<eos>", "a", "b", "d", "e"]): ("3, 'c' to the model and 'd' in ", 1),
+    }
+    for tokenizer, (expected, count) in others.items():
+        with pytest.raises(
+            ConfigError, match=r"^data\.tokenizer: expected tokens by the ids(.|\n)*started\.$"
+        ) as error:
+            require_own_ids(Model(pretrained=own, allow=("lm_head",)), tokenizer)
+        for said in (expected, f"of {count}\n", "data.tokenizer=auto", "model.allow='[lm_head, data.tokenizer]'"):
+            assert said in str(error.value)
+        require_own_ids(Model(pretrained=own, allow=("lm_head", "data.tokenizer")), tokenizer)
+    for tokenizer in (own, "auto", write(tmp_path / "smaller", WORDS[:2]), write(tmp_path / "grown", WORDS, "d")):
+        require_own_ids(Model(pretrained=own), tokenizer)
+    load_tokenizer("bytes").save(tmp_path / "export")
+    require_own_ids(Model(pretrained=str(tmp_path / "export")), "bytes")
+    (tmp_path / "empty").mkdir()
+    with caplog.at_level(logging.INFO):
+        require_own_ids(Model(pretrained=str(tmp_path / "empty")), "bytes")
+    assert caplog.messages == [f"model.pretrained: {tmp_path}/empty: no tokenizer to compare data.tokenizer=bytes with"]

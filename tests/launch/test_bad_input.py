@@ -15,6 +15,7 @@ from types import ModuleType
 import pytest
 import torch
 from started import PYTHON, TORCHRUN, committed, launch, losses, started, tiny_config
+from tokenizers import Tokenizer, models
 
 from portable_fsdp.backends.open import BACKENDS
 from portable_fsdp.checkpoint.store import hash_file
@@ -52,6 +53,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "short.txt").write_text("hello")
     (tmp_path / "broken.yaml").write_text("run: {dir: run\ntrain: ][\n")
     (tmp_path / "text.yaml").write_text("a sentence\n")
+    (tmp_path / "words").mkdir()
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "words/tokenizer.json"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -92,6 +95,10 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
         ["model.pretrained", "hub id (org/name", "found no such folder: nowhere"],
     ),
     "tokenizer missing": ([*CPU, "data.tokenizer=nowhere"], ["data.tokenizer", "nowhere", "Download"]),
+    "another model's tokenizer": (
+        [*CPU, "model={pretrained: words}", "data.tokenizer=bytes"],
+        ["the first is 0, 'a' to the model and '\\x00' in bytes", "Set data.tokenizer=auto", "[data.tokenizer]"],
+    ),
     "short corpus": (
         [*CPU, "data.source=text", "data.path=short.txt"],
         ["at least 33 tokens", "found 6 in short.txt", "Lower data.seq_len"],
@@ -128,6 +135,14 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
     "flex on cpu": (
         [*CPU, "model.attention=flex"],
         ["model.attention=flex on another device than cuda", "Set model.attention=auto"],
+    ),
+    "adapters of a random base": (
+        [*CPU, "model.lora={r: 2}", "checkpoint.export=true"],
+        ["checkpoint.export=true of adapters alone, over a base from", "Set checkpoint.merge_adapters=true"],
+    ),
+    "adapters of a GGUF file": (
+        [*CPU, "model={pretrained: words, gguf_file: a.gguf, lora: {r: 2}}", "checkpoint.export=true"],
+        ["checkpoint.export=true of adapters alone, over a base from", "Set checkpoint.merge_adapters=true"],
     ),
     "scan on native": (
         [*CPU, "compile.scan_layers=true"],
@@ -265,6 +280,7 @@ def test_folder_with_another_models_checkpoint(run: Path, capsys: pytest.Capture
     before = contents(run)
     said = refused(capsys, [*CPU, "model.architecture.hidden_size=64"])
     assert "checkpoint step-00000006: expected the tensors of this model, found " in said
+    assert "that differ:\n  model.architecture: " in said
     assert re.search(r"    model\.embed_tokens\.weight +float32 \[256, 64\] +float32 \[256, 32\]\n", said)
     assert "train in another run.dir" in said
     assert contents(run) == before

@@ -129,7 +129,10 @@ def test_gpt2s_transposed_layers_get_adapters_without_a_warning() -> None:
     ("name", "targets", "expected"),
     [
         ("llama", ("q_porj",), "names nothing.\n  nearest: "),
-        ("llama", ("model.norm",), "names nothing."),
+        ("llama", ("mlp",), "names nothing.\n  nearest: model.layers.0.mlp"),
+        ("llama", ("model.norm",), "linear layers, found 'model.norm', which names model.norm and no linear layer."),
+        ("llama", ("embed_tokens",), "which names model.embed_tokens and no linear layer.\n  Adapters of embeddings"),
+        ("qwen3_moe", ("experts",), "which names model.layers.0.mlp.experts and no linear layer."),
         ("llama_tied", ("lm_head",), "found lm_head, whose weight is the embedding's too"),
     ],
 )

@@ -47,6 +47,7 @@ def export(
     import_transformers()  # chosen before peft imports it
     from peft import LoraConfig
 
+    pretrained, revision = _base_model(reader.manifest)
     ours = {theirs: key for names in adapters.layers for theirs, key in peft_keys(names)}
     tensors = {theirs: as_dtype(reader.manifest.tensors[key], dtype) for theirs, key in ours.items()}
     settings = LoraConfig(
@@ -54,7 +55,8 @@ def export(
         lora_alpha=cast(int, int(adapters.alpha) if adapters.alpha.is_integer() else adapters.alpha),
         fan_in_fan_out=any(holds_inputs_first(adapters.base.get_submodule(names.layer)) for names in adapters.layers),
         task_type="CAUSAL_LM",
-        base_model_name_or_path=_base_model(reader.manifest),
+        base_model_name_or_path=pretrained,
+        revision=revision,
         inference_mode=True,
     )
     # After it was made, which would turn them into a set, and the file's order into chance.
@@ -75,7 +77,12 @@ def _target_modules(base: nn.Module, layers: Iterable[str]) -> list[str]:
     return sorted(ends if named == wanted else wanted)
 
 
-def _base_model(manifest: Manifest) -> str | None:
-    """What adapters belong to: a hub id as it is, a folder by a path that holds wherever it is read from."""
+def _base_model(manifest: Manifest) -> tuple[str | None, str | None]:
+    """What adapters belong to: a hub id, or a folder by a path that holds wherever it is read from; its revision."""
     name = manifest.config.get("model", {}).get("pretrained")
-    return str(Path(name).resolve()) if name is not None and Path(name).is_dir() else name
+    if name is None:
+        return None, None
+    if Path(name).is_dir():
+        return str(Path(name).resolve()), None
+    repository, _, revision = name.partition("@")
+    return repository, revision or None
