@@ -291,7 +291,8 @@ def test_a_stop_while_a_corpus_is_tokenized_ends_at_once(tmp_path: Path) -> None
     """It waits for another process that tokenizes the same: this one, which holds the lock and does nothing."""
     config = tiny_config(tmp_path)
     made, waits = tmp_path / "made", tmp_path / "waits"
-    assert launch("--device=cpu", f"--config={config}", "train.stop_at=1", f"data.cache_dir={made}") == 0
+    here = [f"--config={config}", f"data.cache_dir={made}", f"run.dir={tmp_path / 'made_by'}", "train.stop_at=1"]
+    assert launch("--device=cpu", *here) == 0
     [lock] = made.glob("*.lock")
     waits.mkdir()
     command = [*PYTHON, "--device=cpu", f"--config={config}", f"data.cache_dir={waits}"]
