@@ -6,11 +6,34 @@ hub may move, and a file may differ from host to host.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from portable_fsdp.backends.base import Backend
-from portable_fsdp.data.build import Corpus
-from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.config.schema import Config
+from portable_fsdp.data.build import Corpus, build_data
+from portable_fsdp.runtime.errors import ConfigError, UsageError
+
+
+def open_data(config: Config) -> Corpus | UsageError:
+    """This process's corpus, or what is wrong with it."""
+    try:
+        return build_data(config.data, config.model)
+    except UsageError as refusal:
+        return refusal
+
+
+def on_all(backend: Backend, opened: Corpus | UsageError) -> Corpus:
+    """The corpus, which is the same on all processes. *collective*
+
+    Raises DataError or ConfigError: on all of them, with the number of the one that found it where others didn't.
+    """
+    refusal = opened if isinstance(opened, UsageError) else None
+    for index, other in enumerate(backend.gather(refusal)):
+        if other is not None:
+            raise refusal or type(other)(f"process {index}: {other}")
+    corpus = cast(Corpus, opened)
+    require_same_data(backend, corpus)
+    return corpus
 
 
 def require_same_data(backend: Backend, corpus: Corpus) -> None:

@@ -23,7 +23,7 @@ from portable_fsdp.checkpoint.foreign.peft import export_adapters
 from portable_fsdp.checkpoint.format import Evaluated, committed_steps, is_committed, step_folder
 from portable_fsdp.checkpoint.manager import Checkpoints, Resumed
 from portable_fsdp.config.schema import Config
-from portable_fsdp.data.build import Corpus, build_data
+from portable_fsdp.data.build import Corpus
 from portable_fsdp.optim.schedule import learning_rate
 from portable_fsdp.runtime.errors import (
     EXIT_FAILED,
@@ -46,7 +46,7 @@ from portable_fsdp.train.build import (
     total_steps,
 )
 from portable_fsdp.train.evaluate import Evaluation, Evaluator, evaluated
-from portable_fsdp.train.inputs import require_same_data, require_same_model
+from portable_fsdp.train.inputs import on_all, open_data, require_same_model
 from portable_fsdp.train.records import Asked, InFlight, Records
 from portable_fsdp.train.when import SaveRequests
 
@@ -75,11 +75,11 @@ def train(
         _on_process_0(engine, lambda: _check_folders(config))
         try:
             with stop.at_once():
-                corpus = build_data(config.data, config.model)
+                opened = open_data(config)
         except Stopped as request:
             log.error("stopped before the first step on request (%s): there was nothing to save", request)
             return EXIT_FAILED
-        require_same_data(engine, corpus)
+        corpus = on_all(engine, opened)
         steps = total_steps(config, len(corpus.rows))
         with _sole_run(config, engine):
             return _train(config, engine, corpus, steps, stop)

@@ -61,8 +61,16 @@ def cached(home: Path, repository: Path, commit: str) -> Path:
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize(("text", "said"), [(TEXT, "model.pretrained"), (TEXT.upper(), "data")], ids=["commit", "data"])
-def test_hosts_that_see_another_commit_or_other_data_are_refused(tmp_path: Path, text: str, said: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (TEXT.encode(), "model.pretrained: expected the same on all processes, found"),
+        (TEXT.upper().encode(), "data: expected the same on all processes, found"),
+        (b"\xff" + TEXT.encode(), "data: corpus.txt: expected UTF-8"),
+    ],
+    ids=["commit", "data", "damaged"],
+)
+def test_hosts_that_see_another_commit_or_other_data_are_refused(tmp_path: Path, text: bytes, said: str) -> None:
     write_repository(tmp_path / "repository")
     tiny_config(tmp_path)
     words = [
@@ -77,17 +85,19 @@ def test_hosts_that_see_another_commit_or_other_data_are_refused(tmp_path: Path,
         probe.bind(("127.0.0.1", 0))
         meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
     hosts: list[subprocess.Popen[str]] = []
-    for rank, (commit, own) in enumerate(zip(commits, (TEXT, text), strict=True)):
+    for rank, (commit, own) in enumerate(zip(commits, (TEXT.encode(), text), strict=True)):
         home = cached(tmp_path / f"host{rank}", tmp_path / "repository", commit)
-        (home / "corpus.txt").write_text(own * 50)
+        (home / "corpus.txt").write_bytes(own * 50)
         where = {**os.environ, **meeting, "RANK": str(rank), "LOCAL_RANK": "0", "HF_HOME": str(home)}
         hosts.append(subprocess.Popen([*PYTHON, *words], cwd=home, env=where, stderr=subprocess.PIPE, text=True))
     errors = [host.communicate(timeout=280)[1] for host in hosts]
     assert [host.returncode for host in hosts] == [2, 2], errors
     for error in errors:
-        assert f"{said}: expected the same on all processes, found" in error
-    if said == "model.pretrained":
+        assert said in error
+    if said.startswith("model.pretrained"):
         assert f"found {commits[0]} on process 0 and {commits[1]} on process 1" in errors[0]
+    if text.startswith(b"\xff"):
+        assert errors[0].count("process 1: data: corpus.txt") == 1
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
