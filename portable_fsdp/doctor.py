@@ -73,9 +73,10 @@ def _report(run_dir: Path, limit_s: float, as_json: bool) -> int:
             findings.append(launcher)
         if others is not None:
             findings.append(network.check_clocks(others.answer(limit_s + LEAVE_S)))
+    if launch is not None and launch.local_rank != 0:
+        return EXIT_FINISHED  # another code would end, by its launcher, the process that reports
     code = EXIT_FAILED if any(finding.state == "failed" for finding in findings) else EXIT_FINISHED
-    if launch is None or launch.local_rank == 0:
-        to_stdout(_json(findings, code) if as_json else _text(findings))
+    to_stdout(_json(findings, code) if as_json else _text(findings))
     return code
 
 

@@ -4,6 +4,7 @@ import importlib.metadata
 import multiprocessing
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -56,6 +57,7 @@ class Apart:
     """
 
     def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="portable_fsdp_plan")  # torch's too, which a kill would leave
         self._pool = self._new()
 
     def __enter__(self) -> Self:
@@ -66,6 +68,7 @@ class Apart:
             for child in multiprocessing.active_children():
                 child.kill()
         self._pool.shutdown()
+        self._folder.cleanup()
 
     def __call__(self, work: Callable[..., Any], *arguments: Any) -> Any:
         """`work(*arguments)`; raises what it raises, and BackendError where the process was killed."""
@@ -85,13 +88,18 @@ class Apart:
 
     def _new(self) -> ProcessPoolExecutor:
         return ProcessPoolExecutor(
-            1, multiprocessing.get_context("spawn"), initializer=_end_with_the_plan, initargs=(os.getpid(),)
+            1,
+            multiprocessing.get_context("spawn"),
+            initializer=_end_with_the_plan,
+            initargs=(os.getpid(), self._folder.name),
         )
 
 
-def _end_with_the_plan(parent: int) -> None:
-    """For the child: it goes with its parent; and Ctrl-C, which came blocked from there, ends it without a word."""
+def _end_with_the_plan(parent: int, folder: str) -> None:
+    """For the child: it goes with its parent, and its temporary files with `folder`; and Ctrl-C, which came blocked
+    from there, ends it without a word."""
     end_with_parent(parent)
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
