@@ -4,6 +4,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from portable_fsdp.backends.base import parameter_places, whole
@@ -120,3 +121,15 @@ def logits(model: Any, input_ids: torch.Tensor, **arguments: Any) -> torch.Tenso
 
 def token_ids(rows: int = 2) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (rows, SEQ_LEN), generator=torch.Generator().manual_seed(1))
+
+
+class Operators(TorchDispatchMode):
+    """The names of all operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(str(func))
+        return func(*args, **(kwargs or {}))

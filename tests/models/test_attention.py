@@ -5,9 +5,8 @@ from typing import Any, cast
 
 import pytest
 import torch
-from small_models import ARCHITECTURES, SEQ_LEN, build, logits, materialise, shake, stock_model, token_ids
+from small_models import ARCHITECTURES, SEQ_LEN, Operators, build, logits, materialise, shake, stock_model, token_ids
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from portable_fsdp.models.attention import static_attention
@@ -95,21 +94,9 @@ def test_a_window_wider_than_the_row_is_plain_causal() -> None:
     assert not torch.allclose(narrow[:, 5], wide[:, 5])
 
 
-class _Operators(TorchDispatchMode):
-    """The names of all operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def test_nothing_is_read_on_the_host() -> None:
     model = materialise(build("gemma2"))
-    with _Operators() as operators:
+    with Operators() as operators:
         logits(model, token_ids())
     reads = {name for name in operators.names if "_local_scalar_dense" in name or "nonzero" in name}
     assert operators.names

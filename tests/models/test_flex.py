@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import ARCHITECTURES, SEQ_LEN, VOCABULARY, materialise, shake, token_ids
+from small_models import ARCHITECTURES, SEQ_LEN, VOCABULARY, Operators, materialise, shake, token_ids
 from test_documents import DOCUMENTS, labels_of, padded, positions, segments
 from torch import Tensor
 from torch._dynamo.utils import counters
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from portable_fsdp.backends.native.units import _recomputed
 from portable_fsdp.config.schema import Model
@@ -127,18 +126,8 @@ def test_masks_are_made_once_a_forward_for_each_window(monkeypatch: pytest.Monke
     assert calls == 2, "a layer that runs again for its backward has its mask"
 
 
-class _Reads(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def test_nothing_is_read_on_the_host() -> None:
-    with _Reads() as operators:
+    with Operators() as operators:
         flex.make_masks([None, 5], SEQ_LEN, torch.device("cpu"), segments())
     assert operators.names
     assert not [name for name in operators.names if "_local_scalar_dense" in name or "nonzero" in name]
