@@ -166,7 +166,7 @@ def tracked(config: Config, devices: int) -> int:
     most = 0
     with (
         cuda._ranks(devices, min(devices, PER_HOST)),
-        cuda._Planner(config, fake, recorder) as backend,
+        cuda.planned_backend(config, fake, recorder) as backend,
         cuda._seen_by(recorder),
         cuda._replaced(F, "scaled_dot_product_attention", cuda.gpu_attention),
     ):

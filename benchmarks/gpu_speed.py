@@ -29,6 +29,7 @@ from portable_fsdp.data.batches import Batches
 from portable_fsdp.data.order import sample_indices
 from portable_fsdp.data.packing import IGNORED
 from portable_fsdp.metrics.flops import model_flops_per_token, peak_flops
+from portable_fsdp.models.architecture import architecture_mapping
 from portable_fsdp.models.build import build_model
 from portable_fsdp.train.build import build_training
 from portable_fsdp.train.records import InFlight
@@ -196,7 +197,7 @@ def initial_weights(job: Job) -> Path:
     """The folder that all three start from; the first job writes it."""
     folder = Path(job.folder) / "weights"
     if not folder.is_dir():
-        architecture = dict(job_config(job, None).model.architecture or {})
+        architecture = architecture_mapping(job_config(job, None).model.architecture or {})
         torch.manual_seed(0)
         with torch.device(job.device):  # a thousand million normal numbers: seconds on a GPU, a minute on a CPU
             config = AutoConfig.for_model(architecture.pop("model_type"), **architecture)

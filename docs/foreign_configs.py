@@ -3,9 +3,11 @@
 from pathlib import Path
 
 from portable_fsdp.config.describe import yaml_value
+from portable_fsdp.config.foreign.keys_fsdp import FSDP
 from portable_fsdp.config.foreign.keys_variables import ENVIRONMENT, VARIABLES
 from portable_fsdp.config.foreign.rows import Answer, Launcher, Refuse, Row, Set, Skip
 from portable_fsdp.config.foreign.table import ORDER, TABLE
+from portable_fsdp.config.foreign.tools import READ
 
 INTRODUCTION = """# Configs of other tools
 
@@ -28,9 +30,16 @@ Each key is *honoured*, *refused* (with the way out), *not needed*, or the *laun
 machines are compared with what was started, and never obeyed. An override that a refusal names lifts it. An unknown
 key is an error that names the nearest; a value that its tool couldn't read (`num_processes: two`) is one, too. Prefixes
 (`fsdp_`, `dynamo_` ...) may be left out, words are taken in any case, `true`, `yes`, `on` and `1` are one value,
-numbers stand for strategies as in accelerate's menus, and an unquoted `NO` is the word. A key that does nothing in its
-own tool, or stands where that tool doesn't look, is taken at its word, and `explain` says so. Null and keys that begin
-with `_`, `//` or `#` set nothing.
+numbers stand for strategies as in accelerate's menus, and an unquoted `NO` is the word. Null and keys that begin with
+`_`, `//` or `#` set nothing.
+
+A key that its own tool doesn't read sets nothing here either, and `explain` says why: Trainer reads `cpu_offload` where
+accelerate reads `fsdp_offload_params`, version 2 of FSDP reads `reshard_after_forward` and no `sharding_strategy`,
+`fp8_config` counts beside `mixed_precision: fp8`, and `downcast_bf16` on TPUs. The file's other keys tell the tool:
+`distributed_type` is accelerate's, TrainingArguments and an `fsdp_config` by itself are Trainer's; in other files
+(axolotl's) every name counts. Taken at their word, with a remark, are keys that a tool's manual or questions name
+though nothing reads them: `fsdp_backward_prefetch_policy`, a strategy's name under `fsdp_reshard_after_forward` with
+version 1, transformers' `xla` keys in a file of accelerate's; so are keys outside their section.
 
 Some options follow from several keys: `train.global_batch` is rows of a device * accumulation * `num_processes`, which
 another of the files, or accelerate launch, may say;
@@ -52,8 +61,8 @@ refused or compared with what there is; a name with one of its prefixes (`ACCELE
 ends the start with the nearest name. Nothing of it is read where `accelerate launch` isn't the starter. Overrides and a
 file of ours go first, and so do a Trainer's arguments; an accelerate file that is imported too must agree. The second
 line of a run says which options came this way; `explain` names them `accelerate launch: FSDP_SHARDING_STRATEGY`. The
-launcher sets FSDP_SHARDING_STRATEGY, FSDP_RESHARD_AFTER_FORWARD and FSDP_MIN_NUM_PARAMS even where nobody asks: of two
-of them that contradict each other, the one with the launcher's own value says nothing.
+launcher sets FSDP_SHARDING_STRATEGY and FSDP_RESHARD_AFTER_FORWARD even where nobody asks: under version 1, one that
+has the launcher's own value says nothing beside another value of the other; under version 2, only the second counts.
 
 The same file through accelerate 1.15's own FSDP2 (Accelerator, prepare, a plain loop) and through us, two processes on
 CPUs (tests/launch/test_accelerate_launch.py): layers, embedding and head are units in both, with the same dtypes and
@@ -88,8 +97,20 @@ def _row(row: Row) -> str:
     for value, answer in row.takes.cases():
         how.setdefault(_words(answer), []).append(value)
     cases = [f"{', '.join(filter(None, values))}: {text}".removeprefix(": ") for text, values in how.items()]
-    cases += [f"in its own tool: {row.dead}"] if row.dead else []
+    cases += [_readers(row)] if row.place == FSDP else []
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in (names, row.fate, "; ".join(cases))) + " |"
+
+
+def _readers(row: Row) -> str:
+    """`read by accelerate (fsdp_offload_params)`: with the name where it is one of several."""
+    names = {name.removeprefix("fsdp_"): name for name in (row.key, *row.aliases)}
+    readers = [
+        tool + f" (`{name}`)" * (len(names) > 1)
+        for tool, read in READ.items()
+        for plain, name in names.items()
+        if plain in read
+    ]
+    return f"read by {' and '.join(readers) or 'neither tool'}"
 
 
 def _words(answer: Answer) -> str:

@@ -1,7 +1,7 @@
 """What each engine does with each option: `python -m portable_fsdp.explain --config=run.yaml --device=tpu`.
 
 Without a config, the whole table: what is honoured, delegated or refused, and when. Reads the tables of
-config/support.py and config/refusals.py; imports no torch and asks no device.
+backends/<engine>/options.py and config/rules.py; imports no torch and asks no device.
 """
 
 import json
@@ -14,12 +14,13 @@ from typing import NamedTuple
 
 from absl import flags
 
+from portable_fsdp.backends.open import ENGINES, engines_on, options_of, require_names, usual_engine
+from portable_fsdp.backends.support import Verdict, effects_of, require_supported, rules_of, verdicts
 from portable_fsdp.config.describe import expected, fields, key_name, nearest, option_names, shortened, yaml_value
 from portable_fsdp.config.foreign.launcher import check_launcher_facts
 from portable_fsdp.config.load import Loaded, read_config
-from portable_fsdp.config.refusals import ENGINES_ON, EVERY, REFUSALS, Place, usual_engine
+from portable_fsdp.config.rules import Effect, Place, Rule
 from portable_fsdp.config.schema import Config
-from portable_fsdp.config.support import EFFECTS, Verdict, require_supported, verdicts
 from portable_fsdp.config.translation import origin, translation, unsaid
 from portable_fsdp.optim.schedule import check_schedule
 from portable_fsdp.runtime.command import number_of, run_command, to_stdout
@@ -47,7 +48,6 @@ engine decides); or refused, with the reason and the way out. Without --config: 
 
 exit code: 0, or 2 for a usage or config error; what is refused is an answer, not an error, but under --strict"""
 
-USUAL_DEVICE = {"native": "cuda", "xla": "tpu", "xla_fsdp1": "tpu"}
 WIDTH = 120
 
 
@@ -159,11 +159,8 @@ def _write(path: Path, text: str) -> None:
 
 def _places(values: flags.FlagValues) -> list[Place]:
     """One for each engine that the flags leave; raises ConfigError where they leave none."""
-    if values.device not in ("auto", *ENGINES_ON):
-        raise ConfigError(f"--device={values.device}: expected one of auto, {', '.join(ENGINES_ON)}.")
-    if values.backend not in ("auto", *EVERY):
-        raise ConfigError(f"--backend={values.backend}: expected one of auto, {', '.join(EVERY)}.")
-    engines = EVERY if values.device == "auto" else ENGINES_ON[values.device]
+    require_names(values.device, values.backend)
+    engines = tuple(ENGINES) if values.device == "auto" else engines_on(values.device)
     if values.backend != "auto" and values.backend not in engines:
         raise ConfigError(
             f"backend {values.backend} on {values.device}: expected an engine of that device: {', '.join(engines)}."
@@ -172,7 +169,7 @@ def _places(values: flags.FlagValues) -> list[Place]:
     hosts = hosts or (1 if per_host else None)
     devices = per_host * hosts if per_host and hosts else None
     return [
-        Place(engine, USUAL_DEVICE[engine] if values.device == "auto" else values.device, devices, hosts)
+        Place(engine, options_of(engine).example_device if values.device == "auto" else values.device, devices, hosts)
         for engine in engines
         if values.backend in ("auto", engine)
     ]
@@ -264,18 +261,19 @@ def _json_of_config(judged: dict[Place, tuple[Verdict, ...]], loaded: Loaded) ->
 
 
 def _lines_of(option: str, places: list[Place]) -> Iterator[Line]:
-    """The rows of both tables that concern an option and the engines asked for."""
-    asked = [place.engine for place in places]
-    for effect in EFFECTS:
-        engines = tuple(engine for engine in effect.engines if engine in asked)
-        cases = [name.partition("=")[2] for name in effect.options if name.partition("=")[0] == option]
-        if engines and cases:
-            yield Line(engines, effect.kind, ", ".join(case for case in cases if case), effect.what)
-    for rule in REFUSALS:
-        engines = tuple(engine for engine in rule.engines if engine in asked)
-        if engines and rule.option == option:
-            when = "" if rule.when else " (checked when the model is built)"
-            yield Line(engines, "refused", rule.case, rule.reason + when)
+    """The effects and rules that concern an option and the engines asked for; one line where engines share it."""
+    engines_of: dict[Effect | Rule, list[str]] = {}
+    for tables in (effects_of, rules_of):
+        for place in places:
+            for row in tables(place.engine):
+                engines_of.setdefault(row, []).append(place.engine)
+    for row, engines in engines_of.items():
+        if isinstance(row, Rule):
+            if row.option == option:
+                when = "" if row.when else " (checked when the model is built)"
+                yield Line(tuple(engines), "refused", row.case, row.reason + when)
+        elif cases := [name.partition("=")[2] for name in row.options if name.partition("=")[0] == option]:
+            yield Line(tuple(engines), row.kind, ", ".join(case for case in cases if case), row.what)
 
 
 def _text_of_table(table: dict[str, list[Line]], *, documented: bool) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from portable_fsdp.runtime.command import number_of, run_command
-from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_STOPPED, ConfigError
+from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, ConfigError
 from portable_fsdp.runtime.process import detect_launch, end_with_agent
 
 if TYPE_CHECKING:
@@ -56,18 +56,20 @@ def main(argv: list[str]) -> int:
     try:
         return run_command("launch", USAGE, values, argv, launch, say=_say)
     except KeyboardInterrupt:
+        _say("interrupted")
         return EXIT_FAILED
 
 
 def _launch(values: flags.FlagValues, overrides: list[str], argv: list[str]) -> int:
+    from portable_fsdp.backends.support import require_supported
     from portable_fsdp.config.foreign.launcher import check_launcher_facts
-    from portable_fsdp.config.support import require_supported
+    from portable_fsdp.train.early_checks import check_paths, nothing_left
 
     loaded = _read(values, overrides)
     wanted = number_of("num_devices", values.num_devices)
     launch = detect_launch(os.environ)
 
-    from portable_fsdp.backends.open import local_processes, resolve
+    from portable_fsdp.backends.open import local_processes, options_of, resolve
 
     device, backend = resolve(values.device, values.backend)
     processes = local_processes(device, backend, wanted) if launch.is_alone and not launch.by_accelerate else 1
@@ -87,10 +89,16 @@ def _launch(values: flags.FlagValues, overrides: list[str], argv: list[str]) -> 
 
     # Under the others one process may drive several devices, which only the engine counts.
     started = processes if launch.is_alone else launch.world_size
-    check_devices(started if backend == "native" else None, "the launcher")
+    is_counted = options_of(backend).launcher_counts_devices
+    check_devices(started if is_counted else None, "the launcher")
+    if launch.is_alone and device != "tpu":  # the other hosts of a slice would wait for this one
+        devices = processes if is_counted else wanted
+        require_supported(loaded.config, engine=backend, device=device, devices=devices, hosts=1)
+        check_paths(loaded.config)
+        if said := nothing_left(loaded.config):
+            print(said, file=sys.stderr)
+            return EXIT_FINISHED
     if processes > 1:
-        if device != "tpu":  # a slice has other hosts too, which are started plainly as well: the engine counts them
-            require_supported(loaded.config, engine=backend, device=device, devices=processes, hosts=1)
         return _start(processes, argv, Path(loaded.config.run.dir))
 
     os.environ.update(launch.variables)

@@ -6,7 +6,6 @@ for a prompt or a number that gives no text.
 """
 
 import argparse
-import json
 import math
 import os
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 from portable_fsdp.runtime.command import to_stderr, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FINISHED, ConfigError
 from portable_fsdp.runtime.hub import TOKENIZER_FILES
+from portable_fsdp.runtime.strict_json import parse_json
 
 _EXPORT = "export"  # in run.dir
 _CONFIG, _ADAPTERS = "config.json", "adapter_config.json"
@@ -113,7 +113,7 @@ def _require_files(folder: Path, gguf_file: str | None) -> None:
 def _require_base(folder: Path) -> None:
     """Of adapters; one of the hub is for transformers to find."""
     try:
-        name = json.loads((folder / _ADAPTERS).read_bytes()).get("base_model_name_or_path")
+        name = parse_json((folder / _ADAPTERS).read_bytes()).get("base_model_name_or_path")
     except (ValueError, AttributeError) as error:
         raise ConfigError(f"{folder / _ADAPTERS}: expected a JSON object, found: {error}") from None
     base = Path(name or "")

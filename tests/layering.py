@@ -175,7 +175,9 @@ SHARED_BY_ENGINES = {
     # One runtime, torch_xla's, is under both engines.
     f"{PACKAGE}.backends.objects": [f"{PACKAGE}.backends.{name}" for name in ("native", "xla")],
     f"{PACKAGE}.backends.tpu_options": [f"{PACKAGE}.backends.pjrt"],
-    f"{PACKAGE}.backends.pjrt": [f"{PACKAGE}.backends.{name}" for name in ("xla", "xla_fsdp1", "open")],
+    f"{PACKAGE}.backends.pjrt": [f"{PACKAGE}.backends.{name}" for name in ("xla", "xla_fsdp1")],
+    f"{PACKAGE}.backends.pjrt_options": [f"{PACKAGE}.backends.{name}" for name in ("xla", "xla_fsdp1")],
+    **{f"{PACKAGE}.backends.{name}": [PACKAGE] for name in ("options", "devices", "open", "support")},
 }
 """Modules of `backends` that are no engine, and who there may know them; all may know `base`."""
 
@@ -190,9 +192,41 @@ def engines_that_reach_out(modules: Modules) -> list[str]:
             is_other = section(name) == "backends" and name != f"{PACKAGE}.backends.base"
             is_shared = is_under(module.name, SHARED_BY_ENGINES.get(name, ()))
             is_other_engine = is_other and not is_shared and name.split(".")[:3] != module.name.split(".")[:3]
-            is_table = module.name == f"{PACKAGE}.backends.open" and not found.at_import
-            if section(name) in {"models", "data", "checkpoint"} or (is_other_engine and not is_table):
+            if section(name) in {"models", "data", "checkpoint"} or is_other_engine:
                 problems.append(f"{module.at(found.line)}: {module.name} imports {name}; an engine may not")
+    return problems
+
+
+NAMES_OF_OTHERS = {
+    # torch_xla's format of checkpoints, and an extra, bear the name of an engine.
+    f"{PACKAGE}.checkpoint.foreign": "xla_fsdp1",
+    f"{PACKAGE}.runtime.checks.packages": "xla",
+}
+
+
+def engine_names_outside_backends(modules: Modules) -> list[str]:
+    """What depends on an engine is asked of its options: elsewhere no name of one is compared with, or is a key."""
+    names = {"native", "xla", "xla_fsdp1"}
+    problems: list[str] = []
+    for module in modules.values():
+        if section(module.name) == "backends":
+            continue
+        for node in ast.walk(module.tree):
+            match node:
+                # `device.type == "xla"`: torch's own word for a device.
+                case ast.Compare(left=ast.Attribute(attr="type")):
+                    asked = []
+                case ast.Compare(left=left, comparators=others):
+                    asked = [constant for side in (left, *others) for constant in ast.walk(side)]
+                case ast.Dict(keys=keys):
+                    asked = keys
+                case ast.MatchValue(value=value):
+                    asked = [value]
+                case _:
+                    asked = []
+            found = {one.value for one in asked if isinstance(one, ast.Constant)} & names
+            found -= {NAMES_OF_OTHERS.get(module.name, "")}
+            problems += [f"{module.at(getattr(node, 'lineno', 0))}: {name} is an engine's name" for name in found]
     return problems
 
 
@@ -342,6 +376,7 @@ RULES: list[Rule] = [
     unknown_sections,
     imports_upwards,
     engines_that_reach_out,
+    engine_names_outside_backends,
     checkpoints_that_know_an_engine,
     cycles,
     heavy_at_import,

@@ -14,13 +14,15 @@ import yaml
 from test_docs import commands
 
 from portable_fsdp import launch
+from portable_fsdp.backends.open import ENGINES
+from portable_fsdp.backends.support import verdicts
 from portable_fsdp.config.describe import option_names
 from portable_fsdp.config.foreign.keys_accelerate import ACCELERATE
 from portable_fsdp.config.foreign.table import find_anywhere
-from portable_fsdp.config.load import check_batch, load_config
-from portable_fsdp.config.refusals import EVERY, Place
+from portable_fsdp.config.layout import check_batch
+from portable_fsdp.config.load import load_config
+from portable_fsdp.config.rules import Place
 from portable_fsdp.config.schema import Config
-from portable_fsdp.config.support import verdicts
 from portable_fsdp.runtime.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
@@ -65,7 +67,7 @@ FEATURES = [
 @pytest.mark.parametrize("cells", FEATURES, ids=lambda cells: cells[0][:40])
 def test_a_feature_is_what_the_engines_say_of_it(cells: list[str], tmp_path: Path) -> None:
     _, setting, *engines, _ = cells
-    assert len(engines) == len(EVERY)
+    assert len(engines) == len(ENGINES)
     overrides = re.findall(r"`(.*?)`", setting)
     names = {override.partition("=")[0] for override in overrides}
     config = small_config(tmp_path, overrides=overrides)

@@ -15,12 +15,12 @@ from documented import PAGES, ROOT, Command, commands, program_of
 from pydantic import ValidationError
 
 from portable_fsdp import doctor, explain, launch, sample
-from portable_fsdp.backends.open import BACKENDS, DEVICES
+from portable_fsdp.backends.open import engines_on, options_of, require_names, usual_engine
 from portable_fsdp.checkpoint import __main__ as checkpoint
 from portable_fsdp.config.describe import option_names
 from portable_fsdp.config.foreign.table import TABLE
-from portable_fsdp.config.load import check_batch, load_config, read_config
-from portable_fsdp.config.refusals import ENGINES_ON, usual_engine
+from portable_fsdp.config.layout import check_batch
+from portable_fsdp.config.load import load_config, read_config
 from portable_fsdp.config.schema import Config, Lora
 from portable_fsdp.plan import __main__ as plan
 from portable_fsdp.plan.target import parse_target
@@ -82,7 +82,7 @@ def check(command: Command) -> None:
         case ["python", "examples/own_loop.py" as script, *arguments]:
             assert (ROOT / script).is_file(), command.where
             path, device, backend, *overrides = arguments
-            assert (device in DEVICES, backend in BACKENDS) == (True, True), command.where
+            require_names(device, backend)
             load_config(ROOT / path, overrides)
         case ["python", script, *_]:
             assert (ROOT / script).is_file(), f"{command.where}: no file {script}"
@@ -94,8 +94,7 @@ def check_launch(arguments: list[str], where: str, processes: int | None = None)
     """Fail where a start would end before it looks at its data and its devices; `processes`: what a launcher starts."""
     values = launch._define_flags()
     overrides = values(["launch", *arguments])[1:]
-    assert values.device in DEVICES, where
-    assert values.backend in BACKENDS, where
+    require_names(values.device, values.backend)
     imports = [ROOT / name for name in values["import"].value or ()]
     loaded = read_config(ROOT / values.config, overrides, imports)
     if processes is None and values.num_devices != "auto":
@@ -103,9 +102,9 @@ def check_launch(arguments: list[str], where: str, processes: int | None = None)
     if processes is not None:
         check_batch(loaded.config, processes)
     if values.device != "auto":
-        assert values.backend == "auto" or values.backend in ENGINES_ON[values.device], where
+        assert values.backend == "auto" or values.backend in engines_on(values.device), where
         engine = usual_engine(values.device) if values.backend == "auto" else values.backend
-        assert (engine, values.device) != ("native", "tpu"), f"{where}: needs torch_tpu, which no extra installs"
+        assert options_of(engine).packages[values.device].is_ours, f"{where}: needs a package that no extra installs"
         explain._require_taken(loaded, explain.Place(engine, values.device, processes, None))
 
 

@@ -12,8 +12,9 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from portable_fsdp import explain, launch
+from portable_fsdp.backends.devices import DEVICES
+from portable_fsdp.backends.open import ENGINES, engines_on
 from portable_fsdp.config.describe import option_names
-from portable_fsdp.config.refusals import ENGINES_ON, EVERY
 from portable_fsdp.config.yaml_text import parse
 
 ROOT = Path(__file__).parents[1]
@@ -41,7 +42,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_each_option_of_a_config_has_a_verdict_of_each_engine(capsys: pytest.CaptureFixture[str]) -> None:
     found = said_json(capsys, CONFIG, "memory.cpu_offload=true", "--num_devices=4", "--num_hosts=2")
     assert tuple(found["options"]) == option_names()
-    assert all(list(option["engines"]) == list(EVERY) for option in found["options"].values())
+    assert all(list(option["engines"]) == list(ENGINES) for option in found["options"].values())
     assert found["places"][0] == {"engine": "native", "device": "cuda", "devices": 8, "hosts": 2}
     offload = found["options"]["memory.cpu_offload"]
     assert offload["value"] is True
@@ -76,7 +77,7 @@ def test_flags_narrow_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
         "xla on tpu; 4 device(s) of 1 host(s)\n"
     )
     assert "\n  all engines " not in said(capsys, CONFIG, "--backend=xla")
-    for device, engines in ENGINES_ON.items():
+    for device, engines in ((device, engines_on(device)) for device in DEVICES):
         found = said_json(capsys, CONFIG, f"--device={device}")
         assert [place["engine"] for place in found["places"]] == list(engines)
 

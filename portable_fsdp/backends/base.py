@@ -59,15 +59,17 @@ class Part:
 
 
 class Piece(NamedTuple):
-    """A piece of a global tensor that this process must write."""
+    """A piece of a global tensor that this process holds, and writes unless it is a further replica of it."""
 
     offset: tuple[int, ...]
     data: Tensor  # on the host or the device; data.shape is the piece's shape
+    replica: int | None = None
+    """Which one of several equal copies, the first of which is written; None: no other copy to compare it with."""
 
 
 @dataclass(frozen=True)
 class TensorState:
-    """A global tensor. `pieces()` reads those of it that this process must write (perhaps none).
+    """A global tensor. `pieces()` reads those of it that this process holds (perhaps none), further replicas too.
 
     On XLA each call copies them from the devices; elsewhere they are the live memory, which the next step changes.
     """
@@ -88,12 +90,13 @@ class MemoryStats:
 
 @dataclass(frozen=True)
 class ShardPolicy:
-    """How a model is laid out and run, in plain values. Modules are named by FQN, in the order of definition.
+    """How a model is laid out over the backend's mesh, and run, in plain values.
 
-    A unit may hold other units, and is told before them; what is in none belongs to the root. `layers` are the model's
-    repeated blocks, which are scanned and compiled; those in `recompute` run again in backward, except for the outputs
-    of `save_ops`. `modules` compute in a dtype other than `compute`: what they take is cast to it, and what they give
-    back is cast to `compute` again, save for the head, whose logits stay as they are.
+    Modules are named by FQN, in the order of definition. A unit stands before the units inside it; what is in none
+    belongs to the root. `layers` are the model's repeated blocks, which are scanned and compiled; those in
+    `recompute` run again in backward, except for the outputs of `save_ops`. `modules` compute in a dtype other than
+    `compute`: what they take is cast to it, and what they give back is cast to `compute` again, save for the head,
+    whose logits stay as they are.
     """
 
     units: tuple[str, ...]
@@ -146,6 +149,7 @@ class Backend(Closing):
     process: Part
     data_shard: Part
     data_parallel_size: int  # devices
+    axes: Mapping[str, int]  # of the mesh, as `config/layout.py` gives them: name -> devices along it
     expected_compilations: int  # of the train step and the evaluation in a whole run; 0 where nothing compiles
 
     @abstractmethod
@@ -207,6 +211,7 @@ class Backend(Closing):
     def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, TensorState]:
         """What this process must write: each element of a global tensor exactly once over all processes.
 
+        Further replicas of a piece are named as such: a save compares them. Not of buffers, which may differ.
         Keys: FQN for parameters and persistent buffers, `<state name>/<FQN>` for optimizer state. Tied weights
         appear once, under their first FQN. The same keys, shapes and dtypes on all processes.
         """
@@ -260,6 +265,27 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {fqn: buffer for fqn, buffer in model.named_buffers() if fqn in kept}
 
 
+def state_key(name: str, fqn: str) -> str:
+    """The key of a parameter's optimizer state in a checkpoint: `exp_avg/model.norm.weight`."""
+    return f"{name}/{fqn}"
+
+
+def checkpoint_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint under its key: parameters (tied ones once), persistent buffers, optimizer state."""
+    parameters = dict(model.named_parameters())
+    return {**parameters, **persistent_buffers(model), **optimizer_tensors(parameters, optimizer)}
+
+
+def optimizer_tensors(parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The tensors among the optimizer's state of each parameter, under their keys."""
+    return {
+        state_key(name, fqn): value
+        for fqn, parameter in parameters.items()
+        for name, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, Tensor)
+    }
+
+
 def name_groups(groups: list[dict[str, Any]], parameters: Mapping[str, Tensor]) -> list[dict[str, Any]]:
     """Optimizer groups with parameters in place of their FQNs."""
     return [{**group, "params": [parameters[fqn] for fqn in group["params"]]} for group in groups]
@@ -295,6 +321,11 @@ def host_memory() -> MemoryStats:
 def whole(shape: Sequence[int]) -> Slices:
     """The slices that name all of a tensor."""
     return tuple(slice(0, size) for size in shape)
+
+
+def shard_slices(shape: Sequence[int], index: int, count: int) -> Slices:
+    """What shard `index` of `count` holds of a tensor with at least one dimension: rows of it."""
+    return (rows_of_shard(shape[0], index, count), *whole(shape[1:]))
 
 
 def rows_of_shard(rows: int, index: int, count: int) -> slice:

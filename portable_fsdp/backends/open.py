@@ -1,111 +1,95 @@
-"""Which engine runs on which device, chosen without importing an engine that isn't asked for."""
+"""Which engine runs on which device, chosen without importing an engine that isn't asked for, nor torch where the
+names alone are wrong.
+"""
 
 import importlib
 import importlib.util
-from dataclasses import dataclass
-from typing import cast
+from functools import cache
+from typing import TYPE_CHECKING, cast
 
-from portable_fsdp.backends.base import Backend
-from portable_fsdp.config.refusals import usual_engine
+from portable_fsdp.backends.devices import DEVICES, count_devices, require_present
+from portable_fsdp.backends.options import EngineOptions, Package
 from portable_fsdp.config.schema import Config
-from portable_fsdp.runtime.chips import tpu_chips
 from portable_fsdp.runtime.errors import BackendError
 
+if TYPE_CHECKING:
+    from portable_fsdp.backends.base import Backend
 
-@dataclass(frozen=True)
-class _Engine:
-    module: str
-    name: str
-    needs: str  # a package that must be installed
-    extra: str
-
-
-_ENGINES = {
-    "native": _Engine("portable_fsdp.backends.native.engine", "NativeBackend", "torch", ""),
-    "xla": _Engine("portable_fsdp.backends.xla.engine", "XlaBackend", "torch_xla", "[xla]"),
-    "xla_fsdp1": _Engine("portable_fsdp.backends.xla_fsdp1.engine", "XlaFsdp1Backend", "torch_xla", "[xla]"),
+ENGINES = {
+    "native": "portable_fsdp.backends.native.options",
+    "xla": "portable_fsdp.backends.xla.options",
+    "xla_fsdp1": "portable_fsdp.backends.xla_fsdp1.options",
 }
-DEVICES = ("auto", "cpu", "cuda", "tpu")
-BACKENDS = ("auto", *_ENGINES)
+"""Name -> the module of its `OPTIONS`. On a device, --backend=auto is the first whose package is installed."""
+
+
+@cache
+def options_of(engine: str) -> EngineOptions:
+    """What an engine says of itself; imports neither the engine nor torch."""
+    return cast(EngineOptions, importlib.import_module(ENGINES[engine]).OPTIONS)
+
+
+def engines_on(device: str) -> tuple[str, ...]:
+    """The engines that a device has."""
+    return tuple(engine for engine in ENGINES if device in options_of(engine).packages)
+
+
+def usual_engine(device: str) -> str:
+    """What --backend=auto is on a device."""
+    installed = (engine for engine in engines_on(device) if _is_installed(options_of(engine).packages[device]))
+    return next(installed, None) or engine_made_for(device)
+
+
+def engine_made_for(device: str) -> str:
+    """The engine of a device that isn't here."""
+    return next(engine for engine in ENGINES if device in options_of(engine).made_for)
+
+
+def require_names(device: str, backend: str) -> None:
+    """Raises BackendError for a device or an engine that doesn't exist."""
+    if device not in ("auto", *DEVICES):
+        raise BackendError(f"--device={device}: expected one of auto, {', '.join(DEVICES)}.")
+    if backend not in ("auto", *ENGINES):
+        raise BackendError(f"--backend={backend}: expected one of auto, {', '.join(ENGINES)}.")
 
 
 def resolve(device: str, backend: str) -> tuple[str, str]:
     """The device and the engine that `auto` stands for; raises BackendError for what is absent or can't be."""
+    require_names(device, backend)
     if device == "auto":
-        device = "cuda" if _cuda_devices() else "tpu" if _tpu_chips() else "cpu"
-    if device not in DEVICES:
-        raise BackendError(f"--device={device}: expected one of {', '.join(DEVICES)}.")
-    if backend not in BACKENDS:
-        raise BackendError(f"--backend={backend}: expected one of {', '.join(BACKENDS)}.")
-    if backend in ("xla", "xla_fsdp1") and device == "cuda":
-        raise BackendError(
-            f"backend {backend} on cuda: torch_xla dropped its CUDA support with release 2.8.\n"
-            "  Use --backend=native (FSDP2 on NCCL) on GPUs; the config and the checkpoints are the same."
-        )
+        device = next((kind for kind in ("cuda", "tpu") if count_devices(kind)), "cpu")
     if backend == "auto":
         backend = usual_engine(device)
-    engine = _ENGINES[backend]
-    if importlib.util.find_spec(engine.needs) is None:
-        extra = "[tpu]" if device == "tpu" else engine.extra
+    options = options_of(backend)
+    if device not in options.packages:
+        raise BackendError(f"backend {backend} on {device}: {options.other_devices[device]}")
+    package = options.packages[device]
+    if not _is_installed(package):
         raise BackendError(
-            f"backend {backend}: expected the package {engine.needs}, found none installed.\n"
-            f"  In a checkout of portable_fsdp: pip install '.{extra}'"
+            f"backend {backend} on {device}: expected the package {package.name}, found none installed.\n"
+            f"  {package.way}"
         )
-    _check_present(device, backend)
+    require_present(device)
     return device, backend
 
 
 def open_backend(
     config: Config, *, device: str = "auto", backend: str = "auto", num_devices: int | None = None
-) -> Backend:
+) -> "Backend":
     """Open an engine, to be used as a context manager.
 
     `num_devices` is the number of devices to use, where that can be chosen (virtual CPU devices under xla); under
     torchrun native has one a process. Raises BackendError for what this device or engine can't do with `config`.
     """
     device, backend = resolve(device, backend)
-    engine = _ENGINES[backend]
-    kind = getattr(importlib.import_module(engine.module), engine.name)
-    return cast(Backend, kind(device, config, num_devices))
+    module, _, name = options_of(backend).engine.partition(":")
+    return cast("Backend", getattr(importlib.import_module(module), name)(device, config, num_devices))
 
 
 def local_processes(device: str, backend: str, num_devices: int | None) -> int:
-    """Processes that a plain start needs on this host: one in all under xla, one per device under the others.
-
-    PJRT's CPU devices can't talk across processes: on CPU xla_fsdp1 has one.
-    """
-    if backend == "xla_fsdp1" and device == "tpu":
-        return _tpu_chips()
-    if backend != "native":
-        return 1
-    return num_devices or (_cuda_devices() if device == "cuda" else 1)
+    """Processes that a plain start needs on this host."""
+    return options_of(backend).processes(device, num_devices, count_devices)
 
 
-def _check_present(device: str, backend: str) -> None:
-    if device == "cuda" and not _cuda_devices():
-        raise BackendError(
-            "--device=cuda: expected a GPU, found none (torch.cuda.is_available() is False).\n"
-            "  Check nvidia-smi and that torch is a CUDA build, or use --device=cpu."
-        )
-    if device == "tpu" and backend == "native":
-        if importlib.util.find_spec("torch_tpu") is None:
-            raise BackendError(
-                "backend native on tpu: it needs TorchTPU (the package torch_tpu, with torch 2.11 or newer), which is "
-                "not installed.\n  Use --backend=xla on TPUs."
-            )
-    elif device == "tpu" and not _tpu_chips():
-        raise BackendError(
-            "--device=tpu: expected TPU chips, found none on this host (no /dev/accel* and no /dev/vfio/*).\n"
-            "  Run this on a TPU VM, on all its workers at once (launch/tpu_vm.sh); to try the same engine here:\n"
-            "  --device=cpu --backend=xla --num_devices=4"
-        )
-
-
-def _cuda_devices() -> int:
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def _tpu_chips() -> int:
-    return 0 if importlib.util.find_spec("torch_xla") is None else len(tpu_chips())
+def _is_installed(package: Package) -> bool:
+    return importlib.util.find_spec(package.name) is not None

@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from portable_fsdp.checkpoint import report
-from portable_fsdp.checkpoint.foreign import EXPORTS, FORMATS
+from portable_fsdp.checkpoint.foreign import EXPORTS, FORMATS, require_source
 from portable_fsdp.checkpoint.format import (
     MANIFEST,
     Manifest,
@@ -29,6 +29,7 @@ from portable_fsdp.checkpoint.format import (
     step_folder,
 )
 from portable_fsdp.checkpoint.storage import exists, locate
+from portable_fsdp.checkpoint.write_errors import with_cause
 from portable_fsdp.runtime.command import to_stdout
 from portable_fsdp.runtime.errors import (
     EXIT_FAILED,
@@ -193,10 +194,10 @@ def _show(options: argparse.Namespace) -> None:
 
 
 def _verify(options: argparse.Namespace) -> None:
+    wanted = [path.resolve() for path in checkpoints_in(options.path)] if options.all else [resolve(options.path)]
     from portable_fsdp.checkpoint.foreign.base import verify
     from portable_fsdp.checkpoint.store import Reader
 
-    wanted = [path.resolve() for path in checkpoints_in(options.path)] if options.all else [resolve(options.path)]
     done: list[dict[str, Any]] = []
     damaged: list[str] = []
     deleted: list[str] = []
@@ -226,10 +227,11 @@ def _verify(options: argparse.Namespace) -> None:
 
 
 def _diff(options: argparse.Namespace) -> int:
+    paths = resolve(options.a), resolve(options.b)
     from portable_fsdp.checkpoint.store import Reader
     from portable_fsdp.checkpoint.values import value_differences
 
-    with Reader(resolve(options.a)) as a, Reader(resolve(options.b)) as b:
+    with Reader(paths[0]) as a, Reader(paths[1]) as b:
         found = report.differences(a.manifest, b.manifest)
         if options.values:
             with _progress("compare", a.manifest.bytes) as advance:
@@ -241,10 +243,10 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> None:
+    path, which = _to_export(options.path)
     from portable_fsdp.checkpoint.foreign.base import load_export
     from portable_fsdp.checkpoint.store import Reader
 
-    path, which = _to_export(options.path)
     manifest = read_manifest(path)
     base = _base(options, manifest)
     save_tokenizer = _tokenizer(options, manifest)
@@ -255,7 +257,8 @@ def _export(options: argparse.Namespace) -> None:
                 reader, options.target, dtype=options.dtype, save_tokenizer=save_tokenizer, advance=advance, **base
             )
     except OSError as error:
-        raise CheckpointError(f"export to {options.target}: can't be written: {error}") from error
+        reason = with_cause(error, options.target.parent)
+        raise CheckpointError(f"export to {options.target}: can't be written: {reason}") from error
     data = {"checkpoint": str(path), "target": str(options.target), "format": options.format}
     _say(options, data, f"{path}{which}: exported to {options.target}")
 
@@ -310,6 +313,7 @@ def _tokenizer(options: argparse.Namespace, manifest: Manifest) -> Callable[[Pat
 
 
 def _import(options: argparse.Namespace) -> None:
+    require_source(options.source)
     from portable_fsdp.checkpoint.foreign.importing import import_checkpoint
 
     try:

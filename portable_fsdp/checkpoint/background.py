@@ -1,12 +1,12 @@
 """Saving beside the training: the step waits for a copy to host memory, a thread does the rest. No collective here."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from portable_fsdp.backends.base import Piece, TensorState
+from portable_fsdp.backends.base import Piece
 
 
 class Snapshot:
@@ -18,11 +18,10 @@ class Snapshot:
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, int], Tensor] = {}
 
-    def take(self, state: Mapping[str, TensorState]) -> dict[str, list[Piece]]:
+    def take(self, state: Iterable[tuple[str, Sequence[Piece]]]) -> dict[str, list[Piece]]:
         """The pieces, which later steps don't touch. Waits until all are copied; nobody may read the last ones."""
         taken = {
-            key: [self._copy(key, ordinal, piece) for ordinal, piece in enumerate(one.pieces())]
-            for key, one in state.items()
+            key: [self._copy(key, ordinal, piece) for ordinal, piece in enumerate(pieces)] for key, pieces in state
         }
         if any(piece.data.is_pinned() for pieces in taken.values() for piece in pieces):
             torch.cuda.synchronize()
@@ -35,7 +34,7 @@ class Snapshot:
             buffer = torch.empty(piece.data.shape, dtype=piece.data.dtype, pin_memory=on_cuda)
             self._buffers[key, ordinal] = buffer
         buffer.copy_(piece.data.detach(), non_blocking=True)
-        return Piece(piece.offset, buffer)
+        return piece._replace(data=buffer)
 
 
 class Background:

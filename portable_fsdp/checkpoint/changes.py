@@ -2,11 +2,11 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from portable_fsdp.checkpoint.format import Base, Manifest, run_name
 from portable_fsdp.checkpoint.tables import table
-from portable_fsdp.config.describe import default_of, shortened
+from portable_fsdp.config.describe import default_of, shortened_apart
 from portable_fsdp.config.schema import Lora
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 
@@ -30,7 +30,16 @@ class Difference(NamedTuple):
     makes_curve: bool
 
     def __str__(self) -> str:
-        return f"{self.name}: {_short(self.saved)}, now {_short(self.now)}"
+        return "; ".join(self.lines())
+
+    def lines(self) -> list[str]:
+        """`optim.lr: 0.1, now 0.2`; of mappings one line for each key whose values differ."""
+        return [f"{name}: {saved}, now {now}" for name, saved, now in self.rows()]
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """The same in columns. Long values are cut so that the first place where they differ stays."""
+        found = changed({self.name: self.saved}, {self.name: self.now})
+        return [(name, *shortened_apart(json.dumps(saved), json.dumps(now))) for name, (saved, now) in found.items()]
 
 
 def differences(
@@ -90,7 +99,7 @@ def require_allowed(found: Iterable[Difference], allow: Sequence[str], checkpoin
     refused = [one for one in found if one.makes_curve and not any(_covers(name, one.name) for name in allow)]
     if not refused:
         return
-    rows = [("", "saved", "now"), *((one.name, _short(one.saved), _short(one.now)) for one in refused)]
+    rows = [("", "saved", "now"), *(row for one in refused for row in one.rows())]
     shown, names = table(rows, indent="    "), ", ".join(one.name for one in refused)
     raise CheckpointError(
         f"checkpoint {checkpoint}: expected the config of the run that saved it, found another:\n{shown}\n"
@@ -103,7 +112,8 @@ def require_allowed(found: Iterable[Difference], allow: Sequence[str], checkpoin
 def check_allow(allow: Sequence[str], config: Mapping[str, Any]) -> None:
     """Raises ConfigError for a name in `checkpoint.allow` that is no section or key of those that make the curve."""
     keys = [f"{section}.{key}" for section in _CURVE_SECTIONS for key in config.get(section, {})]
-    known = {*_CURVE_SECTIONS, *_CURVE_KEYS, *keys, "data.rows", "data.tokenizer", _BASE, "run.name", "config"}
+    others = ("data.rows", "data.tokenizer", _BASE, "run.name", "config", "replicas")
+    known = {*_CURVE_SECTIONS, *_CURVE_KEYS, *keys, *others}
     unknown = [name for name in allow if name not in known]
     if unknown:
         raise ConfigError(
@@ -111,6 +121,18 @@ def check_allow(allow: Sequence[str], config: Mapping[str, Any]) -> None:
             f"section or one of its keys; {', '.join(_CURVE_KEYS)}), found {', '.join(unknown)}.\n"
             "  Other settings may change without being named. Nothing was started."
         )
+
+
+def changed(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> dict[str, list[Any]]:
+    """Dotted key -> both values, of what differs; None stands for a key that is absent."""
+    found: dict[str, list[Any]] = {}
+    for key in sorted(a.keys() | b.keys()):
+        left, right = a.get(key), b.get(key)
+        if isinstance(left, dict) and isinstance(right, dict):
+            found |= changed(cast(dict[str, Any], left), cast(dict[str, Any], right), f"{prefix}{key}.")
+        elif left != right:
+            found[f"{prefix}{key}"] = [left, right]
+    return found
 
 
 def _covers(allowed: str, name: str) -> bool:
@@ -141,7 +163,3 @@ def _value(config: Mapping[str, Any], section: str, key: str) -> Any:
     if (section, key) == ("model", "lora") and isinstance(value, dict):
         return {**Lora().model_dump(mode="json"), **value}
     return value
-
-
-def _short(value: Any) -> str:
-    return shortened(json.dumps(value))

@@ -3,9 +3,9 @@
 On a file system, where a folder's rename is one step:
 1. Process 0 makes `step-00000500.tmp-1f3a5c7e/`, named by this attempt, with `model/`, `optimizer/` and the mark.
 2. Each process writes its safetensors files there and fsyncs them, and the folders.
-3. Then it describes them in `index-00003-1f3a5c7e.json`: pieces, bytes, hashes; or its error.
-4. Process 0 waits for the index files of this attempt from all processes, merges them, and checks the result as a
-   reader would: the pieces tile every tensor exactly once.
+3. Then it describes them in `index-00003-1f3a5c7e.json`: pieces, bytes, hashes, digests of replicas; or its error.
+4. Process 0 waits for the index files of this attempt from all processes, compares the replicas' digests, merges the
+   files, and checks the result as a reader would: the pieces tile every tensor exactly once.
 5. It removes the index files, writes `manifest.json`, sealed with its own hash (fsync), fsyncs the folders, renames to
    `step-00000500` (the commit), fsyncs the parent, and removes the mark.
 
@@ -34,6 +34,7 @@ from portable_fsdp.checkpoint.format import (
     FOLDERS,
     IMPORTED,
     MANIFEST,
+    Dims,
     Entry,
     FileEntry,
     Manifest,
@@ -47,13 +48,23 @@ from portable_fsdp.checkpoint.format import (
     run_of,
     step_of,
 )
-from portable_fsdp.runtime.errors import CheckpointError
+from portable_fsdp.runtime.errors import CheckpointError, StoreError
 
 log = logging.getLogger("portable_fsdp")
 
 MARK = "attempt.json"
 _DELETED = "deleted"  # in the mark: this was a checkpoint
 _TEMPORARY = re.compile(r"step-\d{8,}\.tmp-[0-9a-f]{8}")
+
+
+class Copy(Entry):
+    """A piece that several processes or devices hold: which replica this is, and a digest of its bits."""
+
+    key: str
+    offset: Dims
+    shape: Dims
+    replica: int
+    digest: str
 
 
 class Index(Entry):
@@ -64,6 +75,7 @@ class Index(Entry):
     error: str | None = None
     files: tuple[FileEntry, ...] = ()
     tensors: dict[str, TensorEntry] = Field(default_factory=dict)
+    copies: tuple[Copy, ...] = ()
 
 
 def temporary_of(final: Path, attempt: str) -> Path:
@@ -170,6 +182,7 @@ def collect(
     `cancelled`: set it to end the waiting.
     """
     cancelled = cancelled or threading.Event()
+    name = folder.name.partition(".tmp-")[0]
     found: dict[int, Index] = {}
     deadline = time.monotonic() + wait_s
     unanswered: Exception | None = None
@@ -179,10 +192,10 @@ def collect(
             index = None
             try:
                 index = None if process in found else _read_index(folder / _index_name(process, attempt))
-            except OSError as error:  # storage may answer again
+            except (OSError, StoreError) as error:  # storage may answer again
                 unanswered = error
             if index is not None and index.error is not None:
-                raise CheckpointError(f"checkpoint {folder.name}: process {process} could not write: {index.error}")
+                raise CheckpointError(f"checkpoint {name}: process {process} could not write: {index.error}")
             if index is not None:
                 found[process] = index
         if len(found) == process_count:
@@ -190,13 +203,13 @@ def collect(
         if time.monotonic() > deadline:
             missing = ", ".join(str(process) for process in range(process_count) if process not in found)
             raise CheckpointError(
-                f"checkpoint {folder.name}: expected an index file of each of {process_count} processes in {folder},\n"
+                f"checkpoint {name}: expected an index file of each of {process_count} processes in {folder},\n"
                 f"  found none of process {missing} after {wait_s:.0f} s. Has it ended, or another folder before it?\n"
                 "  The checkpoints committed before are untouched."
                 + (f" The storage's last word: {unanswered}" if unanswered else "")
             )
         if cancelled.wait(pause_s):
-            raise CheckpointError(f"checkpoint {folder.name}: given up before all processes had written it")
+            raise CheckpointError(f"checkpoint {name}: given up before all processes had written it")
         pause_s = min(2 * pause_s, longest_s)
 
 

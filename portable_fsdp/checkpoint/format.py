@@ -8,7 +8,6 @@ them all. How a folder comes to be is in `commit.py`. No torch here.
 import json
 import math
 import re
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -20,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from portable_fsdp.checkpoint.storage import exists, is_object_store, names, read, require_regular
 from portable_fsdp.runtime.errors import CheckpointError
+from portable_fsdp.runtime.strict_json import parse_json
 
 MANIFEST = "manifest.json"
 FOLDERS = ("model", "optimizer")
@@ -158,6 +158,11 @@ def folder_of(key: str) -> str:
     return "optimizer" if "/" in key else "model"
 
 
+def bytes_of_tensors(tensors: Mapping[str, TensorEntry]) -> int:
+    """Of their elements, in files."""
+    return sum(math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype] for tensor in tensors.values())
+
+
 def step_folder(run_folder: Path, step: int) -> Path:
     """Where the checkpoint of `step` is committed."""
     return run_folder / f"step-{step:08d}"
@@ -179,6 +184,20 @@ def committed_steps(run_folder: Path) -> list[Path]:
 def checkpoints_below(folder: Path) -> list[Path]:
     """The committed checkpoints of a run, newest first, from the run's folder or its `checkpoints/`."""
     return committed_steps(folder / "checkpoints") or committed_steps(folder)
+
+
+def require_checkpoint(folder: Path) -> None:
+    """Raises CheckpointError where `folder`, of `checkpoint.resume`, isn't there, or is a run's with checkpoints."""
+    if not names(folder):  # not `is_dir`: fsspec takes any error for a no
+        raise CheckpointError(
+            f"checkpoint.resume: expected auto, none, or a checkpoint's folder, found no such folder: {folder}\n"
+            "  Name one of run.dir's, as runs/run/checkpoints/step-00000500. Nothing was started."
+        )
+    if not exists(folder / MANIFEST) and (below := checkpoints_below(folder)):
+        raise CheckpointError(
+            f"checkpoint.resume: expected a checkpoint's folder, found that of a run: {folder}\n"
+            f"  Name one of its checkpoints: checkpoint.resume={below[0]}. Nothing was started."
+        )
 
 
 def is_committed(folder: Path) -> bool:
@@ -239,15 +258,15 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"checkpoint {folder.name}: manifest.json: expected at most 1 GiB")
     try:
         text = read(path).decode()
-        version = _version(json.loads(text, object_pairs_hook=refuse_duplicates))
+        version = _version(parse_json(text))
         if version != 1:
-            raise ValueError(f"expected format_version 1, found {version!r}; is it of a newer portable_fsdp?")
+            raise ValueError(f"expected format_version 1, found {repr(version)[:80]}; is it of a newer portable_fsdp?")
         manifest = Manifest.model_validate_json(_content_under_seal(text) + "}")
     except ValidationError as error:
         raise CheckpointError(f"checkpoint {folder.name}: manifest.json: {_sentence(error)}") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"checkpoint {folder.name}: manifest.json: expected the manifest as it was saved, found: {error}\n"
+            f"checkpoint {folder.name}: manifest.json: expected the manifest as it was saved, found: {error!s:.1000}\n"
             "  It was altered or cut after the save: copy it again from where it was whole,\n"
             "  or take an older checkpoint."
         ) from None
@@ -280,7 +299,7 @@ def check_manifest(manifest: Manifest, name: str) -> None:
             if alias in known or key not in known:
                 raise ValueError(f"ties: expected {alias!r} to be another name of a tensor, found {key!r}")
     except (ValueError, OverflowError) as error:
-        raise CheckpointError(f"checkpoint {name}: manifest.json: {error}") from None
+        raise CheckpointError(f"checkpoint {name}: manifest.json: {error!s:.1000}") from None
 
 
 def describe(tensor: TensorEntry | None) -> str:
@@ -295,15 +314,6 @@ def _content_under_seal(text: str) -> str:
     return content
 
 
-def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For json's `object_pairs_hook`. Raises ValueError for a key that stands twice."""
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        key, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"the key {key!r} stands twice")
-    return result
-
-
 def _version(value: object) -> object:
     return cast(dict[str, object], value).get("format_version") if isinstance(value, dict) else None
 
@@ -312,7 +322,7 @@ def _sentence(error: ValidationError) -> str:
     first = error.errors(include_url=False, include_context=False)[0]
     others = error.error_count() - 1
     where = ".".join(str(part) for part in first["loc"])
-    return f"{where}: {first['msg']}" + (f", and {others} more problems" if others else "")
+    return f"{where:.200}: {first['msg']:.500}" + (f", and {others} more problems" if others else "")
 
 
 def _check_left_out(key: str, tensor: TensorEntry, stored: Mapping[str, TensorEntry]) -> None:

@@ -5,9 +5,11 @@ All processes come to the same verdict, errors included, so that none waits for 
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -16,10 +18,10 @@ from torch import Tensor, nn
 
 from portable_fsdp import __version__
 from portable_fsdp.backends.base import Backend, Fill, Piece, Read, Slices, TensorState
-from portable_fsdp.checkpoint import commit, storage
+from portable_fsdp.checkpoint import commit, replicas, storage
 from portable_fsdp.checkpoint.background import Background, Snapshot
 from portable_fsdp.checkpoint.changes import Difference, check_allow, differences, require_allowed, require_same_base
-from portable_fsdp.checkpoint.commit import Index
+from portable_fsdp.checkpoint.commit import Copy, Index
 from portable_fsdp.checkpoint.format import (
     Base,
     Data,
@@ -27,6 +29,7 @@ from portable_fsdp.checkpoint.format import (
     Manifest,
     TensorEntry,
     WrittenBy,
+    bytes_of_tensors,
     check_json,
     committed_steps,
     folder_of,
@@ -36,11 +39,19 @@ from portable_fsdp.checkpoint.format import (
     step_folder,
     step_of,
 )
+from portable_fsdp.checkpoint.replicas import Digests
 from portable_fsdp.checkpoint.search import Found, Search
-from portable_fsdp.checkpoint.store import Reader, entries_without_pieces, write_pieces
-from portable_fsdp.checkpoint.together import message_of, on_process_0, raise_together
+from portable_fsdp.checkpoint.store import (
+    Reader,
+    entries_without_pieces,
+    remove_files,
+    write_pieces,
+)
+from portable_fsdp.checkpoint.together import as_checkpoint_error, raise_together
+from portable_fsdp.checkpoint.write_errors import way_out
 from portable_fsdp.config import schema
 from portable_fsdp.models import pretrained
+from portable_fsdp.runtime import collective_errors
 from portable_fsdp.runtime.closing import Closing
 from portable_fsdp.runtime.errors import CheckpointError
 
@@ -125,6 +136,7 @@ class Checkpoints(Closing):
         self._wait_s = wait_s
         self._search = Search(self.folder, backend, self._settings, self._run)
         self._has_saved = False
+        self._unfinished: Path | None = None  # what the last save writes to until its commit
         self._own: dict[int, Path] | None = None  # on process 0: the run's own, whole when they were first seen
         self._background, self._snapshot = Background(), Snapshot()
         self._finished: list[Saved] = []
@@ -150,18 +162,24 @@ class Checkpoints(Closing):
         began = time.perf_counter()
         self.wait()
         final = step_folder(self.folder, step)
-        attempt = on_process_0(self._backend, f"checkpoint {final.name}", lambda: self._begin(final))
-        manifest, pieces = self._taken(step, position, evaluation, model, optimizer)
+        as_error = partial(self._as_error, final, None)
+        attempt = collective_errors.on_process_0(self._backend, lambda: self._begin(final), as_error)
+        self._unfinished = commit.temporary_of(final, attempt)
+        manifest, pieces, copies = self._taken(step, position, evaluation, model, optimizer)
         blocked = time.perf_counter() - began
 
         def work() -> None:
             try:
-                index = self._write_part(final, attempt, manifest.tensors, pieces)
+                index = self._write_part(final, attempt, manifest.tensors, pieces, copies)
             except Exception as error:  # the others learn of it when they have waited: say it now
-                log.error("%s", message_of(f"checkpoint {final.name}", error))
-                raise
+                failure = self._as_error(final, manifest, error)
+                log.error("%s", failure)
+                raise failure from error
             if self._backend.process.index == 0:
-                self._commit(final, attempt, manifest)
+                try:
+                    self._commit(final, attempt, manifest)
+                except OSError as error:
+                    raise self._as_error(final, manifest, error) from error
                 removed = self._remove_outdated(final, evaluation and evaluation.best_step)
                 seconds = time.perf_counter() - began
                 waited = blocked if self._settings.async_save else seconds
@@ -181,27 +199,38 @@ class Checkpoints(Closing):
         evaluation: Evaluated | None,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-    ) -> tuple[Manifest, dict[str, list[Piece]]]:
-        """What is to be written: of all processes, and this one's pieces. Raises on all what fails on one."""
+    ) -> tuple[Manifest, dict[str, list[Piece]], tuple[Copy, ...]]:
+        """What is to be written: of all processes, and this one's pieces; and digests of replicas that it doesn't
+        write. Raises on all what fails on one."""
         failure: Exception | None = None
         try:
             everything = self._backend.state(model, optimizer)
             manifest = self._manifest(step, position, evaluation, everything)
-            state = {key: everything[key] for key in manifest.tensors}
-            if self._settings.async_save:
-                pieces = self._snapshot.take(state)
-            else:
-                pieces = {key: one.pieces() for key, one in state.items()}
+            digests = Digests()
+            # One tensor after another: on XLA its pieces are copies on the host.
+            mine = ((key, digests.take(key, everything[key].pieces())) for key in manifest.tensors)
+            pieces = self._snapshot.take(mine) if self._settings.async_save else dict(mine)
+            copies = digests.result()
         except Exception as error:
             failure = error
-        message = None if failure is None else message_of(f"checkpoint of step {step}", failure)
-        raise_together(self._backend, message, failure)
-        return manifest, pieces  # pyright: ignore[reportPossiblyUnboundVariable]  # else it was raised
+        self._raise_together(f"checkpoint of step {step}", failure)
+        return manifest, pieces, copies  # pyright: ignore[reportPossiblyUnboundVariable]  # else it was raised
 
     def wait(self) -> None:
         """Until the background save is committed; raises on all processes what it failed with on any of them."""
-        failure = self._background.wait()
-        raise_together(self._backend, None if failure is None else message_of("checkpoint", failure), failure)
+        self._raise_together("checkpoint", self._background.wait())
+
+    def _raise_together(self, subject: str, failure: Exception | None) -> None:
+        """As `raise_together`, in a save. A failed one leaves no files: no process writes them any more."""
+        try:
+            raise_together(self._backend, subject, failure)
+        except CheckpointError:
+            unfinished, self._unfinished = self._unfinished, None
+            if unfinished is not None and self._backend.process.index == 0:
+                with suppress(Exception):  # else the next save removes them
+                    if step_of(unfinished) is None or not is_committed(unfinished):
+                        commit.discard(unfinished)
+            raise
 
     @property
     def failed(self) -> bool:
@@ -256,7 +285,12 @@ class Checkpoints(Closing):
         )
 
     def _write_part(
-        self, final: Path, attempt: str, tensors: Mapping[str, TensorEntry], pieces: Mapping[str, list[Piece]]
+        self,
+        final: Path,
+        attempt: str,
+        tensors: Mapping[str, TensorEntry],
+        pieces: Mapping[str, list[Piece]],
+        copies: Sequence[Copy] = (),
     ) -> Index:
         """Write this process's files and its index, in which stands what went wrong."""
         folder, process = commit.temporary_of(final, attempt), self._backend.process.index
@@ -266,19 +300,55 @@ class Checkpoints(Closing):
                 "  none: checkpoints must lie on a file system that all processes share, or in an object store."
             )
         try:
-            index = write_pieces(folder, tensors, pieces, process, attempt)
+            index = write_pieces(folder, tensors, pieces, process, attempt, copies)
         except Exception as error:
-            index = Index(attempt=attempt, process=process, error=f"{type(error).__name__}: {error}")
+            message = f"{type(error).__name__}: {error}"
+            if isinstance(error, OSError):
+                message += way_out(error, self.folder, bytes_of_tensors(tensors), folder)
+            remove_files(folder, process)  # a full disk has room again for the word of it
+            index = Index(attempt=attempt, process=process, error=message)
         commit.write_index(folder, index)
         return index
+
+    def _as_error(self, final: Path, manifest: Manifest | None, error: Exception) -> CheckpointError:
+        """What all processes get for what one of them couldn't write, with the way out."""
+        failure = as_checkpoint_error(f"checkpoint {final.name}", error)
+        if isinstance(error, OSError):
+            needed = 0 if manifest is None else bytes_of_tensors(manifest.tensors)
+            return CheckpointError(f"{failure}{way_out(error, self.folder, needed, self._unfinished)}")
+        return failure
 
     def _commit(self, final: Path, attempt: str, manifest: Manifest) -> None:
         folder, count = commit.temporary_of(final, attempt), self._backend.process.count
         indexes = commit.collect(folder, attempt, count, self._wait_s, self._background.cancelled)
+        self._compare_replicas(final, indexes, manifest.tensors)
         files, tensors = commit.merge(manifest.tensors, indexes)
         if not storage.is_object_store(final):
             commit.set_aside(final)
         commit.commit(final, attempt, manifest.model_copy(update={"files": files, "tensors": tensors}), indexes)
+
+    def _compare_replicas(self, final: Path, indexes: Sequence[Index], tensors: Mapping[str, TensorEntry]) -> None:
+        """Raises CheckpointError where replicas differ; a warning, where `checkpoint.allow` names them."""
+        found = replicas.differing(indexes, tensors)
+        if not found:
+            return
+        table = replicas.describe_differing(found)
+        if "replicas" in self._settings.allow:
+            log.warning("%s: replicas differ in %d places; saving the first:\n%s", final.name, len(found), table)
+            return
+        last = next(iter(committed_steps(self.folder)), None)
+        odd = replicas.odd_ones(found)
+        raise CheckpointError(
+            f"checkpoint {final.name}: expected equal values in all replicas, found {len(found)} that differ:\n"
+            f"{table}\n"
+            + (f"  All others agree against {', '.join(odd)}.\n" if odd else "")
+            + "  Replicas apply the same gradients: memory, a device or a program has changed one of them since "
+            f"{last.name if last else 'the run began'}.\n"
+            "  This step isn't saved. Rerun the same command: it "
+            + (f"resumes from {last.name}. " if last else "begins anew. ")
+            + "If it happens again, test those devices.\n"
+            "  To save the first replica's values with a warning: checkpoint.allow='[replicas]'."
+        )
 
     def _remove_outdated(self, committed: Path, best: int | None) -> tuple[int, ...]:
         """Delete what retention gives up, of what this run wrote; what can't be deleted is warned about, and forgotten.
@@ -340,7 +410,7 @@ class Checkpoints(Closing):
                 base = self._base
                 entry = base.entry if base else None
                 changes = differences(reader.manifest, self._config, *self._data, entry, is_own=found.is_own)
-                told = [str(one) for one in changes if one.makes_curve and reader.manifest.config]
+                told = [line for one in changes if one.makes_curve and reader.manifest.config for line in one.lines()]
                 names = base.names if base else ()
                 reader.check(expected, self._ties, weights_only=weights_only, base=names, config=told)
                 require_same_base(changes, self._settings.allow, found.path.name)
@@ -350,8 +420,7 @@ class Checkpoints(Closing):
                 resumed = _resumed(found, reader.manifest, tuple(changes), weights_only)
         except Exception as error:
             failure = error
-        message = None if failure is None else message_of(f"checkpoint {found.path.name}", failure)
-        raise_together(self._backend, message, failure)
+        raise_together(self._backend, f"checkpoint {found.path.name}", failure)
         return cast(Resumed, resumed)
 
 

@@ -5,14 +5,15 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+from portable_fsdp.checkpoint.changes import changed
 from portable_fsdp.checkpoint.format import (
-    DTYPE_BYTES,
     FOLDERS,
     Evaluated,
     Manifest,
     TensorEntry,
+    bytes_of_tensors,
     describe,
     folder_of,
     is_committed,
@@ -136,14 +137,14 @@ def differences(a: Manifest, b: Manifest) -> dict[str, Any]:
             for key in shared
             if describe(a.tensors[key]) != describe(b.tensors[key])
         },
-        "config": _changed(a.config, b.config),
-        "model_config": _changed(a.architecture or {}, b.architecture or {}),
-        "base": _changed(_base_of(a), _base_of(b)),
+        "config": changed(a.config, b.config),
+        "model_config": changed(a.architecture or {}, b.architecture or {}),
+        "base": changed(_base_of(a), _base_of(b)),
     }
     found["is_equal"] = not any(found.values())
     found["step"] = [a.step, b.step]
-    found["data"] = _changed(a.data.model_dump(), b.data.model_dump())
-    found["written_by"] = _changed(a.written_by.model_dump(), b.written_by.model_dump())
+    found["data"] = changed(a.data.model_dump(), b.data.model_dump())
+    found["written_by"] = changed(a.written_by.model_dump(), b.written_by.model_dump())
     return found
 
 
@@ -177,11 +178,11 @@ def _tensors(manifest: Manifest, folder: str) -> dict[str, TensorEntry]:
 
 
 def _content(manifest: Manifest, folder: str) -> dict[str, int]:
-    tensors = _tensors(manifest, folder).values()
+    tensors = _tensors(manifest, folder)
     return {
         "tensors": len(tensors),
-        "elements": _elements(_tensors(manifest, folder)),
-        "bytes": sum(math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype] for tensor in tensors),
+        "elements": _elements(tensors),
+        "bytes": bytes_of_tensors(tensors),
         "files": sum(file.name.startswith(folder + "/") for file in manifest.files),
     }
 
@@ -211,15 +212,3 @@ def _shapes(tensors: Iterable[tuple[str, TensorEntry]]) -> list[str]:
     """One line for the tensors of all layers that share name and shape: `layers.*.norm.weight  float32 [8]  x 2`."""
     alike = Counter((re.sub(r"\.\d+\.", ".*.", key), describe(tensor)) for key, tensor in tensors)
     return [f"{name}  {text}" + (f"  x {count}" if count > 1 else "") for (name, text), count in alike.items()]
-
-
-def _changed(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> dict[str, list[Any]]:
-    """Dotted key -> both values, of what differs; None stands for a key that is absent."""
-    found: dict[str, list[Any]] = {}
-    for key in sorted(a.keys() | b.keys()):
-        left, right = a.get(key), b.get(key)
-        if isinstance(left, dict) and isinstance(right, dict):
-            found |= _changed(cast(dict[str, Any], left), cast(dict[str, Any], right), f"{prefix}{key}.")
-        elif left != right:
-            found[f"{prefix}{key}"] = [left, right]
-    return found

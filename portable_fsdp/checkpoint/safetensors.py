@@ -9,6 +9,7 @@ and read here, so that one slice is read, from wherever it lies, straight into i
 
 import json
 import math
+import reprlib
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,8 @@ import xxhash
 from torch import Tensor
 
 from portable_fsdp.checkpoint import storage
-from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry, refuse_duplicates
+from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry
+from portable_fsdp.runtime.strict_json import parse_json
 
 CODES = {
     "float64": "F64",
@@ -37,7 +39,10 @@ CODES = {
 }
 """torch's name of a dtype -> the format's."""
 
-_MAX_HEADER = 100_000_000  # bytes; the library's own limit
+_MAX_HEADER = 1 << 25  # bytes; the library's own limit is 100 MB
+_MAX_TENSORS = 150_000  # of one file, which fit into that; Qwen3-30B-A3B, expert by expert, has 18,900 in all its files
+_MAX_COMMAS = 20  # for each of them, beside those in their names: some for sizes
+_MAX_RANK = 16
 _CHUNK = 4 << 20  # bytes
 
 
@@ -111,7 +116,10 @@ def read_header(source: storage.Source) -> dict[str, Stored]:
     (length,) = struct.unpack("<Q", source.read(0, 8))
     if length > min(_MAX_HEADER, source.size - 8):
         raise ValueError(f"expected a header inside {source.size} bytes, found header too large: {length} bytes")
-    header = json.loads(source.read(8, length).decode(), object_pairs_hook=refuse_duplicates)
+    text = source.read(8, length)
+    if text.count(b",") > _MAX_COMMAS * (text.count(b"{") + 5000):
+        raise ValueError("expected a header of tensors, found more values than they have")
+    header = parse_json(text, _MAX_TENSORS + 2)  # the header itself, and its metadata
     if not isinstance(header, dict):
         raise ValueError("expected a header that is a JSON object")
     tensors = cast(dict[str, Any], header)
@@ -120,7 +128,7 @@ def read_header(source: storage.Source) -> dict[str, Stored]:
     end = 8 + length
     for key, one in sorted(found.items(), key=lambda item: (item[1].start, item[1].bytes)):
         if one.start != end:
-            raise ValueError(f"{key}: expected to begin at byte {end}, found {one.start}: a hole or an overlap")
+            raise ValueError(f"{key:.200}: expected to begin at byte {end}, found {one.start}: a hole or an overlap")
         end += one.bytes
     if end != source.size:
         raise ValueError(f"expected {end} bytes by the header, found {source.size}")
@@ -157,6 +165,11 @@ def _content(
         header[key] = {"dtype": CODES[tensors[key].dtype], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    if len(text) > _MAX_HEADER or len(tensors) > _MAX_TENSORS:
+        raise ValueError(
+            f"expected at most {_MAX_TENSORS:,} tensors in a file, and {_MAX_HEADER >> 20} MiB for their names and "
+            f"shapes, found {len(tensors):,} and {len(text) / 2**20:.1f} MiB"
+        )
     yield memoryview(struct.pack("<Q", len(text)) + text)
     for key in order:
         rest = sizes[key]
@@ -169,13 +182,17 @@ def _content(
 
 def _stored(key: str, entry: Any, data: int) -> Stored:
     match entry:
-        case {"dtype": str(code), "shape": [*shape], "data_offsets": [int(start), int(stop)]} if (
-            len(entry) == 3 and code in CODES.values() and all(type(size) is int and size >= 0 for size in shape)
+        case {"shape": [*shape]} if len(shape) > _MAX_RANK:  # before they are multiplied
+            raise ValueError(f"{key:.200}: expected at most {_MAX_RANK} sizes, found {len(shape):,}")
+        case {"dtype": str(code), "shape": [*shape], "data_offsets": [start, stop]} if (
+            len(entry) == 3
+            and code in CODES.values()
+            and all(type(n) is int and 0 <= n < 1 << 63 for n in (*shape, start, stop))
         ):
             dtype = next(name for name, known in CODES.items() if known == code)
             stored = Stored(dtype, tuple(shape), data + start)
-            if start >= 0 and stop - start == stored.bytes:
+            if stop - start == stored.bytes:
                 return stored
         case _:
             pass
-    raise ValueError(f"{key}: expected dtype, shape, and data_offsets that fit them, found {str(entry)[:200]}")
+    raise ValueError(f"{key:.200}: expected dtype, shape, and data_offsets that fit them, found {reprlib.repr(entry)}")

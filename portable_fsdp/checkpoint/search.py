@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from portable_fsdp.backends.base import Backend
 from portable_fsdp.checkpoint import commit, storage
-from portable_fsdp.checkpoint.format import MANIFEST, checkpoints_below, committed_steps, read_manifest, step_of
+from portable_fsdp.checkpoint.format import committed_steps, read_manifest, require_checkpoint, step_of
 from portable_fsdp.checkpoint.store import Reader
-from portable_fsdp.checkpoint.together import message_of, on_process_0, raise_together
+from portable_fsdp.checkpoint.together import as_checkpoint_error, on_process_0, raise_together
 from portable_fsdp.config import schema
 from portable_fsdp.runtime.errors import CheckpointError, StoreError
 
@@ -60,18 +60,18 @@ class Search:
         subject = f"checkpoints in {self._folder}"
         probed = self._probed
         probe = on_process_0(self._backend, subject, lambda: self._write_probe(probed))
-        message = None
+        failure: Exception | None = None
         try:
             if not storage.exists(probed / probe):
-                message = (
+                failure = CheckpointError(
                     f"{subject}: expected a folder that all processes share, found that process\n"
                     f"  {self._backend.process.index} doesn't see what process 0 writes there. Is it local to each "
                     "host?\n  Set checkpoint.dir (or run.dir) to a shared folder, or to an object store (s3://, gs://)."
                 )
         except Exception as error:
-            message = message_of(subject, error)
+            failure = error
         try:
-            raise_together(self._backend, message)
+            raise_together(self._backend, subject, failure)
         finally:
             on_process_0(self._backend, subject, lambda: storage.remove(probed / probe))
 
@@ -141,13 +141,7 @@ class Search:
         return saved not in (None, "auto", "none") and _same(str(saved), resume)
 
     def _named(self, path: Path, own: list[Path]) -> Found:
-        # Not `is_dir`: fsspec takes any error for a no.
-        if not on_process_0(self._backend, f"checkpoint {path.name}", lambda: bool(storage.names(path))):
-            raise CheckpointError(
-                f"checkpoint.resume: expected auto, none, or a checkpoint's folder, found no such folder: {path}\n"
-                "  Name one of run.dir's, as runs/run/checkpoints/step-00000500. Nothing was started."
-            )
-        self._require_checkpoint(path)
+        on_process_0(self._backend, f"checkpoint {path.name}", lambda: require_checkpoint(path))
         reason = self._damage(path)
         if reason is not None:
             raise CheckpointError(reason)
@@ -164,29 +158,13 @@ class Search:
             )
         return Found(path, (), is_own, weights_only)
 
-    def _require_checkpoint(self, path: Path) -> None:
-        """Say what to name instead where the folder is that of a run."""
-
-        def inside() -> str | None:
-            if storage.exists(path / MANIFEST):
-                return None
-            below = checkpoints_below(path)
-            return str(below[0]) if below else None
-
-        instead = on_process_0(self._backend, f"checkpoint {path.name}", inside)
-        if instead is not None:
-            raise CheckpointError(
-                f"checkpoint.resume: expected a checkpoint's folder, found that of a run: {path}\n"
-                f"  Name one of its checkpoints: checkpoint.resume={instead}. Nothing was started."
-            )
-
     def _damage(self, path: Path) -> str | None:
         """Why a checkpoint isn't whole, as far as `checkpoint.verify` asks; each process hashes some of the files.
 
         Raises CheckpointError where the storage doesn't answer, which says nothing of what lies there.
         """
         reason: str | None = None
-        unanswered: str | None = None
+        unanswered: StoreError | None = None
         try:
             with Reader(path) as reader:
                 if self._settings.verify == "full":
@@ -194,10 +172,10 @@ class Search:
                 elif self._settings.verify == "size":
                     reader.verify_sizes()
         except StoreError as error:
-            unanswered = str(error)
+            unanswered = error
         except Exception as error:
-            reason = message_of(f"checkpoint {path.name}", error)
-        raise_together(self._backend, unanswered)
+            reason = str(as_checkpoint_error(f"checkpoint {path.name}", error))
+        raise_together(self._backend, f"checkpoint {path.name}", unanswered)
         return next((one for one in self._backend.gather(reason) if one is not None), None)
 
 

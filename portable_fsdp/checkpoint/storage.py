@@ -154,7 +154,9 @@ def write(path: Path, chunks: Iterable[bytes | memoryview], *, durable: bool = T
         finally:
             os.close(descriptor)
         os.replace(part, path)
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and error.filename is None:  # of a write or an fsync
+            error.filename = str(path)
         with suppress(OSError):  # a full disk has room again for the word of it
             part.unlink(missing_ok=True)
         raise

@@ -6,7 +6,8 @@ that a key stands once in a file. Each header carries the offsets as `torch.dist
 """
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -17,7 +18,8 @@ from torch import Tensor
 
 from portable_fsdp.backends.base import Part, Piece, Slices, TensorState, whole
 from portable_fsdp.checkpoint import safetensors, storage
-from portable_fsdp.checkpoint.commit import Index
+from portable_fsdp.checkpoint.commit import Copy, Index
+from portable_fsdp.checkpoint.files import damaged, verify_hash, verify_size
 from portable_fsdp.checkpoint.format import (
     DTYPE_BYTES,
     FOLDERS,
@@ -28,6 +30,7 @@ from portable_fsdp.checkpoint.format import (
     folder_of,
     read_manifest,
 )
+from portable_fsdp.checkpoint.replicas import copy_of
 from portable_fsdp.checkpoint.safetensors import Stored
 from portable_fsdp.checkpoint.storage import Source, require_regular
 from portable_fsdp.checkpoint.tables import table
@@ -55,11 +58,17 @@ def entries_without_pieces(state: Mapping[str, TensorState]) -> dict[str, Tensor
 
 
 def write_pieces(
-    folder: Path, whole: Mapping[str, TensorEntry], pieces: Mapping[str, Sequence[Piece]], process: int, attempt: str
+    folder: Path,
+    whole: Mapping[str, TensorEntry],
+    pieces: Mapping[str, Sequence[Piece]],
+    process: int,
+    attempt: str,
+    copies: Sequence[Copy] = (),
 ) -> Index:
     """Write this process's pieces of the tensors in `whole` below `folder`, durably; returns what it wrote.
 
-    A piece on CUDA is copied to the host when its turn comes. Raises OSError, TypeError.
+    `copies`: digests of replicas that it has taken already; those of numbered pieces join them. A piece on CUDA is
+    copied to the host when its turn comes. Raises OSError, TypeError.
     """
     tensors = {key: TensorEntry(shape=entry.shape, dtype=entry.dtype) for key, entry in whole.items()}
     # In an object store a straggler of an earlier attempt must not overwrite this one's files.
@@ -72,23 +81,21 @@ def write_pieces(
             entry.files.append(list(shards).index(name))
             entry.offsets.extend(piece.offset)
             entry.sizes.extend(piece.data.shape)
-    files = tuple(_write_shard(folder, name, shard, tensors) for name, shard in shards.items())
+    digested = list(copies)
+    files = tuple(_write_shard(folder, name, shard, tensors, digested) for name, shard in shards.items())
     for name in FOLDERS:
         storage.sync(folder / name)
     written = {key: entry for key, entry in tensors.items() if entry.files}
-    return Index(attempt=attempt, process=process, files=files, tensors=written)
+    return Index(attempt=attempt, process=process, files=files, tensors=written, copies=tuple(digested))
 
 
-def hash_file(path: Path, name: str) -> FileEntry:
-    """Length and hash of what `path` holds now, under the name that it has in its checkpoint. Raises OSError."""
-    digest = xxhash.xxh3_128()
-    with Source(path) as source:
-        buffer = memoryview(bytearray(source.chunk_bytes))
-        for start in range(0, source.size, len(buffer)):
-            chunk = buffer[: source.size - start]
-            source.read_into(start, chunk)
-            digest.update(chunk)
-        return FileEntry(name=name, bytes=source.size, xxh3_128=digest.hexdigest())
+def remove_files(folder: Path, process: int) -> None:
+    """Delete what `write_pieces` of this process left below `folder`, as far as the storage allows."""
+    for path in (folder / name for name in FOLDERS):
+        with suppress(Exception):  # object stores raise many classes
+            for name in storage.names(path):
+                if name.startswith(f"shard-{process:05d}-"):
+                    storage.remove(path / name)
 
 
 class Reader:
@@ -123,15 +130,15 @@ class Reader:
     def verify_sizes(self) -> None:
         """Every file is there, a plain file, with its length."""
         for file in self.manifest.files:
-            self._verify_size(file)
+            verify_size(self.folder, file)
 
     def verify(self, part: Part, folder: str = "") -> None:
         """Sizes, hashes and headers of this part of the files below `folder` (sorted, dealt out by turns)."""
         numbers = [n for n, file in enumerate(self.manifest.files) if file.name.startswith(folder)]
         numbers.sort(key=lambda number: self.manifest.files[number].name)
         for number in numbers[part.index :: part.count]:
-            self._verify_size(self.manifest.files[number])
-            self._verify_hash(self.manifest.files[number])
+            verify_size(self.folder, self.manifest.files[number])
+            verify_hash(self.folder, self.manifest.files[number])
             self._file(number)
 
     def check(
@@ -221,19 +228,6 @@ class Reader:
         except OSError as error:
             raise CheckpointError(f"checkpoint {self.folder.name}: {error}") from None
 
-    def _verify_size(self, file: FileEntry) -> None:
-        found = require_regular(self.folder / file.name, self.folder.name)
-        if found != file.bytes:
-            raise self._damaged(file.name, f"{file.bytes} bytes", f"{found} bytes")
-
-    def _verify_hash(self, file: FileEntry) -> None:
-        try:
-            found = hash_file(self.folder / file.name, file.name)
-        except OSError as error:
-            raise CheckpointError(f"checkpoint {self.folder.name}: {file.name}: {error}") from None
-        if found != file:
-            raise self._damaged(file.name, f"content with xxh3_128 {file.xxh3_128}", found.xxh3_128)
-
     def _file(self, number: int) -> Source:
         """The file, open, after its header was found to say what the manifest says."""
         if number in self._open:
@@ -252,7 +246,7 @@ class Reader:
             try:
                 header = safetensors.read_header(source)
             except (OSError, ValueError, RecursionError) as error:
-                raise self._damaged(file.name, "a safetensors file", str(error)) from None
+                raise damaged(self.folder, file.name, "a safetensors file", str(error)) from None
             self._check_header(number, header)
             self._headers[number] = header
         return source
@@ -262,9 +256,11 @@ class Reader:
         for key, one in header.items():
             found, expected = f"{one.dtype} {list(one.shape)}", self._expected(key, number)
             if found != expected:
-                raise self._damaged(file, f"{key} as {expected} (manifest.json)", found)
+                raise damaged(self.folder, file, f"{key} as {expected} (manifest.json)", found)
         if missing := next((key for key in self._pieces[number] if key not in header), None):
-            raise self._damaged(file, f"{missing} as {self._expected(missing, number)} (manifest.json)", "nothing")
+            raise damaged(
+                self.folder, file, f"{missing} as {self._expected(missing, number)} (manifest.json)", "nothing"
+            )
 
     def _expected(self, key: str, number: int) -> str:
         """What the header of a file must say of a tensor: `float32 [63, 24]`."""
@@ -274,13 +270,6 @@ class Reader:
         tensor = self.manifest.tensors[key]
         rank = len(tensor.shape)
         return f"{tensor.dtype} {tensor.sizes[rank * k : rank * (k + 1)]}"
-
-    def _damaged(self, file: str, expected: str, found: str) -> CheckpointError:
-        return CheckpointError(
-            f"checkpoint {self.folder.name}: {file}: expected {expected}, found {found}.\n"
-            "  The file was altered or cut after the save: copy it again from where it was whole,\n"
-            "  or take an older checkpoint."
-        )
 
 
 def dcp_metadata(offsets: Mapping[str, Sequence[int]]) -> dict[str, str]:
@@ -302,14 +291,27 @@ def touching(tensor: TensorEntry, slices: Slices) -> list[Box]:
     return [Box(tensor.files[k], tuple(offsets[k].tolist()), tuple(sizes[k].tolist())) for k in found]
 
 
-def _write_shard(folder: Path, name: str, pieces: Mapping[str, Piece], tensors: Mapping[str, TensorEntry]) -> FileEntry:
+def _write_shard(
+    folder: Path, name: str, pieces: Mapping[str, Piece], tensors: Mapping[str, TensorEntry], digested: list[Copy]
+) -> FileEntry:
+    """Adds the digest of each numbered piece to `digested`."""
     metadata = dcp_metadata({key: piece.offset for key, piece in pieces.items()})
     entries: dict[str, TensorEntry] = {}
     for key, piece in pieces.items():
         entries[key] = TensorEntry(shape=tuple(piece.data.shape), dtype=_name(piece.data.dtype))
         if entries[key].dtype != tensors[key].dtype:
             raise TypeError(f"{key}: a piece is {entries[key].dtype}, the tensor is {tensors[key].dtype}")
-    written = safetensors.write(folder / name, entries, lambda key: safetensors.chunks_of(pieces[key].data), metadata)
+
+    def chunks(key: str) -> Iterator[memoryview]:
+        piece, digest = pieces[key], xxhash.xxh3_128()
+        for chunk in safetensors.chunks_of(piece.data):
+            if piece.replica is not None:
+                digest.update(chunk)
+            yield chunk
+        if piece.replica is not None:
+            digested.append(copy_of(key, piece, digest.hexdigest()))
+
+    written = safetensors.write(folder / name, entries, chunks, metadata)
     return FileEntry(name=name, bytes=written.bytes, xxh3_128=written.xxh3_128)
 
 

@@ -1,9 +1,11 @@
-"""One verdict for all processes, errors included, so that none waits for one that has given up."""
+"""Errors of checkpoints on all processes: `runtime/collective_errors.py`, with every error a CheckpointError."""
 
 from collections.abc import Callable
-from typing import NoReturn, TypeVar, cast
+from functools import partial
+from typing import TypeVar
 
 from portable_fsdp.backends.base import Backend
+from portable_fsdp.runtime import collective_errors
 from portable_fsdp.runtime.errors import CheckpointError
 
 T = TypeVar("T")
@@ -11,32 +13,16 @@ T = TypeVar("T")
 
 def on_process_0(backend: Backend, subject: str, work: Callable[[], T]) -> T:
     """`work()` of process 0, on all processes; what it raises is raised on all of them. *collective*"""
-    result: T | None = None
-    failure: Exception | None = None
-    if backend.process.index == 0:
-        try:
-            result = work()
-        except Exception as error:
-            failure = error
-    message = None if failure is None else message_of(subject, failure)
-    result, message = backend.agree((result, message))
-    if message is not None:
-        _raise(message, failure)
-    return cast(T, result)
+    return collective_errors.on_process_0(backend, work, partial(as_checkpoint_error, subject))
 
 
-def raise_together(backend: Backend, message: str | None, failure: Exception | None = None) -> None:
-    """Raise the first process's message, on all processes; nothing where none has one. *collective*"""
-    messages = backend.gather(message)
-    first = next((one for one in messages if one is not None), None)
-    if first is not None:
-        _raise(first, failure if message == first else None)
+def raise_together(backend: Backend, subject: str, failure: Exception | None) -> None:
+    """Raise on all processes what one of them has failed with; nothing where none has. *collective*"""
+    collective_errors.raise_together(backend, failure, partial(as_checkpoint_error, subject))
 
 
-def message_of(subject: str, error: Exception) -> str:
-    """A sentence for the user, in which an error of another kind bears its class."""
-    return str(error) if isinstance(error, CheckpointError) else f"{subject}: {type(error).__name__}: {error}"
-
-
-def _raise(message: str, failure: Exception | None) -> NoReturn:
-    raise CheckpointError(message) from (None if isinstance(failure, CheckpointError) else failure)
+def as_checkpoint_error(subject: str, error: Exception) -> CheckpointError:
+    """An error of another kind bears its class."""
+    return (
+        error if isinstance(error, CheckpointError) else CheckpointError(f"{subject}: {type(error).__name__}: {error}")
+    )

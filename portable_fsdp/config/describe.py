@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterator, Sequence
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Literal, Union, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 import yaml
 from annotated_types import Ge, Gt, Le, Lt, MinLen
@@ -20,7 +20,10 @@ Key = tuple[str, ...]
 
 def key_name(key: Key) -> str:
     """`optim.lr`, `optim.groups[0].lr`."""
-    return "".join(f"[{part}]" if part.isdecimal() else f".{part}" for part in key).removeprefix(".")
+    # The first is always a name: a config is a mapping.
+    return "".join(f"[{part}]" if n and part.isdecimal() else f".{part}" for n, part in enumerate(key)).removeprefix(
+        "."
+    )
 
 
 def fields(model: type[BaseModel] = Config, above: Key = ()) -> Iterator[tuple[Key, FieldInfo]]:
@@ -35,6 +38,12 @@ def fields(model: type[BaseModel] = Config, above: Key = ()) -> Iterator[tuple[K
 def option_names() -> tuple[str, ...]:
     """Every key that has a value of its own, as `optim.lr`: no section, nothing inside a list."""
     return tuple(key_name(key) for key, _ in fields() if len(key) == 2)
+
+
+def value_of(config: Config, option: str) -> Any:
+    """The value of `section.key`."""
+    section, _, key = option.partition(".")
+    return getattr(getattr(config, section), key)
 
 
 def default_of(section: str, key: str) -> object:
@@ -54,6 +63,19 @@ def yaml_value(value: object) -> str:
 def shortened(text: str, limit: int = 60) -> str:
     """The text, its end cut off where it is longer than `limit` characters."""
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def shortened_apart(a: str, b: str, limit: int = 60) -> tuple[str, str]:
+    """Both texts as `shortened`, but so that the first place where they differ stays: in the middle, if need be."""
+    place = next((i for i, (left, right) in enumerate(zip(a, b, strict=False)) if left != right), min(len(a), len(b)))
+    return _around(a, place, limit), _around(b, place, limit)
+
+
+def _around(text: str, place: int, limit: int) -> str:
+    head, before = limit // 5, limit // 6  # characters: of the beginning, and in front of the place
+    if len(text) <= limit or place < limit // 2:
+        return shortened(text, limit)
+    return f"{text[:head]}...{shortened(text[place - before :], limit - head - 3)}"
 
 
 def deepest_field(location: Sequence[int | str]) -> tuple[Key, FieldInfo]:
@@ -78,7 +100,7 @@ def deepest_field(location: Sequence[int | str]) -> tuple[Key, FieldInfo]:
 def nearest(key: Key) -> str:
     """The valid key that an unknown one probably means, or the valid keys in its place."""
     known = dict(fields())
-    plain = tuple(part for part in key if not part.isdecimal())
+    plain = tuple(part for place, part in enumerate(key) if place == 0 or not part.isdecimal())
     siblings = [candidate for candidate in known if candidate[:-1] == plain[:-1]]
     same_name = [candidate for candidate in known if candidate[-1] == plain[-1]]
     close = _close(plain, siblings) or same_name or _close(plain, list(known))

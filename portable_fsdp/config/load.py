@@ -4,7 +4,6 @@ The file is composed into nodes first, so that each key keeps its line; override
 checks the whole, and what it finds is said again in the words of the schema: expected, found, where.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -92,49 +91,6 @@ def _validated(source: Source) -> Config:
 def config_text(config: Config) -> str:
     """The resolved config as YAML that `load_config` reads back to an equal Config."""
     return yaml.dump(config.model_dump(), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
-
-
-def check_batch(config: Config, data_parallel_size: int) -> int:
-    """Micro batches per step (gradient accumulation): global_batch / (micro_batch * data_parallel_size devices).
-
-    Raises ConfigError when that leaves a remainder, and names the nearest batch sizes that fit.
-    """
-    train = config.train
-    rows = train.micro_batch * data_parallel_size
-    if train.global_batch % rows == 0:
-        return train.global_batch // rows
-    below = train.global_batch // rows * rows
-    global_batches = [str(size) for size in (below, below + rows) if size > 0]
-    fits = f"train.global_batch={' or '.join(global_batches)}"
-    if micro_batches := _micro_batches_that_fit(train.global_batch, train.micro_batch, data_parallel_size):
-        fits += f", or train.micro_batch={' or '.join(map(str, micro_batches))}"
-    raise ConfigError(
-        f"train.global_batch: expected a multiple of train.micro_batch * devices = {train.micro_batch} * "
-        f"{data_parallel_size} = {rows} sequences, found {train.global_batch}.\n  Set {fits}. Nothing was started."
-    )
-
-
-def replicas_of_model(config: Config, devices: int, hosts: int) -> int:
-    """Copies of the model, each sharded over devices / copies: one a host under HYBRID_SHARD* if it doesn't say."""
-    match config.sharding.strategy:
-        case "FULL_SHARD" | "SHARD_GRAD_OP":
-            return 1
-        case "NO_SHARD":
-            return devices
-        case "HYBRID_SHARD" | "HYBRID_SHARD_ZERO2":
-            return config.sharding.replicas or hosts
-
-
-def _micro_batches_that_fit(global_batch: int, micro_batch: int, devices: int) -> list[int]:
-    """The divisors of a device's share of the global batch next below and above `micro_batch`."""
-    share, rest = divmod(global_batch, devices)
-    if rest:
-        return []
-    small = [size for size in range(1, math.isqrt(share) + 1) if share % size == 0]
-    divisors = sorted({*small, *(share // size for size in small)})
-    below = [size for size in divisors if size < micro_batch]
-    above = [size for size in divisors if size > micro_batch]
-    return below[-1:] + above[:1]
 
 
 def _read_file(path: Path) -> tuple[Source, list[tuple[Path, MappingNode]]]:

@@ -61,8 +61,10 @@ class Lora(Section):
 
 
 class Model(Section):
-    architecture: dict[str, Any] | None = Field(
-        default=None, description="arguments of transformers' AutoConfig.for_model; `model_type` is required"
+    architecture: dict[str, Any] | str | None = Field(
+        default=None,
+        description="a new model, its weights drawn from run.seed: what a config.json of transformers holds, "
+        "`model_type` and the sizes at least; or the path of such a file, or of a folder with one",
     )
     pretrained: str | None = Field(
         default=None,
@@ -110,7 +112,7 @@ class Model(Section):
     def _one_source(self) -> "Model":
         if (self.architecture is None) == (self.pretrained is None):
             raise ValueError("give exactly one of model.architecture and model.pretrained")
-        if self.architecture is not None and not isinstance(self.architecture.get("model_type"), str):
+        if isinstance(self.architecture, dict) and not isinstance(self.architecture.get("model_type"), str):
             raise ValueError("model.architecture needs a `model_type` (llama, qwen3, gpt2, ...)")
         for key in ("gguf_file", "allow"):
             if self.pretrained is None and getattr(self, key):
@@ -323,7 +325,7 @@ class Checkpoint(Section):
     allow: tuple[str, ...] = Field(
         default=(),
         description="settings that make the loss curve and may differ from those of the run that saved: "
-        "optim.lr, data, train.steps, ...",
+        "optim.lr, data, train.steps, ...; replicas: save although replicas of the weights differ",
         strict=False,
     )
     verify: Literal["full", "size", "off"] = Field(

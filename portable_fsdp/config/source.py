@@ -1,5 +1,6 @@
 """The values of a config file, overrides laid over them and imports under them: where each came from, and problems."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +26,7 @@ from portable_fsdp.config.foreign.keys_accelerate import ACCELERATE, SCRIPT
 from portable_fsdp.config.foreign.keys_fsdp import FSDP
 from portable_fsdp.config.foreign.keys_trainer import TRAINER
 from portable_fsdp.config.foreign.read import Import, Said, read_foreign
-from portable_fsdp.config.foreign.table import find, nested_place
+from portable_fsdp.config.foreign.table import find, nested_place, option_meant
 from portable_fsdp.config.yaml_text import MERGE_TAG, first_comment, parse, problem_of, scalar_text
 from portable_fsdp.runtime.errors import ConfigError
 
@@ -38,6 +39,9 @@ class Origin(NamedTuple):
     where: str
     written: str | None  # the scalar as typed, without quotes; None for mappings and lists
 
+
+_MAX_PROBLEMS = 20
+"""Named in one message; a file that means harm has thousands."""
 
 _INSTEAD = (
     ("train.steps", "train.epochs"),
@@ -76,15 +80,16 @@ class Source:
         self.problems.setdefault(f"{origin.where}:{name} {text}", origin)
 
     def error(self) -> ConfigError:
-        messages = sorted(self.problems, key=lambda message: self.problems[message][:2])
+        messages = [_bounded(text) for text in sorted(self.problems, key=lambda text: self.problems[text][:2])]
+        more = len(messages) - _MAX_PROBLEMS
+        messages[_MAX_PROBLEMS:] = [f"... and {more} more problems."] if more > 0 else []
         return ConfigError("\n".join(messages) + " Nothing was started.")
 
-    def record(self, node: Node, key: Key, origin: Origin | None, above: tuple[Node, ...] = ()) -> None:
+    def record(self, node: Node, key: Key, origin: Origin | None) -> None:
         """Note where `key` and all below it were written (`origin`, or the line in the file), and keys given twice."""
         if isinstance(node, SequenceNode):
             for index, item in enumerate(cast(list[Node], node.value)):
-                if item not in above:
-                    self.record(item, (*key, str(index)), origin, (*above, node))
+                self.record(item, (*key, str(index)), origin)
         if not isinstance(node, MappingNode):
             return
         seen: dict[str, Origin] = {}
@@ -98,15 +103,12 @@ class Source:
                 first = "" if origin else f" (first on line {seen[inner[-1]].place})"
                 self.add_problem(here, inner, f"expected once, found twice{first}; keep one.")
             seen[inner[-1]] = self.origins[inner] = here
-            if value_node in above:
-                self.add_problem(here, inner, "expected a value, found an alias of the mapping that it stands in.")
-                continue
-            self.record(value_node, inner, origin, (*above, node))
+            self.record(value_node, inner, origin)
 
     def override(self, text: str) -> None:
         """Lay `section.key=value` over the values."""
         self.overrides += 1
-        origin = Origin(True, self.overrides, f"override '{text}'", None)
+        origin = Origin(True, self.overrides, f"override '{shortened(text, 200)}'", None)
         name, equals, value_text = text.partition("=")
         key = tuple(name.strip().split("."))
         if not equals or not all(key):
@@ -262,13 +264,11 @@ class Source:
         return typed
 
     def add_schema_problems(self, error: ValidationError) -> None:
-        for detail in error.errors(include_url=False):
+        for detail in itertools.islice(error.errors(include_url=False), _MAX_PROBLEMS + 1):
             key, schema = deepest_field(detail["loc"])
             if detail["type"] in ("extra_forbidden", "invalid_key"):
                 key = tuple(str(part) for part in detail["loc"] if part != "[key]")
-                theirs = len(key) == 1 and (find(ACCELERATE, key[0]) or nested_place(ACCELERATE, key[0]))
-                way = "a key of accelerate's: give its file by --import=FILE" if theirs else nearest(key)
-                self.add_problem(self.origin(key), key, f"unknown key.\n  {way}.")
+                self.add_problem(self.origin(key), key, f"unknown key.\n  {_way_from_unknown(key)}.")
             elif detail["type"] == "missing" and len(key) == len(detail["loc"]):  # else a list that is too short
                 self.add_problem(self.origin(key), key, f"expected {expected(schema)}, found no such key.")
             elif detail["type"] == "value_error":
@@ -281,6 +281,19 @@ class Source:
     def _add_section_problem(self, key: Key, text: str) -> None:
         """A rule over several keys: an override inside the section is the likely cause, so it is named first."""
         self.add_problem(self.override_inside(key) or self.origin(key), key, f"{text}.")
+
+
+def _way_from_unknown(key: Key) -> str:
+    if len(key) == 1 and (find(ACCELERATE, key[0]) or nested_place(ACCELERATE, key[0])):
+        return "a key of accelerate's: give its file by --import=FILE"
+    if len(key) == 2 and (option := option_meant(key[1])):
+        return nearest(tuple(option.split(".")))
+    return nearest(key)
+
+
+def _bounded(message: str) -> str:
+    """Without the middle of a long one, which quotes what a file or an override says."""
+    return message if len(message) <= 3000 else f"{message[:2000]} [...] {message[-900:]}"
 
 
 def _origin_of_node(path: Path, key_node: Node, value_node: Node) -> Origin:

@@ -13,6 +13,10 @@ from portable_fsdp.runtime.errors import DataError
 BOM = b"\xef\xbb\xbf"
 """What some editors put before UTF-8; no part of the text."""
 
+MAX_LINE = 1 << 25
+MAX_UNPACKED = 1 << 30
+"""Bytes: a few of a compressed file may stand for terabytes."""
+
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
 
@@ -22,7 +26,13 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     number = 0
     try:
         with _opened(path) as file:
-            for number, line in enumerate(file, start=1):
+            while line := file.readline(MAX_LINE + 1):
+                if len(line) > MAX_LINE:
+                    raise DataError(
+                        f"data.path: {path}:{number + 1}: expected a line of at most {MAX_LINE:,} bytes, found a "
+                        "longer one.\n  Write one document a line."
+                    )
+                number += 1
                 yield number, line.removeprefix(BOM) if number == 1 else line
     except (OSError, EOFError, zlib.error) as error:
         raise _unreadable(f"{path}:{number + 1}", path, error) from error
@@ -32,7 +42,14 @@ def read_whole(path: Path) -> bytes:
     """Raises DataError."""
     try:
         with _opened(path) as file:
-            return file.read().removeprefix(BOM)
+            most = None if _kind(path) is None else MAX_UNPACKED
+            content = file.read(-1 if most is None else most + 1)
+            if most is not None and len(content) > most:
+                raise DataError(
+                    f"data.path: {path}: expected at most {MAX_UNPACKED:,} bytes in a compressed file, found more.\n"
+                    "  Unpack it, or cut it into several files."
+                )
+            return content.removeprefix(BOM)
     except (OSError, EOFError, zlib.error) as error:
         raise _unreadable(str(path), path, error) from error
 

@@ -11,15 +11,19 @@ from typing import Any, Self, cast
 
 import xxhash
 
-from portable_fsdp.config.data import Column
+from portable_fsdp.config.data import FORMAT_COLUMNS, Column
 from portable_fsdp.data.compressed import hash_of_text, read_lines, total_size
 from portable_fsdp.data.examples import AS_A_SHARE, Broken, Example, extra, hash_of_files, name_of, not_utf8
 from portable_fsdp.runtime.errors import DataError
+from portable_fsdp.runtime.strict_json import parse_json
 
 Columns = Mapping[Column, str]
 """What the format reads -> the column's name."""
 
 ROWS_AT_ONCE = 1000
+
+SHAREGPT = "conversations"
+"""The column in which ShareGPT's files hold messages."""
 
 
 class JsonLines:
@@ -47,7 +51,7 @@ class JsonLines:
     def _example(self, number: int, place: str, line: bytes) -> Example | Broken:
         try:
             values = _json_object(line)
-            fields = _pick(values, self._columns)
+            fields = _pick(values, _present(self._columns, values))
         except UnicodeDecodeError as error:
             return Broken(number, place, len(line), not_utf8(error))
         except ValueError as error:
@@ -58,11 +62,14 @@ class JsonLines:
 def _json_object(line: bytes) -> dict[str, Any]:
     """Raises ValueError, which says what was expected and found."""
     try:
-        value = json.loads(line.rstrip().decode())
+        # Python writes NaN, which may stand in a column that isn't read.
+        value = parse_json(line.rstrip(), constant=float, max_lists=200_000)
     except json.JSONDecodeError as error:
         raise ValueError(f"expected a JSON object on one line, found at column {error.colno}: {error.msg}") from error
-    except RecursionError as error:
-        raise ValueError("expected a JSON object on one line, found one that is nested too deep") from error
+    except UnicodeDecodeError:
+        raise
+    except ValueError as error:
+        raise ValueError(f"expected a JSON object on one line: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"expected a JSON object on one line, found {json.dumps(value)[:40]}")
     if b"\\u" in line:
@@ -87,7 +94,8 @@ class Parquet:
         for path in files:
             with self._open(path) as file:
                 self.total += file.metadata.num_rows
-                _require(columns, file.schema_arrow.names, f"data.columns: {path}")
+                self._columns = _present(columns, file.schema_arrow.names)
+                _require(self._columns, file.schema_arrow.names, f"data.columns: {path}")
 
     def content(self, cache: Path) -> str:
         return hash_of_files(self._files, cache)
@@ -124,10 +132,10 @@ class HuggingFace:
 
     def __init__(self, path: str, split: str | None, columns: Columns, key: str = "data.path") -> None:
         """`key`: the config's, for errors."""
-        self._columns = columns
         self.name = f"{path} ({split or 'train'})"
         self._split = split or "train"
         self._data, self._sizes = _load_data_set(path, self._split, key)
+        self._columns = columns = _present(columns, self._data.column_names)
         _require(columns, self._data.column_names, f"data.columns: {self.name}")
         self._notes = _notes(columns, self._data.column_names)
         self._data = self._data.select_columns(list(columns.values()))
@@ -215,6 +223,13 @@ def _notes(columns: Columns, names: Iterable[str]) -> tuple[str, ...]:
     return ("a column tools that isn't read; data.columns='{tools: tools}' renders it",)
 
 
+def _present(columns: Columns, names: Iterable[str]) -> Columns:
+    """With ShareGPT's `conversations` in the place of `messages`, where a file has it."""
+    if columns.get("messages") == "messages" and "messages" not in names and SHAREGPT in names:
+        return {**columns, "messages": SHAREGPT}
+    return columns
+
+
 def _pick(values: Mapping[str, Any], columns: Columns) -> dict[Column, Any]:
     """The columns that the format reads; raises ValueError if one is missing."""
     missing = _missing(columns, values)
@@ -234,8 +249,18 @@ def _missing(columns: Columns, names: Iterable[str]) -> str | None:
     there = list(names)
     for column, name in columns.items():
         if name not in there:
+            expected = f"expected a column {name}, found {_shortened(there)}."
+            form = next((form for form, needed in FORMAT_COLUMNS.items() if set(needed) <= set(there)), None)
+            form = "chat" if form is None and SHAREGPT in there else form
+            if form is not None:
+                return f"{expected}\n  Set data.format={form}."
             near = difflib.get_close_matches(name, there, n=1)
             takes = f"nearest: {near[0]}." if near else "Name the column that holds it."
             given = f"data.columns='{{{column}: {near[0] if near else 'NAME'}}}'"
-            return f"expected a column {name}, found {', '.join(there) or 'none'}.\n  {takes} {given}"
+            return f"{expected}\n  {takes} {given}"
     return None
+
+
+def _shortened(names: Sequence[str]) -> str:
+    more = [f"{len(names) - 20} more"] if len(names) > 20 else []
+    return ", ".join([*(name[:80] for name in names[:20]), *more]) or "none"

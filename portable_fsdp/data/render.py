@@ -9,7 +9,6 @@ TRL's SFTTrainer does the same (1.16, `SFTTrainer._prepare_dataset`). In a strea
 tokens but the end of text.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from portable_fsdp.data.chat import ChatTemplate, Conversation, Message
 from portable_fsdp.data.examples import Broken, Example
 from portable_fsdp.data.tokenize import Tokenizer, Tokens, token_dtype
 from portable_fsdp.runtime.errors import DataError
+from portable_fsdp.runtime.strict_json import parse_json
 
 
 class Rendered(NamedTuple):
@@ -152,10 +152,10 @@ def _common_length(one: Tokens, other: Tokens) -> int:
 
 
 def _completion_of_messages(example: Example, tokenizer: Tokenizer, template: ChatTemplate | None) -> Rendered | Broken:
-    prompt, completion = example.fields["prompt"], example.fields["completion"]
-    problem = problem_of_messages(prompt) or problem_of_messages(completion)
-    if problem:
-        return _broken(example, f"expected prompt and completion as texts, or both as messages, found: {problem}")
+    try:
+        prompt, completion = (messages_of(example.fields[column]) for column in ("prompt", "completion"))
+    except ValueError as error:
+        return _broken(example, f"expected prompt and completion as texts, or both as messages, found: {error}")
     roles = [message["role"] for message in completion]
     if "assistant" not in roles:
         found = ", ".join(dict.fromkeys(roles))
@@ -210,13 +210,14 @@ def _notes_of_roles(messages: Sequence[Message], template: ChatTemplate) -> tupl
 
 
 def _conversation(example: Example) -> Conversation | Broken:
-    messages, tools = example.fields["messages"], example.fields.get("tools")
-    problem = problem_of_messages(messages)
-    if problem is not None:
-        return _broken(example, problem)
+    tools = example.fields.get("tools")
+    try:
+        messages = messages_of(example.fields["messages"])
+    except ValueError as error:
+        return _broken(example, str(error))
     if isinstance(tools, str):  # a parquet column has one schema, and so can't hold several: such data sets hold JSON
         try:
-            tools = json.loads(tools)
+            tools = parse_json(tools)
         except ValueError:
             return _broken(
                 example, f"expected tools as a list of JSON schemas, found text that isn't JSON: {tools[:40]}"
@@ -226,7 +227,40 @@ def _conversation(example: Example) -> Conversation | Broken:
     return Conversation(messages, tools or None)
 
 
-def problem_of_messages(value: Any) -> str | None:
+_SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+    "system": "system",
+}
+
+
+def messages_of(value: Any) -> list[Message]:
+    """A column's messages; ShareGPT's turns (`from`, `value`) become `role` and `content`.
+
+    Raises ValueError, which says what was expected and found.
+    """
+    if isinstance(value, list) and all(isinstance(turn, dict) and {"from", "value"} <= turn.keys() for turn in value):
+        value = [_message(turn) for turn in value]
+    if (problem := _problem_of_messages(value)) is not None:
+        raise ValueError(problem)
+    return value
+
+
+def _message(turn: Mapping[str, Any]) -> Message:
+    role = _SHAREGPT_ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
+    if role is None:
+        raise ValueError(f"expected turns from {', '.join(_SHAREGPT_ROLES)}, found {str(turn['from'])[:40]!r}")
+    return {"role": role, "content": turn["value"]}
+
+
+def _problem_of_messages(value: Any) -> str | None:
     """What is wrong with a list of messages; None where nothing is."""
     if not isinstance(value, list) or not value:
         return f"expected a list of messages, found {_kind(value) if value != [] else 'an empty one'}"

@@ -162,13 +162,18 @@ class FolderTokenizer:
         self._tokenizer.save_pretrained(folder)
 
 
-def _open(folder: Path, key: str, gguf_file: str | None) -> Any:
+def require_tokenizer_folder(folder: Path, key: str) -> None:
+    """Raises DataError where there is no such folder; `key` is the config's."""
     if not folder.is_dir():
         raise DataError(
             f"{key}: expected bytes, a folder with a tokenizer, or a hub id (org/name), found no such folder: "
             f"{folder}\n"
             "  Download the tokenizer first; the path is taken from the folder that the run starts in."
         )
+
+
+def _open(folder: Path, key: str, gguf_file: str | None) -> Any:
+    require_tokenizer_folder(folder, key)
     transformers = _transformers()
     try:
         if gguf_file is not None:

@@ -6,13 +6,8 @@ the model twice.
 """
 
 import copy
-import dataclasses
-import difflib
-import inspect
 import logging
 import os
-import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +20,7 @@ from portable_fsdp.config import schema
 from portable_fsdp.config.patterns import matching
 from portable_fsdp.models import attention as static_attention
 from portable_fsdp.models import experts, flex
+from portable_fsdp.models.architecture import last_line, read_architecture
 from portable_fsdp.models.config_json import config_to_json
 from portable_fsdp.models.documents import require_documents_apart, tell_documents
 from portable_fsdp.models.lora import add_adapters, is_adapter
@@ -34,7 +30,6 @@ from portable_fsdp.models.pretrained import (
     Base,
     Pretrained,
     PretrainedWeights,
-    last_line,
     open_pretrained,
     stored_tensors,
 )
@@ -97,7 +92,7 @@ def build_model(
     os.environ.setdefault("USE_TORCH_XLA", "0")
     precision = precision or schema.Precision()
     opened = open_pretrained(model) if model.pretrained is not None else None
-    config = _config(model.architecture or {}) if opened is None else opened.config
+    config = read_architecture(model.architecture or {}) if opened is None else opened.config
     rows_before = None if opened is None else _grow(config, vocabulary, opened.file, keeps_ids)
     _check_sizes(config, seq_len, vocabulary)
     _check_loss(config)
@@ -207,49 +202,6 @@ def _freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ the architecture
-
-
-def _config(architecture: dict[str, Any]) -> Any:
-    """The transformers config of `model.architecture`, refusing what its class doesn't know."""
-    from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    arguments = dict(architecture)
-    model_type = str(arguments.pop("model_type"))
-    causal = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    if model_type not in causal:
-        near = difflib.get_close_matches(model_type, causal, n=3)
-        raise ConfigError(
-            f"model.architecture.model_type: expected a causal language model of transformers, found {model_type!r}."
-            + (f"\n  nearest: {', '.join(near)}." if near else "")
-        )
-    kind = type(AutoConfig.for_model(model_type))
-    known = (
-        {item.name for item in dataclasses.fields(kind)}
-        | set(kind.attribute_map)
-        | {"rope_theta", "rope_scaling", "per_layer_config"}
-    )
-    code = inspect.getsource(sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[kind].__module__])
-    known |= set(re.findall(r'getattr\(config, "(\w+)"', code))  # qwen3_moe's head_dim is no field, but is read
-    for key, value in arguments.items():
-        if "drop" in key and isinstance(value, int | float) and value:
-            raise ConfigError(
-                f"model.architecture.{key}: expected 0, found {value}: dropout is not built yet.\n"
-                "  Leave it out. Nothing was started."
-            )
-        if key not in known:
-            near = difflib.get_close_matches(key, sorted(known), n=1)
-            raise ConfigError(
-                f"model.architecture.{key}: unknown key of {kind.__name__}."
-                + (f"\n  nearest: {near[0]}." if near else f"\n  It has: {', '.join(sorted(known))}.")
-            )
-    try:
-        return AutoConfig.for_model(model_type, **arguments)
-    except Exception as error:  # transformers validates with exceptions of many classes, all about these values
-        raise ConfigError(
-            f"model.architecture: transformers refuses it: {last_line(error)}\n"
-            "  Change the key that it names. Nothing was started."
-        ) from error
 
 
 def _check_sizes(config: Any, seq_len: int, vocabulary: int) -> None:

@@ -18,6 +18,7 @@ from portable_fsdp.models.lora import adapted_layers, peft_keys
 from portable_fsdp.models.weights import Slices
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.hub import local_folder
+from portable_fsdp.runtime.strict_json import parse_json
 
 log = logging.getLogger("portable_fsdp")
 
@@ -72,7 +73,7 @@ def start_from(
 
 def _check_config(path: Path, lora: schema.Lora) -> None:
     try:
-        said = json.loads(path.read_bytes())
+        said = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise _refusal(path.parent, f"{CONFIG} of peft", f"{error}", "Name a folder that peft has saved.") from None
     if not isinstance(said, dict):

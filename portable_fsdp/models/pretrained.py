@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from portable_fsdp.config import schema
 from portable_fsdp.config.patterns import matches
+from portable_fsdp.models.architecture import last_line
 from portable_fsdp.models.conversion import ConvertedTensors
 from portable_fsdp.models.gguf import GgufFile
 from portable_fsdp.models.safetensors_folder import SafetensorsFolder
@@ -296,9 +297,3 @@ def _vocabulary_tables(model: Any, aliases: Mapping[str, list[str]]) -> list[str
     modules = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
     tables = {id(parameter) for module in modules for parameter in module.parameters()}
     return [first for first in aliases if id(dict(model.named_parameters()).get(first)) in tables]
-
-
-def last_line(error: Exception) -> str:
-    """Of what it says; its class where it says nothing."""
-    lines = [line for line in str(error).strip().splitlines() if line.strip()]
-    return lines[-1].strip() if lines else type(error).__name__

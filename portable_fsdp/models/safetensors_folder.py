@@ -1,6 +1,5 @@
 """The weights of a Hugging Face folder: one safetensors file, or several and their index. Read by the slice."""
 
-import json
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from portable_fsdp.models.weights import Slices, TensorFile
 from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.runtime.strict_json import parse_json
 
 _PICKLES = ("pytorch_model*.bin", "*.bin", "*.pt", "*.pth", "*.ckpt")
 INDEX = "model.safetensors.index.json"
@@ -93,7 +93,7 @@ def _refuse(folder: Path) -> NoReturn:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        return dict(cast(dict[str, str], json.loads(index.read_text())["weight_map"]))
+        return dict(cast(dict[str, str], parse_json(index.read_bytes())["weight_map"]))
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(
             f"model.pretrained: {index}: expected a JSON object with a weight_map (tensor -> file), found something "

@@ -13,7 +13,7 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Generator, Hashable, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from portable_fsdp.backends.base import Batch, Fill, MakeOptimizer, ShardPolicy
-from portable_fsdp.backends.native.engine import NativeBackend, _local, _materialise
-from portable_fsdp.config.load import check_batch
+from portable_fsdp.backends.base import Backend, Batch, Fill, MakeOptimizer, ShardPolicy, state_key
+from portable_fsdp.backends.native.engine import NativeBackend
+from portable_fsdp.backends.native.units import local_part, materialise
+from portable_fsdp.backends.open import engine_made_for
+from portable_fsdp.backends.support import require_supported
+from portable_fsdp.config.layout import check_batch
 from portable_fsdp.config.schema import Compile, Config
-from portable_fsdp.config.support import require_supported
 from portable_fsdp.models import flex
 from portable_fsdp.plan.allocator import Allocation, CachingAllocator, play
 from portable_fsdp.plan.kernels import gpu_attention, gpu_flex
@@ -112,7 +114,7 @@ def plan_memory(
             f"{dist.get_world_size()} ranks.\n  Plan in a process of its own."
         )
     hosts = -(-devices // devices_per_host)
-    require_supported(config, engine="native", device=device, devices=devices, hosts=hosts)
+    require_supported(config, engine=engine_made_for(device), device=device, devices=devices, hosts=hosts)
     accumulation = check_batch(config, devices)
     record = _record(_planned(config, devices), devices, min(devices, devices_per_host), device)
     recorder = record.recorder
@@ -157,7 +159,7 @@ def _record(config: Config, devices: int, devices_per_host: int, device: Literal
     recorder = Recorder(fake, stand_in() if device == "cuda" else torch.device("cpu"), is_gpu=device == "cuda")
     with ExitStack() as held:
         held.enter_context(_ranks(devices, devices_per_host))
-        backend = held.enter_context(_Planner(config, fake, recorder))
+        backend = held.enter_context(planned_backend(config, fake, recorder))
         held.enter_context(_seen_by(recorder))
         training = build_training(config, backend, vocabulary=1, fill=False)
         _name(recorder, training)
@@ -186,26 +188,36 @@ def _batch(config: Config, devices: int) -> Batch:
     }
 
 
-class _Planner(NativeBackend):
-    """The native backend, whose tensors are fake and whose GPU is a stand-in."""
+@contextmanager
+def planned_backend(config: Config, fake: FakeTensorMode, recorder: Recorder) -> Generator[Backend]:
+    """The native backend of rank 0, for fake tensors."""
+    # Which attention the model has is the model's affair; the CPU, which stands in here, would be refused flex.
+    section = config.model.model_copy(update={"attention": "auto"})
+    with NativeBackend("cpu", config.model_copy(update={"model": section}), None) as opened:
+        yield cast(Backend, _Planned(opened, fake, recorder))
 
-    def __init__(self, config: Config, fake: FakeTensorMode, recorder: Recorder) -> None:
-        # Which attention the model has is the model's affair; the CPU, which stands in here, would be refused flex.
-        attention = config.model.model_copy(update={"attention": "auto"})
-        super().__init__("cpu", config.model_copy(update={"model": attention}), None)
-        self.device = recorder.device
-        self._fake, self._recorder = fake, recorder
+
+class _Planned:
+    """The native backend with fake tensors, and a stand-in for its GPU. What isn't here, it does itself."""
+
+    def __init__(self, backend: NativeBackend, fake: FakeTensorMode, recorder: Recorder) -> None:
+        self._backend, self._fake, self._recorder = backend, fake, recorder
+        backend.device = recorder.device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
 
     def shard_model(self, model: nn.Module, policy: ShardPolicy, fill: Fill | None) -> nn.Module:
+        device = self._backend.device
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = self._fake.from_tensor(buffer)
         fsdp = importlib.import_module("torch.distributed.fsdp._fully_shard._fully_shard")
-        with _replaced(fsdp, "_get_device_from_mesh", lambda _: self.device):
-            model = super().shard_model(model, policy, None)
+        with _replaced(fsdp, "_get_device_from_mesh", lambda _: device):
+            model = self._backend.shard_model(model, policy, None)
         with self._fake, self._recorder, self._recorder.given("weights", "the model"):
-            _materialise(model, self.device, torch.device("cpu") if policy.cpu_offload else self.device)
+            materialise(model, policy, device)
         return model
 
     def build_optimizer(self, make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -218,14 +230,14 @@ class _Planner(NativeBackend):
             return optimizer
 
         with self._fake, self._recorder, self._recorder.given("optimizer", "the optimizer"):
-            return super().build_optimizer(as_on_gpu, groups)
+            return self._backend.build_optimizer(as_on_gpu, groups)
 
     def place(self, batch: Batch) -> Batch:
         with self._recorder.given("activations", "the batch"):
-            return {name: tensor.to(self.device) for name, tensor in batch.items()}
+            return {name: tensor.to(self._backend.device) for name, tensor in batch.items()}
 
     def compile(self, fn: Any, name: str) -> Any:
-        run = super().compile(fn, name)
+        run = self._backend.compile(fn, name)
 
         def counted(*args: Any) -> Any:
             self._recorder.calls.append(Calls())
@@ -235,24 +247,24 @@ class _Planner(NativeBackend):
 
     def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
         with self._recorder.given("temporaries", "clipping of gradients"):
-            return super().clip_grad_norm(model, limit)
+            return self._backend.clip_grad_norm(model, limit)
 
 
 def _name(recorder: Recorder, training: Training) -> None:
     """The tensors that rest on the device get the names that a checkpoint gives them."""
     parameters = dict(training.model.named_parameters())
     for fqn, parameter in (*parameters.items(), *training.model.named_buffers()):
-        recorder.name(_local(parameter), fqn)
+        recorder.name(local_part(parameter), fqn)
         for key, value in training.optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                recorder.name(_local(value), f"{key}/{fqn}")
+                recorder.name(local_part(value), state_key(key, fqn))
 
 
 def _host_bytes(training: Training) -> int:
     """Of this rank's weights, gradients and optimizer state that rest on the host, where they are offloaded to."""
-    weights = [_local(parameter) for parameter in training.model.parameters()]
-    gradients = [_local(parameter) for parameter in training.model.parameters() if parameter.requires_grad]
-    state = [_local(value) for each in training.optimizer.state.values() for value in each.values()]
+    weights = [local_part(parameter) for parameter in training.model.parameters()]
+    gradients = [local_part(parameter) for parameter in training.model.parameters() if parameter.requires_grad]
+    state = [local_part(value) for each in training.optimizer.state.values() for value in each.values()]
     tensors = [*weights, *gradients, *state]
     return sum(tensor.nbytes for tensor in tensors if tensor.device != stand_in() and tensor.dim() > 0)  # counts aside
 

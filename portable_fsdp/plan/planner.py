@@ -11,9 +11,11 @@ from concurrent.futures.process import BrokenProcessPool
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, cast
 
-from portable_fsdp.config.load import check_batch, replicas_of_model
+from portable_fsdp.backends.open import engine_made_for
+from portable_fsdp.backends.support import require_supported
+from portable_fsdp.config.describe import value_of
+from portable_fsdp.config.layout import check_batch, mesh_axes
 from portable_fsdp.config.schema import Config
-from portable_fsdp.config.support import require_supported
 from portable_fsdp.plan.result import Memory, Model, Plan, Time, Work
 from portable_fsdp.plan.target import Target
 from portable_fsdp.plan.time import bound
@@ -35,8 +37,6 @@ SETTINGS = (
 
 CONTEXT_BYTES = 2**29
 """Of a CUDA context with its kernels, by rule: about half a GiB, more with more libraries. Not measured by us."""
-
-ENGINES = {"tpu": "xla", "cuda": "native", "cpu": "native"}
 
 
 class _Found(NamedTuple):
@@ -111,7 +111,7 @@ def make_plan(config: Config, target: Target, apart: Apart, progress: Progress =
     """
     began = perf_counter()
     kind = target.hardware.kind
-    require_supported(config, engine=ENGINES[kind], device=kind, devices=target.devices, hosts=target.hosts)
+    require_supported(config, engine=engine_made_for(kind), device=kind, devices=target.devices, hosts=target.hosts)
     check_batch(config, target.devices)
     found = _on_tpu(config, target, progress) if kind == "tpu" else _on_ranks(config, target, apart, progress)
     model, work = found.model, found.work
@@ -124,8 +124,8 @@ def make_plan(config: Config, target: Target, apart: Apart, progress: Progress =
         on=target.text,
         hardware=_in_words(target),
         devices=target.devices,
-        backend=ENGINES[kind],
-        settings={key: _setting(config, key) for key in SETTINGS},
+        backend=engine_made_for(kind),
+        settings={key: value_of(config, key) for key in SETTINGS},
         parameters=model.parameters,
         memory=found.memory,
         work=work,
@@ -138,7 +138,7 @@ def make_plan(config: Config, target: Target, apart: Apart, progress: Progress =
 
 def _notes(config: Config, target: Target, found: _Found, time: Time) -> Iterator[str]:
     """What a reader may take the figures wrong without."""
-    shards = target.devices // replicas_of_model(config, target.devices, target.hosts)
+    shards = mesh_axes(config, target.devices, target.hosts)["shard"]
     thin = sum(elements for rows, elements in found.model.elements_by_rows.items() if rows < shards)
     if thin > found.model.parameters / 100:
         yield (
@@ -199,11 +199,6 @@ def _plan_memory(
 
     kind = cast(Literal["cuda", "cpu"], device)
     return plan_memory(config, devices, devices_per_host, limit_bytes=limit_bytes, device=kind, link=link)
-
-
-def _setting(config: Config, key: str) -> Any:
-    section, _, name = key.partition(".")
-    return getattr(getattr(config, section), name)
 
 
 def _in_words(target: Target) -> str:

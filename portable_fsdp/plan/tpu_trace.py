@@ -8,24 +8,27 @@ and the same `train.loop.build` as a run, with tensors that hold no memory, and 
 # pyright: reportPrivateUsage=false
 
 import json
+import math
 import os
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.backends.base import Batch, MakeOptimizer, Metrics
-from portable_fsdp.backends.xla.engine import ROWS, Spec, XlaBackend
+from portable_fsdp.backends.base import Batch, Metrics, optimizer_tensors, state_key
+from portable_fsdp.backends.xla.engine import XlaBackend
+from portable_fsdp.backends.xla.layouts import ROWS, Spec
+from portable_fsdp.backends.xla.tensors import Fetch
 from portable_fsdp.config.schema import Config
 from portable_fsdp.plan.model import model_of, token_tensors
 from portable_fsdp.plan.tpu_program import Argument, Program, Traced, write_traced
 from portable_fsdp.runtime.errors import PortableFSDPError
 from portable_fsdp.runtime.process import end_with_parent
-from portable_fsdp.train.build import build_training
+from portable_fsdp.train.build import Training, build_training
 
 
 def main(folder: Path) -> int:
@@ -48,10 +51,12 @@ def trace(config: Config, devices: int) -> Traced:
     backend and building the model raise.
     """
     with _pretended(devices):
-        backend = _Tracer(config)
+        tracer = Tracer()
+        backend = XlaBackend("cpu", config, None, tracer)
         training = build_training(config, backend, vocabulary=1, fill=False)
+        tracer.begin(training, backend.axes)
         model = model_of(training.built, config.data.seq_len)
-        name_operations(training.model, backend.scope)
+        name_operations(training.model, tracer.scope)
         rows = config.train.micro_batch * devices
         batch = {
             **token_tensors(config.data, rows, "meta"),
@@ -59,7 +64,7 @@ def trace(config: Config, devices: int) -> Traced:
             "news": torch.empty((rows, 1 + 3 * backend.process.count), device="meta"),
         }
         training.step([backend.place(batch) for _ in range(training.accumulation)], config.optim.lr)
-        return Traced(backend.programs, model)
+        return Traced(tracer.programs, model)
 
 
 @contextmanager
@@ -80,18 +85,43 @@ def _pretended(devices: int) -> Generator[None]:
         runtime.global_runtime_device_count = real
 
 
-class _Tracer(XlaBackend):
-    """The XLA backend, whose programs are kept instead of run."""
+class Placeholder(NamedTuple):
+    """A tensor without memory: a handle that keeps naming it after a traced step has changed it, and its partition."""
 
-    def __init__(self, config: Config) -> None:
-        super().__init__("cpu", config, None)
-        self.flash_attention = True  # as on TPU
+    handle: Tensor
+    spec: Spec
+
+
+class Tracer:
+    """Tensors without memory for the XLA backend, and programs that are kept instead of run."""
+
+    flash_attention = True  # as on TPU
+    compilations = 0
+
+    def __init__(self) -> None:
+        import torch_xla
+
         self.programs: dict[str, Program] = {}
+        self._bridge: Any = cast(Any, torch_xla)._XLAC
+        self._placeholders: list[Placeholder] = []
         self._spec_of: dict[str, Spec] = {}  # of each argument seen so far
 
-    def build_optimizer(self, make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        self._optimizer = super().build_optimizer(make, groups)
-        return self._optimizer
+    def begin(self, training: Training, axes: Mapping[str, int]) -> None:
+        """Before the first step: what it changes."""
+        self._training, self._axes = training, axes
+
+    def make(self, shape: Sequence[int], dtype: torch.dtype, spec: Spec, fetch: Fetch | None) -> Tensor:
+        from torch_xla.core.xla_builder import create_placeholder_tensor
+
+        tensor = cast(Tensor, create_placeholder_tensor(tuple(shape), dtype))
+        self._placeholders.append(Placeholder(tensor.clone(), spec))
+        return tensor
+
+    def place(self, tensor: Tensor, spec: Spec) -> Tensor:
+        return self.make(tensor.shape, tensor.dtype, spec, None)
+
+    def wait(self) -> None:
+        """There is nothing to wait for, and what was traced can't run."""
 
     def compile(self, fn: Callable[..., Metrics], name: str) -> Callable[..., Metrics]:
         def step(*args: Any) -> Metrics:
@@ -104,7 +134,7 @@ class _Tracer(XlaBackend):
             changed = {key: t for key, t in after.items() if (id(t), t._version) != versions.get(key)}
             self.programs[name] = self._lower(name, metrics, changed, clones)
             for key, tensor in (metrics | changed).items():  # the next program takes them as arguments
-                tensor.data = self._placeholder(tensor.shape, tensor.dtype, self._spec_of.get(key, ()))
+                tensor.data = self.make(tensor.shape, tensor.dtype, self._spec_of.get(key, ()), None)
             return metrics
 
         return step
@@ -115,22 +145,18 @@ class _Tracer(XlaBackend):
 
     def _state(self) -> dict[str, Tensor]:
         """All that a step may change in place, by the names that a checkpoint gives it; gradients as `grad/<FQN>`."""
-        found: dict[str, Tensor] = dict(self._model.named_buffers())
-        for fqn, parameter in self._model.named_parameters():
-            found[fqn] = parameter
-            for name, value in self._optimizer.state[parameter].items():
-                if value.device.type == "xla":  # step counts rest on the host
-                    found[f"{name}/{fqn}"] = value
-            if parameter.grad is not None:
-                found[f"grad/{fqn}"] = parameter.grad
-        return found
+        parameters = dict(self._training.model.named_parameters())
+        states = optimizer_tensors(parameters, self._training.optimizer)
+        gradients = {state_key("grad", fqn): p.grad for fqn, p in parameters.items() if p.grad is not None}
+        on_device = {key: value for key, value in states.items() if value.device.type == "xla"}  # not step counts
+        return {**dict(self._training.model.named_buffers()), **parameters, **on_device, **gradients}
 
     def _lower(self, name: str, metrics: Metrics, changed: dict[str, Tensor], clones: dict[str, Tensor]) -> Program:
         context = self._bridge.lowering.LoweringContext(name)
         context.set_name_string(name)
         context.build([*metrics.values(), *changed.values()])
         names = {context.tensor_parameter_id(clone): key for key, clone in clones.items()}
-        specs = {context.tensor_parameter_id(known.handle): known.spec for known in self.placeholders or ()}
+        specs = {context.tensor_parameter_id(known.handle): known.spec for known in self._placeholders}
         outputs = {key: number for number, key in enumerate(changed, start=len(metrics))}
         arguments: list[Argument] = []
         for number, tensor in sorted(context.device_parameter_id_tensor_mapping().items()):
@@ -139,17 +165,21 @@ class _Tracer(XlaBackend):
             sharding = self._sharding(self._spec_of[key])
             arguments.append(Argument(key, tuple(tensor.shape), sharding, outputs.get(key)))
         results = [self._sharding(self._spec_of.get(key, ())) for key in metrics | changed]
-        return Program(name, self.data_parallel_size, context.hlo(), tuple(arguments), tuple(results))
+        return Program(name, self._devices, context.hlo(), tuple(arguments), tuple(results))
+
+    @property
+    def _devices(self) -> int:
+        return math.prod(self._axes.values())
 
     def _sharding(self, spec: Spec) -> str:
         """XLA's words for a partition of dimension 0, over all devices or over the shards of each replica."""
-        devices = self.data_parallel_size
+        devices, shards, replicas = self._devices, self._axes["shard"], self._axes["replicate"]
         if not spec or spec[0] is None:
             return "{replicated}"
-        if spec[0] == ROWS or self._shards == devices:
+        if spec[0] == ROWS or shards == devices:
             return f"{{devices=[{','.join([str(devices), *'1' * (len(spec) - 1)])}]<=[{devices}]}}"
-        tiles = ",".join([str(self._shards), *"1" * (len(spec) - 1), str(devices // self._shards)])
-        return f"{{devices=[{tiles}]<=[{devices // self._shards},{self._shards}]T(1,0) last_tile_dim_replicate}}"
+        tiles = ",".join([str(shards), *"1" * (len(spec) - 1), str(replicas)])
+        return f"{{devices=[{tiles}]<=[{replicas},{shards}]T(1,0) last_tile_dim_replicate}}"
 
 
 def _named(args: Sequence[Any]) -> dict[str, Tensor]:

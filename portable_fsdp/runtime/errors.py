@@ -19,10 +19,23 @@ EXIT_USAGE = 2
 EXIT_STOPPED = 143  # 128 + SIGTERM: stopped on request, after a committed save
 
 
+def printable(text: str) -> str:
+    """The text with its line ends, and any other character that doesn't print written as Python does (`\\x1b`)."""
+    if text.replace("\n", "").isprintable():
+        return text
+    return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
+
+
 class PortableFSDPError(Exception):
-    """Base of all errors whose message is meant for the user."""
+    """Base of all errors whose message is meant for the user.
+
+    Its text shows what doesn't print (a file's escape sequences, say) as Python writes it.
+    """
 
     exit_code = EXIT_FAILED
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class UsageError(PortableFSDPError):

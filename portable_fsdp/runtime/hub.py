@@ -37,15 +37,21 @@ def local_folder(key: str, name: str, patterns: Sequence[str] = MODEL_FILES) -> 
     commit. Any number of processes may call it at once. `key` is the config's, for the error: ConfigError for a folder
     that isn't there, and for what the hub says (no such repository, gated, no network, offline and not in the cache).
     """
+    hub_id = require_folder_or_hub_id(key, name)
+    return Path(name) if hub_id is None else _snapshot(key, name, hub_id["repo"], hub_id["revision"], patterns)
+
+
+def require_folder_or_hub_id(key: str, name: str) -> re.Match[str] | None:
+    """The parts of a hub id; None for a local folder. Raises ConfigError for what is neither."""
     if Path(name).is_dir():
-        return Path(name)
-    found = _HUB_ID.fullmatch(name)
-    if found is None:
+        return None
+    hub_id = _HUB_ID.fullmatch(name)
+    if hub_id is None:
         raise ConfigError(
             f"{key}: expected a local folder or a hub id (org/name, org/name@revision), found no such folder: {name}\n"
             "  The path is taken from the folder that the run starts in. Nothing was started."
         )
-    return _snapshot(key, name, found["repo"], found["revision"], patterns)
+    return hub_id
 
 
 def _snapshot(key: str, name: str, repo: str, revision: str | None, patterns: Sequence[str]) -> Path:

@@ -4,15 +4,15 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.runtime.errors import EXIT_FAILED, ConfigError
 from portable_fsdp.runtime.tasks import Tasks, integer, read_tasks
 
 if TYPE_CHECKING:  # Python 3.10 has none, and the doctor is to say so
@@ -278,45 +278,48 @@ def end_with_parent(parent: int) -> None:
 
 
 class Stopped(BaseException):
-    """A stop was requested before there was anything to save. No Exception: nobody takes it for a file's fault."""
+    """A stop was requested before the first step, when there is nothing to save. No Exception: nobody takes it for a
+    file's fault."""
 
 
 class StopRequest:
-    """While entered, SIGTERM and SIGINT only set a flag, which the loop reads at step boundaries, and say so.
+    """While entered, SIGTERM and SIGINT request a stop.
 
         with StopRequest() as stop:
-            with stop.at_once(): ...
+            ...                       # before the first step: a request raises Stopped here
+            stop.begin_steps()        # from now on it only sets a flag, and says so
             while not stop.requested: ...
 
-    A second SIGINT raises KeyboardInterrupt: the way out for someone who won't wait for the step and the save. Enter
-    in the main thread (Python handles signals nowhere else).
+    A second request ends the run at once by KeyboardInterrupt: the way out for someone who won't wait for the step and
+    the save. Enter in the main thread (Python handles signals nowhere else). Python runs a handler only between two of
+    its own instructions, and a compiler may work for minutes: before the first step a thread ends the process where the
+    main thread hasn't within `grace_s`.
     """
 
-    def __init__(self, same_press_s: float = 1.0) -> None:
-        # torch's elastic launcher passes SIGINT on to processes that the terminal has sent it to already, so one
-        # press of Ctrl-C can arrive twice within milliseconds.
-        self._same_press_s = same_press_s
-        self._interrupted_at: float | None = None
+    def __init__(self, same_press_s: float = 1.0, grace_s: float = 2.0) -> None:
+        # torch's elastic launcher passes a signal on to processes that have had it already from the terminal or a
+        # scheduler, so one request can arrive twice within milliseconds.
+        self._same_press_s, self._grace_s = same_press_s, grace_s
+        self._requested_at: float | None = None
         self._previous: dict[signal.Signals, Any] = {}
-        self._ends_at_once = False
+        self._ends_at_once, self._over = True, threading.Event()
         self.reason: str | None = None
 
     @property
     def requested(self) -> bool:
         return self.reason is not None
 
-    @contextmanager
-    def at_once(self) -> Generator[None]:
-        """While entered, a request raises Stopped: for long work that comes before the first step."""
-        self._ends_at_once = True
-        try:
-            if self.reason is not None:
-                raise Stopped(self.reason)
-            yield
-        finally:
-            self._ends_at_once = False
+    def begin_steps(self) -> None:
+        """From now on there is something to lose: a request waits for the step at hand and its save."""
+        self._ends_at_once = False
 
     def __enter__(self) -> "Self":
+        self._signals, wakeup = os.pipe()
+        os.set_blocking(wakeup, False)
+        self._previous_wakeup = signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+        self._wakeup = wakeup
+        self._thread = threading.Thread(target=self._guard, name="portable_fsdp stop", daemon=True)
+        self._thread.start()
         for number in (signal.SIGTERM, signal.SIGINT):
             self._previous[number] = signal.signal(number, self._handle)
         return self
@@ -327,17 +330,30 @@ class StopRequest:
         for number, handler in self._previous.items():
             # None: the handler was installed by C code, which Python can't put back.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        signal.set_wakeup_fd(self._previous_wakeup)
+        self._over.set()
+        os.close(self._wakeup)  # which ends the thread
+        self._thread.join()
+        os.close(self._signals)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT:
-            now = time.monotonic()
-            if self._interrupted_at is not None and now - self._interrupted_at > self._same_press_s:
+        now = time.monotonic()
+        if self._requested_at is not None:
+            if now - self._requested_at > self._same_press_s:
                 raise KeyboardInterrupt
-            self._interrupted_at = self._interrupted_at or now
-        if self.reason is not None:
             return
-        self.reason = signal.Signals(number).name
+        self._requested_at, self.reason = now, signal.Signals(number).name
         if self._ends_at_once:
             raise Stopped(self.reason)
+        self._write(f"{self.reason}: ending after the step at hand and its save")
+
+    def _guard(self) -> None:
+        while numbers := os.read(self._signals, 1):
+            number = numbers[0]
+            if self._ends_at_once and number in self._previous and not self._over.wait(self._grace_s):
+                self._write(f"stopped before the first step on request ({signal.Signals(number).name})")
+                os._exit(EXIT_FAILED)
+
+    def _write(self, sentence: str) -> None:
         if os.environ.get("RANK", "0") == "0":  # not by the log or print: the signal may have come while either writes
-            os.write(2, f"{self.reason}: ending after the step at hand and its save\n".encode())
+            os.write(2, f"{sentence}\n".encode())

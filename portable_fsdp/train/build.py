@@ -12,7 +12,7 @@ from torch import nn
 
 from portable_fsdp.backends.base import Backend, ShardPolicy
 from portable_fsdp.checkpoint.manager import Checkpoints, Fingerprint, Resumed
-from portable_fsdp.config.load import check_batch
+from portable_fsdp.config.layout import check_batch
 from portable_fsdp.config.schema import Config, Train
 from portable_fsdp.data.batches import Batches
 from portable_fsdp.data.build import Corpus
@@ -24,8 +24,9 @@ from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dt
 from portable_fsdp.optim.optimizer import make_optimizer, parameter_groups
 from portable_fsdp.optim.schedule import check_schedule
 from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.train.early_checks import checkpoint_folder, saved_config
 from portable_fsdp.train.evaluate import Evaluator
-from portable_fsdp.train.records import checkpoint_folder
+from portable_fsdp.train.memory_need import memory_need, require_memory
 from portable_fsdp.train.step import Step, train_step
 
 
@@ -67,8 +68,12 @@ def build_training(
     frozen = [fqn for fqn, weight in built.model.named_parameters() if not weight.requires_grad]
     ties = _ties(built.model)
     groups = parameter_groups(shapes, config.optim, ties=ties, frozen=frozen)
-    model = backend.shard_model(built.model, shard_policy(config, built.model), built.fill if fill else None)
-    optimizer = backend.build_optimizer(make_optimizer(config.optim), groups)
+    policy, make = shard_policy(config, built.model), make_optimizer(config.optim)
+    if fill:  # the planner has other hardware
+        eager = backend.expected_compilations == 0
+        require_memory(config, backend, memory_need(built.model, make, groups, eager=eager))
+    model = backend.shard_model(built.model, policy, built.fill if fill else None)
+    optimizer = backend.build_optimizer(make, groups)
     step = train_step(backend, model, optimizer, accumulation=accumulation, max_grad_norm=config.train.max_grad_norm)
     return Training(built, model, optimizer, step, accumulation, ties)
 
@@ -136,7 +141,7 @@ def open_checkpoints(config: Config, backend: Backend, training: Training, corpu
     return Checkpoints(
         checkpoint_folder(config),
         backend,
-        config=config.model_dump(mode="json"),
+        config=saved_config(config),
         model_config=training.built.config,
         settings=config.checkpoint,
         data=Fingerprint(*corpus.fingerprint),

@@ -4,34 +4,25 @@ Each process opens files and hub repositories by itself, without a collective; b
 hub may move, and a file may differ from host to host.
 """
 
+import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from portable_fsdp.backends.base import Backend
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.build import Corpus, build_data
-from portable_fsdp.runtime.errors import ConfigError, UsageError
+from portable_fsdp.runtime.collective_errors import on_each_process
+from portable_fsdp.runtime.errors import ConfigError
 
 
-def open_data(config: Config) -> Corpus | UsageError:
-    """This process's corpus, or what is wrong with it."""
-    try:
-        return build_data(config.data, config.model)
-    except UsageError as refusal:
-        return refusal
-
-
-def on_all(backend: Backend, opened: Corpus | UsageError) -> Corpus:
+def open_data(config: Config, backend: Backend) -> Corpus:
     """The corpus, which is the same on all processes. *collective*
 
     Raises DataError or ConfigError: on all of them, with the number of the one that found it where others didn't.
     """
-    refusal = opened if isinstance(opened, UsageError) else None
-    for index, other in enumerate(backend.gather(refusal)):
-        if other is not None:
-            raise refusal or type(other)(f"process {index}: {other}")
-    corpus = cast(Corpus, opened)
+    corpus = on_each_process(backend, lambda: build_data(config.data, config.model))
     require_same_data(backend, corpus)
     return corpus
 
@@ -46,12 +37,18 @@ def require_same_data(backend: Backend, corpus: Corpus) -> None:
 
 
 def require_same_model(backend: Backend, config: Mapping[str, Any]) -> None:
-    """Raises ConfigError on all processes where one has another commit of `model.pretrained`. *collective*
+    """Raises ConfigError on all processes where one has another commit of `model.pretrained`, or another config.json.
+    *collective*
 
     `config`: transformers', of the model as it was opened.
     """
     opened = Path(str(config.get("_name_or_path", "")))
-    require_same(backend, {"model.pretrained": opened.name if opened.parent.name == "snapshots" else "no hub's commit"})
+    rest = {key: value for key, value in config.items() if key not in ("_name_or_path", "transformers_version")}
+    facts = {
+        "model.pretrained": opened.name if opened.parent.name == "snapshots" else "no hub's commit",
+        "the model's config.json": hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()[:16],
+    }
+    require_same(backend, facts)
 
 
 def require_same(backend: Backend, facts: Mapping[str, str]) -> None:

@@ -7,11 +7,11 @@ device never waits for the host; they are drained before a save, so that nothing
 import logging
 import os
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,17 +22,18 @@ from portable_fsdp.checkpoint.foreign.huggingface import export_huggingface, req
 from portable_fsdp.checkpoint.foreign.peft import export_adapters
 from portable_fsdp.checkpoint.format import Evaluated, committed_steps, is_committed, step_folder
 from portable_fsdp.checkpoint.manager import Checkpoints, Resumed
+from portable_fsdp.checkpoint.write_errors import with_cause
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.build import Corpus
+from portable_fsdp.models.architecture import check_architecture
 from portable_fsdp.optim.schedule import learning_rate
+from portable_fsdp.runtime.collective_errors import on_each_process, on_process_0
 from portable_fsdp.runtime.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
     EXIT_STOPPED,
     CheckpointError,
-    ConfigError,
     TrainingError,
-    UsageError,
 )
 from portable_fsdp.runtime.lock import sole_run
 from portable_fsdp.runtime.log import configure
@@ -45,8 +46,9 @@ from portable_fsdp.train.build import (
     open_checkpoints,
     total_steps,
 )
+from portable_fsdp.train.early_checks import require_writable
 from portable_fsdp.train.evaluate import Evaluation, Evaluator, evaluated
-from portable_fsdp.train.inputs import on_all, open_data, require_same_model
+from portable_fsdp.train.inputs import open_data, require_same_model
 from portable_fsdp.train.records import Asked, InFlight, Records
 from portable_fsdp.train.when import SaveRequests
 
@@ -66,23 +68,24 @@ def train(
     Called by every process of the run. `check_devices` gets the number of devices as soon as the engine has counted
     them, and may raise. Raises the errors of runtime/errors.py.
     """
-    with (
-        StopRequest() as stop,
-        open_backend(config, device=device, backend=backend, num_devices=num_devices) as engine,
-    ):
-        check_devices(engine.data_parallel_size)
-        configure(engine.process.index)
-        _on_process_0(engine, lambda: _check_folders(config))
+    architecture = config.model.architecture
+    if isinstance(architecture, dict):  # the same on all processes, before they have met
+        _check_model(architecture)
+    with StopRequest() as stop:
         try:
-            with stop.at_once():
-                opened = open_data(config)
+            with open_backend(config, device=device, backend=backend, num_devices=num_devices) as engine:
+                check_devices(engine.data_parallel_size)
+                configure(engine.process.index)
+                on_process_0(engine, lambda: _check_folders(config))
+                if isinstance(architecture, str):  # a file, which may be another one on each host
+                    on_each_process(engine, lambda: _check_model(architecture))
+                corpus = open_data(config, engine)
+                steps = total_steps(config, len(corpus.rows))
+                with _sole_run(config, engine):
+                    return _train(config, engine, corpus, steps, stop)
         except Stopped as request:
             log.error("stopped before the first step on request (%s): there was nothing to save", request)
             return EXIT_FAILED
-        corpus = on_all(engine, opened)
-        steps = total_steps(config, len(corpus.rows))
-        with _sole_run(config, engine):
-            return _train(config, engine, corpus, steps, stop)
 
 
 def _train(config: Config, engine: Backend, corpus: Corpus, steps: int, stop: StopRequest) -> int:
@@ -91,7 +94,7 @@ def _train(config: Config, engine: Backend, corpus: Corpus, steps: int, stop: St
     with open_checkpoints(config, engine, training, corpus) as checkpoints:
         resumed = _resume(config, training, checkpoints)
         records = Records(config, engine, training.built, steps, lambda: _last_saved(checkpoints))
-        _on_process_0(engine, lambda: records.begin(resumed.step if resumed else 0, resumed))
+        on_process_0(engine, lambda: records.begin(resumed.step if resumed else 0, resumed))
         requests = SaveRequests(Path(config.run.dir), config.checkpoint.every_minutes)
         evaluator = build_evaluator(config, engine, training, corpus)
         if corpus.eval_rows is not None and evaluator is None:
@@ -113,38 +116,24 @@ def _train(config: Config, engine: Backend, corpus: Corpus, steps: int, stop: St
 def _sole_run(config: Config, backend: Backend) -> Generator[None]:
     """Hold run.dir against other runs, from before the checkpoint to go on from is looked for. *collective*"""
     with ExitStack() as held:
-        _on_process_0(backend, lambda: held.enter_context(sole_run(Path(config.run.dir))))
+
+        def take() -> None:
+            held.enter_context(sole_run(Path(config.run.dir)))
+
+        on_process_0(backend, take)
         yield
 
 
-def _on_process_0(backend: Backend, work: Callable[[], None]) -> None:
-    """What `work` refuses there is refused on all processes: other hosts need not see run.dir. *collective*"""
-    refusal: UsageError | OSError | None = None
-    if backend.process.index == 0:
-        try:
-            work()
-        except (UsageError, OSError) as error:
-            refusal = error
-    refusal = backend.agree(refusal)
-    if refusal is not None:
-        raise refusal
-
-
 def _check_folders(config: Config) -> None:
-    _check_folder(Path(config.run.dir))
+    require_writable(Path(config.run.dir))
     if config.checkpoint.export:
         require_replaceable(_export_folder(config))
 
 
-def _check_folder(folder: Path) -> None:
-    """Refuse, before anything is built, a run.dir that can't be made or written to."""
-    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        found = "a folder that this user may not write to" if nearest.is_dir() else "a file"
-        raise ConfigError(
-            f"run.dir: expected a folder that can be written to, or a new one: {folder}\n  found {found}: {nearest}\n"
-            "  Set run.dir to another folder. Nothing was started."
-        )
+def _check_model(architecture: Mapping[str, Any] | str) -> None:
+    """Before minutes of tokenizing."""
+    os.environ.setdefault("USE_TORCH_XLA", "0")  # as build_model does, before transformers is imported
+    check_architecture(architecture)
 
 
 # --------------------------------------------------------------------------------------------------------- resume
@@ -197,6 +186,7 @@ def _loop(run: _Run, resumed: Resumed | None) -> _End:
     with open_batches(run.config, run.backend, run.training, run.corpus, resumed) as batches:
         for step in range(start + 1, last + 1):
             previous, in_flight = in_flight, _dispatch(run, step, batches)
+            run.stop.begin_steps()
             asked = Asked() if previous is None else run.records.report(previous, until=in_flight.began)
             stops = asked.stop
             evaluates = run.evaluator is not None and _is_due(step, run.config.train.eval_every, last)
@@ -260,7 +250,7 @@ def _evaluate(run: _Run, step: int, told: Evaluated | None) -> tuple[Evaluation 
 
 
 def _evaluate_first(run: _Run) -> None:
-    """Before the first step: told, and never the best. A request to stop ends it, and the run after its first step."""
+    """Before the first step: written down, and never the best."""
     began = time.perf_counter()
     evaluation = cast(Evaluator, run.evaluator)(lambda: _wants_stop(run))
     if evaluation is not None:
@@ -326,25 +316,23 @@ def _last_saved(checkpoints: Checkpoints) -> str:
 
 def _export(config: Config, backend: Backend, corpus: Corpus, newest: Path, told: Evaluated | None) -> None:
     """The best checkpoint by its evaluation; the newest where there was none."""
-    failure = None
     alone = config.model.lora is not None and not config.checkpoint.merge_adapters
-    if backend.process.index == 0:
-        try:
-            checkpoint, which = _to_export(newest, told)
-            if alone:
-                export_adapters(checkpoint, _export_folder(config), corpus.tokenizer.save)
-            else:  # the base where it lies now: the checkpoint may be older than that
-                base = config.model.pretrained
-                export_huggingface(checkpoint, _export_folder(config), corpus.tokenizer.save, base=base)
-            log.info("exported %s to %s%s", checkpoint, _export_folder(config), which)
-        except (OSError, CheckpointError) as error:
-            failure = f"checkpoint.export: {error}"
-    failure = backend.agree(failure)  # nobody leaves before the folder is whole
-    if failure is not None:
-        again = f"python -m portable_fsdp.checkpoint export {newest.parent} FOLDER" + (
-            " --format peft" if alone else ""
-        )
-        raise TrainingError(f"{failure}\n  The run itself is saved: {again} repeats it.")
+
+    def export() -> None:
+        checkpoint, which = _to_export(newest, told)
+        if alone:
+            export_adapters(checkpoint, _export_folder(config), corpus.tokenizer.save)
+        else:  # the base where it lies now: the checkpoint may be older than that
+            base = config.model.pretrained
+            export_huggingface(checkpoint, _export_folder(config), corpus.tokenizer.save, base=base)
+        log.info("exported %s to %s%s", checkpoint, _export_folder(config), which)
+
+    def as_error(error: Exception) -> TrainingError:
+        again = f"python -m portable_fsdp.checkpoint export {newest.parent} FOLDER{' --format peft' if alone else ''}"
+        reason = with_cause(error, _export_folder(config).parent)
+        return TrainingError(f"checkpoint.export: {reason}\n  The run itself is saved: {again} repeats it.")
+
+    on_process_0(backend, export, as_error)  # nobody leaves before the folder is whole
 
 
 def _to_export(newest: Path, told: Evaluated | None) -> tuple[Path, str]:

@@ -15,7 +15,6 @@ from torch import Tensor
 from portable_fsdp.backends.base import Backend, Pending
 from portable_fsdp.checkpoint.format import Evaluated
 from portable_fsdp.checkpoint.manager import Resumed, Saved
-from portable_fsdp.checkpoint.storage import locate
 from portable_fsdp.config.load import config_text
 from portable_fsdp.config.schema import Config
 from portable_fsdp.metrics.flops import model_flops_per_token, peak_flops
@@ -254,7 +253,3 @@ def flops_per_token(size: ModelSize, seq_len: int) -> float | None:
     return model_flops_per_token(
         size.parameters, size.embedding_parameters, size.layers, size.hidden, seq_len, size.frozen_parameters
     )
-
-
-def checkpoint_folder(config: Config) -> Path:
-    return locate(config.checkpoint.dir or Path(config.run.dir) / "checkpoints")

@@ -70,10 +70,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("group", [pytest.param(group, id=str(group), marks=_marks(group)) for group in GROUPS])
 
 
-IN_SUITE = [Group(backend, 3) for backend in ("native", "xla")]
-"""A number that divides no size of the models. The others are for the proofs: minutes each."""
-
-
 def _marks(group: Group) -> list[pytest.MarkDecorator]:
-    xla = [] if group.backend == "native" else [pytest.mark.xla]
-    return xla if group in IN_SUITE else [*xla, pytest.mark.proof]
+    marks = [pytest.mark.xla] if group.engine.needs_xla else []
+    return marks if group.devices in group.engine.in_suite else [*marks, pytest.mark.proof]

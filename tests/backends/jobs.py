@@ -7,24 +7,27 @@ import math
 import os
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from cases import GLOBAL_BATCH, SEQ_LEN, Case, CaseRows, PackedCaseRows, rows_of
 from dying import Instants, patched
 from memory import Peak, anonymous
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from portable_fsdp.backends.base import Backend, Pending, TensorState, parameter_places
 from portable_fsdp.backends.open import open_backend
+from portable_fsdp.backends.support import verdicts
 from portable_fsdp.checkpoint.manager import Checkpoints
 from portable_fsdp.config import schema
+from portable_fsdp.config.rules import Place
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.batches import Batches
 from portable_fsdp.models.build import build_model
 from portable_fsdp.optim.schedule import learning_rate
-from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 from portable_fsdp.train.build import build_training
 from portable_fsdp.train.evaluate import Evaluator
 from portable_fsdp.train.inputs import require_same
@@ -34,9 +37,13 @@ Pieces = dict[str, tuple[tuple[int, ...], str, list[tuple[tuple[int, ...], torch
 
 def open_case(case: Case) -> tuple[Backend, Config]:
     """On all devices of this process group."""
-    devices = int(os.environ["CPU_NUM_DEVICES" if "PJRT_DEVICE" in os.environ else "WORLD_SIZE"])
+    devices = _devices()
     config = case.config(devices)
     return open_backend(config, device="cpu", backend=os.environ["GROUP_BACKEND"], num_devices=devices), config
+
+
+def _devices() -> int:
+    return int(os.environ["CPU_NUM_DEVICES" if "PJRT_DEVICE" in os.environ else "WORLD_SIZE"])
 
 
 def _pieces(state: dict[str, TensorState]) -> Pieces:
@@ -45,7 +52,7 @@ def _pieces(state: dict[str, TensorState]) -> Pieces:
         key: (
             tensor.shape,
             str(tensor.dtype),
-            [(tuple(p.offset), p.data.detach().cpu().clone()) for p in tensor.pieces()],
+            [(tuple(p.offset), p.data.detach().cpu().clone()) for p in tensor.pieces() if not p.replica],
         )
         for key, tensor in state.items()
     }
@@ -259,6 +266,62 @@ def _differences(state: Pieces, expected: dict[str, torch.Tensor]) -> list[str]:
     ]
 
 
+def save_unequal_replicas(case: Case, folder: str, key: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Save step 1; change one number of `key` in the last replica, train on, and save step 2, and 3 in its place.
+
+    Then load what is found and save that step 3.
+    """
+    backend, config = open_case(case)
+    with backend:
+        run = Run(backend, config)
+        checkpoints = _checkpoints(folder, run, schema.Checkpoint(**settings))
+        run.train(1, 1)
+        checkpoints.save(1, run.model, run.optimizer, (0, GLOBAL_BATCH))
+        checkpoints.wait()
+        change_a_replica(backend, run.model, key)
+        run.train(2, 2)
+        message, left = "", list[str]()
+        try:
+            checkpoints.save(2, run.model, run.optimizer, (0, 2 * GLOBAL_BATCH))
+            checkpoints.wait()
+        except CheckpointError as error:
+            message, left = str(error), sorted(path.name for path in Path(folder).iterdir())
+        found = checkpoints.find("auto")
+        assert found is not None
+        checkpoints.load(found, run.model, run.optimizer)
+        run.train(2, 3)
+        checkpoints.save(3, run.model, run.optimizer, (0, 3 * GLOBAL_BATCH))
+        checkpoints.wait()
+        return {"message": message, "left": left, "found": found.path.name}
+
+
+def change_a_replica(backend: Backend, model: torch.nn.Module, key: str) -> None:
+    """Add 0.5 to one number of a weight in the last replica of the last shard alone."""
+    parameter = dict(model.named_parameters()).get(key)
+    if backend.name == "xla":
+        calls = iter(range(backend.data_parallel_size))
+
+        def piece(slices: tuple[slice, ...]) -> torch.Tensor:
+            data = host[slices].clone()
+            data[0, 0] += 0.5 * (next(calls) == backend.data_parallel_size - 1)
+            return data
+
+        assert parameter is not None
+        host = parameter.detach().cpu()
+        parameter.data = cast(Any, backend)._tensor(host.shape, host.dtype, piece)
+    elif backend.process.index == backend.process.count - 1:
+        parameter = parameter if parameter is not None else list(model.parameters())[-1]  # FQNs of the wrappers
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
+        change = torch.zeros(local.shape)
+        change.view(-1)[0] = 0.5
+        with torch.no_grad():
+            parameter_data = local + change.to(local.device)
+            if isinstance(parameter, DTensor):
+                local.copy_(parameter_data)
+            else:
+                parameter.data = parameter_data
+
+
 def save_untrained(case: Case, folder: str) -> None:
     """The state that training starts from."""
     backend, config = open_case(case)
@@ -389,6 +452,13 @@ def _three_more(run: Run, metrics: list[dict[str, float]]) -> list[str]:
     with nullcontext() if run.backend.expected_compilations else Sent() as sent:
         metrics += run.train(3, 5)
     return sent.names if sent else []
+
+
+def is_refused(case: Case) -> bool:
+    """By the engine's own table."""
+    devices = _devices()
+    place = Place(os.environ["GROUP_BACKEND"], "cpu", devices, 1)
+    return any(verdict.kind == "refused" for verdict in verdicts(case.config(devices), place))
 
 
 def refused(case: Case) -> None:

@@ -38,7 +38,8 @@ class Reference:
 def _model(case: Case) -> nn.Module:
     section, precision = case.config(1).model, Precision(frozen=case.config(1).precision.frozen)
     built = build_model(section, precision, seed=case.seed, seq_len=SEQ_LEN, vocabulary=256)
-    architecture = dict(section.architecture or {})
+    assert isinstance(section.architecture, dict)
+    architecture = dict(section.architecture)
     config = AutoConfig.for_model(architecture.pop("model_type"), **architecture)
     for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "attention_dropout"):
         if hasattr(config, key):

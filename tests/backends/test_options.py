@@ -3,7 +3,7 @@
 `OPTIONS` is the whole table: a new option, or a new value, is one entry. `covering_rows` takes as few combinations as
 hold every pair of values once, on each engine that takes it. The suite runs those that hold every value once,
 `make proof` all of them, and a whole product. What an engine refuses
-(config/support.py), it must refuse here too, and the row runs on without it.
+(backends/support.py), it must refuse here too, and the row runs on without it.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,8 +18,8 @@ from cases import Case
 from test_curves import BF16_20_STEPS, assert_equal_curves
 from workers import Group, JobFailed, Workers
 
-from portable_fsdp.config.refusals import EVERY
-from portable_fsdp.config.support import require_supported
+from portable_fsdp.backends.open import ENGINES
+from portable_fsdp.backends.support import require_supported
 from portable_fsdp.runtime.errors import BackendError
 
 Settings = dict[str, Any]
@@ -94,7 +94,7 @@ def covering_rows() -> list[dict[str, str]]:
     An engine leaves out of a row what it refuses there, and so pairs that it takes in another row.
     """
     rows = _rows_that_hold(all_pairs(), lambda row: True)
-    for engine in EVERY:
+    for engine in ENGINES:
         rows += _rows_that_hold(pairs_taken(engine) - pairs_run(engine, rows), partial(is_taken, engine))
     return rows
 
@@ -170,7 +170,7 @@ MARKS: dict[str, list[pytest.MarkDecorator]] = {
     "xla": [pytest.mark.xla],
     "xla_fsdp1": [pytest.mark.xla, pytest.mark.proof],
 }
-ENGINES = [pytest.param(engine, marks=marks) for engine, marks in MARKS.items()]
+MARKED = [pytest.param(engine, marks=marks) for engine, marks in MARKS.items()]
 SUITE = {engine: rows_with_each_value(engine) for engine in MARKS}
 
 
@@ -204,7 +204,7 @@ def test_every_two_options_together_keep_the_curve(engine: str, row: Row, worker
 
 def test_the_rows_hold_every_pair_on_each_engine() -> None:
     assert {pair for row in ROWS for pair in pairs_of(row)} == all_pairs()
-    assert [pair for engine in EVERY for pair in pairs_taken(engine) - pairs_run(engine, ROWS)] == []
+    assert [pair for engine in ENGINES for pair in pairs_taken(engine) - pairs_run(engine, ROWS)] == []
     assert len(ROWS) <= 36
 
 
@@ -215,7 +215,7 @@ PRODUCT = [
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", MARKED)
 @pytest.mark.parametrize("row", PRODUCT, ids=lambda row: "-".join(row.values()))
 def test_the_whole_product_keeps_the_curve(engine: str, row: Row, workers: Callable[[Group], Workers]) -> None:
     assert_curve(workers, engine, {**PLAIN, **row})

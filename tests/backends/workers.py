@@ -6,6 +6,7 @@ native_jobs.py or xla_jobs.py; each process (or thread) of the group runs it, an
 """
 
 import gc
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -28,12 +29,81 @@ class Group(NamedTuple):
     def __str__(self) -> str:
         return f"{self.backend}-{self.devices}"
 
+    @property
+    def engine(self) -> "Engine":
+        return ENGINES[self.backend]
 
-GROUPS = [
-    *(Group("native", devices) for devices in (1, 2, 3)),
-    *(Group("xla", devices) for devices in (1, 3, 4)),
-    Group("xla_fsdp1", 2),
-]
+    @property
+    def processes(self) -> int:
+        return self.devices if self.engine.process_a_device else 1
+
+
+class Engine(NamedTuple):
+    """What the tests have to know of an engine: how to start processes of it, and what a step of it can be asked."""
+
+    devices: tuple[int, ...]  # a group of workers of each number
+    in_suite: tuple[int, ...]  # those of every commit; the others are for the proofs: minutes each
+    begin: str  # a function of this module, called in each process before the first job
+    jobs: str = ""  # a module of jobs of its own
+    environment: Callable[[int], dict[str, str]] = lambda devices: {}
+    process_a_device: bool = False
+    compiles: bool = False  # steps become programs, which a process keeps
+    needs_xla: bool = False
+    threads: bool = False  # one for each device, in one process
+
+
+def _begin_native() -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+
+
+def _begin_toy() -> None:
+    import toy
+
+    from portable_fsdp.backends import open as table
+
+    table.ENGINES["toy"] = toy.OPTIONS
+
+
+def _nothing() -> None:
+    pass
+
+
+def _on_loopback(devices: int) -> dict[str, str]:
+    return {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def _on_pjrt(devices: int) -> dict[str, str]:
+    # Threads that wait for other devices (in a collective, or to free a buffer that a step still reads) must not be all
+    # that there are; by default both pools have one a core.
+    threads = str(8 * devices)
+    # What takes longest is LLVM; what it would gain in speed is nothing in models this small.
+    quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    return {
+        "PJRT_DEVICE": "CPU",
+        "CPU_NUM_DEVICES": str(devices),
+        "XLA_THREAD_POOL_SIZE": threads,
+        "PJRT_NPROC": threads,
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {quick}".strip(),
+    }
+
+
+def _in_order(devices: int) -> dict[str, str]:
+    # Else PJRT lets what a thread of torch_xla's pool starts wait for what it started before, and the pool may give one
+    # thread the same step of two devices: the second, for which the first one waits.
+    return {**_on_pjrt(devices), "PJRT_CPU_ASYNC_CLIENT": "0"}
+
+
+ENGINES = {
+    "native": Engine((1, 2, 3), (3,), "_begin_native", "native_jobs", _on_loopback, process_a_device=True),
+    "xla": Engine((1, 3, 4), (3,), "_nothing", "xla_jobs", _on_pjrt, compiles=True, needs_xla=True),
+    "xla_fsdp1": Engine((2,), (), "_nothing", "xla_jobs", _in_order, compiles=True, needs_xla=True, threads=True),
+    "toy": Engine((1,), (1,), "_begin_toy", process_a_device=True),
+}
+"""3 is a number that divides no size of the models."""
+
+GROUPS = [Group(name, devices) for name, engine in ENGINES.items() for devices in engine.devices]
 
 
 def _serve(pipe: Connection, environment: dict[str, str], backend: str) -> None:
@@ -41,18 +111,13 @@ def _serve(pipe: Connection, environment: dict[str, str], backend: str) -> None:
     import torch
 
     torch.set_num_threads(1)
-    if backend == "native":
-        import torch.distributed as dist
-
-        dist.init_process_group("gloo")
-        import native_jobs as own_jobs
-    else:
-        import xla_jobs as own_jobs
+    engine = ENGINES[backend]
+    globals()[engine.begin]()
     import jobs
 
-    known = {**vars(jobs), **vars(own_jobs)}
+    known = {**vars(jobs), **(vars(importlib.import_module(engine.jobs)) if engine.jobs else {})}
     run = _run
-    if backend == "xla_fsdp1":
+    if engine.threads:
         import turnstile
 
         run = turnstile.Devices().run
@@ -63,7 +128,7 @@ def _serve(pipe: Connection, environment: dict[str, str], backend: str) -> None:
         except EOFError:
             os._exit(0)  # an orderly end takes gloo and torch_xla seconds
         try:
-            if backend == "xla_fsdp1" and "case" in arguments:
+            if engine.threads and "case" in arguments:
                 jobs.import_model(arguments["case"])
             answer = ("done", run(partial(known[name], **arguments)))
         except BaseException as error:
@@ -93,30 +158,17 @@ class Workers:
 
     def _start(self) -> None:
         group, context = self._group, multiprocessing.get_context("spawn")
-        count = group.devices if group.backend == "native" else 1
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self._processes, self._pipes = [], []
-        for rank in range(count):
+        for rank in range(group.processes):
             here, there = context.Pipe()
             environment = {"USE_TORCH_XLA": "0", "OMP_NUM_THREADS": "1", "GROUP_BACKEND": group.backend}
-            if group.backend == "native":
-                environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
-                environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-            else:
-                environment |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(group.devices)}
-                # Threads that wait for other devices (in a collective, or to free a buffer that a step still reads)
-                # must not be all that there are; by default both pools have one a core.
-                threads = str(8 * group.devices)
-                environment |= {"XLA_THREAD_POOL_SIZE": threads, "PJRT_NPROC": threads}
-                # What takes longest is LLVM; what it would gain in speed is nothing in models this small.
-                quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-                environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick}".strip()
-            if group.backend == "xla_fsdp1":
-                # Else PJRT lets what a thread of torch_xla's pool starts wait for what it started before, and the pool
-                # may give one thread the same step of two devices: the second, for which the first one waits.
-                environment["PJRT_CPU_ASYNC_CLIENT"] = "0"
+            environment |= group.engine.environment(group.devices)
+            if group.engine.process_a_device:
+                environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(group.processes)}
+                environment |= {"MASTER_PORT": str(port)}
             process = context.Process(
                 target=_serve, args=(there, environment, group.backend), daemon=True, name=f"{group}-{rank}"
             )
@@ -127,7 +179,7 @@ class Workers:
 
     def run(self, job: str, **arguments: Any) -> list[Any]:
         """What each process (or thread) of the group returned, by rank. Raises JobFailed with the first failure."""
-        if self._group.backend != "native":
+        if self._group.engine.compiles:
             self._jobs += 1
             if self._jobs > XLA_JOBS_PER_PROCESS:
                 self.close()

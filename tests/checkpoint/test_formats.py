@@ -414,6 +414,7 @@ dcp.save({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/dcp")
 whole, state = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 if rank == 0:
     torch.save({"weights": whole, "state": state["state"]}, f"{folder}/whole")
+dist.barrier()  # gloo aborts a rank whose peer has left in the middle of a collective
 dist.destroy_process_group()
 """
 

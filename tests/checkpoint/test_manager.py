@@ -27,6 +27,7 @@ from plain_backend import (
 from portable_fsdp.backends.base import Part, Piece, TensorState
 from portable_fsdp.checkpoint import commit
 from portable_fsdp.checkpoint.background import Snapshot
+from portable_fsdp.checkpoint.changes import Difference
 from portable_fsdp.checkpoint.format import step_folder
 from portable_fsdp.checkpoint.manager import Fingerprint, Found, Resumed, Saved
 from portable_fsdp.checkpoint.store import Reader
@@ -96,7 +97,7 @@ def test_one_process_that_cannot_write_fails_the_save_of_all(tmp_path: Path) -> 
     results = in_processes(3, work)
     assert [type(result) for result in results] == [CheckpointError] * 3
     assert all("process 1 could not write: TypeError: 0.weight" in str(result) for result in results)
-    assert [name.split("-")[:2] for name in names(tmp_path)] == [["step", "00000005.tmp"]]
+    assert names(tmp_path) == []
 
 
 def test_processes_that_hold_less_than_the_whole_tensor_commit_nothing(tmp_path: Path) -> None:
@@ -110,7 +111,7 @@ def test_processes_that_hold_less_than_the_whole_tensor_commit_nothing(tmp_path:
     backend = Forgetful(devices=2)
     with pytest.raises(CheckpointError, match=r"1\.weight: expected pieces of 21 elements in all, found 7"):
         checkpoints(tmp_path, backend).save(5, *small_model(seed=1), (0, 0))
-    assert [name.split("-")[:2] for name in names(tmp_path)] == [["step", "00000005.tmp"]]
+    assert names(tmp_path) == []
 
 
 class Alone(PlainBackend):
@@ -323,6 +324,39 @@ def save_with(folder: Path) -> Path:
     return opened.save(5, *small_model(seed=1), (0, 20))
 
 
+LONG = "/storage/of/the/team/that/pays/for/it/corpora/" * 2
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "row"),
+    [
+        (
+            {"hidden_size": 64, "model_type": "llama", "rope": {"theta": 1e4, "x": 1}, "vocab": 8},
+            {"hidden_size": 64, "model_type": "llama", "rope": {"theta": 1e5, "x": 1}},
+            ["k.rope.theta: 10000.0, now 100000.0", "k.vocab: 8, now null"],
+        ),
+        (
+            f"{LONG}a.jsonl",
+            f"{LONG}b.jsonl",
+            ['k: "/storage/of...t/corpora/a.jsonl", now "/storage/of...t/corpora/b.jsonl"'],
+        ),
+        (
+            list(range(40)),
+            [*range(29), 0, *range(30, 40)],
+            [
+                "k: [0, 1, 2, 3,..., 27, 28, 29, 30, 31, 32, 33, 34, 35, 36, ..., "
+                "now [0, 1, 2, 3,..., 27, 28, 0, 30, 31, 32, 33, 34, 35, 36, 3..."
+            ],
+        ),
+        ("short", LONG, [f'k: "short", now "{LONG[:56]}...']),
+        ("same beginning" + "x" * 80, "same beginning", [f'k: "same beginning{"x" * 42}..., now "same beginning"']),
+    ],
+    ids=["mapping", "end", "middle", "short", "shorter"],
+)
+def test_a_long_value_is_cut_so_that_the_difference_stays(saved: Any, now: Any, row: list[str]) -> None:
+    assert Difference("k", saved, now, True).lines() == row
+
+
 def test_another_curve_is_refused_with_a_table_and_allowed_by_name(tmp_path: Path) -> None:
     save_with(tmp_path)
     other = changed(optim={"lr": 0.2}, train={"steps": 18, "micro_batch": 1})
@@ -496,7 +530,7 @@ def test_a_background_save_is_of_the_moment_it_was_asked_for(tmp_path: Path) -> 
 def test_buffers_of_background_saves_are_taken_again() -> None:
     state = PlainBackend().state(*small_model(seed=1))
     snapshots = Snapshot()
-    first, second = snapshots.take(state), snapshots.take(state)
+    first, second = (snapshots.take((key, one.pieces()) for key, one in state.items()) for _ in range(2))
     for key, one in state.items():
         for mine, before, piece in zip(first[key], second[key], one.pieces(), strict=True):
             assert mine.data.data_ptr() == before.data.data_ptr() != piece.data.data_ptr()
@@ -520,7 +554,7 @@ def test_a_failed_background_save_fails_the_next_call_on_all_processes(tmp_path:
     results = in_processes(2, work)
     assert results[0] == results[1]
     assert "NotADirectoryError" in results[0][0]
-    assert [name[:17] for name in names(tmp_path)] == ["step-00000001", "step-00000002", "step-00000002.tmp"]
+    assert [name[:17] for name in names(tmp_path)] == ["step-00000001", "step-00000002"]
 
 
 def test_closing_lets_a_save_commit_whose_other_process_is_a_moment_late(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from foreign_files import named, read
 
+from portable_fsdp.backends.support import require_supported
 from portable_fsdp.config.foreign.launcher import check_launcher_facts
 from portable_fsdp.config.load import load_config, read_config
-from portable_fsdp.config.support import require_supported
 from portable_fsdp.runtime.errors import BackendError, ConfigError
 
 OURS = "model: {pretrained: folder}\ntrain: {steps: 100}\n"
@@ -35,12 +35,12 @@ F = "distributed_type: FSDP\n"
         ),
         (f"{F}num_processes: 2\nnum_processes: 4\n", "theirs.yaml:3: num_processes: 4 contradicts"),
         (
-            f"{F}fsdp_config: {{fsdp_offload_params: true, cpu_offload: false}}\n",
+            "bf16: true\nfsdp_config: {fsdp_offload_params: true, cpu_offload: false}\nnum_epochs: 1\n",
             "theirs.yaml:2: cpu_offload: false contradicts fsdp_offload_params: true (theirs.yaml:2)",
         ),
         (
-            f"{F}fsdp_config:\n  fsdp_sharding_strategy: FULL_SHARD\n  fsdp_reshard_after_forward: false\n",
-            "theirs.yaml:4: fsdp_reshard_after_forward: false contradicts fsdp_sharding_strategy: FULL_SHARD",
+            "num_epochs: 1\nfsdp_config:\n  fsdp_sharding_strategy: FULL_SHARD\n  reshard_after_forward: false\n",
+            "theirs.yaml:4: reshard_after_forward: false contradicts fsdp_sharding_strategy: FULL_SHARD",
         ),
         (f"{F}mixed_precision: fp16\n", "theirs.yaml:2: mixed_precision: fp16 can't be honoured: float16 needs"),
         (
@@ -107,7 +107,7 @@ F = "distributed_type: FSDP\n"
             "  Way out: set it to a number, 0 for no clipping, or override train.max_grad_norm.",
         ),
         (
-            f"{F}fsdp_config: {{offload_params: true, cpu_offload_pin_memory: false}}\n",
+            "num_epochs: 1\nfsdp_config: {offload_params: true, cpu_offload_pin_memory: false}\n",
             "cpu_offload_pin_memory: false can't be honoured: offloaded parameters are pinned in host memory.",
         ),
         (
@@ -119,12 +119,54 @@ F = "distributed_type: FSDP\n"
             "\n  Give that file by itself, --import=fsdp.json, and leave fsdp_config out.",
         ),
         (f"{F}fsdp_config: true\n", "theirs.yaml:2: fsdp_config: expected a mapping, found true. Nothing"),
+        (
+            f"{F}dispatch_batches: true\n",
+            "dispatch_batches: unknown key of accelerate.\n  None is like it; leave it out.",
+        ),
+        (
+            "learning_rate: 1\ntrain_batch_size: 8\n",
+            "train_batch_size: unknown key of TrainingArguments.\n  None is like",
+        ),
+        (f"{F}parallelism_config: {{pp_size: 2}}\n", "pp_size: unknown key of parallelism_config.\n  None is like it"),
+        (
+            "distributed_type: XLA\ndowncast_bf16: 'yes'\n",
+            "downcast_bf16: yes can't be honoured: XLA_DOWNCAST_BF16 would",
+        ),
+        (f"{F}xla: true\ndowncast_bf16: true\n", "downcast_bf16: true can't be honoured: XLA_DOWNCAST_BF16 would"),
+        (
+            "fsdp_config: {param_init_fn: {name: init}}\n",
+            "can't be honoured: its tool takes a Python object there, which a config file can't hold.",
+        ),
         (f"{F}<<: {{debug: false}}\n", "theirs.yaml:2: <<: expected plain keys"),
-        (f"{F}fsdp_config: &a\n  fsdp_config: *a\n", "a mapping within itself"),
+        (f"{F}fsdp_config: &a\n  fsdp_config: *a\n", "found an alias of what it stands in"),
     ],
 )
 def test_what_is_wrong_is_said_by_line_and_key(tmp_path: Path, text: str, expected: str) -> None:
     assert expected in problems(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{F}num_processes: 8\nparallelism_config: {{dp_shard_size: 4, tp_size: 2}}\n",
+        f"{F}num_processes: 8\nparallelism_config: {{dp_replicate_size: 2, dp_shard_size: 2, cp_size: 2}}\n",
+        "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 4}\n",
+        "distributed_type: DEEPSPEED\n"
+        "deepspeed_config: {zero_stage: 3, offload_param_device: cpu, offload_optimizer_device: nvme}\n",
+        "learning_rate: 1\nper_device_train_batch_size: two\ngradient_accumulation_steps: 2\n",
+        "learning_rate: 1\nnum_processes: two\nper_device_train_batch_size: 2\n",
+        "max_steps: many\nwarmup_ratio: 0.1\n",
+        "max_steps: many\neval_strategy: steps\neval_steps: 0.1\n",
+        "max_steps: many\ndo_eval: true\n",
+        "eval_strategy: epoch\nload_best_model_at_end: true\n",
+    ],
+)
+def test_one_mistake_is_one_error(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "theirs.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        read_config(path, ["model.pretrained=folder"])
+    assert len(re.findall(r"theirs\.yaml:\d+: \w+: ", str(error.value))) == 1
 
 
 @pytest.mark.parametrize(
@@ -163,7 +205,7 @@ def test_reshard_after_forward_is_taken_in_all_of_accelerates_words(tmp_path: Pa
     for place, key in (("fsdp_config", "fsdp_reshard_after_forward"), ("xla_fsdp_settings", "reshard_after_forward")):
         for word in spelt[words[0]]:
             theirs = tmp_path / "theirs.yaml"
-            theirs.write_text(f"distributed_type: FSDP\n{place}: {{{key}: {word}}}\n")
+            theirs.write_text(f"distributed_type: FSDP\nfsdp_version: 2\nxla: true\n{place}: {{{key}: {word}}}\n")
             assert read(theirs).config.sharding.strategy == words[1], (key, word)
 
 
@@ -493,23 +535,24 @@ def test_an_import_that_evaluates_is_told_what_to_hold_out(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("text", "overrides", "steps", "remark"),
+    ("text", "overrides", "steps"),
     [
-        ("lr_scheduler_type: constant\nwarmup_steps: 10\n", (), 10, "ignores it beside lr_scheduler_type: constant"),
-        ("lr_scheduler_type: constant\nwarmup_ratio: 0.1\n", (), 10, "ignores it beside lr_scheduler_type: constant"),
-        ("lr_scheduler_type: constant\nwarmup_steps: 10\n", ("optim.schedule=linear",), 10, ""),
-        ("lr_scheduler_type: constant\nwarmup_steps: 0\n", (), 0, ""),
-        ("lr_scheduler_type: constant_with_warmup\nwarmup_steps: 10\n", (), 10, ""),
+        ("lr_scheduler_type: constant\nwarmup_steps: 10\n", (), None),
+        ("lr_scheduler_type: constant\nwarmup_ratio: 0.1\n", (), None),
+        ("lr_scheduler_type: constant\nwarmup_steps: 10\n", ("optim.schedule=linear",), 10),
+        ("lr_scheduler_type: constant_with_warmup\nwarmup_steps: 10\n", (), 10),
     ],
 )
-def test_a_warmup_that_trainers_constant_ignores_is_taken_at_its_word(
-    tmp_path: Path, text: str, overrides: Sequence[str], steps: int, remark: str
+def test_a_constant_schedule_has_no_warmup_as_in_trainer(
+    tmp_path: Path, text: str, overrides: Sequence[str], steps: int | None
 ) -> None:
     theirs = tmp_path / "theirs.yaml"
     theirs.write_text(f"learning_rate: 1\n{text}")
-    setting = read(theirs, *overrides).imports[0].settings["optim.warmup_steps"]
-    assert setting.value == steps
-    assert (remark in setting.remark) if remark else not setting.remark
+    [imported] = read(theirs, *overrides).imports
+    setting = imported.settings.get("optim.warmup_steps")
+    assert (setting and setting.value) == steps
+    told = [said.reason for said in imported.not_needed]
+    assert told == ([] if steps else ["lr_scheduler_type: constant has no warmup; constant_with_warmup has one"])
 
 
 def test_a_key_that_another_one_goes_before_is_told(tmp_path: Path) -> None:
@@ -549,14 +592,24 @@ def test_a_key_that_another_one_goes_before_is_told(tmp_path: Path) -> None:
             {"warmup_ratio": "warmup_steps: 5 goes first"},
         ),
         (
-            f"{F}fsdp_config: {{fsdp_sharding_strategy: 1, fsdp_reshard_after_forward: true}}\n",
+            f"{F}fsdp_config: {{fsdp_sharding_strategy: 1, fsdp_reshard_after_forward: FULL_SHARD}}\n",
             (),
             {"fsdp_reshard_after_forward": "agrees with fsdp_sharding_strategy: 1"},
         ),
         (
-            f"{F}fsdp_config: {{fsdp_sharding_strategy: 1, fsdp_reshard_after_forward: false}}\n",
+            f"{F}fsdp_config: {{fsdp_sharding_strategy: 1, fsdp_reshard_after_forward: NO_SHARD}}\n",
             ("sharding.strategy=HYBRID_SHARD",),
             {"fsdp_reshard_after_forward": "sharding.strategy goes first, as it is set elsewhere"},
+        ),
+        (
+            f"{F}fsdp_config: {{fsdp_sharding_strategy: 1, fsdp_reshard_after_forward: NO_SHARD}}\n",
+            (),
+            {"fsdp_reshard_after_forward": "fsdp_sharding_strategy: 1 goes first"},
+        ),
+        (
+            "fsdp: full_shard\nfsdp_config: {reshard_after_forward: false}\n",
+            (),
+            {"fsdp": "reshard_after_forward: false goes first"},
         ),
         (
             "learning_rate: 1\nfsdp: ''\n",
@@ -580,6 +633,166 @@ def test_a_key_agrees_with_another_one_only_where_both_come_to_the_same(
     theirs.write_text(text)
     found = {said.key: said.reason for said in read(theirs, *overrides).imports[0].not_needed}
     assert {key: found.get(key) for key in told} == told
+
+
+FILLED = "learning_rate: 1\nfsdp: true\n"  # Trainer's, by its keys
+PRE = {"sharding.backward_prefetch": "BACKWARD_PRE"}
+
+
+@pytest.mark.parametrize(
+    ("text", "says", "told"),
+    [
+        # a name that is another tool's
+        (f"{FILLED}fsdp_config: {{fsdp_offload_params: true}}", {}, {"fsdp_offload_params": "its key is cpu_offload"}),
+        (
+            f"{FILLED}fsdp_config: {{fsdp_sharding_strategy: 2}}",
+            {},
+            {"fsdp_sharding_strategy": "Trainer doesn't read it"},
+        ),
+        ("{fsdp_offload_params: true, xla: false}", {}, {"fsdp_offload_params": "its key is cpu_offload"}),
+        (f"{FILLED}fsdp_config: {{cpu_offload: true}}", {"memory.cpu_offload": True}, {}),
+        (f"{F}fsdp_config: {{offload_params: true}}", {"memory.cpu_offload": True}, {}),
+        (
+            f"{F}fsdp_config: {{cpu_offload: true}}",
+            {},
+            {"cpu_offload": "accelerate doesn't read it; its key is offload_params"},
+        ),
+        (
+            f"{F}fsdp_config: {{fsdp_transformer_cls_names_to_wrap: [A]}}",
+            {},
+            {"fsdp_transformer_cls_names_to_wrap": "its key is transformer_layer_cls_to_wrap"},
+        ),
+        (
+            f"{F}fsdp_config: {{mixed_precision_policy: {{reduce_dtype: fp16}}}}",
+            {},
+            {"reduce_dtype": "accelerate doesn't"},
+        ),
+        (
+            f"{FILLED}fsdp_config: {{ignored_modules: a, use_orig_params: 1}}",
+            {},
+            {"ignored_modules": "Trainer doesn't"},
+        ),
+        (
+            f"{F}fsdp_config: {{state_dict_config: {{offload_to_cpu: true}}}}",
+            {},
+            {"state_dict_config": "accelerate doesn't"},
+        ),
+        ("fsdp_config: {state_dict_config: {rank0_only: true}}", {}, {"state_dict_config": "checkpoints are sharded"}),
+        # version 2
+        (
+            f"{F}fsdp_config: {{version: 2, sharding_strategy: FULL_SHARD, reshard_after_forward: false}}",
+            {"sharding.strategy": "SHARD_GRAD_OP"},
+            {"sharding_strategy": "fsdp_version 2 doesn't read it; reshard_after_forward says it"},
+        ),
+        (
+            f"{F}fsdp_config: {{version: 2, sharding_strategy: NO_SHARD}}",
+            {},
+            {"sharding_strategy": "fsdp_version 2 doesn't"},
+        ),
+        (
+            f"{FILLED}fsdp_config: {{version: 2, backward_prefetch: backward_post, forward_prefetch: true}}",
+            {},
+            {"backward_prefetch": "fsdp_version 2 has no such", "forward_prefetch": "fsdp_version 2 has no such"},
+        ),
+        (
+            f"{F}fsdp_config: {{reshard_after_forward: false}}",
+            {},
+            {"reshard_after_forward": "with fsdp_version 2 only"},
+        ),
+        # beside xla
+        (
+            f"{FILLED}fsdp_config: {{xla: false, xla_fsdp_v2: false}}",
+            {},
+            {"xla_fsdp_v2": "counts beside xla: true only"},
+        ),
+        ("{xla: true, xla_fsdp_v2: false}", {}, {"xla_fsdp_v2": "one process a chip: --backend=xla_fsdp1"}),
+        ("{xla_fsdp_grad_ckpt: true}", {}, {"xla_fsdp_grad_ckpt": "counts beside xla: true only"}),
+        ("{xla: false, xla_fsdp_settings: {compute_dtype: float16}}", {}, {"compute_dtype": "counts beside xla: true"}),
+        (
+            "xla: true\nxla_fsdp_v2: true\nxla_fsdp_settings: {compute_dtype: float32}\ncpu_offload: true",
+            {},
+            {
+                "compute_dtype": "xla_fsdp_v2 reads none",
+                "cpu_offload": "Trainer doesn't read it beside xla",
+            },
+        ),
+        # beside another key
+        (f"{F}downcast_bf16: 'yes'", {}, {"downcast_bf16": "accelerate reads it on TPUs only"}),
+        (f"{F}fp8_config: {{backend: TE}}", {}, {"backend": "accelerate reads it with mixed_precision: fp8 only"}),
+        (
+            f"{F}dynamo_config: {{dynamo_backend: 'NO', dynamo_use_dynamic: true}}",
+            {"compile.enabled": False},
+            {"dynamo_use_dynamic": "accelerate reads it beside a dynamo_backend only"},
+        ),
+        (f"{F}fsdp_config: {{min_num_params: 5}}", {}, {"min_num_params": "counts only where units are made by size"}),
+        (
+            f"{F}fsdp_config: {{auto_wrap_policy: no_wrap, transformer_layer_cls_to_wrap: A}}",
+            {"sharding.wrap": "NO_WRAP"},
+            {"transformer_layer_cls_to_wrap": "counts only where units are layers"},
+        ),
+        # Trainer's own dump of what nobody set
+        ("learning_rate: 1\nfsdp: []\nfsdp_config: {min_num_params: 0, xla: false, xla_fsdp_v2: false}", {}, {}),
+    ],
+)
+def test_a_key_that_its_own_tool_does_not_read_sets_nothing(
+    tmp_path: Path, text: str, says: Mapping[str, object], told: Mapping[str, str]
+) -> None:
+    theirs = tmp_path / "theirs.yaml"
+    theirs.write_text(text)
+    [imported] = read(theirs).imports
+    beside = [("optim.lr", 1), ("sharding.strategy", "FULL_SHARD")]  # what is said in any case
+    said = {name: setting.value for name, setting in imported.settings.items()}
+    assert {name: value for name, value in said.items() if (name, value) not in beside} == says
+    found = {said.key: said.reason for said in (*imported.not_needed, *imported.launcher)}
+    assert {key: reason in found.get(key, "") for key, reason in told.items()} == dict.fromkeys(told, True), found
+
+
+@pytest.mark.parametrize(
+    ("text", "option", "remark"),
+    [
+        (f"{F}fsdp_config: {{fsdp_backward_prefetch: backward_pre}}", "sharding.backward_prefetch", ""),
+        (f"{FILLED}fsdp_config: {{version: 1, forward_prefetch: true}}", "sharding.forward_prefetch", ""),
+        (
+            f"{FILLED}fsdp_config: {{forward_prefetch: true}}",
+            "sharding.forward_prefetch",
+            "Trainer's default, version 2,",
+        ),
+        (
+            f"{F}fsdp_config: {{fsdp_backward_prefetch_policy: backward_pre}}",
+            "sharding.backward_prefetch",
+            "documented, but accelerate 1.15 doesn't read it; taken at its word",
+        ),
+        (
+            f"{F}fsdp_config: {{xla: true, xla_fsdp_grad_ckpt: true}}",
+            "memory.gradient_checkpointing",
+            "documented, but",
+        ),
+        (
+            f"{F}fsdp_config: {{reshard_after_forward: NO_SHARD}}",
+            "sharding.strategy",
+            "accelerate reads no strategy here",
+        ),
+        (f"{F}fsdp_config: {{version: 2, reshard_after_forward: false}}", "sharding.strategy", ""),
+        (
+            f"{F}fsdp_config: {{transformer_layer_cls_to_wrap: A}}",
+            "sharding.wrap_classes",
+            "fsdp_auto_wrap_policy: TRANSF",
+        ),
+        (f"{FILLED}fsdp_config: {{transformer_layer_cls_to_wrap: A}}", "sharding.wrap_classes", ""),
+        (
+            f"{FILLED}transformer_layer_cls_to_wrap: A",
+            "sharding.wrap_classes",
+            "a key of fsdp_config, found in Training",
+        ),
+    ],
+)
+def test_a_key_that_its_tools_manual_has_is_taken_at_its_word(
+    tmp_path: Path, text: str, option: str, remark: str
+) -> None:
+    theirs = tmp_path / "theirs.yaml"
+    theirs.write_text(text)
+    settings = read(theirs).imports[0].settings
+    assert (remark in settings[option].remark) if remark else not settings[option].remark
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,24 @@ def test_nothing_is_read_where_accelerate_launch_is_not_the_starter(tmp_path: Pa
             ("A", "B"),
             "FSDP_TRANSFORMER_CLS_TO_WRAP",
         ),
-        ({"FSDP_MIN_NUM_PARAMS": "5000"}, "sharding.min_num_params", 5000, "FSDP_MIN_NUM_PARAMS"),
+        (  # version 2 reads no strategy, whose variable the launcher sets in any case
+            {"FSDP_VERSION": "2", "FSDP_SHARDING_STRATEGY": "SHARD_GRAD_OP"},
+            "sharding.strategy",
+            "FULL_SHARD",
+            "FSDP_RESHARD_AFTER_FORWARD",
+        ),
+        (  # and version 1 nothing but the strategy
+            {"FSDP_SHARDING_STRATEGY": "HYBRID_SHARD", "FSDP_RESHARD_AFTER_FORWARD": "false"},
+            "sharding.strategy",
+            "HYBRID_SHARD",
+            "FSDP_SHARDING_STRATEGY",
+        ),
+        (
+            {"FSDP_MIN_NUM_PARAMS": "5000", "FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"},
+            "sharding.min_num_params",
+            5000,
+            "FSDP_MIN_NUM_PARAMS",
+        ),
         (
             {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"},
             "sharding.min_num_params",
@@ -154,10 +171,7 @@ def test_every_variable_is_answered(tmp_path: Path) -> None:
             "PARALLELISM_CONFIG_SP_SEQ_LENGTH: expected a whole number >= 1, found long.",
         ),
         ({"FSDP_SHARDING_STRATEGY": "7"}, "FSDP_SHARDING_STRATEGY: expected FULL_SHARD | SHARD_GRAD_OP"),
-        (
-            {"FSDP_SHARDING_STRATEGY": "HYBRID_SHARD", "FSDP_RESHARD_AFTER_FORWARD": "false"},
-            "FSDP_RESHARD_AFTER_FORWARD: false contradicts FSDP_SHARDING_STRATEGY: HYBRID_SHARD (accelerate launch)",
-        ),
+        ({"ACCELERATE_USE_SOMETHING": "1"}, "ACCELERATE_USE_SOMETHING: unknown variable.\n  None is like it; leave it"),
         (
             {"ACCELERATE_USE_FSDP": "false"},
             "expected ACCELERATE_USE_FSDP=true beside it, without which accelerate doesn't read it, found false.\n"

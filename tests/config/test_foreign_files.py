@@ -22,6 +22,14 @@ def settings(path: Path) -> Mapping[str, object]:
 BF16 = {"precision.compute": "bfloat16", "precision.reduce": "bfloat16"}
 LAYERS = {"sharding.wrap": "TRANSFORMER_BASED_WRAP", "sharding.wrap_classes": ["LlamaDecoderLayer"]}
 COSINE = {"optim.schedule": "cosine", "optim.min_lr_ratio": 1e-6}
+PAGE = {
+    "sharding.strategy": "FULL_SHARD",
+    "sharding.backward_prefetch": "BACKWARD_PRE",
+    "sharding.forward_prefetch": 0,
+    "memory.cpu_offload": True,
+    "precision.compute": "bfloat16",
+    **LAYERS,
+}
 SAYS: dict[str, dict[str, object]] = {
     "accelerate_0_20_fsdp.yaml": {
         "sharding.strategy": "FULL_SHARD",
@@ -80,6 +88,8 @@ SAYS: dict[str, dict[str, object]] = {
         "checkpoint.export": True,
         "precision.compute": "bfloat16",
     },
+    "hugging_face_page.yaml": {**PAGE, **BF16},
+    "hugging_face_page_xla.yaml": {**PAGE, "memory.gradient_checkpointing": "full"},
     "hybrid_on_one_machine.yaml": {"sharding.strategy": "SHARD_GRAD_OP"},
     "json_inside.yaml": {"sharding.strategy": "FULL_SHARD", **BF16},
     "megatron.yaml": {

@@ -15,12 +15,13 @@ from foreign_files import named
 from portable_fsdp.config.describe import option_names
 from portable_fsdp.config.foreign.environment import COUNT_WITH
 from portable_fsdp.config.foreign.keys_accelerate import SAGEMAKER
-from portable_fsdp.config.foreign.keys_fsdp import FSDP, PARALLEL, XLA
+from portable_fsdp.config.foreign.keys_fsdp import FSDP, MIXED, PARALLEL, XLA
 from portable_fsdp.config.foreign.keys_trainer import TRAINER
 from portable_fsdp.config.foreign.keys_variables import ENVIRONMENT
 from portable_fsdp.config.foreign.rows import Refuse, Row, Set
 from portable_fsdp.config.foreign.rules_training import LOGGING_STEPS
 from portable_fsdp.config.foreign.table import TABLE, find, find_anywhere, nested_place
+from portable_fsdp.config.foreign.tools import BY_ACCELERATE, BY_TRAINER, READ
 from portable_fsdp.config.load import read_config
 from portable_fsdp.runtime.errors import ConfigError
 
@@ -72,6 +73,27 @@ def test_every_key_of_trainers_fsdp_config_is_in_the_table() -> None:
     keys = re.findall(r'(?<!xla_)fsdp_config(?:\.get\(|\.setdefault\(|\[)"(\w+)"', text)
     assert len(set(keys)) > 15
     assert missing(FSDP, keys) == []
+
+
+def test_each_tool_reads_those_keys_that_its_sources_read() -> None:
+    launch = (package("accelerate") / "utils/launch.py").read_text()
+    assert READ[BY_ACCELERATE] == {one or other for one, other in re.findall(r'args\.fsdp_(\w+)|"fsdp_(\w+)"', launch)}
+    folder = package("transformers")
+    text = "".join((folder / name).read_text() for name in ("training_args.py", "trainer.py", "integrations/tpu.py"))
+    keys = set(re.findall(r'(?<!xla_)fsdp_config(?:\.get\(\s*|\.setdefault\(|\[)"(\w+)"', text))
+    assert READ[BY_TRAINER] == keys - {XLA}
+
+
+def test_keys_that_no_tool_reads_are_known() -> None:
+    names = {name.removeprefix("fsdp_") for row in TABLE if row.place == FSDP for name in (row.key, *row.aliases)}
+    assert names - READ[BY_ACCELERATE] - READ[BY_TRAINER] == {
+        *("strategy", "offload", "wrap_policy", "transformer_cls_to_wrap", "sharding_min_num_params"),
+        *("transformer_cls_names_to_wrap", "mixed_precision_policy", "param_init_fn"),  # of accelerate's plugin in code
+        *("state_dict_config", "optim_state_dict_config"),
+        *("cpu_offload_pin_memory", "final_state_dict_type"),  # axolotl's
+        "backward_prefetch_policy",
+    }
+    assert READ[BY_ACCELERATE] | READ[BY_TRAINER] <= names
 
 
 def test_every_training_argument_is_in_the_table() -> None:
@@ -149,6 +171,8 @@ REFUSED = [
 def test_the_override_that_a_refusal_names_lifts_it(row: Row, value: str, refusal: Refuse, tmp_path: Path) -> None:
     theirs, environ = tmp_path / "theirs.yaml", {}
     inside = {nested_place("", row.place): {row.key: value}} if nested_place("", row.place) else {row.key: value}
+    if row.place == MIXED:  # of which Trainer, whose fsdp_config it would be alone, reads nothing
+        inside = {FSDP: inside}
     if row.place == ENVIRONMENT:
         inside, environ = {"learning_rate": 1}, {"ACCELERATE_MIXED_PRECISION": "no", row.key: value}
         environ |= {switch: "true" for prefix, (switch, _) in COUNT_WITH.items() if row.key.startswith(prefix)}

@@ -1,5 +1,6 @@
 """Documents of named columns: each row once, in order; what can't be read is named by file and line."""
 
+import gzip
 import json
 import re
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from portable_fsdp.config.schema import Data
 from portable_fsdp.data.examples import Broken, Example
+from portable_fsdp.data.render import messages_of
 from portable_fsdp.data.sources import open_source
 from portable_fsdp.runtime.errors import DataError
 
@@ -48,7 +50,16 @@ def test_json_lines_of_several_files_come_in_the_order_of_their_names(tmp_path: 
         (b"[1, 2]", r"expected a JSON object on one line, found \[1, 2\]"),
         (b'{"text": "\xff"}', "expected UTF-8, found 0xff at byte 10"),
         (b'{"text": "\\ud800"}', "expected text, found half of a surrogate pair"),
-        (b"[" * 100_000, "expected a JSON object on one line, found (one that is nested too deep|at column)"),
+        (
+            b"[" * 300_000,
+            "expected a JSON object on one line: expected at most .* and 200,000 lists, found 0 and 300,000",
+        ),
+        (b'{"a":' * 5000, "expected a JSON object on one line: expected fewer levels"),
+        (b'{"text": "x", "text": "y"}', "expected a JSON object on one line: the key 'text' stands twice"),
+        (b'{"text": "x", "a": [{"b": 1, "b": 2}]}', "expected a JSON object on one line: the key 'b' stands twice"),
+        (b'{"messages": []}', r"expected a column text, found messages.\n  Set data.format=chat\."),
+        (b'{"conversations": []}', r"expected a column text, found conversations.\n  Set data.format=chat\."),
+        (b'{"prompt": "x", "completion": "y"}', r"expected a column text.*\n  Set data.format=prompt_completion\."),
         (b'{"txt": "x"}', r"expected a column text, found txt.\n  nearest: txt. data.columns='{text: txt}'"),
         (b'{"body": "x"}', r"expected a column text, found body.\n  Name the column.* data.columns='{text: NAME}'"),
     ],
@@ -139,3 +150,41 @@ def test_a_folder_of_files_is_a_data_set_too(tmp_path: Path, monkeypatch: pytest
     folder.mkdir()
     lines(folder / "train.jsonl", {"text": "1"}, {"text": "2"})
     assert texts(read(source="huggingface", path=folder, split="train[1:]")) == ["2"]
+
+
+def test_other_columns_may_hold_what_python_writes(tmp_path: Path) -> None:
+    line = {"text": "x", "score": float("nan"), "boxes": [[1, 2, 3, 4]] * 11_000}
+    assert texts(read(source="jsonl", path=lines(tmp_path / "a.jsonl", line))) == ["x"]
+
+
+def test_brackets_inside_a_text_are_text(tmp_path: Path) -> None:
+    text = '[\\"{' * 600_000
+    assert texts(read(source="jsonl", path=lines(tmp_path / "a.jsonl", {"text": text}))) == [text]
+
+
+def test_a_line_without_end_is_refused_by_its_number(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        file.write(b'{"text": "1"}\n{"text": "')
+        for _ in range(40):
+            file.write(b"x" * (1 << 20))
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz:2: expected a line of at most 33,554,432 bytes"):
+        read(source="jsonl", path=path)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_sharegpts_conversations_are_messages(tmp_path: Path, kind: str) -> None:
+    turns = [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]
+    path = tmp_path / f"a.{kind}"
+    if kind == "jsonl":
+        lines(path, {"conversations": turns})
+    else:
+        pq.write_table(pa.Table.from_pylist([{"conversations": turns}]), path)
+    (example,) = read(source=kind, path=path, format="chat")
+    assert isinstance(example, Example)
+    assert messages_of(example.fields["messages"]) == [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "y"},
+    ]
+    with pytest.raises(ValueError, match="expected turns from human, user, gpt"):
+        messages_of([{"from": "bing", "value": "x"}])

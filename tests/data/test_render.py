@@ -204,9 +204,11 @@ def test_what_the_template_refuses_is_broken_and_the_others_are_not(
         ([], "expected a list of messages, found an empty one"),
         (["hello"], "expected messages with role and content, found text as message 1"),
         (
-            [{"from": "human", "value": "x"}],
+            [{"from": "human", "value": "x"}, {"role": "assistant", "content": "y"}],
             "expected messages with role and content, found the keys from, value in mess",
         ),
+        ([{"from": "human", "value": "x"}], "expected a turn of the assistant, found none"),
+        ([{"from": "human", "value": 1}], "expected messages whose content is text, found a number"),
         (CONVERSATION[:2], "expected a turn of the assistant, found none"),
         (CONVERSATION[2:3], "expected a message before the assistant's first one"),
         ([{"role": "user"}, CONVERSATION[2]], "expected messages with role and content, found the keys role in mess"),

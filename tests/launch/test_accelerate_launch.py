@@ -66,6 +66,18 @@ def test_the_file_of_accelerate_launch_counts(tmp_path: Path) -> None:
     assert resolved["precision"]["reduce"] == "float32"  # the override goes first
 
 
+def test_the_file_of_the_hugging_face_page_trains(tmp_path: Path) -> None:
+    page = Path(__file__).parents[1] / "config/foreign/hugging_face_page.yaml"
+    start = [*PYTHON, "--device=cpu", "--backend=native", "--num_devices=2", f"--config={tiny_config(tmp_path)}"]
+    with started([*start, f"--import={page}"], tmp_path) as run:
+        assert run.wait() == 0, run.err
+    resolved = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
+    assert resolved["memory"]["cpu_offload"]
+    assert resolved["sharding"]["wrap_classes"] == ["LlamaDecoderLayer"]
+    assert resolved["precision"]["compute"] == resolved["precision"]["reduce"] == "bfloat16"
+    assert committed(tmp_path / "run") == [4, 6]
+
+
 def test_a_misspelt_variable_ends_the_start(tmp_path: Path) -> None:
     with started(command(tmp_path), tmp_path, **NATIVE, FSDP_ACTIVATION_CHEKPOINTING="true") as run:
         assert run.wait() == 1  # torchrun's, of a worker's 2

@@ -3,6 +3,7 @@
 Most of it is found in the first process, so it runs in this one.
 """
 
+import json
 import re
 import shutil
 import sys
@@ -11,14 +12,15 @@ from contextlib import ExitStack
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
-from started import PYTHON, TORCHRUN, committed, launch, losses, started, tiny_config
+from started import PYTHON, TINY, TORCHRUN, committed, launch, losses, started, tiny_config
 from tokenizers import Tokenizer, models
 
-from portable_fsdp.backends.open import BACKENDS
-from portable_fsdp.checkpoint.store import hash_file
+from portable_fsdp.backends.open import ENGINES
+from portable_fsdp.checkpoint.files import hash_file
 from portable_fsdp.metrics.sinks import read_jsonl
 
 SCREEN = 25  # lines
@@ -53,6 +55,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "short.txt").write_text("hello")
     (tmp_path / "broken.yaml").write_text("run: {dir: run\ntrain: ][\n")
     (tmp_path / "text.yaml").write_text("a sentence\n")
+    page = Path(__file__).parents[1] / "config/foreign/hugging_face_page.yaml"
+    one = page.read_text().replace("num_processes: 2", "num_processes: 1")
+    (tmp_path / "page.yaml").write_text(one.replace("LlamaDecoderLayer", "BertLayer"))
     (tmp_path / "words").mkdir()
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "words/tokenizer.json"))
     monkeypatch.chdir(tmp_path)
@@ -90,6 +95,15 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
     "model_type": ([*CPU, "model.architecture.model_type=lama"], ["model_type", "'lama'", "nearest: llama"]),
     "architecture": ([*CPU, "model.architecture.hidden_size=abc"], ["hidden_size", "'abc'"]),
     "architecture's sizes": ([*CPU, "model.architecture.num_attention_heads=5"], ["model.architecture", "32", "5"]),
+    "an architecture's file": ([*CPU, "model.architecture=none.json"], ["model.architecture", "no file: none.json"]),
+    "sizes forgotten": (
+        [*CPU, "model.architecture={model_type: llama}"],
+        ["model.architecture: expected the sizes", "vocab_size=32000, hidden_size=4096", "Nothing was started"],
+    ),
+    "more memory than there is": (
+        [*CPU, "model.architecture.intermediate_size=100000000000"],
+        ["parameters need at least", "GiB on a host with 1 of the 1 process", "Ways out: "],
+    ),
     "pretrained missing": (
         [*CPU, "model={pretrained: nowhere}"],
         ["model.pretrained", "hub id (org/name", "found no such folder: nowhere"],
@@ -106,7 +120,7 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
     "no corpus": ([*CPU, "data.source=text", "data.path=none/*.txt"], ["data.path", "found nothing: none/*.txt"]),
     "warmup": ([*CPU, "optim.warmup_steps=7"], ["optim.warmup_steps: expected at most 6", "found 7", "Nothing was"]),
     "unknown device": ([*ANYWHERE, "--device=gpu"], ["--device=gpu", "auto, cpu, cuda, tpu"]),
-    "unknown backend": ([*CPU, "--backend=fsdp"], ["--backend=fsdp", *BACKENDS]),
+    "unknown backend": ([*CPU, "--backend=fsdp"], ["--backend=fsdp", *ENGINES]),
     "one class for a list": (
         [*CPU, "sharding.wrap_classes=LlamaDecoderLayer"],
         ["sharding.wrap_classes: expected a list of text", "a list of one is [LlamaDecoderLayer]"],
@@ -155,6 +169,10 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
     "class that the model lacks": (
         [*CPU, "sharding.wrap_classes=[BertLayer]"],
         ["sharding.wrap_classes", "BertLayer", "LlamaDecoderLayer"],
+    ),
+    "class of the Hugging Face page that the model lacks": (
+        [*CPU, "--num_devices=1", "--import=page.yaml"],
+        ["sharding.wrap_classes", "found BertLayer", "The model has:", "LlamaDecoderLayer"],
     ),
     "pattern of nothing": ([*CPU, "model.freeze=[lm_heads]"], ["model.freeze", "'lm_heads'", "nearest"]),
     "native on tpu": ([*ANYWHERE, "--device=tpu", "--backend=native"], ["torch_tpu", "Use --backend=xla"]),
@@ -231,7 +249,7 @@ def test_xla_not_installed(
     finders = [WithoutXla if finder is PathFinder else finder for finder in sys.meta_path]
     monkeypatch.setattr(sys, "meta_path", finders)
     said = refused(capsys, [*ANYWHERE, f"--device={device}", "--backend=xla"])
-    assert "backend xla: expected the package torch_xla, found none" in said
+    assert f"backend xla on {device}: expected the package torch_xla, found none" in said
     assert f"pip install '.{extra}'" in said
     assert not (folder / "run").exists()
 
@@ -280,9 +298,24 @@ def test_folder_with_another_models_checkpoint(run: Path, capsys: pytest.Capture
     before = contents(run)
     said = refused(capsys, [*CPU, "model.architecture.hidden_size=64"])
     assert "checkpoint step-00000006: expected the tensors of this model, found " in said
-    assert "that differ:\n  model.architecture: " in said
+    assert "that differ:\n  model.architecture.hidden_size: 32, now 64\n" in said
     assert re.search(r"    model\.embed_tokens\.weight +float32 \[256, 64\] +float32 \[256, 32\]\n", said)
     assert "train in another run.dir" in said
+    assert contents(run) == before
+
+
+def test_a_config_json_that_has_changed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By its path the same model goes on, wherever the file lies; another one in its place doesn't."""
+    model: dict[str, Any] = TINY["model"]
+    values: dict[str, Any] = model["architecture"]
+    file = run.parent / "config.json"
+    file.write_text(json.dumps(values))
+    assert launch(*CPU, f"model.architecture={file}") == 0
+    file.write_text(json.dumps(values | {"rope_theta": 5.0}))
+    before = contents(run)
+    said = refused(capsys, [*CPU, f"model.architecture={run.parent}"])
+    assert "found another:" in said
+    assert "checkpoint.allow='[model.architecture]'" in said
     assert contents(run) == before
 
 

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from started import PROGRAMS, PYTHON, ROOT, TORCHRUN, Started, committed, launch, losses, started, tiny_config
+from started import PROGRAMS, PYTHON, ROOT, TINY, TORCHRUN, Started, committed, launch, losses, started, tiny_config
 from test_pretrained_run import write_repository
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -23,6 +24,7 @@ from portable_fsdp.checkpoint.format import read_manifest
 from portable_fsdp.config.load import load_config
 from portable_fsdp.metrics.sinks import read_jsonl
 from portable_fsdp.runtime.lock import LOCK_NAME
+from portable_fsdp.train.early_checks import nothing_left
 
 STARTS: dict[str, list[str]] = {
     "plain": [*PYTHON, "--device=cpu"],
@@ -135,6 +137,53 @@ def test_the_same_command_again_finds_nothing_to_do(
     assert "step 6 of 6 is saved already: nothing left to train" in capsys.readouterr().err
     assert all(path.read_bytes() == content for path, content in before.items())
     assert {path for path in run.rglob("*") if path.is_file()} == {*before, run / "events.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_finished"),
+    [
+        ([], True),
+        (["train.log_every=3", "run.dir=copy"], True),
+        (["train.stop_at=4"], True),
+        (["train.steps=7"], False),
+        (["optim.lr=0.5"], False),
+        (["checkpoint.export=true"], False),
+        (["checkpoint.resume=copy/checkpoints/step-00000006"], False),
+        (["run.dir=damaged"], False),
+        (["run.dir=damaged", "checkpoint.verify=size"], True),
+        (["run.dir=cut", "checkpoint.verify=size"], False),
+        (["run.dir=new"], False),
+    ],
+)
+def test_a_finished_run_is_told_by_its_newest_checkpoint(
+    native_runs: dict[str, tuple[int, Started, Path]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: list[str],
+    is_finished: bool,
+) -> None:
+    run = native_runs["plain"][2]
+    monkeypatch.chdir(tmp_path)
+    for name in ("copy", "damaged", "cut"):
+        shutil.copytree(run, name)
+        file = next(Path(name).glob("checkpoints/step-00000006/model/*.safetensors"))
+        content = file.read_bytes()
+        file.write_bytes({"copy": content, "damaged": content[:-1] + b"\x7f", "cut": content[:-1]}[name])
+    config = load_config(run.parent / "tiny.yaml", ["run.dir=copy", *overrides])
+    assert (nothing_left(config) is not None) == is_finished
+
+
+def test_a_finished_run_whose_files_changed_looks_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = tmp_path / "a.txt"
+    text.write_text("a line of some words\n" * 200)
+    (tmp_path / "config.json").write_text(json.dumps(TINY["model"]["architecture"]))
+    files = ["data.source=text", f"data.path={text}", "model.architecture=config.json"]
+    assert launch("--device=cpu", f"--config={tiny_config(tmp_path)}", *files) == 0
+    config = load_config(tmp_path / "tiny.yaml", files)
+    assert nothing_left(config) is not None
+    text.write_text(text.read_text() + "and one more\n")
+    assert nothing_left(config) is None
 
 
 def test_export_of_a_run_that_was_finished_elsewhere(

@@ -116,7 +116,7 @@ MPT: dict[str, Any] = {"model_type": "mpt", "vocab_size": VOCABULARY, "d_model":
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (LLAMA | {"model_type": "lama"}, r"model_type.*'lama'\.\n.*nearest: llama"),
     (LLAMA | {"model_type": "resnet"}, r"expected a causal language model of transformers, found 'resnet'"),
-    ({"model_type": "bert", "vocab_size": VOCABULARY, "num_hidden_layers": 2}, r"causal.*encoder\.\n.*is_decoder=true"),
+    (_ENCODER | {"model_type": "bert", "is_decoder": False}, r"causal.*encoder\.\n.*is_decoder=true"),
     (LLAMA | {"hidden_sise": 48}, r"model\.architecture\.hidden_sise: unknown key.*\n.*nearest: hidden_size"),
     (LLAMA | {"zzzzzz": 48}, r"model\.architecture\.zzzzzz: unknown key of LlamaConfig.*\n.*It has: .*vocab_size"),
     (LLAMA | {"max_position_embeddings": 8}, r"data\.seq_len: expected at most 8 .*found 24"),
@@ -563,6 +563,6 @@ def test_dropout_is_refused_and_not_dropped() -> None:
 
 
 def test_heads_that_cannot_be_grouped_are_refused() -> None:
-    architecture = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 3, "hidden_size": 64}
+    architecture = LLAMA | {"num_key_value_heads": 3}
     with pytest.raises(ConfigError, match="num_key_value_heads that divides num_attention_heads=4, found 3"):
         build_model(Model(architecture=architecture), seed=0, seq_len=8, vocabulary=256)

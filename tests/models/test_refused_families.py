@@ -19,7 +19,7 @@ SAID = {
 }
 _SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 REFUSED: dict[str, dict[str, Any]] = {
-    "bert": _SIZES,
+    "bert": _SIZES | {"intermediate_size": 80},
     "t5": {},
     "jetmoe": {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_key_value_heads": 2}
     | {"kv_channels": 8, "intermediate_size": 40, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -29,7 +29,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "rwkv": {"vocab_size": VOCABULARY, "hidden_size": 48, "num_hidden_layers": 2, "context_length": 64},
     "apertus": _SIZES | {"num_key_value_heads": 2, "intermediate_size": 80},
     "falcon_h1": _SIZES | {"num_key_value_heads": 2, "intermediate_size": 80},
-    "blt": {},
+    "blt": {"vocab_size": VOCABULARY},
 }
 
 

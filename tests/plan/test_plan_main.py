@@ -71,6 +71,11 @@ def test_a_plan_on_gpus_beside_a_run(plan: Callable[..., tuple[int, str, str]], 
     assert found["measured"]["ratio"] > 100
 
 
+def test_a_plan_of_a_config_json_alone(plan: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL["model"]["architecture"]))
+    assert planned(plan, "--on=h100:8", f"model.architecture={tmp_path}")["parameters"] == PARAMETERS
+
+
 @pytest.mark.proof
 def test_what_a_reader_may_take_wrong_is_noted(plan: Callable[..., tuple[int, str, str]]) -> None:
     """Four experts over eight shards; and a host of L4s, of whose network nothing is known."""

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from portable_fsdp.backends.support import require_supported
 from portable_fsdp.config.load import config_text, load_config
 from portable_fsdp.config.schema import Config
-from portable_fsdp.config.support import require_supported
 from portable_fsdp.plan.result import Memory, Plan, Time, Work
 from portable_fsdp.plan.sweep import Settings, Tried, grid, nearest_that_fits, sweep, usual_grid
 from portable_fsdp.runtime.errors import ConfigError

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from portable_fsdp.backends import objects
@@ -36,20 +36,21 @@ from portable_fsdp.backends.base import (
     T,
     TensorState,
     Traffic,
+    checkpoint_tensors,
     host_memory,
     name_groups,
     optimizer_state_twins,
     persistent_buffers,
-    rows_of_shard,
+    shard_slices,
     whole,
 )
 from portable_fsdp.backends.native.peers import Peers
 from portable_fsdp.backends.native.prefetch import Prefetch
 from portable_fsdp.backends.native.traffic import CollectiveCounter
-from portable_fsdp.backends.native.units import rest, shard_units
-from portable_fsdp.config.load import replicas_of_model
+from portable_fsdp.backends.native.units import local_part, materialise, rest, shard_units
+from portable_fsdp.backends.support import require_supported
+from portable_fsdp.config.layout import mesh_axes
 from portable_fsdp.config.schema import Config
-from portable_fsdp.config.support import require_supported
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.process import detect_launch
 
@@ -100,7 +101,8 @@ class NativeBackend(Backend):
         self.data_shard = self.process
         self.data_parallel_size = self.process.count
         self.expected_compilations = 0
-        self._mesh = _mesh(device, count, replicas_of_model(config, count, hosts))
+        self.axes = mesh_axes(config, count, hosts)
+        self._mesh = init_device_mesh(device, tuple(self.axes.values()), mesh_dim_names=tuple(self.axes))
         self._shard = self._mesh["shard"]  # once: to slice a mesh reads tensors
         self._counter = CollectiveCounter()
         # torch.compile makes no program, or one for each layer, while a dispatch mode is on.
@@ -132,19 +134,19 @@ class NativeBackend(Backend):
             dist.destroy_process_group()
 
     def shard_model(self, model: nn.Module, policy: ShardPolicy, fill: Fill | None) -> nn.Module:
-        mesh = self._shard if self._mesh.size(0) == 1 else self._mesh
+        mesh = self._shard if self.axes["replicate"] == 1 else self._mesh
         links = shard_units(model, policy, mesh)
         self._prefetch = Prefetch(links, policy)
         self._root = links[0].unit
         if fill is None:
             return model
-        _materialise(model, self.device, torch.device("cpu") if policy.cpu_offload else self.device)
+        materialise(model, policy, self.device)
         with torch.no_grad():
             for fqn, parameter in model.named_parameters():
                 slices = self._slices(parameter)
                 if _is_empty(slices):
                     continue
-                _local(parameter).copy_(fill(fqn, slices))
+                local_part(parameter).copy_(fill(fqn, slices))
         return model
 
     def build_optimizer(self, make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -202,16 +204,27 @@ class NativeBackend(Backend):
 
     def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
         # On local shards, in float32, and reduced on the device: with cpu_offload gradients lie on the host.
-        gradients = [_local(p.grad) for p in model.parameters() if p.grad is not None]
+        gradients = [local_part(p.grad) for p in model.parameters() if p.grad is not None]
         norms = cast(list[Tensor], cast(Any, torch)._foreach_norm(gradients, 2, torch.float32))
         squared = torch.stack(norms).to(self.device).square().sum()
         if self._shard.size() > 1:
-            dist.all_reduce(squared, group=self._shard.get_group())
+            squared = self._sum_over_shards(squared)
         norm = squared.sqrt()
         if limit is not None:
             scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
             _scale(gradients, scale)
         return norm
+
+    def _sum_over_shards(self, value: Tensor) -> Tensor:
+        """Of a 0-dim tensor. Replicas must get equal bits, so their groups add up in one order, which a reduction of
+        NCCL's takes from each host's topology."""
+        group = self._shard.get_group()
+        if self.axes["replicate"] == 1:
+            dist.all_reduce(value, group=group)
+            return value
+        values = value.new_empty(self._shard.size())
+        dist.all_gather_into_tensor(values, value.reshape(1), group=group)
+        return values.sum()
 
     def sum(self, tensor: Tensor) -> Tensor:
         if self.process.count == 1:
@@ -238,15 +251,19 @@ class NativeBackend(Backend):
         return objects.gather(value, self.process)
 
     def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, TensorState]:
-        return {key: self._tensor_state(tensor) for key, tensor in _tensors(model, optimizer).items()}
+        buffers = persistent_buffers(model)  # statistics of the rows that a process sees may differ
+        return {
+            key: self._tensor_state(tensor, is_compared=key not in buffers)
+            for key, tensor in checkpoint_tensors(model, optimizer).items()
+        }
 
     def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, read: Read) -> None:
         with torch.no_grad():
-            for key, tensor in _tensors(model, optimizer).items():
+            for key, tensor in checkpoint_tensors(model, optimizer).items():
                 slices = self._slices(tensor)
                 if _is_empty(slices):
                     continue
-                local = _local(tensor)
+                local = local_part(tensor)
                 if local.device.type == "cpu":
                     read(key, slices, local)
                 else:
@@ -272,17 +289,19 @@ class NativeBackend(Backend):
 
     def _slices(self, tensor: Tensor) -> Slices:
         """What this process holds of a tensor: some rows of it, or all."""
-        slices = whole(tensor.shape)
         if not isinstance(tensor, DTensor):
-            return slices
-        return (rows_of_shard(tensor.shape[0], self._shard.get_local_rank(), self._shard.size()), *slices[1:])
+            return whole(tensor.shape)
+        return shard_slices(tensor.shape, self._shard.get_local_rank(), self._shard.size())
 
-    def _tensor_state(self, tensor: Tensor) -> TensorState:
+    def _tensor_state(self, tensor: Tensor, *, is_compared: bool) -> TensorState:
         """The first replica writes its shards; process 0 writes what isn't sharded."""
         slices = self._slices(tensor)
-        first = self._mesh.get_local_rank("replicate") == 0 if isinstance(tensor, DTensor) else self.process.index == 0
-        mine = first and not _is_empty(slices)
-        pieces = [Piece(tuple(part.start for part in slices), _local(tensor))] if mine else []
+        replica, count = self.process.index, self.process.count
+        if isinstance(tensor, DTensor):
+            replica, count = self._mesh.get_local_rank("replicate"), self.axes["replicate"]
+        holds = (is_compared or replica == 0) and not _is_empty(slices)
+        number = replica if is_compared and count > 1 else None
+        pieces = [Piece(tuple(part.start for part in slices), local_part(tensor), number)] if holds else []
         return TensorState(tuple(tensor.shape), tensor.dtype, lambda: pieces)
 
 
@@ -317,10 +336,6 @@ def _set_matmul_precision(precision: str) -> str:
     return before
 
 
-def _mesh(device: str, devices: int, replicas: int) -> DeviceMesh:
-    return init_device_mesh(device, (replicas, devices // replicas), mesh_dim_names=("replicate", "shard"))
-
-
 def _check_launch(device: str, num_devices: int | None, world_size: int, local_rank: int) -> None:
     if num_devices is not None and num_devices != world_size:
         raise BackendError(
@@ -335,17 +350,6 @@ def _check_launch(device: str, num_devices: int | None, world_size: int, local_r
         )
 
 
-def _materialise(model: nn.Module, device: torch.device, rest_on: torch.device) -> None:
-    """Memory for the parameters (on meta until now) where they rest; buffers move to the device with their values."""
-
-    def give(tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, nn.Parameter):
-            return tensor.to(device)
-        return torch.empty_like(tensor, device=rest_on) if tensor.is_meta else tensor  # a tied one comes twice
-
-    cast(Any, model)._apply(give)
-
-
 def _scale(tensors: list[Tensor], factor: Tensor) -> None:
     """In place. On CPU torch's product of a list with a tensor would read the tensor's value."""
     if tensors[0].is_cuda:
@@ -356,20 +360,5 @@ def _scale(tensors: list[Tensor], factor: Tensor) -> None:
         tensor.mul_(factor)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
 def _is_empty(slices: Slices) -> bool:
     return any(part.start >= part.stop for part in slices)
-
-
-def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint under its key, the same on all processes."""
-    parameters = dict(model.named_parameters())
-    tensors: dict[str, Tensor] = {**parameters, **persistent_buffers(model)}
-    for fqn, parameter in parameters.items():
-        for name, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
-                tensors[f"{name}/{fqn}"] = value
-    return tensors

@@ -17,15 +17,18 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import psutil
 import torch.distributed as dist
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import dataclasses as checked
 
 from portable_fsdp.backends.base import Part
-from portable_fsdp.runtime.errors import EXIT_FAILED, TrainingError
+from portable_fsdp.runtime.errors import EXIT_FAILED, TrainingError, printable
 from portable_fsdp.runtime.store import open_store
 
 MEETING_ROUND_S = 0.1  # between two lines, until all are there
@@ -37,20 +40,29 @@ GOING_ON = (
 )
 
 
-@dataclass(frozen=True)
-class Life:
-    """What a process says of itself."""
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Name = Annotated[str, Field(max_length=255)]
+Sentence = Annotated[str, Field(max_length=10_000)]
 
-    id: str  # of this very process: a restart has another
-    host: str
-    pid: int
-    local_rank: int
-    addresses: list[str]
-    line: int = 0
-    steps: int = 0  # that it has finished since it was started
+
+@checked.dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
+class Life:
+    """What a process says of itself. Anyone who reaches the store can write one: each is checked when it is read."""
+
+    id: Name  # of this very process: a restart has another
+    host: Name
+    pid: Count
+    local_rank: Count
+    addresses: Annotated[list[Name], Field(max_length=1000)]
+    line: Count = 0
+    steps: Count = 0  # that it has finished since it was started
     left: bool = False  # in order
-    last_words: str = ""  # as it left by an error
-    verdict: str = ""  # of process 0: whom it has given up, and why
+    last_words: Sentence = ""  # as it left by an error
+    verdict: Sentence = ""  # of process 0: whom it has given up, and why
+
+
+_LIFE = TypeAdapter(Life)
+_MAX_LINE = 1 << 20  # bytes
 
 
 @dataclass
@@ -202,11 +214,14 @@ class Peers:
                 self._listen(pause_s)
                 self._unanswered_s = 0.0
                 self._judge()
+                if self._self.local_rank == 0:
+                    self._tell_of_waiting(pause_s)
             except RuntimeError as error:  # perhaps whoever holds the store has left just before this process
                 self._problem = f" torch says: {_first_line(error)}"
-                continue
-            if self._self.local_rank == 0:
-                self._tell_of_waiting(pause_s)
+            except Exception as error:  # a fault here must not end the watch, nor pass for a lost process
+                if not self._problem:
+                    self._problem = f" {type(error).__name__}: {_first_line(error)}"
+                    self._warn(f"process {self._index} can't judge the heartbeats of the others:{self._problem}")
 
     def _guard(self) -> None:
         """The other thread may wait for the store for ever: TCP doesn't notice a link that is cut."""
@@ -258,7 +273,7 @@ class Peers:
         if self._over.is_set():
             return
         if is_said:
-            print(sentence, file=sys.stderr, flush=True)
+            self._warn(sentence)
         os._exit(EXIT_FAILED)
 
     def _tell_of_waiting(self, after_s: float) -> None:
@@ -282,15 +297,13 @@ class Peers:
                     "data is tokenized, weights are loaded and programs compiled before it"
                 )
                 return
-            behind = min(lives, key=lambda rank: lives[rank].steps)
             self._warn(
-                f"no step has ended for {self._step.waited_s:.0f} s, though every process lives: {most} step(s) are "
-                f"done since the start; furthest behind is process {behind} on {lives[behind].host} with "
-                f"{lives[behind].steps}"
+                f"no step finished for {self._step.waited_s:.0f} s although all processes are alive: {most} step(s) "
+                f"are done since the start, and {furthest_behind(lives)}"
             )
 
     def _warn(self, sentence: str) -> None:
-        print(sentence, file=sys.stderr, flush=True)
+        print(printable(sentence), file=sys.stderr, flush=True)  # it quotes what others wrote to the store
 
     def _lives(self) -> dict[int, Life]:
         """Of all processes, as far as the store answers within some seconds."""
@@ -308,11 +321,20 @@ class Peers:
         return dict(found)
 
 
+def furthest_behind(lives: Mapping[int, Life]) -> str:
+    """Which processes have done the fewest steps; none where all have done the same."""
+    fewest, most = (of(life.steps for life in lives.values()) for of in (min, max))
+    if fewest == most:
+        return "no process is behind"
+    behind = [f"process {rank} on {life.host}" for rank, life in sorted(lives.items()) if life.steps == fewest]
+    return f"furthest behind with {fewest} is {', '.join(behind)}"
+
+
 def _read(line: bytes) -> Life | None:
     """None for what no process of this version has written: the store takes lines from anyone, no run ends by one."""
     try:
-        return Life(**json.loads(line))
-    except (TypeError, ValueError):
+        return _LIFE.validate_json(line) if len(line) <= _MAX_LINE else None
+    except ValidationError:
         return None
 
 

@@ -261,3 +261,20 @@ def _links(
         )
         links.append(Link(first, tuple(rest)))
     return links
+
+
+def materialise(model: nn.Module, policy: ShardPolicy, device: torch.device) -> None:
+    """Memory for the parameters (on meta until now) where they rest; buffers move to the device with their values."""
+    rest_on = torch.device("cpu") if policy.cpu_offload else device
+
+    def give(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            return tensor.to(device)
+        return torch.empty_like(tensor, device=rest_on) if tensor.is_meta else tensor  # a tied one comes twice
+
+    cast(Any, model)._apply(give)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor: its memory, not a copy."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -36,36 +36,28 @@ from portable_fsdp.backends.base import (
     T,
     TensorState,
     Traffic,
+    checkpoint_tensors,
     host_memory,
     name_groups,
     optimizer_state_twins,
     parameter_places,
-    persistent_buffers,
-    rows_of_shard,
     whole,
 )
 from portable_fsdp.backends.pjrt import (
-    Programs,
     expected_programs,
     lower_triangular_solves,
     set_environment,
     tpu_name,
 )
+from portable_fsdp.backends.support import require_supported
 from portable_fsdp.backends.xla.forward import Copies
-from portable_fsdp.backends.xla.layouts import ROWS, Layouts, Spec, by_rows
+from portable_fsdp.backends.xla.layouts import Layouts, Spec, by_rows
 from portable_fsdp.backends.xla.model import wrap_forwards
-from portable_fsdp.config.load import check_batch, replicas_of_model
+from portable_fsdp.backends.xla.tensors import DeviceTensors, Fetch, Tensors
+from portable_fsdp.config.layout import check_batch, mesh_axes
 from portable_fsdp.config.schema import Config
-from portable_fsdp.config.support import require_supported
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.process import detect_launch
-
-
-class Placeholder(NamedTuple):
-    """A tensor without memory: a handle that keeps naming it after a traced step has changed it, and its partition."""
-
-    handle: Tensor
-    spec: Spec
 
 
 class XlaBackend(Backend):
@@ -73,7 +65,8 @@ class XlaBackend(Backend):
 
     name = "xla"
 
-    def __init__(self, device: str, config: Config, num_devices: int | None) -> None:
+    def __init__(self, device: str, config: Config, num_devices: int | None, tensors: Tensors | None = None) -> None:
+        """`tensors`: in place of those on the devices, for a plan."""
         _check_launch(device)
         set_environment(device)
         if device == "cpu":
@@ -84,7 +77,6 @@ class XlaBackend(Backend):
 
         self._xla: Any = torch_xla
         self._bridge: Any = cast(Any, torch_xla)._XLAC
-        self._spmd: Any = spmd
         runtime.use_spmd()
         count = int(cast(Any, runtime).global_runtime_device_count())
         _check_devices(device, num_devices, count)
@@ -97,16 +89,15 @@ class XlaBackend(Backend):
         self.data_parallel_size = count
         self._accumulation = check_batch(config, count)
         self.expected_compilations = expected_programs(config, self._accumulation)
-        # Global numbers, in the order in which shards are given: a host's own need not follow one another.
-        self._local_devices = [int(name.split(":")[1]) for name in self._bridge._xla_get_runtime_devices()]
         self._sum_in_float32 = config.precision.reduce == "float32"
-        self._shards = count // replicas_of_model(config, count, self.process.count)
-        self.mesh: Any = spmd.Mesh(np.arange(count), (count // self._shards, self._shards), ROWS)
-        self.placeholders: list[Placeholder] | None = None  # instead of tensors, after shard_model(fill=None)
-        self.flash_attention = device == "tpu"  # else torch's own formula
+        self.axes = mesh_axes(config, count, self.process.count)
+        self._shards = self.axes["shard"]
+        self.mesh: Any = spmd.Mesh(np.arange(count), tuple(self.axes.values()), tuple(self.axes))
+        self._tensors = tensors or DeviceTensors(
+            self.mesh, self._shards, self.process.count, flash_attention=device == "tpu"
+        )
         self._copies: Copies | None = None
         lower_triangular_solves()
-        self._programs = Programs("xla")
         self._owns_group = self.process.count > 1 and not dist.is_initialized()
         if self._owns_group:
             dist.init_process_group("gloo", init_method="xla://")
@@ -114,8 +105,7 @@ class XlaBackend(Backend):
         self._bridge._xla_set_mat_mul_precision(config.precision.matmul)
 
     def close(self) -> None:
-        if self.placeholders is None:  # there is nothing to wait for, and what was traced can't run
-            self._xla.sync(wait=True)
+        self._tensors.wait()
         self._bridge._xla_set_mat_mul_precision(self._matmul)
         if self._owns_group:
             dist.destroy_process_group()
@@ -131,15 +121,13 @@ class XlaBackend(Backend):
             Layouts(self.mesh),
             barrier,
             keep=gathers,
-            flash=self.flash_attention,
+            flash=self._tensors.flash_attention,
             sum_in_float32=self._sum_in_float32,
         )
-        if fill is None:
-            self.placeholders = []
         for fqn, shared in parameter_places(model).items():
             weight = cast(Tensor, shared[0].module._parameters[shared[0].leaf])
-            piece = None if fill is None else partial(fill, fqn)
-            laid_out = nn.Parameter(self._tensor(weight.shape, weight.dtype, piece), weight.requires_grad)
+            fetch = None if fill is None else partial(fill, fqn)
+            laid_out = nn.Parameter(self._tensor(weight.shape, weight.dtype, fetch), weight.requires_grad)
             for place in shared:  # one Parameter for all places: tied weights stay tied
                 place.module._parameters[place.leaf] = laid_out
         for module in model.modules():
@@ -161,70 +149,28 @@ class XlaBackend(Backend):
             if self._accumulation > 1 and parameter.requires_grad:
                 # The micro-batch program adds into gradients that exist, and so is the same one every time.
                 parameter.grad = self._zeros(parameter, like=parameter)
-        if self.placeholders is None:
-            self._xla.sync(wait=True)
+        self._tensors.wait()
         return optimizer
 
     def _zeros(self, twin: Tensor, like: Tensor) -> Tensor:
         def zeros(slices: Slices) -> Tensor:
             return torch.zeros([part.stop - part.start for part in slices], dtype=twin.dtype)
 
-        piece = None if self.placeholders is not None else zeros
-        return self._tensor(twin.shape, twin.dtype, piece, sharded=twin.shape == like.shape)
+        return self._tensor(twin.shape, twin.dtype, zeros, sharded=twin.shape == like.shape)
 
-    def _tensor(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        piece: Callable[[Slices], Tensor] | None,
-        sharded: bool = True,
-    ) -> Tensor:
-        """A global tensor from host pieces: each device gets its rows (all rows if not sharded), and no more.
-
-        Without pieces it is a placeholder. Compiles nothing. `_global_tensor_from_cpu_shards` is private: the only way
-        found that needs no full copy.
-        """
+    def _tensor(self, shape: Sequence[int], dtype: torch.dtype, fetch: Fetch | None, sharded: bool = True) -> Tensor:
+        """A global tensor, sharded by rows or whole on each device."""
         sharded = sharded and len(shape) > 0 and self._shards > 1
         spec: Spec = ("shard" if sharded else None, *(None for _ in shape[1:])) if shape else ()
-        if piece is None:
-            return self._placeholder(shape, dtype, spec)
-        pieces: list[Tensor] = []
-        for device in self._local_devices:
-            slices = self._slices(shape, device) if sharded else whole(shape)
-            data = piece(slices)
-            if sharded:
-                missing = -(-shape[0] // self._shards) - data.shape[0]
-                data = nn.functional.pad(data, (0, 0) * (len(shape) - 1) + (0, missing))
-            pieces.append(data.contiguous())
-        return self._bridge._global_tensor_from_cpu_shards(pieces, self.mesh.get_op_sharding(spec), list(shape))
-
-    def _placeholder(self, shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> Tensor:
-        from torch_xla.core.xla_builder import create_placeholder_tensor
-
-        assert self.placeholders is not None
-        tensor = cast(Tensor, create_placeholder_tensor(tuple(shape), dtype))
-        self.placeholders.append(Placeholder(tensor.clone(), spec))
-        return tensor
-
-    def _slices(self, shape: Sequence[int], device: int) -> Slices:
-        return (rows_of_shard(shape[0], device % self._shards, self._shards), *whole(shape)[1:])
+        return self._tensors.make(shape, dtype, spec, fetch)
 
     # --------------------------------------------------------------------------------------------------- the step
 
     def place(self, batch: Batch) -> Batch:
-        return {name: self._place(tensor) for name, tensor in batch.items()}
-
-    def _place(self, tensor: Tensor) -> Tensor:
-        if self.placeholders is not None:
-            return self._placeholder(tensor.shape, tensor.dtype, by_rows(tensor))
-        spec = self._spmd.ShardingSpec(self.mesh, by_rows(tensor), minibatch=self.process.count > 1)
-        (placed,) = self._bridge._xla_tensors_from_aten([tensor], [str(self.device)], [spec.xla_spec(tensor)])
-        return placed
+        return {name: self._tensors.place(tensor, by_rows(tensor)) for name, tensor in batch.items()}
 
     def compile(self, fn: Callable[..., Metrics], name: str) -> Callable[..., Metrics]:
-        if self.placeholders is not None:
-            return fn  # tracing is all that placeholders are for
-        return self._programs.compile(fn, name)
+        return self._tensors.compile(fn, name)
 
     @contextmanager
     def accumulate(self, last: bool) -> Generator[None]:
@@ -262,15 +208,14 @@ class XlaBackend(Backend):
     # -------------------------------------------------------------------------------------------------- the state
 
     def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, TensorState]:
-        self._xla.sync(wait=True)
-        tensors = {key: holder[name] for key, (holder, name) in _holders(model, optimizer).items()}
+        self._tensors.wait()
         return {
             key: TensorState(tuple(tensor.shape), tensor.dtype, partial(self._pieces, tensor))
-            for key, tensor in tensors.items()
+            for key, tensor in checkpoint_tensors(model, optimizer).items()
         }
 
     def _pieces(self, tensor: Tensor) -> list[Piece]:
-        """Copies on the host of what the devices of this process hold first."""
+        """Copies on the host of what the devices of this process hold."""
         if tensor.device.type == "cpu" or not self._bridge._get_xla_sharding_spec(tensor):
             mine = self.process.index == 0
             return [Piece((0,) * tensor.dim(), tensor.detach().to("cpu", copy=True))] if mine else []
@@ -278,17 +223,16 @@ class XlaBackend(Backend):
         (shards,) = self._bridge._get_local_shards([tensor])
         (where,) = self._bridge._get_local_shard_replica_and_indices([tensor])
         for (shard, _), (replica, slices) in zip(shards, where, strict=True):
-            if replica != 0:
-                continue
+            has_others = slices is Ellipsis or self._shards < self.data_parallel_size
             parts: Slices = whole(tensor.shape) if slices is Ellipsis else tuple(slices)
             data = cast(Tensor, shard)[tuple(slice(0, part.stop - part.start) for part in parts)]  # without padding
             if data.numel() or not tensor.numel():
-                pieces.append(Piece(tuple(int(part.start) for part in parts), data))
+                number = int(replica) if has_others and self.data_parallel_size > 1 else None
+                pieces.append(Piece(tuple(int(part.start) for part in parts), data, number))
         return pieces
 
     def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, read: Read) -> None:
-        for key, (holder, name) in _holders(model, optimizer).items():
-            old = holder[name]
+        for key, old in checkpoint_tensors(model, optimizer).items():
             if old.device.type == "cpu":
                 old.copy_(read(key, whole(old.shape)))
                 continue
@@ -296,11 +240,11 @@ class XlaBackend(Backend):
             new = self._tensor(old.shape, old.dtype, partial(read, key), sharded)
             # Not _replace_xla_tensor: after a step has run, the next forward would still see the old values.
             old.data = new
-        self._xla.sync(wait=True)
+        self._tensors.wait()
 
     @property
     def compilations(self) -> int:
-        return self._programs.compilations
+        return self._tensors.compilations
 
     @property
     def collectives(self) -> dict[str, Traffic] | None:
@@ -311,7 +255,8 @@ class XlaBackend(Backend):
         if os.environ["PJRT_DEVICE"] == "CPU":
             return host_memory()
         try:
-            used = self._bridge._xla_memory_info(f"TPU:{self._local_devices[0]}")
+            first = self._bridge._xla_get_runtime_devices()[0]
+            used = self._bridge._xla_memory_info(first)
         except RuntimeError:  # "MemoryInfo not supported for SPMD virtual device" in torch_xla 2.9
             return None
         return MemoryStats(int(used["peak_bytes_used"]), int(used["bytes_used"]), int(used["bytes_limit"]))
@@ -343,17 +288,3 @@ def _check_devices(device: str, num_devices: int | None, count: int) -> None:
         raise BackendError(
             f"backend xla on {device}: expected --num_devices={num_devices} devices, found {count}.\n  {way}"
         )
-
-
-def _holders(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[dict[str, Any], str]]:
-    """Key of each saved tensor -> the dictionary and name that hold it."""
-    parameters = dict(model.named_parameters())
-    tensors: dict[str, tuple[dict[str, Any], str]] = {fqn: (parameters, fqn) for fqn in parameters}
-    buffers = persistent_buffers(model)
-    tensors.update({fqn: (buffers, fqn) for fqn in buffers})
-    for fqn, parameter in parameters.items():
-        state = cast(dict[str, Any], optimizer.state.get(parameter, {}))
-        for name, value in state.items():
-            if isinstance(value, Tensor):
-                tensors[f"{name}/{fqn}"] = (state, name)
-    return tensors

@@ -39,6 +39,7 @@ from portable_fsdp.backends.base import (
     optimizer_state_twins,
     parameter_places,
     persistent_buffers,
+    state_key,
     whole,
 )
 from portable_fsdp.backends.pjrt import (
@@ -48,12 +49,12 @@ from portable_fsdp.backends.pjrt import (
     set_environment,
     tpu_name,
 )
+from portable_fsdp.backends.support import require_supported
 from portable_fsdp.backends.xla_fsdp1.process import check_devices, start_process
 from portable_fsdp.backends.xla_fsdp1.shards import Shard, check_rows, shards_of
 from portable_fsdp.backends.xla_fsdp1.units import wrap_forwards
-from portable_fsdp.config.load import check_batch, replicas_of_model
+from portable_fsdp.config.layout import check_batch, mesh_axes
 from portable_fsdp.config.schema import Config
-from portable_fsdp.config.support import require_supported
 
 
 class XlaFsdp1Backend(Backend):
@@ -82,8 +83,8 @@ class XlaFsdp1Backend(Backend):
         self.data_parallel_size = count
         self._accumulation = check_batch(config, count)
         self.expected_compilations = expected_programs(config, self._accumulation)
-        self._replicas = replicas_of_model(config, count, hosts)
-        shards = count // self._replicas
+        self.axes = mesh_axes(config, count, hosts)
+        self._replicas, shards = self.axes["replicate"], self.axes["shard"]
         self._replica, self._index = divmod(self.process.index, shards)
         self._shard_groups = [[r * shards + s for s in range(shards)] for r in range(self._replicas)]
         self._replica_groups = [list(group) for group in zip(*self._shard_groups, strict=True)]
@@ -269,14 +270,13 @@ class XlaFsdp1Backend(Backend):
         self._xla.sync(wait=True)
         states: dict[str, TensorState] = {}
         on_host = functools.lru_cache(maxsize=1)(_flat_on_host)  # the parameters of one shard come one after another
-        for key, tensor, shard in self._tensors(model, optimizer):
-            if shard is None:
-                states[key] = TensorState(tuple(tensor.shape), tensor.dtype, functools.partial(self._whole, tensor))
-                continue
+        for key_of, tensor, shard in self._cut(optimizer):
             flat = functools.partial(on_host, tensor)
             for span in shard.spans:
                 pieces = functools.partial(self._pieces, shard, span.fqn, flat)
-                states[key + span.fqn] = TensorState(span.shape, tensor.dtype, pieces)
+                states[key_of(span.fqn)] = TensorState(span.shape, tensor.dtype, pieces)
+        for key, tensor in self._uncut(model, optimizer).items():
+            states[key] = TensorState(tuple(tensor.shape), tensor.dtype, functools.partial(self._whole, tensor))
         return states
 
     def _whole(self, tensor: Tensor) -> list[Piece]:
@@ -286,41 +286,52 @@ class XlaFsdp1Backend(Backend):
         return [Piece((0,) * tensor.dim(), tensor.detach().to("cpu", copy=True))]
 
     def _pieces(self, shard: Shard, fqn: str, flat: Callable[[], Tensor]) -> list[Piece]:
-        """Those of one parameter, from the flat shard that holds it. The first replica writes."""
-        if self._replica != 0:
-            return []
+        """Those of one parameter, from the flat shard that holds it."""
+        number = self._replica if self._replicas > 1 else None
         return [
-            Piece(tuple(part.start for part in box), flat()[where].view([part.stop - part.start for part in box]))
+            Piece(
+                tuple(part.start for part in box),
+                flat()[where].view([part.stop - part.start for part in box]),
+                number,
+            )
             for name, box, where in shard.boxes()
             if name == fqn
         ]
 
     def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, read: Read) -> None:
-        for key, tensor, shard in self._tensors(model, optimizer):
-            if tensor.device.type == "cpu":
-                tensor.copy_(read(key, whole(tensor.shape)))
-                continue
-            if shard is None:
-                host = read(key, whole(tensor.shape))
-            else:
-                host = shard.collect(lambda fqn, box, key=key: read(key + fqn, box), tensor.dtype)
+        for key_of, tensor, shard in self._cut(optimizer):
+            host = shard.collect(lambda fqn, box, key_of=key_of: read(key_of(fqn), box), tensor.dtype)
             tensor.data = self._upload(host.contiguous())
+        for key, tensor in self._uncut(model, optimizer).items():
+            host = read(key, whole(tensor.shape))
+            if tensor.device.type == "cpu":
+                tensor.copy_(host)
+            else:
+                tensor.data = self._upload(host.contiguous())
         self._xla.sync(wait=True)
 
-    def _tensors(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> Iterator[tuple[str, Tensor, Shard | None]]:
-        """All that a checkpoint holds: the key of a whole tensor, or what stands before the FQNs of a cut one."""
+    def _cut(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[Callable[[str], str], Tensor, Shard]]:
+        """Parameters and their state: the key of each FQN that a shard holds elements of, its tensor, the shard."""
         for shard in self._shards.values():
-            yield "", shard.parameter, shard
-        for name, buffer in persistent_buffers(model).items():
-            yield name, buffer, None
-        for shard in self._shards.values():
-            for name, value in cast(dict[str, Any], optimizer.state.get(shard.parameter, {})).items():
-                if isinstance(value, Tensor) and value.shape == shard.parameter.shape:
-                    yield f"{name}/", value, shard
-                elif isinstance(value, Tensor):
-                    yield from ((f"{name}/{span.fqn}", value, None) for span in shard.spans)
+            yield str, shard.parameter, shard
+            for name, value in self._states(shard, optimizer):
+                if value.shape == shard.parameter.shape:
+                    yield functools.partial(state_key, name), value, shard
+
+    def _uncut(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """What each process has whole, by its key: buffers, and state that isn't laid out like its parameter."""
+        counts = {
+            state_key(name, span.fqn): value
+            for shard in self._shards.values()
+            for name, value in self._states(shard, optimizer)
+            if value.shape != shard.parameter.shape
+            for span in shard.spans
+        }
+        return {**persistent_buffers(model), **counts}
+
+    def _states(self, shard: Shard, optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
+        state = cast(dict[str, Any], optimizer.state.get(shard.parameter, {}))
+        return [(name, value) for name, value in state.items() if isinstance(value, Tensor)]
 
     @property
     def compilations(self) -> int:

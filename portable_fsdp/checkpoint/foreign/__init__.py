@@ -4,6 +4,10 @@ May import what `checkpoint` may; the libraries of a format are imported in its 
 for. Read first: `base.py` (what a format gives), then `importing.py`, `streams.py`, and any one format.
 """
 
+from pathlib import Path
+
+from portable_fsdp.runtime.errors import CheckpointError
+
 FORMATS = {
     "huggingface": "portable_fsdp.checkpoint.foreign.huggingface",
     "dcp": "portable_fsdp.checkpoint.foreign.dcp",
@@ -18,3 +22,17 @@ EXPORTS = {name: FORMATS[name] for name in ("huggingface", "dcp", "torch", "safe
     "peft": "portable_fsdp.checkpoint.foreign.peft",
 }
 """Those that are written: four of them, and adapters alone."""
+
+WITHOUT_CHECKSUM = {
+    "safetensors": "the format",
+    "huggingface": "the format",
+    "gguf": "the format",
+    "dcp": "its .metadata",
+}
+"""Formats, or what of them, in which damage that can still be read goes unnoticed. Zips of torch.save have CRC-32s."""
+
+
+def require_source(path: Path) -> None:
+    """Raises CheckpointError where there is nothing to import."""
+    if not path.exists():
+        raise CheckpointError(f"import {path}: expected a file or a folder, found none")

@@ -4,6 +4,7 @@ A module of `FORMATS` has `matches` and `open_checkpoint`; one of `EXPORTS` has 
 more than one tensor: it asks the source for them one at a time, in whatever order suits our files.
 """
 
+import reprlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -110,7 +111,7 @@ def as_dtype(tensor: TensorEntry, dtype: str | None) -> TensorEntry:
 def file_inside(folder: Path, name: object) -> Path:
     """`folder/name` for a plain file of that folder. Raises `CheckpointError` for a path, a link, or none."""
     if not isinstance(name, str) or not name or name in (".", "..") or any(c in name for c in "/\\\0"):
-        raise CheckpointError(f"{folder}: expected the plain name of a file in this folder, found {name!r}")
+        raise CheckpointError(f"{folder}: expected the plain name of a file in this folder, found {reprlib.repr(name)}")
     if (folder / name).is_symlink():
         raise CheckpointError(
             f"{folder / name}: expected a plain file, found a link, which could lead anywhere.\n"

@@ -20,6 +20,7 @@ import math
 import os
 import pickle
 import re
+import reprlib
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +42,7 @@ from portable_fsdp.checkpoint.foreign.base import (
 from portable_fsdp.checkpoint.foreign.names import names_of
 from portable_fsdp.checkpoint.foreign.streams import check_numbers, check_shape, converted, groups
 from portable_fsdp.checkpoint.foreign.target import new_folder, require_replaceable, torch_saving
+from portable_fsdp.checkpoint.foreign.torchfile import check_members
 from portable_fsdp.checkpoint.foreign.unpickle import Record, read_pickle
 from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry, check_tiling, folder_of
 from portable_fsdp.checkpoint.store import Reader
@@ -166,25 +168,28 @@ def _read_metadata(folder: Path) -> tuple[dict[str, Chunked], dict[str, tuple[An
     where: dict[tuple[str, tuple[int, ...]], Record] = {}
     for index, info in _mapping(folder, metadata.get("storage_data")).items():
         record = _expect(folder, "MetadataIndex", index)
-        offset = record.get("offset")
-        where[str(record.get("fqn")), () if offset is None else check_numbers(str(folder), offset)] = _expect(
-            folder, "_StorageInfo", info
-        )
+        fqn, offset = record.get("fqn"), record.get("offset")
+        if not isinstance(fqn, str):
+            raise CheckpointError(f"{folder / METADATA}: expected the name of a tensor, found {reprlib.repr(fqn)}")
+        where[fqn, () if offset is None else check_numbers(str(folder), offset)] = _expect(folder, "_StorageInfo", info)
     tensors = {
-        str(key): _chunked(folder, str(key), value, where)
+        key: _chunked(folder, key, value, where)
         for key, value in stored.items()
-        if isinstance(value, Record) and value.kind == "TensorStorageMetadata"
+        if isinstance(key, str) and isinstance(value, Record) and value.kind == "TensorStorageMetadata"
     }
     paths = metadata.get("planner_data")
     return tensors, {
-        str(key): value for key, value in (paths if isinstance(paths, dict) else {}).items() if isinstance(value, tuple)
+        key: value
+        for key, value in (paths if isinstance(paths, dict) else {}).items()
+        if isinstance(key, str) and isinstance(value, tuple)
     }
 
 
 def _chunked(folder: Path, key: str, value: Record, where: Mapping[tuple[str, tuple[int, ...]], Record]) -> Chunked:
     name = f"{folder}: {key}"
     properties = _expect(folder, "TensorProperties", value.get("properties")).state
-    dtype = str((properties or [None])[0]).removeprefix("torch.") if isinstance(properties, tuple) else "nothing"
+    first = properties[0] if isinstance(properties, tuple) and properties else None
+    dtype = first.removeprefix("torch.") if isinstance(first, str) else "nothing"
     if dtype not in DTYPE_BYTES:
         raise CheckpointError(f"{name}: expected a dtype of {', '.join(DTYPE_BYTES)}; found {dtype}")
     entry = TensorEntry(shape=check_shape(name, value.get("size")), dtype=dtype)
@@ -202,8 +207,9 @@ def _chunked(folder: Path, key: str, value: Record, where: Mapping[tuple[str, tu
 
 def _chunk(folder: Path, name: str, offset: tuple[int, ...], shape: tuple[int, ...], info: Record) -> Chunk:
     if info.get("transform_descriptors"):
+        extensions = reprlib.repr(info.get("transform_descriptors"))
         raise CheckpointError(
-            f"{name}: expected plain bytes, found them transformed by {info.get('transform_descriptors')}.\n"
+            f"{name}: expected plain bytes, found them transformed by {extensions}.\n"
             "  Save it again without extensions."
         )
     path = file_inside(folder, info.get("relative_path"))
@@ -267,7 +273,12 @@ def _read(key: str, tensor: Chunked) -> Tensor:
 def _load(key: str, entry: TensorEntry, chunk: Chunk) -> Tensor:
     try:
         with chunk.path.open("rb") as file:
-            value = torch.load(cast(Any, _View(file, chunk.start, chunk.length)), map_location="cpu", weights_only=True)
+            part = cast(Any, _View(file, chunk.start, chunk.length))
+            check_members(str(chunk.path), part)
+            part.seek(0)
+            value = torch.load(part, map_location="cpu", weights_only=True)
+    except CheckpointError:
+        raise
     except Exception as error:  # damage shows in many ways
         raise CheckpointError(f"{chunk.path}: {key}: {_first_line(error)}") from None
     found = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

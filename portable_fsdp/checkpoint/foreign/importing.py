@@ -1,5 +1,6 @@
 """An import: a foreign checkpoint, read a tensor at a time, becomes one of ours by the same commit as any save."""
 
+import logging
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -9,7 +10,7 @@ import torch
 from portable_fsdp import __version__
 from portable_fsdp.checkpoint import commit, storage
 from portable_fsdp.checkpoint.commit import Index
-from portable_fsdp.checkpoint.foreign import FORMATS
+from portable_fsdp.checkpoint.foreign import FORMATS, WITHOUT_CHECKSUM, require_source
 from portable_fsdp.checkpoint.foreign.base import Advance, ForeignCheckpoint, as_dtype, load_format, say_nothing
 from portable_fsdp.checkpoint.foreign.names import config_of, names_of, settle
 from portable_fsdp.checkpoint.foreign.streams import groups, size_of, write_file
@@ -29,6 +30,8 @@ from portable_fsdp.checkpoint.format import (
 )
 from portable_fsdp.checkpoint.store import dcp_metadata
 from portable_fsdp.runtime.errors import CheckpointError
+
+log = logging.getLogger("portable_fsdp")
 
 _MAX_FILE_BYTES = 5_000_000_000
 
@@ -58,6 +61,11 @@ def import_checkpoint(
     `CheckpointError`, and in an object store what its client raises; nothing is committed then.
     """
     kind = detect(path) if name == "auto" else name
+    if kind in WITHOUT_CHECKSUM:
+        log.warning(
+            "import %s: %s (%s) has no checksum: damage that leaves it readable would go unnoticed",
+            *(path, WITHOUT_CHECKSUM[kind], kind),
+        )
     model_config = None if config is None else config_of(config)
     with load_format(kind).open_checkpoint(path, trust_metadata=trust_metadata) as source:
         model_config = model_config or source.model_config
@@ -82,8 +90,7 @@ def import_checkpoint(
 
 def detect(path: Path) -> str:
     """The name of the format at `path`. Raises `CheckpointError`."""
-    if not path.exists():
-        raise CheckpointError(f"import {path}: expected a file or a folder, found none")
+    require_source(path)
     for name in FORMATS:
         if load_format(name).matches(path):
             return name

@@ -1,5 +1,6 @@
 """Which of a source's tensors are the model's: FQNs, ties, and what transformers says of a config."""
 
+import json
 import logging
 import os
 from collections.abc import Iterable, Mapping
@@ -12,7 +13,7 @@ import xxhash
 
 from portable_fsdp.backends.base import persistent_buffers
 from portable_fsdp.checkpoint.foreign.base import ForeignCheckpoint
-from portable_fsdp.checkpoint.foreign.streams import byte_chunks, load_json
+from portable_fsdp.checkpoint.foreign.streams import byte_chunks
 from portable_fsdp.checkpoint.format import folder_of
 from portable_fsdp.models.config_json import config_from_json, config_to_json
 from portable_fsdp.runtime.errors import CheckpointError
@@ -49,8 +50,8 @@ def config_of(path: Path) -> dict[str, Any]:
     """transformers' config as a dict, from config.json or its folder; never code. Raises `CheckpointError`."""
     file = path / "config.json" if path.is_dir() else path
     try:
-        _check_layers(str(file), load_json(str(file), file.read_bytes()))
-    except OSError as error:
+        _check_layers(str(file), json.loads(file.read_bytes()))  # older releases wrote infinities that are no JSON
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: expected a config.json, found: {error}") from None
     transformers = import_transformers()
     try:

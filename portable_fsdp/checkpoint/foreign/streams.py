@@ -3,8 +3,9 @@
 A header that is read is hostile input: all of it is checked before a byte of a tensor is.
 """
 
-import json
 import math
+import reprlib
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
@@ -14,9 +15,10 @@ from torch import Tensor
 
 from portable_fsdp.checkpoint import safetensors
 from portable_fsdp.checkpoint.foreign.base import Advance, say_nothing
-from portable_fsdp.checkpoint.format import DTYPE_BYTES, MAX_ELEMENTS, TensorEntry, refuse_duplicates
+from portable_fsdp.checkpoint.format import DTYPE_BYTES, MAX_ELEMENTS, TensorEntry
 from portable_fsdp.checkpoint.storage import Source
 from portable_fsdp.runtime.errors import CheckpointError
+from portable_fsdp.runtime.strict_json import parse_json
 
 _CHUNK_ELEMENTS = 1 << 20
 
@@ -38,7 +40,7 @@ def check_numbers(where: str, value: object, what: str = "a shape (at most 16 si
     """`value` as a tuple, if it is a list of at most 16 integers, none negative. Raises `CheckpointError`."""
     numbers: tuple[Any, ...] = tuple(cast(Any, value)) if isinstance(value, list | tuple) else (None,)
     if len(numbers) > 16 or not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
-        raise CheckpointError(f"{where}: expected {what}, found {str(value)[:80]}")
+        raise CheckpointError(f"{where}: expected {what}, found {reprlib.repr(value)}")
     return numbers
 
 
@@ -51,10 +53,10 @@ def check_shape(where: str, shape: object) -> tuple[int, ...]:
 
 
 def load_json(where: str, text: bytes) -> Any:
-    """Parse, refusing a key that stands twice. Raises `CheckpointError`."""
+    """As `parse_json`. Raises `CheckpointError`."""
     try:
-        return json.loads(text.decode(), object_pairs_hook=refuse_duplicates)
-    except (ValueError, RecursionError) as error:
+        return parse_json(text)
+    except ValueError as error:
         raise CheckpointError(f"{where}: expected JSON, found: {error}") from None
 
 
@@ -63,7 +65,7 @@ def read_header(path: Path) -> dict[str, FileTensor]:
     try:
         with Source(path) as source:
             found = safetensors.read_header(source)
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: expected a safetensors file, found: {error}") from None
     for key, one in found.items():
         check_shape(f"{path}: {key[:200]!r}", one.shape)
@@ -141,9 +143,12 @@ def groups(tensors: Mapping[str, TensorEntry], max_bytes: int) -> Iterator[list[
     yield keys
 
 
-def copy_into(file: IO[bytes], start: int, chunks: Iterator[memoryview], advance: Advance) -> None:
-    """Overwrite a file from `start` on."""
+def copy_into(file: IO[bytes], start: int, chunks: Iterator[memoryview], advance: Advance) -> int:
+    """Overwrite a file from `start` on. Returns the CRC-32 of what was written."""
     file.seek(start)
+    checksum = 0
     for chunk in chunks:
         file.write(chunk)
+        checksum = zlib.crc32(chunk, checksum)
         advance(len(chunk))
+    return checksum

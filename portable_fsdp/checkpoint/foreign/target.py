@@ -19,6 +19,7 @@ from portable_fsdp.checkpoint import storage
 from portable_fsdp.checkpoint.format import Manifest
 from portable_fsdp.runtime.errors import CheckpointError
 from portable_fsdp.runtime.files import sync_folder, write_text_atomically
+from portable_fsdp.runtime.strict_json import parse_json
 
 log = logging.getLogger("portable_fsdp")
 
@@ -119,7 +120,7 @@ def torch_saving(path: Path) -> Generator[None]:
 def _exported(folder: Path) -> set[str] | None:
     """What was written, by its mark; None where that doesn't say."""
     try:
-        files = json.loads((folder / MARK).read_bytes())["files"]
+        files = parse_json((folder / MARK).read_bytes())["files"]
     except (ValueError, KeyError, TypeError):
         return None
     return {str(name) for name in files} if isinstance(files, list) else None

@@ -1,18 +1,17 @@
-"""Reads a pickle as data: names on a list become inert records, any other name is refused, and nothing is executed.
+"""Reads a pickle of torch's checkpoint metadata as data: nothing is executed, and no class of anybody's is handed out.
 
-The classes of torch are never touched: each load makes stand-ins of its own, which keep what they are given.
+A pickle is a program. Of its instructions only those run that torch's own metadata needs; whatever a global name stands
+for comes as a stand-in: a `Record` of a class made for this one load, a plain tuple or dict, or the name as text. What
+an instruction calls, sets or builds must be such a stand-in.
 """
 
 import pickle
-from collections import OrderedDict
-from collections.abc import Iterable
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import IO, Any
-
-import torch
 
 from portable_fsdp.runtime.errors import CheckpointError
 
+_PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}
 _RECORDS = {
     "torch.distributed.checkpoint.metadata": {
         "Metadata",
@@ -27,22 +26,30 @@ _RECORDS = {
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
     "torch.distributed.checkpoint._fsspec_filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
+    "pathlib": _PATHS,
+    "pathlib._local": _PATHS,
 }
-_PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}
-_MAX_BYTES = 1 << 30
+_PLAIN: dict[tuple[str, str], type] = {("torch", "Size"): tuple, ("collections", "OrderedDict"): dict}
+_DTYPES = {
+    *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128"),
+    *("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64", "bool"),
+}
+_MAX_BYTES = 1 << 28
+
+# Python's own reader, whose memo is a dict: that of the one in C is an array as long as the largest index that a pickle
+# names, 64 GiB by four bytes of it.
+_Reader: Any = pickle._Unpickler  # pyright: ignore
 
 
 class Record:
     """A stand-in: `kind` is the class's name, `arguments` what it was called with, `state` what was set on it."""
 
     kind = ""
+    arguments: tuple[object, ...] = ()
+    state: Any = None
 
     def __init__(self, *arguments: object) -> None:
         self.arguments = arguments
-        self.state: Any = {}
-
-    def __setstate__(self, state: object) -> None:
-        self.state = state
 
     def get(self, name: str) -> Any:
         """A field of its state; None if there is none."""
@@ -50,44 +57,112 @@ class Record:
 
 
 def read_pickle(path: Path) -> Any:
-    """What the file holds: plain Python values, dtypes, tuples for `torch.Size`, and records. `CheckpointError`."""
+    """What the file holds: plain Python values, tuples for `torch.Size`, text for dtypes, and records.
+
+    Raises CheckpointError for any other name or instruction, and for what is no pickle.
+    """
     try:
         if path.stat().st_size > _MAX_BYTES:
-            raise CheckpointError(f"{path}: expected at most {_MAX_BYTES:,} bytes, found {path.stat().st_size:,}")
+            raise CheckpointError(f"expected at most {_MAX_BYTES:,} bytes, found {path.stat().st_size:,}")
         with path.open("rb") as file:
-            return _Unpickler(file).load()
+            return _MetadataReader(file).load()
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except Exception as error:  # a damaged pickle raises nearly anything
-        raise CheckpointError(f"{path}: expected a pickle, found: {type(error).__name__}: {error}") from None
+        raise CheckpointError(f"{path}: expected a pickle, found: {type(error).__name__}: {error!s:.200}") from None
 
 
-class _Unpickler(pickle.Unpickler):
+_INERT = (
+    *(pickle.PROTO, pickle.FRAME, pickle.MARK, pickle.STOP, pickle.GLOBAL, pickle.STACK_GLOBAL),
+    *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1),
+    *(pickle.BINFLOAT, pickle.BINUNICODE, pickle.SHORT_BINUNICODE, pickle.BINBYTES, pickle.SHORT_BINBYTES),
+    *(pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
+    *(pickle.EMPTY_LIST, pickle.EMPTY_DICT),
+    *(pickle.MEMOIZE, pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET),
+)
+
+
+class _MetadataReader(_Reader):
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file)
         self._kinds: dict[str, type[Record]] = {}
+        own = {
+            pickle.REDUCE: _MetadataReader.load_reduce,
+            pickle.NEWOBJ: _MetadataReader.load_newobj,
+            pickle.BUILD: _MetadataReader.load_build,
+            pickle.SETITEM: _MetadataReader.load_setitem,
+            pickle.SETITEMS: _MetadataReader.load_setitems,
+            pickle.APPEND: _MetadataReader.load_append,
+            pickle.APPENDS: _MetadataReader.load_appends,
+        }
+        inert = {code[0]: _Reader.dispatch[code[0]] for code in _INERT}
+        self.dispatch = inert | {code[0]: load for code, load in own.items()}
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         if global_name in _RECORDS.get(module_name, ()):
             return self._kinds.setdefault(global_name, type(global_name, (Record,), {"kind": global_name}))
-        if module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype):
-            return getattr(torch, global_name)
-        if (module_name, global_name) == ("torch", "Size"):
-            return _Size
-        if module_name in ("pathlib", "pathlib._local") and global_name in _PATHS:
-            return PurePosixPath
-        if (module_name, global_name) == ("collections", "OrderedDict"):
-            return OrderedDict
+        if module_name == "torch" and global_name in _DTYPES:
+            return f"torch.{global_name}"
+        if (module_name, global_name) in _PLAIN:
+            return _PLAIN[module_name, global_name]
         raise CheckpointError(
-            f"expected names of torch's checkpoint metadata, found {module_name}.{global_name}.\n"
+            f"expected names of torch's checkpoint metadata, found {module_name:.80}.{global_name:.80}.\n"
             "  Nothing was executed. Metadata of a plain dcp.save has no such name: ask whoever made the file."
         )
 
+    def load_reduce(self) -> None:
+        arguments, called = self.stack.pop(), self.stack[-1]
+        is_size = called is tuple and type(arguments) is tuple and list(map(type, arguments)) in ([tuple], [list])
+        is_empty_dict = called is dict and arguments == ()
+        if not (is_size or is_empty_dict or (self._is_kind(called) and type(arguments) is tuple)):
+            raise _unexpected("a call of torch's metadata classes", called)
+        self.stack[-1] = called(*arguments)
 
-class _Size(tuple[int, ...]):
-    """In place of `torch.Size`, whose pickle calls it with one tuple."""
+    def load_newobj(self) -> None:
+        arguments, made = self.stack.pop(), self.stack[-1]
+        if not self._is_kind(made) or arguments != ():
+            raise _unexpected("a new object of torch's metadata", made)
+        self.stack[-1] = made()
 
-    __slots__ = ()
+    def load_build(self) -> None:
+        state, record = self.stack.pop(), self.stack[-1]
+        if not isinstance(record, Record):
+            raise _unexpected("fields of torch's metadata", record)
+        record.state = state
 
-    def __new__(cls, sizes: Iterable[int] = ()) -> "_Size":
-        return super().__new__(cls, sizes)
+    def load_setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set_items([key, value])
+
+    def load_setitems(self) -> None:
+        self._set_items(self.pop_mark())
+
+    def load_append(self) -> None:
+        value = self.stack.pop()
+        self._extend([value])
+
+    def load_appends(self) -> None:
+        self._extend(self.pop_mark())
+
+    def _is_kind(self, value: object) -> bool:
+        return any(value is kind for kind in self._kinds.values())
+
+    def _set_items(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if type(target) is not dict:
+            raise _unexpected("items of a dict", target)
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            # Torch's metadata has no others. Numbers can be chosen so that a dict takes quadratic time, and nested
+            # tuples so that their hash recurses without a bound.
+            if not isinstance(key, str | Record):
+                raise _unexpected("text or an index of torch's metadata as a key", key)
+            target[key] = value
+
+    def _extend(self, items: list[Any]) -> None:
+        if type(self.stack[-1]) is not list:
+            raise _unexpected("items of a list", self.stack[-1])
+        self.stack[-1].extend(items)
+
+
+def _unexpected(expected: str, value: object) -> CheckpointError:
+    return CheckpointError(f"expected {expected}, found those of a {type(value).__name__}")

@@ -7,9 +7,8 @@ that has the launcher's own value says nothing.
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from portable_fsdp.config.foreign.found import Found
 from portable_fsdp.config.foreign.keys_variables import ENVIRONMENT
-from portable_fsdp.config.foreign.read import Entry, Import, Said, read_entries, settle
+from portable_fsdp.config.foreign.read import Entry, Import, Said, read_entries
 from portable_fsdp.config.foreign.rows import Typed
 from portable_fsdp.runtime.process import is_by_accelerate
 
@@ -25,9 +24,8 @@ COUNT_WITH = {
 """Variables that accelerate reads beside another one alone, and the flag that sets it."""
 
 STRATEGY, RESHARD = "FSDP_SHARDING_STRATEGY", "FSDP_RESHARD_AFTER_FORWARD"
-LEAST, POLICY = "FSDP_MIN_NUM_PARAMS", "FSDP_AUTO_WRAP_POLICY"
-DEFAULTS = {STRATEGY: ("full_shard", "1"), RESHARD: ("true", "full_shard"), LEAST: ("100000000",)}
-"""What `accelerate launch` sets where nobody says it, in lower case."""
+DEFAULTS = {STRATEGY: ("full_shard", "1"), RESHARD: ("true", "false", "full_shard")}
+"""What `accelerate launch` sets where nobody says it, or accelerate doesn't read (version 1), in lower case."""
 
 
 def read_environment(environ: Mapping[str, str], given: Mapping[str, object], overridden: set[str]) -> Import | None:
@@ -46,8 +44,7 @@ def read_environment(environ: Mapping[str, str], given: Mapping[str, object], ov
     )
     result.not_needed += [Said(name, variables[name], LAUNCHER, reason) for name, reason in unasked.items()]
     result.problems += [(0, text) for text in _out_of_force(variables)]
-    settings, sections = read_entries(entries, result, overridden)
-    settle(result, Found(settings, launched_numbers(environ), sections, given, overridden, result.problems))
+    read_entries(entries, result, given, overridden, launched_numbers(environ))
     return result
 
 
@@ -69,11 +66,10 @@ def _typed(text: str) -> Typed:
 def _unasked(variables: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Variables that the launcher sets by itself, where another one says otherwise; each with the reason."""
     default = {name for name, words in DEFAULTS.items() if variables.get(name, words[0]).lower() in words}
-    for one, other in ((STRATEGY, RESHARD), (RESHARD, STRATEGY)):
+    both = ((STRATEGY, RESHARD), (RESHARD, STRATEGY)) if variables.get("FSDP_VERSION") != "2" else ()
+    for one, other in both:
         if one in variables and one in default and other not in default:
             yield one, f"{LAUNCHER} sets it in any case; {other} says it"
-    if LEAST in variables and LEAST in default and POLICY not in variables:
-        yield LEAST, f"{LAUNCHER} sets it in any case, and no {POLICY} asks for it"
 
 
 def _out_of_force(variables: Mapping[str, str]) -> Iterator[str]:

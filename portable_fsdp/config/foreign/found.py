@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from portable_fsdp.config.foreign.tools import Tool
+
 
 class Setting(NamedTuple):
     """One option of ours (or `~name`), and the foreign key that sets it."""
@@ -37,6 +39,8 @@ class Found:
     given: Mapping[str, object]  # options that our own file or an override sets
     overridden: set[str]
     problems: list[tuple[int, str]]
+    tool: Tool
+    failed: frozenset[str]  # keys, by their names in the table, whose values were refused or couldn't be read
     total: tuple[Setting, int] | None = None  # the devices that the sizes of parallelism_config make together
     options: dict[str, Setting] = field(init=False)
 

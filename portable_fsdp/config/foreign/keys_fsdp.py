@@ -32,7 +32,7 @@ STATE_DICTS = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
 
 _OURS = "checkpoints are sharded, and open at any number of devices"
 _ALWAYS_SO = Skip("always so here")
-_NO_CODE = Refuse("a config file can't hold a Python object", "leave it out")
+_NO_CODE = Refuse("its tool takes a Python object there, which a config file can't hold", "leave it out")
 
 _STRATEGY = {word: Set({"~strategy": word}) for word in STRATEGIES}
 _WORD_NOT_READ = (
@@ -91,19 +91,16 @@ FSDP_ROWS = (
         FSDP,
         "fsdp_backward_prefetch",
         Choice({word: Set({"sharding.backward_prefetch": word}) for word in PREFETCH}, PREFETCH),
-        dead="with fsdp_version 2 it is dropped",
     ),
     Row(
         FSDP,
         "fsdp_backward_prefetch_policy",
         Choice({word: Set({"sharding.backward_prefetch": word}) for word in PREFETCH}, PREFETCH),
-        dead="it stands in accelerate's documentation, and nothing reads it; it means fsdp_backward_prefetch",
     ),
     Row(
         FSDP,
         "fsdp_forward_prefetch",
         YesNo(Set({"sharding.forward_prefetch": 1}), Set({"sharding.forward_prefetch": 0})),
-        dead="with fsdp_version 2 it is an error there",
     ),
     *(
         Row(FSDP, key, Choice({word: Skip(_OURS) for word in STATE_DICTS}, STATE_DICTS))
@@ -147,10 +144,8 @@ FSDP_ROWS = (
             }
         ),
     ),
-    *(
-        Row(FSDP, key, Off(_NO_CODE))
-        for key in ("fsdp_state_dict_config", "fsdp_optim_state_dict_config", "fsdp_param_init_fn")
-    ),
+    *(Row(FSDP, key, Always(Skip(_OURS))) for key in ("fsdp_state_dict_config", "fsdp_optim_state_dict_config")),
+    Row(FSDP, "fsdp_param_init_fn", Off(_NO_CODE)),
     # --- Trainer's own
     Row(FSDP, "xla", YesNo(Set({"~xla": True}), Set({"~xla": False}))),
     Row(

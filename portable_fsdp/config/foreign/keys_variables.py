@@ -150,6 +150,6 @@ _BY_KEY = {
     for row in (*ACCELERATE_ROWS, *FSDP_ROWS, *PARALLEL_ROWS, *DYNAMO_ROWS, *FP8_ROWS, *DEEPSPEED_ROWS, *MEGATRON_ROWS)
 }
 VARIABLE_ROWS = (
-    *(Row(ENVIRONMENT, name, _BY_KEY[VARIABLES[name]].takes, dead=_BY_KEY[VARIABLES[name]].dead) for name in VARIABLES),
+    *(Row(ENVIRONMENT, name, _BY_KEY[VARIABLES[name]].takes) for name in VARIABLES),
     *OWN_ROWS,
 )

@@ -1,7 +1,8 @@
 """A foreign file to an `Import`: settings of ours, what is the launcher's business, and every problem by file:line.
 
-The file is walked key by key; each key meets its row of the table. A key that stands where its own tool would not look
-is taken at its word, with a remark; one that no row knows is a problem, with the nearest key.
+The file is walked key by key; each key meets its row of the table. A key that its own tool doesn't read sets nothing
+(`tools.py`); one that stands where that tool would not look is taken at its word, with a remark; one that no row knows
+is a problem, with the nearest key.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,6 +29,7 @@ from portable_fsdp.config.foreign.rows import (
 )
 from portable_fsdp.config.foreign.rules import combine, silent
 from portable_fsdp.config.foreign.table import SCRIPT, TOP, find, find_anywhere, nearest_key, nested_place
+from portable_fsdp.config.foreign.tools import BY_TRAINER, Tool, original, tool_of
 
 _NULL_TAG = "tag:yaml.org,2002:null"
 _SECRET = ("hub_token", "aws_access_key_id", "aws_secret_access_key")  # messages and translations repeat values
@@ -113,25 +115,29 @@ def read_foreign(
     Raises nothing: problems are in the result.
     """
     result = Import(path, _kind(node))
-    settings, sections = read_entries(_entries(node, result.kind, result), result, overridden)
-    own = {fact: number for fact in _NUMBERS if (number := result.number(fact))}
-    settle(result, Found(settings, {**numbers, **own}, sections, given, overridden, result.problems))
+    read_entries(_entries(node, result.kind, result), result, given, overridden, numbers)
     return result
 
 
 def read_entries(
-    entries: Iterable[Entry], result: Import, overridden: set[str]
-) -> tuple[dict[str, Setting], dict[str, tuple[int, str]]]:
-    """What the keys say one by one, and the places that they belong to: line and where of the first key of each."""
-    reader = _Reader(result, overridden)
+    entries: Iterable[Entry],
+    result: Import,
+    given: Mapping[str, object],
+    overridden: set[str],
+    numbers: Mapping[str, int],
+) -> None:
+    """What the keys say one by one, then together: the options that they set, and which keys set none."""
+    entries = list(entries)
+    rows = ((find_anywhere(entry.place, entry.key), entry) for entry in entries)
+    tool = tool_of(result.kind, ((row, entry.key, in_words(entry.typed)) for row, entry in rows if row))
+    reader = _Reader(result, overridden, tool)
     for entry in entries:
         reader.read(entry)
     reader.check_rank()
-    return reader.settings, {row.place: (entry.line, entry.where) for row, entry in reversed(reader.read_rows)}
-
-
-def settle(result: Import, found: Found) -> None:
-    """What the keys say together: the options that they set, and which keys set none."""
+    sections = {row.place: (entry.line, entry.where) for row, entry in reversed(reader.read_rows)}
+    own = {fact: number for fact in _NUMBERS if (number := result.number(fact))}
+    failed = frozenset(reader.failed)
+    found = Found(reader.settings, {**numbers, **own}, sections, given, overridden, result.problems, tool, failed)
     result.settings = combine(found)
     result.total = found.total
     for setting, reason in silent(found):
@@ -197,7 +203,9 @@ class _Reader:
 
     result: Import
     overridden: set[str]
+    tool: Tool
     settings: dict[str, Setting] = field(default_factory=lambda: {})
+    failed: set[str] = field(default_factory=set[str])
     read_rows: list[tuple[Row, Entry]] = field(default_factory=lambda: [])
 
     def read(self, entry: Entry) -> None:
@@ -210,8 +218,12 @@ class _Reader:
         except UnreadableValue as problem:
             if not (isinstance(entry.typed, str) and entry.typed.lower() in ("", "none", "null")):
                 self._problem(entry, f"expected {problem}, found {in_words(entry.typed)}.")
+                self.failed.add(original(row)[1])
                 return
             answer = Skip("null")
+        if reason := self.tool.unread(row, entry.key):
+            self._says_nothing(entry, reason)
+            return
         self._twice(row, entry, answer)
         self.read_rows.append((row, entry))
         self._take(row, entry, answer)
@@ -227,8 +239,8 @@ class _Reader:
         typed = in_words(entry.typed)
         match answer:
             case Set(settings, remark):
-                dead = f"in its own tool: {row.dead}; taken at its word" if row.dead else ""
-                remark = "; ".join(filter(None, (remark, _misplaced(row, entry), dead)))
+                remarks = (remark, self._misplaced(row, entry), self.tool.remark(row, entry.key))
+                remark = "; ".join(filter(None, remarks))
                 for option, value in settings.items():
                     self._set(
                         entry, Setting(option, value, row.place, entry.key, typed, entry.line, entry.where, remark)
@@ -240,6 +252,7 @@ class _Reader:
             case Refuse(reason, _, about):
                 if about not in self.overridden:
                     self._problem(entry, f"{typed} can't be honoured: {reason}.\n  Way out: {answer.ways}.")
+                    self.failed.add(original(row)[1])
 
     def _set(self, entry: Entry, setting: Setting) -> None:
         first = self.settings.setdefault(setting.option, setting)
@@ -256,6 +269,12 @@ class _Reader:
         first = next(firsts, None)
         if first is not None and in_words(first.typed).lower() != in_words(entry.typed).lower():
             self._contradicts(entry, f"{first.key}: {in_words(first.typed)} ({first.where})")
+
+    def _misplaced(self, row: Row, entry: Entry) -> str:
+        is_axolotls = (entry.place, row.place) == (TRAINER, FSDP) and self.tool.name != BY_TRAINER
+        if row.place in (entry.place, SCRIPT) or is_axolotls:
+            return ""
+        return f"a key of {row.place}, found in {entry.place}"
 
     def _unknown(self, entry: Entry) -> None:
         if entry.key.startswith(("_", "#", "//", "$")) or entry.key.lower() in ("comment", "comments", "notes"):
@@ -274,9 +293,3 @@ class _Reader:
 
     def _problem(self, entry: Entry, text: str) -> None:
         self.result.problems.append((entry.line, f"{entry.where}: {entry.key}: {text}"))
-
-
-def _misplaced(row: Row, entry: Entry) -> str:
-    if row.place == entry.place or row.place == SCRIPT or (entry.place, row.place) == (TRAINER, FSDP):
-        return ""
-    return f"a key of {row.place}, found in {entry.place}"

@@ -299,7 +299,6 @@ class Row:
     key: str  # with the prefix that the tool writes
     takes: Takes
     aliases: tuple[str, ...] = ()
-    dead: str = ""  # why it does nothing in its own tool, where that is so: here it is taken at its word
 
     @property
     def fate(self) -> str:

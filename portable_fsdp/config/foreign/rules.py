@@ -11,6 +11,7 @@ from portable_fsdp.config.foreign.found import Found, Setting
 from portable_fsdp.config.foreign.keys_engines import DEEPSPEED, MEGATRON
 from portable_fsdp.config.foreign.keys_fsdp import FSDP
 from portable_fsdp.config.foreign.rules_training import combine_training
+from portable_fsdp.config.foreign.tools import BY_ACCELERATE
 
 
 def combine(found: Found) -> dict[str, Setting]:
@@ -34,6 +35,8 @@ def silent(found: Found) -> list[tuple[Setting, str]]:
 
 def _goes_first(found: Found, setting: Setting) -> str:
     """The key that decided instead, and whether it came to the same."""
+    if setting.option.startswith("~warmup") and "optim.warmup_steps" not in found.options and found.value("~constant"):
+        return "lr_scheduler_type: constant has no warmup; constant_with_warmup has one"
     option = next(result for name, result in _RESULTS.items() if setting.option.startswith(name))
     if option in found.overridden or option not in found.options:
         return f"{option} goes first, as it is set elsewhere"
@@ -46,13 +49,14 @@ def _goes_first(found: Found, setting: Setting) -> str:
 _SILENT = {
     "~version": "the keys of either version are read",
     "~distributed": "says which section counts; sharding.strategy says what is sharded",
-    "~xla": "--device=tpu says it",
+    "~xla": "--device says it",
     "~fsdp": "whether Trainer itself shards; here sharding.strategy says it, by default FULL_SHARD",
     "~replicas": "sharding.strategy says it",
     "~shard_size": "devices / sharding.replicas are the devices of a shard: compared with this size",
     "~spmd": "SPMD is the usual engine of a TPU: --backend=xla",
     "~auto_wrap": "units are the model's layers, unless fsdp_auto_wrap_policy says otherwise",
     "~min_num_params": "counts only where units are made by size",
+    "sharding.wrap_classes": "counts only where units are layers",
     "~beta2": "optim.betas has both",
     "~accumulate": "train.global_batch goes first",
     "~evaluates": "eval_steps says how often",
@@ -86,7 +90,8 @@ _WHOLE = {"HYBRID_SHARD": "FULL_SHARD", "HYBRID_SHARD_ZERO2": "SHARD_GRAD_OP"}
 def _sections(found: Found) -> None:
     """A section that distributed_type leaves unread in accelerate: which of the two was meant?"""
     kind, fsdp = found.said.get("~distributed"), found.said.get("~fsdp")
-    if fsdp is not None and not fsdp.value and FSDP in found.sections:
+    says = any(setting.place == FSDP and setting.value for setting in found.said.values())  # Trainer dumps what is off
+    if fsdp is not None and not fsdp.value and says:
         text = f"expected true, found {fsdp.typed!r}, under which Trainer doesn't read fsdp_config.\n"
         found.problem(fsdp, f"{text}  Set fsdp: true, or leave fsdp_config out.")
     if kind is None:
@@ -130,6 +135,8 @@ def _require_strategy(found: Found) -> None:
     kind = found.said.get("~distributed")
     if kind is None or kind.value not in _STAGES or "sharding.strategy" in found.given:
         return
+    if not found.failed.isdisjoint(("zero_stage", "megatron_lm_use_distributed_optimizer")):
+        return
     found.problem(
         kind,
         f"expected {_STAGES[str(kind.value)]} too, which says what is sharded, found {kind.typed} alone.\n"
@@ -144,18 +151,24 @@ _STAGES = {
 
 
 def _named_strategy(found: Found) -> Setting | None:
-    """The strategy by name, by what is freed after forward, or by both where they agree."""
+    """The strategy by name, by what is freed after forward, or by both where they agree.
+
+    Where they don't, the tools choose: accelerate reads names under version 1 alone, and `reshard_after_forward` under
+    version 2, as Trainer does.
+    """
     word, inside = found.said.get("~strategy"), found.said.get("~reshard_word")
     if inside is not None and inside.typed.isdecimal() and inside.typed != "1" and found.value("~version") == 2:
         found.problem(inside, f"expected true | false with fsdp_version 2, found {inside.typed}.")
         inside = None
+    if word is not None and found.tool.name == BY_ACCELERATE and found.tool.version == 1:
+        return word
     if word is not None and inside is not None and word.value != inside.value:
         found.contradiction("sharding.strategy", word, inside)
     word = word or inside
     freed = found.said.get("~reshard")
     if freed is None:
         return word
-    if word is None:
+    if word is None or (found.tool.version == 2 and word.value in _HYBRID):
         return freed._replace(value="FULL_SHARD" if freed.value else "SHARD_GRAD_OP")
     if _FREED.get(str(word.value), False) != freed.value:
         found.contradiction("sharding.strategy", word, freed)
@@ -172,9 +185,17 @@ def _implied_strategy(found: Found) -> Setting | None:
     return sizes and sizes._replace(value="FULL_SHARD")
 
 
+_SIZES = (
+    "num_processes",
+    *(f"parallelism_config_{what}_size" for what in ("dp_replicate", "dp_shard", "tp", "cp", "sp")),
+)
+
+
 def _sizes(found: Found, strategy: str, word: Setting) -> None:
     """Copies * devices of a shard are all devices, as in accelerate; those that nobody said are 1."""
     shards = found.said.get("~shard_size")
+    if not found.failed.isdisjoint(_SIZES):
+        return
     if shards is None or (strategy == "NO_SHARD" and found.said.get("~replicas") is None and shards.value == 1):
         return
     if strategy == "NO_SHARD" and shards.value != 1:
@@ -191,13 +212,21 @@ def _sizes(found: Found, strategy: str, word: Setting) -> None:
 
 
 def _units(found: Found) -> None:
-    """min_num_params counts where units are made by size, or nothing else says how."""
-    least, wrap = found.said.get("~min_num_params"), found.said.get("sharding.wrap")
-    if least is None or (wrap is None and "sharding.wrap_classes" in found.said):
-        return
-    if wrap is None or wrap.value == "SIZE_BASED_WRAP":
+    """Classes count where units are layers, min_num_params where they are made by size, or nothing else says how."""
+    least, wrap, classes = (found.said.get(name) for name in ("~min_num_params", "sharding.wrap", _CLASSES))
+    policy = found.given.get("sharding.wrap", wrap and wrap.value)
+    if classes is not None and policy not in (None, "TRANSFORMER_BASED_WRAP"):
+        del found.options[_CLASSES]
+    elif classes is not None and policy is None and found.tool.name == BY_ACCELERATE:
+        remark = "accelerate reads it beside fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP only; taken at its word"
+        found.options[_CLASSES] = classes._replace(remark=remark)
+    by_size = classes is None and found.tool.makes_units_by_size if policy is None else policy == "SIZE_BASED_WRAP"
+    if least is not None and by_size:
         found.set("sharding.wrap", "SIZE_BASED_WRAP", least)
         found.set("sharding.min_num_params", least.value, least)
+
+
+_CLASSES = "sharding.wrap_classes"
 
 
 # ------------------------------------------------------------------------------------------------- numerics and memory
@@ -213,8 +242,8 @@ def _precision(found: Found) -> None:
     if loaded is not None and loaded.value != mixed.value:
         found.contradiction("precision.compute", mixed, loaded)
     found.set("precision.compute", mixed.value, mixed)
-    fsdp = found.value("~distributed") == "FSDP" or (FSDP in found.sections and not found.value("~xla"))
-    fsdp = fsdp or bool(found.value("~fsdp"))
+    fsdp = found.value("~distributed") == "FSDP" or FSDP in found.sections or bool(found.value("~fsdp"))
+    fsdp = fsdp and not found.value("~xla")
     computes = found.given.get("precision.compute", mixed.value)  # an override of that dtype is one of this, too
     if mixed.value == computes == "bfloat16" and fsdp and "precision.reduce" not in found.said:
         found.set("precision.reduce", "bfloat16", mixed, "FSDP sums gradients in this dtype there, and so here")
@@ -233,6 +262,8 @@ def _offload(found: Found) -> None:
     if not said or "memory.cpu_offload" in found.overridden:
         return
     offloaded = [setting for setting in said if setting.value]
+    if not found.failed.isdisjoint(("offload_optimizer_device", "offload_param_device")):
+        return
     if offloaded and len(offloaded) < 2:
         found.problem(
             offloaded[0],

@@ -19,6 +19,9 @@ def combine_training(found: Found) -> None:
     _data(found)
 
 
+_OF_BATCH = ("num_processes", "per_device_train_batch_size")
+
+
 def _batch(found: Found) -> None:
     """global_batch = rows of a device * accumulation * devices, where the file says all three."""
     rows, times = found.said.get("train.micro_batch"), found.said.get("~accumulate")
@@ -33,7 +36,7 @@ def _batch(found: Found) -> None:
     elif isinstance(micro, int) and devices is not None:
         size = micro * accumulated * devices
         found.set("train.global_batch", size, source, f"{micro} * {accumulated} * {devices} processes")
-    elif "train.global_batch" not in found.given:
+    elif "train.global_batch" not in found.given and found.failed.isdisjoint(_OF_BATCH):
         found.problem(
             source,
             "expected the number of devices too (num_processes) and per_device_train_batch_size, which make the batch "
@@ -64,23 +67,26 @@ def _length(found: Found) -> None:
 
 
 def _warmup(found: Found) -> None:
-    """As Trainer has it: below 1 it is a share of the steps; steps go before a share of them, unless they are 0."""
+    """As Trainer has it: below 1 it is a share of the steps; steps go before a share of them, unless they are 0.
+
+    A constant schedule has none: `constant_with_warmup` is another one.
+    """
     warmup, ratio = found.said.get("~warmup"), found.said.get("~warmup_ratio")
     steps = found.number("~warmup") or 0
-    constant = found.value("~constant") and "optim.schedule" not in found.overridden
-    remark = "its own tool ignores it beside lr_scheduler_type: constant; taken at its word" if constant else ""
+    if found.value("~constant") and "optim.schedule" not in found.overridden:
+        return
     if 0 < steps < 1:
         ratio, share = warmup, steps
     elif warmup is not None and (steps or ratio is None):
-        return found.set("optim.warmup_steps", int(steps), warmup, remark if steps else "")
+        return found.set("optim.warmup_steps", int(steps), warmup)
     else:
         share = found.number("~warmup_ratio") or 0
     if ratio is None or "optim.warmup_steps" in found.overridden:
         return
     total = found.given.get("train.steps", found.value("train.steps"))
     if isinstance(total, int):
-        found.set("optim.warmup_steps", math.ceil(share * total), ratio, remark or f"of {total} steps")
-    elif "optim.warmup_steps" not in found.given:
+        found.set("optim.warmup_steps", math.ceil(share * total), ratio, f"of {total} steps")
+    elif "optim.warmup_steps" not in found.given and "max_steps" not in found.failed:
         found.problem(ratio, "a share of the steps needs their number.\n  Set optim.warmup_steps, or max_steps.")
 
 
@@ -113,11 +119,11 @@ def _one_evaluation(found: Found) -> None:
     """Nobody asks for evaluations while training: do_eval asks for one behind it, and the best needs them."""
     steps = found.given.get("train.steps", found.value("train.steps"))
     after, best = found.said.get("~do_eval"), found.said.get("~best")
-    if "train.eval_every" in found.given:
+    if "train.eval_every" in found.given or "eval_strategy" in found.failed:
         return
     if after is not None and isinstance(steps, int):
         found.set("train.eval_every", steps, after, "one evaluation, after the last step")
-    elif after is not None:
+    elif after is not None and "max_steps" not in found.failed:
         text = "an evaluation after the last step needs the number of steps."
         found.problem(after, f"{text}\n  Set eval_strategy: steps, which evaluates then too, or train.eval_every.")
     if best is not None:
@@ -129,7 +135,7 @@ def _share_of_steps(found: Found, often: Setting, share: float) -> None:
     steps = found.given.get("train.steps", found.value("train.steps"))
     if isinstance(steps, int):
         found.set("train.eval_every", math.ceil(share * steps), often, f"of {steps} steps")
-    elif "train.eval_every" not in found.given:
+    elif "train.eval_every" not in found.given and "max_steps" not in found.failed:
         found.problem(often, "a share of the steps needs their number.\n  Set train.eval_every, or max_steps.")
 
 

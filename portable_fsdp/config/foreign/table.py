@@ -1,6 +1,7 @@
 """The table: every key of every place, and how a key of a file finds its row."""
 
 import difflib
+from collections.abc import Iterator
 from functools import cache
 
 from portable_fsdp.config.foreign.keys_accelerate import (
@@ -19,8 +20,8 @@ from portable_fsdp.config.foreign.keys_accelerate import (
 from portable_fsdp.config.foreign.keys_engines import DEEPSPEED, DEEPSPEED_ROWS, MEGATRON, MEGATRON_ROWS
 from portable_fsdp.config.foreign.keys_fsdp import FSDP, FSDP_ROWS, MIXED, PARALLEL, PARALLEL_ROWS, XLA, XLA_ROWS
 from portable_fsdp.config.foreign.keys_trainer import TRAINER, TRAINER_ROWS
-from portable_fsdp.config.foreign.keys_variables import ENVIRONMENT, VARIABLE_ROWS
-from portable_fsdp.config.foreign.rows import Row
+from portable_fsdp.config.foreign.keys_variables import ENVIRONMENT, VARIABLE_ROWS, VARIABLES
+from portable_fsdp.config.foreign.rows import Row, Set
 
 TABLE: tuple[Row, ...] = (
     *ACCELERATE_ROWS,
@@ -86,6 +87,14 @@ def find_anywhere(place: str, key: str) -> Row | None:
     return next((row for row in rows if row), None)
 
 
+def option_meant(key: str) -> str:
+    """The option (`section.key`) that a key of Trainer's or accelerate's sets by itself; empty where there is none."""
+    rows = [row for place in TOP if (row := find(place, key)) is not None]
+    answers = [answer for row in rows for _, answer in row.takes.cases()]
+    names = [name for answer in answers if isinstance(answer, Set) for name in answer.settings]
+    return next((name for name in names if not name.startswith("~")), "")
+
+
 def nested_place(place: str, key: str) -> str | None:
     """The place that a mapping under this key holds the keys of."""
     plain = _plain(key)
@@ -95,22 +104,40 @@ def nested_place(place: str, key: str) -> str | None:
 
 
 def nearest_key(place: str, key: str) -> str:
-    """The key of the table that an unknown one probably means; of two that are as near, the place's own."""
-    is_variable = place == ENVIRONMENT
-    names = {(row.place, name) for row in TABLE for name in (row.key, *row.aliases)}
-    names |= {(ACCELERATE, name) for name in NESTED}
-    likeness = {name: _likeness(key, *name) for name in sorted(names) if (name[0] == ENVIRONMENT) == is_variable}
+    """The key of the same section that an unknown one probably means; of two that are as near, the place's own."""
+    places = TOP if place in TOP else (place,)
+    names = {(row.place, name): name for row in TABLE if row.place in places for name in (row.key, *row.aliases)}
+    if place in TOP:
+        names |= {(ACCELERATE, name): name for name in NESTED}
+    if place == ENVIRONMENT:
+        names |= {(place, f"FSDP_{name}".upper()): variable for name, variable in _names_of_variables()}
+    likeness = {name: _likeness(key, *name) for name in sorted(names)}
     best = max(likeness, key=lambda name: likeness[name] + (_OWN if name[0] == place else 0))
-    return best[1] if likeness[best] > (0.5 if is_variable else 0.6) else ""
+    return names[best] if likeness[best] >= _NEAR else ""
 
 
 _OWN = 0.05  # a letter of twenty
+_NEAR = 0.8  # a letter of five, as lrr for lr; farther ones were mostly other keys
+
+
+def _names_of_variables() -> Iterator[tuple[str, str]]:
+    """What fsdp_config calls in another way than the variable that is for it."""
+    rows = {row.key: row for row in TABLE if row.place == FSDP}
+    for variable, (place, key) in VARIABLES.items():
+        yield from ((name, variable) for name in (rows[key].aliases if place == FSDP else ()))
 
 
 def _likeness(typed: str, place: str, name: str) -> float:
-    """0 to 1; the prefix of the place may be left out."""
-    spellings = {_plain(name), _bare(place, name)}
-    return max(difflib.SequenceMatcher(None, _plain(typed), spelling).ratio() for spelling in spellings)
+    """0 to 1; a prefix may be left out, that of variables makes none alike, and pp_size is no cp_size."""
+    if place == ENVIRONMENT:
+        (family, _, typed), (other, _, name) = typed.partition("_"), name.partition("_")
+        if family.lower() != other.lower():
+            return 0
+    pairs = [(_plain(typed), _plain(name)), (_bare(place, typed), _bare(place, name))]
+    mine, its = ({word for word in text.split("_") if len(word) == 2} for text in pairs[1])
+    if mine - its and its - mine:
+        return 0
+    return max(difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs)
 
 
 def _plain(key: str) -> str:

@@ -1,4 +1,4 @@
-"""The tables of refusals.py and support.py, walked: every option has one verdict, every way out leads out."""
+"""The tables of all engines, walked: every option has one verdict, every way out leads out."""
 
 import json
 import random
@@ -9,18 +9,20 @@ from typing import Any, cast
 import pytest
 import yaml
 
+from portable_fsdp.backends.devices import DEVICES
+from portable_fsdp.backends.open import ENGINES, engines_on
+from portable_fsdp.backends.support import effects_of, refusals, require_supported, rules_of, verdicts, ways_out
 from portable_fsdp.config.describe import option_names, yaml_value
-from portable_fsdp.config.refusals import ENGINES_ON, EVERY, REFUSALS, Place
+from portable_fsdp.config.rules import Place
 from portable_fsdp.config.schema import Config
-from portable_fsdp.config.support import EFFECTS, refusals, require_supported, verdicts
 from portable_fsdp.runtime.errors import BackendError, ConfigError
 
 # A global batch that all these numbers of devices divide: the batch has a test of its own.
 WHOLE = {"model": {"pretrained": "folder"}, "train": {"steps": 1, "global_batch": 64}}
 COUNTS = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (8, 1), (8, 2), (None, None), (8, None)]
 PLACES = [
-    *(Place(engine, "cpu", devices, hosts) for engine in EVERY for devices, hosts in COUNTS),
-    *(Place(engine, device, 8, 2) for device in ("cuda", "tpu") for engine in ENGINES_ON[device]),
+    *(Place(engine, "cpu", devices, hosts) for engine in ENGINES for devices, hosts in COUNTS),
+    *(Place(engine, device, 8, 2) for device in DEVICES[1:] for engine in engines_on(device)),
 ]
 FEW = [place for place in PLACES if (place.devices, place.hosts) in ((1, 1), (8, 2), (None, None))]
 
@@ -155,10 +157,14 @@ def parsed(way: str) -> dict[str, Any]:
 
 def test_every_option_of_the_schema_has_one_effect_on_each_engine() -> None:
     """A new key without a row fails here."""
-    rows = [(option, engine) for effect in EFFECTS for option in effect.options for engine in effect.engines]
-    assert len(rows) == len(set(rows)), "an option has two rows for one engine"
-    assert {option.partition("=")[0] for option, _ in rows} == set(option_names())
-    assert {rule.option for rule in REFUSALS} <= set(option_names())
+    for engine in ENGINES:
+        rows = [option for effect in effects_of(engine) for option in effect.options]
+        assert len(rows) == len(set(rows)), f"an option has two rows for {engine}"
+        taken = {option.partition("=")[0] for option in rows}
+        assert taken <= set(option_names())
+        # Without a row for any value, each value has one, or is refused: the walk below asks for all of them.
+        assert {option for option in option_names() if option not in taken} == set()
+        assert {rule.option for rule in rules_of(engine)} <= set(option_names())
 
 
 def test_walk_tries_every_value_that_a_word_can_have() -> None:
@@ -169,7 +175,7 @@ def test_walk_tries_every_value_that_a_word_can_have() -> None:
         name = {"xla_fsdp1": "XlaFsdp1"}.get(section, section.capitalize())
         [group] = [group for group in GROUPS if option in group]
         assert [value for value in words[name]["properties"][key].get("enum", []) if value not in group[option]] == []
-    assert {rule.option for rule in REFUSALS if rule.when} <= tried
+    assert {rule.option for engine in ENGINES for rule in rules_of(engine) if rule.when} <= tried
 
 
 @pytest.mark.slow
@@ -197,7 +203,7 @@ def test_a_refusal_says_key_reason_and_way_out(place: Place) -> None:
                 section, key = rule.option.split(".")
                 value = yaml_value(getattr(getattr(config, section), key))
                 assert f"{rule.option}={value} {rule.case}: {rule.reason}.\n  Set " in said
-                assert all(way in said for way in rule.ways_out(config, place))
+                assert all(way in said for way in ways_out(rule, config, place))
         else:
             assert not found
 
@@ -217,7 +223,7 @@ def support(config: Config, place: Place) -> None:
 def test_every_way_out_leads_out(place: Place) -> None:
     for settings, config in walk_at(place):
         for rule in refusals(config, place):
-            ways = rule.ways_out(config, place)
+            ways = ways_out(rule, config, place)
             assert ways, f"{settings}: no way out of {rule.option} {rule.case}"
             for way in ways:
                 after, there = follow(settings, place, way)
@@ -229,19 +235,20 @@ def test_the_first_ways_out_lead_to_a_config_that_runs(place: Place) -> None:
     for settings, _ in walk_at(place):
         after, there, steps = settings, place, 0
         while found := refusals(config_of(after), there):
-            after, there = follow(after, there, found[0].ways_out(config_of(after), there)[0])
+            after, there = follow(after, there, ways_out(found[0], config_of(after), there)[0])
             steps += 1
             assert steps < 30, f"{settings} goes in circles at {found[0]}"
 
 
 def test_every_refusal_is_met_by_the_walk_and_none_by_the_defaults() -> None:
     met = {rule for place in PLACES for _, config in walk() for rule in refusals(config, place)}
-    assert [rule for rule in REFUSALS if rule.when and rule not in met] == []
+    assert [rule for engine in ENGINES for rule in rules_of(engine) if rule.when and rule not in met] == []
     assert [rule for place in PLACES for rule in refusals(config_of({}), place)] == []
 
 
 def test_what_touches_numerics_or_memory_is_never_delegated() -> None:
-    delegated = {option for effect in EFFECTS if effect.kind == "delegated" for option in effect.options}
+    effects = [effect for engine in ENGINES for effect in effects_of(engine)]
+    delegated = {option for effect in effects if effect.kind == "delegated" for option in effect.options}
     assert delegated == {
         "sharding.forward_prefetch",
         "sharding.backward_prefetch",

@@ -1,0 +1,83 @@
+"""What both engines of torch_xla do with options, and what they need. No torch here."""
+
+from portable_fsdp.backends.options import Package
+from portable_fsdp.config.rules import Effect, Rule
+
+RULES = (
+    Rule(
+        "model.attention",
+        "on XLA",
+        lambda c, p: c.model.attention in ("sdpa", "eager"),
+        "transformers then reads a mask on the host in every step, which is a second program and a wait",
+        ("model.attention=auto", "--backend=native"),
+    ),
+    Rule(
+        "model.attention",
+        "on XLA",
+        lambda c, p: c.model.attention == "flex",
+        "torch has no kernel of flex_attention for it",
+        ("model.attention=auto", "--backend=native"),
+    ),
+    Rule(
+        "model.experts",
+        "on XLA",
+        lambda c, p: c.model.experts == "grouped_mm",
+        "it sorts tokens by expert: shapes that are known only while the step runs, and XLA compiles before",
+        ("model.experts=auto", "--backend=native"),
+    ),
+    Rule(
+        "sharding.reshard_after_forward",
+        "on XLA",
+        lambda c, p: c.sharding.reshard_after_forward is not None,
+        "weights are sharded over all devices of a replica, or gathered, and nothing between",
+        ("sharding.reshard_after_forward=null", "--backend=native"),
+    ),
+    Rule(
+        "memory.save_ops",
+        "on XLA",
+        lambda c, p: bool(c.memory.save_ops),
+        "torch_xla's checkpoint recomputes all of a layer",
+        ("memory.save_ops=[] and memory.gradient_checkpointing=full and memory.every=null", "--backend=native"),
+    ),
+    Rule(
+        "memory.cpu_offload",
+        "on XLA",
+        lambda c, p: c.memory.cpu_offload,
+        "torch_xla keeps parameters and optimizer state in device memory",
+        ("memory.cpu_offload=false", "--backend=native"),
+    ),
+)
+
+EFFECTS = (
+    Effect(
+        ("run.peer_timeout_s",),
+        "PJRT finds a lost process by its own timeouts, gloo after 30 minutes",
+        "delegated",
+    ),
+    Effect(
+        ("data.packing=documents",),
+        "the same rows on every engine; layers compare the documents' numbers, which keeps documents apart",
+    ),
+    Effect(
+        ("sharding.forward_prefetch", "sharding.backward_prefetch", "sharding.backward_prefetch_units"),
+        "XLA's scheduler decides when a gather starts",
+        "delegated",
+    ),
+    Effect(("precision.matmul",), "XLA's matmul precision, while the backend is open"),
+    Effect(
+        ("memory.gradient_checkpointing=full", "memory.gradient_checkpointing=selective", "memory.every"),
+        "torch_xla's checkpoint around a layer's forward; XLA would undo torch's",
+    ),
+    Effect(("memory.save_ops=[]",), "all of a recomputed layer is recomputed"),
+    Effect(("compile.enabled", "compile.backend"), "XLA compiles the whole step in any case", "delegated"),
+)
+
+PACKAGES = {
+    device: Package("torch_xla", f"In a checkout of portable_fsdp: pip install '.[{extra}]'")
+    for device, extra in (("cpu", "xla"), ("tpu", "tpu"))
+}
+
+NO_CUDA = {
+    "cuda": "torch_xla dropped its CUDA support with release 2.8.\n"
+    "  Use --backend=native (FSDP2 on NCCL) on GPUs; the config and the checkpoints are the same."
+}

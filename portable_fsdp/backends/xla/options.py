@@ -1,0 +1,108 @@
+"""What xla (torch_xla SPMD) does with each option. No torch here."""
+
+from portable_fsdp.backends import pjrt_options
+from portable_fsdp.backends.options import EngineOptions
+from portable_fsdp.config.rules import Effect, Rule, dtypes, is_selective
+
+RULES = (
+    Rule(
+        "precision.modules",
+        "of some layers only, with scan_layers",
+        None,
+        "all turns of the loop run one program, with one dtype for each weight",
+    ),
+    Rule(
+        "precision.reduce",
+        "with weights that rest in bfloat16",
+        lambda c, p: c.precision.reduce == "float32" and c.precision.master == "bfloat16",
+        "a gradient has the dtype of its weight",
+        ("precision.reduce=auto", "precision.master=float32", "--backend=native"),
+    ),
+    Rule(
+        "precision.reduce",
+        "with scan_layers and a lower compute dtype",
+        lambda c, p: c.precision.reduce == "float32" and c.compile.scan_layers and dtypes(c) != {"float32"},
+        "the loop's gradients have the dtype of the copies that it takes",
+        ("precision.reduce=auto", "compile.scan_layers=false"),
+    ),
+    Rule(
+        "precision.reduce",
+        "for weights in a lower dtype of other layers than linear ones and embeddings",
+        None,
+        "XLA sums a gradient in the dtype in which it is computed; precision.modules gives those layers float32",
+    ),
+    Rule(
+        "precision.reduce",
+        "with modules in float32",
+        lambda c, p: c.precision.reduce == "bfloat16" and "float32" in c.precision.modules.values(),
+        "XLA sums the gradients of those modules in their compute dtype",
+        ("precision.reduce=auto", "precision.modules={}"),
+    ),
+    Rule(
+        "compile.scan_layers",
+        "with gradient_checkpointing=selective",
+        lambda c, p: c.compile.scan_layers and is_selective(c),
+        "all turns of the loop run one program: all layers are recomputed, or none",
+        (
+            "memory.gradient_checkpointing=full and memory.every=null and memory.save_ops=[]",
+            "compile.scan_layers=false",
+        ),
+    ),
+    Rule(
+        "compile.scan_layers",
+        "with units by size",
+        lambda c, p: c.compile.scan_layers and c.sharding.wrap == "SIZE_BASED_WRAP",
+        "the loop gathers a layer as one unit",
+        ("sharding.wrap=TRANSFORMER_BASED_WRAP and sharding.min_num_params=null", "compile.scan_layers=false"),
+    ),
+    Rule(
+        "compile.scan_layers",
+        "with units by name",
+        lambda c, p: c.compile.scan_layers and bool(c.sharding.wrap_modules),
+        "the loop gathers a layer as one unit",
+        ("sharding.wrap_modules=[]", "compile.scan_layers=false"),
+    ),
+    Rule(
+        "compile.scan_layers",
+        "for layers that don't follow one another in a list of the model, or hold units (sharding.wrap_classes)",
+        None,
+        "a turn of the loop is a layer, gathered as one unit",
+    ),
+    Rule("compile.scan_layers", "for layers that differ (gemma2)", None, "all turns run one program"),
+)
+
+EFFECTS = (
+    Effect(
+        ("sharding.strategy=FULL_SHARD",),
+        "rows of each weight over all devices; a unit is gathered in forward, and again in backward",
+    ),
+    Effect(("sharding.strategy=SHARD_GRAD_OP",), "sharded at rest; one gathered compute copy a micro batch"),
+    Effect(("sharding.strategy=NO_SHARD",), "replicated; gradients are all-reduced"),
+    Effect(
+        ("sharding.strategy=HYBRID_SHARD", "sharding.strategy=HYBRID_SHARD_ZERO2"),
+        "the mesh (replicate, shard): weights over shard, rows of a batch over both",
+    ),
+    Effect(
+        ("sharding.wrap", "sharding.wrap_modules", "sharding.min_num_params"),
+        "each unit casts its weights, and splits its output by rows, so that it is gathered and freed by itself",
+    ),
+    Effect(("precision.compute",), "weights are cast at use, inside their unit"),
+    Effect(("precision.reduce",), "gradients are summed in the compute dtype, which is this one"),
+    Effect(("precision.reduce=float32",), "gradients are computed in float32, and so summed"),
+    Effect(("precision.reduce=auto",), "the dtype that the weight is cast to at use"),
+    Effect(("precision.modules",), "their weights and inputs are cast to it, their outputs back"),
+    Effect(("compile.scan_layers=true",), "torch_xla's scan: one program for all layers"),
+)
+
+OPTIONS = EngineOptions(
+    name="xla",
+    engine="portable_fsdp.backends.xla.engine:XlaBackend",
+    packages=pjrt_options.PACKAGES,
+    made_for=("tpu",),
+    example_device="tpu",
+    rules=(*pjrt_options.RULES, *RULES),
+    effects=(*pjrt_options.EFFECTS, *EFFECTS),
+    processes=lambda device, wanted, count: 1,  # which drives all devices of the host
+    launcher_counts_devices=False,
+    other_devices=pjrt_options.NO_CUDA,
+)

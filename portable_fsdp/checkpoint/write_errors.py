@@ -1,0 +1,87 @@
+"""A write error of a save in words: its cause in the folder, what is saved, and the way out. Never raises itself."""
+
+import errno
+import os
+from pathlib import Path
+
+from portable_fsdp.checkpoint import storage
+from portable_fsdp.checkpoint.format import committed_steps
+from portable_fsdp.runtime.memory import in_units
+
+_FULL = {
+    errno.ENOSPC: "No space is left in {folder}{sizes}.",
+    errno.EDQUOT: "Your quota in {folder} is used up{sizes}.",
+}
+_HEADERS = 1 << 20  # bytes: room for the manifest and the files' headers
+_CAUSES = {
+    errno.EFBIG: "A file in {folder} may not become that large: raise the limit (ulimit -f).",
+    errno.EROFS: "{folder} is mounted read-only: mount it for writing.",
+    errno.EACCES: "{folder} belongs to somebody else: make it writable.",
+    errno.EPERM: "{folder} belongs to somebody else: make it writable.",
+    errno.EIO: "The storage below {folder} failed: the system's log (dmesg) says why.",
+}
+
+
+def cause(error: OSError, folder: Path, needed_bytes: int = 0, freed_bytes: int = 0) -> str:
+    """One sentence, or nothing for an error that says all by itself.
+
+    `needed_bytes`: of what is written. `freed_bytes`: of its files that lie there now, and are removed.
+    """
+    number = error.errno or 0
+    if number not in _FULL:
+        return _CAUSES.get(number, "").format(folder=folder)
+    free = _free_bytes(folder)
+    sizes = ""
+    if free is not None and needed_bytes:
+        sizes = f": {in_units(needed_bytes)} are needed, {in_units(free + freed_bytes)} are free"
+    return _FULL[number].format(folder=folder, sizes=sizes)
+
+
+def with_cause(error: Exception, folder: Path) -> str:
+    """The error, and below it its cause in `folder`, if it is one that a folder has."""
+    reason = cause(error, folder) if isinstance(error, OSError) else ""
+    return f"{error}\n  {reason}" if reason else str(error)
+
+
+def way_out(error: OSError, folder: Path, needed_bytes: int = 0, unfinished: Path | None = None) -> str:
+    """Lines for the end of a message, each after a line break: the cause, what is saved in `folder`, what to do.
+
+    `needed_bytes`: of the checkpoint. `unfinished`: its folder, which the failed save removes.
+    """
+    freed = 0 if unfinished is None else _bytes_in(unfinished)
+    reason = cause(error, folder, needed_bytes, freed)
+    steps: list[Path] | None = None
+    try:
+        steps = committed_steps(folder)
+    except Exception:  # the storage that failed may not answer either
+        return f"\n  {reason}" if reason else ""
+    rerun = "rerun the same command: it " + (f"resumes from {steps[0].name}" if steps else "begins anew")
+    if error.errno in _FULL:
+        free = _free_bytes(folder)
+        missing = needed_bytes + _HEADERS - (free or 0) - freed
+        room = f"{in_units(missing)} there" if free is not None and missing > 0 else "room there"
+        prune = f" (python -m portable_fsdp.checkpoint prune {folder} --keep 1)" if len(steps) > 1 else ""
+        rerun = f"Free {room}{prune} and {rerun}"
+    else:
+        rerun = f"Then {rerun}"
+    saved = f"The last saved checkpoint is {steps[0]}." if steps else "No checkpoint was saved before it."
+    elsewhere = "checkpoint.dir=ANOTHER" + (f" checkpoint.resume={steps[0]}" if steps else "")
+    return "".join(f"\n  {line}" for line in (reason, saved, f"{rerun}.", f"Or save elsewhere: {elsewhere}.") if line)
+
+
+def _free_bytes(folder: Path) -> int | None:
+    """That this user may fill; None where nobody knows."""
+    if storage.is_object_store(folder):
+        return None
+    try:
+        status = os.statvfs(folder)
+    except OSError:
+        return None
+    return status.f_bavail * status.f_frsize
+
+
+def _bytes_in(folder: Path) -> int:
+    try:
+        return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    except Exception:  # other processes remove their files too
+        return 0

@@ -1,0 +1,53 @@
+"""How a config's batch and its model lie over the devices of a run."""
+
+import math
+
+from portable_fsdp.config.schema import Config
+from portable_fsdp.runtime.errors import ConfigError
+
+
+def check_batch(config: Config, data_parallel_size: int) -> int:
+    """Micro batches per step (gradient accumulation): global_batch / (micro_batch * data_parallel_size devices).
+
+    Raises ConfigError when that leaves a remainder, and names the nearest batch sizes that fit.
+    """
+    train = config.train
+    rows = train.micro_batch * data_parallel_size
+    if train.global_batch % rows == 0:
+        return train.global_batch // rows
+    below = train.global_batch // rows * rows
+    global_batches = [str(size) for size in (below, below + rows) if size > 0]
+    fits = f"train.global_batch={' or '.join(global_batches)}"
+    if micro_batches := _micro_batches_that_fit(train.global_batch, train.micro_batch, data_parallel_size):
+        fits += f", or train.micro_batch={' or '.join(map(str, micro_batches))}"
+    raise ConfigError(
+        f"train.global_batch: expected a multiple of train.micro_batch * devices = {train.micro_batch} * "
+        f"{data_parallel_size} = {rows} sequences, found {train.global_batch}.\n  Set {fits}. Nothing was started."
+    )
+
+
+def mesh_axes(config: Config, devices: int, hosts: int) -> dict[str, int]:
+    """Devices along each axis of the mesh, the outermost first: `replicate` copies of the model, each over `shard`.
+
+    One copy a host under HYBRID_SHARD* if it doesn't say. Another axis (tensor, context, expert) has its place here.
+    """
+    match config.sharding.strategy:
+        case "FULL_SHARD" | "SHARD_GRAD_OP":
+            replicas = 1
+        case "NO_SHARD":
+            replicas = devices
+        case "HYBRID_SHARD" | "HYBRID_SHARD_ZERO2":
+            replicas = config.sharding.replicas or hosts
+    return {"replicate": replicas, "shard": devices // replicas}
+
+
+def _micro_batches_that_fit(global_batch: int, micro_batch: int, devices: int) -> list[int]:
+    """The divisors of a device's share of the global batch next below and above `micro_batch`."""
+    share, rest = divmod(global_batch, devices)
+    if rest:
+        return []
+    small = [size for size in range(1, math.isqrt(share) + 1) if share % size == 0]
+    divisors = sorted({*small, *(share // size for size in small)})
+    below = [size for size in divisors if size < micro_batch]
+    above = [size for size in divisors if size > micro_batch]
+    return below[-1:] + above[:1]

@@ -1,0 +1,351 @@
+"""`model.architecture`: a mapping of the YAML file, or a config.json; read as transformers' `from_pretrained` reads it.
+
+transformers takes any key: one that it doesn't know becomes an attribute that nothing reads, and so does a misspelt
+one. What a class reads stands in no one place: it has fields, other names for them, keys of older files that it
+converts while it reads (`rotary_pct`, `torch_dtype`), and keys that the model's code asks for. A key is refused if none
+of these is it, and
+
+- it is one letter off one of them: a typing mistake, in a file too; or
+- it was typed here. A published config.json carries keys of the tool that wrote it, which transformers ignores as well;
+  such a file, or what was pasted of it (told by `_MARKS`), may have them. So may `key: false` or null, which asks for
+  nothing.
+"""
+
+import dataclasses
+import difflib
+import inspect
+import json
+import logging
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.runtime.strict_json import parse_json
+
+log = logging.getLogger("portable_fsdp")
+
+_MARKS = frozenset(
+    {"architectures", "transformers_version", "auto_map", "_name_or_path"}
+    | {"tokenizer_class", "is_llama_config"}  # of conversions from other tools
+)
+"""Keys that stand in config.json files and that nobody types, since they change nothing in training."""
+
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "ffn_dim", "num_hidden_layers", "num_attention_heads")
+"""Which a model is made of, by transformers' common names; a class may have its own (`n_embd`) in `attribute_map`."""
+
+_READS_OF_A_CONFIG = re.compile(
+    r"""kwargs\.(?:pop|get|setdefault)\(\s*["'](\w+)"""
+    r"""|kwargs\[["'](\w+)"""
+    r"""|["'](\w+)["'] (?:not )?in kwargs"""
+    r"""|getattr\(\s*[\w.]*config, ["'](\w+)"""
+    r"""|config\.(\w+)"""
+)
+_MAX_BYTES = 16 * 2**20
+
+
+def architecture_mapping(architecture: Mapping[str, Any] | str) -> dict[str, Any]:
+    """The mapping itself, or what the config.json holds that is named, or that lies in the folder that is named.
+
+    Needs no torch. Raises ConfigError for a file that isn't there, or is no config.json of transformers.
+    """
+    if not isinstance(architecture, str):
+        return dict(architecture)
+    path = Path(architecture)
+    if _is(Path.is_dir, path):
+        path /= "config.json"
+    if not _is(Path.is_file, path):
+        raise ConfigError(
+            f"model.architecture: expected a mapping, a config.json or a folder that holds one, found no file: {path}\n"
+            "  The path is taken from the folder that the run starts in. Nothing was started."
+        )
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise ValueError(f"expected at most {_MAX_BYTES:,} bytes, found {path.stat().st_size:,}")
+        # Infinity isn't JSON's, but Mamba 2's files have it.
+        values = parse_json(path.read_bytes(), constant=float)
+    except (ValueError, OSError) as error:
+        raise ConfigError(
+            f"model.architecture: {path}: can't be read as JSON: {str(error).rstrip('.')}. Nothing was started."
+        ) from None
+    if not isinstance(values, dict) or not isinstance(cast(dict[str, Any], values).get("model_type"), str):
+        raise ConfigError(
+            f"model.architecture: {path}: expected a config.json of transformers, found no `model_type` in it.\n"
+            "  Add it (llama, qwen3, gpt2, ...), or name another file. Nothing was started."
+        )
+    return cast(dict[str, Any], values)
+
+
+def _is(kind: Callable[[Path], bool], path: Path) -> bool:
+    try:
+        return kind(path)
+    except (OSError, ValueError):  # a name that no file can have
+        return False
+
+
+def read_architecture(architecture: Mapping[str, Any] | str) -> Any:
+    """The transformers config, of a causal language model, with all values as `from_pretrained` would have them.
+
+    Raises ConfigError for keys that nothing reads (see above), for sizes that aren't given, and for what transformers
+    refuses. The log names what has no effect.
+    """
+    config, remarks = _read_and_checked(architecture)
+    for remark in remarks:
+        log.warning("model.architecture: %s", remark)
+    return config
+
+
+def check_architecture(architecture: Mapping[str, Any] | str) -> None:
+    """Raises what `read_architecture` raises, and logs nothing."""
+    _read_and_checked(architecture)
+
+
+def _read_and_checked(architecture: Mapping[str, Any] | str) -> tuple[Any, list[str]]:
+    """The config, and remarks on what has no effect."""
+    values = architecture_mapping(architecture)
+    is_file = isinstance(architecture, str)
+    where = f"model.architecture: {architecture}: " if is_file else "model.architecture."
+    is_published = is_file or not _MARKS.isdisjoint(values)
+    kind = _class_of(str(values["model_type"]), where)
+    dropout = [key for key, value in values.items() if "drop" in key and type(value) in (int, float) and value]
+    if dropout and not is_published:
+        raise ConfigError(
+            f"{where}{dropout[0]}: expected 0, found {values[dropout[0]]}: dropout is not built yet.\n"
+            "  Leave it out. Nothing was started."
+        )
+    config: Any = None
+    failure: Exception | None = None
+    try:
+        config = _read(values)
+    except Exception as error:  # transformers validates with exceptions of many classes, all about these values
+        failure = error
+    unread = _refuse_unread(kind, config, values, where, is_published)
+    _refuse_missing_sizes(kind, config, values, where)
+    _refuse_wrong_numbers(kind, values, where)
+    if failure is not None:
+        raise ConfigError(
+            f"{where.rstrip('.: ')}: transformers refuses it: {last_line(failure)}\n"
+            "  Change the key that it names. Nothing was started."
+        ) from failure
+    dropped = dict(_dropped_rotary(config, values))
+    if dropped and not is_published:
+        name, value = next(iter(dropped.items()))
+        raise ConfigError(
+            f"{where}{name}: expected a value that the model takes, found {value}, which {kind.__name__} drops: its "
+            f"rope_parameters are {config.rope_parameters}.\n  Leave it out. Nothing was started."
+        )
+    remarks = {
+        f"{kind.__name__} reads no {', '.join(unread)}: without effect": unread,
+        f"{', '.join(dropout)}: taken as 0, since dropout is not built yet": dropout,
+        f"{kind.__name__} drops {', '.join(dropped)}, as from_pretrained does": dropped,
+    }
+    return config, [remark for remark, keys in remarks.items() if keys]
+
+
+def last_line(error: Exception) -> str:
+    """Of what it says; its class where it says nothing."""
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+    return lines[-1].strip() if lines else type(error).__name__
+
+
+def _class_of(model_type: str, where: str) -> Any:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    causal = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    if model_type not in causal:
+        near = difflib.get_close_matches(model_type, causal, n=3)
+        raise ConfigError(
+            f"{where}model_type: expected a causal language model of transformers, found {model_type!r}."
+            + (f"\n  nearest: {', '.join(near)}." if near else "")
+        )
+    return CONFIG_MAPPING[model_type]
+
+
+def _read(values: Mapping[str, Any]) -> Any:
+    """Through a file: `from_pretrained` alone has all that transformers does to what it reads."""
+    from transformers import AutoConfig
+
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(values), encoding="utf-8")
+        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    config._name_or_path = ""
+    for key in ("auto_map", "quantization_config"):  # of the weights and the code that came with the file
+        if key in vars(config):
+            delattr(config, key)
+    return config
+
+
+# -------------------------------------------------------------------------------------------- keys that nothing reads
+
+
+def _refuse_unread(kind: Any, config: Any, values: Mapping[str, Any], where: str, is_published: bool) -> list[str]:
+    """Raises ConfigError for a key that is a mistake; returns the others that nothing reads.
+
+    `config`: None where transformers refuses the values; then its own conversions can't be seen at work.
+    """
+    unread: list[str] = []
+    for part, inside, its_config in _mappings_in(kind, config, values):
+        its_kind = type(its_config) if its_config is not None else kind
+        held: Mapping[str, Any] = inside if its_config is None else vars(its_config)  # without what was converted
+        plain = {*_fields(its_kind), *its_kind.attribute_map}
+        # What begins with _ is transformers' own note to itself; nobody types it.
+        extra = [name for name in inside if name in held and name not in plain and not name.startswith("_")]
+        known = plain | _known_to_code(its_kind) if extra else plain
+        for name in extra:
+            if name in known:
+                continue
+            # Files have tokens of many names (eod_token_id), and the model doesn't depend on them.
+            near = [key for key in known if _is_one_letter_off(name, key) and not name.endswith("_token_id")]
+            if not near and not is_published:
+                near = difflib.get_close_matches(name, known, n=1, cutoff=0.9)
+            if near or not (is_published or inside[name] is None or inside[name] is False):
+                raise _unknown_key(f"{where}{part}{name}", name, its_kind, near or known)
+            unread.append(f"{part}{name}")
+        for name in ("rope_parameters", "rope_scaling"):
+            _refuse_misspelt_rope(inside.get(name), f"{where}{part}{name}")
+    return unread
+
+
+def _refuse_misspelt_rope(rope: Any, where: str) -> None:
+    """Of rotary embeddings; transformers warns of other keys, which some models' code reads."""
+    from transformers.modeling_rope_utils import RopeParameters
+
+    known = {"type", *RopeParameters.__annotations__}
+    for name, value in cast(dict[str, Any], rope).items() if isinstance(rope, dict) else ():
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+        if near and name not in known:
+            raise ConfigError(f"{where}.{name}: unknown key.\n  nearest: {near[0]}.")
+        _refuse_misspelt_rope(value, f"{where}.{name}")  # for each kind of layer
+
+
+def _unknown_key(place: str, name: str, kind: Any, candidates: Iterable[str]) -> ConfigError:
+    near = difflib.get_close_matches(name, sorted(candidates), n=1)
+    return ConfigError(
+        f"{place}: unknown key of {kind.__name__}."
+        + (f"\n  nearest: {near[0]}." if near else f"\n  It has: {', '.join(sorted(_fields(kind)))}.")
+    )
+
+
+def _is_one_letter_off(name: str, key: str) -> bool:
+    """One is missing, too many, another, or two have changed places; short keys (`d_inner`, `n_inner`) are often so."""
+    begin = _common_start(name, key)
+    name, key = name[begin:], key[begin:]
+    end = _common_start(name[::-1], key[::-1])
+    name, key = name[: len(name) - end], key[: len(key) - end]
+    is_swap = len(name) == 2 and name == key[::-1]
+    return begin + end > 7 and (max(len(name), len(key)) == 1 or is_swap)
+
+
+def _common_start(one: str, other: str) -> int:
+    """How many letters are the same."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _mappings_in(kind: Any, config: Any, values: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any], Any]]:
+    """The mapping itself and those of its parts (`text_config.`), each with the config that was read of it."""
+    yield "", {key: value for key, value in values.items() if key != "model_type"}, config
+    for key in kind.sub_configs if config is not None else ():
+        part, inside = getattr(config, key, None), values.get(key)
+        if isinstance(inside, dict) and part is not None:
+            for below, mapping, its_config in _mappings_in(type(part), part, cast(dict[str, Any], inside)):
+                yield f"{key}.{below}", mapping, its_config
+
+
+@cache
+def _known_to_code(kind: Any) -> frozenset[str]:
+    """Keys that transformers' code asks a config of this class for: the code of the class, its bases and its model."""
+    bases = [base for base in kind.__mro__ if base.__module__.startswith("transformers.")]
+    codes = [*map(inspect.getsource, bases), *_code_of_models(kind)]
+    names = {name for code in codes for found in _READS_OF_A_CONFIG.findall(code) for name in found if name}
+    properties = {name for name, value in inspect.getmembers_static(kind) if isinstance(value, property)}
+    named = {name for name in names if not callable(getattr(kind, name, None))}
+    return frozenset({*named, *properties, "tie_word_embeddings"})  # which the base of all models asks for
+
+
+def _code_of_models(kind: Any) -> list[str]:
+    """As text: to import a model takes a second."""
+    return [path.read_text(encoding="utf-8") for path in Path(inspect.getfile(kind)).parent.glob("modeling_*.py")]
+
+
+def _fields(kind: Any) -> dict[str, Any]:
+    """Name -> default."""
+    return {field.name: field.default for field in dataclasses.fields(kind)}
+
+
+def _dropped_rotary(config: Any, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Keys and values of rotary embeddings that don't reach the model: another value stands in `rope_parameters`, or
+    its code rotates whole heads whatever that says."""
+    rotary: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    each = [rotary, *(inside for inside in rotary.values() if isinstance(inside, dict))]
+    taken = [value for inside in each for value in inside.values()]
+    for name, value, its_config in _named_numbers(config, values):
+        is_rotary = "rope" in name or "rotary" in name
+        if rotary and is_rotary and value not in taken and getattr(its_config, name, None) != value:
+            yield name, value
+    name = "partial_rotary_factor"
+    is_given = f'"{name}"' in json.dumps(values, default=str)  # at any depth; else it is the class's own
+    factor = next((inside[name] for inside in each if inside.get(name, 1) != 1), None)
+    if is_given and factor is not None and not any(name in code for code in _code_of_models(type(config))):
+        yield name, factor
+
+
+def _named_numbers(config: Any, values: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Name and value of each number, and the config that a model would ask for it.
+
+    Of a part too (dbrx's attn_config): the whole config, unless the part has rotary parameters of its own.
+    """
+    for name, value in values.items():
+        if type(value) in (int, float):
+            yield name, value, config
+        elif name in type(config).sub_configs and isinstance(value, dict):
+            part = getattr(config, name, None)
+            if part is not None and not hasattr(part, "rope_parameters"):
+                numbers = _named_numbers(part, cast(dict[str, Any], value))
+                yield from ((below, number, None) for below, number, _ in numbers)
+
+
+# ------------------------------------------------------------------------------------------------------------- sizes
+
+
+def _refuse_missing_sizes(kind: Any, config: Any, values: Mapping[str, Any], where: str) -> None:
+    """transformers has a default for each, which is some published model's: 6.7 billion parameters for llama."""
+    missing = dict(_missing_sizes(kind, config, values))
+    if missing:
+        defaults = ", ".join(f"{name}={default}" for name, default in missing.items())
+        raise ConfigError(
+            f"{where.rstrip('.: ')}: expected the sizes of the model, found no {', '.join(missing)} of "
+            f"{kind.__name__}.\n  Add {'them' if len(missing) > 1 else 'it'}; transformers would take {defaults}. "
+            "Nothing was started."
+        )
+
+
+def _refuse_wrong_numbers(kind: Any, values: Mapping[str, Any], where: str) -> None:
+    for name, value in values.items():
+        is_size = kind.attribute_map.get(name, name) in {kind.attribute_map.get(size, size) for size in _SIZES}
+        if (is_size and isinstance(value, int) and value < 1) or value != value:  # NaN
+            expected = "a size of at least 1" if is_size else "a number"
+            raise ConfigError(f"{where}{name}: expected {expected}, found {value}. Nothing was started.")
+
+
+def _missing_sizes(kind: Any, config: Any, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Name and default of each size that isn't given, by any of its names, nor by a key that transformers converts."""
+    own_name: Callable[[str], str] = lambda key: kind.attribute_map.get(key, key)  # noqa: E731
+    given, defaults = {own_name(key) for key in values}, _fields(kind)
+    for name in dict.fromkeys(map(own_name, _SIZES)):
+        default = defaults.get(name)
+        if isinstance(default, int) and name not in given and getattr(config, name, default) == default:
+            yield name, default
+    if config is None or not kind.sub_configs:
+        return
+    try:
+        text = config.get_text_config(decoder=True)
+    except ValueError:  # transformers': it has several
+        return
+    for key in kind.sub_configs:
+        if key not in values and getattr(config, key, None) is text and text.to_dict() == type(text)().to_dict():
+            yield key, f"that of {type(text).__name__}()"

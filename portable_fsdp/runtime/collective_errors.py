@@ -1,0 +1,81 @@
+"""What fails on one process is raised on all of them, so that none waits in a collective for one that has given up."""
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar, cast
+
+from portable_fsdp.runtime.errors import PortableFSDPError, TrainingError
+
+T = TypeVar("T")
+
+
+class Processes(Protocol):
+    """What is asked of a backend."""
+
+    @property
+    def process(self) -> Any: ...  # with an index
+
+    def agree(self, value: T) -> T: ...
+
+    def gather(self, value: T) -> list[T]: ...
+
+
+def as_error_of_all(error: Exception) -> PortableFSDPError:
+    """An error of ours as it is; another one by its class and words, since not every exception can be sent."""
+    return error if isinstance(error, PortableFSDPError) else TrainingError(f"{type(error).__name__}: {error}")
+
+
+def on_process_0(
+    processes: Processes, work: Callable[[], T], as_error: Callable[[Exception], PortableFSDPError] = as_error_of_all
+) -> T:
+    """`work()` of process 0, on all processes; what it raises is raised on all of them. *collective*
+
+    `as_error`: what the others get for it.
+    """
+    result: T | None = None
+    failure: Exception | None = None
+    if processes.process.index == 0:
+        try:
+            result = work()
+        except Exception as error:
+            failure = error
+    result, error = processes.agree((result, None if failure is None else as_error(failure)))
+    if error is not None:
+        _raise(error, failure)
+    return cast(T, result)
+
+
+def on_each_process(processes: Processes, work: Callable[[], T]) -> T:
+    """`work()` of this process, once it is done on all. *collective*
+
+    Raises what it raised here; or else what the first process raised that failed, with its number.
+    """
+    result: T | None = None
+    failure: Exception | None = None
+    try:
+        result = work()
+    except Exception as error:
+        failure = error
+    errors = processes.gather(None if failure is None else as_error_of_all(failure))
+    for index, error in enumerate(errors):
+        if failure is not None:
+            _raise(as_error_of_all(failure), failure)
+        if error is not None:
+            raise type(error)(f"process {index}: {error}")
+    return cast(T, result)
+
+
+def raise_together(
+    processes: Processes, failure: Exception | None, as_error: Callable[[Exception], PortableFSDPError]
+) -> None:
+    """Raise on all processes what the first of them has failed with; nothing where none has. *collective*"""
+    own = None if failure is None else as_error(failure)
+    first = next((error for error in processes.gather(own) if error is not None), None)
+    if first is not None:
+        _raise(first, failure if str(own) == str(first) else None)
+
+
+def _raise(error: PortableFSDPError, failure: Exception | None) -> None:
+    """Where it happened, a fault of the program keeps its own traceback."""
+    if failure is not None and type(error) is TrainingError and not isinstance(failure, PortableFSDPError | OSError):
+        raise failure
+    raise error from (None if isinstance(failure, PortableFSDPError) else failure)

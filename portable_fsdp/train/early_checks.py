@@ -1,0 +1,128 @@
+"""What a config names on this host, checked before torch and transformers are imported, which takes seconds.
+
+A start without a launcher calls this; the run itself checks the same again, on all of its processes together. Asks no
+hub and no object store.
+"""
+
+import math
+import os
+from pathlib import Path
+from typing import Any, cast
+
+from portable_fsdp.checkpoint.changes import differences
+from portable_fsdp.checkpoint.files import verify_hash, verify_size
+from portable_fsdp.checkpoint.format import committed_steps, read_manifest, require_checkpoint, step_of
+from portable_fsdp.checkpoint.storage import is_object_store, locate
+from portable_fsdp.config.schema import Config
+from portable_fsdp.data.sources import EXAMPLES, files_of
+from portable_fsdp.data.tokenize import require_tokenizer_folder
+from portable_fsdp.models.architecture import architecture_mapping
+from portable_fsdp.runtime.errors import CheckpointError, ConfigError, DataError
+from portable_fsdp.runtime.hub import is_hub_id, require_folder_or_hub_id
+
+
+def check_paths(config: Config) -> None:
+    """Raises ConfigError or DataError for a run.dir that can't be written to, and for a model, a tokenizer or files of
+    data that aren't there; CheckpointError for a checkpoint.resume that isn't there."""
+    require_writable(Path(config.run.dir))
+    if config.model.architecture is not None:
+        architecture_mapping(config.model.architecture)
+    if config.model.pretrained is not None:
+        require_folder_or_hub_id("model.pretrained", config.model.pretrained)
+    if config.data.tokenizer not in ("auto", "bytes") and not is_hub_id(config.data.tokenizer):
+        require_tokenizer_folder(Path(config.data.tokenizer), "data.tokenizer")
+    for part in config.data.mixture or (config.data,):
+        if part.source in EXAMPLES:
+            files_of(part)
+    if config.checkpoint.resume not in ("auto", "none"):
+        own, other = checkpoint_folder(config), locate(config.checkpoint.resume)
+        # Where it has some of its own, the run may have begun at the other, and goes on from its own.
+        if not (is_object_store(own) or is_object_store(other) or committed_steps(own)):
+            require_checkpoint(other)
+
+
+def checkpoint_folder(config: Config) -> Path:
+    """Where the run's checkpoints lie. Raises CheckpointError for an URL of no store."""
+    return locate(config.checkpoint.dir or Path(config.run.dir) / "checkpoints")
+
+
+def nothing_left(config: Config) -> str | None:
+    """What to say of a run whose newest checkpoint, whole as far as `checkpoint.verify` asks, is that of its last step.
+
+    None where the run itself has to look: it isn't finished, its config is another now, a file that it read is newer,
+    or there is something to do.
+    """
+    folder, checkpoint = checkpoint_folder(config), config.checkpoint
+    if checkpoint.resume != "auto" or checkpoint.export or config.train.steps is None or is_object_store(folder):
+        return None
+    last = min(config.train.steps, config.train.stop_at or config.train.steps)
+    newest = next(iter(committed_steps(folder)), None)
+    if newest is None or (step_of(newest) or 0) < last:
+        return None
+    try:
+        manifest = read_manifest(newest)
+        if any(one.makes_curve for one in differences(manifest, saved_config(config), None, None, is_own=True)):
+            return None
+        begun = [path.stat().st_mtime for path in (newest, Path(config.run.dir) / "config.yaml") if path.exists()]
+        if (files := _files_read(config)) is None or any(path.stat().st_mtime > min(begun) for path in files):
+            return None
+        for file in manifest.files:
+            if checkpoint.verify != "off":
+                verify_size(newest, file)
+            if checkpoint.verify == "full":
+                verify_hash(newest, file)
+    except (CheckpointError, DataError, OSError):
+        return None
+    return f"step {manifest.step} of {last} is saved already: nothing left to train"
+
+
+def _files_read(config: Config) -> list[Path] | None:
+    """The files that a run of this config reads; None where a hub has them, which only a download would tell."""
+    files: list[Path] = []
+    folders = [config.model.pretrained, config.data.tokenizer, config.data.eval_split]
+    for part in config.data.mixture or (config.data,):
+        if part.source in EXAMPLES:
+            files += files_of(part)
+        elif part.source == "huggingface":
+            folders.append(part.path)
+    for name in folders:
+        if name is None or name in ("auto", "bytes") or str(name).endswith("%"):
+            continue
+        path = Path(str(name))
+        if not path.exists():
+            return None
+        files += [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    return files
+
+
+def saved_config(config: Config) -> dict[str, Any]:
+    """The config as a checkpoint holds it: JSON, with what the file holds that `model.architecture` names, since that
+    may have changed when the run is resumed."""
+    values = config.model_dump(mode="json")
+    if config.model.architecture is not None:
+        values["model"]["architecture"] = _as_json(architecture_mapping(config.model.architecture))
+    return values
+
+
+def _as_json(value: Any) -> Any:
+    """Infinities as transformers writes them: JSON has none."""
+    match value:
+        case dict():
+            return {key: _as_json(inside) for key, inside in cast(dict[str, Any], value).items()}
+        case list() | tuple():
+            return [_as_json(inside) for inside in cast(list[Any], value)]
+        case float() if math.isinf(value):
+            return {"__float__": "Infinity" if value > 0 else "-Infinity"}
+        case _:
+            return value
+
+
+def require_writable(folder: Path) -> None:
+    """Raises ConfigError for a run.dir that can't be made or written to."""
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        problem = "a folder that this user may not write to" if nearest.is_dir() else "a file"
+        raise ConfigError(
+            f"run.dir: expected a folder that can be written to, or a new one: {folder}\n  found {problem}: {nearest}\n"
+            "  Set run.dir to another folder. Nothing was started."
+        )

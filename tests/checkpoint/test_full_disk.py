@@ -1,0 +1,112 @@
+"""A save that its folder has no room for, or that it may not write to: what the run says, and what lies there."""
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from plain_backend import PlainBackend, checkpoints, in_processes, load, save_once, small_model, snapshot
+
+from portable_fsdp.checkpoint import storage
+from portable_fsdp.runtime.errors import CheckpointError
+
+FILL = """
+import sys
+from pathlib import Path
+sys.path[:0] = [sys.argv[3]]
+import torch
+from plain_backend import PlainBackend, checkpoints, in_processes
+folder = Path(sys.argv[1]) / "run"
+
+def work(backend):
+    model = torch.nn.Linear(100, 100)
+    opened = checkpoints(folder, backend, {"async_save": sys.argv[2] == "True"})
+    for step in range(1, 9):
+        opened.save(step, model, torch.optim.SGD(model.parameters()), (0, step))
+    opened.wait()
+
+for error in in_processes(2, work):
+    print(type(error).__name__, error)
+print(*sorted(path.name for path in folder.iterdir()))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_full_disk_names_the_folder_and_the_way_out_on_all_processes(tmp_path: Path, is_async: bool) -> None:
+    """A file system of 192 KiB, in a namespace of its own; a checkpoint takes 40 KiB and more."""
+    mounted = ["unshare", "--mount", "--propagation=private", "sh", "-c"]
+    mounted += ['mount -t tmpfs -o size=192k tmpfs "$0" && exec "$@"', str(tmp_path)]
+    script = [sys.executable, "-c", FILL, str(tmp_path), str(is_async), str(Path(__file__).parent)]
+    ended = subprocess.run([*mounted, *script], capture_output=True, text=True, check=False)
+    *said, left = ended.stdout.splitlines()
+    steps, run = left.split(), tmp_path / "run"
+    assert len(steps) > 1, ended.stderr
+    assert all(len(name) == len("step-00000001") for name in steps), "debris"
+    assert len(said) % 2 == 0
+    assert said[: len(said) // 2] == said[len(said) // 2 :], "both processes say the same"
+    assert said[0].startswith(f"CheckpointError checkpoint step-{len(steps) + 1:08d}: ")
+    assert "OSError: [Errno 28] No space left on device: " in said[0]
+    assert said[1].startswith(f"  No space is left in {run}: 40 KiB are needed, ")
+    assert said[2] == f"  The last saved checkpoint is {run / steps[-1]}."
+    assert said[3].endswith(
+        f"MiB there (python -m portable_fsdp.checkpoint prune {run} --keep 1) and rerun the same command: it resumes "
+        f"from {steps[-1]}."
+    )
+    assert said[4] == f"  Or save elsewhere: checkpoint.dir=ANOTHER checkpoint.resume={run / steps[-1]}."
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(
+    ("number", "file", "lines"),
+    [
+        (errno.EDQUOT, "shard-00001", ["process 1 could not write: OSError", "Your quota in FOLDER is used up: "]),
+        (errno.EFBIG, "shard-00000", ["process 0 could not write: OSError", "FOLDER may not become that large: raise"]),
+        (errno.EROFS, "manifest", ["step-00000006: OSError: ", "FOLDER is mounted read-only: mount it for writing."]),
+        (errno.EACCES, "attempt", ["step-00000006: PermissionError: ", "FOLDER belongs to somebody else: make it"]),
+        (
+            errno.EIO,
+            "shard-00001",
+            ["process 1 could not write: ", "The storage below FOLDER failed: "],
+        ),
+        (errno.EBUSY, "manifest", ["step-00000006: OSError: "]),
+    ],
+    ids=lambda value: errno.errorcode[value] if isinstance(value, int) else None,
+)
+def test_each_error_of_a_write_says_what_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, file: str, lines: list[str], is_async: bool
+) -> None:
+    save_once(tmp_path, step=5, seed=1)
+    real = storage.write
+
+    def write(path: Path, chunks: Iterable[bytes | memoryview], *, durable: bool = True) -> None:
+        if path.name.startswith(file):
+            raise OSError(number, os.strerror(number), str(path))
+        real(path, chunks, durable=durable)
+
+    monkeypatch.setattr(storage, "write", write)
+
+    def work(backend: PlainBackend) -> None:
+        opened = checkpoints(tmp_path, backend, {"async_save": is_async})
+        opened.save(6, *small_model(seed=2), (0, 0))
+        opened.wait()
+
+    results = in_processes(2, work)
+    assert {type(result) for result in results} == {CheckpointError}
+    [message] = {str(result) for result in results}
+    for line in lines:
+        assert line.replace("FOLDER", str(tmp_path)) in message, message
+    assert f"\n  The last saved checkpoint is {tmp_path / 'step-00000005'}.\n" in message
+    assert "rerun the same command: it resumes from step-00000005.\n" in message
+    assert message.endswith(f"checkpoint.dir=ANOTHER checkpoint.resume={tmp_path / 'step-00000005'}.")
+    monkeypatch.undo()
+    model, optimizer = small_model(seed=3)
+    elsewhere = checkpoints(tmp_path / "another", PlainBackend())  # as the message says
+    assert load(elsewhere, model, optimizer, str(tmp_path / "step-00000005")).step == 5
+    assert snapshot(model, optimizer) == snapshot(*small_model(seed=1))
+    elsewhere.save(6, model, optimizer, (0, 0))
+    if file != "attempt":  # else it is begun without a mark, which the next save removes
+        assert [path.name for path in tmp_path.iterdir() if path.name.startswith("step")] == ["step-00000005"]

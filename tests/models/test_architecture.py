@@ -1,0 +1,211 @@
+"""`model.architecture`: published config.json files are taken with all that they say; mistakes aren't."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from published import PUBLISHED
+from small_models import ARCHITECTURES, SEQ_LEN, VOCABULARY
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from portable_fsdp.config.schema import Model
+from portable_fsdp.models.architecture import read_architecture
+from portable_fsdp.models.build import build_model
+from portable_fsdp.models.config_json import config_from_json
+from portable_fsdp.runtime.errors import ConfigError
+
+LLAMA = ARCHITECTURES["llama"]
+FILE = {"architectures": ["LlamaForCausalLM"], "transformers_version": "4.44.0", "torch_dtype": "bfloat16"}
+
+
+def small(architecture: dict[str, Any] | str) -> Any:
+    section = Model(architecture=architecture)
+    return build_model(section, seed=0, seq_len=SEQ_LEN, vocabulary=VOCABULARY).model
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_has_the_published_number_of_parameters(name: str) -> None:
+    config = read_architecture(PUBLISHED[name].config)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    assert sum(weight.numel() for weight in model.parameters()) == PUBLISHED[name].parameters
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if PUBLISHED[name].rotary])
+def test_rotary_values_arrive_in_the_model(name: str) -> None:
+    """The whole formula of the frequencies, without scaling (Llama 3's changes the slow ones)."""
+    published = PUBLISHED[name]
+    model = small(published.config | {"num_hidden_layers": 6})  # Gemma 3 has both kinds from there
+    held = {fqn: value for fqn, value in model.named_buffers() if fqn.endswith("inv_freq") and "original" not in fqn}
+    assert len(held) == len(published.rotary)
+    expected = [base ** -(torch.arange(0, width, 2).float() / width) for base, width in published.rotary]
+    for buffer in held.values():
+        fast = [each for each in expected if len(each) == len(buffer) and torch.allclose(each[:8], buffer[:8])]
+        assert fast, f"{buffer} is none of {expected}"
+        if not published.config.get("rope_scaling"):
+            torch.testing.assert_close(buffer, fast[0])
+    if name == "llama 3.1 8b":
+        torch.testing.assert_close(next(iter(held.values()))[-1], expected[0][-1] / 8)
+
+
+def test_a_config_of_any_class_comes_back_as_it_is() -> None:
+    """All that transformers writes for its causal models, whole and as `save_pretrained` shortens it."""
+    taken = 0
+    for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        try:
+            config: Any = CONFIG_MAPPING[model_type]()
+        except Exception:  # gemma4_assistant: its defaults contradict each other
+            continue
+        taken += 1
+        shortened = {"model_type": model_type, **json.loads(config.to_json_string(use_diff=True))}
+        for values in (config.to_dict(), shortened):
+            again = read_architecture(values).to_dict()
+            differ = {key for key in again if again[key] != config.to_dict().get(key)}
+            assert differ <= {"_name_or_path", "transformers_version", "audio_vocab_size"}, model_type
+    assert taken >= len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - 1
+
+
+TAKEN: dict[str, dict[str, Any]] = {
+    "of no class, in a file": FILE | {"is_llama_config": True, "rope_interleaved": False, "vendor": "x"},
+    "one letter off, but a token or short": FILE | {"eod_token_id": 3, "n_layers": 2},
+    "of another class, and off": {"use_sliding_window": False, "full_attn_mod": None},
+    "older names": {"torch_dtype": "float16", "rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    "of generation": {"temperature": 0.7, "do_sample": True},
+    "dropout, in a file": FILE | {"attention_dropout": 0.1},
+    "of remote code and of quantisation": FILE
+    | {"auto_map": {"AutoConfig": "configuration_x.X"}, "quantization_config": {"quant_method": "mxfp4"}},
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_keys_of_published_files_are_taken(name: str) -> None:
+    config = read_architecture(LLAMA | TAKEN[name])
+    assert (config.hidden_size, config._name_or_path) == (48, "")
+    assert not hasattr(config, "auto_map")
+    assert not hasattr(config, "quantization_config")
+    assert config_from_json(json.loads(config.to_json_string(use_diff=False))).to_dict() == config.to_dict()
+
+
+def test_the_log_names_keys_without_effect(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "portable_fsdp"):
+        read_architecture(LLAMA | TAKEN["of no class, in a file"] | {"attention_dropout": 0.1})
+        read_architecture(LLAMA | FILE | {"rope_parameters": {"rope_theta": 5.0}, "rope_theta": 7.0})
+    assert [record.getMessage() for record in caplog.records if record.name == "portable_fsdp"] == [
+        "model.architecture: LlamaConfig reads no is_llama_config, rope_interleaved, vendor: without effect",
+        "model.architecture: attention_dropout: taken as 0, since dropout is not built yet",
+        "model.architecture: LlamaConfig drops rope_theta, as from_pretrained does",
+    ]
+
+
+_OF_SIZES = "vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32"
+_PHI = ARCHITECTURES["phi"]
+DBRX = {"model_type": "dbrx", "vocab_size": 101, "d_model": 48, "n_layers": 2, "n_heads": 4}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "typed": (
+        LLAMA | {"hidden_sze": 64},
+        r"architecture\.hidden_sze: unknown key of LlamaConfig\.\n  nearest: hidden_",
+    ),
+    "instead of the right one": (
+        {key: value for key, value in LLAMA.items() if key != "hidden_size"} | {"hidden_sze": 64},
+        r"architecture\.hidden_sze: unknown key",
+    ),
+    "in a file": (LLAMA | FILE | {"rms_norm_epz": 1e-5}, r"rms_norm_epz: unknown key .*\n  nearest: rms_norm_eps"),
+    "one letter, off": (LLAMA | FILE | {"tie_word_embedings": False}, r"nearest: tie_word_embeddings"),
+    "of a part": (
+        {"model_type": "gemma3", "text_config": {"hiden_size": 64}},
+        r"architecture\.text_config\.hiden_size: unknown key of Gemma3TextConfig.*\n  nearest: hidden_size",
+    ),
+    "of what is converted": (ARCHITECTURES["gpt_neox"] | {"rotary_pcd": 0.5}, r"nearest: rotary_pct"),
+    "of another class": (LLAMA | {"sliding_window": 5}, r"sliding_window: unknown key of LlamaConfig"),
+    "rotary, of another class": (LLAMA | {"rotary_pct": 0.5}, r"rotary_pct: unknown key of LlamaConfig"),
+    "part of a head": (
+        LLAMA | {"partial_rotary_factor": 0.5},
+        r"partial_rotary_factor: .*0\.5, which LlamaConfig drops",
+    ),
+    "part of a head, in rope_parameters": (
+        LLAMA | {"rope_parameters": {"rope_theta": 5.0, "rope_type": "default", "partial_rotary_factor": 0.5}},
+        r"partial_rotary_factor: .*0\.5, which LlamaConfig drops.*\n  Leave it out\. Nothing",
+    ),
+    "a base in a part": (DBRX | {"attn_config": {"rope_theta": 7.0}}, r"rope_theta: .*7\.0, which DbrxConfig drops"),
+    "two letters off, and false": (LLAMA | {"tie_word_embeding": False}, r"nearest: tie_word_embeddings"),
+    "beside torch_dtype": (LLAMA | {"torch_dtype": "float32", "num_key_vallue_headss": 2}, r"nearest: num_key_value_"),
+    "in rope_scaling": (
+        LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fasst": 3}},
+        r"rope_scaling\.beta_fasst: unknown key.\n  nearest: beta_fast",
+    ),
+    "a negative size": (
+        LLAMA | {"num_hidden_layers": -1},
+        r"num_hidden_layers: expected a size of at least 1, .* -1",
+    ),
+    "no layer, by another name": (
+        {"model_type": "gpt2", "vocab_size": 101, "n_embd": 48, "n_layer": 0, "n_head": 4},
+        r"n_layer: expected a size of at least 1, found 0",
+    ),
+    "no number": (LLAMA | {"rms_norm_eps": float("nan")}, r"rms_norm_eps: expected a number, found nan"),
+    "two bases": (
+        _PHI | {"rope_parameters": {"rope_theta": 5.0}, "rope_theta": 7.0},
+        r"rope_theta: .* found 7\.0, which PhiConfig drops: its rope_parameters are .*5\.0",
+    ),
+    "no sizes": (
+        {"model_type": "llama"},
+        rf"found no vocab_size, .*, num_attention_heads of LlamaConfig\.\n.*would take {_OF_SIZES}\.",
+    ),
+    "no sizes, in a file": (FILE | {"model_type": "llama"}, r"found no vocab_size, hidden_size, intermediate_size"),
+    "one size": (
+        {key: value for key, value in LLAMA.items() if key != "num_hidden_layers"},
+        r"found no num_hidden_layers of LlamaConfig\.\n  Add it; transformers would take num_hidden_layers=32\.",
+    ),
+    "sizes by the class's own names": ({"model_type": "gpt2"}, r"vocab_size=50257, n_embd=768, n_layer=12, n_head=12"),
+    "sizes that contradict a default": ({"model_type": "llama", "hidden_size": 48}, r"found no vocab_size, inter"),
+    "sizes of a part": ({"model_type": "gemma3"}, r"found no text_config of Gemma3Config"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_mistakes_are_refused(name: str) -> None:
+    architecture, message = REFUSED[name]
+    with pytest.raises(ConfigError, match=message):
+        read_architecture(architecture)
+
+
+def test_other_names_of_sizes_count() -> None:
+    """One of attribute_map, one that the class converts, and a default that a derived value replaces."""
+    gpt2 = {"model_type": "gpt2", "vocab_size": 101, "hidden_size": 48, "num_hidden_layers": 2, "n_head": 4}
+    assert read_architecture(gpt2).n_embd == 48
+    bloom = {"model_type": "bloom", "vocab_size": 101, "n_embed": 48, "n_layer": 2, "n_head": 4}
+    assert read_architecture(bloom).hidden_size == 48
+
+
+@pytest.mark.parametrize("folder", [True, False])
+def test_a_path_is_what_it_holds(tmp_path: Path, folder: bool) -> None:
+    path = tmp_path / ("config.json" if folder else "mine.json")
+    path.write_text(json.dumps(LLAMA | {"vendor": "x", "rope_theta": 5.0}))
+    model = small(str(tmp_path if folder else path))
+    assert model.config.rope_parameters["rope_theta"] == 5.0
+    assert sum(map(torch.numel, model.parameters())) == sum(map(torch.numel, small(LLAMA).parameters()))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, r"architecture: expected a mapping, a config\.json or a folder .*found no file: .*c\.json"),
+        ("x" * 5000, r"c\.json: can't be read as JSON: .*\. Nothing was started"),
+        ("{", r"c\.json: can't be read as JSON"),
+        ("[1]", r"c\.json: expected a config\.json of transformers, found no `model_type`"),
+        ('{"hidden_size": 4}', r"c\.json: .*found no `model_type`"),
+        ('{"model_type": "lama"}', r"c\.json: model_type: expected a causal .*'lama'\.\n  nearest: llama"),
+        ('{"model_type": "llama"}', r"c\.json: expected the sizes of the model"),
+        (json.dumps(LLAMA | {"hidden_sze": 4}), r"c\.json: hidden_sze: unknown key"),
+        (json.dumps(LLAMA | {"num_attention_heads": 5}), r"c\.json: transformers refuses it: .*hidden size.*5"),
+    ],
+)
+def test_a_path_that_holds_none_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
+    if text is not None:
+        (tmp_path / "c.json").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_architecture(str(tmp_path / "c.json"))

@@ -1,0 +1,48 @@
+"""What a host has, from the files of a kernel that are written here."""
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from portable_fsdp.runtime.memory import host_identity, host_memory_bytes
+
+GIB = 2**30
+V2, V1 = "0::/slice/job\n", "3:cpu,memory:/slice/job\n1:name=systemd:/slice\n"
+CASES: dict[str, tuple[str | None, dict[str, str], int]] = {
+    "no cgroup": (None, {}, 32),
+    "no limit": (V2, {"slice/job/memory.max": "max\n"}, 32),
+    "of this process": (V2, {"slice/job/memory.max": f"{4 * GIB}\n", "slice/memory.max": "max\n"}, 4),
+    "of one above": (V2, {"slice/job/memory.max": "max\n", "slice/memory.max": f"{3 * GIB}\n"}, 3),
+    "of a container, whose root is its own": ("0::/\n", {"memory.max": f"{5 * GIB}\n"}, 5),
+    "seen from a container": ("0::/../job\n", {"memory.max": f"{5 * GIB}\n"}, 5),
+    "more than the host has": (V2, {"slice/job/memory.max": f"{99 * GIB}\n"}, 32),
+    "version 1": (V1, {"memory/slice/job/memory.limit_in_bytes": f"{6 * GIB}\n"}, 6),
+    "version 1, no limit": (V1, {"memory/slice/job/memory.limit_in_bytes": "9223372036854771712\n"}, 32),
+}
+
+
+@pytest.mark.parametrize("swap_gib", [0, 2])
+@pytest.mark.parametrize("name", CASES)
+def test_a_host_has_what_its_cgroups_leave(tmp_path: Path, name: str, swap_gib: int) -> None:
+    cgroup, limits, expected_gib = CASES[name]
+    (tmp_path / "proc/self").mkdir(parents=True)
+    kib = {"MemTotal": 32 * 2**20, "MemFree": 2**20, "SwapTotal": swap_gib * 2**20}
+    (tmp_path / "proc/meminfo").write_text("".join(f"{key}: {value} kB\n" for key, value in kib.items()))
+    if cgroup is not None:
+        (tmp_path / "proc/self/cgroup").write_text(cgroup)
+    for file, text in limits.items():
+        path = tmp_path / "sys/fs/cgroup" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert host_memory_bytes(tmp_path) == (expected_gib + swap_gib) * GIB
+
+
+def test_without_a_kernels_files_it_is_what_psutil_says(tmp_path: Path) -> None:
+    assert host_memory_bytes(tmp_path) == psutil.virtual_memory().total
+
+
+def test_this_host_is_one() -> None:
+    assert host_identity() == host_identity()
+    assert host_identity()[0]
+    assert 2**28 < host_memory_bytes() < 2**50

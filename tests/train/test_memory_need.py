@@ -1,0 +1,165 @@
+"""A run that surely doesn't fit is refused before its first weight; what the line says is what rests there."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from test_step import ARCHITECTURE, SEQ_LEN, VOCABULARY
+
+from portable_fsdp.backends.open import open_backend
+from portable_fsdp.config.layout import mesh_axes
+from portable_fsdp.config.schema import Config
+from portable_fsdp.models.build import build_model
+from portable_fsdp.optim.optimizer import make_optimizer
+from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.train.build import build_training
+from portable_fsdp.train.memory_need import MemoryNeed, Room, check_memory, memory_need
+
+GIB = 2**30
+NEED = MemoryNeed(
+    parameters=2**30, trained=2**30, weights=4 * GIB, gradients=4 * GIB, optimizer=8 * GIB, largest_weight=GIB
+)
+HUGE = {"model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 65536, "intermediate_size": 262144} | {
+    "num_hidden_layers": 32,
+    "num_attention_heads": 64,
+}
+
+
+def config(**sections: Any) -> Config:
+    base = {"model": {"architecture": ARCHITECTURE}, "data": {"seq_len": SEQ_LEN}, "train": {"steps": 1}}
+    return Config.model_validate(base | sections)
+
+
+def on_hosts(processes: list[int], host_gib: float, device_gib: float | None = None) -> list[Room]:
+    """So many processes on each host; of each host and device so much memory."""
+    device = None if device_gib is None else int(device_gib * GIB)
+    return [
+        Room((f"host {host}", ""), int(host_gib * GIB), device)
+        for host, count in enumerate(processes)
+        for _ in range(count)
+    ]
+
+
+NO_SHARD, HYBRID = {"sharding": {"strategy": "NO_SHARD"}}, {"sharding": {"strategy": "HYBRID_SHARD"}}
+OFFLOAD = {"memory": {"cpu_offload": True}}
+FITS: dict[str, tuple[dict[str, Any], list[Room], int, bool]] = {
+    "a CPU": ({}, on_hosts([1], 16), 1, True),
+    "two processes of a host, which share it": ({}, on_hosts([2], 16), 2, True),
+    "two hosts": ({}, on_hosts([1, 1], 8), 2, True),
+    "four virtual devices of one process": ({}, on_hosts([1], 16), 4, True),
+    "two copies in one host": (NO_SHARD, on_hosts([2], 32), 2, True),
+    "a copy for each host": (HYBRID, on_hosts([2, 2], 16), 4, True),
+    "GPUs, whatever the host has": ({}, on_hosts([4], 1, 4), 4, False),
+    "GPUs with offload, whatever they have": (OFFLOAD, on_hosts([4], 16, 0.1), 4, True),
+    "devices that don't tell": ({}, on_hosts([1], 1), 4, False),
+}
+# The same with a hundredth less where it counts.
+TOO_MUCH: dict[str, tuple[dict[str, Any], list[Room], int, bool, str]] = {
+    "a CPU": (
+        {},
+        on_hosts([1], 15.9),
+        1,
+        True,
+        r"at least 16\.0 GiB on a host with 1 of the 1 process.* has 15\.9 GiB",
+    ),
+    "two processes of a host, which share it": (
+        {},
+        on_hosts([2], 15.9),
+        2,
+        True,
+        r"16\.0 GiB on a host with 2 of the 2",
+    ),
+    "a host with more processes": ({}, on_hosts([1, 3], 11.9), 4, True, r"12\.0 GiB on a host with 3 of the 4"),
+    "four virtual devices of one process": (NO_SHARD, on_hosts([1], 63.9), 4, True, r"64\.0 GiB .*\n.*, 4 times"),
+    "a copy for each host": (
+        HYBRID,
+        on_hosts([2, 2], 15.9),
+        4,
+        True,
+        r"2 times\.\n  Ways out: sharding\.strategy=FULL_SHARD",
+    ),
+    "GPUs": ({}, on_hosts([4], 64, 3.9), 4, False, r"4\.0 GiB on each of 4 device.* which has 3\.9 GiB"),
+    "the smallest GPU": ({}, [*on_hosts([3], 64, 8), *on_hosts([1], 64, 3.9)], 4, False, r"4\.0 GiB on each of 4"),
+    "GPUs with offload": (OFFLOAD, on_hosts([4], 15.9, 80), 4, True, r"16\.0 GiB on a host with 4 of the 4"),
+}
+
+
+SHARDED = {"replicate": 1, "shard": 4}
+
+
+def axes(sections: dict[str, Any], rooms: list[Room], devices: int) -> dict[str, int]:
+    return mesh_axes(config(**sections), devices, hosts=len({room.host[0] for room in rooms}))
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_what_may_fit_is_told(name: str) -> None:
+    sections, rooms, devices, rests_on_host = FITS[name]
+    said = check_memory(config(**sections), NEED, rooms, axes(sections, rooms, devices), rests_on_host=rests_on_host)
+    assert said.startswith("1,073,741,824 parameters: weights 4.0 GiB, gradients 4.0 GiB, optimizer state 8.0 GiB")
+
+
+@pytest.mark.parametrize("name", TOO_MUCH)
+def test_what_cannot_fit_is_refused(name: str) -> None:
+    sections, rooms, devices, rests_on_host, message = TOO_MUCH[name]
+    with pytest.raises(
+        ConfigError, match=rf"(?s)1,073,741,824 parameters.*{message}.*; precision\.master=bfloat16, half"
+    ):
+        check_memory(config(**sections), NEED, rooms, axes(sections, rooms, devices), rests_on_host=rests_on_host)
+
+
+def test_containers_of_one_machine_have_limits_of_their_own() -> None:
+    """And one copy of the model under HYBRID_SHARD, as processes of one host have."""
+    rooms = [Room(("machine", f"container {index}"), 4 * GIB, None) for index in range(4)]
+    for sections in ({}, HYBRID):
+        assert check_memory(config(**sections), NEED, rooms, axes(sections, rooms, 4), rests_on_host=True).endswith(
+            "at least 4.0 GiB for each of 4 device(s), 4.0 GiB of 4.0 GiB on a host"
+        )
+
+
+def test_the_line_says_where_it_rests() -> None:
+    assert check_memory(config(), NEED, on_hosts([4], 64, 80), SHARDED, rests_on_host=False).endswith(
+        "at least 4.0 GiB of 80.0 GiB on each of 4 device(s), 1.0 GiB on a host"
+    )
+    assert check_memory(config(), NEED, on_hosts([2, 2], 64, 80), SHARDED, rests_on_host=True).endswith(
+        "at least 4.0 GiB for each of 4 device(s), 8.0 GiB of 64.0 GiB on a host"
+    )
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"optim": {"name": "sgd"}},
+        {"precision": {"master": "bfloat16", "compute": "bfloat16"}},
+        {"model": {"architecture": ARCHITECTURE, "freeze": ["model.embed_tokens"]}},
+        {"model": {"architecture": ARCHITECTURE, "lora": {"r": 4}}, "precision": {"frozen": "bfloat16"}},
+    ],
+    ids=["adamw", "sgd", "bfloat16", "frozen", "lora"],
+)
+def test_the_bytes_are_those_that_rest(sections: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """On an engine, after it has made all of them: the bound is exact for one device."""
+    settings = config(**sections)
+    with open_backend(settings, device="cpu", backend="native") as backend, caplog.at_level(logging.INFO):
+        training = build_training(settings, backend, VOCABULARY)
+        model = build_model(settings.model, settings.precision, seed=0, seq_len=SEQ_LEN, vocabulary=VOCABULARY).model
+        groups = [{"params": [fqn for fqn, weight in model.named_parameters() if weight.requires_grad]}]
+        need = memory_need(model, make_optimizer(settings.optim), groups, eager=True)
+        weights = list(training.model.parameters())
+        trained = [weight for weight in weights if weight.requires_grad]
+        states = [value for state in training.optimizer.state.values() for value in state.values()]
+        assert need.weights == sum(weight.nbytes for weight in weights)
+        assert need.gradients == sum(weight.nbytes for weight in trained)
+        assert need.optimizer == sum(value.nbytes for value in states if isinstance(value, torch.Tensor))
+    (line,) = [record.getMessage() for record in caplog.records if "parameters" in record.getMessage()]
+    assert str(need) in line
+
+
+def test_a_model_of_trillions_is_refused_before_its_first_weight() -> None:
+    """In seconds: it is built on meta alone."""
+    settings = config(model={"architecture": HUGE})
+    with (
+        open_backend(settings, device="cpu", backend="native") as backend,
+        pytest.raises(ConfigError, match=r"(?s)2,199,.* parameters need at least .*weights .*Ways out: more devices"),
+    ):
+        build_training(settings, backend, VOCABULARY)
