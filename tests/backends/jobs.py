@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from cases import GLOBAL_BATCH, SEQ_LEN, Case, CaseRows, PackedCaseRows, rows_of
-from dying import Instants, patched
+from fault_injection import Instants, patched
 from memory import Peak, anonymous
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode

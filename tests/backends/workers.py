@@ -118,9 +118,9 @@ def _serve(pipe: Connection, environment: dict[str, str], backend: str) -> None:
     known = {**vars(jobs), **(vars(importlib.import_module(engine.jobs)) if engine.jobs else {})}
     run = _run
     if engine.threads:
-        import turnstile
+        import threaded_pjrt
 
-        run = turnstile.Devices().run
+        run = threaded_pjrt.Devices().run
 
     while True:
         try:

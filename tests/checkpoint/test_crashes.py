@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from dying import Death, patched, points
+from fault_injection import Death, patched, points
 from fsspec.implementations.memory import MemoryFileSystem
 from plain_backend import PlainBackend, checkpoints, in_processes, load, small_model, snapshot
 

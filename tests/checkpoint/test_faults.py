@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import pytest
-from dying import Death, current_process, patched, points
+from fault_injection import Death, current_process, patched, points
 from plain_backend import PlainBackend, checkpoints, in_processes, load, save_once, small_model, snapshot
 from s3_server import BUCKET, Fault, Faults, s3_server
 

@@ -103,7 +103,7 @@ WRITER = """
 import sys
 import torch
 sys.path.insert(0, sys.argv[3])
-from turnstile import Devices
+from threaded_pjrt import Devices
 from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel as FSDP
 import torch_xla, torch_xla.core.xla_model as xm
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from started import PROGRAMS
+from cli import PROGRAMS
 
 LIMIT_S = 30.0
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from started import PROGRAMS, PYTHON, TINY, committed, losses, started, tiny_config
+from cli import PROGRAMS, PYTHON, TINY, committed, losses, started, tiny_config
 from transformers import LlamaConfig, LlamaForCausalLM
 
 pytestmark = pytest.mark.slow

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from started import PYTHON, TINY, TORCHRUN, committed, launch, losses, started, tiny_config
+from cli import PYTHON, TINY, TORCHRUN, committed, launch, losses, started, tiny_config
 from tokenizers import Tokenizer, models
 
 from portable_fsdp.backends.open import ENGINES

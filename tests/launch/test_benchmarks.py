@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from beside_trainer import TRAINER, Run, checked, report, said_by
-from started import TINY, launch, tiny_config
+from cli import TINY, launch, tiny_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from portable_fsdp.config.load import load_config

@@ -5,7 +5,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from started import ROOT, launch, losses, tiny_config
+from cli import ROOT, launch, losses, tiny_config
 
 from portable_fsdp.checkpoint.__main__ import main, resolve
 from portable_fsdp.checkpoint.store import Reader

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from started import PROGRAMS, ROOT
+from cli import PROGRAMS, ROOT
 
 from portable_fsdp.metrics.sinks import read_jsonl
 

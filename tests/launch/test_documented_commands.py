@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cli import PROGRAMS, committed, free_port, started
 from documented import Command, commands, program_of
-from played import MPIRUN, PLAYED, srun
+from fake_launchers import MPIRUN, PLAYED, srun
 from shells import ROOT, Shell
-from started import PROGRAMS, committed, free_port, started
 
 pytestmark = pytest.mark.slow
 

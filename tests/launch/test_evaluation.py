@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cli import committed, launch, losses, tiny_config
 from safetensors import safe_open
-from started import committed, launch, losses, tiny_config
 
 from portable_fsdp.backends.base import Batch
 from portable_fsdp.checkpoint.format import read_manifest

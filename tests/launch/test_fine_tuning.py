@@ -12,8 +12,8 @@ from typing import Any, cast
 import pytest
 import torch
 import yaml
+from cli import LIMIT_S, PROGRAMS, PYTHON, ROOT, launch
 from safetensors.torch import load_file
-from started import LIMIT_S, PROGRAMS, PYTHON, ROOT, launch
 from test_pretrained_run import write_repository
 from transformers import AutoModelForCausalLM
 

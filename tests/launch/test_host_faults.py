@@ -16,8 +16,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from cli import PROGRAMS, Started, committed, launch, losses, started, tiny_config
 from hosts import Host, new_hosts
-from started import PROGRAMS, Started, committed, launch, losses, started, tiny_config
 
 from portable_fsdp.metrics.sinks import read_jsonl
 

@@ -8,10 +8,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from cli import Started, launch, losses, started, tiny_config
 from hosts import Host, new_hosts
 from in_stores import at
 from servers import seaweedfs
-from started import Started, launch, losses, started, tiny_config
 
 from portable_fsdp.checkpoint.format import committed_steps, step_of
 from portable_fsdp.metrics.sinks import read_jsonl

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from started import PYTHON, committed, launch, losses, started, tiny_config
+from cli import PYTHON, committed, launch, losses, started, tiny_config
 
 from portable_fsdp.metrics.sinks import read_jsonl
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from started import PROGRAMS, PYTHON, ROOT, TINY, TORCHRUN, Started, committed, launch, losses, started, tiny_config
+from cli import PROGRAMS, PYTHON, ROOT, TINY, TORCHRUN, Started, committed, launch, losses, started, tiny_config
 from test_pretrained_run import write_repository
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from played import MPIRUN, PLAYED, srun
-from started import PROGRAMS, PYTHON, committed, free_port, launch, losses, started, tiny_config
+from cli import PROGRAMS, PYTHON, committed, free_port, launch, losses, started, tiny_config
+from fake_launchers import MPIRUN, PLAYED, srun
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from started import ROOT, committed, losses, started
+from cli import ROOT, committed, losses, started
 
 from portable_fsdp.config.load import load_config
 

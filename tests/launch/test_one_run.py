@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from started import PYTHON, TORCHRUN, committed, launch, losses, started, tiny_config
+from cli import PYTHON, TORCHRUN, committed, launch, losses, started, tiny_config
 
 from portable_fsdp.metrics.sinks import read_jsonl
 from portable_fsdp.runtime.lock import LOCK_NAME

@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from cli import PROGRAMS, TINY, Started, committed, free_port, launch, losses, started, tiny_config
 from shells import ROOT, Shell
-from started import PROGRAMS, TINY, Started, committed, free_port, launch, losses, started, tiny_config
 
 from portable_fsdp.checkpoint.format import committed_steps, step_of
 from portable_fsdp.metrics.sinks import read_jsonl

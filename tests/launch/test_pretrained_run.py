@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cli import PYTHON, TINY, tiny_config
 from hub_server import COMMIT, Hub, serve
 from safetensors.torch import load_file
-from started import PYTHON, TINY, tiny_config
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from started import committed, launch, losses, tiny_config
+from cli import committed, launch, losses, tiny_config
 
 from portable_fsdp.checkpoint.format import Manifest
 from portable_fsdp.checkpoint.manager import Checkpoints

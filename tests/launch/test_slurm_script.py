@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from cli import TINY, started
 from shells import ROOT, TRICKY, Shell
-from started import TINY, started
 
 SCRIPT = ROOT / "launch/slurm.sbatch"
 TORCHRUN = """#!/usr/bin/env bash

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from cli import PYTHON, launch, losses, started, tiny_config
 from in_stores import at, expect_loaded, opened, save
 from plain_backend import PlainBackend, load, small_model, what_is_written
 from servers import fake_gcs, seaweedfs
-from started import PYTHON, launch, losses, started, tiny_config
 from torch import nn
 from torch.optim import SGD
 

@@ -1,6 +1,6 @@
 """srun and mpirun of two tasks on this machine, played by a program that sets what they set."""
 
-from started import free_port
+from cli import free_port
 
 from portable_fsdp.runtime.tasks import PORTS
 

@@ -2,7 +2,7 @@
 
 As it is, torch_xla deadlocks there: threads that miss its cache at once compile one executable each, whose collectives
 then wait for one another; and no lock may be held around the step marker, which can block until a collective has
-ended. So each marker becomes a turnstile that holds nothing: thread k goes in once those before it have looked the
+ended. So each marker becomes a gate that holds nothing: thread k goes in once those before it have looked the
 program up in the cache (or have left), and so finds the one that the first of them compiled.
 
 What a process has once and these threads would share is given to each, or to one at a time: whether a backward
@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 
 
-class _Turnstile:
+class _Gate:
     def __init__(self, count: int) -> None:
         self.barrier = threading.Barrier(count)
         self._left = [False] * count
@@ -88,8 +88,8 @@ class Devices:
         self._bridge = package._XLAC
         self._devices: list[str] = model.get_xla_supported_devices()
         model.set_replication(self._devices[0], self._devices)
-        self._turnstile = _Turnstile(len(self._devices))
-        package.sync = step_module.sync = self._turnstile.sync
+        self._gate = _Gate(len(self._devices))
+        package.sync = step_module.sync = self._gate.sync
 
         class Status(threading.local):
             in_chkpt_bwd = False
@@ -110,14 +110,14 @@ class Devices:
                 pass  # another device failed
             except BaseException as error:
                 failures.append(error)
-                self._turnstile.barrier.abort()
+                self._gate.barrier.abort()
 
         threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(self._devices))]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        self._turnstile.barrier.reset()
+        self._gate.barrier.reset()
         if failures:
             raise failures[0]
         return answers
