@@ -6,6 +6,7 @@ A test marked `xla` simply runs: where torch_xla is missing it fails. `make test
 leaves those tests out by the marker.
 """
 
+import logging
 import os
 import shutil
 import tempfile
@@ -106,3 +107,12 @@ def leaves_nothing_behind() -> Iterator[None]:
     left += [f"thread {name}" for ident, name in _threads().items() if ident not in threads]
     left += _changes(variables, _variables())
     assert not left, "this test left behind:\n  " + "\n  ".join(left)
+
+
+@pytest.fixture(autouse=True)
+def restored_log() -> Iterator[None]:
+    """A run in this process sets up the log. pytest adds a handler to a logger that does not propagate."""
+    logger = logging.getLogger("portable_fsdp")
+    before = logger.handlers[:], logger.level, logger.propagate
+    yield
+    logger.handlers[:], logger.level, logger.propagate = before

@@ -1,6 +1,5 @@
 """Starts the command line for the tests of this folder: in this process where that is enough, else as people do."""
 
-import logging
 import os
 import random
 import signal
@@ -57,9 +56,7 @@ def tiny_config(folder: Path) -> Path:
 
 
 def launch(*arguments: str | Path) -> int:
-    """The exit code of a plain start, in this process; log, threads and signals are as they were afterwards."""
-    logger = logging.getLogger("portable_fsdp")
-    before = logger.handlers[:], logger.level, logger.propagate
+    """The exit code of a plain start, in this process; threads and signals are as they were afterwards."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
@@ -67,7 +64,6 @@ def launch(*arguments: str | Path) -> int:
         return main([str(argument) for argument in arguments])
     finally:
         torch.set_num_threads(threads)
-        logger.handlers[:], logger.level, logger.propagate = before
         assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
 
 
