@@ -31,7 +31,15 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from portable_fsdp.backends.base import Backend, Part, rows_of_shard
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.checkpoint.commit import Index, merge
-from portable_fsdp.checkpoint.format import Data, FileEntry, Manifest, TensorEntry, WrittenBy, folder_of, manifest_text
+from portable_fsdp.checkpoint.format import (
+    DataPosition,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    WrittenBy,
+    folder_of,
+    manifest_text,
+)
 from portable_fsdp.checkpoint.manager import Checkpoints
 from portable_fsdp.checkpoint.store import Reader, touching
 from portable_fsdp.config.schema import Checkpoint, Config
@@ -206,7 +214,7 @@ def _manifest(shapes: dict[str, tuple[int, ...]]) -> Manifest:
         saved_at="",
         config={},
         model_config=None,
-        data=Data(epoch=0, position=0),
+        data=DataPosition(epoch=0, position=0),
         ties={},
         written_by=by,
         files=files,

@@ -16,6 +16,7 @@ FLOORS = [
     {"config"},
     {"models", "data", "optim", "metrics"},
     {"checkpoint", "backends"},
+    {"formats"},
     {"train", "plan"},
 ]
 """From the bottom; what stands directly in the package, the commands, is on top of them."""
@@ -135,8 +136,10 @@ def inner_imports(module: Module, modules: Modules) -> Iterator[tuple[str, Impor
 
 
 def section(name: str) -> str:
-    """`backends` for portable_fsdp.backends.native; "" for a command and for the package itself."""
+    """`backends` for portable_fsdp.backends.native; "" for a command (`__main__` too) and for the package itself."""
     parts = name.split(".")
+    if parts[-1] == "__main__":
+        return ""
     return parts[1] if len(parts) > 1 and any(parts[1] in floor for floor in FLOORS) else ""
 
 
@@ -199,7 +202,7 @@ def engines_that_reach_out(modules: Modules) -> list[str]:
 
 NAMES_OF_OTHERS = {
     # torch_xla's format of checkpoints, and an extra, bear the name of an engine.
-    f"{PACKAGE}.checkpoint.foreign": "xla_fsdp1",
+    f"{PACKAGE}.formats": "xla_fsdp1",
     f"{PACKAGE}.runtime.checks.packages": "xla",
 }
 
@@ -237,6 +240,21 @@ def checkpoints_that_know_an_engine(modules: Modules) -> list[str]:
         if section(module.name) == "checkpoint"
         for name, found in inner_imports(module, modules)
         if section(name) == "backends" and name != f"{PACKAGE}.backends.base"
+    ]
+
+
+EXPORTS_OF_A_RUN = [f"{PACKAGE}.formats.{name}" for name in ("huggingface", "peft", "target")]
+"""What `checkpoint.export` writes; a run imports it when it exports."""
+
+
+def formats_in_a_training_run(modules: Modules) -> list[str]:
+    """Formats of other tools are loaded by the command that converts checkpoints, or by a run that exports."""
+    return [
+        f"{module.at(line.line)}: {module.name} imports {name}"
+        for module in modules.values()
+        if section(module.name) not in {"formats", ""}
+        for name, line in inner_imports(module, modules)
+        if section(name) == "formats" and (line.at_import or name not in EXPORTS_OF_A_RUN)
     ]
 
 
@@ -378,6 +396,7 @@ RULES: list[Rule] = [
     engines_that_reach_out,
     engine_names_outside_backends,
     checkpoints_that_know_an_engine,
+    formats_in_a_training_run,
     cycles,
     heavy_at_import,
     device_code_outside_backends,

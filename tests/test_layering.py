@@ -20,6 +20,7 @@ from layering import (
     device_code_outside_backends,
     engine_names_outside_backends,
     engines_that_reach_out,
+    formats_in_a_training_run,
     heavy_at_import,
     imports,
     imports_upwards,
@@ -77,6 +78,10 @@ BREAKERS = {
         invented(checkpoint__manager="from portable_fsdp.backends import native", backends__native=""),
         invented(checkpoint__manager="from portable_fsdp.backends.open import open_backend", backends__open=""),
     ],
+    formats_in_a_training_run: [
+        invented(train__loop="from portable_fsdp.formats.huggingface import export", formats__huggingface=""),
+        invented(train__loop="def f():\n    from portable_fsdp.formats import dcp", formats__dcp=""),
+    ],
     cycles: [
         invented(config__load="from . import schema", config__schema="def f():\n    from .load import x"),
         invented(data__a="from . import b", data__b="from . import c", data__c="from .a import x"),
@@ -124,6 +129,8 @@ ALLOWED = invented(
     backends__pjrt_options="from portable_fsdp.backends.options import Package",
     backends__options="from portable_fsdp.config import schema",
     train__loop="from portable_fsdp.backends.open import f\nfrom portable_fsdp.checkpoint.store import KEYS",
+    train__end="def f():\n    from portable_fsdp.formats.huggingface import export",
+    formats__huggingface="from portable_fsdp.checkpoint.store import KEYS",
     plan__tpu="def f(value):\n    return value.device.type == 'xla'",
     plan__tpu_trace="import torch_xla\nfrom portable_fsdp.train import loop",
     launch="_DEVICE = flags.DEFINE_enum('d', 'auto', ['a'], 'x')\ndef main():\n    from .train import loop\n"

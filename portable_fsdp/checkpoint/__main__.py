@@ -19,7 +19,6 @@ from typing import Any
 import yaml
 
 from portable_fsdp.checkpoint import report
-from portable_fsdp.checkpoint.foreign import EXPORTS, FORMATS, require_source
 from portable_fsdp.checkpoint.format import (
     MANIFEST,
     Manifest,
@@ -30,6 +29,7 @@ from portable_fsdp.checkpoint.format import (
 )
 from portable_fsdp.checkpoint.storage import exists, locate
 from portable_fsdp.checkpoint.write_errors import with_cause
+from portable_fsdp.formats import EXPORTS, FORMATS, require_source
 from portable_fsdp.runtime.command import to_stdout
 from portable_fsdp.runtime.errors import (
     EXIT_FAILED,
@@ -195,8 +195,8 @@ def _show(options: argparse.Namespace) -> None:
 
 def _verify(options: argparse.Namespace) -> None:
     wanted = [path.resolve() for path in checkpoints_in(options.path)] if options.all else [resolve(options.path)]
-    from portable_fsdp.checkpoint.foreign.base import verify
     from portable_fsdp.checkpoint.store import Reader
+    from portable_fsdp.formats.base import verify
 
     done: list[dict[str, Any]] = []
     damaged: list[str] = []
@@ -244,8 +244,8 @@ def _diff(options: argparse.Namespace) -> int:
 
 def _export(options: argparse.Namespace) -> None:
     path, which = _to_export(options.path)
-    from portable_fsdp.checkpoint.foreign.base import load_export
     from portable_fsdp.checkpoint.store import Reader
+    from portable_fsdp.formats.base import load_export
 
     manifest = read_manifest(path)
     base = _base(options, manifest)
@@ -314,7 +314,7 @@ def _tokenizer(options: argparse.Namespace, manifest: Manifest) -> Callable[[Pat
 
 def _import(options: argparse.Namespace) -> None:
     require_source(options.source)
-    from portable_fsdp.checkpoint.foreign.importing import import_checkpoint
+    from portable_fsdp.formats.importing import import_checkpoint
 
     try:
         with _progress(f"import {options.source.name}", None) as advance:

@@ -35,9 +35,9 @@ from portable_fsdp.checkpoint.format import (
     IMPORTED,
     MANIFEST,
     Dims,
-    Entry,
     FileEntry,
     Manifest,
+    StrictModel,
     TensorEntry,
     check_manifest,
     committed_steps,
@@ -57,7 +57,7 @@ _DELETED = "deleted"  # in the mark: this was a checkpoint
 _TEMPORARY = re.compile(r"step-\d{8,}\.tmp-[0-9a-f]{8}")
 
 
-class Copy(Entry):
+class ReplicaDigest(StrictModel):
     """A piece that several processes or devices hold: which replica this is, and a digest of its bits."""
 
     key: str
@@ -67,7 +67,7 @@ class Copy(Entry):
     digest: str
 
 
-class Index(Entry):
+class Index(StrictModel):
     """`index-00003-1f3a5c7e.json`: what one process wrote, or why it could not. Its tensors number its own files."""
 
     attempt: str
@@ -75,7 +75,7 @@ class Index(Entry):
     error: str | None = None
     files: tuple[FileEntry, ...] = ()
     tensors: dict[str, TensorEntry] = Field(default_factory=dict)
-    copies: tuple[Copy, ...] = ()
+    copies: tuple[ReplicaDigest, ...] = ()
 
 
 def temporary_of(final: Path, attempt: str) -> Path:

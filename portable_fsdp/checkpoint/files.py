@@ -5,14 +5,14 @@ from pathlib import Path
 import xxhash
 
 from portable_fsdp.checkpoint.format import FileEntry
-from portable_fsdp.checkpoint.storage import Source, require_regular
+from portable_fsdp.checkpoint.storage import FileReader, require_regular
 from portable_fsdp.runtime.errors import CheckpointError
 
 
 def hash_file(path: Path, name: str) -> FileEntry:
     """Length and hash of what `path` holds now, under the name that it has in its checkpoint. Raises OSError."""
     digest = xxhash.xxh3_128()
-    with Source(path) as source:
+    with FileReader(path) as source:
         buffer = memoryview(bytearray(source.chunk_bytes))
         for start in range(0, source.size, len(buffer)):
             chunk = buffer[: source.size - start]

@@ -53,13 +53,13 @@ _MAX_BYTES = 2**30  # of a manifest: that of a million pieces has 30 MB
 Dims = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=16)]
 
 
-class Entry(BaseModel):
+class StrictModel(BaseModel):
     """Nothing but what is named, of exactly the type that is named."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class TensorEntry(Entry):
+class TensorEntry(StrictModel):
     """A global tensor of `n` dimensions; its pieces tile it exactly once.
 
     Piece k lies in the file `files[k]` of the manifest's list, starts at `offsets[n*k : n*(k+1)]` of the tensor, and
@@ -73,7 +73,7 @@ class TensorEntry(Entry):
     sizes: list[int] = Field(default_factory=list)
 
 
-class FileEntry(Entry):
+class FileEntry(StrictModel):
     """A file's name inside the checkpoint, its length, and the 128-bit XXH3 of its content in hexadecimal."""
 
     name: str
@@ -81,7 +81,7 @@ class FileEntry(Entry):
     xxh3_128: str = Field(pattern="^[0-9a-f]{32}$")
 
 
-class Data(Entry):
+class DataPosition(StrictModel):
     """Where the data order stands: the epoch, the samples consumed in it; and XXH3 hashes of the rows and tokenizer."""
 
     epoch: int = Field(ge=0)
@@ -90,7 +90,7 @@ class Data(Entry):
     tokenizer: str | None = None
 
 
-class Evaluated(Entry):
+class Evaluated(StrictModel):
     """What a run's evaluations had told when a step was saved. Losses are means over the counted tokens, in nats."""
 
     rows: str  # which they were over
@@ -101,7 +101,7 @@ class Evaluated(Entry):
     without_improvement: int = Field(ge=0)  # evaluations since the best one
 
 
-class Base(Entry):
+class BaseFingerprint(StrictModel):
     """What a checkpoint of adapters leaves out: weights that come from `model.pretrained`. None of them has pieces."""
 
     pretrained: str  # as model.pretrained has it
@@ -114,7 +114,7 @@ class Base(Entry):
         return f"{self.pretrained}{file} (fingerprint {self.fingerprint})"
 
 
-class WrittenBy(Entry):
+class WrittenBy(StrictModel):
     """Who wrote the checkpoint; for people, no reader depends on it."""
 
     device: str
@@ -124,7 +124,7 @@ class WrittenBy(Entry):
     portable_fsdp: str
 
 
-class Manifest(Entry):
+class Manifest(StrictModel):
     """`manifest.json`. `architecture` (transformers' config as a dict) is its key `model_config`, a name that pydantic
     keeps for itself; `ties` are further names of tensors; `saved_at` is in UTC, as ISO 8601 has it. `evaluation` and
     `base` are left out where there was none, so that releases that don't know them read the rest."""
@@ -134,9 +134,9 @@ class Manifest(Entry):
     saved_at: str
     config: dict[str, Any]
     architecture: dict[str, Any] | None = Field(alias="model_config")
-    data: Data
+    data: DataPosition
     evaluation: Evaluated | None = None
-    base: Base | None = None
+    base: BaseFingerprint | None = None
     ties: dict[str, str]
     written_by: WrittenBy
     files: tuple[FileEntry, ...]

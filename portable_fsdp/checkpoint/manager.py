@@ -20,11 +20,17 @@ from portable_fsdp import __version__
 from portable_fsdp.backends.base import Backend, Fill, Piece, Read, Slices, TensorState
 from portable_fsdp.checkpoint import commit, replicas, storage
 from portable_fsdp.checkpoint.background import Background, Snapshot
-from portable_fsdp.checkpoint.changes import Difference, check_allow, differences, require_allowed, require_same_base
-from portable_fsdp.checkpoint.commit import Copy, Index
+from portable_fsdp.checkpoint.commit import Index, ReplicaDigest
+from portable_fsdp.checkpoint.config_diff import (
+    Difference,
+    check_allow,
+    differences,
+    require_allowed,
+    require_same_base,
+)
 from portable_fsdp.checkpoint.format import (
-    Base,
-    Data,
+    BaseFingerprint,
+    DataPosition,
     Evaluated,
     Manifest,
     TensorEntry,
@@ -40,7 +46,7 @@ from portable_fsdp.checkpoint.format import (
     step_of,
 )
 from portable_fsdp.checkpoint.replicas import Digests
-from portable_fsdp.checkpoint.search import Found, Search
+from portable_fsdp.checkpoint.search import ResumePoint, Search
 from portable_fsdp.checkpoint.store import (
     Reader,
     entries_without_pieces,
@@ -199,7 +205,7 @@ class Checkpoints(Closing):
         evaluation: Evaluated | None,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-    ) -> tuple[Manifest, dict[str, list[Piece]], tuple[Copy, ...]]:
+    ) -> tuple[Manifest, dict[str, list[Piece]], tuple[ReplicaDigest, ...]]:
         """What is to be written: of all processes, and this one's pieces; and digests of replicas that it doesn't
         write. Raises on all what fails on one."""
         failure: Exception | None = None
@@ -275,7 +281,7 @@ class Checkpoints(Closing):
             saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
             config=self._config,
             model_config=self._model_config,
-            data=Data(epoch=position[0], position=position[1], **self._data._asdict()),
+            data=DataPosition(epoch=position[0], position=position[1], **self._data._asdict()),
             evaluation=evaluation,
             base=base,
             ties=self._ties,
@@ -290,7 +296,7 @@ class Checkpoints(Closing):
         attempt: str,
         tensors: Mapping[str, TensorEntry],
         pieces: Mapping[str, list[Piece]],
-        copies: Sequence[Copy] = (),
+        copies: Sequence[ReplicaDigest] = (),
     ) -> Index:
         """Write this process's files and its index, in which stands what went wrong."""
         folder, process = commit.temporary_of(final, attempt), self._backend.process.index
@@ -383,7 +389,7 @@ class Checkpoints(Closing):
 
     # ------------------------------------------------------------------------------------------------------- load
 
-    def find(self, resume: str) -> Found | None:
+    def find(self, resume: str) -> ResumePoint | None:
         """The checkpoint to go on from, or None for a new run. `resume`: `auto`, `none`, or a checkpoint's address.
 
         auto: the newest whole one of the run's own; a damaged one is passed over with a warning. An address: that
@@ -392,7 +398,7 @@ class Checkpoints(Closing):
         """
         return self._search.find(resume)
 
-    def load(self, found: Found, model: nn.Module, optimizer: torch.optim.Optimizer) -> Resumed:
+    def load(self, found: ResumePoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> Resumed:
         """Overwrite model and optimizer with what was found, after checking that it is theirs.
 
         Raises `CheckpointError`, on all processes: other tensors, another config that `checkpoint.allow` doesn't name,
@@ -429,13 +435,13 @@ class _LeftOut(NamedTuple):
 
     names: frozenset[str]
     fill: Fill
-    entry: Base
+    entry: BaseFingerprint
 
 
-def _entry_of(base: pretrained.Base) -> Base:
+def _entry_of(base: pretrained.Base) -> BaseFingerprint:
     """Without tensors. Read now: later the files may be others than those that filled the model."""
     found = pretrained.fingerprint(base.file)
-    return Base(pretrained=base.pretrained, gguf_file=base.gguf_file, fingerprint=found, tensors={})
+    return BaseFingerprint(pretrained=base.pretrained, gguf_file=base.gguf_file, fingerprint=found, tensors={})
 
 
 def _source(reader: Reader, expected: Mapping[str, TensorState], base: _LeftOut | None, weights_only: bool) -> Read:
@@ -454,7 +460,7 @@ def _source(reader: Reader, expected: Mapping[str, TensorState], base: _LeftOut 
     return read
 
 
-def _resumed(found: Found, manifest: Manifest, changes: tuple[Difference, ...], weights_only: bool) -> Resumed:
+def _resumed(found: ResumePoint, manifest: Manifest, changes: tuple[Difference, ...], weights_only: bool) -> Resumed:
     step, data = (0, (0, 0)) if weights_only else (manifest.step, (manifest.data.epoch, manifest.data.position))
     evaluation = manifest.evaluation if found.is_own and not weights_only else None
     return Resumed(found.path, step, data, changes, weights_only, found.passed_over, evaluation)

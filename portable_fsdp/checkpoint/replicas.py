@@ -13,7 +13,7 @@ import xxhash
 from torch import Tensor
 
 from portable_fsdp.backends.base import Piece
-from portable_fsdp.checkpoint.commit import Copy, Index
+from portable_fsdp.checkpoint.commit import Index, ReplicaDigest
 from portable_fsdp.checkpoint.format import TensorEntry
 from portable_fsdp.checkpoint.safetensors import chunks_of
 from portable_fsdp.checkpoint.tables import table
@@ -26,8 +26,8 @@ class Digests:
     """Of the pieces of one process that others hold too."""
 
     def __init__(self) -> None:
-        self._done: list[Copy] = []
-        self._on_device: list[tuple[Copy, Tensor]] = []
+        self._done: list[ReplicaDigest] = []
+        self._on_device: list[tuple[ReplicaDigest, Tensor]] = []
 
     def take(self, key: str, pieces: Iterable[Piece]) -> list[Piece]:
         """Those that this process must write, after the others were digested: the next step may change them.
@@ -52,7 +52,7 @@ class Digests:
         else:
             self._on_device.append((copy_of(key, piece, ""), sum_of_bits(piece.data)))
 
-    def result(self) -> tuple[Copy, ...]:
+    def result(self) -> tuple[ReplicaDigest, ...]:
         """All of them. Waits for the device, once."""
         sums: list[int] = []
         if self._on_device:
@@ -64,9 +64,11 @@ class Digests:
         return (*self._done, *of_device)
 
 
-def copy_of(key: str, piece: Piece, digest: str) -> Copy:
+def copy_of(key: str, piece: Piece, digest: str) -> ReplicaDigest:
     """What an index says of a replica's piece."""
-    return Copy(key=key, offset=piece.offset, shape=tuple(piece.data.shape), replica=piece.replica or 0, digest=digest)
+    return ReplicaDigest(
+        key=key, offset=piece.offset, shape=tuple(piece.data.shape), replica=piece.replica or 0, digest=digest
+    )
 
 
 def sum_of_bits(tensor: Tensor) -> Tensor:

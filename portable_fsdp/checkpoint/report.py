@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from portable_fsdp.checkpoint.changes import changed
+from portable_fsdp.checkpoint.config_diff import changed
 from portable_fsdp.checkpoint.format import (
     FOLDERS,
     Evaluated,

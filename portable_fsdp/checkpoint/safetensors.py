@@ -109,7 +109,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(cast(Any, tensor.detach().reshape(-1).view(torch.uint8).numpy()))
 
 
-def read_header(source: storage.Source) -> dict[str, Stored]:
+def read_header(source: storage.FileReader) -> dict[str, Stored]:
     """Every tensor of the file; raises ValueError where the file isn't as the format says, OSError."""
     if source.size < 8:
         raise ValueError(f"expected at least 8 bytes, found {source.size}")
@@ -135,7 +135,7 @@ def read_header(source: storage.Source) -> dict[str, Stored]:
     return found
 
 
-def read_slice(source: storage.Source, stored: Stored, slices: Sequence[slice], target: Tensor) -> None:
+def read_slice(source: storage.FileReader, stored: Stored, slices: Sequence[slice], target: Tensor) -> None:
     """Copy `slices` of a stored tensor into `target`, a view of a host tensor of the same shape and dtype.
 
     Whole rows are read in one piece: what other dimensions leave out of them is read too, and dropped.

@@ -18,7 +18,7 @@ log = logging.getLogger("portable_fsdp")
 _PROBE = ".portable_fsdp-"  # begins the name of a file by which processes find that they share the folder
 
 
-class Found(NamedTuple):
+class ResumePoint(NamedTuple):
     """A checkpoint that was found whole, as far as `checkpoint.verify` asked."""
 
     path: Path
@@ -37,7 +37,7 @@ class Search:
         self._settings = settings
         self._run = run
 
-    def find(self, resume: str) -> Found | None:
+    def find(self, resume: str) -> ResumePoint | None:
         """As `Checkpoints.find`."""
         self._require_shared()
         own = [self._folder / name for name in on_process_0(self._backend, f"checkpoints in {self._folder}", self._own)]
@@ -102,7 +102,7 @@ class Search:
 
     # --------------------------------------------------------------------------------------------- the checkpoint
 
-    def _newest(self, own: list[Path]) -> Found | None:
+    def _newest(self, own: list[Path]) -> ResumePoint | None:
         reasons: list[str] = []
         for path in own:
             reason = self._damage(path)
@@ -111,7 +111,7 @@ class Search:
                     log.warning("passed over a damaged checkpoint: %s", one)
                 if reasons:
                     log.warning("resuming from the older %s", path.name)
-                return Found(path, tuple(reasons), is_own=True)
+                return ResumePoint(path, tuple(reasons), is_own=True)
             self.damaged.add(path.name)
             reasons.append(reason)
         if reasons:
@@ -140,7 +140,7 @@ class Search:
         saved = on_process_0(self._backend, f"checkpoints in {self._folder}", saved_resume)
         return saved not in (None, "auto", "none") and _same(str(saved), resume)
 
-    def _named(self, path: Path, own: list[Path]) -> Found:
+    def _named(self, path: Path, own: list[Path]) -> ResumePoint:
         on_process_0(self._backend, f"checkpoint {path.name}", lambda: require_checkpoint(path))
         reason = self._damage(path)
         if reason is not None:
@@ -156,7 +156,7 @@ class Search:
                 f"  holds {newest.name} of another history. Use checkpoint.resume: auto to go on from that, or another "
                 "run.dir."
             )
-        return Found(path, (), is_own, weights_only)
+        return ResumePoint(path, (), is_own, weights_only)
 
     def _damage(self, path: Path) -> str | None:
         """Why a checkpoint isn't whole, as far as `checkpoint.verify` asks; each process hashes some of the files.

@@ -180,7 +180,7 @@ def _upload(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
         raise
 
 
-class Source:
+class FileReader:
     """A file, open for reading at any place. A context manager. Raises OSError, links and special files among them;
     StoreError."""
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from portable_fsdp.backends.base import Part, Piece, Slices, TensorState, whole
 from portable_fsdp.checkpoint import safetensors, storage
-from portable_fsdp.checkpoint.commit import Copy, Index
+from portable_fsdp.checkpoint.commit import Index, ReplicaDigest
 from portable_fsdp.checkpoint.files import damaged, verify_hash, verify_size
 from portable_fsdp.checkpoint.format import (
     DTYPE_BYTES,
@@ -32,7 +32,7 @@ from portable_fsdp.checkpoint.format import (
 )
 from portable_fsdp.checkpoint.replicas import copy_of
 from portable_fsdp.checkpoint.safetensors import Stored
-from portable_fsdp.checkpoint.storage import Source, require_regular
+from portable_fsdp.checkpoint.storage import FileReader, require_regular
 from portable_fsdp.checkpoint.tables import table
 from portable_fsdp.runtime.errors import CheckpointError
 
@@ -63,7 +63,7 @@ def write_pieces(
     pieces: Mapping[str, Sequence[Piece]],
     process: int,
     attempt: str,
-    copies: Sequence[Copy] = (),
+    copies: Sequence[ReplicaDigest] = (),
 ) -> Index:
     """Write this process's pieces of the tensors in `whole` below `folder`, durably; returns what it wrote.
 
@@ -117,7 +117,7 @@ class Reader:
             for k, number in enumerate(tensor.files):
                 self._pieces[number][key] = k
         self._headers: dict[int, dict[str, Stored]] = {}
-        self._open: dict[int, Source] = {}  # the longest unused first
+        self._open: dict[int, FileReader] = {}  # the longest unused first
 
     def __enter__(self) -> Self:
         return self
@@ -228,7 +228,7 @@ class Reader:
         except OSError as error:
             raise CheckpointError(f"checkpoint {self.folder.name}: {error}") from None
 
-    def _file(self, number: int) -> Source:
+    def _file(self, number: int) -> FileReader:
         """The file, open, after its header was found to say what the manifest says."""
         if number in self._open:
             self._open[number] = self._open.pop(number)
@@ -238,7 +238,7 @@ class Reader:
         file = self.manifest.files[number]
         require_regular(self.folder / file.name, self.folder.name)
         try:
-            source = Source(self.folder / file.name)
+            source = FileReader(self.folder / file.name)
         except OSError as error:
             raise CheckpointError(f"checkpoint {self.folder.name}: {file.name}: {error}") from None
         self._open[number] = source
@@ -292,7 +292,11 @@ def touching(tensor: TensorEntry, slices: Slices) -> list[Box]:
 
 
 def _write_shard(
-    folder: Path, name: str, pieces: Mapping[str, Piece], tensors: Mapping[str, TensorEntry], digested: list[Copy]
+    folder: Path,
+    name: str,
+    pieces: Mapping[str, Piece],
+    tensors: Mapping[str, TensorEntry],
+    digested: list[ReplicaDigest],
 ) -> FileEntry:
     """Adds the digest of each numbered piece to `digested`."""
     metadata = dcp_metadata({key: piece.offset for key, piece in pieces.items()})

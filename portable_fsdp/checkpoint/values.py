@@ -1,18 +1,18 @@
 """Compares the values of two checkpoints, some rows of a tensor at a time."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from portable_fsdp.checkpoint.foreign.base import Advance, say_nothing
 from portable_fsdp.checkpoint.format import DTYPE_BYTES
 from portable_fsdp.checkpoint.store import Reader
 
 _ELEMENTS = 1 << 22
 
 
-def value_differences(a: Reader, b: Reader, advance: Advance = say_nothing) -> dict[str, float]:
+def value_differences(a: Reader, b: Reader, advance: Callable[[int], None] = lambda _: None) -> dict[str, float]:
     """Key -> largest absolute difference, of the tensors that both have, in one shape, with other bits or values.
 
     NaN where one of them has a NaN that the other hasn't. Holds a few MiB, or one row. Raises `CheckpointError`.

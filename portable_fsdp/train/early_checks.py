@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any, cast
 
-from portable_fsdp.checkpoint.changes import differences
+from portable_fsdp.checkpoint.config_diff import differences
 from portable_fsdp.checkpoint.files import verify_hash, verify_size
 from portable_fsdp.checkpoint.format import committed_steps, read_manifest, require_checkpoint, step_of
 from portable_fsdp.checkpoint.storage import is_object_store, locate

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from portable_fsdp.backends.base import Backend, Batch
 from portable_fsdp.backends.open import open_backend
-from portable_fsdp.checkpoint.foreign.huggingface import export_huggingface, require_replaceable
-from portable_fsdp.checkpoint.foreign.peft import export_adapters
 from portable_fsdp.checkpoint.format import Evaluated, committed_steps, is_committed, step_folder
 from portable_fsdp.checkpoint.manager import Checkpoints, Resumed
 from portable_fsdp.checkpoint.write_errors import with_cause
@@ -127,6 +125,8 @@ def _sole_run(config: Config, backend: Backend) -> Generator[None]:
 def _check_folders(config: Config) -> None:
     require_writable(Path(config.run.dir))
     if config.checkpoint.export:
+        from portable_fsdp.formats.target import require_replaceable
+
         require_replaceable(_export_folder(config))
 
 
@@ -321,8 +321,12 @@ def _export(config: Config, backend: Backend, corpus: Corpus, newest: Path, told
     def export() -> None:
         checkpoint, which = _to_export(newest, told)
         if alone:
+            from portable_fsdp.formats.peft import export_adapters
+
             export_adapters(checkpoint, _export_folder(config), corpus.tokenizer.save)
         else:  # the base where it lies now: the checkpoint may be older than that
+            from portable_fsdp.formats.huggingface import export_huggingface
+
             base = config.model.pretrained
             export_huggingface(checkpoint, _export_folder(config), corpus.tokenizer.save, base=base)
         log.info("exported %s to %s%s", checkpoint, _export_folder(config), which)

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from workers import Group, Workers
 
-from portable_fsdp.checkpoint.foreign.huggingface import export_huggingface
+from portable_fsdp.formats.huggingface import export_huggingface
 
 SAVED_AT, STEPS = 19, 20
 

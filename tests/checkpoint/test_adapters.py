@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from portable_fsdp.checkpoint.__main__ import main
-from portable_fsdp.checkpoint.foreign.huggingface import export_huggingface
-from portable_fsdp.checkpoint.foreign.peft import export_adapters
 from portable_fsdp.checkpoint.format import read_manifest
 from portable_fsdp.checkpoint.manager import Checkpoints
 from portable_fsdp.config.schema import Lora, Model
+from portable_fsdp.formats.huggingface import export_huggingface
+from portable_fsdp.formats.peft import export_adapters
 from portable_fsdp.models.build import build_model
 from portable_fsdp.models.config_json import config_to_json
 from portable_fsdp.models.pretrained import Base, fingerprint

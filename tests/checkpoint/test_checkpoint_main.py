@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from portable_fsdp.checkpoint import commit, report
 from portable_fsdp.checkpoint.__main__ import main
-from portable_fsdp.checkpoint.foreign.base import verify
 from portable_fsdp.checkpoint.store import Reader
+from portable_fsdp.formats.base import verify
 
 
 def test_show_says_what_it_holds_and_who_wrote_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -348,7 +348,7 @@ def test_a_step_that_retention_deletes_is_not_damaged(
             commit.delete(older, "")
         verify(reader, *arguments)
 
-    monkeypatch.setattr("portable_fsdp.checkpoint.foreign.base.verify", delete_older)
+    monkeypatch.setattr("portable_fsdp.formats.base.verify", delete_older)
     assert main(["verify", "--all", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"{newest}: whole")

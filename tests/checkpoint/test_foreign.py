@@ -13,8 +13,8 @@ from plain_backend import PlainBackend, checkpoints, named_tensors
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from portable_fsdp.checkpoint import storage
-from portable_fsdp.checkpoint.foreign.huggingface import export_huggingface
-from portable_fsdp.checkpoint.foreign.target import new_file
+from portable_fsdp.formats.huggingface import export_huggingface
+from portable_fsdp.formats.target import new_file
 from portable_fsdp.models.config_json import config_to_json
 from portable_fsdp.runtime.errors import CheckpointError
 

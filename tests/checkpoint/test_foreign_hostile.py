@@ -17,10 +17,10 @@ from test_foreign import MODELS, build
 from test_formats import dcp_save
 from test_xla_shards import shards
 
-from portable_fsdp.checkpoint.foreign.importing import import_checkpoint
-from portable_fsdp.checkpoint.foreign.streams import read_header
-from portable_fsdp.checkpoint.foreign.unpickle import read_pickle
 from portable_fsdp.checkpoint.store import Reader
+from portable_fsdp.formats.importing import import_checkpoint
+from portable_fsdp.formats.streams import read_header
+from portable_fsdp.formats.unpickle import read_pickle
 from portable_fsdp.runtime.errors import CheckpointError
 
 

@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 from memory import Peak
 from torch.distributed import checkpoint as dcp
-from portable_fsdp.checkpoint.foreign.base import load_export
-from portable_fsdp.checkpoint.foreign.importing import import_checkpoint
+from portable_fsdp.formats.base import load_export
+from portable_fsdp.formats.importing import import_checkpoint
 from portable_fsdp.checkpoint.store import Reader
 
 COUNT, ROWS, source, format, folder = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]

@@ -85,7 +85,9 @@ BASE: dict[str, Any] = {"pretrained": "org/name", "gguf_file": None, "fingerprin
 
 
 def test_what_a_base_holds_is_read_back_and_may_be_tied(tmp_path: Path) -> None:
-    whole = small().model_copy(update={"base": format.Base(**BASE, tensors={"b": LEFT_OUT}), "ties": {"v": "b"}})
+    whole = small().model_copy(
+        update={"base": format.BaseFingerprint(**BASE, tensors={"b": LEFT_OUT}), "ties": {"v": "b"}}
+    )
     text = format.manifest_text(whole)
     (tmp_path / "manifest.json").write_text(text)
     assert format.read_manifest(tmp_path) == whole
@@ -106,7 +108,7 @@ def test_what_a_base_holds_is_read_back_and_may_be_tied(tmp_path: Path) -> None:
     ids=["stored", "optimizer", "pieces", "dtype", "elements"],
 )
 def test_a_base_of_anything_but_weights_without_pieces_is_refused(key: str, tensor: TensorEntry) -> None:
-    wrong = small().model_copy(update={"base": format.Base(**BASE, tensors={key: tensor})})
+    wrong = small().model_copy(update={"base": format.BaseFingerprint(**BASE, tensors={key: tensor})})
     with pytest.raises(CheckpointError, match=rf"manifest.json: {key}: expected "):
         format.check_manifest(wrong, "wrong")
 

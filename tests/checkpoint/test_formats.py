@@ -27,13 +27,13 @@ from transformers import AutoModelForCausalLM
 
 from portable_fsdp.backends.base import Part
 from portable_fsdp.checkpoint import commit, storage
-from portable_fsdp.checkpoint.foreign.base import load_export
-from portable_fsdp.checkpoint.foreign.huggingface import export
-from portable_fsdp.checkpoint.foreign.importing import detect, import_checkpoint
 from portable_fsdp.checkpoint.format import IMPORTED, Manifest
 from portable_fsdp.checkpoint.prune import prune
 from portable_fsdp.checkpoint.storage import locate
 from portable_fsdp.checkpoint.store import Reader
+from portable_fsdp.formats.base import load_export
+from portable_fsdp.formats.huggingface import export
+from portable_fsdp.formats.importing import detect, import_checkpoint
 from portable_fsdp.models.config_json import config_from_json
 from portable_fsdp.runtime.errors import CheckpointError
 

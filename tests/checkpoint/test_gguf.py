@@ -14,7 +14,7 @@ from test_foreign import MODELS, build
 from test_formats import assert_same, tensors_in, weights
 from transformers import AutoModelForCausalLM
 
-from portable_fsdp.checkpoint.foreign.importing import import_checkpoint
+from portable_fsdp.formats.importing import import_checkpoint
 from portable_fsdp.runtime.errors import CheckpointError
 
 TYPE = gguf.GGMLQuantizationType

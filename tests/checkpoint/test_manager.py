@@ -27,9 +27,9 @@ from plain_backend import (
 from portable_fsdp.backends.base import Part, Piece, TensorState
 from portable_fsdp.checkpoint import commit
 from portable_fsdp.checkpoint.background import Snapshot
-from portable_fsdp.checkpoint.changes import Difference
+from portable_fsdp.checkpoint.config_diff import Difference
 from portable_fsdp.checkpoint.format import step_folder
-from portable_fsdp.checkpoint.manager import Fingerprint, Found, Resumed, Saved
+from portable_fsdp.checkpoint.manager import Fingerprint, Resumed, ResumePoint, Saved
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.config import schema
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
@@ -211,7 +211,7 @@ def test_auto_takes_the_newest(tmp_path: Path) -> None:
     newest = save_once(tmp_path, step=10)
     (tmp_path / "step-00000015.tmp").mkdir()
     found = in_processes(2, lambda backend: checkpoints(tmp_path, backend).find("auto"))
-    assert found == [Found(newest, (), is_own=True)] * 2
+    assert found == [ResumePoint(newest, (), is_own=True)] * 2
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []  # the probe is gone
 
 
@@ -252,7 +252,7 @@ def test_none_refuses_a_folder_with_checkpoints(tmp_path: Path) -> None:
 def test_a_named_checkpoint_must_be_whole(tmp_path: Path) -> None:
     path = save_once(tmp_path)
     opened = checkpoints(tmp_path / "other", PlainBackend())
-    assert opened.find(str(path)) == Found(path, (), is_own=False)
+    assert opened.find(str(path)) == ResumePoint(path, (), is_own=False)
     (path / "model" / "shard-00000-00.safetensors").unlink()
     with pytest.raises(CheckpointError, match="found none"):
         opened.find(str(path))

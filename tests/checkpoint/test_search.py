@@ -12,7 +12,7 @@ from plain_backend import PlainBackend, checkpoints, in_processes, load, save_on
 
 from portable_fsdp.checkpoint import commit, storage
 from portable_fsdp.checkpoint.manager import Checkpoints, Resumed
-from portable_fsdp.checkpoint.search import Found
+from portable_fsdp.checkpoint.search import ResumePoint
 from portable_fsdp.runtime.errors import CheckpointError
 
 
@@ -124,7 +124,7 @@ def test_what_says_nothing_of_the_content_is_no_damage(
         patch.setattr(os, "open", fails)
         with pytest.raises(CheckpointError, match=f"{os.strerror(number)}.*\n  It may be whole: start again"):
             ours.find("auto")
-    assert ours.find("auto") == Found(newest, (), is_own=True)
+    assert ours.find("auto") == ResumePoint(newest, (), is_own=True)
 
 
 def test_a_disk_that_gives_errors_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from test_formats import assert_same, tensors_in
 
-from portable_fsdp.checkpoint.foreign.importing import detect, import_checkpoint
+from portable_fsdp.formats.importing import detect, import_checkpoint
 from portable_fsdp.runtime.errors import CheckpointError
 
 pytestmark = pytest.mark.slow

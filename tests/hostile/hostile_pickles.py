@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from test_formats import dcp_save
 
-from portable_fsdp.checkpoint.foreign import dcp
-from portable_fsdp.checkpoint.foreign.unpickle import _PLAIN, _RECORDS  # pyright: ignore[reportPrivateUsage]
+from portable_fsdp.formats import dcp
+from portable_fsdp.formats.unpickle import _PLAIN, _RECORDS  # pyright: ignore[reportPrivateUsage]
 
 _GLOBALS = [
     *((module, name) for module, names in _RECORDS.items() for name in sorted(names)),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from portable_fsdp.checkpoint.foreign.importing import import_checkpoint
+from portable_fsdp.formats.importing import import_checkpoint
 
 _DTYPES = ("F32", "F32", "BF16", "I64", "BOOL", "F8_E4M3", "F4", "f32", "", 1, None, ["F32"])
 _NAMES = ("a", "b.weight", "c", "d", "", "x" * 100_000, "__metadata__", "\x1b[31m", "../../harm", "exp_avg/a", "a\x00b")

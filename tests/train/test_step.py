@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from portable_fsdp.backends.base import Backend, Batch, Metrics, whole
 from portable_fsdp.backends.open import open_backend
-from portable_fsdp.checkpoint.foreign.huggingface import export_huggingface
 from portable_fsdp.checkpoint.manager import Checkpoints
 from portable_fsdp.config.schema import Config
+from portable_fsdp.formats.huggingface import export_huggingface
 from portable_fsdp.models.build import BuiltModel, build_model
 from portable_fsdp.models.loss import Loss
 from portable_fsdp.optim.optimizer import make_optimizer, parameter_groups

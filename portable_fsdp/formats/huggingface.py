@@ -9,7 +9,9 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from portable_fsdp.checkpoint.foreign.base import (
+from portable_fsdp.checkpoint.format import Manifest, TensorEntry
+from portable_fsdp.checkpoint.store import Reader
+from portable_fsdp.formats.base import (
     FLOAT_DTYPES,
     Advance,
     ForeignCheckpoint,
@@ -19,9 +21,9 @@ from portable_fsdp.checkpoint.foreign.base import (
     say_nothing,
     verify,
 )
-from portable_fsdp.checkpoint.foreign.merging import merged
-from portable_fsdp.checkpoint.foreign.names import config_object, config_of, import_transformers
-from portable_fsdp.checkpoint.foreign.streams import (
+from portable_fsdp.formats.merging import merged
+from portable_fsdp.formats.names import config_object, config_of, import_transformers
+from portable_fsdp.formats.streams import (
     FileTensor,
     groups,
     load_json,
@@ -30,9 +32,7 @@ from portable_fsdp.checkpoint.foreign.streams import (
     size_of,
     write_file,
 )
-from portable_fsdp.checkpoint.foreign.target import new_folder, require_replaceable
-from portable_fsdp.checkpoint.format import Manifest, TensorEntry
-from portable_fsdp.checkpoint.store import Reader
+from portable_fsdp.formats.target import new_folder, require_replaceable
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 from portable_fsdp.runtime.files import write_text_atomically
 from portable_fsdp.runtime.hub import local_folder

@@ -6,13 +6,13 @@ from typing import cast
 
 from torch import nn
 
-from portable_fsdp.checkpoint.foreign.base import Advance, SaveTokenizer, as_dtype, say_nothing, verify
-from portable_fsdp.checkpoint.foreign.merging import adapters_of
-from portable_fsdp.checkpoint.foreign.names import import_transformers
-from portable_fsdp.checkpoint.foreign.streams import write_file
-from portable_fsdp.checkpoint.foreign.target import new_folder, require_replaceable
 from portable_fsdp.checkpoint.format import Manifest
 from portable_fsdp.checkpoint.store import Reader
+from portable_fsdp.formats.base import Advance, SaveTokenizer, as_dtype, say_nothing, verify
+from portable_fsdp.formats.merging import adapters_of
+from portable_fsdp.formats.names import import_transformers
+from portable_fsdp.formats.streams import write_file
+from portable_fsdp.formats.target import new_folder, require_replaceable
 from portable_fsdp.models.lora import holds_inputs_first, peft_keys
 from portable_fsdp.models.peft_folder import WEIGHTS
 from portable_fsdp.runtime.errors import CheckpointError

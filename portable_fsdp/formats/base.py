@@ -15,10 +15,10 @@ from typing import Any, Protocol, cast
 from torch import Tensor
 
 from portable_fsdp.backends.base import Part
-from portable_fsdp.checkpoint.foreign import EXPORTS, FORMATS
 from portable_fsdp.checkpoint.format import TensorEntry, folder_of
 from portable_fsdp.checkpoint.storage import require_regular
 from portable_fsdp.checkpoint.store import Reader
+from portable_fsdp.formats import EXPORTS, FORMATS
 from portable_fsdp.runtime.errors import CheckpointError
 
 Advance = Callable[[int], None]
@@ -51,7 +51,7 @@ class ForeignCheckpoint:
     ties: dict[str, str] = field(default_factory=dict)
 
 
-class Format(Protocol):
+class CheckpointFormat(Protocol):
     """A module of `FORMATS`."""
 
     def matches(self, path: Path) -> bool:
@@ -78,9 +78,9 @@ class ExportFormat(Protocol):
         ...
 
 
-def load_format(name: str) -> Format:
+def load_format(name: str) -> CheckpointFormat:
     """The module of a format."""
-    return cast(Format, import_module(FORMATS[name]))
+    return cast(CheckpointFormat, import_module(FORMATS[name]))
 
 
 def load_export(name: str) -> ExportFormat:

@@ -30,7 +30,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from portable_fsdp.checkpoint.foreign.base import (
+from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry, check_tiling, folder_of
+from portable_fsdp.checkpoint.store import Reader
+from portable_fsdp.formats.base import (
     Advance,
     ForeignCheckpoint,
     SaveTokenizer,
@@ -39,13 +41,11 @@ from portable_fsdp.checkpoint.foreign.base import (
     say_nothing,
     verify,
 )
-from portable_fsdp.checkpoint.foreign.names import names_of
-from portable_fsdp.checkpoint.foreign.streams import check_numbers, check_shape, converted, groups
-from portable_fsdp.checkpoint.foreign.target import new_folder, require_replaceable, torch_saving
-from portable_fsdp.checkpoint.foreign.torchfile import check_members
-from portable_fsdp.checkpoint.foreign.unpickle import Record, read_pickle
-from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry, check_tiling, folder_of
-from portable_fsdp.checkpoint.store import Reader
+from portable_fsdp.formats.names import names_of
+from portable_fsdp.formats.streams import check_numbers, check_shape, converted, groups
+from portable_fsdp.formats.target import new_folder, require_replaceable, torch_saving
+from portable_fsdp.formats.torchfile import check_members
+from portable_fsdp.formats.unpickle import Record, read_pickle
 from portable_fsdp.runtime.errors import CheckpointError
 
 log = logging.getLogger("portable_fsdp")
@@ -74,7 +74,7 @@ class Chunked(NamedTuple):
     chunks: list[Chunk]
 
 
-class Written(NamedTuple):
+class DcpEntry(NamedTuple):
     """A tensor of an export: the dictionary keys that lead to it, and its file, start and length there."""
 
     path: tuple[str, ...]
@@ -135,16 +135,16 @@ def export(
         for key, tensor in reader.manifest.tensors.items()
     }
     with new_folder(target, reader.manifest) as unfinished:
-        written: list[Written] = []
+        written: list[DcpEntry] = []
         files = list(groups(tensors, _MAX_FILE_BYTES))
         for ordinal, keys in enumerate(files):
             entries = {key: tensors[key] for key in keys}
             places = _write_file(unfinished / f"__0_{ordinal}.distcp", entries, reader.read_whole, advance)
-            written += [Written(path, tensors[key], places[key]) for key in keys for path in _paths_of(key, aliases)]
+            written += [DcpEntry(path, tensors[key], places[key]) for key in keys for path in _paths_of(key, aliases)]
         entry = TensorEntry(shape=(), dtype="int64")
         step = torch.tensor(reader.manifest.step)
         places = _write_file(unfinished / f"__0_{len(files)}.distcp", {"step": entry}, lambda _: step, advance)
-        written.append(Written(_STEP_PATH, entry, places["step"]))
+        written.append(DcpEntry(_STEP_PATH, entry, places["step"]))
         with (unfinished / METADATA).open("wb") as file:
             pickle.dump(_metadata(written), file)
             file.flush()
@@ -359,7 +359,7 @@ def _write_file(
     return places
 
 
-def _metadata(written: Iterable[Written]) -> Any:
+def _metadata(written: Iterable[DcpEntry]) -> Any:
     """What `dcp.load` reads first; each tensor in one chunk."""
     from torch.distributed.checkpoint import metadata as torch_metadata
     from torch.distributed.checkpoint.filesystem import _StorageInfo  # pyright: ignore[reportPrivateUsage]

@@ -1,7 +1,7 @@
-"""Checkpoints in other people's formats: a module and a row of `FORMATS` for each.
+"""Checkpoints in the formats of other tools: a module and a row of `FORMATS` for each.
 
-May import what `checkpoint` may; the libraries of a format are imported in its own module, and that when it is asked
-for. Read first: `base.py` (what a format gives), then `importing.py`, `streams.py`, and any one format.
+May import `checkpoint` and what that may. `checkpoint import|export` loads the format that a user names; a training run
+loads `huggingface` or `peft` when it exports, and no other. Read first: `base.py`, then `importing.py`, `streams.py`.
 """
 
 from pathlib import Path
@@ -9,17 +9,17 @@ from pathlib import Path
 from portable_fsdp.runtime.errors import CheckpointError
 
 FORMATS = {
-    "huggingface": "portable_fsdp.checkpoint.foreign.huggingface",
-    "dcp": "portable_fsdp.checkpoint.foreign.dcp",
-    "gguf": "portable_fsdp.checkpoint.foreign.gguf",
-    "safetensors": "portable_fsdp.checkpoint.foreign.safetensorsfile",
-    "torch": "portable_fsdp.checkpoint.foreign.torchfile",
-    "xla_fsdp1": "portable_fsdp.checkpoint.foreign.xla_fsdp1",
+    "huggingface": "portable_fsdp.formats.huggingface",
+    "dcp": "portable_fsdp.formats.dcp",
+    "gguf": "portable_fsdp.formats.gguf",
+    "safetensors": "portable_fsdp.formats.safetensorsfile",
+    "torch": "portable_fsdp.formats.torchfile",
+    "xla_fsdp1": "portable_fsdp.formats.xla_fsdp1",
 }
 """Name of a format -> its module, in the order in which `--format auto` asks them."""
 
 EXPORTS = {name: FORMATS[name] for name in ("huggingface", "dcp", "torch", "safetensors")} | {
-    "peft": "portable_fsdp.checkpoint.foreign.peft",
+    "peft": "portable_fsdp.formats.peft",
 }
 """Those that are written: four of them, and adapters alone."""
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from portable_fsdp.checkpoint import safetensors
-from portable_fsdp.checkpoint.foreign.base import Advance, say_nothing
 from portable_fsdp.checkpoint.format import DTYPE_BYTES, MAX_ELEMENTS, TensorEntry
-from portable_fsdp.checkpoint.storage import Source
+from portable_fsdp.checkpoint.storage import FileReader
+from portable_fsdp.formats.base import Advance, say_nothing
 from portable_fsdp.runtime.errors import CheckpointError
 from portable_fsdp.runtime.strict_json import parse_json
 
@@ -63,7 +63,7 @@ def load_json(where: str, text: bytes) -> Any:
 def read_header(path: Path) -> dict[str, FileTensor]:
     """What a safetensors file holds. The caller has checked that it is a plain file. Raises `CheckpointError`."""
     try:
-        with Source(path) as source:
+        with FileReader(path) as source:
             found = safetensors.read_header(source)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: expected a safetensors file, found: {error}") from None
@@ -78,7 +78,7 @@ def read_tensor(stored: FileTensor) -> Tensor:
     """Its bytes, in one allocation of their size. Raises `CheckpointError`."""
     tensor = torch.empty(stored.entry.shape, dtype=getattr(torch, stored.entry.dtype))
     try:
-        with Source(stored.path) as source:
+        with FileReader(stored.path) as source:
             source.read_into(stored.start, safetensors.bytes_of(tensor))
     except OSError as error:
         raise CheckpointError(f"{stored.path}: {error}") from None

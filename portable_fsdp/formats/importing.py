@@ -10,15 +10,11 @@ import torch
 from portable_fsdp import __version__
 from portable_fsdp.checkpoint import commit, storage
 from portable_fsdp.checkpoint.commit import Index
-from portable_fsdp.checkpoint.foreign import FORMATS, WITHOUT_CHECKSUM, require_source
-from portable_fsdp.checkpoint.foreign.base import Advance, ForeignCheckpoint, as_dtype, load_format, say_nothing
-from portable_fsdp.checkpoint.foreign.names import config_of, names_of, settle
-from portable_fsdp.checkpoint.foreign.streams import groups, size_of, write_file
 from portable_fsdp.checkpoint.format import (
     FOLDERS,
     IMPORT,
     IMPORTED,
-    Data,
+    DataPosition,
     FileEntry,
     Manifest,
     TensorEntry,
@@ -29,6 +25,10 @@ from portable_fsdp.checkpoint.format import (
     step_folder,
 )
 from portable_fsdp.checkpoint.store import dcp_metadata
+from portable_fsdp.formats import FORMATS, WITHOUT_CHECKSUM, require_source
+from portable_fsdp.formats.base import Advance, ForeignCheckpoint, as_dtype, load_format, say_nothing
+from portable_fsdp.formats.names import config_of, names_of, settle
+from portable_fsdp.formats.streams import groups, size_of, write_file
 from portable_fsdp.runtime.errors import CheckpointError
 
 log = logging.getLogger("portable_fsdp")
@@ -135,7 +135,7 @@ def _manifest(source: ForeignCheckpoint, kind: str, index: Index) -> Manifest:
         saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
         config={},
         model_config=source.model_config,
-        data=Data(epoch=0, position=0),
+        data=DataPosition(epoch=0, position=0),
         ties=source.ties,
         written_by=WrittenBy(
             device="cpu",

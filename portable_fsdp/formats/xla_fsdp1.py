@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from portable_fsdp.checkpoint.foreign.base import ForeignCheckpoint
-from portable_fsdp.checkpoint.foreign.streams import check_numbers, check_shape
-from portable_fsdp.checkpoint.foreign.torchfile import entry_of, is_torch_file, load_mapped
 from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry
+from portable_fsdp.formats.base import ForeignCheckpoint
+from portable_fsdp.formats.streams import check_numbers, check_shape
+from portable_fsdp.formats.torchfile import entry_of, is_torch_file, load_mapped
 from portable_fsdp.runtime.errors import CheckpointError
 
 log = logging.getLogger("portable_fsdp")

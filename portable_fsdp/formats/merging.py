@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from portable_fsdp.backends.base import whole
-from portable_fsdp.checkpoint.foreign.base import tensors_of
-from portable_fsdp.checkpoint.foreign.names import model_on_meta
 from portable_fsdp.checkpoint.format import Manifest, TensorEntry
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.config.schema import Model
+from portable_fsdp.formats.base import tensors_of
+from portable_fsdp.formats.names import model_on_meta
 from portable_fsdp.models.lora import AdapterNames, adapted_layers, holds_inputs_first, is_adapter, plain_name
 from portable_fsdp.models.pretrained import PretrainedWeights, fingerprint, open_pretrained
 from portable_fsdp.models.weights import RandomWeights

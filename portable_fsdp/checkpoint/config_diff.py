@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from portable_fsdp.checkpoint.format import Base, Manifest, run_name
+from portable_fsdp.checkpoint.format import BaseFingerprint, Manifest, run_name
 from portable_fsdp.checkpoint.tables import table
 from portable_fsdp.config.describe import default_of, shortened_apart
 from portable_fsdp.config.schema import Lora
@@ -47,7 +47,7 @@ def differences(
     config: Mapping[str, Any],
     rows: str | None,
     tokenizer: str | None,
-    base: Base | None = None,
+    base: BaseFingerprint | None = None,
     *,
     is_own: bool,
 ) -> list[Difference]:

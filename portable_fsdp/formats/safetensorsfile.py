@@ -4,7 +4,9 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from portable_fsdp.checkpoint.foreign.base import (
+from portable_fsdp.checkpoint.storage import require_regular
+from portable_fsdp.checkpoint.store import Reader
+from portable_fsdp.formats.base import (
     Advance,
     ForeignCheckpoint,
     SaveTokenizer,
@@ -13,10 +15,8 @@ from portable_fsdp.checkpoint.foreign.base import (
     tensors_of,
     verify,
 )
-from portable_fsdp.checkpoint.foreign.streams import read_header, read_tensor, write_file
-from portable_fsdp.checkpoint.foreign.target import new_file, require_new
-from portable_fsdp.checkpoint.storage import require_regular
-from portable_fsdp.checkpoint.store import Reader
+from portable_fsdp.formats.streams import read_header, read_tensor, write_file
+from portable_fsdp.formats.target import new_file, require_new
 
 
 def matches(path: Path) -> bool:

@@ -10,7 +10,10 @@ from typing import IO, Any, BinaryIO, cast
 import torch
 from torch import Tensor
 
-from portable_fsdp.checkpoint.foreign.base import (
+from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry
+from portable_fsdp.checkpoint.storage import require_regular
+from portable_fsdp.checkpoint.store import Reader
+from portable_fsdp.formats.base import (
     Advance,
     ForeignCheckpoint,
     SaveTokenizer,
@@ -19,12 +22,9 @@ from portable_fsdp.checkpoint.foreign.base import (
     tensors_of,
     verify,
 )
-from portable_fsdp.checkpoint.foreign.names import names_of
-from portable_fsdp.checkpoint.foreign.streams import byte_chunks, check_shape, copy_into
-from portable_fsdp.checkpoint.foreign.target import new_file, require_new, torch_saving
-from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry
-from portable_fsdp.checkpoint.storage import require_regular
-from portable_fsdp.checkpoint.store import Reader
+from portable_fsdp.formats.names import names_of
+from portable_fsdp.formats.streams import byte_chunks, check_shape, copy_into
+from portable_fsdp.formats.target import new_file, require_new, torch_saving
 from portable_fsdp.runtime.errors import CheckpointError
 
 _NESTED = ("model", "state_dict", "model_state_dict")
