@@ -7,6 +7,8 @@ The names below are for people with a loop of their own; each is imported when i
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from portable_fsdp.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from portable_fsdp.backends.open import open_backend
     from portable_fsdp.checkpoint.manager import Checkpoints
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
     )
     from portable_fsdp.train.step import train_step
 
-__version__ = "0.1.0"
 __all__ = [
     "Checkpoints",
     "build_data",

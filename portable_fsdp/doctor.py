@@ -16,7 +16,6 @@ from pathlib import Path
 
 from absl import flags
 
-from portable_fsdp import __version__
 from portable_fsdp.runtime.checks import devices, host, network, packages
 from portable_fsdp.runtime.checks.child import Question
 from portable_fsdp.runtime.checks.finding import Finding, failed, ok
@@ -24,6 +23,7 @@ from portable_fsdp.runtime.chips import tpu_chips
 from portable_fsdp.runtime.command import run_command, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_FINISHED
 from portable_fsdp.runtime.process import Launch
+from portable_fsdp.version import __version__
 
 USAGE = """What is installed here, which devices are seen, what is wrong, and the command or setting that mends it.
 

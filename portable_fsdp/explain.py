@@ -19,7 +19,7 @@ from portable_fsdp.backends.support import Verdict, effects_of, require_supporte
 from portable_fsdp.config.describe import expected, fields, key_name, nearest, option_names, shortened, yaml_value
 from portable_fsdp.config.foreign.launcher import check_launcher_facts
 from portable_fsdp.config.load import Loaded, read_config
-from portable_fsdp.config.rules import Effect, Place, Rule
+from portable_fsdp.config.rules import Deployment, Effect, Rule
 from portable_fsdp.config.schema import Config
 from portable_fsdp.config.translation import origin, translation, unsaid
 from portable_fsdp.optim.schedule import check_schedule
@@ -157,7 +157,7 @@ def _write(path: Path, text: str) -> None:
 # ------------------------------------------------------------------------------------------------------ where it runs
 
 
-def _places(values: flags.FlagValues) -> list[Place]:
+def _places(values: flags.FlagValues) -> list[Deployment]:
     """One for each engine that the flags leave; raises ConfigError where they leave none."""
     require_names(values.device, values.backend)
     engines = tuple(ENGINES) if values.device == "auto" else engines_on(values.device)
@@ -169,13 +169,15 @@ def _places(values: flags.FlagValues) -> list[Place]:
     hosts = hosts or (1 if per_host else None)
     devices = per_host * hosts if per_host and hosts else None
     return [
-        Place(engine, options_of(engine).example_device if values.device == "auto" else values.device, devices, hosts)
+        Deployment(
+            engine, options_of(engine).example_device if values.device == "auto" else values.device, devices, hosts
+        )
         for engine in engines
         if values.backend in ("auto", engine)
     ]
 
 
-def _sole_place(values: flags.FlagValues, places: list[Place]) -> Place:
+def _sole_place(values: flags.FlagValues, places: list[Deployment]) -> Deployment:
     """Where a run with these flags would be. Raises ConfigError where that can't be told without asking devices."""
     if values.device == "auto":
         raise ConfigError("--strict: expected --device=cpu, cuda or tpu: what auto stands for the run alone can see.")
@@ -185,7 +187,7 @@ def _sole_place(values: flags.FlagValues, places: list[Place]) -> Place:
     return next(place for place in places if place.engine == engine)
 
 
-def _require_taken(loaded: Loaded, place: Place) -> None:
+def _require_taken(loaded: Loaded, place: Deployment) -> None:
     """Raises what a run there would raise before it looks at more than the config."""
     if loaded.config.train.steps is not None:  # else the steps follow from the data
         check_schedule(loaded.config.optim, loaded.config.train.steps)
@@ -198,7 +200,7 @@ def _require_taken(loaded: Loaded, place: Place) -> None:
 # ------------------------------------------------------------------------------------------------------- a config
 
 
-def _text_of_config(judged: dict[Place, tuple[Verdict, ...]], loaded: Loaded, documented: bool) -> str:
+def _text_of_config(judged: dict[Deployment, tuple[Verdict, ...]], loaded: Loaded, documented: bool) -> str:
     places = list(judged)
     lines = [", ".join(f"{place.engine} on {place.device}" for place in places) + _counts(places[0]), ""]
     for row in zip(*judged.values(), strict=True):
@@ -222,7 +224,7 @@ def _value_and_origin(option: str, value: object, where: str) -> list[str]:
     return [line, textwrap.fill(where, WIDTH, initial_indent="  # ", subsequent_indent="  #   ")]
 
 
-def _counts(place: Place) -> str:
+def _counts(place: Deployment) -> str:
     if place.devices is None:
         return "; what depends on the number of devices is not judged (--num_devices)"
     return f"; {place.devices} device(s) of {place.hosts} host(s)"
@@ -233,7 +235,7 @@ def _entry(engines: tuple[str, ...], kind: str, text: str, shown: int) -> str:
     return textwrap.fill(f"{who:<18} {kind:<10} {text}", WIDTH, initial_indent="  ", subsequent_indent=" " * 32)
 
 
-def _json_of_config(judged: dict[Place, tuple[Verdict, ...]], loaded: Loaded) -> str:
+def _json_of_config(judged: dict[Deployment, tuple[Verdict, ...]], loaded: Loaded) -> str:
     options = {
         row[0].option: {
             "value": row[0].value,
@@ -260,7 +262,7 @@ def _json_of_config(judged: dict[Place, tuple[Verdict, ...]], loaded: Loaded) ->
 # ------------------------------------------------------------------------------------------------------ the table
 
 
-def _lines_of(option: str, places: list[Place]) -> Iterator[Line]:
+def _lines_of(option: str, places: list[Deployment]) -> Iterator[Line]:
     """The effects and rules that concern an option and the engines asked for; one line where engines share it."""
     engines_of: dict[Effect | Rule, list[str]] = {}
     for tables in (effects_of, rules_of):

@@ -10,6 +10,8 @@ from functools import cache
 from pathlib import Path
 
 PACKAGE = "portable_fsdp"
+VERSION = f"{PACKAGE}.version"
+"""It imports nothing, and every module may import it."""
 
 FLOORS = [
     {"runtime"},
@@ -131,7 +133,7 @@ def inner_imports(module: Module, modules: Modules) -> Iterator[tuple[str, Impor
     """Imports of modules of the package; not of the package itself, whose `__init__` holds only names."""
     for found in imports(module):
         name = resolve(found.target, modules)
-        if name is not None and name not in {PACKAGE, module.name}:
+        if name is not None and name not in {PACKAGE, VERSION, module.name}:
             yield name, found
 
 

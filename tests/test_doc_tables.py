@@ -21,7 +21,7 @@ from portable_fsdp.config.foreign.keys_accelerate import ACCELERATE
 from portable_fsdp.config.foreign.table import find_anywhere
 from portable_fsdp.config.layout import check_batch
 from portable_fsdp.config.load import load_config
-from portable_fsdp.config.rules import Place
+from portable_fsdp.config.rules import Deployment
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import ConfigError
 
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 
 # ------------------------------------------------------------------------------------------ sharding.md, features.md
 
-USUAL = [Place("native", "cuda", 8, 2), Place("xla", "tpu", 8, 2), Place("xla_fsdp1", "tpu", 8, 2)]
+USUAL = [Deployment("native", "cuda", 8, 2), Deployment("xla", "tpu", 8, 2), Deployment("xla_fsdp1", "tpu", 8, 2)]
 WORDS = {"honoured": "works", "delegated": "delegated", "refused": "refused"}
 
 
@@ -174,6 +174,6 @@ def test_the_engine_of_each_command_takes_its_config() -> None:
         values = launch._define_flags()
         overrides = values(["launch", *command.words[command.words.index("portable_fsdp.launch") + 1 :]])[1:]
         config = load_config(ROOT / values.config, overrides, [ROOT / name for name in values["import"].value or ()])
-        place = next((place for place in USUAL if place.device == values.device), Place("native", "cpu", 2, 1))
+        place = next((place for place in USUAL if place.device == values.device), Deployment("native", "cpu", 2, 1))
         assert [v for v in verdicts(config, place) if v.kind == "refused"] == [], command.where
         check_batch(config, 2 if values.device == "cpu" else 8)

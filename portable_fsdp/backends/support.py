@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from portable_fsdp.backends.open import ENGINES, options_of
 from portable_fsdp.config.describe import option_names, value_of, yaml_value
 from portable_fsdp.config.layout import check_batch
-from portable_fsdp.config.rules import EFFECTS, RULES, Effect, Kind, Place, Rule
+from portable_fsdp.config.rules import EFFECTS, RULES, Deployment, Effect, Kind, Rule
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import BackendError, ConfigError
 
@@ -35,7 +35,7 @@ def require_supported(config: Config, *, engine: str, device: str, devices: int 
     `devices`: of all hosts together. A rule that depends on a None isn't checked. The message begins with a batch that
     the devices don't divide; alone that is a ConfigError.
     """
-    place = Place(engine, device, devices, hosts)
+    place = Deployment(engine, device, devices, hosts)
     counted = f" ({devices} device(s) of {hosts} host(s))" if devices is not None else ""
     where = f"backend {engine} on {device}{counted}"
     found = [f"{where}: {_title(rule, config)}: {_reason(rule, config, place)}" for rule in refusals(config, place)]
@@ -46,12 +46,12 @@ def require_supported(config: Config, *, engine: str, device: str, devices: int 
         raise ConfigError(batch + _NOTHING_WAS_STARTED)
 
 
-def refusals(config: Config, place: Place) -> tuple[Rule, ...]:
+def refusals(config: Config, place: Deployment) -> tuple[Rule, ...]:
     """The rules that apply."""
     return tuple(rule for rule in rules_of(place.engine) if rule.when is not None and rule.when(config, place))
 
 
-def verdicts(config: Config, place: Place) -> tuple[Verdict, ...]:
+def verdicts(config: Config, place: Deployment) -> tuple[Verdict, ...]:
     """One for each option of the config, in the schema's order."""
     refused: dict[str, list[str]] = {}
     for rule in refusals(config, place):
@@ -96,7 +96,7 @@ def _title(rule: Rule, config: Config) -> str:
     return f"{rule.option}={yaml_value(value_of(config, rule.option))} {rule.case}".strip()
 
 
-def _reason(rule: Rule, config: Config, place: Place, before_way: str = "\n  ") -> str:
+def _reason(rule: Rule, config: Config, place: Deployment, before_way: str = "\n  ") -> str:
     return f"{rule.reason}.{before_way}Set {', or '.join(ways_out(rule, config, place))}."
 
 
@@ -131,7 +131,7 @@ def effects_of(engine: str) -> tuple[Effect, ...]:
     return (*EFFECTS, *options_of(engine).effects, *others)
 
 
-def ways_out(rule: Rule, config: Config, place: Place) -> tuple[str, ...]:
+def ways_out(rule: Rule, config: Config, place: Deployment) -> tuple[str, ...]:
     """Those that lead somewhere on this device."""
     ways = rule.ways(config, place) if callable(rule.ways) else rule.ways
     packages = {engine: options_of(engine).packages.get(place.device) for engine in ENGINES}

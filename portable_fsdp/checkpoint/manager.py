@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp import __version__
 from portable_fsdp.backends.base import Backend, Fill, Piece, Read, Slices, TensorState
 from portable_fsdp.checkpoint import commit, replicas, storage
 from portable_fsdp.checkpoint.background import Background, Snapshot
@@ -60,6 +59,7 @@ from portable_fsdp.models import pretrained
 from portable_fsdp.runtime import collective_errors
 from portable_fsdp.runtime.closing import Closing
 from portable_fsdp.runtime.errors import CheckpointError
+from portable_fsdp.version import __version__
 
 log = logging.getLogger("portable_fsdp")
 

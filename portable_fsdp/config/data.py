@@ -72,7 +72,7 @@ class Documents(Section):
         return self
 
 
-class Part(Documents):
+class MixtureSource(Documents):
     """One of several sources."""
 
     weight: Float = Field(
@@ -81,7 +81,7 @@ class Part(Documents):
 
 
 class Data(Documents):
-    mixture: tuple[Part, ...] = Field(
+    mixture: tuple[MixtureSource, ...] = Field(
         default=(),
         description="several sources instead of one, each with a weight; rows are drawn from them in these shares",
         strict=False,

@@ -14,7 +14,7 @@ from portable_fsdp.config.schema import Config, Optim
 Kind = Literal["honoured", "delegated", "refused"]
 
 
-class Place(NamedTuple):
+class Deployment(NamedTuple):
     """Where a config is to run. A count of None isn't known yet: what depends on it is not judged."""
 
     engine: str
@@ -33,9 +33,9 @@ class Rule:
 
     option: str
     case: str
-    when: Callable[[Config, Place], bool] | None
+    when: Callable[[Config, Deployment], bool] | None
     reason: str
-    ways: tuple[str, ...] | Callable[[Config, Place], tuple[str, ...]] = ()
+    ways: tuple[str, ...] | Callable[[Config, Deployment], tuple[str, ...]] = ()
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ def _within(config: Config) -> str:
     return "FULL_SHARD" if config.sharding.strategy == "HYBRID_SHARD" else "SHARD_GRAD_OP"
 
 
-def _replicas(config: Config, place: Place) -> int | None:
+def _replicas(config: Config, place: Deployment) -> int | None:
     """Copies of the model under a hybrid strategy."""
     return config.sharding.replicas or place.hosts
 
 
-def _replicas_that_fit(_: Config, place: Place) -> tuple[str, ...]:
+def _replicas_that_fit(_: Config, place: Deployment) -> tuple[str, ...]:
     fitting = [2] if place.devices is None else parts(place.devices)
     best = [place.hosts] if place.hosts in fitting else fitting[:1]
     return tuple(f"sharding.replicas={count}" for count in best)
@@ -75,7 +75,7 @@ def _strategy(config: Config, strategy: str) -> str:
     return f"sharding.strategy={strategy}" + ("" if config.sharding.replicas is None else " and sharding.replicas=null")
 
 
-def _instead_of_hybrid(config: Config, place: Place) -> tuple[str, ...]:
+def _instead_of_hybrid(config: Config, place: Deployment) -> tuple[str, ...]:
     return (*_replicas_that_fit(config, place), _strategy(config, _within(config)))
 
 
@@ -84,13 +84,13 @@ def dtypes(config: Config) -> set[str]:
     return {config.precision.compute, *config.precision.modules.values()}
 
 
-def _modules_without_float16(config: Config, _: Place) -> tuple[str, ...]:
+def _modules_without_float16(config: Config, _: Deployment) -> tuple[str, ...]:
     modules = config.precision.modules.items()
     replaced = {name: "bfloat16" if dtype == "float16" else dtype for name, dtype in modules}
     return (f"precision.modules={yaml_value(replaced)}",)
 
 
-def _modules_without_float32(config: Config, _: Place) -> tuple[str, ...]:
+def _modules_without_float32(config: Config, _: Deployment) -> tuple[str, ...]:
     kept = {name: dtype for name, dtype in config.precision.modules.items() if dtype != "float32"}
     return ("precision.master=float32", f"precision.modules={yaml_value(kept)}")
 
@@ -99,7 +99,7 @@ def is_selective(config: Config) -> bool:
     return config.memory.gradient_checkpointing == "selective"
 
 
-def shards_of_a_replica(config: Config, place: Place) -> int | None:
+def shards_of_a_replica(config: Config, place: Deployment) -> int | None:
     """Devices that share one copy of the model under a strategy that shards; None too for wrong replicas."""
     if place.devices is None or not is_hybrid(config):
         return place.devices

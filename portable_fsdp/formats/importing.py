@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from portable_fsdp import __version__
 from portable_fsdp.checkpoint import commit, storage
 from portable_fsdp.checkpoint.commit import Index
 from portable_fsdp.checkpoint.format import (
@@ -30,6 +29,7 @@ from portable_fsdp.formats.base import Advance, ForeignCheckpoint, as_dtype, loa
 from portable_fsdp.formats.names import config_of, names_of, settle
 from portable_fsdp.formats.streams import groups, size_of, write_file
 from portable_fsdp.runtime.errors import CheckpointError
+from portable_fsdp.version import __version__
 
 log = logging.getLogger("portable_fsdp")
 

@@ -13,7 +13,7 @@ from portable_fsdp.backends.devices import DEVICES
 from portable_fsdp.backends.open import ENGINES, engines_on
 from portable_fsdp.backends.support import effects_of, refusals, require_supported, rules_of, verdicts, ways_out
 from portable_fsdp.config.describe import option_names, yaml_value
-from portable_fsdp.config.rules import Place
+from portable_fsdp.config.rules import Deployment
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import BackendError, ConfigError
 
@@ -21,8 +21,8 @@ from portable_fsdp.runtime.errors import BackendError, ConfigError
 WHOLE = {"model": {"pretrained": "folder"}, "train": {"steps": 1, "global_batch": 64}}
 COUNTS = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (8, 1), (8, 2), (None, None), (8, None)]
 PLACES = [
-    *(Place(engine, "cpu", devices, hosts) for engine in ENGINES for devices, hosts in COUNTS),
-    *(Place(engine, device, 8, 2) for device in DEVICES[1:] for engine in engines_on(device)),
+    *(Deployment(engine, "cpu", devices, hosts) for engine in ENGINES for devices, hosts in COUNTS),
+    *(Deployment(engine, device, 8, 2) for device in DEVICES[1:] for engine in engines_on(device)),
 ]
 FEW = [place for place in PLACES if (place.devices, place.hosts) in ((1, 1), (8, 2), (None, None))]
 
@@ -134,12 +134,12 @@ def walk(groups: int = len(GROUPS)) -> list[tuple[Settings, Config]]:
     return [(settings, config_of(settings)) for settings in [*products, *mixtures]]
 
 
-def walk_at(place: Place) -> list[tuple[Settings, Config]]:
+def walk_at(place: Deployment) -> list[tuple[Settings, Config]]:
     """Of the groups only the first one, sharding, asks for the numbers of devices and hosts."""
     return walk() if place in FEW else walk(1)
 
 
-def follow(settings: Settings, place: Place, way: str) -> tuple[Settings, Place]:
+def follow(settings: Settings, place: Deployment, way: str) -> tuple[Settings, Deployment]:
     """What a way out says to do: `a.b=1 and --backend=native`."""
     said = parsed(way)
     engine = said.get("--backend", place.engine)
@@ -180,7 +180,7 @@ def test_walk_tries_every_value_that_a_word_can_have() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", FEW, ids=str)
-def test_each_option_has_one_verdict_wherever_it_runs(place: Place) -> None:
+def test_each_option_has_one_verdict_wherever_it_runs(place: Deployment) -> None:
     for _, config in walk():
         found = verdicts(config, place)
         assert tuple(verdict.option for verdict in found) == option_names()
@@ -190,7 +190,7 @@ def test_each_option_has_one_verdict_wherever_it_runs(place: Place) -> None:
 
 
 @pytest.mark.parametrize("place", [place for place in FEW if place.devices], ids=str)
-def test_a_refusal_says_key_reason_and_way_out(place: Place) -> None:
+def test_a_refusal_says_key_reason_and_way_out(place: Deployment) -> None:
     for _, config in walk():
         found = refusals(config, place)
         try:
@@ -208,7 +208,7 @@ def test_a_refusal_says_key_reason_and_way_out(place: Place) -> None:
             assert not found
 
 
-def support(config: Config, place: Place) -> None:
+def support(config: Config, place: Deployment) -> None:
     require_supported(
         config,
         engine=place.engine,
@@ -220,7 +220,7 @@ def support(config: Config, place: Place) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES, ids=str)
-def test_every_way_out_leads_out(place: Place) -> None:
+def test_every_way_out_leads_out(place: Deployment) -> None:
     for settings, config in walk_at(place):
         for rule in refusals(config, place):
             ways = ways_out(rule, config, place)
@@ -231,7 +231,7 @@ def test_every_way_out_leads_out(place: Place) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
-def test_the_first_ways_out_lead_to_a_config_that_runs(place: Place) -> None:
+def test_the_first_ways_out_lead_to_a_config_that_runs(place: Deployment) -> None:
     for settings, _ in walk_at(place):
         after, there, steps = settings, place, 0
         while found := refusals(config_of(after), there):
@@ -261,7 +261,7 @@ def test_what_touches_numerics_or_memory_is_never_delegated() -> None:
 
 def test_a_batch_that_the_devices_do_not_divide_is_refused_in_the_words_of_the_launcher() -> None:
     config = config_of({"train.global_batch": 8, "train.micro_batch": 2})
-    place = Place("native", "cpu", 3, 1)
+    place = Deployment("native", "cpu", 3, 1)
     [verdict] = [verdict for verdict in verdicts(config, place) if verdict.kind == "refused"]
     assert verdict.option == "train.global_batch"
     assert verdict.text.startswith("expected a multiple of train.micro_batch * devices = 2 * 3 = 6 sequences, found 8.")
@@ -275,12 +275,12 @@ def test_a_batch_that_the_devices_do_not_divide_is_refused_in_the_words_of_the_l
     assert "sharding.replicas=2 without a hybrid strategy" in str(both.value)
     assert last.endswith("Nothing was started.")
     assert str(both.value).count("Nothing was started.") == 1
-    unknown = Place("native", "cpu", None, None)
+    unknown = Deployment("native", "cpu", None, None)
     assert not [verdict for verdict in verdicts(config, unknown) if verdict.kind == "refused"]
 
 
 def test_a_verdict_says_what_only_the_model_can_refuse() -> None:
-    place = Place("xla", "cpu", 4, 1)
+    place = Deployment("xla", "cpu", 4, 1)
 
     def said(settings: Settings) -> dict[str, str]:
         return {verdict.option: verdict.text for verdict in verdicts(config_of(settings), place)}
@@ -298,7 +298,7 @@ def test_a_verdict_says_what_only_the_model_can_refuse() -> None:
     [
         (
             {"memory.cpu_offload": True, "precision.reduce": "bfloat16"},
-            Place("xla", "cpu", 4, 1),
+            Deployment("xla", "cpu", 4, 1),
             "backend xla on cpu (4 device(s) of 1 host(s)): precision.reduce=bfloat16 with precision.compute=float32: "
             "gradients would lose on the way between devices the digits that they were computed with.\n"
             "  Set precision.reduce=auto, or precision.compute=bfloat16.\n"
@@ -308,13 +308,13 @@ def test_a_verdict_says_what_only_the_model_can_refuse() -> None:
         ),
         (
             {"memory.cpu_offload": True},
-            Place("xla", "tpu", 8, 2),
+            Deployment("xla", "tpu", 8, 2),
             "backend xla on tpu (8 device(s) of 2 host(s)): memory.cpu_offload=true on XLA: torch_xla keeps parameters "
             "and optimizer state in device memory.\n  Set memory.cpu_offload=false. Nothing was started.",
         ),
         (
             {"sharding.strategy": "HYBRID_SHARD"},
-            Place("native", "cuda", 8, 1),
+            Deployment("native", "cuda", 8, 1),
             "backend native on cuda (8 device(s) of 1 host(s)): sharding.replicas=null with a hybrid strategy, which "
             "makes one replica: one replica (null: one a host) is FULL_SHARD, or SHARD_GRAD_OP for "
             "HYBRID_SHARD_ZERO2.\n"
@@ -322,7 +322,7 @@ def test_a_verdict_says_what_only_the_model_can_refuse() -> None:
         ),
         (
             {"sharding.strategy": "HYBRID_SHARD_ZERO2", "sharding.replicas": 3},
-            Place("native", "cuda", 16, 4),
+            Deployment("native", "cuda", 16, 4),
             "backend native on cuda (16 device(s) of 4 host(s)): sharding.replicas=3 that do not divide the devices: "
             "all replicas (null: one a host) have the same number of devices.\n"
             "  Set sharding.replicas=4, or sharding.strategy=SHARD_GRAD_OP and sharding.replicas=null. "
@@ -330,7 +330,7 @@ def test_a_verdict_says_what_only_the_model_can_refuse() -> None:
         ),
         (
             {"sharding.reshard_after_forward": 5},
-            Place("native", "cuda", 8, 1),
+            Deployment("native", "cuda", 8, 1),
             "backend native on cuda (8 device(s) of 1 host(s)): sharding.reshard_after_forward=5 that does not divide "
             "the devices of a replica, or is all of them: after forward each group of so many devices keeps the whole "
             "model between them.\n"
@@ -338,7 +338,7 @@ def test_a_verdict_says_what_only_the_model_can_refuse() -> None:
         ),
     ],
 )
-def test_the_words_of_a_refusal(settings: Settings, place: Place, said: str) -> None:
+def test_the_words_of_a_refusal(settings: Settings, place: Deployment, said: str) -> None:
     with pytest.raises(BackendError) as caught:
         support(config_of(settings), place)
     assert str(caught.value) == said

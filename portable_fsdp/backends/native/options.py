@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from portable_fsdp.backends.options import EngineOptions, Package
-from portable_fsdp.config.rules import Effect, Place, Rule, is_hybrid, parts, shards_of_a_replica
+from portable_fsdp.config.rules import Deployment, Effect, Rule, is_hybrid, parts, shards_of_a_replica
 from portable_fsdp.config.schema import Compile, Config
 
 
@@ -11,12 +11,12 @@ def _reshards(config: Config) -> bool:
     return config.sharding.strategy in ("FULL_SHARD", "HYBRID_SHARD")
 
 
-def _reshard_does_not_fit(config: Config, place: Place) -> bool:
+def _reshard_does_not_fit(config: Config, place: Deployment) -> bool:
     wanted, shards = config.sharding.reshard_after_forward, shards_of_a_replica(config, place)
     return wanted is not None and _reshards(config) and shards is not None and wanted not in parts(shards)
 
 
-def _reshard_that_fits(config: Config, place: Place) -> tuple[str, ...]:
+def _reshard_that_fits(config: Config, place: Deployment) -> tuple[str, ...]:
     wanted = config.sharding.reshard_after_forward or 0
     nearest = sorted(parts(shards_of_a_replica(config, place)), key=lambda part: abs(part - wanted))
     return tuple(f"sharding.reshard_after_forward={count}" for count in (*nearest[:1], "null"))

@@ -3,7 +3,7 @@
 from portable_fsdp.backends.options import EngineOptions, Package
 from portable_fsdp.config import rules
 from portable_fsdp.config.describe import option_names, value_of, yaml_value
-from portable_fsdp.config.rules import Effect, Place, Rule
+from portable_fsdp.config.rules import Deployment, Effect, Rule
 from portable_fsdp.config.schema import Config
 
 _SAID = {option for effect in rules.EFFECTS for option in effect.options}  # of every engine
@@ -24,7 +24,7 @@ def _default(option: str) -> object:
 
 
 def _refused(option: str) -> Rule:
-    def when(config: Config, place: Place) -> bool:
+    def when(config: Config, place: Deployment) -> bool:
         return value_of(config, option) != _default(option)
 
     return Rule(option, "on toy", when, "one process runs it eagerly", (f"{option}={yaml_value(_default(option))}",))
