@@ -227,14 +227,14 @@ def _train(backend: Backend, config: Config, training: Training, first: int, las
     ) as batches:
         for step in range(first, last + 1):
             lr = learning_rate(config.optim, step, config.train.steps or 0)
-            placed = [backend.place({**b, **_news(len(b["tokens"]))}) for b in next(batches)]
+            placed = [backend.place({**b, **_votes(len(b["tokens"]))}) for b in next(batches)]
             losses.append(backend.fetch(training.step(placed, lr)).result()["loss"].item())
     return losses
 
 
-def _news(rows: int) -> dict[str, torch.Tensor]:
+def _votes(rows: int) -> dict[str, torch.Tensor]:
     """Nobody stops, and the one process tells nothing."""
-    return {"news": torch.zeros(rows, 3)}
+    return {"votes": torch.zeros(rows, 3)}
 
 
 def _curve(case: Case, device: str, references: dict[str, list[float]]) -> dict[str, Any]:
@@ -353,7 +353,7 @@ class Peaks:
             self._parameters = training.built.size.parameters
             ids = torch.randint(256, (LARGE_ROWS, LARGE_SEQ_LEN))
             tokens = torch.full((LARGE_ROWS,), float(LARGE_SEQ_LEN))
-            batch = {"input_ids": ids, "labels": ids, "tokens": tokens, **_news(LARGE_ROWS)}
+            batch = {"input_ids": ids, "labels": ids, "tokens": tokens, **_votes(LARGE_ROWS)}
             torch.cuda.reset_peak_memory_stats()
             for _ in range(2):
                 backend.fetch(training.step([backend.place(batch)], 1e-4)).result()

@@ -118,7 +118,7 @@ def _batch(config: Config, document: int, seed: int) -> Batch:
     if config.data.resolved_packing == "documents":
         documents = {"positions": positions.masked_fill(padding, 0), "segments": segments.masked_fill(padding, 0)}
     tokens = (labels != -100).sum(dim=1).float()
-    return {"input_ids": ids, "labels": labels, "tokens": tokens, "news": torch.zeros(rows, 3), **documents}
+    return {"input_ids": ids, "labels": labels, "tokens": tokens, "votes": torch.zeros(rows, 3), **documents}
 
 
 def _config(architecture: dict[str, Any], attention: str, settings: dict[str, Any], rows: int, seq_len: int) -> Config:

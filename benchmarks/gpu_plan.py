@@ -192,7 +192,7 @@ def measured(config: Config, device: str) -> dict[str, Any]:
         rows, length = config.train.micro_batch, config.data.seq_len
         ids = torch.randint(256, (rows, length))
         batch = {"input_ids": ids, "labels": ids, "tokens": torch.full((rows,), float(length))}
-        batch |= {"news": torch.zeros(rows, 4)}
+        batch |= {"votes": torch.zeros(rows, 4)}
         for _ in range(3):
             placed = [backend.place(batch) for _ in range(training.accumulation)]
             backend.fetch(training.step(placed, config.optim.lr)).result()

@@ -37,9 +37,9 @@ from portable_fsdp.data.packing import PackedRows
 from portable_fsdp.optim.schedule import learning_rate
 from portable_fsdp.runtime.process import StopRequest
 from portable_fsdp.train.build import Training, build_training
-from portable_fsdp.train.loop import with_news
+from portable_fsdp.train.loop import with_votes
 from portable_fsdp.train.records import InFlight, Records
-from portable_fsdp.train.when import SaveRequests
+from portable_fsdp.train.save_triggers import SaveTriggers
 
 ARCHITECTURE: dict[str, Any] = {
     "model_type": "llama",
@@ -100,7 +100,7 @@ class OurStep:
         self._steps = cast(int, config.train.steps)
         self._records = Records(config, backend, training.built, self._steps, last_saved=str)
         self._records.begin(0, None)
-        self._requests = SaveRequests(Path(config.run.dir), None)
+        self._requests = SaveTriggers(Path(config.run.dir), None)
         self._step = 0
         self._in_flight: InFlight | None = None
 
@@ -111,7 +111,7 @@ class OurStep:
         rows = next(self._batches)
         waited = time.perf_counter() - began
         seen = self._records.seen(self._requests)
-        placed = [self._backend.place(with_news(batch, self._stop.requested, seen)) for batch in rows]
+        placed = [self._backend.place(with_votes(batch, self._stop.requested, seen)) for batch in rows]
         metrics = self._backend.fetch(self._training.step(placed, lr))
         previous, self._in_flight = self._in_flight, InFlight(self._step, lr, began, waited, metrics)
         if previous is not None:

@@ -38,7 +38,7 @@ class Read(Protocol):
 Batch = dict[str, Tensor]
 """Named tensors whose dimension 0 is rows of this process's data shard: `input_ids` and `labels` int64 [rows, seq]
 (`labels[r, t]` is the token after `input_ids[r, t]`, or -100), `tokens` float32 [rows] (counted labels of row r, summed
-over all micro batches of the step), and what each process tells all others: `news` float32 [rows, n], summed over all
+over all micro batches of the step), and what each process tells all others: `votes` float32 [rows, n], summed over all
 rows of a step, `stop` float32 [rows] in an evaluation. Of rows that hold documents `positions` (a token's place in its
 document) and `segments` (its document's number, from 1; 0: padding) too, int64 [rows, seq]."""
 

@@ -184,7 +184,7 @@ def _batch(config: Config, devices: int) -> Batch:
     return {
         **token_tensors(config.data, rows, "cpu"),
         "tokens": torch.empty(rows),
-        "news": torch.empty((rows, 1 + 3 * devices)),
+        "votes": torch.empty((rows, 1 + 3 * devices)),
     }
 
 

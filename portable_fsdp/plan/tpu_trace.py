@@ -61,7 +61,7 @@ def trace(config: Config, devices: int) -> Traced:
         batch = {
             **token_tensors(config.data, rows, "meta"),
             "tokens": torch.empty(rows, device="meta"),
-            "news": torch.empty((rows, 1 + 3 * backend.process.count), device="meta"),
+            "votes": torch.empty((rows, 1 + 3 * backend.process.count), device="meta"),
         }
         training.step([backend.place(batch) for _ in range(training.accumulation)], config.optim.lr)
         return Traced(tracer.programs, model)

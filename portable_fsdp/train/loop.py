@@ -44,11 +44,11 @@ from portable_fsdp.train.build import (
     open_checkpoints,
     total_steps,
 )
+from portable_fsdp.train.consistency import open_data, require_same_model
 from portable_fsdp.train.early_checks import require_writable
 from portable_fsdp.train.evaluate import Evaluation, Evaluator, evaluated
-from portable_fsdp.train.inputs import open_data, require_same_model
 from portable_fsdp.train.records import Asked, InFlight, Records
-from portable_fsdp.train.when import SaveRequests
+from portable_fsdp.train.save_triggers import SaveTriggers
 
 log = logging.getLogger("portable_fsdp")
 
@@ -93,7 +93,7 @@ def _train(config: Config, engine: Backend, corpus: Corpus, steps: int, stop: St
         resumed = _resume(config, training, checkpoints)
         records = Records(config, engine, training.built, steps, lambda: _last_saved(checkpoints))
         on_process_0(engine, lambda: records.begin(resumed.step if resumed else 0, resumed))
-        requests = SaveRequests(Path(config.run.dir), config.checkpoint.every_minutes)
+        requests = SaveTriggers(Path(config.run.dir), config.checkpoint.every_minutes)
         evaluator = build_evaluator(config, engine, training, corpus)
         if corpus.eval_rows is not None and evaluator is None:
             log.warning(
@@ -160,7 +160,7 @@ class _Run:
     evaluator: Evaluator | None
     checkpoints: Checkpoints
     records: Records
-    requests: SaveRequests
+    requests: SaveTriggers
     stop: StopRequest
 
 
@@ -223,7 +223,7 @@ def _dispatch(run: _Run, step: int, batches: Iterator[list[Batch]]) -> InFlight:
     rows = next(batches)
     waited = time.perf_counter() - began
     stop, seen = _wants_stop(run), run.records.seen(run.requests)
-    placed = [run.backend.place(with_news(batch, stop, seen)) for batch in rows]
+    placed = [run.backend.place(with_votes(batch, stop, seen)) for batch in rows]
     return InFlight(step, lr, began, waited, run.backend.fetch(run.training.step(placed, lr)))
 
 
@@ -294,14 +294,14 @@ def _note_commits(run: _Run) -> None:
     run.requests.committed(one.step for one in finished)
 
 
-def with_news(batch: Batch, stop: bool, seen: Tensor) -> Batch:
+def with_votes(batch: Batch, stop: bool, seen: Tensor) -> Batch:
     """What this process tells all others rides with the batch, so that they learn of it in the same step.
 
-    `seen`: float32 [n]. Adds `news`, float32 [rows, 1 + n].
+    `seen`: float32 [n]. Adds `votes`, float32 [rows, 1 + n].
     """
-    news = torch.zeros(len(batch["tokens"]), 1 + len(seen))
-    news[0] = torch.cat([torch.tensor([float(stop)]), seen])
-    return {**batch, "news": news}
+    votes = torch.zeros(len(batch["tokens"]), 1 + len(seen))
+    votes[0] = torch.cat([torch.tensor([float(stop)]), seen])
+    return {**batch, "votes": votes}
 
 
 def _last_saved(checkpoints: Checkpoints) -> str:

@@ -25,7 +25,7 @@ from portable_fsdp.models.size import ModelSize
 from portable_fsdp.runtime.errors import TrainingError
 from portable_fsdp.runtime.files import write_text_atomically
 from portable_fsdp.train.evaluate import Evaluation
-from portable_fsdp.train.when import SaveRequests
+from portable_fsdp.train.save_triggers import SaveTriggers
 
 log = logging.getLogger("portable_fsdp")
 
@@ -147,7 +147,7 @@ class Records:
         until now. Raises TrainingError for a loss or gradient norm that is not finite.
         """
         fetched = late.metrics.result()
-        stop, processes = fetched.pop("news").tensor_split([1])
+        stop, processes = fetched.pop("votes").tensor_split([1])
         seconds, loads, saves = processes.view(-1, 3).unbind(dim=1)
         values = {name: value.item() for name, value in fetched.items()}
         self._seconds = (until or time.perf_counter()) - late.began
@@ -193,7 +193,7 @@ class Records:
             self._events.write("stop", step=told.step, reason=reason)
             log.info("ended after step %d: %s; the best was step %d", told.step, reason, told.best_step)
 
-    def seen(self, requests: SaveRequests) -> Tensor:
+    def seen(self, requests: SaveTriggers) -> Tensor:
         """What this process tells all with the next step: float32 [3 * processes], zeros but for its own three.
 
         Process 0's clock and its view of the run's folder decide for all.

@@ -32,7 +32,7 @@ def train_step(
     """Make the step of a run: `step(batches, lr)` with `accumulation` placed micro batches, one optimizer update.
 
     The step returns `loss` (mean over the counted tokens of the global batch, before the update), `grad_norm` (before
-    clipping) and, where the batches bring `news` [rows, n], its sum over the rows of all data shards [n]: device
+    clipping) and, where the batches bring `votes` [rows, n], its sum over the rows of all data shards [n]: device
     tensors that nobody has waited for.
     With one micro batch it is one program, with several two: one for a micro batch, one for the update.
     """
@@ -45,16 +45,16 @@ def train_step(
             mean.backward()
         return loss + mean.detach()
 
-    def update(loss: Tensor, *news: Tensor) -> Metrics:
+    def update(loss: Tensor, *votes: Tensor) -> Metrics:
         grad_norm = backend.clip_grad_norm(model, max_grad_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=accumulation == 1)
-        totals = backend.sum(torch.cat([loss[None], *(one.sum(dim=0) for one in news)]))
-        told = {"news": totals[1:]} if news else {}
+        totals = backend.sum(torch.cat([loss[None], *(one.sum(dim=0) for one in votes)]))
+        told = {"votes": totals[1:]} if votes else {}
         return {"loss": totals[0], "grad_norm": grad_norm, **told}
 
     def whole(batch: Batch, loss: Tensor) -> Metrics:
-        return update(forward_backward(batch, loss, last=True), *_news(batch))
+        return update(forward_backward(batch, loss, last=True), *_votes(batch))
 
     def micro(batch: Batch, loss: Tensor, last: bool) -> Metrics:
         return {"loss": forward_backward(batch, loss, last)}
@@ -73,10 +73,10 @@ def train_step(
             return run_whole(batches[0], loss)
         for number, batch in enumerate(batches, start=1):
             loss = run_micro(batch, loss, number == accumulation)["loss"]
-        return run_update(loss, *_news(batches[-1]))
+        return run_update(loss, *_votes(batches[-1]))
 
     return step
 
 
-def _news(batch: Batch) -> list[Tensor]:
-    return [batch["news"]] if "news" in batch else []
+def _votes(batch: Batch) -> list[Tensor]:
+    return [batch["votes"]] if "votes" in batch else []

@@ -29,8 +29,8 @@ from portable_fsdp.models.build import build_model
 from portable_fsdp.optim.schedule import learning_rate
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 from portable_fsdp.train.build import build_training
+from portable_fsdp.train.consistency import require_same
 from portable_fsdp.train.evaluate import Evaluator
-from portable_fsdp.train.inputs import require_same
 
 Pieces = dict[str, tuple[tuple[int, ...], str, list[tuple[tuple[int, ...], torch.Tensor]]]]
 
@@ -92,7 +92,7 @@ class Run:
                 lr = learning_rate(self.config.optim, step, steps)
                 stop = float(step == stop_in and self.backend.process.index == self.backend.process.count - 1)
                 placed = [
-                    self.backend.place({**batch, **self.news(len(batch["tokens"]), stop)}) for batch in next(batches)
+                    self.backend.place({**batch, **self.votes(len(batch["tokens"]), stop)}) for batch in next(batches)
                 ]
                 previous, pending = pending, self.backend.fetch(self.step(placed, lr))
                 if previous is not None:
@@ -100,13 +100,13 @@ class Run:
         assert pending is not None
         return [*out, _numbers(pending)]
 
-    def news(self, rows: int, stop: float) -> dict[str, torch.Tensor]:
+    def votes(self, rows: int, stop: float) -> dict[str, torch.Tensor]:
         """What rides with a batch; each process tells its number."""
         process = self.backend.process
-        news = torch.zeros(rows, 1 + 2 * process.count)
-        news[0, 0] = stop
-        news[0, 1 + 2 * process.index :][:2] = torch.tensor([process.index + 1.0, 10.0 * process.index])
-        return {"news": news}
+        votes = torch.zeros(rows, 1 + 2 * process.count)
+        votes[0, 0] = stop
+        votes[0, 1 + 2 * process.index :][:2] = torch.tensor([process.index + 1.0, 10.0 * process.index])
+        return {"votes": votes}
 
     def state(self) -> Pieces:
         return _pieces(self.backend.state(self.model, self.optimizer))
@@ -166,7 +166,7 @@ def losses_of_documents(case: Case) -> dict[str, Any]:
                 is_its = batch["segments"][row] == number
                 labels[row, is_its] = batch["labels"][row, is_its]
                 shard = {name: tensor[own] for name, tensor in {**batch, "labels": labels}.items()}
-                told = {"tokens": (shard["labels"] != -100).sum(dim=1).float(), **run.news(rows, 0.0)}
+                told = {"tokens": (shard["labels"] != -100).sum(dim=1).float(), **run.votes(rows, 0.0)}
                 losses.append(_numbers(backend.fetch(run.step([backend.place({**shard, **told})], 0.0)))["loss"])
         return {
             "documents": losses,
@@ -380,7 +380,7 @@ def host_reads(case: Case) -> dict[str, int]:
             {
                 **CaseRows().rows(torch.arange(GLOBAL_BATCH // backend.data_shard.count).numpy()),
                 "tokens": torch.ones(GLOBAL_BATCH // backend.data_shard.count),
-                **run.news(GLOBAL_BATCH // backend.data_shard.count, 0.0),
+                **run.votes(GLOBAL_BATCH // backend.data_shard.count, 0.0),
             }
         )
         with Reads() as reads:

@@ -44,8 +44,8 @@ def measure(backend: Backend, config: Config) -> Measured:
 def _batch(config: Config, processes: int) -> dict[str, Tensor]:
     rows, length = config.train.micro_batch, config.data.seq_len
     ids = torch.randint(256, (rows, length))
-    news = {"news": torch.zeros(rows, 1 + 3 * processes)}
-    batch = {"input_ids": ids, "labels": ids, "tokens": torch.full((rows,), float(length)), **news}
+    votes = {"votes": torch.zeros(rows, 1 + 3 * processes)}
+    batch = {"input_ids": ids, "labels": ids, "tokens": torch.full((rows,), float(length)), **votes}
     if config.data.resolved_packing == "documents":
         places = torch.arange(length).expand(rows, -1)
         batch |= {"positions": places % 100, "segments": places // 100 + 1}

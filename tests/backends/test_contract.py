@@ -42,14 +42,14 @@ def test_c2_a_step_reads_nothing_on_the_host(group: Group, workers: GetWorkers) 
 def test_c2_the_stop_flag_of_any_process_reaches_all_in_the_same_step(group: Group, workers: GetWorkers) -> None:
     answers = workers(group).run("train", case=replace(SGD, steps=3), stop_in=2)
     for answer in answers:
-        assert [metrics["news"][0] > 0 for metrics in answer["metrics"]] == [False, True, False]
+        assert [metrics["votes"][0] > 0 for metrics in answer["metrics"]] == [False, True, False]
 
 
 def test_c2_what_each_process_saw_reaches_all(group: Group, run: Run) -> None:
     count = _processes(group)
     told = [number for index in range(count) for number in (index + 1.0, 10.0 * index)]
     for answer in run(group, ADAMW):
-        assert [metrics["news"][1:] for metrics in answer["metrics"]] == [told] * ADAMW.steps
+        assert [metrics["votes"][1:] for metrics in answer["metrics"]] == [told] * ADAMW.steps
 
 
 def test_c3_names_are_those_of_the_unwrapped_model(group: Group, run: Run) -> None:

@@ -94,7 +94,7 @@ def batches(accumulation: int = 1, stop: float = 0.0) -> list[Batch]:
             "input_ids": ids[cut, :-1],
             "labels": labels[cut],
             "tokens": tokens,
-            "news": torch.tensor([[stop, 2.0, 3.0]]).expand(size, 3),
+            "votes": torch.tensor([[stop, 2.0, 3.0]]).expand(size, 3),
         }
         for cut in cuts
     ]
@@ -206,13 +206,13 @@ def test_metrics_stay_on_the_device_and_what_rides_along_arrives(
     backend: Backend, accumulation: int, stop: float
 ) -> None:
     metrics = run(backend, accumulation).step(batches(accumulation, stop), LR)
-    assert metrics.keys() == {"loss", "grad_norm", "news"}
+    assert metrics.keys() == {"loss", "grad_norm", "votes"}
     for value in metrics.values():
         assert type(value) is Tensor
         assert not value.requires_grad
-    assert {name for name, value in metrics.items() if value.dim()} == {"news"}
+    assert {name for name, value in metrics.items() if value.dim()} == {"votes"}
     rows = ROWS / accumulation
-    assert fetched(backend, metrics)["news"] == [stop * rows, 2.0 * rows, 3.0 * rows]
+    assert fetched(backend, metrics)["votes"] == [stop * rows, 2.0 * rows, 3.0 * rows]
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from portable_fsdp.train.when import SaveRequests
+from portable_fsdp.train.save_triggers import SaveTriggers
 
 
 class Clock:
@@ -19,7 +19,7 @@ class Clock:
 def test_minutes_are_counted_from_the_last_save(tmp_path: Path) -> None:
     clock = Clock()
     clock.seconds = 1e6
-    requests = SaveRequests(tmp_path, 1.5, clock)
+    requests = SaveTriggers(tmp_path, 1.5, clock)
     assert not requests.due
     clock.seconds += 89.0
     assert not requests.due
@@ -33,7 +33,7 @@ def test_minutes_are_counted_from_the_last_save(tmp_path: Path) -> None:
 
 
 def test_a_file_asks_for_one_save_and_goes_when_that_is_committed(tmp_path: Path) -> None:
-    file, requests = tmp_path / "SAVE", SaveRequests(tmp_path, None)
+    file, requests = tmp_path / "SAVE", SaveTriggers(tmp_path, None)
     assert not requests.due
     file.touch()
     assert requests.due
@@ -52,12 +52,12 @@ def test_a_file_asks_for_one_save_and_goes_when_that_is_committed(tmp_path: Path
 
 def test_a_request_that_was_never_answered_stays_for_the_next_run(tmp_path: Path) -> None:
     (tmp_path / "SAVE").touch()
-    SaveRequests(tmp_path, None).began(5)
-    assert SaveRequests(tmp_path, None).due
+    SaveTriggers(tmp_path, None).began(5)
+    assert SaveTriggers(tmp_path, None).due
 
 
 def test_who_asks_again_while_it_is_written_is_answered_too(tmp_path: Path) -> None:
-    file, requests = tmp_path / "SAVE", SaveRequests(tmp_path, None)
+    file, requests = tmp_path / "SAVE", SaveTriggers(tmp_path, None)
     file.touch()
     requests.began(5)
     os.utime(file, ns=(1, 1))  # as `touch` does, to another time
@@ -71,7 +71,7 @@ def test_who_asks_again_while_it_is_written_is_answered_too(tmp_path: Path) -> N
 
 
 def test_who_takes_the_request_back_may_ask_again(tmp_path: Path) -> None:
-    file, requests = tmp_path / "SAVE", SaveRequests(tmp_path, None)
+    file, requests = tmp_path / "SAVE", SaveTriggers(tmp_path, None)
     file.touch()
     requests.began(5)
     file.unlink()
@@ -85,7 +85,7 @@ def test_a_folder_in_its_place_is_ignored_and_said_once(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("portable_fsdp"), "propagate", True)
     (tmp_path / "SAVE").mkdir()
-    requests = SaveRequests(tmp_path, None)
+    requests = SaveTriggers(tmp_path, None)
     for step in (1, 2):
         assert not requests.due
         requests.began(step)
@@ -105,7 +105,7 @@ def test_a_file_that_can_not_be_deleted_makes_one_save(
     monkeypatch.setattr(logging.getLogger("portable_fsdp"), "propagate", True)
     monkeypatch.setattr(Path, "unlink", unlink)
     (tmp_path / "SAVE").touch()
-    requests = SaveRequests(tmp_path, None)
+    requests = SaveTriggers(tmp_path, None)
     requests.began(1)
     requests.committed([1])
     assert not requests.due
@@ -114,7 +114,7 @@ def test_a_file_that_can_not_be_deleted_makes_one_save(
 
 
 def test_a_folder_that_is_not_there_yet_asks_for_nothing(tmp_path: Path) -> None:
-    requests = SaveRequests(tmp_path / "run", None)
+    requests = SaveTriggers(tmp_path / "run", None)
     assert not requests.due
     requests.began(1)
     requests.committed([1])

@@ -17,7 +17,7 @@ class _Request(NamedTuple):
     modified_ns: int
 
 
-class SaveRequests:
+class SaveTriggers:
     """Whether a save is due: `every_minutes` after the last one, or because somebody made the file `SAVE`.
 
     `touch RUN/SAVE` asks for a checkpoint. One request makes one save, and the file goes when that is committed: by
