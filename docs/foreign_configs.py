@@ -3,11 +3,11 @@
 from pathlib import Path
 
 from portable_fsdp.config.describe import yaml_value
-from portable_fsdp.config.foreign.keys_fsdp import FSDP
-from portable_fsdp.config.foreign.keys_variables import ENVIRONMENT, VARIABLES
-from portable_fsdp.config.foreign.rows import Answer, Launcher, Refuse, Row, Set, Skip
-from portable_fsdp.config.foreign.table import ORDER, TABLE
-from portable_fsdp.config.foreign.tools import READ
+from portable_fsdp.convert.keys_fsdp import FSDP
+from portable_fsdp.convert.keys_variables import ENVIRONMENT, VARIABLES
+from portable_fsdp.convert.rows import Answer, Launcher, Refuse, Row, Set, Skip
+from portable_fsdp.convert.table import ORDER, TABLE
+from portable_fsdp.convert.tools import READ
 
 INTRODUCTION = """# Configs of other tools
 
@@ -16,9 +16,9 @@ taken where one of ours is; what it can't say (the model, the data) comes from o
 is laid under:
 
 ```bash
-python -m portable_fsdp.explain --import=tests/config/foreign/accelerate_0_20_fsdp.yaml --config=configs/quickstart.yaml
-python -m portable_fsdp.explain --config=tests/config/foreign/training_arguments.json
-python -m portable_fsdp.launch --config=configs/quickstart.yaml --import=tests/config/foreign/unquoted_no.yaml
+python -m portable_fsdp.explain --config=configs/quickstart.yaml --import=tests/convert/samples/tpu.yaml
+python -m portable_fsdp.explain --config=tests/convert/samples/training_arguments.json
+python -m portable_fsdp.launch --config=configs/quickstart.yaml --import=tests/convert/samples/unquoted_no.yaml
 ```
 
 `explain --write=ours.yaml` saves the translation with a comment on each key. Where such a file is all there is, an
@@ -50,7 +50,7 @@ in bfloat16 too, as accelerate does; a warmup ratio becomes steps, and so does `
 ## Under accelerate launch
 
 ```bash
-accelerate launch --config_file tests/config/foreign/accelerate_1_15_fsdp2.yaml -m portable_fsdp.launch \\
+accelerate launch --config_file tests/convert/samples/accelerate_1_15_fsdp2.yaml -m portable_fsdp.launch \\
   --config=configs/quickstart.yaml train.global_batch=32
 ```
 
@@ -75,7 +75,7 @@ the same reshard_after_forward; the losses of 6 steps agree to 1e-5 in float32 a
 - on hosts without accelerators accelerate does no FSDP: each process trains by itself, or as DDP with `--cpu`. The test
   puts its plugin on by hand.
 
-This page is made from `portable_fsdp/config/foreign/` by `make docs`.
+This page is made from `portable_fsdp/convert/` by `make docs`.
 """
 
 

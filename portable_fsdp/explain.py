@@ -17,11 +17,11 @@ from absl import flags
 from portable_fsdp.backends.open import ENGINES, engines_on, options_of, require_names, usual_engine
 from portable_fsdp.backends.support import Verdict, effects_of, require_supported, rules_of, verdicts
 from portable_fsdp.config.describe import expected, fields, key_name, nearest, option_names, shortened, yaml_value
-from portable_fsdp.config.foreign.launcher import check_launcher_facts
 from portable_fsdp.config.load import Loaded, read_config
 from portable_fsdp.config.rules import Deployment, Effect, Rule
 from portable_fsdp.config.schema import Config
-from portable_fsdp.config.translation import origin, translation, unsaid
+from portable_fsdp.convert.launcher import check_launcher_facts
+from portable_fsdp.convert.translation import origin, translation, unsaid
 from portable_fsdp.optim.schedule import check_schedule
 from portable_fsdp.runtime.command import number_of, run_command, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FINISHED, ConfigError

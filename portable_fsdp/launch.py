@@ -62,7 +62,6 @@ def main(argv: list[str]) -> int:
 
 def _launch(values: flags.FlagValues, overrides: list[str], argv: list[str]) -> int:
     from portable_fsdp.backends.support import require_supported
-    from portable_fsdp.config.foreign.launcher import check_launcher_facts
     from portable_fsdp.train.early_checks import check_paths, nothing_left
 
     loaded = _read(values, overrides)
@@ -78,6 +77,10 @@ def _launch(values: flags.FlagValues, overrides: list[str], argv: list[str]) -> 
     by_hand = launch.kind == "plain" and device != "tpu"
 
     def check_devices(devices: int | None, counted_by: str) -> None:
+        if not loaded.imports:
+            return
+        from portable_fsdp.convert.launcher import check_launcher_facts
+
         check_launcher_facts(
             loaded.imports,
             processes=devices,

@@ -17,12 +17,12 @@ from portable_fsdp import launch
 from portable_fsdp.backends.open import ENGINES
 from portable_fsdp.backends.support import verdicts
 from portable_fsdp.config.describe import option_names
-from portable_fsdp.config.foreign.keys_accelerate import ACCELERATE
-from portable_fsdp.config.foreign.table import find_anywhere
 from portable_fsdp.config.layout import check_batch
 from portable_fsdp.config.load import load_config
 from portable_fsdp.config.rules import Deployment
 from portable_fsdp.config.schema import Config
+from portable_fsdp.convert.keys_accelerate import ACCELERATE
+from portable_fsdp.convert.table import find_anywhere
 from portable_fsdp.runtime.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]

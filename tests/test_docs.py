@@ -18,10 +18,10 @@ from portable_fsdp import doctor, explain, launch, sample
 from portable_fsdp.backends.open import engines_on, options_of, require_names, usual_engine
 from portable_fsdp.checkpoint import __main__ as checkpoint
 from portable_fsdp.config.describe import option_names
-from portable_fsdp.config.foreign.table import TABLE
 from portable_fsdp.config.layout import check_batch
 from portable_fsdp.config.load import load_config, read_config
 from portable_fsdp.config.schema import Config, Lora
+from portable_fsdp.convert.table import TABLE
 from portable_fsdp.plan import __main__ as plan
 from portable_fsdp.plan.target import parse_target
 from portable_fsdp.runtime.errors import UsageError
@@ -172,7 +172,7 @@ def test_every_command_parses(page: Path) -> None:
         "python -m portable_fsdp.launch --device=cuda --config=configs/llama_1b.yaml compile.scan_layers=true",
         "python -m portable_fsdp.launch --config=configs/quickstart.yaml --import=nope.yaml",
         "accelerate launch -m portable_fsdp.launch --devise=cuda --config=configs/llama_1b.yaml",
-        "accelerate launch --config_file tests/config/foreign/accelerate_1_15_fsdp2.yaml -m portable_fsdp.launch "
+        "accelerate launch --config_file tests/convert/samples/accelerate_1_15_fsdp2.yaml -m portable_fsdp.launch "
         "--config=configs/quickstart.yaml",
         "accelerate launch --num_processes=8 -m portable_fsdp.launch --config=configs/quickstart.yaml",
         "torchrun --standalone --nproc_per_node=8 -m portable_fsdp.launch --config=configs/quickstart.yaml",

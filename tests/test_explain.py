@@ -147,7 +147,7 @@ QUICKSTART = [f"--config={ROOT / 'configs/quickstart.yaml'}", "--device=cpu", "-
         ["train.global_batch=7"],
         ["memory.every=2"],
         ["compile.scan_layers=true", "memory.every=2", "train.global_batch=7"],
-        [f"--import={ROOT / 'tests/config/foreign/multi_gpu.yaml'}"],
+        [f"--import={ROOT / 'tests/convert/samples/multi_gpu.yaml'}"],
         ["--num_devices=x"],
     ],
     ids=lambda words: words[-1].rpartition("/")[2],
@@ -171,7 +171,7 @@ def test_strict_does_not_judge_by_a_number_of_devices_that_it_is_not_told(capsys
     assert said(capsys, *strict, "--num_devices=1")
     assert said(capsys, *strict)
     assert "7 * 16 = 112 sequences, found 7" in refused(capsys, *strict, "--num_devices=8", "--num_hosts=2")
-    theirs = f"--import={ROOT / 'tests/config/foreign/multi_gpu.yaml'}"
+    theirs = f"--import={ROOT / 'tests/convert/samples/multi_gpu.yaml'}"
     message = refused(capsys, *QUICKSTART, "--strict", theirs, "--num_hosts=2")  # 4 devices, as it says
     assert "num_machines: expected 2, as the launcher has it, found 1" in message
     assert "num_processes" not in message

@@ -56,6 +56,7 @@ BREAKERS = {
         invented(backends__native="import portable_fsdp.checkpoint.store", checkpoint__store=""),
         invented(train__loop="from portable_fsdp.plan import report", plan__report=""),
         invented(train__loop="from portable_fsdp import launch", launch=""),
+        invented(config__load="from portable_fsdp.convert import read", convert__read=""),
         invented(doctor="from portable_fsdp.launch import main", launch=""),
     ],
     engines_that_reach_out: [
@@ -118,6 +119,8 @@ BREAKERS = {
 
 ALLOWED = invented(
     runtime__errors='"""Docstring."""\nclass E(Exception):\n    exit_code = 1',
+    config__load="def f():\n    from portable_fsdp.convert import read",
+    convert__read="from portable_fsdp.config import schema",
     config__schema="if TYPE_CHECKING:\n    import torch\nfrom portable_fsdp.runtime import errors",
     models__build="import torch\nfrom portable_fsdp.config.schema import Model\nlog = logging.getLogger('x')",
     backends__base="from dataclasses import dataclass, field\n@dataclass(frozen=True)\nclass B:\n    a: int = field()",
@@ -194,7 +197,7 @@ def test_dependencies_are_what_is_imported() -> None:
 
 
 def test_config_and_runtime_leave_torch_out_of_a_fresh_process() -> None:
-    names = [name for name in read_package(ROOT / PACKAGE) if section(name) in {"config", "runtime"}]
+    names = [name for name in read_package(ROOT / PACKAGE) if section(name) in {"config", "convert", "runtime"}]
     program = f"import sys, {', '.join(names)}\nprint(sorted({HEAVY!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -6,21 +6,25 @@ checks the whole, and what it finds is said again in the words of the schema: ex
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import yaml
 from pydantic import ValidationError
-from yaml.nodes import MappingNode
+from yaml.nodes import MappingNode, Node, ScalarNode
 
 from portable_fsdp.config.describe import option_names
-from portable_fsdp.config.foreign.environment import launched_numbers
-from portable_fsdp.config.foreign.launcher import check_launcher_facts
-from portable_fsdp.config.foreign.read import Import, is_foreign, is_of_deepspeed, is_ours, stated_numbers
 from portable_fsdp.config.schema import Config
 from portable_fsdp.config.source import Source
-from portable_fsdp.config.yaml_text import Dumper, line_of, parse, problem_of
+from portable_fsdp.config.yaml_text import NULL_TAG, Dumper, line_of, parse, problem_of
 from portable_fsdp.runtime.errors import ConfigError
-from portable_fsdp.runtime.process import detect_launch
+from portable_fsdp.runtime.process import detect_launch, is_by_accelerate
+
+if TYPE_CHECKING:
+    from portable_fsdp.convert.read import Import
+
+
+_OF_DEEPSPEED = {"zero_optimization", "train_micro_batch_size_per_gpu"}
+"""Keys that only DeepSpeed's own file has."""
 
 
 class Loaded(NamedTuple):
@@ -28,7 +32,7 @@ class Loaded(NamedTuple):
 
     config: Config
     origins: Mapping[str, str]  # `section.key` -> file:line or the override; no entry for a default
-    imports: tuple[Import, ...]
+    imports: "tuple[Import, ...]"
 
 
 def load_config(
@@ -47,7 +51,9 @@ def load_config(
     Raises ConfigError with all problems of files, overrides and environment in one message.
     """
     loaded = read_config(path, overrides, imports, environ)
-    if environ is not None:
+    if environ is not None and loaded.imports:
+        from portable_fsdp.convert.launcher import check_launcher_facts
+
         count = detect_launch(environ).world_size  # of one process nobody knows here how many devices it drives
         check_launcher_facts(loaded.imports, processes=count if count > 1 else None, environ=environ)
     return loaded.config
@@ -64,17 +70,15 @@ def read_config(
     roots = [*foreign, *(_read_import(Path(name)) for name in imports)]
     for text in overrides:
         source.override(text)
-    numbers = launched_numbers(environ or {})
-    for _, root in reversed(roots):  # of two files that differ, the first counts here; the launcher is compared later
-        numbers |= stated_numbers(root)
-    read = [source.lay_under(place, root, numbers) for place, root in roots]
-    read += source.lay_environment_under(environ or {}, read)
-    if foreign:
-        source.require_the_rest(read[0])
+    imported: tuple[Import, ...] = ()
+    if roots or is_by_accelerate(environ or {}):
+        from portable_fsdp.convert.merge import lay_under
+
+        imported = lay_under(source, roots, environ or {}, is_config=bool(foreign))
     config = _validated(source)
     options = {name: tuple(name.split(".")) for name in option_names()}
     origins = {name: source.origin(key).where for name, key in options.items() if source.is_set(key)}
-    return Loaded(config, origins, tuple(read))
+    return Loaded(config, origins, imported)
 
 
 def _validated(source: Source) -> Config:
@@ -96,12 +100,23 @@ def config_text(config: Config) -> str:
 def _read_file(path: Path) -> tuple[Source, list[tuple[Path, MappingNode]]]:
     """The file's values; or none, and the root of a file of another tool, which its keys tell."""
     node, values = _parsed(path, f"expected a mapping of sections ({', '.join(Config.model_fields)})")
-    if is_foreign(node, set(Config.model_fields)):
-        return Source(path), [(path, node)]
+    if not _is_ours(node):
+        from portable_fsdp.convert.read import is_foreign
+
+        if is_foreign(node):
+            return Source(path), [(path, node)]
     source = Source(path)
     source.record(node, (), None)
     source.values = {k: {} if v is None and k in Config.model_fields else v for k, v in values.items()}
     return source, []
+
+
+def _is_ours(node: MappingNode) -> bool:
+    """Whether a key is a section of ours; `optim: adamw_torch` is none, but Trainer's."""
+    return any(
+        str(key.value) in Config.model_fields and (not isinstance(value, ScalarNode) or value.tag == NULL_TAG)
+        for key, value in cast(list[tuple[Node, Node]], node.value)
+    )
 
 
 def _read_import(path: Path) -> tuple[Path, MappingNode]:
@@ -109,7 +124,7 @@ def _read_import(path: Path) -> tuple[Path, MappingNode]:
     node, values = _parsed(path, f"nothing to import: {theirs}")
     if not values:
         raise ConfigError(f"{path}: nothing to import: {theirs}, found an empty one. Nothing was started.")
-    if is_ours(node, set(Config.model_fields)):
+    if _is_ours(node):
         raise ConfigError(
             f"{path}: {theirs}, found sections of ours.\n  A file of ours is named by --config. Nothing was started."
         )
@@ -137,7 +152,7 @@ def _parsed(path: Path, wanted: str) -> tuple[MappingNode, dict[str, Any]]:
         found = Source(path).found((), values) if node is not None else "nothing"
         raise ConfigError(f"{path}: {wanted}, found {found}. Nothing was started.")
     root = cast(MappingNode, node)
-    if is_of_deepspeed(root):
+    if not _OF_DEEPSPEED.isdisjoint(cast(dict[str, Any], values)):
         raise ConfigError(
             f"{path}: DeepSpeed's own JSON is not read.\n  Give an accelerate file with its zero_stage and offload "
             "keys in deepspeed_config, and what else it says by our own keys or Trainer's. Nothing was started."

@@ -1,7 +1,6 @@
 """The values of a config file, overrides laid over them and imports under them: where each came from, and problems."""
 
 import itertools
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -18,15 +17,7 @@ from portable_fsdp.config.describe import (
     nearest,
     shortened,
     typing_hint,
-    yaml_value,
 )
-from portable_fsdp.config.foreign.environment import read_environment
-from portable_fsdp.config.foreign.found import Setting
-from portable_fsdp.config.foreign.keys_accelerate import ACCELERATE, SCRIPT
-from portable_fsdp.config.foreign.keys_fsdp import FSDP
-from portable_fsdp.config.foreign.keys_trainer import TRAINER
-from portable_fsdp.config.foreign.read import Import, Said, read_foreign
-from portable_fsdp.config.foreign.table import find, nested_place, option_meant
 from portable_fsdp.config.yaml_text import MERGE_TAG, first_comment, parse, problem_of, scalar_text
 from portable_fsdp.runtime.errors import ConfigError
 
@@ -42,27 +33,6 @@ class Origin(NamedTuple):
 
 _MAX_PROBLEMS = 20
 """Named in one message; a file that means harm has thousands."""
-
-_INSTEAD = (
-    ("train.steps", "train.epochs"),
-    ("train.epochs", "train.steps"),
-    ("model.architecture", "model.pretrained"),
-    ("model.pretrained", "model.architecture"),
-)
-"""Options that go instead of one another: an override of the first takes the place of an imported second."""
-
-_NEEDED = (("model.pretrained", "model.architecture", "FOLDER"), ("train.steps", "train.epochs", 100))
-"""Options without a default, what goes instead of each, and an example."""
-
-_DATA = (("data.source", "text"), ("data.path", "FILES"), ("data.tokenizer", "FOLDER"))
-"""What the data is, and examples: the defaults are those of a first try, and hardly what another tool's file meant."""
-
-_WHOSE = {
-    ACCELERATE: "a file of accelerate's",
-    TRAINER: "a file of Trainer's arguments",
-    FSDP: "an fsdp_config",
-    SCRIPT: "a file of a script's arguments",
-}
 
 
 @dataclass
@@ -146,96 +116,16 @@ class Source:
         section = self.values.get(key[0])
         return isinstance(section, dict) and key[1] in section
 
-    def lay_under(self, path: Path, root: MappingNode, numbers: Mapping[str, int]) -> Import:
-        """Add what a foreign file says where nothing is said yet; where our file says something else, a problem.
+    def add_default(self, option: str, value: object, origin: Origin | None) -> None:
+        """Set `section.key`, which has no value yet; without an origin, to spare the schema's own message."""
+        section, _, key = option.partition(".")
+        if isinstance(self.values.setdefault(section, {}), dict):
+            self.values[section] = {**self.values[section], key: value}
+        if origin is not None:
+            self.origins[section, key] = origin
 
-        `numbers` are processes and machines as the other files or the launcher state them.
-        """
-        given = self._given()
-        overridden = {".".join(key[:2]) for key, origin in self.origins.items() if origin.is_override}
-        overridden |= {other for one, other in _INSTEAD if one in overridden}
-        imported = read_foreign(path, root, given, overridden, numbers)
-        self._add(imported, given, overridden)
-        return imported
-
-    def lay_environment_under(self, environ: Mapping[str, str], imports: Sequence[Import]) -> list[Import]:
-        """Add what `accelerate launch` says where nothing is said yet; a problem where an imported file differs.
-
-        Our own file and overrides go first, and so do a Trainer's arguments, as in Trainer itself.
-        """
-        given = self._given()
-        theirs = {
-            option
-            for imported in imports
-            for option, setting in imported.settings.items()
-            if imported.kind != TRAINER and self.origin(tuple(option.split("."))).where == setting.origin
-        }
-        first = {option for option in given if option not in theirs}
-        first |= {other for one, other in _INSTEAD if one in first}
-        imported = read_environment(environ, given, first)
-        if imported is None:
-            return []
-        for option in [option for option in imported.settings if option in first]:
-            setting = imported.settings.pop(option)
-            said = f"{self.origin(tuple(option.split('.'))).where} goes first"
-            imported.not_needed.append(Said(setting.key, setting.typed, setting.where, said))
-        self._add(imported, given, first)
-        return [imported]
-
-    def _add(self, imported: Import, given: Mapping[str, object], overridden: set[str]) -> None:
-        for line, text in imported.problems:
-            self.problems.setdefault(text, Origin(False, line, "", None))
-        for option, setting in imported.settings.items():
-            key = tuple(option.split("."))
-            if option in overridden:
-                continue
-            other = next((other for one, other in _INSTEAD if one == option and given.get(other) is not None), option)
-            if other != option:
-                self._add_difference(setting, other, given)
-            elif option not in given:
-                self.values[key[0]] = {**self.values.get(key[0], {}), key[1]: setting.value}
-                self.origins[key] = Origin(False, setting.line, setting.origin, setting.typed)
-            elif given[option] != setting.value:
-                self._add_difference(setting, option, given)
-
-    def _add_difference(self, setting: Setting, option: str, given: Mapping[str, object]) -> None:
-        """A foreign key says something else than `option`, which is its own or goes instead of it."""
-        here = f"{setting.said} says {setting.option}={yaml_value(setting.value)}"
-        ours = f"{self.origin(tuple(option.split('.'))).where} says {option}={yaml_value(given[option])}"
-        text = f"{here}, and {ours}.\n  Keep one, or override it: {option}=..."
-        self.problems.setdefault(text, Origin(False, setting.line, "", None))
-
-    def require_the_rest(self, imported: Import) -> None:
-        """A problem where a file of another tool is the config, and nothing says the model or the length of the run."""
-        missing = [
-            (option, other, example)
-            for option, other, example in _NEEDED
-            if not any(self.is_set(tuple(name.split("."))) for name in (option, other))
-        ]
-        if not missing:
-            return
-        for option, _, example in missing:  # in the place of it, or the schema would miss it once more
-            section, key = option.split(".")
-            if isinstance(self.values.setdefault(section, {}), dict):
-                self.values[section] = {**self.values[section], key: example}
-        wanted = " and ".join(f"{option} (or {other})" for option, other, _ in missing)
-        says = ", ".join(f"{name}={yaml_value(setting.value)}" for name, setting in imported.settings.items())
-        examples = " ".join(f"{option}={example}" for option, _, example in missing)
-        examples += "".join(
-            f" {option}={example}" for option, example in _DATA if not self.is_set(tuple(option.split(".")))
-        )
-        if "train.eval_every" in imported.settings and not self.is_set(("data", "eval_split")):
-            examples += " data.eval_split=5%"
-        self.add_problem(
-            Origin(False, 0, str(imported.path), None),
-            (),
-            f"{_WHOSE[imported.kind]}; a run needs {wanted} too.\n  It says {says or 'nothing that we need'}.\n"
-            f"  Add: python -m portable_fsdp.launch --config={imported.path} {examples}\n"
-            "  Without data.source a run trains on CPython's documentation, byte by byte.\n"
-            f"  Or lay it under yours: --config=YOURS.yaml --import={imported.path} (explain shows what comes of it).",
-        )
-
-    def _given(self) -> dict[str, object]:
+    def given(self) -> dict[str, object]:
+        """Every `section.key` that has a value so far."""
         sections = {k: cast(dict[str, Any], v) for k, v in self.values.items() if isinstance(v, dict)}
         return {f"{name}.{key}": value for name, inside in sections.items() for key, value in inside.items()}
 
@@ -284,6 +174,9 @@ class Source:
 
 
 def _way_from_unknown(key: Key) -> str:
+    from portable_fsdp.convert.keys_accelerate import ACCELERATE
+    from portable_fsdp.convert.table import find, nested_place, option_meant
+
     if len(key) == 1 and (find(ACCELERATE, key[0]) or nested_place(ACCELERATE, key[0])):
         return "a key of accelerate's: give its file by --import=FILE"
     if len(key) == 2 and (option := option_meant(key[1])):

@@ -67,7 +67,7 @@ def test_the_file_of_accelerate_launch_counts(tmp_path: Path) -> None:
 
 
 def test_the_file_of_the_hugging_face_page_trains(tmp_path: Path) -> None:
-    page = Path(__file__).parents[1] / "config/foreign/hugging_face_page.yaml"
+    page = Path(__file__).parents[1] / "convert/samples/hugging_face_page.yaml"
     start = [*PYTHON, "--device=cpu", "--backend=native", "--num_devices=2", f"--config={tiny_config(tmp_path)}"]
     with started([*start, f"--import={page}"], tmp_path) as run:
         assert run.wait() == 0, run.err

@@ -55,7 +55,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "short.txt").write_text("hello")
     (tmp_path / "broken.yaml").write_text("run: {dir: run\ntrain: ][\n")
     (tmp_path / "text.yaml").write_text("a sentence\n")
-    page = Path(__file__).parents[1] / "config/foreign/hugging_face_page.yaml"
+    page = Path(__file__).parents[1] / "convert/samples/hugging_face_page.yaml"
     one = page.read_text().replace("num_processes: 2", "num_processes: 1")
     (tmp_path / "page.yaml").write_text(one.replace("LlamaDecoderLayer", "BertLayer"))
     (tmp_path / "words").mkdir()

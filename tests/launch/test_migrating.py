@@ -13,7 +13,7 @@ from portable_fsdp.config.load import load_config
 pytestmark = pytest.mark.slow
 
 SMALL = ("model.architecture.hidden_size=32", "model.architecture.intermediate_size=64", "data.seq_len=32")
-FOREIGN = "tests/config/foreign/accelerate_0_20_fsdp.yaml"
+FOREIGN = "tests/convert/samples/accelerate_0_20_fsdp.yaml"
 
 
 def newcomer(folder: Path) -> list[list[str]]:

@@ -8,9 +8,9 @@ import pytest
 from foreign_files import FILES, REST, named, read
 
 from portable_fsdp import explain
-from portable_fsdp.config.foreign.table import NESTED, find_anywhere
 from portable_fsdp.config.load import load_config
-from portable_fsdp.config.translation import translation
+from portable_fsdp.convert.table import NESTED, find_anywhere
+from portable_fsdp.convert.translation import translation
 from portable_fsdp.runtime.errors import ConfigError
 
 

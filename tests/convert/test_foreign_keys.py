@@ -13,16 +13,16 @@ from accelerate_keys import class_fields, keys_of
 from foreign_files import named
 
 from portable_fsdp.config.describe import option_names
-from portable_fsdp.config.foreign.environment import COUNT_WITH
-from portable_fsdp.config.foreign.keys_accelerate import SAGEMAKER
-from portable_fsdp.config.foreign.keys_fsdp import FSDP, MIXED, PARALLEL, XLA
-from portable_fsdp.config.foreign.keys_trainer import TRAINER
-from portable_fsdp.config.foreign.keys_variables import ENVIRONMENT
-from portable_fsdp.config.foreign.rows import Refuse, Row, Set
-from portable_fsdp.config.foreign.rules_training import LOGGING_STEPS
-from portable_fsdp.config.foreign.table import TABLE, find, find_anywhere, nested_place
-from portable_fsdp.config.foreign.tools import BY_ACCELERATE, BY_TRAINER, READ
 from portable_fsdp.config.load import read_config
+from portable_fsdp.convert.environment import COUNT_WITH
+from portable_fsdp.convert.keys_accelerate import SAGEMAKER
+from portable_fsdp.convert.keys_fsdp import FSDP, MIXED, PARALLEL, XLA
+from portable_fsdp.convert.keys_trainer import TRAINER
+from portable_fsdp.convert.keys_variables import ENVIRONMENT
+from portable_fsdp.convert.rows import Refuse, Row, Set
+from portable_fsdp.convert.rules_training import LOGGING_STEPS
+from portable_fsdp.convert.table import TABLE, find, find_anywhere, nested_place
+from portable_fsdp.convert.tools import BY_ACCELERATE, BY_TRAINER, READ
 from portable_fsdp.runtime.errors import ConfigError
 
 OLDER: dict[str, dict[str, str]] = json.loads((Path(__file__).parent / "accelerate_keys.json").read_text())

@@ -8,8 +8,8 @@ import pytest
 from foreign_files import named, read
 
 from portable_fsdp.backends.support import require_supported
-from portable_fsdp.config.foreign.launcher import check_launcher_facts
 from portable_fsdp.config.load import load_config, read_config
+from portable_fsdp.convert.launcher import check_launcher_facts
 from portable_fsdp.runtime.errors import BackendError, ConfigError
 
 OURS = "model: {pretrained: folder}\ntrain: {steps: 100}\n"

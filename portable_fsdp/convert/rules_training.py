@@ -2,7 +2,7 @@
 
 import math
 
-from portable_fsdp.config.foreign.found import Found, Setting
+from portable_fsdp.convert.found import Found, Setting
 
 LOGGING_STEPS = 500
 """Trainer's default of `logging_steps`, which `eval_steps` takes where it is not set."""

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from portable_fsdp.config.describe import option_names, yaml_value
-from portable_fsdp.config.foreign.read import Import
 from portable_fsdp.config.load import Loaded
+from portable_fsdp.convert.read import Import
 
 
 def translation(loaded: Loaded) -> str:

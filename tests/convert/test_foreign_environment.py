@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from portable_fsdp.config.foreign.launcher import check_launcher_facts
-from portable_fsdp.config.foreign.rows import in_words
 from portable_fsdp.config.load import Loaded, read_config
-from portable_fsdp.config.translation import origin, translation
+from portable_fsdp.convert.launcher import check_launcher_facts
+from portable_fsdp.convert.rows import in_words
+from portable_fsdp.convert.translation import origin, translation
 from portable_fsdp.runtime.errors import ConfigError
 
 SIMPLE = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "False", "ACCELERATE_DYNAMO_BACKEND": "NO"}

@@ -3,7 +3,7 @@
 Read from accelerate 1.15: commands/config/config_args.py and cluster.py, commands/launch.py.
 """
 
-from portable_fsdp.config.foreign.rows import (
+from portable_fsdp.convert.rows import (
     Always,
     Amount,
     Choice,

@@ -7,11 +7,11 @@ FULL_SHARD. A rule is a function of `Found`: it reads what the keys said (`found
 Keys that set no option in the end are told with a reason (`silent`).
 """
 
-from portable_fsdp.config.foreign.found import Found, Setting
-from portable_fsdp.config.foreign.keys_engines import DEEPSPEED, MEGATRON
-from portable_fsdp.config.foreign.keys_fsdp import FSDP
-from portable_fsdp.config.foreign.rules_training import combine_training
-from portable_fsdp.config.foreign.tools import BY_ACCELERATE
+from portable_fsdp.convert.found import Found, Setting
+from portable_fsdp.convert.keys_engines import DEEPSPEED, MEGATRON
+from portable_fsdp.convert.keys_fsdp import FSDP
+from portable_fsdp.convert.rules_training import combine_training
+from portable_fsdp.convert.tools import BY_ACCELERATE
 
 
 def combine(found: Found) -> dict[str, Setting]:

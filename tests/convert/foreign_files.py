@@ -1,10 +1,10 @@
-"""For the tests of foreign configs: the example files of tests/config/foreign/, and how they are read."""
+"""For the tests of foreign configs: the example files of tests/convert/samples/, and how they are read."""
 
 from pathlib import Path
 
 from portable_fsdp.config.load import Loaded, read_config
 
-FILES = sorted((Path(__file__).parent / "foreign").iterdir())
+FILES = sorted((Path(__file__).parent / "samples").iterdir())
 REST = ("model.pretrained=folder", "train.steps=100", "train.global_batch=64")
 """What no file of another tool has to say."""
 

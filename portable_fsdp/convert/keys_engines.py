@@ -3,8 +3,8 @@
 Read from accelerate 1.15: commands/config/cluster.py, commands/launch.py.
 """
 
-from portable_fsdp.config.foreign.keys_accelerate import ACCUMULATION, CLIPPING
-from portable_fsdp.config.foreign.rows import Always, Choice, Either, Launcher, Off, Refuse, Row, Set, Skip, YesNo
+from portable_fsdp.convert.keys_accelerate import ACCUMULATION, CLIPPING
+from portable_fsdp.convert.rows import Always, Choice, Either, Launcher, Off, Refuse, Row, Set, Skip, YesNo
 
 DEEPSPEED, MEGATRON = "deepspeed_config", "megatron_lm_config"
 

@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterator
 from functools import cache
 
-from portable_fsdp.config.foreign.keys_accelerate import (
+from portable_fsdp.convert.keys_accelerate import (
     ACCELERATE,
     ACCELERATE_ROWS,
     DYNAMO,
@@ -17,11 +17,11 @@ from portable_fsdp.config.foreign.keys_accelerate import (
     SCRIPT,
     SCRIPT_ROWS,
 )
-from portable_fsdp.config.foreign.keys_engines import DEEPSPEED, DEEPSPEED_ROWS, MEGATRON, MEGATRON_ROWS
-from portable_fsdp.config.foreign.keys_fsdp import FSDP, FSDP_ROWS, MIXED, PARALLEL, PARALLEL_ROWS, XLA, XLA_ROWS
-from portable_fsdp.config.foreign.keys_trainer import TRAINER, TRAINER_ROWS
-from portable_fsdp.config.foreign.keys_variables import ENVIRONMENT, VARIABLE_ROWS, VARIABLES
-from portable_fsdp.config.foreign.rows import Row, Set
+from portable_fsdp.convert.keys_engines import DEEPSPEED, DEEPSPEED_ROWS, MEGATRON, MEGATRON_ROWS
+from portable_fsdp.convert.keys_fsdp import FSDP, FSDP_ROWS, MIXED, PARALLEL, PARALLEL_ROWS, XLA, XLA_ROWS
+from portable_fsdp.convert.keys_trainer import TRAINER, TRAINER_ROWS
+from portable_fsdp.convert.keys_variables import ENVIRONMENT, VARIABLE_ROWS, VARIABLES
+from portable_fsdp.convert.rows import Row, Set
 
 TABLE: tuple[Row, ...] = (
     *ACCELERATE_ROWS,

@@ -9,11 +9,11 @@ integrations/tpu.py).
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from portable_fsdp.config.foreign.keys_accelerate import DYNAMO, FP8
-from portable_fsdp.config.foreign.keys_fsdp import FSDP, MIXED, XLA
-from portable_fsdp.config.foreign.keys_trainer import TRAINER
-from portable_fsdp.config.foreign.keys_variables import ENVIRONMENT, VARIABLES
-from portable_fsdp.config.foreign.rows import NO, OFF, YES, Row
+from portable_fsdp.convert.keys_accelerate import DYNAMO, FP8
+from portable_fsdp.convert.keys_fsdp import FSDP, MIXED, XLA
+from portable_fsdp.convert.keys_trainer import TRAINER
+from portable_fsdp.convert.keys_variables import ENVIRONMENT, VARIABLES
+from portable_fsdp.convert.rows import NO, OFF, YES, Row
 
 BY_ACCELERATE, BY_TRAINER = "accelerate", "Trainer"
 

@@ -3,7 +3,7 @@
 accelerate_keys.json holds those of older releases. It was written from the wheels on PyPI, each unpacked by itself:
 
     pip download accelerate==0.20.3 --no-deps && unzip -d 0.20.3 accelerate-0.20.3-*.whl
-    python tests/config/accelerate_keys.py 0.20.3/accelerate 0.34.2/accelerate ... > tests/config/accelerate_keys.json
+    python tests/convert/accelerate_keys.py 0.20.3/accelerate 0.34.2/accelerate ... > tests/convert/accelerate_keys.json
 """
 
 import ast

@@ -4,7 +4,7 @@ Read from accelerate 1.15 (commands/config/cluster.py, commands/launch.py, Fully
 5.23 (training_args.py, `fsdp_config`) and torch_xla 2.9 (XlaFullyShardedDataParallel).
 """
 
-from portable_fsdp.config.foreign.rows import (
+from portable_fsdp.convert.rows import (
     NO,
     YES,
     Always,

@@ -12,11 +12,12 @@ from typing import NamedTuple, cast
 
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from portable_fsdp.config.foreign.found import Found, Setting
-from portable_fsdp.config.foreign.keys_fsdp import FSDP, MIXED
-from portable_fsdp.config.foreign.keys_trainer import TRAINER
-from portable_fsdp.config.foreign.keys_variables import ENVIRONMENT
-from portable_fsdp.config.foreign.rows import (
+from portable_fsdp.config.yaml_text import NULL_TAG
+from portable_fsdp.convert.found import Found, Setting
+from portable_fsdp.convert.keys_fsdp import FSDP, MIXED
+from portable_fsdp.convert.keys_trainer import TRAINER
+from portable_fsdp.convert.keys_variables import ENVIRONMENT
+from portable_fsdp.convert.rows import (
     Answer,
     Launcher,
     Refuse,
@@ -27,11 +28,10 @@ from portable_fsdp.config.foreign.rows import (
     UnreadableValue,
     in_words,
 )
-from portable_fsdp.config.foreign.rules import combine, silent
-from portable_fsdp.config.foreign.table import SCRIPT, TOP, find, find_anywhere, nearest_key, nested_place
-from portable_fsdp.config.foreign.tools import BY_TRAINER, Tool, original, tool_of
+from portable_fsdp.convert.rules import combine, silent
+from portable_fsdp.convert.table import SCRIPT, TOP, find, find_anywhere, nearest_key, nested_place
+from portable_fsdp.convert.tools import BY_TRAINER, Tool, original, tool_of
 
-_NULL_TAG = "tag:yaml.org,2002:null"
 _SECRET = ("hub_token", "aws_access_key_id", "aws_secret_access_key")  # messages and translations repeat values
 _NUMBERS = ("num_processes", "num_machines")
 _DEEP = 8  # mappings within mappings; more is an alias of a mapping in itself
@@ -75,24 +75,10 @@ class Import:
         return int(said[0]) if said and said[0].isdecimal() else None
 
 
-def is_ours(node: MappingNode, sections: set[str]) -> bool:
-    """Whether a key is a section of ours; `optim: adamw_torch` is none, but Trainer's."""
-    return any(
-        str(key.value) in sections and not (isinstance(value, ScalarNode) and value.tag != _NULL_TAG)
-        for key, value in _pairs(node)
-    )
-
-
-def is_foreign(node: MappingNode, sections: set[str]) -> bool:
-    """Whether a file is another tool's, by its keys: one that the table knows, and no section of ours."""
+def is_foreign(node: MappingNode) -> bool:
+    """Whether the table knows a key of a file that has no section of ours."""
     keys = [str(key.value) for key, _ in _pairs(node) if isinstance(key, ScalarNode)]
-    known = any(nested_place("", key) or any(find(place, key) for place in TOP) for key in keys)
-    return known and not is_ours(node, sections)
-
-
-def is_of_deepspeed(node: MappingNode) -> bool:
-    """Whether a file is DeepSpeed's own, by keys that stand in no other one."""
-    return any(str(key.value) in ("zero_optimization", "train_micro_batch_size_per_gpu") for key, _ in _pairs(node))
+    return any(nested_place("", key) or any(find(place, key) for place in TOP) for key in keys)
 
 
 def stated_numbers(node: MappingNode) -> dict[str, int]:
@@ -191,7 +177,7 @@ def _typed(node: Node, depth: int = 0) -> Typed:
     if depth > _DEEP:
         return "..."
     if isinstance(node, ScalarNode):
-        return None if node.tag == _NULL_TAG else str(node.value)
+        return None if node.tag == NULL_TAG else str(node.value)
     if isinstance(node, SequenceNode):
         return [_typed(item, depth + 1) for item in cast(list[Node], node.value)]
     return {str(key.value): _typed(value, depth + 1) for key, value in _pairs(cast(MappingNode, node))}

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from portable_fsdp.config.foreign.read import Import, Said
-from portable_fsdp.config.foreign.rows import NO
+from portable_fsdp.convert.read import Import, Said
+from portable_fsdp.convert.rows import NO
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.process import tpu_workers
 from portable_fsdp.runtime.tasks import read_tasks

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from portable_fsdp import launch
-from portable_fsdp.config.foreign.launcher import check_launcher_facts
 from portable_fsdp.config.load import load_config, read_config
+from portable_fsdp.convert.launcher import check_launcher_facts
 from portable_fsdp.runtime.errors import ConfigError
 
 OURS = Path(__file__).parents[2] / "configs/quickstart.yaml"

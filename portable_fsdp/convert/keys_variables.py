@@ -3,10 +3,10 @@
 Read from accelerate 0.20 to 1.15: utils/launch.py, and what else asks os.environ.
 """
 
-from portable_fsdp.config.foreign.keys_accelerate import ACCELERATE, ACCELERATE_ROWS, DYNAMO, DYNAMO_ROWS, FP8, FP8_ROWS
-from portable_fsdp.config.foreign.keys_engines import DEEPSPEED, DEEPSPEED_ROWS, MEGATRON, MEGATRON_ROWS
-from portable_fsdp.config.foreign.keys_fsdp import FSDP, FSDP_ROWS, PARALLEL, PARALLEL_ROWS
-from portable_fsdp.config.foreign.rows import Always, Either, Launcher, Off, Refuse, Row, Set, Skip, YesNo
+from portable_fsdp.convert.keys_accelerate import ACCELERATE, ACCELERATE_ROWS, DYNAMO, DYNAMO_ROWS, FP8, FP8_ROWS
+from portable_fsdp.convert.keys_engines import DEEPSPEED, DEEPSPEED_ROWS, MEGATRON, MEGATRON_ROWS
+from portable_fsdp.convert.keys_fsdp import FSDP, FSDP_ROWS, PARALLEL, PARALLEL_ROWS
+from portable_fsdp.convert.rows import Always, Either, Launcher, Off, Refuse, Row, Set, Skip, YesNo
 
 ENVIRONMENT = "environment"
 """The place of variables."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from portable_fsdp.config.foreign.tools import Tool
+from portable_fsdp.convert.tools import Tool
 
 
 class Setting(NamedTuple):

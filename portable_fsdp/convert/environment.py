@@ -7,9 +7,9 @@ that has the launcher's own value says nothing.
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from portable_fsdp.config.foreign.keys_variables import ENVIRONMENT
-from portable_fsdp.config.foreign.read import Entry, Import, Said, read_entries
-from portable_fsdp.config.foreign.rows import Typed
+from portable_fsdp.convert.keys_variables import ENVIRONMENT
+from portable_fsdp.convert.read import Entry, Import, Said, read_entries
+from portable_fsdp.convert.rows import Typed
 from portable_fsdp.runtime.process import is_by_accelerate
 
 LAUNCHER = "accelerate launch"

@@ -1,7 +1,7 @@
 """TrainingArguments of transformers 5.23 (training_args.py), and the keys that older versions wrote."""
 
-from portable_fsdp.config.foreign.keys_accelerate import BF16, COMPILERS, CPU_OR_NOT
-from portable_fsdp.config.foreign.rows import (
+from portable_fsdp.convert.keys_accelerate import BF16, COMPILERS, CPU_OR_NOT
+from portable_fsdp.convert.rows import (
     Always,
     Amount,
     Choice,

@@ -1,0 +1,134 @@
+"""Files and the environment of other tools under our own values: what they add, and where the two contradict."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from yaml.nodes import MappingNode
+
+from portable_fsdp.config.describe import yaml_value
+from portable_fsdp.config.source import Origin, Source
+from portable_fsdp.convert.environment import launched_numbers, read_environment
+from portable_fsdp.convert.found import Setting
+from portable_fsdp.convert.keys_accelerate import ACCELERATE, SCRIPT
+from portable_fsdp.convert.keys_fsdp import FSDP
+from portable_fsdp.convert.keys_trainer import TRAINER
+from portable_fsdp.convert.read import Import, Said, read_foreign, stated_numbers
+
+_ALTERNATIVES = {
+    "train.steps": "train.epochs",
+    "train.epochs": "train.steps",
+    "model.architecture": "model.pretrained",
+    "model.pretrained": "model.architecture",
+}
+"""Options that exclude one another: an override of one also replaces an imported other."""
+
+_NEEDED = (("model.pretrained", "model.architecture", "FOLDER"), ("train.steps", "train.epochs", 100))
+"""Options without a default, the alternative of each, and an example."""
+
+_DATA = (("data.source", "text"), ("data.path", "FILES"), ("data.tokenizer", "FOLDER"))
+"""What the data is, and examples: the defaults suit a first try, not a file of another tool."""
+
+_KINDS = {
+    ACCELERATE: "a file of accelerate's",
+    TRAINER: "a file of Trainer's arguments",
+    FSDP: "an fsdp_config",
+    SCRIPT: "a file of a script's arguments",
+}
+
+
+def lay_under(
+    source: Source, files: Sequence[tuple[Path, MappingNode]], environ: Mapping[str, str], *, is_config: bool
+) -> tuple[Import, ...]:
+    """Add what the files and `accelerate launch` say where `source` has no value yet; problems go to `source`.
+
+    `is_config`: the first file stands in place of a config of ours.
+    """
+    numbers = launched_numbers(environ)
+    for _, root in reversed(files):  # of two files that differ, the first counts here; the launcher is compared later
+        numbers |= stated_numbers(root)
+    imports = [_lay_file(source, path, root, numbers) for path, root in files]
+    imports += _lay_environment(source, environ, imports)
+    if is_config:
+        _require_the_rest(source, imports[0])
+    return tuple(imports)
+
+
+def _lay_file(source: Source, path: Path, root: MappingNode, numbers: Mapping[str, int]) -> Import:
+    given = source.given()
+    overridden = _with_alternatives({".".join(key[:2]) for key, origin in source.origins.items() if origin.is_override})
+    imported = read_foreign(path, root, given, overridden, numbers)
+    _add(source, imported, given, overridden)
+    return imported
+
+
+def _lay_environment(source: Source, environ: Mapping[str, str], imports: Sequence[Import]) -> list[Import]:
+    """Our own file and overrides go first, and so do a Trainer's arguments, as in Trainer itself."""
+    given = source.given()
+    theirs = {
+        option
+        for imported in imports
+        for option, setting in imported.settings.items()
+        if imported.kind != TRAINER and source.origin(tuple(option.split("."))).where == setting.origin
+    }
+    first = _with_alternatives({option for option in given if option not in theirs})
+    imported = read_environment(environ, given, first)
+    if imported is None:
+        return []
+    for option in [option for option in imported.settings if option in first]:
+        setting = imported.settings.pop(option)
+        reason = f"{source.origin(tuple(option.split('.'))).where} goes first"
+        imported.not_needed.append(Said(setting.key, setting.typed, setting.where, reason))
+    _add(source, imported, given, first)
+    return [imported]
+
+
+def _with_alternatives(options: set[str]) -> set[str]:
+    return options | {_ALTERNATIVES[option] for option in options if option in _ALTERNATIVES}
+
+
+def _add(source: Source, imported: Import, given: Mapping[str, object], overridden: set[str]) -> None:
+    for line, text in imported.problems:
+        source.problems.setdefault(text, Origin(False, line, "", None))
+    for option, setting in imported.settings.items():
+        alternative = _ALTERNATIVES.get(option, option)
+        if option in overridden:
+            continue
+        if alternative != option and given.get(alternative) is not None:
+            _add_difference(source, setting, alternative, given)
+        elif option not in given:
+            source.add_default(option, setting.value, Origin(False, setting.line, setting.origin, setting.typed))
+        elif given[option] != setting.value:
+            _add_difference(source, setting, option, given)
+
+
+def _add_difference(source: Source, setting: Setting, option: str, given: Mapping[str, object]) -> None:
+    """A foreign key sets another value than `option` has, which is its own or its alternative."""
+    here = f"{setting.said} says {setting.option}={yaml_value(setting.value)}"
+    ours = f"{source.origin(tuple(option.split('.'))).where} says {option}={yaml_value(given[option])}"
+    text = f"{here}, and {ours}.\n  Keep one, or override it: {option}=..."
+    source.problems.setdefault(text, Origin(False, setting.line, "", None))
+
+
+def _require_the_rest(source: Source, imported: Import) -> None:
+    """A problem where another tool's file is the config, and nothing sets the model or the length of the run."""
+    given = source.given()
+    missing = [(option, other, example) for option, other, example in _NEEDED if not {option, other} & given.keys()]
+    if not missing:
+        return
+    where = Origin(False, 0, str(imported.path), None)
+    for option, _, example in missing:  # else the schema would report it once more
+        source.add_default(option, example, None)
+    needed = " and ".join(f"{option} (or {other})" for option, other, _ in missing)
+    settings = ", ".join(f"{name}={yaml_value(setting.value)}" for name, setting in imported.settings.items())
+    examples = [f"{option}={example}" for option, _, example in missing]
+    examples += [f"{option}={example}" for option, example in _DATA if option not in given]
+    if "train.eval_every" in imported.settings and "data.eval_split" not in given:
+        examples.append("data.eval_split=5%")
+    source.add_problem(
+        where,
+        (),
+        f"{_KINDS[imported.kind]}; a run needs {needed} too.\n  It says {settings or 'nothing that we need'}.\n"
+        f"  Add: python -m portable_fsdp.launch --config={imported.path} {' '.join(examples)}\n"
+        "  Without data.source a run trains on CPython's documentation, byte by byte.\n"
+        f"  Or lay it under yours: --config=YOURS.yaml --import={imported.path} (explain shows what comes of it).",
+    )
