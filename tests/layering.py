@@ -183,11 +183,9 @@ def imports_upwards(modules: Modules) -> list[str]:
 
 SHARED_BY_ENGINES = {
     # One runtime, torch_xla's, is under both engines.
-    f"{PACKAGE}.backends.objects": [f"{PACKAGE}.backends.{name}" for name in ("native", "xla")],
-    f"{PACKAGE}.backends.tpu_options": [f"{PACKAGE}.backends.pjrt"],
     f"{PACKAGE}.backends.pjrt": [f"{PACKAGE}.backends.{name}" for name in ("xla", "xla_fsdp1")],
-    f"{PACKAGE}.backends.pjrt_options": [f"{PACKAGE}.backends.{name}" for name in ("xla", "xla_fsdp1")],
-    **{f"{PACKAGE}.backends.{name}": [PACKAGE] for name in ("options", "devices", "open", "support")},
+    f"{PACKAGE}.backends.pjrt_options": [f"{PACKAGE}.backends.{name}" for name in ("pjrt", "xla", "xla_fsdp1")],
+    **{f"{PACKAGE}.backends.{name}": [PACKAGE] for name in ("options", "open", "support")},
 }
 """Modules of `backends` that are no engine, and who there may know them; all may know `base`."""
 

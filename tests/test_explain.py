@@ -12,8 +12,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from portable_fsdp import explain, launch
-from portable_fsdp.backends.devices import DEVICES
-from portable_fsdp.backends.open import ENGINES, engines_on
+from portable_fsdp.backends.open import DEVICES, ENGINES, engines_on
 from portable_fsdp.config.describe import option_names
 from portable_fsdp.config.yaml_text import parse
 

@@ -10,27 +10,29 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import psutil
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from portable_fsdp.runtime.closing import Closing
+from portable_fsdp.runtime.memory import host_memory_bytes
 
 T = TypeVar("T")
 
-Slices = tuple[slice, ...]
+Region = tuple[slice, ...]
 """One slice a dimension, with start and stop set: a piece of a global tensor."""
 
-Fill = Callable[[str, Slices], Tensor]
+Fill = Callable[[str, Region], Tensor]
 """`fill(fqn, slices)` -> that piece of the initial weight, on the host, in the master dtype."""
 
 
 class Read(Protocol):
     """That piece of a saved tensor, on the host. Keys are those of `Backend.state`."""
 
-    def __call__(self, key: str, slices: Slices, /, into: Tensor | None = None) -> Tensor:
+    def __call__(self, key: str, slices: Region, /, into: Tensor | None = None) -> Tensor:
         """`into`: a host tensor of its shape and dtype that is filled; new memory without it."""
         ...
 
@@ -51,7 +53,7 @@ tensor."""
 
 
 @dataclass(frozen=True)
-class Part:
+class Rank:
     """One of `count` equal parts: which process this is, or which rows it feeds."""
 
     index: int
@@ -146,8 +148,8 @@ class Backend(Closing):
     name: str  # of the engine, for logs and manifests; nothing outside backends/ may branch on it
     device: torch.device
     device_name: str  # as its driver gives it ("NVIDIA H100 80GB HBM3", "TPU v5p", "cpu")
-    process: Part
-    data_shard: Part
+    process: Rank
+    data_shard: Rank
     data_parallel_size: int  # devices
     axes: Mapping[str, int]  # of the mesh, as `config/layout.py` gives them: name -> devices along it
     expected_compilations: int  # of the train step and the evaluation in a whole run; 0 where nothing compiles
@@ -241,21 +243,21 @@ class Backend(Closing):
 # ------------------------------------------------------------------------------- what every engine asks of a model
 
 
-class Place(NamedTuple):
+class ParameterSlot(NamedTuple):
     """Where a parameter hangs: `module._parameters[leaf]`."""
 
     module: nn.Module
     leaf: str
 
 
-def parameter_places(model: nn.Module) -> dict[str, list[Place]]:
+def parameter_slots(model: nn.Module) -> dict[str, list[ParameterSlot]]:
     """First FQN of each parameter -> all places that share it (several where weights are tied)."""
     first: dict[int, str] = {}
-    places: dict[str, list[Place]] = {}
+    places: dict[str, list[ParameterSlot]] = {}
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
         owner, _, leaf = fqn.rpartition(".")
         name = first.setdefault(id(parameter), fqn)
-        places.setdefault(name, []).append(Place(model.get_submodule(owner), leaf))
+        places.setdefault(name, []).append(ParameterSlot(model.get_submodule(owner), leaf))
     return places
 
 
@@ -312,20 +314,38 @@ def optimizer_state_twins(
     }
 
 
-def host_memory() -> MemoryStats:
+def broadcast_object(value: T, process: Rank, device: torch.device | None = None) -> T:
+    """Process 0's value on all. `device`: through which it travels; None: the group's own choice."""
+    if process.count == 1:
+        return value
+    box: list[Any] = [value]
+    dist.broadcast_object_list(box, src=0, device=device)
+    return cast(T, box[0])
+
+
+def gather_object(value: T, process: Rank) -> list[T]:
+    """Every process's value, in their order, on all."""
+    if process.count == 1:
+        return [value]
+    boxes: list[Any] = [None] * process.count
+    dist.all_gather_object(boxes, value)
+    return cast(list[T], boxes)
+
+
+def process_memory() -> MemoryStats:
     """Of this process, whose CPU devices share it."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return MemoryStats(peak, psutil.Process().memory_info().rss, psutil.virtual_memory().total)
+    return MemoryStats(peak, psutil.Process().memory_info().rss, host_memory_bytes())
 
 
-def whole(shape: Sequence[int]) -> Slices:
+def full_region(shape: Sequence[int]) -> Region:
     """The slices that name all of a tensor."""
     return tuple(slice(0, size) for size in shape)
 
 
-def shard_slices(shape: Sequence[int], index: int, count: int) -> Slices:
+def shard_slices(shape: Sequence[int], index: int, count: int) -> Region:
     """What shard `index` of `count` holds of a tensor with at least one dimension: rows of it."""
-    return (rows_of_shard(shape[0], index, count), *whole(shape[1:]))
+    return (rows_of_shard(shape[0], index, count), *full_region(shape[1:]))
 
 
 def rows_of_shard(rows: int, index: int, count: int) -> slice:

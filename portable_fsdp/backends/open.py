@@ -7,13 +7,15 @@ import importlib.util
 from functools import cache
 from typing import TYPE_CHECKING, cast
 
-from portable_fsdp.backends.devices import DEVICES, count_devices, require_present
 from portable_fsdp.backends.options import EngineOptions, Package
 from portable_fsdp.config.schema import Config
+from portable_fsdp.runtime.chips import tpu_chips
 from portable_fsdp.runtime.errors import BackendError
 
 if TYPE_CHECKING:
     from portable_fsdp.backends.base import Backend
+
+DEVICES = ("cpu", "cuda", "tpu")
 
 ENGINES = {
     "native": "portable_fsdp.backends.native.options",
@@ -93,3 +95,33 @@ def local_processes(device: str, backend: str, num_devices: int | None) -> int:
 
 def _is_installed(package: Package) -> bool:
     return importlib.util.find_spec(package.name) is not None
+
+
+def count_devices(device: str) -> int:
+    """GPUs or TPU chips of this host; one CPU."""
+    match device:
+        case "cuda":
+            import torch
+
+            return torch.cuda.device_count() if torch.cuda.is_available() else 0
+        case "tpu":
+            packages = ("torch_xla", "torch_tpu")
+            return len(tpu_chips()) if any(importlib.util.find_spec(name) is not None for name in packages) else 0
+        case _:
+            return 1
+
+
+def require_present(device: str) -> None:
+    """Raises BackendError where this host has no such device."""
+    if count_devices(device):
+        return
+    if device == "cuda":
+        raise BackendError(
+            "--device=cuda: expected a GPU, found none (torch.cuda.is_available() is False).\n"
+            "  Check nvidia-smi and that torch is a CUDA build, or use --device=cpu."
+        )
+    raise BackendError(
+        "--device=tpu: expected TPU chips, found none on this host (no /dev/accel* and no /dev/vfio/*).\n"
+        "  Run this on a TPU VM, on all its workers at once (launch/tpu_vm.sh); to try the same engine here:\n"
+        "  --device=cpu --backend=xla --num_devices=4"
+    )

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from portable_fsdp.backends.base import Metrics
-from portable_fsdp.backends.tpu_options import libtpu_arguments
+from portable_fsdp.backends.pjrt_options import libtpu_arguments
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import BackendError
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.backends.base import Backend, Fill, Piece, Read, Slices, TensorState
+from portable_fsdp.backends.base import Backend, Fill, Piece, Read, Region, TensorState
 from portable_fsdp.checkpoint import commit, replicas, storage
 from portable_fsdp.checkpoint.background import Background, Snapshot
 from portable_fsdp.checkpoint.commit import Index, ReplicaDigest
@@ -447,7 +447,7 @@ def _entry_of(base: pretrained.Base) -> BaseFingerprint:
 def _source(reader: Reader, expected: Mapping[str, TensorState], base: _LeftOut | None, weights_only: bool) -> Read:
     """The checkpoint; what it leaves out from where the base lies; with `weights_only` optimizer state as it begins."""
 
-    def read(key: str, slices: Slices, into: Tensor | None = None) -> Tensor:
+    def read(key: str, slices: Region, into: Tensor | None = None) -> Tensor:
         if base is not None and key in base.names:
             value = base.fill(key, slices).to(expected[key].dtype)
             return value if into is None else into.copy_(value)

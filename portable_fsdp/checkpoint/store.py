@@ -16,7 +16,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from portable_fsdp.backends.base import Part, Piece, Slices, TensorState, whole
+from portable_fsdp.backends.base import Piece, Rank, Region, TensorState, full_region
 from portable_fsdp.checkpoint import safetensors, storage
 from portable_fsdp.checkpoint.commit import Index, ReplicaDigest
 from portable_fsdp.checkpoint.files import damaged, verify_hash, verify_size
@@ -132,7 +132,7 @@ class Reader:
         for file in self.manifest.files:
             verify_size(self.folder, file)
 
-    def verify(self, part: Part, folder: str = "") -> None:
+    def verify(self, part: Rank, folder: str = "") -> None:
         """Sizes, hashes and headers of this part of the files below `folder` (sorted, dealt out by turns)."""
         numbers = [n for n, file in enumerate(self.manifest.files) if file.name.startswith(folder)]
         numbers.sort(key=lambda number: self.manifest.files[number].name)
@@ -189,7 +189,7 @@ class Reader:
             )
         )
 
-    def read(self, key: str, slices: Slices, into: Tensor | None = None) -> Tensor:
+    def read(self, key: str, slices: Region, into: Tensor | None = None) -> Tensor:
         """That slice of a tensor on the host, bit for bit, in the dtype that it was saved in.
 
         `into`: where to put it, of its shape and dtype, on the host; new memory without it. Raises `CheckpointError`
@@ -213,9 +213,9 @@ class Reader:
 
     def read_whole(self, key: str) -> Tensor:
         """All of a tensor, as `read`."""
-        return self.read(key, whole(self.manifest.tensors[key].shape))
+        return self.read(key, full_region(self.manifest.tensors[key].shape))
 
-    def _copy_overlap(self, key: str, piece: Box, slices: Slices, result: Tensor) -> None:
+    def _copy_overlap(self, key: str, piece: Box, slices: Region, result: Tensor) -> None:
         inside: list[slice] = []
         target: list[slice] = []
         for wanted, offset, size in zip(slices, piece.offset, piece.shape, strict=True):
@@ -281,7 +281,7 @@ def dcp_metadata(offsets: Mapping[str, Sequence[int]]) -> dict[str, str]:
     return {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(saved)}
 
 
-def touching(tensor: TensorEntry, slices: Slices) -> list[Box]:
+def touching(tensor: TensorEntry, slices: Region) -> list[Box]:
     """The pieces that hold some of `slices`."""
     count, rank = len(tensor.files), len(tensor.shape)
     offsets = np.array(tensor.offsets, dtype=np.int64).reshape(count, rank)

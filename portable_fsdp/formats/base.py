@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor
 
-from portable_fsdp.backends.base import Part
+from portable_fsdp.backends.base import Rank
 from portable_fsdp.checkpoint.format import TensorEntry, folder_of
 from portable_fsdp.checkpoint.storage import require_regular
 from portable_fsdp.checkpoint.store import Reader
@@ -92,7 +92,7 @@ def verify(reader: Reader, advance: Advance = say_nothing, folder: str = "") -> 
     """`Reader.verify` of all files below `folder`, one at a time. Raises `CheckpointError`."""
     for file in sorted(reader.manifest.files, key=lambda file: file.name):
         if file.name.startswith(folder):
-            reader.verify(Part(0, 1), file.name)
+            reader.verify(Rank(0, 1), file.name)
             advance(file.bytes)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.backends.base import whole
+from portable_fsdp.backends.base import full_region
 from portable_fsdp.checkpoint.format import Manifest, TensorEntry
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.config.schema import Model
@@ -80,7 +80,7 @@ def merged(reader: Reader, base: str | None = None) -> tuple[dict[str, TensorEnt
         entry = tensors[saved[key]]
         if fill is None:
             return reader.read_whole(saved[key])
-        return fill(key, whole(entry.shape)).to(getattr(torch, entry.dtype))
+        return fill(key, full_region(entry.shape)).to(getattr(torch, entry.dtype))
 
     def read(key: str) -> Tensor:
         weight = read_base(key)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 TERA = 1e12
 
 
-class Peak(NamedTuple):
+class PeakFlops(NamedTuple):
     """Dense peaks of one device in TFLOP/s (multiply and add count as two); None: the vendor gives no figure."""
 
     words: tuple[str, ...]  # all of them stand in the device's name
@@ -25,28 +25,32 @@ _CLOUD_TPU = "peak compute per chip (bf16), docs.cloud.google.com/tpu/docs/"
 # Specific names before general ones: the first row whose words all stand in the name counts. NVIDIA's data sheets give
 # tensor-core figures "with sparsity"; such rows hold half of that, the dense figure.
 PEAKS = (
-    Peak(("b200",), 2250, 75, 1100, "NVIDIA HGX B200 data sheet: BF16 4.5 PF and TF32 2.2 PF sparse, FP32 75 TF"),
-    Peak(("h200", "nvl"), 835.5, 60, 417.5, "NVIDIA H200 data sheet, NVL: BF16 1,671 and TF32 835 sparse, FP32 60"),
-    Peak(("h200",), 989, 67, 494.5, "NVIDIA H200 data sheet, SXM: BF16 1,979 and TF32 989 sparse, FP32 67"),
-    Peak(("h100", "nvl"), 835.5, 60, 417.5, "NVIDIA H100 data sheet, NVL: BF16 1,671 and TF32 835 sparse, FP32 60"),
-    Peak(("h100", "pcie"), 756, 51, 378, "NVIDIA H100 data sheet, PCIe: BF16 1,513 and TF32 756 sparse, FP32 51"),
-    Peak(("h100", "hbm3"), 989, 67, 494.5, "NVIDIA H100 data sheet, SXM: BF16 1,979 and TF32 989 sparse, FP32 67"),
-    Peak(("a100", "64gb"), None, None, None, "a custom part with more cores than the A100 of the data sheet"),
-    Peak(("a100",), 312, 19.5, 156, "NVIDIA A100 data sheet, dense, PCIe and SXM alike"),
-    Peak(("l40s",), 362, 91.6, 183, "NVIDIA L40S data sheet, dense"),
-    Peak(("l4",), 121, 30.3, 60, "NVIDIA L4 data sheet: BF16 242 and TF32 120 sparse, FP32 30.3"),
-    Peak(("v100", "sxm2"), None, 15.7, None, "NVIDIA V100 data sheet, SXM2; no bfloat16 tensor cores"),
-    Peak(("v100", "pcie"), None, 14, None, "NVIDIA V100 data sheet, PCIe; no bfloat16 tensor cores"),
-    Peak(("tpu7x",), 1153.5, None, None, _CLOUD_TPU + "tpu7x: 2307; a chip is two devices"),
-    Peak(("tpu", "v6e"), 918, None, None, _CLOUD_TPU + "v6e"),
-    Peak(("tpu", "v6", "lite"), 918, None, None, _CLOUD_TPU + "v6e; the name that PJRT gives it"),
-    Peak(("tpu", "v5p"), 459, None, None, _CLOUD_TPU + "v5p"),
-    Peak(("tpu", "v5e"), 197, None, None, _CLOUD_TPU + "v5e"),
-    Peak(("tpu", "v5", "lite"), 197, None, None, _CLOUD_TPU + "v5e; the name that PJRT gives it"),
-    Peak(("tpu", "v5"), 459, None, None, _CLOUD_TPU + "v5p; the name that PJRT gives it"),
-    Peak(("tpu", "v4", "lite"), None, None, None, "the inference chip v4i, not rented out"),
-    Peak(("tpu", "v4"), 275, None, None, _CLOUD_TPU + "v4"),
-    Peak(("tpu", "v3"), 61.5, None, None, _CLOUD_TPU + "v3: 123; a chip is two devices"),
+    PeakFlops(("b200",), 2250, 75, 1100, "NVIDIA HGX B200 data sheet: BF16 4.5 PF and TF32 2.2 PF sparse, FP32 75 TF"),
+    PeakFlops(
+        ("h200", "nvl"), 835.5, 60, 417.5, "NVIDIA H200 data sheet, NVL: BF16 1,671 and TF32 835 sparse, FP32 60"
+    ),
+    PeakFlops(("h200",), 989, 67, 494.5, "NVIDIA H200 data sheet, SXM: BF16 1,979 and TF32 989 sparse, FP32 67"),
+    PeakFlops(
+        ("h100", "nvl"), 835.5, 60, 417.5, "NVIDIA H100 data sheet, NVL: BF16 1,671 and TF32 835 sparse, FP32 60"
+    ),
+    PeakFlops(("h100", "pcie"), 756, 51, 378, "NVIDIA H100 data sheet, PCIe: BF16 1,513 and TF32 756 sparse, FP32 51"),
+    PeakFlops(("h100", "hbm3"), 989, 67, 494.5, "NVIDIA H100 data sheet, SXM: BF16 1,979 and TF32 989 sparse, FP32 67"),
+    PeakFlops(("a100", "64gb"), None, None, None, "a custom part with more cores than the A100 of the data sheet"),
+    PeakFlops(("a100",), 312, 19.5, 156, "NVIDIA A100 data sheet, dense, PCIe and SXM alike"),
+    PeakFlops(("l40s",), 362, 91.6, 183, "NVIDIA L40S data sheet, dense"),
+    PeakFlops(("l4",), 121, 30.3, 60, "NVIDIA L4 data sheet: BF16 242 and TF32 120 sparse, FP32 30.3"),
+    PeakFlops(("v100", "sxm2"), None, 15.7, None, "NVIDIA V100 data sheet, SXM2; no bfloat16 tensor cores"),
+    PeakFlops(("v100", "pcie"), None, 14, None, "NVIDIA V100 data sheet, PCIe; no bfloat16 tensor cores"),
+    PeakFlops(("tpu7x",), 1153.5, None, None, _CLOUD_TPU + "tpu7x: 2307; a chip is two devices"),
+    PeakFlops(("tpu", "v6e"), 918, None, None, _CLOUD_TPU + "v6e"),
+    PeakFlops(("tpu", "v6", "lite"), 918, None, None, _CLOUD_TPU + "v6e; the name that PJRT gives it"),
+    PeakFlops(("tpu", "v5p"), 459, None, None, _CLOUD_TPU + "v5p"),
+    PeakFlops(("tpu", "v5e"), 197, None, None, _CLOUD_TPU + "v5e"),
+    PeakFlops(("tpu", "v5", "lite"), 197, None, None, _CLOUD_TPU + "v5e; the name that PJRT gives it"),
+    PeakFlops(("tpu", "v5"), 459, None, None, _CLOUD_TPU + "v5p; the name that PJRT gives it"),
+    PeakFlops(("tpu", "v4", "lite"), None, None, None, "the inference chip v4i, not rented out"),
+    PeakFlops(("tpu", "v4"), 275, None, None, _CLOUD_TPU + "v4"),
+    PeakFlops(("tpu", "v3"), 61.5, None, None, _CLOUD_TPU + "v3: 123; a chip is two devices"),
 )
 
 

@@ -9,7 +9,7 @@ from typing import NotRequired, TypedDict
 GIBIBYTE = 2**30
 
 
-class Row(TypedDict):
+class MetricsRow(TypedDict):
     """One step, as it stands in metrics.jsonl. These names are read by people's scripts."""
 
     step: int  # counted from 1
@@ -25,10 +25,10 @@ class Row(TypedDict):
     eval_loss: NotRequired[float]  # mean over the counted tokens of the held-out rows, nats; where it was evaluated
     eval_perplexity: NotRequired[float]  # exp(eval_loss)
     eval_tokens: NotRequired[int]  # counted ones
-    processes: NotRequired["Processes"]  # in the rows of every train.log_every-th step
+    processes: NotRequired["ProcessLoads"]  # in the rows of every train.log_every-th step
 
 
-class Processes(TypedDict):
+class ProcessLoads(TypedDict):
     """How evenly a run's processes are loaded, as each saw it when it began this step; by process index.
 
     A step ends for all when its slowest process ends, so in `seconds` a straggler shows only by what it does outside
@@ -41,9 +41,9 @@ class Processes(TypedDict):
     memory_imbalance: float | None
 
 
-def processes_row(seconds: Sequence[float], memory_bytes: Sequence[float]) -> Processes:
+def processes_row(seconds: Sequence[float], memory_bytes: Sequence[float]) -> ProcessLoads:
     """From one value a process; NaN stands for one that is unknown."""
-    return Processes(
+    return ProcessLoads(
         seconds=[_known(value) for value in seconds],
         memory_bytes=[_known(value) for value in memory_bytes],
         seconds_imbalance=_imbalance(seconds),
@@ -77,11 +77,11 @@ class Meter:
         seconds: float,
         data_seconds: float,
         memory_bytes: int | None,
-    ) -> Row:
+    ) -> MetricsRow:
         """The row of a step. `values` are the fetched metrics: loss, grad_norm and lr (more are left out)."""
         tokens_per_second = tokens / seconds
         flops = self._device_flops(tokens_per_second)
-        return Row(
+        return MetricsRow(
             step=step,
             loss=values["loss"],
             grad_norm=values["grad_norm"],
@@ -94,7 +94,7 @@ class Meter:
             data_seconds=data_seconds,
         )
 
-    def console_line(self, row: Row, memory_limit: int | None) -> str:
+    def console_line(self, row: MetricsRow, memory_limit: int | None) -> str:
         """The step in torchtitan's words, without what is unknown.
 
         tps is total over all devices, tflops is per device; `memory_limit` is one device's, in bytes.

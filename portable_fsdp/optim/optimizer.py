@@ -14,9 +14,6 @@ from portable_fsdp.config.patterns import matching
 from portable_fsdp.config.schema import Optim, OptimGroup
 from portable_fsdp.runtime.errors import ConfigError
 
-MakeOptimizer = Callable[[list[dict[str, Any]], bool], torch.optim.Optimizer]
-"""`make(groups, compiled)`: groups hold parameters under `params`; compiled: for steps that are compiled."""
-
 
 def parameter_groups(
     named_shapes: Mapping[str, tuple[int, ...]],
@@ -69,7 +66,7 @@ def _own_group(first: Mapping[str, str], trained: Collection[str], optim: Optim)
     return own
 
 
-def make_optimizer(optim: Optim) -> MakeOptimizer:
+def make_optimizer(optim: Optim) -> Callable[[list[dict[str, Any]], bool], torch.optim.Optimizer]:
     """The function that makes the config's optimizer from groups of parameters.
 
     `compiled` is for engines that compile the step, in which no number may stand that changes with the step: lr is

@@ -25,7 +25,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from portable_fsdp.backends.native.traffic import COLLECTIVES
+from portable_fsdp.backends.native.engine import COLLECTIVES
 from portable_fsdp.plan.kernels import CUBLAS_WORKSPACE_BYTES, products, workspace_bytes
 
 Part = Literal["weights", "gradients", "optimizer", "gathered weights", "activations", "loss and logits", "temporaries"]

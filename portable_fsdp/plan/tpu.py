@@ -21,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from portable_fsdp.backends.tpu_options import compiler_options, libtpu_arguments
+from portable_fsdp.backends.pjrt_options import compiler_options, libtpu_arguments
 from portable_fsdp.config.schema import Config
 from portable_fsdp.plan import tpu_cache
 from portable_fsdp.plan.child import Ended, run_child

@@ -18,7 +18,7 @@ from portable_fsdp.checkpoint.manager import Resumed, Saved
 from portable_fsdp.config.load import config_text
 from portable_fsdp.config.schema import Config
 from portable_fsdp.metrics.flops import model_flops_per_token, peak_flops
-from portable_fsdp.metrics.meter import Meter, Row, processes_row
+from portable_fsdp.metrics.meter import Meter, MetricsRow, processes_row
 from portable_fsdp.metrics.sinks import EventsFile, MetricsFile
 from portable_fsdp.models.build import BuiltModel
 from portable_fsdp.models.size import ModelSize
@@ -54,7 +54,7 @@ class Measured:
 
     step: int
     asked: Asked
-    row: Row
+    row: MetricsRow
 
 
 class Records:

@@ -17,7 +17,7 @@ from memory import Peak, anonymous
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from portable_fsdp.backends.base import Backend, Pending, TensorState, parameter_places
+from portable_fsdp.backends.base import Backend, Pending, TensorState, parameter_slots
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.backends.support import verdicts
 from portable_fsdp.checkpoint.manager import Checkpoints
@@ -70,7 +70,7 @@ class Run:
         self.backend, self.config = backend, config
         unwrapped = build_model(config.model, seed=config.run.seed, seq_len=SEQ_LEN, vocabulary=256).model
         self.unwrapped_names = [name for name, _ in unwrapped.named_parameters(remove_duplicate=False)]
-        self.ties = sorted(sorted(_names(unwrapped, places)) for places in parameter_places(unwrapped).values())
+        self.ties = sorted(sorted(_names(unwrapped, places)) for places in parameter_slots(unwrapped).values())
         self.buffers = {name: buffer.clone() for name, buffer in unwrapped.named_buffers()}
         training = build_training(config, backend, vocabulary=256)
         self.model, self.optimizer, self.accumulation = training.model, training.optimizer, training.accumulation
@@ -135,7 +135,7 @@ def train(case: Case, stop_in: int | None = None) -> dict[str, Any]:
             "final": run.state(),
             "names": [name for name, _ in run.model.named_parameters(remove_duplicate=False)],
             "unwrapped_names": run.unwrapped_names,
-            "ties": sorted(sorted(_names(run.model, p)) for p in parameter_places(run.model).values()),
+            "ties": sorted(sorted(_names(run.model, p)) for p in parameter_slots(run.model).values()),
             "unwrapped_ties": run.ties,
             "dtypes": {name: str(p.dtype) for name, p in run.model.named_parameters()},
             "buffers": {name: buffer.cpu() for name, buffer in run.model.named_buffers()},

@@ -9,8 +9,7 @@ from typing import Any, cast
 import pytest
 import yaml
 
-from portable_fsdp.backends.devices import DEVICES
-from portable_fsdp.backends.open import ENGINES, engines_on
+from portable_fsdp.backends.open import DEVICES, ENGINES, engines_on
 from portable_fsdp.backends.support import effects_of, refusals, require_supported, rules_of, verdicts, ways_out
 from portable_fsdp.config.describe import option_names, yaml_value
 from portable_fsdp.config.rules import Deployment

@@ -13,7 +13,7 @@ from reference import reference
 from test_curves import assert_equal_curves
 from workers import Group, JobFailed, Workers
 
-from portable_fsdp.backends.base import parameter_places
+from portable_fsdp.backends.base import parameter_slots
 from portable_fsdp.backends.open import local_processes, resolve
 from portable_fsdp.backends.xla_fsdp1.process import check_devices
 from portable_fsdp.backends.xla_fsdp1.shards import boxes, check_rows
@@ -191,7 +191,7 @@ def test_checkpoints_travel_to_and_from_the_other_engines(workers: GetWorkers, t
 def test_a_parameter_of_no_dimensions_is_refused_where_it_would_be_cut_by_rows() -> None:
     model = torch.nn.Module()
     model.weight, model.scale = torch.nn.Parameter(torch.ones(3, 2)), torch.nn.Parameter(torch.ones(()))
-    places = parameter_places(model)
+    places = parameter_slots(model)
     with pytest.raises(BackendError, match=r"rows to cut, found scale(.|\n)*shard_param_on_dim_0=false"):
         check_rows(places)
     del places["scale"]

@@ -23,9 +23,9 @@ from portable_fsdp.backends.base import (
     MakeOptimizer,
     MemoryStats,
     Metrics,
-    Part,
     Pending,
     Piece,
+    Rank,
     Read,
     ShardPolicy,
     TensorState,
@@ -39,7 +39,7 @@ from portable_fsdp.config.schema import Checkpoint as Settings
 T = TypeVar("T")
 
 
-ALONE = Part(0, 1)
+ALONE = Rank(0, 1)
 
 
 class Meeting:
@@ -58,7 +58,7 @@ class PlainBackend(Backend):
     device_name = "cpu"
     expected_compilations = 0
 
-    def __init__(self, process: Part = ALONE, devices: int = 1, meeting: Meeting | None = None) -> None:
+    def __init__(self, process: Rank = ALONE, devices: int = 1, meeting: Meeting | None = None) -> None:
         self.process = process
         self.data_shard = process
         self.devices = devices
@@ -204,7 +204,7 @@ def in_processes(count: int, work: Callable[[PlainBackend], Any], devices: int =
 
     def run(index: int) -> None:
         try:
-            results[index] = work(PlainBackend(Part(index, count), devices, meeting))
+            results[index] = work(PlainBackend(Rank(index, count), devices, meeting))
         except Exception as error:
             results[index] = error  # type: ignore[call-overload]
 

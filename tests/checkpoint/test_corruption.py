@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from plain_backend import save_once
 
-from portable_fsdp.backends.base import Part
+from portable_fsdp.backends.base import Rank
 from portable_fsdp.checkpoint.files import hash_file
 from portable_fsdp.checkpoint.format import seal
 from portable_fsdp.checkpoint.store import Reader
@@ -35,7 +35,7 @@ def checkpoint(original: Path, tmp_path: Path) -> Path:
 
 def verify(path: Path) -> None:
     with Reader(path) as reader:
-        reader.verify(Part(0, 1))
+        reader.verify(Rank(0, 1))
 
 
 def read_all(path: Path) -> None:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_torch_loa
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_torch_save
 from transformers import AutoModelForCausalLM
 
-from portable_fsdp.backends.base import Part
+from portable_fsdp.backends.base import Rank
 from portable_fsdp.checkpoint import commit, storage
 from portable_fsdp.checkpoint.format import IMPORTED, Manifest
 from portable_fsdp.checkpoint.prune import prune
@@ -63,7 +63,7 @@ def saved(folder: Path, model: Any, optimizer: torch.optim.Optimizer, step: int 
 def tensors_in(path: Path) -> Tensors:
     """All of a checkpoint, after it was verified."""
     with Reader(path) as reader:
-        reader.verify(Part(0, 1))
+        reader.verify(Rank(0, 1))
         return {key: reader.read_whole(key) for key in reader.manifest.tensors}
 
 
@@ -494,7 +494,7 @@ def test_two_imports_at_once_into_a_store(hub: Path) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(commit, "commit", second_begins)
         with Reader(import_checkpoint(hub, run)) as reader:
-            reader.verify(Part(0, 1))
+            reader.verify(Rank(0, 1))
 
 
 def test_a_file_that_a_store_lost_is_missed_before_the_commit(hub: Path) -> None:

@@ -24,7 +24,7 @@ from plain_backend import (
     what_is_written,
 )
 
-from portable_fsdp.backends.base import Part, Piece, TensorState
+from portable_fsdp.backends.base import Piece, Rank, TensorState
 from portable_fsdp.checkpoint import commit
 from portable_fsdp.checkpoint.background import Snapshot
 from portable_fsdp.checkpoint.config_diff import Difference
@@ -125,13 +125,13 @@ class Alone(PlainBackend):
 
 
 def test_a_save_waits_for_every_process_and_names_the_missing(tmp_path: Path) -> None:
-    alone = Alone(Part(0, 3))
+    alone = Alone(Rank(0, 3))
     with pytest.raises(CheckpointError, match=r"found none of process 1, 2 after 0 s"):
         checkpoints(tmp_path, alone, wait_s=0.05).save(5, *small_model(seed=1), (0, 0))
 
 
 def test_a_folder_that_this_process_does_not_see_is_named(tmp_path: Path) -> None:
-    alone = Alone(Part(1, 2))
+    alone = Alone(Rank(1, 2))
     with pytest.raises(CheckpointError, match=r"process 1 finds\n  none: checkpoints must lie on a file system"):
         checkpoints(tmp_path, alone).save(5, *small_model(seed=1), (0, 0))
 
@@ -163,7 +163,7 @@ def test_the_first_save_removes_its_own_debris_and_nothing_else(
 
 def test_a_straggler_of_an_earlier_attempt_finds_no_folder(tmp_path: Path) -> None:
     """Process 1 of a killed attempt goes on while the next one saves the same step, and after its commit."""
-    straggler = PlainBackend(Part(1, 2))
+    straggler = PlainBackend(Rank(1, 2))
     final = step_folder(tmp_path, 5)
     old = checkpoints(tmp_path, straggler)
     attempt = commit.begin(final, "")
@@ -577,7 +577,7 @@ def test_closing_lets_a_save_commit_whose_other_process_is_a_moment_late(tmp_pat
 
 @pytest.mark.slow
 def test_closing_ends_a_save_that_waits_for_a_process_that_is_gone(tmp_path: Path) -> None:
-    opened = checkpoints(tmp_path, Alone(Part(0, 3)), {"async_save": True}, wait_s=600)
+    opened = checkpoints(tmp_path, Alone(Rank(0, 3)), {"async_save": True}, wait_s=600)
     opened.save(5, *small_model(seed=1), (0, 0))
     began = time.monotonic()
     opened.close()

@@ -12,7 +12,7 @@ from plain_backend import PlainBackend, checkpoints, in_processes, load, small_m
 from s3_server import BUCKET, Fault, Faults, s3_server
 from s3fs import S3FileSystem
 
-from portable_fsdp.backends.base import Part
+from portable_fsdp.backends.base import Rank
 from portable_fsdp.checkpoint import commit, storage
 from portable_fsdp.checkpoint.__main__ import main
 from portable_fsdp.runtime.errors import CheckpointError
@@ -112,7 +112,7 @@ def test_a_background_save(url: str) -> None:
 
 def test_a_straggler_of_an_earlier_attempt_does_no_harm(url: str) -> None:
     """Process 1 of a killed attempt goes on while the next one saves the same step, and after its commit."""
-    straggler = PlainBackend(Part(1, 2))
+    straggler = PlainBackend(Rank(1, 2))
     final = at(url) / "step-00000005"
     old = opened(url, straggler)
     attempt = commit.begin(final, "ours")

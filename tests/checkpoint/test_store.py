@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from portable_fsdp.backends.base import Part, Piece, TensorState
+from portable_fsdp.backends.base import Piece, Rank, TensorState
 from portable_fsdp.checkpoint.commit import Index, merge
 from portable_fsdp.checkpoint.files import hash_file
 from portable_fsdp.checkpoint.format import DTYPE_BYTES, Manifest, manifest_text, step_folder
@@ -74,7 +74,7 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path: Path, dtype: str
     assert all(tensor.dtype.itemsize == DTYPE_BYTES[dtype] for tensor in tensors.values())
     state = {key: whole(tensor) for key, tensor in tensors.items()}
     with Reader(store(tmp_path / "c", [state])) as reader:
-        reader.verify(Part(0, 1))
+        reader.verify(Rank(0, 1))
         reader.check(state, {})
         for key, tensor in tensors.items():
             found = reader.read(key, tuple(slice(0, size) for size in tensor.shape))
@@ -142,15 +142,15 @@ def test_the_shares_of_all_processes_are_all_files(tmp_path: Path) -> None:
         whole = (path / file).read_bytes()
         (path / file).write_bytes(whole[:-1] + bytes([whole[-1] ^ 128]))
         with Reader(path) as reader:
-            blamed = [index for index in range(3) if raises(reader, Part(index, 3))]
-            assert raises(reader, Part(0, 1), "model/") == (file.parts[0] == "model")
+            blamed = [index for index in range(3) if raises(reader, Rank(index, 3))]
+            assert raises(reader, Rank(0, 1), "model/") == (file.parts[0] == "model")
         assert len(blamed) == 1
         (path / file).write_bytes(whole)
     with Reader(path) as reader:
-        assert not raises(reader, Part(0, 1))
+        assert not raises(reader, Rank(0, 1))
 
 
-def raises(reader: Reader, part: Part, folder: str = "") -> bool:
+def raises(reader: Reader, part: Rank, folder: str = "") -> bool:
     try:
         reader.verify(part, folder)
     except CheckpointError:
@@ -250,7 +250,7 @@ def test_few_files_are_open_at_a_time_however_many_there_are(tmp_path: Path) -> 
     )
     before = len(list(Path("/proc/self/fd").iterdir()))
     with Reader(folder) as reader:
-        reader.verify(Part(0, 1))
+        reader.verify(Rank(0, 1))
         for _ in range(2):
             assert bits(reader.read_whole("w")) == bits(tensor)
         assert 10 < len(list(Path("/proc/self/fd").iterdir())) - before < 100

@@ -18,7 +18,7 @@ from servers import fake_gcs, seaweedfs
 from torch import nn
 from torch.optim import SGD
 
-from portable_fsdp.backends.base import Part
+from portable_fsdp.backends.base import Rank
 from portable_fsdp.checkpoint import commit, storage
 from portable_fsdp.checkpoint.__main__ import main
 from portable_fsdp.checkpoint.format import committed_steps, step_of
@@ -53,7 +53,7 @@ def folders(url: str) -> list[str]:
 
 def test_two_processes_save_and_remove_what_an_unfinished_attempt_left(url: str) -> None:
     save(url, 1, count=2)
-    unfinished, one = at(url) / "step-00000002", PlainBackend(Part(1, 2))
+    unfinished, one = at(url) / "step-00000002", PlainBackend(Rank(1, 2))
     attempt = commit.begin(unfinished, "ours")
     state = one.state(*small_model(seed=2))
     part = what_is_written(state)

@@ -1,12 +1,12 @@
 import pytest
 
-from portable_fsdp.metrics.meter import Meter, Row, processes_row
+from portable_fsdp.metrics.meter import Meter, MetricsRow, processes_row
 
 VALUES = {"loss": 2.3125, "grad_norm": 0.9, "lr": 3e-4, "stop": 0.0}
 METER = Meter(devices=4, peak_flops=100e12, flops_per_token=1e10)
 
 
-def row_of(meter: Meter) -> Row:
+def row_of(meter: Meter) -> MetricsRow:
     return meter.row(step=10, values=VALUES, tokens=6200, seconds=2.0, data_seconds=0.25, memory_bytes=3 * 2**29)
 
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from portable_fsdp.backends.base import parameter_places, whole
+from portable_fsdp.backends.base import full_region, parameter_slots
 from portable_fsdp.config.schema import Model
 from portable_fsdp.models.build import BuiltModel, build_model
 
@@ -88,12 +88,12 @@ def build(name: str, seed: int = 0, **changes: Any) -> BuiltModel:
 
 
 def whole_weight(built: BuiltModel, fqn: str) -> torch.Tensor:
-    return built.fill(fqn, whole(built.model.get_parameter(fqn).shape))
+    return built.fill(fqn, full_region(built.model.get_parameter(fqn).shape))
 
 
 def materialise(built: BuiltModel) -> Any:
     """Fill all parameters, ties kept; the model then runs on the host."""
-    for fqn, places in parameter_places(built.model).items():
+    for fqn, places in parameter_slots(built.model).items():
         parameter = nn.Parameter(whole_weight(built, fqn))
         for place in places:
             place.module._parameters[place.leaf] = parameter

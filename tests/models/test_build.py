@@ -25,7 +25,7 @@ from small_models import (
 )
 from transformers import AutoConfig
 
-from portable_fsdp.backends.base import parameter_places, rows_of_shard, whole
+from portable_fsdp.backends.base import full_region, parameter_slots, rows_of_shard
 from portable_fsdp.config.schema import Model, Precision
 from portable_fsdp.models import safetensors_folder
 from portable_fsdp.models.build import BuiltModel, build_model
@@ -226,8 +226,8 @@ def test_bfloat16_masters_are_the_float32_ones_rounded(name: str) -> None:
     assert {parameter.dtype for parameter in rounded.model.parameters()} == {torch.bfloat16}
     for fqn in dict(exact.model.named_parameters()):
         assert torch.equal(whole_weight(rounded, fqn), whole_weight(exact, fqn).bfloat16()), fqn
-    ties = [len(places) for places in parameter_places(rounded.model).values()]
-    assert ties == [len(places) for places in parameter_places(exact.model).values()]
+    ties = [len(places) for places in parameter_slots(rounded.model).values()]
+    assert ties == [len(places) for places in parameter_slots(exact.model).values()]
     for fqn, buffer in exact.model.named_buffers():  # rotary frequencies, a router's bias: as they were
         assert rounded.model.get_buffer(fqn).dtype == buffer.dtype
         assert torch.equal(rounded.model.get_buffer(fqn), buffer)
@@ -378,7 +378,7 @@ def assert_filled_from(built: BuiltModel, stock: Any) -> None:
         assert found.dtype == torch.float32
         assert torch.equal(found, weight.float()), fqn
         rows = slice(len(weight) // 3, len(weight) // 2)
-        assert torch.equal(built.fill(fqn, (rows, *whole(weight.shape)[1:])), weight[rows].float()), fqn
+        assert torch.equal(built.fill(fqn, (rows, *full_region(weight.shape)[1:])), weight[rows].float()), fqn
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_tied", "gpt2", "opt", "gemma2"])
@@ -450,7 +450,7 @@ def test_a_process_reads_its_slices_of_a_sharded_folder_and_no_more(
     for process in range(4):
         for fqn, weight in stock.named_parameters():
             rows = rows_of_shard(weight.shape[0], process, 4)
-            assert torch.equal(built.fill(fqn, (rows, *whole(weight.shape)[1:])), weight[rows])
+            assert torch.equal(built.fill(fqn, (rows, *full_region(weight.shape)[1:])), weight[rows])
         assert sum(taken) - total < 0.27 * 4 * built.size.parameters
         total = sum(taken)
     assert total == 4 * built.size.parameters

@@ -9,7 +9,7 @@ from test_foreign import build
 from test_gguf import ARCHITECTURES, TYPE, write
 from transformers import AutoModelForCausalLM
 
-from portable_fsdp.backends.base import rows_of_shard, whole
+from portable_fsdp.backends.base import full_region, rows_of_shard
 from portable_fsdp.config.schema import Model, Precision
 from portable_fsdp.models.build import BuiltModel, build_model
 from portable_fsdp.models.gguf import GgufFile
@@ -35,10 +35,10 @@ def test_it_fills_what_transformers_reads(tmp_path: Path, name: str, kind: str) 
     built = open_file(tmp_path)
     assert dict(built.model.named_parameters()).keys() == dict(theirs.named_parameters()).keys()
     for fqn, weight in theirs.named_parameters():
-        assert torch.equal(built.fill(fqn, whole(weight.shape)), weight), fqn
+        assert torch.equal(built.fill(fqn, full_region(weight.shape)), weight), fqn
         for process in range(3):
             rows = rows_of_shard(len(weight), process, 3)
-            assert torch.equal(built.fill(fqn, (rows, *whole(weight.shape)[1:])), weight[rows]), fqn
+            assert torch.equal(built.fill(fqn, (rows, *full_region(weight.shape)[1:])), weight[rows]), fqn
     config = theirs.config.to_dict()
     for key in ("vocab_size", "hidden_size", "rms_norm_eps", "num_key_value_heads", "tie_word_embeddings"):
         assert built.config[key] == pytest.approx(config[key], rel=1e-7)  # GGUF has float32
@@ -61,8 +61,8 @@ def test_it_is_cast_to_the_masters_dtype(tmp_path: Path) -> None:
     write(tmp_path / "m.gguf", build(ARCHITECTURES["llama"]), TYPE.Q8_0)
     exact, rounded = open_file(tmp_path), open_file(tmp_path, master="bfloat16")
     for fqn, weight in exact.model.named_parameters():
-        expected = exact.fill(fqn, whole(weight.shape)).bfloat16()
-        assert torch.equal(rounded.fill(fqn, whole(weight.shape)), expected), fqn
+        expected = exact.fill(fqn, full_region(weight.shape)).bfloat16()
+        assert torch.equal(rounded.fill(fqn, full_region(weight.shape)), expected), fqn
 
 
 def test_it_grows_with_its_tokenizer(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_it_grows_with_its_tokenizer(tmp_path: Path) -> None:
     section = Model(pretrained=str(tmp_path), gguf_file="m.gguf")
     built = build_model(section, seed=0, seq_len=SEQ_LEN, vocabulary=ids + 2, keeps_ids=lambda: True)
     table = model.get_input_embeddings().weight
-    found = built.fill("model.embed_tokens.weight", whole((ids + 2, table.shape[1])))
+    found = built.fill("model.embed_tokens.weight", full_region((ids + 2, table.shape[1])))
     assert torch.equal(found[:ids], table)
     assert torch.equal(found[ids:], table.double().mean(0).float().expand(2, -1))
 

@@ -25,7 +25,7 @@ from small_models import (
 )
 from test_build import save
 
-from portable_fsdp.backends.base import whole
+from portable_fsdp.backends.base import full_region
 from portable_fsdp.config.schema import Lora, Model, Precision
 from portable_fsdp.models.build import BuiltModel, build_model
 from portable_fsdp.models.lora import plain_name
@@ -84,7 +84,7 @@ def test_an_adapter_depends_on_seed_and_name_alone() -> None:
     assert torch.equal(full, whole_weight(again, name))
     assert not torch.equal(full, whole_weight(other, name))
     assert not torch.equal(full, whole_weight(built, name.replace("layers.0", "layers.1")))
-    rows = (slice(1, 3), *whole(full.shape)[1:])
+    rows = (slice(1, 3), *full_region(full.shape)[1:])
     assert torch.equal(built.fill(name, rows), full[1:3])
 
 

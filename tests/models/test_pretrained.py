@@ -21,7 +21,7 @@ from small_models import (
 )
 from test_build import assert_filled_from, save
 
-from portable_fsdp.backends.base import rows_of_shard, whole
+from portable_fsdp.backends.base import full_region, rows_of_shard
 from portable_fsdp.config.schema import Model, Precision
 from portable_fsdp.models.build import BuiltModel, build_model
 from portable_fsdp.runtime.errors import ConfigError
@@ -217,7 +217,7 @@ def test_new_rows_are_the_mean_of_the_old_ones(tmp_path: Path, name: str, caplog
             for process in range(4):  # some shards are all old, one is both, and of 60 some are all new
                 for count in (4, 60):
                     rows = rows_of_shard(GROWN, process * count // 4, count)
-                    assert torch.equal(built.fill(fqn, (rows, *whole(weight.shape)[1:])), expected[rows])
+                    assert torch.equal(built.fill(fqn, (rows, *full_region(weight.shape)[1:])), expected[rows])
         else:
             assert torch.equal(found, weight), fqn
     ids = token_ids()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from programs import RESULTS, Program, table, traced
 
-from portable_fsdp.backends.tpu_options import COMPILER_OPTIONS, compiler_options, libtpu_arguments
+from portable_fsdp.backends.pjrt_options import COMPILER_OPTIONS, compiler_options, libtpu_arguments
 from portable_fsdp.plan import tpu
 from portable_fsdp.plan.result import Model
 from portable_fsdp.plan.tpu import compile_for, plan_tpu, trace_apart

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from portable_fsdp.backends.base import Backend, Batch, Metrics, whole
+from portable_fsdp.backends.base import Backend, Batch, Metrics, full_region
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.checkpoint.manager import Checkpoints
 from portable_fsdp.config.schema import Config
@@ -111,7 +111,7 @@ def plain(built: BuiltModel, limit: float | None = None, label_smoothing: float 
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**ARCHITECTURE), attn_implementation="eager")
     with torch.no_grad():
         for fqn, parameter in model.named_parameters():
-            parameter.copy_(built.fill(fqn, whole(parameter.shape)))
+            parameter.copy_(built.fill(fqn, full_region(parameter.shape)))
     (batch,) = batches()
     logits = model(input_ids=batch["input_ids"], use_cache=False).logits
     loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), label_smoothing=label_smoothing)

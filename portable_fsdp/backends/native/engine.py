@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from portable_fsdp.backends import objects
 from portable_fsdp.backends.base import (
     Backend,
     Batch,
@@ -27,27 +28,28 @@ from portable_fsdp.backends.base import (
     MakeOptimizer,
     MemoryStats,
     Metrics,
-    Part,
     Pending,
     Piece,
+    Rank,
     Read,
+    Region,
     ShardPolicy,
-    Slices,
     T,
     TensorState,
     Traffic,
+    broadcast_object,
     checkpoint_tensors,
-    host_memory,
+    full_region,
+    gather_object,
     name_groups,
     optimizer_state_twins,
     persistent_buffers,
+    process_memory,
     shard_slices,
-    whole,
 )
 from portable_fsdp.backends.native.peers import Peers
 from portable_fsdp.backends.native.prefetch import Prefetch
-from portable_fsdp.backends.native.traffic import CollectiveCounter
-from portable_fsdp.backends.native.units import local_part, materialise, rest, shard_units
+from portable_fsdp.backends.native.units import local_part, materialise, reshard_all, shard_units
 from portable_fsdp.backends.support import require_supported
 from portable_fsdp.config.layout import mesh_axes
 from portable_fsdp.config.schema import Config
@@ -58,6 +60,13 @@ from portable_fsdp.runtime.process import detect_launch
 # process ends it after run.peer_timeout_s.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 MATMUL = {"highest": "highest", "high": "high", "default": "medium"}  # in the words of torch
+
+
+COLLECTIVES = {  # in the words of torch -> of the contract
+    "c10d::_allgather_base_": "all_gather",
+    "c10d::_reduce_scatter_base_": "reduce_scatter",
+    "c10d::allreduce_": "all_reduce",
+}
 
 
 class _HostCopy(Pending):
@@ -94,17 +103,17 @@ class NativeBackend(Backend):
             self.device_name = torch.cuda.get_device_name(self.device)
         self._peers: Peers | None = None
         if self._owns_group:
-            part = Part(launch.rank, launch.world_size)
+            part = Rank(launch.rank, launch.world_size)
             self._peers = None if launch.is_alone else Peers(part, config.run.peer_timeout_s, COLLECTIVE_TIMEOUT)
             _init_process_group(device, self.device, part, self._peers)
-        self.process = Part(dist.get_rank(), dist.get_world_size())
+        self.process = Rank(dist.get_rank(), dist.get_world_size())
         self.data_shard = self.process
         self.data_parallel_size = self.process.count
         self.expected_compilations = 0
         self.axes = mesh_axes(config, count, hosts)
         self._mesh = init_device_mesh(device, tuple(self.axes.values()), mesh_dim_names=tuple(self.axes))
         self._shard = self._mesh["shard"]  # once: to slice a mesh reads tensors
-        self._counter = CollectiveCounter()
+        self._counter = _CollectiveCounter()
         # torch.compile makes no program, or one for each layer, while a dispatch mode is on.
         self._counts_collectives = not config.compile.enabled and config.model.attention != "flex"
         self._first_step_is_over = False
@@ -200,7 +209,7 @@ class NativeBackend(Backend):
             with torch.no_grad():
                 yield
         finally:
-            rest(self._root)
+            reshard_all(self._root)
 
     def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
         # On local shards, in float32, and reduced on the device: with cpu_offload gradients lie on the host.
@@ -245,10 +254,10 @@ class NativeBackend(Backend):
         return _HostCopy(sizes, host, ready)
 
     def agree(self, value: T) -> T:
-        return objects.broadcast(value, self.process, self.device)
+        return broadcast_object(value, self.process, self.device)
 
     def gather(self, value: T) -> list[T]:
-        return objects.gather(value, self.process)
+        return gather_object(value, self.process)
 
     def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, TensorState]:
         buffers = persistent_buffers(model)  # statistics of the rows that a process sees may differ
@@ -285,12 +294,12 @@ class NativeBackend(Backend):
             return MemoryStats(
                 torch.cuda.max_memory_allocated(self.device), torch.cuda.memory_allocated(self.device), total
             )
-        return host_memory()
+        return process_memory()
 
-    def _slices(self, tensor: Tensor) -> Slices:
+    def _slices(self, tensor: Tensor) -> Region:
         """What this process holds of a tensor: some rows of it, or all."""
         if not isinstance(tensor, DTensor):
-            return whole(tensor.shape)
+            return full_region(tensor.shape)
         return shard_slices(tensor.shape, self._shard.get_local_rank(), self._shard.size())
 
     def _tensor_state(self, tensor: Tensor, *, is_compared: bool) -> TensorState:
@@ -305,7 +314,7 @@ class NativeBackend(Backend):
         return TensorState(tuple(tensor.shape), tensor.dtype, lambda: pieces)
 
 
-def _init_process_group(device: str, where: torch.device, process: Part, peers: Peers | None) -> None:
+def _init_process_group(device: str, where: torch.device, process: Rank, peers: Peers | None) -> None:
     backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}.get(device)
     try:
         dist.init_process_group(
@@ -321,7 +330,7 @@ def _init_process_group(device: str, where: torch.device, process: Part, peers: 
             peers.leave(error)
         raise
     if peers:
-        peers.settle()
+        peers.slow_down()
 
 
 def _set_matmul_precision(precision: str) -> str:
@@ -360,5 +369,29 @@ def _scale(tensors: list[Tensor], factor: Tensor) -> None:
         tensor.mul_(factor)
 
 
-def _is_empty(slices: Slices) -> bool:
+def _is_empty(slices: Region) -> bool:
     return any(part.start >= part.stop for part in slices)
+
+
+class _CollectiveCounter(TorchDispatchMode):
+    """Counts the collectives that run inside it, in backward too: autograd's threads inherit the mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.traffic: dict[str, Traffic] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kind = COLLECTIVES.get(func.name())
+        if kind is not None and _group_size(args) > 1:
+            before = self.traffic.get(kind, Traffic(0, 0))
+            full = max(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+            self.traffic[kind] = Traffic(before.calls + 1, before.bytes + full)
+        return func(*args, **(kwargs or {}))
+
+
+def _group_size(args: tuple[Any, ...]) -> int:
+    """Processes that take part in a collective: the first object among its arguments is their group."""
+    group = next(argument for argument in args if isinstance(argument, torch.ScriptObject))
+    return cast(Any, dist.ProcessGroup).unbox(group).size()

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic import dataclasses as checked
 
-from portable_fsdp.backends.base import Part
+from portable_fsdp.backends.base import Rank
 from portable_fsdp.runtime.errors import EXIT_FAILED, TrainingError, printable
 from portable_fsdp.runtime.store import open_store
 
@@ -113,11 +113,11 @@ class Peers:
 
     peers = Peers(process, timeout_s, limit)
     store = peers.meet()        # for torch's process group
-    peers.settle()              # when all have it
+    peers.slow_down()              # when all have it
     peers.leave(None)
     """
 
-    def __init__(self, process: Part, timeout_s: float, limit: timedelta) -> None:
+    def __init__(self, process: Rank, timeout_s: float, limit: timedelta) -> None:
         """`timeout_s`: after which a silent process is lost. `limit`: for those that have not come yet.
 
         The launcher's variables are read from the environment.
@@ -153,7 +153,7 @@ class Peers:
             meeting = cast(Life, self._heard[0].life).id
         return dist.PrefixStore(f"portable_fsdp/{meeting}", self._group_store)  # pyright: ignore[reportPrivateImportUsage]
 
-    def settle(self) -> None:
+    def slow_down(self) -> None:
         """All are there: from now on a line every few seconds is enough."""
         self._round_s = min(LONGEST_ROUND_S, self._timeout_s / ROUNDS)
 

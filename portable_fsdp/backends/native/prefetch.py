@@ -13,17 +13,17 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from portable_fsdp.backends.base import ShardPolicy
-from portable_fsdp.backends.native.units import Link
+from portable_fsdp.backends.native.units import UnitGroup
 
 
 class Prefetch:
     """Watches the first forward of `links` (the root first), then sets what each of them gathers ahead."""
 
-    def __init__(self, links: list[Link], policy: ShardPolicy) -> None:
+    def __init__(self, links: list[UnitGroup], policy: ShardPolicy) -> None:
         self._links, self._policy = links, policy
         self._first: list[FSDPModule] = []  # gathered before the root's forward
-        self._began: list[Link] = []
-        self._ended: list[Link] = []  # those that take part in backward
+        self._began: list[UnitGroup] = []
+        self._ended: list[UnitGroup] = []  # those that take part in backward
         self._watching: list[RemovableHandle] = []
         wanted = (policy.forward_prefetch, policy.backward_prefetch, policy.backward_prefetch_units)
         # FSDP2 counts a group inside a recomputed layer twice, and then gathers the wrong unit ahead.
@@ -40,11 +40,11 @@ class Prefetch:
         for link in self._links:
             module = cast(nn.Module, link.unit)
 
-            def began(*_: Any, link: Link = link) -> None:
+            def began(*_: Any, link: UnitGroup = link) -> None:
                 if torch.is_grad_enabled():
                     self._began.append(link)
 
-            def ended(_: nn.Module, __: Any, output: Any, link: Link = link) -> None:
+            def ended(_: nn.Module, __: Any, output: Any, link: UnitGroup = link) -> None:
                 if not torch.is_grad_enabled():  # an evaluation says nothing of backward
                     return
                 if _grad_tensors(output):
@@ -62,7 +62,7 @@ class Prefetch:
             self._arrange_forward(list(dict.fromkeys(self._began)))
         self._arrange_backward(list(dict.fromkeys(reversed(self._ended))))
 
-    def _arrange_forward(self, order: list[Link]) -> None:
+    def _arrange_forward(self, order: list[UnitGroup]) -> None:
         ahead = self._policy.forward_prefetch
         for index, link in enumerate(order):
             following = _modules(order[index + 1 : index + 1 + ahead])
@@ -70,7 +70,7 @@ class Prefetch:
         root, *units = order
         self._first = [root.unit, *root.inside, *_modules(units[:ahead])]
 
-    def _arrange_backward(self, order: list[Link]) -> None:
+    def _arrange_backward(self, order: list[UnitGroup]) -> None:
         # An empty list would be FSDP2's default, one unit ahead; to gather a unit that is there already is nothing.
         for module in cast(nn.Module, self._links[0].unit).modules():
             if isinstance(module, FSDPModule):
@@ -97,7 +97,7 @@ class Prefetch:
         cast(nn.Module, unit).register_forward_pre_hook(watch_input, with_kwargs=True)
 
 
-def _modules(links: list[Link]) -> list[FSDPModule]:
+def _modules(links: list[UnitGroup]) -> list[FSDPModule]:
     return [module for link in links for module in (link.unit, *link.inside)]
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from portable_fsdp.backends.base import ShardPolicy, parameter_places
+from portable_fsdp.backends.base import ShardPolicy, parameter_slots
 from portable_fsdp.runtime.errors import BackendError
 
 ROOT = ""
@@ -44,14 +44,14 @@ _OPS: dict[str, tuple[Any, ...]] = {
 }
 
 
-class Link(NamedTuple):
+class UnitGroup(NamedTuple):
     """A unit, and the groups inside it that are gathered along with it: the steps that prefetching counts in."""
 
     unit: FSDPModule
     inside: tuple[FSDPModule, ...]
 
 
-def shard_units(model: nn.Module, policy: ShardPolicy, mesh: DeviceMesh) -> list[Link]:
+def shard_units(model: nn.Module, policy: ShardPolicy, mesh: DeviceMesh) -> list[UnitGroup]:
     """Make `model` (parameters on meta) and its units FSDP2 modules over `mesh`, 1-D ("shard") or 2-D ("replicate",
     "shard"); returns the root and the units in the order of definition.
 
@@ -173,7 +173,7 @@ def _shared_weights(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     names = {module: name for name, module in model.named_modules()}
     return {
         model.get_parameter(fqn): [names[place.module] for place in places]
-        for fqn, places in parameter_places(model).items()
+        for fqn, places in parameter_slots(model).items()
         if len(places) > 1
     }
 
@@ -231,7 +231,7 @@ def _require_sharded(model: nn.Module, shared: Mapping[nn.Parameter, list[str]])
             )
 
 
-def rest(root: FSDPModule) -> None:
+def reshard_all(root: FSDPModule) -> None:
     """Leave the units as backward would have left them, after a forward that none follows."""
     for module in cast(nn.Module, root).modules():
         if isinstance(module, FSDPModule):
@@ -245,13 +245,13 @@ def rest(root: FSDPModule) -> None:
 
 def _links(
     model: nn.Module, policy: ShardPolicy, units: list[str], groups: Mapping[str, Mapping[torch.dtype, list[str]]]
-) -> list[Link]:
+) -> list[UnitGroup]:
     """The root and the units. One inside a recomputed layer, whose forward runs twice, goes along with the layer."""
 
     def all_groups(unit: str) -> list[str]:
         return [unit, *(names[0] for names in groups[unit].values())]
 
-    links: list[Link] = []
+    links: list[UnitGroup] = []
     for name in (ROOT, *units):
         if any(_is_in(name, layer) for layer in policy.recompute):
             continue
@@ -259,7 +259,7 @@ def _links(
         first, *rest = (
             cast(FSDPModule, model.get_submodule(group)) for unit in (name, *inner) for group in all_groups(unit)
         )
-        links.append(Link(first, tuple(rest)))
+        links.append(UnitGroup(first, tuple(rest)))
     return links
 
 

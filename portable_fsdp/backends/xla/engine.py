@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from portable_fsdp.backends import objects
 from portable_fsdp.backends.base import (
     Backend,
     Batch,
@@ -27,21 +26,23 @@ from portable_fsdp.backends.base import (
     MemoryStats,
     Metrics,
     OnDevice,
-    Part,
     Pending,
     Piece,
+    Rank,
     Read,
+    Region,
     ShardPolicy,
-    Slices,
     T,
     TensorState,
     Traffic,
+    broadcast_object,
     checkpoint_tensors,
-    host_memory,
+    full_region,
+    gather_object,
     name_groups,
     optimizer_state_twins,
-    parameter_places,
-    whole,
+    parameter_slots,
+    process_memory,
 )
 from portable_fsdp.backends.pjrt import (
     expected_programs,
@@ -84,7 +85,7 @@ class XlaBackend(Backend):
         require_supported(config, engine="xla", device=device, devices=count, hosts=hosts)
         self.device = torch.device("xla:0")
         self.device_name = tpu_name() if device == "tpu" else device
-        self.process = Part(int(cast(Any, runtime).process_index()), hosts)
+        self.process = Rank(int(cast(Any, runtime).process_index()), hosts)
         self.data_shard = self.process
         self.data_parallel_size = count
         self._accumulation = check_batch(config, count)
@@ -124,7 +125,7 @@ class XlaBackend(Backend):
             flash=self._tensors.flash_attention,
             sum_in_float32=self._sum_in_float32,
         )
-        for fqn, shared in parameter_places(model).items():
+        for fqn, shared in parameter_slots(model).items():
             weight = cast(Tensor, shared[0].module._parameters[shared[0].leaf])
             fetch = None if fill is None else partial(fill, fqn)
             laid_out = nn.Parameter(self._tensor(weight.shape, weight.dtype, fetch), weight.requires_grad)
@@ -153,7 +154,7 @@ class XlaBackend(Backend):
         return optimizer
 
     def _zeros(self, twin: Tensor, like: Tensor) -> Tensor:
-        def zeros(slices: Slices) -> Tensor:
+        def zeros(slices: Region) -> Tensor:
             return torch.zeros([part.stop - part.start for part in slices], dtype=twin.dtype)
 
         return self._tensor(twin.shape, twin.dtype, zeros, sharded=twin.shape == like.shape)
@@ -200,10 +201,10 @@ class XlaBackend(Backend):
         return OnDevice(metrics)
 
     def agree(self, value: T) -> T:
-        return objects.broadcast(value, self.process)
+        return broadcast_object(value, self.process)
 
     def gather(self, value: T) -> list[T]:
-        return objects.gather(value, self.process)
+        return gather_object(value, self.process)
 
     # -------------------------------------------------------------------------------------------------- the state
 
@@ -224,7 +225,7 @@ class XlaBackend(Backend):
         (where,) = self._bridge._get_local_shard_replica_and_indices([tensor])
         for (shard, _), (replica, slices) in zip(shards, where, strict=True):
             has_others = slices is Ellipsis or self._shards < self.data_parallel_size
-            parts: Slices = whole(tensor.shape) if slices is Ellipsis else tuple(slices)
+            parts: Region = full_region(tensor.shape) if slices is Ellipsis else tuple(slices)
             data = cast(Tensor, shard)[tuple(slice(0, part.stop - part.start) for part in parts)]  # without padding
             if data.numel() or not tensor.numel():
                 number = int(replica) if has_others and self.data_parallel_size > 1 else None
@@ -234,7 +235,7 @@ class XlaBackend(Backend):
     def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, read: Read) -> None:
         for key, old in checkpoint_tensors(model, optimizer).items():
             if old.device.type == "cpu":
-                old.copy_(read(key, whole(old.shape)))
+                old.copy_(read(key, full_region(old.shape)))
                 continue
             sharded = "devices=" in self._bridge._get_xla_sharding_spec(old)
             new = self._tensor(old.shape, old.dtype, partial(read, key), sharded)
@@ -253,7 +254,7 @@ class XlaBackend(Backend):
 
     def memory(self) -> MemoryStats | None:
         if os.environ["PJRT_DEVICE"] == "CPU":
-            return host_memory()
+            return process_memory()
         try:
             first = self._bridge._xla_get_runtime_devices()[0]
             used = self._bridge._xla_memory_info(first)

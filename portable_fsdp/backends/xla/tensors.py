@@ -12,11 +12,11 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.backends.base import Metrics, Slices, shard_slices, whole
+from portable_fsdp.backends.base import Metrics, Region, full_region, shard_slices
 from portable_fsdp.backends.pjrt import Programs
 from portable_fsdp.backends.xla.layouts import Spec
 
-Fetch = Callable[[Slices], Tensor]
+Fetch = Callable[[Region], Tensor]
 """A piece of a global tensor, on the host."""
 
 
@@ -77,7 +77,7 @@ class DeviceTensors:
                 missing = -(-shape[0] // self._shards) - data.shape[0]
                 data = nn.functional.pad(data, (0, 0) * (len(shape) - 1) + (0, missing))
             else:
-                data = fetch(whole(shape))
+                data = fetch(full_region(shape))
             pieces.append(data.contiguous())
         return self._bridge._global_tensor_from_cpu_shards(pieces, self._mesh.get_op_sharding(spec), list(shape))
 

@@ -25,22 +25,22 @@ from portable_fsdp.backends.base import (
     MemoryStats,
     Metrics,
     OnDevice,
-    Part,
+    ParameterSlot,
     Pending,
     Piece,
-    Place,
+    Rank,
     Read,
     ShardPolicy,
     T,
     TensorState,
     Traffic,
-    host_memory,
+    full_region,
     name_groups,
     optimizer_state_twins,
-    parameter_places,
+    parameter_slots,
     persistent_buffers,
+    process_memory,
     state_key,
-    whole,
 )
 from portable_fsdp.backends.pjrt import (
     Programs,
@@ -78,7 +78,7 @@ class XlaFsdp1Backend(Backend):
         require_supported(config, engine="xla_fsdp1", device=device, devices=count, hosts=hosts)
         self.device = cast(torch.device, self._xla.device())
         self.device_name = tpu_name() if device == "tpu" else device
-        self.process = Part(int(runtime.global_ordinal()), count)
+        self.process = Rank(int(runtime.global_ordinal()), count)
         self.data_shard = self.process
         self.data_parallel_size = count
         self._accumulation = check_batch(config, count)
@@ -106,7 +106,7 @@ class XlaFsdp1Backend(Backend):
 
     def shard_model(self, model: nn.Module, policy: ShardPolicy, fill: Fill | None) -> nn.Module:
         assert fill is not None
-        places = parameter_places(model)
+        places = parameter_slots(model)
         if self._by_rows:
             check_rows(places)
         self._put_zeros(places)
@@ -123,7 +123,7 @@ class XlaFsdp1Backend(Backend):
         self._xla.sync(wait=True)
         return model
 
-    def _put_zeros(self, places: dict[str, list[Place]]) -> None:
+    def _put_zeros(self, places: dict[str, list[ParameterSlot]]) -> None:
         """Full parameters that nobody reads: the units cut them, `fill` replaces what they cut, nothing is computed.
 
         So no host and no device ever holds more than the shards of a model; XLA traces these zeros and drops them.
@@ -303,7 +303,7 @@ class XlaFsdp1Backend(Backend):
             host = shard.collect(lambda fqn, box, key_of=key_of: read(key_of(fqn), box), tensor.dtype)
             tensor.data = self._upload(host.contiguous())
         for key, tensor in self._uncut(model, optimizer).items():
-            host = read(key, whole(tensor.shape))
+            host = read(key, full_region(tensor.shape))
             if tensor.device.type == "cpu":
                 tensor.copy_(host)
             else:
@@ -343,7 +343,7 @@ class XlaFsdp1Backend(Backend):
 
     def memory(self) -> MemoryStats:
         if os.environ["PJRT_DEVICE"] == "CPU":
-            return host_memory()
+            return process_memory()
         used = self._ops.get_memory_info(self.device)
         return MemoryStats(int(used["peak_bytes_used"]), int(used["bytes_used"]), int(used["bytes_limit"]))
 

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.backends.base import Fill, Place, Slices, whole
+from portable_fsdp.backends.base import Fill, ParameterSlot, Region, full_region
 from portable_fsdp.runtime.errors import BackendError
 
 
 @dataclass(frozen=True)
-class Span:
+class ParameterSpan:
     """A parameter among those that were joined into one tensor: where its elements start there."""
 
     fqn: str
@@ -32,10 +32,10 @@ class Shard:
     """This device's part of a tensor: elements `index * numel` to `(index + 1) * numel`, zeros beyond the last span."""
 
     parameter: nn.Parameter
-    spans: tuple[Span, ...]
+    spans: tuple[ParameterSpan, ...]
     index: int
 
-    def boxes(self) -> Iterator[tuple[str, Slices, slice]]:
+    def boxes(self) -> Iterator[tuple[str, Region, slice]]:
         """FQN, box of the parameter, and where its elements lie in the flat shard."""
         size = self.parameter.numel()
         begin = self.index * size
@@ -55,7 +55,7 @@ class Shard:
         return flat.view(self.parameter.shape)
 
 
-def check_rows(places: dict[str, list[Place]]) -> None:
+def check_rows(places: dict[str, list[ParameterSlot]]) -> None:
     """Raises BackendError for a parameter of no dimensions, where each is to be cut by its rows."""
     scalars = [fqn for fqn, (place, *_) in places.items() if not place.module.get_parameter(place.leaf).shape]
     if scalars:
@@ -65,29 +65,29 @@ def check_rows(places: dict[str, list[Place]]) -> None:
         )
 
 
-def shards_of(units: Sequence[Any], places: dict[str, list[Place]], index: int) -> dict[str, Shard]:
+def shards_of(units: Sequence[Any], places: dict[str, list[ParameterSlot]], index: int) -> dict[str, Shard]:
     """The shards of XlaFullyShardedDataParallel units by the FQN of their first span, in the order of the model."""
     shards = {shard.spans[0].fqn: shard for unit in units for shard in _cut(unit, places, index)}
     return {fqn: shards[fqn] for fqn in places if fqn in shards}
 
 
-def _cut(unit: Any, places: dict[str, list[Place]], index: int) -> Iterator[Shard]:
+def _cut(unit: Any, places: dict[str, list[ParameterSlot]], index: int) -> Iterator[Shard]:
     """The shards of a unit, named by the FQNs of what was cut."""
     fqns = {(id(place.module), place.leaf): fqn for fqn, shared in places.items() for place in shared}
     cuts = zip(unit.full_params, unit.full_param_infos, unit.sharded_params, strict=True)
     for full, (_, module, leaf), parameter in cuts:
         if (id(module), leaf) in fqns:
-            spans = [Span(fqns[id(module), leaf], tuple(parameter._orig_size), 0)]
+            spans = [ParameterSpan(fqns[id(module), leaf], tuple(parameter._orig_size), 0)]
         else:  # joined
             starts = [sum(full._param_numels[:number]) for number in range(len(full._param_numels))]
             spans = [
-                Span(fqns[id(module), leaf], tuple(shape), start)
+                ParameterSpan(fqns[id(module), leaf], tuple(shape), start)
                 for (_, module, leaf), shape, start in zip(full._param_infos, full._param_shapes, starts, strict=True)
             ]
         yield Shard(parameter, tuple(spans), index)
 
 
-def boxes(shape: Sequence[int], start: int, stop: int) -> list[Slices]:
+def boxes(shape: Sequence[int], start: int, stop: int) -> list[Region]:
     """Elements `start` to `stop`, in row-major order, as boxes in that order: part of a row, whole rows, part of one.
 
     `boxes((3, 4), 2, 9)` is `[0:1, 2:4], [1:2, 0:4], [2:3, 0:1]`.
@@ -101,6 +101,6 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> list[Slices]:
     if first > last:
         return [(slice(last, first), *box) for box in boxes(shape[1:], start - last * row, stop - last * row)]
     head = [(slice(first - 1, first), *box) for box in boxes(shape[1:], start - (first - 1) * row, row)]
-    middle = [(slice(first, last), *whole(shape[1:]))] if first < last else []
+    middle = [(slice(first, last), *full_region(shape[1:]))] if first < last else []
     tail = [(slice(last, last + 1), *box) for box in boxes(shape[1:], 0, stop - last * row)]
     return head + middle + tail

@@ -16,20 +16,20 @@ from portable_fsdp.backends.base import (
     MemoryStats,
     Metrics,
     OnDevice,
-    Part,
     Pending,
     Piece,
+    Rank,
     Read,
     ShardPolicy,
     T,
     TensorState,
     Traffic,
     checkpoint_tensors,
-    host_memory,
+    full_region,
     name_groups,
     optimizer_state_twins,
-    parameter_places,
-    whole,
+    parameter_slots,
+    process_memory,
 )
 from portable_fsdp.backends.support import require_supported
 from portable_fsdp.config.layout import mesh_axes
@@ -42,7 +42,7 @@ class ToyBackend(Backend):
     def __init__(self, device: str, config: Config, num_devices: int | None) -> None:
         require_supported(config, engine="toy", device=device, devices=1, hosts=1)
         self.device, self.device_name = torch.device(device), device
-        self.process = self.data_shard = Part(0, 1)
+        self.process = self.data_shard = Rank(0, 1)
         self.data_parallel_size = 1
         self.axes = mesh_axes(config, 1, 1)
         self.expected_compilations = 0
@@ -53,9 +53,9 @@ class ToyBackend(Backend):
 
     def shard_model(self, model: nn.Module, policy: ShardPolicy, fill: Fill | None) -> nn.Module:
         assert fill is not None
-        for fqn, places in parameter_places(model).items():
+        for fqn, places in parameter_slots(model).items():
             given = model.get_parameter(fqn)
-            made = nn.Parameter(fill(fqn, whole(given.shape)).clone(), given.requires_grad)
+            made = nn.Parameter(fill(fqn, full_region(given.shape)).clone(), given.requires_grad)
             for place in places:
                 place.module._parameters[place.leaf] = made
         self._model, self._compute = model, policy.compute
@@ -105,7 +105,7 @@ class ToyBackend(Backend):
 
     def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, read: Read) -> None:
         for key, tensor in checkpoint_tensors(model, optimizer).items():
-            read(key, whole(tensor.shape), tensor.detach())
+            read(key, full_region(tensor.shape), tensor.detach())
 
     @property
     def compilations(self) -> int:
@@ -116,7 +116,7 @@ class ToyBackend(Backend):
         return None
 
     def memory(self) -> MemoryStats:
-        return host_memory()
+        return process_memory()
 
 
 def _state(tensor: Tensor) -> TensorState:
