@@ -19,7 +19,7 @@ FLOORS = [
     {"models", "data", "optim", "metrics"},
     {"checkpoint", "backends"},
     {"formats"},
-    {"train", "plan", "convert"},
+    {"train", "plan", "convert", "doctor"},
 ]
 """From the bottom; what stands directly in the package, the commands, is on top of them."""
 
@@ -208,7 +208,7 @@ def engines_that_reach_out(modules: Modules) -> list[str]:
 NAMES_OF_OTHERS = {
     # torch_xla's format of checkpoints, and an extra, bear the name of an engine.
     f"{PACKAGE}.formats": "xla_fsdp1",
-    f"{PACKAGE}.runtime.checks.packages": "xla",
+    f"{PACKAGE}.doctor.packages": "xla",
 }
 
 
@@ -281,10 +281,10 @@ def cycles(modules: Modules) -> list[str]:
 
 
 def heavy_at_import(modules: Modules) -> list[str]:
-    """`config`, `convert`, `runtime` and the commands load no torch at import, nor does what they import."""
+    """`config`, `convert`, `doctor`, `runtime` and the commands load no torch at import, nor does what they import."""
     problems: list[str] = []
     for start in modules.values():
-        if section(start.name) not in {"config", "convert", "runtime", ""}:
+        if section(start.name) not in {"config", "convert", "doctor", "runtime", ""}:
             continue
         for chain in _import_time_closure(start, modules):
             module = modules[chain[-1]]

@@ -14,7 +14,7 @@ from absl import flags
 from documented import PAGES, ROOT, Command, commands, program_of
 from pydantic import ValidationError
 
-from portable_fsdp import doctor, explain, launch, sample
+from portable_fsdp import explain, launch, sample
 from portable_fsdp.backends.open import engines_on, options_of, require_names, usual_engine
 from portable_fsdp.checkpoint import __main__ as checkpoint
 from portable_fsdp.config.describe import option_names
@@ -22,6 +22,7 @@ from portable_fsdp.config.layout import check_batch
 from portable_fsdp.config.load import load_config, read_config
 from portable_fsdp.config.schema import Config, Lora
 from portable_fsdp.convert.table import TABLE
+from portable_fsdp.doctor import __main__ as doctor
 from portable_fsdp.plan import __main__ as plan
 from portable_fsdp.plan.target import parse_target
 from portable_fsdp.runtime.errors import UsageError

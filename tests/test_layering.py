@@ -57,7 +57,8 @@ BREAKERS = {
         invented(train__loop="from portable_fsdp.plan import report", plan__report=""),
         invented(train__loop="from portable_fsdp import launch", launch=""),
         invented(config__load="from portable_fsdp.convert import read", convert__read=""),
-        invented(doctor="from portable_fsdp.launch import main", launch=""),
+        invented(doctor__host="from portable_fsdp.launch import main", launch=""),
+        invented(train__loop="def f():\n    from portable_fsdp.doctor import host", doctor__host=""),
     ],
     engines_that_reach_out: [
         invented(backends__xla="from portable_fsdp.models.loss import loss", models__loss=""),

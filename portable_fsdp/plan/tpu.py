@@ -24,11 +24,11 @@ from typing import NamedTuple
 from portable_fsdp.backends.pjrt_options import compiler_options, libtpu_arguments
 from portable_fsdp.config.schema import Config
 from portable_fsdp.plan import tpu_cache
-from portable_fsdp.plan.child import Ended, run_child
 from portable_fsdp.plan.result import Memory, Model, Work
 from portable_fsdp.plan.tpu_program import Program, Traced, read_traced
 from portable_fsdp.plan.tpu_read import Compiled, memory_of, notes_of, read_compiled, work_of
 from portable_fsdp.runtime import errors
+from portable_fsdp.runtime.child import Child, Ended
 from portable_fsdp.runtime.errors import BackendError, PortableFSDPError
 from portable_fsdp.runtime.files import cache_folder
 
@@ -123,7 +123,8 @@ def trace_apart(config: Config, devices: int, *, hosts: int = 1, limit_s: float 
         folder = Path(name)
         request = {"config": config.model_dump(mode="json"), "devices": devices}
         (folder / "request.json").write_text(json.dumps(request))
-        ended = run_child("portable_fsdp.plan.tpu_trace", folder, limit_s=limit_s, environment={})
+        with Child("portable_fsdp.plan.tpu_trace", name) as child:
+            ended = child.wait(limit_s)
         if (folder / "refusal.json").is_file():
             refusal = json.loads((folder / "refusal.json").read_text())
             kind: type[PortableFSDPError] = getattr(errors, refusal["kind"])
@@ -218,14 +219,12 @@ def _run_compiler(
         folder = Path(name)
         (folder / "program.json").write_text(json.dumps(described))
         (folder / "program.hlo.pb").write_bytes(program.hlo)
-        ended = run_child(
-            "portable_fsdp.plan.tpu_compiler",
-            folder,
-            limit_s=limit_s,
-            # libtpu writes logs into /tmp/tpu_logs otherwise, and nobody removes them.
-            environment={"LIBTPU_INIT_ARGS": arguments, "TPU_LOG_DIR": os.environ.get("TPU_LOG_DIR", name)},
-            has_enough=lambda: stopped() or (not generate_code and _is_written(folder / "dump", program.name)),
-        )
+        # libtpu writes logs into /tmp/tpu_logs otherwise, and nobody removes them.
+        environment = {"LIBTPU_INIT_ARGS": arguments, "TPU_LOG_DIR": os.environ.get("TPU_LOG_DIR", name)}
+        with Child("portable_fsdp.plan.tpu_compiler", name, environment=environment) as child:
+            ended = child.wait(
+                limit_s, lambda: stopped() or (not generate_code and _is_written(folder / "dump", program.name))
+            )
         if ended.how not in ("finished", "enough") or not _is_written(folder / "dump", program.name):
             raise BackendError(_refusal(str(described["topology"]), folder, ended, limit_s))
         dump = folder / "dump"
@@ -296,11 +295,11 @@ def _refusal(topology: str, folder: Path, ended: Ended, limit_s: float) -> str:
 def _failure(what: str, folder: Path, ended: Ended, limit_s: float) -> str:
     """A message with the child's last lines; all that it worked on is kept."""
     how = f"it was stopped after {limit_s:.0f} s" if ended.how == "late" else f"it ended with code {ended.code}"
-    kept = _report(folder)
+    kept = _report(folder, ended.log)
     return f"{what}: {how}. Its last lines:\n{ended.last_lines}\n  What it worked on, and all that it said: {kept}"
 
 
-def _report(folder: Path) -> str:
+def _report(folder: Path, log: str) -> str:
     reports = cache_folder(os.environ) / "reports"
     try:
         reports.mkdir(parents=True, exist_ok=True)
@@ -308,6 +307,7 @@ def _report(folder: Path) -> str:
         for path in folder.iterdir():
             if path.is_file():
                 shutil.copy(path, kept)
+        (kept / "log").write_text(log)
     except OSError as error:
         return f"could not be kept ({error})"
     return str(kept)

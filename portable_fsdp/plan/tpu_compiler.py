@@ -1,4 +1,4 @@
-"""The TPU compiler in a process of its own: `python -m portable_fsdp.plan.tpu_compiler FOLDER PARENT`.
+"""The TPU compiler in a process of its own: `python -m portable_fsdp.plan.tpu_compiler PARENT FOLDER`.
 
 Compiles FOLDER/program.hlo.pb for the slice that FOLDER/program.json names, and lets the compiler write its programs
 to FOLDER/dump. The caller ends this process as soon as it has what it came for (`plan.tpu.compile_for`), and gives it
@@ -97,6 +97,6 @@ def _compile(program: bytes, devices: list[Any], options: dict[str, str]) -> Non
 
 
 if __name__ == "__main__":
-    end_with_parent(int(sys.argv[2]))
+    end_with_parent(int(sys.argv[1]))
     os.environ.update(ENVIRONMENT)  # before jax is imported
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[2]))

@@ -1,6 +1,6 @@
 """The trainer's own step, traced for devices that aren't there, in a process of its own.
 
-`python -m portable_fsdp.plan.tpu_trace FOLDER PARENT` traces the config in FOLDER/request.json with the same backend
+`python -m portable_fsdp.plan.tpu_trace PARENT FOLDER` traces the config in FOLDER/request.json with the same backend
 and the same `train.loop.build` as a run, with tensors that hold no memory, and writes the programs to FOLDER.
 """
 
@@ -209,5 +209,5 @@ def name_operations(model: nn.Module, scope: Callable[[str], object]) -> None:
 
 
 if __name__ == "__main__":
-    end_with_parent(int(sys.argv[2]))
-    sys.exit(main(Path(sys.argv[1])))
+    end_with_parent(int(sys.argv[1]))
+    sys.exit(main(Path(sys.argv[2])))

@@ -9,6 +9,7 @@ from absl import flags
 
 from portable_fsdp.runtime.errors import EXIT_FINISHED, EXIT_USAGE, ConfigError, PortableFSDPError
 
+NOTHING_STARTED = "Nothing was started."
 EXIT_NO_READER = 141  # 128 + SIGPIPE
 
 
@@ -56,7 +57,7 @@ def run_command(
     """Run `body` with the words of `argv` that are no flags, which go to `values`; returns the exit code.
 
     `argv`: the arguments after the program's name. `body` may raise absl's flags.Error for words that it doesn't take.
-    `say` is told what a PortableFSDPError says.
+    `say` prints the message of a PortableFSDPError, and `Nothing was started.` below that of a usage error.
     """
     if any(argument in ("--help", "-help", "-h", "--h") for argument in argv):
         to_stdout(usage)
@@ -67,5 +68,8 @@ def run_command(
         print(f"{error}\n\n{usage}", file=sys.stderr)
         return EXIT_USAGE
     except PortableFSDPError as error:
-        say(str(error))
+        message = str(error)
+        if error.exit_code == EXIT_USAGE and NOTHING_STARTED not in message:
+            message += f"\n{NOTHING_STARTED}"
+        say(message)
         return error.exit_code

@@ -17,6 +17,7 @@ from portable_fsdp.plan.result import Model
 from portable_fsdp.plan.tpu import compile_for, plan_tpu, trace_apart
 from portable_fsdp.plan.tpu_program import Program as TracedProgram
 from portable_fsdp.plan.tpu_program import Traced, read_traced, write_traced
+from portable_fsdp.runtime.child import Child
 from portable_fsdp.runtime.errors import BackendError, ConfigError
 
 pytestmark = pytest.mark.xla
@@ -254,14 +255,14 @@ def test_a_plan_made_before_is_taken_from_the_cache(
     step: TracedProgram, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    runs: list[Any] = []
-    real = tpu.run_child
+    runs: list[str] = []
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        runs.append(args)
-        return real(*args, **kwargs)
+    class Counted(Child):
+        def __init__(self, module: str, *arguments: str, **named: Any) -> None:
+            runs.append(module)
+            super().__init__(module, *arguments, **named)
 
-    monkeypatch.setattr(tpu, "run_child", counted)
+    monkeypatch.setattr(tpu, "Child", Counted)
     first = compile_for(step, "v6e:2x4")
     assert compile_for(step, "v6e:2x4") == first
     assert len(runs) == 1

@@ -1,4 +1,4 @@
-"""A child for `plan.child.run_child` that does what FOLDER/mode says: `python -m misbehaving FOLDER PARENT`."""
+"""A child for `runtime.child` that does what FOLDER/mode says: `python -m misbehaving PARENT FOLDER`."""
 
 import os
 import signal
@@ -15,12 +15,13 @@ def main(folder: Path, parent: int) -> int:
     (folder / "pid").write_text(str(os.getpid()))
     match (folder / "mode").read_text():
         case "speaks":
-            print("first\n\nlast", flush=True)
+            print("first\n\nlast", file=sys.stderr)
+            print("answer")
         case "fails":
-            print("what went wrong", flush=True)
+            print("what went wrong", file=sys.stderr)
             return 3
         case "crashes":
-            print("about to crash", flush=True)
+            print("about to crash", file=sys.stderr)
             os.kill(os.getpid(), signal.SIGABRT)
         case "hangs":
             grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -32,4 +33,4 @@ def main(folder: Path, parent: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))
+    sys.exit(main(Path(sys.argv[2]), int(sys.argv[1])))

@@ -5,9 +5,8 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from portable_fsdp.runtime.checks.child import Answer
-from portable_fsdp.runtime.checks.finding import Finding, failed, ok, warning
-from portable_fsdp.runtime.checks.packages import installed
+from portable_fsdp.doctor.finding import Finding, ProbeAnswer, failed, ok, warning
+from portable_fsdp.doctor.packages import installed
 from portable_fsdp.runtime.process import problem_of_tpu_worker
 
 LIBTPU_LOCK = Path("/tmp/libtpu_lockfile")  # there whatever TMPDIR says
@@ -31,7 +30,7 @@ def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str:
     return match[1] if match else ""
 
 
-def check_gpu(answer: Answer | None, files: int, driver: str, environ: Mapping[str, str]) -> Finding:
+def check_gpu(answer: ProbeAnswer | None, files: int, driver: str, environ: Mapping[str, str]) -> Finding:
     """`answer`: of `ask_torch`, None where torch isn't installed; `files`, `driver`: of the two functions above."""
     here = f"{files} GPU(s), driver {driver or 'unknown'}"
     known = answer.value if answer is not None else None
@@ -68,7 +67,7 @@ def _cuda(number: int) -> str:
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
-def check_nccl(answer: Answer | None, interfaces: Sequence[str], environ: Mapping[str, str]) -> Finding:
+def check_nccl(answer: ProbeAnswer | None, interfaces: Sequence[str], environ: Mapping[str, str]) -> Finding:
     """Its version, and whether NCCL_SOCKET_IFNAME names an interface that there is."""
     value = answer.value if answer is not None else None
     known = str(value.get("nccl", "")) if value is not None else ""

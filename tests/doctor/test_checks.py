@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from portable_fsdp.runtime.checks import devices, host, network, packages
-from portable_fsdp.runtime.checks.child import Answer, Question
-from portable_fsdp.runtime.checks.finding import Finding
+from portable_fsdp.doctor import devices, host, network, packages
+from portable_fsdp.doctor.finding import Finding, ProbeAnswer, probe_answer
+from portable_fsdp.runtime.child import Child
 from portable_fsdp.runtime.chips import tpu_chips
 
 GPU = {
@@ -33,18 +33,24 @@ def states(finding: Finding) -> str:
 @pytest.mark.parametrize(
     ("answer", "files", "environ", "state", "said"),
     [
-        (Answer(GPU), 8, {}, "ok", "8 x NVIDIA H100; driver 570.1 for CUDA 12.9, torch's is 12.8"),
-        (Answer(NONE_SEEN), 0, {}, "ok", "none on this host"),
+        (ProbeAnswer(GPU), 8, {}, "ok", "8 x NVIDIA H100; driver 570.1 for CUDA 12.9, torch's is 12.8"),
+        (ProbeAnswer(NONE_SEEN), 0, {}, "ok", "none on this host"),
         (None, 0, {}, "ok", "none on this host"),
         (None, 2, {}, "warning", "torch isn't installed"),
-        (Answer(None, "no answer within 60 s"), 2, {}, "warning", "no answer within 60 s"),
-        (Answer({**NONE_SEEN, "cuda": None}), 2, {}, "failed", "torch 2.9.0 is built without CUDA"),
-        (Answer(NONE_SEEN), 2, {"CUDA_VISIBLE_DEVICES": ""}, "warning", "CUDA_VISIBLE_DEVICES=''"),
-        (Answer({**NONE_SEEN, "driver_cuda": 11080}), 2, {}, "failed", "speaks CUDA 11.8, torch is built for 12.8"),
-        (Answer(NONE_SEEN), 2, {}, "failed", "forward compatibility was attempted"),
+        (ProbeAnswer(None, "no answer within 60 s"), 2, {}, "warning", "no answer within 60 s"),
+        (ProbeAnswer({**NONE_SEEN, "cuda": None}), 2, {}, "failed", "torch 2.9.0 is built without CUDA"),
+        (ProbeAnswer(NONE_SEEN), 2, {"CUDA_VISIBLE_DEVICES": ""}, "warning", "CUDA_VISIBLE_DEVICES=''"),
+        (
+            ProbeAnswer({**NONE_SEEN, "driver_cuda": 11080}),
+            2,
+            {},
+            "failed",
+            "speaks CUDA 11.8, torch is built for 12.8",
+        ),
+        (ProbeAnswer(NONE_SEEN), 2, {}, "failed", "forward compatibility was attempted"),
     ],
 )
-def test_gpu(answer: Answer | None, files: int, environ: dict[str, str], state: str, said: str) -> None:
+def test_gpu(answer: ProbeAnswer | None, files: int, environ: dict[str, str], state: str, said: str) -> None:
     finding = devices.check_gpu(answer, files, "570.1", environ)
     assert states(finding) == state
     assert said in finding.found
@@ -86,13 +92,13 @@ def test_driver_version(tmp_path: Path, text: str, version: str) -> None:
     ],
 )
 def test_nccl_interface(asked: str, is_there: bool) -> None:
-    finding = devices.check_nccl(Answer(GPU), ["lo", "eth0"], {"NCCL_SOCKET_IFNAME": asked})
+    finding = devices.check_nccl(ProbeAnswer(GPU), ["lo", "eth0"], {"NCCL_SOCKET_IFNAME": asked})
     assert states(finding) == ("ok" if is_there else "failed")
 
 
 def test_nccl_that_is_missing() -> None:
-    assert states(devices.check_nccl(Answer({**GPU, "nccl": ""}), ["lo"], {})) == "failed"
-    assert states(devices.check_nccl(Answer({**NONE_SEEN, "nccl": ""}), ["lo"], {})) == "ok"
+    assert states(devices.check_nccl(ProbeAnswer({**GPU, "nccl": ""}), ["lo"], {})) == "failed"
+    assert states(devices.check_nccl(ProbeAnswer({**NONE_SEEN, "nccl": ""}), ["lo"], {})) == "ok"
     assert states(devices.check_nccl(None, ["lo"], {})) == "ok"
 
 
@@ -208,7 +214,7 @@ def test_several_hosts(environ: dict[str, str], several: bool) -> None:
     ],
 )
 def test_clocks(value: dict[str, Any] | None, state: str, said: str) -> None:
-    finding = network.check_clocks(Answer(value, "no answer within 70 s"))
+    finding = network.check_clocks(ProbeAnswer(value, "no answer within 70 s"))
     assert states(finding) == state
     assert said in finding.found
 
@@ -247,7 +253,7 @@ def test_our_own_requirements_are_read() -> None:
 def test_locked_memory(needed_by: str, state: str) -> None:
     program = f"""if True:
         import resource
-        from portable_fsdp.runtime.checks.host import check_locked_memory
+        from portable_fsdp.doctor.host import check_locked_memory
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
         limited = check_locked_memory({needed_by!r})
         print(limited.state, limited.found)
@@ -260,12 +266,12 @@ def test_shared_memory_that_is_not_there(tmp_path: Path) -> None:
     assert states(host.check_shared_memory(tmp_path / "none")) == "warning"
 
 
-def test_a_question_ends_with_its_block(tmp_path: Path) -> None:
+def test_a_probe_ends_with_its_block(tmp_path: Path) -> None:
     (tmp_path / "endless.py").write_text("import time\nwhile True:\n    time.sleep(1)\n")
-    with Question("endless", environment={"PYTHONPATH": str(tmp_path)}) as question:
-        assert question._child.poll() is None
-        assert question.answer(0.2) == Answer(None, "no answer within 0.2 s", is_late=True)
-        assert question._child.poll() == -signal.SIGKILL
-    with Question("endless", environment={"PYTHONPATH": str(tmp_path)}) as question:
+    with Child("endless", environment={"PYTHONPATH": str(tmp_path)}) as child:
+        assert child.code is None
+        assert probe_answer(child, 0.2) == ProbeAnswer(None, "no answer within 0.2 s", is_late=True)
+        assert child.code == -signal.SIGKILL
+    with Child("endless", environment={"PYTHONPATH": str(tmp_path)}) as child:
         pass
-    assert question._child.poll() == -signal.SIGKILL
+    assert child.code == -signal.SIGKILL

@@ -3,8 +3,7 @@
 import socket
 from collections.abc import Mapping, Sequence
 
-from portable_fsdp.runtime.checks.child import Answer
-from portable_fsdp.runtime.checks.finding import Finding, failed, ok, warning
+from portable_fsdp.doctor.finding import Finding, ProbeAnswer, failed, ok, warning
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.process import Launch, detect_launch
 
@@ -74,7 +73,7 @@ def check_gloo(environ: Mapping[str, str], names: Sequence[str], hostname: str, 
     return ok("gloo", f"{found}: enough on one host; on several set GLOO_SOCKET_IFNAME")
 
 
-def check_clocks(answer: Answer) -> Finding:
+def check_clocks(answer: ProbeAnswer) -> Finding:
     """`answer`: of `ask_clocks`, to process 0 as to the others."""
     name = "other processes"
     if answer.value is None:

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from portable_fsdp.runtime.checks.finding import Finding, failed, ok, warning
+from portable_fsdp.doctor.finding import Finding, failed, ok, warning
 
 GIB = 2**30
 LEAST_SHARED_BYTES = GIB  # docker gives 64 MiB, where NCCL ends with "no space left on device"

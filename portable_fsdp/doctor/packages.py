@@ -8,7 +8,7 @@ import re
 from importlib import metadata
 from typing import NamedTuple
 
-from portable_fsdp.runtime.checks.finding import Finding, failed, ok, warning
+from portable_fsdp.doctor.finding import Finding, failed, ok, warning
 
 OURS = "portable-fsdp"
 EXTRAS = ("xla", "tpu", "plan")

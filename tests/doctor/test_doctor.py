@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from portable_fsdp import doctor
+from portable_fsdp.doctor import __main__ as doctor
+from portable_fsdp.doctor.finding import WIDTH
 from portable_fsdp.runtime.process import LAUNCH_VARIABLES
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-S", "-m", "portable_fsdp.doctor"]  # -S: what is installed is what a test puts there
 METADATA = "Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
 
@@ -201,7 +202,7 @@ def test_the_report_in_words(site: Path) -> None:
     at = next(number for number, line in enumerate(lines) if line.split()[:2] == ["failed", "torch"])
     assert lines[at + 1].strip() == "-> pip install '.'"
     assert lines[-1].endswith("2 failed")
-    assert all(len(line) <= doctor.WIDTH for line in lines)
+    assert all(len(line) <= WIDTH for line in lines)
 
 
 @pytest.mark.parametrize("arguments", [["--jason"], ["--limit_s=0"], ["host"]])

@@ -11,23 +11,24 @@ from pathlib import Path
 import psutil
 import pytest
 
-from portable_fsdp.plan.child import Ended, run_child
+from portable_fsdp.runtime.child import Child, Ended
 
 HERE = str(Path(__file__).parent)
 PARENT = f"""
 import signal
 import sys
-from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a suite that a shell started with &
-from portable_fsdp.plan.child import run_child
-run_child("misbehaving", Path(sys.argv[1]), limit_s=600, environment={{"PYTHONPATH": {HERE!r} + ":" + sys.argv[2]}})
+from portable_fsdp.runtime.child import Child
+with Child("misbehaving", sys.argv[1], environment={{"PYTHONPATH": {HERE!r} + ":" + sys.argv[2]}}) as child:
+    child.wait(600)
 """
 
 
 def run(folder: Path, mode: str, limit_s: float = 60, has_enough: Callable[[], bool] = lambda: False) -> Ended:
     (folder / "mode").write_text(mode)
     path = {"PYTHONPATH": os.pathsep.join([HERE, *filter(None, sys.path)])}
-    return run_child("misbehaving", folder, limit_s=limit_s, environment=path, has_enough=has_enough)
+    with Child("misbehaving", str(folder), environment=path) as child:
+        return child.wait(limit_s, has_enough)
 
 
 def is_gone(pid: int) -> bool:
@@ -58,7 +59,7 @@ def test_how_it_ended_and_its_last_lines(tmp_path: Path, mode: str, how: str, co
     ended = run(tmp_path, mode)
     assert (ended.how, ended.code) == (how, code)
     assert ended.last_lines.startswith(said)
-    assert ended.peak_bytes > 2**20
+    assert ended.output == "answer\n" * (mode == "speaks")
     assert 0 < ended.cpu_s < 30
 
 

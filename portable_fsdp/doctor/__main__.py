@@ -1,0 +1,159 @@
+"""The doctor's report; under a launcher also which processes of the run are there, and how their clocks differ."""
+
+import dataclasses
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+from absl import flags
+
+from portable_fsdp.doctor import devices, host, network, packages
+from portable_fsdp.doctor.finding import Finding, ProbeAnswer, failed, ok, probe_answer
+from portable_fsdp.runtime.child import Child
+from portable_fsdp.runtime.chips import tpu_chips
+from portable_fsdp.runtime.command import run_command, to_stdout
+from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_FINISHED
+from portable_fsdp.runtime.process import Launch
+from portable_fsdp.version import __version__
+
+USAGE = """What is installed here, which devices are seen, what is wrong, and the command or setting that mends it.
+
+  python -m portable_fsdp.doctor [--run_dir=FOLDER] [--limit_s=SECONDS] [--json]
+  torchrun ... -m portable_fsdp.doctor     asks all hosts: who is there, and whether their clocks agree
+
+  --run_dir  where a run would write: is there room? (default runs)
+  --limit_s  how long to wait for torch, a driver, another host (default 60)
+  --json     one JSON object
+
+exit code: 0 nothing failed (there may be warnings), 1 something failed, 2 usage error"""
+
+LEAVE_S = 10.0  # after the limit, for a probe to say which processes are missing
+
+
+def _define_flags() -> flags.FlagValues:
+    values = flags.FlagValues()
+    flags.DEFINE_string("run_dir", "runs", "where a run would write", flag_values=values)
+    flags.DEFINE_float("limit_s", 60.0, "seconds to wait for an answer", lower_bound=1.0, flag_values=values)
+    flags.DEFINE_boolean("json", False, "one JSON object", flag_values=values)
+    return values
+
+
+def main(argv: list[str]) -> int:
+    """Print the report asked for by the arguments after the program's name; returns the exit code."""
+    values = _define_flags()
+
+    def report(rest: list[str]) -> int:
+        if rest:
+            raise flags.Error(f"expected flags alone, found {rest[0]!r}")
+        return _report(Path(values.run_dir), values.limit_s, values.json)
+
+    return run_command("doctor", USAGE, values, argv, report)
+
+
+def _report(run_dir: Path, limit_s: float, as_json: bool) -> int:
+    """Each host prints one report; its other processes only answer those that ask who is there."""
+    launch, launcher = network.launch_of(os.environ)
+    with ExitStack() as probes:  # before the other checks, which take seconds
+        several = launch is not None and launch.world_size > 1
+        processes = _probe(probes, "torch", "processes", str(limit_s)) if several else None
+        findings: list[Finding] = []
+        if launch is None or launch.local_rank == 0:
+            findings += [*_check_host(run_dir, limit_s, launch), launcher]
+        if processes is not None:
+            findings.append(network.check_clocks(probe_answer(processes, limit_s + LEAVE_S)))
+    if launch is not None and launch.local_rank != 0:
+        return EXIT_FINISHED  # at another code the launcher would end the process that reports
+    code = EXIT_FAILED if any(finding.state == "failed" for finding in findings) else EXIT_FINISHED
+    to_stdout(_json(findings, code) if as_json else _text(findings))
+    return code
+
+
+def _probe(probes: ExitStack, package: str, *arguments: str, **environment: str) -> Child | None:
+    """Start a probe that needs a package; None where that isn't installed."""
+    if packages.installed(package) is None:
+        return None
+    return probes.enter_context(Child("portable_fsdp.doctor.probe", *arguments, environment=environment))
+
+
+def _check_host(run_dir: Path, limit_s: float, launch: Launch | None) -> Iterator[Finding]:
+    """`launch`: None where nobody knows."""
+    chips = tpu_chips()
+    count = len(chips)
+    processes = launch.world_size if launch is not None else 1
+    environ = {**os.environ, **(launch.variables if launch is not None else {})}
+    with ExitStack() as probes:  # all at once
+        children = {
+            "torch": _probe(probes, "torch", "torch"),
+            # With PJRT_DEVICE=CPU it takes no chip.
+            "torch_xla": _probe(probes, "torch_xla", "import", "torch_xla", PJRT_DEVICE="CPU"),
+        }
+        yield packages.check_python(sys.version_info[:3])
+        yield from _checked(
+            ("torch", lambda: packages.check_package("torch")),
+            ("torch_xla", lambda: packages.check_torch_xla(count)),
+            ("transformers", lambda: packages.check_package("transformers")),
+            ("packages", lambda: packages.check_others(shown=("torch", "transformers"))),
+            ("extras", packages.check_extras),
+            ("shared memory", host.check_shared_memory),
+            ("run folder", lambda: host.check_disk("run folder", run_dir, "set run.dir to another disk's folder")),
+            ("temporary files", host.check_temporary),
+            ("open files", lambda: host.check_open_files(processes)),
+            ("locked memory", lambda: host.check_locked_memory(host.memory_registering_hardware(count))),
+            ("tpu", lambda: devices.check_tpu(chips, os.environ)),
+            ("tpu in use", lambda: devices.check_tpu_is_free(chips)),
+            ("gloo", lambda: _check_gloo(environ)),
+        )
+        answers = {name: probe_answer(child, limit_s) for name, child in children.items() if child is not None}
+    for package, answer in answers.items():
+        yield _check_import(package, answer, limit_s)
+    gpus, torch = (devices.gpu_files(), devices.driver_version()), answers.get("torch")
+    yield from _checked(
+        ("gpu", lambda: devices.check_gpu(torch, *gpus, os.environ)),
+        ("nccl", lambda: devices.check_nccl(torch, network.interfaces(), os.environ)),
+    )
+
+
+def _checked(*checks: tuple[str, Callable[[], Finding]]) -> Iterator[Finding]:
+    """The findings; a host that is ill enough can break a check itself (no /proc), which is a line as well."""
+    for name, check in checks:
+        try:
+            yield check()
+        except Exception as error:
+            yield failed(name, f"couldn't be asked: {type(error).__name__}: {error}", "mend what this error names")
+
+
+def _check_gloo(environ: Mapping[str, str]) -> Finding:
+    several = network.is_on_several_hosts(environ)
+    return network.check_gloo(environ, network.interfaces(), socket.gethostname(), several)
+
+
+def _check_import(package: str, answer: ProbeAnswer, limit_s: float) -> Finding:
+    """Whether what is installed can be imported too."""
+    name = f"import {package}"
+    if answer.is_late:
+        problem = f"took longer than {limit_s:g} s: this machine is busy, its disk is slow, or a driver hangs"
+        return failed(name, problem, f"time python -c '{name}' shows how long; --limit_s={2 * limit_s:g} waits longer")
+    if answer.problem:
+        extra = "[xla]" if package == "torch_xla" else ""
+        return failed(name, answer.problem, f"python -c '{name}' shows all; pip install --force-reinstall '.{extra}'")
+    return ok(name, "works")
+
+
+def _text(findings: list[Finding]) -> str:
+    lines = [f"portable_fsdp {__version__} on host {socket.gethostname()}"]
+    lines += [line for finding in findings for line in finding.lines()]
+    states = [finding.state for finding in findings]
+    return "\n".join([*lines, ", ".join(f"{states.count(state)} {state}" for state in ("ok", "warning", "failed"))])
+
+
+def _json(findings: list[Finding], code: int) -> str:
+    checks = [dataclasses.asdict(finding) for finding in findings]
+    return json.dumps({"host": socket.gethostname(), "version": __version__, "exit_code": code, "checks": checks})
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
