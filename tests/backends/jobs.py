@@ -22,7 +22,7 @@ from portable_fsdp.backends.open import open_backend
 from portable_fsdp.backends.support import verdicts
 from portable_fsdp.checkpoint.manager import Checkpoints
 from portable_fsdp.config import schema
-from portable_fsdp.config.rules import Place
+from portable_fsdp.config.rules import Deployment
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.batches import Batches
 from portable_fsdp.models.build import build_model
@@ -457,7 +457,7 @@ def _three_more(run: Run, metrics: list[dict[str, float]]) -> list[str]:
 def is_refused(case: Case) -> bool:
     """By the engine's own table."""
     devices = _devices()
-    place = Place(os.environ["GROUP_BACKEND"], "cpu", devices, 1)
+    place = Deployment(os.environ["GROUP_BACKEND"], "cpu", devices, 1)
     return any(verdict.kind == "refused" for verdict in verdicts(case.config(devices), place))
 
 
