@@ -4,6 +4,7 @@ Without a config, the whole table: what is honoured, delegated or refused, and w
 backends/<engine>/options.py and config/rules.py; imports no torch and asks no device.
 """
 
+import argparse
 import json
 import os
 import sys
@@ -11,8 +12,6 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
-
-from absl import flags
 
 from portable_fsdp.backends.open import ENGINES, engines_on, options_of, require_names, usual_engine
 from portable_fsdp.backends.support import Verdict, effects_of, require_supported, rules_of, verdicts
@@ -23,30 +22,15 @@ from portable_fsdp.config.schema import Config
 from portable_fsdp.convert.launcher import check_launcher_facts
 from portable_fsdp.convert.translation import origin, translation, unsaid
 from portable_fsdp.optim.schedule import check_schedule
-from portable_fsdp.runtime.command import number_of, run_command, to_stdout
+from portable_fsdp.runtime.command import IMPORT_HELP, CommandParser, Once, number_of, run_command, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FINISHED, ConfigError
 
-USAGE = """What each engine does with each option of a config: honoured; delegated (it concerns speed alone, and the
-engine decides); or refused, with the reason and the way out. Without --config: all options, and all cases.
-
-  python -m portable_fsdp.explain [--config=FILE] [--device=...] [--backend=...] [--num_devices=N] [key=value ...]
-  python -m portable_fsdp.explain KEY [...]     what a key means and takes: optim.lr, or a section: optim
-  python -m portable_fsdp.explain --schema      the config's JSON schema, for editors that complete YAML by it
-
-  --config       YAML file, as for portable_fsdp.launch; a file of accelerate's or Trainer's too
-  --import       a file of accelerate's or Trainer's, laid under --config; once for each
-  --write        save the result as a YAML file of ours, with a comment on where each key comes from
-  --device       auto | cpu | cuda | tpu (default auto: cuda for native, tpu for the others)
-  --backend      auto | native | xla | xla_fsdp1 (default auto: all engines of the device)
-  --num_devices  auto | N: devices of each host (default auto: what depends on their number is not judged)
-  --num_hosts    auto | N (default auto: as many as it takes; 1 where --num_devices is given)
-  --strict       2 and launch's own message for what a run there would refuse before it looks at its data, its model
-                 and its folders; needs --device, whose usual engine --backend=auto is then
-  --json         one JSON object
-  --schema       the JSON schema of a config, and nothing else
-  section.key=value  overrides a key of the config
-
-exit code: 0, or 2 for a usage or config error; what is refused is an answer, not an error, but under --strict"""
+DESCRIPTION = """What each engine does with each option of a config: honoured; delegated (it concerns speed alone, and
+the engine decides); or refused, with the reason and the way out. Without --config: all options, all cases.
+"""
+EXIT_CODES = (
+    "exit code: 0, or 2 for a usage or config error; a refused option is an answer, but an error under --strict"
+)
 
 WIDTH = 120
 
@@ -60,30 +44,47 @@ class Line(NamedTuple):
     text: str
 
 
-def _define_flags() -> flags.FlagValues:
-    values = flags.FlagValues()
-    flags.DEFINE_string("config", None, "YAML file", flag_values=values, allow_overwrite=False)
-    flags.DEFINE_multi_string("import", [], "a file of accelerate's or Trainer's", flag_values=values)
-    flags.DEFINE_string("write", None, "a new YAML file", flag_values=values)
-    flags.DEFINE_string("device", "auto", "auto | cpu | cuda | tpu", flag_values=values)
-    flags.DEFINE_string("backend", "auto", "auto | native | xla | xla_fsdp1", flag_values=values)
-    flags.DEFINE_string("num_devices", "auto", "auto | N", flag_values=values)
-    flags.DEFINE_string("num_hosts", "auto", "auto | N", flag_values=values)
-    flags.DEFINE_boolean("strict", False, "refuse what a run would refuse", flag_values=values)
-    flags.DEFINE_boolean("json", False, "one JSON object", flag_values=values)
-    flags.DEFINE_boolean("schema", False, "the JSON schema of a config", flag_values=values)
-    return values
+def _parser() -> CommandParser:
+    parser = CommandParser("explain", DESCRIPTION, epilog=EXIT_CODES)
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="KEY|key=value",
+        help="a key (optim.lr) or section (optim) to explain, or an override",
+    )
+    parser.add_argument(
+        "--config", action=Once, metavar="FILE", help="YAML file, as for launch; an accelerate or Trainer config too"
+    )
+    parser.add_argument("--import", action="append", default=[], dest="imports", metavar="FILE", help=IMPORT_HELP)
+    parser.add_argument("--write", metavar="FILE", help="save the result as our YAML, with the source of each key")
+    parser.add_argument(
+        "--device", default="auto", help="auto | cpu | cuda | tpu (default auto: cuda for native, tpu for the others)"
+    )
+    parser.add_argument(
+        "--backend",
+        default="auto",
+        help="auto | native | xla | xla_fsdp1 (default auto: all engines of the device; under --strict its usual one)",
+    )
+    parser.add_argument("--num_devices", default="auto", help="auto | N: devices of each host (default auto: unknown)")
+    parser.add_argument(
+        "--num_hosts", default="auto", help="auto | N (default auto: 1 with --num_devices, else unknown)"
+    )
+    parser.switch(
+        "--strict", "fail as launch would before it reads data, model and folders; needs --device and --config"
+    )
+    parser.switch("--json", "one JSON object")
+    parser.switch("--schema", "the JSON schema of a config alone, for editors")
+    return parser
 
 
 def main(argv: list[str]) -> int:
-    """Print what is asked for by the arguments after the program's name; returns the exit code."""
-    values = _define_flags()
+    """Print the answer to the arguments after the program's name; returns the exit code."""
 
-    def explain(words: list[str]) -> int:
-        to_stdout(_schema_text() if values.schema else _explain(values, words))
+    def explain(options: argparse.Namespace) -> int:
+        to_stdout(_schema_text() if options.schema else _explain(options))
         return EXIT_FINISHED
 
-    return run_command("explain", USAGE, values, argv, explain)
+    return run_command(_parser(), argv, explain)
 
 
 def _schema_text() -> str:
@@ -91,33 +92,35 @@ def _schema_text() -> str:
     return json.dumps({**dialect, **Config.model_json_schema()}, indent=2)
 
 
-def _explain(values: flags.FlagValues, words: list[str]) -> str:
-    places = _places(values)
-    if values.write == "":
+def _explain(options: argparse.Namespace) -> str:
+    places = _places(options)
+    if options.write == "":
         raise ConfigError("--write=: expected the name of a new YAML file, found none.")
-    imports = list[str](values["import"].value or ())
-    overrides = [word for word in words if "=" in word]
-    asked = tuple(option for word in words if "=" not in word for option in _options_of(word))
-    if values.strict:
-        places = [_sole_place(values, places)]
-    if values.config is None and not imports:
+    imports: list[str] = options.imports
+    overrides = [word for word in options.words if "=" in word]
+    asked = tuple(option for word in options.words if "=" not in word for option in _options_of(word))
+    if options.strict:
+        places = [_sole_place(options, places)]
+    if options.config is None and not imports:
         if overrides:
             raise ConfigError(f"override '{overrides[0]}': expected --config too, whose keys it overrides.")
-        if values.write:
-            raise ConfigError(f"--write={values.write}: expected --config or --import too, which it is made of.")
+        if options.write:
+            raise ConfigError(f"--write={options.write}: expected --config or --import too, which it is made of.")
         table = {option: list(_lines_of(option, places)) for option in asked or option_names()}
-        return _json_of_table(table) if values.json else _text_of_table(table, documented=bool(asked))
-    loaded = read_config(values.config or imports[0], overrides, imports if values.config else imports[1:], os.environ)
-    if values.strict:
+        return _json_of_table(table) if options.json else _text_of_table(table, documented=bool(asked))
+    loaded = read_config(
+        options.config or imports[0], overrides, imports if options.config else imports[1:], os.environ
+    )
+    if options.strict:
         _require_taken(loaded, places[0])
-    if values.write:
-        _write(Path(values.write), translation(loaded))
+    if options.write:
+        _write(Path(options.write), translation(loaded))
     shown = asked or option_names()
     judged = {
         place: tuple(verdict for verdict in verdicts(loaded.config, place) if verdict.option in shown)
         for place in places
     }
-    return _json_of_config(judged, loaded) if values.json else _text_of_config(judged, loaded, bool(asked))
+    return _json_of_config(judged, loaded) if options.json else _text_of_config(judged, loaded, bool(asked))
 
 
 def _options_of(word: str) -> tuple[str, ...]:
@@ -157,33 +160,33 @@ def _write(path: Path, text: str) -> None:
 # ------------------------------------------------------------------------------------------------------ where it runs
 
 
-def _places(values: flags.FlagValues) -> list[Deployment]:
+def _places(options: argparse.Namespace) -> list[Deployment]:
     """One for each engine that the flags leave; raises ConfigError where they leave none."""
-    require_names(values.device, values.backend)
-    engines = tuple(ENGINES) if values.device == "auto" else engines_on(values.device)
-    if values.backend != "auto" and values.backend not in engines:
+    require_names(options.device, options.backend)
+    engines = tuple(ENGINES) if options.device == "auto" else engines_on(options.device)
+    if options.backend != "auto" and options.backend not in engines:
         raise ConfigError(
-            f"backend {values.backend} on {values.device}: expected an engine of that device: {', '.join(engines)}."
+            f"backend {options.backend} on {options.device}: expected an engine of that device: {', '.join(engines)}."
         )
-    per_host, hosts = number_of("num_devices", values.num_devices), number_of("num_hosts", values.num_hosts)
+    per_host, hosts = number_of("num_devices", options.num_devices), number_of("num_hosts", options.num_hosts)
     hosts = hosts or (1 if per_host else None)
     devices = per_host * hosts if per_host and hosts else None
     return [
         Deployment(
-            engine, options_of(engine).example_device if values.device == "auto" else values.device, devices, hosts
+            engine, options_of(engine).example_device if options.device == "auto" else options.device, devices, hosts
         )
         for engine in engines
-        if values.backend in ("auto", engine)
+        if options.backend in ("auto", engine)
     ]
 
 
-def _sole_place(values: flags.FlagValues, places: list[Deployment]) -> Deployment:
+def _sole_place(options: argparse.Namespace, places: list[Deployment]) -> Deployment:
     """Where a run with these flags would be. Raises ConfigError where that can't be told without asking devices."""
-    if values.device == "auto":
+    if options.device == "auto":
         raise ConfigError("--strict: expected --device=cpu, cuda or tpu: what auto stands for the run alone can see.")
-    if values.config is None:
+    if options.config is None:
         raise ConfigError("--strict: expected --config too, as portable_fsdp.launch does.")
-    engine = usual_engine(values.device) if values.backend == "auto" else values.backend
+    engine = usual_engine(options.device) if options.backend == "auto" else options.backend
     return next(place for place in places if place.engine == engine)
 
 

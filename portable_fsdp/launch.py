@@ -4,6 +4,7 @@ Under torchrun (or any launcher that sets its variables) this is one process of 
 native devices, it starts one process for each through torch's elastic launcher.
 """
 
+import argparse
 import os
 import sys
 import time
@@ -11,66 +12,67 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from absl import flags
-
-from portable_fsdp.runtime.command import number_of, run_command
+from portable_fsdp.runtime.command import IMPORT_HELP, CommandParser, Once, number_of, run_command
 from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, ConfigError
 from portable_fsdp.runtime.process import detect_launch, end_with_agent
 
 if TYPE_CHECKING:
     from portable_fsdp.config.load import Loaded
 
-USAGE = """Train a causal language model.
+DESCRIPTION = """Train a causal language model. With one process per GPU of this host:
 
-  python -m portable_fsdp.launch --config=FILE [--device=...] [--backend=...] [--num_devices=...] [key=value ...]
-  torchrun --nproc_per_node=8 -m portable_fsdp.launch --device=cuda --config=FILE
-
-  --config       YAML file; configs/ holds examples, docs/configuration.md every key
-  --import       a file of accelerate's or Trainer's, laid under --config; docs/foreign_configs.md
-  --device       auto | cpu | cuda | tpu: where (default auto: cuda, else tpu, else cpu)
-  --backend      auto | native | xla | xla_fsdp1: how (default auto: native on cpu and cuda, xla on tpu)
-  --num_devices  auto | N: how many devices of this host (default auto: all GPUs or TPU chips; one CPU device)
-  section.key=value  overrides a key of the config, as optim.lr=3e-4
-
-exit code: 0 finished, 2 usage or config error, 143 stopped on request after a committed save, 1 anything else"""
+  torchrun --nproc_per_node=8 -m portable_fsdp.launch --device=cuda --config=FILE"""
+EXIT_CODES = "exit code: 0 finished, 2 usage or config error, 143 stopped after a committed save, 1 anything else"
 
 
-def _define_flags() -> flags.FlagValues:
-    values = flags.FlagValues()
-    flags.DEFINE_string("config", None, "YAML file", flag_values=values, allow_overwrite=False)
-    flags.DEFINE_multi_string("import", [], "a file of accelerate's or Trainer's", flag_values=values)
-    flags.DEFINE_string("device", "auto", "auto | cpu | cuda | tpu", flag_values=values)
-    flags.DEFINE_string("backend", "auto", "auto | native | xla | xla_fsdp1", flag_values=values)
-    flags.DEFINE_string("num_devices", "auto", "auto | N", flag_values=values)
-    return values
+def _parser() -> CommandParser:
+    parser = CommandParser("launch", DESCRIPTION, epilog=EXIT_CODES)
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="overrides a key of the config: optim.lr=3e-4"
+    )
+    parser.add_argument("--config", action=Once, metavar="FILE", help="YAML file; configs/ holds examples")
+    parser.add_argument("--import", action="append", default=[], dest="imports", metavar="FILE", help=IMPORT_HELP)
+    parser.add_argument(
+        "--device", default="auto", help="auto | cpu | cuda | tpu (default auto: cuda, else tpu, else cpu)"
+    )
+    parser.add_argument(
+        "--backend",
+        default="auto",
+        help="auto | native | xla | xla_fsdp1 (default auto: native on cpu, cuda; xla on tpu)",
+    )
+    parser.add_argument(
+        "--num_devices",
+        default="auto",
+        help="auto | N: devices of this host (default auto: all GPUs or TPU chips; one CPU device)",
+    )
+    return parser
 
 
 def main(argv: list[str]) -> int:
     """Run with the arguments after the program's name; returns the exit code."""
-    values = _define_flags()
 
-    def launch(overrides: list[str]) -> int:
+    def launch(options: argparse.Namespace) -> int:
         end_with_agent(os.environ)
-        return _launch(values, overrides, argv)
+        return _launch(options, argv)
 
     try:
-        return run_command("launch", USAGE, values, argv, launch, say=_say)
+        return run_command(_parser(), argv, launch, say=_say)
     except KeyboardInterrupt:
         _say("interrupted")
         return EXIT_FAILED
 
 
-def _launch(values: flags.FlagValues, overrides: list[str], argv: list[str]) -> int:
+def _launch(options: argparse.Namespace, argv: list[str]) -> int:
     from portable_fsdp.backends.support import require_supported
     from portable_fsdp.train.early_checks import check_paths, nothing_left
 
-    loaded = _read(values, overrides)
-    wanted = number_of("num_devices", values.num_devices)
+    loaded = _read(options)
+    wanted = number_of("num_devices", options.num_devices)
     launch = detect_launch(os.environ)
 
     from portable_fsdp.backends.open import local_processes, options_of, resolve
 
-    device, backend = resolve(values.device, values.backend)
+    device, backend = resolve(options.device, options.backend)
     processes = local_processes(device, backend, wanted) if launch.is_alone and not launch.by_accelerate else 1
 
     # A TPU VM may be one of several all the same: its engine asks the slice.
@@ -118,14 +120,14 @@ def _launch(values: flags.FlagValues, overrides: list[str], argv: list[str]) -> 
     )
 
 
-def _read(values: flags.FlagValues, overrides: list[str]) -> "Loaded":
+def _read(options: argparse.Namespace) -> "Loaded":
     """The config that the flags name, checked for what no device is asked for."""
     from portable_fsdp.config.load import read_config
     from portable_fsdp.optim.schedule import check_schedule
 
-    if values.config is None:
+    if options.config is None:
         raise ConfigError("--config: expected a YAML file, found none, as in --config=configs/quickstart.yaml.")
-    loaded = read_config(values.config, overrides, values["import"].value or (), os.environ)
+    loaded = read_config(options.config, options.overrides, options.imports, os.environ)
     if loaded.config.train.steps is not None:  # else the steps follow from the data
         check_schedule(loaded.config.optim, loaded.config.train.steps)
     return loaded

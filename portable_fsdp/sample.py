@@ -6,14 +6,13 @@ for a prompt or a number that gives no text.
 """
 
 import argparse
-import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from portable_fsdp.runtime.command import to_stderr, to_stdout
+from portable_fsdp.runtime.command import CommandParser, at_least, run_command, to_stderr, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FINISHED, ConfigError
 from portable_fsdp.runtime.hub import TOKENIZER_FILES
 from portable_fsdp.runtime.strict_json import parse_json
@@ -22,25 +21,16 @@ _EXPORT = "export"  # in run.dir
 _CONFIG, _ADAPTERS = "config.json", "adapter_config.json"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     """Run the command; returns the exit code (`runtime/errors.py`)."""
-    options = _parser().parse_args(arguments)
-    try:
-        folder = options.folder if options.gguf_file else exported_folder(options.folder)
-        for text in sample(
-            folder,
-            options.prompt,
-            count=options.count,
-            tokens=options.tokens,
-            temperature=options.temperature,
-            seed=options.seed,
-            chat=options.chat,
-            gguf_file=options.gguf_file,
-        ):
-            to_stdout(f"{text}\n")
-    except ConfigError as error:
-        to_stderr(str(error))
-        return error.exit_code
+    return run_command(_parser(), arguments, _sample)
+
+
+def _sample(options: argparse.Namespace) -> int:
+    chosen = vars(options)
+    folder = chosen.pop("folder")
+    for text in sample(folder if options.gguf_file else exported_folder(folder), chosen.pop("prompt"), **chosen):
+        to_stdout(f"{text}\n")
     return EXIT_FINISHED
 
 
@@ -160,34 +150,19 @@ def _token_ids(tokenizer: Any, prompt: str, folder: Path, *, chat: bool) -> Any:
     return tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt")["input_ids"]
 
 
-def _at_least(least: float, number: type[int] | type[float]) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        value = number(text)
-        if not least <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"expected a number of at least {least}, found {text}")
-        return value
-
-    parse.__name__ = "number"  # in argparse's words for text that is none
-    return parse
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m portable_fsdp.sample",
-        description=(__doc__ or "").strip(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _parser() -> CommandParser:
+    parser = CommandParser("sample", __doc__ or "")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="an exported model, or the run that wrote it")
     parser.add_argument("--gguf_file", metavar="NAME", help="a GGUF file in FOLDER, dequantised")
     parser.add_argument("--prompt", default="The ", help="what the texts begin with")
-    parser.add_argument("--chat", action="store_true", help="the prompt is a user's message; prints answers")
-    parser.add_argument("--count", type=_at_least(1, int), default=3, metavar="N", help="texts")
-    parser.add_argument("--tokens", type=_at_least(1, int), default=60, metavar="N", help="tokens in each, at most")
-    parser.add_argument("--temperature", type=_at_least(0, float), default=0.7, help="0: always the likeliest token")
+    parser.switch("--chat", "the prompt is a user's message; prints answers")
+    parser.add_argument("--count", type=at_least(1, int), default=3, metavar="N", help="texts")
+    parser.add_argument("--tokens", type=at_least(1, int), default=60, metavar="N", help="tokens in each, at most")
+    parser.add_argument("--temperature", type=at_least(0, float), default=0.7, help="0: always the likeliest token")
     parser.add_argument("--seed", type=int, default=0)
     return parser
 
 
 if __name__ == "__main__":
     os.environ.setdefault("TQDM_DISABLE", "1")  # of transformers' reader of GGUF files, which asks nothing else
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -140,7 +140,7 @@ def check_ours(row: Row, folder: Path) -> None:
     assert row.ours or row.text == NOT_BUILT, row
     for item in row.ours + [item for item in row.remark if item.partition(".")[0] in Config.model_fields]:
         if item.startswith("--"):
-            assert item.removeprefix("--") in launch._define_flags(), item
+            assert item in launch._parser()._option_string_actions, item
             continue
         assert item.partition("=")[0] in option_names(), f"{row.tool}: {item} is no key of ours"
         small_config(folder, overrides=[item] if "=" in item else [])
@@ -189,9 +189,9 @@ def test_the_engine_of_each_command_takes_its_config() -> None:
     for command in commands(MIGRATING.read_text(), "migrating.md"):
         if "portable_fsdp.launch" not in command.words:
             continue
-        values = launch._define_flags()
-        overrides = values(["launch", *command.words[command.words.index("portable_fsdp.launch") + 1 :]])[1:]
-        config = load_config(ROOT / values.config, overrides, [ROOT / name for name in values["import"].value or ()])
+        words = command.words[command.words.index("portable_fsdp.launch") + 1 :]
+        values = launch._parser().parse_intermixed_args(words)
+        config = load_config(ROOT / values.config, values.overrides, [ROOT / name for name in values.imports])
         place = next((place for place in USUAL if place.device == values.device), Deployment("native", "cpu", 2, 1))
         assert [v for v in verdicts(config, place) if v.kind == "refused"] == [], command.where
         check_batch(config, 2 if values.device == "cpu" else 8)

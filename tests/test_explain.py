@@ -115,7 +115,7 @@ def test_without_a_config_every_option_and_every_case(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--devices=cpu"], "'devices'"),
+        (["--devices=cpu"], "unknown flag --devices; nearest: --device"),
         (["--device=gpu"], "--device=gpu: expected one of auto, cpu, cuda, tpu."),
         (["--backend=fsdp"], "--backend=fsdp: expected one of auto, native, xla, xla_fsdp1."),
         (["--device=cuda", "--backend=xla"], "backend xla on cuda: expected an engine of that device: native."),
@@ -127,7 +127,7 @@ def test_without_a_config_every_option_and_every_case(capsys: pytest.CaptureFixt
         (["--config=none.yaml"], "no such file"),
         ([CONFIG, "--strict"], "--strict: expected --device=cpu, cuda or tpu"),
         (["--device=cpu", "--strict"], "--strict: expected --config too"),
-        ([CONFIG, "--config=none.yaml"], f"flag --config=none.yaml: already defined as {ROOT}/configs/llama_1b.yaml"),
+        ([CONFIG, "--config=none.yaml"], f"--config=none.yaml: already given as {ROOT}/configs/llama_1b.yaml"),
     ],
 )
 def test_usage_errors_end_with_2(capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str) -> None:

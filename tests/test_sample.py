@@ -106,9 +106,9 @@ def test_adapters_are_opened_with_their_base(tmp_path: Path) -> None:
         ("model", ["--gguf_file=a.gguf"], "--gguf_file: expected a file of {}, found none of the name a.gguf."),
         ("model", ["--prompt="], "--prompt: expected text, found none"),
         ("model", [f"--prompt={'a' * 64}"], "--prompt: expected fewer tokens than the model's 64 positions, found 64."),
-        ("model", ["--tokens=0"], "--tokens: expected a number of at least 1, found 0"),
-        ("model", ["--count=-1"], "--count: expected a number of at least 1, found -1"),
-        ("model", ["--count=two"], "--count: invalid number value: 'two'"),
+        ("model", ["--tokens=0"], "--tokens: expected a whole number of at least 1, found 0"),
+        ("model", ["--count=-1"], "--count: expected a whole number of at least 1, found -1"),
+        ("model", ["--count=two"], "--count: expected a whole number of at least 1, found two"),
         ("model", ["--temperature=-1"], "--temperature: expected a number of at least 0, found -1"),
         ("model", ["--temperature=nan"], "--temperature: expected a number of at least 0, found nan"),
         ("no base", [], "{}: expected adapters of a base in Hugging Face format, found none named"),
@@ -136,10 +136,7 @@ def test_what_gives_no_text_ends_with_2_and_a_sentence(
         for file in tmp_path.glob("tokenizer*"):
             file.unlink()
     capsys.readouterr()
-    try:
-        code = main([str(tmp_path), *words])
-    except SystemExit as error:  # argparse's, for a flag
-        code = error.code
+    code = main([str(tmp_path), *words])
     said = capsys.readouterr()
     assert (code, said.out) == (2, "")
     assert expected.format(tmp_path) in said.err

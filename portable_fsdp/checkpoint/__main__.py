@@ -30,7 +30,7 @@ from portable_fsdp.checkpoint.format import (
 from portable_fsdp.checkpoint.storage import exists, locate
 from portable_fsdp.checkpoint.write_errors import with_cause
 from portable_fsdp.formats import EXPORTS, FORMATS, require_source
-from portable_fsdp.runtime.command import to_stdout
+from portable_fsdp.runtime.command import CommandParser, at_least, to_stdout
 from portable_fsdp.runtime.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
@@ -92,7 +92,7 @@ def checkpoints_in(path: Path) -> list[Path]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m portable_fsdp.checkpoint", description=(__doc__ or "").strip())
+    parser = CommandParser("checkpoint", __doc__ or "")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, run: Callable[[argparse.Namespace], int | None], help: str) -> argparse.ArgumentParser:
@@ -138,9 +138,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_import(add("import", _import, "make a checkpoint from a model in another format"))
     prune = add("prune", _prune, "delete older checkpoints")
     prune.add_argument("path", **run)
-    prune.add_argument("--keep", type=_positive, required=True, metavar="N", help="the newest N of each run stay")
-    prune.add_argument("--keep-every", type=_positive, metavar="K", help="steps that K divides stay too")
-    prune.add_argument("--dry-run", action="store_true", help="say what would be deleted")
+    prune.add_argument(
+        "--keep", type=at_least(1, int), required=True, metavar="N", help="the newest N of each run stay"
+    )
+    prune.add_argument("--keep_every", type=at_least(1, int), metavar="K", help="steps that K divides stay too")
+    prune.add_argument("--dry_run", action="store_true", help="say what would be deleted")
     return parser
 
 
@@ -153,16 +155,10 @@ def _add_import(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--dtype", choices=_DTYPES, help="of the model's floating-point tensors; default: as they are")
     command.add_argument(
-        "--trust-metadata",
+        "--trust_metadata",
         action="store_true",
         help="read pickled metadata (dcp), as data: names that aren't torch's metadata are refused",
     )
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, found {text}")
-    return int(text)
 
 
 def _local(text: str) -> Path:

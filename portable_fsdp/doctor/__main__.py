@@ -9,49 +9,37 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-from absl import flags
-
 from portable_fsdp.doctor import devices, host, network, packages
 from portable_fsdp.doctor.finding import Finding, ProbeAnswer, failed, ok, probe_answer
 from portable_fsdp.runtime.child import Child
 from portable_fsdp.runtime.chips import tpu_chips
-from portable_fsdp.runtime.command import run_command, to_stdout
+from portable_fsdp.runtime.command import CommandParser, at_least, run_command, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_FINISHED
 from portable_fsdp.runtime.process import Launch
 from portable_fsdp.version import __version__
 
-USAGE = """What is installed here, which devices are seen, what is wrong, and the command or setting that mends it.
-
-  python -m portable_fsdp.doctor [--run_dir=FOLDER] [--limit_s=SECONDS] [--json]
-  torchrun ... -m portable_fsdp.doctor     asks all hosts: who is there, and whether their clocks agree
-
-  --run_dir  where a run would write: is there room? (default runs)
-  --limit_s  how long to wait for torch, a driver, another host (default 60)
-  --json     one JSON object
-
-exit code: 0 nothing failed (there may be warnings), 1 something failed, 2 usage error"""
+DESCRIPTION = """Check this host: what is installed, which devices are there, what is wrong, and how to mend it.
+Under torchrun it asks all hosts: who is there, and whether their clocks agree."""
+EXIT_CODES = "exit code: 0 nothing failed (there may be warnings), 1 something failed, 2 usage error"
 
 LEAVE_S = 10.0  # after the limit, for a probe to say which processes are missing
 
 
-def _define_flags() -> flags.FlagValues:
-    values = flags.FlagValues()
-    flags.DEFINE_string("run_dir", "runs", "where a run would write", flag_values=values)
-    flags.DEFINE_float("limit_s", 60.0, "seconds to wait for an answer", lower_bound=1.0, flag_values=values)
-    flags.DEFINE_boolean("json", False, "one JSON object", flag_values=values)
-    return values
+def _parser() -> CommandParser:
+    parser = CommandParser("doctor", DESCRIPTION, epilog=EXIT_CODES)
+    parser.add_argument(
+        "--run_dir", type=Path, default=Path("runs"), metavar="FOLDER", help="a run's folder: is there room?"
+    )
+    parser.add_argument(
+        "--limit_s", type=at_least(1, float), default=60.0, help="seconds to wait for torch, a driver, another host"
+    )
+    parser.switch("--json", "one JSON object")
+    return parser
 
 
 def main(argv: list[str]) -> int:
-    """Print the report asked for by the arguments after the program's name; returns the exit code."""
-    values = _define_flags()
-
-    def report(rest: list[str]) -> int:
-        if rest:
-            raise flags.Error(f"expected flags alone, found {rest[0]!r}")
-        return _report(Path(values.run_dir), values.limit_s, values.json)
-
-    return run_command("doctor", USAGE, values, argv, report)
+    """Print the report; returns the exit code. `argv`: the arguments after the program's name."""
+    return run_command(_parser(), argv, lambda options: _report(options.run_dir, options.limit_s, options.json))
 
 
 def _report(run_dir: Path, limit_s: float, as_json: bool) -> int:

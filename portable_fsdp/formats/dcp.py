@@ -98,7 +98,7 @@ def open_checkpoint(path: Path, *, trust_metadata: bool) -> Generator[ForeignChe
         raise CheckpointError(f"{path}: expected a folder of torch.distributed.checkpoint, found no {METADATA} in it")
     if not trust_metadata:
         raise CheckpointError(
-            f"{path}: its {METADATA} is a Python pickle, which is read only if you say so: add --trust-metadata.\n"
+            f"{path}: its {METADATA} is a Python pickle, which is read only if you say so: add --trust_metadata.\n"
             "  It is then read as data: a name that isn't of torch's checkpoint metadata is refused, none is executed."
         )
     tensors: dict[str, Chunked] = {}

@@ -1,5 +1,6 @@
 """Memory and time on hardware that isn't here: `python -m portable_fsdp.plan --config=run.yaml --on=v5p:2x2x4`."""
 
+import argparse
 import json
 import os
 import signal
@@ -7,8 +8,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from absl import flags
 
 from portable_fsdp.config.load import load_config
 from portable_fsdp.config.schema import Config
@@ -19,86 +18,84 @@ from portable_fsdp.plan.result import Comparison, Plan
 from portable_fsdp.plan.sweep import PlanOf, Settings, Tried, grid, nearest_that_fits, sweep, usual_grid
 from portable_fsdp.plan.target import parse_target
 from portable_fsdp.plan.time import compare, require_rows
-from portable_fsdp.runtime.command import run_command, to_stderr, to_stdout
+from portable_fsdp.runtime.command import CommandParser, Once, run_command, to_stderr, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FINISHED, EXIT_USAGE, ConfigError, UsageError
 
-USAGE = """Does it fit, how many bytes on a device, how long at best: on hardware that you don't have.
-
-  python -m portable_fsdp.plan --config=FILE --on=WHERE [key=value ...]
-
-  --config  YAML file, as for portable_fsdp.launch
-  --on      TPU slices: v5p:2x2x4, v6e-16, v5litepod-256, 2*v6e-256; GPUs: h100:8, a100-40gb:16; cpu:2
-  --sweep   plan other settings too, and say which fit and which is fastest at best
-  --over    a key to sweep with its values, as --over=train.micro_batch=1,2,4; may be given several times
-  --compare a run's folder: what it took beside the bound
-  --save    draw the plan, or the sweep, to a file (plan.png)
-  --json    one JSON object
-  section.key=value  overrides a key of the config
-
-exit code: 0 for a plan, that of one that doesn't fit too; 2 usage or config error, or a sweep of which all is refused;
-1 anything else; 130 for Ctrl-C"""
+DESCRIPTION = """Does it fit, how many bytes on a device, how long at best: on hardware that you don't have."""
+EXIT_CODES = """exit code: 0 for a plan, whether it fits or not; 2 usage or config error, or each plan of a sweep
+is refused; 1 anything else; 130 for Ctrl-C"""
 
 _EXIT_INTERRUPTED = 130  # 128 + SIGINT
 
 
-def _define_flags() -> flags.FlagValues:
-    values = flags.FlagValues()
-    flags.DEFINE_string("config", None, "YAML file", flag_values=values, allow_overwrite=False)
-    flags.DEFINE_string("on", None, "hardware", flag_values=values)
-    flags.DEFINE_boolean("sweep", False, "plan other settings too", flag_values=values)
-    flags.DEFINE_multi_string("over", [], "key=value,value", flag_values=values)
-    flags.DEFINE_string("compare", None, "a run's folder", flag_values=values)
-    flags.DEFINE_string("save", None, "picture", flag_values=values)
-    flags.DEFINE_boolean("json", False, "one JSON object", flag_values=values)
-    return values
+def _parser() -> CommandParser:
+    parser = CommandParser("plan", DESCRIPTION, epilog=EXIT_CODES)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides a key of the config")
+    parser.add_argument("--config", action=Once, metavar="FILE", help="YAML file, as for portable_fsdp.launch")
+    parser.add_argument(
+        "--on",
+        metavar="WHERE",
+        help="TPU slices: v5p:2x2x4, v6e-16, v5litepod-256, 2*v6e-256; GPUs: h100:8, a100-40gb:16; cpu:2",
+    )
+    parser.switch("--sweep", "plan other settings too, and say which fit and which is fastest at best")
+    parser.add_argument(
+        "--over",
+        action="append",
+        default=[],
+        metavar="key=value,...",
+        help="a key to sweep with its values, as --over=train.micro_batch=1,2,4; may be given several times",
+    )
+    parser.add_argument("--compare", metavar="RUN", help="a run's folder: what it took beside the bound")
+    parser.add_argument("--save", metavar="FILE", help="draw the plan, or the sweep, to a file (plan.png)")
+    parser.switch("--json", "one JSON object")
+    return parser
 
 
 def main(argv: list[str]) -> int:
     """Plan what is asked for by the arguments after the program's name; returns the exit code."""
-    values = _define_flags()
 
-    def plan(overrides: list[str]) -> int:
+    def plan(options: argparse.Namespace) -> int:
         with Apart() as apart:
-            return _plan(values, overrides, apart)
+            return _plan(options, apart)
 
     try:
-        return run_command("plan", USAGE, values, argv, plan)
+        return run_command(_parser(), argv, plan)
     except KeyboardInterrupt:
         to_stderr("interrupted")
         return _EXIT_INTERRUPTED
 
 
-def _plan(values: flags.FlagValues, overrides: list[str], apart: Apart) -> int:
-    if values.config is None or values.on is None:
+def _plan(options: argparse.Namespace, apart: Apart) -> int:
+    if options.config is None or options.on is None:
         raise ConfigError("plan: expected --config=FILE and --on=WHERE, as --on=v5p:2x2x4 or --on=h100:8.")
-    is_sweep = values.sweep or bool(values.over)
-    if values.compare is not None and is_sweep:
+    is_sweep = options.sweep or bool(options.over)
+    if options.compare is not None and is_sweep:
         raise UsageError("--compare: expected one plan, found --sweep or --over.\n  Compare with a plan of its own.")
-    target = parse_target(values.on)
-    config = load_config(values.config, overrides)
-    picture = None if values.save is None else _picture(values.save)
+    target = parse_target(options.on)
+    config = load_config(options.config, options.overrides)
+    picture = None if options.save is None else _picture(options.save)
     tokens = config.train.global_batch * config.data.seq_len
-    measured = None if values.compare is None else _rows(Path(values.compare), tokens)
+    measured = None if options.compare is None else _rows(Path(options.compare), tokens)
 
     def config_of(settings: Settings) -> Config:
-        return load_config(values.config, [*overrides, *(f"{key}={value}" for key, value in settings.items())])
+        return load_config(options.config, [*options.overrides, *(f"{key}={value}" for key, value in settings.items())])
 
     def plan_of(settings: Settings) -> Plan:
         return make_plan(config_of(settings), target, apart, to_stderr)
 
     kind = target.hardware.kind
     if is_sweep:
-        points = grid(_axes(values.over)) if values.over else usual_grid(config, target.devices, scan=kind == "tpu")
+        points = grid(_axes(options.over)) if options.over else usual_grid(config, target.devices, scan=kind == "tpu")
         for settings in points:
             config_of(settings)  # a key that isn't there is said before the first plan
-        return _sweep(points, plan_of, as_json=values.json, picture=picture)
+        return _sweep(points, plan_of, as_json=options.json, picture=picture)
     plan = plan_of({})
-    if not values.json:
+    if not options.json:
         to_stdout(report.text(plan))
     measures: list[Tried] = []
     if plan.memory.verdict == "does not fit":
         measures = list(nearest_that_fits(config, plan_of, offload=kind == "cuda"))
-    _tell_the_rest(plan, measures, None if measured is None else compare(plan.time, measured), as_json=values.json)
+    _tell_the_rest(plan, measures, None if measured is None else compare(plan.time, measured), as_json=options.json)
     if picture is not None:
         report.draw([plan], [plan.on], picture)
     return EXIT_FINISHED

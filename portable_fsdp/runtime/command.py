@@ -1,15 +1,23 @@
-"""The frame of a command: its help, its usage errors, and errors of ours as sentences, each with its exit code."""
+"""The frame of a command: its flags, its help, its usage errors, and our errors as sentences with an exit code.
 
+All commands take flags alike: `--name=value` or `--name value`, `--switch`, `section.key=value`; never an abbreviation.
+"""
+
+import argparse
+import difflib
+import math
 import os
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-
-from absl import flags
+from typing import Any, NoReturn
 
 from portable_fsdp.runtime.errors import EXIT_FINISHED, EXIT_USAGE, ConfigError, PortableFSDPError
 
 NOTHING_STARTED = "Nothing was started."
+
+IMPORT_HELP = "an accelerate or Trainer config; supplies defaults beneath --config; may be given several times"
+
 EXIT_NO_READER = 141  # 128 + SIGPIPE
 
 
@@ -18,7 +26,7 @@ def to_stderr(message: str) -> None:
 
 
 def to_stdout(text: str) -> None:
-    """What a command was asked for. Raises SystemExit where nobody reads on, as behind `| head`."""
+    """Print a command's answer. Raises SystemExit where nobody reads on, as behind `| head`."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -45,28 +53,88 @@ def number_of(flag: str, text: str) -> int | None:
     return int(text)
 
 
+class CommandParser(argparse.ArgumentParser):
+    """The flags of `python -m portable_fsdp.COMMAND`. Takes `--dry-run` for `--dry_run`, and no abbreviation."""
+
+    def __init__(self, command: str = "", description: str = "", **options: Any) -> None:
+        super().__init__(
+            prog=options.pop("prog", f"python -m portable_fsdp.{command}"),
+            description=description.strip(),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            **options,
+        )
+
+    def switch(self, name: str, help: str) -> None:
+        self.add_argument(name, action="store_true", help=help)
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        words = [_with_underscores(word) for word in (sys.argv[1:] if args is None else args)]
+        options, unknown = super().parse_known_args(words, namespace)
+        for word in unknown:
+            if word.startswith("-"):
+                flag = word.partition("=")[0]
+                near = difflib.get_close_matches(flag, list(self._option_string_actions), n=1)
+                self.error(f"unknown flag {flag}" + (f"; nearest: {near[0]}" if near else ""))
+        return options, unknown
+
+    def print_help(self, file: Any = None) -> None:
+        to_stdout(self.format_help().rstrip())
+
+    def error(self, message: str) -> NoReturn:
+        to_stderr(f"{message}\n{self.format_usage().rstrip()}\n  --help says more.")
+        raise SystemExit(EXIT_USAGE)
+
+
+class Once(argparse.Action):
+    """A flag that may stand once: of two config files none is the one that counts."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: Any = None) -> None:
+        if getattr(namespace, self.dest) is not None:
+            parser.error(f"{option_string}={values}: already given as {getattr(namespace, self.dest)}")
+        setattr(namespace, self.dest, values)
+
+
+def at_least(least: float, number: type[int] | type[float]) -> Callable[[str], float]:
+    """A flag's type: a finite number of at least `least`."""
+
+    def parse(text: str) -> float:
+        try:
+            value = number(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value < math.inf:
+            kind = "whole number" if number is int else "number"
+            raise argparse.ArgumentTypeError(f"expected a {kind} of at least {least}, found {text}")
+        return value
+
+    return parse
+
+
+def _with_underscores(word: str) -> str:
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    return f"--{name[2:].replace('-', '_')}{equals}{value}"
+
+
 def run_command(
-    name: str,
-    usage: str,
-    values: flags.FlagValues,
+    parser: CommandParser,
     argv: list[str],
-    body: Callable[[list[str]], int],
+    body: Callable[[argparse.Namespace], int],
     *,
     say: Callable[[str], None] = to_stderr,
 ) -> int:
-    """Run `body` with the words of `argv` that are no flags, which go to `values`; returns the exit code.
+    """Run `body` with the parsed arguments, those after the program's name; returns the exit code.
 
-    `argv`: the arguments after the program's name. `body` may raise absl's flags.Error for words that it doesn't take.
     `say` prints the message of a PortableFSDPError, and `Nothing was started.` below that of a usage error.
     """
-    if any(argument in ("--help", "-help", "-h", "--h") for argument in argv):
-        to_stdout(usage)
-        return EXIT_FINISHED
     try:
-        return body(values([name, *argv])[1:])
-    except flags.Error as error:
-        print(f"{error}\n\n{usage}", file=sys.stderr)
-        return EXIT_USAGE
+        options = parser.parse_intermixed_args(argv)
+    except SystemExit as end:  # argparse's, after --help or a flag that it doesn't take
+        return end.code if isinstance(end.code, int) else EXIT_FINISHED
+    try:
+        return body(options)
     except PortableFSDPError as error:
         message = str(error)
         if error.exit_code == EXIT_USAGE and NOTHING_STARTED not in message:

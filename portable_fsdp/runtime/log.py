@@ -16,4 +16,4 @@ def configure(process_index: int) -> None:
     logger = logging.getLogger(LOGGER_NAME)
     logger.handlers[:] = [handler]
     logger.setLevel(logging.INFO if process_index == 0 else logging.WARNING)
-    logger.propagate = False  # absl's root handler would print every line a second time
+    logger.propagate = False  # a root handler (absl's, which jax brings) would print every line a second time

@@ -175,7 +175,7 @@ def info_of(metadata: Any) -> Any:
 
 
 def test_pickled_metadata_is_read_only_if_asked_for(tmp_path: Path, dcp: Path) -> None:
-    refused(dcp, tmp_path, "add --trust-metadata")
+    refused(dcp, tmp_path, "add --trust_metadata")
 
 
 PICKLES = {
