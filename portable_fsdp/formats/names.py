@@ -15,7 +15,7 @@ from portable_fsdp.backends.base import persistent_buffers
 from portable_fsdp.checkpoint.format import folder_of
 from portable_fsdp.formats.base import ForeignCheckpoint
 from portable_fsdp.formats.streams import byte_chunks
-from portable_fsdp.models.config_json import config_from_json, config_to_json
+from portable_fsdp.models.architecture import config_from_json, config_to_json
 from portable_fsdp.runtime.errors import CheckpointError
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")

@@ -13,8 +13,7 @@ from portable_fsdp.formats.merging import adapters_of
 from portable_fsdp.formats.names import import_transformers
 from portable_fsdp.formats.streams import write_file
 from portable_fsdp.formats.target import new_folder, require_replaceable
-from portable_fsdp.models.lora import holds_inputs_first, peft_keys
-from portable_fsdp.models.peft_folder import WEIGHTS
+from portable_fsdp.models.lora import WEIGHTS, holds_inputs_first, peft_keys
 from portable_fsdp.runtime.errors import CheckpointError
 
 

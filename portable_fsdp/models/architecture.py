@@ -1,19 +1,18 @@
-"""`model.architecture`: a mapping of the YAML file, or a config.json; read as transformers' `from_pretrained` reads it.
+"""`model.architecture`: a mapping of the YAML file or a config.json, read as transformers' `from_pretrained` reads it.
 
-transformers takes any key: one that it doesn't know becomes an attribute that nothing reads, and so does a misspelt
-one. What a class reads stands in no one place: it has fields, other names for them, keys of older files that it
-converts while it reads (`rotary_pct`, `torch_dtype`), and keys that the model's code asks for. A key is refused if none
-of these is it, and
+transformers accepts any key and turns an unknown one into an attribute that nothing reads. No single list says what a
+class reads: it has fields, other names for them, keys of older files that it converts (`rotary_pct`, `torch_dtype`),
+and keys that the model's code asks for. A key outside all of these is refused if
 
 - it is one letter off one of them: a typing mistake, in a file too; or
-- it was typed here. A published config.json carries keys of the tool that wrote it, which transformers ignores as well;
-  such a file, or what was pasted of it (told by `_MARKS`), may have them. So may `key: false` or null, which asks for
-  nothing.
+- the user typed it. A published config.json, or a mapping pasted from one (`_MARKS` recognises it), may carry keys of
+  the tool that wrote it, since transformers ignores them. So may `key: false` or null, which asks for nothing.
 """
 
 import dataclasses
 import difflib
 import inspect
+import itertools
 import json
 import logging
 import re
@@ -32,10 +31,10 @@ _MARKS = frozenset(
     {"architectures", "transformers_version", "auto_map", "_name_or_path"}
     | {"tokenizer_class", "is_llama_config"}  # of conversions from other tools
 )
-"""Keys that stand in config.json files and that nobody types, since they change nothing in training."""
+"""Keys of config.json files that nobody types, since they change nothing in training."""
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "ffn_dim", "num_hidden_layers", "num_attention_heads")
-"""Which a model is made of, by transformers' common names; a class may have its own (`n_embd`) in `attribute_map`."""
+"""By transformers' common names; a class may have its own (`n_embd`) in `attribute_map`."""
 
 _READS_OF_A_CONFIG = re.compile(
     r"""kwargs\.(?:pop|get|setdefault)\(\s*["'](\w+)"""
@@ -48,9 +47,9 @@ _MAX_BYTES = 16 * 2**20
 
 
 def architecture_mapping(architecture: Mapping[str, Any] | str) -> dict[str, Any]:
-    """The mapping itself, or what the config.json holds that is named, or that lies in the folder that is named.
+    """The mapping itself, or the content of the config.json (or of the folder that holds it) at this path.
 
-    Needs no torch. Raises ConfigError for a file that isn't there, or is no config.json of transformers.
+    Needs no torch. Raises ConfigError for a missing file, and for one that is no config.json of transformers.
     """
     if not isinstance(architecture, str):
         return dict(architecture)
@@ -60,7 +59,7 @@ def architecture_mapping(architecture: Mapping[str, Any] | str) -> dict[str, Any
     if not _is(Path.is_file, path):
         raise ConfigError(
             f"model.architecture: expected a mapping, a config.json or a folder that holds one, found no file: {path}\n"
-            "  The path is taken from the folder that the run starts in. Nothing was started."
+            "  The path is relative to the folder that the run starts in."
         )
     try:
         if path.stat().st_size > _MAX_BYTES:
@@ -68,13 +67,11 @@ def architecture_mapping(architecture: Mapping[str, Any] | str) -> dict[str, Any
         # Infinity isn't JSON's, but Mamba 2's files have it.
         values = parse_json(path.read_bytes(), constant=float)
     except (ValueError, OSError) as error:
-        raise ConfigError(
-            f"model.architecture: {path}: can't be read as JSON: {str(error).rstrip('.')}. Nothing was started."
-        ) from None
+        raise ConfigError(f"model.architecture: {path}: can't be read as JSON: {str(error).rstrip('.')}.") from None
     if not isinstance(values, dict) or not isinstance(cast(dict[str, Any], values).get("model_type"), str):
         raise ConfigError(
             f"model.architecture: {path}: expected a config.json of transformers, found no `model_type` in it.\n"
-            "  Add it (llama, qwen3, gpt2, ...), or name another file. Nothing was started."
+            "  Add it (llama, qwen3, gpt2, ...), or name another file."
         )
     return cast(dict[str, Any], values)
 
@@ -87,12 +84,12 @@ def _is(kind: Callable[[Path], bool], path: Path) -> bool:
 
 
 def read_architecture(architecture: Mapping[str, Any] | str) -> Any:
-    """The transformers config, of a causal language model, with all values as `from_pretrained` would have them.
+    """The transformers config of a causal language model, with all values as `from_pretrained` would have them.
 
-    Raises ConfigError for keys that nothing reads (see above), for sizes that aren't given, and for what transformers
-    refuses. The log names what has no effect.
+    Logs the keys that have no effect. Raises ConfigError for keys that nothing reads (see above), for missing sizes,
+    and for what transformers refuses.
     """
-    config, remarks = _read_and_checked(architecture)
+    config, remarks = _checked(architecture)
     for remark in remarks:
         log.warning("model.architecture: %s", remark)
     return config
@@ -100,11 +97,11 @@ def read_architecture(architecture: Mapping[str, Any] | str) -> Any:
 
 def check_architecture(architecture: Mapping[str, Any] | str) -> None:
     """Raises what `read_architecture` raises, and logs nothing."""
-    _read_and_checked(architecture)
+    _checked(architecture)
 
 
-def _read_and_checked(architecture: Mapping[str, Any] | str) -> tuple[Any, list[str]]:
-    """The config, and remarks on what has no effect."""
+def _checked(architecture: Mapping[str, Any] | str) -> tuple[Any, list[str]]:
+    """The config, and remarks on keys without effect."""
     values = architecture_mapping(architecture)
     is_file = isinstance(architecture, str)
     where = f"model.architecture: {architecture}: " if is_file else "model.architecture."
@@ -113,8 +110,7 @@ def _read_and_checked(architecture: Mapping[str, Any] | str) -> tuple[Any, list[
     dropout = [key for key, value in values.items() if "drop" in key and type(value) in (int, float) and value]
     if dropout and not is_published:
         raise ConfigError(
-            f"{where}{dropout[0]}: expected 0, found {values[dropout[0]]}: dropout is not built yet.\n"
-            "  Leave it out. Nothing was started."
+            f"{where}{dropout[0]}: expected 0, found {values[dropout[0]]}: dropout is not built yet.\n  Leave it out."
         )
     config: Any = None
     failure: Exception | None = None
@@ -127,15 +123,14 @@ def _read_and_checked(architecture: Mapping[str, Any] | str) -> tuple[Any, list[
     _refuse_wrong_numbers(kind, values, where)
     if failure is not None:
         raise ConfigError(
-            f"{where.rstrip('.: ')}: transformers refuses it: {last_line(failure)}\n"
-            "  Change the key that it names. Nothing was started."
+            f"{where.rstrip('.: ')}: transformers refuses it: {last_line(failure)}\n  Change the key that it names."
         ) from failure
     dropped = dict(_dropped_rotary(config, values))
     if dropped and not is_published:
         name, value = next(iter(dropped.items()))
         raise ConfigError(
             f"{where}{name}: expected a value that the model takes, found {value}, which {kind.__name__} drops: its "
-            f"rope_parameters are {config.rope_parameters}.\n  Leave it out. Nothing was started."
+            f"rope_parameters are {config.rope_parameters}.\n  Leave it out."
         )
     remarks = {
         f"{kind.__name__} reads no {', '.join(unread)}: without effect": unread,
@@ -146,7 +141,7 @@ def _read_and_checked(architecture: Mapping[str, Any] | str) -> tuple[Any, list[
 
 
 def last_line(error: Exception) -> str:
-    """Of what it says; its class where it says nothing."""
+    """The last line of its message; its class where the message is empty."""
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     return lines[-1].strip() if lines else type(error).__name__
 
@@ -166,7 +161,7 @@ def _class_of(model_type: str, where: str) -> Any:
 
 
 def _read(values: Mapping[str, Any]) -> Any:
-    """Through a file: `from_pretrained` alone has all that transformers does to what it reads."""
+    """Through a file, since only `from_pretrained` applies all of transformers' conversions."""
     from transformers import AutoConfig
 
     with tempfile.TemporaryDirectory() as folder:
@@ -174,9 +169,31 @@ def _read(values: Mapping[str, Any]) -> Any:
         config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     config._name_or_path = ""
     for key in ("auto_map", "quantization_config"):  # of the weights and the code that came with the file
-        if key in vars(config):
-            delattr(config, key)
+        vars(config).pop(key, None)
     return config
+
+
+# ------------------------------------------------------------------------------------------------ a config as JSON
+
+
+def config_to_json(config: Any) -> dict[str, Any]:
+    """All values of a transformers config, as transformers writes them to a config.json.
+
+    `inf` is `{"__float__": "Infinity"}` (Mamba 2's `time_step_limit`), since JSON has no infinity.
+    """
+    return cast(dict[str, Any], json.loads(config.to_json_string(use_diff=False)))
+
+
+def config_from_json(values: Mapping[str, Any]) -> Any:
+    """The config of what `config_to_json` gave, or of a dict that holds infinities themselves.
+
+    Raises what transformers validates with: exceptions of many classes, all about these values.
+    """
+    from transformers import AutoConfig, PreTrainedConfig
+
+    # Private: transformers itself asks it in from_pretrained only, which reads a file.
+    decoded = PreTrainedConfig._decode_special_floats(dict(values))  # pyright: ignore[reportPrivateUsage]
+    return AutoConfig.for_model(**decoded)
 
 
 # -------------------------------------------------------------------------------------------- keys that nothing reads
@@ -185,14 +202,14 @@ def _read(values: Mapping[str, Any]) -> Any:
 def _refuse_unread(kind: Any, config: Any, values: Mapping[str, Any], where: str, is_published: bool) -> list[str]:
     """Raises ConfigError for a key that is a mistake; returns the others that nothing reads.
 
-    `config`: None where transformers refuses the values; then its own conversions can't be seen at work.
+    `config`: None where transformers refuses the values; then its conversions can't be seen at work.
     """
     unread: list[str] = []
     for part, inside, its_config in _mappings_in(kind, config, values):
         its_kind = type(its_config) if its_config is not None else kind
-        held: Mapping[str, Any] = inside if its_config is None else vars(its_config)  # without what was converted
+        held: Mapping[str, Any] = inside if its_config is None else vars(its_config)  # without converted keys
         plain = {*_fields(its_kind), *its_kind.attribute_map}
-        # What begins with _ is transformers' own note to itself; nobody types it.
+        # A key that begins with _ is transformers' own note to itself; nobody types it.
         extra = [name for name in inside if name in held and name not in plain and not name.startswith("_")]
         known = plain | _known_to_code(its_kind) if extra else plain
         for name in extra:
@@ -211,7 +228,7 @@ def _refuse_unread(kind: Any, config: Any, values: Mapping[str, Any], where: str
 
 
 def _refuse_misspelt_rope(rope: Any, where: str) -> None:
-    """Of rotary embeddings; transformers warns of other keys, which some models' code reads."""
+    """transformers only warns of other keys, since some models' code reads them."""
     from transformers.modeling_rope_utils import RopeParameters
 
     known = {"type", *RopeParameters.__annotations__}
@@ -231,7 +248,7 @@ def _unknown_key(place: str, name: str, kind: Any, candidates: Iterable[str]) ->
 
 
 def _is_one_letter_off(name: str, key: str) -> bool:
-    """One is missing, too many, another, or two have changed places; short keys (`d_inner`, `n_inner`) are often so."""
+    """One letter missing, added, changed, or two swapped; short keys (`d_inner`, `n_inner`) differ like that anyway."""
     begin = _common_start(name, key)
     name, key = name[begin:], key[begin:]
     end = _common_start(name[::-1], key[::-1])
@@ -240,14 +257,12 @@ def _is_one_letter_off(name: str, key: str) -> bool:
     return begin + end > 7 and (max(len(name), len(key)) == 1 or is_swap)
 
 
-def _common_start(one: str, other: str) -> int:
-    """How many letters are the same."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+def _common_start(name: str, key: str) -> int:
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(name, key, strict=False)))
 
 
 def _mappings_in(kind: Any, config: Any, values: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any], Any]]:
-    """The mapping itself and those of its parts (`text_config.`), each with the config that was read of it."""
+    """The mapping itself and those of its parts (`text_config.`), each with the config that it became."""
     yield "", {key: value for key, value in values.items() if key != "model_type"}, config
     for key in kind.sub_configs if config is not None else ():
         part, inside = getattr(config, key, None), values.get(key)
@@ -261,14 +276,14 @@ def _known_to_code(kind: Any) -> frozenset[str]:
     """Keys that transformers' code asks a config of this class for: the code of the class, its bases and its model."""
     bases = [base for base in kind.__mro__ if base.__module__.startswith("transformers.")]
     codes = [*map(inspect.getsource, bases), *_code_of_models(kind)]
-    names = {name for code in codes for found in _READS_OF_A_CONFIG.findall(code) for name in found if name}
+    names = {name for code in codes for groups in _READS_OF_A_CONFIG.findall(code) for name in groups if name}
     properties = {name for name, value in inspect.getmembers_static(kind) if isinstance(value, property)}
     named = {name for name in names if not callable(getattr(kind, name, None))}
     return frozenset({*named, *properties, "tie_word_embeddings"})  # which the base of all models asks for
 
 
 def _code_of_models(kind: Any) -> list[str]:
-    """As text: to import a model takes a second."""
+    """As text: importing a model takes a second."""
     return [path.read_text(encoding="utf-8") for path in Path(inspect.getfile(kind)).parent.glob("modeling_*.py")]
 
 
@@ -278,8 +293,8 @@ def _fields(kind: Any) -> dict[str, Any]:
 
 
 def _dropped_rotary(config: Any, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Keys and values of rotary embeddings that don't reach the model: another value stands in `rope_parameters`, or
-    its code rotates whole heads whatever that says."""
+    """Keys and values of rotary embeddings that don't reach the model: `rope_parameters` holds another value, or the
+    model's code rotates whole heads in any case."""
     rotary: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     each = [rotary, *(inside for inside in rotary.values() if isinstance(inside, dict))]
     taken = [value for inside in each for value in inside.values()]
@@ -297,7 +312,7 @@ def _dropped_rotary(config: Any, values: Mapping[str, Any]) -> Iterator[tuple[st
 def _named_numbers(config: Any, values: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Name and value of each number, and the config that a model would ask for it.
 
-    Of a part too (dbrx's attn_config): the whole config, unless the part has rotary parameters of its own.
+    Includes those of a part (dbrx's attn_config), unless the part has rotary parameters of its own.
     """
     for name, value in values.items():
         if type(value) in (int, float):
@@ -313,14 +328,13 @@ def _named_numbers(config: Any, values: Mapping[str, Any]) -> Iterator[tuple[str
 
 
 def _refuse_missing_sizes(kind: Any, config: Any, values: Mapping[str, Any], where: str) -> None:
-    """transformers has a default for each, which is some published model's: 6.7 billion parameters for llama."""
+    """transformers' defaults are some published model's sizes: 6.7 billion parameters for llama."""
     missing = dict(_missing_sizes(kind, config, values))
     if missing:
         defaults = ", ".join(f"{name}={default}" for name, default in missing.items())
         raise ConfigError(
             f"{where.rstrip('.: ')}: expected the sizes of the model, found no {', '.join(missing)} of "
-            f"{kind.__name__}.\n  Add {'them' if len(missing) > 1 else 'it'}; transformers would take {defaults}. "
-            "Nothing was started."
+            f"{kind.__name__}.\n  Add {'them' if len(missing) > 1 else 'it'}; transformers would take {defaults}."
         )
 
 
@@ -328,15 +342,16 @@ def _refuse_wrong_numbers(kind: Any, values: Mapping[str, Any], where: str) -> N
     for name, value in values.items():
         is_size = kind.attribute_map.get(name, name) in {kind.attribute_map.get(size, size) for size in _SIZES}
         if (is_size and isinstance(value, int) and value < 1) or value != value:  # NaN
-            expected = "a size of at least 1" if is_size else "a number"
-            raise ConfigError(f"{where}{name}: expected {expected}, found {value}. Nothing was started.")
+            raise ConfigError(
+                f"{where}{name}: expected {'a size of at least 1' if is_size else 'a number'}, found {value}."
+            )
 
 
 def _missing_sizes(kind: Any, config: Any, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Name and default of each size that isn't given, by any of its names, nor by a key that transformers converts."""
-    own_name: Callable[[str], str] = lambda key: kind.attribute_map.get(key, key)  # noqa: E731
-    given, defaults = {own_name(key) for key in values}, _fields(kind)
-    for name in dict.fromkeys(map(own_name, _SIZES)):
+    """Name and default of each size that no key gives, by any of its names or by one that transformers converts."""
+    aliases, defaults = kind.attribute_map, _fields(kind)
+    given = {aliases.get(key, key) for key in values}
+    for name in dict.fromkeys(aliases.get(size, size) for size in _SIZES):
         default = defaults.get(name)
         if isinstance(default, int) and name not in given and getattr(config, name, default) == default:
             yield name, default

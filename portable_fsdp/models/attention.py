@@ -1,9 +1,8 @@
 """One attention for all engines, made of static arguments only.
 
-transformers' own paths build a mask by reading a tensor on the host, which costs XLA a second program and a wait
-in every step. This function needs no mask: causality, sliding window, softcap and sinks are all known while the
-step is traced, and documents that share a row are told apart by numbers. It is registered under `STATIC` and chosen by
-`models.build`.
+transformers' own paths build a mask by reading a tensor on the host, which costs XLA a second program and a wait in
+every step. This function needs no mask: tracing knows causality, sliding window, softcap and sinks, and numbers tell
+apart the documents that share a row.
 """
 
 from typing import Any
@@ -14,7 +13,7 @@ from torch.nn import functional as F
 
 STATIC = "portable_fsdp_static"
 
-_MASKED = -1e30  # finite, so that a fully masked row gives no NaN; far below any score
+_MASKED = -1e30  # far below any score, and finite: a fully masked row gives no NaN
 
 
 def static_attention(
@@ -36,9 +35,9 @@ def static_attention(
     Args:
         module: the attention layer; its `is_causal` counts where the argument is None.
         query: `[batch, heads, seq, head_dim]`; key and value `[batch, kv_heads, seq, head_dim]`, kv_heads | heads.
-        attention_mask: None; or, of the positions up to each, those that it sees: `[batch, 1, seq, seq]` bool (True =
-            attend), an additive bias that holds causality itself, or `[batch, 1, 1, seq]` integers, the document that
-            each position belongs to, in which it sees no other. A window narrows all of them.
+        attention_mask: None; `[batch, 1, seq, seq]` bool (True = attend) for the positions up to each; an additive
+            bias that includes causality; or `[batch, 1, 1, seq]` integers: the document of each position, outside of
+            which it sees nothing. A window narrows all of them.
         sliding_window: tokens that a position sees, itself included; None: all before it.
         softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2, arXiv 2408.00118).
         s_aux: `[heads]` sink logits: an extra column of the softmax that holds no value (gpt-oss).
@@ -58,7 +57,7 @@ def static_attention(
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     if attention_mask is not None and window is None and _is_documents(attention_mask):
-        # As bool: by that an engine with a kernel for documents knows that nothing else is masked.
+        # As bool: an engine with a kernel for documents then knows that nothing else is masked.
         mask = _keep(length, causal, None, query.device) & _same_document(attention_mask)
     elif attention_mask is not None or window is not None:
         mask = _bias(length, causal, window, attention_mask, query.device).to(query.dtype)
@@ -94,7 +93,7 @@ def _same_document(documents: Tensor) -> Tensor:
 
 
 def _keep(length: int, causal: bool, window: int | None, device: torch.device) -> Tensor:
-    """`[seq, seq]` bool: what a position may see by its distance alone; a constant to a compiler."""
+    """`[seq, seq]` bool: the positions that each sees by distance alone; a constant to a compiler."""
     row = torch.arange(length, device=device)[:, None]
     column = torch.arange(length, device=device)[None]
     keep = column <= row if causal else torch.ones(length, length, dtype=torch.bool, device=device)
@@ -121,7 +120,7 @@ def _explicit(
     softcap: float | None,
     s_aux: Tensor | None,
 ) -> Tensor:
-    """Attention with its scores in memory, float32: what SDPA can't express."""
+    """Attention with its scores in memory, float32, for options that SDPA can't express."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scores = (query @ key.transpose(-1, -2)).float() * (query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -136,7 +135,7 @@ def _explicit(
 
 
 def register() -> str:
-    """Make transformers know `static_attention`; returns the name to ask for."""
+    """Register `static_attention` in transformers; returns its name there."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(STATIC, static_attention)

@@ -14,18 +14,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from portable_fsdp.config import schema
 from portable_fsdp.config.patterns import matching
 from portable_fsdp.models import attention as static_attention
 from portable_fsdp.models import experts, flex
-from portable_fsdp.models.architecture import last_line, read_architecture
-from portable_fsdp.models.config_json import config_to_json
-from portable_fsdp.models.documents import require_documents_apart, tell_documents
-from portable_fsdp.models.lora import add_adapters, is_adapter
+from portable_fsdp.models.architecture import config_to_json, last_line, read_architecture
+from portable_fsdp.models.documents import document_arguments, require_documents_apart
+from portable_fsdp.models.lora import add_adapters, is_adapter, start_from
 from portable_fsdp.models.loss import Loss, attach_loss
-from portable_fsdp.models.peft_folder import start_from
 from portable_fsdp.models.pretrained import (
     Base,
     Pretrained,
@@ -34,7 +32,7 @@ from portable_fsdp.models.pretrained import (
     stored_tensors,
 )
 from portable_fsdp.models.size import ModelSize, size_of
-from portable_fsdp.models.weights import RandomWeights, Slices, TensorFile, fill_buffers
+from portable_fsdp.models.weights import RandomWeights, TensorFile, WeightFill, fill_buffers
 from portable_fsdp.runtime.errors import ConfigError
 
 log = logging.getLogger("portable_fsdp")
@@ -51,7 +49,7 @@ class BuiltModel:
     """
 
     model: nn.Module
-    fill: Callable[[str, Slices], Tensor]
+    fill: WeightFill
     config: dict[str, Any]
     size: ModelSize
     base: Base | None = None  # of `model.lora`, where it comes from `model.pretrained`
@@ -116,10 +114,10 @@ def build_model(
     if packs_documents:
         require_documents_apart(built, partial(_made, attention=model.attention), eager=eager)
     attention, compute = built.config._attn_implementation, DTYPES[precision.compute]
-    tell = tell_documents(attention, compute, eager=eager, packs=packs_documents, windows=windows)
-    attach_loss(built, DTYPES.get(precision.output), eager, loss, tell)  # auto: none of them
+    documents = document_arguments(attention, compute, eager=eager, packs=packs_documents, windows=windows)
+    attach_loss(built, DTYPES.get(precision.output), eager, loss, documents)  # auto: none of them
     built.train()
-    fill: Callable[[str, Slices], Tensor] = weights
+    fill: WeightFill = weights
     if model.lora is not None:
         _require_whole_base(opened, weights, rows_before)
         fill = add_adapters(built, model.lora, seed, master, weights)
@@ -178,9 +176,7 @@ def _require_whole_base(opened: Pretrained | None, weights: RandomWeights | Pret
         )
 
 
-def _rest_frozen_in(
-    dtype: torch.dtype, model: nn.Module, fill: Callable[[str, Slices], Tensor]
-) -> Callable[[str, Slices], Tensor]:
+def _rest_frozen_in(dtype: torch.dtype, model: nn.Module, fill: WeightFill) -> WeightFill:
     """Weights that don't train, in a dtype of their own; returns the `fill` that gives them so."""
     frozen = {fqn: parameter for fqn, parameter in model.named_parameters() if not parameter.requires_grad}
     for parameter in frozen.values():

@@ -1,6 +1,6 @@
-"""Documents that share a row: what a model's attention is told, and a trial that the model heeds it.
+"""Documents that share a row: the arguments that keep them apart in attention, and a trial that the model obeys them.
 
-The trial runs a small copy of the model, so that no list of architectures is needed: a state that goes on from one
+The trial runs a small copy of the model, so no list of architectures is needed: a state that carries over from one
 document to the next (Mamba), an attention of the model's own (Bloom), positions that it counts itself, all show there.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from portable_fsdp.models.attention import STATIC, document_bias
 from portable_fsdp.models.flex import FLEX, make_masks
-from portable_fsdp.models.loss import Tell
+from portable_fsdp.models.loss import DocumentArguments
 from portable_fsdp.runtime.errors import ConfigError
 
 _LENGTHS, _PADDING = (5, 8), 3  # tokens of the trial's documents, and behind them
@@ -26,24 +26,24 @@ _BOUND = 1e-4  # of the largest logit: a hundred times float32's rounding
 _SIZES_INSIDE = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "n_inner", "ffn_dim")
 
 
-def tell_documents(
+def document_arguments(
     attention: str, dtype: torch.dtype, *, eager: bool, packs: bool, windows: Iterable[int | None] = ()
-) -> Tell | None:
-    """What a forward is told of the documents in its rows; None: nothing.
+) -> DocumentArguments | None:
+    """Makes the arguments by which a forward keeps the documents of a row apart; None: it needs none.
 
     Args:
-        attention: by its name in transformers.
-        dtype: in which attention computes.
-        eager: one additive bias that all layers share. Else the numbers of the documents: a compiler fuses what it
-            makes of them into each layer's attention, and nothing of `[seq, seq]` goes from layer to layer.
-        packs: rows hold several documents. Else only attention over blocks is told something: what is causal.
-        windows: of the layers; asked for attention over blocks.
+        attention: its name in transformers.
+        dtype: of attention's computation.
+        eager: one additive bias for all layers. Else the numbers of the documents: a compiler fuses the mask that
+            follows from them into each layer's attention, and no `[seq, seq]` tensor goes from layer to layer.
+        packs: rows hold several documents. Else only attention over blocks needs an argument: its causal masks.
+        windows: of the layers, for attention over blocks.
     """
 
     def blocks(input_ids: Tensor, positions: Tensor | None, segments: Tensor | None) -> dict[str, Any]:
         apart = segments if packs else None
-        told: dict[str, Any] = {} if apart is None else {"position_ids": positions}
-        return {"block_masks": make_masks(windows, input_ids.shape[-1], input_ids.device, apart), **told}
+        arguments: dict[str, Any] = {} if apart is None else {"position_ids": positions}
+        return {"block_masks": make_masks(windows, input_ids.shape[-1], input_ids.device, apart), **arguments}
 
     def mask(_: Tensor, positions: Tensor | None, segments: Tensor | None) -> dict[str, Any]:
         if segments is None:
@@ -57,9 +57,9 @@ def tell_documents(
 
 
 def require_documents_apart(model: Any, build: Callable[[Any], Any], *, eager: bool) -> None:
-    """Raise ConfigError where documents of one row would see each other, as a small copy of `model` shows.
+    """Raise ConfigError where a small copy of `model` lets documents of one row see each other.
 
-    `build(config)`: a model of that transformers config on the host, with random weights, in float32.
+    `build(config)` gives a model of that transformers config on the host, with random weights, in float32.
     """
     problem = ""
     for config in _small(model.config):
@@ -69,29 +69,28 @@ def require_documents_apart(model: Any, build: Callable[[Any], Any], *, eager: b
                 copied = build(config).eval()
                 _spread(copied)
                 alone = _alone(copied)
-        except Exception as error:  # sizes that this model doesn't take
+        except Exception as error:  # this model refuses the sizes
             problem = f"a small copy can't be tried ({type(error).__name__}: {error})"
             continue
         problem = _problem(copied, alone, eager)
         break
     if problem:
         raise ConfigError(
-            f"data.packing=documents: expected a model whose documents are as they are alone when they share a row, "
-            f"found that those of {type(model).__name__} aren't: {problem}.\n  Set data.packing=none (a document a "
-            "row, padded). Nothing was started."
+            "data.packing=documents: expected a model that gives documents in one row the logits that they have alone, "
+            f"found {type(model).__name__}: {problem}.\n  Set data.packing=none (one document a row, padded)."
         )
 
 
 def _problem(model: Any, alone: Tensor, eager: bool) -> str:
     attention, windows = model.config._attn_implementation, (None, _WINDOW)
-    tell = tell_documents(attention, torch.float32, eager=eager, packs=True, windows=windows)
+    make = document_arguments(attention, torch.float32, eager=eager, packs=True, windows=windows)
     numbers = [*(number for number, length in enumerate(_LENGTHS, 1) for _ in range(length)), *[0] * _PADDING]
     positions = [place for length in (*_LENGTHS, _PADDING) for place in range(length)]
     ids = torch.cat([*_documents(), torch.zeros(1, _PADDING, dtype=torch.int64)], dim=1)
     try:
         with torch.no_grad(), _dense_blocks():
-            told = tell(ids, torch.tensor([positions]), torch.tensor([numbers])) if tell else {}
-            packed = model(input_ids=ids, use_cache=False, **told).logits
+            arguments = make(ids, torch.tensor([positions]), torch.tensor([numbers])) if make else {}
+            packed = model(input_ids=ids, use_cache=False, **arguments).logits
     except Exception as error:
         return f"it takes no mask of documents ({type(error).__name__}: {error})"
     difference = float((packed[:, : sum(_LENGTHS)] - alone).abs().max() / alone.abs().max())
@@ -106,7 +105,7 @@ def _alone(model: Any) -> Tensor:
 
 @contextmanager
 def _dense_blocks() -> Generator[None]:
-    """Attention over blocks runs by its formula here, on the CPU, which torch warns of."""
+    """torch warns that on the CPU attention over blocks runs by its formula."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"flex_attention called without torch\.compile", category=UserWarning)
         yield
@@ -118,7 +117,7 @@ def _documents() -> list[Tensor]:
 
 
 def _spread(model: nn.Module) -> None:
-    """Weights large enough that what a position shouldn't see would show in the logits."""
+    """Weights large enough that a position seen by mistake would show in the logits."""
     for weight in model.parameters():
         scale = 1 / math.sqrt(weight.shape[-1]) if weight.dim() > 1 else 0.1
         weight.add_(torch.randn(weight.shape) * scale)
@@ -126,9 +125,9 @@ def _spread(model: nn.Module) -> None:
 
 def _small(config: Any) -> Iterator[Any]:
     """Copies to try, the smallest first: fewer heads of the same width, then the model's own width."""
-    for layers, narrow in ((_LAYERS, True), (_LAYERS, False)):
+    for narrow in (True, False):
         small = copy.deepcopy(config)
-        _cut_layers(small, layers)
+        _cut_layers(small, _LAYERS)
         small.vocab_size = _VOCABULARY
         for key in _SIZES_INSIDE:
             if isinstance(size := getattr(small, key, None), int):
@@ -143,7 +142,7 @@ def _small(config: Any) -> Iterator[Any]:
 
 
 def _cut_layers(config: Any, most: int) -> None:
-    """As many as have one of each kind, or `most`."""
+    """Keep enough layers to have one of each kind, and at least `most`."""
     layers = config.num_hidden_layers
     kinds = {
         key: value
@@ -158,7 +157,7 @@ def _cut_layers(config: Any, most: int) -> None:
 
 
 def _cut_heads(config: Any) -> None:
-    """A group or two of heads, as wide as they were."""
+    """Keep a group or two of heads, as wide as they were."""
     heads = getattr(config, "num_attention_heads", None)
     groups = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or heads
     if not isinstance(heads, int) or not isinstance(groups, int):

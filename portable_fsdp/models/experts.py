@@ -1,9 +1,9 @@
 """Experts in static shapes: every expert on every token, weighted.
 
 transformers' own loop over experts asks the host which tokens each of them got: a wait in every layer, and a new
-program in every step on XLA. Here nothing depends on the routing but the weights of a sum. It costs num_experts / top_k
-times the FLOPs of the experts; `batched_mm` costs memory instead (a copy of the chosen weights per token), and
-`grouped_mm` sorts tokens by expert, which needs kernels that not every engine has.
+program in every step on XLA. Here only the weights of a sum depend on the routing. This costs num_experts / top_k times
+the FLOPs of the experts; `batched_mm` costs memory instead (a copy of the chosen weights per token), and `grouped_mm`
+sorts tokens by expert, which needs kernels that not every engine has.
 """
 
 from typing import Any
@@ -47,44 +47,44 @@ def _linear(experts: Any, hidden: Tensor, name: str) -> Tensor:
 
 
 def register() -> str:
-    """Make transformers know `dense_experts`; returns the name to ask for."""
+    """Register `dense_experts` in transformers; returns its name there."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(DENSE, dense_experts)
     return DENSE
 
 
-def choose(model: Any, wanted: str, itemsize: int) -> None:
-    """Make `model` run its experts as `model.experts` wants; `itemsize`: bytes of a number in the compute dtype.
+def choose(model: Any, implementation: str, itemsize: int) -> None:
+    """Make `model` run its experts as `model.experts` says; `itemsize`: bytes of a number in the compute dtype.
 
-    Raises ConfigError where it has none, or where grouped_mm can't run these.
+    Raises ConfigError for a model without experts, and where grouped_mm can't run these.
     """
-    found = {name: module for name, module in model.named_modules() if takes_implementation(module)}
-    if wanted != "auto" and not found:
+    experts = {name: module for name, module in model.named_modules() if takes_implementation(module)}
+    if implementation != "auto" and not experts:
         raise ConfigError(
-            f"model.experts: expected auto, found {wanted}: {type(model).__name__} has no experts whose implementation "
-            "transformers lets us choose.\n  Set model.experts=auto. Nothing was started."
+            f"model.experts: expected auto, found {implementation}: {type(model).__name__} has no experts whose "
+            "implementation transformers lets us choose.\n  Set model.experts=auto."
         )
-    if wanted == "grouped_mm":
-        _check_alignment(found, itemsize)
+    if implementation == "grouped_mm":
+        _check_alignment(experts, itemsize)
     try:
-        model.set_experts_implementation(register() if wanted in ("auto", "dense") else wanted)
+        model.set_experts_implementation(register() if implementation in ("auto", "dense") else implementation)
     except (ValueError, ImportError) as error:
         raise ConfigError(
-            f"model.experts={wanted}: transformers refuses it for {type(model).__name__}: {error}\n"
-            "  Set model.experts=auto. Nothing was started."
+            f"model.experts={implementation}: transformers refuses it for {type(model).__name__}: {error}\n"
+            "  Set model.experts=auto."
         ) from error
 
 
 def _check_alignment(experts: dict[str, nn.Module], itemsize: int) -> None:
-    """torch's grouped product takes rows of whole 16 bytes, of weights, of what goes in and of what comes out."""
+    """torch's grouped product takes rows of whole 16 bytes: of weights, inputs and outputs."""
     for name, module in experts.items():
         for leaf, weight in module.named_parameters(recurse=False):
             if weight.dim() == 3 and any(size * itemsize % 16 for size in weight.shape[1:]):
                 raise ConfigError(
                     "model.experts=grouped_mm: expected experts whose rows are a multiple of 16 bytes, found "
                     f"{name}.{leaf} {list(weight.shape)} in numbers of {itemsize} bytes.\n"
-                    "  Set model.experts=auto. Nothing was started."
+                    "  Set model.experts=auto."
                 )
 
 

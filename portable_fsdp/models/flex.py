@@ -1,12 +1,12 @@
-"""Attention over blocks: torch's flex_attention, which leaves out the blocks of scores that nothing needs.
+"""Attention over blocks: torch's flex_attention, which skips the blocks of scores that no position sees.
 
-What a position sees (those up to itself, of its own document, within a window) is a `BlockMask`: which blocks of 128 by
-128 scores there are to compute, and a function of two positions for those that are seen in part. The masks of a forward
-are made before its first layer, one for each window, and reach the layers as the argument `block_masks`. Softcap is
-taken inside the kernel and sinks behind it, so nothing holds the scores.
+A position sees those up to itself, of its own document, within a window. A `BlockMask` says which blocks of 128 by 128
+scores to compute, and has a function of two positions for blocks seen in part. A forward makes its masks before the
+first layer, one for each window, and passes them to the layers as `block_masks`. The kernel applies softcap; sinks come
+after it, so nothing holds the scores.
 
-transformers' own `flex_attention` tells documents apart by their positions, but asks the host in every forward whether
-a row has several, and takes what sinks need in the compute dtype.
+transformers' own `flex_attention` asks the host in every forward whether a row has several documents, and computes
+sinks in the compute dtype.
 """
 
 from collections import defaultdict
@@ -22,7 +22,7 @@ FLEX = "portable_fsdp_flex"
 LEAST_WIDTH = 16  # of a head, in inductor's kernel
 
 Masks = dict[int | None, BlockMask]
-"""By window: tokens that a position sees, itself included; None: all before it."""
+"""By window, in tokens that a position sees, itself included; None: all before it."""
 
 
 def block_attention(
@@ -43,12 +43,11 @@ def block_attention(
     """Attend causally. Takes what transformers' `AttentionInterface` passes, as `attention.static_attention` does.
 
     Args:
-        attention_mask: None; what a position sees is in `block_masks`.
-        block_masks: one for each window that the layers have; None: a row is one document, and this layer makes its
-            mask itself.
+        attention_mask: None; `block_masks` takes its place.
+        block_masks: one for each window of the layers; None: a row is one document, and this layer makes its mask.
 
-    Returns: `[batch, seq, heads, head_dim]`, and None for the weights; on meta only a shape. Raises ValueError for what
-    it would leave out, and KeyError for a window without a mask.
+    Returns: `[batch, seq, heads, head_dim]`, and None for the weights; on meta only a shape. Raises ValueError for
+    options that it can't apply, and KeyError for a window without a mask.
     """
     query, key = query.to(value.dtype), key.to(value.dtype)
     causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
@@ -63,7 +62,7 @@ def block_attention(
         return value.new_empty(query.shape[0], length, query.shape[1], value.shape[-1]), None
     if mask is None:
         mask = make_masks([window], length, value.device)[window]
-    found = _for_device(flex_attention, value.device)(
+    result = _for_device(flex_attention, value.device)(
         query,
         key,
         value,
@@ -73,16 +72,16 @@ def block_attention(
         enable_gqa=query.shape[1] != key.shape[1],
         return_aux=None if s_aux is None else AuxRequest(lse=True),
     )
-    out = found if s_aux is None else _with_sinks(found[0], found[1].lse, s_aux)
+    out = result if s_aux is None else _with_sinks(result[0], result[1].lse, s_aux)
     return out.transpose(1, 2).contiguous(), None
 
 
 def make_masks(
     windows: Iterable[int | None], length: int, device: torch.device, segments: Tensor | None = None
 ) -> Masks:
-    """The masks of rows of `length` positions; nothing is read on the host.
+    """The masks of rows of `length` positions, made without a read on the host.
 
-    `segments`: int64 `[batch, length]`, the document of each position; None: each row is one.
+    `segments`: int64 `[batch, length]`, the document of each position; None: each row is one document.
     """
     rows = None if segments is None else segments.shape[0]
     make = _for_device(create_block_mask, device)
@@ -90,24 +89,24 @@ def make_masks(
 
 
 def windows_of(model: nn.Module, length: int) -> tuple[int | None, ...]:
-    """Those that the layers of a model on meta ask for in rows of `length` positions; none where it passes no masks on.
+    """The windows that a forward of this model on meta looks up, in rows of `length`; () where it passes no masks on.
 
-    A forward of the model is run to see it: configs say it in several ways.
+    Configs name windows in several ways, so the layers themselves are asked.
     """
-    asked: dict[int | None, None] = defaultdict(lambda: None)
+    looked_up: dict[int | None, None] = defaultdict(lambda: None)
     with torch.no_grad(), torch.device("meta"):
-        model(input_ids=torch.zeros(1, length, dtype=torch.int64), use_cache=False, block_masks=asked)
-    return tuple(asked)
+        model(input_ids=torch.zeros(1, length, dtype=torch.int64), use_cache=False, block_masks=looked_up)
+    return tuple(looked_up)
 
 
 def _for_device(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """Compiled, as torch asks; as it is on the CPU (a model is tried there) and in a layer that is compiled itself."""
+    """Compiled, as torch requires; plain on the CPU (for trials) and inside a layer that is compiled itself."""
     return function if device.type == "cpu" or torch.compiler.is_compiling() else _compiled(function)
 
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`fullgraph`: where torch gives up it says so, and doesn't go on with all scores in memory."""
+    """`fullgraph`: a graph break raises, instead of running with all scores in memory."""
     return torch.compile(function, dynamic=False, fullgraph=True)
 
 
@@ -129,7 +128,7 @@ def _capped(softcap: float) -> Callable[..., Tensor]:
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """The softmax with one column more, e^sink: all weights shrink by e^lse / (e^lse + e^sink).
+    """The softmax with one more column, e^sink: all weights shrink by e^lse / (e^lse + e^sink).
 
     `out`: `[batch, heads, seq, head_dim]`; `lse`: log of the sum of e^score, float32 `[batch, heads, seq]`; `sinks`:
     `[heads]`.
@@ -138,7 +137,7 @@ def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 
 
 def register() -> str:
-    """Make transformers know `block_attention`; returns the name to ask for."""
+    """Register `block_attention` in transformers; returns its name there."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(FLEX, block_attention)

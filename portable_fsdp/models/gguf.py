@@ -1,26 +1,23 @@
 """GGUF files (llama.cpp): dequantised by the gguf library, named and arranged by transformers' own tables.
 
-The architectures below map one tensor to one; others are refused by name. `rope_freqs` and other tensors that
-transformers has no place for are refused too: what they say would be lost.
+The architectures below map one tensor to one; others are refused by name. Tensors without a name in transformers
+(`rope_freqs`) are refused too, since their content would be lost.
 """
 
-import struct
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from portable_fsdp.models.config_json import config_from_json
-from portable_fsdp.models.weights import Slices, TensorFile
+from portable_fsdp.models.architecture import config_from_json
+from portable_fsdp.models.weights import TensorFile, TensorSlices
 from portable_fsdp.runtime.errors import ConfigError
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _MAGIC = b"GGUF"
-_SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-_STRING, _ARRAY = 8, 9
-_SAMPLED = 4096  # numbers, of one byte where the tensor is quantised
+_SAMPLED = 4096  # numbers; quantised tensors hold one byte each
 
 
 def is_gguf(path: Path) -> bool:
@@ -34,26 +31,17 @@ def is_gguf(path: Path) -> bool:
 class GgufFile(TensorFile):
     """Its tensors in float32 by the model's names, and `config`, as transformers reads it from the file.
 
-    The file is mapped; one tensor at a time is dequantised, whole, and kept for the next slice of it. Raises
-    ConfigError.
+    Maps the file, dequantises one whole tensor at a time, and keeps it for the next slice of it. Raises ConfigError.
     """
 
     def __init__(self, path: Path) -> None:
         self.where = path
-        _check_lengths(path)
-        try:
-            import gguf
-
-            reader: Any = gguf.GGUFReader(str(path))
-        except Exception as error:  # the library lets numpy's errors through
-            raise ConfigError(f"{path}: expected a GGUF file, found: {type(error).__name__}: {error}") from None
+        reader = _opened(path)
         self.config, self._processor, names = _transformers_view(path, reader)
         self._tensors = {_hf_name(path, names, str(tensor.name)): tensor for tensor in reader.tensors}
         if len(self._tensors) != len(reader.tensors):
             raise ConfigError(f"{path}: expected one tensor for each name of the model, found two for one")
-        self.shapes = {
-            key: tuple(int(size) for size in reversed(tensor.shape)) for key, tensor in self._tensors.items()
-        }
+        self.shapes = {key: tuple(map(int, reversed(tensor.shape))) for key, tensor in self._tensors.items()}
         self._last: tuple[str, Tensor] | None = None
 
     def file_of(self, key: str) -> str:
@@ -62,7 +50,7 @@ class GgufFile(TensorFile):
     def dtype_of(self, key: str) -> str:
         return "F32"
 
-    def read(self, key: str, slices: Slices) -> Tensor:
+    def read(self, key: str, slices: TensorSlices) -> Tensor:
         if not slices:
             self._last = None
             return self._dequantised(self._tensors[key])
@@ -86,6 +74,27 @@ class GgufFile(TensorFile):
         return torch.from_numpy(np.require(weights, requirements=["C", "W"]))
 
 
+def _opened(path: Path) -> Any:
+    """The library's reader, which refuses a length that leaves the file: the library itself would loop over it."""
+    import gguf
+
+    class BoundedReader(gguf.GGUFReader):
+        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+            if int(offset) + np.dtype(dtype).itemsize * int(count) > len(self.data):
+                raise ValueError(f"a length of {int(count):,} at byte {int(offset):,} of {len(self.data):,}")
+            return super()._get(offset, dtype, count, override_order)
+
+    try:
+        reader = BoundedReader(str(path))
+        if reader.byte_order != "I":
+            raise ValueError("another byte order than this host's")
+        return reader
+    except Exception as error:  # the library lets numpy's errors through
+        raise ConfigError(
+            f"{path}: expected a GGUF file (version 2 or 3, little-endian), found: {type(error).__name__}: {error}"
+        ) from None
+
+
 def _transformers_view(path: Path, reader: Any) -> tuple[Any, Any, dict[str, str]]:
     """The config, what undoes llama.cpp's permutations, and GGUF name -> FQN."""
     from transformers import AutoModelForCausalLM
@@ -94,7 +103,7 @@ def _transformers_view(path: Path, reader: Any) -> tuple[Any, Any, dict[str, str
     architecture = _check_architecture(path, reader)
     try:
         loaded: Any = cast(Any, tables).load_gguf_checkpoint(str(path), return_tensors=False)
-    except Exception as error:  # it looks at nothing before it uses it
+    except Exception as error:  # it validates nothing first
         raise ConfigError(f"{path}: its metadata: {type(error).__name__}: {error}") from None
     width = reader.fields.get(f"{architecture}.attention.key_length")
     if width is not None:  # transformers 5.23 overlooks it for qwen3
@@ -112,7 +121,7 @@ def _transformers_view(path: Path, reader: Any) -> tuple[Any, Any, dict[str, str
 
 
 def _names(architecture: str, model: Any) -> dict[str, str]:
-    """GGUF name -> FQN. transformers' own function goes on into every module, and takes seconds."""
+    """GGUF name -> FQN. transformers' own function walks every module, and takes seconds."""
     import gguf
 
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
@@ -138,65 +147,7 @@ def _check_architecture(path: Path, reader: Any) -> str:
 def _hf_name(path: Path, names: dict[str, str], name: str) -> str:
     if name not in names:
         raise ConfigError(
-            f"{path}: expected tensors that transformers has a name for, found {name[:200]!r}, whose meaning would be\n"
-            "  lost. Take the model's Hugging Face folder instead."
+            f"{path}: expected tensors that transformers has a name for, found {name[:200]!r}, whose content would be "
+            "lost.\n  Take the model's Hugging Face folder instead."
         )
     return names[name]
-
-
-# --------------------------------------------------------------------------------------- lengths, before the library
-
-
-def _check_lengths(path: Path) -> None:
-    """Every length in the header stays inside the file: the library would loop over an absurd one."""
-    size = path.stat().st_size
-    try:
-        with path.open("rb") as file:
-            _take(file, size, 8)
-            tensors, pairs = struct.unpack("<QQ", _take(file, size, 16))
-            for _ in range(pairs):
-                _skip_string(file, size)
-                _skip_value(file, size, _number(file, size, "<I"))
-            for _ in range(tensors):
-                _skip_string(file, size)
-                _take(file, size, 8 * min(_number(file, size, "<I"), size) + 12)
-    except (OSError, ValueError, struct.error) as error:
-        raise ConfigError(f"{path}: expected a GGUF file (version 2 or 3, little-endian), found: {error}") from None
-
-
-def _skip_value(file: BinaryIO, size: int, kind: int) -> None:
-    if kind == _STRING:
-        _skip_string(file, size)
-    elif kind == _ARRAY:
-        inner, count = _number(file, size, "<I"), _number(file, size, "<Q")
-        if inner in _SCALAR_BYTES:
-            _skip(file, size, count * _SCALAR_BYTES[inner])
-        elif inner == _STRING:
-            for _ in range(count):
-                _skip_string(file, size)
-        else:
-            raise ValueError(f"an array of type {inner}")
-    elif kind in _SCALAR_BYTES:
-        _skip(file, size, _SCALAR_BYTES[kind])
-    else:
-        raise ValueError(f"a value of type {kind}")
-
-
-def _skip_string(file: BinaryIO, size: int) -> None:
-    _skip(file, size, _number(file, size, "<Q"))
-
-
-def _skip(file: BinaryIO, size: int, count: int) -> None:
-    if count > size - file.tell():
-        raise ValueError(f"a length of {count:,} at byte {file.tell():,} of {size:,}")
-    file.seek(count, 1)
-
-
-def _number(file: BinaryIO, size: int, code: str) -> int:
-    return int(struct.unpack(code, _take(file, size, struct.calcsize(code)))[0])
-
-
-def _take(file: BinaryIO, size: int, count: int) -> bytes:
-    if count > size - file.tell():
-        raise ValueError(f"a length of {count:,} at byte {file.tell():,} of {size:,}")
-    return file.read(count)

@@ -1,12 +1,19 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685), by peft: which layers get them, and their initial values.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) by peft: which layers get them, and their initial values.
 
 A layer `q_proj` becomes peft's own, with the weights `q_proj.base_layer.weight`, `q_proj.lora_A.default.weight` [r, in]
 and `q_proj.lora_B.default.weight` [out, r]; it gives base(x) + alpha / r * B(A(x)). Only A and B train.
+
+`model.lora.start_from` names a folder of existing adapters, as peft saves it, whose values the run starts from. They
+must be plain LoRA with the run's r, alpha, layers and shapes. The folder knows its base by name alone: nothing here
+compares the bases.
 """
 
+import json
+import logging
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -14,13 +21,35 @@ from torch import Tensor, nn
 
 from portable_fsdp.config import schema
 from portable_fsdp.config.patterns import matches, matching
-from portable_fsdp.models.weights import Slices, seeded
+from portable_fsdp.models.safetensors_folder import open_safetensors
+from portable_fsdp.models.weights import FLOATS, TensorSlices, WeightFill, seeded
 from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.runtime.hub import local_folder
+from portable_fsdp.runtime.strict_json import parse_json
+
+log = logging.getLogger("portable_fsdp")
 
 ALL_LINEAR = "all-linear"
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_KEY = "model.lora.start_from"
 _BASE = ".base_layer"
 _A, _B = ".lora_A.default", ".lora_B.default"
 _INSIDE = "base_model.model"  # where peft's model holds ours
+
+_ANY = (
+    *("r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version", "lora_dropout"),
+    *("fan_in_fan_out", "megatron_core", "qalora_group_size"),
+)
+"""Keys of adapter_config.json that are compared with the weights or the config, or don't change the product."""
+_PLAIN: Mapping[str, Collection[Any]] = {
+    "peft_type": ("LORA",),
+    "task_type": ("CAUSAL_LM", None),
+    "bias": ("none",),
+    # Others (pissa, olora, loftq, ...) change the base's own weights as they begin.
+    "init_lora_weights": (True, False, "gaussian"),
+}
+"""Values of plain LoRA; any other key must be null, false or empty."""
 
 
 class AdapterNames(NamedTuple):
@@ -37,7 +66,7 @@ class AdapterNames(NamedTuple):
 
 
 def peft_keys(names: AdapterNames) -> tuple[tuple[str, str], tuple[str, str]]:
-    """The name in peft's files -> ours, of a layer's two weights; they leave out the adapter's name."""
+    """The name in peft's files, which leaves out the adapter's name -> ours, of a layer's two weights."""
     return ((f"{_INSIDE}.{names.layer}.lora_A.weight", names.a), (f"{_INSIDE}.{names.layer}.lora_B.weight", names.b))
 
 
@@ -55,25 +84,18 @@ def adapted_layers(names: list[str]) -> list[AdapterNames]:
     return [AdapterNames.of(name.removesuffix(f"{_A}.weight")) for name in names if name.endswith(f"{_A}.weight")]
 
 
-def _takes_adapter(module: nn.Module) -> bool:
-    """A linear layer, of torch or of GPT-2 (transformers' Conv1D), as peft tells them."""
-    return isinstance(module, nn.Linear) or holds_inputs_first(module)
-
-
 def holds_inputs_first(module: nn.Module) -> bool:
-    """Whether a layer's weight is [in, out], and not [out, in]."""
+    """Whether a layer's weight is [in, out] (transformers' Conv1D, of GPT-2), and not [out, in]."""
     kind = type(module)
     return (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
-def add_adapters(
-    model: nn.Module, lora: schema.Lora, seed: int, dtype: torch.dtype, fill: Callable[[str, Slices], Tensor]
-) -> Callable[[str, Slices], Tensor]:
+def add_adapters(model: nn.Module, lora: schema.Lora, seed: int, dtype: torch.dtype, fill: WeightFill) -> WeightFill:
     """Give the layers that `lora.targets` names adapters, on meta, in `dtype`, and freeze all else.
 
-    Returns the `fill` of the model as it is then: that of the base, and adapters drawn as peft does: A uniform as
-    torch's linear layers, B zero, so that the model begins as its base. Raises ConfigError: peft isn't installed, a
-    pattern that names no linear layer, a layer whose weight is tied.
+    Returns the `fill` of the adapted model: that of the base, and adapters drawn as peft does (A uniform as torch's
+    linear layers, B zero), so that the model begins as its base. Raises ConfigError where peft isn't installed, a
+    pattern names no linear layer, or a layer's weight is tied.
     """
     targets = _targets(model, lora.targets)
     peft = _import_peft()
@@ -94,7 +116,7 @@ def add_adapters(
             parameter.data = parameter.data.to(dtype)
             drawn[fqn] = tuple(parameter.shape)
 
-    def with_adapters(fqn: str, slices: Slices) -> Tensor:
+    def with_adapters(fqn: str, slices: TensorSlices) -> Tensor:
         if fqn in drawn:
             return _draw(fqn, drawn[fqn], seed)[slices].to(dtype)
         return fill(plain_name(fqn), slices)
@@ -114,32 +136,30 @@ def _draw(fqn: str, shape: tuple[int, ...], seed: int) -> Tensor:
 def _targets(model: Any, patterns: tuple[str, ...]) -> list[str]:
     """FQNs of the layers that get adapters, in the model's order."""
     head = model.get_output_embeddings()
-    linear = {name: module for name, module in model.named_modules() if _takes_adapter(module)}
+    modules = dict(model.named_modules())
+    linear = {name: m for name, m in modules.items() if isinstance(m, nn.Linear) or holds_inputs_first(m)}
     chosen: set[str] = set()
     for pattern in patterns:
         if pattern == ALL_LINEAR:
             chosen.update(name for name, module in linear.items() if module is not head)
             continue
-        named = [name for name, _ in model.named_modules() if matches(pattern, name) or name.endswith(f".{pattern}")]
-        found = [name for name in named if name in linear]
+        named = [name for name in modules if matches(pattern, name) or name.endswith(f".{pattern}")]
         if named and not any(layer.startswith(name) for name in named for layer in linear):
             raise ConfigError(
                 f"model.lora.targets: expected linear layers, found {pattern!r}, which names {named[0]} and no linear "
-                "layer.\n  Adapters of embeddings, of norms and of experts that are one tensor are not built. Nothing "
-                "was started."
+                "layer.\n  Adapters of embeddings, of norms and of experts that are one tensor are not built."
             )
-        chosen.update(found or matching("model.lora.targets", pattern, linear))
-    counts = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
+        chosen.update({*named} & linear.keys() or matching("model.lora.targets", pattern, linear))
+    weights = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
     for name in chosen:
-        if counts.count(id(linear[name].weight)) > 1:
+        if weights.count(id(linear[name].weight)) > 1:
             raise ConfigError(
                 f"model.lora.targets: expected layers with a weight of their own, found {name}, whose weight is the "
-                f"embedding's too (tied).\n  Leave it out: {ALL_LINEAR} does. Nothing was started."
+                f"embedding's too (tied).\n  Leave it out: {ALL_LINEAR} does."
             )
     if not chosen:
         raise ConfigError(
-            f"model.lora.targets: expected linear layers, found none in {type(model).__name__}.\n"
-            "  Leave model.lora out. Nothing was started."
+            f"model.lora: expected linear layers, found none in {type(model).__name__}.\n  Leave model.lora out."
         )
     return [name for name in linear if name in chosen]
 
@@ -150,6 +170,88 @@ def _import_peft() -> Any:
     except ImportError as error:
         raise ConfigError(
             f"model.lora: expected the package peft, found none installed ({error}).\n"
-            "  pip install peft, or in a checkout of portable_fsdp: pip install '.[lora]'. Nothing was started."
+            "  pip install peft, or in a checkout of portable_fsdp: pip install '.[lora]'."
         ) from None
     return peft
+
+
+# ------------------------------------------------------------------------------------------------ adapters of a folder
+
+
+def start_from(lora: schema.Lora, model: nn.Module, fill: WeightFill) -> WeightFill:
+    """The `fill` of a model with adapters, on meta, that gives the folder's adapters in the dtypes of the model.
+
+    Reads the asked slices and nothing else. Raises ConfigError for a missing folder, a kind that isn't built, and r,
+    alpha, layers or shapes other than the run's.
+    """
+    folder = local_folder(_KEY, cast(str, lora.start_from), (CONFIG, WEIGHTS))
+    _check_config(folder / CONFIG, lora)
+    path = folder / WEIGHTS
+    if not path.is_file():
+        is_pickle = (folder / "adapter_model.bin").is_file()
+        actual = "adapter_model.bin, a pickle, which may run any code when it is opened" if is_pickle else "none"
+        raise _refusal(folder, WEIGHTS, actual, "Save it again with peft: save_pretrained(FOLDER).")
+    parameters = dict(model.named_parameters())
+    keys = {ours: theirs for names in adapted_layers(list(parameters)) for theirs, ours in peft_keys(names)}
+    with open_safetensors(_KEY, path) as file:
+        _check_weights(path, file, {keys[ours]: tuple(parameters[ours].shape) for ours in keys})
+
+    def with_saved_adapters(fqn: str, slices: TensorSlices) -> Tensor:
+        if fqn not in keys:
+            return fill(fqn, slices)
+        with open_safetensors(_KEY, path) as file:
+            return cast(Tensor, file.get_slice(keys[fqn])[slices]).to(parameters[fqn].dtype)
+
+    return with_saved_adapters
+
+
+def _check_config(path: Path, lora: schema.Lora) -> None:
+    folder = path.parent
+    try:
+        saved = parse_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise _refusal(folder, f"{CONFIG} of peft", f"{error}", "Name a folder that peft has saved.") from None
+    if not isinstance(saved, dict):
+        raise _refusal(folder, f"a JSON object in {CONFIG}", str(saved)[:80], "Save it again with peft.")
+    for key, value in cast(dict[str, Any], saved).items():
+        plain = _PLAIN.get(key, (None, False, "", [], {}))
+        if key not in _ANY and value not in plain:
+            raise _refusal(
+                folder,
+                f"plain LoRA adapters ({key}: {' or '.join(map(json.dumps, plain))})",
+                f"{key}: {json.dumps(value)[:80]} in {CONFIG}",
+                "Other kinds are not built: merge them into their base (peft's merge_and_unload), and start from that.",
+            )
+    for name, theirs, ours in (("r", saved.get("r"), lora.r), ("alpha", saved.get("lora_alpha"), lora.alpha)):
+        if theirs != ours:
+            way_out = f"Set model.lora.{name} to {theirs}."
+            raise _refusal(folder, f"model.lora.{name}={ours:g}", f"{theirs} in {CONFIG}", way_out)
+    if saved.get("lora_dropout"):
+        log.info("%s: %s: training goes on without their dropout (%s)", _KEY, folder, saved["lora_dropout"])
+
+
+def _check_weights(path: Path, file: Any, expected: Mapping[str, tuple[int, ...]]) -> None:
+    tensors = {key: file.get_slice(key) for key in cast(list[str], list(file.keys()))}
+    missing, others = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
+    if missing or others:
+        differences = [f"none for {missing[0]} ({len(missing)} in all)"] if missing else []
+        differences += [f"{others[0]} too ({len(others)} in all)"] if others else []
+        raise _refusal(
+            path.parent,
+            f"the adapters of the {len(expected) // 2} layers that model.lora.targets names, and no other tensor",
+            f"{' and '.join(differences)} in {path.name}",
+            f"Set model.lora.targets to the layers that it has (target_modules in {CONFIG}).",
+        )
+    for key, tensor in tensors.items():
+        shape, dtype = tuple(cast(list[int], tensor.get_shape())), str(tensor.get_dtype())
+        if shape != expected[key] or dtype not in FLOATS:
+            raise _refusal(
+                path.parent,
+                f"{key} as {list(expected[key])} of {', '.join(FLOATS)}",
+                f"{dtype} {list(shape)} in {path.name}",
+                "Take adapters of this model.",
+            )
+
+
+def _refusal(folder: Path, expected: str, actual: str, way_out: str) -> ConfigError:
+    return ConfigError(f"{_KEY}: {folder}: expected {expected}, found {actual}.\n  {way_out}")

@@ -1,9 +1,9 @@
 """The loss: cross entropy summed over the counted labels, in float32, with no float32 copy of all logits.
 
-Logits stay in the compute dtype. Each chunk of positions is upcast on its own, and its gradient is taken at once
-and kept in the logits' dtype, so that the loss holds one logits-sized tensor until backward, never several. An engine
-that compiles the whole step fuses the upcast itself, and takes all positions at once: written into by chunks, the
-gradient would be a copy of all logits for each of them (8B on v5p:2x2x4, 4 layers: 87.7 GiB of temporaries, not 3.2).
+Logits stay in the compute dtype. The loss upcasts one chunk of positions at a time, computes its gradient at once, and
+keeps that in the logits' dtype: it holds one logits-sized tensor until backward. An engine that compiles the whole step
+fuses the upcast itself and takes all positions at once: chunks would cost it a copy of all logits each (8B on
+v5p:2x2x4, 4 layers: 87.7 GiB of temporaries, not 3.2).
 """
 
 from collections.abc import Callable
@@ -17,10 +17,10 @@ from torch.nn import functional as F
 
 IGNORED = -100
 Loss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(logits, labels) -> (sum over the counted labels, their number), as `cross_entropy_sum` takes and gives them."""
+"""(logits, labels) -> (sum over the counted labels, their number), with the shapes of `cross_entropy_sum`."""
 
-Tell = Callable[[Tensor, Tensor | None, Tensor | None], dict[str, Any]]
-"""(input_ids, positions, segments), int64 `[batch, seq]` -> what else the forward of the model is told."""
+DocumentArguments = Callable[[Tensor, Tensor | None, Tensor | None], dict[str, Any]]
+"""(input_ids, positions, segments), int64 `[batch, seq]` -> further arguments of the model's forward."""
 
 CHUNK_BYTES = 256 * 2**20  # float32 logits upcast at once, per process
 
@@ -38,7 +38,7 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class _CrossEntropySum(torch.autograd.Function):
-    """Takes the gradient chunk by chunk in forward (as Liger Kernel does, arXiv 2410.10989, section 3.2)."""
+    """Computes the gradient chunk by chunk in forward (as Liger Kernel does, arXiv 2410.10989, section 3.2)."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, chunked: bool) -> Tensor:
@@ -92,15 +92,15 @@ def attach_loss(
     output: torch.dtype | None = None,
     chunked: bool = True,
     loss: Loss | None = None,
-    tell: Tell | None = None,
+    documents: DocumentArguments | None = None,
 ) -> None:
-    """Make `model(input_ids, labels, positions, segments)` return (loss_sum, token_count), of `loss`, or of
+    """Make `model(input_ids, labels, positions, segments)` return (loss_sum, token_count) of `loss`, or else of
     `cross_entropy_sum`.
 
-    The loss takes the logits in the dtype `output`; None: as the head gives them. `positions` and `segments`, int64
-    `[batch, seq]`, tell the documents of a row apart; `tell` makes of them what the model's attention takes, once a
-    forward. Without it they are left alone: a row's only document comes first, and sees nothing of what follows it.
-    The forward of this instance is replaced, so that the model stays its own root: no wrapper, no changed name.
+    The loss takes the logits in the dtype `output`; None: the head's own. `positions` and `segments`, int64 `[batch,
+    seq]`, tell the documents of a row apart; `documents` turns them into arguments of the model's forward. Without it
+    they are unused: a row's only document comes first, and sees nothing of the padding behind it. This replaces the
+    forward of this instance, so that the model stays its own root: no wrapper, no changed name.
     """
 
     loss = loss or partial(cross_entropy_sum, chunked=chunked)
@@ -112,8 +112,8 @@ def attach_loss(
         positions: Tensor | None = None,
         segments: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        told = {} if tell is None else tell(input_ids, positions, segments)
-        logits: Tensor = cast(Any, type(self)).forward(self, input_ids=input_ids, use_cache=False, **told).logits
+        more = {} if documents is None else documents(input_ids, positions, segments)
+        logits: Tensor = cast(Any, type(self)).forward(self, input_ids=input_ids, use_cache=False, **more).logits
         return loss(logits if output is None else logits.to(output), labels)
 
     model.forward = MethodType(forward_with_loss, model)

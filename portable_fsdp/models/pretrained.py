@@ -1,12 +1,12 @@
 """`model.pretrained`: a local Hugging Face folder, a repository of the hub, or a GGUF file; opened, checked, and read.
 
-Whatever the files hold must be the model's, and all of the model must be in the files: what else may be missing or left
-over is named in `model.allow`, or is left out by transformers too.
+The files must hold the whole model and nothing else, save what `model.allow` names and what transformers itself leaves
+out.
 """
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -21,14 +21,14 @@ from portable_fsdp.models.architecture import last_line
 from portable_fsdp.models.conversion import ConvertedTensors
 from portable_fsdp.models.gguf import GgufFile
 from portable_fsdp.models.safetensors_folder import SafetensorsFolder
-from portable_fsdp.models.weights import RandomWeights, Slices, TensorFile
+from portable_fsdp.models.weights import FLOATS, RandomWeights, TensorFile, TensorSlices, WeightFill
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.hub import MODEL_FILES, local_folder
 
 log = logging.getLogger("portable_fsdp")
 
-_FLOATS = ("F32", "BF16", "F16", "F64")
-_ROWS = 4096  # of a table that are averaged at a time
+_UNQUANTISED = "Take the model's unquantised folder, or dequantise it with transformers and save_pretrained it."
+_ROWS = 4096  # of a table, read at a time
 
 
 @dataclass(frozen=True)
@@ -41,21 +41,21 @@ class Pretrained:
 
 @dataclass(frozen=True)
 class Base:
-    """What adapters are trained on: weights that come whole from `model.pretrained`, and that no step changes."""
+    """What adapters train on: weights that come whole from `model.pretrained`, and that no step changes."""
 
     pretrained: str
     gguf_file: str | None
     file: TensorFile
     names: frozenset[str]  # FQNs in the model with adapters
-    fill: Callable[[str, Slices], Tensor]
+    fill: WeightFill
 
 
 def fingerprint(file: TensorFile) -> str:
-    """By which the tensors of a folder are recognised, wherever it lies and however it is cut into files.
+    """Identifies the tensors of a folder, wherever it lies and however it is cut into files.
 
-    128-bit XXH3 of each tensor's name, dtype and shape, and of some KiB from its middle: a read for each tensor,
-    whatever their size. It tells other weights (another model, one trained on, another dtype or quantisation); not a
-    change of a few elements elsewhere, and nothing of config.json.
+    128-bit XXH3 of each tensor's name, dtype and shape, and of some KiB from its middle: one read a tensor. It detects
+    another model, further training, another dtype or quantisation; not a change of a few elements elsewhere, nor one of
+    config.json.
     """
     digest = xxhash.xxh3_128()
     for key in sorted(file.shapes):
@@ -72,8 +72,7 @@ def open_pretrained(model: schema.Model) -> Pretrained:
         gguf = GgufFile(_gguf_path(folder, model.gguf_file))
         return Pretrained(gguf.config, gguf)
     folder = local_folder("model.pretrained", name, MODEL_FILES)
-    config = _config(folder)
-    return Pretrained(config, SafetensorsFolder(folder))
+    return Pretrained(_config(folder), SafetensorsFolder(folder))
 
 
 def _gguf_path(folder: Path, name: str) -> Path:
@@ -83,8 +82,7 @@ def _gguf_path(folder: Path, name: str) -> Path:
     others = sorted(file.name for file in folder.glob("*.gguf"))
     raise ConfigError(
         f"model.gguf_file: expected a file of {folder}, found none of the name {name}.\n"
-        + (f"  It has: {', '.join(others)}." if others else "  It has no GGUF file.")
-        + " Nothing was started."
+        f"  It has: {', '.join(others) or 'no GGUF file'}."
     )
 
 
@@ -97,8 +95,11 @@ def _config(folder: Path) -> Any:
         adapter = (folder / "adapter_config.json").is_file()
         raise ConfigError(
             f"model.pretrained: expected a Hugging Face folder with config.json, found none in it: {folder}\n"
-            + ("  It is an adapter (peft): name the model that it belongs to, or merge them first." if adapter else "")
-            + ("" if adapter else "  Name the folder of a model; for a GGUF file set model.gguf_file too.")
+            + (
+                "  It is an adapter (peft): name the model that it belongs to, or merge them first."
+                if adapter
+                else "  Name the folder of a model; for a GGUF file set model.gguf_file too."
+            )
         )
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -114,8 +115,7 @@ def _config(folder: Path) -> Any:
         method = cast(dict[str, Any], quantised).get("quant_method", "") if isinstance(quantised, dict) else quantised
         raise ConfigError(
             f"model.pretrained: {path}: expected weights in float32, bfloat16 or float16, found quantised ones "
-            f"(quantization_config: {str(method)[:80]}).\n  Take the model's unquantised folder, or dequantise it with "
-            "transformers and save_pretrained it. Nothing was started."
+            f"(quantization_config: {str(method)[:80]}).\n  {_UNQUANTISED}"
         )
     return config
 
@@ -123,9 +123,9 @@ def _config(folder: Path) -> Any:
 class PretrainedWeights:
     """`fill` from files: reads the asked slices and nothing else, save what transformers makes of several tensors.
 
-    They come in the dtype that the model's parameter or buffer has, whatever that of the file. `model`: on meta, and
-    `twin`, which keeps its meta parameters. `drawn` gives what `allow` (name patterns) lets be missing.
-    `rows_before`: of the vocabulary, where embedding and head have grown; their new rows are the mean of the old ones.
+    Casts to the dtype of the model's parameter or buffer. `model` is on meta; `twin` keeps its meta parameters. `drawn`
+    gives what `allow` (name patterns) lets be missing. `rows_before`: rows of the vocabulary before embedding and head
+    grew; their new rows are the mean of the old ones.
     """
 
     def __init__(
@@ -143,21 +143,19 @@ class PretrainedWeights:
         stored = stored_tensors(model)
         self._dtypes = {name: tensor.dtype for name, tensor in stored.items()}
         aliases = _aliases(model, stored)
-        found = {first: [name for name in names if name in self._tensors.shapes] for first, names in aliases.items()}
-        _refuse_others(
-            file, model, [names for first, names in aliases.items() if not found[first]], len(aliases), allow
-        )
+        stored_names = {first: [n for n in names if n in self._tensors.shapes] for first, names in aliases.items()}
+        missing = [names for first, names in aliases.items() if not stored_names[first]]
+        _refuse_missing(file, model, missing, len(aliases), allow)
         _refuse_unexpected(file, model, self._tensors.unexpected, allow)
-        self._where = {first: names[0] for first, names in found.items() if names}
+        self._where = {first: names[0] for first, names in stored_names.items() if names}
         self._rows = {} if rows_before is None else dict.fromkeys(_vocabulary_tables(model, aliases), rows_before)
         self._means: dict[str, Tensor] = {}
-        for first, tensor in stored.items():
-            for name in found[first]:
-                self._check(first, name, tensor)
-        for first, names in found.items():
+        for first, names in stored_names.items():
+            for name in names:
+                self._check(first, name, stored[first])
             self._check_ties(first, names)
 
-    def __call__(self, fqn: str, slices: Slices) -> Tensor:
+    def __call__(self, fqn: str, slices: TensorSlices) -> Tensor:
         if fqn not in self._where:
             return self._drawn(fqn, slices)
         if fqn in self._rows:
@@ -169,10 +167,10 @@ class PretrainedWeights:
 
     @property
     def drawn(self) -> list[str]:
-        """FQNs of what isn't in the files, and is drawn instead."""
+        """FQNs of tensors that the files lack, and that are drawn instead."""
         return [fqn for fqn in self._dtypes if fqn not in self._where]
 
-    def _grown(self, fqn: str, slices: Slices) -> Tensor:
+    def _grown(self, fqn: str, slices: TensorSlices) -> Tensor:
         """Old rows as they are, and the mean for the others."""
         before, name, dtype = self._rows[fqn], self._where[fqn], self._dtypes[fqn]
         rows = slices[0]
@@ -185,53 +183,55 @@ class PretrainedWeights:
         return torch.cat([kept, mean.expand(new, *mean.shape)])
 
     def _mean(self, fqn: str) -> Tensor:
-        """Of the old rows, in float32: every process reads all of them, in one order, so that all have the same."""
+        """Of the old rows, in float32: every process reads all of them in one order, so that all get the same."""
         if fqn not in self._means:
-            shape = self._tensors.shapes[self._where[fqn]]
-            whole = tuple(slice(0, size) for size in shape[1:])
+            name = self._where[fqn]
+            shape = self._tensors.shapes[name]
             total = torch.zeros(shape[1:], dtype=torch.float64)
-            for start in range(0, shape[0], _ROWS):
-                rows = slice(start, min(start + _ROWS, shape[0]))
-                total += self._tensors.read(self._where[fqn], (rows, *whole)).double().sum(0)
+            for part in _parts(shape):
+                total += self._tensors.read(name, part).double().sum(0)
             self._means[fqn] = (total / shape[0]).float()
         return self._means[fqn]
 
     def _check(self, fqn: str, name: str, tensor: Tensor) -> None:
-        keys, found = self._tensors.keys[name], self._tensors.shapes[name]
+        keys, shape = self._tensors.keys[name], self._tensors.shapes[name]
         where = f"model.pretrained: {self._file.where}: {name}: expected"
         expected = (self._rows[fqn], *tensor.shape[1:]) if fqn in self._rows else tuple(tensor.shape)
-        if found != expected:
+        if shape != expected:
             config = "config.json" if self._file.where.is_dir() else "its metadata"
             raise ConfigError(
-                f"{where} {list(expected)} ({config}), found {list(found)} in {self._file.file_of(keys[0])}."
+                f"{where} {list(expected)} ({config}), found {list(shape)} in {self._file.file_of(keys[0])}."
             )
-        other = next((key for key in keys if self._file.dtype_of(key) not in _FLOATS), None)
+        other = next((key for key in keys if self._file.dtype_of(key) not in FLOATS), None)
         if tensor.is_floating_point() and other is not None:
             raise ConfigError(
-                f"{where} {', '.join(_FLOATS)}, found {self._file.dtype_of(other)} in {self._file.file_of(other)}: a "
-                "quantised model.\n  Take its unquantised folder, or dequantise it with transformers and "
-                "save_pretrained it. Nothing was started."
+                f"{where} {', '.join(FLOATS)}, found {self._file.dtype_of(other)} in {self._file.file_of(other)}: a "
+                f"quantised model.\n  {_UNQUANTISED}"
             )
 
     def _check_ties(self, first: str, names: Sequence[str]) -> None:
-        """A tied weight that the folder holds under several names must be one."""
+        """A tied weight that the folder holds under several names must be the same under all of them."""
         for other in names[1:]:
-            shape = self._tensors.shapes[first]
-            for start in range(0, shape[0], _ROWS):
-                rows = slice(start, min(start + _ROWS, shape[0]))
-                part = (rows, *(slice(0, size) for size in shape[1:]))
+            for part in _parts(self._tensors.shapes[first]):
                 if not torch.equal(self._tensors.read(names[0], part), self._tensors.read(other, part)):
                     raise ConfigError(
                         f"model.pretrained: {self._file.where}: expected one content for tied weights, found different "
-                        f"ones in {names[0]} and {other}.\n  Was it trained untied? Then say tie_word_embeddings=false "
-                        "in its config.json. Nothing was started."
+                        f"ones in {names[0]} and {other}.\n  If it was trained untied, set tie_word_embeddings=false "
+                        "in its config.json."
                     )
 
 
-def _refuse_others(
+def _parts(shape: tuple[int, ...]) -> Iterator[TensorSlices]:
+    """Slices of some rows each, which together are the whole tensor."""
+    rest = [slice(0, size) for size in shape[1:]]
+    for start in range(0, shape[0], _ROWS):
+        yield (slice(start, min(start + _ROWS, shape[0])), *rest)
+
+
+def _refuse_missing(
     file: TensorFile, model: Any, missing: Sequence[Sequence[str]], count: int, allow: Sequence[str]
 ) -> None:
-    """`missing`: of each tensor that the files lack, its names in the model."""
+    """`missing`: the names in the model of each tensor that the files lack."""
     patterns = model._keys_to_ignore_on_load_missing or ()
     allowed = [names for names in missing if any(_is_allowed(name, allow, patterns) for name in names)]
     refused = sorted(names[0] for names in missing if names not in allowed)
@@ -239,12 +239,11 @@ def _refuse_others(
         raise ConfigError(
             f"model.pretrained: {file.where}: expected a weight for each of the model's {count} tensors, found none "
             f"for {refused[0]}" + (f", and {len(refused) - 1} more." if len(refused) > 1 else ".") + "\n"
-            "  Name in model.allow what may be missing, and is then drawn from run.seed. Nothing was started."
+            "  Name in model.allow what may be missing; run.seed then draws it."
         )
     if allowed:
-        log.warning(
-            "model.pretrained: %s: missing, and drawn from run.seed: %s", file.where, _some(n[0] for n in allowed)
-        )
+        names = _some(names[0] for names in allowed)
+        log.warning("model.pretrained: %s: missing, and drawn from run.seed: %s", file.where, names)
 
 
 def _refuse_unexpected(file: TensorFile, model: Any, unexpected: Sequence[str], allow: Sequence[str]) -> None:
@@ -256,13 +255,12 @@ def _refuse_unexpected(file: TensorFile, model: Any, unexpected: Sequence[str], 
     if refused:
         raise ConfigError(
             f"model.pretrained: {file.where}: expected tensors of {type(model).__name__} alone, found {len(refused)} "
-            f"that it has no place for: {_some(refused)}.\n  They would be lost. If that is meant, name them, as in "
-            f"model.allow='[{refused[0]}]'. Nothing was started."
+            f"that it has no place for: {_some(refused)}.\n"
+            f"  They would be lost. If you mean that, name them, as in model.allow='[{refused[0]}]'."
         )
     if left_out:
-        log.info(
-            "model.pretrained: %s: left out, as transformers does or model.allow says: %s", file.where, _some(left_out)
-        )
+        where = f"model.pretrained: {file.where}"
+        log.info("%s: left out, as transformers does or model.allow says: %s", where, _some(left_out))
 
 
 def _is_allowed(name: str, allow: Iterable[str], patterns: Iterable[str]) -> bool:
@@ -276,24 +274,21 @@ def _some(names: Iterable[str]) -> str:
 
 def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
     """What a folder holds of the model: parameters, each once, and persistent buffers."""
-    stored: dict[str, Tensor] = dict(model.named_parameters())
-    persistent = set(model.state_dict(keep_vars=True))
-    stored.update({name: buffer for name, buffer in model.named_buffers() if name in persistent})
-    return stored
+    persistent = model.state_dict(keep_vars=True)
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    return {**dict(model.named_parameters()), **buffers}
 
 
 def _aliases(model: nn.Module, stored: Mapping[str, Tensor]) -> dict[str, list[str]]:
     """First FQN of each stored tensor -> all its FQNs (tied weights have several; a folder may hold any)."""
-    names = {id(tensor): name for name, tensor in reversed(list(stored.items()))}
-    aliases: dict[str, list[str]] = {name: [name] for name in names.values()}
+    names = {id(tensor): {name: None} for name, tensor in stored.items()}
     for name, tensor in model.named_parameters(remove_duplicate=False):
-        if name not in aliases[names[id(tensor)]]:
-            aliases[names[id(tensor)]].append(name)
-    return aliases
+        names[id(tensor)][name] = None
+    return {next(iter(each)): list(each) for each in names.values()}
 
 
 def _vocabulary_tables(model: Any, aliases: Mapping[str, list[str]]) -> list[str]:
-    """First FQNs of the embedding and the head, with its bias: what has a row for each id."""
+    """First FQNs of the embedding and the head, with its bias: tensors with a row for each id."""
     modules = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
     tables = {id(parameter) for module in modules for parameter in module.parameters()}
     return [first for first in aliases if id(dict(model.named_parameters()).get(first)) in tables]

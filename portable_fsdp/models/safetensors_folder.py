@@ -7,10 +7,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from portable_fsdp.models.weights import Slices, TensorFile
+from portable_fsdp.models.weights import TensorFile, TensorSlices
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.strict_json import parse_json
 
+_KEY = "model.pretrained"
 _PICKLES = ("pytorch_model*.bin", "*.bin", "*.pt", "*.pth", "*.ckpt")
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -26,20 +27,17 @@ class SafetensorsFolder(TensorFile):
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, str] = {}
         for path in sorted(set(self._files.values())):
-            with _open(path) as file:
+            with open_safetensors(_KEY, path) as file:
                 held = set(cast(list[str], list(file.keys())))
                 for key in (key for key, holder in self._files.items() if holder == path):
-                    self._note(file, path, key, held)
-
-    def _note(self, file: Any, path: Path, key: str, held: set[str]) -> None:
-        if key not in held:
-            raise ConfigError(
-                f"model.pretrained: {self.where}: expected {key} in {path.name} ({INDEX}), found none.\n"
-                "  Download the folder again."
-            )
-        inside = file.get_slice(key)
-        self.shapes[key] = tuple(cast(list[int], inside.get_shape()))
-        self._dtypes[key] = str(inside.get_dtype())
+                    if key not in held:
+                        raise ConfigError(
+                            f"{_KEY}: {folder}: expected {key} in {path.name} ({INDEX}), found none.\n"
+                            "  Download the folder again."
+                        )
+                    tensor = file.get_slice(key)
+                    self.shapes[key] = tuple(cast(list[int], tensor.get_shape()))
+                    self._dtypes[key] = str(tensor.get_dtype())
 
     def file_of(self, key: str) -> str:
         return self._files[key].name
@@ -47,8 +45,8 @@ class SafetensorsFolder(TensorFile):
     def dtype_of(self, key: str) -> str:
         return self._dtypes[key]
 
-    def read(self, key: str, slices: Slices) -> Tensor:
-        with _open(self._files[key]) as file:
+    def read(self, key: str, slices: TensorSlices) -> Tensor:
+        with open_safetensors(_KEY, self._files[key]) as file:
             return cast(Tensor, file.get_slice(key)[slices] if slices else file.get_tensor(key))
 
     def sample(self, key: str) -> bytes:
@@ -64,30 +62,31 @@ def _weight_files(folder: Path) -> dict[str, Path]:
     if index.is_file():
         files = {key: folder / Path(name).name for key, name in _weight_map(index).items()}
     elif (folder / SINGLE).is_file():
-        with _open(folder / SINGLE) as file:
+        with open_safetensors(_KEY, folder / SINGLE) as file:
             files = dict.fromkeys(cast(list[str], list(file.keys())), folder / SINGLE)
     else:
         _refuse(folder)
     absent = sorted({path.name for path in files.values() if not path.is_file()})
     if absent:
-        raise ConfigError(f"model.pretrained: {folder}: expected {absent[0]} (its index names it), found no such file.")
+        raise ConfigError(f"{_KEY}: {folder}: expected {absent[0]} (its index names it), found no such file.")
     return files
 
 
 def _refuse(folder: Path) -> NoReturn:
-    said = f"model.pretrained: expected {SINGLE} or {INDEX} in {folder}, found "
+    expected = f"{_KEY}: expected {SINGLE} or {INDEX} in {folder}"
     pickle = next((path.name for pattern in _PICKLES for path in sorted(folder.glob(pattern))), None)
     gguf = next((path.name for path in sorted(folder.glob("*.gguf"))), None)
     if gguf is not None:
-        raise ConfigError(f"{said}{gguf}.\n  Set model.gguf_file={gguf}. Nothing was started.")
+        raise ConfigError(f"{expected}, found {gguf}.\n  Set model.gguf_file={gguf}.")
     if pickle is not None:
         raise ConfigError(
-            f"{said}{pickle}: a pickle, which may run any code when it is opened.\n  If you trust it, rewrite it once: "
-            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(ANOTHER). Nothing was started."
+            f"{expected}, found {pickle}: a pickle, which may run any code when it is opened.\n"
+            "  If you trust it, rewrite it once: "
+            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(ANOTHER)."
         )
     raise ConfigError(
-        f"{said}neither.\n  Other formats (of a hub repository, pickles aren't even downloaded): open the model with "
-        "transformers and save_pretrained it to a new folder. Nothing was started."
+        f"{expected}, found neither.\n  Other formats (pickles of a hub repository aren't even downloaded): open the "
+        "model with transformers and save_pretrained it to a new folder."
     )
 
 
@@ -96,17 +95,17 @@ def _weight_map(index: Path) -> dict[str, str]:
         return dict(cast(dict[str, str], parse_json(index.read_bytes())["weight_map"]))
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(
-            f"model.pretrained: {index}: expected a JSON object with a weight_map (tensor -> file), found something "
-            f"else ({type(error).__name__}).\n  Download the folder again."
+            f"{_KEY}: {index}: expected a JSON object with a weight_map (tensor -> file), found something else "
+            f"({type(error).__name__}).\n  Download the folder again."
         ) from error
 
 
-def _open(path: Path) -> Any:
-    """A safetensors file, to be used as a context manager."""
+def open_safetensors(key: str, path: Path) -> Any:
+    """A context manager over a safetensors file; raises ConfigError, which names the config's `key`."""
     try:
         return safe_open(path, framework="pt")
-    except SafetensorError as error:
+    except (OSError, SafetensorError) as error:
         raise ConfigError(
-            f"model.pretrained: {path}: expected a whole safetensors file, found {path.stat().st_size:,} bytes that "
-            f"are not one ({error}).\n  Download it again."
+            f"{key}: {path}: expected a whole safetensors file, found {path.stat().st_size:,} bytes that are not one "
+            f"({error}).\n  Download it again."
         ) from error

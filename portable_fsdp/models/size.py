@@ -1,4 +1,4 @@
-"""How large a model is, in the numbers that the FLOPs of a step are counted from."""
+"""The sizes of a model from which `metrics/flops.py` counts the FLOPs of a step."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,11 +10,9 @@ from portable_fsdp.runtime.errors import ConfigError
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What the FLOPs of a step are counted from."""
-
     parameters: int  # a tied weight once
     embedding_parameters: int  # of tables that are only looked up
-    frozen_parameters: int  # of the others
+    frozen_parameters: int  # without those tables
     trained_parameters: int
     layers: int
     hidden: int  # attention heads * head_dim
@@ -22,7 +20,7 @@ class ModelSize:
 
 
 def size_of(model: Any) -> ModelSize:
-    """Of a transformers model. Raises ConfigError where its config has no layers of one width."""
+    """The sizes of a transformers model. Raises ConfigError where its config has no layers of one width."""
     tables = {id(table.weight): table.weight for table in model.modules() if isinstance(table, nn.Embedding)}
     head = model.get_output_embeddings()
     if head is not None:
@@ -31,7 +29,7 @@ def size_of(model: Any) -> ModelSize:
     if missing := [key for key in ("hidden_size", "num_hidden_layers") if not hasattr(config, key)]:
         raise ConfigError(
             f"model: {type(model).__name__}: expected a stack of layers of one width, found a config without "
-            f"{missing[0]}, whose parts have configs of their own.\n  Take another model. Nothing was started."
+            f"{missing[0]}, whose parts have configs of their own.\n  Take another model."
         )
     frozen = [weight for weight in model.parameters() if not weight.requires_grad]
     return ModelSize(
@@ -49,6 +47,6 @@ def _attention_width(config: Any) -> int:
     """Heads * head_dim; where layers differ (Gemma 4), their mean."""
     layers = getattr(config, "per_layer_config", None)
     each = [layers[index] for index in range(config.num_hidden_layers)] if layers else [config]
-    heads = [getattr(one, "num_attention_heads", 1) for one in each]
-    widths = [getattr(one, "head_dim", None) or one.hidden_size // n for one, n in zip(each, heads, strict=True)]
+    heads = [getattr(layer, "num_attention_heads", 1) for layer in each]
+    widths = [getattr(layer, "head_dim", None) or layer.hidden_size // n for layer, n in zip(each, heads, strict=True)]
     return sum(n * width for n, width in zip(heads, widths, strict=True)) // len(each)

@@ -7,7 +7,7 @@ Both are a `fill(fqn, slices)`: a backend asks for the pieces that its devices n
 # pyright: reportPrivateUsage=false
 
 import hashlib
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -17,12 +17,18 @@ from torch import Tensor, nn
 
 from portable_fsdp.runtime.errors import ConfigError
 
-Slices = tuple[slice, ...]
+TensorSlices = tuple[slice, ...]
 """One slice a dimension, with start and stop set."""
+
+WeightFill = Callable[[str, TensorSlices], Tensor]
+"""`fill(fqn, slices)`: a piece of a weight, on the host, in the dtype of the model's parameter."""
+
+FLOATS = ("F32", "BF16", "F16", "F64")
+"""Dtypes of weights that aren't quantised, as safetensors writes them."""
 
 
 class TensorFile(Protocol):
-    """Tensors in a file, or in the files of a folder, by the names that they have there."""
+    """Tensors in a file, or in the files of a folder, by their names there."""
 
     where: Path
     shapes: dict[str, tuple[int, ...]]
@@ -35,7 +41,7 @@ class TensorFile(Protocol):
         """As safetensors writes it: F32, BF16, F8_E4M3, I64, ..."""
         ...
 
-    def read(self, key: str, slices: Slices) -> Tensor:
+    def read(self, key: str, slices: TensorSlices) -> Tensor:
         """The asked slices of one tensor, all of it for `()`, on the host."""
         ...
 
@@ -44,22 +50,10 @@ class TensorFile(Protocol):
         ...
 
 
-def _ancestors(fqn: str) -> list[str]:
-    """`a.b.weight` -> `a.b`, `a`, `` (the root): owner first."""
-    parts = fqn.split(".")[:-1]
-    return [".".join(parts[:depth]) for depth in range(len(parts), -1, -1)]
-
-
-def _initialise(model: Any, fqn: str) -> None:
-    """Run transformers' own initialisation of the modules that may touch this tensor, owner first, as it does."""
-    for name in _ancestors(fqn):
-        model._init_weights(model.get_submodule(name))
-
-
 def fill_buffers(model: nn.Module, twin: nn.Module) -> set[str]:
-    """Give `model` real buffers: computed ones (rotary frequencies) have their values, from `_init_weights`.
+    """Give `model` real buffers; computed ones (rotary frequencies) get their values from `_init_weights`.
 
-    Returns the FQNs of those that it leaves unset: their values are still those of the filling.
+    Returns the FQNs of those that `_init_weights` leaves unset: they keep the number that filled them before.
     """
     before, after = _computed_buffers(twin, 0), _computed_buffers(twin, 1)
     for fqn, value in after.items():
@@ -69,7 +63,7 @@ def fill_buffers(model: nn.Module, twin: nn.Module) -> set[str]:
 
 
 def _computed_buffers(twin: nn.Module, filling: int) -> dict[str, Tensor]:
-    """FQN -> buffer after `_init_weights`, which finds it full of one number."""
+    """FQN -> buffer after `_init_weights`, which gets it full of one number."""
     for fqn, buffer in list(twin.named_buffers()):
         owner, _, leaf = fqn.rpartition(".")
         module = twin.get_submodule(owner)
@@ -93,8 +87,8 @@ def seeded(seed: int, fqn: str) -> Generator[None]:
 class RandomWeights:
     """`fill` of a new model: each weight depends on (seed, FQN) alone, whatever the mesh and the order of asking.
 
-    One weight is drawn at a time, whole, and kept until the next is asked for: a host needs memory for the largest.
-    It is drawn in float32 and then rounded to `dtype`, so that a seed means the same weights in all dtypes.
+    Draws one whole weight at a time, and keeps it until the next: a host needs memory for the largest. A weight is
+    drawn in float32 and then rounded to `dtype`, so that a seed means the same weights in all dtypes.
     """
 
     def __init__(self, twin: nn.Module, seed: int, dtype: torch.dtype) -> None:
@@ -103,7 +97,7 @@ class RandomWeights:
         self._dtype = dtype
         self._last: tuple[str, Tensor] | None = None
 
-    def __call__(self, fqn: str, slices: Slices) -> Tensor:
+    def __call__(self, fqn: str, slices: TensorSlices) -> Tensor:
         if self._last is None or self._last[0] != fqn:
             self._last = (fqn, self._draw(fqn).to(self._dtype))
         return self._last[1][slices].clone()
@@ -117,7 +111,7 @@ class RandomWeights:
         module._parameters[leaf] = weight
         try:
             with seeded(self._seed, fqn), torch.no_grad():
-                _initialise(self._twin, fqn)
+                _initialise(self._twin, owner)
         except NotImplementedError as error:  # torch's, of a copy from a weight that holds no memory here
             raise _no_value(fqn, module, "has an initial value that is made of other weights") from error
         finally:
@@ -127,9 +121,18 @@ class RandomWeights:
         return weight.data
 
 
-def _no_value(fqn: str, module: nn.Module, what: str) -> ConfigError:
+def _initialise(model: Any, owner: str) -> None:
+    """Run transformers' own initialisation of `owner` and the modules around it up to the root, in its order."""
+    while True:
+        model._init_weights(model.get_submodule(owner))
+        if not owner:
+            return
+        owner = owner.rpartition(".")[0]
+
+
+def _no_value(fqn: str, module: nn.Module, problem: str) -> ConfigError:
     return ConfigError(
-        f"model.architecture: expected transformers to initialise all weights one by one, found that {fqn} "
-        f"({type(module).__name__}) {what}.\n"
-        "  Start from a folder (model.pretrained), or take another model. Nothing was started."
+        "model.architecture: expected transformers to initialise all weights one by one, found that "
+        f"{fqn} ({type(module).__name__}) {problem}.\n"
+        "  Start from a folder (model.pretrained), or take another model."
     )

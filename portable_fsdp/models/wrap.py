@@ -12,35 +12,36 @@ from portable_fsdp.runtime.errors import ConfigError
 
 
 def find_layers(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
-    """FQNs of the model's repeated blocks, in the order of definition: what is recomputed, scanned and compiled.
+    """FQNs of the model's repeated blocks, in the order of definition: those that are recomputed, scanned, compiled.
 
-    They are the modules of `sharding.wrap_classes`, else transformers' `_no_split_modules`; a layer inside a layer
-    belongs to the outer one, and neither the embedding nor the head is one. Raises ConfigError where a class of
-    `wrap_classes` has no module that can be a unit, or where neither names any.
+    They are the modules of `sharding.wrap_classes`, else of transformers' `_no_split_modules`; a layer inside a layer
+    belongs to the outer one, and neither the embedding nor the head is one. Raises ConfigError for a class of
+    `wrap_classes` that can't be a unit, and where the model has no layer.
     """
     _check_classes(model, sharding.wrap_classes)
     classes = set(sharding.wrap_classes) or set(getattr(model, "_no_split_modules", None) or ())
     tables = _tables(model)
     layers = _outermost(name for name in _of_classes(model, classes) if name not in tables)
     if not layers:
-        blocks = _repeated_classes(model) or _classes_of_units(model)
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        counts = Counter(type(module).__name__ for members in lists for module in members)
+        blocks = [name for name, count in counts.items() if count > 1] or _classes_of_units(model)
         raise ConfigError(
             f"{type(model).__name__}: expected at least one layer of the class(es) {sorted(classes) or '(none named)'},"
-            f" found none.\n  Set sharding.wrap_classes to the class of its blocks: {' or '.join(blocks)}. Nothing was "
-            "started."
+            f" found none.\n  Set sharding.wrap_classes to the class of its blocks: {' or '.join(blocks)}."
         )
     return tuple(layers)
 
 
 def find_units(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
-    """FQNs of the units, outer ones before those inside them. What is in no unit belongs to the root.
+    """FQNs of the units, outer ones before those inside them. Modules in no unit belong to the root.
 
     TRANSFORMER_BASED_WRAP: all modules of `wrap_classes`, else the layers; also the embedding and the head, which would
-    otherwise stay gathered as long as the root does. SIZE_BASED_WRAP: as `_by_size` says. NO_WRAP: none. To these come
-    the outermost modules that each pattern of `wrap_modules` names: with NO_WRAP, units chosen by hand.
+    otherwise stay gathered as long as the root. SIZE_BASED_WRAP: see `_by_size`. NO_WRAP: none. To these come the
+    outermost modules that each pattern of `wrap_modules` names: with NO_WRAP, units chosen by hand.
 
-    A tied weight is gathered by one unit: a module that holds it in some of its places only is none, and what the user
-    names by class or pattern is then refused. Raises ConfigError.
+    One unit gathers a tied weight. A module that holds only some of its places is therefore no unit; if the user named
+    it by class or pattern, that is refused. Raises ConfigError.
     """
     by_hand = set(_of_patterns(model, sharding.wrap_modules))
     by_policy: set[str] = set()
@@ -52,26 +53,26 @@ def find_units(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
     elif sharding.wrap == "SIZE_BASED_WRAP" and sharding.min_num_params is not None:
         by_policy = set(_by_size(model, sharding.min_num_params))
     for places in _shared(model):
-        by_policy -= {name for name in by_policy if _splits(name, places)}
-        for name in sorted(by_hand):
-            if _splits(name, places):
-                raise ConfigError(
-                    f"sharding: {name} ({type(model.get_submodule(name)).__name__}) can't be a unit: a weight belongs "
-                    f"to one unit, and it shares one with another module: {', '.join(places)}.\n"
-                    "  Leave it out of sharding.wrap_classes and sharding.wrap_modules. Nothing was started."
-                )
+        splitting = {name for name in by_hand | by_policy if 0 < _count_inside(name, places) < len(places)}
+        for name in sorted(splitting & by_hand):
+            raise ConfigError(
+                f"sharding: {name} ({type(model.get_submodule(name)).__name__}) can't be a unit: a weight belongs "
+                f"to one unit, and it shares one with another module: {', '.join(places)}.\n"
+                "  Leave it out of sharding.wrap_classes and sharding.wrap_modules."
+            )
+        by_policy -= splitting
     return tuple(name for name, _ in model.named_modules() if name in by_hand | by_policy)
 
 
 def recomputed_layers(layers: Sequence[str], memory: Memory) -> tuple[str, ...]:
-    """Those of `layers` that gradient checkpointing runs again; raises ConfigError where it can't pick from so few."""
+    """Those of `layers` that gradient checkpointing runs again. Raises ConfigError for an `every` above their count."""
     if memory.gradient_checkpointing == "none":
         return ()
     every = memory.every or 1
     if every > len(layers):
         raise ConfigError(
             f"memory.every: expected at most {len(layers)} (the layers of the model), found {every}.\n"
-            "  Lower it, or set memory.gradient_checkpointing=full and memory.every=null. Nothing was started."
+            "  Lower it, or set memory.gradient_checkpointing=full and memory.every=null."
         )
     return tuple(layers[::every])
 
@@ -79,64 +80,63 @@ def recomputed_layers(layers: Sequence[str], memory: Memory) -> tuple[str, ...]:
 def modules_of_own_dtype(model: nn.Module, precision: Precision) -> dict[str, str]:
     """FQN -> dtype of the outermost modules that `precision.modules` names; the first pattern that matches counts.
 
-    Only modules that run and hold parameters are named, and with one of them those that share a weight with it, which
-    is cast once. Raises ConfigError for a pattern that names none that an earlier one left, where a module would hold
+    Names only modules that run and hold parameters, and with each of them those that share a weight with it, since a
+    weight is cast once. Raises ConfigError for a pattern whose modules earlier ones have named, for a module that holds
     one of another dtype, and for a shared weight of two dtypes.
     """
     names = [name for name, module in model.named_modules() if name and _can_be_unit(module)]
-    found: dict[str, str] = {}
+    dtypes: dict[str, str] = {}
     for pattern, dtype in precision.modules.items():
-        before = len(found)
+        before = len(dtypes)
         for name in matching("precision.modules", pattern, names):
-            if any(_is_inside(name, outer) for outer in found):
+            if any(_is_inside(name, outer) for outer in dtypes):
                 continue
-            inner = next((inner for inner in found if _is_inside(inner, name)), None)
+            inner = next((inner for inner in dtypes if _is_inside(inner, name)), None)
             if inner is not None:
                 raise ConfigError(
-                    f"precision.modules: {pattern!r} names {name} ({dtype}), which holds {inner} ({found[inner]}): a "
+                    f"precision.modules: {pattern!r} names {name} ({dtype}), which holds {inner} ({dtypes[inner]}): a "
                     "module of its own dtype can't hold another one.\n  Name the modules beside it instead."
                 )
-            found[name] = dtype
-        if len(found) == before:
+            dtypes[name] = dtype
+        if len(dtypes) == before:
             raise ConfigError(
                 f"precision.modules: expected patterns that name modules of their own, found {pattern!r}, whose "
-                "modules are all named by an earlier one, which counts.\n  Leave it out, or put it first. Nothing was "
-                "started."
+                "modules are all named by an earlier one, which counts.\n  Leave it out, or put it first."
             )
     for places in _shared(model):
-        _share_dtype(found, [place.rpartition(".")[0] for place in places])
-    return {name: found[name] for name in names if name in found}
+        _share_dtype(dtypes, [place.rpartition(".")[0] for place in places])
+    return {name: dtypes[name] for name in names if name in dtypes}
 
 
-def _share_dtype(found: dict[str, str], owners: list[str]) -> None:
-    """Give modules that share a weight the dtype that one of them was given."""
-    given = {owner: found[outer] for owner in owners for outer in found if _is_inside(owner, outer)}
+def _share_dtype(dtypes: dict[str, str], owners: list[str]) -> None:
+    """Give all modules that share a weight the dtype that one of them has."""
+    given = {owner: dtypes[outer] for owner in owners for outer in dtypes if _is_inside(owner, outer)}
     if len(set(given.values())) > 1:
         raise ConfigError(
             f"precision.modules: expected one dtype for {' and '.join(owners)}, which share a weight, found "
-            f"{' and '.join(sorted(set(given.values())))}.\n  Give them the same dtype. Nothing was started."
+            f"{' and '.join(sorted(set(given.values())))}.\n  Give them the same dtype."
         )
-    for owner in owners:
-        if given and owner not in given:
-            found[owner] = next(iter(given.values()))
-
-
-# ------------------------------------------------------------------------------------------------------- by size
+    for owner in owners if given else ():
+        if owner not in given:
+            dtypes[owner] = next(iter(given.values()))
 
 
 def _by_size(model: nn.Module, min_num_params: int) -> list[str]:
-    """Units by size, bottom up: a module whose parameters outside of smaller units reach the number is one.
+    """Units by size, bottom up: a module whose parameters outside of smaller units reach the number.
 
     As torch's `size_based_auto_wrap_policy` (torch/distributed/fsdp/wrap.py, `_recursive_wrap`). A tied weight counts
     in the smallest module that holds all its places.
     """
     homes = {id(parameter): fqn.rpartition(".")[0] for fqn, parameter in model.named_parameters()}
     for places in _shared(model):
-        homes[id(model.get_parameter(places[0]))] = _common_module(places)
+        home = places[0].rpartition(".")[0]
+        while _count_inside(home, places) < len(places):
+            home = home.rpartition(".")[0]
+        homes[id(model.get_parameter(places[0]))] = home
     units: list[str] = []
 
     def taken(name: str, module: nn.Module) -> int:
-        """How many parameters of the module some unit holds."""
+        """How many parameters of the module are in units."""
         total = sum(p.numel() for p in module.parameters() if _is_inside(homes[id(p)], name))
         if total < min_num_params:
             return 0
@@ -159,6 +159,10 @@ def _is_inside(name: str, outer: str) -> bool:
     return not outer or name == outer or name.startswith(f"{outer}.")
 
 
+def _count_inside(module: str, places: Iterable[str]) -> int:
+    return sum(_is_inside(place, module) for place in places)
+
+
 def _outermost(names: Iterable[str]) -> list[str]:
     """Of names in the order of definition, those that are in no other."""
     kept: list[str] = []
@@ -168,30 +172,23 @@ def _outermost(names: Iterable[str]) -> list[str]:
     return kept
 
 
-def _classes_of_units(model: nn.Module) -> list[str]:
-    """Classes of modules that can be a unit or a layer."""
-    return sorted({type(module).__name__ for name, module in model.named_modules() if name and _can_be_unit(module)})
-
-
-def _repeated_classes(model: nn.Module) -> list[str]:
-    """Classes of which a list of the model holds several, as its blocks."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    counts = Counter(type(module).__name__ for members in lists for module in members)
-    return [name for name, count in counts.items() if count > 1]
-
-
 def _has_forward(module: nn.Module) -> bool:
     """Lists and dicts of modules have none: nothing could gather them before they run."""
     return type(module).forward is not nn.Module.forward
 
 
 def _has_parameters(module: nn.Module) -> bool:
-    """A rotary embedding, say, has none: there is nothing to gather."""
+    """A rotary embedding has none: there is nothing to gather."""
     return any(True for _ in module.parameters())
 
 
 def _can_be_unit(module: nn.Module) -> bool:
     return _has_forward(module) and _has_parameters(module)
+
+
+def _classes_of_units(model: nn.Module) -> list[str]:
+    """Classes of modules that can be a unit or a layer."""
+    return sorted({type(module).__name__ for name, module in model.named_modules() if name and _can_be_unit(module)})
 
 
 def _check_classes(model: nn.Module, classes: Iterable[str]) -> None:
@@ -200,31 +197,26 @@ def _check_classes(model: nn.Module, classes: Iterable[str]) -> None:
     if wrong:
         raise ConfigError(
             f"sharding.wrap_classes: expected classes of modules in {type(model).__name__} that run and hold "
-            f"parameters, found {', '.join(wrong)}.\n  The model has: {', '.join(known)}. Nothing was started."
+            f"parameters, found {', '.join(wrong)}.\n  The model has: {', '.join(known)}."
         )
 
 
 def _of_classes(model: nn.Module, classes: Collection[str]) -> list[str]:
-    return [
-        name
-        for name, module in model.named_modules()
-        if name and type(module).__name__ in classes and _can_be_unit(module)
-    ]
+    modules = [(name, module) for name, module in model.named_modules() if name and _can_be_unit(module)]
+    return [name for name, module in modules if type(module).__name__ in classes]
 
 
 def _of_patterns(model: nn.Module, patterns: Iterable[str]) -> list[str]:
     names = [name for name, module in model.named_modules() if name and _has_parameters(module)]
-    found: list[str] = []
-    for pattern in patterns:
-        for name in _outermost(matching("sharding.wrap_modules", pattern, names)):
-            module = model.get_submodule(name)
-            if not _has_forward(module):
-                raise ConfigError(
-                    f"sharding.wrap_modules: expected modules that run, found {name}, a {type(module).__name__}, which "
-                    f"only holds others.\n  Name them: {name}.*. Nothing was started."
-                )
-            found.append(name)
-    return found
+    chosen = [name for pattern in patterns for name in _outermost(matching("sharding.wrap_modules", pattern, names))]
+    for name in chosen:
+        module = model.get_submodule(name)
+        if not _has_forward(module):
+            raise ConfigError(
+                f"sharding.wrap_modules: expected modules that run, found {name}, a {type(module).__name__}, which "
+                f"only holds others.\n  Name them: {name}.*."
+            )
+    return chosen
 
 
 def _tables(model: nn.Module) -> list[str]:
@@ -234,25 +226,9 @@ def _tables(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if any(module is table for table in tables)]
 
 
-# ---------------------------------------------------------------------------------------------------- tied weights
-
-
 def _shared(model: nn.Module) -> list[list[str]]:
-    """All FQNs of each parameter that has several."""
+    """All FQNs of each tied parameter."""
     names: dict[int, list[str]] = {}
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(fqn)
     return [places for places in names.values() if len(places) > 1]
-
-
-def _splits(module: str, places: list[str]) -> bool:
-    """Whether the module holds a tied weight in some of its places, and not in all."""
-    return 0 < sum(_is_inside(place, module) for place in places) < len(places)
-
-
-def _common_module(places: list[str]) -> str:
-    """The smallest module that holds all these parameters."""
-    owner = places[0].rpartition(".")[0]
-    while not all(_is_inside(place, owner) for place in places):
-        owner = owner.rpartition(".")[0]
-    return owner

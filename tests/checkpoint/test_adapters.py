@@ -21,8 +21,8 @@ from portable_fsdp.checkpoint.manager import Checkpoints
 from portable_fsdp.config.schema import Lora, Model
 from portable_fsdp.formats.huggingface import export_huggingface
 from portable_fsdp.formats.peft import export_adapters
+from portable_fsdp.models.architecture import config_to_json
 from portable_fsdp.models.build import build_model
-from portable_fsdp.models.config_json import config_to_json
 from portable_fsdp.models.pretrained import Base, fingerprint
 from portable_fsdp.models.safetensors_folder import SafetensorsFolder
 from portable_fsdp.runtime.errors import CheckpointError

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from portable_fsdp.checkpoint import storage
 from portable_fsdp.formats.huggingface import export_huggingface
 from portable_fsdp.formats.target import new_file
-from portable_fsdp.models.config_json import config_to_json
+from portable_fsdp.models.architecture import config_to_json
 from portable_fsdp.runtime.errors import CheckpointError
 
 SMALL: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 29}

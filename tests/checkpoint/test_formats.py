@@ -34,7 +34,7 @@ from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.formats.base import load_export
 from portable_fsdp.formats.huggingface import export
 from portable_fsdp.formats.importing import detect, import_checkpoint
-from portable_fsdp.models.config_json import config_from_json
+from portable_fsdp.models.architecture import config_from_json
 from portable_fsdp.runtime.errors import CheckpointError
 
 Tensors = dict[str, torch.Tensor]

@@ -28,8 +28,8 @@ from transformers import AutoConfig
 from portable_fsdp.backends.base import full_region, parameter_slots, rows_of_shard
 from portable_fsdp.config.schema import Model, Precision
 from portable_fsdp.models import safetensors_folder
+from portable_fsdp.models.architecture import config_from_json
 from portable_fsdp.models.build import BuiltModel, build_model
-from portable_fsdp.models.config_json import config_from_json
 from portable_fsdp.runtime.errors import ConfigError
 
 # --------------------------------------------------------------------------------------------------- architecture

@@ -19,10 +19,10 @@ pytestmark = pytest.mark.slow
 LENGTHS = [(7, 9, 5), (13, 11)]  # of the documents of two rows; three positions of padding in the first
 KEPT_APART = ["llama", "qwen3", "mistral_window", "gemma2", "gemma3_text", "gpt2", "phi3", "olmo2", "smollm3"]
 NOT_KEPT_APART = {
-    "bloom": "BloomForCausalLM aren't: it takes no mask of documents",
-    "falcon_alibi": "FalconForCausalLM aren't: it takes no mask of documents",
-    "mamba2": "Mamba2ForCausalLM aren't: logits differ",
-    "qwen3_next": "Qwen3NextForCausalLM aren't: logits differ",
+    "bloom": "BloomForCausalLM: it takes no mask of documents",
+    "falcon_alibi": "FalconForCausalLM: it takes no mask of documents",
+    "mamba2": "Mamba2ForCausalLM: logits differ",
+    "qwen3_next": "Qwen3NextForCausalLM: logits differ",
 }
 
 
@@ -113,15 +113,17 @@ def test_padding_behind_a_document_changes_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", NOT_KEPT_APART)
 def test_a_model_that_cannot_keep_documents_apart_is_refused_by_name(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"^data\.packing=documents: expected a model whose documents") as refusal:
+    with pytest.raises(
+        ConfigError, match=r"^data\.packing=documents: expected a model that gives documents"
+    ) as refusal:
         built(name)
     assert NOT_KEPT_APART[name] in str(refusal.value)
-    assert "Set data.packing=none (a document a row, padded)." in str(refusal.value)
+    assert "Set data.packing=none (one document a row, padded)." in str(refusal.value)
 
 
 def test_an_attention_without_a_window_is_refused_for_a_model_that_has_one() -> None:
     """transformers' own puts the window into the mask that it makes, and makes none where it is given one."""
-    with pytest.raises(ConfigError, match="MistralForCausalLM aren't: logits differ"):
+    with pytest.raises(ConfigError, match="MistralForCausalLM: logits differ"):
         built("mistral_window", attention="sdpa")
     built("llama", attention="sdpa")
 

@@ -101,7 +101,7 @@ def test_what_may_be_missing_is_drawn_as_in_a_new_model(tmp_path: Path, caplog: 
     with pytest.raises(ConfigError, match=r"none for model\.norm\.weight\.\n"):
         open_folder(tmp_path, "lm_head")
     built = open_folder(tmp_path, "lm_head", "*norm.weight")
-    assert f"missing, and drawn from run.seed: {HEAD}, {NORM}" in caplog.text
+    assert f"missing, and drawn from run.seed: {NORM}, {HEAD}" in caplog.text
     assert torch.equal(whole_weight(built, HEAD), whole_weight(build("llama", seed=3), HEAD))
     assert torch.equal(whole_weight(built, NORM), torch.ones(48))
     assert torch.equal(whole_weight(built, TABLE), stock.get_parameter(TABLE))
