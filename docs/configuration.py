@@ -9,18 +9,15 @@ from portable_fsdp.config.schema import Config
 
 INTRODUCTION = """# Configuration
 
-A run is one YAML file, the same on every device. `portable_fsdp.launch` takes it by `--config`; after the flags,
-`section.key=value` overrides a key, and `model.architecture.hidden_size=64` a key inside that mapping. An unknown key
-is an error that names the nearest valid one. An override's value is YAML without comments: where a `#` follows a space,
-quotes of YAML's go inside the shell's (`"run.dir='runs/a #1'"`). Where the run happens (`--device`, `--backend`,
-`--num_devices`) is a flag and never stands in the file.
+A run is one YAML file, the same on every device (`--config`). After the flags, `section.key=value` overrides a key,
+`model.architecture.hidden_size=64` a key inside a mapping. Values are YAML, as in
+`sharding.wrap_classes=[LlamaDecoderLayer]` or `optim.groups=[{match: "*norm*", weight_decay: 0.1}]`. A `#` after a space
+needs YAML's quotes inside the shell's (`"run.dir='runs/a #1'"`). Where the run happens (`--device`, `--backend`,
+`--num_devices`) is a flag, never a key. [sharding.md](sharding.md) helps to choose;
+`python -m portable_fsdp.explain` says what each engine does with each key.
 
-Lists and mappings are YAML's: `sharding.wrap_classes: [LlamaDecoderLayer]`, `precision.modules: {"*norm*": float32}`,
-`optim.groups: [{match: "*norm*", weight_decay: 0.1}]`. [sharding.md](sharding.md) says how to choose;
-`python -m portable_fsdp.explain` what each engine does with each key.
-
-This page is made from `portable_fsdp/config/schema.py` by `make docs`. A default of *required* means that the key has
-none; of *one of*, that the section needs exactly one of the keys so marked. `optim.groups[].lr` is a key of each item.
+`make docs` makes this page from `portable_fsdp/config/schema.py`. Default *required*: the key has none; *one of*: the
+section takes exactly one of them. `optim.groups[].lr` is a key of each item.
 """
 
 ONE_OF = {("model", "architecture"), ("model", "pretrained"), ("train", "steps"), ("train", "epochs")}
