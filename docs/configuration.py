@@ -11,8 +11,8 @@ INTRODUCTION = """# Configuration
 
 A run is one YAML file, the same on every device (`--config`). After the flags, `section.key=value` overrides a key,
 `model.architecture.hidden_size=64` a key inside a mapping. Values are YAML, as in
-`sharding.wrap_classes=[LlamaDecoderLayer]` or `optim.groups=[{match: "*norm*", weight_decay: 0.1}]`. A `#` after a space
-needs YAML's quotes inside the shell's (`"run.dir='runs/a #1'"`). Where the run happens (`--device`, `--backend`,
+`sharding.wrap_classes=[LlamaDecoderLayer]` or `optim.groups=[{match: "*norm*", weight_decay: 0.1}]`. A `#` after a
+space needs YAML's quotes inside the shell's (`"run.dir='runs/a #1'"`). Where the run happens (`--device`, `--backend`,
 `--num_devices`) is a flag, never a key. [sharding.md](sharding.md) helps to choose;
 `python -m portable_fsdp.explain` says what each engine does with each key.
 
