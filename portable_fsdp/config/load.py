@@ -14,7 +14,7 @@ from yaml.nodes import MappingNode, Node, ScalarNode
 
 from portable_fsdp.config.describe import option_names
 from portable_fsdp.config.schema import Config
-from portable_fsdp.config.source import Source
+from portable_fsdp.config.layers import LayeredValues
 from portable_fsdp.config.yaml_text import NULL_TAG, Dumper, line_of, parse, problem_of
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.process import detect_launch, is_by_accelerate
@@ -66,29 +66,29 @@ def read_config(
     environ: Mapping[str, str] | None = None,
 ) -> Loaded:
     """As `load_config`, with the origin of each option and the imports."""
-    source, foreign = _read_file(Path(path))
+    layers, foreign = _read_file(Path(path))
     roots = [*foreign, *(_read_import(Path(name)) for name in imports)]
     for text in overrides:
-        source.override(text)
+        layers.override(text)
     imported: tuple[Import, ...] = ()
     if roots or is_by_accelerate(environ or {}):
         from portable_fsdp.convert.merge import lay_under
 
-        imported = lay_under(source, roots, environ or {}, is_config=bool(foreign))
-    config = _validated(source)
+        imported = lay_under(layers, roots, environ or {}, is_config=bool(foreign))
+    config = _validated(layers)
     options = {name: tuple(name.split(".")) for name in option_names()}
-    origins = {name: source.origin(key).where for name, key in options.items() if source.is_set(key)}
+    origins = {name: layers.origin(key).where for name, key in options.items() if layers.is_set(key)}
     return Loaded(config, origins, imported)
 
 
-def _validated(source: Source) -> Config:
+def _validated(layers: LayeredValues) -> Config:
     try:
-        config = Config.model_validate(source.values)
+        config = Config.model_validate(layers.values)
     except ValidationError as error:
-        source.add_schema_problems(error)
-        raise source.error() from None
-    if source.problems:
-        raise source.error()
+        layers.add_schema_problems(error)
+        raise layers.error() from None
+    if layers.problems:
+        raise layers.error()
     return config
 
 
@@ -97,18 +97,18 @@ def config_text(config: Config) -> str:
     return yaml.dump(config.model_dump(), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
-def _read_file(path: Path) -> tuple[Source, list[tuple[Path, MappingNode]]]:
+def _read_file(path: Path) -> tuple[LayeredValues, list[tuple[Path, MappingNode]]]:
     """The file's values; or none, and the root of a file of another tool, which its keys tell."""
     node, values = _parsed(path, f"expected a mapping of sections ({', '.join(Config.model_fields)})")
     if not _is_ours(node):
         from portable_fsdp.convert.read import is_foreign
 
         if is_foreign(node):
-            return Source(path), [(path, node)]
-    source = Source(path)
-    source.record(node, (), None)
-    source.values = {k: {} if v is None and k in Config.model_fields else v for k, v in values.items()}
-    return source, []
+            return LayeredValues(path), [(path, node)]
+    layers = LayeredValues(path)
+    layers.record(node, (), None)
+    layers.values = {k: {} if v is None and k in Config.model_fields else v for k, v in values.items()}
+    return layers, []
 
 
 def _is_ours(node: MappingNode) -> bool:
@@ -149,7 +149,7 @@ def _parsed(path: Path, wanted: str) -> tuple[MappingNode, dict[str, Any]]:
         where = f"{path}{line_of(error)}"
         raise ConfigError(f"{where}: expected YAML: {problem_of(error)}. Nothing was started.") from None
     if node is None or not isinstance(values, dict):
-        found = Source(path).found((), values) if node is not None else "nothing"
+        found = LayeredValues(path).found((), values) if node is not None else "nothing"
         raise ConfigError(f"{path}: {wanted}, found {found}. Nothing was started.")
     root = cast(MappingNode, node)
     if not _OF_DEEPSPEED.isdisjoint(cast(dict[str, Any], values)):

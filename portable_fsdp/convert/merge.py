@@ -6,7 +6,7 @@ from pathlib import Path
 from yaml.nodes import MappingNode
 
 from portable_fsdp.config.describe import yaml_value
-from portable_fsdp.config.source import Origin, Source
+from portable_fsdp.config.layers import Origin, LayeredValues
 from portable_fsdp.convert.environment import launched_numbers, read_environment
 from portable_fsdp.convert.found import Setting
 from portable_fsdp.convert.keys_accelerate import ACCELERATE, SCRIPT
@@ -37,7 +37,7 @@ _KINDS = {
 
 
 def lay_under(
-    source: Source, files: Sequence[tuple[Path, MappingNode]], environ: Mapping[str, str], *, is_config: bool
+    source: LayeredValues, files: Sequence[tuple[Path, MappingNode]], environ: Mapping[str, str], *, is_config: bool
 ) -> tuple[Import, ...]:
     """Add what the files and `accelerate launch` say where `source` has no value yet; problems go to `source`.
 
@@ -53,7 +53,7 @@ def lay_under(
     return tuple(imports)
 
 
-def _lay_file(source: Source, path: Path, root: MappingNode, numbers: Mapping[str, int]) -> Import:
+def _lay_file(source: LayeredValues, path: Path, root: MappingNode, numbers: Mapping[str, int]) -> Import:
     given = source.given()
     overridden = _with_alternatives({".".join(key[:2]) for key, origin in source.origins.items() if origin.is_override})
     imported = read_foreign(path, root, given, overridden, numbers)
@@ -61,7 +61,7 @@ def _lay_file(source: Source, path: Path, root: MappingNode, numbers: Mapping[st
     return imported
 
 
-def _lay_environment(source: Source, environ: Mapping[str, str], imports: Sequence[Import]) -> list[Import]:
+def _lay_environment(source: LayeredValues, environ: Mapping[str, str], imports: Sequence[Import]) -> list[Import]:
     """Our own file and overrides go first, and so do a Trainer's arguments, as in Trainer itself."""
     given = source.given()
     theirs = {
@@ -86,7 +86,7 @@ def _with_alternatives(options: set[str]) -> set[str]:
     return options | {_ALTERNATIVES[option] for option in options if option in _ALTERNATIVES}
 
 
-def _add(source: Source, imported: Import, given: Mapping[str, object], overridden: set[str]) -> None:
+def _add(source: LayeredValues, imported: Import, given: Mapping[str, object], overridden: set[str]) -> None:
     for line, text in imported.problems:
         source.problems.setdefault(text, Origin(False, line, "", None))
     for option, setting in imported.settings.items():
@@ -101,7 +101,7 @@ def _add(source: Source, imported: Import, given: Mapping[str, object], overridd
             _add_difference(source, setting, option, given)
 
 
-def _add_difference(source: Source, setting: Setting, option: str, given: Mapping[str, object]) -> None:
+def _add_difference(source: LayeredValues, setting: Setting, option: str, given: Mapping[str, object]) -> None:
     """A foreign key sets another value than `option` has, which is its own or its alternative."""
     here = f"{setting.said} says {setting.option}={yaml_value(setting.value)}"
     ours = f"{source.origin(tuple(option.split('.'))).where} says {option}={yaml_value(given[option])}"
@@ -109,7 +109,7 @@ def _add_difference(source: Source, setting: Setting, option: str, given: Mappin
     source.problems.setdefault(text, Origin(False, setting.line, "", None))
 
 
-def _require_the_rest(source: Source, imported: Import) -> None:
+def _require_the_rest(source: LayeredValues, imported: Import) -> None:
     """A problem where another tool's file is the config, and nothing sets the model or the length of the run."""
     given = source.given()
     missing = [(option, other, example) for option, other, example in _NEEDED if not {option, other} & given.keys()]

@@ -36,7 +36,7 @@ _MAX_PROBLEMS = 20
 
 
 @dataclass
-class Source:
+class LayeredValues:
     """The values of a file with overrides laid over them, where each came from, and what is wrong so far."""
 
     path: Path

@@ -1,0 +1,82 @@
+"""`portable-fsdp` and `python -m portable_fsdp`: the commands, and the wheel that installs them."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+from portable_fsdp.__main__ import COMMANDS
+from portable_fsdp.version import __version__
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(*words: str, python: str = sys.executable, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [python, *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **variables})
+
+
+def files_below(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def test_each_command_has_one_line_and_a_module() -> None:
+    done = run("-m", "portable_fsdp")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [line.split()[0] for line in done.stdout.splitlines()[2:]] == list(COMMANDS)
+    for name in COMMANDS.keys() - {"examples"}:
+        assert importlib.util.find_spec(f"portable_fsdp.{name}")
+
+
+def test_a_command_is_its_module() -> None:
+    """Same output, errors and exit code; flags anywhere; a misspelt command or flag names the nearest."""
+    for words in (["explain", "--device=cpu", "optim.lr"], ["checkpoint", "list", "/none"], ["plan", "--onn=h100:8"]):
+        ours, module = run("-m", "portable_fsdp", *words), run("-m", f"portable_fsdp.{words[0]}", *words[1:])
+        assert (ours.returncode, ours.stdout, ours.stderr) == (module.returncode, module.stdout, module.stderr)
+    assert "unknown flag --onn; nearest: --on\n" in ours.stderr
+    wrong = run("-m", "portable_fsdp", "explan")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert wrong.stderr.startswith("unknown command explan; nearest: explain\nusage: portable-fsdp COMMAND")
+
+
+@pytest.mark.proof  # pip fetches setuptools
+def test_the_wheel_installs_one_command_and_the_examples(tmp_path: Path) -> None:
+    project, prefix, written = tmp_path / "project", tmp_path / "prefix", tmp_path / "written"
+    project.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, project)
+    for name in ("portable_fsdp", "configs", "launch"):
+        shutil.copytree(ROOT / name, project / name, ignore=shutil.ignore_patterns("__pycache__"))
+    pip = ["-m", "pip", "--quiet", "--disable-pip-version-check"]
+    built = run(*pip, "wheel", "--no-deps", f"--wheel-dir={tmp_path}", str(project))
+    assert built.returncode == 0, built.stderr
+    [wheel] = tmp_path.glob("*.whl")
+    with ZipFile(wheel) as archive:
+        metadata = archive.read(f"portable_fsdp-{__version__}.dist-info/METADATA").decode()
+    assert "Project-URL: Documentation, " in metadata
+    assert "Classifier: Typing :: Typed" in metadata
+
+    installed = run(*pip, "install", "--no-deps", "--ignore-installed", f"--prefix={prefix}", str(wheel))
+    assert installed.returncode == 0, installed.stderr
+    [site] = prefix.glob("lib/*/site-packages")
+    package = ROOT / "portable_fsdp"
+    sources = [name for name in files_below(package) if "__pycache__" not in name]
+    assert [name for name in files_below(site / "portable_fsdp") if "__pycache__" not in name] == sources
+
+    command = str(prefix / "bin/portable-fsdp")
+    done = run(command, "examples", str(written), PYTHONPATH=str(site))
+    assert done.returncode == 0, done.stderr
+    for folder in ("configs", "launch"):
+        assert files_below(written / folder) == files_below(ROOT / folder)
+    scripts = [path for path in (ROOT / "launch").iterdir() if os.access(path, os.X_OK)]
+    assert all(os.access(written / "launch" / path.name, os.X_OK) for path in scripts)
+    done = run(command, "examples", str(written), PYTHONPATH=str(site))
+    assert (done.returncode, done.stderr.count("Nothing was started.")) == (2, 1)
+    assert "expected a new folder, found one with files" in done.stderr
+    done = run(command, "explain", f"--config={written}/configs/llama_1b.yaml", PYTHONPATH=str(site))
+    assert (done.returncode, done.stderr) == (0, "")
