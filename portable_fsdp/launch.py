@@ -108,7 +108,7 @@ def _launch(options: argparse.Namespace, argv: list[str]) -> int:
 
     os.environ.update(launch.variables)
     if launch.rank == 0:
-        print(f"started by {launch.said}", *_said_by_environment(loaded), sep="\n", file=sys.stderr, flush=True)
+        print(f"started by {launch.description}", *_said_by_environment(loaded), sep="\n", file=sys.stderr, flush=True)
     from portable_fsdp.train.loop import train
 
     return train(

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from portable_fsdp.runtime.closing import Closing
-from portable_fsdp.runtime.memory import host_memory_bytes
+from portable_fsdp.runtime.host import host_memory_bytes
 
 T = TypeVar("T")
 

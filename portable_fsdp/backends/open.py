@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, cast
 
 from portable_fsdp.backends.options import EngineOptions, Package
 from portable_fsdp.config.schema import Config
-from portable_fsdp.runtime.chips import tpu_chips
 from portable_fsdp.runtime.errors import BackendError
+from portable_fsdp.runtime.host import tpu_chips
 
 if TYPE_CHECKING:
     from portable_fsdp.backends.base import Backend

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from portable_fsdp.checkpoint import storage
 from portable_fsdp.checkpoint.format import committed_steps
-from portable_fsdp.runtime.memory import in_units
+from portable_fsdp.runtime.host import in_units
 
 _FULL = {
     errno.ENOSPC: "No space is left in {folder}{sizes}.",

@@ -12,9 +12,9 @@ from pathlib import Path
 from portable_fsdp.doctor import devices, host, network, packages
 from portable_fsdp.doctor.finding import Finding, ProbeAnswer, failed, ok, probe_answer
 from portable_fsdp.runtime.child import Child
-from portable_fsdp.runtime.chips import tpu_chips
 from portable_fsdp.runtime.command import CommandParser, at_least, run_command, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_FINISHED
+from portable_fsdp.runtime.host import tpu_chips
 from portable_fsdp.runtime.process import Launch
 from portable_fsdp.version import __version__
 

@@ -24,34 +24,34 @@ def check_shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
         size = shutil.disk_usage(folder)
     except OSError as error:
         return warning(name, f"{folder}: {error.strerror}", f"mount -t tmpfs tmpfs {folder}")
-    found = f"{folder}: {size.free / GIB:.2f} GiB free of {size.total / GIB:.2f}"
+    room = f"{folder}: {size.free / GIB:.2f} GiB free of {size.total / GIB:.2f}"
     if size.free < LEAST_SHARED_BYTES:
-        return warning(name, found, f"in a container: --shm-size=16g or --ipc=host; else delete what fills {folder}")
-    return ok(name, found)
+        return warning(name, room, f"in a container: --shm-size=16g or --ipc=host; else delete what fills {folder}")
+    return ok(name, room)
 
 
 def check_disk(name: str, folder: Path, setting: str) -> Finding:
-    """Room and leave to write where `folder` is, or would be made; `setting` says how to choose another one."""
+    """Free disk and permission to write where `folder` is or would be; `setting` says how to choose another one."""
     place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not place.is_dir():
         return failed(name, f"{place} is a file", setting)
+    free_some = f"free some of {place}, or {setting}"
     try:
-        with tempfile.TemporaryFile(dir=place):  # leave of the mode's bits is not leave of a read-only disk
+        with tempfile.TemporaryFile(dir=place):  # the mode's bits don't tell of a read-only disk
             free = shutil.disk_usage(place).free
     except OSError as error:
-        found = f"{place}: can't be written to: {error.strerror}"
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        return failed(name, found, f"free some of {place}, or {setting}" if full else setting)
-    found = f"{free / GIB:.1f} GiB free at {place}"
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return failed(name, f"{place}: can't be written to: {error.strerror}", free_some if is_full else setting)
+    room = f"{free / GIB:.1f} GiB free at {place}"
     if free < LEAST_FREE_BYTES:
-        return failed(name, found, f"free some of {place}, or {setting}")
+        return failed(name, room, free_some)
     if free < USUAL_FREE_BYTES:
-        return warning(name, f"{found}; a checkpoint of 1 B parameters with AdamW takes 12 GB", setting)
-    return ok(name, found)
+        return warning(name, f"{room}; a checkpoint of 1 B parameters with AdamW takes 12 GB", setting)
+    return ok(name, room)
 
 
 def check_temporary() -> Finding:
-    """TMPDIR: programs that are compiled, and files that are fetched, pass through it."""
+    """TMPDIR: compiled programs and downloaded files pass through it."""
     name, setting = "temporary files", "export TMPDIR=FOLDER on a disk with room"
     chosen = os.environ.get("TMPDIR")
     if chosen and not Path(chosen).is_dir():
@@ -71,16 +71,15 @@ def check_open_files(processes: int) -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return ok(name, "unlimited")
-    wanted = max(USUAL_FILES, LEAST_FILES + FILES_A_PROCESS * processes)
-    found = f"{soft} (ulimit -n), hard limit {'unlimited' if hard == resource.RLIM_INFINITY else hard}"
-    reachable = hard == resource.RLIM_INFINITY or hard >= wanted
-    way = f"ulimit -n {max(wanted, 65536) if hard == resource.RLIM_INFINITY else max(wanted, min(hard, 65536))}"
-    mend = way if reachable else f"{way}, after raising nofile in /etc/security/limits.conf (docker: --ulimit nofile)"
+    is_unlimited = hard == resource.RLIM_INFINITY
+    needed = max(USUAL_FILES, LEAST_FILES + FILES_A_PROCESS * processes)
+    limits = f"{soft} (ulimit -n), hard limit {'unlimited' if is_unlimited else hard}"
+    mend = f"ulimit -n {max(needed, 65536 if is_unlimited else min(hard, 65536))}"
+    if not is_unlimited and hard < needed:
+        mend += ", after raising nofile in /etc/security/limits.conf (docker: --ulimit nofile)"
     if soft < LEAST_FILES:
-        return failed(name, found, mend)
-    if soft < wanted:
-        return warning(name, found, mend)
-    return ok(name, found)
+        return failed(name, limits, mend)
+    return warning(name, limits, mend) if soft < needed else ok(name, limits)
 
 
 def check_locked_memory(needed_by: str) -> Finding:
@@ -89,17 +88,17 @@ def check_locked_memory(needed_by: str) -> Finding:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return ok(name, "unlimited")
-    found = f"{soft / 2**20:.0f} MiB (ulimit -l)"
+    limit = f"{soft / 2**20:.0f} MiB (ulimit -l)"
     if needed_by:
         mend = "ulimit -l unlimited (docker: --ulimit memlock=-1; Slurm: srun --propagate=MEMLOCK)"
-        return warning(name, f"{found}, beside {needed_by}", mend)
-    return ok(name, f"{found}; nothing here needs more")
+        return warning(name, f"{limit}, beside {needed_by}", mend)
+    return ok(name, f"{limit}; nothing here needs more")
 
 
 def memory_registering_hardware(chips: int) -> str:
-    """Names of what wants locked memory here."""
+    """What needs locked memory here."""
     cards = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
-    found = [f"InfiniBand ({', '.join(cards)})"] if cards else []
+    names = [f"InfiniBand ({', '.join(cards)})"] if cards else []
     if chips and Path("/dev/vfio").exists():
-        found.append("TPU chips under /dev/vfio")
-    return " and ".join(found)
+        names.append("TPU chips under /dev/vfio")
+    return " and ".join(names)

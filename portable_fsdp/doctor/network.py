@@ -1,4 +1,4 @@
-"""Between hosts: the launcher's variables, the interface that gloo takes, and clocks (asked in a child)."""
+"""Between hosts: the launcher's variables, the interface that gloo takes, and clocks (by the probe `processes`)."""
 
 import socket
 from collections.abc import Mapping, Sequence
@@ -16,17 +16,17 @@ def launch_of(environ: Mapping[str, str]) -> tuple[Launch | None, Finding]:
     try:
         launch = detect_launch(environ)
     except ConfigError as error:
-        found, _, mend = str(error).partition("\n")
-        return None, failed("launcher", found, mend.strip() or "unset that variable")
-    here = "" if launch.is_alone else f"; this is process {launch.rank}"
-    return launch, ok("launcher", f"started by {launch.said}{here}")
+        problem, _, mend = str(error).partition("\n")
+        return None, failed("launcher", problem, mend.strip() or "unset that variable")
+    rank = "" if launch.is_alone else f"; this is process {launch.rank}"
+    return launch, ok("launcher", f"started by {launch.description}{rank}")
 
 
 def is_on_several_hosts(environ: Mapping[str, str]) -> bool:
     """As far as the launcher's variables say it."""
-    total, here = environ.get("WORLD_SIZE", "1"), environ.get("LOCAL_WORLD_SIZE", "")
-    if total.isdecimal() and here.isdecimal():
-        return int(total) > int(here)
+    total, local = environ.get("WORLD_SIZE", "1"), environ.get("LOCAL_WORLD_SIZE", "")
+    if total.isdecimal() and local.isdecimal():
+        return int(total) > int(local)
     return environ.get("SLURM_NNODES", "1") != "1"
 
 
@@ -40,10 +40,10 @@ def own_address(hostname: str) -> str | None:
     None where there is none; gloo then takes the loopback address.
     """
     try:
-        found = socket.getaddrinfo(hostname, None, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(hostname, None, type=socket.SOCK_STREAM)
     except OSError:
         return None
-    for family, kind, protocol, _, address in found:
+    for family, kind, protocol, _, address in addresses:
         with socket.socket(family, kind, protocol) as probe:
             try:
                 probe.bind(address)
@@ -55,42 +55,43 @@ def own_address(hostname: str) -> str | None:
 
 def check_gloo(environ: Mapping[str, str], names: Sequence[str], hostname: str, several: bool) -> Finding:
     """`names`: interfaces of this host; `several`: the run has more than one host."""
-    asked = [name for name in environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    chosen = [name for name in environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     mend = f"export GLOO_SOCKET_IFNAME=ONE_OF {' '.join(name for name in names if name != 'lo')} (the others reach it)"
-    missing = [name for name in asked if name not in names]
+    missing = [name for name in chosen if name not in names]
     if missing:
-        return failed("gloo", f"GLOO_SOCKET_IFNAME={','.join(asked)}: no interface {', '.join(missing)} here", mend)
-    if asked == ["lo"] and several:
+        return failed("gloo", f"GLOO_SOCKET_IFNAME={','.join(chosen)}: no interface {', '.join(missing)} here", mend)
+    if chosen == ["lo"] and several:
         return failed("gloo", "GLOO_SOCKET_IFNAME=lo, on several hosts", mend)
-    if asked:
-        return ok("gloo", f"interface {', '.join(asked)} (GLOO_SOCKET_IFNAME)")
+    if chosen:
+        return ok("gloo", f"interface {', '.join(chosen)} (GLOO_SOCKET_IFNAME)")
     address = own_address(hostname)
-    found = f"host name {hostname} is {address or 'no address of this host: gloo takes loopback'}"
+    resolved = f"host name {hostname} is {address or 'no address of this host: gloo takes loopback'}"
     if address is not None and not (address.startswith("127.") or address == "::1"):
-        return ok("gloo", found)
+        return ok("gloo", resolved)
     if several:
-        return failed("gloo", f"{found}, which no other host reaches", mend)
-    return ok("gloo", f"{found}: enough on one host; on several set GLOO_SOCKET_IFNAME")
+        return failed("gloo", f"{resolved}, which no other host reaches", mend)
+    return ok("gloo", f"{resolved}: enough on one host; on several set GLOO_SOCKET_IFNAME")
 
 
 def check_clocks(answer: ProbeAnswer) -> Finding:
-    """`answer`: of `ask_clocks`, to process 0 as to the others."""
+    """`answer`: of the probe `processes`, the same for every process."""
     name = "other processes"
     if answer.value is None:
         mend = "start the doctor on all hosts at once; MASTER_ADDR and MASTER_PORT must be reached from each"
         return failed(name, answer.problem, mend)
-    missing = [str(rank) for rank in answer.value.get("missing", [])]
-    if missing:
+    if missing := [str(rank) for rank in answer.value.get("missing", [])]:
         here = ", ".join(answer.value["hosts"]) or "none"
-        found = f"process(es) {', '.join(missing)} never came; here are hosts {here}"
-        return failed(name, found, "start it on the other hosts too, and look at what they say")
+        problem = f"process(es) {', '.join(missing)} never came; here are hosts {here}"
+        return failed(name, problem, "start it on the other hosts too, and read what it prints there")
     if "problem" in answer.value:
         return failed(name, answer.value["problem"], "export GLOO_SOCKET_IFNAME=INTERFACE; open ports between hosts")
     offsets: dict[str, float] = answer.value["offsets"]
     skew = max(offsets.values()) - min(offsets.values())
-    found = f"all {answer.value['processes']} on {len(offsets)} host(s) answer; clocks differ by {skew:.2f} s"
+    summary = f"all {answer.value['processes']} on {len(offsets)} host(s) answer; clocks differ by {skew:.2f} s"
     if skew <= LARGE_SKEW_S:
-        return ok(name, found)
-    odd = ", ".join(f"{host} {offset:+.1f} s" for host, offset in offsets.items())
+        return ok(name, summary)
+    each = ", ".join(f"{host} {offset:+.1f} s" for host, offset in offsets.items())
     make = failed if skew > TOO_LARGE_SKEW_S else warning
-    return make(name, f"{found} ({odd} against process 0)", "chronyc makestep, or timedatectl set-ntp true, on those")
+    return make(
+        name, f"{summary} ({each} against process 0)", "chronyc makestep, or timedatectl set-ntp true, on those"
+    )

@@ -1,5 +1,4 @@
-"""The ground floor: errors and exit codes, who launched this process, stop requests, the log, whole files, one
-run a folder.
+"""The ground floor: errors, exit codes, the frame of a command, who launched this process, stop requests, files, locks.
 
 May import: the standard library and psutil; torch only inside a function.
 Read first: `errors.py`.

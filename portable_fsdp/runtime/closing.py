@@ -1,4 +1,4 @@
-"""What is opened, and closed at the end of a `with` block."""
+"""A base for what is closed at the end of a `with` block."""
 
 from abc import ABC, abstractmethod
 from types import TracebackType
@@ -6,7 +6,7 @@ from typing import Self
 
 
 class Closing(ABC):
-    """A context manager that is its own target, and whose end is `close`."""
+    """A context manager whose target is itself and whose exit is `close`."""
 
     def __enter__(self) -> Self:
         return self

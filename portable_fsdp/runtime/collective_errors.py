@@ -1,4 +1,4 @@
-"""What fails on one process is raised on all of them, so that none waits in a collective for one that has given up."""
+"""An error of one process is raised on all of them, so that none waits in a collective for one that has failed."""
 
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, cast
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class Processes(Protocol):
-    """What is asked of a backend."""
+    """The part of a backend that is used here."""
 
     @property
     def process(self) -> Any: ...  # with an index
@@ -20,16 +20,16 @@ class Processes(Protocol):
 
 
 def as_error_of_all(error: Exception) -> PortableFSDPError:
-    """An error of ours as it is; another one by its class and words, since not every exception can be sent."""
+    """One of our errors as it is; another one by its class and message, since not every exception can be pickled."""
     return error if isinstance(error, PortableFSDPError) else TrainingError(f"{type(error).__name__}: {error}")
 
 
 def on_process_0(
     processes: Processes, work: Callable[[], T], as_error: Callable[[Exception], PortableFSDPError] = as_error_of_all
 ) -> T:
-    """`work()` of process 0, on all processes; what it raises is raised on all of them. *collective*
+    """The result of `work()` on process 0, for all processes; an exception is raised on all of them. *collective*
 
-    `as_error`: what the others get for it.
+    `as_error` makes the error that the other processes raise.
     """
     result: T | None = None
     failure: Exception | None = None
@@ -45,9 +45,9 @@ def on_process_0(
 
 
 def on_each_process(processes: Processes, work: Callable[[], T]) -> T:
-    """`work()` of this process, once it is done on all. *collective*
+    """The result of `work()` on this process, once all have finished theirs. *collective*
 
-    Raises what it raised here; or else what the first process raised that failed, with its number.
+    Raises its own exception; else the error of the first process that failed, with its number.
     """
     result: T | None = None
     failure: Exception | None = None
@@ -67,7 +67,7 @@ def on_each_process(processes: Processes, work: Callable[[], T]) -> T:
 def raise_together(
     processes: Processes, failure: Exception | None, as_error: Callable[[Exception], PortableFSDPError]
 ) -> None:
-    """Raise on all processes what the first of them has failed with; nothing where none has. *collective*"""
+    """Raise the failure of the first process that has one on all of them. *collective*"""
     own = None if failure is None else as_error(failure)
     first = next((error for error in processes.gather(own) if error is not None), None)
     if first is not None:
@@ -75,7 +75,7 @@ def raise_together(
 
 
 def _raise(error: PortableFSDPError, failure: Exception | None) -> None:
-    """Where it happened, a fault of the program keeps its own traceback."""
+    """On the process where it happened, a bug keeps its own traceback."""
     if failure is not None and type(error) is TrainingError and not isinstance(failure, PortableFSDPError | OSError):
         raise failure
     raise error from (None if isinstance(failure, PortableFSDPError) else failure)

@@ -5,6 +5,7 @@ All commands take flags alike: `--name=value` or `--name value`, `--switch`, `se
 
 import argparse
 import difflib
+import logging
 import math
 import os
 import sys
@@ -34,9 +35,23 @@ def to_stdout(text: str) -> None:
         raise SystemExit(EXIT_NO_READER) from None
 
 
+def configure_log(process_index: int) -> None:
+    """Send the log `portable_fsdp` to stderr: all of process 0, and the warnings of the others with their number.
+
+    A second call replaces what the first one set up.
+    """
+    handler = logging.StreamHandler()
+    prefix = "" if process_index == 0 else f"[process {process_index}] "
+    handler.setFormatter(logging.Formatter(f"{prefix}%(message)s"))
+    logger = logging.getLogger("portable_fsdp")
+    logger.handlers[:] = [handler]
+    logger.setLevel(logging.INFO if process_index == 0 else logging.WARNING)
+    logger.propagate = False  # a root handler (absl's, which jax brings) would print every line a second time
+
+
 @contextmanager
 def errors_as_sentences() -> Generator[None]:
-    """For a program of one's own: an error of ours ends it by its sentence and exit code, others by a traceback."""
+    """For a user's own program: our errors end it with their message and exit code, others with a traceback."""
     try:
         yield
     except PortableFSDPError as error:
@@ -45,7 +60,7 @@ def errors_as_sentences() -> Generator[None]:
 
 
 def number_of(flag: str, text: str) -> int | None:
-    """What a flag that counts devices or hosts says; None for auto. Raises ConfigError."""
+    """The value of a flag that counts devices or hosts; None for auto. Raises ConfigError."""
     if text == "auto":
         return None
     if not text.isdecimal() or int(text) < 1:

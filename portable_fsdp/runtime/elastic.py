@@ -1,4 +1,4 @@
-"""Starts several processes of this host through torch's elastic launcher, and says how they ended."""
+"""Starts several processes of this host through torch's elastic launcher."""
 
 import contextlib
 import logging
@@ -15,8 +15,8 @@ from portable_fsdp.runtime.process import OUR_RUNS
 def run_processes(count: int, module: str, arguments: Sequence[str]) -> int:
     """Run `python -m module arguments` in `count` processes with torchrun's environment; return one exit code.
 
-    0 where all returned 0, else the code that a worker gave a meaning to (2, 143), else 1. SIGTERM and SIGINT reach
-    the workers, who have torchrun's 30 s to save; the code is then 143 whether they did or not.
+    0 where all returned 0, else 2 or 143 where a worker returned that, else 1. SIGTERM and SIGINT reach the workers,
+    who have torchrun's 30 s to save; the code is then 143 whether they did or not.
     """
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -24,15 +24,17 @@ def run_processes(count: int, module: str, arguments: Sequence[str]) -> int:
 
     # Else torchrun sets it to 1 and prints a paragraph about it.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
-    # The workers have said what went wrong; the launcher would say it again with its own stack.
+    # The workers printed what went wrong; the launcher would repeat it with its own stack.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    # As `--standalone`, with an id of our own, by which the workers know whose end is theirs.
-    alone = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={OUR_RUNS}{os.getpid()}"]
+    # As `--standalone`, with an id by which the workers know the process that they end with.
+    rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={OUR_RUNS}{os.getpid()}"]
     try:
         # The launcher makes a folder for the workers' logs, which go to the console here, and never removes it.
         with tempfile.TemporaryDirectory(prefix="portable_fsdp_launch_") as logs:
             run.run(
-                run.parse_args([*alone, f"--nproc_per_node={count}", f"--log-dir={logs}", "-m", module, *arguments])
+                run.parse_args(
+                    [*rendezvous, f"--nproc_per_node={count}", f"--log-dir={logs}", "-m", module, *arguments]
+                )
             )
     except ChildFailedError as error:
         codes = {failure.exitcode for failure in error.failures.values()}
@@ -40,7 +42,7 @@ def run_processes(count: int, module: str, arguments: Sequence[str]) -> int:
     except SignalException:
         return EXIT_STOPPED
     finally:
-        # A signal while the launcher starts its processes ends it before it knows of them, and they would stay.
+        # A signal while the launcher starts its processes ends it before it knows them, and they would stay.
         for child in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()

@@ -5,12 +5,12 @@
         ConfigError              a key, a flag or a value of the config
         BackendError             what this device or this engine cannot do, found when it opens
         DataError                the corpus or the tokenizer
-        CheckpointError          a checkpoint that is not whole, or is another model's
-          StoreError             storage that doesn't answer: what lies there may be whole
+        CheckpointError          a checkpoint that is incomplete, or of another model
+          StoreError             storage that doesn't answer: the checkpoint there may be complete
       TrainingError              the run itself went wrong (a NaN loss)
 
-A message says what was expected, what was found, where, and what to do. Anything else that reaches the
-top is a bug, and keeps its traceback.
+A message says what was expected, what was found, where, and what to do. Any other exception is a bug, and keeps its
+traceback.
 """
 
 EXIT_FINISHED = 0
@@ -20,17 +20,14 @@ EXIT_STOPPED = 143  # 128 + SIGTERM: stopped on request, after a committed save
 
 
 def printable(text: str) -> str:
-    """The text with its line ends, and any other character that doesn't print written as Python does (`\\x1b`)."""
+    """The text with each character that doesn't print, but for line ends, written as Python does (`\\x1b`)."""
     if text.replace("\n", "").isprintable():
         return text
-    return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
+    return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
 
 
 class PortableFSDPError(Exception):
-    """Base of all errors whose message is meant for the user.
-
-    Its text shows what doesn't print (a file's escape sequences, say) as Python writes it.
-    """
+    """Base of all errors whose message is meant for the user; its text is `printable`."""
 
     exit_code = EXIT_FAILED
 
@@ -57,11 +54,11 @@ class DataError(UsageError):
 
 
 class CheckpointError(UsageError):
-    """A checkpoint is not whole, or doesn't fit this model."""
+    """A checkpoint is incomplete, or doesn't fit this model."""
 
 
 class StoreError(CheckpointError):
-    """Storage didn't give what it was asked for; that isn't damage, and no reason to take an older step."""
+    """Storage doesn't answer; that is no damage, and no reason to resume from an older step."""
 
 
 class TrainingError(PortableFSDPError):

@@ -1,5 +1,4 @@
-"""Small files that are whole or absent: what a reader finds under a name was written to the end. And where files go
-that can be made anew."""
+"""Files that are either complete or absent, and the user's cache folder."""
 
 import os
 from collections.abc import Mapping
@@ -13,10 +12,10 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Replace `path` (or make it) with `text` in UTF-8, so that a kill at any instant leaves the old or the new file.
+    """Write `text` to `path` in UTF-8, so that a kill at any instant leaves the old or the new file.
 
-    Temporary file in the same folder, fsync, rename, fsync of the folder. The folder must exist. One writer per path.
-    Raises OSError; the old file then stands as it was.
+    Temporary file in the same folder, fsync, rename, fsync of the folder. One writer per path. Raises OSError, and
+    leaves the old file as it was.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -32,7 +31,7 @@ def write_text_atomically(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames and new names in `folder` durable: a file's own fsync doesn't cover its name."""
+    """Make names in `folder` durable: a file's own fsync doesn't cover its name."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

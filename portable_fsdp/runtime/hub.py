@@ -1,4 +1,4 @@
-"""One place where the name of a model or tokenizer becomes a folder: a local one, or the hub's copy in its cache.
+"""The folder of a model or tokenizer by its name: a local one, or the hub's copy in its cache.
 
 huggingface_hub does the work: its cache (HF_HOME), its token (HF_TOKEN, or `hf auth login`), its offline mode
 (HF_HUB_OFFLINE=1), and the locks by which one process of a host downloads while the others wait.
@@ -19,14 +19,14 @@ TOKENIZER_FILES = (
 )
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "model-*.safetensors")
 MODEL_FILES = (*CONFIG_FILES, *WEIGHT_FILES, *TOKENIZER_FILES)
-"""Patterns of names, as `fnmatch` takes them. None is of a pickle: those are never fetched, see `_NEVER`."""
+"""Patterns of names, as for `fnmatch`. Pickles and code are never downloaded: `_NEVER`."""
 
 _NEVER = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt", "*.msgpack", "*.h5", "*.py")
 _HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?", re.ASCII)
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether it reads as `org/name` or `org/name@revision`, and no local folder has that name."""
+    """Whether it has the form `org/name` or `org/name@revision`, and no local folder has that name."""
     return _HUB_ID.fullmatch(name) is not None and not Path(name).is_dir()
 
 
@@ -34,8 +34,8 @@ def local_folder(key: str, name: str, patterns: Sequence[str] = MODEL_FILES) -> 
     """The folder of `name`: itself where it is a local folder, else the files of a hub repository that `patterns` name.
 
     `org/name@revision` takes a branch, a tag or a commit; without one it is `main`. The hub's folder is named after the
-    commit. Any number of processes may call it at once. `key` is the config's, for the error: ConfigError for a folder
-    that isn't there, and for what the hub says (no such repository, gated, no network, offline and not in the cache).
+    commit. Any number of processes may call it at once. Raises ConfigError, with the config's `key`, for a folder that
+    isn't there and for what the hub answers (no such repository, gated, no network, offline and not in the cache).
     """
     hub_id = require_folder_or_hub_id(key, name)
     return Path(name) if hub_id is None else _snapshot(key, name, hub_id["repo"], hub_id["revision"], patterns)
@@ -49,7 +49,7 @@ def require_folder_or_hub_id(key: str, name: str) -> re.Match[str] | None:
     if hub_id is None:
         raise ConfigError(
             f"{key}: expected a local folder or a hub id (org/name, org/name@revision), found no such folder: {name}\n"
-            "  The path is taken from the folder that the run starts in. Nothing was started."
+            "  The path is relative to the folder that the run starts in."
         )
     return hub_id
 
@@ -62,7 +62,7 @@ def _snapshot(key: str, name: str, repo: str, revision: str | None, patterns: Se
             repo, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(_NEVER)
         )
     except Exception as error:  # of its HTTP library too, which changes with its version: all about this download
-        raise ConfigError(f"{key}: {_refusal(name, repo, error)} Nothing was started.") from error
+        raise ConfigError(f"{key}: {_refusal(name, repo, error)}") from error
     return Path(folder)
 
 
@@ -73,13 +73,13 @@ def _refusal(name: str, repo: str, error: Any) -> str:
     match error:
         case errors.GatedRepoError():
             return (
-                f"expected leave to download {name}, found that it is gated on {hub}.\n"
+                f"expected permission to download {name}, found that it is gated on {hub}.\n"
                 f"  Ask for access at {hub}/{repo}, then set HF_TOKEN to a token of that account."
             )
         case errors.RepositoryNotFoundError():
             return (
                 f"expected a local folder or a repository of {hub}, found neither of the name {name}.\n"
-                "  A private one needs HF_TOKEN; a path is taken from the folder that the run starts in."
+                "  A private one needs HF_TOKEN; a path is relative to the folder that the run starts in."
             )
         case errors.RevisionNotFoundError():
             return (

@@ -9,18 +9,18 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 from portable_fsdp.runtime.errors import EXIT_FAILED, ConfigError
 from portable_fsdp.runtime.tasks import Tasks, integer, read_tasks
 
-if TYPE_CHECKING:  # Python 3.10 has none, and the doctor is to say so
+if TYPE_CHECKING:  # Python 3.10 has none, and the doctor reports that version
     from typing import Self
 
 COUNTING_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 LAUNCH_VARIABLES = (*COUNTING_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
-OUR_RUNS = "portable_fsdp.launch-"  # of the elastic run's id in a start of our own: the agent's PID follows
+OUR_RUNS = "portable_fsdp.launch-"  # begins the elastic run's id in a start of our own; the agent's PID follows
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
@@ -29,12 +29,12 @@ class Launch:
     """How this process was started, in torchrun's words."""
 
     kind: Literal["plain", "torchrun", "srun", "mpirun", "variables", "tpu_vm"]
-    rank: int  # among all processes
-    local_rank: int  # among the processes of this host
-    world_size: int  # processes
-    said: str = field(default="", compare=False)  # who started it, for the first line of a run
+    rank: int = 0  # among all processes
+    local_rank: int = 0  # among the processes of this host
+    world_size: int = 1  # processes
+    description: str = field(default="", compare=False)  # who started it, for the first line of a run
     variables: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """What torch is to find in the environment, where the launcher has other names for it."""
+    """What torch reads from the environment, where the launcher has other names for it."""
     by_accelerate: bool = False  # `accelerate launch`, which sets the number of processes
 
     @property
@@ -56,56 +56,42 @@ def detect_launch(environ: Mapping[str, str]) -> Launch:
     elif tasks is not None and tasks.count > 1:
         launch = _of_tasks(environ, tasks)
     elif any(environ.get(name) for name in telling):
-        said = f"{', '.join(LAUNCH_VARIABLES)} of its environment"
-        launch = _of_variables(environ, "variables", said)
-    else:
-        launch = _alone(environ, tasks)
-    if launch.kind == "variables":
+        launch = _of_variables(environ, "variables", f"{', '.join(LAUNCH_VARIABLES)} of its environment")
         _require_all_tpu_workers(environ, launch)
+    elif tpu_workers(environ):
+        launch = _tpu_vm(environ)
+    else:
+        by = "hand (no launcher)" if tasks is None else f"{tasks.launcher}, as its only task"
+        launch = Launch("plain", description=by)
     by_accelerate = is_by_accelerate(environ)
-    return replace(launch, by_accelerate=by_accelerate, said=_said(launch, by_accelerate, environ))
+    return replace(launch, by_accelerate=by_accelerate, description=_describe(launch, by_accelerate, environ))
 
 
 def is_by_accelerate(environ: Mapping[str, str]) -> bool:
-    """Whether `accelerate launch` started this process: it sets this one always, whatever it starts, and however."""
+    """Whether `accelerate launch` started this process: it always sets this variable."""
     return bool(environ.get("ACCELERATE_MIXED_PRECISION"))
 
 
-def _said(launch: Launch, by_accelerate: bool, environ: Mapping[str, str]) -> str:
-    """For the first line of a run."""
+def _describe(launch: Launch, by_accelerate: bool, environ: Mapping[str, str]) -> str:
     if by_accelerate and launch.kind == "plain":
         return "accelerate launch: 1 process(es)"  # it starts no others, and has counted this one
-    by = launch.said + (", of accelerate launch" if by_accelerate else "")
+    by = launch.description + (", of accelerate launch" if by_accelerate else "")
     if launch.is_alone:
         return by
     here = {**environ, **launch.variables}.get("LOCAL_WORLD_SIZE")
     return f"{by}: {launch.world_size} process(es)" + (f", {here} of them on this host" if here else "")
 
 
-def _alone(environ: Mapping[str, str], tasks: Tasks | None) -> Launch:
-    workers = tpu_workers(environ)
-    if workers:
-        if problem := problem_of_tpu_worker(environ):
-            raise ConfigError(
-                f"environment: {problem}.\n  Set the TPU_* variables as the TPU VM does, or unset them. "
-                "Nothing was started."
-            )
-        # One process a host: how many there are, and which one this is, PJRT finds out by itself.
-        slices = environ.get("MEGASCALE_NUM_SLICES")
-        of_slice = f", slice {environ.get('MEGASCALE_SLICE_ID', '?')} of {slices}" if slices else ""
-        said = f"TPU worker {environ.get('TPU_WORKER_ID', '?')} of {len(workers)}{of_slice}"
-        return Launch("tpu_vm", rank=0, local_rank=0, world_size=1, said=said)
-    said = "hand (no launcher)" if tasks is None else f"{tasks.launcher}, as its only task"
-    return Launch("plain", rank=0, local_rank=0, world_size=1, said=said)
+# ------------------------------------------------------------------------------------------------------------ TPU VMs
 
 
 def tpu_workers(environ: Mapping[str, str]) -> list[str]:
-    """The hosts of a TPU slice; none where the environment doesn't say them."""
+    """The hosts of a TPU slice; none where the environment doesn't name them."""
     return [name for name in environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if name]
 
 
 def problem_of_tpu_worker(environ: Mapping[str, str]) -> str:
-    """What is wrong with the worker's number, as far as the environment says it; empty where nothing is."""
+    """What is wrong with the worker's number; empty where the environment shows nothing wrong."""
     number, count = environ.get("TPU_WORKER_ID", ""), len(tpu_workers(environ))
     if number and not number.isdecimal():
         return f"TPU_WORKER_ID={number} is no number"
@@ -114,14 +100,37 @@ def problem_of_tpu_worker(environ: Mapping[str, str]) -> str:
     return ""
 
 
-def _of_variables(environ: Mapping[str, str], kind: Literal["torchrun", "variables"], said: str) -> Launch:
+def _tpu_vm(environ: Mapping[str, str]) -> Launch:
+    """One process a host: PJRT itself finds out how many there are, and which one this is."""
+    if problem := problem_of_tpu_worker(environ):
+        raise ConfigError(f"environment: {problem}.\n  Set the TPU_* variables as the TPU VM does, or unset them.")
+    slices = environ.get("MEGASCALE_NUM_SLICES")
+    of_slice = f", slice {environ.get('MEGASCALE_SLICE_ID', '?')} of {slices}" if slices else ""
+    worker = f"TPU worker {environ.get('TPU_WORKER_ID', '?')} of {len(tpu_workers(environ))}"
+    return Launch("tpu_vm", description=worker + of_slice)
+
+
+def _require_all_tpu_workers(environ: Mapping[str, str], launch: Launch) -> None:
+    """Who sets the variables counts the processes of all hosts; torchrun may run on each host by itself."""
+    workers = len(tpu_workers(environ))
+    if workers > 1 and launch.world_size % workers:
+        raise ConfigError(
+            f"environment: two launchers: WORLD_SIZE={launch.world_size} (by {launch.description}), but "
+            f"TPU_WORKER_HOSTNAMES names {workers} workers, on each of which the run has as many processes.\n"
+            f"  Unset {', '.join(LAUNCH_VARIABLES)}: on a TPU slice a plain start on each host is enough."
+        )
+
+
+# ------------------------------------------------------------------------------------------- torchrun's variables
+
+
+def _of_variables(environ: Mapping[str, str], kind: Literal["torchrun", "variables"], description: str) -> Launch:
     missing = [name for name in LAUNCH_VARIABLES if not environ.get(name)]
     if missing:
         present = [f"{name}={environ[name]}" for name in LAUNCH_VARIABLES if name not in missing]
         raise ConfigError(
             f"environment: expected all or none of {', '.join(LAUNCH_VARIABLES)}, found {', '.join(present) or 'none'} "
-            f"without {', '.join(missing)}.\n  Start with torchrun, which sets all five, or unset them. "
-            "Nothing was started."
+            f"without {', '.join(missing)}.\n  Start with torchrun, which sets all five, or unset them."
         )
     rank, local_rank, world_size = (integer(environ, name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     _require_port(environ)
@@ -129,53 +138,39 @@ def _of_variables(environ: Mapping[str, str], kind: Literal["torchrun", "variabl
         raise ConfigError(
             "environment: expected 0 <= LOCAL_RANK <= RANK < WORLD_SIZE, found "
             f"LOCAL_RANK={local_rank}, RANK={rank}, WORLD_SIZE={world_size}.\n"
-            "  Start with torchrun, which sets them, or unset them. Nothing was started."
+            "  Start with torchrun, which sets them, or unset them."
         )
     here = integer(environ, "LOCAL_WORLD_SIZE") if environ.get("LOCAL_WORLD_SIZE") else world_size
     if not local_rank < here <= world_size:
         raise ConfigError(
             "environment: expected LOCAL_RANK < LOCAL_WORLD_SIZE <= WORLD_SIZE, found "
             f"LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={here}, WORLD_SIZE={world_size}.\n"
-            "  Set it to the number of processes of this host, or unset it. Nothing was started."
+            "  Set it to the number of processes of this host, or unset it."
         )
-    return Launch(kind, rank, local_rank, world_size, said)
+    return Launch(kind, rank, local_rank, world_size, description)
 
 
 def _require_port(environ: Mapping[str, str]) -> None:
     if not 1 <= integer(environ, "MASTER_PORT") <= 65535:
-        raise ConfigError(
-            f"environment: MASTER_PORT: expected a port from 1 to 65535, found {environ['MASTER_PORT']}. "
-            "Nothing was started."
-        )
-
-
-def _require_all_tpu_workers(environ: Mapping[str, str], launch: Launch) -> None:
-    """torchrun may be started on each host of a slice by itself; whoever else counts processes counts those of all."""
-    workers = len(tpu_workers(environ))
-    if workers > 1 and launch.world_size % workers:
-        raise ConfigError(
-            f"environment: two launchers: WORLD_SIZE={launch.world_size} (by {launch.said}), but TPU_WORKER_HOSTNAMES "
-            f"names {workers} workers, on each of which the run has as many processes.\n"
-            f"  Unset {', '.join(LAUNCH_VARIABLES)}: on a TPU slice a plain start on each host is enough. "
-            "Nothing was started."
-        )
+        port = environ["MASTER_PORT"]
+        raise ConfigError(f"environment: MASTER_PORT: expected a port from 1 to 65535, found {port}.")
 
 
 def _torchrun(environ: Mapping[str, str], tasks: Tasks | None) -> Launch:
-    """torchrun in a task of srun or mpirun is one agent: its group has as many hosts as there are tasks, one on each.
+    """In a task of srun or mpirun, torchrun is one agent: its group has one host for each task.
 
     So 4 tasks and a WORLD_SIZE of 8 are two processes a host.
     """
-    ours = environ["TORCHELASTIC_RUN_ID"].startswith(OUR_RUNS)
-    said = "portable_fsdp.launch" if ours else "torchrun"
+    is_ours = environ["TORCHELASTIC_RUN_ID"].startswith(OUR_RUNS)
+    description = "portable_fsdp.launch" if is_ours else "torchrun"
     if environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
-        said += f" (restart {environ.get('TORCHELASTIC_RESTART_COUNT')} of {environ['TORCHELASTIC_MAX_RESTARTS']})"
-    launch = _of_variables(environ, "torchrun", said)
-    if not ours:
+        count, most = environ.get("TORCHELASTIC_RESTART_COUNT"), environ["TORCHELASTIC_MAX_RESTARTS"]
+        description += f" (restart {count} of {most})"
+    launch = _of_variables(environ, "torchrun", description)
+    if not is_ours:
         _require_fixed_hosts(environ, _command_of_agent())
     if tasks is None or tasks.count == 1:
         return launch
-    hosts = environ.get("GROUP_WORLD_SIZE", "")
     of_tasks = f"{tasks.count_variable}={tasks.count}"
     if tasks.local_count > 1:
         raise ConfigError(
@@ -183,7 +178,7 @@ def _torchrun(environ: Mapping[str, str], tasks: Tasks | None) -> Launch:
             f"found {tasks.local_count} on this host ({of_tasks}) and torchrun's WORLD_SIZE={launch.world_size}.\n"
             "  Start torchrun with --ntasks-per-node=1 (mpirun: one task a host), or leave torchrun out."
         )
-    if hosts == "1":
+    if environ.get("GROUP_WORLD_SIZE") == "1":
         raise ConfigError(
             f"environment: two launchers: {of_tasks}, but torchrun's GROUP_WORLD_SIZE=1: each of the {tasks.count} "
             "hosts would train a run of its own.\n  Give torchrun --nnodes and --rdzv-endpoint instead of --standalone."
@@ -192,22 +187,22 @@ def _torchrun(environ: Mapping[str, str], tasks: Tasks | None) -> Launch:
 
 
 def _require_fixed_hosts(environ: Mapping[str, str], agent: Sequence[str]) -> None:
-    """torchrun tells its workers the hosts that came, not the MIN:MAX that it was given: that stands in its command.
+    """torchrun gives its workers the number of hosts that came; the MIN:MAX it was started with is in its command.
 
     Raises ConfigError for a MIN other than MAX.
     """
-    given = environ.get("PET_NNODES", "")  # torchrun's own variable for the flag, which its workers inherit
+    hosts = environ.get("PET_NNODES", "")  # torchrun's own variable for the flag, which its workers inherit
     for word, following in zip(agent, [*agent[1:], ""], strict=True):
         name, _, value = word.partition("=")
         if name == "--nnodes":
-            given = value or following
+            hosts = value or following
             break
-    fewest, _, most = given.partition(":")
+    fewest, _, most = hosts.partition(":")
     if most and fewest != most:
         raise ConfigError(
-            f"torchrun: expected a fixed number of hosts, found --nnodes={given}: a host that comes back never joins "
+            f"torchrun: expected a fixed number of hosts, found --nnodes={hosts}: a host that comes back never joins "
             f"the others again.\n  Give --nnodes={most}. Where a host is lost, start torchrun on all hosts again: the "
-            "run goes on from its last checkpoint. Nothing was started."
+            "run resumes from its last checkpoint."
         )
 
 
@@ -220,60 +215,60 @@ def _command_of_agent() -> list[str]:
 
 
 def _of_tasks(environ: Mapping[str, str], tasks: Tasks) -> Launch:
-    """srun and mpirun in torchrun's words; what is set in these words already is to say the same."""
-    ours = {
+    """srun and mpirun in torchrun's words; a variable of torchrun's that is set already must agree."""
+    counts = {
         "RANK": tasks.rank,
         "WORLD_SIZE": tasks.count,
         "LOCAL_RANK": tasks.local_rank,
         "LOCAL_WORLD_SIZE": tasks.local_count,
     }
-    for name, value in ours.items():
+    for name, value in counts.items():
         if environ.get(name) and integer(environ, name) != value:
             raise ConfigError(
                 f"environment: two launchers: {name}={environ[name]}, but by {tasks.launcher}'s variables it is "
                 f"{value} ({tasks.rank_variable}={tasks.rank}, {tasks.count_variable}={tasks.count}).\n"
-                f"  Unset {name}, or start it without {tasks.launcher}. Nothing was started."
+                f"  Unset {name}, or start it without {tasks.launcher}."
             )
     if not 0 <= tasks.local_rank < tasks.local_count <= tasks.count or not 0 <= tasks.rank < tasks.count:
         raise ConfigError(
             f"environment: {tasks.launcher}: expected a task among those of its host and of its job, found task "
             f"{tasks.rank} of {tasks.count} ({tasks.rank_variable}, {tasks.count_variable}), and {tasks.local_rank} of "
-            f"{tasks.local_count} on this host. Nothing was started."
+            f"{tasks.local_count} on this host."
         )
     address = environ.get("MASTER_ADDR") or tasks.first_host
     if not address:
         raise ConfigError(
             f"environment: {tasks.launcher} doesn't say which host is the first, where all processes meet.\n"
             "  Set it for all of them: export MASTER_ADDR=HOST before srun, mpirun -x MASTER_ADDR=HOST (Open MPI), "
-            "mpirun -genv MASTER_ADDR HOST (MPICH, Intel MPI). Nothing was started."
+            "mpirun -genv MASTER_ADDR HOST (MPICH, Intel MPI)."
         )
-    variables = {name: str(value) for name, value in ours.items()} | {
-        "MASTER_ADDR": address,
-        "MASTER_PORT": environ.get("MASTER_PORT") or str(tasks.port),
-    }
-    _require_port(variables)
+    meeting = {"MASTER_ADDR": address, "MASTER_PORT": environ.get("MASTER_PORT") or str(tasks.port)}
+    _require_port(meeting)
+    variables = {name: str(value) for name, value in counts.items()} | meeting
     return Launch(tasks.launcher, tasks.rank, tasks.local_rank, tasks.count, tasks.launcher, variables)
 
 
-def end_with_agent(environ: Mapping[str, str]) -> None:
-    """Have a worker of torch's elastic agent (torchrun, or our own start) killed when the agent ends, however it does.
+# --------------------------------------------------------------------------------------------------------- the end
 
-    Else a SIGKILL of the agent leaves workers that train and save on, and the same command started again races them.
-    Linux only. A process that was started plainly is left alone: whoever started it may end before it.
+
+def end_with_agent(environ: Mapping[str, str]) -> None:
+    """Have the kernel kill a worker of torch's elastic agent (torchrun's, or our own) when the agent ends.
+
+    Without it a SIGKILL of the agent leaves workers that train on, and the same command started again races them.
+    Linux only. A plain start is left alone: whoever started it may end before it.
     """
     run = environ.get("TORCHELASTIC_RUN_ID")
-    if not run or sys.platform != "linux":
-        return
-    end_with_parent(int(run.removeprefix(OUR_RUNS)) if run.startswith(OUR_RUNS) else os.getppid())
+    if run:
+        end_with_parent(int(run.removeprefix(OUR_RUNS)) if run.startswith(OUR_RUNS) else os.getppid())
 
 
 def end_with_parent(parent: int) -> None:
-    """Have this process killed when its parent, process `parent`, ends, however it does. Linux only; else nothing."""
+    """Have the kernel kill this process when its parent, process `parent`, ends. Linux only; else nothing."""
     if sys.platform != "linux":
         return
     if ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL)) != 0:
-        print("this process can't be tied to its launcher (prctl): if that is killed, it goes on", file=sys.stderr)
-    if os.getppid() != parent:  # it ended before the kernel was asked
+        print("prctl failed: this process will outlive its launcher if that is killed", file=sys.stderr)
+    if os.getppid() != parent:  # it ended before the call
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -287,17 +282,17 @@ class StopRequest:
 
         with StopRequest() as stop:
             ...                       # before the first step: a request raises Stopped here
-            stop.begin_steps()        # from now on it only sets a flag, and says so
+            stop.begin_steps()        # from now on it only sets a flag and prints one line
             while not stop.requested: ...
 
-    A second request ends the run at once by KeyboardInterrupt: the way out for someone who won't wait for the step and
-    the save. Enter in the main thread (Python handles signals nowhere else). Python runs a handler only between two of
-    its own instructions, and a compiler may work for minutes: before the first step a thread ends the process where the
-    main thread hasn't within `grace_s`.
+    A second request ends the run at once by KeyboardInterrupt, for someone who won't wait for the step and the save.
+    Enter it in the main thread (Python handles signals nowhere else). Python runs a handler only between two of its own
+    instructions, and a compiler may work for minutes: before the first step a thread ends the process if the main
+    thread hasn't within `grace_s`.
     """
 
     def __init__(self, same_press_s: float = 1.0, grace_s: float = 2.0) -> None:
-        # torch's elastic launcher passes a signal on to processes that have had it already from the terminal or a
+        # torch's elastic launcher passes a signal on to processes that already had it from the terminal or a
         # scheduler, so one request can arrive twice within milliseconds.
         self._same_press_s, self._grace_s = same_press_s, grace_s
         self._requested_at: float | None = None
@@ -310,23 +305,20 @@ class StopRequest:
         return self.reason is not None
 
     def begin_steps(self) -> None:
-        """From now on there is something to lose: a request waits for the step at hand and its save."""
+        """From now on there is something to lose: a request waits for the current step and its save."""
         self._ends_at_once = False
 
     def __enter__(self) -> "Self":
-        self._signals, wakeup = os.pipe()
-        os.set_blocking(wakeup, False)
-        self._previous_wakeup = signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
-        self._wakeup = wakeup
+        self._signals, self._wakeup = os.pipe()
+        os.set_blocking(self._wakeup, False)
+        self._previous_wakeup = signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._guard, name="portable_fsdp stop", daemon=True)
         self._thread.start()
         for number in (signal.SIGTERM, signal.SIGINT):
             self._previous[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             # None: the handler was installed by C code, which Python can't put back.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
@@ -345,7 +337,7 @@ class StopRequest:
         self._requested_at, self.reason = now, signal.Signals(number).name
         if self._ends_at_once:
             raise Stopped(self.reason)
-        self._write(f"{self.reason}: ending after the step at hand and its save")
+        self._write(f"{self.reason}: ending after the current step and its save")
 
     def _guard(self) -> None:
         while numbers := os.read(self._signals, 1):

@@ -7,26 +7,23 @@ from typing import Any, cast
 
 
 def open_store(environ: Mapping[str, str], limit: timedelta, *, serves: bool) -> Any:
-    """A connection to it of torch's kind (TCPStore), on which nothing has been waited for yet.
+    """A connection to it: torch's TCPStore, which hasn't waited for the other processes.
 
-    `serves`: this process holds the store, as long as it lives, unless torchrun's agent holds it. `limit`: for the
-    connection, and for each answer that waits for a key.
+    `serves`: this process holds the store for its whole life, unless torchrun's agent holds it. `limit`: for connecting
+    and for each wait for a key.
     """
     import torch.distributed
 
     host, port, count = environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), int(environ["WORLD_SIZE"])
     if serves and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         _serve(host, port)
-    # torch's own rendezvous would wait for all workers here, and not say which one it waits for.
+    # torch's own rendezvous would wait for all workers here, and not say for which one.
     return cast(Any, torch.distributed).TCPStore(host, port, count, False, timeout=limit, wait_for_workers=False)
 
 
 @cache
 def _serve(host: str, port: int) -> Any:
-    """Once in a process, and till its end: where it opens a second engine, others may have come for that one already.
-
-    A store that ended with the first one would end under them.
-    """
+    """Once a process, and until its end: other processes may already wait for its next engine at the same store."""
     import torch.distributed
 
     dist = cast(Any, torch.distributed)

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 MAX_OBJECTS = 500_000
-"""Of one text. An object takes 64 bytes of memory and more, and two of the text."""
+"""In one text. An object takes two bytes of the text and at least 64 bytes of memory."""
 
 _LISTS = 10_000
-# One that doesn't end takes the rest of the text, so that each character is looked at once.
+# An unterminated string takes the rest of the text, so that each character is looked at once.
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 
 
@@ -24,10 +24,10 @@ def parse_json(
     constant: Callable[[str], Any] = _refuse_constant,
     max_lists: int = _LISTS,
 ) -> Any:
-    """The value. Raises ValueError for what is no JSON in UTF-8, NaN and infinities, a key that stands twice in an
-    object, and more than `max_objects` objects, or `max_lists` lists and five more for each object.
+    """The value. Raises ValueError for text that is no JSON in UTF-8, for a key that an object has twice, and for more
+    than `max_objects` objects, or `max_lists` lists and five more for each object.
 
-    `constant`: takes `NaN`, `Infinity` and `-Infinity`, which may then stand there, and gives their value.
+    `constant`: gives the value of `NaN`, `Infinity` and `-Infinity`; by default they raise ValueError too.
     """
     text = text.decode() if isinstance(text, bytes) else text
     if _too_many(text, max_objects, max_lists):

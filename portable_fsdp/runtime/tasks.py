@@ -9,12 +9,12 @@ from portable_fsdp.runtime.errors import ConfigError
 
 NOT_A_STEP = (2**32 - 6, 2**32 - 5)  # slurm.h: the steps of an interactive shell and of the batch script itself
 PORTS = range(20000, 30000)  # below those that Linux gives to clients
-MPI_PORT = 29500  # torch's own; mpirun says no number of a job that all its hosts know
+MPI_PORT = 29500  # torch's own; mpirun gives no number of a job that all its hosts know
 
 
 @dataclass(frozen=True)
 class Tasks:
-    """This task among those that one launcher started."""
+    """The tasks that one launcher started, and which of them this process is."""
 
     launcher: Literal["srun", "mpirun"]
     rank: int
@@ -23,7 +23,7 @@ class Tasks:
     local_count: int  # of this host
     rank_variable: str  # where `rank` was read, for messages
     count_variable: str
-    first_host: str  # empty where the launcher doesn't say
+    first_host: str  # empty where the launcher doesn't name it
     port: int
 
 
@@ -41,26 +41,19 @@ def read_tasks(environ: Mapping[str, str]) -> Tasks | None:
 
 
 def _slurm(environ: Mapping[str, str]) -> Tasks | None:
-    """The batch script and shells have such variables too, though nobody started the tasks that these count."""
+    """None for the batch script and for shells, which have such variables too."""
     if not environ.get("SLURM_PROCID") or not environ.get("SLURM_STEP_ID"):
         return None
     if integer(environ, "SLURM_STEP_ID") in NOT_A_STEP:
         return None
     count_variable = "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
     _require(environ, "srun", count_variable, "SLURM_LOCALID", "SLURM_JOB_ID")
-    hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
-    job, step = integer(environ, "SLURM_JOB_ID"), integer(environ, "SLURM_STEP_ID")
-    return Tasks(
-        "srun",
-        integer(environ, "SLURM_PROCID"),
-        count := integer(environ, count_variable),
-        integer(environ, "SLURM_LOCALID"),
-        _tasks_of_this_node(environ, count),
-        "SLURM_PROCID",
-        count_variable,
-        first_host(hosts),
-        PORTS[(job + step) % len(PORTS)],  # two jobs that share a host, or two steps of one, don't collide
-    )
+    names = ("SLURM_PROCID", count_variable, "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_ID")
+    rank, count, local_rank, job, step = (integer(environ, name) for name in names)
+    host = first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "")
+    port = PORTS[(job + step) % len(PORTS)]  # two jobs that share a host, or two steps of one, don't collide
+    local_count = _tasks_of_this_node(environ, count)
+    return Tasks("srun", rank, count, local_rank, local_count, "SLURM_PROCID", count_variable, host, port)
 
 
 def _tasks_of_this_node(environ: Mapping[str, str], count: int) -> int:
@@ -104,7 +97,7 @@ def _require(environ: Mapping[str, str], launcher: str, *names: str) -> None:
     if missing:
         raise ConfigError(
             f"environment: expected all variables that {launcher} sets, found none of {', '.join(missing)}.\n"
-            f"  Start it with {launcher} itself, or unset its other variables. Nothing was started."
+            f"  Start it with {launcher} itself, or unset its other variables."
         )
 
 
@@ -113,6 +106,4 @@ def integer(environ: Mapping[str, str], name: str) -> int:
     try:
         return int(environ[name])
     except ValueError:
-        raise ConfigError(
-            f"environment: {name}: expected an integer, found {environ[name]!r}. Nothing was started."
-        ) from None
+        raise ConfigError(f"environment: {name}: expected an integer, found {environ[name]!r}.") from None

@@ -26,6 +26,7 @@ from portable_fsdp.data.build import Corpus
 from portable_fsdp.models.architecture import check_architecture
 from portable_fsdp.optim.schedule import learning_rate
 from portable_fsdp.runtime.collective_errors import on_each_process, on_process_0
+from portable_fsdp.runtime.command import configure_log
 from portable_fsdp.runtime.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
@@ -34,7 +35,6 @@ from portable_fsdp.runtime.errors import (
     TrainingError,
 )
 from portable_fsdp.runtime.lock import sole_run
-from portable_fsdp.runtime.log import configure
 from portable_fsdp.runtime.process import Stopped, StopRequest
 from portable_fsdp.train.build import (
     Training,
@@ -73,7 +73,7 @@ def train(
         try:
             with open_backend(config, device=device, backend=backend, num_devices=num_devices) as engine:
                 check_devices(engine.data_parallel_size)
-                configure(engine.process.index)
+                configure_log(engine.process.index)
                 on_process_0(engine, lambda: _check_folders(config))
                 if isinstance(architecture, str):  # a file, which may be another one on each host
                     on_each_process(engine, lambda: _check_model(architecture))

@@ -16,7 +16,7 @@ from torch import nn
 from portable_fsdp.backends.base import Backend, MakeOptimizer, optimizer_state_twins
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import ConfigError
-from portable_fsdp.runtime.memory import host_identity, host_memory_bytes, in_units
+from portable_fsdp.runtime.host import host_identity, host_memory_bytes, in_units
 
 log = logging.getLogger("portable_fsdp")
 

@@ -12,7 +12,7 @@ import pytest
 from portable_fsdp.doctor import devices, host, network, packages
 from portable_fsdp.doctor.finding import Finding, ProbeAnswer, probe_answer
 from portable_fsdp.runtime.child import Child
-from portable_fsdp.runtime.chips import tpu_chips
+from portable_fsdp.runtime.host import tpu_chips
 
 GPU = {
     "torch": "2.9.0",

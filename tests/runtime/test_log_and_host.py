@@ -1,11 +1,32 @@
-"""What a host has, from the files of a kernel that are written here."""
+"""The log of a run on stderr, and what a host has, from a kernel's files that are written here."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
-from portable_fsdp.runtime.memory import host_identity, host_memory_bytes
+from portable_fsdp.runtime.host import host_identity, host_memory_bytes
+
+LOG = """
+import logging
+from portable_fsdp.runtime.command import configure_log
+logging.getLogger().addHandler(logging.StreamHandler())  # as absl does
+configure_log(3)  # replaced by the next call
+for index in (0, 2):
+    configure_log(index)
+    log = logging.getLogger("portable_fsdp")
+    log.debug("detail")
+    log.info("step: 1")
+    log.getChild("train").warning("50 % slower")
+"""
+
+
+def test_process_0_logs_once_and_plainly_and_the_others_only_warn() -> None:
+    done = subprocess.run([sys.executable, "-c", LOG], capture_output=True, text=True, check=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("", "step: 1\n50 % slower\n[process 2] 50 % slower\n")
+
 
 GIB = 2**30
 V2, V1 = "0::/slice/job\n", "3:cpu,memory:/slice/job\n1:name=systemd:/slice\n"
@@ -22,27 +43,24 @@ CASES: dict[str, tuple[str | None, dict[str, str], int]] = {
 }
 
 
-@pytest.mark.parametrize("swap_gib", [0, 2])
 @pytest.mark.parametrize("name", CASES)
-def test_a_host_has_what_its_cgroups_leave(tmp_path: Path, name: str, swap_gib: int) -> None:
+def test_a_host_has_what_its_cgroups_leave(tmp_path: Path, name: str) -> None:
     cgroup, limits, expected_gib = CASES[name]
     (tmp_path / "proc/self").mkdir(parents=True)
-    kib = {"MemTotal": 32 * 2**20, "MemFree": 2**20, "SwapTotal": swap_gib * 2**20}
-    (tmp_path / "proc/meminfo").write_text("".join(f"{key}: {value} kB\n" for key, value in kib.items()))
     if cgroup is not None:
         (tmp_path / "proc/self/cgroup").write_text(cgroup)
     for file, text in limits.items():
         path = tmp_path / "sys/fs/cgroup" / file
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    assert host_memory_bytes(tmp_path) == (expected_gib + swap_gib) * GIB
+    for swap_gib in (0, 2):
+        kib = {"MemTotal": 32 * 2**20, "MemFree": 2**20, "SwapTotal": swap_gib * 2**20}
+        (tmp_path / "proc/meminfo").write_text("".join(f"{key}: {value} kB\n" for key, value in kib.items()))
+        assert host_memory_bytes(tmp_path) == (expected_gib + swap_gib) * GIB
 
 
-def test_without_a_kernels_files_it_is_what_psutil_says(tmp_path: Path) -> None:
+def test_this_host_is_one_and_without_a_kernels_files_it_has_what_psutil_says(tmp_path: Path) -> None:
     assert host_memory_bytes(tmp_path) == psutil.virtual_memory().total
-
-
-def test_this_host_is_one() -> None:
     assert host_identity() == host_identity()
     assert host_identity()[0]
     assert 2**28 < host_memory_bytes() < 2**50

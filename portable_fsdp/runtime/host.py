@@ -1,17 +1,18 @@
-"""How much memory this host has for its processes: RAM and swap, or less where a container's or a job's cgroup says."""
+"""What this host has: its TPU chips, and memory for its processes, limited by a container's or a job's cgroup."""
 
 import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 
-_CGROUPS = Path("sys/fs/cgroup")
+def tpu_chips(devices: Path = Path("/dev")) -> list[Path]:
+    """Their device files."""
+    return sorted([*devices.glob("accel[0-9]*"), *(devices / "vfio").glob("[0-9]*")])
 
 
 def host_memory_bytes(root: Path = Path("/")) -> int:
-    """What all processes of this host may have together. What others use of it is counted as if it were free.
+    """RAM and swap that all processes of this host may use together; what others use of it counts as free.
 
     `root`: the folder that `proc` and `sys` lie in.
     """
@@ -19,7 +20,7 @@ def host_memory_bytes(root: Path = Path("/")) -> int:
         lines = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
         sizes = {words[0]: int(words[1]) * 1024 for words in lines if words[0] in ("MemTotal:", "SwapTotal:")}
     except OSError:  # no Linux
-        return psutil.virtual_memory().total
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([sizes["MemTotal:"], *_cgroup_limits(root)]) + sizes.get("SwapTotal:", 0)
 
 
@@ -32,8 +33,7 @@ def in_units(count: int) -> str:
 
 
 def host_identity() -> tuple[str, str]:
-    """The machine, by its kernel's boot, and the container and cgroup. Both are equal for processes that share one
-    limit."""
+    """The machine, by its kernel's boot, and the container and cgroup: equal for processes that share one limit."""
     try:
         container = os.readlink("/proc/self/ns/mnt") + Path("/proc/self/cgroup").read_text()
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), container
@@ -42,23 +42,24 @@ def host_identity() -> tuple[str, str]:
 
 
 def _cgroup_limits(root: Path) -> Iterator[int]:
-    """Bytes, of this process's cgroup and of those above it, of either version."""
+    """Bytes, of this process's cgroup and its ancestors, of either version."""
     try:
         groups = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return
     for line in groups:
         _, controllers, path = line.split(":", 2)
+        folder = root / "sys/fs/cgroup"
         if controllers == "":
-            base, name = root / _CGROUPS, "memory.max"
+            name = "memory.max"
         elif "memory" in controllers.split(","):
-            base, name = root / _CGROUPS / "memory", "memory.limit_in_bytes"
+            folder, name = folder / "memory", "memory.limit_in_bytes"
         else:
             continue
         parts = [part for part in path.split("/") if part not in ("", "..")]  # .. leads out of the container
         for depth in range(len(parts) + 1):
             try:
-                limit = (base.joinpath(*parts[:depth]) / name).read_text().strip()
+                limit = (folder.joinpath(*parts[:depth]) / name).read_text().strip()
             except OSError:
                 continue
             if limit.isdecimal():  # else max
