@@ -11,7 +11,8 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -43,6 +44,23 @@ def pytest_configure(config: pytest.Config) -> None:
     patch.setenv("TMPDIR", folder)
     patch.setenv("XDG_CACHE_HOME", f"{folder}/cache")
     patch.setattr(tempfile, "tempdir", folder)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rewrite-goldens", action="store_true", help="write what tests got into their golden files")
+
+
+@pytest.fixture
+def assert_golden(request: pytest.FixtureRequest) -> Callable[[Path, str], None]:
+    """Compare a text with a golden file, or rewrite the file where `--rewrite-goldens` is given; review the diff."""
+
+    def compare(path: Path, text: str) -> None:
+        if request.config.getoption("--rewrite-goldens"):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        assert path.read_text(encoding="utf-8") == text, f"{path}: differs; if it should, pass --rewrite-goldens"
+
+    return compare
 
 
 @pytest.hookimpl(optionalhook=True)  # there is none to ask where xdist is switched off
