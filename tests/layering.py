@@ -248,8 +248,8 @@ def checkpoints_that_know_an_engine(modules: Modules) -> list[str]:
     ]
 
 
-EXPORTS_OF_A_RUN = [f"{PACKAGE}.formats.{name}" for name in ("huggingface", "peft", "target")]
-"""What `checkpoint.export` writes; a run imports it when it exports."""
+EXPORTS_OF_A_RUN = [f"{PACKAGE}.formats.{name}" for name in ("base", "target")]
+"""What a run imports when it exports; the format's own module follows by name."""
 
 
 def formats_in_a_training_run(modules: Modules) -> list[str]:

@@ -133,8 +133,8 @@ ALLOWED = invented(
     backends__pjrt_options="from portable_fsdp.backends.options import Package",
     backends__options="from portable_fsdp.config import schema",
     train__loop="from portable_fsdp.backends.open import f\nfrom portable_fsdp.checkpoint.store import KEYS",
-    train__end="def f():\n    from portable_fsdp.formats.huggingface import export",
-    formats__huggingface="from portable_fsdp.checkpoint.store import KEYS",
+    train__end="def f():\n    from portable_fsdp.formats.base import export",
+    formats__base="from portable_fsdp.checkpoint.store import KEYS",
     plan__tpu="def f(value):\n    return value.device.type == 'xla'",
     plan__tpu_trace="import torch_xla\nfrom portable_fsdp.train import loop",
     launch="_DEVICE = flags.DEFINE_enum('d', 'auto', ['a'], 'x')\ndef main():\n    from .train import loop\n"

@@ -1,4 +1,4 @@
-"""Saving beside the training: the step waits for a copy to host memory, a thread does the rest. No collective here."""
+"""Saving beside the training: the step waits for a copy in host memory, a thread does the rest. No collective here."""
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -10,16 +10,16 @@ from portable_fsdp.backends.base import Piece
 
 
 class Snapshot:
-    """Copies of a state in host memory, in buffers that every copy takes again: at most one state's bytes.
+    """Copies of a state in host memory, in buffers that every save reuses: at most one state's bytes.
 
-    Pinned where the state lies on CUDA, so that the copies of all tensors run at once.
+    Pinned for a state on CUDA, so that all tensors copy at once.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, int], Tensor] = {}
 
     def take(self, state: Iterable[tuple[str, Sequence[Piece]]]) -> dict[str, list[Piece]]:
-        """The pieces, which later steps don't touch. Waits until all are copied; nobody may read the last ones."""
+        """Copy the pieces and wait for the copies. Overwrites the copies of the last call."""
         taken = {
             key: [self._copy(key, ordinal, piece) for ordinal, piece in enumerate(pieces)] for key, pieces in state
         }
@@ -38,20 +38,20 @@ class Snapshot:
 
 
 class Background:
-    """One piece of work at a time, in a thread of its own."""
+    """One job at a time, in a thread of its own."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
-        self.cancelled = threading.Event()  # for work that waits
+        self.cancelled = threading.Event()  # for a job that waits
 
     @property
     def failed(self) -> bool:
-        """Whether the work has ended, and failed."""
+        """Whether the job has failed."""
         return self._failure is not None
 
     def start(self, work: Callable[[], None]) -> None:
-        """Begin, after `wait` was called for the work before."""
+        """Start a job, after `wait` for the one before."""
 
         def run() -> None:
             try:
@@ -59,19 +59,19 @@ class Background:
             except Exception as error:
                 self._failure = error
 
-        # A daemon: a run that ends by an error doesn't wait for it, which is a kill to the save, and harmless.
+        # A daemon: a run that fails doesn't wait for it. That kills the save, which is harmless.
         self._thread = threading.Thread(target=run, name="portable_fsdp save", daemon=True)
         self._thread.start()
 
     def wait(self) -> Exception | None:
-        """Until the work is over; what it failed with, told once."""
+        """Wait for the job; returns its error, once."""
         if self._thread is not None:
             self._thread.join()
         self._thread, failure, self._failure = None, self._failure, None
         return failure
 
     def cancel(self, after_s: float) -> None:
-        """After so many seconds have the work end where it waits, and wait for that. What it failed with is dropped."""
+        """Give the job `after_s` seconds, then end it where it waits. Drops its error."""
         if self._thread is not None:
             self._thread.join(after_s)
         self.cancelled.set()

@@ -1,20 +1,20 @@
-"""How a checkpoint comes to be, so that a kill at any instant leaves it whole or absent. Two protocols.
+"""Commits a checkpoint, so that a kill at any instant leaves it whole or absent. Two protocols.
 
-On a file system, where a folder's rename is one step:
-1. Process 0 makes `step-00000500.tmp-1f3a5c7e/`, named by this attempt, with `model/`, `optimizer/` and the mark.
-2. Each process writes its safetensors files there and fsyncs them, and the folders.
-3. Then it describes them in `index-00003-1f3a5c7e.json`: pieces, bytes, hashes, digests of replicas; or its error.
-4. Process 0 waits for the index files of this attempt from all processes, compares the replicas' digests, merges the
-   files, and checks the result as a reader would: the pieces tile every tensor exactly once.
+On a file system, where the rename of a folder is atomic:
+1. Process 0 creates `step-00000500.tmp-1f3a5c7e/`, named by this attempt, with `model/`, `optimizer/` and the mark.
+2. Each process writes its safetensors files there, and fsyncs them and the folders.
+3. It lists them in `index-00003-1f3a5c7e.json`: pieces, bytes, hashes, digests of replicas; or reports its error there.
+4. Process 0 waits for the index of every process, compares the replicas' digests, merges the files, and checks the
+   result as a reader would: the pieces tile every tensor exactly once.
 5. It removes the index files, writes `manifest.json`, sealed with its own hash (fsync), fsyncs the folders, renames to
    `step-00000500` (the commit), fsyncs the parent, and removes the mark.
 
-In an object store, where nothing can be renamed and an upload shows whole or not at all: the same, but under
-`step-00000500/` from the start, the attempt in every file's name so that a straggler of an earlier one writes beside
-it, and `manifest.json`, uploaded last, is the commit. The mark goes after it.
+In an object store nothing can be renamed, and an upload appears whole or not at all. There all processes write under
+`step-00000500/` from the start, with the attempt in every file's name, so that a straggler of an earlier attempt
+overwrites nothing. `manifest.json`, uploaded last, is the commit; process 0 removes the mark after it.
 
-A kill before the commit leaves debris, which no reader looks at, and which the next save of the same run removes: the
-mark says whose it is, and goes last wherever something is deleted. An older checkpoint is never touched.
+A kill before the commit leaves debris, which no reader opens and the next save of the same run removes: the mark names
+its run, and every deletion removes it last. Older checkpoints stay untouched.
 """
 
 import itertools
@@ -53,12 +53,13 @@ from portable_fsdp.runtime.errors import CheckpointError, StoreError
 log = logging.getLogger("portable_fsdp")
 
 MARK = "attempt.json"
-_DELETED = "deleted"  # in the mark: this was a checkpoint
+_PART_OF_MARK = "attempt.json.part"  # what a kill while it is written leaves
+_DELETED = "deleted"  # the attempt in the mark of a checkpoint that is being deleted
 _TEMPORARY = re.compile(r"step-\d{8,}\.tmp-[0-9a-f]{8}")
 
 
 class ReplicaDigest(StrictModel):
-    """A piece that several processes or devices hold: which replica this is, and a digest of its bits."""
+    """A digest of a piece that several processes or devices hold, and the number of this replica."""
 
     key: str
     offset: Dims
@@ -68,7 +69,7 @@ class ReplicaDigest(StrictModel):
 
 
 class Index(StrictModel):
-    """`index-00003-1f3a5c7e.json`: what one process wrote, or why it could not. Its tensors number its own files."""
+    """`index-00003-1f3a5c7e.json`: the files of one process, or its error. Its tensors number its own files."""
 
     attempt: str
     process: int
@@ -79,33 +80,31 @@ class Index(StrictModel):
 
 
 def temporary_of(final: Path, attempt: str) -> Path:
-    """The folder that `final` is written to before its commit; of this attempt, so that no straggler finds it."""
+    """The folder of one attempt at `final`, before its commit: no straggler of another attempt writes there."""
     return final if storage.is_object_store(final) else final.with_name(f"{final.name}.tmp-{attempt[:8]}")
 
 
 def unfinished(final: Path) -> list[Path]:
-    """What attempts at `final` have begun and not committed, theirs or of a deletion."""
+    """Folders that saves or deletions of `final` began and didn't finish."""
     if storage.is_object_store(final):
         return [final] if storage.names(final) and not is_committed(final) else []
-    names = storage.names(final.parent)
-    return [
-        final.with_name(name) for name in names if _TEMPORARY.fullmatch(name) and name.startswith(f"{final.name}.tmp-")
-    ]
+    names = [name for name in storage.names(final.parent) if name.startswith(f"{final.name}.tmp-")]
+    return [final.with_name(name) for name in names if _TEMPORARY.fullmatch(name)]
 
 
 def begin(final: Path, run: str) -> str:
-    """Make the empty folder that `final` is written to, and return the id of this attempt. Only process 0.
+    """Create the empty folder of an attempt at `final`; returns the attempt's id. Only process 0.
 
-    `run`: whose debris it is until the commit. Raises `CheckpointError` where another run is at work on that step in
-    an object store.
+    `run`: the owner of the debris that a kill leaves. Raises `CheckpointError` where another run is at work on that
+    step in an object store.
     """
     attempt = uuid.uuid4().hex
     folder = temporary_of(final, attempt)
     for path in unfinished(final):
-        if whose := _other(path, run):
-            if path == folder:  # there the other's manifest could come over ours
-                raise CheckpointError(_at_work(path, whose))
-            log.warning("%s", _at_work(path, whose))
+        if other := _other_owner(path, run):
+            if path == folder:  # the other's manifest could overwrite ours
+                raise CheckpointError(_at_work(path, other))
+            log.warning("%s", _at_work(path, other))
         elif _owner(path) == run or path == folder:
             discard(path)
     storage.make_folder(folder)
@@ -116,36 +115,35 @@ def begin(final: Path, run: str) -> str:
 
 
 def warn_of_others(run_folder: Path, run: str) -> None:
-    """Say in time what `begin` will refuse in an object store: steps that another run, or an import, has begun."""
+    """Warn early of the steps in an object store that `begin` will refuse: another run, or an import, began them."""
     if storage.is_object_store(run_folder):
-        for path in (run_folder / name for name in storage.names(run_folder)):
-            if _is_debris(path) and (whose := _other(path, run)):
-                log.warning("%s\n  A save of that step will be refused.", _at_work(path, whose))
+        for path in _debris(run_folder):
+            if other := _other_owner(path, run):
+                log.warning("%s\n  A save of that step will be refused.", _at_work(path, other))
 
 
-def _other(path: Path, run: str) -> str | None:
-    """Whose it is in words, if not that of `run`. Without a mark it is anybody's: it was killed before it wrote."""
+def _other_owner(path: Path, run: str) -> str | None:
+    """The owner in words, unless it is `run`. A folder without a mark has none: its attempt died before it wrote."""
     owner = _owner(path)
     if owner in (run, None):
         return None
     return "an import" if owner == IMPORTED else f"run {owner!r}" if owner else "a run without a name"
 
 
-def _at_work(path: Path, whose: str) -> str:
+def _at_work(path: Path, owner: str) -> str:
     return (
-        f"checkpoints in {path.parent}: expected no other run at work there, found {path.name} of {whose}.\n"
+        f"checkpoints in {path.parent}: expected no other run at work there, found {path.name} of {owner}.\n"
         f"  Give each run a run.dir (or checkpoint.dir) of its own. If that one has ended, delete {path}."
     )
 
 
 def remove_debris(run_folder: Path, run: str) -> None:
     """Delete what interrupted saves and deletions of `run` left. Only process 0, and before any process writes."""
-    for path in (run_folder / name for name in storage.names(run_folder)):
-        part_of_mark = storage.part_of(path / MARK).name
-        if _is_debris(path) and (_owner(path) == run or set(storage.names(path)) <= {part_of_mark}):
+    for path in _debris(run_folder):
+        if _owner(path) == run or set(storage.names(path)) <= {_PART_OF_MARK}:
             discard(path)
     for path in committed_steps(run_folder):
-        marks = {MARK, storage.part_of(path / MARK).name}.intersection(storage.names(path))
+        marks = {MARK, _PART_OF_MARK}.intersection(storage.names(path))
         if marks and _writer(path) == run:
             for name in marks:
                 storage.remove(path / name)
@@ -160,16 +158,16 @@ def _writer(path: Path) -> str | None:
 
 
 def remove_half_deleted(run_folder: Path) -> None:
-    """Delete what killed deletions left, of whichever run: it was given up, and no reader takes it."""
-    for path in (run_folder / name for name in storage.names(run_folder)):
-        if _is_debris(path) and _read_mark(path).get("attempt") == _DELETED:
+    """Delete what killed deletions of any run left: no reader opens it."""
+    for path in _debris(run_folder):
+        if _read_mark(path).get("attempt") == _DELETED:
             discard(path)
 
 
 def write_index(folder: Path, index: Index) -> None:
-    """Announce that this process has written its part, and fsynced it. The last thing that it does in `folder`.
+    """Announce that this process has written and fsynced its part. The last thing that it does in `folder`.
 
-    No fsync of the folder: process 0 may have seen the index and renamed it by now.
+    No fsync of the folder: process 0 may have renamed it by now.
     """
     _write_text(folder / _index_name(index.process, index.attempt), index.model_dump_json())
 
@@ -177,49 +175,47 @@ def write_index(folder: Path, index: Index) -> None:
 def collect(
     folder: Path, attempt: str, process_count: int, wait_s: float, cancelled: threading.Event | None = None
 ) -> list[Index]:
-    """Wait for the index of every process. Raises `CheckpointError` if one reports an error or stays away.
+    """Wait for the index of every process. Raises `CheckpointError` if one reports an error, or none after `wait_s`.
 
-    `cancelled`: set it to end the waiting.
+    `cancelled`: set it to stop waiting.
     """
     cancelled = cancelled or threading.Event()
     name = folder.name.partition(".tmp-")[0]
-    found: dict[int, Index] = {}
+    indexes: dict[int, Index] = {}
     deadline = time.monotonic() + wait_s
-    unanswered: Exception | None = None
+    last_error: Exception | None = None
     pause_s, longest_s = (0.1, 2.0) if storage.is_object_store(folder) else (0.001, 0.1)
     while True:
-        for process in range(process_count):
-            index = None
+        for process in set(range(process_count)) - indexes.keys():
             try:
-                index = None if process in found else _read_index(folder / _index_name(process, attempt))
-            except (OSError, StoreError) as error:  # storage may answer again
-                unanswered = error
+                index = _read_index(folder / _index_name(process, attempt))
+            except (OSError, StoreError) as error:  # the storage may answer again
+                last_error = error
+                continue
             if index is not None and index.error is not None:
                 raise CheckpointError(f"checkpoint {name}: process {process} could not write: {index.error}")
             if index is not None:
-                found[process] = index
-        if len(found) == process_count:
-            return [found[process] for process in range(process_count)]
+                indexes[process] = index
+        missing = [str(process) for process in range(process_count) if process not in indexes]
+        if not missing:
+            return [indexes[process] for process in range(process_count)]
         if time.monotonic() > deadline:
-            missing = ", ".join(str(process) for process in range(process_count) if process not in found)
             raise CheckpointError(
                 f"checkpoint {name}: expected an index file of each of {process_count} processes in {folder},\n"
-                f"  found none of process {missing} after {wait_s:.0f} s. Has it ended, or another folder before it?\n"
-                "  The checkpoints committed before are untouched."
-                + (f" The storage's last word: {unanswered}" if unanswered else "")
+                f"  found none of process {', '.join(missing)} after {wait_s:.0f} s. Has it ended, or another folder "
+                "before it?\n  The checkpoints committed before are untouched."
+                + (f" The storage's last error: {last_error}" if last_error else "")
             )
         if cancelled.wait(pause_s):
-            raise CheckpointError(f"checkpoint {name}: given up before all processes had written it")
+            raise CheckpointError(f"checkpoint {name}: cancelled before all processes had written it")
         pause_s = min(2 * pause_s, longest_s)
 
 
 def merge(
     all_tensors: Mapping[str, TensorEntry], indexes: Iterable[Index]
 ) -> tuple[tuple[FileEntry, ...], dict[str, TensorEntry]]:
-    """The files of all processes, and the tensors with all their pieces.
-
-    `all_tensors` states shapes and dtypes. Raises `CheckpointError` where a process has others.
-    """
+    """The files of all processes, and the tensors with all their pieces. Raises `CheckpointError` where a process has
+    another shape or dtype than `all_tensors`."""
     files: list[FileEntry] = []
     merged = {key: TensorEntry(shape=tensor.shape, dtype=tensor.dtype) for key, tensor in all_tensors.items()}
     for index in indexes:
@@ -238,14 +234,14 @@ def merge(
 
 
 def set_aside(final: Path) -> None:
-    """Make room at `final` without deleting: give what lies there a name that no reader takes. Only process 0."""
+    """Rename what lies at `final` to a name that no reader opens. Only process 0."""
     aside = (final.with_name(f"{final.name}.damaged-{count}") for count in itertools.count(1))
     if storage.names(final):
         storage.move(final, next(path for path in aside if not storage.names(path)))
 
 
 def commit(final: Path, attempt: str, manifest: Manifest, indexes: Sequence[Index]) -> None:
-    """Make `final` exist, whole, at one instant. Only process 0, after `collect`."""
+    """Make `final` appear, whole, at one instant. Only process 0, after `collect`."""
     folder = temporary_of(final, attempt)
     check_manifest(manifest, final.name)
     for index in indexes:
@@ -263,15 +259,15 @@ def commit(final: Path, attempt: str, manifest: Manifest, indexes: Sequence[Inde
 
 
 def _require_files(folder: Path, manifest: Manifest) -> None:
-    """All is there under its name, with its length. A rename that says that it was done, and wasn't, costs otherwise
-    the older checkpoint that is deleted after this one's commit."""
+    """Every file is there with its length. Else retention would delete an older checkpoint after a rename that failed
+    silently."""
     sizes = {f"{part}/{name}": size for part in FOLDERS for name, size in storage.sizes(folder / part).items()}
     for file in manifest.files:
-        found = sizes.get(file.name)
-        if found != file.bytes:
+        size = sizes.get(file.name)
+        if size != file.bytes:
             raise CheckpointError(
                 f"checkpoint {folder.name}: {file.name}: expected {file.bytes} bytes after it was written, found "
-                f"{'no such file' if found is None else found}.\n"
+                f"{'no such file' if size is None else size}.\n"
                 "  The storage lost it, or somebody deleted it. The checkpoints committed before are untouched."
             )
 
@@ -288,25 +284,24 @@ def delete(folder: Path, run: str) -> None:
 
 
 def outdated(steps: Sequence[int], keep: int | None, keep_every: int | None, best: int | None = None) -> list[int]:
-    """Of the committed `steps`, those that retention gives up: not among the last `keep`, no multiple of `keep_every`,
-    not the `best` one.
-
-    None for `keep` keeps all.
-    """
+    """The committed `steps` that retention deletes: not among the last `keep` (None keeps all), no multiple of
+    `keep_every`, not the `best` one."""
     if keep is None:
         return []
     older = sorted(steps)[: -max(keep, 1)]
     return [step for step in older if step != best and not (keep_every and step % keep_every == 0)]
 
 
-def _is_debris(path: Path) -> bool:
-    if storage.is_object_store(path):
-        return step_of(path) is not None and not is_committed(path)
-    return _TEMPORARY.fullmatch(path.name) is not None
+def _debris(run_folder: Path) -> list[Path]:
+    """Folders of saves and deletions that are unfinished."""
+    paths = [run_folder / name for name in storage.names(run_folder)]
+    if storage.is_object_store(run_folder):
+        return [path for path in paths if step_of(path) is not None and not is_committed(path)]
+    return [path for path in paths if _TEMPORARY.fullmatch(path.name)]
 
 
 def _owner(folder: Path) -> str | None:
-    """The run that the mark names; None where there is none: killed before it, or after all else was deleted."""
+    """The run that the mark names; None without a mark."""
     return _read_mark(folder).get("run")
 
 
@@ -339,7 +334,7 @@ def _index_name(process: int, attempt: str) -> str:
 
 
 def _read_index(path: Path) -> Index | None:
-    """None while there is none. Raises OSError (StoreError too), CheckpointError for one that isn't as we write it."""
+    """None while there is none. Raises OSError, StoreError, and CheckpointError for a malformed one."""
     try:
         return Index.model_validate_json(storage.read(path))
     except FileNotFoundError:

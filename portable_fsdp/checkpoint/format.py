@@ -1,8 +1,7 @@
 """What a checkpoint folder holds: `manifest.json`, and the safetensors files that it lists.
 
-A manifest that is read is hostile input: everything in it is checked before a file is opened. The checks are over
-columns of numbers, since a large model on many processes has hundreds of thousands of pieces, and every process reads
-them all. How a folder comes to be is in `commit.py`. No torch here.
+A manifest is hostile input: we check all of it before we open a file. The checks run over columns of numbers, because
+every process reads all pieces, and a large model on many processes has hundreds of thousands. No torch here.
 """
 
 import json
@@ -17,7 +16,7 @@ import xxhash
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from portable_fsdp.checkpoint.storage import exists, is_object_store, names, read, require_regular
+from portable_fsdp.checkpoint.storage import FileReader, exists, is_object_store, names, read, require_regular
 from portable_fsdp.runtime.errors import CheckpointError
 from portable_fsdp.runtime.strict_json import parse_json
 
@@ -25,36 +24,38 @@ MANIFEST = "manifest.json"
 FOLDERS = ("model", "optimizer")
 
 IMPORT = "import "
-"""Begins `written_by.backend` of what no run wrote; the format's name follows."""
+"""Prefix of `written_by.backend` in an import; the format's name follows."""
 IMPORTED = "\timport"
-"""Whose an import is, instead of a run's name, which holds no tab: no run deletes it, nor what one has begun."""
+"""The owner of an import, in place of a run's name, which holds no tab: no run deletes it or its debris."""
 
-DTYPE_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
+_DTYPES = {
+    "float64": (8, "F64"),
+    "float32": (4, "F32"),
+    "float16": (2, "F16"),
+    "bfloat16": (2, "BF16"),
+    "float8_e4m3fn": (1, "F8_E4M3"),
+    "float8_e5m2": (1, "F8_E5M2"),
+    "int64": (8, "I64"),
+    "int32": (4, "I32"),
+    "int16": (2, "I16"),
+    "int8": (1, "I8"),
+    "uint8": (1, "U8"),
+    "bool": (1, "BOOL"),
 }
+DTYPE_BYTES = {name: _DTYPES[name][0] for name in _DTYPES}
 """Bytes of one element, by torch's name of the dtype: those that safetensors and torch share."""
+SAFETENSORS_DTYPES = {name: _DTYPES[name][1] for name in _DTYPES}
+"""torch's name of a dtype -> the name in a safetensors file."""
 
 _STEP_NAME = re.compile(r"step-(\d{8,})")
 _FILE_NAME = re.compile(r"(?:model|optimizer)/[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
-MAX_ELEMENTS = 2**59  # strides and byte counts of anything below it fit 64 bits
-_MAX_BYTES = 2**30  # of a manifest: that of a million pieces has 30 MB
+_MAX_BYTES = 2**30  # of a manifest; one with a million pieces has 30 MB
 
 Dims = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=16)]
 
 
 class StrictModel(BaseModel):
-    """Nothing but what is named, of exactly the type that is named."""
+    """Accepts the declared fields alone, of exactly their types."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -62,8 +63,8 @@ class StrictModel(BaseModel):
 class TensorEntry(StrictModel):
     """A global tensor of `n` dimensions; its pieces tile it exactly once.
 
-    Piece k lies in the file `files[k]` of the manifest's list, starts at `offsets[n*k : n*(k+1)]` of the tensor, and
-    has the shape `sizes[n*k : n*(k+1)]`. A file holds one piece of a tensor at most.
+    Piece k lies in file number `files[k]`, starts at `offsets[n*k : n*(k+1)]` of the tensor, and has the shape
+    `sizes[n*k : n*(k+1)]`. A file holds at most one piece of a tensor.
     """
 
     shape: Dims
@@ -71,6 +72,11 @@ class TensorEntry(StrictModel):
     files: list[int] = Field(default_factory=list)
     offsets: list[int] = Field(default_factory=list)
     sizes: list[int] = Field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Of its elements."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 class FileEntry(StrictModel):
@@ -82,7 +88,7 @@ class FileEntry(StrictModel):
 
 
 class DataPosition(StrictModel):
-    """Where the data order stands: the epoch, the samples consumed in it; and XXH3 hashes of the rows and tokenizer."""
+    """The position in the data order: the epoch and the samples consumed in it; XXH3 hashes of rows and tokenizer."""
 
     epoch: int = Field(ge=0)
     position: int = Field(ge=0)
@@ -91,10 +97,10 @@ class DataPosition(StrictModel):
 
 
 class Evaluated(StrictModel):
-    """What a run's evaluations had told when a step was saved. Losses are means over the counted tokens, in nats."""
+    """A run's evaluations up to a save. Losses are means over the counted tokens, in nats."""
 
-    rows: str  # which they were over
-    step: int = Field(ge=0)  # of the last one
+    rows: str  # hash of the evaluated rows
+    step: int = Field(ge=0)  # of the last evaluation
     loss: float
     best_step: int = Field(ge=0)
     best_loss: float
@@ -102,9 +108,9 @@ class Evaluated(StrictModel):
 
 
 class BaseFingerprint(StrictModel):
-    """What a checkpoint of adapters leaves out: weights that come from `model.pretrained`. None of them has pieces."""
+    """The weights of `model.pretrained` that a checkpoint of adapters leaves out. They have no pieces."""
 
-    pretrained: str  # as model.pretrained has it
+    pretrained: str  # the value of model.pretrained
     gguf_file: str | None
     fingerprint: str = Field(pattern="^[0-9a-f]{32}$")
     tensors: dict[str, TensorEntry]
@@ -115,7 +121,7 @@ class BaseFingerprint(StrictModel):
 
 
 class WrittenBy(StrictModel):
-    """Who wrote the checkpoint; for people, no reader depends on it."""
+    """The writer of the checkpoint, for people; no reader depends on it."""
 
     device: str
     backend: str
@@ -125,9 +131,9 @@ class WrittenBy(StrictModel):
 
 
 class Manifest(StrictModel):
-    """`manifest.json`. `architecture` (transformers' config as a dict) is its key `model_config`, a name that pydantic
-    keeps for itself; `ties` are further names of tensors; `saved_at` is in UTC, as ISO 8601 has it. `evaluation` and
-    `base` are left out where there was none, so that releases that don't know them read the rest."""
+    """`manifest.json`. `architecture` is its key `model_config` (transformers' config), a name that pydantic reserves;
+    `ties` are further names of tensors; `saved_at` is in UTC (ISO 8601). `evaluation` and `base` are left out where
+    there is none, so that older releases read the rest."""
 
     format_version: int = Field(ge=1, le=1)
     step: int = Field(ge=0)
@@ -144,40 +150,45 @@ class Manifest(StrictModel):
 
     @property
     def bytes(self) -> int:
-        """Of all files but the manifest."""
+        """Total size of the files, without the manifest."""
         return sum(file.bytes for file in self.files)
 
     @property
     def left_out(self) -> dict[str, TensorEntry]:
-        """The model's tensors that lie in no file of the checkpoint: those of its base."""
+        """The model's tensors that lie in no file: those of its base."""
         return {} if self.base is None else self.base.tensors
 
 
+def is_too_large(shape: tuple[int, ...]) -> bool:
+    """More than 2**59 elements, a size of 0 counting as 1: strides and byte counts below fit 64 bits."""
+    return math.prod(max(size, 1) for size in shape) > 2**59
+
+
 def folder_of(key: str) -> str:
-    """The folder that holds a tensor: optimizer state is keyed `<state name>/<FQN>`, and no FQN has a slash."""
+    """The folder of a tensor: optimizer state is keyed `<state name>/<FQN>`, and no FQN has a slash."""
     return "optimizer" if "/" in key else "model"
 
 
 def bytes_of_tensors(tensors: Mapping[str, TensorEntry]) -> int:
-    """Of their elements, in files."""
-    return sum(math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype] for tensor in tensors.values())
+    """Total size of their elements."""
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def step_folder(run_folder: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is committed."""
+    """The folder of a committed step."""
     return run_folder / f"step-{step:08d}"
 
 
 def step_of(folder: Path) -> int | None:
-    """The step that a folder's name states; None if the name is not that of a committed checkpoint."""
+    """The step in a folder's name; None for a name that no commit makes."""
     match = _STEP_NAME.fullmatch(folder.name)
     return int(match[1]) if match else None
 
 
 def committed_steps(run_folder: Path) -> list[Path]:
-    """The committed checkpoints, newest first. Whether they are whole is the reader's care."""
-    found = [run_folder / name for name in names(run_folder)]
-    committed = [path for path in found if step_of(path) is not None and is_committed(path)]
+    """The committed checkpoints, newest first. Readers check whether they are intact."""
+    paths = [run_folder / name for name in names(run_folder)]
+    committed = [path for path in paths if step_of(path) is not None and is_committed(path)]
     return sorted(committed, key=lambda path: (step_of(path), path.name), reverse=True)
 
 
@@ -187,26 +198,26 @@ def checkpoints_below(folder: Path) -> list[Path]:
 
 
 def require_checkpoint(folder: Path) -> None:
-    """Raises CheckpointError where `folder`, of `checkpoint.resume`, isn't there, or is a run's with checkpoints."""
-    if not names(folder):  # not `is_dir`: fsspec takes any error for a no
+    """Raises CheckpointError unless `folder`, named by `checkpoint.resume`, exists and isn't a run's."""
+    if not names(folder):  # not `is_dir`: fsspec answers any error with False
         raise CheckpointError(
             f"checkpoint.resume: expected auto, none, or a checkpoint's folder, found no such folder: {folder}\n"
-            "  Name one of run.dir's, as runs/run/checkpoints/step-00000500. Nothing was started."
+            "  Name one of run.dir's, as runs/run/checkpoints/step-00000500."
         )
     if not exists(folder / MANIFEST) and (below := checkpoints_below(folder)):
         raise CheckpointError(
             f"checkpoint.resume: expected a checkpoint's folder, found that of a run: {folder}\n"
-            f"  Name one of its checkpoints: checkpoint.resume={below[0]}. Nothing was started."
+            f"  Name one of its checkpoints: checkpoint.resume={below[0]}."
         )
 
 
 def is_committed(folder: Path) -> bool:
-    """In an object store the manifest is the commit; a local folder bears its name since the commit."""
+    """In an object store the manifest is the commit; a local folder has its name since the commit."""
     return exists(folder / MANIFEST) if is_object_store(folder) else folder.is_dir()
 
 
 def check_json(values: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for what no manifest would give back: infinity, text made of bytes that are no UTF-8."""
+    """Raises CheckpointError for values that JSON doesn't round-trip: infinity, text that isn't UTF-8."""
     for name, value in values.items():
         try:
             TypeAdapter(Any).validate_json(json.dumps(value, allow_nan=False))
@@ -215,30 +226,32 @@ def check_json(values: Mapping[str, Any]) -> None:
 
 
 def run_name(config: Mapping[str, Any]) -> str:
-    """Of a resolved config; "" where the run has none."""
+    """The run's name in a resolved config, or ""."""
     run: Any = config.get("run")
     return str((run.get("name") if isinstance(run, dict) else None) or "")
 
 
 def run_of(manifest: Manifest) -> str:
-    """The name of the run that wrote a checkpoint, "" where it had none; IMPORTED for one that none wrote."""
+    """The name of the run that wrote a checkpoint, perhaps ""; IMPORTED for an import."""
     return IMPORTED if manifest.written_by.backend.startswith(IMPORT) else run_name(manifest.config)
 
 
 def manifest_text(manifest: Manifest) -> str:
-    """JSON with one tensor and one file a line, so that people can read it and `diff` shows what changed; sealed."""
-    parts: list[str] = []
+    """Sealed JSON with one line per tensor and file, so that people can read it and `diff` shows the changes."""
     without = {key for key in ("evaluation", "base") if getattr(manifest, key) is None}
+    parts: list[str] = []
     for key, value in manifest.model_dump(mode="json", by_alias=True, exclude=without).items():
-        if key == "tensors":
-            parts.append(f"{json.dumps(key)}: {_tensor_lines(value)}")
-        elif key == "base":
-            without_tensors = json.dumps({name: of for name, of in value.items() if name != "tensors"})
-            parts.append(f'"base": {without_tensors[:-1]}, "tensors": {_tensor_lines(value["tensors"])}}}')
-        elif key == "files":
-            parts.append(f"{json.dumps(key)}: [\n" + ",\n".join(f"  {json.dumps(entry)}" for entry in value) + "\n]")
-        else:
-            parts.append(f"{json.dumps(key)}: {json.dumps(value)}")
+        match key:
+            case "tensors":
+                text = _tensor_lines(value)
+            case "base":
+                tensors = _tensor_lines(value.pop("tensors"))
+                text = f'{json.dumps(value)[:-1]}, "tensors": {tensors}}}'
+            case "files":
+                text = "[\n" + ",\n".join(f"  {json.dumps(entry)}" for entry in value) + "\n]"
+            case _:
+                text = json.dumps(value)
+        parts.append(f"{json.dumps(key)}: {text}")
     return seal("{\n" + ",\n".join(parts))
 
 
@@ -247,7 +260,7 @@ def _tensor_lines(tensors: Mapping[str, Any]) -> str:
 
 
 def seal(content: str) -> str:
-    """Close the object with a last key `xxh3_128`: the hash of all that stands before the comma in front of it."""
+    """Close the JSON object with a last key `xxh3_128`: the hash of all text before the comma in front of it."""
     return f'{content},\n"xxh3_128": "{xxhash.xxh3_128_hexdigest(content.encode())}"\n}}\n'
 
 
@@ -258,18 +271,15 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"checkpoint {folder.name}: manifest.json: expected at most 1 GiB")
     try:
         text = read(path).decode()
-        version = _version(parse_json(text))
+        content: object = parse_json(text)
+        version = cast(dict[str, object], content).get("format_version") if isinstance(content, dict) else None
         if version != 1:
             raise ValueError(f"expected format_version 1, found {repr(version)[:80]}; is it of a newer portable_fsdp?")
         manifest = Manifest.model_validate_json(_content_under_seal(text) + "}")
     except ValidationError as error:
-        raise CheckpointError(f"checkpoint {folder.name}: manifest.json: {_sentence(error)}") from None
+        raise CheckpointError(f"checkpoint {folder.name}: manifest.json: {_first_problem(error)}") from None
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"checkpoint {folder.name}: manifest.json: expected the manifest as it was saved, found: {error!s:.1000}\n"
-            "  It was altered or cut after the save: copy it again from where it was whole,\n"
-            "  or take an older checkpoint."
-        ) from None
+        raise damaged(folder, MANIFEST, "the manifest as it was saved", f"{error!s:.1000}") from None
     check_manifest(manifest, folder.name)
     if step_of(folder) not in (None, manifest.step):
         raise CheckpointError(
@@ -279,8 +289,46 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+def hash_file(path: Path, name: str) -> FileEntry:
+    """The entry of a file as it is now, under its name in the checkpoint. Raises OSError."""
+    digest = xxhash.xxh3_128()
+    with FileReader(path) as source:
+        buffer = memoryview(bytearray(source.chunk_bytes))
+        for start in range(0, source.size, len(buffer)):
+            chunk = buffer[: source.size - start]
+            source.read_into(start, chunk)
+            digest.update(chunk)
+        return FileEntry(name=name, bytes=source.size, xxh3_128=digest.hexdigest())
+
+
+def verify_size(folder: Path, file: FileEntry) -> None:
+    """Raises CheckpointError unless it is a plain file of its length."""
+    size = require_regular(folder / file.name, folder.name)
+    if size != file.bytes:
+        raise damaged(folder, file.name, f"{file.bytes} bytes", f"{size} bytes")
+
+
+def verify_hash(folder: Path, file: FileEntry) -> None:
+    """Raises CheckpointError unless it has its length and its hash."""
+    try:
+        actual = hash_file(folder / file.name, file.name)
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {folder.name}: {file.name}: {error}") from None
+    if actual != file:
+        raise damaged(folder, file.name, f"content with xxh3_128 {file.xxh3_128}", actual.xxh3_128)
+
+
+def damaged(folder: Path, file: str, expected: str, actual: str) -> CheckpointError:
+    """The error for a file that changed after the save."""
+    return CheckpointError(
+        f"checkpoint {folder.name}: {file}: expected {expected}, found {actual}.\n"
+        "  The file was altered or cut after the save: copy it again from an intact copy,\n"
+        "  or take an older checkpoint."
+    )
+
+
 def check_manifest(manifest: Manifest, name: str) -> None:
-    """Files are plain names inside the folder, all of them used; pieces tile every tensor once. `CheckpointError`."""
+    """Raises CheckpointError unless files have plain names and are all used, and pieces tile every tensor once."""
     try:
         for file in manifest.files:
             if not _FILE_NAME.fullmatch(file.name):
@@ -314,11 +362,7 @@ def _content_under_seal(text: str) -> str:
     return content
 
 
-def _version(value: object) -> object:
-    return cast(dict[str, object], value).get("format_version") if isinstance(value, dict) else None
-
-
-def _sentence(error: ValidationError) -> str:
+def _first_problem(error: ValidationError) -> str:
     first = error.errors(include_url=False, include_context=False)[0]
     others = error.error_count() - 1
     where = ".".join(str(part) for part in first["loc"])
@@ -334,7 +378,7 @@ def _check_left_out(key: str, tensor: TensorEntry, stored: Mapping[str, TensorEn
 def _check_kind(key: str, tensor: TensorEntry) -> None:
     if tensor.dtype not in DTYPE_BYTES:
         raise ValueError(f"{key}: expected a dtype of {', '.join(DTYPE_BYTES)}; found {tensor.dtype!r}")
-    if math.prod(max(size, 1) for size in tensor.shape) > MAX_ELEMENTS:
+    if is_too_large(tensor.shape):
         raise ValueError(f"{key}: expected at most 2**59 elements, found shape {list(tensor.shape)}")
 
 
@@ -370,21 +414,21 @@ def check_tiling(key: str, whole: tuple[int, ...], offsets: NDArray[np.int64], s
         raise ValueError(
             f"{key}: expected a piece inside {shape.tolist()}, found {sizes[k].tolist()} at {offsets[k].tolist()}"
         )
-    expected, found = math.prod(whole), sum(cast(list[int], sizes.prod(axis=1).tolist()))
-    if expected != found:
-        raise ValueError(f"{key}: expected pieces of {expected} elements in all, found {found}")
+    expected, actual = math.prod(whole), sum(cast(list[int], sizes.prod(axis=1).tolist()))
+    if expected != actual:
+        raise ValueError(f"{key}: expected pieces of {expected} elements in all, found {actual}")
     if len(offsets) < 2:
         return
     axis = int(np.argmax([len(np.unique(column)) for column in offsets.T]))  # with the most cuts
     order = np.argsort(offsets[:, axis], kind="stable")
     offsets, sizes = offsets[order], sizes[order]
     ends = offsets[:, axis] + sizes[:, axis]
-    if (ends[:-1] > offsets[1:, axis]).any():  # else each begins where the one before has ended
+    if (ends[:-1] > offsets[1:, axis]).any():  # else each starts where the previous one ends
         _refuse_overlap(key, offsets, sizes, axis)
 
 
 def _refuse_overlap(key: str, offsets: NDArray[np.int64], sizes: NDArray[np.int64], axis: int) -> None:
-    """A sweep along `axis`, by which the boxes are sorted: few are open at a time."""
+    """Sweep along `axis`, by which the boxes are sorted: few are open at a time."""
     is_open = np.zeros(0, dtype=np.int64)
     for k in range(len(offsets)):
         is_open = is_open[offsets[is_open, axis] + sizes[is_open, axis] > offsets[k, axis]]

@@ -1,4 +1,4 @@
-"""Deletes older checkpoints of runs. What to keep is a pure function of the steps; what is not whole is left alone."""
+"""Deletes older checkpoints of runs, and leaves damaged ones alone. `commit.outdated` decides what goes."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +12,7 @@ from portable_fsdp.runtime.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Pruned:
-    """What `prune` did, or would do: checkpoints newest first, each with its bytes."""
+    """The result of `prune`, or of its dry run: checkpoints newest first, each with its bytes."""
 
     kept: dict[Path, int] = field(default_factory=dict[Path, int])
     deleted: dict[Path, int] = field(default_factory=dict[Path, int])
@@ -20,13 +20,12 @@ class Pruned:
 
 
 def prune(folder: Path, keep: int, keep_every: int | None = None, *, dry_run: bool = False) -> Pruned:
-    """Delete older whole checkpoints directly below `folder`, of each run. One process.
+    """Delete older intact checkpoints directly below `folder`, of each run. One process.
 
-    Each run (`run.name`) keeps its newest `keep`, steps that `keep_every` divides, and the best of its evaluations, as
-    the newest tells it. Whole: sizes are those of the
-    manifest, and nothing else lies beside the files. The newest of each run is hashed first, and none is deleted if one
-    is damaged. A deletion that is killed leaves the checkpoint whole, or debris of its run, which the next `prune` and
-    the run's next save remove. Raises `CheckpointError`.
+    Each run (`run.name`) keeps its newest `keep`, steps that `keep_every` divides, and the best of its evaluations by
+    the newest checkpoint. Intact: files have the sizes of the manifest, and no other file lies beside them. Hashes the
+    newest of each run first, and deletes nothing if one is damaged. A killed deletion leaves the checkpoint whole, or
+    debris that the next `prune` and the run's next save remove. Raises `CheckpointError`.
     """
     pruned = Pruned()
     sizes: dict[Path, int] = {}
@@ -61,9 +60,9 @@ def _require_ours(path: Path) -> tuple[str, int, int]:
     with Reader(path) as reader:
         reader.verify_sizes()
         manifest = reader.manifest
-    found = {str(file.relative_to(path)) for file in path.rglob("*") if not file.is_dir()}
-    marks = {commit.MARK, storage.part_of(path / commit.MARK).name}  # of a deletion that was killed as it began
-    others = sorted(found - {file.name for file in manifest.files} - {MANIFEST} - marks)
+    files = {str(file.relative_to(path)) for file in path.rglob("*") if not file.is_dir()}
+    marks = {commit.MARK, storage.part_of(path / commit.MARK).name}  # a deletion that was killed at its start
+    others = sorted(files - {file.name for file in manifest.files} - {MANIFEST} - marks)
     if others:
         raise CheckpointError(f"checkpoint {path.name}: expected the files of its manifest, found {others[0]} too")
     return run_of(manifest), manifest.step, manifest.bytes

@@ -1,11 +1,13 @@
-"""Replicas of a weight must be equal bit for bit: a save compares their digests, and commits nothing where they differ.
+"""Replicas of a weight must be equal bit for bit: a save compares their digests and commits nothing where they differ.
 
-Replicas update the same weights with the same reduced gradients. Where they differ, memory, a device or a program
-changed one of them, and a checkpoint would silently keep the first one's values. No process copies a replica for this.
-On the host XXH3 reads it where it lies (the writer's while it is written); elsewhere the device sums it up.
+Replicas apply the same reduced gradients to the same weights. Where they differ, memory, a device or a program changed
+one, and a checkpoint would silently keep the first one's values. No process copies a replica to compare it: the host
+hashes it in place with XXH3 (the writer while it writes); any other device sums its bits.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -14,25 +16,28 @@ from torch import Tensor
 
 from portable_fsdp.backends.base import Piece
 from portable_fsdp.checkpoint.commit import Index, ReplicaDigest
-from portable_fsdp.checkpoint.format import TensorEntry
+from portable_fsdp.checkpoint.format import TensorEntry, committed_steps
 from portable_fsdp.checkpoint.safetensors import chunks_of
 from portable_fsdp.checkpoint.tables import table
+from portable_fsdp.runtime.errors import CheckpointError
 
-_MAX_ROWS = 12  # of a table of what differs
+log = logging.getLogger("portable_fsdp")
+
+_MAX_ROWS = 12  # of a table of differences
 _ELEMENTS = 1 << 22  # summed at a time on a device: 32 MiB of int64 beside them
 
 
 class Digests:
-    """Of the pieces of one process that others hold too."""
+    """Digests of the pieces of one process that other processes or devices hold too."""
 
     def __init__(self) -> None:
         self._done: list[ReplicaDigest] = []
         self._on_device: list[tuple[ReplicaDigest, Tensor]] = []
 
     def take(self, key: str, pieces: Iterable[Piece]) -> list[Piece]:
-        """Those that this process must write, after the others were digested: the next step may change them.
+        """Digest the pieces that the next step may change; returns those that this process must write.
 
-        A piece that is still to be digested, while it is written, keeps its number.
+        A piece that keeps its replica number is digested while it is written.
         """
         written: list[Piece] = []
         for piece in pieces:
@@ -48,32 +53,26 @@ class Digests:
             digest = xxhash.xxh3_128()
             for chunk in chunks_of(piece.data):
                 digest.update(chunk)
-            self._done.append(copy_of(key, piece, digest.hexdigest()))
+            self._done.append(digest_of(key, piece, digest.hexdigest()))
         else:
-            self._on_device.append((copy_of(key, piece, ""), sum_of_bits(piece.data)))
+            self._on_device.append((digest_of(key, piece, ""), sum_of_bits(piece.data)))
 
     def result(self) -> tuple[ReplicaDigest, ...]:
-        """All of them. Waits for the device, once."""
-        sums: list[int] = []
-        if self._on_device:
-            sums = torch.stack([total for _, total in self._on_device]).tolist()
-        of_device = (
-            copy.model_copy(update={"digest": f"{total:x}"})
-            for (copy, _), total in zip(self._on_device, sums, strict=True)
-        )
-        return (*self._done, *of_device)
+        """All digests. Waits for the device, once."""
+        sums: list[int] = torch.stack([total for _, total in self._on_device]).tolist() if self._on_device else []
+        pairs = zip(self._on_device, sums, strict=True)
+        return (*self._done, *(entry.model_copy(update={"digest": f"{total:x}"}) for (entry, _), total in pairs))
 
 
-def copy_of(key: str, piece: Piece, digest: str) -> ReplicaDigest:
-    """What an index says of a replica's piece."""
-    return ReplicaDigest(
-        key=key, offset=piece.offset, shape=tuple(piece.data.shape), replica=piece.replica or 0, digest=digest
-    )
+def digest_of(key: str, piece: Piece, digest: str) -> ReplicaDigest:
+    """The entry of a replica's piece in an index."""
+    shape = tuple(piece.data.shape)
+    return ReplicaDigest(key=key, offset=piece.offset, shape=shape, replica=piece.replica or 0, digest=digest)
 
 
 def sum_of_bits(tensor: Tensor) -> Tensor:
-    """int64 [] on the device of `tensor`: its bytes as int32 (int8 where they are no multiple of 4), each times an odd
-    number of its own, modulo 2**64.
+    """int64 [] on the device of `tensor`: the sum modulo 2**64 of its bytes as int32 (int8 where they are no multiple
+    of 4), each times an odd number of its own.
 
     An odd factor has an inverse modulo 2**64, so one changed element always changes the sum.
     """
@@ -90,53 +89,71 @@ def sum_of_bits(tensor: Tensor) -> Tensor:
     return total
 
 
-class Differing(NamedTuple):
-    """A piece of a tensor whose replicas differ."""
+class _Differing(NamedTuple):
+    """A piece whose replicas differ."""
 
-    name: str  # with its place where it is no whole tensor
-    groups: tuple[tuple[str, ...], ...]  # `process 1` or, where that drives several, `process 1 replica 2`: equal ones
+    name: str  # of the tensor, with the piece's place in it
+    groups: list[list[str]]  # holders of equal values: `process 1`, or `process 1 replica 2` where it drives several
 
 
-def differing(indexes: Sequence[Index], tensors: Mapping[str, TensorEntry]) -> list[Differing]:
-    """The pieces of `tensors` that don't hold the same bits in all replicas."""
-    found: dict[tuple[str, tuple[int, ...], tuple[int, ...]], dict[str, list[tuple[int, int]]]] = {}
+def require_equal(
+    indexes: Sequence[Index], tensors: Mapping[str, TensorEntry], checkpoint: Path, is_allowed: bool
+) -> None:
+    """Raises CheckpointError with a table where replicas differ; warns instead where `checkpoint.allow` names them."""
+    differing = _differing(indexes, tensors)
+    if not differing:
+        return
+    rows = [("", "equal values in"), *((d.name, " | ".join(map(", ".join, d.groups))) for d in differing[:_MAX_ROWS])]
+    more = f"\n    and {len(differing) - _MAX_ROWS} more" if len(differing) > _MAX_ROWS else ""
+    shown = table(rows, indent="    ") + more
+    if is_allowed:
+        log.warning("%s: replicas differ in %d places; saving the first:\n%s", checkpoint.name, len(differing), shown)
+        return
+    last = next(iter(committed_steps(checkpoint.parent)), None)
+    minority = _minority(differing)
+    raise CheckpointError(
+        f"checkpoint {checkpoint.name}: expected equal values in all replicas, found {len(differing)} that differ:\n"
+        f"{shown}\n"
+        + (f"  All others agree against {', '.join(minority)}.\n" if minority else "")
+        + "  Replicas apply the same gradients: memory, a device or a program has changed one of them since "
+        f"{last.name if last else 'the run began'}.\n"
+        "  This step isn't saved. Rerun the same command: it "
+        + (f"resumes from {last.name}. " if last else "begins anew. ")
+        + "If it happens again, test those devices.\n"
+        "  To save the first replica's values with a warning: checkpoint.allow='[replicas]'."
+    )
+
+
+def _differing(indexes: Sequence[Index], tensors: Mapping[str, TensorEntry]) -> list[_Differing]:
+    holders: dict[tuple[str, tuple[int, ...], tuple[int, ...]], dict[str, list[tuple[int, int]]]] = {}
     for index in indexes:
         for copy in index.copies:
-            by_digest = found.setdefault((copy.key, copy.offset, copy.shape), {})
+            by_digest = holders.setdefault((copy.key, copy.offset, copy.shape), {})
             by_digest.setdefault(copy.digest, []).append((index.process, copy.replica))
     return [
-        Differing(_name(key, offset, shape, tensors[key].shape), tuple(_groups(by_digest)))
-        for (key, offset, shape), by_digest in found.items()
+        _Differing(_name(key, offset, shape, tensors[key].shape), _groups(by_digest))
+        for (key, offset, shape), by_digest in holders.items()
         if len(by_digest) > 1
     ]
 
 
-def describe_differing(found: Sequence[Differing]) -> str:
-    """A table: each tensor, and which processes hold equal values of it."""
-    rows = [("", "equal values in"), *((one.name, _joined(one.groups)) for one in found[:_MAX_ROWS])]
-    more = f"\n    and {len(found) - _MAX_ROWS} more" if len(found) > _MAX_ROWS else ""
-    return table(rows, indent="    ") + more
-
-
-def odd_ones(found: Sequence[Differing]) -> list[str]:
-    """Who differs from more than half of all holders, in any of the tensors; nobody where no such majority exists."""
-    odd: dict[str, None] = {}
-    for one in found:
-        largest = max(one.groups, key=len)
-        if 2 * len(largest) > sum(len(group) for group in one.groups):
-            odd |= dict.fromkeys(holder for group in one.groups if group is not largest for holder in group)
-    return list(odd)
-
-
-def _joined(groups: Sequence[Sequence[str]]) -> str:
-    return " | ".join(", ".join(group) for group in groups)
-
-
-def _groups(by_digest: Mapping[str, Sequence[tuple[int, int]]]) -> Iterator[tuple[str, ...]]:
+def _groups(by_digest: Mapping[str, Sequence[tuple[int, int]]]) -> list[list[str]]:
     holders = [holder for group in by_digest.values() for holder in group]
     several = len({process for process, _ in holders}) < len(holders)  # one process drives several devices
-    for group in sorted(sorted(group) for group in by_digest.values()):
-        yield tuple(f"process {process}" + f" replica {replica}" * several for process, replica in group)
+    return [
+        [f"process {process}" + f" replica {replica}" * several for process, replica in group]
+        for group in sorted(sorted(group) for group in by_digest.values())
+    ]
+
+
+def _minority(differing: Sequence[_Differing]) -> list[str]:
+    """Who differs from more than half of all holders, in any of the tensors; nobody where no such majority exists."""
+    odd: dict[str, None] = {}
+    for piece in differing:
+        largest = max(piece.groups, key=len)
+        if 2 * len(largest) > sum(map(len, piece.groups)):
+            odd |= dict.fromkeys(holder for group in piece.groups if group is not largest for holder in group)
+    return list(odd)
 
 
 def _name(key: str, offset: tuple[int, ...], shape: tuple[int, ...], whole: tuple[int, ...]) -> str:

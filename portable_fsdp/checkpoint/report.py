@@ -1,4 +1,4 @@
-"""What people and scripts are told of checkpoints: one, a list of them, the differences between two."""
+"""Checkpoints as text and as JSON: one, a list of them, the differences between two."""
 
 import math
 import re
@@ -24,7 +24,7 @@ from portable_fsdp.runtime.errors import CheckpointError, StoreError
 
 
 def facts(path: Path, manifest: Manifest) -> dict[str, Any]:
-    """For `--json`. Sizes in bytes; `saved` is in UTC."""
+    """For `--json`. Sizes in bytes, times in UTC."""
     return {
         "path": str(path),
         "step": manifest.step,
@@ -44,7 +44,7 @@ def summary(path: Path, manifest: Manifest) -> str:
     lines = [
         f"checkpoint  {path}",
         f"step        {manifest.step} (data: epoch {manifest.data.epoch}, position {manifest.data.position})",
-        f"written by  {_writer(manifest)}",
+        f"written by  {_writer_text(manifest.written_by.model_dump())}",
         f"saved       {_time_text(manifest.saved_at)} UTC",
     ]
     if manifest.evaluation is not None:
@@ -63,10 +63,7 @@ def summary(path: Path, manifest: Manifest) -> str:
 
 
 def listing(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """`facts` of each, without the tensors; or path and `damaged`, where its manifest can't be read.
-
-    Raises `StoreError`.
-    """
+    """`facts` of each, without the tensors; path and `damaged` for an unreadable manifest. Raises `StoreError`."""
     rows: list[dict[str, Any]] = []
     for path in paths:
         try:
@@ -80,7 +77,7 @@ def listing(paths: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def listing_text(rows: Iterable[Mapping[str, Any]]) -> str:
-    """An aligned table, with a column for evaluations where there were some."""
+    """An aligned table, with a column for evaluations where there are any."""
     rows = list(rows)
     bests = _bests(rows)
     lines = [("checkpoint", "saved (UTC)", "size", "parameters", "eval_loss", "written by")]
@@ -89,78 +86,66 @@ def listing_text(rows: Iterable[Mapping[str, Any]]) -> str:
         if "damaged" in row:
             lines.append((name, "", "", "", "", f"damaged: {str(row['damaged']).splitlines()[0]}"))
             continue
-        lines.append(
-            (
-                name,
-                _time_text(row["saved"]),
-                size_text(row["bytes"]),
-                f"{row['parameters']:,}",
-                _loss_text(row, row["path"] in bests),
-                _writer_text(row["written_by"]),
-            )
-        )
+        saved, size, loss = _time_text(row["saved"]), size_text(row["bytes"]), _loss_text(row, row["path"] in bests)
+        lines.append((name, saved, size, f"{row['parameters']:,}", loss, _writer_text(row["written_by"])))
     if not any(row.get("evaluation") for row in rows):
         return table([(*line[:4], line[5]) for line in lines], right=(2, 3))
     return table(lines, right=(2, 3))
 
 
 def _bests(rows: Iterable[Mapping[str, Any]]) -> set[str]:
-    """The paths of the best checkpoints, each as the newest of its folder tells it; rows are newest first."""
-    newest: dict[Path, int] = {}
+    """The paths of the best checkpoints, by the newest of each folder; rows are newest first."""
+    best_of: dict[Path, int] = {}
     for row in rows:
         if row.get("evaluation"):
-            newest.setdefault(Path(row["path"]).parent, row["evaluation"]["best_step"])
-    return {row["path"] for row in rows if newest.get(Path(row["path"]).parent, -1) == row.get("step")}
+            best_of.setdefault(Path(row["path"]).parent, row["evaluation"]["best_step"])
+    return {row["path"] for row in rows if best_of.get(Path(row["path"]).parent, -1) == row.get("step")}
 
 
 def _loss_text(row: Mapping[str, Any], is_best: bool) -> str:
-    told = row["evaluation"]
-    loss = f"{told['loss']:.4f}" if told and told["step"] == row["step"] else ""
+    evaluation = row["evaluation"]
+    loss = f"{evaluation['loss']:.4f}" if evaluation and evaluation["step"] == row["step"] else ""
     return f"{loss} best".strip() if is_best else loss
 
 
-def _evaluation_text(step: int, told: Evaluated) -> str:
-    this = f"eval_loss {told.loss:.4f}" + ("" if told.step == step else f" at step {told.step}")
-    if told.best_step == step:
-        return f"{this}, the best so far"
-    return f"{this}; the best so far: {told.best_loss:.4f} at step {told.best_step}"
+def _evaluation_text(step: int, evaluation: Evaluated) -> str:
+    loss = f"eval_loss {evaluation.loss:.4f}" + ("" if evaluation.step == step else f" at step {evaluation.step}")
+    if evaluation.best_step == step:
+        return f"{loss}, the best so far"
+    return f"{loss}; the best so far: {evaluation.best_loss:.4f} at step {evaluation.best_step}"
 
 
 def differences(a: Manifest, b: Manifest) -> dict[str, Any]:
-    """Of two checkpoints, a's value before b's. `is_equal` asks for tensors and configs; the rest is for people."""
-    shared = sorted(a.tensors.keys() & b.tensors.keys())
-    found: dict[str, Any] = {
+    """Of two checkpoints, a's value before b's. `is_equal` counts tensors and configs, and not what follows it."""
+    described = {key: [describe(m.tensors[key]) for m in (a, b)] for key in sorted(a.tensors.keys() & b.tensors.keys())}
+    result: dict[str, Any] = {
         "only_in_a": sorted(a.tensors.keys() - b.tensors.keys()),
         "only_in_b": sorted(b.tensors.keys() - a.tensors.keys()),
-        "tensors": {
-            key: [describe(a.tensors[key]), describe(b.tensors[key])]
-            for key in shared
-            if describe(a.tensors[key]) != describe(b.tensors[key])
-        },
+        "tensors": {key: [left, right] for key, (left, right) in described.items() if left != right},
         "config": changed(a.config, b.config),
         "model_config": changed(a.architecture or {}, b.architecture or {}),
         "base": changed(_base_of(a), _base_of(b)),
     }
-    found["is_equal"] = not any(found.values())
-    found["step"] = [a.step, b.step]
-    found["data"] = changed(a.data.model_dump(), b.data.model_dump())
-    found["written_by"] = changed(a.written_by.model_dump(), b.written_by.model_dump())
-    return found
+    result["is_equal"] = not any(result.values())
+    result["step"] = [a.step, b.step]
+    result["data"] = changed(a.data.model_dump(), b.data.model_dump())
+    result["written_by"] = changed(a.written_by.model_dump(), b.written_by.model_dump())
+    return result
 
 
-def differences_text(found: Mapping[str, Any]) -> str:
-    """One line a difference: those that count, then those that don't."""
+def differences_text(differences: Mapping[str, Any]) -> str:
+    """One line a difference: first those that count, then the others."""
     rows: list[tuple[str, str]] = []
-    rows += [(key, "only in A") for key in found["only_in_a"]]
-    rows += [(key, "only in B") for key in found["only_in_b"]]
-    rows += [(key, f"{a} -> {b}") for key, (a, b) in found["tensors"].items()]
-    rows += [(key, f"values differ by at most {value:.6g}") for key, value in found.get("values", {}).items()]
+    rows += [(key, "only in A") for key in differences["only_in_a"]]
+    rows += [(key, "only in B") for key in differences["only_in_b"]]
+    rows += [(key, f"{a} -> {b}") for key, (a, b) in differences["tensors"].items()]
+    rows += [(key, f"values differ by at most {value:.6g}") for key, value in differences.get("values", {}).items()]
     for name in ("config", "model_config", "base", "data", "written_by"):
-        rows += [(f"{name}: {key}", f"{a!r} -> {b!r}") for key, (a, b) in found[name].items()]
-    if found["step"][0] != found["step"][1]:
-        rows.append(("step", f"{found['step'][0]} -> {found['step'][1]}"))
-    compared = "tensors (names, shapes, dtypes" + (", values)" if "values" in found else ")")
-    verdict = f"equal: {compared} and configs" if found["is_equal"] else f"different: {compared} or configs"
+        rows += [(f"{name}: {key}", f"{a!r} -> {b!r}") for key, (a, b) in differences[name].items()]
+    if differences["step"][0] != differences["step"][1]:
+        rows.append(("step", f"{differences['step'][0]} -> {differences['step'][1]}"))
+    compared = "tensors (names, shapes, dtypes" + (", values)" if "values" in differences else ")")
+    verdict = f"equal: {compared} and configs" if differences["is_equal"] else f"different: {compared} or configs"
     return "\n".join(filter(None, [table(rows) if rows else "", verdict]))
 
 
@@ -191,13 +176,8 @@ def _elements(tensors: Mapping[str, TensorEntry]) -> int:
     return sum(math.prod(tensor.shape) for tensor in tensors.values())
 
 
-def _base_of(manifest: Manifest) -> dict[str, Any]:
-    """What makes the values of the weights that are left out, wherever they lie."""
+def _base_of(manifest: Manifest) -> dict[str, str]:
     return {} if manifest.base is None else {"fingerprint": manifest.base.fingerprint}
-
-
-def _writer(manifest: Manifest) -> str:
-    return _writer_text(manifest.written_by.model_dump())
 
 
 def _writer_text(by: Mapping[str, Any]) -> str:

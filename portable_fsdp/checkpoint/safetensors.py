@@ -1,10 +1,10 @@
 """The safetensors format, as https://github.com/huggingface/safetensors describes it under "Format".
 
 8 bytes: the header's length N, unsigned, little endian. N bytes of JSON: tensor name -> dtype, shape, data_offsets (of
-the bytes that follow), and `__metadata__`, words to words. Then the tensors, row-major, without holes.
+the bytes that follow), and `__metadata__`, text to text. Then the tensors, row-major, without holes.
 
-Written here and not by the library, so that a file is hashed while it is written, tensor by tensor, wherever it goes;
-and read here, so that one slice is read, from wherever it lies, straight into its place.
+Our own writer hashes a file while it writes it, a tensor at a time, to any storage. Our own reader reads one slice from
+any storage straight into its place.
 """
 
 import json
@@ -20,28 +20,12 @@ import xxhash
 from torch import Tensor
 
 from portable_fsdp.checkpoint import storage
-from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry
+from portable_fsdp.checkpoint.format import DTYPE_BYTES, SAFETENSORS_DTYPES, FileEntry, TensorEntry
 from portable_fsdp.runtime.strict_json import parse_json
 
-CODES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
-"""torch's name of a dtype -> the format's."""
-
 _MAX_HEADER = 1 << 25  # bytes; the library's own limit is 100 MB
-_MAX_TENSORS = 150_000  # of one file, which fit into that; Qwen3-30B-A3B, expert by expert, has 18,900 in all its files
-_MAX_COMMAS = 20  # for each of them, beside those in their names: some for sizes
+_MAX_TENSORS = 150_000  # in one file, which fit into that; Qwen3-30B-A3B has 18,900 in all its files
+_MAX_COMMAS = 20  # per tensor
 _MAX_RANK = 16
 _CHUNK = 4 << 20  # bytes
 
@@ -58,24 +42,18 @@ class Stored(NamedTuple):
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
-class Written(NamedTuple):
-    """A file's length, and the 128-bit XXH3 of its content in hexadecimal."""
-
-    bytes: int
-    xxh3_128: str
-
-
 def write(
     path: Path,
+    name: str,
     tensors: Mapping[str, TensorEntry],
     chunks_of: Callable[[str], Iterable[memoryview]],
     metadata: Mapping[str, str],
-    advance: Callable[[int], None] | None = None,
-) -> Written:
-    """Write a new file, durably, a tensor at a time; the caller syncs the folder.
+    advance: Callable[[int], object] | None = None,
+) -> FileEntry:
+    """Write a new file durably, a tensor at a time; the caller syncs the folder. Returns its entry under `name`.
 
-    `chunks_of(key)` gives a tensor's bytes, in the dtype and shape that `tensors` says. `advance` is told the bytes
-    that were written. Raises OSError, ValueError.
+    `chunks_of(key)` gives a tensor's bytes, in the dtype and shape of `tensors`. `advance(bytes)` reports progress.
+    Raises OSError, ValueError.
     """
     digest, size = xxhash.xxh3_128(), 0
 
@@ -89,14 +67,13 @@ def write(
                 advance(len(chunk))
 
     storage.write(path, hashed())
-    return Written(size, digest.hexdigest())
+    return FileEntry(name=name, bytes=size, xxh3_128=digest.hexdigest())
 
 
 def chunks_of(tensor: Tensor) -> Iterator[memoryview]:
-    """Its bytes, some MiB at a time: they are in the cache when they have been hashed and are written.
+    """A tensor's bytes, some MiB at a time, so that the cache still holds them between hash and write.
 
-    Each is good until the next is asked for. Released then, else whoever still names the last one of a tensor would
-    hold all of it while the next tensor is read.
+    A chunk is valid until the next one, then released: a reference to it would keep the whole tensor in memory.
     """
     with bytes_of(tensor.detach().cpu().contiguous()) as content:
         for start in range(0, len(content), _CHUNK):
@@ -105,12 +82,12 @@ def chunks_of(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the host, where they lie."""
+    """The bytes of a contiguous tensor on the host, without a copy."""
     return memoryview(cast(Any, tensor.detach().reshape(-1).view(torch.uint8).numpy()))
 
 
 def read_header(source: storage.FileReader) -> dict[str, Stored]:
-    """Every tensor of the file; raises ValueError where the file isn't as the format says, OSError."""
+    """Every tensor of the file. Raises ValueError for a malformed file, OSError."""
     if source.size < 8:
         raise ValueError(f"expected at least 8 bytes, found {source.size}")
     (length,) = struct.unpack("<Q", source.read(0, 8))
@@ -124,21 +101,21 @@ def read_header(source: storage.FileReader) -> dict[str, Stored]:
         raise ValueError("expected a header that is a JSON object")
     tensors = cast(dict[str, Any], header)
     tensors.pop("__metadata__", None)
-    found = {key: _stored(key, entry, 8 + length) for key, entry in tensors.items()}
     end = 8 + length
-    for key, one in sorted(found.items(), key=lambda item: (item[1].start, item[1].bytes)):
-        if one.start != end:
-            raise ValueError(f"{key:.200}: expected to begin at byte {end}, found {one.start}: a hole or an overlap")
-        end += one.bytes
+    entries = {key: _stored(key, entry, end) for key, entry in tensors.items()}
+    for key, stored in sorted(entries.items(), key=lambda item: (item[1].start, item[1].bytes)):
+        if stored.start != end:
+            raise ValueError(f"{key:.200}: expected to begin at byte {end}, found {stored.start}: a hole or an overlap")
+        end += stored.bytes
     if end != source.size:
         raise ValueError(f"expected {end} bytes by the header, found {source.size}")
-    return found
+    return entries
 
 
 def read_slice(source: storage.FileReader, stored: Stored, slices: Sequence[slice], target: Tensor) -> None:
     """Copy `slices` of a stored tensor into `target`, a view of a host tensor of the same shape and dtype.
 
-    Whole rows are read in one piece: what other dimensions leave out of them is read too, and dropped.
+    Reads whole rows at once, and drops what the slices of other dimensions leave out.
     """
     rows = slices[0] if slices else slice(0, 1)
     row = math.prod(stored.shape[1:])
@@ -154,15 +131,14 @@ def read_slice(source: storage.FileReader, stored: Stored, slices: Sequence[slic
 def _content(
     tensors: Mapping[str, TensorEntry], chunks_of: Callable[[str], Iterable[memoryview]], metadata: Mapping[str, str]
 ) -> Iterator[memoryview]:
-    # Wide dtypes first, as the library sorts them: every tensor then begins at a multiple of its items' bytes.
+    # Wide dtypes first, as the library sorts them: this aligns every tensor to its items.
     order = sorted(tensors, key=lambda key: -DTYPE_BYTES[tensors[key].dtype])
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
-    sizes = {key: math.prod(tensors[key].shape) * DTYPE_BYTES[tensors[key].dtype] for key in order}
     end = 0
     for key in order:
-        start, end = end, end + sizes[key]
+        start, end = end, end + tensors[key].nbytes
         shape = list(tensors[key].shape)
-        header[key] = {"dtype": CODES[tensors[key].dtype], "shape": shape, "data_offsets": [start, end]}
+        header[key] = {"dtype": SAFETENSORS_DTYPES[tensors[key].dtype], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > _MAX_HEADER or len(tensors) > _MAX_TENSORS:
@@ -172,12 +148,12 @@ def _content(
         )
     yield memoryview(struct.pack("<Q", len(text)) + text)
     for key in order:
-        rest = sizes[key]
+        size = 0
         for chunk in chunks_of(key):
-            rest -= len(chunk)
+            size += len(chunk)
             yield chunk
-        if rest:
-            raise ValueError(f"{key}: expected {sizes[key]} bytes, found {sizes[key] - rest}")
+        if size != tensors[key].nbytes:
+            raise ValueError(f"{key}: expected {tensors[key].nbytes} bytes, found {size}")
 
 
 def _stored(key: str, entry: Any, data: int) -> Stored:
@@ -186,10 +162,10 @@ def _stored(key: str, entry: Any, data: int) -> Stored:
             raise ValueError(f"{key:.200}: expected at most {_MAX_RANK} sizes, found {len(shape):,}")
         case {"dtype": str(code), "shape": [*shape], "data_offsets": [start, stop]} if (
             len(entry) == 3
-            and code in CODES.values()
+            and code in SAFETENSORS_DTYPES.values()
             and all(type(n) is int and 0 <= n < 1 << 63 for n in (*shape, start, stop))
         ):
-            dtype = next(name for name, known in CODES.items() if known == code)
+            dtype = next(name for name, known in SAFETENSORS_DTYPES.items() if known == code)
             stored = Stored(dtype, tuple(shape), data + start)
             if stop - start == stored.bytes:
                 return stored

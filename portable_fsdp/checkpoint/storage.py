@@ -1,7 +1,6 @@
-"""Where checkpoints lie: a folder, or a prefix in an object store behind fsspec. One path type for both.
+"""Where checkpoints lie: a local folder (`pathlib.Path`) or a prefix in an object store (UPath, over fsspec).
 
-`pathlib.Path` names a local folder, universal_pathlib's UPath (pathlib's interface over fsspec) an URL. What differs
-stands here and in `commit.py`: a folder is made durable by fsync and renamed at one instant; an object appears whole
+They differ here and in `commit.py` alone: fsync makes a folder durable and a rename is atomic; an object appears whole
 when its upload ends, folders don't exist, and nothing can be renamed.
 """
 
@@ -18,24 +17,24 @@ from typing import Any, Self, cast
 from portable_fsdp.runtime.errors import CheckpointError, StoreError
 from portable_fsdp.runtime.files import sync_folder
 
-_CHUNK_BYTES = 1 << 20  # of a local file, to read at a time: it is still in the processor's cache when it is used
-_UPLOAD_BYTES = 16 << 20  # of one part of a multipart upload, or of one download: large enough to be few
+_CHUNK_BYTES = 1 << 20  # read of a local file at a time: it stays in the processor's cache until it is hashed
+_UPLOAD_BYTES = 16 << 20  # one part of a multipart upload, or one download: large enough to be few
 
 
 def locate(address: str | Path) -> Path:
-    """The path of `address`: a local one (`file://` too), or of an URL (`s3://bucket/run`, `gs://bucket/run`).
+    """The path of an address: local (`file://` too) or an URL (`s3://bucket/run`, `gs://bucket/run`).
 
-    Raises CheckpointError for a protocol that fsspec doesn't know, or whose package isn't installed, and for an URL
-    with characters that fsspec takes for a pattern: what it deletes would be all that match.
+    Raises CheckpointError for a protocol that fsspec doesn't know, a package that isn't installed, and an URL with the
+    characters of a pattern: fsspec would delete all that match.
     """
     protocol, separator, rest = str(address).partition("://")
     if not separator:
         return Path(address)
     if protocol in ("file", "local"):
         return Path(rest)
-    if found := set("*?[]").intersection(rest):
+    if pattern := set("*?[]").intersection(rest):
         raise CheckpointError(
-            f"{address}: expected an URL without * ? [ ], which fsspec takes for patterns, found {min(found)}.\n"
+            f"{address}: expected an URL without * ? [ ], which fsspec takes for patterns, found {min(pattern)}.\n"
             "  Choose another name."
         )
     from upath import UPath
@@ -52,35 +51,35 @@ def locate(address: str | Path) -> Path:
 
 
 def is_object_store(path: Path) -> bool:
-    """Whether a manifest is the commit there, since no folder can be renamed."""
+    """Whether the manifest is the commit, because no folder can be renamed."""
     return not isinstance(cast(object, path), pathlib.Path)
 
 
 def names(folder: Path) -> list[str]:
-    """What lies directly in `folder`, sorted; nothing where it doesn't exist. Raises OSError, or a store's own."""
+    """The sorted names in `folder`; none where it doesn't exist. Raises OSError, or a store's own error."""
     try:
         if not is_object_store(folder):
             return sorted(os.listdir(folder))
-        # Not `iterdir`: it asks `isdir` first, for which fsspec takes any error for a no.
+        # Not `iterdir`: it calls `isdir` first, and fsspec answers any error there with False.
         keys: list[str] = _store(folder).ls(_key(folder), detail=False)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    found = {key.rstrip("/").rpartition("/")[2] for key in keys if _below(key, folder)}
-    return sorted(found)
+    own = _key(folder).strip("/")  # some stores keep the folder itself as an empty object, and list it
+    return sorted({key.rstrip("/").rpartition("/")[2] for key in keys if key.strip("/") != own})
 
 
 def sizes(folder: Path) -> dict[str, int]:
-    """Name -> bytes of the plain files directly in `folder`; one listing in an object store."""
+    """Name -> bytes of the plain files directly in `folder`, by one listing."""
     if not is_object_store(folder):
         with suppress(FileNotFoundError), os.scandir(folder) as entries:
             return {entry.name: entry.stat().st_size for entry in entries if entry.is_file(follow_symlinks=False)}
         return {}
-    found: dict[str, dict[str, Any]] = _store(folder).find(_key(folder), detail=True)
-    return {key.rpartition("/")[2]: int(info["size"]) for key, info in found.items()}
+    objects: dict[str, dict[str, Any]] = _store(folder).find(_key(folder), detail=True)
+    return {key.rpartition("/")[2]: int(info["size"]) for key, info in objects.items()}
 
 
 def exists(path: Path) -> bool:
-    """Whether a file is there. Raises OSError where a store doesn't say: fsspec's own takes any error for a no."""
+    """Whether a file is there. Raises where a store doesn't answer; fsspec's own `exists` returns False."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -90,12 +89,12 @@ def exists(path: Path) -> bool:
 
 def read(path: Path) -> bytes:
     """All of a small file. Raises OSError, StoreError."""
-    with _asked(path):
+    with _store_errors(path):
         return path.read_bytes()
 
 
 def make_folder(folder: Path) -> None:
-    """Make it, and those above it, with durable names. An object store has none."""
+    """Make it and its parents, with durable names. An object store has no folders."""
     if is_object_store(folder):
         return
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -111,7 +110,7 @@ def sync(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a file, or a folder with all that it holds. What isn't there is no error."""
+    """Delete a file, or a folder with its content, if it exists."""
     if is_object_store(path):
         with suppress(FileNotFoundError):
             _store(path).rm(_key(path), recursive=True)
@@ -122,10 +121,10 @@ def remove(path: Path) -> None:
 
 
 def move(old: Path, new: Path) -> None:
-    """Rename a folder; in an object store copy and delete, which a kill can cut in two."""
+    """Rename a folder; in an object store copy, then delete, so that a kill may leave both."""
     if is_object_store(old):
         store, start = _store(old), _key(old)
-        for key in store.find(start):  # not `mv`: s3fs would copy folders too, which aren't there
+        for key in store.find(start):  # not `mv`: s3fs would try to copy folders, which don't exist
             store.copy(key, _key(new) + key.removeprefix(start))
         remove(old)
     else:
@@ -133,9 +132,9 @@ def move(old: Path, new: Path) -> None:
 
 
 def write(path: Path, chunks: Iterable[bytes | memoryview], *, durable: bool = True) -> None:
-    """Make the file `path` of `chunks`: whole and on disk, or not there under its name. Its folder exists.
+    """Write `chunks` as the file `path` in an existing folder: whole under its name, or absent.
 
-    `durable`: fsync it. Its name is only durable after `sync` of the folder. Raises OSError.
+    `durable`: fsync the content; `sync` of the folder then makes its name durable. Raises OSError.
     """
     if is_object_store(path):
         _upload(path, chunks)
@@ -146,24 +145,24 @@ def write(path: Path, chunks: Iterable[bytes | memoryview], *, durable: bool = T
         try:
             for chunk in chunks:
                 with memoryview(chunk) as content:
-                    written = 0
-                    while written < len(content):
-                        written += os.write(descriptor, content[written:])
+                    done = 0
+                    while done < len(content):
+                        done += os.write(descriptor, content[done:])
             if durable:
                 os.fsync(descriptor)
         finally:
             os.close(descriptor)
         os.replace(part, path)
     except Exception as error:
-        if isinstance(error, OSError) and error.filename is None:  # of a write or an fsync
+        if isinstance(error, OSError) and error.filename is None:  # a write or an fsync names no file
             error.filename = str(path)
-        with suppress(OSError):  # a full disk has room again for the word of it
+        with suppress(OSError):  # makes room on a full disk for the error's own file
             part.unlink(missing_ok=True)
         raise
 
 
 def part_of(path: Path) -> Path:
-    """What a kill in `write` leaves."""
+    """The name that a kill in `write` leaves behind."""
     return path.with_name(f"{path.name}.part")
 
 
@@ -181,19 +180,18 @@ def _upload(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
 
 
 class FileReader:
-    """A file, open for reading at any place. A context manager. Raises OSError, links and special files among them;
+    """An open file that is read at any offset. A context manager. Raises OSError (for links and special files too) and
     StoreError."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._descriptor: int | None = None
-        # To read at a time, of a file that is read from end to end; in a store each is a request.
+        # For a file that is read from end to end; in an object store each chunk is a request.
         self.chunk_bytes = _UPLOAD_BYTES if is_object_store(path) else _CHUNK_BYTES
-        if is_object_store(path):
-            with _asked(path):
+        with _store_errors(path):
+            if is_object_store(path):
                 self.size = path.stat().st_size
-            return
-        with _asked(path):
+                return
             self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         status = os.fstat(self._descriptor)
         self.size = status.st_size
@@ -208,41 +206,41 @@ class FileReader:
         self.close()
 
     def close(self) -> None:
-        """Give the file back. Once more is no error."""
+        """Close the file, once or again."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
     def read_into(self, start: int, buffer: memoryview) -> None:
-        """Fill `buffer` (of bytes) with what stands at `start`; OSError where the file ends before."""
+        """Fill a buffer of bytes from offset `start`; OSError where the file is too short."""
         if self._descriptor is None:
-            if not buffer:  # no range says nothing
+            if not buffer:  # a store would take an empty range for the whole object
                 return
             # By name: the second parameter of s3fs is another.
-            with _asked(self._path):
+            with _store_errors(self._path):
                 content = _store(self._path).cat_file(_key(self._path), start=start, end=start + len(buffer))
             if len(content) != len(buffer):
                 raise OSError(f"{self._path}: expected {len(buffer)} bytes at {start}, found {len(content)}")
             buffer[:] = content
             return
         while buffer:
-            with _asked(self._path):
+            with _store_errors(self._path):
                 count = os.preadv(self._descriptor, [buffer], start)
             if count == 0:
                 raise OSError(f"{self._path}: expected {len(buffer)} more bytes at {start}, found its end")
             start, buffer = start + count, buffer[count:]
 
     def read(self, start: int, size: int) -> bytes:
-        """`size` bytes at `start`."""
+        """`size` bytes from offset `start`."""
         content = bytearray(size)
         self.read_into(start, memoryview(content))
         return bytes(content)
 
 
 def require_regular(path: Path, name: str) -> int:
-    """The length of a plain file in bytes; raises CheckpointError for what is absent, a link, a folder or a pipe."""
+    """The size of a plain file in bytes. Raises CheckpointError for an absent file, a link, a folder or a pipe."""
     try:
-        with _asked(path):
+        with _store_errors(path):
             status = path.stat() if is_object_store(path) else path.lstat()
     except OSError:
         raise CheckpointError(f"checkpoint {name}: expected the file {path}, found none") from None
@@ -251,29 +249,23 @@ def require_regular(path: Path, name: str) -> int:
     return status.st_size
 
 
+_OF_THE_CONTENT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EIO, errno.ENXIO}
+"""Errors about the file itself, rather than this moment (no free descriptor, no answer, no permission)."""
+
+
 @contextmanager
-def _asked(path: Path) -> Generator[None]:
-    """Errors that say nothing of what lies at `path` become StoreError; those of object stores are of many classes."""
+def _store_errors(path: Path) -> Generator[None]:
+    """Errors that say nothing about the content at `path` become StoreError; stores raise errors of many classes."""
     try:
         yield
     except Exception as error:
-        if isinstance(error, FileNotFoundError) or (not is_object_store(path) and _tells_of_content(error)):
+        is_of_content = not isinstance(error, OSError) or error.errno in _OF_THE_CONTENT
+        if isinstance(error, FileNotFoundError) or (is_of_content and not is_object_store(path)):
             raise
         raise StoreError(
             f"{path}: expected to be able to read it, found {type(error).__name__}: {error}\n"
             "  It may be whole: start again when the storage answers."
         ) from error
-
-
-def _tells_of_content(error: Exception) -> bool:
-    """Of the file or its place, rather than of this moment (no descriptor left, a server away, no right to read)."""
-    told = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EIO, errno.ENXIO}
-    return not isinstance(error, OSError) or error.errno in told
-
-
-def _below(key: str, folder: Path) -> bool:
-    """Not the folder itself, which some stores keep as an empty object, and list."""
-    return key.strip("/") != _key(folder).strip("/")
 
 
 def _store(path: Path) -> Any:

@@ -1,8 +1,8 @@
-"""Tensors in and out of safetensors files: who writes which file, and which files hold a slice.
+"""Writes tensors into safetensors files, and reads slices of them.
 
 Process 3 writes its k-th piece of every tensor into `model/shard-00003-0k.safetensors` (optimizer state likewise), so
-that a key stands once in a file. Each header carries the offsets as `torch.distributed.checkpoint` writes them, so
-`dcp.load` with its HuggingFaceStorageReader opens `model/` too.
+that a file has a key once. Each header has the offsets as `torch.distributed.checkpoint` writes them: `dcp.load` with
+its HuggingFaceStorageReader opens `model/` too.
 """
 
 import json
@@ -19,29 +19,31 @@ from torch import Tensor
 from portable_fsdp.backends.base import Piece, Rank, Region, TensorState, full_region
 from portable_fsdp.checkpoint import safetensors, storage
 from portable_fsdp.checkpoint.commit import Index, ReplicaDigest
-from portable_fsdp.checkpoint.files import damaged, verify_hash, verify_size
 from portable_fsdp.checkpoint.format import (
     DTYPE_BYTES,
     FOLDERS,
     FileEntry,
     Manifest,
     TensorEntry,
+    damaged,
     describe,
     folder_of,
     read_manifest,
+    verify_hash,
+    verify_size,
 )
-from portable_fsdp.checkpoint.replicas import copy_of
+from portable_fsdp.checkpoint.replicas import digest_of
 from portable_fsdp.checkpoint.safetensors import Stored
 from portable_fsdp.checkpoint.storage import FileReader, require_regular
 from portable_fsdp.checkpoint.tables import table
 from portable_fsdp.runtime.errors import CheckpointError
 
-_MAX_ROWS = 12  # of a table of what differs
-_MAX_OPEN = 64  # files at a time: a process may often open 1,024, and a checkpoint may have more
+_MAX_ROWS = 12  # of a table of differences
+_MAX_OPEN = 64  # files at a time: many systems allow a process 1,024, and a checkpoint may have more
 
 
-class Box(NamedTuple):
-    """A piece of a global tensor, and the number of the file that holds it under the tensor's own key."""
+class StoredPiece(NamedTuple):
+    """A piece of a global tensor, and the number of its file."""
 
     file: int
     offset: tuple[int, ...]
@@ -49,7 +51,7 @@ class Box(NamedTuple):
 
 
 def entries_without_pieces(state: Mapping[str, TensorState]) -> dict[str, TensorEntry]:
-    """What all processes know: every tensor's shape and dtype. Raises `CheckpointError` for a dtype we can't store."""
+    """Every tensor's shape and dtype. Raises `CheckpointError` for a dtype we can't store."""
     entries = {key: TensorEntry(shape=tuple(s.shape), dtype=_name(s.dtype)) for key, s in state.items()}
     for key, entry in entries.items():
         if entry.dtype not in DTYPE_BYTES:
@@ -65,10 +67,10 @@ def write_pieces(
     attempt: str,
     copies: Sequence[ReplicaDigest] = (),
 ) -> Index:
-    """Write this process's pieces of the tensors in `whole` below `folder`, durably; returns what it wrote.
+    """Write this process's pieces of the tensors in `whole` below `folder`, durably; returns their index.
 
-    `copies`: digests of replicas that it has taken already; those of numbered pieces join them. A piece on CUDA is
-    copied to the host when its turn comes. Raises OSError, TypeError.
+    `copies`: digests of replicas so far; those of numbered pieces join them. Copies pieces on CUDA to the host one by
+    one. Raises OSError, TypeError.
     """
     tensors = {key: TensorEntry(shape=entry.shape, dtype=entry.dtype) for key, entry in whole.items()}
     # In an object store a straggler of an earlier attempt must not overwrite this one's files.
@@ -90,7 +92,7 @@ def write_pieces(
 
 
 def remove_files(folder: Path, process: int) -> None:
-    """Delete what `write_pieces` of this process left below `folder`, as far as the storage allows."""
+    """Delete the files of `write_pieces` of this process, as far as the storage allows."""
     for path in (folder / name for name in FOLDERS):
         with suppress(Exception):  # object stores raise many classes
             for name in storage.names(path):
@@ -99,7 +101,7 @@ def remove_files(folder: Path, process: int) -> None:
 
 
 class Reader:
-    """A committed checkpoint, open for reading. A context manager: it keeps the files that it read from open.
+    """A committed checkpoint, open for reading. A context manager: it keeps files open.
 
     Opening reads and checks the manifest only. All methods raise `CheckpointError`; none is collective.
     """
@@ -112,12 +114,12 @@ class Reader:
         for name in FOLDERS:
             if not storage.is_object_store(folder) and (folder / name).is_symlink():
                 raise CheckpointError(f"checkpoint {folder.name}: {name}/: expected a folder, found a link")
-        self._pieces: list[dict[str, int]] = [{} for _ in manifest.files]  # file -> key -> number of the piece in it
+        self._pieces: list[dict[str, int]] = [{} for _ in manifest.files]  # file -> key -> number of its piece
         for key, tensor in manifest.tensors.items():
             for k, number in enumerate(tensor.files):
                 self._pieces[number][key] = k
         self._headers: dict[int, dict[str, Stored]] = {}
-        self._open: dict[int, FileReader] = {}  # the longest unused first
+        self._open: dict[int, FileReader] = {}  # the least recently used first
 
     def __enter__(self) -> Self:
         return self
@@ -128,12 +130,12 @@ class Reader:
         self._open.clear()
 
     def verify_sizes(self) -> None:
-        """Every file is there, a plain file, with its length."""
+        """Every file is a plain file of its length."""
         for file in self.manifest.files:
             verify_size(self.folder, file)
 
     def verify(self, part: Rank, folder: str = "") -> None:
-        """Sizes, hashes and headers of this part of the files below `folder` (sorted, dealt out by turns)."""
+        """Sizes, hashes and headers of every `part.count`-th file below `folder`, in sorted order."""
         numbers = [n for n, file in enumerate(self.manifest.files) if file.name.startswith(folder)]
         numbers.sort(key=lambda number: self.manifest.files[number].name)
         for number in numbers[part.index :: part.count]:
@@ -150,20 +152,20 @@ class Reader:
         base: Collection[str] = (),
         config: Sequence[str] = (),
     ) -> None:
-        """The checkpoint holds exactly the tensors of `expected`: keys, shapes, dtypes, ties; or of its weights.
+        """The checkpoint holds exactly the tensors of `expected`, or of its weights: keys, shapes, dtypes, ties.
 
-        Of those that `base` names, it may leave out what its manifest says. Raises `CheckpointError` with a table of
-        what differs, below `config`: what the configs do.
+        Tensors in `base` may be in the manifest's base alone. Raises `CheckpointError` with a table of differences,
+        below `config`: the differences of the configs.
         """
         left_out = {key: entry for key, entry in self.manifest.left_out.items() if key in base}
-        mine, theirs = (
-            {key: entry for key, entry in entries.items() if not weights_only or folder_of(key) == "model"}
+        ours, stored = (
+            {key: describe(entry) for key, entry in entries.items() if not weights_only or folder_of(key) == "model"}
             for entries in (entries_without_pieces(expected), self.manifest.tensors | left_out)
         )
         rows = [
-            (key, describe(mine.get(key)), describe(theirs.get(key)))
-            for key in [*mine, *(key for key in theirs if key not in mine)]
-            if describe(mine.get(key)) != describe(theirs.get(key))
+            (key, ours.get(key, "nothing"), stored.get(key, "nothing"))
+            for key in dict.fromkeys([*ours, *stored])
+            if ours.get(key) != stored.get(key)
         ]
         rows += [
             (alias, f"tied to {ties.get(alias, 'nothing')}", f"tied to {self.manifest.ties.get(alias, 'nothing')}")
@@ -172,28 +174,28 @@ class Reader:
         ]
         if not rows:
             return
-        no_state = not weights_only and not any(folder_of(key) == "optimizer" for key in theirs)
+        has_state = weights_only or any(folder_of(key) == "optimizer" for key in stored)
         shown = table([("", "this model", "checkpoint"), *rows[:_MAX_ROWS]], indent="    ")
         if len(rows) > _MAX_ROWS:
             shown += f"\n    and {len(rows) - _MAX_ROWS} more"
+        advice = (
+            "Resume with the config of the run that saved it\n"
+            f"  (python -m portable_fsdp.checkpoint show --config {self.folder}), or train in another run.dir."
+            if has_state
+            else "It has no optimizer state: start from its weights,\n"
+            f"  checkpoint.load=weights_only checkpoint.resume={self.folder}"
+        )
         raise CheckpointError(
             f"checkpoint {self.folder.name}: expected the tensors of this model, found {len(rows)} that differ:\n"
             + "".join(f"  {line}\n" for line in config)
-            + f"{shown}\n  "
-            + (
-                "It has no optimizer state: begin with its weights,\n"
-                f"  checkpoint.load=weights_only checkpoint.resume={self.folder}"
-                if no_state
-                else "Resume with the config of the run that saved it\n"
-                f"  (python -m portable_fsdp.checkpoint show --config {self.folder}), or train in another run.dir."
-            )
+            + f"{shown}\n  {advice}"
         )
 
     def read(self, key: str, slices: Region, into: Tensor | None = None) -> Tensor:
-        """That slice of a tensor on the host, bit for bit, in the dtype that it was saved in.
+        """A slice of a tensor on the host, bit for bit, in its saved dtype.
 
-        `into`: where to put it, of its shape and dtype, on the host; new memory without it. Raises `CheckpointError`
-        for a key or bytes that can't be read, IndexError for other slices, TypeError for an `into` that doesn't fit.
+        `into`: the host tensor to fill, of this shape and dtype. Raises `CheckpointError` for a key or bytes that
+        can't be read, IndexError for slices outside the tensor, TypeError for an `into` that doesn't fit.
         """
         tensor = self.manifest.tensors.get(key)
         if tensor is None:
@@ -212,16 +214,16 @@ class Reader:
         return result
 
     def read_whole(self, key: str) -> Tensor:
-        """All of a tensor, as `read`."""
+        """A whole tensor, as `read`."""
         return self.read(key, full_region(self.manifest.tensors[key].shape))
 
-    def _copy_overlap(self, key: str, piece: Box, slices: Region, result: Tensor) -> None:
+    def _copy_overlap(self, key: str, piece: StoredPiece, slices: Region, result: Tensor) -> None:
         inside: list[slice] = []
         target: list[slice] = []
-        for wanted, offset, size in zip(slices, piece.offset, piece.shape, strict=True):
-            start, stop = max(wanted.start, offset), min(wanted.stop, offset + size)
+        for requested, offset, size in zip(slices, piece.offset, piece.shape, strict=True):
+            start, stop = max(requested.start, offset), min(requested.stop, offset + size)
             inside.append(slice(start - offset, stop - offset))
-            target.append(slice(start - wanted.start, stop - wanted.start))
+            target.append(slice(start - requested.start, stop - requested.start))
         source = self._file(piece.file)
         try:
             safetensors.read_slice(source, self._headers[piece.file][key], inside, result[tuple(target)])
@@ -229,7 +231,7 @@ class Reader:
             raise CheckpointError(f"checkpoint {self.folder.name}: {error}") from None
 
     def _file(self, number: int) -> FileReader:
-        """The file, open, after its header was found to say what the manifest says."""
+        """The open file; its header agrees with the manifest."""
         if number in self._open:
             self._open[number] = self._open.pop(number)
             return self._open[number]
@@ -253,17 +255,14 @@ class Reader:
 
     def _check_header(self, number: int, header: Mapping[str, Stored]) -> None:
         file = self.manifest.files[number].name
-        for key, one in header.items():
-            found, expected = f"{one.dtype} {list(one.shape)}", self._expected(key, number)
-            if found != expected:
-                raise damaged(self.folder, file, f"{key} as {expected} (manifest.json)", found)
-        if missing := next((key for key in self._pieces[number] if key not in header), None):
-            raise damaged(
-                self.folder, file, f"{missing} as {self._expected(missing, number)} (manifest.json)", "nothing"
-            )
+        for key in dict.fromkeys([*header, *self._pieces[number]]):
+            stored, expected = header.get(key), self._expected(key, number)
+            actual = f"{stored.dtype} {list(stored.shape)}" if stored else "nothing"
+            if actual != expected:
+                raise damaged(self.folder, file, f"{key} as {expected} (manifest.json)", actual)
 
     def _expected(self, key: str, number: int) -> str:
-        """What the header of a file must say of a tensor: `float32 [63, 24]`."""
+        """The piece of a tensor in a file, by the manifest: `float32 [63, 24]`."""
         k = self._pieces[number].get(key)
         if k is None:
             return "nothing"
@@ -273,22 +272,20 @@ class Reader:
 
 
 def dcp_metadata(offsets: Mapping[str, Sequence[int]]) -> dict[str, str]:
-    """For a file's header: where each tensor's piece begins, so that `dcp.load` with HuggingFaceStorageReader finds it.
-
-    As torch/distributed/checkpoint/filesystem.py writes it for HuggingFaceStorageWriter(save_distributed=True).
-    """
+    """The offset of each tensor's piece, for a file's header, as HuggingFaceStorageWriter(save_distributed=True) writes
+    it (torch/distributed/checkpoint/filesystem.py)."""
     saved = {key: {"saved_offsets": list(offset)} for key, offset in offsets.items()}
     return {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(saved)}
 
 
-def touching(tensor: TensorEntry, slices: Region) -> list[Box]:
+def touching(tensor: TensorEntry, slices: Region) -> list[StoredPiece]:
     """The pieces that hold some of `slices`."""
     count, rank = len(tensor.files), len(tensor.shape)
     offsets = np.array(tensor.offsets, dtype=np.int64).reshape(count, rank)
     sizes = np.array(tensor.sizes, dtype=np.int64).reshape(count, rank)
     starts, stops = [s.start for s in slices], [s.stop for s in slices]
-    found = np.flatnonzero(((offsets < stops) & (offsets + sizes > starts)).all(axis=1))
-    return [Box(tensor.files[k], tuple(offsets[k].tolist()), tuple(sizes[k].tolist())) for k in found]
+    numbers = np.flatnonzero(((offsets < stops) & (offsets + sizes > starts)).all(axis=1))
+    return [StoredPiece(tensor.files[k], tuple(offsets[k].tolist()), tuple(sizes[k].tolist())) for k in numbers]
 
 
 def _write_shard(
@@ -313,10 +310,9 @@ def _write_shard(
                 digest.update(chunk)
             yield chunk
         if piece.replica is not None:
-            digested.append(copy_of(key, piece, digest.hexdigest()))
+            digested.append(digest_of(key, piece, digest.hexdigest()))
 
-    written = safetensors.write(folder / name, entries, chunks, metadata)
-    return FileEntry(name=name, bytes=written.bytes, xxh3_128=written.xxh3_128)
+    return safetensors.write(folder / name, name, entries, chunks, metadata)
 
 
 def _name(dtype: torch.dtype) -> str:

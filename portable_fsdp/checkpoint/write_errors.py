@@ -1,4 +1,4 @@
-"""A write error of a save in words: its cause in the folder, what is saved, and the way out. Never raises itself."""
+"""Explains a write error of a save: its cause, what is saved, and the way out. Never raises itself."""
 
 import errno
 import os
@@ -8,38 +8,23 @@ from portable_fsdp.checkpoint import storage
 from portable_fsdp.checkpoint.format import committed_steps
 from portable_fsdp.runtime.host import in_units
 
-_FULL = {
+_HEADERS = 1 << 20  # bytes: room for the manifest and the files' headers
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_NOT_OURS = "{folder} belongs to somebody else: make it writable."
+_CAUSES = {
     errno.ENOSPC: "No space is left in {folder}{sizes}.",
     errno.EDQUOT: "Your quota in {folder} is used up{sizes}.",
-}
-_HEADERS = 1 << 20  # bytes: room for the manifest and the files' headers
-_CAUSES = {
     errno.EFBIG: "A file in {folder} may not become that large: raise the limit (ulimit -f).",
     errno.EROFS: "{folder} is mounted read-only: mount it for writing.",
-    errno.EACCES: "{folder} belongs to somebody else: make it writable.",
-    errno.EPERM: "{folder} belongs to somebody else: make it writable.",
+    errno.EACCES: _NOT_OURS,
+    errno.EPERM: _NOT_OURS,
     errno.EIO: "The storage below {folder} failed: the system's log (dmesg) says why.",
 }
 
 
-def cause(error: OSError, folder: Path, needed_bytes: int = 0, freed_bytes: int = 0) -> str:
-    """One sentence, or nothing for an error that says all by itself.
-
-    `needed_bytes`: of what is written. `freed_bytes`: of its files that lie there now, and are removed.
-    """
-    number = error.errno or 0
-    if number not in _FULL:
-        return _CAUSES.get(number, "").format(folder=folder)
-    free = _free_bytes(folder)
-    sizes = ""
-    if free is not None and needed_bytes:
-        sizes = f": {in_units(needed_bytes)} are needed, {in_units(free + freed_bytes)} are free"
-    return _FULL[number].format(folder=folder, sizes=sizes)
-
-
 def with_cause(error: Exception, folder: Path) -> str:
-    """The error, and below it its cause in `folder`, if it is one that a folder has."""
-    reason = cause(error, folder) if isinstance(error, OSError) else ""
+    """The error, and below it its cause in `folder`, where we know one."""
+    reason = _cause(error, folder) if isinstance(error, OSError) else ""
     return f"{error}\n  {reason}" if reason else str(error)
 
 
@@ -49,8 +34,7 @@ def way_out(error: OSError, folder: Path, needed_bytes: int = 0, unfinished: Pat
     `needed_bytes`: of the checkpoint. `unfinished`: its folder, which the failed save removes.
     """
     freed = 0 if unfinished is None else _bytes_in(unfinished)
-    reason = cause(error, folder, needed_bytes, freed)
-    steps: list[Path] | None = None
+    reason = _cause(error, folder, needed_bytes, freed)
     try:
         steps = committed_steps(folder)
     except Exception:  # the storage that failed may not answer either
@@ -69,8 +53,16 @@ def way_out(error: OSError, folder: Path, needed_bytes: int = 0, unfinished: Pat
     return "".join(f"\n  {line}" for line in (reason, saved, f"{rerun}.", f"Or save elsewhere: {elsewhere}.") if line)
 
 
+def _cause(error: OSError, folder: Path, needed_bytes: int = 0, freed_bytes: int = 0) -> str:
+    """One sentence; "" for an error that needs none."""
+    sizes = ""
+    if error.errno in _FULL and needed_bytes and (free := _free_bytes(folder)) is not None:
+        sizes = f": {in_units(needed_bytes)} are needed, {in_units(free + freed_bytes)} are free"
+    return _CAUSES.get(error.errno or 0, "").format(folder=folder, sizes=sizes)
+
+
 def _free_bytes(folder: Path) -> int | None:
-    """That this user may fill; None where nobody knows."""
+    """What this user may still write; None where unknown."""
     if storage.is_object_store(folder):
         return None
     try:

@@ -1,27 +1,20 @@
 """Checkpoints in the formats of other tools: a module and a row of `FORMATS` for each.
 
 May import `checkpoint` and what that may. `checkpoint import|export` loads the format that a user names; a training run
-loads `huggingface` or `peft` when it exports, and no other. Read first: `base.py`, then `importing.py`, `streams.py`.
+loads `huggingface` or `peft` when it exports, and no other. Read first: `base.py`, then `importing.py`, and any format.
 """
 
 from pathlib import Path
 
 from portable_fsdp.runtime.errors import CheckpointError
 
-FORMATS = {
-    "huggingface": "portable_fsdp.formats.huggingface",
-    "dcp": "portable_fsdp.formats.dcp",
-    "gguf": "portable_fsdp.formats.gguf",
-    "safetensors": "portable_fsdp.formats.safetensorsfile",
-    "torch": "portable_fsdp.formats.torchfile",
-    "xla_fsdp1": "portable_fsdp.formats.xla_fsdp1",
-}
-"""Name of a format -> its module, in the order in which `--format auto` asks them."""
+FORMATS = ("huggingface", "dcp", "gguf", "safetensors", "torch", "xla_fsdp1")
+"""The formats that we import, in the order in which `--format auto` tries them."""
 
-EXPORTS = {name: FORMATS[name] for name in ("huggingface", "dcp", "torch", "safetensors")} | {
-    "peft": "portable_fsdp.formats.peft",
-}
-"""Those that are written: four of them, and adapters alone."""
+EXPORTS = ("huggingface", "dcp", "torch", "safetensors", "peft")
+
+MODULES = {"safetensors": "safetensors_file", "torch": "torch_file"}
+"""Format -> its module in this package, where that has another name."""
 
 WITHOUT_CHECKSUM = {
     "safetensors": "the format",
@@ -29,7 +22,7 @@ WITHOUT_CHECKSUM = {
     "gguf": "the format",
     "dcp": "its .metadata",
 }
-"""Formats, or what of them, in which damage that can still be read goes unnoticed. Zips of torch.save have CRC-32s."""
+"""Formats, or parts of them, in which damage that stays readable goes unnoticed. Zips of torch.save have CRC-32s."""
 
 
 def require_source(path: Path) -> None:

@@ -1,16 +1,16 @@
-"""Folders of `torch.distributed.checkpoint`: `.metadata` (a pickle) and `*.distcp` (a row of torch.save's files each).
+"""Folders of `torch.distributed.checkpoint`: `.metadata` (a pickle) and `*.distcp` (a sequence of torch.save's files).
 
-What we write is what `dcp.save({"model": get_model_state_dict(m), "optimizer": get_optimizer_state_dict(m, o)})` would:
+We write what `dcp.save({"model": get_model_state_dict(m), "optimizer": get_optimizer_state_dict(m, o)})` would:
 
     model.<fqn>                            every name of a tied weight, over one copy of its bytes
     optimizer.state.<fqn>.<state name>     exp_avg, exp_avg_sq, step
     train_state.step                       the run's, where torchtitan looks for it: int64, without dimensions
 
-and no `param_groups`, which a checkpoint of ours doesn't hold: load `{"optimizer": {"state": ...}}`, or give dcp.load a
+and no `param_groups`, which our checkpoints don't hold: load `{"optimizer": {"state": ...}}`, or give dcp.load a
 `DefaultLoadPlanner(allow_partial_load=True)`.
 
-What we read is that, the same without `model.` (torchtitan), optimizers under `optim` or at the top, and accelerate's
-SHARDED_STATE_DICT (a folder with `pytorch_model_fsdp_0/` and `optimizer_0/`). Only tensors are read.
+We read that, the same without `model.` (torchtitan), optimizers under `optim` or at the top, and accelerate's
+SHARDED_STATE_DICT (a folder with `pytorch_model_fsdp_0/` and `optimizer_0/`): tensors only.
 """
 
 import gc
@@ -32,33 +32,24 @@ from torch import Tensor
 
 from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry, check_tiling, folder_of
 from portable_fsdp.checkpoint.store import Reader
-from portable_fsdp.formats.base import (
-    Advance,
-    ForeignCheckpoint,
-    SaveTokenizer,
-    as_dtype,
-    file_inside,
-    say_nothing,
-    verify,
-)
+from portable_fsdp.formats.base import Advance, ExportOptions, ForeignCheckpoint, as_dtype, file_inside, verify
 from portable_fsdp.formats.names import names_of
-from portable_fsdp.formats.streams import check_numbers, check_shape, converted, groups
+from portable_fsdp.formats.safetensors_file import check_numbers, check_shape, converted, groups
 from portable_fsdp.formats.target import new_folder, require_replaceable, torch_saving
-from portable_fsdp.formats.torchfile import check_members
+from portable_fsdp.formats.torch_file import check_members
 from portable_fsdp.formats.unpickle import Record, read_pickle
 from portable_fsdp.runtime.errors import CheckpointError
 
 log = logging.getLogger("portable_fsdp")
 
 METADATA = ".metadata"
-_MAX_FILE_BYTES = 5_000_000_000
 _OPTIMIZER = re.compile(r"(?:(?:optimizer|optim)\.)?state\.(?P<fqn>.+)\.(?P<state>[A-Za-z_]\w*)")
 _STEP_PATH = ("train_state", "step")
 _STEPS = ("step", "train_state.step")
 
 
 class Chunk(NamedTuple):
-    """A box of a tensor: torch.save's bytes of it, in `path` from `start` on."""
+    """A box of a tensor: torch.save's bytes of it, at `start` in `path`."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -75,7 +66,7 @@ class Chunked(NamedTuple):
 
 
 class DcpEntry(NamedTuple):
-    """A tensor of an export: the dictionary keys that lead to it, and its file, start and length there."""
+    """A tensor of an export: its nested dictionary keys, and its file, start and length there."""
 
     path: tuple[str, ...]
     entry: TensorEntry
@@ -98,52 +89,44 @@ def open_checkpoint(path: Path, *, trust_metadata: bool) -> Generator[ForeignChe
         raise CheckpointError(f"{path}: expected a folder of torch.distributed.checkpoint, found no {METADATA} in it")
     if not trust_metadata:
         raise CheckpointError(
-            f"{path}: its {METADATA} is a Python pickle, which is read only if you say so: add --trust_metadata.\n"
-            "  It is then read as data: a name that isn't of torch's checkpoint metadata is refused, none is executed."
+            f"{path}: its {METADATA} is a Python pickle, which we read only with --trust_metadata, and then as data:\n"
+            "  names outside torch's checkpoint metadata are refused, nothing is executed."
         )
     tensors: dict[str, Chunked] = {}
     step = 0
     for folder in folders:
-        found, paths = _read_metadata(folder)
-        step = next((_step(found[key]) for key in _STEPS if key in found), step)
-        for key, name in _our_keys(found, paths).items():
+        chunked, paths = _read_metadata(folder)
+        step = next((_step(chunked[key]) for key in _STEPS if key in chunked), step)
+        for key, name in _our_keys(chunked, paths).items():
             if key in tensors:
                 raise CheckpointError(f"{folder}: {name}: expected one tensor for {key}, found two")
-            tensors[key] = found[name]
+            tensors[key] = chunked[name]
     yield ForeignCheckpoint({key: t.entry for key, t in tensors.items()}, lambda key: _read(key, tensors[key]), step)
 
 
-def export(
-    reader: Reader,
-    target: Path,
-    *,
-    dtype: str | None = None,
-    save_tokenizer: SaveTokenizer | None = None,
-    advance: Advance = say_nothing,
-) -> None:
-    """Write the checkpoint, its optimizer's state included, as a folder that `dcp.load` opens. For one process.
+def export(reader: Reader, target: Path, options: ExportOptions) -> None:
+    """Write the checkpoint with its optimizer state as a folder that `dcp.load` opens. For one process.
 
-    Holds one tensor (in both dtypes where it is converted). An earlier export in `target` is replaced once the new
-    one is whole. Raises `CheckpointError`.
+    Holds one tensor (in both dtypes where it is converted). Raises `CheckpointError`.
     """
     require_replaceable(target)
     names = names_of(reader.manifest.architecture, f"checkpoint {reader.folder.name}")
     aliases = {} if names is None else names.aliases
-    verify(reader, advance)
+    verify(reader, options.advance)
     tensors = {
-        key: as_dtype(tensor, dtype if folder_of(key) == "model" else None)
+        key: as_dtype(tensor, options.dtype if folder_of(key) == "model" else None)
         for key, tensor in reader.manifest.tensors.items()
     }
     with new_folder(target, reader.manifest) as unfinished:
         written: list[DcpEntry] = []
-        files = list(groups(tensors, _MAX_FILE_BYTES))
+        files = list(groups(tensors, options.max_file_bytes))
         for ordinal, keys in enumerate(files):
             entries = {key: tensors[key] for key in keys}
-            places = _write_file(unfinished / f"__0_{ordinal}.distcp", entries, reader.read_whole, advance)
+            places = _write_file(unfinished / f"__0_{ordinal}.distcp", entries, reader.read_whole, options.advance)
             written += [DcpEntry(path, tensors[key], places[key]) for key in keys for path in _paths_of(key, aliases)]
-        entry = TensorEntry(shape=(), dtype="int64")
-        step = torch.tensor(reader.manifest.step)
-        places = _write_file(unfinished / f"__0_{len(files)}.distcp", {"step": entry}, lambda _: step, advance)
+        entry, step = TensorEntry(shape=(), dtype="int64"), torch.tensor(reader.manifest.step)
+        last = unfinished / f"__0_{len(files)}.distcp"
+        places = _write_file(last, {"step": entry}, lambda _: step, options.advance)
         written.append(DcpEntry(_STEP_PATH, entry, places["step"]))
         with (unfinished / METADATA).open("wb") as file:
             pickle.dump(_metadata(written), file)
@@ -162,47 +145,52 @@ def _folders(path: Path) -> list[Path]:
 
 
 def _read_metadata(folder: Path) -> tuple[dict[str, Chunked], dict[str, tuple[Any, ...]]]:
-    """Tensors by their flat key, and the path of dictionary keys that each key was made of, as far as it is told."""
+    """Tensors by their flat key, and the nested dictionary keys of a flat key, where the metadata has them."""
     metadata = _expect(folder, "Metadata", read_pickle(file_inside(folder, METADATA)))
-    stored = _mapping(folder, metadata.get("state_dict_metadata"))
-    where: dict[tuple[str, tuple[int, ...]], Record] = {}
-    for index, info in _mapping(folder, metadata.get("storage_data")).items():
+    stored = _expect_dict(folder, metadata.get("state_dict_metadata"))
+    places: dict[tuple[str, tuple[int, ...]], Record] = {}
+    for index, info in _expect_dict(folder, metadata.get("storage_data")).items():
         record = _expect(folder, "MetadataIndex", index)
         fqn, offset = record.get("fqn"), record.get("offset")
         if not isinstance(fqn, str):
             raise CheckpointError(f"{folder / METADATA}: expected the name of a tensor, found {reprlib.repr(fqn)}")
-        where[fqn, () if offset is None else check_numbers(str(folder), offset)] = _expect(folder, "_StorageInfo", info)
+        numbers = () if offset is None else check_numbers(str(folder), offset)
+        places[fqn, numbers] = _expect(folder, "_StorageInfo", info)
     tensors = {
-        key: _chunked(folder, key, value, where)
+        key: _chunked(folder, key, value, places)
         for key, value in stored.items()
         if isinstance(key, str) and isinstance(value, Record) and value.kind == "TensorStorageMetadata"
     }
-    paths = metadata.get("planner_data")
-    return tensors, {
-        key: value
-        for key, value in (paths if isinstance(paths, dict) else {}).items()
-        if isinstance(key, str) and isinstance(value, tuple)
-    }
+    planned: Any = metadata.get("planner_data")
+    paths = planned.items() if isinstance(planned, dict) else ()
+    return tensors, {key: path for key, path in paths if isinstance(key, str) and isinstance(path, tuple)}
 
 
-def _chunked(folder: Path, key: str, value: Record, where: Mapping[tuple[str, tuple[int, ...]], Record]) -> Chunked:
+def _chunked(folder: Path, key: str, value: Record, places: Mapping[tuple[str, tuple[int, ...]], Record]) -> Chunked:
     name = f"{folder}: {key}"
     properties = _expect(folder, "TensorProperties", value.get("properties")).state
     first = properties[0] if isinstance(properties, tuple) and properties else None
     dtype = first.removeprefix("torch.") if isinstance(first, str) else "nothing"
     if dtype not in DTYPE_BYTES:
         raise CheckpointError(f"{name}: expected a dtype of {', '.join(DTYPE_BYTES)}; found {dtype}")
-    entry = TensorEntry(shape=check_shape(name, value.get("size")), dtype=dtype)
+    shape = check_shape(name, value.get("size"))
     chunks: list[Chunk] = []
     for record in value.get("chunks") or []:
         chunk = _expect(folder, "ChunkStorageMetadata", record)
-        offset, shape = check_numbers(name, chunk.get("offsets")), check_shape(name, chunk.get("sizes"))
-        info = where.get((key, offset))
+        offset, size = check_numbers(name, chunk.get("offsets")), check_shape(name, chunk.get("sizes"))
+        info = places.get((key, offset))
         if info is None:
             raise CheckpointError(f"{name}: expected a file for its chunk at {list(offset)}, found none")
-        chunks.append(_chunk(folder, name, offset, shape, info))
-    _check_tiling(name, entry.shape, chunks)
-    return Chunked(entry, chunks)
+        if not len(offset) == len(size) == len(shape):
+            raise CheckpointError(f"{name}: expected chunks of {len(shape)} dimensions, found {size} at {offset}")
+        chunks.append(_chunk(folder, name, offset, size, info))
+    filled = [chunk for chunk in chunks if math.prod(chunk.shape)]
+    boxes = ([chunk.offset for chunk in filled], [chunk.shape for chunk in filled])
+    try:
+        check_tiling(name, shape, *(np.array(box, dtype=np.int64).reshape(len(filled), len(shape)) for box in boxes))
+    except (ValueError, OverflowError) as error:
+        raise CheckpointError(str(error)) from None
+    return Chunked(TensorEntry(shape=shape, dtype=dtype), chunks)
 
 
 def _chunk(folder: Path, name: str, offset: tuple[int, ...], shape: tuple[int, ...], info: Record) -> Chunk:
@@ -214,30 +202,14 @@ def _chunk(folder: Path, name: str, offset: tuple[int, ...], shape: tuple[int, .
         )
     path = file_inside(folder, info.get("relative_path"))
     start, length = check_numbers(name, (info.get("offset"), info.get("length")), "where its bytes lie")
-    if start + length > path.stat().st_size:
-        raise CheckpointError(
-            f"{name}: expected {path.name} to hold {start + length:,} bytes, found {path.stat().st_size:,}"
-        )
+    size = path.stat().st_size
+    if start + length > size:
+        raise CheckpointError(f"{name}: expected {path.name} to hold {start + length:,} bytes, found {size:,}")
     return Chunk(offset, shape, path, start, length)
 
 
-def _check_tiling(name: str, shape: tuple[int, ...], chunks: list[Chunk]) -> None:
-    """Each element once: none outside, as many as there are, and no two chunks over one another."""
-    for chunk in chunks:
-        if not len(chunk.offset) == len(chunk.shape) == len(shape):
-            raise CheckpointError(
-                f"{name}: expected chunks of {len(shape)} dimensions, found {chunk.shape} at {chunk.offset}"
-            )
-    filled = [chunk for chunk in chunks if math.prod(chunk.shape)]
-    boxes = ([chunk.offset for chunk in filled], [chunk.shape for chunk in filled])
-    try:
-        check_tiling(name, shape, *(np.array(box, dtype=np.int64).reshape(len(filled), len(shape)) for box in boxes))
-    except (ValueError, OverflowError) as error:
-        raise CheckpointError(str(error)) from None
-
-
 def _our_keys(tensors: Mapping[str, Chunked], paths: Mapping[str, tuple[Any, ...]]) -> dict[str, str]:
-    """Our key -> its flat key. What is neither the model's nor an optimizer's state is left out with a warning."""
+    """Our key -> its flat key, for the model's and the optimizer's tensors; warns of others."""
     nested = {key: path for key, path in paths.items() if len(path) > 1}
     unknown_nesting = not paths and all(key.startswith("model.") or _OPTIMIZER.fullmatch(key) for key in tensors)
     keys: dict[str, str] = {}
@@ -254,9 +226,7 @@ def _our_keys(tensors: Mapping[str, Chunked], paths: Mapping[str, tuple[Any, ...
         else:
             keys[key] = key
     if left_out:
-        log.warning(
-            "left out %d tensors that are no model's and no AdamW's: %s", len(left_out), ", ".join(left_out[:3])
-        )
+        log.warning("left out %d tensors that are no model's and no AdamW's: %s", len(left_out), left_out[:3])
     return keys
 
 
@@ -273,19 +243,19 @@ def _read(key: str, tensor: Chunked) -> Tensor:
 def _load(key: str, entry: TensorEntry, chunk: Chunk) -> Tensor:
     try:
         with chunk.path.open("rb") as file:
-            part = cast(Any, _View(file, chunk.start, chunk.length))
+            part: Any = _View(file, chunk.start, chunk.length)
             check_members(str(chunk.path), part)
             part.seek(0)
             value = torch.load(part, map_location="cpu", weights_only=True)
     except CheckpointError:
         raise
     except Exception as error:  # damage shows in many ways
-        raise CheckpointError(f"{chunk.path}: {key}: {_first_line(error)}") from None
-    found = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-    if found != f"torch.{entry.dtype} {list(chunk.shape)}":
-        raise CheckpointError(
-            f"{chunk.path}: {key}: expected torch.{entry.dtype} {list(chunk.shape)} ({METADATA}), found {found}"
-        )
+        first_line = (str(error).splitlines() or [""])[0]
+        raise CheckpointError(f"{chunk.path}: {key}: {type(error).__name__}: {first_line}") from None
+    expected = f"torch.{entry.dtype} {list(chunk.shape)}"
+    actual = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    if actual != expected:
+        raise CheckpointError(f"{chunk.path}: {key}: expected {expected} ({METADATA}), found {actual}")
     return value.contiguous()
 
 
@@ -296,7 +266,7 @@ def _step(tensor: Chunked) -> int:
 
 
 class _View(io.RawIOBase):
-    """A part of a file as a file of its own."""
+    """A part of a file as a file of its own. (torch's own view seeks wrongly from the end, as zipfile does.)"""
 
     def __init__(self, file: io.BufferedReader, start: int, length: int) -> None:
         self._file, self._start, self._length = file, start, length
@@ -326,14 +296,10 @@ def _expect(folder: Path, kind: str, value: object) -> Record:
     return value
 
 
-def _mapping(folder: Path, value: object) -> dict[Any, Any]:
+def _expect_dict(folder: Path, value: object) -> dict[Any, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{folder / METADATA}: expected a dict, found {type(value).__name__}")
     return cast(dict[Any, Any], value)
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 # ----------------------------------------------------------------------------------------------------------- writing
@@ -342,7 +308,7 @@ def _first_line(error: Exception) -> str:
 def _write_file(
     path: Path, entries: Mapping[str, TensorEntry], read: Callable[[str], Tensor], advance: Advance
 ) -> dict[str, tuple[str, int, int]]:
-    """One torch.save after the other. Returns of each the file's name, where it starts, and its length."""
+    """Write one torch.save after another. Returns the file's name, and the start and length of each."""
     places: dict[str, tuple[str, int, int]] = {}
     with path.open("xb") as file:
         for key, entry in entries.items():
@@ -360,7 +326,7 @@ def _write_file(
 
 
 def _metadata(written: Iterable[DcpEntry]) -> Any:
-    """What `dcp.load` reads first; each tensor in one chunk."""
+    """The content of `.metadata`; each tensor in one chunk."""
     from torch.distributed.checkpoint import metadata as torch_metadata
     from torch.distributed.checkpoint.filesystem import _StorageInfo  # pyright: ignore[reportPrivateUsage]
 
@@ -381,7 +347,7 @@ def _metadata(written: Iterable[DcpEntry]) -> Any:
 
 
 def _paths_of(key: str, aliases: Mapping[str, list[str]]) -> list[tuple[str, ...]]:
-    """The dictionary keys that lead to a tensor, for each of its names."""
+    """The nested dictionary keys of a tensor, for each of its names."""
     state, slash, fqn = key.rpartition("/")
     if slash:
         return [("optimizer", "state", fqn, state)]

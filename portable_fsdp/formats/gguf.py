@@ -1,4 +1,4 @@
-"""GGUF files (llama.cpp), for import: read by `models/gguf.py`, which says what it takes."""
+"""GGUF files (llama.cpp), import only: `models/gguf.py` reads them, and says which."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -10,23 +10,19 @@ from portable_fsdp.checkpoint.format import TensorEntry
 from portable_fsdp.checkpoint.storage import require_regular
 from portable_fsdp.formats.base import ForeignCheckpoint
 from portable_fsdp.formats.names import import_transformers
-from portable_fsdp.formats.streams import check_shape
+from portable_fsdp.formats.safetensors_file import check_shape
 from portable_fsdp.models.architecture import config_to_json
 from portable_fsdp.models.gguf import GgufFile, is_gguf
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 
-
-def matches(path: Path) -> bool:
-    """By its first four bytes."""
-    return is_gguf(path)
+matches = is_gguf
 
 
 @contextmanager
 def open_checkpoint(path: Path, *, trust_metadata: bool) -> Generator[ForeignCheckpoint]:
     """The model in float32 (`--dtype` converts it further), and the config that transformers reads from the file.
 
-    Holds one tensor, dequantised, and a copy of it where it must be permuted; the file is mapped. Raises
-    `CheckpointError`.
+    Maps the file; holds one dequantised tensor, and a permuted copy of some. Raises `CheckpointError`.
     """
     require_regular(path, path.name)
     import_transformers()
@@ -34,15 +30,13 @@ def open_checkpoint(path: Path, *, trust_metadata: bool) -> Generator[ForeignChe
         file = GgufFile(path)
     except ConfigError as error:
         raise CheckpointError(str(error)) from error
-    entries = {
-        key: TensorEntry(shape=check_shape(f"{path}: {file.file_of(key)}", list(shape)), dtype="float32")
-        for key, shape in file.shapes.items()
-    }
-    yield ForeignCheckpoint(entries, lambda key: _read(file, key), 0, config_to_json(file.config))
 
+    def read(key: str) -> Tensor:
+        try:
+            return file.read(key, ())
+        except ConfigError as error:
+            raise CheckpointError(str(error)) from error
 
-def _read(file: GgufFile, key: str) -> Tensor:
-    try:
-        return file.read(key, ())
-    except ConfigError as error:
-        raise CheckpointError(str(error)) from error
+    shapes = {key: check_shape(f"{path}: {file.file_of(key)}", list(shape)) for key, shape in file.shapes.items()}
+    entries = {key: TensorEntry(shape=shape, dtype="float32") for key, shape in shapes.items()}
+    yield ForeignCheckpoint(entries, read, 0, config_to_json(file.config))

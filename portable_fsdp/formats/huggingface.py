@@ -1,4 +1,4 @@
-"""The folder that transformers' `from_pretrained` opens: safetensors, an index where they are several, config.json."""
+"""The folder that transformers' `from_pretrained` opens: safetensors, an index for several files, config.json."""
 
 import json
 import logging
@@ -9,83 +9,50 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from portable_fsdp.checkpoint.format import Manifest, TensorEntry
+from portable_fsdp.checkpoint.format import Manifest, TensorEntry, bytes_of_tensors
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.formats.base import (
     FLOAT_DTYPES,
-    Advance,
+    ExportOptions,
     ForeignCheckpoint,
-    SaveTokenizer,
     as_dtype,
     file_inside,
-    say_nothing,
     verify,
 )
-from portable_fsdp.formats.merging import merged
 from portable_fsdp.formats.names import config_object, config_of, import_transformers
-from portable_fsdp.formats.streams import (
-    FileTensor,
-    groups,
-    load_json,
-    read_header,
-    read_tensor,
-    size_of,
-    write_file,
-)
+from portable_fsdp.formats.peft import merged
+from portable_fsdp.formats.safetensors_file import FileTensor, groups, read_header, read_tensor, write_file
 from portable_fsdp.formats.target import new_folder, require_replaceable
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 from portable_fsdp.runtime.files import write_text_atomically
 from portable_fsdp.runtime.hub import local_folder
+from portable_fsdp.runtime.strict_json import parse_json
 
 log = logging.getLogger("portable_fsdp")
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 GENERATION = "generation_config.json"
-MAX_SHARD_BYTES = 5_000_000_000
 
 
-def export_huggingface(
-    checkpoint: Path,
-    folder: Path,
-    save_tokenizer: SaveTokenizer | None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-    base: str | None = None,
-) -> None:
-    """`export` of the checkpoint in a folder, in the dtype that it was saved in."""
-    with Reader(checkpoint) as reader:
-        export(reader, folder, save_tokenizer=save_tokenizer, max_shard_bytes=max_shard_bytes, base=base)
+def export(reader: Reader, target: Path, options: ExportOptions) -> None:
+    """Write the model as a Hugging Face folder, adapters (LoRA) merged into their layers. For one process.
 
-
-def export(
-    reader: Reader,
-    target: Path,
-    *,
-    dtype: str | None = None,
-    save_tokenizer: SaveTokenizer | None = None,
-    advance: Advance = say_nothing,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-    base: str | None = None,
-) -> None:
-    """Write the model as a Hugging Face folder, adapters (LoRA) added into their layers. For one process.
-
-    `dtype`: of its floating-point tensors; None: the one that they were saved in. A file is closed before it would
-    grow beyond `max_shard_bytes`. `base`: where the base of adapters lies, as `merged` takes it. Hashes the model's
-    files first. Holds one tensor in host memory, in the dtype that it was saved in (with an adapter, two in float32),
-    and a few MiB. An older export in `target` is replaced once the new one is whole. Raises `CheckpointError`: a
-    damaged checkpoint, a base that isn't there, a model that isn't of transformers, another thing in `target`.
+    Hashes the model's files first. Holds one tensor in host memory, as saved (with an adapter, two in float32), and a
+    few MiB. Replaces an older export in `target` once the new one is complete. Raises `CheckpointError`: a damaged
+    checkpoint, a base that isn't there, a model that isn't of transformers, something else in `target`.
     """
     require_replaceable(target)
-    saved, read = merged(reader, base)
-    tensors = {key: as_dtype(tensor, dtype) for key, tensor in saved.items()}
+    saved, read = merged(reader, options.base)
+    tensors = {key: as_dtype(tensor, options.dtype) for key, tensor in saved.items()}
     config = _model_config(reader.manifest, reader.folder.name, tensors)
-    verify(reader, advance, "model/")
+    verify(reader, options.advance, "model/")
     with new_folder(target, reader.manifest) as unfinished:
         config.save_pretrained(unfinished)
         _write_generation_config(reader.manifest, config, unfinished)
-        _write_weights(read, tensors, unfinished, max_shard_bytes, advance)
-        if save_tokenizer is not None:
-            save_tokenizer(unfinished)
+        _write_weights(read, tensors, unfinished, options)
+        if options.save_tokenizer is not None:
+            options.save_tokenizer(unfinished)
 
 
 def matches(path: Path) -> bool:
@@ -103,9 +70,9 @@ def open_checkpoint(path: Path, *, trust_metadata: bool) -> Generator[ForeignChe
         for key, tensor in header.items():
             if weight_map is None or weight_map.get(key) == name:
                 stored[key] = tensor
-    absent = sorted((weight_map or {}).keys() - stored.keys())
-    if absent:
-        raise CheckpointError(f"{path}: expected {absent[0]} in {(weight_map or {})[absent[0]]} ({INDEX}), found none")
+    for key, name in sorted((weight_map or {}).items()):
+        if key not in stored:
+            raise CheckpointError(f"{path}: expected {key} in {name} ({INDEX}), found none")
     config = config_of(path) if (path / "config.json").is_file() else None
     yield ForeignCheckpoint(
         {key: s.entry for key, s in stored.items()}, lambda key: read_tensor(stored[key]), 0, config
@@ -115,7 +82,10 @@ def open_checkpoint(path: Path, *, trust_metadata: bool) -> Generator[ForeignChe
 def _weight_map(folder: Path) -> dict[str, str]:
     """Key -> plain name of a file."""
     path = file_inside(folder, INDEX)
-    index = load_json(str(path), path.read_bytes())
+    try:
+        index = parse_json(path.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(f"{path}: expected JSON, found: {error}") from None
     weight_map = cast(dict[str, object], index).get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: expected a weight_map (tensor -> file), found {str(weight_map)[:80]}")
@@ -139,7 +109,7 @@ def _model_config(manifest: Manifest, name: str, tensors: dict[str, TensorEntry]
 
 
 def _write_generation_config(manifest: Manifest, config: Any, folder: Path) -> None:
-    """That of `model.pretrained`, byte by byte, where it can be had; else what transformers makes of the config."""
+    """That of `model.pretrained`, byte by byte, if we find it; else the one that transformers makes of the config."""
     own = _pretrained_generation_config(manifest)
     if own is None:
         import_transformers().GenerationConfig.from_model_config(config).save_pretrained(folder)
@@ -148,7 +118,7 @@ def _write_generation_config(manifest: Manifest, config: Any, folder: Path) -> N
 
 
 def _pretrained_generation_config(manifest: Manifest) -> Path | None:
-    """Where the model was opened, if that is here (of a hub id: the very commit), or where its name leads now."""
+    """In the folder that the run opened, if it is here (of a hub id: the same commit), or where the name leads now."""
     model = manifest.config.get("model", {})
     name, opened = model.get("pretrained"), (manifest.architecture or {}).get("_name_or_path")
     if name is None or model.get("gguf_file") is not None:
@@ -166,21 +136,15 @@ def _pretrained_generation_config(manifest: Manifest) -> Path | None:
 
 
 def _write_weights(
-    read: Callable[[str], Tensor],
-    tensors: dict[str, TensorEntry],
-    folder: Path,
-    max_shard_bytes: int,
-    advance: Advance,
+    read: Callable[[str], Tensor], tensors: dict[str, TensorEntry], folder: Path, options: ExportOptions
 ) -> None:
-    shards = list(groups(tensors, max_shard_bytes))
+    shards = list(groups(tensors, options.max_file_bytes))
     weight_map: dict[str, str] = {}
     for number, keys in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else SINGLE
-        write_file(folder / file, {key: tensors[key] for key in keys}, read, {}, advance)
+        write_file(folder / file, {key: tensors[key] for key in keys}, read, {}, options.advance)
         weight_map.update(dict.fromkeys(keys, file))
     if len(shards) > 1:
-        index = {
-            "metadata": {"total_size": sum(size_of(tensor) for tensor in tensors.values())},
-            "weight_map": dict(sorted(weight_map.items())),
-        }
+        metadata = {"total_size": bytes_of_tensors(tensors)}
+        index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
         write_text_atomically(folder / INDEX, json.dumps(index, indent=2) + "\n")

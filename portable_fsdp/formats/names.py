@@ -1,9 +1,9 @@
-"""Which of a source's tensors are the model's: FQNs, ties, and what transformers says of a config."""
+"""The model's tensor names by its config: FQNs and ties. Chooses the tensors of a source that are the model's."""
 
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +14,7 @@ import xxhash
 from portable_fsdp.backends.base import persistent_buffers
 from portable_fsdp.checkpoint.format import folder_of
 from portable_fsdp.formats.base import ForeignCheckpoint
-from portable_fsdp.formats.streams import byte_chunks
+from portable_fsdp.formats.safetensors_file import byte_chunks
 from portable_fsdp.models.architecture import config_from_json, config_to_json
 from portable_fsdp.runtime.errors import CheckpointError
 
@@ -26,20 +26,20 @@ log = logging.getLogger("portable_fsdp")
 
 @dataclass(frozen=True)
 class ModelNames:
-    """Of each stored tensor, by its first FQN: all its FQNs (several where it is tied), and its shape."""
+    """All FQNs (several for a tied one) and the shape of each stored tensor, by its first FQN."""
 
     aliases: dict[str, list[str]]
     shapes: dict[str, tuple[int, ...]]
-    base: str  # what the FQNs of the model without head lack in front
+    base: str  # the prefix that the FQNs of the model without head lack
 
     @property
     def ties(self) -> dict[str, str]:
-        """Further FQN of a tied tensor -> its first FQN, as a manifest has them."""
+        """Further FQN of a tied tensor -> its first FQN, as in a manifest."""
         return {name: first for first, names in self.aliases.items() for name in names if name != first}
 
 
 def import_transformers() -> Any:
-    """transformers takes seconds to import, and would import torch_xla wherever that is installed."""
+    """transformers takes seconds to import, and would import torch_xla where that is installed."""
     os.environ.setdefault("USE_TORCH_XLA", "0")
     import transformers
 
@@ -50,14 +50,14 @@ def config_of(path: Path) -> dict[str, Any]:
     """transformers' config as a dict, from config.json or its folder; never code. Raises `CheckpointError`."""
     file = path / "config.json" if path.is_dir() else path
     try:
-        _check_layers(str(file), json.loads(file.read_bytes()))  # older releases wrote infinities that are no JSON
+        _check_layers(str(file), json.loads(file.read_bytes()))  # older releases wrote infinities, which JSON lacks
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: expected a config.json, found: {error}") from None
     transformers = import_transformers()
     try:
         config = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         return config_to_json(config)
-    except Exception as error:  # transformers validates with exceptions of many classes, all about this file
+    except Exception as error:  # transformers validates with exceptions of many classes
         raise CheckpointError(f"{path}: expected a config.json that transformers knows, found: {error}") from None
 
 
@@ -67,12 +67,12 @@ def config_object(model_config: Mapping[str, Any], where: str) -> Any:
     try:
         import_transformers()
         return config_from_json(model_config)
-    except Exception as error:  # transformers validates with exceptions of many classes, all about these values
+    except Exception as error:  # transformers validates with exceptions of many classes
         raise CheckpointError(f"{where}: model_config: {error}") from None
 
 
 def _check_layers(where: str, config: object) -> None:
-    """A model that is built for its names alone takes time for each layer. Raises `CheckpointError`."""
+    """Building a model on meta takes time for each layer. Raises `CheckpointError`."""
     for key in _LAYERS if isinstance(config, Mapping) else ():
         layers = cast(Mapping[str, object], config).get(key)
         if isinstance(layers, int) and layers > _MAX_LAYERS:
@@ -80,10 +80,7 @@ def _check_layers(where: str, config: object) -> None:
 
 
 def model_on_meta(model_config: Mapping[str, Any], where: str) -> Any:
-    """The model that the config describes; None where it isn't one of a causal language model.
-
-    Raises `CheckpointError`.
-    """
+    """The model of a config; None unless it is a causal language model. Raises `CheckpointError`."""
     config = config_object(model_config, where)
     transformers = import_transformers()
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -96,10 +93,7 @@ def model_on_meta(model_config: Mapping[str, Any], where: str) -> Any:
 
 
 def names_of(model_config: Mapping[str, Any] | None, where: str) -> ModelNames | None:
-    """The names in the model that the config describes; None where there is no config of a causal language model.
-
-    Builds the model on meta. Raises `CheckpointError`.
-    """
+    """The names in the model of a config; None unless it is a causal language model. Raises `CheckpointError`."""
     model = None if model_config is None else model_on_meta(model_config, where)
     if model is None:
         return None
@@ -112,29 +106,40 @@ def names_of(model_config: Mapping[str, Any] | None, where: str) -> ModelNames |
     return ModelNames(aliases, {name: tuple(t.shape) for name, t in stored.items()}, str(model.base_model_prefix))
 
 
-def settle(source: ForeignCheckpoint, names: ModelNames | None) -> dict[str, str]:
-    """Our key -> the source's key, for all that is imported: each tied tensor once, under its first FQN.
+def choose_tensors(source: ForeignCheckpoint, names: ModelNames | None) -> dict[str, str]:
+    """Our key -> the source's key, for all that we import: each tied tensor once, under its first FQN.
 
-    With `names`, the source must hold the model's tensors, in its shapes; what is not the model's is left out with a
-    warning. Raises `CheckpointError`: a tensor is missing, or stands twice with different bytes.
+    With `names`, the source must hold the model's tensors, in its shapes; warns of others, which it leaves out. Raises
+    `CheckpointError`: a tensor is missing, or stands twice with different bytes.
     """
-    model = {key: key for key in source.tensors if folder_of(key) == "model"}
     for key in source.tensors:
         _check_key(key)
     if names is None:
         return {key: key for key in source.tensors}
-    candidates = {first: _candidates(aliases, names.base) for first, aliases in names.aliases.items()}
-    found = {first: [name for name in options if name in model] for first, options in candidates.items()}
-    _refuse_missing(found, model)
-    for first, options in found.items():
+    model = [key for key in source.tensors if folder_of(key) == "model"]
+    # A folder may hold a tensor under any of its FQNs, or one without the base model's prefix (GPT-2's).
+    candidates = {
+        first: list(dict.fromkeys([*aliases, *(alias.removeprefix(f"{names.base}.") for alias in aliases)]))
+        for first, aliases in names.aliases.items()
+    }
+    matches = {first: [name for name in options if name in model] for first, options in candidates.items()}
+    if missing := [first for first, options in matches.items() if not options]:
+        used = {name for options in matches.values() for name in options}
+        raise _missing(missing, len(matches), [key for key in model if key not in used])
+    for first, options in matches.items():
         _check_tensor(source, first, options, names.shapes[first])
     first_of = {name: first for first, options in candidates.items() for name in options}
-    chosen = {first: options[0] for first, options in found.items()}
+    chosen = {first: options[0] for first, options in matches.items()}
+    left_out: list[str] = []
     for key in source.tensors:
         state, _, fqn = key.partition("/")
         if fqn in first_of:
             chosen.setdefault(f"{state}/{first_of[fqn]}", key)
-    _warn_of(sorted(key for key in source.tensors if key.partition("/")[2] not in first_of and key not in first_of))
+        elif key not in first_of:
+            left_out.append(key)
+    if left_out:
+        shown = ", ".join(sorted(left_out)[:3]) + (", ..." if len(left_out) > 3 else "")
+        log.warning("left out %d tensors that are not the model's: %s", len(left_out), shown)
     return chosen
 
 
@@ -147,22 +152,13 @@ def _check_key(key: str) -> None:
         )
 
 
-def _candidates(aliases: list[str], base: str) -> list[str]:
-    """The keys that a folder may hold it under: one of its FQNs, or that without the base model's prefix (GPT-2's)."""
-    return list(dict.fromkeys([*aliases, *(alias.removeprefix(f"{base}.") for alias in aliases)]))
-
-
-def _refuse_missing(found: Mapping[str, list[str]], model: Iterable[str]) -> None:
-    missing = [first for first, options in found.items() if not options]
-    if missing:
-        used = {name for options in found.values() for name in options}
-        others = [key for key in model if key not in used]
-        raise CheckpointError(
-            f"expected a tensor for each of the model's {len(found)} (its config), found none for {missing[0]}"
-            + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
-            + (f".\n  The source has others, as {others[0]}" if others else "")
-            + ".\n  Is it another model's config, or are these another library's names?"
-        )
+def _missing(missing: list[str], count: int, others: list[str]) -> CheckpointError:
+    return CheckpointError(
+        f"expected a tensor for each of the model's {count} (its config), found none for {missing[0]}"
+        + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+        + (f".\n  The source has others, as {others[0]}" if others else "")
+        + ".\n  Is it another model's config, or are these another library's names?"
+    )
 
 
 def _check_tensor(source: ForeignCheckpoint, first: str, options: list[str], shape: tuple[int, ...]) -> None:
@@ -171,25 +167,15 @@ def _check_tensor(source: ForeignCheckpoint, first: str, options: list[str], sha
             raise CheckpointError(
                 f"{name}: expected {list(shape)} (the model's config), found {list(source.tensors[name].shape)}"
             )
-    digests = {_digest(source, name) for name in options} if len(options) > 1 else set[bytes]()
-    if len(digests) > 1:
+    if len(options) > 1 and len({_digest(source, name) for name in options}) > 1:
         raise CheckpointError(
             f"{first}: expected one content for tied weights, found different ones in {' and '.join(options)}.\n"
-            "  Was it saved with tie_word_embeddings=false? Then say so in config.json."
+            "  Was it saved with tie_word_embeddings=false? Then set that in config.json."
         )
 
 
 def _digest(source: ForeignCheckpoint, name: str) -> bytes:
-    digest = xxhash.xxh3_128()
+    digest = xxhash.xxh3_128(source.tensors[name].dtype.encode())
     for chunk in byte_chunks(name, source.read, source.tensors[name]):
         digest.update(chunk)
-    return f"{source.tensors[name].dtype}".encode() + digest.digest()
-
-
-def _warn_of(left_out: list[str]) -> None:
-    if left_out:
-        log.warning(
-            "left out %d tensors that are not the model's: %s",
-            len(left_out),
-            ", ".join(left_out[:3] + ["..."][: len(left_out) > 3]),
-        )
+    return digest.digest()

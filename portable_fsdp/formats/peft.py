@@ -1,40 +1,32 @@
-"""The folder that peft's `PeftModel.from_pretrained` opens: adapters alone, and what they belong to. Export only."""
+"""Adapters (LoRA): alone, as the folder that peft's `PeftModel.from_pretrained` opens, or merged into their base."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from portable_fsdp.checkpoint.format import Manifest
+from portable_fsdp.backends.base import full_region
+from portable_fsdp.checkpoint.format import Manifest, TensorEntry
 from portable_fsdp.checkpoint.store import Reader
-from portable_fsdp.formats.base import Advance, SaveTokenizer, as_dtype, say_nothing, verify
-from portable_fsdp.formats.merging import adapters_of
-from portable_fsdp.formats.names import import_transformers
-from portable_fsdp.formats.streams import write_file
+from portable_fsdp.config.schema import Model
+from portable_fsdp.formats.base import ExportOptions, as_dtype, tensors_of, verify
+from portable_fsdp.formats.names import import_transformers, model_on_meta
+from portable_fsdp.formats.safetensors_file import write_file
 from portable_fsdp.formats.target import new_folder, require_replaceable
-from portable_fsdp.models.lora import WEIGHTS, holds_inputs_first, peft_keys
-from portable_fsdp.runtime.errors import CheckpointError
+from portable_fsdp.models import lora
+from portable_fsdp.models.pretrained import PretrainedWeights, fingerprint, open_pretrained
+from portable_fsdp.models.weights import RandomWeights
+from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 
 
-def export_adapters(checkpoint: Path, folder: Path, save_tokenizer: SaveTokenizer | None) -> None:
-    """`export` of the checkpoint in a folder, in the dtype that it was saved in."""
-    with Reader(checkpoint) as reader:
-        export(reader, folder, save_tokenizer=save_tokenizer)
-
-
-def export(
-    reader: Reader,
-    target: Path,
-    *,
-    dtype: str | None = None,
-    save_tokenizer: SaveTokenizer | None = None,
-    advance: Advance = say_nothing,
-) -> None:
+def export(reader: Reader, target: Path, options: ExportOptions) -> None:
     """Write adapter_config.json and the adapters' weights; the tokenizer too. For one process.
 
-    `dtype`: of the adapters; None: as saved. Hashes the model's files first. Raises `CheckpointError`: no adapters, a
-    damaged checkpoint, another thing in `target`.
+    Hashes the model's files first. Raises `CheckpointError`: no adapters, a damaged checkpoint, something else in
+    `target`.
     """
     require_replaceable(target)
     adapters = adapters_of(reader)
@@ -43,41 +35,43 @@ def export(
             f"checkpoint {reader.folder.name}: expected adapters (model.lora), found none: it has whole weights.\n"
             "  Take --format huggingface."
         )
-    import_transformers()  # chosen before peft imports it
+    import_transformers()  # before peft imports it, without torch_xla
     from peft import LoraConfig
 
     pretrained, revision = _base_model(reader.manifest)
-    ours = {theirs: key for names in adapters.layers for theirs, key in peft_keys(names)}
-    tensors = {theirs: as_dtype(reader.manifest.tensors[key], dtype) for theirs, key in ours.items()}
+    ours = {theirs: key for names in adapters.layers for theirs, key in lora.peft_keys(names)}
+    tensors = {theirs: as_dtype(reader.manifest.tensors[key], options.dtype) for theirs, key in ours.items()}
     settings = LoraConfig(
         r=adapters.r,
         lora_alpha=cast(int, int(adapters.alpha) if adapters.alpha.is_integer() else adapters.alpha),
-        fan_in_fan_out=any(holds_inputs_first(adapters.base.get_submodule(names.layer)) for names in adapters.layers),
+        fan_in_fan_out=any(
+            lora.holds_inputs_first(adapters.base.get_submodule(names.layer)) for names in adapters.layers
+        ),
         task_type="CAUSAL_LM",
         base_model_name_or_path=pretrained,
         revision=revision,
         inference_mode=True,
     )
-    # After it was made, which would turn them into a set, and the file's order into chance.
+    # Set here: the constructor would make a set of them, in random order.
     settings.target_modules = _target_modules(adapters.base, [names.layer for names in adapters.layers])
-    verify(reader, advance, "model/")
+    verify(reader, options.advance, "model/")
     with new_folder(target, reader.manifest) as unfinished:
         settings.save_pretrained(str(unfinished))
-        write_file(unfinished / WEIGHTS, tensors, lambda key: reader.read_whole(ours[key]), {"format": "pt"}, advance)
-        if save_tokenizer is not None:
-            save_tokenizer(unfinished)
+        write_file(unfinished / lora.WEIGHTS, tensors, lambda key: reader.read_whole(ours[key]), {}, options.advance)
+        if options.save_tokenizer is not None:
+            options.save_tokenizer(unfinished)
 
 
 def _target_modules(base: nn.Module, layers: Iterable[str]) -> list[str]:
-    """The last parts of the layers' names, as people write them, where these name no other module; else whole names."""
-    wanted = set(layers)
-    ends = {name.rpartition(".")[2] for name in wanted}
-    named = {name for name, _ in base.named_modules() if name.rpartition(".")[2] in ends}
-    return sorted(ends if named == wanted else wanted)
+    """The last parts of the layers' names, as people write them, where no other module has them; else whole names."""
+    adapted = set(layers)
+    ends = {name.rpartition(".")[2] for name in adapted}
+    matching = {name for name, _ in base.named_modules() if name.rpartition(".")[2] in ends}
+    return sorted(ends if matching == adapted else adapted)
 
 
 def _base_model(manifest: Manifest) -> tuple[str | None, str | None]:
-    """What adapters belong to: a hub id, or a folder by a path that holds wherever it is read from; its revision."""
+    """The adapters' base: a hub id and its revision, or a folder by its absolute path."""
     name = manifest.config.get("model", {}).get("pretrained")
     if name is None:
         return None, None
@@ -85,3 +79,91 @@ def _base_model(manifest: Manifest) -> tuple[str | None, str | None]:
         return str(Path(name).resolve()), None
     repository, _, revision = name.partition("@")
     return repository, revision or None
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The adapters of a checkpoint; `base` is the model without them, on meta."""
+
+    r: int
+    alpha: float
+    layers: list[lora.AdapterNames]
+    base: nn.Module
+
+
+def adapters_of(reader: Reader) -> Adapters | None:
+    """None for a checkpoint without adapters. Raises `CheckpointError`."""
+    layers = lora.adapted_layers(list(tensors_of(reader, "model")))
+    if not layers:
+        return None
+    manifest, where = reader.manifest, f"checkpoint {reader.folder.name}"
+    settings = manifest.config.get("model", {}).get("lora") or {}
+    match settings:
+        case {"r": int(r), "alpha": float() | int() as alpha} if r > 0:
+            pass
+        case _:
+            raise CheckpointError(
+                f"{where}: expected r and alpha in model.lora of its config, found {str(settings)[:80]}"
+            )
+    base: Any = None if manifest.architecture is None else model_on_meta(manifest.architecture, where)
+    if base is None:
+        raise CheckpointError(f"{where}: expected a model_config (transformers) beside its adapters, found none")
+    return Adapters(r, float(alpha), layers, base)
+
+
+def merged(reader: Reader, base: str | None = None) -> tuple[dict[str, TensorEntry], Callable[[str], Tensor]]:
+    """The model's tensors under the names of the base, and a function that reads one; unchanged without adapters.
+
+    W + alpha / r * B A, in float32, then rounded to the base's dtype. Reads a base that the checkpoint leaves out from
+    `base`, a folder or on the hub; None: where the run read it. Reading holds one tensor, for one with an adapter two
+    in float32. Raises `CheckpointError`.
+    """
+    tensors = tensors_of(reader, "model") | reader.manifest.left_out
+    adapters = adapters_of(reader)
+    if adapters is None:
+        return tensors, reader.read_whole
+    by_weight = {f"{names.layer}.weight": names for names in adapters.layers}
+    saved = {lora.plain_name(key): key for key in tensors if not lora.is_adapter(key)}
+    fill = _left_out(reader, adapters.base, base)
+
+    def read_base(key: str) -> Tensor:
+        entry = tensors[saved[key]]
+        if fill is None:
+            return reader.read_whole(saved[key])
+        return fill(key, full_region(entry.shape)).to(getattr(torch, entry.dtype))
+
+    def read(key: str) -> Tensor:
+        weight = read_base(key)
+        if key not in by_weight:
+            return weight
+        names = by_weight[key]
+        change = reader.read_whole(names.b).float() @ reader.read_whole(names.a).float() * (adapters.alpha / adapters.r)
+        if lora.holds_inputs_first(adapters.base.get_submodule(names.layer)):
+            change = change.T
+        return (weight.float() + change).to(weight.dtype)
+
+    return {name: tensors[key] for name, key in saved.items()}, read
+
+
+def _left_out(reader: Reader, model: nn.Module, name: str | None) -> PretrainedWeights | None:
+    """Fills the base that a checkpoint leaves out; None where it holds the base. Raises `CheckpointError`."""
+    manifest, base = reader.manifest, reader.manifest.base
+    if base is None:
+        return None
+    opened = (manifest.architecture or {}).get("_name_or_path")  # of a hub id: the same commit
+    is_here = bool(opened) and base.gguf_file is None and Path(str(opened)).is_dir()
+    place = name or (str(opened) if is_here else base.pretrained)
+    problem = f"checkpoint {reader.folder.name}: expected the base of its adapters, which it leaves out:\n    {base}\n"
+    way_out = "\n  Name it: --base FOLDER (or org/name@revision). Adapters alone: --format peft."
+    try:
+        file = open_pretrained(Model(pretrained=place, gguf_file=base.gguf_file)).file
+        actual = fingerprint(file)
+        if actual != base.fingerprint:
+            raise CheckpointError(f"{problem}  found another in {place} (fingerprint {actual}).{way_out}")
+        for parameter in model.parameters():
+            parameter.data = parameter.data.float()
+        drawn = RandomWeights(model, 0, torch.float32)  # of nothing: the base has every weight
+        allow = manifest.config.get("model", {}).get("allow", ())
+        return PretrainedWeights(file, model, model, drawn, allow=allow, rows_before=None)
+    except ConfigError as error:
+        raise CheckpointError(f"{problem}  found: {error}{way_out}") from None

@@ -1,7 +1,7 @@
-"""Where an export is written: a new name, an empty folder, or an earlier export, which gives way to a whole one.
+"""The target of an export: a new name, an empty folder, or an earlier export, which the complete new one replaces.
 
-What is unfinished has a hidden name of its own beside the target, so that two exports at once don't write into one
-folder. A killed one leaves it: whether another export is still at work there can't be told, so it is named and left.
+An unfinished export has a hidden name of its own beside the target, so that two exports at once never share a folder. A
+killed one leaves it. We can't tell it from one that is still at work, so we warn and leave it.
 """
 
 import glob
@@ -24,54 +24,61 @@ from portable_fsdp.runtime.strict_json import parse_json
 log = logging.getLogger("portable_fsdp")
 
 MARK = "portable_fsdp.json"
-"""In every exported folder: where it comes from, and what was written. One without it is somebody else's."""
+"""In every exported folder: its source and its files. A folder without it isn't ours."""
 
-_UNIQUE = 8  # letters that tell one unfinished export from another
+_UNIQUE = 8  # letters in the name of an unfinished export
 
 
 def require_replaceable(folder: Path) -> None:
-    """Raises `CheckpointError` where `folder` holds something that isn't an export, and for links and the like."""
+    """Raises `CheckpointError` for a link, the working folder, and a folder that isn't an export of ours alone."""
+    problem = _why_not_replaceable(folder)
+    if problem is not None:
+        raise CheckpointError(f"export to {folder}: {problem}")
+
+
+def _why_not_replaceable(folder: Path) -> str | None:
     if folder.is_symlink():
-        raise CheckpointError(
-            f"export to {folder}: expected a folder, found a link to {folder.readlink()}, which would be replaced and\n"
-            "  not what it leads to. Name that folder itself."
+        return (
+            f"expected a folder, found a link to {folder.readlink()}: the export would replace the link,\n"
+            "  not its target. Name that folder itself."
         )
     here = Path.cwd()
     if Path(os.path.realpath(folder)) in (here, *here.parents):
-        raise CheckpointError(
-            f"export to {folder}: expected a folder that can be replaced as a whole, found the one that you are in,\n"
+        return (
+            "expected a folder that can be replaced as a whole, found the one that you are in,\n"
             "  or one above it. Name a new one inside it."
         )
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return
+        return None
     if not (folder / MARK).is_file():
-        raise CheckpointError(
-            f"export to {folder}: expected a new name, an empty folder or an earlier export (with {MARK}),\n"
+        return (
+            f"expected a new name, an empty folder or an earlier export (with {MARK}),\n"
             "  found something else, which is left alone. Name another folder."
         )
     exported = _exported(folder)
     if exported is None:
-        raise CheckpointError(
-            f"export to {folder}: expected the names of an earlier export's files in {MARK}, found none: what was\n"
-            "  added since can't be told from them. Delete the folder, or name another."
+        return (
+            f"expected the names of an earlier export's files in {MARK}, found none: files\n"
+            "  that were added since can't be told from them. Delete the folder, or name another."
         )
     other = next((name for name in _names(folder) if name not in exported), None)
     if other is not None:
-        raise CheckpointError(
-            f"export to {folder}: expected the files of an earlier export (listed in {MARK}), found {other} too,\n"
+        return (
+            f"expected the files of an earlier export (listed in {MARK}), found {other} too,\n"
             "  which would be lost. Move it elsewhere, or name another folder."
         )
+    return None
 
 
 def require_new(file: Path) -> None:
-    """Raises `CheckpointError` where something lies at `file`: a file bears no mark that it is ours."""
+    """Raises `CheckpointError` where something lies at `file`: a file has no mark that it is ours."""
     if file.exists() or file.is_symlink():
         raise CheckpointError(f"export to {file}: expected a new name, found something there. Name another file.")
 
 
 @contextmanager
 def new_file(file: Path) -> Generator[Path]:
-    """A name to write to, which becomes `file` at one instant if nothing is raised, and vanishes otherwise."""
+    """A temporary name to write to. It becomes `file` at one instant, or vanishes after an error."""
     require_new(file)
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = _hidden(file, "unfinished")
@@ -88,7 +95,7 @@ def new_file(file: Path) -> Generator[Path]:
 
 @contextmanager
 def new_folder(folder: Path, manifest: Manifest) -> Generator[Path]:
-    """A folder to write to, which takes the place of `folder` once the block ends without an error."""
+    """A temporary folder to write to. It replaces `folder` when the block ends without an error."""
     require_replaceable(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = _hidden(folder, "unfinished")
@@ -109,16 +116,16 @@ def new_folder(folder: Path, manifest: Manifest) -> Generator[Path]:
 
 @contextmanager
 def torch_saving(path: Path) -> Generator[None]:
-    """torch.save's zip writer raises RuntimeError where it can't write; here that becomes an OSError."""
+    """Turns the RuntimeError that torch.save's zip writer raises for a failed write into an OSError."""
     try:
         yield
     except RuntimeError as error:
-        cause = error.__context__ or error  # the first failure; the writer's end, over it, only says where it stood
+        cause = error.__context__ or error  # the first failure; closing the writer raises a second one
         raise OSError(f"{path.name}: {(str(cause).splitlines() or [''])[0]}") from error
 
 
 def _exported(folder: Path) -> set[str] | None:
-    """What was written, by its mark; None where that doesn't say."""
+    """The files of an export, by its mark; None where it is unreadable."""
     try:
         files = parse_json((folder / MARK).read_bytes())["files"]
     except (ValueError, KeyError, TypeError):
@@ -128,20 +135,20 @@ def _exported(folder: Path) -> set[str] | None:
 
 def _names(folder: Path) -> list[str]:
     """All files, links among them, by their path inside the folder."""
-    found = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
-    return sorted(path.relative_to(folder).as_posix() for path in found)
+    paths = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    return sorted(path.relative_to(folder).as_posix() for path in paths)
 
 
 def _hidden(target: Path, kind: str) -> Path:
-    """A name beside the target that nobody else takes. Warns of what lies under such names."""
+    """A unique name beside the target. Warns of what lies under such names."""
     for each in ("unfinished", "replaced"):
         for left in sorted(target.parent.glob(f".{glob.escape(target.name)}.{'?' * _UNIQUE}.{each}*")):
-            log.warning("%s: left by an export that was killed, or one is at work. Delete it if none is.", left)
+            log.warning("%s: a killed export left it, or one is at work. Delete it if none is.", left)
     return target.with_name(f".{target.name}.{uuid.uuid4().hex[:_UNIQUE]}.{kind}")
 
 
 def _take_name(unfinished: Path, file: Path) -> None:
-    """Rename, never over a file that came there meanwhile, where the file system has hard links."""
+    """Rename; where the file system has hard links, never over a file that appeared meanwhile."""
     try:
         os.link(unfinished, file)
     except FileExistsError:
@@ -152,7 +159,7 @@ def _take_name(unfinished: Path, file: Path) -> None:
 
 
 def _replace(folder: Path, new: Path) -> None:
-    """Put `new` in the place of `folder`. A kill in between leaves both, one of them under a hidden name."""
+    """Replace `folder` with `new`. A kill in between leaves both, one of them under a hidden name."""
     sync_folder(new)
     old = new.with_suffix(".replaced")
     if folder.exists():

@@ -1,8 +1,8 @@
-"""Reads a pickle of torch's checkpoint metadata as data: nothing is executed, and no class of anybody's is handed out.
+"""Reads a pickle of torch's checkpoint metadata as data: executes nothing, and returns no foreign class.
 
-A pickle is a program. Of its instructions only those run that torch's own metadata needs; whatever a global name stands
-for comes as a stand-in: a `Record` of a class made for this one load, a plain tuple or dict, or the name as text. What
-an instruction calls, sets or builds must be such a stand-in.
+A pickle is a program. We run only the instructions that torch's own metadata needs. A global name becomes a stand-in: a
+`Record` of a class made for this one load, a plain tuple or dict, or the name as text. An instruction may call, set or
+build such stand-ins only.
 """
 
 import pickle
@@ -36,13 +36,13 @@ _DTYPES = {
 }
 _MAX_BYTES = 1 << 28
 
-# Python's own reader, whose memo is a dict: that of the one in C is an array as long as the largest index that a pickle
-# names, 64 GiB by four bytes of it.
+# Python's own reader keeps its memo in a dict. The memo of the reader in C is an array as long as the largest index
+# in the pickle: four bytes of input make 64 GiB.
 _Reader: Any = pickle._Unpickler  # pyright: ignore
 
 
 class Record:
-    """A stand-in: `kind` is the class's name, `arguments` what it was called with, `state` what was set on it."""
+    """A stand-in: `kind` is the class's name, `arguments` those of its call, `state` its fields."""
 
     kind = ""
     arguments: tuple[object, ...] = ()
@@ -52,14 +52,14 @@ class Record:
         self.arguments = arguments
 
     def get(self, name: str) -> Any:
-        """A field of its state; None if there is none."""
+        """A field of its state, or None."""
         return self.state.get(name) if isinstance(self.state, dict) else None
 
 
 def read_pickle(path: Path) -> Any:
-    """What the file holds: plain Python values, tuples for `torch.Size`, text for dtypes, and records.
+    """Plain Python values, tuples for `torch.Size`, text for dtypes, and records.
 
-    Raises CheckpointError for any other name or instruction, and for what is no pickle.
+    Raises CheckpointError for any other name or instruction, and for a malformed pickle.
     """
     try:
         if path.stat().st_size > _MAX_BYTES:
@@ -152,8 +152,8 @@ class _MetadataReader(_Reader):
         if type(target) is not dict:
             raise _unexpected("items of a dict", target)
         for key, value in zip(items[::2], items[1::2], strict=True):
-            # Torch's metadata has no others. Numbers can be chosen so that a dict takes quadratic time, and nested
-            # tuples so that their hash recurses without a bound.
+            # Torch's metadata has no others. Chosen numbers make a dict take quadratic time, and the hash of nested
+            # tuples recurses without a bound.
             if not isinstance(key, str | Record):
                 raise _unexpected("text or an index of torch's metadata as a key", key)
             target[key] = value

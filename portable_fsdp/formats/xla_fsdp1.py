@@ -1,6 +1,6 @@
 """The files that ranks of torch_xla's XlaFullyShardedDataParallel save: {'model': ..., 'shard_metadata': ...} each.
 
-torch_xla isn't needed: a parameter is cut into equal parts, flat (padded at the end) or along dimension 0 (padded with
+Needs no torch_xla: it cuts a parameter into equal parts, flat (padded at the end) or along dimension 0 (padded with
 rows), and the metadata has its name and shape. With `flatten_parameters` a unit's parameters are one flat tensor.
 """
 
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry
 from portable_fsdp.formats.base import ForeignCheckpoint
-from portable_fsdp.formats.streams import check_numbers, check_shape
-from portable_fsdp.formats.torchfile import entry_of, is_torch_file, load_mapped
+from portable_fsdp.formats.safetensors_file import check_numbers, check_shape
+from portable_fsdp.formats.torch_file import entry_of, is_torch_file, load_mapped
 from portable_fsdp.runtime.errors import CheckpointError
 
 log = logging.getLogger("portable_fsdp")
@@ -29,7 +29,7 @@ _WRAPPERS = ("_fsdp_wrapped_module.", "_fpw_module.")
 
 
 class Sharded(NamedTuple):
-    """Elements `start` up to `start + prod(shape)` of the parts, put one after the other and flattened."""
+    """Elements `start` up to `start + prod(shape)` of the flattened, concatenated parts."""
 
     entry: TensorEntry
     parts: list[Tensor]
@@ -37,15 +37,15 @@ class Sharded(NamedTuple):
 
 
 def matches(path: Path) -> bool:
-    """A folder of torch files. Whether they are shards is seen when they are opened."""
+    """A folder of torch files; `open_checkpoint` checks that they are shards."""
     return path.is_dir() and any(is_torch_file(file) for file in path.iterdir() if file.is_file())
 
 
 @contextmanager
 def open_checkpoint(path: Path, *, trust_metadata: bool) -> Generator[ForeignCheckpoint]:
-    """All files of a folder, one of each rank; read with `weights_only`, mapped. Weights alone, no optimizer's state.
+    """All files of a folder, one of each rank; read with `weights_only`, mapped. Weights only, no optimizer state.
 
-    Holds one tensor; pages of the files that were read are the system's to take back. Raises `CheckpointError`.
+    Holds one tensor beside the page cache. Raises `CheckpointError`.
     """
     ranks = _ranks(path)
     metadata = cast(dict[str, Any], ranks[0]["shard_metadata"])
@@ -56,13 +56,13 @@ def open_checkpoint(path: Path, *, trust_metadata: bool) -> Generator[ForeignChe
                 raise CheckpointError(f"{path}: {name}: expected one tensor for {key}, found two")
             tensors[key] = sharded
     if any("optimizer" in rank for rank in ranks):
-        log.warning("left out the optimizer's state in %s: it is numbered there, and names no parameter", path)
+        log.warning("left out the optimizer's state in %s: it has numbers there, and no names", path)
     yield ForeignCheckpoint({key: s.entry for key, s in tensors.items()}, lambda key: _read(tensors[key]))
 
 
 def _ranks(folder: Path) -> list[dict[str, Any]]:
-    """What the files hold, in the order of their ranks; all ranks of one run, each once."""
-    found: dict[int, dict[str, Any]] = {}
+    """The contents of the files in the order of their ranks; all ranks of one run, each once."""
+    by_rank: dict[int, dict[str, Any]] = {}
     sizes: set[int] = set()
     for path in _shard_files(folder):
         value = load_mapped(path)
@@ -72,25 +72,25 @@ def _ranks(folder: Path) -> list[dict[str, Any]]:
             )
         metadata = value["shard_metadata"]
         rank, size = check_numbers(str(path), (metadata.get("rank"), metadata.get("world_size")), "rank and world_size")
-        if rank in found:
+        if rank in by_rank:
             raise CheckpointError(f"{path}: expected one file of each rank, found a second one of rank {rank}")
-        found[rank] = value
+        by_rank[rank] = value
         sizes.add(size)
-    if len(sizes) != 1 or sorted(found) != list(range(next(iter(sizes)))):
+    if len(sizes) != 1 or sorted(by_rank) != list(range(next(iter(sizes)))):
         raise CheckpointError(
-            f"{folder}: expected a file of each rank of one run, found ranks {sorted(found)} of {sorted(sizes)}"
+            f"{folder}: expected a file of each rank of one run, found ranks {sorted(by_rank)} of {sorted(sizes)}"
         )
-    return [found[rank] for rank in sorted(found)]
+    return [by_rank[rank] for rank in sorted(by_rank)]
 
 
 def _shard_files(folder: Path) -> list[Path]:
-    """The torch files; those called `rank...` where there are such: transformers' Trainer puts others beside."""
+    """The torch files; if some are called `rank...`, only those: transformers' Trainer puts others beside them."""
     files = sorted(file for file in folder.iterdir() if is_torch_file(file))
     return [file for file in files if re.match(r"rank[-_]?\d", file.name)] or files
 
 
 def _unshard(folder: Path, name: str, models: list[Any], metadata: Mapping[str, Any]) -> Iterator[tuple[str, Sharded]]:
-    """The tensors that are cut into the parts called `name`."""
+    """The tensors in the parts called `name`."""
     where = f"{folder}: {name}"
     words = name.split(".")
     cut = next((i for i, word in enumerate(words) if word.startswith(_SHARD)), None)
@@ -99,7 +99,7 @@ def _unshard(folder: Path, name: str, models: list[Any], metadata: Mapping[str, 
         raise CheckpointError(f"{where}: expected a tensor of each rank, found something else")
     if len({(part.shape, part.dtype) for part in parts}) != 1:
         raise CheckpointError(f"{where}: expected equal parts, found {[list(part.shape) for part in parts]}")
-    if cut is None:  # a buffer, which every rank has; its own dtype is in the metadata
+    if cut is None:  # a buffer, which every rank has; the metadata has its own dtype
         entry = _as_it_was(entry_of(where, parts[0]), _get(where, metadata, "buffer_info").get(name))
         yield _plain_name(name), Sharded(entry, parts[:1], 0)
         return
@@ -150,7 +150,7 @@ def _plain_name(name: str) -> str:
 def _read(sharded: Sharded) -> Tensor:
     result = torch.empty(sharded.entry.shape, dtype=getattr(torch, sharded.entry.dtype))
     flat = result.view(-1)
-    first = -sharded.start  # where the part at hand begins in `flat`
+    first = -sharded.start  # offset of the part in `flat`
     for part in sharded.parts:
         start, stop = max(first, 0), min(first + part.numel(), flat.numel())
         if start < stop:

@@ -10,8 +10,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from portable_fsdp.checkpoint.config_diff import differences
-from portable_fsdp.checkpoint.files import verify_hash, verify_size
-from portable_fsdp.checkpoint.format import committed_steps, read_manifest, require_checkpoint, step_of
+from portable_fsdp.checkpoint.format import (
+    committed_steps,
+    read_manifest,
+    require_checkpoint,
+    step_of,
+    verify_hash,
+    verify_size,
+)
 from portable_fsdp.checkpoint.storage import is_object_store, locate
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.sources import EXAMPLES, files_of

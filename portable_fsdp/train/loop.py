@@ -316,19 +316,15 @@ def _last_saved(checkpoints: Checkpoints) -> str:
 
 def _export(config: Config, backend: Backend, corpus: Corpus, newest: Path, told: Evaluated | None) -> None:
     """The best checkpoint by its evaluation; the newest where there was none."""
+    from portable_fsdp.formats.base import ExportOptions, export_checkpoint
+
     alone = config.model.lora is not None and not config.checkpoint.merge_adapters
 
     def export() -> None:
         checkpoint, which = _to_export(newest, told)
-        if alone:
-            from portable_fsdp.formats.peft import export_adapters
-
-            export_adapters(checkpoint, _export_folder(config), corpus.tokenizer.save)
-        else:  # the base where it lies now: the checkpoint may be older than that
-            from portable_fsdp.formats.huggingface import export_huggingface
-
-            base = config.model.pretrained
-            export_huggingface(checkpoint, _export_folder(config), corpus.tokenizer.save, base=base)
+        # The base may have moved since the checkpoint was saved.
+        options = ExportOptions(save_tokenizer=corpus.tokenizer.save, base=config.model.pretrained)
+        export_checkpoint(checkpoint, "peft" if alone else "huggingface", _export_folder(config), options)
         log.info("exported %s to %s%s", checkpoint, _export_folder(config), which)
 
     def as_error(error: Exception) -> TrainingError:

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from workers import Group, Workers
 
-from portable_fsdp.formats.huggingface import export_huggingface
+from portable_fsdp.formats.base import ExportOptions, export_checkpoint
 
 SAVED_AT, STEPS = 19, 20
 
@@ -29,7 +29,7 @@ def assert_it_trains_and_opens(workers: Workers, model: str, folder: Path) -> No
     assert_equal_curves([{"metrics": answer["before"] + answer["metrics"]} for answer in answers], case)
     for answer in answers:
         assert answer["compilations"] == answer["expected_compilations"]
-    export_huggingface(folder / f"checkpoints/step-{SAVED_AT:08d}", folder / "export", None)
+    export_checkpoint(folder / f"checkpoints/step-{SAVED_AT:08d}", "huggingface", folder / "export", ExportOptions())
     opened = open_plainly(folder / "export", case)
     assert_holds(opened, assemble([answer["state"] for answer in answers]))
     with torch.no_grad():  # the engine's loss with these weights, before the update of the step

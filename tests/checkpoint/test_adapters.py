@@ -11,6 +11,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from foreign_models import export
 from plain_backend import PlainBackend, checkpoints, load
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -19,8 +20,6 @@ from portable_fsdp.checkpoint.__main__ import main
 from portable_fsdp.checkpoint.format import read_manifest
 from portable_fsdp.checkpoint.manager import Checkpoints
 from portable_fsdp.config.schema import Lora, Model
-from portable_fsdp.formats.huggingface import export_huggingface
-from portable_fsdp.formats.peft import export_adapters
 from portable_fsdp.models.architecture import config_to_json
 from portable_fsdp.models.build import build_model
 from portable_fsdp.models.pretrained import Base, fingerprint
@@ -109,7 +108,7 @@ def logits(model: Any) -> torch.Tensor:
 def test_peft_opens_the_adapters(tmp_path: Path, name: str) -> None:
     path, model = train(tmp_path, name)
     (tmp_path / "base").rename(tmp_path / "away")  # no export of adapters asks for it
-    export_adapters(path, tmp_path / "export", lambda folder: (folder / "tokenizer.json").touch())
+    export(path, "peft", tmp_path / "export", save_tokenizer=lambda folder: (folder / "tokenizer.json").touch())
     (tmp_path / "away").rename(tmp_path / "base")
     assert sorted(file.name for file in (tmp_path / "export").iterdir()) == [
         "adapter_config.json",
@@ -139,7 +138,7 @@ def test_peft_opens_the_adapters(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_merged_it_is_a_plain_model(tmp_path: Path, name: str) -> None:
     path, model = train(tmp_path, name)
-    export_huggingface(path, tmp_path / "export", None)
+    export(path, "huggingface", tmp_path / "export")
     whole, report = AutoModelForCausalLM.from_pretrained(tmp_path / "export", output_loading_info=True)  # type: ignore
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert type(whole.model if hasattr(whole, "model") else whole.transformer).__module__.startswith("transformers.")
@@ -170,7 +169,7 @@ def test_a_checkpoint_that_holds_its_base_exports_the_same(tmp_path: Path) -> No
     older = held.save(1, old, optimizer, (0, 0))
     assert read_manifest(older).base is None
     for checkpoint, folder in ((path, "export"), (older, "older")):
-        export_huggingface(checkpoint, tmp_path / folder, None)
+        export(checkpoint, "huggingface", tmp_path / folder)
     mine, theirs = (load_file(tmp_path / folder / "model.safetensors") for folder in ("export", "older"))
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(tensor, theirs[key]) for key, tensor in mine.items())
@@ -268,7 +267,7 @@ def test_a_fingerprint_tells_other_weights(tmp_path: Path, changed: str) -> None
 def test_merging_rounds_once(tmp_path: Path) -> None:
     """In float32, and then to the base's dtype: peft's own merge computes in the base's."""
     path, model = train(tmp_path, "llama", dtype=torch.bfloat16)
-    export_huggingface(path, tmp_path / "export", None)
+    export(path, "huggingface", tmp_path / "export")
     whole: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     name = "model.layers.1.mlp.up_proj"
     layer = model.get_submodule(name)
@@ -307,7 +306,7 @@ def test_a_base_of_the_hub_is_named_with_its_revision(
 ) -> None:
     config = {"model": {"pretrained": pretrained, "lora": {"r": 3, "alpha": 5.0}}}
     path, _ = train(tmp_path, "llama", config=config)
-    export_adapters(path, tmp_path / "export", None)
+    export(path, "peft", tmp_path / "export")
     settings = json.loads((tmp_path / "export" / "adapter_config.json").read_text())
     assert (settings["base_model_name_or_path"], settings["revision"]) == expected
 
@@ -326,11 +325,11 @@ def test_whole_weights_have_no_adapters_to_export(tmp_path: Path) -> None:
     saved = checkpoints(tmp_path / "checkpoints", PlainBackend(), model_config=config_to_json(model.config))
     path = saved.save(1, model, torch.optim.SGD(model.parameters()), (0, 0))
     with pytest.raises(CheckpointError, match=r"expected adapters \(model\.lora\), found none"):
-        export_adapters(path, tmp_path / "export", None)
+        export(path, "peft", tmp_path / "export")
 
 
 @pytest.mark.parametrize("wrong", [{"r": None}, {"r": 0}, {"r": "3"}, {"alpha": [1.0]}])
 def test_adapters_without_their_settings_are_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
     path, _ = train(tmp_path, "llama", **wrong)
     with pytest.raises(CheckpointError, match=r"expected r and alpha in model\.lora of its config"):
-        export_huggingface(path, tmp_path / "export", None)
+        export(path, "huggingface", tmp_path / "export")

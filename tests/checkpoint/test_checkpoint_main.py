@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from foreign_models import MODELS, build
 from plain_backend import PlainBackend, checkpoints, save_once, small_model
 from s3_server import BUCKET, Fault, s3_server
 from s3fs import S3FileSystem
-from test_foreign import MODELS, build
 from torch.optim import SGD
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

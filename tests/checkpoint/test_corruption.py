@@ -13,8 +13,7 @@ import pytest
 from plain_backend import save_once
 
 from portable_fsdp.backends.base import Rank
-from portable_fsdp.checkpoint.files import hash_file
-from portable_fsdp.checkpoint.format import seal
+from portable_fsdp.checkpoint.format import hash_file, seal
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.runtime.errors import CheckpointError
 

@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from foreign_models import MODELS, build, dcp_save
 from safetensors.torch import save_file
-from test_foreign import MODELS, build
-from test_formats import dcp_save
 from test_xla_shards import shards
 
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.formats.importing import import_checkpoint
-from portable_fsdp.formats.streams import read_header
+from portable_fsdp.formats.safetensors_file import read_header
 from portable_fsdp.formats.unpickle import read_pickle
 from portable_fsdp.runtime.errors import CheckpointError
 
@@ -175,7 +174,7 @@ def info_of(metadata: Any) -> Any:
 
 
 def test_pickled_metadata_is_read_only_if_asked_for(tmp_path: Path, dcp: Path) -> None:
-    refused(dcp, tmp_path, "add --trust_metadata")
+    refused(dcp, tmp_path, "only with --trust_metadata")
 
 
 PICKLES = {

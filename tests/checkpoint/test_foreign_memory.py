@@ -22,9 +22,8 @@ from pathlib import Path
 import torch
 from memory import Peak
 from torch.distributed import checkpoint as dcp
-from portable_fsdp.formats.base import load_export
+from portable_fsdp.formats.base import ExportOptions, export_checkpoint
 from portable_fsdp.formats.importing import import_checkpoint
-from portable_fsdp.checkpoint.store import Reader
 
 COUNT, ROWS, source, format, folder = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
 folder = Path(folder)
@@ -48,10 +47,9 @@ def both_ways(name, count, rows):
     write_source(folder / f"{name}.source", count, rows)
     with Peak() as importing:
         path = import_checkpoint(folder / f"{name}.source", folder / name, source, trust_metadata=True)
-    with Reader(path) as reader, Peak() as exporting:
-        exporter = load_export(format)
-        dtype = None if format == "dcp" else "bfloat16"
-        exporter.export(reader, folder / f"{name}.out", dtype=dtype, save_tokenizer=None, advance=lambda _: None)
+    with Peak() as exporting:
+        options = ExportOptions(dtype=None if format == "dcp" else "bfloat16")
+        export_checkpoint(path, format, folder / f"{name}.out", options)
     return [importing.grown, exporting.grown]
 
 

@@ -201,7 +201,7 @@ def test_an_index_that_cant_be_read_ends_the_wait(tmp_path: Path, monkeypatch: p
         raise OSError(errno.ESTALE, "Stale file handle")
 
     monkeypatch.setattr(storage, "read", away)
-    with pytest.raises(CheckpointError, match=r"found none of process 0 after.*\n.*last word: .*Stale file handle"):
+    with pytest.raises(CheckpointError, match=r"found none of process 0 after.*\n.*last error: .*Stale file handle"):
         commit.collect(tmp_path, "new", 1, wait_s=0.01)
 
 

@@ -10,8 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from test_foreign import MODELS, build
-from test_formats import assert_same, tensors_in, weights
+from foreign_models import MODELS, assert_same, build, tensors_in, weights
 from transformers import AutoModelForCausalLM
 
 from portable_fsdp.formats.importing import import_checkpoint

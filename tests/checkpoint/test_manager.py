@@ -132,7 +132,9 @@ def test_a_save_waits_for_every_process_and_names_the_missing(tmp_path: Path) ->
 
 def test_a_folder_that_this_process_does_not_see_is_named(tmp_path: Path) -> None:
     alone = Alone(Rank(1, 2))
-    with pytest.raises(CheckpointError, match=r"process 1 finds\n  none: checkpoints must lie on a file system"):
+    with pytest.raises(
+        CheckpointError, match=r"process 1 cannot see .*process 0 created:\n  checkpoints must lie on a file system"
+    ):
         checkpoints(tmp_path, alone).save(5, *small_model(seed=1), (0, 0))
 
 
@@ -175,7 +177,7 @@ def test_a_straggler_of_an_earlier_attempt_finds_no_folder(tmp_path: Path) -> No
         ours.save(5, *small_model(seed=5), (0, 5))
 
     def straggle() -> None:
-        with pytest.raises(CheckpointError, match="process 1 finds\n  none"):
+        with pytest.raises(CheckpointError, match="process 1 cannot see"):
             old._write_part(final, attempt, *part)
 
     class Between(PlainBackend):
@@ -369,7 +371,7 @@ def test_another_curve_is_refused_with_a_table_and_allowed_by_name(tmp_path: Pat
         "    train.steps  9      18",
         "  If you mean it, allow it by name: checkpoint.allow='[optim.lr, train.steps]'.",
         "  To start anew from its weights, name it, and a new folder: checkpoint.load=weights_only",
-        "  checkpoint.resume=FOLDER run.dir=ANOTHER. Nothing was started.",
+        "  checkpoint.resume=FOLDER run.dir=ANOTHER.",
     ]
     with pytest.raises(CheckpointError, match=r"allow='\[train\.steps\]'"):
         resumed_with(tmp_path, {"allow": ("optim",)}, config=other)

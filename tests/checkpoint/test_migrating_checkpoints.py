@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_foreign import MODELS, build
-from test_formats import assert_same, dcp_save, tensors_in, weights
+from foreign_models import MODELS, assert_same, build, dcp_save, tensors_in, weights
 
 from portable_fsdp.checkpoint.__main__ import main
 

@@ -17,8 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from portable_fsdp.backends.base import Piece, Rank, TensorState
 from portable_fsdp.checkpoint.commit import Index, merge
-from portable_fsdp.checkpoint.files import hash_file
-from portable_fsdp.checkpoint.format import DTYPE_BYTES, Manifest, manifest_text, step_folder
+from portable_fsdp.checkpoint.format import DTYPE_BYTES, Manifest, hash_file, manifest_text, step_folder
 from portable_fsdp.checkpoint.store import Reader, entries_without_pieces, write_pieces
 from portable_fsdp.runtime.errors import CheckpointError
 

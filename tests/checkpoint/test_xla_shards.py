@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_formats import assert_same, tensors_in
+from foreign_models import assert_same, tensors_in
 
 from portable_fsdp.formats.importing import detect, import_checkpoint
 from portable_fsdp.runtime.errors import CheckpointError

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from test_formats import dcp_save
+from foreign_models import dcp_save
 
 from portable_fsdp.formats import dcp
 from portable_fsdp.formats.unpickle import _PLAIN, _RECORDS  # pyright: ignore[reportPrivateUsage]

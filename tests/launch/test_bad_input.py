@@ -20,7 +20,7 @@ from cli import PYTHON, TINY, TORCHRUN, committed, launch, losses, started, tiny
 from tokenizers import Tokenizer, models
 
 from portable_fsdp.backends.open import ENGINES
-from portable_fsdp.checkpoint.files import hash_file
+from portable_fsdp.checkpoint.format import hash_file
 from portable_fsdp.metrics.sinks import read_jsonl
 
 SCREEN = 25  # lines

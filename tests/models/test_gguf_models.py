@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_foreign import build
+from foreign_models import build
 from test_gguf import ARCHITECTURES, TYPE, write
 from transformers import AutoModelForCausalLM
 

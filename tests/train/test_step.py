@@ -16,7 +16,7 @@ from portable_fsdp.backends.base import Backend, Batch, Metrics, full_region
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.checkpoint.manager import Checkpoints
 from portable_fsdp.config.schema import Config
-from portable_fsdp.formats.huggingface import export_huggingface
+from portable_fsdp.formats.base import ExportOptions, export_checkpoint
 from portable_fsdp.models.build import BuiltModel, build_model
 from portable_fsdp.models.loss import Loss
 from portable_fsdp.optim.optimizer import make_optimizer, parameter_groups
@@ -247,7 +247,8 @@ def test_a_pretrained_folder_trains_a_step_and_comes_back_as_a_folder(backend: B
         config={},
         model_config=one.built.config,
     )
-    export_huggingface(checkpoints.save(1, one.model, one.optimizer, (0, ROWS)), tmp_path / "export", None)
+    saved = checkpoints.save(1, one.model, one.optimizer, (0, ROWS))
+    export_checkpoint(saved, "huggingface", tmp_path / "export", ExportOptions())
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     trained = weights(one.model)
     assert trained.keys() == dict(opened.named_parameters()).keys()

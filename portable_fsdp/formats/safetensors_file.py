@@ -1,39 +1,56 @@
 """Safetensors files, a tensor at a time: first the header, then each tensor's bytes. Nothing is mapped or held.
 
-A header that is read is hostile input: all of it is checked before a byte of a tensor is.
+Also a format of its own: one safetensors file that holds the whole model, {FQN: tensor}.
 """
 
-import math
 import reprlib
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from portable_fsdp.checkpoint import safetensors
-from portable_fsdp.checkpoint.format import DTYPE_BYTES, MAX_ELEMENTS, TensorEntry
-from portable_fsdp.checkpoint.storage import FileReader
-from portable_fsdp.formats.base import Advance, say_nothing
+from portable_fsdp.checkpoint.format import FileEntry, TensorEntry, is_too_large
+from portable_fsdp.checkpoint.storage import FileReader, require_regular
+from portable_fsdp.checkpoint.store import Reader
+from portable_fsdp.formats.base import Advance, ExportOptions, ForeignCheckpoint, no_progress, tensors_of, verify
+from portable_fsdp.formats.target import new_file, require_new
 from portable_fsdp.runtime.errors import CheckpointError
-from portable_fsdp.runtime.strict_json import parse_json
 
 _CHUNK_ELEMENTS = 1 << 20
 
 
 class FileTensor(NamedTuple):
-    """A tensor in a file: its bytes start at `start`, counted from the beginning of the file."""
+    """A tensor in a file: its bytes begin at offset `start`."""
 
     entry: TensorEntry
     path: Path
     start: int
 
 
-def size_of(entry: TensorEntry) -> int:
-    """Bytes."""
-    return math.prod(entry.shape) * DTYPE_BYTES[entry.dtype]
+def matches(path: Path) -> bool:
+    """By its name."""
+    return path.is_file() and path.suffix == ".safetensors"
+
+
+@contextmanager
+def open_checkpoint(path: Path, *, trust_metadata: bool) -> Generator[ForeignCheckpoint]:
+    """Holds one tensor. Raises `CheckpointError`."""
+    require_regular(path, path.name)
+    stored = read_header(path)
+    yield ForeignCheckpoint({key: s.entry for key, s in stored.items()}, lambda key: read_tensor(stored[key]))
+
+
+def export(reader: Reader, target: Path, options: ExportOptions) -> None:
+    """Write a new file; a tied weight stands in it once. Holds one tensor as saved. Raises `CheckpointError`."""
+    require_new(target)
+    tensors = tensors_of(reader, "model", options.dtype)
+    verify(reader, options.advance, "model/")
+    with new_file(target) as file:
+        write_file(file, tensors, reader.read_whole, {}, options.advance)
 
 
 def check_numbers(where: str, value: object, what: str = "a shape (at most 16 sizes)") -> tuple[int, ...]:
@@ -45,32 +62,27 @@ def check_numbers(where: str, value: object, what: str = "a shape (at most 16 si
 
 
 def check_shape(where: str, shape: object) -> tuple[int, ...]:
-    """`shape` as a tuple, if it is a list of sizes, and strides and bytes fit 64 bits. Raises `CheckpointError`."""
+    """`shape` as a tuple, if it is a list of sizes whose strides and bytes fit 64 bits. Raises `CheckpointError`."""
     sizes = check_numbers(where, shape)
-    if math.prod(max(size, 1) for size in sizes) > MAX_ELEMENTS:  # as of a manifest: what is read can be written
+    if is_too_large(sizes):  # for a manifest too: what we read we can write
         raise CheckpointError(f"{where}: expected at most 2**59 elements, found shape {list(sizes)}")
     return sizes
 
 
-def load_json(where: str, text: bytes) -> Any:
-    """As `parse_json`. Raises `CheckpointError`."""
-    try:
-        return parse_json(text)
-    except ValueError as error:
-        raise CheckpointError(f"{where}: expected JSON, found: {error}") from None
-
-
 def read_header(path: Path) -> dict[str, FileTensor]:
-    """What a safetensors file holds. The caller has checked that it is a plain file. Raises `CheckpointError`."""
+    """The tensors of a safetensors file, a plain file. Raises `CheckpointError`."""
     try:
         with FileReader(path) as source:
-            found = safetensors.read_header(source)
+            header = safetensors.read_header(source)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: expected a safetensors file, found: {error}") from None
-    for key, one in found.items():
-        check_shape(f"{path}: {key[:200]!r}", one.shape)
     return {
-        key: FileTensor(TensorEntry(shape=one.shape, dtype=one.dtype), path, one.start) for key, one in found.items()
+        key: FileTensor(
+            TensorEntry(shape=check_shape(f"{path}: {key[:200]!r}", stored.shape), dtype=stored.dtype),
+            path,
+            stored.start,
+        )
+        for key, stored in header.items()
     }
 
 
@@ -90,18 +102,18 @@ def write_file(
     entries: Mapping[str, TensorEntry],
     read: Callable[[str], Tensor],
     metadata: Mapping[str, str],
-    advance: Advance = say_nothing,
-) -> safetensors.Written:
-    """Write a new safetensors file, fsynced: `read(key)` is asked for one tensor at a time, and let go of.
+    advance: Advance = no_progress,
+    name: str = "",
+) -> FileEntry:
+    """Write and fsync a new safetensors file, one tensor of `read(key)` at a time; the caller fsyncs the folder.
 
-    Each is converted to the dtype of its entry on the way, a few MiB at a time. Returns length and hash. The caller
-    fsyncs the folder. Raises `CheckpointError` where a value doesn't fit the dtype.
+    Converts each to the dtype of its entry. Raises `CheckpointError` where a value doesn't fit the dtype.
     """
-    return safetensors.write(path, entries, lambda key: byte_chunks(key, read, entries[key]), metadata, advance)
+    return safetensors.write(path, name, entries, lambda key: byte_chunks(key, read, entries[key]), metadata, advance)
 
 
 def byte_chunks(key: str, read: Callable[[str], Tensor], entry: TensorEntry) -> Iterator[memoryview]:
-    """The bytes of `read(key)` as `entry` wants them, a few MiB at a time; as `safetensors.chunks_of`.
+    """The bytes of `read(key)` in the dtype of `entry`, a few MiB at a time; as `safetensors.chunks_of`.
 
     Raises `CheckpointError` for another shape, and as `converted`.
     """
@@ -131,24 +143,13 @@ def converted(key: str, tensor: Tensor, dtype: str) -> Tensor:
 
 
 def groups(tensors: Mapping[str, TensorEntry], max_bytes: int) -> Iterator[list[str]]:
-    """Runs of keys in their order, each as long as it stays within `max_bytes`; at least one."""
+    """Consecutive keys, cut where a group would exceed `max_bytes`; at least one group."""
     keys: list[str] = []
     total = 0
     for key, tensor in tensors.items():
-        if keys and total + size_of(tensor) > max_bytes:
+        if keys and total + tensor.nbytes > max_bytes:
             yield keys
             keys, total = [], 0
         keys.append(key)
-        total += size_of(tensor)
+        total += tensor.nbytes
     yield keys
-
-
-def copy_into(file: IO[bytes], start: int, chunks: Iterator[memoryview], advance: Advance) -> int:
-    """Overwrite a file from `start` on. Returns the CRC-32 of what was written."""
-    file.seek(start)
-    checksum = 0
-    for chunk in chunks:
-        file.write(chunk)
-        checksum = zlib.crc32(chunk, checksum)
-        advance(len(chunk))
-    return checksum

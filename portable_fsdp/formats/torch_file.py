@@ -2,6 +2,7 @@
 
 import struct
 import zipfile
+import zlib
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,17 +14,9 @@ from torch import Tensor
 from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry
 from portable_fsdp.checkpoint.storage import require_regular
 from portable_fsdp.checkpoint.store import Reader
-from portable_fsdp.formats.base import (
-    Advance,
-    ForeignCheckpoint,
-    SaveTokenizer,
-    as_dtype,
-    say_nothing,
-    tensors_of,
-    verify,
-)
+from portable_fsdp.formats.base import ExportOptions, ForeignCheckpoint, tensors_of, verify
 from portable_fsdp.formats.names import names_of
-from portable_fsdp.formats.streams import byte_chunks, check_shape, copy_into
+from portable_fsdp.formats.safetensors_file import byte_chunks, check_shape
 from portable_fsdp.formats.target import new_file, require_new, torch_saving
 from portable_fsdp.runtime.errors import CheckpointError
 
@@ -39,8 +32,7 @@ def matches(path: Path) -> bool:
 def open_checkpoint(path: Path, *, trust_metadata: bool) -> Generator[ForeignCheckpoint]:
     """A dict of tensors, perhaps under `model` or `state_dict`; read with `weights_only`, mapped.
 
-    Holds a copy of one tensor; pages of the file that were read are the system's to take back. Other values of the
-    dict are left. Raises `CheckpointError`.
+    Holds a copy of one tensor beside the page cache. Ignores other values of the dict. Raises `CheckpointError`.
     """
     tensors = tensor_dict(path, load_mapped(path))
     yield ForeignCheckpoint(
@@ -49,30 +41,28 @@ def open_checkpoint(path: Path, *, trust_metadata: bool) -> Generator[ForeignChe
     )
 
 
-def export(
-    reader: Reader,
-    target: Path,
-    *,
-    dtype: str | None = None,
-    save_tokenizer: SaveTokenizer | None = None,
-    advance: Advance = say_nothing,
-) -> None:
+def export(reader: Reader, target: Path, options: ExportOptions) -> None:
     """Write a new file; all names of a tied weight share one storage in it.
 
-    torch.save writes the file with its tensors left out (`skip_data`), which are then put in their places, and their
-    checksums in place of those of zeros: one is held in host memory, as it was saved. Raises `CheckpointError`.
+    torch.save writes the file without its tensors (`skip_data`). We put them in their places one at a time, and their
+    checksums in place of those of zeros. Raises `CheckpointError`.
     """
     require_new(target)
-    tensors = {key: as_dtype(tensor, dtype) for key, tensor in tensors_of(reader, "model").items()}
+    tensors = tensors_of(reader, "model", options.dtype)
     names = names_of(reader.manifest.architecture, f"checkpoint {reader.folder.name}")
-    verify(reader, advance, "model/")
+    verify(reader, options.advance, "model/")
     with new_file(target) as path:
         places = _write_without_data(path, tensors, {} if names is None else names.aliases)
         with path.open("r+b") as file:
-            checksums = {
-                places[key]: copy_into(file, places[key], byte_chunks(key, reader.read_whole, entry), advance)
-                for key, entry in tensors.items()
-            }
+            checksums: dict[int, int] = {}
+            for key, entry in tensors.items():
+                file.seek(places[key])
+                checksum = 0
+                for chunk in byte_chunks(key, reader.read_whole, entry):
+                    file.write(chunk)
+                    checksum = zlib.crc32(chunk, checksum)
+                    options.advance(len(chunk))
+                checksums[places[key]] = checksum
             _write_checksums(file, checksums)
 
 
@@ -106,10 +96,10 @@ def load_mapped(path: Path) -> Any:
 
 
 def check_members(where: str, file: IO[bytes]) -> None:
-    """Read each member of a zip of torch.save once, a MiB at a time, and compare its CRC-32, which torch doesn't.
+    """Check the CRC-32 of each member of a zip of torch.save, which torch doesn't, a MiB at a time.
 
-    Raises `CheckpointError` for a member that differs, or is compressed: torch.save writes none, and a few bytes of
-    one may be terabytes.
+    Raises `CheckpointError` for a member that differs, or is compressed: torch.save writes none, and a few bytes may
+    expand to terabytes.
     """
     try:
         with zipfile.ZipFile(file) as archive:
@@ -129,23 +119,20 @@ def check_members(where: str, file: IO[bytes]) -> None:
 
 
 def tensor_dict(path: Path, value: object) -> dict[str, Tensor]:
-    """The tensors by name, of the dict or of the one dict in it that holds the model.
-
-    Raises `CheckpointError`, which names `path`, where there are none.
-    """
-    found = cast(dict[object, object], value) if isinstance(value, dict) else {}
-    inner = next((found[name] for name in _NESTED if isinstance(found.get(name), dict)), found)
+    """The tensors by name, of the dict or of the dict in it that holds the model. Raises `CheckpointError`."""
+    outer = cast(dict[object, object], value) if isinstance(value, dict) else {}
+    inner = next((outer[name] for name in _NESTED if isinstance(outer.get(name), dict)), outer)
     tensors = {str(key): item for key, item in cast(dict[object, object], inner).items() if isinstance(item, Tensor)}
     if not tensors:
         raise CheckpointError(
             f"{path}: expected a dict of tensors, perhaps under {' or '.join(_NESTED)}; found {type(value).__name__}"
-            + (f" with {', '.join(str(key) for key in list(found)[:5])}" if found else "")
+            + (f" with {', '.join(str(key) for key in list(outer)[:5])}" if outer else "")
         )
     return tensors
 
 
 def entry_of(where: str, tensor: Tensor) -> TensorEntry:
-    """Shape and dtype. Raises `CheckpointError` for what isn't a plain tensor with bytes of its own."""
+    """Shape and dtype. Raises `CheckpointError` for anything but a plain tensor with bytes of its own."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in DTYPE_BYTES or tensor.layout != torch.strided or tensor.device.type != "cpu":
         raise CheckpointError(f"{where}: expected a plain tensor, found {tensor.dtype} {tensor.layout} {tensor.device}")
@@ -158,8 +145,8 @@ def entry_of(where: str, tensor: Tensor) -> TensorEntry:
 
 
 def _write_checksums(file: BinaryIO, checksums: Mapping[int, int]) -> None:
-    """Put the CRC-32 of each member whose bytes begin at a key of `checksums` into the zip: behind those bytes, and
-    into the directory at the end (APPNOTE.TXT 6.3.10, 4.3.9 and 4.3.12)."""
+    """Put the CRC-32 of each member (by the offset of its bytes) into the zip: after those bytes, and into the
+    directory at the end (APPNOTE.TXT 6.3.10, 4.3.9 and 4.3.12)."""
     archive = zipfile.ZipFile(file)
     entry = archive.start_dir
     for member in archive.infolist():
@@ -175,7 +162,7 @@ def _write_checksums(file: BinaryIO, checksums: Mapping[int, int]) -> None:
 
 
 def _write_without_data(path: Path, tensors: dict[str, TensorEntry], aliases: dict[str, list[str]]) -> dict[str, int]:
-    """The file with room for the tensors. Returns where each one's bytes belong, as `skip_data` documents it."""
+    """Write the file with room for the tensors. Returns the offset of each one's bytes, as `skip_data` documents it."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.serialization import skip_data
 

@@ -1,0 +1,85 @@
+"""Small models and their checkpoints in the formats of other tools, for the tests of imports and exports."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from plain_backend import PlainBackend, checkpoints, named_tensors
+from torch.distributed.checkpoint.state_dict_saver import save as torch_dcp_save
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from portable_fsdp.backends.base import Rank
+from portable_fsdp.checkpoint.store import Reader
+from portable_fsdp.formats.base import ExportOptions, export_checkpoint
+
+Tensors = dict[str, torch.Tensor]
+
+SMALL: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 29}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {**SMALL, "model_type": "llama", "intermediate_size": 24, "num_key_value_heads": 2},
+    "qwen3": {**SMALL, "model_type": "qwen3", "intermediate_size": 24, "num_key_value_heads": 2, "head_dim": 4},
+    "gpt2": {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 4, "vocab_size": 29, "n_positions": 32},
+    # Its config holds an infinity, which JSON lacks.
+    "mamba2": {"model_type": "mamba2", "hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 29, "state_size": 4}
+    | {"num_heads": 4, "head_dim": 8, "expand": 2, "n_groups": 1, "chunk_size": 8},
+}
+TIED = {**MODELS["llama"], "tie_word_embeddings": True}
+
+
+def build(architecture: dict[str, Any], seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**architecture))
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms and biases must differ from their defaults
+            parameter.copy_(torch.randn_like(parameter))
+    return model
+
+
+def trained(architecture: dict[str, Any], seed: int = 0) -> tuple[Any, torch.optim.Optimizer]:
+    """A model and an AdamW whose state holds random content."""
+    model = build(architecture, seed)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for state in optimizer.state.values():
+        state["step"].fill_(7)
+        state["exp_avg"].normal_()
+        state["exp_avg_sq"].uniform_()
+    return model, optimizer
+
+
+def save(folder: Path, model: Any, optimizer: torch.optim.Optimizer | None = None, step: int = 3, **run: Any) -> Path:
+    """A checkpoint of a model of transformers. `run`: of `Checkpoints`."""
+    arguments = {"model_config": model.config.to_dict(), **run}
+    state = optimizer or torch.optim.SGD(model.parameters())
+    return checkpoints(folder, PlainBackend(devices=2), **arguments).save(step, model, state, (0, 0))
+
+
+def export(checkpoint: Path, format: str, target: Path, **options: Any) -> None:
+    export_checkpoint(checkpoint, format, target, ExportOptions(**options))
+
+
+def tensors_in(path: Path) -> Tensors:
+    """All of a checkpoint, after it was verified."""
+    with Reader(path) as reader:
+        reader.verify(Rank(0, 1))
+        return {key: reader.read_whole(key) for key in reader.manifest.tensors}
+
+
+def weights(model: Any) -> Tensors:
+    return named_tensors(model, torch.optim.SGD(model.parameters()))
+
+
+def assert_same(actual: Tensors, expected: Tensors) -> None:
+    assert actual.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert actual[key].dtype == tensor.dtype, key
+        assert torch.equal(actual[key], tensor), key
+
+
+def dcp_save(state: Any, folder: Path) -> None:
+    with warnings.catch_warnings():  # torch warns that it saves in a single process, and reads a TypedStorage
+        warnings.simplefilter("ignore")
+        torch_dcp_save(state, checkpoint_id=folder, no_dist=True)

@@ -1,0 +1,290 @@
+"""Hugging Face folders, out and in: transformers opens our exports, and we import what it saved."""
+
+import errno
+import itertools
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from foreign_models import MODELS, TIED, assert_same, build, export, save, tensors_in, weights
+from plain_backend import PlainBackend, checkpoints, load
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from portable_fsdp.checkpoint import storage
+from portable_fsdp.checkpoint.store import Reader
+from portable_fsdp.formats.importing import import_checkpoint
+from portable_fsdp.formats.target import new_file
+from portable_fsdp.models.architecture import config_from_json, config_to_json
+from portable_fsdp.runtime.errors import CheckpointError
+
+
+def save_llama(folder: Path, seed: int = 0, step: int = 1) -> Path:
+    return save(folder / "checkpoints", build(MODELS["llama"], seed), step=step)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return save_llama(tmp_path)
+
+
+def export_llama(checkpoint: Path, folder: Path, save_tokenizer: Callable[[Path], None] | None = None) -> None:
+    export(checkpoint, "huggingface", folder, save_tokenizer=save_tokenizer)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# ------------------------------------------------------------------------------------------------------------ exports
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("name", MODELS)
+def test_an_export_opens_with_equal_weights(tmp_path: Path, name: str, tied: bool) -> None:
+    model = build({**MODELS[name], "tie_word_embeddings": tied})
+    assert ("lm_head.weight" not in weights(model)) == tied
+    path = save(tmp_path / "checkpoints", model, model_config=config_to_json(model.config))
+    export_llama(path, tmp_path / "export", lambda folder: (folder / "tokenizer.json").touch())
+
+    opened, report = cast(Any, AutoModelForCausalLM).from_pretrained(tmp_path / "export", output_loading_info=True)
+    assert not any(report.values()), report
+    assert type(opened) is type(model)
+    assert_same(opened.state_dict(), model.state_dict())
+    embedding, head = opened.get_input_embeddings().weight, opened.get_output_embeddings().weight
+    assert (embedding is head) == tied
+    config = json.loads((tmp_path / "export" / "config.json").read_text())
+    assert (config["architectures"], config["dtype"]) == ([type(model).__name__], "float32")
+    assert GenerationConfig.from_pretrained(tmp_path / "export").eos_token_id == model.generation_config.eos_token_id
+    files = ["config.json", "generation_config.json", "model.safetensors", "portable_fsdp.json", "tokenizer.json"]
+    assert names(tmp_path / "export") == files
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_an_export_has_the_requested_dtype_in_files_of_the_requested_size(
+    tmp_path: Path, llama: Path, dtype: str
+) -> None:
+    folder = tmp_path / "export"
+    export(llama, "huggingface", folder, dtype=dtype, max_file_bytes=3000)
+    expected = {key: t.to(getattr(torch, dtype)) for key, t in build(MODELS["llama"]).state_dict().items()}
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    shards = sorted(path.name for path in folder.glob("*.safetensors"))
+    count = len(shards)
+    assert count > 3
+    assert shards == [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    assert sorted(set(index["weight_map"].values())) == shards
+    sizes = dict.fromkeys(shards, 0)
+    for key, shard in index["weight_map"].items():
+        sizes[shard] += expected[key].nbytes
+    assert max(sizes.values()) <= 3000
+    assert all(sizes[a] + sizes[b] > 3000 for a, b in itertools.pairwise(shards))  # no needless cut
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
+    opened = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    assert_same(cast(Any, opened).state_dict(), expected)
+    assert json.loads((folder / "config.json").read_text())["dtype"] == dtype
+
+
+def test_a_value_too_large_for_float16_is_refused(tmp_path: Path) -> None:
+    model = build(MODELS["llama"])
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = 1e6
+    path = save(tmp_path, model)
+    with pytest.raises(CheckpointError, match=r"lm_head.weight: .*float16.*found 1e\+06"):
+        export(path, "huggingface", tmp_path / "out", dtype="float16")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_complete_export_replaces_an_earlier_one(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "export"
+    export_llama(llama, folder)
+    newer = save_llama(tmp_path, seed=1, step=2)
+
+    def fail(_: Path) -> None:
+        raise OSError("disk full")
+
+    def full(self: Path, target: Path) -> Path:
+        if self.suffix == ".unfinished" and self.is_dir():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return rename(self, target)
+
+    rename = Path.rename
+    with pytest.raises(OSError, match="disk full"):
+        export_llama(newer, folder, fail)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", full)
+        with pytest.raises(OSError, match="No space left"):
+            export_llama(newer, folder)
+    assert json.loads((folder / "portable_fsdp.json").read_text())["step"] == 1
+    export_llama(newer, folder)
+    assert json.loads((folder / "portable_fsdp.json").read_text())["step"] == 2
+    opened: Any = AutoModelForCausalLM.from_pretrained(folder)
+    assert_same(opened.state_dict(), build(MODELS["llama"], seed=1).state_dict())
+    assert names(tmp_path) == ["checkpoints", "export"]
+
+
+def test_files_of_others_are_left_alone(tmp_path: Path, llama: Path) -> None:
+    folder = tmp_path / "export"
+    folder.mkdir()
+    (folder / "config.json").write_text("mine")
+    with pytest.raises(CheckpointError, match="found something else, which is left alone"):
+        export_llama(llama, folder)
+    assert names(folder) == ["config.json"]
+    (folder / "config.json").unlink()
+    export_llama(llama, folder)
+    (folder / "notes").mkdir()
+    (folder / "notes" / "mine.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"found notes/mine\.txt too"):
+        export_llama(llama, folder)
+    (folder / "notes" / "mine.txt").unlink()
+    with pytest.raises(CheckpointError, match=r"found late\.txt too"):  # written during the export
+        export_llama(llama, folder, lambda _: (folder / "late.txt").touch())
+    (folder / "late.txt").unlink()
+    (folder / "portable_fsdp.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="expected the names of an earlier export's files"):
+        export_llama(llama, folder)
+    assert [name for name in names(tmp_path) if name.startswith(".")] == []
+
+
+def test_links_and_the_working_folder_are_refused(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    with pytest.raises(CheckpointError, match="found a link to real"):
+        export_llama(llama, tmp_path / "link")
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "a" / "b")
+    for target in (".", ".."):
+        with pytest.raises(CheckpointError, match="found the one that you are in"):
+            export_llama(llama, Path(target))
+    assert names(tmp_path) == ["a", "checkpoints", "link", "real"]
+
+
+def test_two_exports_at_once_never_mix(tmp_path: Path, llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "export"
+    newer = save_llama(tmp_path, seed=1, step=2)
+    export_llama(llama, folder, lambda _: export_llama(newer, folder))
+    opened: Any = AutoModelForCausalLM.from_pretrained(folder)
+    assert_same(opened.state_dict(), build(MODELS["llama"]).state_dict())  # the one that ended last
+    assert names(tmp_path) == ["checkpoints", "export"]
+    caplog.clear()
+    (tmp_path / ".export.0123abcd.unfinished").mkdir()
+    (tmp_path / ".export.b.0123abcd.unfinished").mkdir()  # of an export to export.b
+    export_llama(llama, folder)
+    assert [record.message.split(":")[0] for record in caplog.records] == [
+        str(tmp_path / ".export.0123abcd.unfinished")
+    ]
+    assert (tmp_path / ".export.0123abcd.unfinished").exists()
+
+
+def test_a_damaged_model_is_not_exported(tmp_path: Path, llama: Path) -> None:
+    shard = sorted((llama / "model").iterdir())[1]
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\x55")
+    with pytest.raises(CheckpointError, match="xxh3_128"):
+        export_llama(llama, tmp_path / "export")
+    assert not (tmp_path / "export").exists()
+
+
+@pytest.mark.parametrize("model_config", [None, {"model_type": "no_such_model"}, {}])
+def test_a_model_that_transformers_does_not_know(tmp_path: Path, model_config: dict[str, Any] | None) -> None:
+    model = torch.nn.Linear(2, 2)
+    opened = checkpoints(tmp_path / "checkpoints", PlainBackend(), model_config=model_config)
+    path = opened.save(1, model, torch.optim.SGD(model.parameters()), (0, 0))
+    with pytest.raises(CheckpointError, match=r"checkpoint step-00000001: .*model_config"):
+        export_llama(path, tmp_path / "export")
+
+
+def test_an_interrupted_file_leaves_nothing(tmp_path: Path) -> None:
+    def work() -> None:
+        with new_file(tmp_path / "m.safetensors") as path:
+            storage.part_of(path).touch()
+            path.touch()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_appeared_meanwhile_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = os.link
+
+    def late(source: Path, target: Path) -> None:
+        target.write_text("theirs")
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", late)
+    with pytest.raises(CheckpointError, match="expected a new name"), new_file(tmp_path / "m") as path:
+        path.write_text("ours")
+    assert names(tmp_path) == ["m"]
+    assert (tmp_path / "m").read_text() == "theirs"
+
+
+# ------------------------------------------------------------------------------------------------------------ imports
+
+
+@pytest.mark.parametrize("shard", ["5GB", "2KB"], ids=["single", "sharded"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_folder_of_save_pretrained_is_imported(tmp_path: Path, name: str, shard: str) -> None:
+    model = build(MODELS[name])
+    model.save_pretrained(tmp_path / "hub", max_shard_size=shard)
+    path = import_checkpoint(tmp_path / "hub", tmp_path / "run", max_file_bytes=3000 if shard == "2KB" else 10**9)
+    assert path == tmp_path / "run" / "checkpoints" / "step-00000000"
+    assert (len(list((path / "model").iterdir())) > 3) == (shard == "2KB")
+    assert_same(tensors_in(path), weights(model))
+    with Reader(path) as reader:
+        assert reader.manifest.written_by.backend == "import huggingface"
+        assert reader.manifest.config == {}
+        opened = config_from_json(cast(dict[str, Any], reader.manifest.architecture))
+    assert opened.to_dict()["vocab_size"] == model.config.vocab_size
+    with pytest.raises(CheckpointError, match="expected no such step"):
+        import_checkpoint(tmp_path / "hub", tmp_path / "run" / "checkpoints")
+
+
+def test_tied_weights_that_stand_twice_must_be_equal(tmp_path: Path) -> None:
+    model = build(TIED)
+    model.save_pretrained(tmp_path / "hub")
+    stored = load_file(tmp_path / "hub" / "model.safetensors")
+    twice = {**stored, "lm_head.weight": stored["model.embed_tokens.weight"].clone()}
+    save_file(twice, tmp_path / "hub" / "model.safetensors")
+    assert_same(tensors_in(import_checkpoint(tmp_path / "hub", tmp_path / "equal")), weights(model))
+    twice["lm_head.weight"][3, 3] += 1
+    save_file(twice, tmp_path / "hub" / "model.safetensors")
+    with pytest.raises(CheckpointError, match="expected one content for tied weights"):
+        import_checkpoint(tmp_path / "hub", tmp_path / "different")
+    assert not (tmp_path / "different" / "checkpoints" / "step-00000000").exists()
+
+
+def test_other_tensors_are_left_out_and_missing_or_misshapen_ones_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = build(MODELS["llama"])
+    model.save_pretrained(tmp_path / "hub")
+    stored = load_file(tmp_path / "hub" / "model.safetensors")
+    save_file({**stored, "rotary.inv_freq": torch.ones(2)}, tmp_path / "hub" / "model.safetensors")
+    assert_same(tensors_in(import_checkpoint(tmp_path / "hub", tmp_path / "run")), weights(model))
+    assert "left out 1 tensors that are not the model's: rotary.inv_freq" in caplog.text
+    del stored["model.norm.weight"]
+    save_file(stored, tmp_path / "hub" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"found none for model.norm.weight"):
+        import_checkpoint(tmp_path / "hub", tmp_path / "other")
+    save_file({**stored, "model.norm.weight": torch.ones(3)}, tmp_path / "hub" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model.norm.weight: expected \[16\] .* found \[3\]"):
+        import_checkpoint(tmp_path / "hub", tmp_path / "other")
+
+
+def test_a_tied_model_goes_out_and_in_and_is_loaded(tmp_path: Path) -> None:
+    model, ties = build(TIED), {"lm_head.weight": "model.embed_tokens.weight"}
+    path = save(tmp_path / "run", model, torch.optim.AdamW(model.parameters()), ties=ties)
+    export_llama(path, tmp_path / "hub")
+    back = import_checkpoint(tmp_path / "hub", tmp_path / "back")
+
+    other, config = build(TIED, seed=1), model.config.to_dict()
+    new = checkpoints(tmp_path / "new", PlainBackend(), {"load": "weights_only"}, model_config=config, ties=ties)
+    resumed = load(new, other, torch.optim.AdamW(other.parameters()), str(back))
+    assert resumed.weights_only
+    assert_same(weights(other), weights(model))
