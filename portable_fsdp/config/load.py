@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from yaml.nodes import MappingNode, Node, ScalarNode
 
 from portable_fsdp.config.describe import option_names
-from portable_fsdp.config.schema import Config
 from portable_fsdp.config.layers import LayeredValues
+from portable_fsdp.config.schema import Config
 from portable_fsdp.config.yaml_text import NULL_TAG, Dumper, line_of, parse, problem_of
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.process import detect_launch, is_by_accelerate

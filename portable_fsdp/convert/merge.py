@@ -6,7 +6,7 @@ from pathlib import Path
 from yaml.nodes import MappingNode
 
 from portable_fsdp.config.describe import yaml_value
-from portable_fsdp.config.layers import Origin, LayeredValues
+from portable_fsdp.config.layers import LayeredValues, Origin
 from portable_fsdp.convert.environment import launched_numbers, read_environment
 from portable_fsdp.convert.found import Setting
 from portable_fsdp.convert.keys_accelerate import ACCELERATE, SCRIPT
