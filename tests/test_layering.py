@@ -201,3 +201,32 @@ def test_config_and_runtime_leave_torch_out_of_a_fresh_process() -> None:
     program = f"import sys, {', '.join(names)}\nprint(sorted({HEAVY!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+FILES, LINES = 110, 15_900
+"""Of ours, that a plain native training run may load: 90 and 15,000 are the figures to reach."""
+
+TOOLS = ("convert", "doctor", "formats", "plan")
+
+LOADED_BY_A_RUN = """
+import sys
+from portable_fsdp.launch import main
+code = main(sys.argv[1:])
+print(code, *sorted(module.__file__ for name, module in sys.modules.items() if name.partition(".")[0] == "portable_fsdp"))
+"""
+
+
+@pytest.mark.slow
+def test_a_plain_training_run_loads_few_modules_and_no_tool(tmp_path: Path) -> None:
+    (tmp_path / "corpus.txt").write_text("The quick brown fox. " * 2000)
+    settings = ["data.source=text", f"data.path={tmp_path}/corpus.txt", f"run.dir={tmp_path}/run", "train.steps=2"]
+    settings += ["train.global_batch=2", "train.micro_batch=2", "optim.warmup_steps=0", "data.seq_len=32"]
+    flags = ["--device=cpu", "--backend=native", "--num_devices=1", f"--config={ROOT}/configs/quickstart.yaml"]
+    command = [sys.executable, "-c", LOADED_BY_A_RUN, *flags, *settings]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=200)
+    code, *files = done.stdout.splitlines()[-1].split(" ")
+    assert code == "0"
+    folders = {Path(file).relative_to(ROOT / PACKAGE).parts[0] for file in files}
+    assert folders.isdisjoint(TOOLS)
+    lines = sum(len(Path(file).read_text(encoding="utf-8").splitlines()) for file in files)
+    assert (len(files) <= FILES, lines <= LINES) == (True, True), f"{len(files)} files, {lines} lines"
