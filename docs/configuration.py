@@ -17,7 +17,8 @@ space needs YAML's quotes inside the shell's (`"run.dir='runs/a #1'"`). Where th
 `python -m portable_fsdp.explain` says what each engine does with each key.
 
 `make docs` makes this page from `portable_fsdp/config/schema.py`. Default *required*: the key has none; *one of*: the
-section takes exactly one of them. `optim.groups[].lr` is a key of each item.
+section takes exactly one of them. `optim.groups[].lr` is a key of each item; an item of `data.mixture` also takes
+`source` to `chat_template_kwargs`, as the section does.
 """
 
 ONE_OF = {("model", "architecture"), ("model", "pretrained"), ("train", "steps"), ("train", "epochs")}
@@ -44,7 +45,9 @@ def _rows(name: str, section: dict[str, Any], named: dict[str, Any]) -> Iterator
         cells = [f"`{name}.{key}`", _values(field), _default(name, key, field), field["description"]]
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
         if "$ref" in field.get("items", {}):
-            yield from _rows(f"{name}.{key}[]", named[_named(field["items"])], named)
+            items = named[_named(field["items"])]
+            own = {k: v for k, v in items["properties"].items() if v != section["properties"].get(k)}
+            yield from _rows(f"{name}.{key}[]", {**items, "properties": own}, named)
         for option in field.get("anyOf", ()):
             if "$ref" in option:
                 yield from _rows(f"{name}.{key}", named[_named(option)], named)

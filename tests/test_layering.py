@@ -212,7 +212,7 @@ LOADED_BY_A_RUN = """
 import sys
 from portable_fsdp.launch import main
 code = main(sys.argv[1:])
-print(code, *sorted(module.__file__ for name, module in sys.modules.items() if name.partition(".")[0] == "portable_fsdp"))
+print(code, *(module.__file__ for name, module in sys.modules.items() if name.partition(".")[0] == "portable_fsdp"))
 """
 
 

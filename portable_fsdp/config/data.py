@@ -1,4 +1,4 @@
-"""The section `data`: which documents a run learns, and how they become rows."""
+"""The section `data`: the documents of a run, and how they become rows."""
 
 import re
 from typing import Any, Literal, Self
@@ -16,41 +16,41 @@ FORMAT_COLUMNS: dict[Format, tuple[Column, ...]] = {
     "prompt_completion": ("prompt", "completion"),
     "chat": ("messages",),
 }
-"""What each format reads; a column has this name in the file unless `columns` gives another."""
+"""Columns that each format reads; `columns` maps them to other names in the file."""
 
 OPTIONAL_COLUMNS: dict[Format, tuple[Column, ...]] = {"text": (), "prompt_completion": (), "chat": ("tools",)}
-"""What it reads too where `columns` names it."""
+"""Columns that a format reads only where `columns` names them."""
 
 
 class Documents(Section):
-    """Where documents come from, and what they hold."""
+    """Where documents come from and which columns they have."""
 
     source: Source = Field(
         default="python_docs",
-        description="python_docs: CPython's reference; python_source: the standard library's source; text, jsonl, "
-        "parquet: the files of path; huggingface: a data set of the hub, or one that `datasets` saved",
+        description="python_docs: CPython's reference; python_source: the standard library; text, jsonl, parquet: the "
+        "files of path; huggingface: a data set of the hub, or saved by `datasets`",
     )
     path: str | None = Field(
         default=None,
-        description="a file or a glob (text, jsonl: also compressed by gzip or zstd; parquet); a hub id "
-        "`org/name[:subset][@revision]`, or a folder of save_to_disk (huggingface)",
+        description="text, jsonl (also gzip or zstd), parquet: a file or a glob; huggingface: a hub id "
+        "`org/name[:subset][@revision]`, or a folder of save_to_disk",
     )
     split: str | None = Field(
-        default=None, description="huggingface: a split or a part of one, as `train[:10%]`; null: train"
+        default=None, description="huggingface: a split or part of one (`train[:10%]`); null: train"
     )
     format: Format = Field(
         default="text",
-        description="text: every token counts; prompt_completion: those of the completion; chat: those of the "
-        "assistant's turns, in the tokenizer's own chat template",
+        description="tokens that enter the loss: all (text), the completion's (prompt_completion), or the assistant's "
+        "turns in the tokenizer's chat template (chat)",
     )
     columns: dict[Column, str] = Field(
         default={},
-        description="text, prompt, completion or messages -> the column's name in the file, where it differs; tools -> "
-        "the column of the functions that a chat may call (JSON schemas), where there is one",
+        description="text, prompt, completion, messages -> the column's name in the file, where it differs; tools -> "
+        "the column with the chat's functions (JSON schemas), if any",
     )
     chat_template_kwargs: dict[str, Any] = Field(
         default={},
-        description="what the chat template takes beside the messages, as `{enable_thinking: false}`",
+        description="further arguments of the chat template, as `{enable_thinking: false}`",
     )
 
     @model_validator(mode="after")
@@ -73,43 +73,42 @@ class Documents(Section):
 
 
 class MixtureSource(Documents):
-    """One of several sources."""
+    """One source of a mixture."""
 
     weight: Float = Field(
-        default=1.0, gt=0, description="its share of the rows, next to the others' weights; taken to a thousandth"
+        default=1.0, gt=0, description="its share of the rows relative to the other weights, rounded to 1/1000"
     )
 
 
 class Data(Documents):
     mixture: tuple[MixtureSource, ...] = Field(
         default=(),
-        description="several sources instead of one, each with a weight; rows are drawn from them in these shares",
+        description="several sources instead of one; their weights are their shares of the rows",
         strict=False,
     )
     tokenizer: str = Field(
         default="auto",
-        description="bytes, a folder with a tokenizer (transformers or tokenizer.json), or a hub id; auto: that of "
-        "model.pretrained, or else bytes",
+        description="bytes, a folder with a tokenizer (transformers or tokenizer.json), or a hub id; auto: "
+        "model.pretrained's, else bytes",
     )
-    seq_len: int = Field(default=256, ge=1, description="tokens in a row")
+    seq_len: int = Field(default=256, ge=1, description="tokens per row")
     packing: Literal["auto", "stream", "documents", "none"] = Field(
         default="auto",
-        description="stream: all documents one after the other, cut into rows; documents: whole ones, several in a "
-        "row, attention within each; none: one in a row, padded; auto: stream for text, else documents",
+        description="stream: documents joined and cut into rows; documents: several whole documents per row, each "
+        "attends to itself only; none: one per row, padded; auto: stream for text, else documents",
     )
     eval_split: str | None = Field(
         default=None,
-        description="what is held out: a share of the documents (`5%`), a file or a glob, or a split of the data set; "
-        "null: nothing",
+        description="validation set: a share of the documents (`5%`), a file, a glob, or a split of the data set; "
+        "null: none",
     )
     on_error: Literal["stop", "skip"] = Field(
         default="stop",
-        description="a document that can't be read, rendered, or fitted into seq_len: end, or go on without it and say "
-        "how many",
+        description="stop, or skip and count, documents that can't be read, rendered or fitted into seq_len",
     )
     cache_dir: str | None = Field(
         default=None,
-        description="folder for what was tokenized, shared by all runs; null: portable_fsdp/tokens in the user's cache",
+        description="folder of tokenized documents, shared by all runs; null: portable_fsdp/tokens in the user's cache",
     )
 
     @property

@@ -1,7 +1,6 @@
-"""What no engine takes, because a config contradicts itself, and what becomes of an option on every engine alike.
+"""Rules that no engine owns: configs that contradict themselves, and options that every engine treats alike.
 
-What one engine does with an option is in its own `backends/<engine>/options.py`; `backends/support.py` judges a config
-by both.
+Each engine's own rules are in `backends/<engine>/options.py`; `backends/support.py` checks a config against both.
 """
 
 from collections.abc import Callable
@@ -15,7 +14,7 @@ Kind = Literal["honoured", "delegated", "refused"]
 
 
 class Deployment(NamedTuple):
-    """Where a config is to run. A count of None isn't known yet: what depends on it is not judged."""
+    """Where a config will run. A count of None is unknown: rules that depend on it don't apply."""
 
     engine: str
     device: str
@@ -25,10 +24,9 @@ class Deployment(NamedTuple):
 
 @dataclass(frozen=True)
 class Rule:
-    """A case in which an option is refused; `when` is None where only the model itself can tell.
+    """A case in which an option is refused; `when` is None where only the built model can decide.
 
-    Each way out is one or more settings (`section.key=value`, `--backend=...`), joined by " and ", after which the
-    case is no more.
+    Each way out is one or more settings (`section.key=value`, `--backend=...`), joined by " and ".
     """
 
     option: str
@@ -40,14 +38,14 @@ class Rule:
 
 @dataclass(frozen=True)
 class Effect:
-    """What an engine does with options: with each value of theirs, or with one (`section.key=value`)."""
+    """What an engine does with options: with every value, or with one (`section.key=value`)."""
 
     options: tuple[str, ...]
     what: str
     kind: Kind = "honoured"
 
 
-# ---------------------------------------------------------------------------------- what conditions ask of a config
+# ------------------------------------------------------------------------------------------ conditions and ways out
 
 
 def is_hybrid(config: Config) -> bool:
@@ -55,7 +53,7 @@ def is_hybrid(config: Config) -> bool:
 
 
 def _within(config: Config) -> str:
-    """The strategy that a hybrid one has within a replica."""
+    """The strategy inside a replica of a hybrid strategy."""
     return "FULL_SHARD" if config.sharding.strategy == "HYBRID_SHARD" else "SHARD_GRAD_OP"
 
 
@@ -71,7 +69,7 @@ def _replicas_that_fit(_: Config, place: Deployment) -> tuple[str, ...]:
 
 
 def _strategy(config: Config, strategy: str) -> str:
-    """The settings for a strategy that isn't hybrid."""
+    """The settings for a strategy that is not hybrid."""
     return f"sharding.strategy={strategy}" + ("" if config.sharding.replicas is None else " and sharding.replicas=null")
 
 
@@ -80,7 +78,7 @@ def _instead_of_hybrid(config: Config, place: Deployment) -> tuple[str, ...]:
 
 
 def dtypes(config: Config) -> set[str]:
-    """All that weights are cast to at use."""
+    """The dtypes that weights are cast to at use."""
     return {config.precision.compute, *config.precision.modules.values()}
 
 
@@ -100,7 +98,7 @@ def is_selective(config: Config) -> bool:
 
 
 def shards_of_a_replica(config: Config, place: Deployment) -> int | None:
-    """Devices that share one copy of the model under a strategy that shards; None too for wrong replicas."""
+    """Devices that share one copy of the model; None where unknown, or where replicas don't divide the devices."""
     if place.devices is None or not is_hybrid(config):
         return place.devices
     replicas = _replicas(config, place)
@@ -108,32 +106,34 @@ def shards_of_a_replica(config: Config, place: Deployment) -> int | None:
 
 
 def parts(whole: int | None) -> list[int]:
-    """The divisors of a number of devices, without 1 and itself."""
+    """The divisors of `whole`, without 1 and itself."""
     return [part for part in range(2, whole or 0) if (whole or 0) % part == 0]
 
 
-# ---------------------------------------------------------------------------------------------- what no engine takes
+# ------------------------------------------------------------------------------------------------ refused everywhere
+
+_NO_LOSS_SCALING = "float16 needs loss scaling, which is not built: small gradients would become 0"
 
 RULES = (
     Rule(
         "model.attention",
-        "for a model with an attention of its own (ALiBi)",
+        "for a model with its own attention (ALiBi)",
         None,
-        "the model's attention can't be replaced; model.attention=auto leaves it as it is",
+        "this attention can't be replaced; model.attention=auto keeps it",
     ),
     Rule("model.experts", "other than auto for a dense model", None, "there are no experts"),
     Rule(
         "model.freeze",
-        "with a pattern that names nothing, or patterns that name all",
+        "with a pattern that matches nothing, or patterns that match everything",
         None,
-        "something must be frozen, and something train",
+        "some weights must be frozen, and some must train",
     ),
-    Rule("optim.groups", "with a pattern that names nothing that trains", None, "each must name something"),
+    Rule("optim.groups", "with a pattern that matches no trained weight", None, "each must match one"),
     Rule(
         "sharding.strategy",
         "on one device",
         lambda c, p: is_hybrid(c) and p.devices == 1,
-        "replicas that are sharded need four devices or more",
+        "sharded replicas need four devices or more",
         lambda c, p: (_strategy(c, _within(c)),),
     ),
     Rule(
@@ -145,16 +145,16 @@ RULES = (
     ),
     Rule(
         "sharding.replicas",
-        "with a hybrid strategy, which makes one replica",
+        "with a hybrid strategy and one replica",
         lambda c, p: is_hybrid(c) and p.devices != 1 and _replicas(c, p) == 1,
-        "one replica (null: one a host) is FULL_SHARD, or SHARD_GRAD_OP for HYBRID_SHARD_ZERO2",
+        "one replica (null: one per host) is FULL_SHARD, or SHARD_GRAD_OP for HYBRID_SHARD_ZERO2",
         _instead_of_hybrid,
     ),
     Rule(
         "sharding.replicas",
-        "with a hybrid strategy, which makes a replica of each device",
+        "with a hybrid strategy and one replica per device",
         lambda c, p: is_hybrid(c) and p.devices is not None and 1 < p.devices == _replicas(c, p),
-        "a replica of one device is not sharded: that is NO_SHARD",
+        "a replica on one device is not sharded: that is NO_SHARD",
         lambda c, p: (*_replicas_that_fit(c, p), _strategy(c, "NO_SHARD")),
     ),
     Rule(
@@ -163,48 +163,48 @@ RULES = (
         lambda c, p: (
             is_hybrid(c) and p.devices is not None and p.devices > 1 and p.devices % (_replicas(c, p) or 1) > 0
         ),
-        "all replicas (null: one a host) have the same number of devices",
+        "all replicas (null: one per host) have the same number of devices",
         _instead_of_hybrid,
     ),
     Rule(
         "sharding.wrap",
-        "for a model that names no layers of its own (biogpt)",
+        "for a model that names no layers (biogpt)",
         None,
-        "sharding.wrap_classes names them then",
+        "name them in sharding.wrap_classes",
     ),
     Rule(
         "sharding.wrap_classes",
-        "with a class that the model doesn't have, or whose modules don't run or hold no parameters",
+        "with a class that the model lacks, or whose modules don't run or have no parameters",
         None,
-        "the error lists those it has",
+        "the error lists the model's classes",
     ),
-    Rule("sharding.wrap_modules", "with a pattern that names no module", None, "each must name something"),
+    Rule("sharding.wrap_modules", "with a pattern that matches no module", None, "each must match one"),
     *(
         Rule(
             f"sharding.{key}",
             "with one of two modules that share a weight",
             None,
-            "a tied weight belongs to one unit, which holds both, or to the root",
+            "a tied weight belongs to one unit that holds both modules, or to the root",
         )
         for key in ("wrap_classes", "wrap_modules")
     ),
     Rule(
         "sharding.min_num_params",
-        "with another wrap than SIZE_BASED_WRAP",
+        "without sharding.wrap=SIZE_BASED_WRAP",
         lambda c, p: c.sharding.min_num_params is not None and c.sharding.wrap != "SIZE_BASED_WRAP",
-        "units are not told by their size",
+        "only SIZE_BASED_WRAP chooses units by size",
         ("sharding.min_num_params=null", "sharding.wrap=SIZE_BASED_WRAP"),
     ),
     Rule(
         "sharding.min_num_params",
         "with sharding.wrap=SIZE_BASED_WRAP",
         lambda c, p: c.sharding.min_num_params is None and c.sharding.wrap == "SIZE_BASED_WRAP",
-        "it has to say from how many parameters on a module is a unit; 100000000 is the default of torch's policy",
+        "SIZE_BASED_WRAP needs the smallest size of a unit; torch's policy uses 100000000",
         ("sharding.min_num_params=100000000", "sharding.wrap=TRANSFORMER_BASED_WRAP"),
     ),
     Rule(
         "sharding.backward_prefetch_units",
-        "with another backward_prefetch than BACKWARD_PRE",
+        "without sharding.backward_prefetch=BACKWARD_PRE",
         lambda c, p: c.sharding.backward_prefetch_units > 1 and c.sharding.backward_prefetch != "BACKWARD_PRE",
         "BACKWARD_POST gathers one unit ahead, NO_PREFETCH none",
         ("sharding.backward_prefetch_units=1", "sharding.backward_prefetch=BACKWARD_PRE"),
@@ -228,9 +228,9 @@ RULES = (
     ),
     Rule(
         "optim.decay_ratio",
-        "with another schedule than wsd",
+        "without optim.schedule=wsd",
         lambda c, p: c.optim.schedule != "wsd" and c.optim.decay_ratio != Optim.model_fields["decay_ratio"].default,
-        "only wsd has a decay that begins at a share of the steps",
+        "only wsd has a separate decay",
         ("optim.decay_ratio=0.2", "optim.schedule=wsd"),
     ),
     Rule(
@@ -239,48 +239,48 @@ RULES = (
         lambda c, p: (
             c.optim.schedule == "constant" and c.optim.min_lr_ratio != Optim.model_fields["min_lr_ratio"].default
         ),
-        "a constant learning rate has no floor to come down to",
+        "a constant learning rate has no floor",
         ("optim.min_lr_ratio=0.1", "optim.schedule=cosine"),
     ),
     Rule(
         "precision.master",
         "with precision.compute=float32",
         lambda c, p: c.precision.master == "bfloat16" and c.precision.compute == "float32",
-        "weights that rest in bfloat16 have no more digits to compute with",
+        "bfloat16 weights hold no more digits to compute with",
         ("precision.master=float32", "precision.compute=bfloat16"),
     ),
     Rule(
         "precision.frozen",
         "where all weights train",
         lambda c, p: c.precision.frozen != "auto" and not c.model.freeze and c.model.lora is None,
-        "it is about weights that model.freeze or model.lora keeps from training",
+        "it applies to weights that model.freeze or model.lora freezes",
         ("precision.frozen=auto",),
     ),
     Rule(
         "precision.compute",
         "without loss scaling",
         lambda c, p: c.precision.compute == "float16",
-        "small gradients become 0 in float16 unless the loss is scaled, which is not built",
+        _NO_LOSS_SCALING,
         ("precision.compute=bfloat16",),
     ),
     Rule(
         "precision.modules",
         "with float16",
         lambda c, p: "float16" in c.precision.modules.values(),
-        "small gradients become 0 in float16 unless the loss is scaled, which is not built",
+        _NO_LOSS_SCALING,
         _modules_without_float16,
     ),
     Rule(
         "precision.modules",
-        "with weights that rest in bfloat16",
+        "with precision.master=bfloat16",
         lambda c, p: c.precision.master == "bfloat16" and "float32" in c.precision.modules.values(),
-        "weights that rest in bfloat16 have no more digits to compute with",
+        "bfloat16 weights hold no more digits to compute with",
         _modules_without_float32,
     ),
-    Rule("precision.modules", "with a pattern that names no module", None, "each must name something"),
+    Rule("precision.modules", "with a pattern that matches no module", None, "each must match one"),
     Rule(
         "precision.modules",
-        "with modules inside one another, or of a tied weight, in two dtypes",
+        "with two dtypes for nested modules or for a tied weight",
         None,
         "a weight is cast to one dtype",
     ),
@@ -288,21 +288,21 @@ RULES = (
         "precision.reduce",
         "with precision.compute=float32",
         lambda c, p: c.precision.reduce == "bfloat16" and c.precision.compute == "float32",
-        "gradients would lose on the way between devices the digits that they were computed with",
+        "the reduction would drop digits of float32 gradients",
         ("precision.reduce=auto", "precision.compute=bfloat16"),
     ),
     Rule(
         "precision.output",
         "with precision.compute=float32",
         lambda c, p: c.precision.output == "bfloat16" and dtypes(c) == {"float32"},
-        "the loss would be taken of logits with fewer digits than the model computes",
+        "the loss would use fewer digits than the model computes",
         ("precision.output=auto", "precision.compute=bfloat16"),
     ),
     Rule(
         "memory.gradient_checkpointing",
-        "without saying which",
+        "without memory.every and memory.save_ops",
         lambda c, p: is_selective(c) and c.memory.every is None and not c.memory.save_ops,
-        "selective needs memory.every (layers) or memory.save_ops (operations)",
+        "selective recomputes by layer (every) or by operation (save_ops)",
         ("memory.every=2", "memory.gradient_checkpointing=full"),
     ),
     Rule(
@@ -336,29 +336,18 @@ RULES = (
         "train.eval_every",
         "without data.eval_split",
         lambda c, p: c.train.eval_every is not None and c.data.eval_split is None,
-        "nothing is held out to evaluate over",
+        "there is no validation set",
         ("data.eval_split=5%", "train.eval_every=null"),
     ),
-    Rule(
-        "train.eval_on_start",
-        "without train.eval_every",
-        lambda c, p: c.train.eval_on_start and c.train.eval_every is None,
-        "without eval_every there is no evaluation",
-        ("train.eval_on_start=false",),
-    ),
-    Rule(
-        "train.eval_batches",
-        "without train.eval_every",
-        lambda c, p: c.train.eval_batches is not None and c.train.eval_every is None,
-        "without eval_every there is no evaluation",
-        ("train.eval_batches=null",),
-    ),
-    Rule(
-        "train.patience",
-        "without train.eval_every",
-        lambda c, p: c.train.patience is not None and c.train.eval_every is None,
-        "without eval_every there is no evaluation",
-        ("train.patience=null",),
+    *(
+        Rule(
+            f"train.{key}",
+            "without train.eval_every",
+            lambda c, p, key=key: bool(getattr(c.train, key)) and c.train.eval_every is None,
+            "without eval_every the run never evaluates",
+            (f"train.{key}={default}",),
+        )
+        for key, default in (("eval_on_start", "false"), ("eval_batches", "null"), ("patience", "null"))
     ),
     Rule(
         "checkpoint.keep_every",
@@ -369,44 +358,44 @@ RULES = (
     ),
     Rule(
         "checkpoint.load",
-        "weights_only without a checkpoint that resume names",
+        "without a checkpoint in checkpoint.resume",
         lambda c, p: c.checkpoint.load == "weights_only" and c.checkpoint.resume in ("auto", "none"),
-        "auto goes on with all of the run's own state",
+        "auto resumes all of the run's own state",
         ("checkpoint.load=all", "checkpoint.resume=PATH"),
     ),
     Rule(
         "checkpoint.export",
-        "of adapters alone, over a base from model.architecture or model.gguf_file",
+        "of adapters whose base is model.architecture or model.gguf_file",
         lambda c, p: (
             c.checkpoint.export
             and c.model.lora is not None
             and not c.checkpoint.merge_adapters
             and (c.model.pretrained is None or c.model.gguf_file is not None)
         ),
-        "peft opens adapters with the base that they name, a Hugging Face folder",
+        "peft needs a base in Hugging Face format",
         ("checkpoint.merge_adapters=true", "checkpoint.export=false"),
     ),
     Rule(
         "checkpoint.merge_adapters",
         "without model.lora",
         lambda c, p: c.checkpoint.merge_adapters and c.model.lora is None,
-        "there are no adapters to add in",
+        "there are no adapters to merge",
         ("checkpoint.merge_adapters=false",),
     ),
 )
 
-# ------------------------------------------------------------------------------------- what all engines do alike
+# ---------------------------------------------------------------------------------------- alike on every engine
 
 EFFECTS = (
-    Effect(("run.dir",), "everything that the run writes goes there; process 0 writes"),
+    Effect(("run.dir",), "holds everything that the run writes; process 0 writes"),
     Effect(("run.name",), "written into events.jsonl"),
     Effect(("run.seed",), "weights are a function of (seed, name), rows of (seed, epoch, position)"),
     Effect(
         ("model.architecture", "model.pretrained", "model.gguf_file", "model.allow"),
-        "built on meta; each process makes or reads its slices",
+        "built on meta; each process initializes or reads its slices",
     ),
     Effect(("model.freeze",), "no gradient, no optimizer state"),
-    Effect(("model.lora",), "peft's layers; adapters are sharded, trained and saved like all weights"),
+    Effect(("model.lora",), "peft's layers; adapters are sharded, trained and saved like other weights"),
     Effect(
         (
             "data.source",
@@ -421,49 +410,49 @@ EFFECTS = (
         "the same documents on every engine",
     ),
     Effect(("data.tokenizer", "data.seq_len", "data.packing"), "the same rows on every engine"),
-    Effect(("data.on_error",), "decided while documents are read and packed, before the first step"),
-    Effect(("data.cache_dir",), "one process of a host tokenizes, the others map its files"),
+    Effect(("data.on_error",), "applies while documents are read and packed, before the first step"),
+    Effect(("data.cache_dir",), "one process per host tokenizes, the others map its files"),
     Effect(("train.steps", "train.epochs", "train.stop_at"), "the same steps on every engine"),
-    Effect(("train.global_batch",), "the same rows in each step, however many devices share them"),
-    Effect(("train.micro_batch",), "a device's share of the global batch is taken in so many rows at a time"),
-    Effect(("train.max_grad_norm",), "the norm of all gradients over all devices, computed on the device"),
-    Effect(("train.log_every",), "every step is written to metrics.jsonl; so often one goes to the console"),
+    Effect(("train.global_batch",), "the same rows in each step on any number of devices"),
+    Effect(("train.micro_batch",), "each device processes this many rows at a time"),
+    Effect(("train.max_grad_norm",), "norm of all gradients over all devices, computed on the device"),
+    Effect(("train.log_every",), "metrics.jsonl gets every step, the console every n-th"),
     Effect(
         ("train.eval_every", "train.eval_on_start", "train.eval_batches"),
-        "the forward alone, on the same rows on every engine; the best checkpoint is kept",
+        "forward only, on the same rows on every engine; the best checkpoint is kept",
     ),
-    Effect(("train.patience",), "all processes know each evaluation, and end after the same step"),
-    Effect(("optim.name", "optim.betas", "optim.eps", "optim.momentum"), "torch's optimizer over the shards"),
-    Effect(("optim.weight_decay", "optim.groups"), "optimizer groups, told by name and shape"),
+    Effect(("train.patience",), "all processes see each evaluation and stop after the same step"),
+    Effect(("optim.name", "optim.betas", "optim.eps", "optim.momentum"), "torch's optimizer on the shards"),
+    Effect(("optim.weight_decay", "optim.groups"), "optimizer groups by name and shape"),
     Effect(
         ("optim.lr", "optim.schedule", "optim.warmup_steps", "optim.min_lr_ratio", "optim.decay_ratio"),
         "the learning rate of each step, computed on the host",
     ),
-    Effect(("checkpoint.merge_adapters",), "W + alpha / r * B A, on the host, from the checkpoint"),
+    Effect(("checkpoint.merge_adapters",), "W + alpha / r * B A on the host, from the checkpoint"),
     Effect(("checkpoint.every", "checkpoint.resume", "checkpoint.export"), "one format for all engines"),
-    Effect(("checkpoint.dir",), "renamed into place on a file system; in an object store the manifest is the commit"),
-    Effect(("checkpoint.every_minutes",), "the clock of process 0 decides, all learn of it with the next step"),
+    Effect(("checkpoint.dir",), "the commit: a rename on file systems, the manifest in object stores"),
+    Effect(("checkpoint.every_minutes",), "process 0's clock decides; the others follow at the next step"),
     Effect(("checkpoint.async_save",), "a thread writes host copies of this process's shards"),
-    Effect(("checkpoint.keep", "checkpoint.keep_every"), "process 0 deletes after the newer commit"),
+    Effect(("checkpoint.keep", "checkpoint.keep_every"), "process 0 deletes after a newer commit"),
     Effect(("checkpoint.load", "checkpoint.allow", "checkpoint.verify"), "the same checks on every engine"),
-    Effect(("model.attention",), "a function of static arguments (static); transformers' own (sdpa, eager)"),
+    Effect(("model.attention",), "our function of static arguments (static); transformers' own (sdpa, eager)"),
     Effect(("model.attention=auto",), "static where the model takes it, else the model's own"),
-    Effect(("model.experts",), "all on all tokens (dense), or the chosen weights gathered (batched_mm)"),
+    Effect(("model.experts",), "all experts on all tokens (dense); the chosen weights gathered (batched_mm)"),
     Effect(("model.experts=auto",), "dense"),
-    Effect(("sharding.replicas",), "copies of the model under HYBRID_SHARD*; null: one a host"),
-    Effect(("sharding.reshard_after_forward=null",), "as the strategy says"),
-    Effect(("sharding.wrap=NO_WRAP",), "no units but those of wrap_modules; the rest is the root's"),
-    Effect(("sharding.wrap_modules=[]",), "none by name"),
-    Effect(("sharding.min_num_params=null",), "units are not told by their size"),
+    Effect(("sharding.replicas",), "copies of the model under HYBRID_SHARD*; null: one per host"),
+    Effect(("sharding.reshard_after_forward=null",), "as the strategy does"),
+    Effect(("sharding.wrap=NO_WRAP",), "only wrap_modules are units; the root holds the rest"),
+    Effect(("sharding.wrap_modules=[]",), "no units by name"),
+    Effect(("sharding.min_num_params=null",), "units are not chosen by size"),
     Effect(
         ("sharding.wrap_classes",),
-        "the layers, instead of the model's own: recomputed, compiled, scanned; units under TRANSFORMER_BASED_WRAP",
+        "layers instead of the model's own: recomputed, compiled, scanned; units under TRANSFORMER_BASED_WRAP",
     ),
     Effect(("precision.master",), "dtype of weights and optimizer state at rest"),
-    Effect(("precision.frozen",), "dtype at rest of weights that don't train"),
+    Effect(("precision.frozen",), "dtype at rest of frozen weights"),
     Effect(("precision.frozen=auto",), "as precision.master"),
-    Effect(("precision.output",), "logits are cast before the loss; auto: as the head gives them"),
+    Effect(("precision.output",), "casts the logits before the loss; auto: no cast"),
     Effect(("memory.gradient_checkpointing=none",), "activations are kept"),
-    Effect(("memory.cpu_offload=false",), "all rests in device memory"),
-    Effect(("compile.scan_layers=false",), "a copy of the program for each layer"),
+    Effect(("memory.cpu_offload=false",), "everything stays in device memory"),
+    Effect(("compile.scan_layers=false",), "one copy of the program per layer"),
 )

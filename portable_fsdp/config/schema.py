@@ -12,27 +12,25 @@ from portable_fsdp.config.section import DecayRate, Float, Section
 
 
 class Run(Section):
-    dir: str = Field(
-        default="runs/run", description="local folder that everything this run writes goes to", min_length=1
-    )
+    dir: str = Field(default="runs/run", description="local folder for everything that the run writes", min_length=1)
     name: str | None = Field(
         default=None,
-        description="a name for people, in events.jsonl and in checkpoints; of characters that print",
+        description="name of the run in events.jsonl and in checkpoints; printable characters",
         pattern=r"^[^\x00-\x1f\x7f]*$",
     )
-    seed: int = Field(default=0, ge=0, description="seeds the initial weights and the data order")
-    # One bound for every process, whatever it waits in. Long enough for what a process may do without a word (holding
-    # Python's lock, a host that swaps); a collective's own timeout must be longer than any save, and is no such bound.
+    seed: int = Field(default=0, ge=0, description="seed of the initial weights and of the data order")
+    # A process may miss heartbeats for a while (it holds Python's lock, its host swaps). A collective's own timeout is
+    # no such bound: it must be longer than any save.
     peer_timeout_s: Float = Field(
         default=120.0,
         ge=5,
-        description="seconds without a sign of life after which a process counts as lost, and all end",
+        description="seconds without a heartbeat after which a process counts as lost and all processes end",
     )
 
     @field_validator("dir")
     @classmethod
     def _local(cls, value: str) -> str:
-        """As a path an URL would name a folder here, `s3:`, and nobody would miss the store before it is needed."""
+        """A path would take the URL for a local folder named `s3:`, and the error would come after the first save."""
         if "://" in value:
             raise ValueError(
                 f"expected a local folder, found the URL {value!r}: metrics, events and config are written locally.\n"
@@ -45,67 +43,63 @@ class Lora(Section):
     """Low-rank adapters, by peft."""
 
     r: int = Field(default=16, ge=1, description="rank of the adapters")
-    alpha: Float = Field(default=32.0, gt=0, description="the adapters' product counts alpha / r times")
+    alpha: Float = Field(default=32.0, gt=0, description="scales the adapters' product by alpha / r")
     targets: tuple[str, ...] = Field(
         default=("all-linear",),
         min_length=1,
-        description="linear layers that get adapters: name patterns, or the ends of names (q_proj); all-linear: all "
-        "but the head",
+        description="linear layers that get adapters: name patterns or last parts of names (q_proj); all-linear: all "
+        "except the head",
         strict=False,
     )
     start_from: str | None = Field(
         default=None,
-        description="a local folder or hub id with adapters in peft's format, the initial values; r, alpha and targets "
-        "must be theirs; null: new ones",
+        description="local folder or hub id of peft adapters to start from, with the same r, alpha and targets; null: "
+        "new adapters",
     )
 
 
 class Model(Section):
     architecture: dict[str, Any] | str | None = Field(
         default=None,
-        description="a new model, its weights drawn from run.seed: what a config.json of transformers holds, "
-        "`model_type` and the sizes at least; or the path of such a file, or of a folder with one",
+        description="a new model with weights drawn from run.seed: the content of a transformers config.json (at "
+        "least `model_type` and the sizes), or the path of such a file or its folder",
     )
     pretrained: str | None = Field(
         default=None,
-        description="a local folder in Hugging Face format with safetensors weights, or a model of the hub: org/name, "
+        description="local folder in Hugging Face format with safetensors weights, or a hub id: org/name, "
         "org/name@revision",
     )
     gguf_file: str | None = Field(
         default=None,
-        description="a GGUF file in model.pretrained (llama, qwen2, qwen3), whose weights, config and tokenizer are "
-        "taken, dequantised",
+        description="GGUF file in model.pretrained (llama, qwen2, qwen3); the run takes its weights (dequantised), "
+        "config and tokenizer",
         min_length=1,
     )
     allow: tuple[str, ...] = Field(
         default=(),
-        description="name patterns of tensors that model.pretrained may lack (they are drawn from run.seed) or have "
-        "beyond the model's (they are left out); `data.tokenizer`, where its ids may name other tokens than the "
-        "model's",
+        description="name patterns of tensors that model.pretrained may lack (drawn from run.seed) or have in excess "
+        "(left out); `data.tokenizer`: its ids may differ from the model's",
         strict=False,
     )
     attention: Literal["auto", "static", "flex", "sdpa", "eager"] = Field(
         default="auto",
-        description="attention implementation; auto: static (one function for all engines) where the model takes it; "
-        "flex: torch's flex_attention, which computes no block of scores that is masked (GPUs alone); sdpa, eager: "
-        "transformers' own",
+        description="auto: static where the model takes it; static: one function for all engines; flex: torch's "
+        "flex_attention, which skips masked blocks (GPUs only); sdpa, eager: transformers' own",
     )
     experts: Literal["auto", "dense", "batched_mm", "grouped_mm"] = Field(
         default="auto",
-        description="experts implementation of a mixture of experts; dense: every expert on every token, weighted, in "
-        "static shapes; batched_mm: a copy of the chosen weights per token, static too; grouped_mm: sorted by expert; "
-        "auto: dense",
+        description="implementation of a mixture of experts; dense (auto): every expert on every token, weighted; "
+        "batched_mm: a copy of the chosen weights per token; both static shapes; grouped_mm: tokens sorted by expert",
     )
     freeze: tuple[str, ...] = Field(
         default=(),
-        description="name patterns of parameters (or of modules that hold them) that don't train: no gradient, no "
-        "optimizer state; `*` stands for any text",
+        description="name patterns of parameters or modules that don't train: no gradient, no optimizer state; `*` "
+        "matches any text",
         strict=False,
     )
     lora: Lora | None = Field(
         default=None,
-        description="train low-rank adapters (LoRA) and nothing else; `{}` for the defaults of its keys; null: no "
-        "adapters",
+        description="train low-rank adapters (LoRA) only; `{}`: with the defaults of its keys; null: no adapters",
     )
 
     @model_validator(mode="after")
@@ -125,37 +119,34 @@ class Train(Section):
     epochs: Float | None = Field(
         default=None,
         gt=0,
-        description="passes over the data, instead of train.steps; of a mixture: as many rows as its parts have "
-        "together, drawn by their weights",
+        description="passes over the data, instead of train.steps; a pass over a mixture has as many rows as all its "
+        "sources",
     )
-    global_batch: int = Field(default=8, ge=1, description="sequences in a step, over all devices and micro batches")
-    micro_batch: int = Field(default=1, ge=1, description="sequences per device in one forward and backward")
+    global_batch: int = Field(default=8, ge=1, description="sequences per step, over all devices and micro batches")
+    micro_batch: int = Field(default=1, ge=1, description="sequences per device in one forward and backward pass")
     max_grad_norm: Float | None = Field(
         default=1.0, gt=0, description="global gradient norm to clip to; null: no clipping"
     )
-    log_every: int = Field(default=10, ge=1, description="steps between two console lines")
+    log_every: int = Field(default=10, ge=1, description="steps between console lines")
     eval_every: int | None = Field(
         default=None,
         ge=1,
-        description="steps between two evaluations over the rows of data.eval_split, and one at the last step; null: "
-        "none",
+        description="steps between evaluations on data.eval_split; the last step is always evaluated; null: never",
     )
-    eval_on_start: bool = Field(
-        default=False, description="evaluate before the first step too, which tells what training is worth"
-    )
+    eval_on_start: bool = Field(default=False, description="evaluate before the first step too, as a baseline")
     eval_batches: int | None = Field(
         default=None,
         ge=1,
-        description="evaluate over at most so many batches of train.global_batch sequences, evenly spread over the "
-        "rows; null: all rows",
+        description="evaluate at most this many batches of train.global_batch sequences, spread evenly over the rows; "
+        "null: all rows",
     )
     patience: int | None = Field(
         default=None,
         ge=1,
-        description="evaluations without a lower loss than the best so far, after which the run ends; null: it goes on",
+        description="stop after this many evaluations without improvement; null: never",
     )
     stop_at: int | None = Field(
-        default=None, ge=1, description="end at this step; the schedule still spans train.steps"
+        default=None, ge=1, description="stop at this step; the schedule still spans train.steps"
     )
 
     @model_validator(mode="after")
@@ -166,20 +157,22 @@ class Train(Section):
 
 
 class OptimGroup(Section):
-    match: str = Field(description="name pattern of parameters, or of modules that hold them", min_length=1)
+    match: str = Field(description="name pattern of parameters or modules", min_length=1)
     lr: Float | None = Field(default=None, gt=0, description="peak learning rate of the group; null: optim.lr")
-    weight_decay: Float | None = Field(default=None, ge=0, description="of all its tensors; null: as without the group")
+    weight_decay: Float | None = Field(
+        default=None, ge=0, description="weight decay of all its tensors; null: as without the group"
+    )
 
 
 class Optim(Section):
     name: Literal["adamw", "sgd"] = Field(default="adamw", description="optimizer")
     lr: Float = Field(default=3e-4, gt=0, description="peak learning rate")
     betas: tuple[DecayRate, DecayRate] = Field(
-        default=(0.9, 0.95), description="AdamW's decay rates of the two moments", strict=False
+        default=(0.9, 0.95), description="AdamW's decay rates of both moments", strict=False
     )
     eps: Float = Field(default=1e-8, gt=0, description="AdamW's epsilon")
     momentum: Float = Field(default=0.0, ge=0, lt=1, description="SGD's momentum")
-    weight_decay: Float = Field(default=0.1, ge=0, description="decoupled weight decay, on matrices only")
+    weight_decay: Float = Field(default=0.1, ge=0, description="decoupled weight decay, of matrices only")
     schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
         default="cosine", description="learning rate after warmup; wsd: warmup, stable, decay"
     )
@@ -188,12 +181,12 @@ class Optim(Section):
         default=0.1,
         gt=0,
         le=1,
-        description="floor of the schedule, as a share of lr; above 0, where XLA would recompile",
+        description="floor of the schedule, as a share of lr; not 0, which would make XLA recompile",
     )
-    decay_ratio: Float = Field(default=0.2, gt=0, le=1, description="share of train.steps in which wsd decays")
+    decay_ratio: Float = Field(default=0.2, gt=0, le=1, description="share of train.steps that wsd spends in decay")
     groups: tuple[OptimGroup, ...] = Field(
         default=(),
-        description="parameters with an lr or weight decay of their own; the first that matches counts",
+        description="parameters with their own lr or weight decay; the first match counts",
         strict=False,
     )
 
@@ -202,44 +195,43 @@ class Sharding(Section):
     strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"] = Field(
         default="FULL_SHARD",
         description="FULL_SHARD: parameters, gradients and optimizer state (ZeRO-3); SHARD_GRAD_OP: gathered "
-        "parameters stay until backward (ZeRO-2); NO_SHARD: as DDP; HYBRID_SHARD, HYBRID_SHARD_ZERO2: the first or the "
-        "second within a replica, copies across replicas",
+        "parameters stay until backward (ZeRO-2); NO_SHARD: as DDP; HYBRID_SHARD, HYBRID_SHARD_ZERO2: ZeRO-3 or ZeRO-2 "
+        "inside a replica, copies across replicas",
     )
     replicas: int | None = Field(
-        default=None, ge=1, description="copies of the model under HYBRID_SHARD*; null: one a host"
+        default=None, ge=1, description="copies of the model under HYBRID_SHARD*; null: one per host"
     )
     reshard_after_forward: int | None = Field(
         default=None,
         ge=2,
-        description="after forward keep parameters sharded over this many devices only, as a middle way between "
-        "FULL_SHARD and SHARD_GRAD_OP; null: as the strategy says",
+        description="reshard parameters after forward over this many devices only, between FULL_SHARD and "
+        "SHARD_GRAD_OP; null: as the strategy does",
     )
     wrap: Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"] = Field(
         default="TRANSFORMER_BASED_WRAP",
-        description="what is a unit, gathered and freed together: the model's layers; modules of min_num_params; "
-        "nothing but the whole model",
+        description="FSDP units, gathered and freed together: the model's layers; modules of min_num_params; only the "
+        "whole model",
     )
     wrap_classes: tuple[str, ...] = Field(
         default=(),
-        description="module classes that are the layers instead of the model's own: recomputed, compiled, and units "
-        "under TRANSFORMER_BASED_WRAP",
+        description="module classes to use as layers instead of the model's own: recomputed, compiled, and units under "
+        "TRANSFORMER_BASED_WRAP",
         strict=False,
     )
     wrap_modules: tuple[str, ...] = Field(
-        default=(), description="name patterns of further modules that are units of their own", strict=False
+        default=(), description="name patterns of further modules that become units", strict=False
     )
     min_num_params: int | None = Field(
-        default=None, ge=1, description="parameters that a module needs to be a unit under SIZE_BASED_WRAP"
+        default=None, ge=1, description="smallest number of parameters of a unit under SIZE_BASED_WRAP"
     )
     forward_prefetch: int = Field(
-        default=0, ge=0, description="units that are gathered ahead in forward; 0: as the engine does by itself"
+        default=0, ge=0, description="units to gather ahead in forward; 0: the engine's default"
     )
     backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"] = Field(
         default="BACKWARD_PRE",
-        description="when the next units are gathered in backward: before the current one's gradients, after them, or "
-        "when they are needed",
+        description="gather the next units in backward before the current unit's gradients, after them, or on demand",
     )
-    backward_prefetch_units: int = Field(default=1, ge=1, description="units that are gathered ahead in backward")
+    backward_prefetch_units: int = Field(default=1, ge=1, description="units to gather ahead in backward")
 
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -247,97 +239,94 @@ DType = Literal["float32", "bfloat16", "float16"]
 
 class Precision(Section):
     master: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="dtype in which weights and optimizer state rest"
+        default="float32", description="dtype of weights and optimizer state at rest"
     )
     frozen: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",
-        description="dtype in which weights that don't train rest (model.freeze, the base of model.lora); auto: as "
-        "master",
+        description="dtype at rest of weights that don't train (model.freeze, the base of model.lora); auto: master",
     )
     compute: DType = Field(default="float32", description="dtype of forward and backward")
     reduce: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",
-        description="dtype in which gradients are summed over devices; auto: float32 where the engine can",
+        description="dtype of the gradient sum over devices; auto: float32 where the engine can",
     )
     output: Literal["auto", "float32", "bfloat16"] = Field(
-        default="auto", description="dtype of the logits that the loss takes; auto: as the head gives them"
+        default="auto", description="dtype of the logits that enter the loss; auto: the head's"
     )
     modules: dict[str, DType] = Field(
         default={},
-        description="name pattern of modules -> their compute dtype: norms, a router, the head in float32; the first "
-        "that matches counts",
+        description="name pattern of modules -> compute dtype, as norms, a router or the head in float32; the first "
+        "match counts",
     )
     matmul: Literal["highest", "high", "default"] = Field(
         default="highest",
-        description="what a float32 matrix product may be made of; highest: float32; high: TF32 on GPUs, three "
-        "bfloat16 passes on TPUs; default: the device's fastest",
+        description="precision of float32 matrix products; highest: float32; high: TF32 on GPUs, three bfloat16 passes "
+        "on TPUs; default: the device's fastest",
     )
 
 
 class Memory(Section):
     gradient_checkpointing: Literal["none", "full", "selective"] = Field(
         default="none",
-        description="recompute activations in backward; full: of every layer; selective: of every memory.every-th, or "
-        "all but the outputs of memory.save_ops",
+        description="recompute activations in backward; full: every layer; selective: every memory.every-th layer, or "
+        "all outputs except those of memory.save_ops",
     )
     every: int | None = Field(
-        default=None, ge=1, description="selective: every n-th layer is recomputed, from the first on"
+        default=None, ge=1, description="selective: recompute every n-th layer, starting with the first"
     )
     save_ops: tuple[Literal["matmul", "attention"], ...] = Field(
-        default=(), description="selective: classes of operations whose outputs are kept in every layer", strict=False
+        default=(), description="selective: operations whose outputs every layer keeps", strict=False
     )
     cpu_offload: bool = Field(
-        default=False, description="parameters, gradients and optimizer state rest in host memory"
+        default=False, description="keep parameters, gradients and optimizer state in host memory"
     )
 
 
 class Compile(Section):
-    enabled: bool = Field(default=False, description="torch.compile of each layer; XLA compiles in any case")
+    enabled: bool = Field(default=False, description="torch.compile each layer; XLA always compiles")
     backend: Literal["inductor", "aot_eager", "eager"] = Field(
         default="inductor", description="torch.compile's backend; inductor needs a GPU here"
     )
     scan_layers: bool = Field(
-        default=False, description="XLA: one program for all layers, looped, instead of a copy for each"
+        default=False, description="XLA: compile one layer and loop over it, instead of one copy per layer"
     )
 
 
 class Checkpoint(Section):
     dir: str | None = Field(
         default=None,
-        description="where checkpoints lie: a folder that all processes share, or an object store (s3://, gs://); "
-        "null: run.dir/checkpoints",
+        description="folder that all processes share, or object store (s3://, gs://); null: run.dir/checkpoints",
     )
-    every: int | None = Field(default=None, ge=1, description="steps between two saves; the last step is always saved")
+    every: int | None = Field(default=None, ge=1, description="steps between saves; the last step is always saved")
     every_minutes: float | None = Field(
-        default=None, gt=0, description="minutes between two saves, by the clock of process 0"
+        default=None, gt=0, description="minutes between saves, by the clock of process 0"
     )
     async_save: bool = Field(
-        default=False, description="save in the background: a step waits for a copy to host memory only"
+        default=False, description="save in the background: a step waits only for a copy to host memory"
     )
     keep: int | None = Field(default=None, ge=1, description="newest checkpoints to keep; null: all")
-    keep_every: int | None = Field(default=None, ge=1, description="with keep: keep those of every n-th step as well")
+    keep_every: int | None = Field(default=None, ge=1, description="with keep: also keep every n-th step")
     resume: str = Field(
-        default="auto", description="auto: the newest whole checkpoint of the run; none; or a checkpoint's path or URL"
+        default="auto", description="auto: the run's newest complete checkpoint; none; or a checkpoint's path or URL"
     )
     load: Literal["all", "weights_only"] = Field(
-        default="all", description="weights_only: a new run from the weights of the checkpoint that resume names"
+        default="all", description="weights_only: start a new run from the weights of the checkpoint that resume names"
     )
     allow: tuple[str, ...] = Field(
         default=(),
-        description="settings that make the loss curve and may differ from those of the run that saved: "
-        "optim.lr, data, train.steps, ...; replicas: save although replicas of the weights differ",
+        description="settings of the loss curve that may differ from the checkpoint's: optim.lr, data, train.steps, "
+        "...; replicas: save although replicas of the weights differ",
         strict=False,
     )
     verify: Literal["full", "size", "off"] = Field(
-        default="full", description="check before a load: the hash of every file, their lengths, or the manifest only"
+        default="full", description="check before loading: the hash of every file, their sizes, or only the manifest"
     )
     export: bool = Field(
         default=False,
-        description="write a Hugging Face folder to run.dir/export at the end; with model.lora the adapters, in peft's "
-        "format",
+        description="write a Hugging Face folder to run.dir/export at the end; with model.lora: peft adapters",
     )
     merge_adapters: bool = Field(
-        default=False, description="with model.lora: export the whole model, the adapters added in"
+        default=False, description="with model.lora: export the whole model with the adapters merged"
     )
 
     @field_validator("dir")
@@ -345,29 +334,28 @@ class Checkpoint(Section):
     def _outlives_the_run(cls, value: str | None) -> str | None:
         if value is not None and "memory://" in value.lower():  # also behind a cache: simplecache::memory://
             raise ValueError(
-                f"expected a folder or an object store, found {value!r}: fsspec's memory:// is the memory of one "
-                "process and ends with it.\n  Set a folder that all processes share, an s3:// or gs:// URL, or null "
-                "for run.dir/checkpoints"
+                f"expected a folder or an object store, found {value!r}: memory:// ends with its process.\n"
+                "  Set a folder that all processes share, an s3:// or gs:// URL, or null for run.dir/checkpoints"
             )
         return value
 
 
 class XlaFsdp1(Section):
-    """What only the engine xla_fsdp1 has; the rest of its settings are said by the other sections."""
+    """Options of the engine xla_fsdp1 only; the other sections hold its other settings."""
 
     flatten_parameters: bool = Field(
-        default=False, description="join the parameters of a unit into one tensor, gathered and reduced at once"
+        default=False, description="join a unit's parameters into one tensor, gathered and reduced at once"
     )
     shard_param_on_dim_0: bool | None = Field(
         default=None,
-        description="cut each parameter by its rows; false: flat, padded to 128 elements a device; "
-        "null: by rows, but for flatten_parameters",
+        description="shard each parameter by rows; false: flat, padded to 128 elements per device; null: by rows "
+        "unless flatten_parameters",
     )
     pin_layout_in_collective_ops: bool | None = Field(
-        default=None, description="fix the memory layout of what collectives take and give; null: on TPUs"
+        default=None, description="fix the memory layout of collectives' inputs and outputs; null: on TPUs"
     )
     buffer_dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="dtype of the model's floating buffers (a rotary embedding's frequencies)"
+        default="float32", description="dtype of the model's floating-point buffers (rotary frequencies)"
     )
 
 
