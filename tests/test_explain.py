@@ -104,7 +104,7 @@ def test_replicas_are_judged_where_the_hosts_are_known(capsys: pytest.CaptureFix
 def test_without_a_config_every_option_and_every_case(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys)
     assert [line for line in text.splitlines() if not line.startswith(" ")] == list(option_names())
-    assert "on one device: replicas that are sharded need four devices or more" in text
+    assert "on one device: sharded replicas need four devices or more" in text
     assert "(checked when the model is built)" in text
     table = said_json(capsys, "--backend=xla")["options"]
     assert tuple(table) == option_names()

@@ -299,7 +299,7 @@ def test_a_verdict_says_what_only_the_model_can_refuse() -> None:
             {"memory.cpu_offload": True, "precision.reduce": "bfloat16"},
             Deployment("xla", "cpu", 4, 1),
             "backend xla on cpu (4 device(s) of 1 host(s)): precision.reduce=bfloat16 with precision.compute=float32: "
-            "gradients would lose on the way between devices the digits that they were computed with.\n"
+            "the reduction would drop digits of float32 gradients.\n"
             "  Set precision.reduce=auto, or precision.compute=bfloat16.\n"
             "backend xla on cpu (4 device(s) of 1 host(s)): memory.cpu_offload=true on XLA: torch_xla keeps parameters "
             "and optimizer state in device memory.\n"
@@ -314,8 +314,8 @@ def test_a_verdict_says_what_only_the_model_can_refuse() -> None:
         (
             {"sharding.strategy": "HYBRID_SHARD"},
             Deployment("native", "cuda", 8, 1),
-            "backend native on cuda (8 device(s) of 1 host(s)): sharding.replicas=null with a hybrid strategy, which "
-            "makes one replica: one replica (null: one a host) is FULL_SHARD, or SHARD_GRAD_OP for "
+            "backend native on cuda (8 device(s) of 1 host(s)): sharding.replicas=null with a hybrid strategy and "
+            "one replica: one replica (null: one per host) is FULL_SHARD, or SHARD_GRAD_OP for "
             "HYBRID_SHARD_ZERO2.\n"
             "  Set sharding.replicas=2, or sharding.strategy=FULL_SHARD. Nothing was started.",
         ),
@@ -323,7 +323,7 @@ def test_a_verdict_says_what_only_the_model_can_refuse() -> None:
             {"sharding.strategy": "HYBRID_SHARD_ZERO2", "sharding.replicas": 3},
             Deployment("native", "cuda", 16, 4),
             "backend native on cuda (16 device(s) of 4 host(s)): sharding.replicas=3 that do not divide the devices: "
-            "all replicas (null: one a host) have the same number of devices.\n"
+            "all replicas (null: one per host) have the same number of devices.\n"
             "  Set sharding.replicas=4, or sharding.strategy=SHARD_GRAD_OP and sharding.replicas=null. "
             "Nothing was started.",
         ),

@@ -140,7 +140,7 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
     "float16": ([*CPU, "precision.compute=float16"], ["precision.compute=float16", "Set precision.compute=bfloat16"]),
     "selective of what": (
         [*CPU, "memory.gradient_checkpointing=selective"],
-        ["memory.gradient_checkpointing=selective without saying which", "Set memory.every=2"],
+        ["memory.gradient_checkpointing=selective without memory.every and", "Set memory.every=2"],
     ),
     "inductor on cpu": (
         [*CPU, "compile.enabled=true"],
@@ -152,11 +152,11 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
     ),
     "adapters of a random base": (
         [*CPU, "model.lora={r: 2}", "checkpoint.export=true"],
-        ["checkpoint.export=true of adapters alone, over a base from", "Set checkpoint.merge_adapters=true"],
+        ["checkpoint.export=true of adapters whose base is model.architecture", "Set checkpoint.merge_adapters=true"],
     ),
     "adapters of a GGUF file": (
         [*CPU, "model={pretrained: words, gguf_file: a.gguf, lora: {r: 2}}", "checkpoint.export=true"],
-        ["checkpoint.export=true of adapters alone, over a base from", "Set checkpoint.merge_adapters=true"],
+        ["checkpoint.export=true of adapters whose base is model.architecture", "Set checkpoint.merge_adapters=true"],
     ),
     "scan on native": (
         [*CPU, "compile.scan_layers=true"],
@@ -194,7 +194,11 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
     ),
     "checkpoints in memory": (
         [*CPU, "checkpoint.dir=memory://run"],
-        ["checkpoint.dir: expected a folder or an object store, found 'memory://run'", "ends with it", "Set a folder"],
+        [
+            "checkpoint.dir: expected a folder or an object store, found 'memory://run'",
+            "ends with its process",
+            "Set a folder",
+        ],
     ),
     "checkpoints in memory behind a cache": (
         [*CPU, "checkpoint.dir=simplecache::memory://run"],
