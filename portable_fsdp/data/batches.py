@@ -1,7 +1,7 @@
 """Batches: the micro batches of each step that one data shard feeds, made ahead by a thread.
 
-Step k of a run that begins at `start` samples takes the positions [start + k * G, start + (k + 1) * G), G being the
-global batch. Shard i of n takes the i-th n-th of them, and cuts it into equal micro batches; both cuts are contiguous.
+With global batch G, step k of a run that begins at `start` samples takes the positions [start + k * G, start + (k + 1)
+* G). Shard i of n takes the i-th n-th of them, and cuts it into equal micro batches; both cuts are contiguous.
 """
 
 import queue
@@ -20,11 +20,11 @@ STEPS_AHEAD = 2
 
 
 class Batches(Closing):
-    """Iterator over the steps of one data shard, without end; to be closed, or used as a context manager.
+    """Endless iterator over the steps of one data shard; close it, or use it as a context manager.
 
-    Each `next()` gives `accumulation` micro batches: what the rows have (int64 `[rows, seq_len]`), and `tokens` float32
-    `[rows]`: the counted labels of row r summed over all micro batches of the step, the same in each of them,
-    so that their sum over the data shards is the token count of the global batch.
+    Each `next()` gives `accumulation` micro batches: the tensors of their rows (int64 `[rows, seq_len]`), and `tokens`
+    float32 `[rows]`: the counted labels of row r summed over all micro batches of the step, the same in each of them.
+    Their sum over the data shards is the token count of the global batch.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Batches(Closing):
                 "  Change train.global_batch, train.micro_batch or the number of devices."
             )
         self.consumed = start
-        """Samples consumed, those of the last step that `next()` gave included."""
+        """Samples consumed, including those of the last step that `next()` gave."""
         self._rows = rows
         self._seed = seed
         self._global_batch = global_batch
@@ -83,7 +83,7 @@ class Batches(Closing):
         return position.epoch, position.index
 
     def close(self) -> None:
-        """End the thread, and wait for it; what it made ahead is dropped. May be called twice."""
+        """End the thread, and wait for it; drops the steps made ahead. May be called twice."""
         self._closed.set()
         while self._thread.is_alive():
             while not self._ready.empty():  # the thread may wait for room
@@ -96,7 +96,7 @@ class Batches(Closing):
             while not self._closed.is_set():
                 self._ready.put(self._step(first))
                 first += self._global_batch
-        except BaseException as error:  # whatever it is, it belongs to the thread that trains
+        except BaseException as error:  # the thread that trains raises it
             self._ready.put(error)
 
     def _step(self, first: int) -> list[dict[str, Tensor]]:

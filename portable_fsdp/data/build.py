@@ -15,15 +15,14 @@ from numpy.typing import NDArray
 
 from portable_fsdp.config import data as keys
 from portable_fsdp.config.schema import Model
-from portable_fsdp.data.cache import Documents, Recipe, entry_key, tokenized
+from portable_fsdp.data.cache import Recipe, TokenizedDocuments, entry_key, tokenized
 from portable_fsdp.data.chat import DATE
-from portable_fsdp.data.examples import Source
+from portable_fsdp.data.examples import DocumentSource
 from portable_fsdp.data.hashes import Remember, remembered
-from portable_fsdp.data.held_out import open_apart
 from portable_fsdp.data.order import share_of_numbers
 from portable_fsdp.data.packing import DocumentRows, MixedRows, PackedRows, Rows, cut, whole
 from portable_fsdp.data.render import renderer
-from portable_fsdp.data.sources import open_source
+from portable_fsdp.data.sources import open_apart, open_source
 from portable_fsdp.data.tokenize import Tokenizer, load_tokenizer, token_dtype
 from portable_fsdp.runtime.errors import DataError
 from portable_fsdp.runtime.files import cache_folder
@@ -50,9 +49,8 @@ class Corpus:
 def build_data(data: keys.Data, model: Model | None = None) -> Corpus:
     """Read, tokenize and pack the corpus. Every process calls it; one of a host tokenizes, the others map its files.
 
-    `model`: the section whose tokenizer `data.tokenizer: auto` means; without it that is `bytes`. Raises DataError if a
-    file or the tokenizer can't be read, for a document that `data.on_error` doesn't skip, or if a part is shorter than
-    one row.
+    `model`: the section whose tokenizer `data.tokenizer: auto` means; without it that is `bytes`. Raises DataError for
+    an unreadable file or tokenizer, for a document that `data.on_error` doesn't skip, and for a part without rows.
     """
     pretrained, gguf_file = (model.pretrained, model.gguf_file) if model else (None, None)
     tokenizer = load_tokenizer(data.tokenizer, pretrained, gguf_file)
@@ -62,20 +60,20 @@ def build_data(data: keys.Data, model: Model | None = None) -> Corpus:
             "with nothing between them, and completions of text don't learn to stop",
             data.tokenizer,
         )
-    build = _Build(data, tokenizer)
-    return Corpus(build.trained(), tokenizer, build.held_out())
+    builder = _Builder(data, tokenizer)
+    return Corpus(builder.trained(), tokenizer, builder.held_out())
 
 
-class _Part(NamedTuple):
-    """What became of one source."""
+class _SourceRows(NamedTuple):
+    """One source, tokenized and packed."""
 
     rows: Rows
     source: str
-    documents: Documents
+    documents: TokenizedDocuments
 
 
-def _require_rows(parts: Sequence[_Part], data: keys.Data, name: str) -> None:
-    """Of all parts together; the error says by which key there are none."""
+def _require_rows(parts: Sequence[_SourceRows], data: keys.Data, name: str) -> None:
+    """Raises DataError where all parts together have none; the message names the key that leaves none."""
     if any(len(part.rows) for part in parts):
         return
     share, way = "", ""
@@ -85,34 +83,31 @@ def _require_rows(parts: Sequence[_Part], data: keys.Data, name: str) -> None:
         way = f", or hold {'more' if held_out else 'less'} out"
     where = ", ".join(part.source for part in parts)
     lengths = np.concatenate([np.diff(part.documents.starts) for part in parts])
+    actual, advice = f"none among {len(lengths):,} in {where}", "Give more text"
     if not len(lengths):
-        expected, found, advice = "at least one document", f"none in {where}", "Give more of them"
+        expected, actual, advice = "at least one document", f"none in {where}", "Give more of them"
     elif isinstance(parts[0].rows, PackedRows):
         expected = f"at least {data.seq_len + 1:,} tokens (data.seq_len + 1, one row)"
-        found = ", ".join(f"{len(part.documents.tokens):,} in {part.source}" for part in parts)
+        actual = ", ".join(f"{len(part.documents.tokens):,} in {part.source}" for part in parts)
         advice = "Lower data.seq_len, or give more text"
     elif (lengths > data.seq_len).any():
         expected = f"at least one document of at most {data.seq_len:,} tokens (data.seq_len) with something to predict"
-        found, advice = (
-            f"none among {len(lengths):,} in {where}",
-            f"Raise data.seq_len (the longest has {lengths.max():,})",
-        )
+        advice = f"Raise data.seq_len (the longest has {lengths.max():,})"
     else:
-        expected, found = "at least one document of two tokens", f"none among {len(lengths):,} in {where}"
-        advice = "Give more text"
-    raise DataError(f"{name}: expected {expected}, found {found}{share}.\n  {advice}{way}.")
+        expected = "at least one document of two tokens"
+    raise DataError(f"{name}: expected {expected}, found {actual}{share}.\n  {advice}{way}.")
 
 
-class _Build:
-    """One pass from sources to rows, with what all parts of it need."""
+class _Builder:
+    """One pass from sources to rows."""
 
     def __init__(self, data: keys.Data, tokenizer: Tokenizer) -> None:
         self._data = data
         self._tokenizer = tokenizer
         self._parts: Sequence[keys.Documents] = data.mixture or (data,)
         self._share = None if data.eval_split is None else keys.share_held_out(data.eval_split)
-        self._held_out: Source | None = None
-        """What is held out by a name of its own."""
+        self._held_out: DocumentSource | None = None
+        """Named by `data.eval_split`: files or a split, not a share."""
         if data.eval_split is None or self._share is not None:
             self._sources = [open_source(part) for part in self._parts]
         else:
@@ -124,29 +119,31 @@ class _Build:
     def trained(self) -> Rows:
         share = self._share
         takes = _every if share is None else lambda number: not share_of_numbers(number, share)
-        found = self._each(takes, "" if share is None else f"all but {share}")
-        for one in found:
-            _require_rows([one], self._data, "data.mixture" if self._data.mixture else "data")
-        if len(found) == 1:
-            return found[0].rows
-        return MixedRows([one.rows for one in found], [part.weight for part in self._data.mixture])
+        parts = self._each(takes, "" if share is None else f"all but {share}")
+        for part in parts:
+            _require_rows([part], self._data, "data.mixture" if self._data.mixture else "data")
+        if len(parts) == 1:
+            return parts[0].rows
+        return MixedRows([part.rows for part in parts], [part.weight for part in self._data.mixture])
 
     def held_out(self) -> Rows | None:
         share = self._share
         if self._held_out is not None:
-            found = [self._part(self._data, self._held_out, _every, "")]
+            parts = [self._part(self._data, self._held_out, _every, "")]
         elif share is not None:
-            found = self._each(lambda number: share_of_numbers(number, share), f"{share}")
+            parts = self._each(lambda number: share_of_numbers(number, share), f"{share}")
         else:
             return None
-        _require_rows(found, self._data, "data.eval_split")
-        rows = [one.rows for one in found]
-        return rows[0] if len(rows) == 1 else MixedRows(rows, [max(1, len(one)) for one in rows])
+        _require_rows(parts, self._data, "data.eval_split")
+        rows = [part.rows for part in parts]
+        return rows[0] if len(rows) == 1 else MixedRows(rows, [max(1, len(each)) for each in rows])
 
-    def _each(self, takes: Callable[[int], bool], taken: str) -> list[_Part]:
+    def _each(self, takes: Callable[[int], bool], taken: str) -> list[_SourceRows]:
         return [self._part(part, source, takes, taken) for part, source in zip(self._parts, self._sources, strict=True)]
 
-    def _part(self, part: keys.Documents, source: Source, takes: Callable[[int], bool], taken: str) -> _Part:
+    def _part(
+        self, part: keys.Documents, source: DocumentSource, takes: Callable[[int], bool], taken: str
+    ) -> _SourceRows:
         is_stream = self._packing == "stream"
         recipe = Recipe(
             key=self._key(part, source, taken),
@@ -157,16 +154,16 @@ class _Build:
             skip_broken=self._data.on_error == "skip",
         )
         documents = tokenized(self._folder, recipe)
-        _say_what_was_skipped(documents, source)
+        _log_skipped(documents, source)
         if is_stream:
             rows: Rows = PackedRows(documents.tokens, self._data.seq_len, self._remember(documents))
         else:
             rows = self._document_rows(part, source, documents)
-        return _Part(rows, source.name, documents)
+        return _SourceRows(rows, source.name, documents)
 
-    def _key(self, part: keys.Documents, source: Source, taken: str) -> str:
+    def _key(self, part: keys.Documents, source: DocumentSource, taken: str) -> str:
         template = self._tokenizer.chat_template
-        # Only where there are some: entries of earlier releases keep their names.
+        # Only where they matter: entries of earlier releases keep their names.
         arguments: dict[str, object] = {}
         if part.chat_template_kwargs:
             arguments["chat_template_kwargs"] = part.chat_template_kwargs
@@ -186,21 +183,17 @@ class _Build:
             **arguments,
         )
 
-    def _document_rows(self, part: keys.Documents, source: Source, documents: Documents) -> DocumentRows:
+    def _document_rows(
+        self, part: keys.Documents, source: DocumentSource, documents: TokenizedDocuments
+    ) -> DocumentRows:
         """Without the documents that have nothing to predict."""
         seq_len, starts = self._data.seq_len, documents.starts
         keep = predicts(documents)
-        if (~keep).any():
-            left_out = documents_in_words((~keep).sum())
-            log.info("data: %s of %s left out: nothing to predict", left_out, source.name)
+        _log_count((~keep).sum(), f"{source.name} left out: nothing to predict")
         lengths = np.diff(starts)
         too_long = keep & (lengths > seq_len)
         if part.format == "text":
-            if too_long.any():
-                log.info(
-                    "data: %s of %s cut into pieces: longer than data.seq_len=%s",
-                    *(documents_in_words(too_long.sum()), source.name, seq_len),
-                )
+            _log_count(too_long.sum(), f"{source.name} cut into pieces: longer than data.seq_len={seq_len}")
             pieces = cut(starts[:-1][keep], lengths[keep], seq_len)
         else:
             self._check_lengths(source, documents, too_long)
@@ -221,76 +214,68 @@ class _Build:
             )
         return rows
 
-    def _remember(self, documents: Documents) -> Remember:
+    def _remember(self, documents: TokenizedDocuments) -> Remember:
         # An entry never changes, so nothing has to settle.
         return partial(remembered, self._folder / "hashes", documents.files, settled_s=0)
 
-    def _check_lengths(self, source: Source, documents: Documents, too_long: NDArray[np.bool_]) -> None:
+    def _check_lengths(
+        self, source: DocumentSource, documents: TokenizedDocuments, too_long: NDArray[np.bool_]
+    ) -> None:
         if not too_long.any():
             return
-        first = int(np.flatnonzero(too_long)[0])
-        found = (
-            f"{_place(source, int(documents.numbers[first]))}: expected at most {self._data.seq_len:,} tokens "
-            f"(data.seq_len), found {int(np.diff(documents.starts)[first]):,}"
-        )
+        lengths, first = np.diff(documents.starts), int(np.flatnonzero(too_long)[0])
+        number = int(documents.numbers[first])
+        # Reads the source again: an entry doesn't keep places.
+        place = next((document.place for document in source.read() if document.number == number), source.name)
+        problem = f"{place}: expected at most {self._data.seq_len:,} tokens (data.seq_len), found {lengths[first]:,}"
         if self._data.on_error == "stop":
             raise DataError(
-                f"data: {found}; too long: {documents_in_words(too_long.sum())}.\n"
-                f"  Raise data.seq_len (the longest has {int(np.diff(documents.starts)[too_long].max()):,}), shorten "
-                "them, or set data.on_error=skip to go on without them."
+                f"data: {problem}; too long: {documents_in_words(too_long.sum())}.\n"
+                f"  Raise data.seq_len (the longest has {lengths[too_long].max():,}), shorten them, or set "
+                "data.on_error=skip to leave them out."
             )
-        log.info(
-            "data: %s of %s left out: too long; the first: %s",
-            *(documents_in_words(too_long.sum()), source.name, found),
-        )
+        _log_count(too_long.sum(), f"{source.name} left out: too long; the first: {problem}")
 
 
 def documents_in_words(count: int) -> str:
     return f"{count:,} document{'' if count == 1 else 's'}"
 
 
+def _log_count(count: int, event: str, level: int = logging.INFO) -> None:
+    if count:
+        log.log(level, "data: %s of %s", documents_in_words(count), event)
+
+
 def _every(number: int) -> bool:
     return True
 
 
-def predicts(documents: Documents) -> NDArray[np.bool_]:
+def predicts(documents: TokenizedDocuments) -> NDArray[np.bool_]:
     """Which documents have a token behind their first that counts."""
-    lengths = np.diff(documents.starts)
+    predicted = np.diff(documents.starts) > 1
     if documents.counted is None:
-        return lengths > 1
-    found = lengths > 1
-    # [begin, end) behind the first token of each; what lies between two of them is reduced too, and dropped.
-    bounds = np.stack([documents.starts[:-1][found] + 1, documents.starts[1:][found]], axis=1).ravel()
+        return predicted
+    # [begin, end) behind the first token of each; reduceat reduces the tokens between two of them too: dropped.
+    bounds = np.stack([documents.starts[:-1][predicted] + 1, documents.starts[1:][predicted]], axis=1).ravel()
     if len(bounds):
         inside = bounds[bounds < len(documents.counted)]  # without the last end, where that is the end of all
-        found[found] = np.logical_or.reduceat(documents.counted, inside)[::2]
-    return found
+        predicted[predicted] = np.logical_or.reduceat(documents.counted, inside)[::2]
+    return predicted
 
 
-def _place(source: Source, number: int) -> str:
-    """Read again for an error alone: an entry doesn't keep places."""
-    return next((one.place for one in source.read() if one.number == number), source.name)
-
-
-def _say_what_was_skipped(documents: Documents, source: Source) -> None:
+def _log_skipped(documents: TokenizedDocuments, source: DocumentSource) -> None:
     facts = documents.facts
     if facts.skipped and not facts.documents:
         raise DataError(
             f"data: expected at least one document that can be read, found {facts.skipped:,} that can't in "
             f"{source.name}, and data.on_error=skip leaves them out; the first:\n  {facts.first_skipped}"
         )
-    if facts.skipped:
-        log.info(
-            "data: %s of %s skipped; the first: %s",
-            documents_in_words(facts.skipped),
-            source.name,
-            facts.first_skipped,
-        )
+    _log_count(facts.skipped, f"{source.name} skipped; the first: {facts.first_skipped}")
     for note, count in facts.notes.items():
-        log.warning("data: %s of %s: %s", documents_in_words(count), source.name, note)
+        _log_count(count, f"{source.name}: {note}", logging.WARNING)
     if facts.prompts_that_differ:
         log.info(
-            "data: the tokens of %s prompts of %s are others at their end when the completion follows; what differs "
-            "counts as completion. End prompts where a token ends (a space belongs to the completion).",
+            "data: %s prompts of %s end in other tokens once the completion follows; the difference counts as "
+            "completion. End prompts where a token ends (a space belongs to the completion).",
             *(f"{facts.prompts_that_differ:,}", source.name),
         )

@@ -1,10 +1,10 @@
 """Tokenized documents on disk, made once and mapped by every process that needs them.
 
-An entry is a folder named by a hash of all that its content follows from: the documents' bytes, the tokenizer, the
+An entry is a folder named by a hash of everything that determines its content: the documents' bytes, the tokenizer, the
 format, which part of them is taken, the releases of the libraries that do the work, and `FORMAT`. One process makes it
-under a lock (flock's) in a folder of another name, which is synced and renamed when all is in it; so whatever bears
-the entry's name is whole, and a kill leaves only a folder that the next process throws away. Where the file system has
-no locks, several may make the same entry, and one of them is kept.
+under a lock (flock's) in a folder of another name, syncs it and renames it. So a folder with the entry's name is whole;
+a kill leaves only a temporary folder, which the next process deletes. Where the file system has no locks, several
+processes may make the same entry, and one of them stays.
 """
 
 import errno
@@ -28,7 +28,7 @@ import xxhash
 from numpy.typing import DTypeLike, NDArray
 from tqdm import tqdm
 
-from portable_fsdp.data.examples import Broken, Example, Source
+from portable_fsdp.data.examples import Broken, DocumentSource, Example
 from portable_fsdp.data.render import Render, Rendered
 from portable_fsdp.data.tokenize import Tokens
 from portable_fsdp.runtime.errors import DataError
@@ -37,12 +37,12 @@ from portable_fsdp.runtime.files import sync_folder
 log = logging.getLogger("portable_fsdp")
 
 FORMAT = 1
-"""Of an entry, and of what makes it: raised when either changes."""
+"""Of an entry and of the code that makes it; raise it when either changes."""
 
 BATCH_CHARACTERS = 2_000_000
 BATCH_DOCUMENTS = 1000
 _THREADS = 2
-"""Batches under way at once, so that the tokenizer's own threads, one a core, don't wait for the last text of each."""
+"""Batches in work at once: the tokenizer's own threads, one a core, then don't wait for the last text of each."""
 
 _NO_LOCKS_HERE = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS}
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -50,7 +50,7 @@ _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 @dataclass(frozen=True)
 class Facts:
-    """What an entry says of itself."""
+    """The entry's facts.json."""
 
     dtype: str
     documents: int
@@ -66,8 +66,8 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Documents:
-    """Tokenized documents, end to end: document d is `tokens[starts[d] : starts[d + 1]]`."""
+class TokenizedDocuments:
+    """Documents end to end: document d is `tokens[starts[d] : starts[d + 1]]`."""
 
     tokens: Tokens
     starts: NDArray[np.int64]
@@ -84,7 +84,7 @@ class Documents:
 
     @classmethod
     def mapped(cls, folder: Path) -> Self:
-        """From an entry; raises OSError or ValueError if it isn't one."""
+        """From an entry; raises OSError, ValueError or TypeError for a damaged one."""
         facts = Facts(**json.loads((folder / "facts.json").read_text(encoding="utf-8")))
         files = [folder / "tokens.bin", *([folder / "counted.bin"] if facts.has_counted else [])]
         counted = _mapped(files[1], np.bool_, facts.tokens) if facts.has_counted else None
@@ -107,29 +107,29 @@ def _mapped(path: Path, dtype: DTypeLike, count: int) -> NDArray[Any]:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What an entry is made of, and how."""
+    """How to make an entry."""
 
     key: str
     """Of `entry_key`: equal for equal entries, and only for those."""
-    source: Source
+    source: DocumentSource
     takes: Callable[[int], bool]
-    """Which documents belong to it, by their number."""
+    """Whether the document of this number belongs to the entry."""
     render: Render
     dtype: np.dtype[Any]
     """Of the ids."""
     skip_broken: bool
-    """Leave out and count what can't be read or rendered, instead of an error at the first."""
+    """Leave out and count documents that can't be read or rendered, instead of an error at the first."""
 
 
 def entry_key(**parts: object) -> str:
-    """The name of the entry that follows from these: 32 hexadecimal digits."""
+    """The name of the entry with these parts: 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(json.dumps({"format": FORMAT, **parts}, sort_keys=True, default=str).encode())
 
 
-def tokenized(folder: Path, recipe: Recipe) -> Documents:
-    """The entry in `folder`, made now if nobody has made it before. Called by every process; no collective.
+def tokenized(folder: Path, recipe: Recipe) -> TokenizedDocuments:
+    """The entry in `folder`, made now if it doesn't exist. Called by every process; no collective.
 
-    Raises DataError for what the source or its documents are, and if the folder can't be written to.
+    Raises DataError for problems of the source or its documents, and if the folder can't be written to.
     """
     entry = folder / recipe.key
     try:
@@ -141,11 +141,11 @@ def tokenized(folder: Path, recipe: Recipe) -> Documents:
     except OSError as error:
         raise _cannot_write(folder, error) from error
     try:
-        return Documents.mapped(entry)
+        return TokenizedDocuments.mapped(entry)
     except (OSError, ValueError, TypeError) as error:
         raise DataError(
-            f"data.cache_dir: {entry}: expected what an earlier run tokenized, found it damaged: {error}\n"
-            "  Delete that folder; it is made anew."
+            f"data.cache_dir: {entry}: expected the entry of an earlier run, found it damaged: {error}\n"
+            "  Delete that folder; the next start makes it again."
         ) from error
 
 
@@ -155,15 +155,12 @@ def _cannot_write(folder: Path, error: OSError) -> DataError:
         return DataError(
             f"data.cache_dir: expected room for the tokenized corpus in {folder}, found {error.strerror} "
             f"({shutil.disk_usage(nearest).free / 2**30:.1f} GiB free).\n"
-            "  Make room, or set data.cache_dir to a folder on another disk; what was written is deleted."
+            "  Make room, or set data.cache_dir to a folder on another disk; the unfinished entry is deleted."
         )
     return DataError(
         f"data.cache_dir: expected a folder that can be written to, found that {error.filename or folder} can't: "
         f"{error.strerror}.\n  Set data.cache_dir to another folder."
     )
-
-
-# ------------------------------------------------------------------------------------------------------------ lock
 
 
 @contextmanager
@@ -177,15 +174,15 @@ def _locked(path: Path) -> Generator[bool]:
 
 
 def _wait_for(descriptor: int, path: Path) -> bool:
-    said = False
+    is_logged = False
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
-            if not said:
+            if not is_logged:
                 log.info("data: another process tokenizes this corpus; waiting for it (%s)", path)
-                said = True
+                is_logged = True
             time.sleep(0.1)
         except OSError as error:
             if error.errno not in _NO_LOCKS_HERE:
@@ -204,67 +201,52 @@ def _make(entry: Path, recipe: Recipe, *, alone: bool) -> None:
     source, before = recipe.source, recipe.source.content(entry.parent)
     try:
         temporary.mkdir()
-        read = (one for one in source.read() if recipe.takes(one.number))
-        with closing(_rendered(read, recipe.render)) as batches:
+        documents = (document for document in source.read() if recipe.takes(document.number))
+        with closing(_rendered(documents, recipe.render)) as batches:
             _write(temporary, recipe, batches)
         if source.content(entry.parent) != before:
             raise DataError(
                 f"data.path: expected files that stay as they are, found that {source.name} changed while it was read."
                 "\n  Start again when it is whole."
             )
-        _rename(temporary, entry)
+        sync_folder(temporary)
+        try:
+            temporary.rename(entry)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            shutil.rmtree(temporary)  # without locks another process may have been first
+        sync_folder(entry.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
-def _rename(temporary: Path, entry: Path) -> None:
-    sync_folder(temporary)
-    try:
-        temporary.rename(entry)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-        shutil.rmtree(temporary)  # without locks another process may have been first
-    sync_folder(entry.parent)
-
-
-def _bar(source: Source) -> "tqdm[Any]":
-    """On a terminal only."""
-    is_bytes = source.unit == "B"
-    return tqdm(
-        desc=f"tokenizing {Path(source.name).name}",
-        total=source.total or None,
-        unit=source.unit,
-        unit_scale=is_bytes,
-        disable=not sys.stderr.isatty(),
-    )
-
-
-def _rendered(read: Iterable[Example | Broken], render: Render) -> Generator[tuple[int, list[Rendered | Broken]]]:
-    """(size in the source's unit, documents) of each batch, in order; two batches are rendered at once."""
+def _rendered(documents: Iterable[Example | Broken], render: Render) -> Generator[tuple[int, list[Rendered | Broken]]]:
+    """(size in the source's unit, documents) of each batch, in order; `_THREADS` batches are rendered at once."""
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="portable_fsdp tokenize") as pool:
-        under_way: deque[tuple[int, Future[list[Rendered | Broken]]]] = deque()
+        in_work: deque[tuple[int, Future[list[Rendered | Broken]]]] = deque()
         try:
-            for batch in _batches(read):
-                under_way.append((sum(one.size for one in batch), pool.submit(_render_batch, batch, render)))
-                if len(under_way) > _THREADS:
-                    size, done = under_way.popleft()
+            for batch in _batches(documents):
+                in_work.append((sum(document.size for document in batch), pool.submit(_render_batch, batch, render)))
+                if len(in_work) > _THREADS:
+                    size, done = in_work.popleft()
                     yield size, done.result()
-            while under_way:
-                size, done = under_way.popleft()
+            while in_work:
+                size, done = in_work.popleft()
                 yield size, done.result()
         finally:
-            for _, one in under_way:
-                one.cancel()
+            for _, future in in_work:
+                future.cancel()
 
 
-def _batches(read: Iterable[Example | Broken]) -> Iterator[list[Example | Broken]]:
+def _batches(documents: Iterable[Example | Broken]) -> Iterator[list[Example | Broken]]:
     batch: list[Example | Broken] = []
     characters = 0
-    for one in read:
-        batch.append(one)
-        characters += _characters(one) if isinstance(one, Example) else 0
+    for document in documents:
+        batch.append(document)
+        if isinstance(document, Example):
+            characters += sum(len(value) for value in document.fields.values() if isinstance(value, str))
         if characters >= BATCH_CHARACTERS or len(batch) >= BATCH_DOCUMENTS:
             yield batch
             batch, characters = [], 0
@@ -272,47 +254,45 @@ def _batches(read: Iterable[Example | Broken]) -> Iterator[list[Example | Broken
         yield batch
 
 
-def _characters(example: Example) -> int:
-    return sum(len(value) for value in example.fields.values() if isinstance(value, str))
-
-
 def _render_batch(batch: list[Example | Broken], render: Render) -> list[Rendered | Broken]:
-    rendered = iter(render([one for one in batch if isinstance(one, Example)]))
-    return [next(rendered) if isinstance(one, Example) else one for one in batch]
+    rendered = iter(render([document for document in batch if isinstance(document, Example)]))
+    return [next(rendered) if isinstance(document, Example) else document for document in batch]
 
 
 def _write(folder: Path, recipe: Recipe, batches: Iterable[tuple[int, list[Rendered | Broken]]]) -> None:
-    """All files of an entry, synced."""
+    """All files of an entry, synced; a progress bar on a terminal."""
     starts, numbers, broken = [0], list[int](), list[Broken]()
-    has_counted, differ, notes = False, 0, Counter[str]()
+    has_counted, differ, notes, source = False, 0, Counter[str](), recipe.source
     with (
-        _bar(recipe.source) as bar,
+        tqdm(
+            desc=f"tokenizing {Path(source.name).name}",
+            total=source.total or None,
+            unit=source.unit,
+            unit_scale=source.unit == "B",
+            disable=not sys.stderr.isatty(),
+        ) as bar,
         (folder / "tokens.bin").open("wb") as tokens,
         (folder / "counted.bin").open("wb") as counted,
     ):
         for size, batch in batches:
             bar.update(size)
-            for one in batch:
-                if isinstance(one, Broken):
-                    broken.append(one)
+            for document in batch:
+                if isinstance(document, Broken):
+                    broken.append(document)
                     if not recipe.skip_broken:
-                        raise DataError(refusal(one))
+                        raise DataError(refusal(document))
                     continue
-                tokens.write(one.ids.astype(recipe.dtype, copy=False).data)
-                if one.counted is not None:
-                    counted.write(one.counted.data)
+                tokens.write(document.ids.astype(recipe.dtype, copy=False).data)
+                if document.counted is not None:
+                    counted.write(document.counted.data)
                     has_counted = True
-                starts.append(starts[-1] + len(one.ids))
-                numbers.append(one.number)
-                differ += one.prompt_differs
-                notes.update(one.notes)
+                starts.append(starts[-1] + len(document.ids))
+                numbers.append(document.number)
+                differ += document.prompt_differs
+                notes.update(document.notes)
         _sync(tokens, counted)
     first = f"{broken[0].place}: {broken[0].problem}" if broken else ""
     facts = Facts(recipe.dtype.name, len(numbers), starts[-1], has_counted, len(broken), first, differ, dict(notes))
-    _write_small(folder, starts, numbers, facts)
-
-
-def _write_small(folder: Path, starts: list[int], numbers: list[int], facts: Facts) -> None:
     for name, content in (
         ("starts.bin", np.array(starts, np.int64).tobytes()),
         ("numbers.bin", np.array(numbers, np.int64).tobytes()),
@@ -331,7 +311,7 @@ def _sync(*files: Any) -> None:
 
 def refusal(broken: Broken) -> str:
     """The error of `data.on_error: stop`."""
-    said, _, advice = broken.problem.partition("\n")
-    ends = "" if said.endswith((".", "!", "?")) else "."
-    way = f"{advice.rstrip('.')}. Or" if advice else "  Mend it, or"
-    return f"data: {broken.place}: {said}{ends}\n{way} set data.on_error=skip to go on without."
+    problem, _, advice = broken.problem.partition("\n")
+    end = "" if problem.endswith((".", "!", "?")) else "."
+    way_out = f"{advice.rstrip('.')}. Or" if advice else "  Correct it, or"
+    return f"data: {broken.place}: {problem}{end}\n{way_out} set data.on_error=skip to leave it out."

@@ -1,28 +1,28 @@
-"""Chat templates: messages become text, and the assistant's turns are told from the rest.
+"""Chat templates: messages become text, with the assistant's turns marked.
 
-A template with `{% generation %}` says itself which text the assistant writes. For one without, a turn begins where the
-conversation before it ends when it asks the assistant to answer (`add_generation_prompt`), and ends where the
-conversation that stops after it ends. Both must be the beginning of the whole text: a template that renders a turn
-another way once more follows (as one that drops the reasoning of earlier turns) is refused.
+A template with `{% generation %}` marks the assistant's text itself. Without it, a turn begins where the conversation
+before it ends when that asks the assistant to answer (`add_generation_prompt`), and ends where the conversation up to
+it ends. Both must be the beginning of the whole text: this refuses a template that renders a turn differently once more
+follows (for example, without the reasoning of earlier turns).
 """
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple, Self
 
 from portable_fsdp.runtime.errors import DataError
 
 DATE = "2024-07-26"
-"""What a template that asks for the time (`strftime_now`) is told: a run's rows mustn't depend on the day it starts. It
-is the date that Llama 3's templates take where they can't ask."""
+"""The answer to `strftime_now` in a template: a run's rows mustn't depend on the day it starts. Llama 3's templates
+take this date where they can't ask."""
 
 _ASKS = re.compile(r"""\bstrftime_now\(\s*(?P<quote>["'])(?P<form>[^"'\\]*)(?P=quote)\s*\)""")
 
 Message = dict[str, Any]
-Span = tuple[int, int]
-"""[begin, end) in characters."""
+CharacterSpan = tuple[int, int]
+"""[begin, end)."""
 
 
 class Conversation(NamedTuple):
@@ -43,29 +43,28 @@ class ChatTemplate:
     """The chat template of a tokenizer of transformers."""
 
     def __init__(self, tokenizer: Any, arguments: Mapping[str, Any] | None = None) -> None:
-        """`arguments`: of the template, beside messages and tools."""
+        """`arguments`: of the template, besides messages and tools."""
         self._tokenizer = tokenizer
         self._arguments = dict(arguments or {})
         self.text: str = tokenizer.get_chat_template()
-        # transformers gives templates the real clock, and hands them no function in its place.
+        # transformers gives templates the real clock, and takes no function in its place.
         date = datetime.fromisoformat(DATE)
         self._dated = re.sub(_ASKS, lambda asks: repr(date.strftime(asks["form"])), self.text)
-        self._tells_turns = re.search(r"\{%-?\s*generation\s*-?%\}", self.text) is not None
+        self._marks_turns = re.search(r"\{%-?\s*generation\s*-?%\}", self.text) is not None
 
     @property
     def asks_for_time(self) -> bool:
-        """Then its text follows from `DATE` too."""
+        """Its text then depends on `DATE` too."""
         return self._reads("strftime_now")
 
     def taking(self, arguments: Mapping[str, Any]) -> Self:
-        """The same with these arguments; raises DataError for one that it doesn't read, or that is set for it."""
-        ours = {"messages", *inspect.signature(self._tokenizer.apply_chat_template).parameters, "strftime_now"}
-        ours -= {"documents"}
+        """A copy with these arguments; raises DataError for those that it doesn't read or that the trainer sets."""
+        ours = {"messages", "strftime_now", *inspect.signature(self._tokenizer.apply_chat_template).parameters}
         for name in arguments:
-            if name in ours:
+            if name in ours - {"documents"}:
                 raise DataError(
                     f"data.chat_template_kwargs: expected arguments of the chat template's own, found {name}, which "
-                    "is set for it.\n  Leave it out."
+                    "the trainer sets.\n  Leave it out."
                 )
             if not self._reads(name):
                 raise DataError(
@@ -81,62 +80,59 @@ class ChatTemplate:
         return re.search(rf"""["']{re.escape(role)}["']""", self.text) is not None
 
     def ids(self, conversation: Conversation, *, asks: bool = False) -> list[int]:
-        """The whole conversation, `asks`: and what begins an answer of the assistant. Raises what the template does."""
+        """The whole conversation; `asks` adds the beginning of an assistant's answer. Raises what the template does."""
         encoded = self._applied(conversation, tokenize=True, return_dict=True, add_generation_prompt=asks)
         return list(encoded["input_ids"])
 
     def chats(self, conversations: Sequence[Conversation]) -> list[Chat | Exception]:
-        """Each conversation, or why it can't be rendered: what the template raises, or a ValueError that says why its
-        turns can't be told."""
-        if self._tells_turns:
-            return [self._told(conversation) for conversation in conversations]
+        """Each conversation, or why it can't be rendered: the template's own error, or a ValueError where the text
+        doesn't show where turns begin and end."""
+        if self._marks_turns:
+            return [self._marked(conversation) for conversation in conversations]
         rendered = [self._text_and_turns(conversation) for conversation in conversations]
-        texts = [one[0] for one in rendered if not isinstance(one, Exception)]
-        if not texts:
-            return [one for one in rendered if isinstance(one, Exception)]
-        # As apply_chat_template does: the template writes the special tokens itself.
-        encoded = self._tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        encodings = iter(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True))
-        found: list[Chat | Exception] = []
-        for one in rendered:
-            if isinstance(one, Exception):
-                found.append(one)
+        texts = [each[0] for each in rendered if not isinstance(each, Exception)]
+        encodings: Iterator[Any] = iter(())
+        if texts:  # as apply_chat_template does: the template writes the special tokens itself
+            encoded = self._tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            encodings = iter(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True))
+        chats: list[Chat | Exception] = []
+        for each in rendered:
+            if isinstance(each, Exception):
+                chats.append(each)
             else:
                 ids, offsets = next(encodings)
-                found.append(Chat(ids, _inside(offsets, one[1])))
-        return found
+                chats.append(Chat(ids, _inside(offsets, each[1])))
+        return chats
 
-    def _told(self, conversation: Conversation) -> Chat | Exception:
+    def _marked(self, conversation: Conversation) -> Chat | Exception:
         """By `{% generation %}`."""
         try:
             encoded = self._applied(conversation, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         except Exception as error:
             return error
-        return Chat(list(encoded["input_ids"]), [bool(one) for one in encoded["assistant_masks"]])
+        return Chat(list(encoded["input_ids"]), [bool(mask) for mask in encoded["assistant_masks"]])
 
-    def _text_and_turns(self, conversation: Conversation) -> tuple[str, list[Span]] | Exception:
+    def _text_and_turns(self, conversation: Conversation) -> tuple[str, list[CharacterSpan]] | Exception:
         try:
             text = self._rendered(conversation)
             return text, self._turns(conversation, text)
         except Exception as error:
             return error
 
-    def _turns(self, conversation: Conversation, text: str) -> list[Span]:
+    def _turns(self, conversation: Conversation, text: str) -> list[CharacterSpan]:
         """The assistant's turns in the rendered text."""
-        spans: list[Span] = []
+        spans: list[CharacterSpan] = []
         messages, tools = conversation
         for number, message in enumerate(messages):
             if message.get("role") == "assistant":
+                if number == 0:
+                    raise ValueError(
+                        "expected a message before the assistant's first one: this chat template has no "
+                        "{% generation %}, so nothing shows where that turn begins"
+                    )
                 before, turn = Conversation(messages[:number], tools), Conversation(messages[: number + 1], tools)
-                begin = self._end_of(before, text, asks=True) if number else self._first_turn(text)
-                spans.append((begin, self._end_of(turn, text, asks=False)))
+                spans.append((self._end_of(before, text, asks=True), self._end_of(turn, text, asks=False)))
         return spans
-
-    def _first_turn(self, text: str) -> int:
-        raise ValueError(
-            "expected a message before the assistant's first one: this chat template has no {% generation %}, and "
-            "what begins that turn can't be told"
-        )
 
     def _end_of(self, beginning: Conversation, text: str, *, asks: bool) -> int:
         rendered = self._rendered(beginning, asks=asks)
@@ -145,8 +141,8 @@ class ChatTemplate:
             if text.startswith(prefix):
                 return len(prefix)
         raise ValueError(
-            f"expected a chat template that only adds to the text when messages follow, found one that renders "
-            f"message {len(beginning.messages)} of the conversation another way then.\n"
+            "expected a chat template that only adds to the text when messages follow, found one that then renders "
+            f"message {len(beginning.messages)} of the conversation differently.\n"
             "  Put {% generation %} and {% endgeneration %} around the assistant's text in that template"
         )
 
@@ -156,15 +152,14 @@ class ChatTemplate:
     def _applied(self, conversation: Conversation, **how: Any) -> Any:
         if conversation.tools is not None and not self._reads("tools"):
             raise ValueError(
-                "expected a chat template that reads tools, found none of that name in it: what may be called would be "
-                "left out"
+                "expected a chat template that reads tools, found no `tools` in it: it would leave the functions out"
             )
         if re.search(r"\bstrftime_now\s*\(", self._dated):
             raise ValueError(
                 "expected a chat template that asks for the date by a format in quotes, as strftime_now('%Y-%m-%d'), "
-                "found another call of it: its rows would be others each day"
+                "found another call: its rows would change every day"
             )
-        # The text by name: with tools, a tokenizer that has several templates would take another.
+        # With the template itself: with tools, a tokenizer of several templates would take another.
         return self._tokenizer.apply_chat_template(
             list(conversation.messages),
             tools=conversation.tools,
@@ -174,7 +169,7 @@ class ChatTemplate:
         )
 
 
-def _inside(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
+def _inside(offsets: Sequence[CharacterSpan], spans: Sequence[CharacterSpan]) -> list[bool]:
     """Which tokens have a character in one of the spans; both in ascending order."""
     counted = [False] * len(offsets)
     at = 0

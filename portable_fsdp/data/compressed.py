@@ -1,4 +1,4 @@
-"""Files of text as they are, or compressed by gzip or zstd: told by their first bytes, which no UTF-8 begins with."""
+"""Text files, plain or compressed by gzip or zstd: the first bytes tell, since no UTF-8 begins with them."""
 
 import gzip
 import io
@@ -7,15 +7,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from portable_fsdp.data.examples import extra, hash_of_files
+from portable_fsdp.data.examples import extra
+from portable_fsdp.data.hashes import hash_of_files
 from portable_fsdp.runtime.errors import DataError
 
 BOM = b"\xef\xbb\xbf"
-"""What some editors put before UTF-8; no part of the text."""
+"""Some editors put it before UTF-8; no part of the text."""
 
 MAX_LINE = 1 << 25
 MAX_UNPACKED = 1 << 30
-"""Bytes: a few of a compressed file may stand for terabytes."""
+"""Bytes: a small compressed file may unpack to terabytes."""
 
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
@@ -44,14 +45,14 @@ def read_whole(path: Path) -> bytes:
         with _opened(path) as file:
             most = None if _kind(path) is None else MAX_UNPACKED
             content = file.read(-1 if most is None else most + 1)
-            if most is not None and len(content) > most:
-                raise DataError(
-                    f"data.path: {path}: expected at most {MAX_UNPACKED:,} bytes in a compressed file, found more.\n"
-                    "  Unpack it, or cut it into several files."
-                )
-            return content.removeprefix(BOM)
     except (OSError, EOFError, zlib.error) as error:
         raise _unreadable(str(path), path, error) from error
+    if most is not None and len(content) > most:
+        raise DataError(
+            f"data.path: {path}: expected at most {MAX_UNPACKED:,} bytes in a compressed file, found more.\n"
+            "  Unpack it, or cut it into several files."
+        )
+    return content.removeprefix(BOM)
 
 
 def hash_of_text(files: Sequence[Path], cache: Path) -> str:
@@ -76,10 +77,10 @@ def total_size(files: Sequence[Path]) -> int:
 def _kind(path: Path) -> str | None:
     try:
         with path.open("rb") as file:
-            begins = file.read(len(_ZSTD))
+            first = file.read(len(_ZSTD))
     except OSError:
         return None  # reading it says why
-    return "gzip" if begins.startswith(_GZIP) else "zstd" if begins == _ZSTD else None
+    return "gzip" if first.startswith(_GZIP) else "zstd" if first == _ZSTD else None
 
 
 def _opened(path: Path) -> BinaryIO:
@@ -99,5 +100,5 @@ def _unreadable(place: str, path: Path, error: Exception) -> DataError:
         return DataError(f"data.path: {place}: can't be read: {getattr(error, 'strerror', None) or error}.")
     return DataError(
         f"data.path: {place}: expected a whole {kind} file, found: {error}\n"
-        f"  Copy it anew; `{kind} --test {path}` checks it."
+        f"  Copy it again; `{kind} --test {path}` checks it."
     )

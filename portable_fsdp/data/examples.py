@@ -1,4 +1,4 @@
-"""What every source of documents gives, and what those made of files share."""
+"""What every source of documents gives, and helpers of the sources made of files."""
 
 import glob
 import importlib
@@ -8,10 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import xxhash
-
 from portable_fsdp.config.data import Column
-from portable_fsdp.data.hashes import remembered
 from portable_fsdp.runtime.errors import DataError
 
 
@@ -20,19 +17,19 @@ class Example:
     """One document as the source has it."""
 
     number: int
-    """Among all of its source, from 0; those that can't be read are counted."""
+    """Among all of its source, from 0, unreadable ones included."""
     place: str
-    """Where it stands, for people: `corpus.jsonl:12`."""
+    """For messages: `corpus.jsonl:12`."""
     size: int
     """In the source's unit."""
     fields: Mapping[Column, Any]
     notes: tuple[str, ...] = ()
-    """What its owner should hear of it, said once with the count of documents: `data: 3 documents of FILE: <note>`."""
+    """Warnings for its owner, logged once with the count of documents: `data: 3 documents of FILE: <note>`."""
 
 
 @dataclass(frozen=True)
 class Broken:
-    """What stands in the place of a document that can't be read: `problem` says what was expected and found."""
+    """Takes the place of a document that can't be read: `problem` says what was expected and found."""
 
     number: int
     place: str
@@ -40,12 +37,12 @@ class Broken:
     problem: str
 
 
-class Source(Protocol):
+class DocumentSource(Protocol):
     """Documents in an order of their own, the same each time."""
 
     @property
     def name(self) -> str:
-        """What people call it: its path."""
+        """Its path, for messages."""
         ...
 
     @property
@@ -59,49 +56,31 @@ class Source(Protocol):
         ...
 
     def content(self, cache: Path) -> str:
-        """A hash of all that the documents are made of; reads all of it, unless `cache` remembers it."""
+        """A hash of everything that determines the documents; reads all of it, unless `cache` remembers the hash."""
         ...
 
     def read(self) -> Iterator[Example | Broken]: ...
 
 
 AS_A_SHARE = "A share of the documents is written 5%."
-"""What `data.eval_split` may have meant where nothing has that name."""
+"""The likely meaning of a `data.eval_split` that nothing matches."""
 
 
 def matching_files(path: str, pattern: str, key: str = "data.path") -> list[Path]:
-    """The files that `path` names or matches (`**` stands for any depth), sorted; `pattern` is an example of one, `key`
-    the config's, for errors."""
+    """The files that `path` names or matches (`**` stands for any depth), sorted.
+
+    For errors: `pattern`, an example of a glob, and the config's `key`. Raises DataError where there is no file.
+    """
     matches = [path] if os.path.isfile(path) else sorted(glob.glob(path, recursive=True))
     files = [Path(match) for match in matches if os.path.isfile(match)]
     if not files:
-        found, advice = "nothing", "The path is taken from the folder that the run starts in."
+        actual, advice = "nothing", "The path is relative to the folder that the run starts in."
         if os.path.isdir(path):
-            found, advice = "a folder", f"Name its files: {os.path.join(path, pattern)}"
+            actual, advice = "a folder", f"Name its files: {os.path.join(path, pattern)}"
         if key == "data.eval_split":
             advice += f" {AS_A_SHARE}"
-        raise DataError(f"{key}: expected a file or a glob that matches some, found {found}: {path}\n  {advice}")
+        raise DataError(f"{key}: expected a file or a glob that matches some, found {actual}: {path}\n  {advice}")
     return files
-
-
-def hash_of_files(files: Sequence[Path], cache: Path) -> str:
-    """Of their bytes and lengths in this order; neither names nor times are in it. Remembered in `cache`."""
-    try:
-        return remembered(cache / "hashes", files, "files", lambda: _hash_of_files(files))
-    except OSError as error:
-        raise DataError(f"data.path: {error.filename or name_of(files)}: can't be read: {error.strerror}.") from error
-
-
-def _hash_of_files(files: Sequence[Path]) -> str:
-    digest = xxhash.xxh3_128()
-    for path in files:
-        length = 0
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                length += len(block)
-                digest.update(block)
-        digest.update(f" {length} ".encode())
-    return digest.hexdigest()
 
 
 def extra(module: str, needed_by: str = "this source") -> Any:

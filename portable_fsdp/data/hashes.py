@@ -1,10 +1,9 @@
-"""Hashes of large files, remembered, so that a corpus isn't read whole at every start by every process.
+"""Hashes of large files, remembered, so that not every process reads the whole corpus at every start.
 
-A memo is a small file named by what the file system says of the files: real path, inode, size, time of the last
-change of the content (mtime) and of anything (ctime). What changes a file changes one of these, as long as the change
-and the hash don't fall into one tick of the clock: so a file that is younger than `settled_s` when it is hashed isn't
-remembered, as git's index does it (its "racy" entries). What goes unnoticed is a change that the file system doesn't
-tell: one that leaves all five as they were.
+A memo is a small file named after the files' real path, inode, size, mtime (content changed) and ctime (anything
+changed). A change of a file changes one of these, unless it falls into the same tick of the clock as the hash: so a
+file younger than `settled_s` is not remembered, as in git's index (its "racy" entries). A change that leaves all five
+as they were goes unnoticed.
 """
 
 import json
@@ -15,58 +14,79 @@ from pathlib import Path
 
 import xxhash
 
+from portable_fsdp.data.examples import name_of
+from portable_fsdp.runtime.errors import DataError
 from portable_fsdp.runtime.files import write_text_atomically
 
 SETTLED_S = 10.0
-"""FAT keeps times to 2 seconds, and the clock of a file server is seconds off."""
+"""FAT keeps times to 2 seconds, and a file server's clock is seconds off."""
 
 Remember = Callable[[str, Callable[[], str]], str]
-"""`remember(what, make)`: what `make()` gives, perhaps without calling it; see `remembered`."""
+"""`remember(purpose, make)`: the result of `make()`, perhaps without calling it; see `remembered`."""
 
 
 def remembered(
     folder: Path,
     files: Sequence[Path],
-    what: str,
+    purpose: str,
     make: Callable[[], str],
     *,
     settled_s: float = SETTLED_S,
     clock: Callable[[], int] = time.time_ns,
 ) -> str:
-    """`make()`, a hash that follows from `what` and the bytes of `files` and nothing else, or its memo in `folder`.
+    """`make()`, a hash that follows from `purpose` and the bytes of `files` alone, or its memo in `folder`.
 
-    Any number of processes may call it at once: each finds a whole memo or makes its own. A damaged one is none, and
-    where `folder` can't be written to nothing is remembered. Raises OSError for a file that isn't there.
+    Any number of processes may call it at once: each reads a whole memo or makes its own. It ignores a damaged memo,
+    and remembers nothing where it can't write to `folder`. Raises OSError for a missing file.
     """
     now = clock()
-    told = [(os.path.realpath(path), os.stat(path)) for path in files]
-    facts = [(path, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for path, one in told]
-    memo = folder / xxhash.xxh3_128_hexdigest(json.dumps([what, facts]).encode())
-    found = _read(memo)
-    if found is not None:
-        return found
-    made = make()
-    newest = max((max(one.st_mtime_ns, one.st_ctime_ns) for _, one in told), default=0)
-    if newest < now - settled_s * 1e9:
-        _write(memo, made)
-    return made
+    stats = [(os.path.realpath(path), os.stat(path)) for path in files]
+    facts = [(path, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in stats]
+    memo = folder / xxhash.xxh3_128_hexdigest(json.dumps([purpose, facts]).encode())
+    digest = _read(memo)
+    if digest is None:
+        digest = make()
+        newest = max((max(stat.st_mtime_ns, stat.st_ctime_ns) for _, stat in stats), default=0)
+        if newest < now - settled_s * 1e9:
+            _write(memo, digest)
+    return digest
 
 
 def _read(memo: Path) -> str | None:
     try:
-        made, _, check = memo.read_text(encoding="utf-8").partition(" ")
+        digest, _, check = memo.read_text(encoding="utf-8").partition(" ")
     except (OSError, UnicodeDecodeError):
         return None
-    return made if check == _check(memo, made) else None
+    return digest if check == _check(memo, digest) else None
 
 
-def _write(memo: Path, made: str) -> None:
+def _write(memo: Path, digest: str) -> None:
     try:
         memo.parent.mkdir(parents=True, exist_ok=True)
-        write_text_atomically(memo, f"{made} {_check(memo, made)}")
+        write_text_atomically(memo, f"{digest} {_check(memo, digest)}")
     except OSError:
         return  # the next start hashes again
 
 
-def _check(memo: Path, made: str) -> str:
-    return xxhash.xxh3_64_hexdigest(f"{memo.name} {made}".encode())
+def _check(memo: Path, digest: str) -> str:
+    return xxhash.xxh3_64_hexdigest(f"{memo.name} {digest}".encode())
+
+
+def hash_of_files(files: Sequence[Path], cache: Path) -> str:
+    """Of their bytes and lengths in this order, without names and times; remembered in `cache`. Raises DataError."""
+    try:
+        return remembered(cache / "hashes", files, "files", lambda: _hash_of_files(files))
+    except OSError as error:
+        raise DataError(f"data.path: {error.filename or name_of(files)}: can't be read: {error.strerror}.") from error
+
+
+def _hash_of_files(files: Sequence[Path]) -> str:
+    digest = xxhash.xxh3_128()
+    for path in files:
+        length = 0
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                length += len(block)
+                digest.update(block)
+        digest.update(f" {length} ".encode())
+    return digest.hexdigest()

@@ -1,9 +1,9 @@
 """Which row comes at which position: a pure function of (seed, position), in O(1) time and memory a sample.
 
 Position = samples consumed since the start of the run. Each epoch visits every row once, in a pseudo-random order of
-its own: a Feistel network permutes the next power of four, and what falls outside the rows is permuted again until it
-falls inside (cycle-walking: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, section 4).
-No world size, device or engine enters, so any run can be continued anywhere by its position alone.
+its own: a Feistel network permutes the next power of four, and permutes values outside the rows again until they fall
+inside (cycle-walking: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, section 4). World size,
+device and engine don't enter, so any run can resume anywhere by its position alone.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ UInt64s = NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run is in its data: the two integers that a checkpoint holds."""
+    """A run's place in its data: the two integers that a checkpoint holds."""
 
     epoch: int
     index: int  # samples consumed within the epoch
@@ -58,16 +58,16 @@ def sample_indices(seed: int, positions: NDArray[np.int64], rows: int) -> NDArra
     return index.astype(np.int64)
 
 
-SHARES = 1000  # a weight is taken to a thousandth of their sum
+SHARES = 1000  # weights are rounded to thousandths of their sum
 
 
 @dataclass(frozen=True)
 class Mixture:
     """Several corpora, each with its share of the positions.
 
-    Positions come in blocks of `sum(shares)`. Each block holds every source as often as its share says, in an order of
-    its own, so how many samples a source has given before a block is a product, and no earlier position is looked at.
-    Each source goes through its own rows in epochs of its own.
+    Positions come in blocks of `sum(shares)`. Each block holds every source as often as its share, in an order of its
+    own. So the samples of a source before a block are a product, and no earlier position matters. Each source goes
+    through its own rows in epochs of its own.
     """
 
     sizes: tuple[int, ...]
@@ -77,8 +77,8 @@ class Mixture:
 
     @classmethod
     def of(cls, sizes: Sequence[int], weights: Sequence[float]) -> Self:
-        """Shares in thousandths of the sum of the weights, at least one each; what rounding leaves goes to those that
-        lost most by it."""
+        """Shares in thousandths of the sum of the weights, at least one each; the remainder of rounding goes to those
+        that lost most by it."""
         exact = [weight * SHARES / sum(weights) for weight in weights]
         shares = [max(1, int(share)) for share in exact]
         by_loss = sorted(range(len(exact)), key=lambda number: shares[number] - exact[number])
@@ -95,16 +95,16 @@ class Mixture:
         source = np.searchsorted(ends, slot, side="right")
         rank = slot - (ends - np.array(self.shares, np.int64))[source]
         first_rows = np.cumsum(np.array((0, *self.sizes), np.int64))
-        found = np.empty_like(slot)
+        rows = np.empty_like(slot)
         for number, (size, share) in enumerate(zip(self.sizes, self.shares, strict=True)):
             own = source == number
             given = block[own] * share + rank[own]
-            found[own] = first_rows[number] + sample_indices(_seed_of(seed, number + 1), given, size)
-        return found
+            rows[own] = first_rows[number] + sample_indices(_seed_of(seed, number + 1), given, size)
+        return rows
 
 
 def share_of_numbers(number: int, share: float) -> bool:
-    """Whether `number` is one of a share of all numbers, from 0 to 1, chosen by its hash and nothing else."""
+    """Whether `number` is in a share (0 to 1) of all numbers, chosen by its hash alone."""
     return int(_mix(np.array([number], np.uint64))[0]) < share * 2**64
 
 

@@ -7,6 +7,7 @@
 Labels are shifted here, once; models, losses and engines take `labels[r, t]` as the token after `input_ids[r, t]`.
 """
 
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -16,10 +17,11 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from portable_fsdp.data.best_fit import Int64s, best_fit
 from portable_fsdp.data.hashes import Remember
 from portable_fsdp.data.order import Mixture, sample_indices
 from portable_fsdp.data.tokenize import Tokens
+
+Int64s = NDArray[np.int64]
 
 IGNORED = -100
 """The label that no loss counts."""
@@ -31,8 +33,8 @@ class Rows(Protocol):
     def __len__(self) -> int: ...
 
     def rows(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
-        """`input_ids` and `labels`, int64 `[len(indices), seq_len]`. Rows of documents have `positions` too, which
-        restart at 0 in each, and `segments`: 1, 2, ... by document, 0 for padding. Called by one thread."""
+        """`input_ids` and `labels`, int64 `[len(indices), seq_len]`. Rows of documents also have `positions`, which
+        restart at 0 in each, and `segments`: 1, 2, ... by document, 0 for padding. One thread calls it."""
         ...
 
     def order(self, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -40,11 +42,11 @@ class Rows(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """128-bit XXH3 hash in hexadecimal of all that the rows are made of."""
+        """128-bit XXH3 hash in hexadecimal of everything that determines the rows."""
         ...
 
 
-def _anew(what: str, make: Callable[[], str]) -> str:
+def _make_again(purpose: str, make: Callable[[], str]) -> str:
     return make()
 
 
@@ -58,12 +60,12 @@ def _hash(*parts: NDArray[np.generic] | bytes) -> str:
 class PackedRows:
     """Rows of `seq_len` positions, cut from a stream of tokens.
 
-    Row r predicts the tokens r * seq_len + 1 to (r + 1) * seq_len: each token but the first is predicted in exactly one
-    row, and a rest shorter than a row is left out.
+    Row r predicts the tokens r * seq_len + 1 to (r + 1) * seq_len: exactly one row predicts each token but the first. A
+    rest shorter than a row is left out.
     """
 
-    def __init__(self, tokens: Tokens, seq_len: int, remember: Remember = _anew) -> None:
-        """`remember`: how a hash over all tokens is had without reading them each time."""
+    def __init__(self, tokens: Tokens, seq_len: int, remember: Remember = _make_again) -> None:
+        """`remember`: gives a hash over all tokens without reading them each time."""
         self.tokens = tokens
         self.seq_len = seq_len
         self._remember = remember
@@ -86,13 +88,13 @@ class PackedRows:
 
 
 class Pieces(NamedTuple):
-    """What is put into rows: documents, or parts of those that are longer than a row."""
+    """The contents of rows: documents, or parts of those that are longer than a row."""
 
     starts: Int64s
     """The first token of each, in `tokens`."""
     lengths: Int64s
     continues: NDArray[np.bool_]
-    """The document goes on after it: its last token predicts the first of the next piece."""
+    """The document continues after it: its last token predicts the first of the next piece."""
 
 
 def whole(starts: Int64s, lengths: Int64s) -> Pieces:
@@ -101,9 +103,9 @@ def whole(starts: Int64s, lengths: Int64s) -> Pieces:
 
 
 def cut(starts: Int64s, lengths: Int64s, seq_len: int) -> Pieces:
-    """Documents in pieces of `seq_len`; each token but a document's first is predicted in exactly one of them.
+    """Documents in pieces of `seq_len`; exactly one of them predicts each token but a document's first.
 
-    The last token of a document predicts nothing: where it would be a piece of its own there is none.
+    The last token of a document predicts nothing, so it never is a piece of its own.
     """
     counts = np.maximum(1, -(-(lengths - 1) // seq_len))
     document = np.repeat(np.arange(len(counts)), counts)
@@ -124,13 +126,13 @@ class DocumentRows:
         seq_len: int,
         padding: int,
         several: bool,
-        remember: Remember = _anew,
+        remember: Remember = _make_again,
     ) -> None:
         """Args:
-        tokens, counted: of all documents, see `cache.Documents`.
+        tokens, counted: of all documents, see `cache.TokenizedDocuments`.
         pieces: none longer than `seq_len`.
         padding: the id behind the last document of a row.
-        several: as many in a row as fit; else one.
+        several: put as many in a row as fit; else one.
         remember: see `PackedRows`.
         """
         self._remember = remember
@@ -211,12 +213,12 @@ class MixedRows:
 
     def rows(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
         part = np.searchsorted(self._firsts, indices, side="right") - 1
-        found: dict[str, Tensor] = {}
+        batch: dict[str, Tensor] = {}
         for number in np.unique(part):
             places = np.flatnonzero(part == number)
             for name, values in self._parts[number].rows(indices[places] - self._firsts[number]).items():
-                found.setdefault(name, values.new_empty((len(indices), *values.shape[1:])))[places] = values
-        return found
+                batch.setdefault(name, values.new_empty((len(indices), *values.shape[1:])))[places] = values
+        return batch
 
     def order(self, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         return self._mixture.indices(seed, positions)
@@ -224,3 +226,77 @@ class MixedRows:
     def fingerprint(self) -> str:
         parts = [part.fingerprint() for part in self._parts]
         return xxhash.xxh3_128_hexdigest(f"mixture {parts} {self._mixture.shares}".encode())
+
+
+# ------------------------------------------------------------------------------------------------------- best fit
+
+
+def best_fit(lengths: Int64s, capacity: int) -> tuple[Int64s, Int64s]:
+    """Which documents share a row, so that little of it stays empty: a pure function.
+
+    Best-fit decreasing (arXiv 2404.10830 trains language models on such rows): documents come by length, the longest
+    first, each into the fullest row that has room, or else into a new one. A length that fits k times into a row goes
+    there k times at once, so the work grows with the number of lengths, not of documents.
+
+    Args:
+        lengths: 1-D, each from 1 to `capacity`.
+
+    Returns: `order`, the documents row by row, and `starts` [rows + 1]: row r is `order[starts[r] : starts[r + 1]]`.
+    """
+    by_length = np.argsort(-lengths, kind="stable")
+    rows = _rows_of(lengths[by_length], capacity)
+    order = by_length[np.argsort(rows, kind="stable")]
+    starts = np.zeros(int(rows.max(initial=-1)) + 2, np.int64)
+    np.cumsum(np.bincount(rows), out=starts[1:])
+    return order, starts
+
+
+def _rows_of(lengths: Int64s, capacity: int) -> Int64s:
+    """The row of each document; `lengths` descend."""
+    rows = np.empty(len(lengths), np.int64)
+    room = _Room()
+    opened = 0
+    values, counts = np.unique(-lengths, return_counts=True)
+    ends = np.cumsum(counts)
+    for length, begin, end in zip((-values).tolist(), (ends - counts).tolist(), ends.tolist(), strict=True):
+        while begin < end:
+            taken = room.take(length)
+            if taken is None:
+                count = -(-(end - begin) // (capacity // length))
+                taken = capacity, np.arange(opened, opened + count)
+                opened += count
+            space, open_rows = taken
+            times = space // length
+            placed = min(end - begin, times * len(open_rows))
+            filled, rest = divmod(placed, times)
+            rows[begin : begin + placed] = np.repeat(open_rows, times)[:placed]
+            room.put(space - times * length, open_rows[:filled])
+            if rest:
+                room.put(space - rest * length, open_rows[filled : filled + 1])
+            room.put(space, open_rows[filled + bool(rest) :])
+            begin += placed
+    return rows
+
+
+class _Room:
+    """The rows that have room left, by the number of tokens."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, list[Int64s]] = {}
+        self._spaces: list[int] = []  # ascending
+
+    def take(self, length: int) -> tuple[int, Int64s] | None:
+        """The smallest space that holds `length` and all rows that have it; None where no row has."""
+        at = bisect_left(self._spaces, length)
+        if at == len(self._spaces):
+            return None
+        space = self._spaces.pop(at)
+        return space, np.concatenate(self._rows.pop(space))
+
+    def put(self, space: int, rows: Int64s) -> None:
+        if space == 0 or len(rows) == 0:
+            return
+        if space not in self._rows:
+            self._rows[space] = []
+            insort(self._spaces, space)
+        self._rows[space].append(rows)

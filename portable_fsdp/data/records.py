@@ -1,4 +1,4 @@
-"""Sources whose documents have named columns: JSON lines, parquet files, data sets of the hub."""
+"""Sources of documents with named columns: JSON lines, parquet files, data sets of the hub."""
 
 import contextlib
 import difflib
@@ -13,21 +13,22 @@ import xxhash
 
 from portable_fsdp.config.data import FORMAT_COLUMNS, Column
 from portable_fsdp.data.compressed import hash_of_text, read_lines, total_size
-from portable_fsdp.data.examples import AS_A_SHARE, Broken, Example, extra, hash_of_files, name_of, not_utf8
+from portable_fsdp.data.examples import AS_A_SHARE, Broken, Example, extra, name_of, not_utf8
+from portable_fsdp.data.hashes import hash_of_files
 from portable_fsdp.runtime.errors import DataError
 from portable_fsdp.runtime.strict_json import parse_json
 
 Columns = Mapping[Column, str]
-"""What the format reads -> the column's name."""
+"""The format's own name of a column -> its name in the file."""
 
 ROWS_AT_ONCE = 1000
 
 SHAREGPT = "conversations"
-"""The column in which ShareGPT's files hold messages."""
+"""The column of messages in ShareGPT's files."""
 
 
 class JsonLines:
-    """One JSON object a line; empty lines are none. Files may be compressed."""
+    """One JSON object a line, empty lines skipped. Files may be compressed."""
 
     unit = "B"
 
@@ -52,23 +53,22 @@ class JsonLines:
         try:
             values = _json_object(line)
             fields = _pick(values, _present(self._columns, values))
-        except UnicodeDecodeError as error:
-            return Broken(number, place, len(line), not_utf8(error))
         except ValueError as error:
-            return Broken(number, place, len(line), str(error))
+            problem = not_utf8(error) if isinstance(error, UnicodeDecodeError) else str(error)
+            return Broken(number, place, len(line), problem)
         return Example(number, place, len(line), fields, _notes(self._columns, values if values.get("tools") else ()))
 
 
 def _json_object(line: bytes) -> dict[str, Any]:
     """Raises ValueError, which says what was expected and found."""
     try:
-        # Python writes NaN, which may stand in a column that isn't read.
+        # Python writes NaN, perhaps in a column that the format doesn't read.
         value = parse_json(line.rstrip(), constant=float, max_lists=200_000)
     except json.JSONDecodeError as error:
         raise ValueError(f"expected a JSON object on one line, found at column {error.colno}: {error.msg}") from error
-    except UnicodeDecodeError:
-        raise
     except ValueError as error:
+        if isinstance(error, UnicodeDecodeError):
+            raise
         raise ValueError(f"expected a JSON object on one line: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"expected a JSON object on one line, found {json.dumps(value)[:40]}")
@@ -142,7 +142,7 @@ class HuggingFace:
         self.total = len(self._data)
 
     def content(self, cache: Path) -> str:
-        """Of the files, and of the part that is taken of them."""
+        """Of the files, and of the part of them that the split takes."""
         files = [Path(file["filename"]) for file in self._data.cache_files]
         taken = f"{hash_of_files(files, cache)} {self._split} {self.total} {self._data.features}"
         if not files:  # a data set without files is in memory
@@ -150,11 +150,11 @@ class HuggingFace:
         return xxhash.xxh3_128_hexdigest(taken.encode())
 
     def shares_rows_with(self, other: Self) -> bool:
-        """Whether a row is in both; they are parts of one data set."""
+        """Whether a row is in both, which are parts of one data set."""
         return any(
-            one.splitname == its.splitname and max(one.from_, its.from_) < min(one.to, its.to)
-            for one in self._taken()
-            for its in other._taken()
+            ours.splitname == theirs.splitname and max(ours.from_, theirs.from_) < min(ours.to, theirs.to)
+            for ours in self._taken()
+            for theirs in other._taken()
         )
 
     def _taken(self) -> Sequence[Any]:
@@ -177,35 +177,35 @@ def _load_data_set(path: str, split: str, key: str) -> tuple[Any, dict[str, int]
         try:
             if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
                 return _part_of_saved(datasets, datasets.load_from_disk(path), split)
-            name = re.fullmatch(_HUB_NAME, path)
-            if folder.is_dir() or name is None:
+            hub = re.fullmatch(_HUB_NAME, path)
+            if folder.is_dir() or hub is None:
                 part = datasets.load_dataset(path, split=split)
             else:
-                part = datasets.load_dataset(name["path"], name["subset"], revision=name["revision"], split=split)
-            return part, {one: info.num_examples for one, info in (part.info.splits or {}).items()}
+                part = datasets.load_dataset(hub["path"], hub["subset"], revision=hub["revision"], split=split)
+            return part, {name: info.num_examples for name, info in (part.info.splits or {}).items()}
         except Exception as error:  # of many classes, of HTTP libraries too: all about this data set
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise DataError(
                 f"{key}: expected a data set that `datasets` opens, with the split {split}, found: {reason}\n"
-                f"  It was asked for {path}. A subset is named by a colon (org/name:subset); offline, with "
-                "HF_HUB_OFFLINE=1, it must be in the cache." + (f" {AS_A_SHARE}" if key == "data.eval_split" else "")
+                f"  data.path is {path}; a colon names a subset (org/name:subset). Offline, with HF_HUB_OFFLINE=1, the "
+                "data set must be in the cache." + (f" {AS_A_SHARE}" if key == "data.eval_split" else "")
             ) from error
 
 
 def _part_of_saved(datasets: Any, saved: Any, split: str) -> tuple[Any, dict[str, int]]:
-    """A part of what `load_from_disk` gives, which knows no split expressions; and the size of each split."""
+    """A part of a data set of `load_from_disk`, which knows no split expressions; and the size of each split."""
     parts = saved if isinstance(saved, dict) else {"train": saved}
     sizes = {name: len(part) for name, part in parts.items()}
     if split in parts:
         return parts[split], sizes
     taken = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
-    rows = [parts[one.splitname].select(range(one.from_, one.to)) for one in taken]
+    rows = [parts[part.splitname].select(range(part.from_, part.to)) for part in taken]
     return datasets.concatenate_datasets(rows), sizes
 
 
 @contextlib.contextmanager
 def _quiet(datasets: Any) -> Generator[None]:
-    """Bars on a terminal only; they are a setting of the whole process."""
+    """Progress bars on a terminal only; they are a setting of the whole process."""
     was_on = datasets.is_progress_bar_enabled() and not sys.stderr.isatty()
     if was_on:
         datasets.disable_progress_bars()
@@ -217,14 +217,14 @@ def _quiet(datasets: Any) -> Generator[None]:
 
 
 def _notes(columns: Columns, names: Iterable[str]) -> tuple[str, ...]:
-    """Of a document of messages that comes with functions nobody reads."""
+    """For a document of messages whose column of functions is not used."""
     if "messages" not in columns or "tools" in columns or "tools" not in names:
         return ()
     return ("a column tools that isn't read; data.columns='{tools: tools}' renders it",)
 
 
 def _present(columns: Columns, names: Iterable[str]) -> Columns:
-    """With ShareGPT's `conversations` in the place of `messages`, where a file has it."""
+    """With ShareGPT's `conversations` in place of `messages`, where a file has it."""
     if columns.get("messages") == "messages" and "messages" not in names and SHAREGPT in names:
         return {**columns, "messages": SHAREGPT}
     return columns
@@ -245,22 +245,18 @@ def _require(columns: Columns, names: Iterable[str], where: str) -> None:
 
 
 def _missing(columns: Columns, names: Iterable[str]) -> str | None:
-    """What to say of the first column that isn't there."""
-    there = list(names)
-    for column, name in columns.items():
-        if name not in there:
-            expected = f"expected a column {name}, found {_shortened(there)}."
-            form = next((form for form, needed in FORMAT_COLUMNS.items() if set(needed) <= set(there)), None)
-            form = "chat" if form is None and SHAREGPT in there else form
-            if form is not None:
-                return f"{expected}\n  Set data.format={form}."
-            near = difflib.get_close_matches(name, there, n=1)
-            takes = f"nearest: {near[0]}." if near else "Name the column that holds it."
-            given = f"data.columns='{{{column}: {near[0] if near else 'NAME'}}}'"
-            return f"{expected}\n  {takes} {given}"
-    return None
-
-
-def _shortened(names: Sequence[str]) -> str:
-    more = [f"{len(names) - 20} more"] if len(names) > 20 else []
-    return ", ".join([*(name[:80] for name in names[:20]), *more]) or "none"
+    """The message for the first missing column."""
+    present = list(names)
+    column, name = next(((column, name) for column, name in columns.items() if name not in present), (None, None))
+    if name is None:
+        return None
+    more = [f"{len(present) - 20} more"] if len(present) > 20 else []
+    shortened = ", ".join([*(name[:80] for name in present[:20]), *more]) or "none"
+    form = next((form for form, needed in FORMAT_COLUMNS.items() if set(needed) <= set(present)), None)
+    if form is not None or SHAREGPT in present:
+        advice = f"Set data.format={form or 'chat'}."
+    elif near := difflib.get_close_matches(name, present, n=1):
+        advice = f"nearest: {near[0]}. data.columns='{{{column}: {near[0]}}}'"
+    else:
+        advice = f"Name the column that holds it. data.columns='{{{column}: NAME}}'"
+    return f"expected a column {name}, found {shortened}.\n  {advice}"

@@ -1,16 +1,16 @@
-"""Rendering: a document becomes ids, and it is settled which of them count in the loss.
+"""Rendering: a document becomes ids, with a mark on those that count in the loss.
 
     text               the tokenizer's special tokens around the text, the end of text after it; all count
-    prompt_completion  texts: as above, both texts as one; messages: the chat template. What the prompt alone begins
-                       with too doesn't count
+    prompt_completion  texts: as above, both texts as one; messages: the chat template. Ids that the prompt alone begins
+                       with too don't count
     chat               the chat template; the assistant's turns count
 
-TRL's SFTTrainer does the same (1.16, `SFTTrainer._prepare_dataset`). In a stream (`data.packing`) a text has no special
-tokens but the end of text.
+As TRL's SFTTrainer (1.16, `SFTTrainer._prepare_dataset`). In a stream (`data.packing`) a text has no special tokens but
+the end of text.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from types import MappingProxyType, NoneType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,30 +25,30 @@ from portable_fsdp.runtime.strict_json import parse_json
 
 
 class Rendered(NamedTuple):
-    """A document's ids, and a flag for each that tells whether it counts; None: all do."""
+    """A document's ids, and for each whether it counts; None: all do."""
 
     number: int
     ids: Tokens
     counted: NDArray[np.bool_] | None = None
     prompt_differs: bool = False
-    """The prompt alone has other tokens at its end than within the whole: there the model learns another context."""
+    """The prompt alone ends in other tokens than within the whole, so the model learns from another context."""
     notes: tuple[str, ...] = ()
     """See `Example.notes`."""
 
 
 Render = Callable[[Sequence[Example]], list[Rendered | Broken]]
-"""Several documents at once, each to itself or to what is wrong with it; may be called by several threads."""
+"""Several documents at once, each to its ids or its problem; several threads may call it."""
 
 
 def renderer(
     form: Format, tokenizer: Tokenizer, *, stream: bool, arguments: Mapping[str, Any] = MappingProxyType({})
 ) -> Render:
-    """The function of this format; `arguments`: of the chat template. Raises DataError where the tokenizer can't serve
-    it."""
+    """The function of this format; `arguments`: of the chat template. Raises DataError where the tokenizer lacks a
+    template that the format needs."""
     template = _required(tokenizer.chat_template).taking(arguments) if arguments else tokenizer.chat_template
     if form == "chat":
-        told = _required(template)
-        return lambda examples: _chats(examples, tokenizer, told)
+        chat_template = _required(template)
+        return lambda examples: _chats(examples, tokenizer, chat_template)
     if form == "prompt_completion":
         return lambda examples: _completions(examples, tokenizer, template)
     return lambda examples: _texts(examples, tokenizer, stream=stream)
@@ -71,16 +71,15 @@ def _broken(example: Example, problem: str) -> Broken:
 
 
 def _texts(examples: Sequence[Example], tokenizer: Tokenizer, *, stream: bool) -> list[Rendered | Broken]:
-    found: list[Rendered | Broken] = []
-    good = [example for example in examples if isinstance(example.fields["text"], str)]
-    encoded = iter(tokenizer.encode_all([example.fields["text"] for example in good], special_tokens=not stream))
-    for example in examples:
-        text = example.fields["text"]
-        if isinstance(text, str):
-            found.append(Rendered(example.number, _ended(next(encoded), tokenizer, always=stream)))
-        else:
-            found.append(_broken(example, f"expected text, found {_kind(text)}"))
-    return found
+    texts = [example.fields["text"] for example in examples]
+    good = [text for text in texts if isinstance(text, str)]
+    encoded = iter(tokenizer.encode_all(good, special_tokens=not stream))
+    return [
+        Rendered(example.number, _ended(next(encoded), tokenizer, always=stream))
+        if isinstance(text, str)
+        else _broken(example, f"expected text, found {_kind(text)}")
+        for example, text in zip(examples, texts, strict=True)
+    ]
 
 
 def _ended(ids: Tokens, tokenizer: Tokenizer, *, always: bool) -> Tokens:
@@ -91,22 +90,14 @@ def _ended(ids: Tokens, tokenizer: Tokenizer, *, always: bool) -> Tokens:
     return np.append(ids, np.array([end], dtype=ids.dtype))
 
 
+_KINDS: dict[type, str] = {
+    **{NoneType: "null", str: "text", bool: "true or false", int: "a number", float: "a number"},
+    **{list: "a list", dict: "a mapping"},
+}
+
+
 def _kind(value: object) -> str:
-    match value:
-        case None:
-            return "null"
-        case str():
-            return "text"
-        case bool():
-            return "true or false"
-        case int() | float():
-            return "a number"
-        case list():
-            return "a list"
-        case dict():
-            return "a mapping"
-        case _:
-            return type(value).__name__
+    return _KINDS.get(type(value), type(value).__name__)
 
 
 # --------------------------------------------------------------------------------------------- prompt, completion
@@ -118,37 +109,32 @@ def _completions(
     texts = [example for example in examples if _are_texts(example)]
     prompts = [example.fields["prompt"] for example in texts]
     wholes = [example.fields["prompt"] + example.fields["completion"] for example in texts]
-    encoded = iter(tokenizer.encode_all([*prompts, *wholes], special_tokens=True))
-    alone = [next(encoded) for _ in texts]
-    pairs = iter(zip(alone, encoded, strict=True))
-    found: list[Rendered | Broken] = []
-    for example in examples:
-        if _are_texts(example):
-            prompt, whole = next(pairs)
-            found.append(_completion(example, _unended(prompt, tokenizer), _ended(whole, tokenizer, always=False)))
-        else:
-            found.append(_completion_of_messages(example, tokenizer, template))
-    return found
+    encoded = tokenizer.encode_all([*prompts, *wholes], special_tokens=True)
+    pairs = iter(zip(encoded[: len(texts)], encoded[len(texts) :], strict=True))
+    return [
+        _completion(example, *next(pairs), tokenizer)
+        if _are_texts(example)
+        else _completion_of_messages(example, tokenizer, template)
+        for example in examples
+    ]
 
 
 def _are_texts(example: Example) -> bool:
     return isinstance(example.fields["prompt"], str) and isinstance(example.fields["completion"], str)
 
 
-def _unended(ids: Tokens, tokenizer: Tokenizer) -> Tokens:
-    """Without the end of text that some tokenizers put after any text: the prompt goes on."""
-    return ids[:-1] if len(ids) and ids[-1] == tokenizer.end_of_text else ids
+def _completion(example: Example, prompt: Tokens, whole: Tokens, tokenizer: Tokenizer) -> Rendered:
+    """Of texts. Some tokenizers put the end of text after any text, also after the prompt, which goes on."""
+    is_ended = len(prompt) and prompt[-1] == tokenizer.end_of_text
+    return _masked(example, prompt[:-1] if is_ended else prompt, _ended(whole, tokenizer, always=False))
 
 
-def _completion(example: Example, prompt: Tokens, whole: Tokens) -> Rendered:
-    common = _common_length(prompt, whole)
+def _masked(example: Example, prompt: Tokens, whole: Tokens) -> Rendered:
+    """Ids count from the first that isn't the prompt's."""
+    length = min(len(prompt), len(whole))
+    different = np.flatnonzero(prompt[:length] != whole[:length])
+    common = int(different[0]) if len(different) else length
     return Rendered(example.number, whole, np.arange(len(whole)) >= common, prompt_differs=common < len(prompt))
-
-
-def _common_length(one: Tokens, other: Tokens) -> int:
-    length = min(len(one), len(other))
-    different = np.flatnonzero(one[:length] != other[:length])
-    return int(different[0]) if len(different) else length
 
 
 def _completion_of_messages(example: Example, tokenizer: Tokenizer, template: ChatTemplate | None) -> Rendered | Broken:
@@ -158,19 +144,19 @@ def _completion_of_messages(example: Example, tokenizer: Tokenizer, template: Ch
         return _broken(example, f"expected prompt and completion as texts, or both as messages, found: {error}")
     roles = [message["role"] for message in completion]
     if "assistant" not in roles:
-        found = ", ".join(dict.fromkeys(roles))
-        return _broken(example, f"expected a turn of the assistant in the completion, found the roles {found}")
+        unique = ", ".join(dict.fromkeys(roles))
+        return _broken(example, f"expected a turn of the assistant in the completion, found the roles {unique}")
     template, dtype = _required(template), token_dtype(tokenizer.vocab_size)
     try:
-        asked = np.array(template.ids(Conversation(prompt), asks=True), dtype=dtype)
+        alone = np.array(template.ids(Conversation(prompt), asks=True), dtype=dtype)
         whole = np.array(template.ids(Conversation([*prompt, *completion])), dtype=dtype)
     except Exception as error:  # a template may raise anything
         return _broken(example, _refusal(error))
-    found = _completion(example, asked, whole)
+    rendered = _masked(example, alone, whole)
     notes = _notes_of_roles([*prompt, *completion], template)
-    if found.prompt_differs:
-        notes += ("the chat template doesn't begin an answer as it asks for one; what differs counts as completion",)
-    return found._replace(prompt_differs=False, notes=notes)
+    if rendered.prompt_differs:
+        notes += ("the chat template doesn't begin an answer as it asks for one; the difference counts as completion",)
+    return rendered._replace(prompt_differs=False, notes=notes)
 
 
 # ------------------------------------------------------------------------------------------------------------ chat
@@ -179,28 +165,29 @@ def _completion_of_messages(example: Example, tokenizer: Tokenizer, template: Ch
 def _chats(examples: Sequence[Example], tokenizer: Tokenizer, template: ChatTemplate) -> list[Rendered | Broken]:
     dtype = token_dtype(tokenizer.vocab_size)
     conversations = [_conversation(example) for example in examples]
-    chats = iter(template.chats([one for one in conversations if isinstance(one, Conversation)]))
-    found: list[Rendered | Broken] = []
+    chats = iter(template.chats([each for each in conversations if isinstance(each, Conversation)]))
+    rendered: list[Rendered | Broken] = []
     for example, conversation in zip(examples, conversations, strict=True):
         if isinstance(conversation, Broken):
-            found.append(conversation)
+            rendered.append(conversation)
             continue
         chat = next(chats)
         if isinstance(chat, Exception):
-            found.append(_broken(example, _refusal(chat)))
+            rendered.append(_broken(example, _refusal(chat)))
         elif not any(chat.counted):
-            found.append(_broken(example, "expected a turn of the assistant, found none: nothing in it counts"))
+            rendered.append(_broken(example, "expected a turn of the assistant, found none: nothing in it counts"))
         else:
             notes = (*example.notes, *_notes_of_roles(conversation.messages, template))
-            found.append(Rendered(example.number, np.array(chat.ids, dtype=dtype), np.array(chat.counted), notes=notes))
-    return found
+            ids, counted = np.array(chat.ids, dtype=dtype), np.array(chat.counted)
+            rendered.append(Rendered(example.number, ids, counted, notes=notes))
+    return rendered
 
 
 _ROLES = {"system", "developer", "user", "assistant", "tool"}
 
 
 def _notes_of_roles(messages: Sequence[Message], template: ChatTemplate) -> tuple[str, ...]:
-    """Of those that neither the field nor the template knows: a turn of theirs doesn't count, whoever is meant."""
+    """On unusual roles that the template doesn't name either: their turns don't count, whoever is meant."""
     unknown = dict.fromkeys(role for message in messages if (role := message["role"]) not in _ROLES)
     return tuple(
         f"messages of the role {role}, which the chat template doesn't name; they don't count as the assistant's"
@@ -215,28 +202,21 @@ def _conversation(example: Example) -> Conversation | Broken:
         messages = messages_of(example.fields["messages"])
     except ValueError as error:
         return _broken(example, str(error))
-    if isinstance(tools, str):  # a parquet column has one schema, and so can't hold several: such data sets hold JSON
+    expected = "expected tools as a list of JSON schemas, found"
+    if isinstance(tools, str):  # a parquet column has one schema, and functions have several: such data sets hold JSON
         try:
             tools = parse_json(tools)
         except ValueError:
-            return _broken(
-                example, f"expected tools as a list of JSON schemas, found text that isn't JSON: {tools[:40]}"
-            )
+            return _broken(example, f"{expected} text that isn't JSON: {tools[:40]}")
     if not (tools is None or isinstance(tools, list)):
-        return _broken(example, f"expected tools as a list of JSON schemas, found {_kind(tools)}")
+        return _broken(example, f"{expected} {_kind(tools)}")
     return Conversation(messages, tools or None)
 
 
 _SHAREGPT_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
+    **{"human": "user", "user": "user"},
+    **{"gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant", "model": "assistant"},
+    **{"tool": "tool", "function": "tool", "observation": "tool"},
     "system": "system",
 }
 
@@ -261,7 +241,7 @@ def _message(turn: Mapping[str, Any]) -> Message:
 
 
 def _problem_of_messages(value: Any) -> str | None:
-    """What is wrong with a list of messages; None where nothing is."""
+    """The first problem of a list of messages; None where there is none."""
     if not isinstance(value, list) or not value:
         return f"expected a list of messages, found {_kind(value) if value != [] else 'an empty one'}"
     for number, message in enumerate(value):
@@ -271,12 +251,12 @@ def _problem_of_messages(value: Any) -> str | None:
         keys = f"the keys {', '.join(map(str, message))} in message {number + 1}"
         if not isinstance(message.get("role"), str) or ("content" not in message and not calls):
             return f"expected messages with role and content, found {keys}"
-        # A template would render null as nothing, and a list or a mapping as Python writes it.
+        # A template would render null as nothing, and a list or a mapping in Python's notation.
         if not isinstance(content, str) and not (content is None and calls):
             return f"expected messages whose content is text, found {_kind(content)} as content, of {keys}"
     return None
 
 
 def _refusal(error: Exception) -> str:
-    said = str(error).strip() or type(error).__name__
-    return said if said.startswith("expected") else f"the chat template refuses it: {said}"
+    message = str(error).strip() or type(error).__name__
+    return message if message.startswith("expected") else f"the chat template refuses it: {message}"

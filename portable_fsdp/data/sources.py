@@ -1,9 +1,10 @@
-"""Sources: where the documents come from, in an order that depends on nothing but their names.
+"""Sources of documents, in an order that depends on nothing but their names; and the files or split held out.
 
-A source gives each document its number and its place. What can't be read comes as a `Broken` under the same number, so
-that the numbers of the others don't depend on it, and `data.on_error` decides what becomes of it (cache.py).
+A source gives each document its number and its place. A document that can't be read comes as a `Broken` under its
+number, so that the numbers of the others don't depend on it; `data.on_error` decides what happens then (cache.py).
 """
 
+import logging
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -11,43 +12,34 @@ from pathlib import Path
 
 import xxhash
 
-from portable_fsdp.config.data import FORMAT_COLUMNS, Documents
+from portable_fsdp.config.data import FORMAT_COLUMNS, Data, Documents
 from portable_fsdp.data.compressed import hash_of_text, read_whole, total_size
-from portable_fsdp.data.examples import (
-    Broken,
-    Example,
-    Source,
-    hash_of_files,
-    matching_files,
-    name_of,
-    not_utf8,
-)
+from portable_fsdp.data.examples import Broken, DocumentSource, Example, matching_files, name_of, not_utf8
 from portable_fsdp.data.records import Columns, HuggingFace, JsonLines, Parquet
 from portable_fsdp.runtime.errors import DataError
+
+log = logging.getLogger("portable_fsdp")
 
 NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 """Folders under the standard library that are not its source: other packages, and tests (odd encodings on purpose)."""
 
-
 EXAMPLES = {"text": "**/*.txt", "jsonl": "**/*.jsonl", "parquet": "**/*.parquet"}
 """The sources whose `path` names files -> a glob of some."""
 
+_HELD_OUT = "data.eval_split"
+
 
 def files_of(documents: Documents, key: str = "data.path") -> list[Path]:
-    """Those that `path` names, of a source in `EXAMPLES`; `key`: the config's, for errors."""
+    """The files that `path` names, of a source in `EXAMPLES`; `key`: the config's, for errors."""
     return matching_files(str(documents.path), EXAMPLES[documents.source], key)
 
 
-def columns_of(documents: Documents) -> Columns:
-    return {**{column: column for column in FORMAT_COLUMNS[documents.format]}, **documents.columns}
-
-
-def open_source(documents: Documents, files: Sequence[Path] | None = None) -> Source:
-    """The source that these keys mean; raises DataError if there is nothing of that name.
+def open_source(documents: Documents, files: Sequence[Path] | None = None, key: str = "data.path") -> DocumentSource:
+    """The source that these keys mean; raises DataError, which names `key`, if there is nothing of that name.
 
     `files`: at least one, in place of those that `path` names.
     """
-    columns = columns_of(documents)
+    columns: Columns = {**{column: column for column in FORMAT_COLUMNS[documents.format]}, **documents.columns}
     match documents.source:
         case "python_docs":
             return PythonDocs()
@@ -60,7 +52,41 @@ def open_source(documents: Documents, files: Sequence[Path] | None = None) -> So
         case "parquet":
             return Parquet(files or files_of(documents), columns)
         case "huggingface":
-            return HuggingFace(str(documents.path), documents.split, columns)
+            return HuggingFace(str(documents.path), documents.split, columns, key)
+
+
+def open_apart(data: Data, eval_split: str) -> tuple[DocumentSource, DocumentSource]:
+    """The sources to train on and to hold out, without common rows; `eval_split`: a file, a glob, or a split.
+
+    Files that both name are held out. Raises DataError if none is left to train on, and for splits with common rows.
+    """
+    if data.source in EXAMPLES:
+        return _files_apart(data, data.model_copy(update={"path": eval_split}))
+    trained = open_source(data)
+    held_out = open_source(data.model_copy(update={"split": eval_split}), key=_HELD_OUT)
+    if isinstance(trained, HuggingFace) and isinstance(held_out, HuggingFace) and trained.shares_rows_with(held_out):
+        raise DataError(
+            f"{_HELD_OUT}: expected a split without rows that the run trains on, found {eval_split} beside "
+            f"data.split={data.split or 'train'}.\n"
+            "  Hold out a share of the documents (data.eval_split=5%), or take parts without common rows: "
+            "data.split='train[5%:]' data.eval_split='train[:5%]'."
+        )
+    return trained, held_out
+
+
+def _files_apart(data: Data, held_out: Data) -> tuple[DocumentSource, DocumentSource]:
+    files, theirs = files_of(data), files_of(held_out, _HELD_OUT)
+    real = {path.resolve() for path in theirs}
+    kept = [path for path in files if path.resolve() not in real]
+    if not kept:
+        raise DataError(
+            f"{_HELD_OUT}: expected files beside those to train on, found all of data.path={data.path} in "
+            f"{held_out.path}.\n  Name another file, or hold out a share of the documents: data.eval_split=5%."
+        )
+    if len(kept) < len(files):
+        left_out = name_of([path for path in files if path.resolve() in real])
+        log.info("data: held out (%s) and not trained on, though data.path names it too: %s", _HELD_OUT, left_out)
+    return open_source(data, kept), open_source(held_out, theirs)
 
 
 class PythonDocs:
@@ -83,48 +109,6 @@ class PythonDocs:
             yield Example(number, f"python_docs[{number}]", len(text), {"text": text})
 
 
-class PythonSource:
-    """The standard library's own source, without its tests: tens of MB; a file that isn't UTF-8 is left out."""
-
-    name = "python_source"
-    unit = "B"
-
-    def __init__(self, root: Path) -> None:
-        found = python_files(root)
-        self._files = [path for path in found if _is_text(path)]
-        self.total = sum(path.stat().st_size for path in self._files)
-        if not self._files:
-            raise DataError(
-                f"data.source: expected the standard library's source in UTF-8 under {root}, found {len(found)} .py "
-                "files and none that can be read.\n  This Python carries no source; set data.source=python_docs or "
-                "text."
-            )
-
-    def content(self, cache: Path) -> str:
-        return hash_of_files(self._files, cache)
-
-    def read(self) -> Iterator[Example | Broken]:
-        for number, path in enumerate(self._files):
-            content = path.read_bytes()
-            yield Example(number, str(path), len(content), {"text": content.decode()})
-
-
-def python_files(root: Path) -> list[Path]:
-    paths: list[Path] = []
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in NOT_LIBRARY]  # os.walk descends into what is left
-        paths += [Path(folder, name) for name in names if name.endswith(".py")]
-    return sorted(paths)
-
-
-def _is_text(path: Path) -> bool:
-    try:
-        path.read_bytes().decode()
-    except (UnicodeDecodeError, OSError):
-        return False
-    return True
-
-
 class TextFiles:
     """One document for each file, which may be compressed."""
 
@@ -145,3 +129,30 @@ class TextFiles:
                 yield Example(number, str(path), len(content), {"text": content.decode()})
             except UnicodeDecodeError as error:
                 yield Broken(number, str(path), len(error.object), not_utf8(error) + "; `iconv -t utf-8` converts it")
+
+
+class PythonSource(TextFiles):
+    """The standard library's own source, without its tests and files that aren't UTF-8: tens of MB."""
+
+    def __init__(self, root: Path) -> None:
+        paths: list[Path] = []
+        for folder, subfolders, names in os.walk(root):
+            subfolders[:] = [name for name in subfolders if name not in NOT_LIBRARY]  # os.walk descends into the rest
+            paths += [Path(folder, name) for name in names if name.endswith(".py")]
+        files = [path for path in sorted(paths) if _is_text(path)]
+        if not files:
+            raise DataError(
+                f"data.source: expected the standard library's source in UTF-8 under {root}, found {len(paths)} .py "
+                "files and none that can be read.\n  This Python carries no source; set data.source=python_docs or "
+                "text."
+            )
+        super().__init__(files)
+        self.name = "python_source"
+
+
+def _is_text(path: Path) -> bool:
+    try:
+        path.read_bytes().decode()
+    except (UnicodeDecodeError, OSError):
+        return False
+    return True

@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from portable_fsdp.data.best_fit import Int64s, best_fit
+from portable_fsdp.data.packing import Int64s, best_fit
 
 
 def plain(lengths: list[int], capacity: int) -> list[list[int]]:

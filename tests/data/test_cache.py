@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from portable_fsdp.data.cache import BATCH_DOCUMENTS, Documents, Recipe, entry_key, refusal, tokenized
+from portable_fsdp.data.cache import BATCH_DOCUMENTS, Recipe, TokenizedDocuments, entry_key, refusal, tokenized
 from portable_fsdp.data.examples import Broken, Example
 from portable_fsdp.data.render import renderer
 from portable_fsdp.data.tokenize import ByteTokenizer
@@ -49,7 +49,7 @@ def recipe(source: Texts, *, key: str = "k", skip_broken: bool = False, even: bo
     )
 
 
-def documents(found: Documents) -> list[bytes]:
+def documents(found: TokenizedDocuments) -> list[bytes]:
     return [found.tokens[begin:end].tobytes() for begin, end in zip(found.starts, found.starts[1:], strict=False)]
 
 
@@ -81,7 +81,7 @@ def test_keys_follow_every_part() -> None:
 def test_what_is_broken_stops_or_is_counted(tmp_path: Path) -> None:
     source = Texts("a", Broken(1, "file:2", 1, "expected this, found that"), "c", Broken(3, "file:4", 1, "other"))
     with pytest.raises(
-        DataError, match=r"data: file:2: expected this, found that\.\n  Mend it, or set data\.on_error=skip"
+        DataError, match=r"data: file:2: expected this, found that\.\n  Correct it, or set data\.on_error=skip"
     ):
         tokenized(tmp_path, recipe(source))
     assert not [path for path in tmp_path.iterdir() if path.suffix != ".lock"]
@@ -94,8 +94,11 @@ def test_what_is_broken_stops_or_is_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("problem", "said"),
     [
-        ("the template refuses it: No such role!", "it: No such role!\n  Mend it, or set data.on_error=skip to go on"),
-        ("found a.\n  Name it: 'b'", "found a.\n  Name it: 'b'. Or set data.on_error=skip to go on without."),
+        (
+            "the template refuses it: No such role!",
+            "it: No such role!\n  Correct it, or set data.on_error=skip to leave it out",
+        ),
+        ("found a.\n  Name it: 'b'", "found a.\n  Name it: 'b'. Or set data.on_error=skip to leave it out."),
     ],
 )
 def test_an_error_has_one_end_and_one_advice(problem: str, said: str) -> None:
@@ -116,7 +119,7 @@ def test_a_damaged_entry_is_refused_with_the_way_out(tmp_path: Path) -> None:
     tokenized(tmp_path, recipe(Texts("abc")))
     os.truncate(tmp_path / "k" / "tokens.bin", 2)
     with pytest.raises(
-        DataError, match=r"expected what an earlier run tokenized, found it damaged: .*4 bytes, found 2\n"
+        DataError, match=r"expected the entry of an earlier run, found it damaged: .*4 bytes, found 2\n"
     ):
         tokenized(tmp_path, recipe(Texts("abc")))
     (tmp_path / "k" / "facts.json").write_text(json.dumps({"dtype": "uint8"}))

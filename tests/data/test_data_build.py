@@ -16,7 +16,7 @@ from chat_templates import CHATML, DATED, TOOLS, MakeTokenizer
 from portable_fsdp.config.schema import Data, Model
 from portable_fsdp.data.batches import Batches
 from portable_fsdp.data.build import Corpus, build_data, predicts
-from portable_fsdp.data.cache import Documents, Facts
+from portable_fsdp.data.cache import Facts, TokenizedDocuments
 from portable_fsdp.data.packing import IGNORED, Rows
 from portable_fsdp.runtime.errors import DataError
 
@@ -144,7 +144,7 @@ def test_a_document_predicts_if_a_token_behind_its_first_counts() -> None:
         starts = np.concatenate([[0], np.cumsum(random.integers(0, 5, size=random.integers(0, 6)))])
         counted = random.random(starts[-1]) < 0.3
         facts = Facts("uint8", len(starts) - 1, int(starts[-1]), True, 0, "", 0)
-        found = Documents(np.zeros(starts[-1], np.uint8), starts, np.arange(len(starts) - 1), counted, facts)
+        found = TokenizedDocuments(np.zeros(starts[-1], np.uint8), starts, np.arange(len(starts) - 1), counted, facts)
         expected = [bool(counted[begin + 1 : end].any()) for begin, end in pairwise(starts.tolist())]
         assert predicts(found).tolist() == expected
 

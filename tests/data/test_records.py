@@ -136,7 +136,7 @@ def test_a_data_sets_content_is_that_of_its_rows(saved: Path, tmp_path: Path) ->
 
 
 def test_a_data_set_or_split_that_is_not_there_is_refused(saved: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"with the split validation, found: (?s:.*)It was asked for .*saved"):
+    with pytest.raises(DataError, match=r"with the split validation, found: (?s:.*)data.path is .*saved"):
         read(source="huggingface", path=saved, split="validation")
     with pytest.raises(DataError, match=r"data.path: expected a data set that `datasets` opens"):
         read(source="huggingface", path="nobody/nothing")

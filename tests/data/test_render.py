@@ -304,7 +304,7 @@ def test_a_template_that_asks_for_the_day_is_told_the_same_one_each_day(
 
     assert "Today: 26 Jul 2024<|im_end|>" in text()
     assert "Today: 05 Jan 2026<|im_end|>" in text(date_string="05 Jan 2026")
-    with pytest.raises(DataError, match=r"found strftime_now, which is set for it"):
+    with pytest.raises(DataError, match=r"found strftime_now, which the trainer sets"):
         text(strftime_now="05 Jan 2026")
     other = make_tokenizer(DATED.replace("strftime_now('%d %b %Y')", "strftime_now('%d' + ' %b')"))
     assert problem(form, other, fields).startswith("expected a chat template that asks for the date by a format in q")
@@ -315,7 +315,7 @@ def test_an_argument_that_the_template_does_not_read_is_refused(make_tokenizer: 
     with pytest.raises(DataError, match=r"data\.chat_template_kwargs: .* found enable_thinkin, which is nowhere in it"):
         render("chat", tokenizer, enable_thinkin=False)
     for name in ("add_generation_prompt", "messages", "tools", "tokenize", "chat_template"):
-        with pytest.raises(DataError, match=rf"data\.chat_template_kwargs: .* found {name}, which is set for it"):
+        with pytest.raises(DataError, match=rf"data\.chat_template_kwargs: .* found {name}, which the trainer sets"):
             render("chat", tokenizer, **{name: True})
     with pytest.raises(DataError, match=r"data\.tokenizer: expected one with a chat template"):
         render("prompt_completion", ByteTokenizer(), enable_thinking=False)
@@ -327,8 +327,8 @@ def test_an_argument_that_the_template_does_not_read_is_refused(make_tokenizer: 
         (TOOLS, {"name": "search"}, "expected tools as a list of JSON schemas, found a mapping"),
         (TOOLS, "search", "expected tools as a list of JSON schemas, found text that isn't JSON: search"),
         (TOOLS, ["search"], "the chat template refuses it: "),
-        (GENERATION, SCHEMAS, "expected a chat template that reads tools, found none of that name in it"),
-        (CHATML, SCHEMAS, "expected a chat template that reads tools, found none of that name in it"),
+        (GENERATION, SCHEMAS, "expected a chat template that reads tools, found no `tools` in it"),
+        (CHATML, SCHEMAS, "expected a chat template that reads tools, found no `tools` in it"),
     ],
 )
 def test_tools_that_are_none_or_not_read_are_broken(
