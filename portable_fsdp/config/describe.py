@@ -1,4 +1,4 @@
-"""The schema in words: what each key takes, which key a misspelt one means, a value as YAML writes it."""
+"""The schema in words: the values that a key takes, the key nearest to an unknown one, a value as YAML."""
 
 import difflib
 from collections.abc import Iterator, Sequence
@@ -36,7 +36,7 @@ def fields(model: type[BaseModel] = Config, above: Key = ()) -> Iterator[tuple[K
 
 @cache
 def option_names() -> tuple[str, ...]:
-    """Every key that has a value of its own, as `optim.lr`: no section, nothing inside a list."""
+    """Every `section.key`, without keys inside lists and mappings."""
     return tuple(key_name(key) for key, _ in fields() if len(key) == 2)
 
 
@@ -47,13 +47,13 @@ def value_of(config: Config, option: str) -> Any:
 
 
 def default_of(section: str, key: str) -> object:
-    """What a key has that nobody set, in plain values; None for a key that the schema doesn't know or that has none."""
+    """A key's default as plain values; None for a key that is unknown or has none."""
     info = dict(fields()).get((section, key))
     return None if info is None or info.is_required() else _plain(info.get_default(call_default_factory=True))
 
 
 def yaml_value(value: object) -> str:
-    """A value of the config as it could be typed after `key=`, on one line: `[LlamaDecoderLayer]`, `null`."""
+    """A value as one line of YAML, as after `key=`: `[LlamaDecoderLayer]`, `null`."""
     text = yaml.dump(
         _plain(value), Dumper=Dumper, default_flow_style=True, allow_unicode=True, sort_keys=False, width=10**9
     )
@@ -61,44 +61,44 @@ def yaml_value(value: object) -> str:
 
 
 def shortened(text: str, limit: int = 60) -> str:
-    """The text, its end cut off where it is longer than `limit` characters."""
+    """The text, cut to `limit` characters."""
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def shortened_apart(a: str, b: str, limit: int = 60) -> tuple[str, str]:
-    """Both texts as `shortened`, but so that the first place where they differ stays: in the middle, if need be."""
+    """Both texts cut to `limit` characters, in the middle if need be, so that their first difference stays."""
     place = next((i for i, (left, right) in enumerate(zip(a, b, strict=False)) if left != right), min(len(a), len(b)))
     return _around(a, place, limit), _around(b, place, limit)
 
 
 def _around(text: str, place: int, limit: int) -> str:
-    head, before = limit // 5, limit // 6  # characters: of the beginning, and in front of the place
+    head, before = limit // 5, limit // 6  # characters: at the beginning, and before the place
     if len(text) <= limit or place < limit // 2:
         return shortened(text, limit)
     return f"{text[:head]}...{shortened(text[place - before :], limit - head - 3)}"
 
 
 def deepest_field(location: Sequence[int | str]) -> tuple[Key, FieldInfo]:
-    """The field of the schema that a place in pydantic's report belongs to (`optim.betas` for its second number)."""
+    """The schema's field for a location in pydantic's report (`optim.betas` for its second number)."""
     model: type[BaseModel] | None = Config
     key: Key = ()
-    found = FieldInfo(annotation=Config)
+    field = FieldInfo(annotation=Config)
     for part in location:
         if model is not None and part in model.model_fields:
-            found = model.model_fields[str(part)]
-            model = _section(found.annotation)
-        elif (listed := _listed_section(found.annotation)) and isinstance(part, int):
-            found, model = FieldInfo(annotation=listed), listed
-        elif (values := _values_of_mapping(found.annotation)) and location[-1] != "[key]":
-            found, model = FieldInfo(annotation=cast(type, values)), None
+            field = model.model_fields[str(part)]
+            model = _section(field.annotation)
+        elif (listed := _listed_section(field.annotation)) and isinstance(part, int):
+            field, model = FieldInfo(annotation=listed), listed
+        elif (values := _values_of_mapping(field.annotation)) and location[-1] != "[key]":
+            field, model = FieldInfo(annotation=cast(type, values)), None
         else:
             break
         key = (*key, str(part))
-    return key, found
+    return key, field
 
 
 def nearest(key: Key) -> str:
-    """The valid key that an unknown one probably means, or the valid keys in its place."""
+    """A hint for an unknown key: the nearest valid key, or else the keys of its section."""
     known = dict(fields())
     plain = tuple(part for place, part in enumerate(key) if place == 0 or not part.isdecimal())
     siblings = [candidate for candidate in known if candidate[:-1] == plain[:-1]]
@@ -107,19 +107,19 @@ def nearest(key: Key) -> str:
     if not close:
         siblings = siblings or [candidate for candidate in known if len(candidate) == 1]
         return f"expected one of {', '.join(candidate[-1] for candidate in siblings)}"
-    takes = "" if _section(known[close[0]].annotation) else f" ({expected(known[close[0]])})"
-    return f"nearest: {key_name(close[0])}{takes}"
+    values = "" if _section(known[close[0]].annotation) else f" ({expected(known[close[0]])})"
+    return f"nearest: {key_name(close[0])}{values}"
 
 
 def expected(schema: FieldInfo) -> str:
-    """What a field takes: `none | full`, `an integer >= 1 or null`, `a list of text`."""
+    """The values that a field takes: `none | full`, `an integer >= 1 or null`, `a list of text`."""
     constraints = " and ".join(_constraint_words(schema.metadata))
     words = f"{_type_words(schema.annotation)} {constraints}".strip()
     return f"{words} or null" if NoneType in get_args(schema.annotation) else words
 
 
 def typing_hint(schema: FieldInfo, value: object) -> str:
-    """How to type what was probably meant: a word that YAML reads as something else, one item in place of a list."""
+    """A hint for a word that YAML reads as a boolean or number, and for one item in place of a list."""
     if _item(schema.annotation) and not _listed_section(schema.annotation) and isinstance(value, str):
         return f"; a list of one is [{value}]"
     is_union = get_origin(schema.annotation) in (Union, UnionType)
@@ -131,7 +131,7 @@ def typing_hint(schema: FieldInfo, value: object) -> str:
 
 
 def _plain(value: object) -> object:
-    """Lists for tuples and mappings for sections, as YAML has them."""
+    """Tuples as lists and sections as mappings, as in YAML."""
     if isinstance(value, BaseModel):
         return _plain(value.model_dump())
     if isinstance(value, dict):
@@ -142,14 +142,14 @@ def _plain(value: object) -> object:
 
 
 def _section(annotation: object) -> type[BaseModel] | None:
-    """The section that a field is, or may be besides null."""
+    """The section type of an annotation, `Section | None` included."""
     if get_origin(annotation) in (Union, UnionType):
         annotation = next(argument for argument in get_args(annotation) if argument is not NoneType)
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
 
 def _item(annotation: object) -> object:
-    """What a list of any length holds; None for any other type."""
+    """The item type of a list; None for other types."""
     arguments = get_args(annotation)
     return arguments[0] if get_origin(annotation) is tuple and arguments[-1] is Ellipsis else None
 

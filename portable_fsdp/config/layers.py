@@ -1,4 +1,4 @@
-"""The values of a config file, overrides laid over them and imports under them: where each came from, and problems."""
+"""The values of a config file, with overrides above and imports beneath: where each came from, and all problems."""
 
 import itertools
 from dataclasses import dataclass, field
@@ -28,16 +28,16 @@ class Origin(NamedTuple):
     is_override: bool
     place: int  # line in the file, or number of the override; messages come in the order of these two
     where: str
-    written: str | None  # the scalar as typed, without quotes; None for mappings and lists
+    text: str | None  # the scalar as written, without quotes; None for mappings and lists
 
 
 _MAX_PROBLEMS = 20
-"""Named in one message; a file that means harm has thousands."""
+"""In one message; a hostile file has thousands."""
 
 
 @dataclass
 class LayeredValues:
-    """The values of a file with overrides laid over them, where each came from, and what is wrong so far."""
+    """The values of a file and overrides, where each came from, and the problems so far."""
 
     path: Path
     values: dict[str, Any] = field(default_factory=lambda: {})
@@ -53,10 +53,10 @@ class LayeredValues:
         messages = [_bounded(text) for text in sorted(self.problems, key=lambda text: self.problems[text][:2])]
         more = len(messages) - _MAX_PROBLEMS
         messages[_MAX_PROBLEMS:] = [f"... and {more} more problems."] if more > 0 else []
-        return ConfigError("\n".join(messages) + " Nothing was started.")
+        return ConfigError("\n".join(messages))
 
     def record(self, node: Node, key: Key, origin: Origin | None) -> None:
-        """Note where `key` and all below it were written (`origin`, or the line in the file), and keys given twice."""
+        """Store the origin of all keys below `key` (`origin`, or their line in the file), and report duplicates."""
         if isinstance(node, SequenceNode):
             for index, item in enumerate(cast(list[Node], node.value)):
                 self.record(item, (*key, str(index)), origin)
@@ -68,7 +68,7 @@ class LayeredValues:
                 continue
             inner = (*key, str(key_node.value))
             here = _origin_of_node(self.path, key_node, value_node) if origin is None else origin
-            here = here._replace(written=scalar_text(value_node))
+            here = here._replace(text=scalar_text(value_node))
             if inner[-1] in seen:
                 first = "" if origin else f" (first on line {seen[inner[-1]].place})"
                 self.add_problem(here, inner, f"expected once, found twice{first}; keep one.")
@@ -76,7 +76,7 @@ class LayeredValues:
             self.record(value_node, inner, origin)
 
     def override(self, text: str) -> None:
-        """Lay `section.key=value` over the values."""
+        """Apply `section.key=value`."""
         self.overrides += 1
         origin = Origin(True, self.overrides, f"override '{shortened(text, 200)}'", None)
         name, equals, value_text = text.partition("=")
@@ -91,10 +91,10 @@ class LayeredValues:
             return
         if comment := first_comment(value_text):
             quoted = value_text.strip().replace("'", "''")
-            found = f"expected a value without a YAML comment, found {comment!r}, which would count for nothing"
-            self.add_problem(origin, key, f"{found}.\n  Leave it out, or quote the whole: \"{name}='{quoted}'\".")
+            text = f"expected a value without a YAML comment, found {comment!r}, which YAML would drop"
+            self.add_problem(origin, key, f"{text}.\n  Leave it out, or quote the whole: \"{name}='{quoted}'\".")
             return
-        self._set(key, value, origin._replace(written=scalar_text(node)))
+        self._set(key, value, origin._replace(text=scalar_text(node)))
         if node is not None:
             self.record(node, key, origin)
 
@@ -103,8 +103,8 @@ class LayeredValues:
         for depth, part in enumerate(key[:-1], start=1):
             outer = inside.get(part)
             if outer is not None and not isinstance(outer, dict):
-                found = self.found(key[:depth], outer)
-                self.add_problem(origin, key, f"expected {key_name(key[:depth])} to be a mapping, found {found}.")
+                actual = self.value_text(key[:depth], outer)
+                self.add_problem(origin, key, f"expected {key_name(key[:depth])} to be a mapping, found {actual}.")
                 return
             inside[part] = dict(cast(dict[str, Any], outer or {}))  # a copy: a YAML alias may share it with other keys
             inside = inside[part]
@@ -112,7 +112,7 @@ class LayeredValues:
         self.origins = {k: o for k, o in self.origins.items() if k[: len(key)] != key} | {key: origin}
 
     def is_set(self, key: Key) -> bool:
-        """Whether a file, an import or an override says this option."""
+        """Whether a file, an import or an override sets this option."""
         section = self.values.get(key[0])
         return isinstance(section, dict) and key[1] in section
 
@@ -130,7 +130,7 @@ class LayeredValues:
         return {f"{name}.{key}": value for name, inside in sections.items() for key, value in inside.items()}
 
     def origin(self, key: Key) -> Origin:
-        """Where `key` was written: itself, else the last override inside it, else what it stands in, else the file."""
+        """Where `key` was set: itself, else the last override inside it, else its mapping, else the file."""
         if not key:
             return Origin(False, 0, str(self.path), None)
         return self.origins.get(key) or self.override_inside(key) or self.origin(key[:-1])
@@ -139,8 +139,8 @@ class LayeredValues:
         inside = [origin for k, origin in self.origins.items() if k[: len(key)] == key and origin.is_override]
         return inside[-1] if inside else None
 
-    def found(self, key: Key, value: object) -> str:
-        """A value in the words of a message, as it was typed."""
+    def value_text(self, key: Key, value: object) -> str:
+        """A value for a message, a number as it was written."""
         if isinstance(value, dict):
             return "a mapping"
         if isinstance(value, list):
@@ -149,31 +149,28 @@ class LayeredValues:
             return "null"
         if isinstance(value, str):
             return shortened(repr(value))
-        written = self.origins[key].written if key in self.origins else None
-        typed = str(value) if written is None else written
-        return typed
+        text = self.origins[key].text if key in self.origins else None
+        return str(value) if text is None else text
 
     def add_schema_problems(self, error: ValidationError) -> None:
         for detail in itertools.islice(error.errors(include_url=False), _MAX_PROBLEMS + 1):
             key, schema = deepest_field(detail["loc"])
             if detail["type"] in ("extra_forbidden", "invalid_key"):
                 key = tuple(str(part) for part in detail["loc"] if part != "[key]")
-                self.add_problem(self.origin(key), key, f"unknown key.\n  {_way_from_unknown(key)}.")
+                self.add_problem(self.origin(key), key, f"unknown key.\n  {_unknown_key_hint(key)}.")
             elif detail["type"] == "missing" and len(key) == len(detail["loc"]):  # else a list that is too short
                 self.add_problem(self.origin(key), key, f"expected {expected(schema)}, found no such key.")
             elif detail["type"] == "value_error":
-                self._add_section_problem(key, detail["msg"].removeprefix("Value error, "))
+                # A rule over several keys: an override in the section is the likely cause.
+                text = detail["msg"].removeprefix("Value error, ")
+                self.add_problem(self.override_inside(key) or self.origin(key), key, f"{text}.")
             else:
                 value = _value_at(self.values, key)
-                found = self.found(key, value) + typing_hint(schema, value)
-                self.add_problem(self.origin(key), key, f"expected {expected(schema)}, found {found}.")
-
-    def _add_section_problem(self, key: Key, text: str) -> None:
-        """A rule over several keys: an override inside the section is the likely cause, so it is named first."""
-        self.add_problem(self.override_inside(key) or self.origin(key), key, f"{text}.")
+                actual = self.value_text(key, value) + typing_hint(schema, value)
+                self.add_problem(self.origin(key), key, f"expected {expected(schema)}, found {actual}.")
 
 
-def _way_from_unknown(key: Key) -> str:
+def _unknown_key_hint(key: Key) -> str:
     from portable_fsdp.convert.keys_accelerate import ACCELERATE
     from portable_fsdp.convert.table import find, nested_place, option_meant
 
@@ -185,7 +182,7 @@ def _way_from_unknown(key: Key) -> str:
 
 
 def _bounded(message: str) -> str:
-    """Without the middle of a long one, which quotes what a file or an override says."""
+    """Cut out the middle of a long message, which quotes a file or an override."""
     return message if len(message) <= 3000 else f"{message[:2000]} [...] {message[-900:]}"
 
 

@@ -1,4 +1,4 @@
-"""How a config's batch and its model lie over the devices of a run."""
+"""How the batch and the model are laid out over the devices of a run."""
 
 import math
 
@@ -22,14 +22,14 @@ def check_batch(config: Config, data_parallel_size: int) -> int:
         fits += f", or train.micro_batch={' or '.join(map(str, micro_batches))}"
     raise ConfigError(
         f"train.global_batch: expected a multiple of train.micro_batch * devices = {train.micro_batch} * "
-        f"{data_parallel_size} = {rows} sequences, found {train.global_batch}.\n  Set {fits}. Nothing was started."
+        f"{data_parallel_size} = {rows} sequences, found {train.global_batch}.\n  Set {fits}."
     )
 
 
 def mesh_axes(config: Config, devices: int, hosts: int) -> dict[str, int]:
-    """Devices along each axis of the mesh, the outermost first: `replicate` copies of the model, each over `shard`.
+    """Devices per mesh axis, outermost first: `replicate` copies of the model, each sharded over `shard` devices.
 
-    One copy a host under HYBRID_SHARD* if it doesn't say. Another axis (tensor, context, expert) has its place here.
+    HYBRID_SHARD* has one copy per host by default. Further axes (tensor, context, expert) belong here.
     """
     match config.sharding.strategy:
         case "FULL_SHARD" | "SHARD_GRAD_OP":

@@ -1,7 +1,7 @@
 """YAML and overrides to a `Config`, or one message that names every problem by file, line and key.
 
-The file is composed into nodes first, so that each key keeps its line; overrides are laid over the values, pydantic
-checks the whole, and what it finds is said again in the words of the schema: expected, found, where.
+The file is parsed into nodes first, so that each key keeps its line. Overrides replace values, pydantic checks the
+whole, and each of its errors is rewritten in the words of the schema: expected, found, where.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,13 +22,12 @@ from portable_fsdp.runtime.process import detect_launch, is_by_accelerate
 if TYPE_CHECKING:
     from portable_fsdp.convert.read import Import
 
-
-_OF_DEEPSPEED = {"zero_optimization", "train_micro_batch_size_per_gpu"}
+_DEEPSPEED_KEYS = {"zero_optimization", "train_micro_batch_size_per_gpu"}
 """Keys that only DeepSpeed's own file has."""
 
 
 class Loaded(NamedTuple):
-    """A config, where each of its options was set, and what files of other tools said."""
+    """A config, where each of its options was set, and the imported files of other tools."""
 
     config: Config
     origins: Mapping[str, str]  # `section.key` -> file:line or the override; no entry for a default
@@ -41,20 +40,19 @@ def load_config(
     imports: Sequence[str | Path] = (),
     environ: Mapping[str, str] | None = None,
 ) -> Config:
-    """Read a YAML file and lay `section.key=value` overrides over it; of two for one key the later one counts.
+    """Read a YAML file and apply `section.key=value` overrides; the later of two overrides counts.
 
-    Values of overrides are YAML; `model.architecture.hidden_size=64` sets inside that mapping. A section without keys
-    is all defaults. `imports` are files of accelerate's or Trainer's, laid under ours, with which they may not differ;
-    `path` may be one itself. `environ` (os.environ, or nothing) is read where `accelerate launch` started this
-    process, and laid under all of these; with an accelerate file among them it may not differ, and the processes and
-    hosts that files name must be those of whoever started this process.
-    Raises ConfigError with all problems of files, overrides and environment in one message.
+    Values of overrides are YAML; `model.architecture.hidden_size=64` sets a key inside that mapping. A section without
+    keys has all defaults. `imports` are accelerate or Trainer configs that supply defaults and may not contradict our
+    file; `path` may be one itself. `environ` (os.environ, or None) supplies defaults beneath these where
+    `accelerate launch` started this process; it may not contradict an accelerate file, and the processes and hosts
+    that files name must be the launcher's. Raises ConfigError with all problems in one message.
     """
     loaded = read_config(path, overrides, imports, environ)
     if environ is not None and loaded.imports:
         from portable_fsdp.convert.launcher import check_launcher_facts
 
-        count = detect_launch(environ).world_size  # of one process nobody knows here how many devices it drives
+        count = detect_launch(environ).world_size  # one process may drive any number of devices
         check_launcher_facts(loaded.imports, processes=count if count > 1 else None, environ=environ)
     return loaded.config
 
@@ -98,21 +96,21 @@ def config_text(config: Config) -> str:
 
 
 def _read_file(path: Path) -> tuple[LayeredValues, list[tuple[Path, MappingNode]]]:
-    """The file's values; or none, and the root of a file of another tool, which its keys tell."""
+    """The file's values; or no values and the root node, where its keys show that it is another tool's file."""
     node, values = _parsed(path, f"expected a mapping of sections ({', '.join(Config.model_fields)})")
+    layers = LayeredValues(path)
     if not _is_ours(node):
         from portable_fsdp.convert.read import is_foreign
 
         if is_foreign(node):
-            return LayeredValues(path), [(path, node)]
-    layers = LayeredValues(path)
+            return layers, [(path, node)]
     layers.record(node, (), None)
     layers.values = {k: {} if v is None and k in Config.model_fields else v for k, v in values.items()}
     return layers, []
 
 
 def _is_ours(node: MappingNode) -> bool:
-    """Whether a key is a section of ours; `optim: adamw_torch` is none, but Trainer's."""
+    """Whether a key is one of our sections; in `optim: adamw_torch` it is Trainer's."""
     return any(
         str(key.value) in Config.model_fields and (not isinstance(value, ScalarNode) or value.tag == NULL_TAG)
         for key, value in cast(list[tuple[Node, Node]], node.value)
@@ -120,41 +118,36 @@ def _is_ours(node: MappingNode) -> bool:
 
 
 def _read_import(path: Path) -> tuple[Path, MappingNode]:
-    theirs = "expected a mapping of accelerate's or Trainer's keys (distributed_type, fsdp_config, learning_rate, ...)"
-    node, values = _parsed(path, f"nothing to import: {theirs}")
+    expected = "expected a mapping of accelerate's or Trainer's keys (distributed_type, fsdp_config, ...)"
+    node, values = _parsed(path, f"nothing to import: {expected}")
     if not values:
-        raise ConfigError(f"{path}: nothing to import: {theirs}, found an empty one. Nothing was started.")
+        raise ConfigError(f"{path}: nothing to import: {expected}, found an empty one.")
     if _is_ours(node):
-        raise ConfigError(
-            f"{path}: {theirs}, found sections of ours.\n  A file of ours is named by --config. Nothing was started."
-        )
+        raise ConfigError(f"{path}: {expected}, found sections of ours.\n  Give a file of ours to --config.")
     return path, node
 
 
-def _parsed(path: Path, wanted: str) -> tuple[MappingNode, dict[str, Any]]:
-    """The node and the values of a file. Raises ConfigError when there is no mapping to go on with, as `wanted`."""
+def _parsed(path: Path, expected: str) -> tuple[MappingNode, dict[str, Any]]:
+    """The root node and the values of a file. Raises ConfigError, beginning with `expected`, unless it is a mapping."""
     try:
         text = path.read_text(encoding="utf-8-sig")
         # JSON may be indented with tabs, which YAML doesn't take.
         node, values = parse(text.replace("\t", " ") if text.lstrip().startswith("{") else text)
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: expected a YAML config file, found no such file. Nothing was started.") from None
-    except IsADirectoryError:
-        raise ConfigError(f"{path}: expected a YAML config file, found a folder. Nothing was started.") from None
+    except (FileNotFoundError, IsADirectoryError) as error:
+        actual = "a folder" if isinstance(error, IsADirectoryError) else "no such file"
+        raise ConfigError(f"{path}: expected a YAML config file, found {actual}.") from None
     except OSError as error:
-        raise ConfigError(f"{path}: can't be read: {error.strerror}. Nothing was started.") from None
+        raise ConfigError(f"{path}: can't be read: {error.strerror}.") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: expected UTF-8 text, found {error.reason}. Nothing was started.") from None
+        raise ConfigError(f"{path}: expected UTF-8 text, found {error.reason}.") from None
     except yaml.YAMLError as error:
-        where = f"{path}{line_of(error)}"
-        raise ConfigError(f"{where}: expected YAML: {problem_of(error)}. Nothing was started.") from None
+        raise ConfigError(f"{path}{line_of(error)}: expected YAML: {problem_of(error)}.") from None
     if node is None or not isinstance(values, dict):
-        found = LayeredValues(path).found((), values) if node is not None else "nothing"
-        raise ConfigError(f"{path}: {wanted}, found {found}. Nothing was started.")
-    root = cast(MappingNode, node)
-    if not _OF_DEEPSPEED.isdisjoint(cast(dict[str, Any], values)):
+        actual = "nothing" if node is None else LayeredValues(path).value_text((), values)
+        raise ConfigError(f"{path}: {expected}, found {actual}.")
+    if not _DEEPSPEED_KEYS.isdisjoint(cast(dict[str, Any], values)):
         raise ConfigError(
-            f"{path}: DeepSpeed's own JSON is not read.\n  Give an accelerate file with its zero_stage and offload "
-            "keys in deepspeed_config, and what else it says by our own keys or Trainer's. Nothing was started."
+            f"{path}: DeepSpeed's own JSON is not supported.\n  Give an accelerate file with zero_stage and offload "
+            "keys in deepspeed_config, and set the rest by our own keys or Trainer's."
         )
-    return root, cast(dict[str, Any], values)
+    return cast(MappingNode, node), cast(dict[str, Any], values)

@@ -1,4 +1,4 @@
-"""Name patterns, such as `*norm*` or `model.layers.0`: each names a module or parameter, and all inside it."""
+"""Name patterns, such as `*norm*` or `model.layers.0`: each matches modules or parameters, and all inside them."""
 
 import difflib
 from collections.abc import Iterable, Iterator
@@ -8,27 +8,27 @@ from portable_fsdp.runtime.errors import ConfigError
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether `pattern` names `name` or a module that holds it; `*` stands for any text, dots too."""
+    """Whether `pattern` matches `name` or a module that holds it; `*` matches any text, dots too."""
     return any(fnmatchcase(candidate, pattern) for candidate in _with_ancestors(name))
 
 
 def matching(key: str, pattern: str, names: Iterable[str]) -> list[str]:
-    """The names that `pattern` takes, in their order; raises ConfigError, which names `key`, where it takes none."""
+    """The names that `pattern` matches, in order. Raises ConfigError about `key` where it matches none."""
     names = list(names)
-    found = [name for name in names if matches(pattern, name)]
-    if not found:
+    matched = [name for name in names if matches(pattern, name)]
+    if not matched:
         known = sorted({candidate for name in names for candidate in _with_ancestors(name)})
         text = pattern.strip("*.").lower()
         near = [name for name in known if text in name.lower()][:3] or difflib.get_close_matches(pattern, known, n=3)
         if not near:
             last = difflib.get_close_matches(text, {_last_part(name) for name in known}, n=1)
             near = [name for name in known if _last_part(name) in last][:3]
-        hint = f"nearest: {', '.join(near)}" if near else f"it begins with {', '.join(names[:3])}"
+        hint = f"nearest: {', '.join(near)}" if near else f"the first names: {', '.join(names[:3])}"
         raise ConfigError(
-            f"{key}: expected a pattern that names something in the model, found {pattern!r}, which names nothing.\n"
-            f"  {hint}. Nothing was started."
+            f"{key}: expected a pattern that matches something in the model, found {pattern!r}, which matches "
+            f"nothing.\n  {hint}."
         )
-    return found
+    return matched
 
 
 def _last_part(name: str) -> str:

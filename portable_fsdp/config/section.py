@@ -1,4 +1,4 @@
-"""What every section of the config is made of."""
+"""The base of every section of the config."""
 
 from typing import Annotated
 
@@ -7,7 +7,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 
 def _float_from_yaml(value: object) -> object:
-    """YAML 1.1 reads `3e-4` (no dot) as a string; people write it all the time, so it is taken as the number."""
+    """YAML 1.1 reads `3e-4` (no dot) as a string; take it as the number."""
     if isinstance(value, str):
         try:
             return float(value)
@@ -21,6 +21,6 @@ DecayRate = Annotated[float, BeforeValidator(_float_from_yaml), Ge(0), Lt(1)]
 
 
 class Section(BaseModel):
-    """Frozen, and strict about its keys and types."""
+    """Frozen, with strict keys and types."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)

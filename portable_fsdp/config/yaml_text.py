@@ -1,4 +1,4 @@
-"""YAML as configs are written: 1.1 with fewer traps, read into nodes that keep their lines, and its errors in words."""
+"""YAML 1.1 with fewer traps, parsed into nodes that keep their lines, and its errors in words."""
 
 import itertools
 import re
@@ -21,7 +21,7 @@ _FLOAT_WITH_EXPONENT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0
 
 MAX_CHARACTERS = 1 << 18
 MAX_NODES = 10_000
-"""Of a document with each alias written out: nine anchors of nine aliases each would be a billion."""
+"""Of a document with all aliases expanded: nine anchors of nine aliases each would be a billion."""
 MAX_DEPTH = 50
 MAX_DIGITS = 100
 """Of a number; Python converts a long one in quadratic time."""
@@ -30,7 +30,7 @@ MAX_KEY = 200
 
 
 class _Extent(NamedTuple):
-    """Of an anchored node with all aliases in it written out."""
+    """Size of an anchored node with all its aliases expanded."""
 
     nodes: int
     depth: int
@@ -39,7 +39,7 @@ class _Extent(NamedTuple):
 class Loader(yaml.SafeLoader):
     """YAML 1.1 with two changes: `3e-4` and `1.5e3` are numbers, in model.architecture too, and dates stay text.
 
-    Its documents are bounded while nodes are composed, before anything walks them.
+    Bounds are checked while nodes are composed, before anything walks them.
     """
 
     def __init__(self, text: str) -> None:
@@ -100,7 +100,7 @@ class Loader(yaml.SafeLoader):
 
 
 class Dumper(yaml.SafeDumper):
-    """Quotes the text that `Loader` would read as a number."""
+    """Quotes text that `Loader` would read as a number."""
 
 
 def _without_timestamps(resolvers: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
@@ -116,12 +116,12 @@ def parse(text: str) -> tuple[Node | None, Any]:
     try:
         # Parsed twice, because building the value of a mapping with `<<` rewrites its nodes.
         return Loader(text).get_single_node(), yaml.load(text, Loader)
-    except (ValueError, LookupError) as error:  # a scalar that is none of its kind: `0x_`, `!!bool x`
+    except (ValueError, LookupError) as error:  # a malformed scalar: `0x_`, `!!bool x`
         raise yaml.YAMLError(f"a value that can't be read: {error}") from None
 
 
 def first_comment(text: str) -> str | None:
-    """The first comment in a YAML text that parses, of which no node and no token tells; None where there is none."""
+    """The first comment in a valid YAML text; nodes and tokens don't carry comments."""
     tokens = list(cast(Iterable[yaml.Token], yaml.scan(text, Loader)))
     for before, after in itertools.pairwise(tokens):
         between = text[before.end_mark.index : after.start_mark.index]  # white space, but for comments

@@ -28,8 +28,7 @@ def message(path: Path, *overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
         load_config(path, overrides)
     text = str(caught.value)
-    assert text.endswith("Nothing was started.")
-    assert text.count("Nothing was started.") == 1
+    assert "Nothing was started" not in text  # the command adds it
     return text.replace(f"{path.parent}/", "")
 
 
@@ -109,7 +108,7 @@ def test_unknown_key_as_in_the_style_guide(tmp_path: Path) -> None:
     path = write(tmp_path, SMALL + "memory:\n  gradient_checkpionting: full\n")
     assert message(path) == (
         "a.yaml:6: memory.gradient_checkpionting: unknown key.\n"
-        "  nearest: memory.gradient_checkpointing (none | full | selective). Nothing was started."
+        "  nearest: memory.gradient_checkpointing (none | full | selective)."
     )
 
 
@@ -165,7 +164,7 @@ qqqq: 1
         "  nearest: train.steps (an integer >= 1 or null).",
         "override 'optim.eps.x=1': optim.eps: expected a number > 0, found a mapping.",
         "override 'checkpoint.export=[': checkpoint.export: expected YAML after `=`: "
-        "expected the node content, but found '<stream end>'. Nothing was started.",
+        "expected the node content, but found '<stream end>'.",
     ]
 
 
@@ -183,8 +182,8 @@ qqqq: 1
 def test_an_override_loses_nothing_to_a_comment(tmp_path: Path, override: str, comment: str, quoted: str) -> None:
     key = override.partition("=")[0]
     assert message(write(tmp_path, SMALL), override) == (
-        f"override '{override}': {key}: expected a value without a YAML comment, found {comment!r}, which would "
-        f"count for nothing.\n  Leave it out, or quote the whole: \"{key}='{quoted}'\". Nothing was started."
+        f"override '{override}': {key}: expected a value without a YAML comment, found {comment!r}, which YAML "
+        f"would drop.\n  Leave it out, or quote the whole: \"{key}='{quoted}'\"."
     )
 
 
@@ -318,12 +317,12 @@ def test_check_batch_names_what_fits(tmp_path: Path) -> None:
         check_batch(config, 4)
     assert str(caught.value) == (
         "train.global_batch: expected a multiple of train.micro_batch * devices = 3 * 4 = 12 sequences, found 32.\n"
-        "  Set train.global_batch=24 or 36, or train.micro_batch=2 or 4. Nothing was started."
+        "  Set train.global_batch=24 or 36, or train.micro_batch=2 or 4."
     )
 
 
 def test_check_batch_offers_only_sizes_that_fit(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"Set train\.global_batch=24\. Nothing"):
+    with pytest.raises(ConfigError, match=r"Set train\.global_batch=24\.$"):
         check_batch(small(tmp_path, "train.global_batch=8", "train.micro_batch=8"), 3)
 
 

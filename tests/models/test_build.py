@@ -203,10 +203,10 @@ def test_a_frozen_tied_weight_is_frozen_in_all_its_places(name: str) -> None:
 
 def test_a_pattern_of_nothing_and_a_model_all_frozen_are_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"model\.freeze: .*'embed', which names nothing.*\n.*nearest: .*embed_tokens"
+        ConfigError, match=r"model\.freeze: .*'embed', which matches nothing.*\n.*nearest: .*embed_tokens"
     ):
         frozen("llama", "embed")
-    with pytest.raises(ConfigError, match=r"'qqqqq', which names nothing.*\n  it begins with model\.embed_tokens"):
+    with pytest.raises(ConfigError, match=r"'qqqqq', which matches nothing.*\n  the first names: model\.embed_tokens"):
         frozen("llama", "qqqqq")
     with pytest.raises(ConfigError, match=r"model\.freeze: expected at least one .* found all 21 frozen by \['\*'\]"):
         frozen("llama", "*")

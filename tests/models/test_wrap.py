@@ -169,7 +169,7 @@ def test_a_pattern_names_modules_that_run() -> None:
     with pytest.raises(ConfigError, match=r"wrap_modules: .*found model\.layers, a ModuleList.*\n.*model\.layers\.\*"):
         find_units(model, sharding(wrap_modules=["model.layers"]))
     assert find_units(model, sharding(wrap="NO_WRAP", wrap_modules=["model.layers.*"])) == LLAMA_LAYERS
-    with pytest.raises(ConfigError, match=r"sharding\.wrap_modules: .*'\*\.mpl', which names nothing"):
+    with pytest.raises(ConfigError, match=r"sharding\.wrap_modules: .*'\*\.mpl', which matches nothing"):
         find_units(model, sharding(wrap_modules=["*.mpl"]))
 
 
@@ -253,7 +253,7 @@ def test_a_dtype_inside_a_dtype_is_refused() -> None:
 
 
 def test_a_pattern_that_names_nothing_with_weights_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"precision\.modules: .*'\*act_fn', which names nothing"):
+    with pytest.raises(ConfigError, match=r"precision\.modules: .*'\*act_fn', which matches nothing"):
         dtypes("llama", {"*act_fn": "float32"})
 
 

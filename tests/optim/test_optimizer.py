@@ -103,7 +103,7 @@ def test_a_groups_decay_is_that_of_all_its_tensors() -> None:
 
 
 def test_a_group_that_takes_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"optim\.groups\[1\]\.match: .*'lm_head', which names nothing"):
+    with pytest.raises(ConfigError, match=r"optim\.groups\[1\]\.match: .*'lm_head', which matches nothing"):
         grouped({"match": "q", "lr": 0.2}, {"match": "lm_head", "lr": 0.2})
     with pytest.raises(ConfigError, match=r"optim\.groups\[1\]\.match: .*no earlier group has taken, found '\*bias'"):
         grouped({"match": "q", "lr": 0.2}, {"match": "*bias", "lr": 0.2})
