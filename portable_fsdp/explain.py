@@ -1,7 +1,7 @@
 """What each engine does with each option: `python -m portable_fsdp.explain --config=run.yaml --device=tpu`.
 
-Without a config, the whole table: what is honoured, delegated or refused, and when. Reads the tables of
-backends/<engine>/options.py and config/rules.py; imports no torch and asks no device.
+Without a config it prints the whole table: each option, and when it is honoured, delegated or refused. It reads
+backends/<engine>/options.py and config/rules.py, imports no torch and looks at no device.
 """
 
 import argparse
@@ -36,7 +36,7 @@ WIDTH = 120
 
 
 class Line(NamedTuple):
-    """What engines do with an option: with any value, or in the case that `case` tells."""
+    """What engines do with an option: with any value, or in the case of `case`."""
 
     engines: tuple[str, ...]
     kind: str
@@ -93,38 +93,35 @@ def _schema_text() -> str:
 
 
 def _explain(options: argparse.Namespace) -> str:
-    places = _places(options)
+    deployments = _deployments(options)
     if options.write == "":
         raise ConfigError("--write=: expected the name of a new YAML file, found none.")
     imports: list[str] = options.imports
     overrides = [word for word in options.words if "=" in word]
-    asked = tuple(option for word in options.words if "=" not in word for option in _options_of(word))
+    requested = tuple(option for word in options.words if "=" not in word for option in _options_of(word))
     if options.strict:
-        places = [_sole_place(options, places)]
+        deployments = [_sole_deployment(options, deployments)]
     if options.config is None and not imports:
         if overrides:
-            raise ConfigError(f"override '{overrides[0]}': expected --config too, whose keys it overrides.")
+            raise ConfigError(f"override '{overrides[0]}': expected --config too.")
         if options.write:
-            raise ConfigError(f"--write={options.write}: expected --config or --import too, which it is made of.")
-        table = {option: list(_lines_of(option, places)) for option in asked or option_names()}
-        return _json_of_table(table) if options.json else _text_of_table(table, documented=bool(asked))
+            raise ConfigError(f"--write={options.write}: expected --config or --import too.")
+        table = {option: list(_lines_of(option, deployments)) for option in requested or option_names()}
+        return _json_of_table(table) if options.json else _text_of_table(table, documented=bool(requested))
     loaded = read_config(
         options.config or imports[0], overrides, imports if options.config else imports[1:], os.environ
     )
     if options.strict:
-        _require_taken(loaded, places[0])
+        _require_accepted(loaded, deployments[0])
     if options.write:
         _write(Path(options.write), translation(loaded))
-    shown = asked or option_names()
-    judged = {
-        place: tuple(verdict for verdict in verdicts(loaded.config, place) if verdict.option in shown)
-        for place in places
-    }
-    return _json_of_config(judged, loaded) if options.json else _text_of_config(judged, loaded, bool(asked))
+    shown = requested or option_names()
+    judged = {d: [v for v in verdicts(loaded.config, d) if v.option in shown] for d in deployments}
+    return _json_of_config(judged, loaded) if options.json else _text_of_config(judged, loaded, bool(requested))
 
 
 def _options_of(word: str) -> tuple[str, ...]:
-    """The options that a word of the command line means: one key, or all of a section; raises ConfigError for none."""
+    """The options that a word names: one key, or all keys of a section. Raises ConfigError for an unknown one."""
     inside = {key_name(key): key_name(key[:2]) for key, _ in fields() if len(key) > 2}  # of a key that is a mapping
     word = inside.get(word, word)
     options = tuple(option for option in option_names() if option == word or option.startswith(f"{word}."))
@@ -134,20 +131,20 @@ def _options_of(word: str) -> tuple[str, ...]:
 
 
 def _documentation(option: str) -> str:
-    """What a key means, takes and is by default, those of the mappings that it lists too."""
+    """Meaning, values and default of a key, and of the keys of mappings inside it."""
     lines: list[str] = []
     for key, field in fields():
         if len(key) > 1 and key_name(key[:2]) == option:
-            takes = expected(field)
+            values = expected(field)
             if not field.is_required():
-                takes += f"; default {yaml_value(field.get_default(call_default_factory=True))}"
-            text = f"{key_name(key[2:])}: " * (len(key) > 2) + f"{field.description} ({takes})"
+                values += f"; default {yaml_value(field.get_default(call_default_factory=True))}"
+            text = f"{key_name(key[2:])}: " * (len(key) > 2) + f"{field.description} ({values})"
             lines.append(textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="    "))
     return "\n".join(lines)
 
 
 def _write(path: Path, text: str) -> None:
-    """Raises ConfigError where the file exists already, or can't be written."""
+    """Raises ConfigError where the file exists, or can't be written."""
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
@@ -157,11 +154,11 @@ def _write(path: Path, text: str) -> None:
         raise ConfigError(f"--write={path}: can't be written: {error.strerror}.") from None
 
 
-# ------------------------------------------------------------------------------------------------------ where it runs
+# ----------------------------------------------------------------------------------------------------- deployments
 
 
-def _places(options: argparse.Namespace) -> list[Deployment]:
-    """One for each engine that the flags leave; raises ConfigError where they leave none."""
+def _deployments(options: argparse.Namespace) -> list[Deployment]:
+    """One per engine that the flags select. Raises ConfigError where they select none."""
     require_names(options.device, options.backend)
     engines = tuple(ENGINES) if options.device == "auto" else engines_on(options.device)
     if options.backend != "auto" and options.backend not in engines:
@@ -171,50 +168,47 @@ def _places(options: argparse.Namespace) -> list[Deployment]:
     per_host, hosts = number_of("num_devices", options.num_devices), number_of("num_hosts", options.num_hosts)
     hosts = hosts or (1 if per_host else None)
     devices = per_host * hosts if per_host and hosts else None
-    return [
-        Deployment(
-            engine, options_of(engine).example_device if options.device == "auto" else options.device, devices, hosts
-        )
-        for engine in engines
-        if options.backend in ("auto", engine)
-    ]
+    chosen = [engine for engine in engines if options.backend in ("auto", engine)]
+    device_of = {e: options_of(e).example_device if options.device == "auto" else options.device for e in chosen}
+    return [Deployment(engine, device_of[engine], devices, hosts) for engine in chosen]
 
 
-def _sole_place(options: argparse.Namespace, places: list[Deployment]) -> Deployment:
-    """Where a run with these flags would be. Raises ConfigError where that can't be told without asking devices."""
+def _sole_deployment(options: argparse.Namespace, deployments: list[Deployment]) -> Deployment:
+    """Where launch would run with these flags. Raises ConfigError where that depends on the devices of a host."""
     if options.device == "auto":
-        raise ConfigError("--strict: expected --device=cpu, cuda or tpu: what auto stands for the run alone can see.")
+        raise ConfigError("--strict: expected --device=cpu, cuda or tpu: auto depends on the host of the run.")
     if options.config is None:
         raise ConfigError("--strict: expected --config too, as portable_fsdp.launch does.")
     engine = usual_engine(options.device) if options.backend == "auto" else options.backend
-    return next(place for place in places if place.engine == engine)
+    return next(d for d in deployments if d.engine == engine)
 
 
-def _require_taken(loaded: Loaded, place: Deployment) -> None:
-    """Raises what a run there would raise before it looks at more than the config."""
+def _require_accepted(loaded: Loaded, deployment: Deployment) -> None:
+    """Raises what a run there would raise about its config alone."""
     if loaded.config.train.steps is not None:  # else the steps follow from the data
         check_schedule(loaded.config.optim, loaded.config.train.steps)
-    # As torchrun will say it in the run's own environment; of a slice accelerate's file doesn't tell the hosts.
-    hosts = {"GROUP_WORLD_SIZE": str(place.hosts)} if place.hosts and place.device != "tpu" else {}
-    check_launcher_facts(loaded.imports, processes=place.devices, environ={**os.environ, **hosts}, device=place.device)
-    require_supported(loaded.config, engine=place.engine, device=place.device, devices=place.devices, hosts=place.hosts)
+    # As torchrun sets it in the run's environment; on a slice an accelerate file doesn't count the hosts.
+    hosts = {"GROUP_WORLD_SIZE": str(deployment.hosts)} if deployment.hosts and deployment.device != "tpu" else {}
+    environ = {**os.environ, **hosts}
+    check_launcher_facts(loaded.imports, processes=deployment.devices, environ=environ, device=deployment.device)
+    require_supported(loaded.config, **deployment._asdict())
 
 
 # ------------------------------------------------------------------------------------------------------- a config
 
 
-def _text_of_config(judged: dict[Deployment, tuple[Verdict, ...]], loaded: Loaded, documented: bool) -> str:
-    places = list(judged)
-    lines = [", ".join(f"{place.engine} on {place.device}" for place in places) + _counts(places[0]), ""]
+def _text_of_config(judged: dict[Deployment, list[Verdict]], loaded: Loaded, documented: bool) -> str:
+    deployments = list(judged)
+    lines = [", ".join(f"{d.engine} on {d.device}" for d in deployments) + _counts(deployments[0]), ""]
     for row in zip(*judged.values(), strict=True):
         lines += _value_and_origin(row[0].option, row[0].value, origin(loaded, row[0].option))
         if documented:
             lines.append(_documentation(row[0].option))
         same: dict[tuple[str, str], list[str]] = {}
-        for place, verdict in zip(places, row, strict=True):
-            same.setdefault((verdict.kind, verdict.text), []).append(place.engine)
+        for deployment, verdict in zip(deployments, row, strict=True):
+            same.setdefault((verdict.kind, verdict.text), []).append(deployment.engine)
         for (kind, text), engines in same.items():
-            lines.append(_entry(tuple(engines), kind, text, len(places)))
+            lines.append(_entry(tuple(engines), kind, text, len(deployments)))
     for imported in loaded.imports:
         lines += ["", *unsaid(imported)]
     return "\n".join(lines)
@@ -227,10 +221,10 @@ def _value_and_origin(option: str, value: object, where: str) -> list[str]:
     return [line, textwrap.fill(where, WIDTH, initial_indent="  # ", subsequent_indent="  #   ")]
 
 
-def _counts(place: Deployment) -> str:
-    if place.devices is None:
-        return "; what depends on the number of devices is not judged (--num_devices)"
-    return f"; {place.devices} device(s) of {place.hosts} host(s)"
+def _counts(deployment: Deployment) -> str:
+    if deployment.devices is None:
+        return "; rules about the number of devices don't apply without --num_devices"
+    return f"; {deployment.devices} device(s) of {deployment.hosts} host(s)"
 
 
 def _entry(engines: tuple[str, ...], kind: str, text: str, shown: int) -> str:
@@ -238,19 +232,18 @@ def _entry(engines: tuple[str, ...], kind: str, text: str, shown: int) -> str:
     return textwrap.fill(f"{who:<18} {kind:<10} {text}", WIDTH, initial_indent="  ", subsequent_indent=" " * 32)
 
 
-def _json_of_config(judged: dict[Deployment, tuple[Verdict, ...]], loaded: Loaded) -> str:
+def _json_of_config(judged: dict[Deployment, list[Verdict]], loaded: Loaded) -> str:
     options = {
         row[0].option: {
             "value": row[0].value,
             "origin": origin(loaded, row[0].option),
             "engines": {
-                place.engine: {"verdict": verdict.kind, "text": verdict.text}
-                for place, verdict in zip(judged, row, strict=True)
+                d.engine: {"verdict": verdict.kind, "text": verdict.text}
+                for d, verdict in zip(judged, row, strict=True)
             },
         }
         for row in zip(*judged.values(), strict=True)
     }
-    places = [place._asdict() for place in judged]
     imports = [
         {
             "path": str(imported.path),
@@ -259,19 +252,19 @@ def _json_of_config(judged: dict[Deployment, tuple[Verdict, ...]], loaded: Loade
         }
         for imported in loaded.imports
     ]
-    return json.dumps({"places": places, "options": options, "imports": imports}, indent=2)
+    return json.dumps({"places": [d._asdict() for d in judged], "options": options, "imports": imports}, indent=2)
 
 
 # ------------------------------------------------------------------------------------------------------ the table
 
 
-def _lines_of(option: str, places: list[Deployment]) -> Iterator[Line]:
-    """The effects and rules that concern an option and the engines asked for; one line where engines share it."""
+def _lines_of(option: str, deployments: list[Deployment]) -> Iterator[Line]:
+    """The effects and rules of an option on these engines; one line where engines share it."""
     engines_of: dict[Effect | Rule, list[str]] = {}
     for tables in (effects_of, rules_of):
-        for place in places:
-            for row in tables(place.engine):
-                engines_of.setdefault(row, []).append(place.engine)
+        for deployment in deployments:
+            for row in tables(deployment.engine):
+                engines_of.setdefault(row, []).append(deployment.engine)
     for row, engines in engines_of.items():
         if isinstance(row, Rule):
             if row.option == option:

@@ -1,8 +1,8 @@
-"""Print what an exported model writes, on the CPU: `python -m portable_fsdp.sample runs/demo/export --prompt "The "`.
+"""Print texts that an exported model writes, on the CPU: `python -m portable_fsdp.sample runs/demo --prompt "The "`.
 
-FOLDER is a Hugging Face folder or adapters (peft), as checkpoint.export leaves them; a run's folder, which stands for
-the export in it; or with --gguf_file the folder of that file. Exit code: 0; 2 for a folder that holds no model, and
-for a prompt or a number that gives no text.
+FOLDER is a Hugging Face folder or peft adapters, as checkpoint.export writes them; a run's folder with such an export;
+or with --gguf_file the folder of that file. Exit code: 0; 2 for a folder without a model, and for a prompt or a number
+that gives no text.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def _sample(options: argparse.Namespace) -> int:
 
 
 def exported_folder(path: Path) -> Path:
-    """`path`, or the export in it. Raises ConfigError where neither holds a model."""
+    """`path`, or the export inside it. Raises ConfigError where neither holds a model."""
     for folder in (path, path / _EXPORT):
         if any((folder / name).is_file() for name in (_CONFIG, _ADAPTERS)):
             return folder
@@ -58,9 +58,9 @@ def sample(
 ) -> Iterator[str]:
     """`count` texts that begin with `prompt`, with at most `tokens` tokens after it; a seed gives the same again.
 
-    `temperature` 0 takes the likeliest token each time. With `chat` the prompt is a user's message, and the texts are
-    the answers alone. A text ends where the model's positions do, which is told on stderr. Raises ConfigError where
-    transformers can't open the folder, or has no chat template for it, and for a prompt of no tokens or too many.
+    `temperature` 0 always takes the likeliest token. With `chat` the prompt is a user's message, and the texts are the
+    answers only. Texts end at the model's last position, with a note on stderr. Raises ConfigError where transformers
+    can't open the folder or finds no chat template, and for a prompt of no tokens or too many.
     """
     _require_files(folder, gguf_file)
     os.environ.setdefault("USE_TORCH_XLA", "0")  # else transformers imports torch_xla wherever it is installed
@@ -71,8 +71,8 @@ def sample(
     logging.disable_progress_bar()
     tokenizer, model = _opened(folder, {"gguf_file": gguf_file} if gguf_file else {})
     ids = _token_ids(tokenizer, prompt, folder, chat=chat)
-    tokens = _that_fit(tokens, ids.shape[1], getattr(model.config, "max_position_embeddings", None))
-    drawn = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    tokens = _tokens_that_fit(tokens, ids.shape[1], getattr(model.config, "max_position_embeddings", None))
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     torch.manual_seed(seed)
     for _ in range(count):
         with torch.no_grad():
@@ -80,14 +80,14 @@ def sample(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=tokens,
-                pad_token_id=0,  # never seen: there is one row
-                **(drawn if temperature > 0 else {"do_sample": False}),
+                pad_token_id=0,  # unused: one row needs no padding
+                **(sampling if temperature > 0 else {"do_sample": False}),
             )
         yield tokenizer.decode(output[0][ids.shape[1] if chat else 0 :], skip_special_tokens=True)
 
 
 def _require_files(folder: Path, gguf_file: str | None) -> None:
-    """Of what isn't there transformers speaks as of a repository of the hub."""
+    """Check first: transformers would take a missing folder for a repository of the hub."""
     if gguf_file is not None and not (folder / gguf_file).is_file():
         raise ConfigError(f"--gguf_file: expected a file of {folder}, found none of the name {gguf_file}.")
     patterns = [pattern for pattern in TOKENIZER_FILES if pattern != _CONFIG]
@@ -101,7 +101,7 @@ def _require_files(folder: Path, gguf_file: str | None) -> None:
 
 
 def _require_base(folder: Path) -> None:
-    """Of adapters; one of the hub is for transformers to find."""
+    """The base of adapters, unless it is on the hub."""
     try:
         name = parse_json((folder / _ADAPTERS).read_bytes()).get("base_model_name_or_path")
     except (ValueError, AttributeError) as error:
@@ -115,10 +115,10 @@ def _require_base(folder: Path) -> None:
         )
 
 
-def _that_fit(tokens: int, prompt: int, positions: int | None) -> int:
-    """How many tokens may come after a prompt of so many."""
+def _tokens_that_fit(tokens: int, prompt: int, positions: int | None) -> int:
+    """How many of `tokens` fit after the prompt's."""
     if prompt == 0:
-        raise ConfigError("--prompt: expected text, found none, and the tokenizer begins no text with a token.")
+        raise ConfigError("--prompt: expected text, found none, and the tokenizer adds no first token.")
     if positions is None or prompt + tokens <= positions:
         return tokens
     if prompt >= positions:
@@ -164,5 +164,5 @@ def _parser() -> CommandParser:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("TQDM_DISABLE", "1")  # of transformers' reader of GGUF files, which asks nothing else
+    os.environ.setdefault("TQDM_DISABLE", "1")  # silences transformers' GGUF reader, which knows no other switch
     sys.exit(main(sys.argv[1:]))

@@ -115,7 +115,7 @@ def check_launch(arguments: list[str], where: str, processes: int | None = None)
         assert values.backend == "auto" or values.backend in engines_on(values.device), where
         engine = usual_engine(values.device) if values.backend == "auto" else values.backend
         assert options_of(engine).packages[values.device].is_ours, f"{where}: needs a package that no extra installs"
-        explain._require_taken(loaded, explain.Deployment(engine, values.device, processes, None))
+        explain._require_accepted(loaded, explain.Deployment(engine, values.device, processes, None))
 
 
 def run_explain(arguments: list[str]) -> None:

@@ -56,7 +56,7 @@ def test_each_option_of_a_config_has_a_verdict_of_each_engine(capsys: pytest.Cap
 
 def test_the_text_of_a_config(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, CONFIG, "memory.cpu_offload=true", "--device=cpu")
-    assert text.startswith("native on cpu, xla on cpu, xla_fsdp1 on cpu; what depends on the number of devices")
+    assert text.startswith("native on cpu, xla on cpu, xla_fsdp1 on cpu; rules about the number of devices")
     entry = text.partition("memory.cpu_offload = true  # override 'memory.cpu_offload=true'\n")[2].partition(
         "\ncompile.enabled"
     )[0]
