@@ -29,25 +29,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from portable_fsdp.checkpoint import storage
-from portable_fsdp.checkpoint.format import (
-    FOLDERS,
-    IMPORTED,
-    MANIFEST,
-    Dims,
-    FileEntry,
-    Manifest,
-    StrictModel,
-    TensorEntry,
-    check_manifest,
-    committed_steps,
-    describe,
-    is_committed,
-    manifest_text,
-    read_manifest,
-    run_of,
-    step_of,
-)
+from portable_fsdp.checkpoint import format, storage
 from portable_fsdp.runtime.errors import CheckpointError, StoreError
 
 log = logging.getLogger("portable_fsdp")
@@ -58,24 +40,24 @@ _DELETED = "deleted"  # the attempt in the mark of a checkpoint that is being de
 _TEMPORARY = re.compile(r"step-\d{8,}\.tmp-[0-9a-f]{8}")
 
 
-class ReplicaDigest(StrictModel):
+class ReplicaDigest(format.StrictModel):
     """A digest of a piece that several processes or devices hold, and the number of this replica."""
 
     key: str
-    offset: Dims
-    shape: Dims
+    offset: format.Dims
+    shape: format.Dims
     replica: int
     digest: str
 
 
-class Index(StrictModel):
+class Index(format.StrictModel):
     """`index-00003-1f3a5c7e.json`: the files of one process, or its error. Its tensors number its own files."""
 
     attempt: str
     process: int
     error: str | None = None
-    files: tuple[FileEntry, ...] = ()
-    tensors: dict[str, TensorEntry] = Field(default_factory=dict)
+    files: tuple[format.FileEntry, ...] = ()
+    tensors: dict[str, format.TensorEntry] = Field(default_factory=dict)
     copies: tuple[ReplicaDigest, ...] = ()
 
 
@@ -87,7 +69,7 @@ def temporary_of(final: Path, attempt: str) -> Path:
 def unfinished(final: Path) -> list[Path]:
     """Folders that saves or deletions of `final` began and didn't finish."""
     if storage.is_object_store(final):
-        return [final] if storage.names(final) and not is_committed(final) else []
+        return [final] if storage.names(final) and not format.is_committed(final) else []
     names = [name for name in storage.names(final.parent) if name.startswith(f"{final.name}.tmp-")]
     return [final.with_name(name) for name in names if _TEMPORARY.fullmatch(name)]
 
@@ -109,7 +91,7 @@ def begin(final: Path, run: str) -> str:
             discard(path)
     storage.make_folder(folder)
     _mark(folder, run, attempt)
-    for name in FOLDERS:
+    for name in format.FOLDERS:
         storage.make_folder(folder / name)
     return attempt
 
@@ -127,7 +109,7 @@ def _other_owner(path: Path, run: str) -> str | None:
     owner = _owner(path)
     if owner in (run, None):
         return None
-    return "an import" if owner == IMPORTED else f"run {owner!r}" if owner else "a run without a name"
+    return "an import" if owner == format.IMPORTED else f"run {owner!r}" if owner else "a run without a name"
 
 
 def _at_work(path: Path, owner: str) -> str:
@@ -142,7 +124,7 @@ def remove_debris(run_folder: Path, run: str) -> None:
     for path in _debris(run_folder):
         if _owner(path) == run or set(storage.names(path)) <= {_PART_OF_MARK}:
             discard(path)
-    for path in committed_steps(run_folder):
+    for path in format.committed_steps(run_folder):
         marks = {MARK, _PART_OF_MARK}.intersection(storage.names(path))
         if marks and _writer(path) == run:
             for name in marks:
@@ -152,7 +134,7 @@ def remove_debris(run_folder: Path, run: str) -> None:
 def _writer(path: Path) -> str | None:
     """The run that wrote a checkpoint; None where its manifest can't be read."""
     try:
-        return run_of(read_manifest(path))
+        return format.run_of(format.read_manifest(path))
     except CheckpointError:
         return None
 
@@ -212,19 +194,19 @@ def collect(
 
 
 def merge(
-    all_tensors: Mapping[str, TensorEntry], indexes: Iterable[Index]
-) -> tuple[tuple[FileEntry, ...], dict[str, TensorEntry]]:
+    all_tensors: Mapping[str, format.TensorEntry], indexes: Iterable[Index]
+) -> tuple[tuple[format.FileEntry, ...], dict[str, format.TensorEntry]]:
     """The files of all processes, and the tensors with all their pieces. Raises `CheckpointError` where a process has
     another shape or dtype than `all_tensors`."""
-    files: list[FileEntry] = []
-    merged = {key: TensorEntry(shape=tensor.shape, dtype=tensor.dtype) for key, tensor in all_tensors.items()}
+    files: list[format.FileEntry] = []
+    merged = {key: format.TensorEntry(shape=tensor.shape, dtype=tensor.dtype) for key, tensor in all_tensors.items()}
     for index in indexes:
         for key, written in index.tensors.items():
             tensor = merged.get(key)
             if tensor is None or (written.shape, written.dtype) != (tensor.shape, tensor.dtype):
                 raise CheckpointError(
-                    f"process {index.process} wrote {key} as {describe(written)}, "
-                    f"process 0 has it as {describe(tensor)}: all processes must hold the same model"
+                    f"process {index.process} wrote {key} as {format.describe(written)}, "
+                    f"process 0 has it as {format.describe(tensor)}: all processes must hold the same model"
                 )
             tensor.files.extend(len(files) + number for number in written.files)
             tensor.offsets.extend(written.offsets)
@@ -240,28 +222,28 @@ def set_aside(final: Path) -> None:
         storage.move(final, next(path for path in aside if not storage.names(path)))
 
 
-def commit(final: Path, attempt: str, manifest: Manifest, indexes: Sequence[Index]) -> None:
+def commit(final: Path, attempt: str, manifest: format.Manifest, indexes: Sequence[Index]) -> None:
     """Make `final` appear, whole, at one instant. Only process 0, after `collect`."""
     folder = temporary_of(final, attempt)
-    check_manifest(manifest, final.name)
+    format.check_manifest(manifest, final.name)
     for index in indexes:
         storage.remove(folder / _index_name(index.process, attempt))
     _require_files(folder, manifest)
-    _write_text(folder / MANIFEST, manifest_text(manifest))
+    _write_text(folder / format.MANIFEST, format.manifest_text(manifest))
     if not storage.is_object_store(final):
-        storage.require_regular(folder / MANIFEST, folder.name)
-        for part in (*(folder / name for name in FOLDERS), folder):
+        storage.require_regular(folder / format.MANIFEST, folder.name)
+        for part in (*(folder / name for name in format.FOLDERS), folder):
             storage.sync(part)
         folder.rename(final)
         storage.sync(final.parent)
-    storage.require_regular(final / MANIFEST, final.name)
+    storage.require_regular(final / format.MANIFEST, final.name)
     storage.remove(final / MARK)
 
 
-def _require_files(folder: Path, manifest: Manifest) -> None:
+def _require_files(folder: Path, manifest: format.Manifest) -> None:
     """Every file is there with its length. Else retention would delete an older checkpoint after a rename that failed
     silently."""
-    sizes = {f"{part}/{name}": size for part in FOLDERS for name, size in storage.sizes(folder / part).items()}
+    sizes = {f"{part}/{name}": size for part in format.FOLDERS for name, size in storage.sizes(folder / part).items()}
     for file in manifest.files:
         size = sizes.get(file.name)
         if size != file.bytes:
@@ -276,7 +258,7 @@ def delete(folder: Path, run: str) -> None:
     """Delete a committed checkpoint; a kill in between leaves it whole, or debris of `run`."""
     _mark(folder, run, _DELETED)
     if storage.is_object_store(folder):
-        storage.remove(folder / MANIFEST)
+        storage.remove(folder / format.MANIFEST)
     else:
         folder = folder.rename(temporary_of(folder, uuid.uuid4().hex))
         storage.sync(folder.parent)
@@ -296,7 +278,7 @@ def _debris(run_folder: Path) -> list[Path]:
     """Folders of saves and deletions that are unfinished."""
     paths = [run_folder / name for name in storage.names(run_folder)]
     if storage.is_object_store(run_folder):
-        return [path for path in paths if step_of(path) is not None and not is_committed(path)]
+        return [path for path in paths if format.step_of(path) is not None and not format.is_committed(path)]
     return [path for path in paths if _TEMPORARY.fullmatch(path.name)]
 
 

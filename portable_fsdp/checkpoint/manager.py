@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from portable_fsdp.backends.base import Backend, Fill, Piece, Read, Region, TensorState
-from portable_fsdp.checkpoint import commit, replicas, storage
+from portable_fsdp.checkpoint import commit, format, replicas, storage
 from portable_fsdp.checkpoint.background import Background, Snapshot
 from portable_fsdp.checkpoint.commit import Index, ReplicaDigest
 from portable_fsdp.checkpoint.config_diff import (
@@ -26,23 +26,6 @@ from portable_fsdp.checkpoint.config_diff import (
     differences,
     require_allowed,
     require_same_base,
-)
-from portable_fsdp.checkpoint.format import (
-    BaseFingerprint,
-    DataPosition,
-    Evaluated,
-    Manifest,
-    TensorEntry,
-    WrittenBy,
-    bytes_of_tensors,
-    check_json,
-    committed_steps,
-    folder_of,
-    is_committed,
-    run_name,
-    run_of,
-    step_folder,
-    step_of,
 )
 from portable_fsdp.checkpoint.search import ResumePoint, Search, as_checkpoint_error
 from portable_fsdp.checkpoint.store import Reader, entries_without_pieces, remove_files, write_pieces
@@ -86,7 +69,7 @@ class Resumed:
     changes: tuple[Difference, ...]
     weights_only: bool
     passed_over: tuple[str, ...]  # why newer checkpoints were not taken
-    evaluation: Evaluated | None = None  # of this run's own
+    evaluation: format.Evaluated | None = None  # of this run's own
 
 
 class _Job(NamedTuple):
@@ -94,7 +77,7 @@ class _Job(NamedTuple):
 
     final: Path
     attempt: str
-    manifest: Manifest  # without files and pieces
+    manifest: format.Manifest  # without files and pieces
     pieces: dict[str, list[Piece]]
     digests: tuple[ReplicaDigest, ...]  # of replicas that this process doesn't write
     began: float  # seconds of time.perf_counter
@@ -106,7 +89,7 @@ class _Base(NamedTuple):
 
     names: frozenset[str]
     fill: Fill
-    fingerprint: BaseFingerprint
+    fingerprint: format.BaseFingerprint
 
 
 class Checkpoints(Closing):
@@ -142,7 +125,7 @@ class Checkpoints(Closing):
         self._settings = settings or schema.Checkpoint()
         self._data, self._ties = data or Fingerprint(), dict(ties or {})
         self._base = None if base is None else _Base(base.names, base.fill, _fingerprint_of(base))
-        self._run, self._wait_s = run_name(config), wait_s
+        self._run, self._wait_s = format.run_name(config), wait_s
         self._search = Search(self.folder, backend, self._settings, self._run)
         self._has_saved = False
         self._unfinished: Path | None = None  # the folder of the last save until its commit
@@ -150,7 +133,7 @@ class Checkpoints(Closing):
         self._background, self._snapshot = Background(), Snapshot()
         self._finished: list[Saved] = []
         check_allow(self._settings.allow, config)
-        check_json({"config": config, "model_config": model_config})
+        format.check_json({"config": config, "model_config": model_config})
 
     # ------------------------------------------------------------------------------------------------------- save
 
@@ -160,7 +143,7 @@ class Checkpoints(Closing):
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         position: tuple[int, int],
-        evaluation: Evaluated | None = None,
+        evaluation: format.Evaluated | None = None,
     ) -> Path:
         """Save the state after `step`; returns the folder of the commit, which follows later with `async_save`.
 
@@ -170,7 +153,7 @@ class Checkpoints(Closing):
         """
         began = time.perf_counter()
         self.wait()
-        final = step_folder(self.folder, step)
+        final = format.step_folder(self.folder, step)
         as_error = partial(self._as_error, final, None)
         attempt = collective_errors.on_process_0(self._backend, lambda: self._begin(final), as_error)
         self._unfinished = commit.temporary_of(final, attempt)
@@ -215,12 +198,12 @@ class Checkpoints(Closing):
             unfinished, self._unfinished = self._unfinished, None
             if unfinished is not None and self._backend.process.index == 0:
                 with suppress(Exception):  # the next save removes what stays
-                    if step_of(unfinished) is None or not is_committed(unfinished):
+                    if format.step_of(unfinished) is None or not format.is_committed(unfinished):
                         commit.discard(unfinished)
             raise
 
     def _begin(self, final: Path) -> str:
-        if final.name not in self._search.damaged and is_committed(final):
+        if final.name not in self._search.damaged and format.is_committed(final):
             raise CheckpointError(
                 f"checkpoint {final.name}: expected no such step in {self.folder}, found it committed.\n"
                 "  A run commits a step once: use checkpoint.resume: auto, or another run.dir."
@@ -234,24 +217,28 @@ class Checkpoints(Closing):
         return commit.begin(final, self._run)
 
     def _manifest(
-        self, step: int, position: tuple[int, int], evaluation: Evaluated | None, state: Mapping[str, TensorState]
-    ) -> Manifest:
+        self,
+        step: int,
+        position: tuple[int, int],
+        evaluation: format.Evaluated | None,
+        state: Mapping[str, TensorState],
+    ) -> format.Manifest:
         """Without files and pieces, which the processes write."""
         tensors, base = entries_without_pieces(state), None
         if self._base is not None:
             left_out = {key: tensors.pop(key) for key in list(tensors) if key in self._base.names}
             base = self._base.fingerprint.model_copy(update={"tensors": left_out})
-        return Manifest(
+        return format.Manifest(
             format_version=1,
             step=step,
             saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
             config=self._config,
             model_config=self._model_config,
-            data=DataPosition(epoch=position[0], position=position[1], **self._data._asdict()),
+            data=format.DataPosition(epoch=position[0], position=position[1], **self._data._asdict()),
             evaluation=evaluation,
             base=base,
             ties=self._ties,
-            written_by=WrittenBy(
+            written_by=format.WrittenBy(
                 device=self._backend.device_name,
                 backend=self._backend.name,
                 process_count=self._backend.process.count,
@@ -263,7 +250,7 @@ class Checkpoints(Closing):
         )
 
     def _take(
-        self, manifest: Manifest, state: Mapping[str, TensorState]
+        self, manifest: format.Manifest, state: Mapping[str, TensorState]
     ) -> tuple[dict[str, list[Piece]], tuple[ReplicaDigest, ...]]:
         """The pieces that this process writes, and digests of the replicas that it doesn't."""
         digests = replicas.Digests()
@@ -298,7 +285,7 @@ class Checkpoints(Closing):
         self,
         final: Path,
         attempt: str,
-        tensors: Mapping[str, TensorEntry],
+        tensors: Mapping[str, format.TensorEntry],
         pieces: Mapping[str, list[Piece]],
         digests: Sequence[ReplicaDigest] = (),
     ) -> Index:
@@ -314,21 +301,21 @@ class Checkpoints(Closing):
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
             if isinstance(error, OSError):
-                message += way_out(error, self.folder, bytes_of_tensors(tensors), folder)
+                message += way_out(error, self.folder, format.bytes_of_tensors(tensors), folder)
             remove_files(folder, process)  # makes room on a full disk for the index
             index = Index(attempt=attempt, process=process, error=message)
         commit.write_index(folder, index)
         return index
 
-    def _as_error(self, final: Path, manifest: Manifest | None, error: Exception) -> CheckpointError:
+    def _as_error(self, final: Path, manifest: format.Manifest | None, error: Exception) -> CheckpointError:
         """The error that all processes raise when one could not write, with the way out."""
         failure = as_checkpoint_error(f"checkpoint {final.name}", error)
         if isinstance(error, OSError):
-            needed = 0 if manifest is None else bytes_of_tensors(manifest.tensors)
+            needed = 0 if manifest is None else format.bytes_of_tensors(manifest.tensors)
             return CheckpointError(f"{failure}{way_out(error, self.folder, needed, self._unfinished)}")
         return failure
 
-    def _commit(self, final: Path, attempt: str, manifest: Manifest) -> None:
+    def _commit(self, final: Path, attempt: str, manifest: format.Manifest) -> None:
         folder, count = commit.temporary_of(final, attempt), self._backend.process.count
         indexes = commit.collect(folder, attempt, count, self._wait_s, self._background.cancelled)
         replicas.require_equal(indexes, manifest.tensors, final, "replicas" in self._settings.allow)
@@ -347,8 +334,12 @@ class Checkpoints(Closing):
         removed: list[int] = []
         try:
             if self._own is None:
-                self._own = {step_of(path) or 0: path for path in committed_steps(self.folder) if self._is_own(path)}
-            self._own[step_of(committed) or 0] = committed
+                self._own = {
+                    format.step_of(path) or 0: path
+                    for path in format.committed_steps(self.folder)
+                    if self._is_own(path)
+                }
+            self._own[format.step_of(committed) or 0] = committed
             for step in commit.outdated(list(self._own), self._settings.keep, self._settings.keep_every, best):
                 commit.delete(self._own.pop(step), self._run)
                 removed.append(step)
@@ -364,7 +355,7 @@ class Checkpoints(Closing):
         try:
             with Reader(path) as reader:
                 reader.verify_sizes()
-                return run_of(reader.manifest) == self._run
+                return format.run_of(reader.manifest) == self._run
         except CheckpointError:
             return False
 
@@ -419,10 +410,10 @@ class Checkpoints(Closing):
         return Resumed(source.path, manifest.step, position, tuple(changes), False, source.passed_over, evaluation)
 
 
-def _fingerprint_of(base: pretrained.Base) -> BaseFingerprint:
+def _fingerprint_of(base: pretrained.Base) -> format.BaseFingerprint:
     """Without tensors. Read at the start: the files may change later."""
     value = pretrained.fingerprint(base.file)
-    return BaseFingerprint(pretrained=base.pretrained, gguf_file=base.gguf_file, fingerprint=value, tensors={})
+    return format.BaseFingerprint(pretrained=base.pretrained, gguf_file=base.gguf_file, fingerprint=value, tensors={})
 
 
 def _read_from(reader: Reader, expected: Mapping[str, TensorState], base: _Base | None, weights_only: bool) -> Read:
@@ -432,7 +423,7 @@ def _read_from(reader: Reader, expected: Mapping[str, TensorState], base: _Base 
         if base is not None and key in base.names:
             value = base.fill(key, slices).to(expected[key].dtype)
             return value if into is None else into.copy_(value)
-        if not weights_only or folder_of(key) == "model":
+        if not weights_only or format.folder_of(key) == "model":
             return reader.read(key, slices, into)
         if into is not None:
             return into.zero_()

@@ -7,23 +7,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from portable_fsdp.checkpoint import format
 from portable_fsdp.checkpoint.config_diff import changed
-from portable_fsdp.checkpoint.format import (
-    FOLDERS,
-    Evaluated,
-    Manifest,
-    TensorEntry,
-    bytes_of_tensors,
-    describe,
-    folder_of,
-    is_committed,
-    read_manifest,
-)
 from portable_fsdp.checkpoint.tables import table
 from portable_fsdp.runtime.errors import CheckpointError, StoreError
 
 
-def facts(path: Path, manifest: Manifest) -> dict[str, Any]:
+def facts(path: Path, manifest: format.Manifest) -> dict[str, Any]:
     """For `--json`. Sizes in bytes, times in UTC."""
     return {
         "path": str(path),
@@ -35,11 +25,11 @@ def facts(path: Path, manifest: Manifest) -> dict[str, Any]:
         "evaluation": None if manifest.evaluation is None else manifest.evaluation.model_dump(),
         "base": None if manifest.base is None else manifest.base.model_dump(exclude={"tensors"}),
         "written_by": manifest.written_by.model_dump(),
-        **{folder: _content(manifest, folder) for folder in FOLDERS},
+        **{folder: _content(manifest, folder) for folder in format.FOLDERS},
     }
 
 
-def summary(path: Path, manifest: Manifest) -> str:
+def summary(path: Path, manifest: format.Manifest) -> str:
     """For a terminal."""
     lines = [
         f"checkpoint  {path}",
@@ -52,7 +42,7 @@ def summary(path: Path, manifest: Manifest) -> str:
     if manifest.base is not None:
         left_out = f"{len(manifest.left_out)} tensors, {_elements(manifest.left_out):,} elements"
         lines.append(f"base        {left_out}, left out: {manifest.base}")
-    for folder in FOLDERS:
+    for folder in format.FOLDERS:
         content = _content(manifest, folder)
         lines.append(
             f"{folder:<12}{content['tensors']} tensors, {content['elements']:,} elements, "
@@ -67,11 +57,13 @@ def listing(paths: Iterable[Path]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for path in paths:
         try:
-            rows.append({key: v for key, v in facts(path, read_manifest(path)).items() if key not in FOLDERS})
+            rows.append(
+                {key: v for key, v in facts(path, format.read_manifest(path)).items() if key not in format.FOLDERS}
+            )
         except StoreError:
             raise
         except CheckpointError as error:
-            if is_committed(path):  # else deleted since it was listed
+            if format.is_committed(path):  # else deleted since it was listed
                 rows.append({"path": str(path), "damaged": str(error)})
     return rows
 
@@ -108,16 +100,18 @@ def _loss_text(row: Mapping[str, Any], is_best: bool) -> str:
     return f"{loss} best".strip() if is_best else loss
 
 
-def _evaluation_text(step: int, evaluation: Evaluated) -> str:
+def _evaluation_text(step: int, evaluation: format.Evaluated) -> str:
     loss = f"eval_loss {evaluation.loss:.4f}" + ("" if evaluation.step == step else f" at step {evaluation.step}")
     if evaluation.best_step == step:
         return f"{loss}, the best so far"
     return f"{loss}; the best so far: {evaluation.best_loss:.4f} at step {evaluation.best_step}"
 
 
-def differences(a: Manifest, b: Manifest) -> dict[str, Any]:
+def differences(a: format.Manifest, b: format.Manifest) -> dict[str, Any]:
     """Of two checkpoints, a's value before b's. `is_equal` counts tensors and configs, and not what follows it."""
-    described = {key: [describe(m.tensors[key]) for m in (a, b)] for key in sorted(a.tensors.keys() & b.tensors.keys())}
+    described = {
+        key: [format.describe(m.tensors[key]) for m in (a, b)] for key in sorted(a.tensors.keys() & b.tensors.keys())
+    }
     result: dict[str, Any] = {
         "only_in_a": sorted(a.tensors.keys() - b.tensors.keys()),
         "only_in_b": sorted(b.tensors.keys() - a.tensors.keys()),
@@ -158,25 +152,25 @@ def _time_text(saved: str) -> str:
     return saved[:19].replace("T", " ")
 
 
-def _tensors(manifest: Manifest, folder: str) -> dict[str, TensorEntry]:
-    return {key: tensor for key, tensor in manifest.tensors.items() if folder_of(key) == folder}
+def _tensors(manifest: format.Manifest, folder: str) -> dict[str, format.TensorEntry]:
+    return {key: tensor for key, tensor in manifest.tensors.items() if format.folder_of(key) == folder}
 
 
-def _content(manifest: Manifest, folder: str) -> dict[str, int]:
+def _content(manifest: format.Manifest, folder: str) -> dict[str, int]:
     tensors = _tensors(manifest, folder)
     return {
         "tensors": len(tensors),
         "elements": _elements(tensors),
-        "bytes": bytes_of_tensors(tensors),
+        "bytes": format.bytes_of_tensors(tensors),
         "files": sum(file.name.startswith(folder + "/") for file in manifest.files),
     }
 
 
-def _elements(tensors: Mapping[str, TensorEntry]) -> int:
+def _elements(tensors: Mapping[str, format.TensorEntry]) -> int:
     return sum(math.prod(tensor.shape) for tensor in tensors.values())
 
 
-def _base_of(manifest: Manifest) -> dict[str, str]:
+def _base_of(manifest: format.Manifest) -> dict[str, str]:
     return {} if manifest.base is None else {"fingerprint": manifest.base.fingerprint}
 
 
@@ -188,7 +182,7 @@ def _writer_text(by: Mapping[str, Any]) -> str:
     )
 
 
-def _shapes(tensors: Iterable[tuple[str, TensorEntry]]) -> list[str]:
+def _shapes(tensors: Iterable[tuple[str, format.TensorEntry]]) -> list[str]:
     """One line for the tensors of all layers that share name and shape: `layers.*.norm.weight  float32 [8]  x 2`."""
-    alike = Counter((re.sub(r"\.\d+\.", ".*.", key), describe(tensor)) for key, tensor in tensors)
+    alike = Counter((re.sub(r"\.\d+\.", ".*.", key), format.describe(tensor)) for key, tensor in tensors)
     return [f"{name}  {text}" + (f"  x {count}" if count > 1 else "") for (name, text), count in alike.items()]

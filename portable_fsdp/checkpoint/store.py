@@ -17,21 +17,8 @@ import xxhash
 from torch import Tensor
 
 from portable_fsdp.backends.base import Piece, Rank, Region, TensorState, full_region
-from portable_fsdp.checkpoint import safetensors, storage
+from portable_fsdp.checkpoint import format, safetensors, storage
 from portable_fsdp.checkpoint.commit import Index, ReplicaDigest
-from portable_fsdp.checkpoint.format import (
-    DTYPE_BYTES,
-    FOLDERS,
-    FileEntry,
-    Manifest,
-    TensorEntry,
-    damaged,
-    describe,
-    folder_of,
-    read_manifest,
-    verify_hash,
-    verify_size,
-)
 from portable_fsdp.checkpoint.replicas import digest_of
 from portable_fsdp.checkpoint.safetensors import Stored
 from portable_fsdp.checkpoint.storage import FileReader, require_regular
@@ -50,18 +37,18 @@ class StoredPiece(NamedTuple):
     shape: tuple[int, ...]
 
 
-def entries_without_pieces(state: Mapping[str, TensorState]) -> dict[str, TensorEntry]:
+def entries_without_pieces(state: Mapping[str, TensorState]) -> dict[str, format.TensorEntry]:
     """Every tensor's shape and dtype. Raises `CheckpointError` for a dtype we can't store."""
-    entries = {key: TensorEntry(shape=tuple(s.shape), dtype=_name(s.dtype)) for key, s in state.items()}
+    entries = {key: format.TensorEntry(shape=tuple(s.shape), dtype=_name(s.dtype)) for key, s in state.items()}
     for key, entry in entries.items():
-        if entry.dtype not in DTYPE_BYTES:
-            raise CheckpointError(f"{key}: expected a dtype of {', '.join(DTYPE_BYTES)}; found {entry.dtype}")
+        if entry.dtype not in format.DTYPE_BYTES:
+            raise CheckpointError(f"{key}: expected a dtype of {', '.join(format.DTYPE_BYTES)}; found {entry.dtype}")
     return entries
 
 
 def write_pieces(
     folder: Path,
-    whole: Mapping[str, TensorEntry],
+    whole: Mapping[str, format.TensorEntry],
     pieces: Mapping[str, Sequence[Piece]],
     process: int,
     attempt: str,
@@ -72,20 +59,20 @@ def write_pieces(
     `copies`: digests of replicas so far; those of numbered pieces join them. Copies pieces on CUDA to the host one by
     one. Raises OSError, TypeError.
     """
-    tensors = {key: TensorEntry(shape=entry.shape, dtype=entry.dtype) for key, entry in whole.items()}
+    tensors = {key: format.TensorEntry(shape=entry.shape, dtype=entry.dtype) for key, entry in whole.items()}
     # In an object store a straggler of an earlier attempt must not overwrite this one's files.
     mark = f"-{attempt[:8]}" if storage.is_object_store(folder) else ""
     shards: dict[str, dict[str, Piece]] = {}
     for key, entry in tensors.items():
         for ordinal, piece in enumerate(piece for piece in pieces[key] if piece.data.numel()):
-            name = f"{folder_of(key)}/shard-{process:05d}-{ordinal:02d}{mark}.safetensors"
+            name = f"{format.folder_of(key)}/shard-{process:05d}-{ordinal:02d}{mark}.safetensors"
             shards.setdefault(name, {})[key] = piece
             entry.files.append(list(shards).index(name))
             entry.offsets.extend(piece.offset)
             entry.sizes.extend(piece.data.shape)
     digested = list(copies)
     files = tuple(_write_shard(folder, name, shard, tensors, digested) for name, shard in shards.items())
-    for name in FOLDERS:
+    for name in format.FOLDERS:
         storage.sync(folder / name)
     written = {key: entry for key, entry in tensors.items() if entry.files}
     return Index(attempt=attempt, process=process, files=files, tensors=written, copies=tuple(digested))
@@ -93,7 +80,7 @@ def write_pieces(
 
 def remove_files(folder: Path, process: int) -> None:
     """Delete the files of `write_pieces` of this process, as far as the storage allows."""
-    for path in (folder / name for name in FOLDERS):
+    for path in (folder / name for name in format.FOLDERS):
         with suppress(Exception):  # object stores raise many classes
             for name in storage.names(path):
                 if name.startswith(f"shard-{process:05d}-"):
@@ -106,12 +93,12 @@ class Reader:
     Opening reads and checks the manifest only. All methods raise `CheckpointError`; none is collective.
     """
 
-    manifest: Manifest
+    manifest: format.Manifest
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.manifest = manifest = read_manifest(folder)
-        for name in FOLDERS:
+        self.manifest = manifest = format.read_manifest(folder)
+        for name in format.FOLDERS:
             if not storage.is_object_store(folder) and (folder / name).is_symlink():
                 raise CheckpointError(f"checkpoint {folder.name}: {name}/: expected a folder, found a link")
         self._pieces: list[dict[str, int]] = [{} for _ in manifest.files]  # file -> key -> number of its piece
@@ -132,15 +119,15 @@ class Reader:
     def verify_sizes(self) -> None:
         """Every file is a plain file of its length."""
         for file in self.manifest.files:
-            verify_size(self.folder, file)
+            format.verify_size(self.folder, file)
 
     def verify(self, part: Rank, folder: str = "") -> None:
         """Sizes, hashes and headers of every `part.count`-th file below `folder`, in sorted order."""
         numbers = [n for n, file in enumerate(self.manifest.files) if file.name.startswith(folder)]
         numbers.sort(key=lambda number: self.manifest.files[number].name)
         for number in numbers[part.index :: part.count]:
-            verify_size(self.folder, self.manifest.files[number])
-            verify_hash(self.folder, self.manifest.files[number])
+            format.verify_size(self.folder, self.manifest.files[number])
+            format.verify_hash(self.folder, self.manifest.files[number])
             self._file(number)
 
     def check(
@@ -159,7 +146,11 @@ class Reader:
         """
         left_out = {key: entry for key, entry in self.manifest.left_out.items() if key in base}
         ours, stored = (
-            {key: describe(entry) for key, entry in entries.items() if not weights_only or folder_of(key) == "model"}
+            {
+                key: format.describe(entry)
+                for key, entry in entries.items()
+                if not weights_only or format.folder_of(key) == "model"
+            }
             for entries in (entries_without_pieces(expected), self.manifest.tensors | left_out)
         )
         rows = [
@@ -174,7 +165,7 @@ class Reader:
         ]
         if not rows:
             return
-        has_state = weights_only or any(folder_of(key) == "optimizer" for key in stored)
+        has_state = weights_only or any(format.folder_of(key) == "optimizer" for key in stored)
         shown = table([("", "this model", "checkpoint"), *rows[:_MAX_ROWS]], indent="    ")
         if len(rows) > _MAX_ROWS:
             shown += f"\n    and {len(rows) - _MAX_ROWS} more"
@@ -248,7 +239,7 @@ class Reader:
             try:
                 header = safetensors.read_header(source)
             except (OSError, ValueError, RecursionError) as error:
-                raise damaged(self.folder, file.name, "a safetensors file", str(error)) from None
+                raise format.damaged(self.folder, file.name, "a safetensors file", str(error)) from None
             self._check_header(number, header)
             self._headers[number] = header
         return source
@@ -259,7 +250,7 @@ class Reader:
             stored, expected = header.get(key), self._expected(key, number)
             actual = f"{stored.dtype} {list(stored.shape)}" if stored else "nothing"
             if actual != expected:
-                raise damaged(self.folder, file, f"{key} as {expected} (manifest.json)", actual)
+                raise format.damaged(self.folder, file, f"{key} as {expected} (manifest.json)", actual)
 
     def _expected(self, key: str, number: int) -> str:
         """The piece of a tensor in a file, by the manifest: `float32 [63, 24]`."""
@@ -278,7 +269,7 @@ def dcp_metadata(offsets: Mapping[str, Sequence[int]]) -> dict[str, str]:
     return {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(saved)}
 
 
-def touching(tensor: TensorEntry, slices: Region) -> list[StoredPiece]:
+def touching(tensor: format.TensorEntry, slices: Region) -> list[StoredPiece]:
     """The pieces that hold some of `slices`."""
     count, rank = len(tensor.files), len(tensor.shape)
     offsets = np.array(tensor.offsets, dtype=np.int64).reshape(count, rank)
@@ -292,14 +283,14 @@ def _write_shard(
     folder: Path,
     name: str,
     pieces: Mapping[str, Piece],
-    tensors: Mapping[str, TensorEntry],
+    tensors: Mapping[str, format.TensorEntry],
     digested: list[ReplicaDigest],
-) -> FileEntry:
+) -> format.FileEntry:
     """Adds the digest of each numbered piece to `digested`."""
     metadata = dcp_metadata({key: piece.offset for key, piece in pieces.items()})
-    entries: dict[str, TensorEntry] = {}
+    entries: dict[str, format.TensorEntry] = {}
     for key, piece in pieces.items():
-        entries[key] = TensorEntry(shape=tuple(piece.data.shape), dtype=_name(piece.data.dtype))
+        entries[key] = format.TensorEntry(shape=tuple(piece.data.shape), dtype=_name(piece.data.dtype))
         if entries[key].dtype != tensors[key].dtype:
             raise TypeError(f"{key}: a piece is {entries[key].dtype}, the tensor is {tensors[key].dtype}")
 

@@ -8,22 +8,8 @@ from pathlib import Path
 
 import torch
 
-from portable_fsdp.checkpoint import commit, storage
+from portable_fsdp.checkpoint import commit, format, storage
 from portable_fsdp.checkpoint.commit import Index
-from portable_fsdp.checkpoint.format import (
-    FOLDERS,
-    IMPORT,
-    IMPORTED,
-    DataPosition,
-    FileEntry,
-    Manifest,
-    TensorEntry,
-    WrittenBy,
-    committed_steps,
-    folder_of,
-    is_committed,
-    step_folder,
-)
 from portable_fsdp.checkpoint.store import dcp_metadata
 from portable_fsdp.formats import FORMATS, WITHOUT_CHECKSUM, require_source
 from portable_fsdp.formats.base import Advance, ForeignCheckpoint, as_dtype, load_format, no_progress
@@ -83,7 +69,7 @@ def import_checkpoint(
             ties={} if names is None else names.ties,
         )
         try:
-            final = step_folder(checkpoints_of(folder), source.step)
+            final = format.step_folder(checkpoints_of(folder), source.step)
             _commit(final, chosen, kind, advance, max_file_bytes)
         except OSError as error:  # errors of the source are CheckpointErrors
             raise CheckpointError(f"import to {folder}: can't be written: {error}") from error
@@ -104,40 +90,40 @@ def detect(path: Path) -> str:
 
 def checkpoints_of(folder: Path) -> Path:
     """The folder of a run's checkpoints; perhaps `folder` itself."""
-    is_that = folder.name == "checkpoints" or bool(committed_steps(folder))
+    is_that = folder.name == "checkpoints" or bool(format.committed_steps(folder))
     return folder if is_that else folder / "checkpoints"
 
 
 def _commit(final: Path, source: ForeignCheckpoint, kind: str, advance: Advance, max_file_bytes: int) -> None:
     """The protocol of `commit.py`, for a single process."""
-    if is_committed(final):
+    if format.is_committed(final):
         raise CheckpointError(
             f"import to {final}: expected no such step, found it committed. Name another run's folder."
         )
-    attempt = commit.begin(final, IMPORTED)
+    attempt = commit.begin(final, format.IMPORTED)
     try:
         index = _write(commit.temporary_of(final, attempt), attempt, source, advance, max_file_bytes)
         commit.commit(final, attempt, _manifest(source, kind, index), [])
     except BaseException:
         temporary = commit.temporary_of(final, attempt)
         with suppress(Exception):  # a storage that doesn't answer: the first error says so
-            if temporary != final or not is_committed(final):
+            if temporary != final or not format.is_committed(final):
                 commit.discard(temporary)
         raise
 
 
-def _manifest(source: ForeignCheckpoint, kind: str, index: Index) -> Manifest:
-    return Manifest(
+def _manifest(source: ForeignCheckpoint, kind: str, index: Index) -> format.Manifest:
+    return format.Manifest(
         format_version=1,
         step=source.step,
         saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
         config={},
         model_config=source.model_config,
-        data=DataPosition(epoch=0, position=0),
+        data=format.DataPosition(epoch=0, position=0),
         ties=source.ties,
-        written_by=WrittenBy(
+        written_by=format.WrittenBy(
             device="cpu",
-            backend=f"{IMPORT}{kind}",
+            backend=f"{format.IMPORT}{kind}",
             process_count=1,
             torch=str(torch.__version__),
             portable_fsdp=__version__,
@@ -148,10 +134,10 @@ def _manifest(source: ForeignCheckpoint, kind: str, index: Index) -> Manifest:
 
 
 def _write(folder: Path, attempt: str, source: ForeignCheckpoint, advance: Advance, max_file_bytes: int) -> Index:
-    tensors: dict[str, TensorEntry] = {}
-    files: list[FileEntry] = []
-    for part in FOLDERS:
-        below = {key: tensor for key, tensor in source.tensors.items() if folder_of(key) == part}
+    tensors: dict[str, format.TensorEntry] = {}
+    files: list[format.FileEntry] = []
+    for part in format.FOLDERS:
+        below = {key: tensor for key, tensor in source.tensors.items() if format.folder_of(key) == part}
         for ordinal, keys in enumerate(groups(below, max_file_bytes)):
             name = f"{part}/shard-00000-{ordinal:02d}-{attempt[:8]}.safetensors"  # `commit.py` says why
             tensors.update({key: _in_one_piece(below[key], len(files)) for key in keys})
@@ -163,9 +149,9 @@ def _write(folder: Path, attempt: str, source: ForeignCheckpoint, advance: Advan
     return Index(attempt=attempt, process=0, files=tuple(files), tensors=tensors)
 
 
-def _in_one_piece(tensor: TensorEntry, file: int) -> TensorEntry:
+def _in_one_piece(tensor: format.TensorEntry, file: int) -> format.TensorEntry:
     """In the file of that number; without a piece if it is empty."""
     if not tensor.nbytes:
-        return TensorEntry(shape=tensor.shape, dtype=tensor.dtype)
+        return format.TensorEntry(shape=tensor.shape, dtype=tensor.dtype)
     offsets, sizes = [0] * len(tensor.shape), list(tensor.shape)
-    return TensorEntry(shape=tensor.shape, dtype=tensor.dtype, files=[file], offsets=offsets, sizes=sizes)
+    return format.TensorEntry(shape=tensor.shape, dtype=tensor.dtype, files=[file], offsets=offsets, sizes=sizes)

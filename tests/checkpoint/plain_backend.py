@@ -8,37 +8,22 @@ import math
 import pickle
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from toy.engine import ToyBackend
 
-from portable_fsdp.backends.base import (
-    Backend,
-    Batch,
-    Fill,
-    MakeOptimizer,
-    MemoryStats,
-    Metrics,
-    Pending,
-    Piece,
-    Rank,
-    Read,
-    ShardPolicy,
-    TensorState,
-    Traffic,
-)
+from portable_fsdp.backends.base import Backend, Piece, Rank, Read, TensorState
 from portable_fsdp.checkpoint.format import TensorEntry
 from portable_fsdp.checkpoint.manager import Checkpoints, Resumed
 from portable_fsdp.checkpoint.store import entries_without_pieces
 from portable_fsdp.config.schema import Checkpoint as Settings
+from portable_fsdp.runtime.errors import CheckpointError
 
 T = TypeVar("T")
-
-
 ALONE = Rank(0, 1)
 
 
@@ -50,17 +35,14 @@ class Meeting:
         self.values = [b""] * count
 
 
-class PlainBackend(Backend):
-    """Rows of every tensor are dealt to `count` processes of `devices` devices, as `torch.chunk` deals them."""
+class PlainBackend(ToyBackend):
+    """Deals the rows of every tensor to `count` processes of `devices` devices, as `torch.chunk` does."""
 
     name = "plain"
-    device = torch.device("cpu")
-    device_name = "cpu"
-    expected_compilations = 0
 
     def __init__(self, process: Rank = ALONE, devices: int = 1, meeting: Meeting | None = None) -> None:
-        self.process = process
-        self.data_shard = process
+        self.device, self.device_name = torch.device("cpu"), "cpu"
+        self.process = self.data_shard = process
         self.devices = devices
         self.data_parallel_size = process.count * devices
         self.meeting = meeting or Meeting(process.count)
@@ -71,17 +53,13 @@ class PlainBackend(Backend):
     def gather(self, value: T) -> list[T]:
         self.meeting.values[self.process.index] = pickle.dumps(value)
         self.meeting.barrier.wait()
-        gathered = [pickle.loads(one) for one in self.meeting.values]
+        gathered = [pickle.loads(pickled) for pickled in self.meeting.values]
         self.meeting.barrier.wait()
         return gathered
 
     def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, TensorState]:
         return {
-            key: TensorState(
-                tuple(tensor.shape),
-                tensor.dtype,
-                partial(self._pieces, tensor),
-            )
+            key: TensorState(tuple(tensor.shape), tensor.dtype, partial(self._pieces, tensor))
             for key, tensor in named_tensors(model, optimizer).items()
         }
 
@@ -98,46 +76,6 @@ class PlainBackend(Backend):
             for key, tensor in named_tensors(model, optimizer).items():
                 for slices in rows(tensor, self.data_parallel_size):
                     tensor[slices] = read(key, slices)
-
-    @property
-    def compilations(self) -> int:
-        return 0
-
-    def close(self) -> None: ...
-
-    def shard_model(self, model: nn.Module, policy: ShardPolicy, fill: Fill | None) -> nn.Module:
-        raise NotImplementedError
-
-    def build_optimizer(self, make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        raise NotImplementedError
-
-    def place(self, batch: Batch) -> Batch:
-        raise NotImplementedError
-
-    def compile(self, fn: Callable[..., Metrics], name: str) -> Callable[..., Metrics]:
-        raise NotImplementedError
-
-    def accumulate(self, last: bool) -> AbstractContextManager[None]:
-        raise NotImplementedError
-
-    def evaluate(self) -> AbstractContextManager[None]:
-        raise NotImplementedError
-
-    def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
-        raise NotImplementedError
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def fetch(self, metrics: Metrics) -> Pending:
-        raise NotImplementedError
-
-    @property
-    def collectives(self) -> dict[str, Traffic] | None:
-        raise NotImplementedError
-
-    def memory(self) -> MemoryStats:
-        raise NotImplementedError
 
 
 def rows(tensor: Tensor, count: int) -> list[tuple[slice, ...]]:
@@ -174,7 +112,7 @@ def small_model(seed: int, hidden: int = 7) -> tuple[nn.Module, torch.optim.Opti
 
 def what_is_written(state: dict[str, TensorState]) -> tuple[dict[str, TensorEntry], dict[str, list[Piece]]]:
     """All tensors, and this process's pieces of them, as a save hands them to `write_pieces`."""
-    return entries_without_pieces(state), {key: one.pieces() for key, one in state.items()}
+    return entries_without_pieces(state), {key: tensor.pieces() for key, tensor in state.items()}
 
 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, bytes]:
@@ -193,9 +131,9 @@ def checkpoints(folder: Path, backend: Backend, settings: dict[str, Any] | None 
 
 def load(checkpoints: Checkpoints, model: nn.Module, optimizer: torch.optim.Optimizer, resume: str = "auto") -> Resumed:
     """Find and load."""
-    found = checkpoints.find(resume)
-    assert found is not None
-    return checkpoints.load(found, model, optimizer)
+    point = checkpoints.find(resume)
+    assert point is not None
+    return checkpoints.load(point, model, optimizer)
 
 
 def in_processes(count: int, work: Callable[[PlainBackend], Any], devices: int = 1) -> list[Any]:
@@ -214,6 +152,24 @@ def in_processes(count: int, work: Callable[[PlainBackend], Any], devices: int =
     for thread in threads:
         thread.join()
     return results
+
+
+def refused(count: int, work: Callable[[PlainBackend], Any], devices: int = 1) -> str:
+    """The message of the CheckpointError that all processes raise alike."""
+    results = in_processes(count, work, devices)
+    assert {type(result) for result in results} == {CheckpointError}, results
+    [message] = {str(result) for result in results}
+    return message
+
+
+def flip_last_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
 
 
 def save_once(folder: Path, step: int = 5, seed: int = 1, count: int = 2, devices: int = 2) -> Path:

@@ -1,4 +1,4 @@
-"""What evaluations told stands in a checkpoint, and retention never deletes the best one."""
+"""A checkpoint holds the results of evaluations, and retention never deletes the best one."""
 
 import json
 import shutil
@@ -15,13 +15,15 @@ from portable_fsdp.checkpoint.prune import prune
 CONFIG = {"run": {"name": "a"}}
 
 
-def told(step: int, loss: float, best_step: int, best_loss: float) -> Evaluated:
+def evaluated(step: int, loss: float, best_step: int, best_loss: float) -> Evaluated:
+    since = step - best_step
     return Evaluated(
-        rows="r", step=step, loss=loss, best_step=best_step, best_loss=best_loss, without_improvement=step - best_step
+        rows="r", step=step, loss=loss, best_step=best_step, best_loss=best_loss, without_improvement=since
     )
 
 
-LOSSES = {1: told(1, 3.0, 1, 3.0), 2: told(2, 2.0, 2, 2.0), 3: told(3, 2.5, 2, 2.0), 4: told(4, 2.25, 2, 2.0)}
+RESULTS = ((1, 3.0, 1, 3.0), (2, 2.0, 2, 2.0), (3, 2.5, 2, 2.0), (4, 2.25, 2, 2.0))
+EVALUATIONS = {result[0]: evaluated(*result) for result in RESULTS}
 
 
 @pytest.fixture
@@ -29,8 +31,8 @@ def run(tmp_path: Path) -> Path:
     """Steps 1 to 4, of which the second is the best."""
     folder = tmp_path / "checkpoints"
     opened = checkpoints(folder, PlainBackend(), config=CONFIG)
-    for step, one in LOSSES.items():
-        opened.save(step, *small_model(seed=step), (0, step), one)
+    for step, evaluation in EVALUATIONS.items():
+        opened.save(step, *small_model(seed=step), (0, step), evaluation)
     return tmp_path
 
 
@@ -48,24 +50,23 @@ def test_the_best_is_never_outdated() -> None:
 def test_retention_keeps_the_best_until_a_better_one_is_committed(tmp_path: Path) -> None:
     opened = checkpoints(tmp_path / "checkpoints", PlainBackend(), {"keep": 1}, config=CONFIG)
     kept: list[list[int]] = []
-    for step, one in {**LOSSES, 5: told(5, 1.0, 5, 1.0)}.items():
-        opened.save(step, *small_model(seed=step), (0, step), one)
+    for step, evaluation in {**EVALUATIONS, 5: evaluated(5, 1.0, 5, 1.0)}.items():
+        opened.save(step, *small_model(seed=step), (0, step), evaluation)
         kept.append(steps(tmp_path))
     assert kept == [[1], [2], [2, 3], [2, 4], [5]]
 
 
 def test_another_process_knows_the_best_too(run: Path) -> None:
-    """A run that was killed and started again deletes as it would have before."""
+    """A run that was killed and started again deletes as it would have before; so does prune."""
     opened = checkpoints(run / "checkpoints", PlainBackend(), {"keep": 1}, config=CONFIG)
     resumed = load(opened, *small_model(seed=9))
-    assert resumed.evaluation == LOSSES[4]
-    opened.save(5, *small_model(seed=5), (0, 5), told(5, 2.75, 2, 2.0))
+    assert resumed.evaluation == EVALUATIONS[4]
+    opened.save(5, *small_model(seed=5), (0, 5), evaluated(5, 2.75, 2, 2.0))
     assert steps(run) == [2, 5]
-
-
-def test_prune_keeps_the_best(run: Path) -> None:
-    assert len(prune(run / "checkpoints", 1).deleted) == 2
-    assert steps(run) == [2, 4]
+    opened = checkpoints(run / "checkpoints", PlainBackend(), config=CONFIG)
+    opened.save(6, *small_model(seed=6), (0, 6), evaluated(6, 2.75, 2, 2.0))
+    assert len(prune(run / "checkpoints", 1).deleted) == 1
+    assert steps(run) == [2, 6]
 
 
 def test_a_run_of_other_weights_begins_without_evaluations(run: Path, tmp_path: Path) -> None:
@@ -75,10 +76,12 @@ def test_a_run_of_other_weights_begins_without_evaluations(run: Path, tmp_path: 
         assert load(opened, *small_model(seed=9), source).evaluation is None
 
 
-def test_a_checkpoint_without_evaluations_is_as_before(tmp_path: Path) -> None:
+def test_a_checkpoint_without_evaluations_is_as_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = save_once(tmp_path / "checkpoints", step=5, count=1, devices=1)
     assert "evaluation" not in json.loads((path / "manifest.json").read_text())
     assert read_manifest(path).evaluation is None
+    assert main(["list", str(tmp_path)]) == 0
+    assert "eval_loss" not in capsys.readouterr().out
 
 
 def test_list_and_show_tell(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,19 +106,13 @@ def test_export_takes_the_best_of_a_run(run: Path, capsys: pytest.CaptureFixture
         return capsys.readouterr().out, file.read_bytes()
 
     best, newest = (run / f"checkpoints/step-{step:08d}" for step in (2, 4))
-    said, content = exported(run)
-    assert said.startswith(f"{best} (the best by its evaluation: eval_loss 2.0000): exported to ")
+    line, content = exported(run)
+    assert line.startswith(f"{best} (the best by its evaluation: eval_loss 2.0000): exported to ")
     assert content == exported(best)[1]
-    said, last = exported(newest)
-    assert said.startswith(f"{newest}: exported to ")
+    line, last = exported(newest)
+    assert line.startswith(f"{newest}: exported to ")
     assert last != content
     shutil.rmtree(best)
-    said, content = exported(run)
-    assert said.startswith(f"{newest} (the newest: step-00000002, the best by its evaluation, is gone): exported to ")
+    line, content = exported(run)
+    assert line.startswith(f"{newest} (the newest: step-00000002, the best by its evaluation, is gone): exported to ")
     assert content == last
-
-
-def test_list_has_no_column_for_what_nobody_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_once(tmp_path / "checkpoints", step=5, count=1, devices=1)
-    assert main(["list", str(tmp_path)]) == 0
-    assert "eval_loss" not in capsys.readouterr().out

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from foreign_models import MODELS, build
+from foreign_models import MODELS, TIED, build, save
 from plain_backend import PlainBackend, checkpoints, save_once, small_model
 from s3_server import BUCKET, Fault, s3_server
 from s3fs import S3FileSystem
@@ -22,8 +22,15 @@ from portable_fsdp.checkpoint.__main__ import main
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.formats.base import verify
 
+Capture = pytest.CaptureFixture[str]
 
-def test_show_says_what_it_holds_and_who_wrote_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+
+def lengthen_a_shard(checkpoint: Path) -> None:
+    shard = next((checkpoint / "model").iterdir())
+    shard.write_bytes(shard.read_bytes() + b"x")
+
+
+def test_show_prints_content_and_writer(tmp_path: Path, capsys: Capture) -> None:
     path = save_once(tmp_path / "checkpoints", count=2, devices=2)
     assert main(["show", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -34,57 +41,32 @@ def test_show_says_what_it_holds_and_who_wrote_it(tmp_path: Path, capsys: pytest
     assert "  0.weight  float32 [7, 5]" in lines
     assert main(["show", "--config", str(path)]) == 0
     assert capsys.readouterr().out == "optim:\n  lr: 0.001\n"
-
-
-def test_layers_of_one_shape_share_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = build(MODELS["llama"])
-    checkpoints(tmp_path, PlainBackend()).save(1, model, SGD(model.parameters()), (0, 0))
-    assert main(["show", str(tmp_path)]) == 0
+    save(tmp_path / "layers", build(MODELS["llama"]))
+    assert main(["show", str(tmp_path / "layers")]) == 0
     assert "  model.layers.*.mlp.up_proj.weight  float32 [24, 16]  x 2\n" in capsys.readouterr().out
 
 
-def test_verify_takes_the_newest_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_takes_the_newest_of_a_run(tmp_path: Path, capsys: Capture) -> None:
     older = save_once(tmp_path / "checkpoints", step=5)
     newest = save_once(tmp_path / "checkpoints", step=10)
     assert main(["verify", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{newest}: whole: 8 files, 0.0 MiB\n"
-    shard = next((newest / "model").iterdir())
-    shard.write_bytes(shard.read_bytes() + b"x")
+    lengthen_a_shard(newest)
     assert main(["verify", str(tmp_path)]) == 2
     assert "expected" in capsys.readouterr().err
     assert main(["verify", str(older)]) == 0
 
 
-def test_export_brings_the_tokenizer_of_the_run(tmp_path: Path) -> None:
-    model = build(MODELS["gpt2"])
-    opened = checkpoints(
-        tmp_path, PlainBackend(), config={"data": {"tokenizer": "bytes"}}, model_config=model.config.to_dict()
-    )
-    path = opened.save(1, model, SGD(model.parameters()), (0, 0))
-    assert main(["export", str(path), str(tmp_path / "export")]) == 0
-    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "export")) is type(model)
-    assert AutoTokenizer.from_pretrained(tmp_path / "export")("a").input_ids == [97]
-
-
-@pytest.mark.parametrize("arguments", [["show"], ["verify"], ["export", "out"]], ids=lambda arguments: arguments[0])
-def test_a_folder_without_checkpoint_ends_with_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
-) -> None:
-    command, *rest = arguments
-    assert main([command, str(tmp_path), *(str(tmp_path / name) for name in rest)]) == 2
-    assert "expected a checkpoint (step-00000500) or a run's folder with one, found none" in capsys.readouterr().err
-
-
 def test_a_users_mistake_shows_no_traceback(tmp_path: Path) -> None:
-    program = [sys.executable, "-m", "portable_fsdp.checkpoint"]
-    done = subprocess.run([*program, "show", str(tmp_path)], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "Traceback" not in done.stderr
-    done = subprocess.run([*program, "destroy"], capture_output=True, text=True)
-    assert done.returncode == 2
+    for words, code in ((["show", str(tmp_path)], 2), (["destroy"], 2)):
+        done = subprocess.run(
+            [sys.executable, "-m", "portable_fsdp.checkpoint", *words], capture_output=True, text=True
+        )
+        assert (done.returncode, done.stdout) == (code, "")
+        assert "Traceback" not in done.stderr
 
 
-def test_list_shows_all_of_a_run_and_which_are_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_shows_all_of_a_run_and_which_are_damaged(tmp_path: Path, capsys: Capture) -> None:
     save_once(tmp_path / "checkpoints", step=5)
     save_once(tmp_path / "checkpoints", step=10)
     manifest = save_once(tmp_path / "checkpoints", step=15) / "manifest.json"
@@ -103,7 +85,7 @@ def test_list_shows_all_of_a_run_and_which_are_damaged(tmp_path: Path, capsys: p
     assert rows[1]["bytes"] > 65 * 4
 
 
-def test_show_and_verify_print_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_and_verify_print_json(tmp_path: Path, capsys: Capture) -> None:
     older = save_once(tmp_path / "checkpoints", step=5)
     newest = save_once(tmp_path / "checkpoints", step=10)
     assert main(["show", "--json", str(tmp_path)]) == 0
@@ -111,8 +93,7 @@ def test_show_and_verify_print_json(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (facts["step"], facts["model"]["elements"], facts["data"]["position"]) == (10, 65, 20)
     assert main(["show", "--json", "--config", str(tmp_path)]) == 0
     assert json.loads(capsys.readouterr().out) == {"optim": {"lr": 0.001}}
-    shard = next((older / "model").iterdir())
-    shard.write_bytes(shard.read_bytes() + b"x")
+    lengthen_a_shard(older)
     assert main(["verify", "--json", "--all", str(tmp_path)]) == 2
     found = json.loads(capsys.readouterr().out)
     assert [row["path"] for row in found["whole"]] == [str(newest)]
@@ -120,7 +101,7 @@ def test_show_and_verify_print_json(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "step-00000005" in found["damaged"][0]
 
 
-def test_diff_of_equal_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_of_equal_checkpoints(tmp_path: Path, capsys: Capture) -> None:
     one = save_once(tmp_path / "one" / "checkpoints", seed=1, count=2)
     two = save_once(tmp_path / "two" / "checkpoints", seed=1, count=1, step=6)
     assert main(["diff", "--values", str(one), str(two)]) == 0
@@ -129,7 +110,7 @@ def test_diff_of_equal_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "written_by: process_count  2 -> 1" in lines  # told, but no difference of content
 
 
-def test_diff_tells_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_tells_what_differs(tmp_path: Path, capsys: Capture) -> None:
     one = save_once(tmp_path / "one" / "checkpoints", seed=1)
     two = save_once(tmp_path / "two" / "checkpoints", seed=2)
     assert main(["diff", str(one), str(two)]) == 0
@@ -152,7 +133,7 @@ def test_diff_tells_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert re.search(r"^config: more +None -> 1$", out, re.M)
 
 
-def test_diff_sees_a_nan_and_a_sign_of_zero(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_sees_a_nan_and_a_sign_of_zero(tmp_path: Path, capsys: Capture) -> None:
     for name, value in (("one", 0.0), ("two", -0.0), ("three", math.nan)):
         model = torch.nn.Linear(2, 2)
         torch.nn.init.constant_(model.weight, value)
@@ -166,12 +147,9 @@ def test_diff_sees_a_nan_and_a_sign_of_zero(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("format", ["huggingface", "dcp", "torch", "safetensors"])
-def test_export_and_import_are_each_others_inverse(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], format: str
-) -> None:
-    model = build({**MODELS["llama"], "tie_word_embeddings": True})
-    opened = checkpoints(tmp_path / "run", PlainBackend(), config={}, model_config=model.config.to_dict())
-    path = opened.save(1, model, SGD(model.parameters()), (0, 0))
+def test_export_and_import_are_each_others_inverse(tmp_path: Path, capsys: Capture, format: str) -> None:
+    model = build(TIED)
+    path = save(tmp_path / "run", model, config={})
     assert main(["export", str(path), str(tmp_path / "out"), "--format", format, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["format"] == format
     config = ["--config", str(tmp_path / "config")] if format != "huggingface" else []
@@ -193,8 +171,11 @@ def test_export_and_import_are_each_others_inverse(
     [
         (["import", "none", "run"], "expected a file or a folder, found none"),
         (["import", "file", "run"], "expected one of huggingface, dcp"),
-        (["prune", ".", "--keep", "1"], "expected a checkpoint"),
-        (["list", "."], "expected a checkpoint"),
+        *(
+            ([*words, "."], "expected a checkpoint (step-00000500) or a run's folder with one, found none")
+            for words in (["prune", "--keep=1"], ["list"], ["show"], ["verify"])
+        ),
+        (["export", ".", "out"], "expected a checkpoint (step-00000500) or a run's folder with one, found none"),
         (["diff", ".", "."], "expected a checkpoint"),
         (["import", "file", "run", "--format", "torch"], "expected a file of torch.save"),
         (["import", "file", "run", "--format", "gguf"], "expected a GGUF file"),
@@ -211,7 +192,7 @@ def test_export_and_import_are_each_others_inverse(
 def test_mistakes_end_with_2_and_one_sentence(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capture,
     arguments: list[str],
     message: str,
 ) -> None:
@@ -231,15 +212,13 @@ def test_usage_errors_end_with_2(arguments: list[str]) -> None:
         main(arguments)
 
 
-def test_a_number_that_is_none_is_told_in_plain_words(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_number_that_is_none_is_told_in_plain_words(capsys: Capture) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["prune", ".", "--keep", "x"])
     assert "argument --keep: expected a whole number of at least 1, found x\n" in capsys.readouterr().err
 
 
-def test_a_store_that_fails_is_told_in_a_sentence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_store_that_fails_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     class NoCredentialsError(Exception):
         """As botocore's: neither an OSError nor a ValueError."""
 
@@ -258,7 +237,7 @@ def test_a_store_that_fails_is_told_in_a_sentence(
 @pytest.mark.parametrize("command", ["list", "verify"])
 @pytest.mark.parametrize("trouble", ["403", "500", "no credentials", "endpoint down"])
 def test_an_s3_that_refuses_is_told_in_a_sentence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], trouble: str, command: str
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, trouble: str, command: str
 ) -> None:
     with s3_server() as faults, monkeypatch.context() as patched:
         if trouble.isdecimal():
@@ -298,9 +277,7 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path, command: str) -> No
     ["huggingface", *(pytest.param(name, marks=pytest.mark.proof) for name in ("dcp", "torch", "safetensors"))],
 )
 def test_an_export_without_room_ends_with_2(tmp_path: Path, format: str) -> None:
-    model = build(MODELS["llama"])
-    opened = checkpoints(tmp_path / "run", PlainBackend(), config={}, model_config=model.config.to_dict())
-    opened.save(1, model, SGD(model.parameters()), (0, 0))
+    save(tmp_path / "run", build(MODELS["llama"]), config={})
     program = (
         "import resource, sys\nfrom portable_fsdp.checkpoint.__main__ import main\n"
         "import transformers, torch._subclasses.fake_tensor\n"  # which may write files of their own
@@ -313,32 +290,29 @@ def test_an_export_without_room_ends_with_2(tmp_path: Path, format: str) -> None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
-def test_an_export_where_the_tokenizer_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = build(MODELS["llama"])
-    config = {"data": {"tokenizer": str(tmp_path / "gone")}}
-    opened = checkpoints(tmp_path / "run", PlainBackend(), config=config, model_config=model.config.to_dict())
-    opened.save(1, model, SGD(model.parameters()), (0, 0))
-    run = str(tmp_path / "run")
-    assert main(["export", run, str(tmp_path / "out")]) == 2
+def test_an_export_takes_a_tokenizer_along(tmp_path: Path, capsys: Capture, caplog: pytest.LogCaptureFixture) -> None:
+    model = build(MODELS["gpt2"])
+    run = str(save(tmp_path / "run", model, config={"data": {"tokenizer": "bytes"}}))
+    assert main(["export", run, str(tmp_path / "own")]) == 0
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "own")) is type(model)
+    gone = str(save(tmp_path / "gone", model, config={"data": {"tokenizer": str(tmp_path / "none")}}))
+    assert main(["export", gone, str(tmp_path / "out")]) == 2
     assert "--tokenizer none to export without one" in capsys.readouterr().err
-    assert main(["export", run, str(tmp_path / "none"), "--tokenizer", "none"]) == 0
-    assert not (tmp_path / "none" / "tokenizer.json").exists()
-    assert main(["export", run, str(tmp_path / "bytes"), "--tokenizer", "bytes"]) == 0
-    assert main(["export", run, str(tmp_path / "other"), "--tokenizer", str(tmp_path / "bytes")]) == 0
-    assert AutoTokenizer.from_pretrained(tmp_path / "other")("a").input_ids == [97]
-    assert main(["export", run, str(tmp_path / "x.pt"), "--format", "torch", "--tokenizer", "bytes"]) == 2
+    assert main(["export", gone, str(tmp_path / "out"), "--tokenizer", "none"]) == 0
+    assert not (tmp_path / "out" / "tokenizer.json").exists()
+    assert main(["export", gone, str(tmp_path / "bytes"), "--tokenizer", "bytes"]) == 0
+    assert main(["export", gone, str(tmp_path / "other"), "--tokenizer", str(tmp_path / "bytes")]) == 0
+    for folder in ("own", "other"):
+        assert AutoTokenizer.from_pretrained(tmp_path / folder)("a").input_ids == [97]
+    assert main(["export", gone, str(tmp_path / "x.pt"), "--format", "torch", "--tokenizer", "bytes"]) == 2
     assert "expected --format huggingface or peft, found torch" in capsys.readouterr().err
-
-
-def test_an_export_of_an_import_says_that_it_has_no_tokenizer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    build(MODELS["llama"]).save_pretrained(tmp_path / "hub")
-    assert main(["import", str(tmp_path / "hub"), str(tmp_path / "run")]) == 0
-    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    assert main(["import", str(tmp_path / "own"), str(tmp_path / "imported")]) == 0
+    assert main(["export", str(tmp_path / "imported"), str(tmp_path / "again")]) == 0
     assert "no tokenizer goes with it" in caplog.text
 
 
 def test_a_step_that_retention_deletes_is_not_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     older = save_once(tmp_path / "checkpoints", step=5)
     newest = save_once(tmp_path / "checkpoints", step=10)

@@ -66,13 +66,22 @@ def test_the_unharmed_copy_is_whole(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_flipped_bit_anywhere(checkpoint: Path, file: str) -> None:
+def test_a_flipped_bit_anywhere_a_cut_and_a_missing_file(checkpoint: Path, file: str) -> None:
     rng, whole = random.Random(file), (checkpoint / file).read_bytes()
     for _ in range(20):
         damaged = bytearray(whole)
         damaged[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
         (checkpoint / file).write_bytes(damaged)
         refuse(checkpoint, f"{file}: expected content with xxh3_128")
+    for size in {0, 7, 8, len(whole) // 2, len(whole) - 1}:
+        (checkpoint / file).write_bytes(whole[:size])
+        refuse(checkpoint, f"{file}: expected {len(whole)} bytes, found {size} bytes")
+        refuse(checkpoint, file, read_all)
+    (checkpoint / file).write_bytes(whole + b"\0")
+    refuse(checkpoint, f"found {len(whole) + 1} bytes")
+    (checkpoint / file).unlink()
+    refuse(checkpoint, "found none")
+    refuse(checkpoint, "found none", read_all)
 
 
 def test_a_flipped_bit_in_the_manifest(checkpoint: Path) -> None:
@@ -88,23 +97,13 @@ def test_a_flipped_bit_in_the_manifest(checkpoint: Path) -> None:
 
 
 def test_a_manifest_edited_by_hand(checkpoint: Path) -> None:
-    text = (checkpoint / "manifest.json").read_text()
-    (checkpoint / "manifest.json").write_text(text.replace('"position": 20', '"position": 21'))
+    whole = (checkpoint / "manifest.json").read_text()
+    (checkpoint / "manifest.json").write_text(whole.replace('"position": 20', '"position": 21'))
     refuse(checkpoint, "it was altered after the save")
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_a_file_cut_short_lengthened_or_missing(checkpoint: Path, file: str) -> None:
-    whole = (checkpoint / file).read_bytes()
-    for size in {0, 7, 8, len(whole) // 2, len(whole) - 1}:
-        (checkpoint / file).write_bytes(whole[:size])
-        refuse(checkpoint, f"{file}: expected {len(whole)} bytes, found {size} bytes")
-        refuse(checkpoint, file, read_all)
-    (checkpoint / file).write_bytes(whole + b"\0")
-    refuse(checkpoint, f"found {len(whole) + 1} bytes")
-    (checkpoint / file).unlink()
-    refuse(checkpoint, "found none")
-    refuse(checkpoint, "found none", read_all)
+    for key in ("step", "shape", "gate", "bytes"):
+        at = whole.index(f'"{key}":')
+        (checkpoint / "manifest.json").write_text(f'{whole[:at]}"{key}": 5, {whole[at:]}')
+        refuse(checkpoint, f"the key '{key}' stands twice")
 
 
 def test_two_files_swapped(checkpoint: Path) -> None:
@@ -130,13 +129,6 @@ def test_a_header_of_ten_gigabytes(checkpoint: Path) -> None:
     refuse(checkpoint, "header too large")  # even where its hash is right
 
 
-def test_a_file_that_is_not_safetensors(checkpoint: Path) -> None:
-    path = checkpoint / FILES[0]
-    path.write_bytes(b"\x80\x04pickle" * 100)
-    rewrite(checkpoint, rehash(path))
-    refuse(checkpoint, FILES[0])
-
-
 HEADERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a hole": lambda header: header["gate"].update(data_offsets=[4, 8]),
     "an overlap": lambda header: header["0.bias"].update(data_offsets=header["0.weight"]["data_offsets"]),
@@ -158,8 +150,7 @@ def test_a_hostile_header(checkpoint: Path, name: str) -> None:
     content = path.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + length])
-    if "0.bias" not in header:
-        pytest.fail("the file was chosen for its tensors")
+    assert "0.bias" in header
     HEADERS[name](header)
     text = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
@@ -168,10 +159,10 @@ def test_a_hostile_header(checkpoint: Path, name: str) -> None:
     refuse(checkpoint, path.name, read_all)
 
 
-@pytest.mark.parametrize("text", [b"", b"null", b"[]", b"{", b"[" * 100_000, b"\xff", b'{"a": 1, "a": 2}'])
-def test_a_header_that_is_not_one(checkpoint: Path, text: bytes) -> None:
+@pytest.mark.parametrize("text", [b"", b"null", b"[]", b"{", b"[" * 100_000, b"\xff", b'{"a": 1, "a": 2}', None])
+def test_a_header_that_is_not_one(checkpoint: Path, text: bytes | None) -> None:
     path = checkpoint / FILES[0]
-    path.write_bytes(struct.pack("<Q", len(text)) + text)
+    path.write_bytes(b"\x80\x04pickle" * 100 if text is None else struct.pack("<Q", len(text)) + text)
     rewrite(checkpoint, rehash(path))
     refuse(checkpoint, FILES[0])
 
@@ -215,13 +206,6 @@ def test_a_header_that_disagrees_with_the_manifest(checkpoint: Path, name: str) 
     refuse(checkpoint, r"safetensors: expected .*, found", read_all)
 
 
-def rename_file(new: str) -> Callable[[dict[str, Any]], None]:
-    def change(manifest: dict[str, Any]) -> None:
-        manifest["files"][0]["name"] = new
-
-    return change
-
-
 def edit(*where: Any, value: Any) -> Callable[[dict[str, Any]], None]:
     """Set `manifest[where[0]][where[1]]...` to `value`."""
 
@@ -235,9 +219,10 @@ def edit(*where: Any, value: Any) -> Callable[[dict[str, Any]], None]:
 
 
 WEIGHT = ("tensors", "0.weight")  # float32 [7, 5] in four pieces of two rows, and one
+NO_PIECES: dict[str, Any] = {"dtype": "int8", "files": [], "offsets": [], "sizes": []}
 HOSTILE: dict[str, Callable[[dict[str, Any]], Any]] = {
     **{
-        f"path {path}": rename_file(path)
+        f"path {path}": edit("files", 0, "name", value=path)
         for path in (
             "../model/shard-00000-00.safetensors",
             "model/../../x.safetensors",
@@ -257,7 +242,7 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], Any]] = {
     },
     "overlap": edit(*WEIGHT, "offsets", 2, value=1),
     "hole": lambda manifest: [manifest["tensors"]["0.weight"][name].pop() for name in ("files", "offsets", "sizes")],
-    "no pieces": edit(*WEIGHT, value={"shape": [7, 5], "dtype": "float32", "files": [], "offsets": [], "sizes": []}),
+    "no pieces": edit(*WEIGHT, value={**NO_PIECES, "shape": [7, 5], "dtype": "float32"}),
     "a piece twice": lambda manifest: [
         manifest["tensors"]["gate"][name].append(manifest["tensors"]["gate"][name][0])
         for name in ("files", "offsets", "sizes")
@@ -273,15 +258,11 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a negative file number": edit(*WEIGHT, "files", 0, value=-1),
     "a file twice": lambda manifest: manifest["files"].append(manifest["files"][0]),
     "an absurd shape": edit(*WEIGHT, "shape", value=[2**62, 2**62]),
-    "absurd pieces": lambda manifest: manifest["tensors"].update(
-        {"gate": {"shape": [2**50], "dtype": "int8", "files": [0], "offsets": [0], "sizes": [2**50]}}
+    "absurd pieces": edit(
+        "tensors", "gate", value={"shape": [2**50], "dtype": "int8", "files": [0], "offsets": [0], "sizes": [2**50]}
     ),
-    "an absurd empty shape": lambda manifest: manifest["tensors"].update(
-        {"x": {"shape": [0, 2**62, 2**62], "dtype": "int8", "files": [], "offsets": [], "sizes": []}}
-    ),
-    "a thousand dimensions": lambda manifest: manifest["tensors"].update(
-        {"x": {"shape": [0] * 1000, "dtype": "int8", "files": [], "offsets": [], "sizes": []}}
-    ),
+    "an absurd empty shape": edit("tensors", "x", value={**NO_PIECES, "shape": [0, 2**62, 2**62]}),
+    "a thousand dimensions": edit("tensors", "x", value={**NO_PIECES, "shape": [0] * 1000}),
     "a tie to nothing": edit("ties", value={"y": "z"}),
     "a tie of a stored tensor": edit("ties", value={"gate": "0.weight"}),
     "a size that is a float": edit(*WEIGHT, "shape", 0, value=7.0),
@@ -330,14 +311,6 @@ def test_a_hostile_manifest(checkpoint: Path, name: str) -> None:
 def test_a_manifest_that_is_not_one(checkpoint: Path, text: str) -> None:
     (checkpoint / "manifest.json").write_bytes(text.encode("utf-8", "surrogatepass"))
     refuse(checkpoint, r"manifest\.json")
-
-
-@pytest.mark.parametrize("key", ["step", "shape", "gate", "bytes"])
-def test_a_key_that_stands_twice(checkpoint: Path, key: str) -> None:
-    text = (checkpoint / "manifest.json").read_text()
-    at = text.index(f'"{key}":')
-    (checkpoint / "manifest.json").write_text(f'{text[:at]}"{key}": 5, {text[at:]}')
-    refuse(checkpoint, f"the key '{key}' stands twice")
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "model", FILES[0]])

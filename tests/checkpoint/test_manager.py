@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,9 +16,12 @@ import torch
 from plain_backend import (
     PlainBackend,
     checkpoints,
+    flip_last_byte,
     in_processes,
     load,
     named_tensors,
+    names,
+    refused,
     save_once,
     small_model,
     snapshot,
@@ -29,14 +33,16 @@ from portable_fsdp.checkpoint import commit
 from portable_fsdp.checkpoint.background import Snapshot
 from portable_fsdp.checkpoint.config_diff import Difference
 from portable_fsdp.checkpoint.format import step_folder
-from portable_fsdp.checkpoint.manager import Fingerprint, Resumed, ResumePoint, Saved
+from portable_fsdp.checkpoint.manager import Checkpoints, Fingerprint, Resumed, ResumePoint, Saved
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.config import schema
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 
+State = dict[str, TensorState]
 
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+
+def save(opened: Checkpoints, step: int, seed: int = 1) -> Path:
+    return opened.save(step, *small_model(seed), (0, 0))
 
 
 @pytest.mark.parametrize(("writers", "devices"), [(1, 1), (1, 4), (2, 1), (3, 2)])
@@ -67,55 +73,61 @@ def test_a_committed_folder_holds_manifest_and_shards_alone(tmp_path: Path) -> N
     assert manifest["config"] == {"optim": {"lr": 0.001}}
 
 
+# ---------------------------------------------------------------------------------------------- saves that are refused
+
+
+class Changed(PlainBackend):
+    """Process 1 of several, or the only one, has another state than it should."""
+
+    change: Callable[[State], None]
+
+    def state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> State:
+        state = super().state(model, optimizer)
+        if self.process.index == self.process.count - 1:
+            type(self).change(state)
+        return state
+
+
+def has_another_dtype(state: State) -> None:
+    state["0.weight"] = replace(state["0.weight"], pieces=lambda: [Piece((4, 0), torch.zeros(4, 5).double())])
+
+
+def lacks_a_piece(state: State) -> None:
+    pieces = state["1.weight"].pieces()[1:]
+    state["1.weight"] = replace(state["1.weight"], pieces=lambda: pieces)
+
+
+def fails(_: State) -> NoReturn:
+    raise MemoryError("no pinned memory")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (has_another_dtype, "process 2 could not write: TypeError: 0.weight"),
+        (lacks_a_piece, "1.weight: expected pieces of 21 elements in all, found "),
+        (fails, "checkpoint of step 5: MemoryError: no pinned memory"),
+    ],
+)
+def test_what_fails_on_one_process_fails_the_save_of_all(tmp_path: Path, change: Any, message: str) -> None:
+    class Backend(Changed): ...
+
+    Backend.change = change
+    work = lambda b: save(checkpoints(tmp_path, Backend(b.process, 1, b.meeting)), 5)  # noqa: E731
+    assert message in refused(3, work)
+    assert names(tmp_path) == []
+
+
 def test_a_step_is_committed_once(tmp_path: Path) -> None:
     path = save_once(tmp_path)
     before = (path / "manifest.json").read_bytes()
-
-    def work(backend: PlainBackend) -> None:
-        checkpoints(tmp_path, backend).save(5, *small_model(seed=2), (0, 0))
-
-    results = in_processes(2, work)
-    assert [type(result) for result in results] == [CheckpointError] * 2
-    assert "found it committed" in str(results[1])
+    assert "found it committed" in refused(2, lambda backend: save(checkpoints(tmp_path, backend), 5, seed=2))
     assert (path / "manifest.json").read_bytes() == before
     assert names(tmp_path) == ["step-00000005"]
 
 
-def test_one_process_that_cannot_write_fails_the_save_of_all(tmp_path: Path) -> None:
-    class Broken(PlainBackend):
-        def state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, TensorState]:
-            state = super().state(model, optimizer)
-            if self.process.index == 1:
-                wrong = [Piece((4, 0), torch.zeros(4, 5).double())]
-                state["0.weight"] = replace(state["0.weight"], pieces=lambda: wrong)
-            return state
-
-    def work(backend: PlainBackend) -> Path:
-        backend = Broken(backend.process, 1, backend.meeting)
-        return checkpoints(tmp_path, backend).save(5, *small_model(seed=1), (0, 0))
-
-    results = in_processes(3, work)
-    assert [type(result) for result in results] == [CheckpointError] * 3
-    assert all("process 1 could not write: TypeError: 0.weight" in str(result) for result in results)
-    assert names(tmp_path) == []
-
-
-def test_processes_that_hold_less_than_the_whole_tensor_commit_nothing(tmp_path: Path) -> None:
-    class Forgetful(PlainBackend):
-        def state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, TensorState]:
-            state = super().state(model, optimizer)
-            pieces = state["1.weight"].pieces()[1:]
-            state["1.weight"] = replace(state["1.weight"], pieces=lambda: pieces)
-            return state
-
-    backend = Forgetful(devices=2)
-    with pytest.raises(CheckpointError, match=r"1\.weight: expected pieces of 21 elements in all, found 7"):
-        checkpoints(tmp_path, backend).save(5, *small_model(seed=1), (0, 0))
-    assert names(tmp_path) == []
-
-
 class Alone(PlainBackend):
-    """The only one of its processes that runs; the others agree to all it says, and process 0 to all it asks."""
+    """The only one of its processes that runs; the others agree with it, and process 0 with all it asks."""
 
     def agree(self, value: Any) -> Any:
         return value if self.process.index == 0 else ("attempt", None)
@@ -124,18 +136,26 @@ class Alone(PlainBackend):
         return [value]
 
 
-def test_a_save_waits_for_every_process_and_names_the_missing(tmp_path: Path) -> None:
-    alone = Alone(Rank(0, 3))
-    with pytest.raises(CheckpointError, match=r"found none of process 1, 2 after 0 s"):
-        checkpoints(tmp_path, alone, wait_s=0.05).save(5, *small_model(seed=1), (0, 0))
+@pytest.mark.parametrize(
+    ("rank", "message"),
+    [
+        (Rank(0, 3), r"found none of process 1, 2 after 0 s"),
+        (Rank(1, 2), r"process 1 cannot see .*, which process 0 created:\n  checkpoints must lie on a file system"),
+    ],
+)
+def test_a_missing_process_and_an_unshared_folder_are_named(tmp_path: Path, rank: Rank, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        save(checkpoints(tmp_path, Alone(rank), wait_s=0.05), 5)
 
 
-def test_a_folder_that_this_process_does_not_see_is_named(tmp_path: Path) -> None:
-    alone = Alone(Rank(1, 2))
-    with pytest.raises(
-        CheckpointError, match=r"process 1 cannot see .*process 0 created:\n  checkpoints must lie on a file system"
-    ):
-        checkpoints(tmp_path, alone).save(5, *small_model(seed=1), (0, 0))
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), os.fsdecode(b"runs/\xff")])
+def test_a_config_that_json_does_not_round_trip_is_refused_when_the_run_opens(tmp_path: Path, value: Any) -> None:
+    for config, model_config in (({"run": {"dir": value}}, None), ({}, {"limit": [0.0, value]})):
+        with pytest.raises(CheckpointError, match=r"config: expected values that JSON can hold, found"):
+            checkpoints(tmp_path, PlainBackend(), config=config, model_config=model_config)
+
+
+# -------------------------------------------------------------------------------------------------------------- debris
 
 
 def test_the_first_save_removes_its_own_debris_and_nothing_else(
@@ -143,22 +163,22 @@ def test_the_first_save_removes_its_own_debris_and_nothing_else(
 ) -> None:
     save_once(tmp_path)
     for step, run in ((6, ""), (8, "another")):
-        (tmp_path / f"step-0000000{step}.tmp-0a1b2c3d" / "model").mkdir(parents=True)
-        mark = tmp_path / f"step-0000000{step}.tmp-0a1b2c3d" / "attempt.json"
-        mark.write_text(json.dumps({"run": run, "attempt": "x"}))
-    (tmp_path / "step-00000009.tmp-0a1b2c3d").mkdir()  # killed before it was marked: nothing is lost with it
+        folder = tmp_path / f"step-0000000{step}.tmp-0a1b2c3d"
+        (folder / "model").mkdir(parents=True)
+        (folder / "attempt.json").write_text(json.dumps({"run": run, "attempt": "x"}))
+    (tmp_path / "step-00000009.tmp-0a1b2c3d").mkdir()  # killed before its mark: nothing is lost with it
     (tmp_path / "step-00000007.tmp-0a1b2c3d").mkdir()  # not ours: no attempt of ours has files and no mark
     (tmp_path / "step-00000007.tmp-0a1b2c3d" / "notes").touch()
     (tmp_path / "notes.tmp").touch()
-    (tmp_path / ".portable_fsdp-0a1b2c3d").touch()  # killed while it looked whether all processes see the folder
+    (tmp_path / ".portable_fsdp-0a1b2c3d").touch()  # a killed start's probe
     (tmp_path / "step-00000004.damaged-1").mkdir()
     opened = checkpoints(tmp_path, PlainBackend())
     opened.find("auto")
-    assert (tmp_path / "step-00000006.tmp-0a1b2c3d" / "model").is_dir()  # nothing is changed if this start is refused
-    opened.save(7, *small_model(seed=1), (0, 0))
+    assert (tmp_path / "step-00000006.tmp-0a1b2c3d" / "model").is_dir()  # a refused start changes nothing
+    save(opened, 7)
     left = ["notes.tmp", "step-00000004.damaged-1", "step-00000005", "step-00000007"]
     assert names(tmp_path) == [*left, "step-00000007.tmp-0a1b2c3d", "step-00000008.tmp-0a1b2c3d"]
-    opened.save(8, *small_model(seed=1), (0, 0))
+    save(opened, 8)
     assert "expected no other run at work there, found step-00000008.tmp-0a1b2c3d of run 'another'" in caplog.text
     assert (tmp_path / "step-00000008.tmp-0a1b2c3d").is_dir()
 
@@ -169,23 +189,21 @@ def test_a_straggler_of_an_earlier_attempt_finds_no_folder(tmp_path: Path) -> No
     final = step_folder(tmp_path, 5)
     old = checkpoints(tmp_path, straggler)
     attempt = commit.begin(final, "")
-    state = straggler.state(*small_model(seed=4))
-    part = what_is_written(state)
-
-    def work(backend: PlainBackend) -> None:
-        ours = checkpoints(tmp_path, backend)
-        ours.save(5, *small_model(seed=5), (0, 5))
+    part = what_is_written(straggler.state(*small_model(seed=4)))
 
     def straggle() -> None:
         with pytest.raises(CheckpointError, match="process 1 cannot see"):
             old._write_part(final, attempt, *part)
 
     class Between(PlainBackend):
-        def state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, TensorState]:
+        def state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> State:
             straggle()  # the next attempt has begun
             return super().state(model, optimizer)
 
-    assert in_processes(2, lambda backend: work(Between(backend.process, 1, backend.meeting))) == [None, None]
+    def work(backend: PlainBackend) -> Path:
+        return save(checkpoints(tmp_path, Between(backend.process, 1, backend.meeting)), 5, seed=5)
+
+    assert in_processes(2, work) == [final] * 2
     straggle()
     model, optimizer = small_model(seed=9)
     load(checkpoints(tmp_path, PlainBackend()), model, optimizer)
@@ -193,40 +211,35 @@ def test_a_straggler_of_an_earlier_attempt_finds_no_folder(tmp_path: Path) -> No
     assert names(tmp_path) == ["step-00000005"]
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("nan"), os.fsdecode(b"runs/\xff")])
-def test_what_json_does_not_give_back_is_refused_when_the_run_opens(tmp_path: Path, value: Any) -> None:
-    for config, model_config in (({"run": {"dir": value}}, None), ({}, {"limit": [0.0, value]})):
-        with pytest.raises(CheckpointError, match=r"config: expected values that JSON can hold, found"):
-            checkpoints(tmp_path, PlainBackend(), config=config, model_config=model_config)
+# ---------------------------------------------------------------------------------------------------------------- find
 
 
 def test_a_run_without_checkpoints_starts_anew(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    opened = checkpoints(folder, PlainBackend())
+    opened = checkpoints(tmp_path / "checkpoints", PlainBackend())
     assert opened.find("auto") is None
     assert opened.find("none") is None
-    assert not folder.exists()
+    assert not (tmp_path / "checkpoints").exists()
 
 
 def test_auto_takes_the_newest(tmp_path: Path) -> None:
     save_once(tmp_path, step=5)
     newest = save_once(tmp_path, step=10)
     (tmp_path / "step-00000015.tmp").mkdir()
-    found = in_processes(2, lambda backend: checkpoints(tmp_path, backend).find("auto"))
-    assert found == [ResumePoint(newest, (), is_own=True)] * 2
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []  # the probe is gone
+    points = in_processes(2, lambda backend: checkpoints(tmp_path, backend).find("auto"))
+    assert points == [ResumePoint(newest, (), is_own=True)] * 2
+    assert [name for name in names(tmp_path) if name.startswith(".")] == []  # the probe is gone
 
 
-def test_auto_goes_past_a_damaged_one_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_warns_of_a_damaged_one_and_takes_an_older(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     older, newest = save_once(tmp_path, step=5), save_once(tmp_path, step=10)
     flip_last_byte(newest / "model" / "shard-00001-00.safetensors")
 
     def work(backend: PlainBackend) -> tuple[Path, Path]:
         opened = checkpoints(tmp_path, backend)
-        found = opened.find("auto")
-        assert found is not None
-        assert "step-00000010: model/shard-00001-00.safetensors: expected content" in found.passed_over[0]
-        return found.path, opened.save(10, *small_model(seed=3), (0, 0))
+        point = opened.find("auto")
+        assert point is not None
+        assert "step-00000010: model/shard-00001-00.safetensors: expected content" in point.passed_over[0]
+        return point.path, save(opened, 10, seed=3)
 
     with caplog.at_level(logging.WARNING, logger="portable_fsdp"):
         results = in_processes(2, work)
@@ -237,61 +250,32 @@ def test_auto_goes_past_a_damaged_one_and_says_so(tmp_path: Path, caplog: pytest
     assert names(tmp_path) == ["step-00000005", "step-00000010", "step-00000010.damaged-1"]
 
 
-def test_auto_never_falls_back_to_fresh_weights(tmp_path: Path) -> None:
-    (save_once(tmp_path, step=5) / "manifest.json").unlink()
-    flip_last_byte(save_once(tmp_path, step=10) / "optimizer" / "shard-00000-00.safetensors")
-    results = in_processes(2, lambda backend: checkpoints(tmp_path, backend).find("auto"))
-    assert [type(result) for result in results] == [CheckpointError] * 2
-    assert "found 2, all damaged" in str(results[1])
+def test_what_find_and_load_refuse_on_all_processes(tmp_path: Path) -> None:
+    older, newest = save_once(tmp_path, step=5), save_once(tmp_path, step=10)
 
+    def find(resume: Path | str, folder: Path = tmp_path) -> str:
+        return refused(2, lambda backend: checkpoints(folder, backend).find(str(resume)))
 
-def test_none_refuses_a_folder_with_checkpoints(tmp_path: Path) -> None:
-    save_once(tmp_path)
-    with pytest.raises(CheckpointError, match=r"found step-00000005\.\n  Use checkpoint\.resume: auto"):
-        checkpoints(tmp_path, PlainBackend()).find("none")
-
-
-def test_a_named_checkpoint_must_be_whole(tmp_path: Path) -> None:
-    path = save_once(tmp_path)
-    opened = checkpoints(tmp_path / "other", PlainBackend())
-    assert opened.find(str(path)) == ResumePoint(path, (), is_own=False)
-    (path / "model" / "shard-00000-00.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="found none"):
-        opened.find(str(path))
-    with pytest.raises(CheckpointError, match="expected auto, none, or a checkpoint's folder"):
-        opened.find(str(tmp_path / "atuo"))
-
-
-def test_a_named_checkpoint_older_than_the_runs_own_is_refused(tmp_path: Path) -> None:
-    older = save_once(tmp_path, step=5)
-    save_once(tmp_path, step=10)
-    with pytest.raises(CheckpointError, match=r"would begin at step 5, but .* already\n  holds step-00000010"):
-        checkpoints(tmp_path, PlainBackend()).find(str(older))
-
-
-def test_another_models_checkpoint_is_refused_by_all_processes(tmp_path: Path) -> None:
-    save_once(tmp_path)
-
-    def work(backend: PlainBackend) -> None:
-        load(checkpoints(tmp_path, backend), *small_model(seed=1, hidden=8))
-
-    results = in_processes(2, work)
-    assert [type(result) for result in results] == [CheckpointError] * 2
-    assert all("    0.weight             float32 [8, 5]  float32 [7, 5]\n" in str(result) for result in results)
-
-
-def test_what_one_process_finds_damaged_all_refuse(tmp_path: Path) -> None:
-    path = save_once(tmp_path)
-    flip_last_byte(path / "model" / "shard-00001-00.safetensors")  # the share of one of two
-    results = in_processes(2, lambda backend: checkpoints(tmp_path, backend).find(str(path)))
-    assert [type(result) for result in results] == [CheckpointError] * 2
-    assert all("shard-00001-00.safetensors: expected content with xxh3_128" in str(result) for result in results)
+    assert "found step-00000010 and 1 older.\n  Use checkpoint.resume: auto" in find("none")
+    assert "would begin at step 5, but " in find(older)
+    assert " already\n  holds step-00000010" in find(older)
+    assert "expected auto, none, or a checkpoint's folder" in find(tmp_path / "atuo", tmp_path / "other")
+    work = lambda backend: load(checkpoints(tmp_path, backend), *small_model(seed=1, hidden=8))  # noqa: E731
+    assert "    0.weight             float32 [8, 5]  float32 [7, 5]\n" in refused(2, work)
+    elsewhere = in_processes(2, lambda backend: checkpoints(tmp_path / "other", backend).find(str(newest)))
+    assert elsewhere == [ResumePoint(newest, (), is_own=False)] * 2
+    flip_last_byte(newest / "model" / "shard-00001-00.safetensors")  # the share of one of two
+    assert "shard-00001-00.safetensors: expected content with xxh3_128" in find(newest, tmp_path / "other")
+    (newest / "model" / "shard-00000-00.safetensors").unlink()
+    assert "found none" in find(newest, tmp_path / "other")
+    (older / "manifest.json").unlink()
+    assert "found 2, all damaged" in find("auto")  # never fresh weights
 
 
 @pytest.mark.parametrize(
     ("verify", "flipped", "cut"), [("full", True, True), ("size", False, True), ("off", False, False)]
 )
-def test_verify_says_how_much_is_checked(tmp_path: Path, verify: str, flipped: bool, cut: bool) -> None:
+def test_how_much_verify_checks(tmp_path: Path, verify: str, flipped: bool, cut: bool) -> None:
     file = save_once(tmp_path) / "model" / "shard-00000-00.safetensors"
 
     def is_refused() -> bool:
@@ -307,6 +291,18 @@ def test_verify_says_how_much_is_checked(tmp_path: Path, verify: str, flipped: b
     assert is_refused() == cut
 
 
+def test_a_folder_that_the_processes_do_not_share_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    for index in (0, 1):
+        (tmp_path / f"host{index}").mkdir()
+    results = in_processes(2, lambda b: checkpoints(tmp_path / f"host{b.process.index}" / "run", b).find("auto"))
+    assert [type(result) for result in results] == [CheckpointError] * 2
+    assert "expected a folder that all processes share, found that process\n  1 doesn't see" in str(results[0])
+    assert [names(tmp_path / f"host{index}") for index in (0, 1)] == [[], []]
+
+
+# ---------------------------------------------------------------------------------------------------- another config
+
+
 CONFIG = {"run": {"name": "a", "seed": 1}, "optim": {"lr": 0.1, "eps": 1}, "train": {"steps": 9, "micro_batch": 2}}
 
 
@@ -315,14 +311,13 @@ def changed(**changes: Any) -> dict[str, Any]:
 
 
 def resumed_with(folder: Path, settings: dict[str, Any], **arguments: Any) -> Resumed:
-    opened = checkpoints(
-        folder, PlainBackend(), settings, **{"config": CONFIG, "data": Fingerprint("r", "t"), **arguments}
-    )
+    arguments = {"config": CONFIG, "data": Fingerprint("r", "t"), **arguments}
+    opened = checkpoints(folder, PlainBackend(), settings, **arguments)
     return load(opened, *small_model(seed=2), str(settings.get("resume", "auto")))
 
 
-def save_with(folder: Path) -> Path:
-    opened = checkpoints(folder, PlainBackend(), config=CONFIG, data=Fingerprint("r", "t"))
+def save_with(folder: Path, config: dict[str, Any] = CONFIG) -> Path:
+    opened = checkpoints(folder, PlainBackend(), config=config, data=Fingerprint("r", "t"))
     return opened.save(5, *small_model(seed=1), (0, 20))
 
 
@@ -355,7 +350,7 @@ LONG = "/storage/of/the/team/that/pays/for/it/corpora/" * 2
     ],
     ids=["mapping", "end", "middle", "short", "shorter"],
 )
-def test_a_long_value_is_cut_so_that_the_difference_stays(saved: Any, now: Any, row: list[str]) -> None:
+def test_a_long_value_is_cut_around_the_difference(saved: Any, now: Any, row: list[str]) -> None:
     assert Difference("k", saved, now, True).lines() == row
 
 
@@ -376,34 +371,35 @@ def test_another_curve_is_refused_with_a_table_and_allowed_by_name(tmp_path: Pat
     with pytest.raises(CheckpointError, match=r"allow='\[train\.steps\]'"):
         resumed_with(tmp_path, {"allow": ("optim",)}, config=other)
     resumed = resumed_with(tmp_path, {"allow": ("optim", "train.steps")}, config=other)
-    assert {str(one) for one in resumed.changes} == {
+    assert {str(change) for change in resumed.changes} == {
         "optim.lr: 0.1, now 0.2",
         "train.steps: 9, now 18",
         "train.micro_batch: 2, now 1",
     }
-    assert {one.name for one in resumed.changes if not one.makes_curve} == {"train.micro_batch"}
+    assert {change.name for change in resumed.changes if not change.makes_curve} == {"train.micro_batch"}
+    with pytest.raises(ConfigError, match=r"checkpoint\.allow: expected names .* found optim\.rate, sharding"):
+        resumed_with(tmp_path, {"allow": ("optim.lr", "optim.rate", "sharding")})
 
 
-def test_other_data_is_refused(tmp_path: Path) -> None:
-    save_with(tmp_path)
-    with pytest.raises(CheckpointError, match=r'data\.rows  "r"    "other"'):
-        resumed_with(tmp_path, {}, data=Fingerprint("other", "t"))
-    assert resumed_with(tmp_path, {"allow": ("data",)}, data=Fingerprint("other", "t")).step == 5
-
-
-def test_another_path_to_the_same_data_is_no_difference(tmp_path: Path) -> None:
-    config = {**CONFIG, "data": {"path": "old"}}
-    opened = checkpoints(tmp_path, PlainBackend(), config=config, data=Fingerprint("r", "t"))
-    opened.save(5, *small_model(seed=1), (0, 20))
+def test_other_data_is_refused_and_another_path_to_the_same_data_is_not(tmp_path: Path) -> None:
+    save_with(tmp_path, {**CONFIG, "data": {"path": "old"}})
     moved = {**CONFIG, "data": {"path": "new"}}
     assert resumed_with(tmp_path, {}, config=moved).changes == ()
-    with pytest.raises(CheckpointError, match=r"data\.path"):
-        resumed_with(tmp_path, {}, config=moved, data=Fingerprint())
+    for fingerprint, row in ((Fingerprint(), r"data\.path"), (Fingerprint("other", "t"), 'data\\.rows +"r" +"other"')):
+        with pytest.raises(CheckpointError, match=row):
+            resumed_with(tmp_path, {}, config=moved, data=fingerprint)
+    assert resumed_with(tmp_path, {"allow": ("data",)}, config=moved, data=Fingerprint("other", "t")).step == 5
 
 
-def test_a_name_that_allows_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"checkpoint\.allow: expected names .* found optim\.rate, sharding"):
-        checkpoints(tmp_path, PlainBackend(), {"allow": ("optim.lr", "optim.rate", "sharding")}, config=CONFIG)
+def test_a_key_that_one_side_lacks_has_its_default_there(tmp_path: Path) -> None:
+    """As between two releases, of which one doesn't know the key."""
+    save_with(tmp_path)
+    default = changed(optim={"betas": list(schema.Optim().betas)})
+    assert resumed_with(tmp_path, {}, config=default).changes == ()
+    with pytest.raises(CheckpointError, match=r"optim\.betas +\[0\.9, 0\.95\]  \[0\.5, 0\.5\]"):
+        resumed_with(tmp_path, {}, config=changed(optim={"betas": [0.5, 0.5]}))
+    with pytest.raises(CheckpointError, match=r"optim\.z_loss +null +5\.0"):
+        resumed_with(tmp_path, {}, config=changed(optim={"z_loss": 5.0}))
 
 
 def test_weights_only_starts_anew_from_other_weights(tmp_path: Path) -> None:
@@ -414,16 +410,16 @@ def test_weights_only_starts_anew_from_other_weights(tmp_path: Path) -> None:
     opened = checkpoints(tmp_path / "second", PlainBackend(), settings, config=config)
     resumed = load(opened, model, optimizer, str(path))
     assert (resumed.step, resumed.position, resumed.weights_only) == (0, (0, 0), True)
-    found, expected = snapshot(model, optimizer), snapshot(*small_model(seed=1))
-    assert all(found[key] == (expected[key] if "/" not in key else bytes(len(expected[key]))) for key in found)
+    actual, expected = snapshot(model, optimizer), snapshot(*small_model(seed=1))
+    assert all(actual[key] == (expected[key] if "/" not in key else bytes(len(expected[key]))) for key in actual)
     opened.save(7, model, optimizer, (0, 3))
     same = checkpoints(tmp_path / "second", PlainBackend(), settings, config=changed(optim={"lr": 3}))
     again = load(same, model, optimizer, str(path))
-    assert (again.step, again.weights_only) == (7, False)  # the same command goes on with the run's own
+    assert (again.step, again.weights_only) == (7, False)  # the same command resumes from the run's own
 
 
 def test_other_ties_are_another_model(tmp_path: Path) -> None:
-    checkpoints(tmp_path, PlainBackend(), ties={"head": "0.weight"}).save(5, *small_model(seed=1), (0, 0))
+    save(checkpoints(tmp_path, PlainBackend(), ties={"head": "0.weight"}), 5)
     opened = checkpoints(tmp_path, PlainBackend(), ties={"head": "1.weight"})
     with pytest.raises(CheckpointError, match=r"head  tied to 1\.weight  tied to 0\.weight"):
         load(opened, *small_model(seed=1))
@@ -445,112 +441,104 @@ def test_other_ties_are_another_model(tmp_path: Path) -> None:
 def test_retention(tmp_path: Path, keep: int | None, keep_every: int | None, left: list[int]) -> None:
     opened = checkpoints(tmp_path, PlainBackend(), {"keep": keep, "keep_every": keep_every})
     for step in (2, 4, 6, 8, 10):
-        opened.save(step, *small_model(seed=1), (0, 0))
+        save(opened, step)
     assert names(tmp_path) == [f"step-{step:08d}" for step in left]
     removed = [step for saved in opened.finished() for step in saved.removed]
     assert sorted([*removed, *left]) == [2, 4, 6, 8, 10]
 
 
-def test_retention_follows_no_link_and_counts_nothing_that_was_cut(tmp_path: Path) -> None:
+def test_retention_leaves_links_damaged_ones_and_those_of_others(tmp_path: Path) -> None:
+    save(checkpoints(tmp_path, PlainBackend(), config={"run": {"name": "other"}}), 1)
     first = checkpoints(tmp_path, PlainBackend())
-    for step in (1, 2, 3, 4):
-        first.save(step, *small_model(seed=step), (0, 0))
-    archive = (tmp_path / "step-00000001").rename(tmp_path / "archive")
-    (tmp_path / "step-00000001").symlink_to(archive)
-    shard = tmp_path / "step-00000004" / "model" / "shard-00000-00.safetensors"
+    for step in (2, 3, 4, 5, 6):
+        save(first, step)
+    archive = (tmp_path / "step-00000002").rename(tmp_path / "archive")
+    (tmp_path / "step-00000002").symlink_to(archive)
+    shard = tmp_path / "step-00000005" / "model" / "shard-00000-00.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
+    flip_last_byte(tmp_path / "step-00000006" / "manifest.json")
     again = checkpoints(tmp_path, PlainBackend(), {"keep": 2})
-    again.save(5, *small_model(seed=5), (0, 0))
-    assert names(tmp_path) == ["archive", *(f"step-0000000{step}" for step in (1, 3, 4, 5))]
+    point = again.find("auto")
+    assert point is not None
+    assert point.path.name == "step-00000004"
+    save(again, 7)
+    assert names(tmp_path) == ["archive", *(f"step-0000000{step}" for step in (1, 2, 4, 5, 6, 7))]
     assert names(archive) == ["manifest.json", "model", "optimizer"]
-    assert [saved.removed for saved in again.finished()] == [(2,)]
+    assert [saved.removed for saved in again.finished()] == [(3,)]
 
 
 @pytest.mark.parametrize("trouble", ["it is gone", "its new name is taken"])
-def test_what_retention_cannot_delete_is_a_warning(
+def test_a_checkpoint_that_retention_cannot_delete_is_a_warning(
     tmp_path: Path, trouble: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def fails_to_delete(folder: Path, run: str) -> None:
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(folder))
+
     opened = checkpoints(tmp_path, PlainBackend(), {"keep": 1})
-    opened.save(1, *small_model(seed=1), (0, 0))
+    save(opened, 1)
     if trouble == "it is gone":
         shutil.rmtree(tmp_path / "step-00000001")
     else:
         monkeypatch.setattr(commit, "delete", fails_to_delete)
-    opened.save(2, *small_model(seed=2), (0, 0))
+    save(opened, 2)
     assert "step-00000002 is saved; an older checkpoint could not be deleted" in caplog.text
     monkeypatch.undo()
-    opened.save(3, *small_model(seed=3), (0, 0))
+    save(opened, 3)
     assert [(saved.step, saved.removed) for saved in opened.finished()] == [(1, ()), (2, ()), (3, (2,))]
-
-
-def fails_to_delete(folder: Path, run: str) -> None:
-    raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(folder))
-
-
-def test_retention_leaves_what_others_wrote_and_what_is_damaged(tmp_path: Path) -> None:
-    checkpoints(tmp_path, PlainBackend(), config={"run": {"name": "other"}}).save(1, *small_model(seed=1), (0, 0))
-    mine = checkpoints(tmp_path, PlainBackend())
-    mine.save(2, *small_model(seed=1), (0, 0))
-    mine.save(3, *small_model(seed=1), (0, 0))
-    flip_last_byte(tmp_path / "step-00000003" / "manifest.json")
-    resumed = checkpoints(tmp_path, PlainBackend(), {"keep": 1})
-    found = resumed.find("auto")
-    assert found is not None
-    assert found.path.name == "step-00000002"
-    resumed.save(4, *small_model(seed=1), (0, 0))
-    assert names(tmp_path) == ["step-00000001", "step-00000003", "step-00000004"]
 
 
 # ------------------------------------------------------------------------------------------------------ background
 
 
 def test_a_background_save_is_of_the_moment_it_was_asked_for(tmp_path: Path) -> None:
+    def advance(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for tensor in named_tensors(model, optimizer).values():
+            tensor.add_(1)  # the next step runs while the files are written
+
     def work(backend: PlainBackend) -> list[dict[str, bytes]]:
         opened = checkpoints(tmp_path, backend, {"async_save": True})
         model, optimizer = small_model(seed=1)
         for step in (1, 2, 3):
             opened.save(step, model, optimizer, (0, 0))
-            for tensor in named_tensors(model, optimizer).values():
-                tensor.add_(1)  # the next step runs while the files are written
+            advance(model, optimizer)
         opened.wait()
-        found: list[dict[str, bytes]] = []
+        states: list[dict[str, bytes]] = []
         for path in (tmp_path / f"step-0000000{step}" for step in (1, 2, 3)):
             with Reader(path) as reader:
                 backend.load_state(model, optimizer, reader.read)
-            found.append(snapshot(model, optimizer))
-        return found
+            states.append(snapshot(model, optimizer))
+        return states
 
     model, optimizer = small_model(seed=1)
     expected: list[dict[str, bytes]] = []
     for _ in range(3):
         expected.append(snapshot(model, optimizer))
-        for tensor in named_tensors(model, optimizer).values():
-            tensor.add_(1)
+        advance(model, optimizer)
     assert in_processes(2, work) == [expected] * 2
 
 
-def test_buffers_of_background_saves_are_taken_again() -> None:
+def test_background_saves_reuse_their_buffers() -> None:
     state = PlainBackend().state(*small_model(seed=1))
     snapshots = Snapshot()
-    first, second = (snapshots.take((key, one.pieces()) for key, one in state.items()) for _ in range(2))
-    for key, one in state.items():
-        for mine, before, piece in zip(first[key], second[key], one.pieces(), strict=True):
+    first, second = (snapshots.take((key, tensor.pieces()) for key, tensor in state.items()) for _ in range(2))
+    for key, tensor in state.items():
+        for mine, before, piece in zip(first[key], second[key], tensor.pieces(), strict=True):
             assert mine.data.data_ptr() == before.data.data_ptr() != piece.data.data_ptr()
 
 
 def test_a_failed_background_save_fails_the_next_call_on_all_processes(tmp_path: Path) -> None:
     def work(backend: PlainBackend) -> tuple[str, bool]:
         opened = checkpoints(tmp_path, backend, {"async_save": True})
-        opened.save(1, *small_model(seed=1), (0, 0))
+        save(opened, 1)
         opened.wait()
         if backend.process.index == 0:
             (tmp_path / "step-00000002").touch()  # a file in the place of the folder: the rename fails
-        opened.save(2, *small_model(seed=1), (0, 0))
+        save(opened, 2)
         deadline = time.monotonic() + 10
         while backend.process.index == 0 and not opened.failed and time.monotonic() < deadline:
             time.sleep(0.01)
         with pytest.raises(CheckpointError) as error:
-            opened.save(3, *small_model(seed=1), (0, 0))
+            save(opened, 3)
         return str(error.value), opened.failed
 
     results = in_processes(2, work)
@@ -560,72 +548,26 @@ def test_a_failed_background_save_fails_the_next_call_on_all_processes(tmp_path:
 
 
 def test_closing_lets_a_save_commit_whose_other_process_is_a_moment_late(tmp_path: Path) -> None:
-    def work(backend: PlainBackend) -> list[Saved]:
-        class Late(PlainBackend):
-            def state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, TensorState]:
-                if self.process.index == 1:
-                    time.sleep(0.5)
-                return super().state(model, optimizer)
+    class Late(PlainBackend):
+        def state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> State:
+            time.sleep(0.5 * self.process.index)
+            return super().state(model, optimizer)
 
+    def work(backend: PlainBackend) -> list[Saved]:
         opened = checkpoints(tmp_path, Late(backend.process, 1, backend.meeting), {"async_save": True})
-        opened.save(5, *small_model(seed=1), (0, 0))
+        save(opened, 5)
         opened.close()
         return opened.finished()
 
-    results = in_processes(2, work)
-    assert [saved.step for saved in results[0]] == [5]
+    assert [saved.step for saved in in_processes(2, work)[0]] == [5]
     assert names(tmp_path) == ["step-00000005"]
 
 
 @pytest.mark.slow
 def test_closing_ends_a_save_that_waits_for_a_process_that_is_gone(tmp_path: Path) -> None:
     opened = checkpoints(tmp_path, Alone(Rank(0, 3)), {"async_save": True}, wait_s=600)
-    opened.save(5, *small_model(seed=1), (0, 0))
+    save(opened, 5)
     began = time.monotonic()
     opened.close()
     assert time.monotonic() - began < 120  # not wait_s
     assert not opened.failed
-
-
-def test_a_folder_that_the_processes_do_not_share_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    def work(backend: PlainBackend) -> None:
-        checkpoints(tmp_path / f"host{backend.process.index}" / "run", backend).find("auto")
-
-    for index in (0, 1):
-        (tmp_path / f"host{index}").mkdir()
-    results = in_processes(2, work)
-    assert [type(result) for result in results] == [CheckpointError] * 2
-    assert "expected a folder that all processes share, found that process\n  1 doesn't see" in str(results[0])
-    assert [names(tmp_path / f"host{index}") for index in (0, 1)] == [[], []]
-
-
-def flip_last_byte(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-
-
-def test_a_key_that_one_side_lacks_has_its_default_there(tmp_path: Path) -> None:
-    """As between two releases, of which one doesn't know the key."""
-    save_with(tmp_path)
-    default = changed(optim={"betas": list(schema.Optim().betas)})
-    assert resumed_with(tmp_path, {}, config=default).changes == ()
-    with pytest.raises(CheckpointError, match=r"optim\.betas +\[0\.9, 0\.95\]  \[0\.5, 0\.5\]"):
-        resumed_with(tmp_path, {}, config=changed(optim={"betas": [0.5, 0.5]}))
-    with pytest.raises(CheckpointError, match=r"optim\.z_loss +null +5\.0"):
-        resumed_with(tmp_path, {}, config=changed(optim={"z_loss": 5.0}))
-
-
-def test_what_fails_on_one_process_before_the_write_is_said_on_all(tmp_path: Path) -> None:
-    def work(backend: PlainBackend) -> None:
-        ours = checkpoints(tmp_path, backend)
-        if backend.process.index == 1:
-            backend.state = fails  # type: ignore[method-assign]
-        ours.save(1, *small_model(seed=1), (0, 0))
-
-    def fails(*_: object) -> NoReturn:
-        raise MemoryError("no pinned memory")
-
-    results = in_processes(2, work)
-    assert {type(result) for result in results} == {CheckpointError}
-    assert "checkpoint of step 1: MemoryError: no pinned memory" in str(results[0])

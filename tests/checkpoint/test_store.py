@@ -187,30 +187,21 @@ def test_what_differs_from_this_model_is_a_table(tmp_path: Path) -> None:
     ]
 
 
-def test_another_dtype_is_another_model(tmp_path: Path) -> None:
+def test_another_dtype_is_another_model_and_some_cannot_be_stored(tmp_path: Path) -> None:
     path = save_once(tmp_path)
     state = PlainBackend().state(*small_model(seed=1))
     state["gate"] = TensorState((2,), torch.float16)
     with Reader(path) as reader, pytest.raises(CheckpointError, match=r"gate +float16 \[2\] +bfloat16 \[2\]"):
         reader.check(state, {})
-
-
-def test_a_dtype_that_cannot_be_stored_is_refused() -> None:
-    state = {"w": whole(torch.zeros(2, dtype=torch.complex64))}
     with pytest.raises(CheckpointError, match="found complex64"):
-        entries_without_pieces(state)
+        entries_without_pieces({"w": whole(torch.zeros(2, dtype=torch.complex64))})
 
 
-def test_views_and_transposes_are_written_as_they_look(tmp_path: Path) -> None:
+def test_views_are_written_as_they_look_in_files_as_readable_as_their_folder(tmp_path: Path) -> None:
     tensor = random_tensor((4, 6), torch.float32, 5)
-    state = {"w": whole(tensor.T)}
-    with Reader(store(tmp_path / "c", [state])) as reader:
+    path = store(step_folder(tmp_path, 1), [{"w": whole(tensor.T)}])
+    with Reader(path) as reader:
         assert bits(reader.read("w", (slice(0, 6), slice(0, 4)))) == bits(tensor.T)
-
-
-def test_shards_are_as_readable_as_their_folder(tmp_path: Path) -> None:
-    path = step_folder(tmp_path, 1)
-    store(path, [{"w": whole(torch.zeros(2))}])
     shard = path / "model" / "shard-00000-00.safetensors"
     assert shard.stat().st_mode & 0o777 == shard.parent.stat().st_mode & 0o666
 
@@ -222,19 +213,16 @@ def test_the_hash_is_xxh3_128(tmp_path: Path) -> None:
     )  # xxhash's published value
 
 
-def test_the_example_reads_without_this_package(tmp_path: Path) -> None:
+def test_the_example_reads_with_neither_torch_nor_this_package(tmp_path: Path) -> None:
     path = save_once(tmp_path, seed=4, count=2, devices=2)
-    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "read_checkpoint.py"))
+    file = Path(__file__).parents[2] / "examples" / "read_checkpoint.py"
+    example = runpy.run_path(str(file))
     for key, tensor in named_tensors(*small_model(seed=4)).items():
-        found = example["read_tensor"](path, key)
-        assert found.tobytes() == bits(tensor)
-        assert found.shape == (tuple(tensor.shape) if tensor.dtype == torch.float32 else (*tensor.shape, 2))
-
-
-def test_the_example_imports_neither_torch_nor_this_package() -> None:
-    example = Path(__file__).parents[2] / "examples" / "read_checkpoint.py"
+        array = example["read_tensor"](path, key)
+        assert array.tobytes() == bits(tensor)
+        assert array.shape == (tuple(tensor.shape) if tensor.dtype == torch.float32 else (*tensor.shape, 2))
     program = (
-        f"import runpy, sys; runpy.run_path({str(example)!r}); "
+        f"import runpy, sys; runpy.run_path({str(file)!r}); "
         "sys.exit(any(n.split('.')[0] in ('torch', 'portable_fsdp') for n in sys.modules))"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
