@@ -1,14 +1,14 @@
-"""srun and mpirun of two tasks on this machine, played by a program that sets what they set."""
+"""srun and mpirun of two tasks on this machine: a program that sets the variables that they set."""
 
 from cli import free_port
 
 from portable_fsdp.runtime.tasks import PORTS
 
-PLAYED = """
+TASKS = """
 import json, os, subprocess, sys
 
 def values(task):
-    return {name: str(value).format(task=task) for name, value in json.loads(os.environ["PLAYED"]).items()}
+    return {name: str(value).format(task=task) for name, value in json.loads(os.environ["TASK_VARIABLES"]).items()}
 
 tasks = [subprocess.Popen(sys.argv[1:], env={**os.environ, **values(task)}) for task in range(2)]
 sys.exit(max(task.wait() for task in tasks))

@@ -73,7 +73,7 @@ def scontrol(words: list[str]) -> int:
     if words == ["requeue", JOB]:
         (CLOUD / "requeued").touch()
     elif words[:2] == ["show", "hostnames"]:
-        print("\n".join(["localhost", *(f"node{number}" for number in range(1, NODES))]))
+        print("\n".join(["localhost", *(f"node{number}" for number in range(1, NODES))][:NODES]))
     else:
         sys.exit(f"scontrol: invalid keyword: {words}")
     return 0

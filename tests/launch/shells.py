@@ -2,10 +2,15 @@
 
 import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import yaml
+from cli import TINY
 
 ROOT = Path(__file__).parents[2]
 FAKES = Path(__file__).parent
@@ -28,6 +33,7 @@ class Shell:
     """`folder` is what a test has to itself: `bin` is all of PATH, `cloud` belongs to the fakes."""
 
     def __init__(self, folder: Path, *recorders: str) -> None:
+        self.folder = folder
         self.programs = folder / "bin"
         self.record = folder / "record.jsonl"
         self.cloud = folder / "cloud"
@@ -71,3 +77,69 @@ class Shell:
         lines = self.record.read_text().splitlines() if self.record.exists() else []
         self.record.unlink(missing_ok=True)
         return [json.loads(line) for line in lines]
+
+
+PYTHON = f"""{RECORDER}
+if "torch.cuda" in " ".join(sys.argv):
+    print(os.environ.get("GPUS", ""))
+elif "GPUS" in os.environ:
+    os.environ["PYTHONPATH"] = "{ROOT}"
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+COMMAND = re.compile("'--command=.*", re.DOTALL)
+CLOUD = {"HAS": "slice.json", "NEXT": "creations.json", "SSH": "answers.json"}
+WORDS = {
+    "$TRICKY": shlex.join(TRICKY),
+    "$SLICE": "TPU_NAME=slice TPU_ZONE=us-east5-b TPU_POLL_S=0",
+    "$TYPED_SLICE": "TPU_NAME=slice TPU_ZONE=us-east5-b TPU_POLL_S=0 TPU_TYPE=v6e-16",
+}
+
+
+def new_shell(folder: Path) -> Shell:
+    """In its `checkout`, which `setup` writes an archive into, are the scripts and a tiny config."""
+    shell = Shell(folder, "torchrun")
+    for name in ("sbatch", "srun", "scontrol"):
+        shell.install_fake(name, "fake_slurm.py")
+    shell.install_fake("gcloud", "fake_gcloud.py")
+    shell.install("python", PYTHON)
+    checkout = folder / "checkout"
+    shutil.copytree(ROOT / "launch", checkout / "launch")
+    (checkout / "configs").symlink_to(ROOT / "configs")
+    for kept_or_not in ("portable_fsdp/launch.py", ".venv/x", ".venv-latest/x", ".git/x", "runs/x", "build/x"):
+        (checkout / kept_or_not).parent.mkdir(parents=True, exist_ok=True)
+        (checkout / kept_or_not).touch()
+    (checkout / "run").mkdir()
+    (checkout / "run/STOPPED").touch()  # of an earlier life
+    (checkout / "tiny.yaml").write_text(yaml.safe_dump(TINY))
+    text = (ROOT / "launch/slurm.sbatch").read_text()
+    (checkout / "wrong.sbatch").write_text(text.replace("--requeue", "--requeu"))
+    return shell
+
+
+def play(title: str, line: str, folder: Path) -> str:
+    """What comes of a command: exit code, unindented lines of its message, output, the programs that it calls.
+
+    Before it may stand, besides its own variables: GPUS, those that torch sees (without it python only records); HAS,
+    the states of the TPU that is there; NEXT, those of the next ones; SSH, the exit codes of ssh; TORCHRUN, that of
+    torchrun. Where `title` has "workers", their commands are shown whole.
+    """
+    folder.mkdir()
+    shell = new_shell(folder)
+    variables: dict[str, str] = {}
+    words = shlex.split(re.sub(r"\$[A-Z_]+", lambda name: WORDS[name[0]], line))
+    while re.match(r"[A-Z_]+=", words[0]):
+        name, _, variables[name] = words.pop(0).partition("=")
+    for name, file in CLOUD.items():
+        if name in variables:
+            values = variables.pop(name).split(",")
+            states = [int(value) for value in values] if name == "SSH" else values
+            (shell.cloud / file).write_text(json.dumps([states] if name == "NEXT" else states))
+    if code := variables.pop("TORCHRUN", None):
+        shell.install("torchrun", f"#!/bin/sh\nexit {code}\n")
+    done = shell.run(*words, variables=variables, cwd=folder / "checkout")
+    lines = [f"exit {done.returncode}"]
+    lines += [f"says {text}" for text in done.stderr.splitlines() if not text.startswith(" ")]
+    lines += [f"prints {text}" for text in done.stdout.splitlines()]
+    calls = [shlex.join(call) for call in shell.calls() if "describe" not in call]
+    lines += [f"calls {call if 'workers' in title else re.sub(COMMAND, '--command=...', call)}" for call in calls]
+    return "\n".join(lines).replace(str(folder), "FOLDER") + "\n"

@@ -1,8 +1,7 @@
-"""What the documents tell people to type, typed: each command of these pages runs here, as written but on CPUs.
+"""What the documents tell people to type runs here, as written but on CPUs; `on_cpus` says what is changed.
 
-`on_cpus` says what is changed. Scripts run with the programs of this folder in place of Slurm's, gcloud and torchrun.
-Those of kubectl, sky and `docker build` can't run here: tests/test_docs.py compares them with the files that they name,
-as it parses every command. It runs each `explain`, and test_migrating.py the block with a corpus.
+Scripts are played with fakes of Slurm, gcloud and torchrun. Commands of kubectl, sky and `docker build` can't run here:
+tests/test_docs.py compares them with the files that they name, as it parses every command and runs each `explain`.
 """
 
 import json
@@ -14,10 +13,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cli import PROGRAMS, committed, free_port, started
+from cli import PROGRAMS, committed, free_port, launch, losses, started, tiny_config
 from documented import Command, commands, program_of
-from fake_launchers import MPIRUN, PLAYED, srun
-from shells import ROOT, Shell
+from fake_launchers import MPIRUN, TASKS, srun
+from shells import ROOT, play
+
+from portable_fsdp.checkpoint.__main__ import main, resolve
+from portable_fsdp.checkpoint.store import Reader
+from portable_fsdp.checkpoint.values import value_differences
+from portable_fsdp.config.load import load_config
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +31,7 @@ ELSEWHERE = ("export ", "kubectl ", "sky ", "docker build ", "python -m portable
 """How commands begin that aren't started here."""
 SCRIPTS = {"launch/torchrun.sh", "launch/slurm.sbatch", "launch/tpu_vm.sh", "launch/tpu_queued_resource.sh"}
 EVERY_DAY = {("library.md", "python")}
-"""A loop of one's own; each of the others takes ten seconds and more of a processor."""
+"""Your own loop; each of the others takes ten seconds and more of a processor."""
 
 ON_CPUS = {
     "--device=cuda": ["--device=cpu"],
@@ -75,10 +79,6 @@ def programs() -> Iterator[object]:
         yield pytest.param(command, marks=marks, id=command.where)
 
 
-def scripts(name: str) -> list[Command]:
-    return [command for command in ALL if script_of(command) == name]
-
-
 def on_cpus(words: list[str]) -> list[str]:
     """The same command, with CPUs for its devices, two processes for its number, and two steps of a tiny model."""
     name = started_by(words)
@@ -95,24 +95,24 @@ def on_cpus(words: list[str]) -> list[str]:
     return [*changed, *TWO_STEPS[name]]
 
 
-def typed(words: list[str]) -> list[str]:
-    """What to start for these words: programs of this environment, and players of launchers that aren't here."""
+def command_here(words: list[str]) -> list[str]:
+    """What to start for these words: programs of this environment, and fakes of launchers that aren't here."""
     program = [sys.executable, *program_of(words).words[1:]]
     match words[0]:
         case "torchrun" | "accelerate":
             return [str(PROGRAMS / words[0]), *words[1:]]
         case "srun" | "mpirun":
-            return [sys.executable, "-c", PLAYED, *program]
+            return [sys.executable, "-c", TASKS, *program]
         case _:  # python, and docker's container, which is this machine
             return program
 
 
 def variables_of(launcher: str) -> dict[str, str]:
-    """What the launcher's player sets, or what the page says to set on a machine with torch_xla."""
+    """What the fake launcher sets, or what the page says to set on a machine with torch_xla."""
     if launcher == "accelerate":
         return {"USE_TORCH_XLA": "0"}
-    played = {"srun": srun(), "mpirun": {**MPIRUN, "MASTER_PORT": str(free_port())}}.get(launcher)
-    return {"PLAYED": json.dumps(played)} if played else {}
+    of_tasks = {"srun": srun(), "mpirun": {**MPIRUN, "MASTER_PORT": str(free_port())}}.get(launcher)
+    return {"TASK_VARIABLES": json.dumps(of_tasks)} if of_tasks else {}
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def checkout(tmp_path: Path) -> Path:
 def test_a_documented_program_runs(command: Command, checkout: Path) -> None:
     launcher, name = command.words[0], started_by(command.words)
     variables = {**command.variables, "PYTHONPATH": str(ROOT), "HF_HOME": str(checkout), **variables_of(launcher)}
-    with started(typed(on_cpus(command.words)), checkout, **variables) as run:
+    with started(command_here(on_cpus(command.words)), checkout, **variables) as run:
         code = run.wait(LIMIT_S)
     if name == "portable_fsdp.doctor":
         assert code in (0, 1), run.err  # 1: something is wrong with this host, of which torchrun makes a traceback
@@ -151,36 +151,27 @@ def test_each_command_is_started_or_known_to_be_started_elsewhere() -> None:
 
 # ------------------------------------------------------------------------------------------------------- scripts
 
-
-@pytest.fixture
-def shell(checkout: Path) -> Shell:
-    """Without a GPU, without a virtual environment: `torchrun` records what it is asked for."""
-    shell = Shell(checkout, "torchrun")
-    for name in ("sbatch", "srun", "scontrol"):
-        shell.install_fake(name, "fake_slurm.py")
-    shell.install_fake("gcloud", "fake_gcloud.py")
-    shell.install("python", f'#!/bin/sh\nPYTHONPATH="{ROOT}" exec "{sys.executable}" "$@"\n')
-    return shell
+OF_SCRIPTS = [command for command in ALL if script_of(command)]
+VARIABLES = "GPUS=8 NPROC_PER_NODE=8 HAS={} TPU_NAME=slice TPU_ZONE=z TPU_TYPE=v6e-16 TPU_POLL_S=0 SSH=0"
 
 
-def ours(call: list[str], processes: int) -> list[str]:
-    """The run's own arguments of a call of torchrun, whose flags are torchrun's."""
-    program = program_of(call)
-    assert program.words[:4] == ["python", "-m", "portable_fsdp.launch", "--device=cuda"]
-    assert program.processes == processes
-    return program.words[4:]
-
-
-@pytest.mark.parametrize("command", scripts("launch/torchrun.sh"), ids=lambda command: command.where)
-def test_torchrun_sh_checks_the_config_and_starts_torchrun(command: Command, shell: Shell, checkout: Path) -> None:
-    done = shell.run(*command.words, variables={**command.variables, "NPROC_PER_NODE": "8"}, cwd=checkout)
-    assert (done.returncode, done.stderr) == (0, "")
-    [call] = shell.calls()
-    assert ours(call, 8 * int(command.variables.get("NNODES", "1"))) == command.words[1:]
+@pytest.mark.parametrize("command", OF_SCRIPTS, ids=lambda command: command.where)
+def test_a_documented_script_ends_well(command: Command, tmp_path: Path) -> None:
+    """test_scripts.py has the transcripts of what each calls."""
+    usable = "ACTIVE" if "queued" in shlex.join(command.words) else "READY"
+    given = " ".join(f"{name}={shlex.quote(value)}" for name, value in command.variables.items())
+    transcript = play("", f"{VARIABLES.format(usable)} {given} {shlex.join(command.words)}", tmp_path / "shell")
+    assert transcript.startswith("exit 0\n"), transcript
+    arguments = [word for word in command.words if word.startswith(("--config=", "run.dir=", "checkpoint.dir="))]
+    assert all(word in transcript for word in arguments if "/tpu_" not in command.words[0]), transcript
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("command", scripts("launch/torchrun.sh"), ids=lambda command: command.where)
+@pytest.mark.parametrize(
+    "command",
+    [command for command in OF_SCRIPTS if command.words[0] == "launch/torchrun.sh"],
+    ids=lambda command: command.where,
+)
 def test_torchrun_sh_trains(command: Command, checkout: Path) -> None:
     variables = {**command.variables, "PYTHONPATH": str(ROOT), "NPROC_PER_NODE": "1"}
     if "RDZV_ENDPOINT" in variables:
@@ -195,46 +186,6 @@ def test_torchrun_sh_trains(command: Command, checkout: Path) -> None:
     assert committed(checkout / "runs/llama_1b") == [2]
 
 
-@pytest.mark.parametrize("command", scripts("launch/slurm.sbatch"), ids=lambda command: command.where)
-def test_slurm_sbatch_starts_torchrun_on_each_node(command: Command, shell: Shell, checkout: Path) -> None:
-    done = shell.run(*command.words, variables={"NPROC_PER_NODE": "8"}, cwd=checkout)
-    assert (done.returncode, done.stderr) == (0, "")
-    if "--dry-run" in command.words:
-        assert shell.calls() == []
-        shell.run("bash", "-c", done.stdout, cwd=checkout)
-    calls = [call for call in shell.calls() if call[0] == "torchrun"]
-    arguments = [word for word in command.words[2:] if word != "--dry-run"]
-    assert [ours(call, 16) for call in calls] == [arguments] * 2
-
-
-BLOCKS = re.findall(r"^```bash\n(export TPU_NAME=.*?)^```", (ROOT / "docs/launching.md").read_text(), re.M | re.S)
-
-
-@pytest.mark.parametrize(
-    ("block", "usable", "expected"),
-    [
-        (BLOCKS[0], "READY", ["create", "ssh", "scp", "ssh", "ssh", "ssh", "ssh", "ssh", "delete"]),
-        (BLOCKS[1], "ACTIVE", ["create", "ssh", "scp", "ssh", "ssh", "delete", "create", "ssh", "delete"]),
-    ],
-    ids=["tpu_vm", "queued"],
-)
-def test_tpus_are_made_used_and_deleted(
-    block: str, usable: str, expected: list[str], shell: Shell, checkout: Path
-) -> None:
-    (shell.cloud / "creations.json").write_text(json.dumps([[usable]]))
-    (shell.cloud / "answers.json").write_text(json.dumps([66, 0]))  # nothing is set up there
-    done = shell.run("bash", "-e", "-c", block, variables={"TPU_POLL_S": "0"}, cwd=checkout)
-    assert done.returncode == 0, done.stderr
-    assert [call[4] for call in shell.calls() if call[4] != "describe"] == expected
-    assert not (shell.cloud / "mine.json").exists()
-
-
-def test_no_block_of_tpus_is_left_out() -> None:
-    assert len(BLOCKS) == 2
-    shown = [" ".join(command.words) for name in SCRIPTS for command in scripts(name) if "/tpu_" in name]
-    assert sorted(re.findall(r"launch/tpu_\w+\.sh .*", "".join(BLOCKS))) == sorted(shown)
-
-
 def test_variables_before_a_script_are_read_by_it() -> None:
     """A misspelt one is no error of the shell: the script would take its default."""
     workers = (ROOT / "launch/tpu_workers.sh").read_text()
@@ -245,3 +196,60 @@ def test_variables_before_a_script_are_read_by_it() -> None:
     for script, variable in shown:
         assert script, f"{variable} stands before no script"
         assert re.search(rf"\$\{{?{variable}\b", (ROOT / script).read_text() + workers), f"{script} reads no {variable}"
+
+
+# ----------------------------------------------------------------------------------- migrating.md, foreign_formats.md
+
+SMALL_MODEL = ("model.architecture.hidden_size=32", "model.architecture.intermediate_size=64", "data.seq_len=32")
+
+
+def first_block(page: str) -> list[list[str]]:
+    block = re.search(r"^```bash\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.MULTILINE | re.DOTALL)
+    assert block
+    return [shlex.split(line) for line in block[1].replace("\\\n", " ").splitlines()]
+
+
+def test_an_accelerate_file_and_a_folder_of_text_are_a_training(checkout: Path) -> None:
+    train, explain = first_block("migrating.md")
+    [foreign] = [word.removeprefix("--import=") for word in explain if word.startswith("--import=")]
+    (checkout / "corpus").mkdir()
+    command = [sys.executable, *train[1:], *SMALL_MODEL, "train.stop_at=2"]
+    with started(command, checkout) as run:
+        assert run.wait() == 2
+    assert "found nothing: corpus/*.txt" in run.err
+    assert "Traceback" not in run.err
+    for number in range(3):
+        text = f"Text {number} of a newcomer, line after line, in a file of its own.\n" * 40
+        (checkout / f"corpus/{number}.txt").write_text(text, encoding="utf-8")
+    with started(command, checkout) as run:
+        assert run.wait() == 0, run.err
+    assert "native on 2 x cpu (2 process(es))" in run.err
+    first, second = losses(checkout / "runs/mine")
+    assert second < first
+    assert committed(checkout / "runs/mine") == [2]
+    config = load_config(checkout / "runs/mine/config.yaml")
+    assert config.data.path == "corpus/*.txt"
+    assert config.memory.cpu_offload  # the accelerate file says so, and nothing else does
+    with started([sys.executable, *explain[1:]], checkout) as run:
+        assert run.wait() == 0, run.err
+    assert "  # " in (checkout / "ours.yaml").read_text()
+    assert load_config(checkout / "ours.yaml") == load_config(ROOT / "configs/quickstart.yaml", [], [ROOT / foreign])
+
+
+def test_conversions_of_the_page_keep_every_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what was exported and imported is trained on."""
+    tiny_config(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    flags = ("--device=cpu", "--config=tiny.yaml")
+    assert launch(*flags, "run.dir=runs/demo") == 0
+    for line in first_block("foreign_formats.md"):
+        assert line[:3] == ["python", "-m", "portable_fsdp.checkpoint"]
+        assert main(line[3:]) == 0, line
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["demo", "imported", "titan"]
+    with Reader(resolve(Path("runs/demo"))) as a, Reader(resolve(Path("runs/titan"))) as b:
+        assert a.manifest.tensors.keys() == b.manifest.tensors.keys()
+        assert (a.manifest.step, a.manifest.ties) == (b.manifest.step, b.manifest.ties)
+        assert value_differences(a, b) == {}
+    new = ["checkpoint.resume=runs/imported/checkpoints/step-00000000", "checkpoint.load=weights_only"]
+    assert launch(*flags, "run.dir=new", *new, "train.stop_at=2") == 0
+    assert losses(tmp_path / "new")[0] < losses(tmp_path / "runs/demo")[0] - 0.05  # from trained weights

@@ -77,6 +77,7 @@ def temporary(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize(("kind", "devices"), [("plain", 1), ("torchrun", 2), ("several", 2)])
 def test_native_start(native_runs: dict[str, tuple[int, Started, Path]], kind: str, devices: int) -> None:
     check_run(*native_runs[kind], backend="native", devices=devices)
+    assert kind != "plain" or native_runs[kind][1].err.startswith("started by hand (no launcher)\n")
     left = list((native_runs[kind][2].parent / "tmp").iterdir())
     assert kind == "torchrun" or left == []  # torchrun leaves a folder for logs
     assert losses(native_runs[kind][2]) == pytest.approx(losses(native_runs["plain"][2]), rel=1e-5)

@@ -1,4 +1,4 @@
-"""Runs of two processes under launchers that are not torchrun, played by a program that sets what they set."""
+"""Runs of two processes under launchers that are not torchrun: fakes that set what they set."""
 
 import json
 import re
@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 from cli import PROGRAMS, PYTHON, committed, free_port, launch, losses, started, tiny_config
-from fake_launchers import MPIRUN, PLAYED, srun
+from fake_launchers import MPIRUN, TASKS, srun
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("launcher", ["srun", pytest.param("mpirun", marks=pytest.mark.proof)])
 def test_a_run_of_two_tasks(launcher: str, tmp_path: Path) -> None:
-    played = srun() if launcher == "srun" else {**MPIRUN, "MASTER_PORT": str(free_port())}
-    command = [sys.executable, "-c", PLAYED, *PYTHON, "--device=cpu", f"--config={tiny_config(tmp_path)}"]
-    with started(command, tmp_path, PLAYED=json.dumps(played)) as run:
+    variables = srun() if launcher == "srun" else {**MPIRUN, "MASTER_PORT": str(free_port())}
+    command = [sys.executable, "-c", TASKS, *PYTHON, "--device=cpu", f"--config={tiny_config(tmp_path)}"]
+    with started(command, tmp_path, TASK_VARIABLES=json.dumps(variables)) as run:
         code = run.wait()
     assert code == 0, run.err
     assert run.err.count(f"started by {launcher}: 2 process(es), 2 of them on this host\n") == 1, run.err
@@ -36,22 +36,16 @@ with open_backend(load_config(sys.argv[1]), device="cpu") as engine:
 
 
 def test_a_loop_of_ones_own_under_srun(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", PLAYED, sys.executable, "-c", LOOP, tiny_config(tmp_path)]
-    with started(command, tmp_path, PLAYED=json.dumps(srun())) as run:
+    command = [sys.executable, "-c", TASKS, sys.executable, "-c", LOOP, tiny_config(tmp_path)]
+    with started(command, tmp_path, TASK_VARIABLES=json.dumps(srun())) as run:
         assert run.wait() == 0, run.err
     said = re.findall(r"process \d of 2", run.out)  # two that write at once may share a line
     assert sorted(said) == ["process 0 of 2", "process 1 of 2"]
 
 
-def test_a_plain_run_says_so_first(tmp_path: Path) -> None:
-    with started([*PYTHON, "--device=cpu", f"--config={tiny_config(tmp_path)}"], tmp_path) as run:
-        assert run.wait() == 0
-    assert run.err.startswith("started by hand (no launcher)\n")
-
-
 def test_tasks_whose_variables_contradict_each_other_end_before_anything(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", PLAYED, *PYTHON, "--device=cpu", f"--config={tiny_config(tmp_path)}"]
-    with started(command, tmp_path, PLAYED=json.dumps({**srun(), "WORLD_SIZE": "4"})) as run:
+    command = [sys.executable, "-c", TASKS, *PYTHON, "--device=cpu", f"--config={tiny_config(tmp_path)}"]
+    with started(command, tmp_path, TASK_VARIABLES=json.dumps({**srun(), "WORLD_SIZE": "4"})) as run:
         code = run.wait()
     assert code == 2
     assert "two launchers: WORLD_SIZE=4, but by srun's variables it is 2" in run.err
@@ -60,8 +54,8 @@ def test_tasks_whose_variables_contradict_each_other_end_before_anything(tmp_pat
 
 @pytest.mark.proof
 def test_the_doctor_asks_all_tasks(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", PLAYED, sys.executable, "-m", "portable_fsdp.doctor", f"--run_dir={tmp_path}"]
-    with started(command, tmp_path, PLAYED=json.dumps(srun())) as run:
+    command = [sys.executable, "-c", TASKS, sys.executable, "-m", "portable_fsdp.doctor", f"--run_dir={tmp_path}"]
+    with started(command, tmp_path, TASK_VARIABLES=json.dumps(srun())) as run:
         run.wait()
     assert run.out.count("on host") == 1
     assert "srun: 2 process(es), 2 of them on this host; this is process 0\n" in run.out

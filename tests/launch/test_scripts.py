@@ -1,21 +1,54 @@
-"""The launch scripts: sound bash, and what torchrun.sh would start, to the letter. `torchrun` is a recorder on PATH."""
+"""The launch scripts: sound bash, and the transcript of each in golden/: what it calls, says and ends with.
 
+A transcript holds its own input: under each heading a command, then what comes of it. `--rewrite-goldens` plays the
+commands again; `shells.play` knows the variables before a command.
+"""
+
+import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import tarfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from shells import ROOT, TRICKY, Shell
+from cli import started
+from shells import RECORDER, ROOT, TRICKY, Shell, new_shell, play
 
+GOLDEN = Path(__file__).parent / "golden"
 SOURCED = ROOT / "launch/tpu_workers.sh"
 SCRIPTS = sorted([*(ROOT / "launch").glob("*.sh"), ROOT / "launch/slurm.sbatch", ROOT / ".ci/run"])
-TORCHRUN = ROOT / "launch/torchrun.sh"
 
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Shell:
-    return Shell(tmp_path, "torchrun", "python")
+    return new_shell(tmp_path)
+
+
+@pytest.fixture
+def checkout(shell: Shell) -> Path:
+    return shell.folder / "checkout"
+
+
+# ------------------------------------------------------------------------------------------------------ transcripts
+
+
+@pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.txt")), ids=lambda path: path.stem)
+def test_transcript(path: Path, tmp_path: Path, assert_golden: Callable[[Path, str], None]) -> None:
+    scenes = re.findall(r"^## (.*)\n\$ (.*)$", path.read_text(), re.MULTILINE)
+    with ThreadPoolExecutor(4) as pool:
+        played = pool.map(play, *zip(*scenes, strict=True), [tmp_path / str(n) for n in range(len(scenes))])
+        text = "\n".join(
+            f"## {title}\n$ {line}\n{result}" for (title, line), result in zip(scenes, played, strict=True)
+        )
+    assert_golden(path, text)
+
+
+# ------------------------------------------------------------------------------------------------------------- bash
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
@@ -23,122 +56,119 @@ def test_script_is_sound_bash(script: Path) -> None:
     assert os.access(script, os.X_OK) == (script != SOURCED), f"{script}: is it executable?"
     subprocess.run(["bash", "-n", script], check=True)
     shellcheck = Path(sys.executable).with_name("shellcheck")
-    found = subprocess.run([shellcheck, "--severity=style", "-x", script], cwd=ROOT, capture_output=True, text=True)
-    assert found.returncode == 0, found.stdout
+    checked = subprocess.run([shellcheck, "--severity=style", "-x", script], cwd=ROOT, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
 
 
 def test_shellcheck_finds_arguments_torn_apart_on_their_way_to_ssh(tmp_path: Path) -> None:
     script = tmp_path / "torn.sh"
     script.write_text('#!/usr/bin/env bash\ngcloud compute tpus tpu-vm ssh slice --command="python train.py $@"\n')
-    shellcheck = Path(sys.executable).with_name("shellcheck")
-    found = subprocess.run([shellcheck, script], capture_output=True, text=True)
-    assert "SC2145" in found.stdout
+    checked = subprocess.run([Path(sys.executable).with_name("shellcheck"), script], capture_output=True, text=True)
+    assert "SC2145" in checked.stdout
 
 
-CHECK = ["python", "-m", "portable_fsdp.explain", "--strict", "--json"]
-PYTHON = f"""#!/bin/bash
-[[ $1 == -c ]] && echo "${{GPUS:-auto}}" || exec "{sys.executable}" "$@"
-"""  # it has so many GPUs
+# ---------------------------------------------------------------------------- what a transcript of calls can't show
+
+TPU = {"TPU_NAME": "slice", "TPU_ZONE": "us-east5-b", "TPU_POLL_S": "0", "TPU_TYPE": "v6e-16"}
+USABLE = {"tpu_vm.sh": "READY", "tpu_queued_resource.sh": "ACTIVE"}
 
 
-def launch(*arguments: str) -> list[str]:
-    return ["--max-restarts=3", "-m", "portable_fsdp.launch", "--device=cuda", *arguments]
+def script_cloud(shell: Shell, usable: str, *ssh: int) -> None:
+    """No TPU is there; the next ones are usable at once; the exit codes of ssh."""
+    (shell.cloud / "creations.json").write_text(json.dumps([[usable]]))
+    (shell.cloud / "answers.json").write_text(json.dumps(ssh))
+    (shell.cloud / "slice.json").unlink(missing_ok=True)
 
 
-def test_torchrun_on_one_node(shell: Shell) -> None:
-    arguments = ["--config=configs/llama_1b.yaml", *TRICKY]
-    done = shell.run(TORCHRUN, *arguments, variables={"NPROC_PER_NODE": "8"})
-    assert (done.returncode, done.stderr) == (0, "")
-    assert shell.calls() == [
-        [*CHECK, "--num_devices=8", "--num_hosts=1", "--device=cuda", *arguments],
-        ["torchrun", "--standalone", "--nproc-per-node=8", *launch(*arguments)],
-    ]
-
-
-def test_without_a_gpu_torchrun_is_not_started(shell: Shell) -> None:
-    shell.install("python", PYTHON)
-    done = shell.run(TORCHRUN, "--config=configs/quickstart.yaml", variables={"GPUS": "0"})
-    assert done.returncode == 2
-    assert done.stderr.startswith("torchrun.sh: NPROC_PER_NODE=gpu: expected a GPU, torch sees none here.")
-    assert shell.calls() == []
-
-
-def test_torchrun_takes_every_gpu_unless_told(shell: Shell) -> None:
-    shell.run(TORCHRUN, "--config=c.yaml", variables={"MAX_RESTARTS": "7"})
-    assert {"--nproc-per-node=gpu", "--max-restarts=7"} <= {*shell.calls()[-1]}
-
-
-def test_torchrun_on_several_nodes(shell: Shell) -> None:
-    variables = {"NNODES": "2", "RDZV_ENDPOINT": "node0:29500", "RDZV_ID": "job 7"}
-    done = shell.run(TORCHRUN, "--config=c.yaml", variables=variables)
-    assert (done.returncode, done.stderr) == (0, "")
-    meeting = ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=job 7", "--rdzv-endpoint=node0:29500"]
-    [counting, checking, training] = shell.calls()
-    assert counting[:2] == ["python", "-c"]
-    assert checking == [*CHECK, "--num_devices=auto", "--num_hosts=2", "--device=cuda", "--config=c.yaml"]
-    assert training == ["torchrun", *meeting, "--nproc-per-node=gpu", *launch("--config=c.yaml")]
-
-
-@pytest.mark.parametrize(
-    ("variables", "said"),
-    [({"NNODES": "2"}, "needs RDZV_ENDPOINT"), ({"NNODES": "1:2", "RDZV_ENDPOINT": "a"}, "expected one number")],
-)
-def test_torchrun_refuses_nodes_that_cannot_meet(shell: Shell, variables: dict[str, str], said: str) -> None:
-    done = shell.run(TORCHRUN, "--config=c.yaml", variables=variables)
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert shell.calls() == []
-
-
-def test_exit_code_is_the_programs_own(shell: Shell) -> None:
-    shell.install("torchrun", "#!/bin/sh\nexit 7\n")
-    assert shell.run(TORCHRUN, "--config=c.yaml").returncode == 7
-
-
-def test_a_mistake_in_the_config_ends_before_torchrun(shell: Shell) -> None:
-    shell.install("python", f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-    done = shell.run(TORCHRUN, "--config=configs/quickstart.yaml", "optim.learning_rate=1")
-    assert done.returncode == 2
-    assert "optim.learning_rate: unknown key" in done.stderr
-    assert shell.calls() == []
-
-
-@pytest.mark.parametrize(
-    ("override", "variables", "said"),
-    [
-        ("optim.warmup_steps=151", {}, "optim.warmup_steps: expected at most 150"),
-        ("compile.scan_layers=true", {}, "backend native on cuda: compile.scan_layers=true"),
-        ("train.micro_batch=2", {"NPROC_PER_NODE": "8"}, "devices = 2 * 8 = 16 sequences, found 24"),
-        ("train.micro_batch=2", {"GPUS": "5"}, "devices = 2 * 5 = 10 sequences, found 24"),
-        (
-            "train.micro_batch=2",
-            {"GPUS": "4", "NNODES": "2", "RDZV_ENDPOINT": "a"},
-            "devices = 2 * 8 = 16 sequences, found 24",
-        ),
-    ],
-)
-def test_what_the_run_would_refuse_ends_before_torchrun(
-    shell: Shell, override: str, variables: dict[str, str], said: str
-) -> None:
-    shell.install("python", PYTHON)
-    done = shell.run(TORCHRUN, "--config=configs/quickstart.yaml", override, variables=variables)
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert shell.calls() == []
-
-
-def test_a_config_that_fits_is_started(shell: Shell) -> None:
-    shell.install("python", PYTHON)
-    done = shell.run(TORCHRUN, "--config=configs/quickstart.yaml", variables={"GPUS": "6"})
-    assert (done.returncode, done.stderr) == (0, "")
-    assert [call[0] for call in shell.calls()] == ["torchrun"]
-
-
-def test_dry_run_prints_what_would_be_called_and_calls_nothing(shell: Shell) -> None:
-    shown = shell.run(TORCHRUN, "--dry-run", *TRICKY, variables={"NPROC_PER_NODE": "8"})
+@pytest.mark.parametrize("script", ["torchrun.sh", *USABLE])
+def test_what_a_dry_run_prints_calls_the_same(shell: Shell, checkout: Path, script: str) -> None:
+    words = ["run", *TRICKY] if script in USABLE else TRICKY
+    variables = {**TPU, "NPROC_PER_NODE": "8"}
+    script_cloud(shell, USABLE.get(script, ""), 66, 0, 0)  # 66: nothing is set up there
+    shown = shell.run(checkout / "launch" / script, "--dry-run", *words, variables=variables)
     assert (shown.returncode, shown.stderr, shell.calls()) == (0, "", [])
-    shell.run(TORCHRUN, *TRICKY, variables={"NPROC_PER_NODE": "8"})
-    really = shell.calls()
-    assert len(really) == 2
+    shell.run(checkout / "launch" / script, *words, variables=variables)
+    really = [call for call in shell.calls() if "describe" not in call]
+    if script in USABLE:  # the first answer of ssh is one that a dry run doesn't get
+        really.remove(next(call for call in really if "ssh" in call))
+    script_cloud(shell, USABLE.get(script, ""), 0)
     shell.run("bash", "-c", shown.stdout)
     assert shell.calls() == really
+    assert len(really) >= 2
+
+
+def test_the_dry_run_of_a_slurm_job_prints_its_step(shell: Shell, checkout: Path) -> None:
+    shown = shell.run("bash", checkout / "launch/slurm.sbatch", "--dry-run", *TRICKY)
+    assert (shown.returncode, shown.stderr, shell.calls()) == (0, "", [])
+    shell.run("bash", "-c", shown.stdout, variables={"NODES": "1"})
+    [srun, torchrun] = shell.calls()
+    assert torchrun == srun[2:]
+    assert torchrun[-len(TRICKY) :] == TRICKY
+
+
+def test_one_task_a_node() -> None:
+    lines = (ROOT / "launch/slurm.sbatch").read_text().splitlines()
+    options = ["--ntasks-per-node=1", "--signal=B:USR1@300", "--requeue", "--open-mode=append"]
+    assert {f"#SBATCH {option}" for option in options} <= {*lines}
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM], ids=["time limit", "preemption"])
+def test_a_job_that_is_to_end_saves_and_is_queued_again(shell: Shell, checkout: Path, number: signal.Signals) -> None:
+    """Two lives of torchrun: the first waits for a signal, saves, and ends as torchrun does."""
+    text = """#!/usr/bin/env bash
+        echo "torchrun $* of node $SLURM_NODEID" >> "$CLOUD/lives"
+        [[ -z ${SLURM_RESTART_COUNT:-} ]] || exit 0
+        trap 'echo "{\\"step\\": 3}" > run/STOPPED; exit 1' TERM
+        touch "$CLOUD/up$SLURM_NODEID"
+        while true; do sleep 0.05; done
+        """
+    shell.install("torchrun", text)
+    command = [str(shell.programs / "sbatch"), "launch/slurm.sbatch", "--config=tiny.yaml"]
+    with started(command, checkout, **shell.environment(GPUS="2")) as job:
+        job.wait_until(lambda: all((shell.cloud / f"up{node}").exists() for node in range(2)))
+        os.kill(int((shell.cloud / "batch.pid").read_text()), number)
+        assert job.wait() == 0, job.err
+    assert 'stopped after a save: {"step": 3}' in job.out
+    assert len((shell.cloud / "lives").read_text().splitlines()) == 4  # two nodes, twice
+    assert ["scontrol", "requeue", "4711"] in shell.calls()
+    assert not (checkout / "run/STOPPED").exists()  # else a failure of the second life would pass for a stop
+
+
+@pytest.mark.parametrize("script", USABLE)
+def test_a_worker_gets_the_checkout_and_every_argument_unharmed(shell: Shell, checkout: Path, script: str) -> None:
+    (shell.cloud / "slice.json").write_text(json.dumps([USABLE[script]]))
+    assert shell.run(checkout / "launch" / script, "setup", variables=TPU).stderr == ""
+    with tarfile.open(checkout / "build/portable_fsdp.tar.gz") as tar:
+        files = {member.name for member in tar if member.isfile()}
+    ours = {f"./launch/{path.name}" for path in (ROOT / "launch").iterdir()}
+    assert files == {*ours, "./portable_fsdp/launch.py", "./tiny.yaml", "./wrong.sbatch", "./run/STOPPED"}
+    shell.calls()
+    arguments = ["--config=configs/llama_1b.yaml", *TRICKY]
+    assert shell.run(checkout / "launch" / script, "run", *arguments, variables=TPU).stderr == ""
+    [line] = [word for call in shell.calls() for word in call if word.startswith("--command=")]
+    line = line.removeprefix("--command=")
+    home = shell.folder / "home"
+    python = home / "portable_fsdp/.venv/bin/python"
+    python.parent.mkdir(parents=True)
+    worker = shell.run("bash", "-c", line, variables={"HOME": str(home)}, cwd=home)
+    assert worker.returncode == 66, "a worker without a checkout says so"
+    (home / "portable_fsdp/build").mkdir()
+    (home / "portable_fsdp/build/installed").touch()
+    shell.install(python, RECORDER)
+    worker = shell.run("bash", "-c", line, variables={"HOME": str(home)}, cwd=home)
+    assert (worker.returncode, worker.stderr) == (0, "")
+    assert shell.calls() == [["python", "-m", "portable_fsdp.launch", "--device=tpu", *arguments]]
+
+
+def test_without_gcloud_nothing_is_tried(shell: Shell) -> None:
+    (shell.programs / "gcloud").unlink()
+    done = shell.run(ROOT / "launch/tpu_vm.sh", "run", "--config=c.yaml", variables=TPU)
+    assert (done.returncode, done.stderr) == (1, "tpu_vm.sh: gcloud isn't installed\n")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["tpu-vm create slice --zone=z --version=v --spott", "tpu-vm create slice --zone=z", "tpu-vm stop slice"],
+)
+def test_the_fake_refuses_what_gcloud_would(shell: Shell, arguments: str) -> None:
+    assert shell.run("gcloud", "compute", "tpus", *arguments.split()).returncode == 2
