@@ -117,7 +117,7 @@ def new_shell(folder: Path) -> Shell:
 
 
 def play(title: str, line: str, folder: Path) -> str:
-    """What comes of a command: exit code, unindented lines of its message, output, the programs that it calls.
+    """What comes of a command: exit code, first line of its message and the lines of the script, output, calls.
 
     Before it may stand, besides its own variables: GPUS, those that torch sees (without it python only records); HAS,
     the states of the TPU that is there; NEXT, those of the next ones; SSH, the exit codes of ssh; TORCHRUN, that of
@@ -138,7 +138,8 @@ def play(title: str, line: str, folder: Path) -> str:
         shell.install("torchrun", f"#!/bin/sh\nexit {code}\n")
     done = shell.run(*words, variables=variables, cwd=folder / "checkout")
     lines = [f"exit {done.returncode}"]
-    lines += [f"says {text}" for text in done.stderr.splitlines() if not text.startswith(" ")]
+    messages = enumerate(done.stderr.splitlines())
+    lines += [f"says {text}" for number, text in messages if number == 0 or text.startswith(("tpu_", "torchrun.sh"))]
     lines += [f"prints {text}" for text in done.stdout.splitlines()]
     calls = [shlex.join(call) for call in shell.calls() if "describe" not in call]
     lines += [f"calls {call if 'workers' in title else re.sub(COMMAND, '--command=...', call)}" for call in calls]
