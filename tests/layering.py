@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 PACKAGE = "portable_fsdp"
 VERSION = f"{PACKAGE}.version"
@@ -36,7 +37,6 @@ PURE_CALLS = {
     *("dict", "field", "float", "frozenset", "int", "len", "list", "max", "min", "range", "set", "sorted", "tuple"),
     *("cache", "compile", "contextmanager", "dataclass", "getLogger", "lru_cache", "no_grad", "timedelta", "wraps"),
     *("field_validator", "model_validator", "field_serializer"),
-    *("DEFINE_bool", "DEFINE_boolean", "DEFINE_enum", "DEFINE_integer", "DEFINE_string"),
 }
 """Functions that a module may call while it is imported; besides them only constructors, told by their capital."""
 
@@ -134,10 +134,10 @@ def resolve(target: str, modules: Modules) -> str | None:
 
 def inner_imports(module: Module, modules: Modules) -> Iterator[tuple[str, Import]]:
     """Imports of modules of the package; not of the package itself, whose `__init__` holds only names."""
-    for found in imports(module):
-        name = resolve(found.target, modules)
+    for line in imports(module):
+        name = resolve(line.target, modules)
         if name is not None and name not in {PACKAGE, VERSION, module.name}:
-            yield name, found
+            yield name, line
 
 
 def section(name: str) -> str:
@@ -171,13 +171,13 @@ def imports_upwards(modules: Modules) -> list[str]:
     for module in modules.values():
         if module.name == PACKAGE:
             continue
-        for name, found in inner_imports(module, modules):
+        for name, line in inner_imports(module, modules):
             here, there = section(module.name), section(name)
             is_own = here == there != ""
-            if (here, there) in ON_DEMAND and not found.at_import:
+            if (here, there) in ON_DEMAND and not line.at_import:
                 continue
             if not is_own and (here, there) not in SIDEWAYS and height(name) >= height(module.name):
-                problems.append(f"{module.at(found.line)}: {module.name} imports {name}, which is not on a lower floor")
+                problems.append(f"{module.at(line.line)}: {module.name} imports {name}, which is not on a lower floor")
     return problems
 
 
@@ -190,18 +190,16 @@ SHARED_BY_ENGINES = {
 """Modules of `backends` that are no engine, and who there may know them; all may know `base`."""
 
 
-def engines_that_reach_out(modules: Modules) -> list[str]:
-    """An engine, one module or a folder, knows the contract, and neither models, data, checkpoint nor another one."""
+def engines_that_know_each_other(modules: Modules) -> list[str]:
+    """An engine, one module or a folder, imports the contract and no other engine."""
     problems: list[str] = []
     for module in modules.values():
-        if section(module.name) != "backends":
-            continue
-        for name, found in inner_imports(module, modules):
-            is_other = section(name) == "backends" and name != f"{PACKAGE}.backends.base"
+        for name, line in inner_imports(module, modules):
+            if {section(module.name), section(name)} != {"backends"} or name == f"{PACKAGE}.backends.base":
+                continue
             is_shared = is_under(module.name, SHARED_BY_ENGINES.get(name, ()))
-            is_other_engine = is_other and not is_shared and name.split(".")[:3] != module.name.split(".")[:3]
-            if section(name) in {"models", "data", "checkpoint"} or is_other_engine:
-                problems.append(f"{module.at(found.line)}: {module.name} imports {name}; an engine may not")
+            if not is_shared and name.split(".")[:3] != module.name.split(".")[:3]:
+                problems.append(f"{module.at(line.line)}: {module.name} imports {name}; an engine may not")
     return problems
 
 
@@ -213,39 +211,28 @@ NAMES_OF_OTHERS = {
 
 
 def engine_names_outside_backends(modules: Modules) -> list[str]:
-    """What depends on an engine is asked of its options: elsewhere no name of one is compared with, or is a key."""
-    names = {"native", "xla", "xla_fsdp1"}
+    """Only an engine's options depend on its name: no other code compares with a name or uses one as a key."""
+    engines = {"native", "xla", "xla_fsdp1"}
     problems: list[str] = []
     for module in modules.values():
         if section(module.name) == "backends":
             continue
         for node in ast.walk(module.tree):
             match node:
-                # `device.type == "xla"`: torch's own word for a device.
-                case ast.Compare(left=ast.Attribute(attr="type")):
-                    asked = []
+                case ast.Compare(left=ast.Attribute(attr="type")):  # `device.type == "xla"`: torch's word for a device
+                    compared = []
                 case ast.Compare(left=left, comparators=others):
-                    asked = [constant for side in (left, *others) for constant in ast.walk(side)]
+                    compared = [constant for side in (left, *others) for constant in ast.walk(side)]
                 case ast.Dict(keys=keys):
-                    asked = keys
+                    compared = keys
                 case ast.MatchValue(value=value):
-                    asked = [value]
+                    compared = [value]
                 case _:
-                    asked = []
-            found = {one.value for one in asked if isinstance(one, ast.Constant)} & names
-            found -= {NAMES_OF_OTHERS.get(module.name, "")}
-            problems += [f"{module.at(getattr(node, 'lineno', 0))}: {name} is an engine's name" for name in found]
+                    compared = []
+            names = {constant.value for constant in compared if isinstance(constant, ast.Constant)} & engines
+            names -= {NAMES_OF_OTHERS.get(module.name, "")}
+            problems += [f"{module.at(getattr(node, 'lineno', 0))}: {name} is an engine's name" for name in names]
     return problems
-
-
-def checkpoints_that_know_an_engine(modules: Modules) -> list[str]:
-    return [
-        f"{module.at(found.line)}: {module.name} imports {name}; of backends only base's types may be known here"
-        for module in modules.values()
-        if section(module.name) == "checkpoint"
-        for name, found in inner_imports(module, modules)
-        if section(name) == "backends" and name != f"{PACKAGE}.backends.base"
-    ]
 
 
 EXPORTS_OF_A_RUN = [f"{PACKAGE}.formats.{name}" for name in ("base", "target")]
@@ -273,9 +260,9 @@ def cycles(modules: Modules) -> list[str]:
             return [" -> ".join([*path[path.index(name) :], name])]
         if name in done:
             return []
-        found = [cycle for target in edges[name] for cycle in visit(target, [*path, name])]
+        beyond = [cycle for target in edges[name] for cycle in visit(target, [*path, name])]
         done.add(name)
-        return found
+        return beyond
 
     return [cycle for name in edges if name != PACKAGE for cycle in visit(name, [])]
 
@@ -288,9 +275,9 @@ def heavy_at_import(modules: Modules) -> list[str]:
             continue
         for chain in _import_time_closure(start, modules):
             module = modules[chain[-1]]
-            for found in imports(module):
-                if found.at_import and is_under(found.target, {*HEAVY, "safetensors.torch"}):
-                    problems.append(f"{module.at(found.line)}: {' -> '.join(chain)} imports {found.target}")
+            for line in imports(module):
+                if line.at_import and is_under(line.target, {*HEAVY, "safetensors.torch"}):
+                    problems.append(f"{module.at(line.line)}: {' -> '.join(chain)} imports {line.target}")
     return problems
 
 
@@ -304,38 +291,70 @@ def _import_time_closure(start: Module, modules: Modules) -> Iterator[list[str]]
             continue
         seen.add(chain[-1])
         yield chain
-        targets = [name for name, found in inner_imports(modules[chain[-1]], modules) if found.at_import]
+        targets = [name for name, line in inner_imports(modules[chain[-1]], modules) if line.at_import]
         for target in [chain[-1], *targets]:
             parts = target.split(".")
             executed = (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
             queue.extend([*chain, name] for name in executed if name not in seen)
 
 
-def device_code_outside_backends(modules: Modules) -> list[str]:
-    """`models`, `data`, `optim` and `metrics` know of no process and no engine."""
+class Ban(NamedTuple):
+    """Sections that may not import a target; `allowed`: targets and modules that are exempt."""
+
+    sections: set[str]
+    targets: set[str]
+    allowed: tuple[str, ...] = ()
+
+
+_ALL = {"", *(name for floor in FLOORS for name in floor)}
+_GROUND = {"models", "data", "optim", "metrics"}
+BANS = [
+    Ban(_GROUND, {"torch.distributed", "torch_xla", "torch_tpu", f"{PACKAGE}.backends"}),
+    Ban(_ALL - {"backends"}, {"torch_xla"}, (f"{PACKAGE}.plan.tpu_trace",)),
+    Ban({"checkpoint"}, {f"{PACKAGE}.backends"}, (f"{PACKAGE}.backends.base",)),
+    Ban({"backends"}, {f"{PACKAGE}.{name}" for name in ("models", "data", "checkpoint")}),
+]
+"""Only engines know devices and processes; a checkpoint knows the contract's types alone; an engine knows no model."""
+
+
+def banned_imports(modules: Modules) -> list[str]:
     problems: list[str] = []
     for module in modules.values():
-        if section(module.name) not in {"models", "data", "optim", "metrics"}:
-            continue
-        named = [(found.target, found.line) for found in imports(module)]
-        used = [(ast.unparse(n), n.lineno) for n in ast.walk(module.tree) if isinstance(n, ast.Attribute)]
-        problems += [
-            f"{module.at(line)}: {module.name} uses {target}"
-            for target, line in [*named, *used]
-            if is_under(target, {"torch.distributed", "torch_xla", "torch_tpu", f"{PACKAGE}.backends"})
-        ]
+        named = [(line.target, line.line) for line in imports(module)]
+        if section(module.name) in _GROUND:
+            named += [(ast.unparse(n), n.lineno) for n in ast.walk(module.tree) if isinstance(n, ast.Attribute)]
+        for ban in BANS:
+            if section(module.name) not in ban.sections or module.name in ban.allowed:
+                continue
+            problems += [
+                f"{module.at(line)}: {module.name} uses {target}"
+                for target, line in named
+                if is_under(target, ban.targets) and not is_under(target, ban.allowed)
+            ]
     return problems
 
 
-def torch_xla_elsewhere(modules: Modules) -> list[str]:
-    """Only `backends` and `plan/tpu_trace.py` may import torch_xla."""
-    return [
-        f"{module.at(found.line)}: {module.name} imports {found.target}"
-        for module in modules.values()
-        if section(module.name) != "backends" and module.name != f"{PACKAGE}.plan.tpu_trace"
-        for found in imports(module)
-        if is_under(found.target, {"torch_xla"})
-    ]
+def names_defined_twice(modules: Modules) -> list[str]:
+    """Each class and each type alias has a name of its own in the whole package."""
+    places: dict[str, list[str]] = {}
+    for module in modules.values():
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(module.at(node.lineno))
+        for node in module.tree.body:
+            match node:
+                case ast.Assign(targets=[ast.Name(id=name)], value=value) if _is_type(name, value):
+                    places.setdefault(name, []).append(module.at(node.lineno))
+                case _:
+                    pass
+    return [f"{name} is defined {len(at)} times: {', '.join(at)}" for name, at in places.items() if len(at) > 1]
+
+
+def _is_type(name: str, value: ast.expr) -> bool:
+    """`Key = tuple[str, ...]`, `Verdict = Literal["fits"]`, `Split = A | B`: CapWords for a type's expression."""
+    bare = name.lstrip("_")
+    is_capwords = bare[:1].isupper() and not bare.isupper()
+    return is_capwords and isinstance(value, ast.Subscript | ast.BinOp | ast.Name | ast.Attribute)
 
 
 def work_at_import(modules: Modules) -> list[str]:
@@ -398,13 +417,11 @@ Rule = Callable[[Modules], list[str]]
 RULES: list[Rule] = [
     unknown_sections,
     imports_upwards,
-    engines_that_reach_out,
+    engines_that_know_each_other,
     engine_names_outside_backends,
-    checkpoints_that_know_an_engine,
+    banned_imports,
     formats_in_a_training_run,
     cycles,
     heavy_at_import,
-    device_code_outside_backends,
-    torch_xla_elsewhere,
     work_at_import,
 ]
