@@ -1,11 +1,31 @@
-"""The section `data`: the documents of a run, and how they become rows."""
+"""The base of every section, and the section `data`: the documents of a run, and how they become rows."""
 
 import re
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from annotated_types import Ge, Lt
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from portable_fsdp.config.section import Float, Section
+
+def _float_from_yaml(value: object) -> object:
+    """YAML 1.1 reads `3e-4` (no dot) as a string; take it as the number."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+Float = Annotated[float, BeforeValidator(_float_from_yaml)]
+DecayRate = Annotated[float, BeforeValidator(_float_from_yaml), Ge(0), Lt(1)]
+
+
+class Section(BaseModel):
+    """Frozen, with strict keys and types."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
 
 Source = Literal["python_docs", "python_source", "text", "jsonl", "parquet", "huggingface"]
 Format = Literal["text", "prompt_completion", "chat"]

@@ -57,14 +57,14 @@ def _within(config: Config) -> str:
     return "FULL_SHARD" if config.sharding.strategy == "HYBRID_SHARD" else "SHARD_GRAD_OP"
 
 
-def _replicas(config: Config, place: Deployment) -> int | None:
+def _replicas(config: Config, deployment: Deployment) -> int | None:
     """Copies of the model under a hybrid strategy."""
-    return config.sharding.replicas or place.hosts
+    return config.sharding.replicas or deployment.hosts
 
 
-def _replicas_that_fit(_: Config, place: Deployment) -> tuple[str, ...]:
-    fitting = [2] if place.devices is None else parts(place.devices)
-    best = [place.hosts] if place.hosts in fitting else fitting[:1]
+def _replicas_that_fit(_: Config, deployment: Deployment) -> tuple[str, ...]:
+    fitting = [2] if deployment.devices is None else parts(deployment.devices)
+    best = [deployment.hosts] if deployment.hosts in fitting else fitting[:1]
     return tuple(f"sharding.replicas={count}" for count in best)
 
 
@@ -73,8 +73,8 @@ def _strategy(config: Config, strategy: str) -> str:
     return f"sharding.strategy={strategy}" + ("" if config.sharding.replicas is None else " and sharding.replicas=null")
 
 
-def _instead_of_hybrid(config: Config, place: Deployment) -> tuple[str, ...]:
-    return (*_replicas_that_fit(config, place), _strategy(config, _within(config)))
+def _instead_of_hybrid(config: Config, deployment: Deployment) -> tuple[str, ...]:
+    return (*_replicas_that_fit(config, deployment), _strategy(config, _within(config)))
 
 
 def dtypes(config: Config) -> set[str]:
@@ -97,12 +97,12 @@ def is_selective(config: Config) -> bool:
     return config.memory.gradient_checkpointing == "selective"
 
 
-def shards_of_a_replica(config: Config, place: Deployment) -> int | None:
+def shards_of_a_replica(config: Config, deployment: Deployment) -> int | None:
     """Devices that share one copy of the model; None where unknown, or where replicas don't divide the devices."""
-    if place.devices is None or not is_hybrid(config):
-        return place.devices
-    replicas = _replicas(config, place)
-    return None if replicas is None or place.devices % replicas else place.devices // replicas
+    if deployment.devices is None or not is_hybrid(config):
+        return deployment.devices
+    replicas = _replicas(config, deployment)
+    return None if replicas is None or deployment.devices % replicas else deployment.devices // replicas
 
 
 def parts(whole: int | None) -> list[int]:

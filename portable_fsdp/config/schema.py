@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from portable_fsdp.config.data import Data
-from portable_fsdp.config.section import DecayRate, Float, Section
+from portable_fsdp.config.data import Data, DecayRate, Float, Section
 
 
 class Run(Section):
