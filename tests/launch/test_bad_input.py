@@ -5,6 +5,7 @@ Most of it is found in the first process, so it runs in this one.
 
 import json
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -19,11 +20,11 @@ import torch
 from cli import PYTHON, TINY, TORCHRUN, committed, launch, losses, started, tiny_config
 from tokenizers import Tokenizer, models
 
-from portable_fsdp.backends.open import ENGINES
 from portable_fsdp.checkpoint.format import hash_file
 from portable_fsdp.metrics.sinks import read_jsonl
 
 SCREEN = 25  # lines
+MACHINE = re.compile(r"[\d,.]+ [GM]iB")
 
 
 def refused(capsys: pytest.CaptureFixture[str], arguments: Sequence[str | Path]) -> str:
@@ -67,154 +68,23 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 CPU = ["--device=cpu", "--config=tiny.yaml"]
 ANYWHERE = ["--config=tiny.yaml"]
 
-# name: (arguments, what the message must hold: the key or flag, what was found, what to do)
-BAD: dict[str, tuple[list[str], list[str]]] = {
-    "unknown key": ([*CPU, "optim.lrr=1"], ["optim.lrr: unknown key", "nearest: optim.lr"]),
-    "unknown section": ([*CPU, "optimizer.lr=1"], ["optimizer", "unknown key"]),
-    "unknown flag": ([*CPU, "--devices=cpu"], ["unknown flag --devices; nearest: --device", "--help"]),
-    "no override": ([*CPU, "hello"], ["'hello'", "section.key=value"]),
-    "wrong type": ([*CPU, "train.steps=many"], ["train.steps: expected an integer", "'many'"]),
-    "out of range": ([*CPU, "optim.lr=-1"], ["optim.lr: expected a number > 0", "-1"]),
-    "no config named": (["--device=cpu"], ["--config", "--config=configs/quickstart.yaml"]),
-    "two configs": ([*CPU, "--config=none.yaml"], ["--config=none.yaml: already given as tiny.yaml"]),
-    "config missing": (["--config=none.yaml"], ["none.yaml", "no such file"]),
-    "config a folder": (["--config=."], [".: expected a YAML config file, found a folder"]),
-    "config not YAML": (["--config=broken.yaml"], ["broken.yaml:2", "expected YAML"]),
-    "config only text": (["--config=text.yaml"], ["text.yaml", "expected a mapping of sections", "'a sentence'"]),
-    "batch": ([*CPU, "train.micro_batch=3"], ["train.global_batch", "found 4", "Set train.global_batch=3 or 6"]),
-    "batch on 3": ([*CPU, "--num_devices=3"], ["train.global_batch", "1 * 3 = 3", "found 4", "Set train.global"]),
-    "batch and an option on 2": (
-        [*CPU, "--num_devices=2", "train.micro_batch=3", "memory.every=2"],
-        ["train.global_batch", "3 * 2 = 6", "memory.every=2 without", "Set memory.every=null"],
-    ),
-    "seq_len": ([*CPU, "data.seq_len=64"], ["data.seq_len: expected at most 32", "found 64", "Lower data.seq_len"]),
-    "vocabulary": (
-        [*CPU, "model.architecture.vocab_size=100"],
-        ["vocab_size of at least 256", "found 100", "Set model.architecture.vocab_size=256"],
-    ),
-    "model_type": ([*CPU, "model.architecture.model_type=lama"], ["model_type", "'lama'", "nearest: llama"]),
-    "architecture": ([*CPU, "model.architecture.hidden_size=abc"], ["hidden_size", "'abc'"]),
-    "architecture's sizes": ([*CPU, "model.architecture.num_attention_heads=5"], ["model.architecture", "32", "5"]),
-    "an architecture's file": ([*CPU, "model.architecture=none.json"], ["model.architecture", "no file: none.json"]),
-    "sizes forgotten": (
-        [*CPU, "model.architecture={model_type: llama}"],
-        ["model.architecture: expected the sizes", "vocab_size=32000, hidden_size=4096"],
-    ),
-    "more memory than there is": (
-        [*CPU, "model.architecture.intermediate_size=100000000000"],
-        ["parameters need at least", "GiB on a host with 1 of the 1 process", "Ways out: "],
-    ),
-    "pretrained missing": (
-        [*CPU, "model={pretrained: nowhere}"],
-        ["model.pretrained", "hub id (org/name", "found no such folder: nowhere"],
-    ),
-    "tokenizer missing": ([*CPU, "data.tokenizer=nowhere"], ["data.tokenizer", "nowhere", "Download"]),
-    "another model's tokenizer": (
-        [*CPU, "model={pretrained: words}", "data.tokenizer=bytes"],
-        ["the first is 0, 'a' to the model and '\\x00' in bytes", "Set data.tokenizer=auto", "[data.tokenizer]"],
-    ),
-    "short corpus": (
-        [*CPU, "data.source=text", "data.path=short.txt"],
-        ["at least 33 tokens", "found 6 in short.txt", "Lower data.seq_len"],
-    ),
-    "no corpus": ([*CPU, "data.source=text", "data.path=none/*.txt"], ["data.path", "found nothing: none/*.txt"]),
-    "warmup": ([*CPU, "optim.warmup_steps=7"], ["optim.warmup_steps: expected at most 6", "found 7", "Nothing was"]),
-    "unknown device": ([*ANYWHERE, "--device=gpu"], ["--device=gpu", "auto, cpu, cuda, tpu"]),
-    "unknown backend": ([*CPU, "--backend=fsdp"], ["--backend=fsdp", *ENGINES]),
-    "one class for a list": (
-        [*CPU, "sharding.wrap_classes=LlamaDecoderLayer"],
-        ["sharding.wrap_classes: expected a list of text", "a list of one is [LlamaDecoderLayer]"],
-    ),
-    "replicas of nothing": (
-        [*CPU, "sharding.replicas=2"],
-        ["sharding.replicas=2 without a hybrid strategy", "Set sharding.replicas=null"],
-    ),
-    "hybrid on one device": (
-        [*CPU, "sharding.strategy=HYBRID_SHARD"],
-        ["sharding.strategy=HYBRID_SHARD on one device", "Set sharding.strategy=FULL_SHARD"],
-    ),
-    "size of no unit": (
-        [*CPU, "sharding.wrap=SIZE_BASED_WRAP"],
-        ["sharding.min_num_params=null", "Set sharding.min_num_params=100000000"],
-    ),
-    "float16": ([*CPU, "precision.compute=float16"], ["precision.compute=float16", "Set precision.compute=bfloat16"]),
-    "selective of what": (
-        [*CPU, "memory.gradient_checkpointing=selective"],
-        ["memory.gradient_checkpointing=selective without memory.every and", "Set memory.every=2"],
-    ),
-    "inductor on cpu": (
-        [*CPU, "compile.enabled=true"],
-        ["compile.backend=inductor on cpu", "Set compile.backend=aot_eager, or compile.enabled=false"],
-    ),
-    "flex on cpu": (
-        [*CPU, "model.attention=flex"],
-        ["model.attention=flex on another device than cuda", "Set model.attention=auto"],
-    ),
-    "adapters of a random base": (
-        [*CPU, "model.lora={r: 2}", "checkpoint.export=true"],
-        ["checkpoint.export=true of adapters whose base is model.architecture", "Set checkpoint.merge_adapters=true"],
-    ),
-    "adapters of a GGUF file": (
-        [*CPU, "model={pretrained: words, gguf_file: a.gguf, lora: {r: 2}}", "checkpoint.export=true"],
-        ["checkpoint.export=true of adapters whose base is model.architecture", "Set checkpoint.merge_adapters=true"],
-    ),
-    "scan on native": (
-        [*CPU, "compile.scan_layers=true"],
-        ["compile.scan_layers=true on native", "Set compile.scan_layers=false, or --backend=xla"],
-    ),
-    "several at once": (
-        [*CPU, "memory.every=2", "precision.reduce=bfloat16", "xla_fsdp1.flatten_parameters=true"],
-        ["memory.every=2 without", "precision.reduce=bfloat16 with", "flatten_parameters=true on another engine"],
-    ),
-    "class that the model lacks": (
-        [*CPU, "sharding.wrap_classes=[BertLayer]"],
-        ["sharding.wrap_classes", "BertLayer", "LlamaDecoderLayer"],
-    ),
-    "class of the Hugging Face page that the model lacks": (
-        [*CPU, "--num_devices=1", "--import=page.yaml"],
-        ["sharding.wrap_classes", "found BertLayer", "The model has:", "LlamaDecoderLayer"],
-    ),
-    "pattern of nothing": ([*CPU, "model.freeze=[lm_heads]"], ["model.freeze", "'lm_heads'", "nearest"]),
-    "native on tpu": ([*ANYWHERE, "--device=tpu", "--backend=native"], ["torch_tpu", "Use --backend=xla"]),
-    "xla on cuda": (
-        [*ANYWHERE, "--device=cuda", "--backend=xla"],
-        ["backend xla on cuda", "dropped its CUDA support", "Use --backend=native"],
-    ),
-    "no devices": ([*CPU, "--num_devices=0"], ["--num_devices", "at least 1", "'0'"]),
-    "devices no number": ([*CPU, "--num_devices=abc"], ["--num_devices", "at least 1", "'abc'"]),
-    "dir is a file": ([*CPU, "run.dir=short.txt"], ["run.dir", "found a file", "short.txt", "Set run.dir"]),
-    "dir in a file": ([*CPU, "run.dir=short.txt/run"], ["run.dir", "found a file", "short.txt", "Set run.dir"]),
-    "dir in a store": (
-        [*CPU, "run.dir=s3://bucket/run"],
-        [
-            "run.dir: expected a local folder, found the URL 's3://bucket/run'",
-            "set checkpoint.dir",
-            "Nothing was started",
-        ],
-    ),
-    "checkpoints in memory": (
-        [*CPU, "checkpoint.dir=memory://run"],
-        [
-            "checkpoint.dir: expected a folder or an object store, found 'memory://run'",
-            "ends with its process",
-            "Set a folder",
-        ],
-    ),
-    "checkpoints in memory behind a cache": (
-        [*CPU, "checkpoint.dir=simplecache::memory://run"],
-        ["checkpoint.dir", "'simplecache::memory://run'", "Nothing was started"],
-    ),
-    "resume missing": ([*CPU, "checkpoint.resume=nowhere"], ["checkpoint.resume", "auto, none, or", "nowhere"]),
-}
+GOLDEN = Path(__file__).parent / "golden/bad_input.txt"
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_refused(case: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments, expected = BAD[case]
+@pytest.mark.timeout(900)  # for fifty starts
+def test_bad_input_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], assert_golden: Callable[[Path, str], None]
+) -> None:
+    """The golden file has each message, under its command: the key or flag, what was found, what to do."""
     before = contents(folder)
-    said = refused(capsys, arguments)
-    assert [text for text in expected if text not in said] == [], said
-    assert contents(folder) == before
+    parts: list[str] = []
+    for title, line in re.findall(r"^## (.*)\n\$ launch (.*)$", GOLDEN.read_text(), re.MULTILINE):
+        message = refused(capsys, shlex.split(line)).replace(str(folder), "FOLDER")
+        assert message.count("Nothing was started.") <= 1, message
+        message = re.sub(r"\s+Nothing was started\.\n", "\n", message)
+        parts.append(f"## {title}\n$ launch {line}\n{re.sub(MACHINE, 'N GiB', message)}")
+        assert contents(folder) == before, title
+    assert_golden(GOLDEN, "\n".join(parts))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

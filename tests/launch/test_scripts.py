@@ -1,4 +1,4 @@
-"""The launch scripts: sound bash, and the transcript of each in golden/: what it calls, says and ends with.
+"""The launch scripts: sound bash, and the transcript of each in golden/scripts: what it calls, says and ends with.
 
 A transcript holds its own input: under each heading a command, then what comes of it. `--rewrite-goldens` plays the
 commands again; `shells.play` knows the variables before a command.
@@ -19,7 +19,7 @@ import pytest
 from cli import started
 from shells import RECORDER, ROOT, TRICKY, Shell, new_shell, play
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parent / "golden/scripts"
 SOURCED = ROOT / "launch/tpu_workers.sh"
 SCRIPTS = sorted([*(ROOT / "launch").glob("*.sh"), ROOT / "launch/slurm.sbatch", ROOT / ".ci/run"])
 
