@@ -9,9 +9,9 @@ import copy
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from portable_fsdp.models import experts, flex
 from portable_fsdp.models.architecture import config_to_json, last_line, read_architecture
 from portable_fsdp.models.documents import document_arguments, require_documents_apart
 from portable_fsdp.models.lora import add_adapters, is_adapter, start_from
-from portable_fsdp.models.loss import Loss, attach_loss
+from portable_fsdp.models.loss import DocumentArguments, Loss, attach_loss
 from portable_fsdp.models.pretrained import (
     Base,
     Pretrained,
@@ -55,6 +55,26 @@ class BuiltModel:
     base: Base | None = None  # of `model.lora`, where it comes from `model.pretrained`
 
 
+@dataclass(frozen=True)
+class _Request:
+    """What the transformations read."""
+
+    model: schema.Model
+    precision: schema.Precision
+    seed: int
+    seq_len: int
+    eager: bool
+    loss: Loss | None
+    packs_documents: bool
+    pretrained: Pretrained | None
+    rows_before: int | None  # of the vocabulary, where it has grown
+    twin: Any  # keeps its meta parameters while the backend replaces the model's
+
+    @property
+    def master(self) -> torch.dtype:
+        return DTYPES[self.precision.master]
+
+
 def build_model(
     model: schema.Model,
     precision: schema.Precision | None = None,
@@ -77,10 +97,10 @@ def build_model(
         seq_len: tokens in a row, which the model's positions must hold.
         vocabulary: ids of the tokenizer, which the model's embedding must hold.
         eager: operations run one by one, not as one compiled step: the loss goes by chunks, and a mask is made once.
-        loss: one's own, in place of `loss.cross_entropy_sum`.
+        loss: in place of `loss.cross_entropy_sum`.
         keeps_ids: whether the tokenizer has all tokens of `model.pretrained`'s own under their ids, so that the model
-            may grow where it has more. Asked only then.
-        packs_documents: several documents share a row, told apart by the `positions` and `segments` that forward takes.
+            may grow where the tokenizer has more. Called only then.
+        packs_documents: several documents share a row; forward gets their `positions` and `segments`.
 
     Parameters that `model.freeze` names have no `requires_grad`; with `model.lora`, only adapters have. Raises
     ConfigError where the config doesn't name a model that fits, a pattern names nothing in it, or the model wouldn't
@@ -88,49 +108,134 @@ def build_model(
     """
     # transformers and accelerate would import torch_xla wherever it is installed; we choose the engine ourselves.
     os.environ.setdefault("USE_TORCH_XLA", "0")
-    precision = precision or schema.Precision()
-    opened = open_pretrained(model) if model.pretrained is not None else None
-    config = read_architecture(model.architecture or {}) if opened is None else opened.config
-    rows_before = None if opened is None else _grow(config, vocabulary, opened.file, keeps_ids)
-    _check_sizes(config, seq_len, vocabulary)
-    _check_loss(config)
+    pretrained = open_pretrained(model) if model.pretrained is not None else None
+    config = read_architecture(model.architecture or {}) if pretrained is None else pretrained.config
+    rows_before = None if pretrained is None else _grow(config, vocabulary, pretrained.file, keeps_ids)
+    _check_config(config, seq_len, vocabulary)
     as_given = config_to_json(config)
     _switch_off(config)
-    built = _on_meta(config, model.attention)
-    _check_causal(built)
-    twin = _on_meta(config, model.attention)  # keeps its meta parameters while the backend replaces the model's
+    bare, twin = _on_meta(config, model.attention), _on_meta(config, model.attention)
+    _check_causal(bare)
     _check_forward(twin, seq_len)
     windows = _windows(twin, seq_len) if model.attention == "flex" else ()
-    experts.choose(built, model.experts, DTYPES[precision.compute].itemsize)
-    unset = fill_buffers(built, twin)
-    master = DTYPES[precision.master]
-    for parameter in built.parameters():
-        parameter.data = parameter.data.to(master)
-    weights: RandomWeights | PretrainedWeights = RandomWeights(twin, seed, master)
-    if opened is not None:
-        weights = PretrainedWeights(opened.file, built, twin, weights, allow=model.allow, rows_before=rows_before)
-        unset -= _read_buffers(built, weights)
-    _refuse_unset(built, unset)
+    precision = precision or schema.Precision()
+    master, compute = DTYPES[precision.master], DTYPES[precision.compute]
     if packs_documents:
-        require_documents_apart(built, partial(_made, attention=model.attention), eager=eager)
-    attention, compute = built.config._attn_implementation, DTYPES[precision.compute]
+        require_documents_apart(bare, partial(_made, attention=model.attention), eager=eager)
+    attention = bare.config._attn_implementation
     documents = document_arguments(attention, compute, eager=eager, packs=packs_documents, windows=windows)
-    attach_loss(built, DTYPES.get(precision.output), eager, loss, documents)  # auto: none of them
-    built.train()
-    fill: WeightFill = weights
+
+    built = BuiltModel(bare, RandomWeights(twin, seed, master), as_given, size_of(bare))
+    built = with_experts(built, model.experts, compute)
+    built = with_values(built, twin, master, pretrained, model.allow, rows_before)
+    built = with_loss(built, DTYPES.get(precision.output), eager, loss, documents)  # auto: none of them
     if model.lora is not None:
-        _require_whole_base(opened, weights, rows_before)
-        fill = add_adapters(built, model.lora, seed, master, weights)
-        if model.lora.start_from is not None:
-            fill = start_from(model.lora, built, fill)
-    _freeze(built, model.freeze)
+        _require_whole_base(built, pretrained, rows_before)
+        built = with_adapters(built, model.lora, seed, master)
+    built = with_frozen(built, model.freeze)
     if precision.frozen != "auto":
-        fill = _rest_frozen_in(DTYPES[precision.frozen], built, fill)
-    base = None
-    if model.lora is not None and opened is not None:
-        names = frozenset(name for name in stored_tensors(built) if not is_adapter(name))
-        base = Base(str(model.pretrained), model.gguf_file, opened.file, names, fill)
-    return BuiltModel(built, fill, as_given, size_of(built), base)
+        built = with_frozen_dtype(built, DTYPES[precision.frozen])
+    if model.lora is not None and pretrained is not None:
+        built = with_base(built, model, pretrained)
+    return replace(built, size=size_of(built.model))
+
+
+# ---------------------------------------------------------------------------------------------- the transformations
+
+
+def with_experts(built: BuiltModel, implementation: str, compute: torch.dtype) -> BuiltModel:
+    experts.choose(built.model, implementation, compute.itemsize)
+    return built
+
+
+def with_values(
+    built: BuiltModel,
+    twin: Any,
+    master: torch.dtype,
+    pretrained: Pretrained | None,
+    allow: tuple[str, ...],
+    rows_before: int | None,
+) -> BuiltModel:
+    """Real buffers, weights in the master dtype, and of both what `pretrained` has."""
+    model, drawn = built.model, cast(RandomWeights, built.fill)
+    unset = fill_buffers(model, twin)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(master)
+    if pretrained is not None:
+        weights = PretrainedWeights(pretrained.file, model, twin, drawn, allow=allow, rows_before=rows_before)
+        stored = {name: buffer for name, buffer in model.named_buffers() if weights.holds(name)}
+        for name, buffer in stored.items():
+            buffer.copy_(weights(name, tuple(slice(0, size) for size in buffer.shape)))
+        built, unset = replace(built, fill=weights), unset - set(stored)
+    if unset:
+        raise ConfigError(
+            f"model: {type(model).__name__}: expected buffers that transformers can compute again, found "
+            f"{sorted(unset)[0]}, which it only makes with the model.\n  Start from a folder that holds it "
+            "(model.pretrained), or take another model."
+        )
+    return built
+
+
+def with_loss(
+    built: BuiltModel,
+    output: torch.dtype | None,
+    eager: bool,
+    loss: Loss | None,
+    documents: DocumentArguments | None,
+) -> BuiltModel:
+    attach_loss(built.model, output, eager, loss, documents)
+    built.model.train()
+    return built
+
+
+def _require_whole_base(built: BuiltModel, pretrained: Pretrained | None, rows_before: int | None) -> None:
+    """Adapters belong to a base that others have too; what is made here and never trained would be lost with them."""
+    drawn = built.fill.drawn if isinstance(built.fill, PretrainedWeights) else []
+    if pretrained is not None and (drawn or rows_before is not None):
+        missing = f"{drawn[0]}, which it lacks (model.allow)" if drawn else "rows for new tokens in its embedding"
+        raise ConfigError(
+            f"model.lora: expected a base that is whole in {pretrained.file.where}, found {missing}: it would be made "
+            "here, and no adapter trains it.\n  Take the model's own tokenizer and all of its weights, or train "
+            "without model.lora."
+        )
+
+
+def with_adapters(built: BuiltModel, lora: schema.Lora, seed: int, master: torch.dtype) -> BuiltModel:
+    """From then on only adapters train."""
+    fill = add_adapters(built.model, lora, seed, master, built.fill)
+    return replace(built, fill=fill if lora.start_from is None else start_from(lora, built.model, fill))
+
+
+def with_frozen(built: BuiltModel, patterns: tuple[str, ...]) -> BuiltModel:
+    """A tied weight is frozen in all its places, by any of its names."""
+    parameters = dict(built.model.named_parameters(remove_duplicate=False))
+    for pattern in patterns:
+        for name in matching("model.freeze", pattern, parameters):
+            parameters[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise ConfigError(
+            f"model.freeze: expected at least one parameter that trains, found all {len(parameters)} frozen by "
+            f"{list(patterns)}.\n  Name fewer of them."
+        )
+    return built
+
+
+def with_frozen_dtype(built: BuiltModel, dtype: torch.dtype) -> BuiltModel:
+    """Weights that don't train rest in `dtype`."""
+    fill = built.fill
+    frozen = {fqn: parameter for fqn, parameter in built.model.named_parameters() if not parameter.requires_grad}
+    for parameter in frozen.values():
+        parameter.data = parameter.data.to(dtype)
+    return replace(built, fill=lambda fqn, at: fill(fqn, at).to(dtype) if fqn in frozen else fill(fqn, at))
+
+
+def with_base(built: BuiltModel, model: schema.Model, pretrained: Pretrained) -> BuiltModel:
+    """Names what checkpoints of adapters leave out."""
+    names = frozenset(name for name in stored_tensors(built.model) if not is_adapter(name))
+    return replace(built, base=Base(str(model.pretrained), model.gguf_file, pretrained.file, names, built.fill))
+
+
+# ------------------------------------------------------------------------------------------------ the architecture
 
 
 def _grow(config: Any, vocabulary: int, file: TensorFile, keeps_ids: Callable[[], bool]) -> int | None:
@@ -140,67 +245,13 @@ def _grow(config: Any, vocabulary: int, file: TensorFile, keeps_ids: Callable[[]
         return None
     config.vocab_size = vocabulary
     log.info(
-        "model.pretrained: %s: the tokenizer has %s ids, the model rows for %s: embedding and head grow by %s rows, "
-        "each the mean of the old ones",
-        *(file.where, f"{vocabulary:,}", f"{before:,}", f"{vocabulary - before:,}"),
+        f"model.pretrained: {file.where}: the tokenizer has {vocabulary:,} ids, the model rows for {before:,}: "
+        f"embedding and head grow by {vocabulary - before:,} rows, each the mean of the old ones"
     )
     return before
 
 
-def _read_buffers(model: nn.Module, weights: PretrainedWeights) -> set[str]:
-    """Fill the buffers that the folder holds; returns their FQNs."""
-    held = {name: buffer for name, buffer in model.named_buffers() if weights.holds(name)}
-    for name, buffer in held.items():
-        buffer.copy_(weights(name, tuple(slice(0, size) for size in buffer.shape)))
-    return set(held)
-
-
-def _refuse_unset(model: nn.Module, unset: set[str]) -> None:
-    if unset:
-        raise ConfigError(
-            f"model: {type(model).__name__}: expected buffers that transformers can compute again, found "
-            f"{sorted(unset)[0]}, which it only makes with the model.\n  Start from a folder that holds it "
-            "(model.pretrained), or take another model. Nothing was started."
-        )
-
-
-def _require_whole_base(opened: Pretrained | None, weights: RandomWeights | PretrainedWeights, grown: object) -> None:
-    """Adapters belong to a base that others have too; what is made here and never trained would be lost with them."""
-    drawn = weights.drawn if isinstance(weights, PretrainedWeights) else []
-    if opened is not None and (drawn or grown is not None):
-        found = f"{drawn[0]}, which it lacks (model.allow)" if drawn else "rows for new tokens in its embedding"
-        raise ConfigError(
-            f"model.lora: expected a base that is whole in {opened.file.where}, found {found}: it would be made here, "
-            "and no adapter trains it.\n  Take the model's own tokenizer and all of its weights, or train without "
-            "model.lora. Nothing was started."
-        )
-
-
-def _rest_frozen_in(dtype: torch.dtype, model: nn.Module, fill: WeightFill) -> WeightFill:
-    """Weights that don't train, in a dtype of their own; returns the `fill` that gives them so."""
-    frozen = {fqn: parameter for fqn, parameter in model.named_parameters() if not parameter.requires_grad}
-    for parameter in frozen.values():
-        parameter.data = parameter.data.to(dtype)
-    return lambda fqn, slices: fill(fqn, slices).to(dtype) if fqn in frozen else fill(fqn, slices)
-
-
-def _freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
-    """A tied weight is frozen in all its places, by any of its names."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for pattern in patterns:
-        for name in matching("model.freeze", pattern, parameters):
-            parameters[name].requires_grad_(False)
-    if not any(parameter.requires_grad for parameter in parameters.values()):
-        raise ConfigError(
-            f"model.freeze: expected at least one parameter that trains, found all {len(parameters)} frozen by "
-            f"{list(patterns)}.\n  Name fewer of them. Nothing was started."
-        )
-
-
-# ------------------------------------------------------------------------------------------------ the architecture
-
-
-def _check_sizes(config: Any, seq_len: int, vocabulary: int) -> None:
+def _check_config(config: Any, seq_len: int, vocabulary: int) -> None:
     positions = getattr(config, "max_position_embeddings", None)
     if isinstance(positions, int) and positions > 0:
         _check_positions(positions, seq_len)
@@ -216,13 +267,10 @@ def _check_sizes(config: Any, seq_len: int, vocabulary: int) -> None:
             f"  Set model.architecture.vocab_size={vocabulary}, or name the model's own tokenizer in data.tokenizer.\n"
             "  A pretrained model grows only with a tokenizer that has all tokens of its own, by their ids, and more."
         )
-
-
-def _check_loss(config: Any) -> None:
     if getattr(config, "output_router_logits", False):
         raise ConfigError(
             "model: expected output_router_logits=false, found true: the router's auxiliary loss is not built yet.\n"
-            "  Set it to false in model.architecture (in a folder: in its config.json). Nothing was started."
+            "  Set it to false in model.architecture (in a folder: in its config.json)."
         )
 
 
@@ -260,7 +308,7 @@ def _on_meta(config: Any, attention: str) -> Any:
         raise ConfigError(
             f"model: {type(config).__name__}: no model can be built from it: {type(error).__name__}: "
             f"{last_line(error)}\n"
-            "  Compare the sizes in model.architecture with a model that exists. Nothing was started."
+            "  Compare the sizes in model.architecture with a model that exists."
         ) from error
 
 
@@ -291,13 +339,13 @@ def _refuse_forward(model: nn.Module, seq_len: int, error: Exception) -> None:
         raise ConfigError(
             f"model: {type(model).__name__}: expected experts that run in static shapes, found {dynamic[0]}, which "
             "asks the host which tokens it got.\n  Take a model whose experts transformers lets us choose (mixtral, "
-            "qwen3_moe, deepseek_v3, gpt_oss, ...). Nothing was started."
+            "qwen3_moe, deepseek_v3, gpt_oss, ...)."
         ) from error
     if not reads:
         raise ConfigError(
             f"model: {type(model).__name__} can't run a row of {seq_len} tokens (data.seq_len): "
             f"{type(error).__name__}: {last_line(error)}\n  Compare the sizes in model.architecture with a model "
-            "that exists. Nothing was started."
+            "that exists."
         ) from error
 
 
@@ -306,8 +354,8 @@ def _windows(model: nn.Module, seq_len: int) -> tuple[int | None, ...]:
     windows = flex.windows_of(model, seq_len)
     if not windows:
         raise ConfigError(
-            f"model.attention=flex: expected a model that gives its layers what forward is told, found that "
-            f"{type(model).__name__} doesn't.\n  Set model.attention=auto. Nothing was started."
+            f"model.attention=flex: expected a model that hands forward's arguments to its layers, found "
+            f"{type(model).__name__}, which doesn't.\n  Set model.attention=auto."
         )
     return windows
 
@@ -322,15 +370,15 @@ def _check_causal(model: nn.Module) -> None:
         )
 
 
-def _attention(kind: Any, wanted: str) -> str:
+def _attention(kind: Any, requested: str) -> str:
     """`auto` takes the static one, save for models with an attention of their own (ALiBi in Bloom and Falcon)."""
     # Private: the flag is missing in models that take any all the same (stablelm, qwen3_next).
     takes_any = bool(getattr(kind, "_supports_attention_backend", False)) or kind._can_set_attn_implementation()
-    if wanted in ("static", "flex") and not takes_any:
+    if requested in ("static", "flex") and not takes_any:
         raise ConfigError(f"model.attention: {kind.__name__} has an attention of its own; set model.attention=auto.")
-    if wanted in ("sdpa", "eager"):
-        return wanted
-    if wanted == "flex":
+    if requested in ("sdpa", "eager"):
+        return requested
+    if requested == "flex":
         return flex.register()
     if takes_any:
         return static_attention.register()
