@@ -32,7 +32,7 @@ from portable_fsdp.metrics.flops import model_flops_per_token, peak_flops
 from portable_fsdp.models.architecture import architecture_mapping
 from portable_fsdp.models.build import build_model
 from portable_fsdp.train.build import build_training
-from portable_fsdp.train.records import InFlight
+from portable_fsdp.train.measures import InFlight
 
 CONFIG = Path(__file__).parents[1] / "configs" / "llama_1b.yaml"
 ROWS = 1024

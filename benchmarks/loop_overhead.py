@@ -37,8 +37,10 @@ from portable_fsdp.data.packing import PackedRows
 from portable_fsdp.optim.schedule import learning_rate
 from portable_fsdp.runtime.process import StopRequest
 from portable_fsdp.train.build import Training, build_training
-from portable_fsdp.train.loop import with_votes
-from portable_fsdp.train.records import InFlight, Records
+from portable_fsdp.train.callbacks import Callback, Callbacks
+from portable_fsdp.train.decision import Votes
+from portable_fsdp.train.measures import InFlight, Measures, run_start
+from portable_fsdp.train.records import Console, RunFiles
 from portable_fsdp.train.save_triggers import SaveTriggers
 
 ARCHITECTURE: dict[str, Any] = {
@@ -98,9 +100,11 @@ class OurStep:
         self._config, self._backend, self._training, self._batches = config, backend, training, batches
         self._stop = StopRequest()
         self._steps = cast(int, config.train.steps)
-        self._records = Records(config, backend, training.built, self._steps, last_saved=str)
-        self._records.begin(0, None)
-        self._requests = SaveTriggers(Path(config.run.dir), None)
+        start = run_start(config, backend, training.built.size, self._steps, None)
+        self._measures = Measures(backend, start)
+        self._callbacks = Callbacks([RunFiles(), Console()], backend)
+        self._callbacks.call(Callback.on_start, start)
+        self._triggers = SaveTriggers(start.folder, None)
         self._step = 0
         self._in_flight: InFlight | None = None
 
@@ -110,12 +114,13 @@ class OurStep:
         lr = learning_rate(self._config.optim, self._step, self._steps)
         rows = next(self._batches)
         waited = time.perf_counter() - began
-        seen = self._records.seen(self._requests)
-        placed = [self._backend.place(with_votes(batch, self._stop.requested, seen)) for batch in rows]
+        votes = Votes(self._stop.requested, self._backend.process.index == 0 and self._triggers.due)
+        placed = [self._backend.place(batch) for batch in self._measures.with_votes(rows, votes)]
         metrics = self._backend.fetch(self._training.step(placed, lr))
         previous, self._in_flight = self._in_flight, InFlight(self._step, lr, began, waited, metrics)
         if previous is not None:
-            self._records.report(previous, until=began)
+            end, _ = self._measures.read(previous, until=began)
+            self._callbacks.call(Callback.on_step, end)
 
 
 class HandWrittenStep:
@@ -234,7 +239,7 @@ def main() -> None:
         with open_backend(configuration, device="cpu", backend="native") as backend:
             corpus = build_data(configuration.data)
             assert isinstance(corpus.rows, PackedRows)
-            training = build_training(configuration, backend, corpus.tokenizer.vocab_size)
+            training = build_training(configuration, backend, corpus.tokenizer)
             theirs = HandWrittenStep(corpus.rows)
             shard = (backend.data_shard.index, backend.data_shard.count)
             with Batches(corpus.rows, seed=SEED, global_batch=GLOBAL_BATCH, shard=shard, accumulation=1) as batches:

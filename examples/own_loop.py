@@ -24,7 +24,7 @@ with pf.errors_as_sentences():
     with pf.open_backend(config, device=device, backend=backend) as engine:
         corpus = pf.build_data(config.data, config.model)
         steps = pf.total_steps(config, len(corpus.rows))
-        training = pf.build_training(config, engine, corpus.tokenizer.vocab_size, loss=smoothed)
+        training = pf.build_training(config, engine, corpus.tokenizer, loss=smoothed)
         with pf.open_checkpoints(config, engine, training, corpus) as checkpoints:
             found = checkpoints.find(config.checkpoint.resume)
             resumed = checkpoints.load(found, training.model, training.optimizer) if found else None

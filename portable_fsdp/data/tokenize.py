@@ -42,6 +42,11 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def ids(self) -> dict[str, int]:
+        """Token -> id, as an export has them."""
+        ...
+
+    @property
     def description(self) -> str:
         """All that its ids follow from, as text; the chat template apart."""
         ...
@@ -101,6 +106,10 @@ class ByteTokenizer:
     description = "bytes"
     chat_template = None
 
+    @property
+    def ids(self) -> dict[str, int]:
+        return _bytes_as_bpe().get_vocab()
+
     def encode(self, text: str) -> Tokens:
         return np.frombuffer(text.encode(), dtype=np.uint8)
 
@@ -134,6 +143,10 @@ class FolderTokenizer:
             self._fast.no_truncation()
             self._fast.no_padding()
             self._fast.encode_special_tokens = self._tokenizer.split_special_tokens
+
+    @property
+    def ids(self) -> dict[str, int]:
+        return dict(self._tokenizer.get_vocab())
 
     @property
     def description(self) -> str:

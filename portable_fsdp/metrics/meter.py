@@ -1,31 +1,9 @@
-"""From what a step measured to a row of metrics.jsonl and a line on the console."""
+"""How evenly a run's processes are loaded, for metrics.jsonl."""
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NotRequired, TypedDict
-
-GIBIBYTE = 2**30
-
-
-class MetricsRow(TypedDict):
-    """One step, as it stands in metrics.jsonl. These names are read by people's scripts."""
-
-    step: int  # counted from 1
-    loss: float  # mean over the counted tokens of the global batch, nats
-    grad_norm: float  # global, before clipping
-    lr: float  # of this step
-    tokens: int  # of the global batch
-    tokens_per_second: float  # total over all devices
-    mfu: float | None  # 0 to 1; None where the device's peak or the model's FLOPs are unknown
-    memory_bytes: int | None  # peak of the fullest device so far; None where the engine doesn't tell
-    seconds: float  # wall time of this step, without an evaluation after it
-    data_seconds: float  # of them, how long process 0 waited for its rows
-    eval_loss: NotRequired[float]  # mean over the counted tokens of the held-out rows, nats; where it was evaluated
-    eval_perplexity: NotRequired[float]  # exp(eval_loss)
-    eval_tokens: NotRequired[int]  # counted ones
-    processes: NotRequired["ProcessLoads"]  # in the rows of every train.log_every-th step
+from collections.abc import Sequence
+from typing import TypedDict
 
 
 class ProcessLoads(TypedDict):
@@ -59,62 +37,3 @@ def _imbalance(values: Sequence[float]) -> float | None:
     if not all(math.isfinite(value) and value > 0 for value in values):
         return None
     return max(values) / statistics.median(values)
-
-
-@dataclass(frozen=True)
-class Meter:
-    """Knows the devices and the model, so that a step's measures become rates."""
-
-    devices: int
-    peak_flops: float | None  # of one device, FLOP/s in the compute dtype (`flops.peak_flops`)
-    flops_per_token: float | None  # of the model (`flops.model_flops_per_token`)
-
-    def row(
-        self,
-        step: int,
-        values: Mapping[str, float],
-        tokens: int,
-        seconds: float,
-        data_seconds: float,
-        memory_bytes: int | None,
-    ) -> MetricsRow:
-        """The row of a step. `values` are the fetched metrics: loss, grad_norm and lr (more are left out)."""
-        tokens_per_second = tokens / seconds
-        flops = self._device_flops(tokens_per_second)
-        return MetricsRow(
-            step=step,
-            loss=values["loss"],
-            grad_norm=values["grad_norm"],
-            lr=values["lr"],
-            tokens=tokens,
-            tokens_per_second=tokens_per_second,
-            mfu=None if flops is None or self.peak_flops is None else flops / self.peak_flops,
-            memory_bytes=memory_bytes,
-            seconds=seconds,
-            data_seconds=data_seconds,
-        )
-
-    def console_line(self, row: MetricsRow, memory_limit: int | None) -> str:
-        """The step in torchtitan's words, without what is unknown.
-
-        tps is total over all devices, tflops is per device; `memory_limit` is one device's, in bytes.
-        """
-        flops = self._device_flops(row["tokens_per_second"])
-        parts = [
-            f"step: {row['step']}",
-            f"loss: {row['loss']:.4f}",
-            f"grad_norm: {row['grad_norm']:.4f}",
-        ]
-        if row["memory_bytes"] is not None:
-            share = f"({row['memory_bytes'] / memory_limit:.0%})" if memory_limit else ""
-            parts.append(f"memory: {row['memory_bytes'] / GIBIBYTE:.2f}GiB{share}")
-        parts.append(f"tps: {row['tokens_per_second']:,.0f}")
-        if flops is not None:
-            parts.append(f"tflops: {flops / 1e12:,.2f}")
-        if row["mfu"] is not None:
-            parts.append(f"mfu: {row['mfu']:.1%}")
-        return "  ".join(parts)
-
-    def _device_flops(self, tokens_per_second: float) -> float | None:
-        """Model FLOP/s of one device."""
-        return None if self.flops_per_token is None else self.flops_per_token * tokens_per_second / self.devices

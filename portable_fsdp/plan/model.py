@@ -8,7 +8,7 @@ from portable_fsdp.backends.base import Batch
 from portable_fsdp.config.data import Data
 from portable_fsdp.models.build import BuiltModel
 from portable_fsdp.plan.result import Model
-from portable_fsdp.train.records import flops_per_token
+from portable_fsdp.train.measures import flops_per_token
 
 
 def model_of(built: BuiltModel, seq_len: int) -> Model:

@@ -1,8 +1,9 @@
 """Builds what a run needs from its config, in order: the training, its checkpoints, its batches.
 
-The trainer, the planner, the tests and loops of one's own (examples/own_loop.py) build through these.
+The trainer, the planner, the tests and your own loop (examples/own_loop.py) build through these.
 """
 
+import logging
 import math
 from dataclasses import dataclass
 from fractions import Fraction
@@ -13,10 +14,11 @@ from torch import nn
 from portable_fsdp.backends.base import Backend, ShardPolicy
 from portable_fsdp.checkpoint.manager import Checkpoints, Fingerprint, Resumed
 from portable_fsdp.config.layout import check_batch
-from portable_fsdp.config.schema import Config, Train
+from portable_fsdp.config.schema import Config
 from portable_fsdp.data.batches import Batches
 from portable_fsdp.data.build import Corpus
 from portable_fsdp.data.order import Position
+from portable_fsdp.data.tokenize import Tokenizer
 from portable_fsdp.data.vocabulary import keeps_ids, require_own_ids
 from portable_fsdp.models.build import DTYPES, BuiltModel, build_model
 from portable_fsdp.models.loss import Loss
@@ -29,10 +31,12 @@ from portable_fsdp.train.evaluate import Evaluator
 from portable_fsdp.train.memory_need import memory_need, require_memory
 from portable_fsdp.train.step import Step, train_step
 
+log = logging.getLogger("portable_fsdp")
+
 
 @dataclass(frozen=True)
 class Training:
-    """What a step needs, laid out on the engine. The planner and the tests build the same."""
+    """What a step needs, laid out on the engine."""
 
     built: BuiltModel
     model: nn.Module
@@ -43,25 +47,27 @@ class Training:
 
 
 def build_training(
-    config: Config, backend: Backend, vocabulary: int, *, fill: bool = True, loss: Loss | None = None
+    config: Config, backend: Backend, vocabulary: Tokenizer | int, *, fill: bool = True, loss: Loss | None = None
 ) -> Training:
     """Model, optimizer and step, in that order; writes nothing. *collective*
 
-    `vocabulary`: ids of the tokenizer. Without `fill` the weights are placeholders that hold no memory.
-    `loss`: one's own, see `models.build.build_model`. Raises ConfigError for what the model or the devices don't take.
+    `vocabulary`: the corpus's tokenizer; or its number of ids alone, which then aren't compared with the model's own.
+    Without `fill` the weights are placeholders that hold no memory. `loss`: in place of the model's, see `build_model`.
+    Raises ConfigError for what the model or the devices don't take.
     """
-    accumulation = check_batch(config, backend.data_parallel_size)
-    if fill:  # the planner has no tokenizer
-        require_own_ids(config.model, config.data.tokenizer)
+    accumulation, eager = check_batch(config, backend.data_parallel_size), backend.expected_compilations == 0
+    size, tokenizer = (vocabulary, None) if isinstance(vocabulary, int) else (vocabulary.vocab_size, vocabulary)
+    if tokenizer is not None:
+        require_own_ids(config.model, config.data.tokenizer, tokenizer)
     built = build_model(
         config.model,
         config.precision,
         seed=config.run.seed,
         seq_len=config.data.seq_len,
-        vocabulary=vocabulary,
-        eager=backend.expected_compilations == 0,
+        vocabulary=size,
+        eager=eager,
         loss=loss,
-        keeps_ids=lambda: keeps_ids(config.model, config.data.tokenizer),
+        keeps_ids=lambda: tokenizer is not None and keeps_ids(config.model, config.data.tokenizer, tokenizer),
         packs_documents=config.data.resolved_packing == "documents",
     )
     shapes = {fqn: tuple(weight.shape) for fqn, weight in built.model.named_parameters() if weight.requires_grad}
@@ -70,7 +76,6 @@ def build_training(
     groups = parameter_groups(shapes, config.optim, ties=ties, frozen=frozen)
     policy, make = shard_policy(config, built.model), make_optimizer(config.optim)
     if fill:  # the planner has other hardware
-        eager = backend.expected_compilations == 0
         require_memory(config, backend, memory_need(built.model, make, groups, eager=eager))
     model = backend.shard_model(built.model, policy, built.fill if fill else None)
     optimizer = backend.build_optimizer(make, groups)
@@ -112,26 +117,25 @@ def total_steps(config: Config, rows: int) -> int:
 
     Raises ConfigError when the epochs don't fill one step, or the schedule doesn't fit into the steps.
     """
-    steps = config.train.steps or _steps_of_epochs(config.train, rows)
-    check_schedule(config.optim, steps)
-    return steps
-
-
-def _steps_of_epochs(train: Train, rows: int) -> int:
+    train = config.train
     # The decimal as written: 0.29 epochs of 100 rows are 29 rows, which binary floats would make 28.
-    steps = math.floor(Fraction(str(train.epochs)) * rows / train.global_batch)
+    steps = train.steps or math.floor(Fraction(str(train.epochs)) * rows / train.global_batch)
     if steps < 1:
         raise ConfigError(
             f"train.epochs: expected at least one step of train.global_batch={train.global_batch} sequences, "
             f"found {train.epochs:g} epochs of {rows} sequences.\n"
-            "  Raise train.epochs, lower train.global_batch or data.seq_len, or give more text. Nothing was started."
+            "  Raise train.epochs, lower train.global_batch or data.seq_len, or give more text."
         )
+    check_schedule(config.optim, steps)
     return steps
 
 
 def build_evaluator(config: Config, backend: Backend, training: Training, corpus: Corpus) -> Evaluator | None:
-    """What evaluates the model over the rows of `data.eval_split`; None without `train.eval_every`."""
-    if config.train.eval_every is None or corpus.eval_rows is None:
+    """Evaluates the model over the rows of `data.eval_split`; None without `train.eval_every`."""
+    if corpus.eval_rows is None:
+        return None
+    if config.train.eval_every is None:
+        log.warning("data.eval_split: %d rows are held out and not used: set train.eval_every", len(corpus.eval_rows))
         return None
     return Evaluator(backend, training.model, corpus.eval_rows, config.train)
 

@@ -1,11 +1,12 @@
-"""All processes train on the same rows and the same weights: what each has opened is compared before the first step.
+"""Checks that all processes make together before the first step: folders, and the same model and rows on each.
 
-Each process opens files and hub repositories by itself, without a collective; between two hosts' looks a branch of the
-hub may move, and a file may differ from host to host.
+Each process opens files and hub repositories by itself, without a collective. A file may differ from host to host, and
+a branch of the hub may move in between.
 """
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,26 @@ from typing import Any
 from portable_fsdp.backends.base import Backend
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.build import Corpus, build_data
-from portable_fsdp.runtime.collective_errors import on_each_process
+from portable_fsdp.models.architecture import check_architecture
+from portable_fsdp.runtime.collective_errors import on_each_process, on_process_0
 from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.train.early_checks import require_writable
+from portable_fsdp.train.export import require_room
+
+
+def require_folders_and_model(config: Config, backend: Backend) -> None:
+    """Raises, on all processes, for folders that can't be written and for a wrong architecture, before minutes of
+    tokenizing. *collective*"""
+    on_process_0(backend, lambda: _require_folders(config))
+    if (architecture := config.model.architecture) is not None:
+        os.environ.setdefault("USE_TORCH_XLA", "0")  # as build_model does, before transformers is imported
+        on_each_process(backend, lambda: check_architecture(architecture))
+
+
+def _require_folders(config: Config) -> None:
+    require_writable(Path(config.run.dir))
+    if config.checkpoint.export:
+        require_room(config)
 
 
 def open_data(config: Config, backend: Backend) -> Corpus:
@@ -53,12 +72,12 @@ def require_same_model(backend: Backend, config: Mapping[str, Any]) -> None:
 
 def require_same(backend: Backend, facts: Mapping[str, str]) -> None:
     """Raises ConfigError, the same on all processes, for the first key whose fact isn't process 0's. *collective*"""
-    found = backend.gather(dict(facts))
-    for key, first in found[0].items():
-        for index, other in enumerate(found):
-            if other[key] != first:
+    by_process = backend.gather(dict(facts))
+    for key, first in by_process[0].items():
+        for index, others in enumerate(by_process):
+            if others[key] != first:
                 raise ConfigError(
-                    f"{key}: expected the same on all processes, found {first} on process 0 and {other[key]} on "
-                    f"process {index}.\n  Of the hub, name a commit (org/name@commit): a branch may have moved between "
-                    "two hosts' looks. Files must be the same on all hosts. Nothing was started."
+                    f"{key}: expected the same on all processes, found {first} on process 0 and {others[key]} on "
+                    f"process {index}.\n  Use the same files on all hosts; of the hub name a commit "
+                    "(org/name@commit), since a branch may move."
                 )

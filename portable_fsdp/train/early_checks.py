@@ -1,7 +1,7 @@
-"""What a config names on this host, checked before torch and transformers are imported, which takes seconds.
+"""Checks what a config names on this host before torch and transformers are imported, which takes seconds.
 
-A start without a launcher calls this; the run itself checks the same again, on all of its processes together. Asks no
-hub and no object store.
+A start without a launcher calls this, and the run checks again, on all processes together. It asks no hub and no object
+store.
 """
 
 import math
@@ -37,9 +37,9 @@ def check_paths(config: Config) -> None:
         require_folder_or_hub_id("model.pretrained", config.model.pretrained)
     if config.data.tokenizer not in ("auto", "bytes") and not is_hub_id(config.data.tokenizer):
         require_tokenizer_folder(Path(config.data.tokenizer), "data.tokenizer")
-    for part in config.data.mixture or (config.data,):
-        if part.source in EXAMPLES:
-            files_of(part)
+    for source in config.data.mixture or (config.data,):
+        if source.source in EXAMPLES:
+            files_of(source)
     if config.checkpoint.resume not in ("auto", "none"):
         own, other = checkpoint_folder(config), locate(config.checkpoint.resume)
         # Where it has some of its own, the run may have begun at the other, and goes on from its own.
@@ -53,10 +53,10 @@ def checkpoint_folder(config: Config) -> Path:
 
 
 def nothing_left(config: Config) -> str | None:
-    """What to say of a run whose newest checkpoint, whole as far as `checkpoint.verify` asks, is that of its last step.
+    """A message for a run whose newest checkpoint, verified as `checkpoint.verify` says, is that of its last step.
 
-    None where the run itself has to look: it isn't finished, its config is another now, a file that it read is newer,
-    or there is something to do.
+    None where the run itself must look: it isn't finished, its config has changed, a file that it read is newer, or
+    there is something to export.
     """
     folder, checkpoint = checkpoint_folder(config), config.checkpoint
     if checkpoint.resume != "auto" or checkpoint.export or config.train.steps is None or is_object_store(folder):
@@ -67,7 +67,7 @@ def nothing_left(config: Config) -> str | None:
         return None
     try:
         manifest = read_manifest(newest)
-        if any(one.makes_curve for one in differences(manifest, saved_config(config), None, None, is_own=True)):
+        if any(change.makes_curve for change in differences(manifest, saved_config(config), None, None, is_own=True)):
             return None
         begun = [path.stat().st_mtime for path in (newest, Path(config.run.dir) / "config.yaml") if path.exists()]
         if (files := _files_read(config)) is None or any(path.stat().st_mtime > min(begun) for path in files):
@@ -85,17 +85,16 @@ def nothing_left(config: Config) -> str | None:
 def _files_read(config: Config) -> list[Path] | None:
     """The files that a run of this config reads; None where a hub has them, which only a download would tell."""
     files: list[Path] = []
-    folders = [config.model.pretrained, config.data.tokenizer, config.data.eval_split]
-    for part in config.data.mixture or (config.data,):
-        if part.source in EXAMPLES:
-            files += files_of(part)
-        elif part.source == "huggingface":
-            folders.append(part.path)
-    for name in folders:
-        if name is None or name in ("auto", "bytes") or str(name).endswith("%"):
+    names = [config.model.pretrained, config.data.tokenizer, config.data.eval_split]
+    for source in config.data.mixture or (config.data,):
+        if source.source in EXAMPLES:
+            files += files_of(source)
+        elif source.source == "huggingface":
+            names.append(source.path)
+    for name in map(str, names):
+        if name in ("None", "auto", "bytes") or name.endswith("%"):
             continue
-        path = Path(str(name))
-        if not path.exists():
+        if not (path := Path(name)).exists():
             return None
         files += [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     return files
@@ -112,15 +111,13 @@ def saved_config(config: Config) -> dict[str, Any]:
 
 def _as_json(value: Any) -> Any:
     """Infinities as transformers writes them: JSON has none."""
-    match value:
-        case dict():
-            return {key: _as_json(inside) for key, inside in cast(dict[str, Any], value).items()}
-        case list() | tuple():
-            return [_as_json(inside) for inside in cast(list[Any], value)]
-        case float() if math.isinf(value):
-            return {"__float__": "Infinity" if value > 0 else "-Infinity"}
-        case _:
-            return value
+    if isinstance(value, dict):
+        return {key: _as_json(inside) for key, inside in cast(dict[str, Any], value).items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(inside) for inside in cast(list[Any], value)]
+    if isinstance(value, float) and math.isinf(value):
+        return {"__float__": "Infinity" if value > 0 else "-Infinity"}
+    return value
 
 
 def require_writable(folder: Path) -> None:
@@ -130,5 +127,5 @@ def require_writable(folder: Path) -> None:
         problem = "a folder that this user may not write to" if nearest.is_dir() else "a file"
         raise ConfigError(
             f"run.dir: expected a folder that can be written to, or a new one: {folder}\n  found {problem}: {nearest}\n"
-            "  Set run.dir to another folder. Nothing was started."
+            "  Set run.dir to another folder."
         )

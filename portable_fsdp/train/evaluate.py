@@ -1,8 +1,8 @@
-"""Evaluation: the mean loss over the rows that are held out, and what the evaluations of a run tell it.
+"""Evaluation: the mean loss over the rows that are held out, and the history of a run's evaluations.
 
-The sum of the losses over the counted tokens, divided by their number: neither the number of devices nor the cut into
-batches changes it. Every batch has one shape, `train.micro_batch` rows a device; the last one is filled up with rows
-that count nothing. What a batch gives is read a batch late, and added up on the host.
+The sum of the losses over the counted tokens is divided by their number: neither the number of devices nor that of
+batches changes it. All batches have one shape, `train.micro_batch` rows a device; rows that count nothing fill up the
+last. Results are read a batch late and added up on the host.
 """
 
 import math
@@ -53,23 +53,23 @@ class Evaluator:
         def evaluate(batch: Batch) -> Metrics:
             with backend.evaluate():
                 loss_sum, tokens = forward(model, batch)
-            return {"told": backend.sum(torch.stack([loss_sum.float(), tokens.float(), batch["stop"].sum()]))}
+            return {"sums": backend.sum(torch.stack([loss_sum.float(), tokens.float(), batch["stop"].sum()]))}
 
         self._evaluate = backend.compile(evaluate, "evaluate")
 
     def __call__(self, stop: Callable[[], bool] = lambda: False) -> Evaluation | None:
         """The evaluation, the same on all processes; None once any of them was asked to `stop`. *collective*"""
-        told: list[list[float]] = []
+        sums: list[list[float]] = []
         pending: Pending | None = None
         for batch in self._batches(stop):
             previous, pending = pending, self._backend.fetch(self._evaluate(self._backend.place(batch)))
             if previous is not None:
-                told.append(previous.result()["told"].tolist())
-                if told[-1][2] > 0:
+                sums.append(previous.result()["sums"].tolist())
+                if sums[-1][2] > 0:
                     break
         assert pending is not None  # there is at least one row
-        told.append(pending.result()["told"].tolist())
-        losses, tokens, stops = zip(*told, strict=True)
+        sums.append(pending.result()["sums"].tolist())
+        losses, tokens, stops = zip(*sums, strict=True)
         return None if any(stops) else Evaluation(math.fsum(losses) / math.fsum(tokens), round(math.fsum(tokens)))
 
     def _batches(self, stop: Callable[[], bool]) -> Iterator[Batch]:
@@ -83,9 +83,9 @@ class Evaluator:
             yield {**batch, "labels": labels, "stop": torch.full((size,), float(stop()))}
 
 
-def evaluated(before: Evaluated | None, step: int, loss: float, rows: str) -> Evaluated:
-    """What the evaluations tell with that after `step`. `rows`: `Evaluator.fingerprint`."""
-    if before is None or loss < before.best_loss:
+def updated_history(history: Evaluated | None, step: int, loss: float, rows: str) -> Evaluated:
+    """With the evaluation after `step`. `rows`: `Evaluator.fingerprint`."""
+    if history is None or loss < history.best_loss:
         return Evaluated(rows=rows, step=step, loss=loss, best_step=step, best_loss=loss, without_improvement=0)
-    without = before.without_improvement + 1
-    return before.model_copy(update={"step": step, "loss": loss, "without_improvement": without})
+    without = history.without_improvement + 1
+    return history.model_copy(update={"step": step, "loss": loss, "without_improvement": without})

@@ -1,37 +1,33 @@
-"""A run: build, resume, step, save. Read it top to bottom.
+"""The training loop. Read `_train_steps` first; `train` opens and checks what it needs.
 
 Everything that can be refused is refused before the first file is written. Metrics are read a step late, so that the
-device never waits for the host; they are drained before a save, so that nothing that isn't finite is ever saved.
+device never waits for the host; they are read before a save, so that nothing that isn't finite is ever saved.
 """
 
 import logging
-import os
+import math
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
-
-import torch
-from torch import Tensor
+from typing import cast
 
 from portable_fsdp.backends.base import Backend, Batch
 from portable_fsdp.backends.open import open_backend
-from portable_fsdp.checkpoint.format import Evaluated, committed_steps, is_committed, step_folder
+from portable_fsdp.checkpoint.format import Evaluated, committed_steps, step_folder
 from portable_fsdp.checkpoint.manager import Checkpoints, Resumed
-from portable_fsdp.checkpoint.write_errors import with_cause
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.build import Corpus
-from portable_fsdp.models.architecture import check_architecture
 from portable_fsdp.optim.schedule import learning_rate
-from portable_fsdp.runtime.collective_errors import on_each_process, on_process_0
+from portable_fsdp.runtime.collective_errors import on_process_0
 from portable_fsdp.runtime.command import configure_log
 from portable_fsdp.runtime.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
     EXIT_STOPPED,
     CheckpointError,
+    PortableFSDPError,
     TrainingError,
 )
 from portable_fsdp.runtime.lock import sole_run
@@ -44,13 +40,150 @@ from portable_fsdp.train.build import (
     open_checkpoints,
     total_steps,
 )
-from portable_fsdp.train.consistency import open_data, require_same_model
-from portable_fsdp.train.early_checks import require_writable
-from portable_fsdp.train.evaluate import Evaluation, Evaluator, evaluated
-from portable_fsdp.train.records import Asked, InFlight, Records
+from portable_fsdp.train.callbacks import Callback, Callbacks, EvaluationEnd, Outcome, RunEnd, RunStart, StepEnd
+from portable_fsdp.train.consistency import open_data, require_folders_and_model, require_same_model
+from portable_fsdp.train.decision import Decision, Limits, Votes, decide, is_patience_over
+from portable_fsdp.train.evaluate import Evaluator, updated_history
+from portable_fsdp.train.export import export_run
+from portable_fsdp.train.measures import (
+    InFlight,
+    Measures,
+    NotFiniteError,
+    run_start,
+)
+from portable_fsdp.train.records import Console, RunFiles
 from portable_fsdp.train.save_triggers import SaveTriggers
 
 log = logging.getLogger("portable_fsdp")
+
+
+@dataclass
+class _Run:
+    """What the loop works with, and how far it is."""
+
+    start: RunStart
+    engine: Backend
+    corpus: Corpus
+    training: Training
+    evaluator: Evaluator | None
+    checkpoints: Checkpoints
+    limits: Limits
+    measures: Measures
+    triggers: SaveTriggers
+    stop: StopRequest
+    callbacks: Callbacks
+    step: int  # the last one that is done
+    history: Evaluated | None  # of the evaluations so far
+    last_checkpoint: Path | None
+
+
+def _train_steps(run: _Run) -> Outcome:
+    """Train until the last step, a stop request, or the end of patience; the last step is saved before it returns."""
+    config, in_flight = run.start.config, None
+    with open_batches(config, run.engine, run.training, run.corpus, run.start.resumed) as batches:
+        for step in range(run.step + 1, run.limits.last + 1):
+            began = time.perf_counter()
+            rows = next(batches)
+            waited, lr = time.perf_counter() - began, learning_rate(config.optim, step, run.start.steps)
+            metrics = run.engine.fetch(run.training.step(_placed(run, rows), lr))
+            run.stop.begin_steps()
+            previous, in_flight = in_flight, InFlight(step, lr, began, waited, metrics)
+            votes = Votes()
+            if previous is not None:
+                end, votes = _read(run, previous, until=began)
+                run.callbacks.call(Callback.on_step, end)
+            decision = decide(run.limits, step, votes, run.history)
+            if decision.reads_metrics:
+                decision, in_flight = _finish(run, in_flight, votes, batches.position), None
+            _note_commits(run)
+            if decision.end is not None:
+                return decision.end
+    raise AssertionError("the last step ends the loop")
+
+
+def _placed(run: _Run, rows: list[Batch]) -> list[Batch]:
+    """On the device, with this process's votes. Process 0's clock and its view of the run's folder decide for all."""
+    votes = Votes(_wants_stop(run), run.engine.process.index == 0 and run.triggers.due)
+    return [run.engine.place(batch) for batch in run.measures.with_votes(rows, votes)]
+
+
+def _read(run: _Run, late: InFlight, until: float | None = None) -> tuple[StepEnd, Votes]:
+    """Wait for a step that must be finite."""
+    end, votes = run.measures.read(late, until)
+    run.step = end.step
+    _require_finite(run, end.step, {"loss": end.loss, "grad_norm": end.grad_norm})
+    return replace(end, last_checkpoint=run.last_checkpoint), votes
+
+
+def _finish(run: _Run, in_flight: InFlight, votes: Votes, position: tuple[int, int]) -> Decision:
+    """Wait for the step itself; evaluate and save as decided once its own votes are known."""
+    end, own_votes = _read(run, in_flight)
+    votes |= own_votes
+    decision = decide(run.limits, end.step, votes, run.history)
+    if decision.evaluate:
+        evaluation = _evaluate(run, end.step)
+        votes |= Votes(stop=evaluation is None)
+        decision = decide(run.limits, end.step, votes, run.history)
+        end = replace(end, evaluation=evaluation)
+    run.callbacks.call(Callback.on_step, end)
+    if decision.save:
+        _save(run, position, wait=decision.end is not None)
+    return decision
+
+
+def _evaluate(run: _Run, step: int) -> EvaluationEnd | None:
+    """None where a stop request came before its end."""
+    evaluator, began = cast(Evaluator, run.evaluator), time.perf_counter()
+    evaluation = evaluator(lambda: _wants_stop(run))
+    if evaluation is None:
+        return None
+    loss, perplexity, tokens = evaluation.loss, evaluation.perplexity, evaluation.tokens
+    _require_finite(run, step, {"eval_loss": loss})
+    if step > 0:  # the initial weights are never the best
+        run.history = updated_history(run.history, step, loss, evaluator.fingerprint)
+    is_best = run.history is not None and run.history.best_step == step
+    end = EvaluationEnd(step, loss, perplexity, tokens, time.perf_counter() - began, is_best)
+    run.callbacks.call(Callback.on_evaluate, end)
+    return end
+
+
+def _save(run: _Run, position: tuple[int, int], *, wait: bool) -> None:
+    """`position`: of the data. `wait`: until the commit."""
+    run.triggers.began(run.step)
+    try:
+        run.checkpoints.save(run.step, run.training.model, run.training.optimizer, position, run.history)
+        if wait:
+            run.checkpoints.wait()
+    except CheckpointError as error:  # not the user's mistake any more: the run has started
+        raise TrainingError(str(error)) from error
+
+
+def _note_commits(run: _Run) -> None:
+    finished = run.checkpoints.finished()
+    run.triggers.committed(saved.step for saved in finished)
+    for saved in finished:
+        run.last_checkpoint = saved.path
+        run.callbacks.call(Callback.on_save, saved)
+
+
+def _wants_stop(run: _Run) -> bool:
+    return run.stop.requested or run.checkpoints.failed
+
+
+def _require_finite(run: _Run, step: int, values: dict[str, float]) -> None:
+    """Raises NotFiniteError, on all processes alike."""
+    if all(map(math.isfinite, values.values())):
+        return
+    run.checkpoints.close()  # a background save may be under way
+    try:
+        saved = committed_steps(run.checkpoints.folder)
+        newest = f"The last good checkpoint is {saved[0]}." if saved else "No checkpoint was saved before it."
+    except Exception as error:  # of a store, of many classes
+        newest = f"{run.checkpoints.folder} doesn't answer ({type(error).__name__}): look there for checkpoints."
+    raise NotFiniteError(step, values, newest)
+
+
+# ------------------------------------------------------------------------------------------------------- start and end
 
 
 def train(
@@ -60,222 +193,98 @@ def train(
     backend: str = "auto",
     num_devices: int | None = None,
     check_devices: Callable[[int], None] = lambda devices: None,
+    callbacks: Sequence[Callback] = (),
 ) -> int:
     """Run the config on an engine, resuming what `checkpoint.resume` finds; returns the exit code of `launch`.
 
-    Called by every process of the run. `check_devices` gets the number of devices as soon as the engine has counted
-    them, and may raise. Raises the errors of runtime/errors.py.
+    Every process of the run calls it. `check_devices` gets the number of devices as soon as the engine has counted
+    them, and may raise. `callbacks` observe the run, see `train/callbacks.py`. Raises the errors of runtime/errors.py.
     """
-    architecture = config.model.architecture
-    if isinstance(architecture, dict):  # the same on all processes, before they have met
-        _check_model(architecture)
     with StopRequest() as stop:
         try:
             with open_backend(config, device=device, backend=backend, num_devices=num_devices) as engine:
                 check_devices(engine.data_parallel_size)
                 configure_log(engine.process.index)
-                on_process_0(engine, lambda: _check_folders(config))
-                if isinstance(architecture, str):  # a file, which may be another one on each host
-                    on_each_process(engine, lambda: _check_model(architecture))
+                require_folders_and_model(config, engine)
                 corpus = open_data(config, engine)
                 steps = total_steps(config, len(corpus.rows))
                 with _sole_run(config, engine):
-                    return _train(config, engine, corpus, steps, stop)
+                    return _train(config, engine, corpus, steps, stop, callbacks)
         except Stopped as request:
-            log.error("stopped before the first step on request (%s): there was nothing to save", request)
+            log.error("stopped before the first step (%s): nothing to save", request)
             return EXIT_FAILED
 
 
-def _train(config: Config, engine: Backend, corpus: Corpus, steps: int, stop: StopRequest) -> int:
-    training = build_training(config, engine, corpus.tokenizer.vocab_size)
-    require_same_model(engine, training.built.config)
-    with open_checkpoints(config, engine, training, corpus) as checkpoints:
-        resumed = _resume(config, training, checkpoints)
-        records = Records(config, engine, training.built, steps, lambda: _last_saved(checkpoints))
-        on_process_0(engine, lambda: records.begin(resumed.step if resumed else 0, resumed))
-        requests = SaveTriggers(Path(config.run.dir), config.checkpoint.every_minutes)
-        evaluator = build_evaluator(config, engine, training, corpus)
-        if corpus.eval_rows is not None and evaluator is None:
-            log.warning(
-                "data.eval_split: %d rows are held out and not used: set train.eval_every", len(corpus.eval_rows)
-            )
-        run = _Run(config, engine, corpus, steps, training, evaluator, checkpoints, records, requests, stop)
-        with _commits_noted(run):
-            if resumed is None and config.train.eval_on_start:
-                _evaluate_first(run)
-            end = _loop(run, resumed)
-    newest = end.saved or (resumed.path if resumed else None)
-    if config.checkpoint.export and not end.is_stopped and newest is not None:
-        _export(config, engine, corpus, newest, end.told)
-    return EXIT_STOPPED if end.is_stopped else EXIT_FINISHED
-
-
 @contextmanager
-def _sole_run(config: Config, backend: Backend) -> Generator[None]:
-    """Hold run.dir against other runs, from before the checkpoint to go on from is looked for. *collective*"""
+def _sole_run(config: Config, engine: Backend) -> Generator[None]:
+    """Hold run.dir against other runs, from before the search for a checkpoint. *collective*"""
     with ExitStack() as held:
-
-        def take() -> None:
-            held.enter_context(sole_run(Path(config.run.dir)))
-
-        on_process_0(backend, take)
+        on_process_0(engine, lambda: held.enter_context(sole_run(Path(config.run.dir))))
         yield
 
 
-def _check_folders(config: Config) -> None:
-    require_writable(Path(config.run.dir))
-    if config.checkpoint.export:
-        from portable_fsdp.formats.target import require_replaceable
-
-        require_replaceable(_export_folder(config))
-
-
-def _check_model(architecture: Mapping[str, Any] | str) -> None:
-    """Before minutes of tokenizing."""
-    os.environ.setdefault("USE_TORCH_XLA", "0")  # as build_model does, before transformers is imported
-    check_architecture(architecture)
-
-
-# --------------------------------------------------------------------------------------------------------- resume
-
-
-def _resume(config: Config, training: Training, checkpoints: Checkpoints) -> Resumed | None:
-    """Load what `checkpoint.resume` names; None for a new run."""
-    found = checkpoints.find(config.checkpoint.resume)
-    return None if found is None else checkpoints.load(found, training.model, training.optimizer)
-
-
-# ----------------------------------------------------------------------------------------------------------- loop
-
-
-@dataclass(frozen=True)
-class _Run:
-    """What the loop needs, open and ready."""
-
-    config: Config
-    backend: Backend
-    corpus: Corpus
-    steps: int  # of the whole run
-    training: Training
-    evaluator: Evaluator | None
-    checkpoints: Checkpoints
-    records: Records
-    requests: SaveTriggers
-    stop: StopRequest
+def _train(
+    config: Config, engine: Backend, corpus: Corpus, steps: int, stop: StopRequest, callbacks: Sequence[Callback]
+) -> int:
+    training = build_training(config, engine, corpus.tokenizer)
+    require_same_model(engine, training.built.config)
+    evaluator = build_evaluator(config, engine, training, corpus)
+    with open_checkpoints(config, engine, training, corpus) as checkpoints:
+        found = checkpoints.find(config.checkpoint.resume)
+        resumed = None if found is None else checkpoints.load(found, training.model, training.optimizer)
+        start = run_start(config, engine, training.built.size, steps, resumed)
+        last, eval_every = min(steps, config.train.stop_at or steps), config.train.eval_every if evaluator else None
+        run = _Run(
+            start,
+            engine,
+            corpus,
+            training,
+            evaluator,
+            checkpoints,
+            Limits(last, config.checkpoint.every, eval_every, config.train.patience),
+            Measures(engine, start),
+            SaveTriggers(start.folder, config.checkpoint.every_minutes),
+            stop,
+            Callbacks([RunFiles(), Console(), *callbacks], engine),
+            step=start.step,
+            history=_earlier_history(resumed, evaluator),
+            last_checkpoint=resumed.path if resumed else None,
+        )
+        on_process_0(engine, lambda: run.callbacks.call(Callback.on_start, start))
+        outcome = _train_observed(run)
+    if outcome == "stopped":
+        return EXIT_STOPPED
+    newest = step_folder(checkpoints.folder, run.step) if run.step > start.step else run.last_checkpoint
+    if config.checkpoint.export and newest is not None:
+        export_run(config, engine, corpus.tokenizer, newest, run.history)
+    return EXIT_FINISHED
 
 
-@dataclass(frozen=True)
-class _End:
-    """How the loop ended."""
-
-    saved: Path | None  # the newest checkpoint of its steps
-    is_stopped: bool  # by a request
-    told: Evaluated | None  # by the evaluations
-
-
-def _loop(run: _Run, resumed: Resumed | None) -> _End:
-    """Train on. The last step run is saved, and so is the best by its evaluation."""
-    start, last = resumed.step if resumed else 0, min(run.steps, run.config.train.stop_at or run.steps)
-    told = _told_before(run, resumed)
-    if start >= last or _gives_up(run, told):
-        why = f" (no improvement in {told.without_improvement} evaluations)" if told and start < last else ""
-        log.info("step %d of %d is saved already: nothing left to train%s", start, last, why)
-        return _End(None, False, told)
-    path: Path | None = None
-    in_flight: InFlight | None = None
-    with open_batches(run.config, run.backend, run.training, run.corpus, resumed) as batches:
-        for step in range(start + 1, last + 1):
-            previous, in_flight = in_flight, _dispatch(run, step, batches)
-            run.stop.begin_steps()
-            asked = Asked() if previous is None else run.records.report(previous, until=in_flight.began)
-            stops = asked.stop
-            evaluates = run.evaluator is not None and _is_due(step, run.config.train.eval_every, last)
-            saves = stops or asked.save or _is_due(step, run.config.checkpoint.every, last)
-            if saves or evaluates:
-                measured, in_flight = run.records.measure(in_flight), None
-                stops, saves = stops or measured.asked.stop, saves or measured.asked.save
-                evaluation = None
-                if evaluates and not stops:
-                    evaluation, told = _evaluate(run, step, told)
-                    stops = evaluation is None
-                run.records.write(measured, evaluation)
-                ends = stops or step == last or _gives_up(run, told)
-                if saves or ends or (told is not None and told.best_step == step):
-                    path = _save(run, step, batches.position, told, wait=ends)
-            _note_commits(run)
-            if stops:
-                run.records.stopped(step, run.stop.reason)
-                return _End(path, True, told)
-            if told is not None and _gives_up(run, told):
-                run.records.gave_up(told)
-                break
-    return _End(path, False, told)
-
-
-def _is_due(step: int, every: int | None, last: int) -> bool:
-    return step == last or (every is not None and step % every == 0)
-
-
-def _dispatch(run: _Run, step: int, batches: Iterator[list[Batch]]) -> InFlight:
-    """Start a step, without waiting for the device."""
-    began = time.perf_counter()
-    lr = learning_rate(run.config.optim, step, run.steps)
-    rows = next(batches)
-    waited = time.perf_counter() - began
-    stop, seen = _wants_stop(run), run.records.seen(run.requests)
-    placed = [run.backend.place(with_votes(batch, stop, seen)) for batch in rows]
-    return InFlight(step, lr, began, waited, run.backend.fetch(run.training.step(placed, lr)))
-
-
-def _told_before(run: _Run, resumed: Resumed | None) -> Evaluated | None:
-    """What evaluations over the same rows had told by the checkpoint."""
-    told = resumed.evaluation if resumed else None
-    if told is None or run.evaluator is None:
+def _earlier_history(resumed: Resumed | None, evaluator: Evaluator | None) -> Evaluated | None:
+    """The checkpoint's, if it evaluated the same rows."""
+    history = resumed.evaluation if resumed else None
+    if history is None or evaluator is None:
         return None
-    if told.rows != run.evaluator.fingerprint:
-        log.info("other rows are evaluated than before: the best so far, step %d, counts no more", told.best_step)
+    if history.rows != evaluator.fingerprint:
+        log.info("the evaluation data changed; discarding the previous best (step %d)", history.best_step)
         return None
-    return told
+    return history
 
 
-def _evaluate(run: _Run, step: int, told: Evaluated | None) -> tuple[Evaluation | None, Evaluated | None]:
-    """The evaluation after `step`, and what all have told; none where a request to stop came before its end."""
-    evaluator, began = cast(Evaluator, run.evaluator), time.perf_counter()
-    evaluation = evaluator(lambda: _wants_stop(run))
-    if evaluation is None:
-        return None, told
-    told = evaluated(told, step, evaluation.loss, evaluator.fingerprint)
-    run.records.evaluated(step, evaluation, time.perf_counter() - began, is_best=told.best_step == step)
-    return evaluation, told
-
-
-def _evaluate_first(run: _Run) -> None:
-    """Before the first step: written down, and never the best."""
-    began = time.perf_counter()
-    evaluation = cast(Evaluator, run.evaluator)(lambda: _wants_stop(run))
-    if evaluation is not None:
-        run.records.evaluated(0, evaluation, time.perf_counter() - began, is_best=False)
-
-
-def _gives_up(run: _Run, told: Evaluated | None) -> bool:
-    patience = run.config.train.patience
-    return patience is not None and told is not None and told.without_improvement >= patience
-
-
-def _wants_stop(run: _Run) -> bool:
-    return run.stop.requested or run.checkpoints.failed
-
-
-def _save(run: _Run, step: int, position: tuple[int, int], told: Evaluated | None, *, wait: bool) -> Path:
-    """Save the state after `step`, with the data at `position`; `wait`: until it is committed."""
-    run.requests.began(step)
+def _train_observed(run: _Run) -> Outcome:
+    """Train what is left; the callbacks see every commit, and then the end, whatever it is."""
     try:
-        path = run.checkpoints.save(step, run.training.model, run.training.optimizer, position, told)
-        if wait:
-            run.checkpoints.wait()
-    except CheckpointError as error:  # not the user's mistake any more: the run has started
-        raise TrainingError(str(error)) from error
-    return path
+        with _commits_noted(run):
+            outcome = _train_what_is_left(run)
+    except Exception as error:
+        values = error.values if isinstance(error, NotFiniteError) else {}
+        end = _end_of(run, "not finite" if values else "failed", values)
+        with suppress(PortableFSDPError):  # what a callback raises is logged; the run's own error goes first
+            run.callbacks.call(Callback.on_end, end)
+        raise
+    end = _end_of(run, outcome)
+    on_process_0(run.engine, lambda: run.callbacks.call(Callback.on_end, end))
+    return outcome
 
 
 @contextmanager
@@ -288,61 +297,23 @@ def _commits_noted(run: _Run) -> Generator[None]:
         _note_commits(run)
 
 
-def _note_commits(run: _Run) -> None:
-    finished = run.checkpoints.finished()
-    run.records.saved(finished)
-    run.requests.committed(one.step for one in finished)
+def _train_what_is_left(run: _Run) -> Outcome:
+    if run.start.resumed is None and run.start.config.train.eval_on_start:
+        _evaluate(run, 0)
+    is_over = is_patience_over(run.limits, run.history)
+    if run.step < run.limits.last and not is_over:
+        return _train_steps(run)
+    why = f" ({_patience(run)})" if is_over and run.step < run.limits.last else ""
+    log.info("step %d of %d is saved already: nothing left to train%s", run.step, run.limits.last, why)
+    return "finished"
 
 
-def with_votes(batch: Batch, stop: bool, seen: Tensor) -> Batch:
-    """What this process tells all others rides with the batch, so that they learn of it in the same step.
-
-    `seen`: float32 [n]. Adds `votes`, float32 [rows, 1 + n].
-    """
-    votes = torch.zeros(len(batch["tokens"]), 1 + len(seen))
-    votes[0] = torch.cat([torch.tensor([float(stop)]), seen])
-    return {**batch, "votes": votes}
+def _end_of(run: _Run, outcome: Outcome, values: Mapping[str, float] | None = None) -> RunEnd:
+    reasons = {"stopped": run.stop.reason or "a signal to another process", "no improvement": _patience(run)}
+    reason = reasons.get(outcome, outcome)
+    best_step = run.history.best_step if run.history else None
+    return RunEnd(outcome, run.step, reason, run.measures.elapsed, run.last_checkpoint, best_step, values or {})
 
 
-def _last_saved(checkpoints: Checkpoints) -> str:
-    """For the message of a run that ends by its own numbers: a background save may be under way."""
-    checkpoints.close()
-    try:
-        saved = committed_steps(checkpoints.folder)
-    except Exception as error:  # of a store, of many classes
-        return f"What is saved can't be told, since {checkpoints.folder} doesn't answer ({type(error).__name__})."
-    return f"The last good checkpoint is {saved[0]}." if saved else "No checkpoint was saved before it."
-
-
-def _export(config: Config, backend: Backend, corpus: Corpus, newest: Path, told: Evaluated | None) -> None:
-    """The best checkpoint by its evaluation; the newest where there was none."""
-    from portable_fsdp.formats.base import ExportOptions, export_checkpoint
-
-    alone = config.model.lora is not None and not config.checkpoint.merge_adapters
-
-    def export() -> None:
-        checkpoint, which = _to_export(newest, told)
-        # The base may have moved since the checkpoint was saved.
-        options = ExportOptions(save_tokenizer=corpus.tokenizer.save, base=config.model.pretrained)
-        export_checkpoint(checkpoint, "peft" if alone else "huggingface", _export_folder(config), options)
-        log.info("exported %s to %s%s", checkpoint, _export_folder(config), which)
-
-    def as_error(error: Exception) -> TrainingError:
-        again = f"python -m portable_fsdp.checkpoint export {newest.parent} FOLDER{' --format peft' if alone else ''}"
-        reason = with_cause(error, _export_folder(config).parent)
-        return TrainingError(f"checkpoint.export: {reason}\n  The run itself is saved: {again} repeats it.")
-
-    on_process_0(backend, export, as_error)  # nobody leaves before the folder is whole
-
-
-def _to_export(newest: Path, told: Evaluated | None) -> tuple[Path, str]:
-    if told is None:
-        return newest, ""
-    best = step_folder(newest.parent, told.best_step)
-    if not is_committed(best):
-        return newest, f", since {best.name}, the best by its evaluation, is gone"
-    return best, f": the best by its evaluation (eval_loss {told.best_loss:.4f})"
-
-
-def _export_folder(config: Config) -> Path:
-    return Path(config.run.dir) / "export"
+def _patience(run: _Run) -> str:
+    return f"no improvement in {run.history.without_improvement if run.history else 0} evaluations"

@@ -1,7 +1,7 @@
-"""What a run surely needs of memory: told, and held against what devices and hosts have, before a weight is made.
+"""The memory that a run needs at least, logged and compared with devices and hosts before a weight is made.
 
-A lower bound, so that nothing is refused that would run: activations, gathered weights, buffers and the program itself
-aren't counted, a shard is taken for an even part, and memory that others use for free.
+A lower bound, so that nothing is refused that would run: it leaves out activations, gathered weights, buffers and the
+program, takes shards as even, and memory that others use as free.
 """
 
 import logging
@@ -80,53 +80,36 @@ def check_memory(
 
     `rests_on_host`: weights, gradients and optimizer state do, with offload and where the CPU is the device.
     """
-    processes = Counter(room.host for room in rooms)
-    devices, copies = math.prod(axes.values()), axes["replicate"]
+    devices, copies, processes = math.prod(axes.values()), axes["replicate"], Counter(room.host for room in rooms)
     on_device = need.total * copies // devices
-    host, on_host, host_has = max(
-        (
-            (
-                name,
-                on_device * devices // len(rooms) * count,
-                min(room.host_bytes for room in rooms if room.host == name),
-            )
-            for name, count in processes.items()
-        ),
-        key=lambda one: one[1] / one[2],
-    )
     limits = [room.device_bytes for room in rooms if room.device_bytes is not None]
-    if rests_on_host and on_host > host_has:
-        where = f"a host with {processes[host]} of the {len(rooms)} process(es)"
-        raise _too_much(config, need, f"{in_units(on_host)} on {where}", f"{in_units(host_has)} (with swap)", copies)
-    if not rests_on_host and limits and on_device > min(limits):
-        raise _too_much(
-            config,
-            need,
-            f"{in_units(on_device)} on each of {devices} device(s)",
-            in_units(min(limits)),
-            copies,
-        )
+    by_host = [
+        (on_device * devices // len(rooms) * count, min(room.host_bytes for room in rooms if room.host == host), count)
+        for host, count in processes.items()
+    ]
+    on_host, host_limit, count = max(by_host, key=lambda host: host[0] / host[1])  # the fullest
+    times = f", {copies} times" if copies > 1 else ""
+    problem = ""
     if rests_on_host:
-        on_a_host = f"{in_units(on_host)} of {in_units(host_has)} on a host"
-        place = f"{in_units(on_device)} for each of {devices} device(s), {on_a_host}"
+        place = f"{in_units(on_device)} for each of {devices} device(s), {in_units(on_host)} of {in_units(host_limit)}"
+        if on_host > host_limit:
+            where = f"a host with {count} of the {len(rooms)} process(es)"
+            problem = f"{in_units(on_host)} on {where},\n  which has {in_units(host_limit)} (with swap)"
     else:
         has = f" of {in_units(min(limits))}" if limits else ""
-        place = f"{in_units(on_device)}{has} on each of {devices} device(s), {in_units(need.largest_weight)} on a host"
+        place = f"{in_units(on_device)}{has} on each of {devices} device(s), {in_units(need.largest_weight)}"
+        if limits and on_device > min(limits):
+            problem = f"{in_units(on_device)} on each of {devices} device(s),\n  which has {in_units(min(limits))}"
+    if problem:
+        raise ConfigError(
+            f"model: expected a run that fits into memory, found that {need.parameters:,} parameters need at least "
+            f"{problem}: {need}{times}.\n  Ways out: {'; '.join(_ways_out(config, copies))}."
+        )
     trained = "" if need.trained == need.parameters else f" ({need.trained:,} train)"
-    times = f", {copies} times" if copies > 1 else ""
-    return f"{need.parameters:,} parameters{trained}: {need}{times}; at least {place}"
+    return f"{need.parameters:,} parameters{trained}: {need}{times}; at least {place} on a host"
 
 
-def _too_much(config: Config, need: MemoryNeed, needs: str, has: str, copies: int) -> ConfigError:
-    times = f", {copies} times" if copies > 1 else ""
-    return ConfigError(
-        f"model: expected a run that fits into memory, found that {need.parameters:,} parameters need at least "
-        f"{needs},\n  which has {has}: {need}{times}.\n  Ways out: {'; '.join(_ways(config, copies))}. "
-        "Nothing was started."
-    )
-
-
-def _ways(config: Config, copies: int) -> Iterator[str]:
+def _ways_out(config: Config, copies: int) -> Iterator[str]:
     if copies > 1:
         yield "sharding.strategy=FULL_SHARD, one copy over all devices"
     yield "more hosts" if config.memory.cpu_offload else "more devices or hosts"

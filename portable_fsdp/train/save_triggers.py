@@ -1,4 +1,4 @@
-"""When a run saves besides every n steps: by the clock, and now. Asked on process 0, told to all with the next step."""
+"""Saves besides those every n steps: by the clock, and now. Process 0 looks; all learn of it with the next step."""
 
 import logging
 import stat
@@ -11,17 +11,16 @@ log = logging.getLogger("portable_fsdp")
 
 
 class _Request(NamedTuple):
-    """A file `SAVE`, told from one that is made (or touched) later."""
+    """Tells a file `SAVE` from one that is made (or touched) later."""
 
     inode: int
     modified_ns: int
 
 
 class SaveTriggers:
-    """Whether a save is due: `every_minutes` after the last one, or because somebody made the file `SAVE`.
+    """Whether a save is due: `every_minutes` after the last one, or because of the file `SAVE` (`touch RUN/SAVE`).
 
-    `touch RUN/SAVE` asks for a checkpoint. One request makes one save, and the file goes when that is committed: by
-    then a save in the background has come to its end.
+    One file makes one save. Its commit, perhaps in the background, deletes the file.
     """
 
     def __init__(self, folder: Path, every_minutes: float | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -30,7 +29,7 @@ class SaveTriggers:
         self._every_s = None if every_minutes is None else 60 * every_minutes
         self._clock = clock
         self._last = clock()
-        self._taken: tuple[int, _Request] | None = None  # the request that is being answered, and by which step's save
+        self._taken: tuple[int, _Request] | None = None  # step of the save that answers it, and the request
         self._has_warned = False
 
     @property
@@ -41,24 +40,24 @@ class SaveTriggers:
         return by_clock or (request is not None and (self._taken is None or self._taken[1] != request))
 
     def began(self, step: int) -> None:
-        """A save of `step` has begun, for whatever reason: it answers a request that was made before."""
+        """A save of `step` has begun, for whatever reason; it answers earlier requests."""
         self._last = self._clock()
         request = self._request()
         if request is not None:
             self._taken = step, request
 
     def committed(self, steps: Iterable[int]) -> None:
-        """These were committed; process 0 alone knows, and it alone deletes the file of a request that they answer."""
+        """These were committed, which process 0 alone knows: it deletes the file that they answer."""
         if self._taken is None or not any(step >= self._taken[0] for step in steps):
             return
-        if self._request() != self._taken[1]:  # it is gone already, or somebody has asked again
+        if self._request() != self._taken[1]:  # gone already, or made again
             self._taken = None
             return
         try:
             self._file.unlink()
             self._taken = None
-        except OSError as error:  # no reason to end a run; nor to save again, so it stays taken
-            log.warning("%s: saved as it asked, but it can't be deleted: %s", self._file, error.strerror)
+        except OSError as error:  # no reason to end a run, nor to save again
+            log.warning("%s: saved, but the file can't be deleted: %s", self._file, error.strerror)
 
     def _request(self) -> _Request | None:
         try:
@@ -69,5 +68,5 @@ class SaveTriggers:
             return _Request(status.st_ino, status.st_mtime_ns)
         if not self._has_warned:
             self._has_warned = True
-            log.warning("%s: expected a plain file, which asks for a save; found something else, ignored", self._file)
+            log.warning("%s: expected a plain file, which requests a save; ignoring what is there", self._file)
         return None

@@ -31,10 +31,9 @@ def train_step(
 ) -> Step:
     """Make the step of a run: `step(batches, lr)` with `accumulation` placed micro batches, one optimizer update.
 
-    The step returns `loss` (mean over the counted tokens of the global batch, before the update), `grad_norm` (before
-    clipping) and, where the batches bring `votes` [rows, n], its sum over the rows of all data shards [n]: device
-    tensors that nobody has waited for.
-    With one micro batch it is one program, with several two: one for a micro batch, one for the update.
+    It returns `loss` (mean over the counted tokens of the global batch, before the update), `grad_norm` (before
+    clipping) and, where the batches hold `votes` [rows, n], their sum over the rows of all data shards [n]: device
+    tensors that nobody has waited for. One micro batch makes one program; several make two, `micro_batch` and `update`.
     """
 
     def forward_backward(batch: Batch, loss: Tensor, last: bool) -> Tensor:
@@ -45,38 +44,33 @@ def train_step(
             mean.backward()
         return loss + mean.detach()
 
-    def update(loss: Tensor, *votes: Tensor) -> Metrics:
+    def micro_batch(batch: Batch, loss: Tensor, last: bool) -> Metrics:
+        return {"loss": forward_backward(batch, loss, last)}
+
+    def update(batch: Batch, loss: Tensor) -> Metrics:
+        """`batch`: the whole step's rows; after several micro batches only the votes of the last."""
+        if accumulation == 1:
+            loss = forward_backward(batch, loss, last=True)
         grad_norm = backend.clip_grad_norm(model, max_grad_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=accumulation == 1)
-        totals = backend.sum(torch.cat([loss[None], *(one.sum(dim=0) for one in votes)]))
-        told = {"votes": totals[1:]} if votes else {}
-        return {"loss": totals[0], "grad_norm": grad_norm, **told}
+        votes = [batch["votes"].sum(dim=0)] if "votes" in batch else []
+        totals = backend.sum(torch.cat([loss[None], *votes]))
+        return {"loss": totals[0], "grad_norm": grad_norm, **({"votes": totals[1:]} if votes else {})}
 
-    def whole(batch: Batch, loss: Tensor) -> Metrics:
-        return update(forward_backward(batch, loss, last=True), *_votes(batch))
-
-    def micro(batch: Batch, loss: Tensor, last: bool) -> Metrics:
-        return {"loss": forward_backward(batch, loss, last)}
-
-    run_whole = backend.compile(whole, "train_step")
-    run_micro = backend.compile(micro, "micro_batch")
-    run_update = backend.compile(update, "update")
+    run_micro_batch = backend.compile(micro_batch, "micro_batch")
+    run_update = backend.compile(update, "train_step" if accumulation == 1 else "update")
 
     def step(batches: Sequence[Batch], lr: float) -> Metrics:
         numbers = step_numbers(optimizer, lr)
         tensors = {name: torch.tensor(number) for name, number in numbers.items()}
         placed = backend.place({"loss": torch.zeros(()), **tensors})
         set_step_numbers(optimizer, numbers, placed)
-        loss = placed["loss"]
+        loss, last = placed["loss"], batches[-1]
         if accumulation == 1:
-            return run_whole(batches[0], loss)
+            return run_update(last, loss)
         for number, batch in enumerate(batches, start=1):
-            loss = run_micro(batch, loss, number == accumulation)["loss"]
-        return run_update(loss, *_votes(batches[-1]))
+            loss = run_micro_batch(batch, loss, number == accumulation)["loss"]
+        return run_update({"votes": last["votes"]} if "votes" in last else {}, loss)
 
     return step
-
-
-def _votes(batch: Batch) -> list[Tensor]:
-    return [batch["votes"]] if "votes" in batch else []

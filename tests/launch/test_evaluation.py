@@ -128,7 +128,7 @@ def test_other_rows_begin_anew(folder: Path, capsys: pytest.CaptureFixture[str])
     assert launch(*FLAGS, "train.patience=2", "train.stop_at=2") == 0
     (folder / "held.txt").write_text("y" * 400)
     assert launch(*FLAGS, "train.patience=2") == 0
-    assert "the best so far, step 1, counts no more" in capsys.readouterr().err
+    assert "the evaluation data changed; discarding the previous best (step 1)" in capsys.readouterr().err
     assert len(losses(folder / "run")) == 5  # the third is the first of those
 
 

@@ -265,7 +265,9 @@ def stop_after(step: int, command: list[str], folder: Path, *, by: str, **variab
     assert stopped["reason"] in ("SIGTERM", "SIGINT")
     assert step <= stopped["step"] < 16, "it was not stopped in the middle"
     assert len(losses(folder / "run")) == stopped["step"] == committed(folder / "run")[-1]
-    assert f"stopped after step {stopped['step']} on request" in process.err
+    assert (
+        f"stopped after step {stopped['step']} ({stopped['reason']}); rerun the same command to resume" in process.err
+    )
     last = read_jsonl(folder / "run/events.jsonl")[-1]
     assert (last["event"], last["step"]) == ("stop", stopped["step"])
     return code
@@ -351,7 +353,7 @@ def test_a_stop_while_a_corpus_is_tokenized_ends_at_once(tmp_path: Path) -> None
         process.wait_until(lambda: "another process tokenizes this corpus" in process.err)
         process.send(signal.SIGTERM)
         assert process.wait(20) == 1
-    assert "stopped before the first step on request (SIGTERM): there was nothing to save" in process.err
+    assert "stopped before the first step (SIGTERM): nothing to save" in process.err
     assert "Traceback" not in process.err
     assert list(waits.iterdir()) == [waits / lock.name]
 

@@ -11,7 +11,9 @@ from portable_fsdp.checkpoint.format import Manifest
 from portable_fsdp.checkpoint.manager import Checkpoints
 from portable_fsdp.metrics.sinks import read_jsonl
 from portable_fsdp.runtime.errors import CheckpointError, TrainingError
-from portable_fsdp.train.records import InFlight, Measured, Records
+from portable_fsdp.train.callbacks import StepEnd
+from portable_fsdp.train.decision import Votes
+from portable_fsdp.train.measures import InFlight, Measures
 
 FLAGS = ("--device=cpu", "--config=tiny.yaml", "checkpoint.every=null")
 
@@ -111,7 +113,7 @@ def test_a_commit_has_its_event_also_where_the_run_then_fails(
     ends_by: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The commit of step 2 is held until the loop has no more occasion to ask for it."""
-    commit, begin, close, measure = Checkpoints._commit, Checkpoints._begin, Checkpoints.close, Records.measure
+    commit, begin, close, measure = Checkpoints._commit, Checkpoints._begin, Checkpoints.close, Measures.read
     may_commit = threading.Event()
 
     def late_commit(self: Checkpoints, final: Path, attempt: str, manifest: Manifest) -> None:
@@ -127,7 +129,7 @@ def test_a_commit_has_its_event_also_where_the_run_then_fails(
         may_commit.set()
         close(self)
 
-    def measured(self: Records, late: InFlight, until: float | None = None) -> Measured:
+    def measured(self: Measures, late: InFlight, until: float | None = None) -> tuple[StepEnd, Votes]:
         if late.step == 4:
             if ends_by != "the next save":
                 raise TrainingError("not finite")
@@ -137,7 +139,7 @@ def test_a_commit_has_its_event_also_where_the_run_then_fails(
     monkeypatch.setattr(Checkpoints, "_commit", late_commit)
     monkeypatch.setattr(Checkpoints, "_begin", no_second_begin)
     monkeypatch.setattr(Checkpoints, "close", closed)
-    monkeypatch.setattr(Records, "measure", measured)
+    monkeypatch.setattr(Measures, "read", measured)
     assert launch(*FLAGS, "checkpoint.every=2", "checkpoint.async_save=true") == 1
     assert committed(folder / "run") == [2]
     assert [event["step"] for event in events(folder / "run", "save")] == [2]

@@ -14,7 +14,7 @@ from portable_fsdp.backends.base import Backend
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.config.schema import Config
 from portable_fsdp.train.build import Training, build_training
-from portable_fsdp.train.evaluate import Evaluation, Evaluator, evaluated
+from portable_fsdp.train.evaluate import Evaluation, Evaluator, updated_history
 
 GLOBAL_BATCH = 4
 
@@ -123,13 +123,13 @@ def test_perplexity() -> None:
     assert Evaluation(1e4, 1).perplexity == float("inf")
 
 
-def test_what_evaluations_tell() -> None:
-    told = None
-    found: list[tuple[int, float, int, float, int]] = []
+def test_the_history_of_evaluations() -> None:
+    history = None
+    actual: list[tuple[int, float, int, float, int]] = []
     for step, loss in ((2, 3.0), (4, 2.0), (6, 2.0), (8, 2.5), (10, 1.5)):
-        told = evaluated(told, step, loss, "rows")
-        found.append((told.step, told.loss, told.best_step, told.best_loss, told.without_improvement))
-    assert found == [
+        history = updated_history(history, step, loss, "rows")
+        actual.append((history.step, history.loss, history.best_step, history.best_loss, history.without_improvement))
+    assert actual == [
         (2, 3.0, 2, 3.0, 0),
         (4, 2.0, 4, 2.0, 0),
         (6, 2.0, 4, 2.0, 1),  # as good is no improvement

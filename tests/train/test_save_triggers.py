@@ -92,7 +92,7 @@ def test_a_folder_in_its_place_is_ignored_and_said_once(
         requests.committed([step])
     assert (tmp_path / "SAVE").is_dir()
     assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path / 'SAVE'}: expected a plain file, which asks for a save; found something else, ignored"
+        f"{tmp_path / 'SAVE'}: expected a plain file, which requests a save; ignoring what is there"
     ]
 
 
@@ -109,7 +109,7 @@ def test_a_file_that_can_not_be_deleted_makes_one_save(
     requests.began(1)
     requests.committed([1])
     assert not requests.due
-    assert "it can't be deleted: Operation not permitted" in caplog.text
+    assert "the file can't be deleted: Operation not permitted" in caplog.text
     monkeypatch.undo()
 
 

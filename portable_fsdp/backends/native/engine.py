@@ -8,7 +8,7 @@ shards to the device to gather them, and reduced gradients back, and the optimiz
 import os
 import warnings
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, cast
@@ -186,13 +186,13 @@ class NativeBackend(Backend):
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in pinned.items()}
 
     def compile(self, fn: Callable[..., Metrics], name: str) -> Callable[..., Metrics]:
-        def counted(*args: Any) -> Metrics:
-            if self._first_step_is_over or not self._counts_collectives or name == "evaluate":
-                return fn(*args)
-            with self._counter:
-                return fn(*args)
+        return fn if name == "evaluate" or not self._counts_collectives else self._counting_once()(fn)
 
-        return counted
+    @contextmanager
+    def _counting_once(self) -> Generator[None]:
+        """Around each program: counts its collectives until the first step is over."""
+        with nullcontext() if self._first_step_is_over else self._counter:
+            yield
 
     @contextmanager
     def accumulate(self, last: bool) -> Generator[None]:

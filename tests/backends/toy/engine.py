@@ -73,11 +73,7 @@ class ToyBackend(Backend):
         return batch
 
     def compile(self, fn: Callable[..., Metrics], name: str) -> Callable[..., Metrics]:
-        def computed(*arguments: Any) -> Metrics:
-            with torch.autocast("cpu", self._compute, enabled=self._compute != torch.float32):
-                return fn(*arguments)
-
-        return computed
+        return torch.autocast("cpu", self._compute, enabled=self._compute != torch.float32)(fn)
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         return nullcontext()

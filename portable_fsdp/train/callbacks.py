@@ -1,0 +1,137 @@
+"""Observe a run: subclass `Callback`, and pass an instance to `train(..., callbacks=[...])`.
+
+Process 0 calls callbacks, in its main thread between two steps: ours first (`records.py`), then yours in order. They
+get frozen data and return nothing. A step's data arrive while the device computes the next step, so a quick callback
+costs no time. An exception in a callback ends the run with exit code 1 and an error that names the callback; all
+callbacks get the data first, so the metrics are on disk, and no checkpoint is harmed.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from portable_fsdp.backends.base import Backend, Traffic
+from portable_fsdp.checkpoint.manager import Resumed, Saved
+from portable_fsdp.config.schema import Config
+from portable_fsdp.runtime.errors import PortableFSDPError, TrainingError
+
+log = logging.getLogger("portable_fsdp")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """A run whose model is built and loaded, before its first step."""
+
+    config: Config  # resolved
+    folder: Path  # run.dir
+    engine: str
+    device: str  # as its driver names it
+    devices: int
+    processes: int
+    step: int  # the last one done before this start; 0 in a new run
+    steps: int  # of the whole run
+    tokens: int  # of a global batch
+    parameters: int
+    trained_parameters: int
+    flops_per_token: float | None  # model FLOPs; None with experts
+    peak_flops: float | None  # of one device, FLOP/s; None for an unknown one
+    resumed: Resumed | None  # the checkpoint that it starts from
+
+
+@dataclass(frozen=True)
+class EvaluationEnd:
+    """An evaluation after `step`; step 0 is `train.eval_on_start`."""
+
+    step: int
+    loss: float  # mean over the counted tokens, nats
+    perplexity: float
+    tokens: int  # counted
+    seconds: float
+    is_best: bool
+
+
+@dataclass(frozen=True)
+class StepEnd:
+    """A step whose loss is finite, with the evaluation that followed it."""
+
+    step: int  # counted from 1
+    loss: float  # mean over the counted tokens of the global batch, nats
+    grad_norm: float  # before clipping
+    lr: float
+    tokens: int  # of the global batch
+    tokens_per_second: float  # over all devices
+    mfu: float | None  # 0 to 1
+    memory_bytes: int | None  # peak of the fullest device of process 0
+    seconds: float  # wall time, without an evaluation after it
+    data_seconds: float  # of them, waiting for rows
+    steps: int  # of the whole run
+    elapsed: float  # seconds since this start began to train
+    device_flops: float | None  # model FLOP/s of one device
+    is_logged: bool  # every train.log_every-th step, and the first
+    memory_limit: int | None  # bytes of one device
+    process_seconds: tuple[float, ...]  # of each process's previous step; NaN in the first
+    process_memory_bytes: tuple[float, ...]  # NaN where the engine doesn't tell
+    collectives: Mapping[str, Traffic] | None  # in the first step of a start: what each step sends
+    evaluation: EvaluationEnd | None = None
+    last_checkpoint: Path | None = None  # committed by this start, or resumed from
+
+
+Outcome = Literal["finished", "stopped", "no improvement", "not finite", "failed"]
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """How a run ended. A failed one raises its error afterwards; an export follows."""
+
+    outcome: Outcome
+    step: int  # the last one that is done
+    reason: str  # "SIGTERM", "no improvement in 3 evaluations", or the outcome
+    elapsed: float  # seconds
+    last_checkpoint: Path | None
+    best_step: int | None  # by evaluation loss
+    values: Mapping[str, float]  # those that are not finite
+
+
+class Callback:
+    """Override what you need."""
+
+    def on_start(self, start: RunStart) -> None:
+        """Before the first step, once everything has been checked. An error here still changes nothing."""
+
+    def on_step(self, step: StepEnd) -> None:
+        """After each step, a step late; after its evaluation and before its save."""
+
+    def on_evaluate(self, evaluation: EvaluationEnd) -> None:
+        """After each evaluation; `on_step` of the same step follows."""
+
+    def on_save(self, save: Saved) -> None:
+        """After each commit; that of a background save is seen at the end of a later step."""
+
+    def on_end(self, end: RunEnd) -> None:
+        """Once, after the last save, also where the run fails; not where the process is killed."""
+
+
+class Callbacks:
+    """Several callbacks, of process 0; of the other processes none."""
+
+    def __init__(self, callbacks: Sequence[Callback], backend: Backend) -> None:
+        self._callbacks = callbacks if backend.process.index == 0 else ()
+
+    def call(self, hook: Callable[[Callback, T], None], data: T) -> None:
+        """`call(Callback.on_step, end)`: of all of them; then raises the first error."""
+        errors: list[PortableFSDPError] = []
+        for callback in self._callbacks:
+            try:
+                getattr(callback, hook.__name__)(data)
+            except PortableFSDPError as error:
+                errors.append(error)
+            except Exception as error:
+                name = f"{type(callback).__name__}.{hook.__name__}"
+                log.exception("callback %s raised:", name)
+                errors.append(TrainingError(f"callback {name}: {type(error).__name__}: {error}"))
+        if errors:
+            raise errors[0]

@@ -1,0 +1,57 @@
+"""`checkpoint.export`: the finished run as a Hugging Face folder."""
+
+import logging
+from pathlib import Path
+
+from portable_fsdp.backends.base import Backend
+from portable_fsdp.checkpoint.format import Evaluated, is_committed, step_folder
+from portable_fsdp.checkpoint.write_errors import with_cause
+from portable_fsdp.config.schema import Config
+from portable_fsdp.data.tokenize import Tokenizer
+from portable_fsdp.runtime.collective_errors import on_process_0
+from portable_fsdp.runtime.errors import TrainingError
+
+log = logging.getLogger("portable_fsdp")
+
+
+def require_room(config: Config) -> None:
+    """Raises where something else than an earlier export lies in its place."""
+    from portable_fsdp.formats.target import require_replaceable
+
+    require_replaceable(_folder(config))
+
+
+def export_run(config: Config, backend: Backend, tokenizer: Tokenizer, newest: Path, history: Evaluated | None) -> None:
+    """Export the best checkpoint by its evaluation, the newest where there was none. *collective*"""
+    from portable_fsdp.formats.base import ExportOptions, export_checkpoint
+
+    folder = _folder(config)
+    kind = "peft" if config.model.lora is not None and not config.checkpoint.merge_adapters else "huggingface"
+
+    def export() -> None:
+        checkpoint, why = _chosen(newest, history)
+        # The base may have moved since the checkpoint was saved.
+        options = ExportOptions(save_tokenizer=tokenizer.save, base=config.model.pretrained)
+        export_checkpoint(checkpoint, kind, folder, options)
+        log.info("exported %s to %s%s", checkpoint, folder, why)
+
+    def as_error(error: Exception) -> TrainingError:
+        again = f"python -m portable_fsdp.checkpoint export {newest.parent} FOLDER{' --format peft' * (kind == 'peft')}"
+        reason = with_cause(error, folder.parent)
+        return TrainingError(f"checkpoint.export: {reason}\n  The run itself is saved: {again} repeats it.")
+
+    on_process_0(backend, export, as_error)  # nobody leaves before the folder is whole
+
+
+def _chosen(newest: Path, history: Evaluated | None) -> tuple[Path, str]:
+    """The checkpoint, and why it is another than the newest."""
+    if history is None:
+        return newest, ""
+    best = step_folder(newest.parent, history.best_step)
+    if not is_committed(best):
+        return newest, f", since {best.name}, the best by its evaluation, is gone"
+    return best, f": the best by its evaluation (eval_loss {history.best_loss:.4f})"
+
+
+def _folder(config: Config) -> Path:
+    return Path(config.run.dir) / "export"

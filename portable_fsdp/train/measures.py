@@ -1,0 +1,131 @@
+"""What the processes tell each other with each step, and the step's metrics: one device vector, read a step late."""
+
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from portable_fsdp.backends.base import Backend, Batch, Pending
+from portable_fsdp.checkpoint.manager import Resumed
+from portable_fsdp.config.schema import Config
+from portable_fsdp.metrics.flops import model_flops_per_token, peak_flops
+from portable_fsdp.models.size import ModelSize
+from portable_fsdp.runtime.errors import TrainingError
+from portable_fsdp.train.callbacks import RunStart, StepEnd
+from portable_fsdp.train.decision import Votes
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A step that was dispatched and whose metrics nobody has read."""
+
+    step: int
+    lr: float
+    began: float  # seconds of time.perf_counter
+    waited: float  # seconds, for the rows
+    metrics: Pending
+
+
+class NotFiniteError(TrainingError):
+    """A loss or a gradient norm that is not finite."""
+
+    def __init__(self, step: int, values: dict[str, float], last_saved: str) -> None:
+        expected = "evaluation loss" if "eval_loss" in values else "loss and gradient norm"
+        actual = " and ".join(f"{name} {value}" for name, value in values.items())
+        super().__init__(
+            f"step {step}: expected a finite {expected}, found {actual}.\n  {last_saved}\n"
+            "  Lower optim.lr or clip harder (train.max_grad_norm), with\n"
+            "  checkpoint.allow='[optim.lr, train.max_grad_norm]', or look at the rows of this step."
+        )
+        self.values = values
+
+
+class Measures:
+    """Writes this process's votes into batches, and reads the metrics of a step."""
+
+    def __init__(self, backend: Backend, start: RunStart) -> None:
+        self._backend, self._start = backend, start
+        self._began = time.perf_counter()
+        self._seconds = math.nan  # of the last step that ended
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since this start began to train."""
+        return time.perf_counter() - self._began
+
+    def with_votes(self, batches: list[Batch], votes: Votes) -> list[Batch]:
+        """Adds `votes`, float32 [rows, 1 + 3 * processes], zeros but for row 0: this process's request to stop, and in
+        its three columns the seconds of its last step, its memory, its request to save.
+
+        The step sums them over all rows, so all processes learn of them in the same step.
+        """
+        index, memory = self._backend.process.index, self._backend.memory()
+        rows = torch.zeros(len(batches[0]["tokens"]), 1 + 3 * self._backend.process.count)
+        rows[0, 0] = votes.stop
+        peak = memory.peak_bytes if memory else math.nan
+        rows[0, 1 + 3 * index :][:3] = torch.tensor([self._seconds, peak, float(votes.save)])
+        return [{**batch, "votes": rows} for batch in batches]
+
+    def read(self, late: InFlight, until: float | None = None) -> tuple[StepEnd, Votes]:
+        """Wait for a step's metrics: the only place where the loop waits for the device.
+
+        All processes read the same values. The step took until the next one began, or until now.
+        """
+        metrics = late.metrics.result()
+        stop, by_process = metrics.pop("votes").tensor_split([1])
+        seconds, memory_bytes, saves = by_process.view(-1, 3).unbind(dim=1)
+        self._seconds = (until or time.perf_counter()) - late.began
+        memory, step, start = self._backend.memory(), late.step, self._start
+        tokens_per_second = start.tokens / self._seconds
+        flops = None if start.flops_per_token is None else start.flops_per_token * tokens_per_second / start.devices
+        end = StepEnd(
+            step=step,
+            loss=metrics["loss"].item(),
+            grad_norm=metrics["grad_norm"].item(),
+            lr=late.lr,
+            tokens=start.tokens,
+            tokens_per_second=tokens_per_second,
+            mfu=None if flops is None or start.peak_flops is None else flops / start.peak_flops,
+            memory_bytes=memory.peak_bytes if memory else None,
+            seconds=self._seconds,
+            data_seconds=late.waited,
+            steps=start.steps,
+            elapsed=self.elapsed,
+            is_logged=step == 1 or step % start.config.train.log_every == 0,
+            device_flops=flops,
+            memory_limit=memory.limit_bytes if memory else None,
+            process_seconds=tuple(seconds.tolist()),
+            process_memory_bytes=tuple(memory_bytes.tolist()),
+            collectives=self._backend.collectives if step == start.step + 1 else None,
+        )
+        return end, Votes(bool(stop > 0), bool((saves > 0).any()))
+
+
+def run_start(config: Config, engine: Backend, size: ModelSize, steps: int, resumed: Resumed | None) -> RunStart:
+    return RunStart(
+        config=config,
+        folder=Path(config.run.dir),
+        engine=engine.name,
+        device=engine.device_name,
+        devices=engine.data_parallel_size,
+        processes=engine.process.count,
+        step=resumed.step if resumed else 0,
+        steps=steps,
+        tokens=config.train.global_batch * config.data.seq_len,
+        parameters=size.parameters,
+        trained_parameters=size.trained_parameters,
+        flops_per_token=flops_per_token(size, config.data.seq_len),
+        peak_flops=peak_flops(engine.device_name, config.precision.compute),
+        resumed=resumed,
+    )
+
+
+def flops_per_token(size: ModelSize, seq_len: int) -> float | None:
+    """Model FLOPs as MFU counts them; None where not every weight meets every token."""
+    if size.has_experts:
+        return None
+    return model_flops_per_token(
+        size.parameters, size.embedding_parameters, size.layers, size.hidden, seq_len, size.frozen_parameters
+    )

@@ -1,0 +1,193 @@
+"""Callbacks see a run in plain data, in order; an exception in one ends the run. The loop is near the optimizer."""
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import is_dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import portable_fsdp
+from portable_fsdp.backends.open import ENGINES, options_of
+from portable_fsdp.backends.support import effects_of, rules_of
+from portable_fsdp.checkpoint.manager import Saved
+from portable_fsdp.config.schema import Config
+from portable_fsdp.metrics.sinks import read_jsonl
+from portable_fsdp.runtime.errors import TrainingError
+from portable_fsdp.train.callbacks import Callback, EvaluationEnd, RunEnd, RunStart, StepEnd
+from portable_fsdp.train.loop import train
+from portable_fsdp.train.records import Console
+
+PACKAGE = Path(portable_fsdp.__file__).parent
+MODEL = {"model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64} | {
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+
+
+@pytest.fixture(autouse=True)
+def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setitem(ENGINES, "toy", "toy.options")
+    monkeypatch.chdir(tmp_path)
+    yield
+    for cached in (options_of, effects_of, rules_of):
+        cached.cache_clear()
+
+
+def config(**sections: dict[str, Any]) -> Config:
+    base: dict[str, dict[str, Any]] = {
+        "run": {"dir": "run"},
+        "model": {"architecture": MODEL},
+        "data": {"source": "python_docs", "seq_len": 32},
+        "train": {"steps": 4, "global_batch": 4, "log_every": 2},
+        "optim": {"warmup_steps": 1},
+    }
+    return Config.model_validate({name: base.get(name, {}) | sections.get(name, {}) for name in base | sections})
+
+
+class Recorder(Callback):
+    """Keeps what it gets, and raises at one hook."""
+
+    def __init__(self, raises_at: str = "") -> None:
+        self.seen: list[Any] = []
+        self._raises_at = raises_at
+
+    def _note(self, hook: str, data: Any) -> None:
+        assert is_dataclass(data) or isinstance(data, Saved)
+        self.seen.append(data)
+        if hook == self._raises_at:
+            raise KeyError("a bug")
+
+    def on_start(self, start: RunStart) -> None:
+        self._note("on_start", start)
+
+    def on_step(self, step: StepEnd) -> None:
+        self._note("on_step", step)
+
+    def on_evaluate(self, evaluation: EvaluationEnd) -> None:
+        self._note("on_evaluate", evaluation)
+
+    def on_save(self, save: Saved) -> None:
+        self._note("on_save", save)
+
+    def on_end(self, end: RunEnd) -> None:
+        self._note("on_end", end)
+
+
+def test_a_run_as_its_callbacks_see_it() -> None:
+    recorder = Recorder()
+    settings = config(data={"eval_split": "5%"}, train={"eval_every": 2, "eval_batches": 1}, checkpoint={"every": 2})
+    assert train(settings, device="cpu", backend="toy", callbacks=[recorder]) == 0
+    kinds = [type(data).__name__ for data in recorder.seen]
+    first_half = ["StepEnd", "EvaluationEnd", "StepEnd", "Saved"]
+    assert kinds == ["RunStart", *first_half, *first_half, "RunEnd"]
+    start, end = recorder.seen[0], recorder.seen[-1]
+    assert (start.config, start.folder, start.engine, start.device) == (settings, Path("run"), "toy", "cpu")
+    assert (start.devices, start.processes, start.step, start.steps, start.tokens) == (1, 1, 0, 4, 128)
+    assert start.parameters == start.trained_parameters > 0
+    assert (start.resumed, start.peak_flops) == (None, None)
+    assert (end.outcome, end.step, end.reason, end.values) == ("finished", 4, "finished", {})
+    assert end.last_checkpoint == Path("run/checkpoints/step-00000004")
+    steps = [data for data in recorder.seen if isinstance(data, StepEnd)]
+    for step, row in zip(steps, read_jsonl(Path("run/metrics.jsonl")), strict=True):
+        assert {name: getattr(step, name) for name in list(row)[:10]} == dict(list(row.items())[:10])
+        assert (step.evaluation.loss if step.evaluation else None) == row.get("eval_loss")
+        assert step.is_logged == ("processes" in row)
+    assert [step.last_checkpoint and step.last_checkpoint.name for step in steps] == [None] * 2 + ["step-00000002"] * 2
+    assert 0 < steps[0].elapsed < steps[-1].elapsed <= end.elapsed
+    assert end.best_step in (2, 4)
+
+
+@pytest.mark.parametrize("hook", ["on_start", "on_step", "on_evaluate", "on_save", "on_end"])
+def test_a_callback_that_raises_ends_the_run_and_harms_nothing(hook: str) -> None:
+    """The error names it, the metrics are written, later callbacks get their data, and the run resumes."""
+    broken, after = Recorder(hook), Recorder()
+    settings = config(data={"eval_split": "5%"}, train={"eval_every": 2, "eval_batches": 1}, checkpoint={"every": 2})
+    with pytest.raises(TrainingError, match=rf"^callback Recorder\.{hook}: KeyError: 'a bug'$") as error:
+        train(settings, device="cpu", backend="toy", callbacks=[broken, after])
+    assert error.value.exit_code == 1
+    assert after.seen == broken.seen
+    rows = read_jsonl(Path("run/metrics.jsonl")) if hook != "on_start" else []
+    assert len(rows) == {"on_start": 0, "on_step": 1, "on_evaluate": 1, "on_save": 2, "on_end": 4}[hook]
+    ends = [data.outcome for data in after.seen if isinstance(data, RunEnd)]
+    assert ends == {"on_start": [], "on_end": ["finished"]}.get(hook, ["failed"])
+    assert train(settings, device="cpu", backend="toy") == 0
+    assert [row["step"] for row in read_jsonl(Path("run/metrics.jsonl"))] == [1, 2, 3, 4]
+
+
+def test_a_loss_that_is_not_finite_reaches_the_callbacks() -> None:
+    recorder = Recorder()
+    with pytest.raises(
+        TrainingError, match=r"expected a finite loss and gradient norm, found loss .* and grad_norm nan"
+    ):
+        train(config(optim={"lr": 1e30, "schedule": "constant"}), device="cpu", backend="toy", callbacks=[recorder])
+    end = recorder.seen[-1]
+    assert (end.outcome, end.reason, list(end.values)) == ("not finite", "not finite", ["loss", "grad_norm"])
+    stop = read_jsonl(Path("run/events.jsonl"))[-1]
+    assert (stop["event"], stop["step"], stop["reason"], stop["grad_norm"]) == ("stop", end.step, "not finite", None)
+
+
+@pytest.mark.parametrize("engine", ["native", "toy"])
+@pytest.mark.parametrize("micro_batch", [4, 2])
+def test_three_calls_from_the_loop_to_the_optimizer(engine: str, micro_batch: int) -> None:
+    stacks: list[list[str]] = []
+
+    def look(*_: Any) -> None:
+        frame: FrameType | None = inspect.currentframe()
+        names: list[str] = []
+        while frame is not None and frame.f_code.co_name != "_train_steps":
+            if Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
+                names.append(frame.f_code.co_name)
+            frame = frame.f_back
+        if frame is not None:  # building an optimizer takes a step too
+            stacks.append(names)
+
+    hook = register_optimizer_step_pre_hook(look)
+    try:
+        assert train(config(train={"steps": 2, "micro_batch": micro_batch}), device="cpu", backend=engine) == 0
+    finally:
+        hook.remove()
+    assert stacks == [["update", "step"]] * 2  # so optimizer.step is the third call
+
+
+STEP = StepEnd(
+    step=10,
+    loss=2.3125,
+    grad_norm=0.9,
+    lr=3e-4,
+    tokens=6200,
+    tokens_per_second=3100.0,
+    mfu=0.0775,
+    memory_bytes=3 * 2**29,
+    seconds=2.0,
+    data_seconds=0.25,
+    steps=20,
+    elapsed=25.0,
+    device_flops=7.75e12,
+    is_logged=True,
+    memory_limit=15 * 2**30,
+    process_seconds=(2.0,),
+    process_memory_bytes=(1.0,),
+    collectives=None,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "memory: 1.50GiB(10%)  tps: 3,100  tflops: 7.75  mfu: 7.8%"),
+        ({"memory_limit": None, "mfu": None}, "memory: 1.50GiB  tps: 3,100  tflops: 7.75"),
+        ({"memory_bytes": None, "mfu": None, "device_flops": None}, "tps: 3,100"),
+    ],
+)
+def test_the_console_line_leaves_out_what_is_unknown(
+    changes: dict[str, Any], expected: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = replace(STEP, **changes)
+    with caplog.at_level("INFO"):
+        Console().on_step(step)
+        Console().on_step(replace(step, is_logged=False))
+    assert caplog.messages == ["step: 10  loss: 2.3125  grad_norm: 0.9000  " + expected]

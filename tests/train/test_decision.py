@@ -1,0 +1,46 @@
+"""What follows a step: the whole table."""
+
+import pytest
+
+from portable_fsdp.checkpoint.format import Evaluated
+from portable_fsdp.train.decision import Decision, Limits, Votes, decide
+
+LIMITS = Limits(last=10, save_every=4, eval_every=3, patience=2)
+SELDOM = Limits(last=10, save_every=None, eval_every=None, patience=None)
+STOP, SAVE, NONE = Votes(stop=True), Votes(save=True), Votes()
+
+
+def history(best_step: int, without: int) -> Evaluated:
+    return Evaluated(rows="", step=9, loss=2.0, best_step=best_step, best_loss=1.0, without_improvement=without)
+
+
+@pytest.mark.parametrize(
+    ("limits", "step", "votes", "evaluations", "expected"),
+    [
+        (LIMITS, 1, NONE, None, Decision(evaluate=False, save=False, end=None)),
+        (LIMITS, 3, NONE, None, Decision(evaluate=True, save=False, end=None)),
+        (LIMITS, 3, NONE, history(3, 0), Decision(evaluate=True, save=True, end=None)),  # the best is saved
+        (LIMITS, 3, NONE, history(1, 1), Decision(evaluate=True, save=False, end=None)),
+        (LIMITS, 3, NONE, history(1, 2), Decision(evaluate=True, save=True, end="no improvement")),
+        (LIMITS, 4, NONE, history(1, 1), Decision(evaluate=False, save=True, end=None)),
+        (LIMITS, 4, STOP, None, Decision(evaluate=False, save=True, end="stopped")),
+        (LIMITS, 5, SAVE, None, Decision(evaluate=False, save=True, end=None)),
+        (LIMITS, 6, STOP, None, Decision(evaluate=False, save=True, end="stopped")),  # a stop skips the evaluation
+        (LIMITS, 10, NONE, None, Decision(evaluate=True, save=True, end="finished")),  # the last is always evaluated
+        (LIMITS, 10, STOP, history(1, 2), Decision(evaluate=False, save=True, end="stopped")),
+        (LIMITS, 10, NONE, history(1, 2), Decision(evaluate=True, save=True, end="no improvement")),
+        (SELDOM, 9, NONE, history(1, 9), Decision(evaluate=False, save=False, end=None)),
+        (SELDOM, 10, NONE, None, Decision(evaluate=False, save=True, end="finished")),
+    ],
+)
+def test_what_follows_a_step(
+    limits: Limits, step: int, votes: Votes, evaluations: Evaluated | None, expected: Decision
+) -> None:
+    decision = decide(limits, step, votes, evaluations)
+    assert decision == expected
+    assert decision.reads_metrics == (expected.evaluate or expected.save)
+
+
+def test_votes_of_two_steps_count_together() -> None:
+    assert Votes(stop=True, save=True) == STOP | SAVE
+    assert NONE | NONE == NONE
