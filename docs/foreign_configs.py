@@ -1,51 +1,50 @@
-"""Writes docs/foreign_configs.md from the table of foreign keys: `make docs`. tests/test_docs.py compares the two."""
+"""Writes docs/foreign_configs.md from the table of foreign keys: `make docs`. A test compares the two."""
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from portable_fsdp.config.describe import yaml_value
-from portable_fsdp.convert.keys_fsdp import FSDP
-from portable_fsdp.convert.keys_variables import ENVIRONMENT, VARIABLES
-from portable_fsdp.convert.rows import Answer, Launcher, Refuse, Row, Set, Skip
-from portable_fsdp.convert.table import ORDER, TABLE
-from portable_fsdp.convert.tools import READ
+from portable_fsdp.convert.table import ENVIRONMENT, FSDP, Answers, ForeignKey, Outcome, bare_name, key_table
+from portable_fsdp.convert.values import cases
 
 INTRODUCTION = """# Configs of other tools
 
-A file that `accelerate config` wrote (0.20 to 1.15), a Trainer's `fsdp_config` or TrainingArguments as YAML or JSON is
-taken where one of ours is; what it can't say (the model, the data) comes from overrides, or from a file of ours that it
-is laid under:
+`--config` and `--import` take a file of `accelerate config` (0.20 to 1.15), a Trainer's `fsdp_config`, and
+TrainingArguments, as YAML or JSON. The model and the data, which such a file doesn't set, come from overrides or from a
+file of ours that it is imported under:
 
 ```bash
-python -m portable_fsdp.explain --config=configs/quickstart.yaml --import=tests/convert/samples/tpu.yaml
+python -m portable_fsdp.explain --config=configs/quickstart.yaml --import=tests/convert/samples/accelerate_0_20_fsdp.yaml
 python -m portable_fsdp.explain --config=tests/convert/samples/training_arguments.json
 python -m portable_fsdp.launch --config=configs/quickstart.yaml --import=tests/convert/samples/unquoted_no.yaml
 ```
 
-`explain --write=ours.yaml` saves the translation with a comment on each key. Where such a file is all there is, an
-error says what it sets and what a run needs beside it. Overrides win over all; where a file of ours and an import give
-one key different values, both lines are named, and nothing starts. A key that is absent has our default
-([configuration.md](configuration.md)), which need not be the other tool's.
+`explain --write=ours.yaml` saves the translation, with a comment on the origin of each key.
 
-Each key is *honoured*, *refused* (with the way out), *not needed*, or the *launcher*'s: counts of processes and
-machines are compared with what was started, and never obeyed. An override that a refusal names lifts it. An unknown
-key is an error that names the nearest; a value that its tool couldn't read (`num_processes: two`) is one, too. Prefixes
-(`fsdp_`, `dynamo_` ...) may be left out, words are taken in any case, `true`, `yes`, `on` and `1` are one value,
-numbers stand for strategies as in accelerate's menus, and an unquoted `NO` is the word. Null and keys that begin with
-`_`, `//` or `#` set nothing.
+- Overrides win over everything. Where our file and an import set one key to different values, the run doesn't start, and
+  the message names both lines.
+- A key that no file sets has our default ([configuration.md](configuration.md)), which may differ from the other tool's.
+- An unknown key or an unreadable value (`num_processes: two`) is an error that names the line and the nearest key.
+- The override that a refusal names lifts it.
+- Prefixes (`fsdp_`, `dynamo_` ...) may be left out. Words are read in any case; `true`, `yes`, `on` and `1` are one value;
+  numbers stand for strategies as in accelerate's menus; an unquoted `NO` is the word. Null and keys that begin with `_`,
+  `//` or `#` set nothing.
+- The launcher decides the number of processes and hosts, and the device. A file's numbers must equal those of the start.
 
-A key that its own tool doesn't read sets nothing here either, and `explain` says why: Trainer reads `cpu_offload` where
-accelerate reads `fsdp_offload_params`, version 2 of FSDP reads `reshard_after_forward` and no `sharding_strategy`,
-`fp8_config` counts beside `mixed_precision: fp8`, and `downcast_bf16` on TPUs. The file's other keys tell the tool:
-`distributed_type` is accelerate's, TrainingArguments and an `fsdp_config` by itself are Trainer's; in other files
-(axolotl's) every name counts. Taken at their word, with a remark, are keys that a tool's manual or questions name
-though nothing reads them: `fsdp_backward_prefetch_policy`, a strategy's name under `fsdp_reshard_after_forward` with
-version 1, transformers' `xla` keys in a file of accelerate's; so are keys outside their section.
+A key that its own tool doesn't read sets nothing here either, and `explain` says why. Trainer reads `cpu_offload` where
+accelerate reads `fsdp_offload_params`; version 2 of FSDP reads `reshard_after_forward` and no `sharding_strategy`;
+`fp8_config` counts with `mixed_precision: fp8`, `downcast_bf16` on TPUs. The other keys of a file show which tool it is
+for: `distributed_type` is accelerate's; TrainingArguments and an `fsdp_config` by itself are Trainer's; in other files
+(axolotl's) every name counts. Some keys are documented although their tool doesn't read them. We use these, with a
+remark: `fsdp_backward_prefetch_policy`, a strategy's name under `fsdp_reshard_after_forward` with version 1,
+transformers' `xla` keys in a file of accelerate's, and keys outside their section.
 
-Some options follow from several keys: `train.global_batch` is rows of a device * accumulation * `num_processes`, which
-another of the files, or accelerate launch, may say;
-HYBRID_SHARD on one machine is FULL_SHARD, as one machine is one copy; `mixed_precision: bf16` under FSDP sums gradients
-in bfloat16 too, as accelerate does; a warmup ratio becomes steps, and so does `eval_steps` below 1, which is
-`logging_steps` where it isn't set. In the table `~name` marks what such a rule reads.
+Some options follow from several keys, marked `~name` in the tables:
+
+- `train.global_batch` = rows of a device * accumulation * `num_processes`, which another file or accelerate launch may set.
+- HYBRID_SHARD on one machine is FULL_SHARD, since one machine is one copy of the model.
+- `mixed_precision: bf16` under FSDP also sums gradients in bfloat16, as accelerate does.
+- A warmup ratio becomes steps, and so does `eval_steps` below 1; without `eval_steps`, `logging_steps` counts.
 
 ## Under accelerate launch
 
@@ -54,76 +53,109 @@ accelerate launch --config_file tests/convert/samples/accelerate_1_15_fsdp2.yaml
   --config=configs/quickstart.yaml train.global_batch=32
 ```
 
-The file says 8 processes, which can't share quickstart's own batch of 24 rows.
+(The file says 8 processes, which can't share quickstart's batch of 24 rows.)
 
-What its file and flags say travels in variables, and is read from there as strictly as from a file: each is honoured,
-refused or compared with what there is; a name with one of its prefixes (`ACCELERATE_`, `FSDP_` ...) that no row knows
-ends the start with the nearest name. Nothing of it is read where `accelerate launch` isn't the starter. Overrides and a
-file of ours go first, and so do a Trainer's arguments; an accelerate file that is imported too must agree. The second
-line of a run says which options came this way; `explain` names them `accelerate launch: FSDP_SHARDING_STRATEGY`. The
-launcher sets FSDP_SHARDING_STRATEGY and FSDP_RESHARD_AFTER_FORWARD even where nobody asks: under version 1, one that
-has the launcher's own value says nothing beside another value of the other; under version 2, only the second counts.
+accelerate passes its file and flags on in environment variables. We read these as strictly as a file, and only where
+`accelerate launch` started the process: an unknown `ACCELERATE_` or `FSDP_` variable is an error. Overrides, a file of
+ours and a Trainer's arguments take precedence; an imported accelerate file must agree. The second line of a run lists
+the options that came this way. accelerate always sets FSDP_SHARDING_STRATEGY and FSDP_RESHARD_AFTER_FORWARD: under
+version 1, one with the launcher's default gives way to another value of the other; under version 2, only the second counts.
 
-The same file through accelerate 1.15's own FSDP2 (Accelerator, prepare, a plain loop) and through us, two processes on
-CPUs (tests/launch/test_accelerate_launch.py): layers, embedding and head are units in both, with the same dtypes and
-the same reshard_after_forward; the losses of 6 steps agree to 1e-5 in float32 and to 2e-3 in bfloat16. What differs:
+We compared accelerate 1.15's FSDP2 with ours on one file, two CPU processes, 6 steps
+(tests/launch/test_accelerate_launch.py). Units, dtypes and reshard_after_forward are the same; the losses agree to 1e-5
+in float32 and 2e-3 in bfloat16. What differs:
 
-- the final norm is gathered with the head there, with the root here;
-- `mixed_precision: bf16` adds autocast to FSDP's dtypes there; here a unit's dtype is all;
-- gradients are averaged over processes there, and summed over a loss that is divided by all tokens here: the same where
-  each process has as many tokens, and right where it hasn't;
+- accelerate gathers the final norm with the head, we gather it with the root;
+- `mixed_precision: bf16` adds autocast to FSDP's dtypes in accelerate; here a unit's dtype is all;
+- accelerate averages gradients over processes; we divide the loss by all tokens and sum. Both agree where each process
+  has as many tokens, and ours is right where it hasn't;
 - on hosts without accelerators accelerate does no FSDP: each process trains by itself, or as DDP with `--cpu`. The test
   puts its plugin on by hand.
 
-This page is made from `portable_fsdp/convert/` by `make docs`.
+## The keys
+
+*set*: it sets options of ours. *refused*: the run doesn't start unless the value is off (false, 0, none, empty); after
+the semicolon, the way out. *ignored*: nothing depends on it. *launcher*: the launcher decides it. `make docs` writes
+these tables from `portable_fsdp/convert/keys.yaml`.
 """
 
 
 def render() -> str:
     """The whole page."""
+    table = key_table()
     parts = [INTRODUCTION]
-    for place in (*ORDER, ENVIRONMENT):
-        rows = "\n".join(_row(row) for row in TABLE if row.place == place)
-        parts.append(f"## {place}\n\n| key | becomes | how |\n|---|---|---|\n{rows}\n")
+    for place in dict.fromkeys(key.place for key in table.keys):
+        groups: dict[tuple[str, str], list[str]] = {}
+        for key in table.keys:
+            if key.place == place and key.like is None:
+                groups.setdefault((_kind(key.answers), _words(key)), []).append(_names(key))
+        rows = [f"| {', '.join(names)} | {kind} | {words} |" for (kind, words), names in groups.items()]
+        rows += _families() if place == ENVIRONMENT else []
+        parts.append("\n".join([f"### {place}\n", "| key | becomes | how |", "|---|---|---|", *rows, ""]))
     return "\n".join(parts)
 
 
-def _row(row: Row) -> str:
-    names = ", ".join(f"`{name}`" for name in (row.key, *row.aliases))
-    if row.key in VARIABLES:
-        place, key = VARIABLES[row.key]
-        return f"| {names} | {row.fate} | as `{key}` of {place} |"
-    how: dict[str, list[str]] = {}
-    for value, answer in row.takes.cases():
-        how.setdefault(_words(answer), []).append(value)
-    cases = [f"{', '.join(filter(None, values))}: {text}".removeprefix(": ") for text, values in how.items()]
-    cases += [_readers(row)] if row.place == FSDP else []
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in (names, row.fate, "; ".join(cases))) + " |"
+def _families() -> Iterator[str]:
+    by_place: dict[str, list[str]] = {}
+    for key in key_table().keys:
+        if key.like is not None:
+            by_place.setdefault(key.like.place, []).append(f"`{key.name}`")
+    yield from (f"| {', '.join(names)} | | like the keys of {place} |" for place, names in by_place.items())
 
 
-def _readers(row: Row) -> str:
-    """`read by accelerate (fsdp_offload_params)`: with the name where it is one of several."""
-    names = {name.removeprefix("fsdp_"): name for name in (row.key, *row.aliases)}
-    readers = [
-        tool + f" (`{name}`)" * (len(names) > 1)
-        for tool, read in READ.items()
-        for plain, name in names.items()
-        if plain in read
-    ]
-    return f"read by {' and '.join(readers) or 'neither tool'}"
+def _names(key: ForeignKey) -> str:
+    names = " = ".join(f"`{name}`" for name in (key.name, *key.aliases))
+    return names + (f" ({_readers(key)})" if key.place == FSDP and _readers(key) else "")
 
 
-def _words(answer: Answer) -> str:
-    match answer:
-        case Set(settings, remark):
-            said = " and ".join(f"`{name}={yaml_value(value)}`" for name, value in settings.items())
-            return f"{said} ({remark})" if remark else said
-        case Skip(reason):
-            return f"nothing ({reason})"
-        case Launcher(reason):
-            return reason
-        case Refuse(reason):
-            return f"refused: {reason}; {answer.ways}"
+def _readers(key: ForeignKey) -> str:
+    """The tools that read the key, each with the name it reads where the key has several."""
+    names = {bare_name(FSDP, name): name for name in (key.name, *key.aliases)}
+    return ", ".join(
+        tool + f" `{name}`" * (len(names) > 1)
+        for tool, read in key_table().reads.items()
+        for bare, name in names.items()
+        if bare in read
+    )
+
+
+def _kind(answers: Answers) -> str:
+    kinds = [outcome.kind for _, outcome in cases(answers) if outcome.kind]
+    order = {"set": "set", "launcher": "launcher", "refuse": "refused", "ignore": "ignored"}
+    return next(word for kind, word in order.items() if kind in kinds)
+
+
+def _words(key: ForeignKey) -> str:
+    answers = key.answers
+    by_text: dict[str, list[str]] = {}
+    for word, outcome in answers.words.items():
+        by_text.setdefault(_outcome(outcome), []).append(word)
+    parts = [f"{', '.join(words)}: {text}" for text, words in by_text.items()]
+    if answers.kind:
+        parts.append("else: " * bool(parts) + _outcome(answers, says_refused=bool(parts)))
+    return "; ".join(parts).replace("|", "\\|")
+
+
+def _outcome(outcome: Outcome, says_refused: bool = True) -> str:
+    match outcome.kind:
+        case "set" if isinstance(outcome.settings, str):
+            return _remarked([f"`{outcome.settings}`"], outcome.remark)
+        case "set":
+            return _remarked(
+                (f"`{name}={yaml_value(value)}`" for name, value in outcome.options.items()), outcome.remark
+            )
+        case "ignore":
+            return str(outcome.ignore)
+        case "launcher":
+            return str(outcome.launcher)
+        case _:
+            override = f", or override {outcome.about}" if outcome.about else ""
+            way = "" if outcome.way == "leave it out" else f"; {outcome.way}"
+            return "refused: " * says_refused + f"{outcome.refuse}{way}{override}"
+
+
+def _remarked(settings: Iterable[str], remark: str) -> str:
+    return " and ".join(settings) + (f" ({remark})" if remark else "")
 
 
 if __name__ == "__main__":

@@ -247,8 +247,8 @@ def _json_of_config(judged: dict[Deployment, list[Verdict]], loaded: Loaded) -> 
     imports = [
         {
             "path": str(imported.path),
-            "launcher": [said._asdict() for said in imported.launcher],
-            "not_needed": [said._asdict() for said in imported.not_needed],
+            "launcher": [note.as_json() for note in imported.launcher],
+            "not_needed": [note.as_json() for note in imported.not_needed],
         }
         for imported in loaded.imports
     ]

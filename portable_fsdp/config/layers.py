@@ -171,8 +171,7 @@ class LayeredValues:
 
 
 def _unknown_key_hint(key: Key) -> str:
-    from portable_fsdp.convert.keys_accelerate import ACCELERATE
-    from portable_fsdp.convert.table import find, nested_place, option_meant
+    from portable_fsdp.convert.table import ACCELERATE, find, nested_place, option_meant
 
     if len(key) == 1 and (find(ACCELERATE, key[0]) or nested_place(ACCELERATE, key[0])):
         return "a key of accelerate's: give its file by --import=FILE"

@@ -1,7 +1,7 @@
-"""Configs of other tools: `accelerate config` files, Trainer's fsdp_config, TrainingArguments.
+"""Configs of other tools: `accelerate config` files, Trainer's fsdp_config, TrainingArguments, `accelerate launch`.
 
-Each key of theirs is a row of a table (`keys_*.py`, joined in `table.py`) that says what becomes of it: settings of
-ours, a refusal with the way out, or nothing, with the reason. May import: what config may.
-Read first: `rows.py` (what a row is), then `read.py` (a file to an `Import`), `rules.py` and `rules_training.py` (keys
-that act together).
+`keys.yaml` answers for each of their keys: options of ours, a refusal with the way out, or nothing, with the reason.
+A config loads this package only where such a file or environment is there. May import: config, runtime.
+Read first: `table.py` (the fields of a row), then `read.py` (a file to an `Import`), then `rules.py` and
+`rules_training.py` (keys that act together), then `merge.py` (an import under our own values).
 """

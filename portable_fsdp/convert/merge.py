@@ -8,11 +8,9 @@ from yaml.nodes import MappingNode
 from portable_fsdp.config.describe import yaml_value
 from portable_fsdp.config.layers import LayeredValues, Origin
 from portable_fsdp.convert.environment import launched_numbers, read_environment
-from portable_fsdp.convert.found import Setting
-from portable_fsdp.convert.keys_accelerate import ACCELERATE, SCRIPT
-from portable_fsdp.convert.keys_fsdp import FSDP
-from portable_fsdp.convert.keys_trainer import TRAINER
-from portable_fsdp.convert.read import Import, Said, read_foreign, stated_numbers
+from portable_fsdp.convert.facts import Setting
+from portable_fsdp.convert.read import Import, Note, read_foreign, stated_numbers
+from portable_fsdp.convert.table import ACCELERATE, FSDP, SCRIPT, TRAINER
 
 _ALTERNATIVES = {
     "train.steps": "train.epochs",
@@ -76,8 +74,8 @@ def _lay_environment(source: LayeredValues, environ: Mapping[str, str], imports:
         return []
     for option in [option for option in imported.settings if option in first]:
         setting = imported.settings.pop(option)
-        reason = f"{source.origin(tuple(option.split('.'))).where} goes first"
-        imported.not_needed.append(Said(setting.key, setting.typed, setting.where, reason))
+        reason = f"{source.origin(tuple(option.split('.'))).where} takes precedence"
+        imported.not_needed.append(Note(setting.key, setting.text, setting.where, reason))
     _add(source, imported, given, first)
     return [imported]
 
@@ -96,14 +94,14 @@ def _add(source: LayeredValues, imported: Import, given: Mapping[str, object], o
         if alternative != option and given.get(alternative) is not None:
             _add_difference(source, setting, alternative, given)
         elif option not in given:
-            source.add_default(option, setting.value, Origin(False, setting.line, setting.origin, setting.typed))
+            source.add_default(option, setting.value, Origin(False, setting.line, setting.origin, setting.text))
         elif given[option] != setting.value:
             _add_difference(source, setting, option, given)
 
 
 def _add_difference(source: LayeredValues, setting: Setting, option: str, given: Mapping[str, object]) -> None:
     """A foreign key sets another value than `option` has, which is its own or its alternative."""
-    here = f"{setting.said} says {setting.option}={yaml_value(setting.value)}"
+    here = f"{setting.quote} says {setting.option}={yaml_value(setting.value)}"
     ours = f"{source.origin(tuple(option.split('.'))).where} says {option}={yaml_value(given[option])}"
     text = f"{here}, and {ours}.\n  Keep one, or override it: {option}=..."
     source.problems.setdefault(text, Origin(False, setting.line, "", None))

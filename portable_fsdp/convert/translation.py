@@ -35,15 +35,15 @@ def origin(loaded: Loaded, option: str) -> str:
     for imported in loaded.imports:
         setting = imported.settings.get(option)
         if setting is not None and setting.origin == where:
-            return setting.said + (f" ({setting.remark})" if setting.remark else "")
+            return setting.quote + (f" ({setting.remark})" if setting.remark else "")
     return where
 
 
 def unsaid(imported: Import) -> Iterator[str]:
-    """A line for each key of an import that sets no option: the launcher's business, and what isn't needed."""
-    for title, keys in (("the launcher's business", imported.launcher), ("sets nothing", imported.not_needed)):
+    """A line for each key of an import that sets no option: the launcher decides, and what isn't needed."""
+    for title, keys in (("the launcher decides", imported.launcher), ("sets nothing", imported.not_needed)):
         if keys:
             yield f"{imported.path}: {title}:"
-        for said in keys:
-            line = f"{said.where.rpartition(':')[2]}: " if said.where != str(imported.path) else ""
-            yield f"  {line}{said.key}: {' '.join(said.typed.split())}: {said.reason}"
+        for note in keys:
+            line = f"{note.where.rpartition(':')[2]}: " if note.where != str(imported.path) else ""
+            yield f"  {line}{note.key}: {' '.join(note.text.split())}: {note.reason}"

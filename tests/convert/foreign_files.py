@@ -1,18 +1,58 @@
-"""For the tests of foreign configs: the example files of tests/convert/samples/, and how they are read."""
+"""For the tests of foreign configs: the example files of samples/, how they are read, and an import as text."""
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from portable_fsdp.config.load import Loaded, read_config
+import pytest
 
-FILES = sorted((Path(__file__).parent / "samples").iterdir())
+from portable_fsdp.config.describe import value_of, yaml_value
+from portable_fsdp.config.load import Loaded, read_config
+from portable_fsdp.runtime.errors import ConfigError
+
+HERE = Path(__file__).parent
+FILES = sorted((HERE / "samples").iterdir())
 REST = ("model.pretrained=folder", "train.steps=100", "train.global_batch=64")
-"""What no file of another tool has to say."""
+"""What no file of another tool has to set."""
 
 
 def read(path: Path, *overrides: str) -> Loaded:
-    ours = [text for text in REST if text.partition("=")[0] not in {given.partition("=")[0] for given in overrides}]
-    return read_config(path, [*ours, *overrides])
+    options = {text.partition("=")[0] for text in overrides}
+    return read_config(path, [*(text for text in REST if text.partition("=")[0] not in options), *overrides])
 
 
 def named(name: str) -> Path:
-    return next(path for path in FILES if path.name == name)
+    return HERE / "samples" / name
+
+
+def problems(
+    path: Path,
+    *overrides: str,
+    imports: tuple[Path, ...] = (),
+    environ: Mapping[str, str] | None = None,
+) -> str:
+    """The message of a config that can't be read, without the names of folders."""
+    with pytest.raises(ConfigError) as error:
+        read_config(path, overrides, imports, environ)
+    return plain(str(error.value), path.parent)
+
+
+def plain(message: str, folder: Path) -> str:
+    return message.replace(f"{folder}/", "")
+
+
+def rendered(loaded: Loaded, keys: str | None = None) -> Iterator[str]:
+    """Every setting of the imports, then every key that sets nothing; with `keys`, those alone that stand there."""
+    for imported in loaded.imports:
+        for option, setting in imported.settings.items():
+            remark = f" ({setting.remark})" if setting.remark else ""
+            value = yaml_value(setting.value)
+            if loaded.origins.get(option) == setting.origin:
+                assert yaml_value(value_of(loaded.config, option)) == value
+                yield f"{option} = {value}  # {setting.key}: {setting.text}{remark}"
+            else:
+                yield f"overridden: {option} = {value}  # {setting.key}: {setting.text}{remark}"
+        for title, notes in (("launcher", imported.launcher), ("ignored", imported.not_needed)):
+            for note in notes:
+                fact = f" [{note.fact}]" if note.fact else ""
+                if keys is None or note.key in keys:
+                    yield f"{title}: {note.key}: {note.text}: {note.reason}{fact}"

@@ -1,4 +1,4 @@
-"""The table of foreign keys against the tools: each key is mapped, refused, checked, or said to need nothing."""
+"""The table of foreign keys is well formed, has every key of the tools, and a refusal's way out is one."""
 
 import ast
 import json
@@ -10,21 +10,30 @@ from pathlib import Path
 import pytest
 import yaml
 from accelerate_keys import class_fields, keys_of
-from foreign_files import named
+from foreign_files import named, plain, problems, read
 
 from portable_fsdp.config.describe import option_names
 from portable_fsdp.config.load import read_config
-from portable_fsdp.convert.environment import COUNT_WITH
-from portable_fsdp.convert.keys_accelerate import SAGEMAKER
-from portable_fsdp.convert.keys_fsdp import FSDP, MIXED, PARALLEL, XLA
-from portable_fsdp.convert.keys_trainer import TRAINER
-from portable_fsdp.convert.keys_variables import ENVIRONMENT
-from portable_fsdp.convert.rows import Refuse, Row, Set
 from portable_fsdp.convert.rules_training import LOGGING_STEPS
-from portable_fsdp.convert.table import TABLE, find, find_anywhere, nested_place
-from portable_fsdp.convert.tools import BY_ACCELERATE, BY_TRAINER, READ
+from portable_fsdp.convert.table import (
+    ENVIRONMENT,
+    FSDP,
+    MIXED,
+    SAGEMAKER,
+    TRAINER,
+    Answers,
+    ForeignKey,
+    Outcome,
+    find,
+    find_anywhere,
+    key_table,
+    nested_place,
+)
+from portable_fsdp.convert.tools import BY_ACCELERATE, BY_TRAINER
+from portable_fsdp.convert.values import cases
 from portable_fsdp.runtime.errors import ConfigError
 
+TABLE = key_table()
 OLDER: dict[str, dict[str, str]] = json.loads((Path(__file__).parent / "accelerate_keys.json").read_text())
 
 
@@ -44,9 +53,9 @@ def missing(place: str, keys: Iterable[str]) -> list[str]:
 
 
 def test_every_key_of_the_installed_accelerate_is_in_the_table() -> None:
-    found = keys_of(package("accelerate"))
-    assert sum(map(len, found.values())) > 250
-    lost = {place: missing(place, keys) for place, keys in found.items()}
+    keys_by_place = keys_of(package("accelerate"))
+    assert sum(map(len, keys_by_place.values())) > 250
+    lost = {place: missing(place, keys) for place, keys in keys_by_place.items()}
     assert not any(lost.values()), lost
 
 
@@ -65,7 +74,7 @@ def test_the_older_releases_are_those_that_are_promised() -> None:
 def test_every_size_of_accelerates_parallelism_is_in_the_table() -> None:
     sizes = list(class_fields(package("accelerate") / "parallelism_config.py", "ParallelismConfig"))
     assert len(sizes) > 8
-    assert missing(PARALLEL, [key for key in sizes if not key.startswith("_")]) == []
+    assert missing("parallelism_config", [key for key in sizes if not key.startswith("_")]) == []
 
 
 def test_every_key_of_trainers_fsdp_config_is_in_the_table() -> None:
@@ -77,23 +86,23 @@ def test_every_key_of_trainers_fsdp_config_is_in_the_table() -> None:
 
 def test_each_tool_reads_those_keys_that_its_sources_read() -> None:
     launch = (package("accelerate") / "utils/launch.py").read_text()
-    assert READ[BY_ACCELERATE] == {one or other for one, other in re.findall(r'args\.fsdp_(\w+)|"fsdp_(\w+)"', launch)}
+    assert TABLE.reads[BY_ACCELERATE] == set(map("".join, re.findall(r'args\.fsdp_(\w+)|"fsdp_(\w+)"', launch)))
     folder = package("transformers")
     text = "".join((folder / name).read_text() for name in ("training_args.py", "trainer.py", "integrations/tpu.py"))
     keys = set(re.findall(r'(?<!xla_)fsdp_config(?:\.get\(\s*|\.setdefault\(|\[)"(\w+)"', text))
-    assert READ[BY_TRAINER] == keys - {XLA}
+    assert TABLE.reads[BY_TRAINER] == keys - {"xla_fsdp_settings"}
 
 
 def test_keys_that_no_tool_reads_are_known() -> None:
-    names = {name.removeprefix("fsdp_") for row in TABLE if row.place == FSDP for name in (row.key, *row.aliases)}
-    assert names - READ[BY_ACCELERATE] - READ[BY_TRAINER] == {
+    names = {name.removeprefix("fsdp_") for row in TABLE.keys if row.place == FSDP for name in (row.name, *row.aliases)}
+    assert names - TABLE.reads[BY_ACCELERATE] - TABLE.reads[BY_TRAINER] == {
         *("strategy", "offload", "wrap_policy", "transformer_cls_to_wrap", "sharding_min_num_params"),
         *("transformer_cls_names_to_wrap", "mixed_precision_policy", "param_init_fn"),  # of accelerate's plugin in code
         *("state_dict_config", "optim_state_dict_config"),
         *("cpu_offload_pin_memory", "final_state_dict_type"),  # axolotl's
         "backward_prefetch_policy",
     }
-    assert READ[BY_ACCELERATE] | READ[BY_TRAINER] <= names
+    assert TABLE.reads[BY_ACCELERATE] | TABLE.reads[BY_TRAINER] <= names
 
 
 def test_every_training_argument_is_in_the_table() -> None:
@@ -110,8 +119,8 @@ def test_what_eval_steps_takes_where_nothing_is_set_is_trainers_default() -> Non
 def arguments_of_xla_fsdp() -> list[str]:
     path = package("torch_xla") / "distributed/fsdp/xla_fully_sharded_data_parallel.py"
     nodes = ast.walk(ast.parse(path.read_text()))
-    [found] = [node for node in nodes if isinstance(node, ast.ClassDef) and node.name == "XlaFullyShardedDataParallel"]
-    [init] = [part for part in found.body if isinstance(part, ast.FunctionDef) and part.name == "__init__"]
+    [cls] = [node for node in nodes if isinstance(node, ast.ClassDef) and node.name == "XlaFullyShardedDataParallel"]
+    [init] = [part for part in cls.body if isinstance(part, ast.FunctionDef) and part.name == "__init__"]
     return [argument.arg for argument in init.args.args if argument.arg not in ("self", "module")]
 
 
@@ -119,20 +128,80 @@ def arguments_of_xla_fsdp() -> list[str]:
 def test_every_argument_of_torch_xlas_fsdp_is_in_the_table() -> None:
     keys = arguments_of_xla_fsdp()
     assert len(keys) > 20
-    assert missing(XLA, keys) == []
+    assert missing("xla_fsdp_settings", keys) == []
 
 
-def test_rows_set_what_our_config_has() -> None:
-    for row in TABLE:
-        for _, answer in row.takes.cases():
-            if isinstance(answer, Set):
-                assert {name for name in answer.settings if not name.startswith("~")} <= set(option_names()), row.key
-            if isinstance(answer, Refuse):
-                assert answer.reason
-                assert answer.way, row.key
-                assert not re.search(r"[a-z]\.\w+=", answer.way), (
-                    "an override is named by `about`, which lifts the refusal"
-                )
+def test_rows_are_well_formed() -> None:
+    """Exactly one outcome for each value, which sets options that our config has, and no field of another kind."""
+    options = set(option_names())
+    for row in TABLE.keys:
+        answers = row.answers
+        assert answers.kind or answers.words, row.name
+        for outcome in filter(lambda outcome: outcome.kind, (answers, *answers.words.values())):
+            kinds = [outcome.settings, outcome.ignore, outcome.launcher, outcome.refuse]
+            assert len(kinds) - kinds.count(None) == 1, row.name
+            assert {name for name in outcome.options if not name.startswith("~")} <= options, row.name
+            fields = {"remark": "set", "fact": "launcher", "way": "refuse", "about": "refuse"}
+            strange = [
+                name for name, kind in fields.items() if name in outcome.model_fields_set and kind != outcome.kind
+            ]
+            assert strange == [], row.name
+            assert outcome.about in (*options, "")
+            assert not re.search(r"[a-z]\.\w+=", outcome.way), (
+                "an override is named by `about`, which lifts the refusal"
+            )
+    facts = {name for row in TABLE.keys for _, outcome in cases(row.answers) for name in outcome.options}
+    assert [name for name in TABLE.unused if name not in facts] == []
+    assert [name for name in TABLE.decides if not any(fact.startswith(name) for fact in facts)] == []
+
+
+@pytest.mark.parametrize("row", [{"keys": "a", "set": "b", "sett": 1}, {"keys": "a", "as": "count"}, {"as": "flag"}])
+def test_a_row_with_a_strange_field_is_refused(row: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="validation error"):
+        Answers.model_validate(row)
+
+
+# --------------------------------------------------------------------------------------------------- values
+
+
+VALUES = {
+    "num_processes": (["1", "auto", "' 2 '"], ["two", "0", "-1", "2.0"], "a whole number >= 1, or auto"),
+    "num_machines": (["1", "16"], ["auto", "-1", "0"], "a whole number >= 1"),
+    "machine_rank": (["0", "9"], ["-1", "first"], "a whole number >= 0"),
+    "main_process_port": (["0", "65535"], ["twelve", "65536", "-1"], "a whole number from 0 to 65535"),
+    "num_cpu_threads_per_process": (["4"], ["0", "4.5"], "a whole number >= 1"),
+    "monitor_interval": (["0.1", "5"], ["soon", "nan"], "a number >= 0"),
+    "debug": (["true", "No", "'1'", "off", "t"], ["maybe", "2"], "true | false"),
+    "same_network": (["yes"], ["local"], "true | false"),
+    "use_fsdp": (["true"], ["FSDP"], "true | false"),
+    "fsdp_limit_all_gathers": (["1", "F"], ["7"], "true | false"),
+    "fsdp_sync_module_states": (["on"], ["always"], "true | false"),
+    "dataloader_num_workers": (["0"], ["-1", "many"], "a whole number >= 0"),
+    "tpu_use_sudo": (["false"], ["3"], "true | false"),
+}
+"""Keys that set nothing, but whose values must be readable: right ones, wrong ones, and what a message expects."""
+
+
+@pytest.mark.parametrize("key", VALUES)
+def test_a_value_that_sets_nothing_is_read_all_the_same(tmp_path: Path, key: str) -> None:
+    theirs, (right, wrong, expected) = tmp_path / "theirs.yaml", VALUES[key]
+    for value in (*right, "null"):
+        theirs.write_text(f"distributed_type: FSDP\n{key}: {value}\n")
+        assert read(theirs).config.sharding.strategy == "FULL_SHARD"
+    for value in wrong:
+        theirs.write_text(f"distributed_type: FSDP\n{key}: {value}\n")
+        message = problems(theirs, "model.pretrained=folder", "train.steps=1")
+        assert message == f"theirs.yaml:2: {key}: expected {expected}, found {value}."
+
+
+@pytest.mark.parametrize(
+    ("place", "key"), [(FSDP, "fsdp_reshard_after_forward"), ("xla_fsdp_settings", "reshard_after_forward")]
+)
+def test_flags_are_taken_in_all_of_accelerates_words(tmp_path: Path, place: str, key: str) -> None:
+    theirs, words = tmp_path / "theirs.yaml", {"FULL_SHARD": "y yes t True on 1", "SHARD_GRAD_OP": "n no f FALSE off 0"}
+    for strategy, word in ((strategy, word) for strategy, texts in words.items() for word in texts.split()):
+        theirs.write_text(f"distributed_type: FSDP\nfsdp_version: 2\nxla: true\n{place}: {{{key}: {word}}}\n")
+        assert read(theirs).config.sharding.strategy == strategy, word
 
 
 # --------------------------------------------------------------------------------------------------- what is refused
@@ -160,27 +229,32 @@ OVERRIDES = {
 """A value for each option that a refusal names."""
 
 REFUSED = [
-    pytest.param(row, "some" if value == "else" else value, answer, id=f"{row.place}-{row.key}-{value}")
-    for row in TABLE
-    for value, answer in row.takes.cases()
-    if isinstance(answer, Refuse) and answer.about
+    pytest.param(row, "some" if value == "else" else value, answer, id=f"{row.place}-{row.name}-{value}")
+    for row in TABLE.keys
+    for value, answer in cases(row.answers)
+    if answer.kind == "refuse" and answer.about
 ]
 
 
 @pytest.mark.parametrize(("row", "value", "refusal"), REFUSED)
-def test_the_override_that_a_refusal_names_lifts_it(row: Row, value: str, refusal: Refuse, tmp_path: Path) -> None:
+def test_the_override_that_a_refusal_names_lifts_it(
+    row: ForeignKey, value: str, refusal: Outcome, tmp_path: Path
+) -> None:
     theirs, environ = tmp_path / "theirs.yaml", {}
-    inside = {nested_place("", row.place): {row.key: value}} if nested_place("", row.place) else {row.key: value}
+    inside = {nested_place("", row.place): {row.name: value}} if nested_place("", row.place) else {row.name: value}
     if row.place == MIXED:  # of which Trainer, whose fsdp_config it would be alone, reads nothing
         inside = {FSDP: inside}
     if row.place == ENVIRONMENT:
-        inside, environ = {"learning_rate": 1}, {"ACCELERATE_MIXED_PRECISION": "no", row.key: value}
-        environ |= {switch: "true" for prefix, (switch, _) in COUNT_WITH.items() if row.key.startswith(prefix)}
+        inside, environ = {"learning_rate": 1}, {"ACCELERATE_MIXED_PRECISION": "no", row.name: value}
+        switches = (family.switch for prefix, family in TABLE.families.items() if row.name.startswith(prefix))
+        environ |= {switch: "true" for switch in switches if switch}
     theirs.write_text(yaml.safe_dump(inside))
     rest = ["model.pretrained=folder", "train.steps=10", "sharding.strategy=FULL_SHARD"]
     with pytest.raises(ConfigError) as error:
         read_config(theirs, rest, environ=environ)
-    assert f"{row.key}: {value} can't be honoured: {refusal.reason}.\n  Way out: {refusal.ways}." in str(error.value)
+    assert f"{row.name}: {value} can't be honoured: {refusal.refuse}.\n  Way out: {refusal.ways}." in plain(
+        str(error.value), tmp_path
+    )
     assert refusal.ways.endswith(f", or override {refusal.about}")
     read_config(theirs, [*rest, f"{refusal.about}={OVERRIDES[refusal.about]}"], environ=environ)
 

@@ -1,9 +1,11 @@
-"""What an accelerate file says of hosts is compared with what each launcher says of them in a process."""
+"""What a file or environment says of processes, hosts and the device is compared with the actual start."""
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from foreign_files import REST, read
 
 from portable_fsdp import launch
 from portable_fsdp.config.load import load_config, read_config
@@ -50,7 +52,7 @@ ONE_HOST = {**MPIRUN, "MPI_LOCALNRANKS": "8"}
         ({}, 5, 4, ""),  # nothing is started here: explain
         ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, 2, 1, "num_machines: expected 1, machine_rank: expected 0"),
         ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, 2, 1, ""),
-        ({"WORLD_SIZE": "4"}, 2, 1, ""),  # nobody says how many of them are here
+        ({"WORLD_SIZE": "4"}, 2, 1, ""),  # how many of them are here is unknown
     ],
 )
 def test_hosts_are_those_of_the_launcher(
@@ -59,29 +61,83 @@ def test_hosts_are_those_of_the_launcher(
     theirs = tmp_path / "theirs.yaml"
     theirs.write_text(f"distributed_type: FSDP\nnum_machines: {machines}\nmachine_rank: {rank}\n")
     imports = read_config(OURS, (), [theirs]).imports
-    found = ""
+    problems = ""
     try:
         check_launcher_facts(imports, processes=None, environ=environ)
     except ConfigError as error:
-        found = ", ".join(re.findall(r"\w+: expected \d+", str(error)))
-    assert found == wrong
+        problems = ", ".join(re.findall(r"\w+: expected \d+", str(error)))
+    assert problems == wrong
 
 
-def test_a_loop_of_ones_own_is_held_to_the_file_too(tmp_path: Path) -> None:
+def test_load_config_compares_with_the_file_too(tmp_path: Path) -> None:
     theirs, tasks = tmp_path / "accelerate.yaml", {**SRUN, "SLURM_STEP_NODELIST": "a,b"}
     theirs.write_text("distributed_type: FSDP\nnum_processes: 4\nnum_machines: 2\nmachine_rank: 1\n")
-    with pytest.raises(ConfigError, match="num_processes: expected 8, as the launcher has it, found 4"):
+    with pytest.raises(ConfigError, match="num_processes: expected 8 \\(the launcher\\), found 4"):
         load_config(OURS, ["train.global_batch=32"], [theirs], environ=tasks)
     theirs.write_text(theirs.read_text().replace("4", "8"))
     assert load_config(OURS, ["train.global_batch=32"], [theirs], environ=tasks).sharding.strategy == "FULL_SHARD"
 
 
 def test_a_start_by_hand_is_one_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On two hosts these would be two runs that know nothing of each other."""
+    """On two hosts these would be two separate runs."""
     theirs = tmp_path / "theirs.yaml"
     theirs.write_text("distributed_type: FSDP\nnum_machines: 2\nmachine_rank: 1\n")
     assert launch.main([f"--config={OURS}", f"--import={theirs}", "--device=cpu", f"run.dir={tmp_path}/run"]) == 2
     message = capsys.readouterr().err
-    assert "theirs.yaml:2: num_machines: expected 1, as the launcher has it, found 2." in message
-    assert "theirs.yaml:3: machine_rank: expected 0, as the launcher has it, found 1." in message
+    assert "theirs.yaml:2: num_machines: expected 1 (the launcher), found 2." in message
+    assert "theirs.yaml:3: machine_rank: expected 0 (the launcher), found 1." in message
     assert not (tmp_path / "run").exists()
+
+
+ACCELERATE_FILE = "distributed_type: FSDP\nnum_machines: 1\nmachine_rank: 0\nnum_processes: 2\n"
+SIZES = "distributed_type: FSDP\nparallelism_config: {dp_replicate_size: 2, dp_shard_size: 4}\n"
+SHARDS = "distributed_type: FSDP\nparallelism_config: {dp_shard_size: 4}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "processes", "environ", "message"),
+    [
+        (ACCELERATE_FILE, 2, {}, ""),
+        (ACCELERATE_FILE, None, {}, ""),
+        (ACCELERATE_FILE, 4, {}, ":4: num_processes: expected 4 (the launcher), found 2."),
+        (ACCELERATE_FILE, 2, {"GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"}, ""),
+        (ACCELERATE_FILE, 2, {"GROUP_WORLD_SIZE": "2", "GROUP_RANK": "0"}, ":2: num_machines: expected 2 "),
+        (ACCELERATE_FILE, 2, {"GROUP_WORLD_SIZE": "1", "GROUP_RANK": "1"}, ":3: machine_rank: expected 1 "),
+        (SIZES, 8, {}, ""),
+        (SIZES, 16, {}, ":2: dp_replicate_size * dp_shard_size: expected 16 devices (the launcher), found 2 * 4 = 8."),
+        (SHARDS, 4, {}, ""),
+        (SHARDS, 8, {}, ":2: dp_shard_size: expected 8 devices (the launcher), found 4."),
+    ],
+)
+def test_processes_are_compared_and_never_obeyed(
+    tmp_path: Path, text: str, processes: int | None, environ: dict[str, str], message: str
+) -> None:
+    theirs = tmp_path / "theirs.yaml"
+    theirs.write_text(text)
+    imports = read(theirs).imports
+    with pytest.raises(ConfigError, match=re.escape(message)) if message else nullcontext():
+        check_launcher_facts(imports, processes=processes, environ=environ)
+
+
+@pytest.mark.parametrize(
+    ("text", "environ", "device", "message"),
+    [
+        ("distributed_type: FSDP\nuse_cpu: true\n", {}, "cpu", ""),
+        (
+            "distributed_type: FSDP\nuse_cpu: true\n",
+            {},
+            "cuda",
+            "yaml:2: use_cpu: expected device cuda (--device), found",
+        ),
+        ("learning_rate: 1\n", {"ACCELERATE_USE_CPU": "False"}, "cuda", ""),
+        ("learning_rate: 1\n", {"ACCELERATE_USE_CPU": "True"}, "cpu", ""),
+        ("learning_rate: 1\n", {"ACCELERATE_USE_CPU": "True"}, "cuda", "ACCELERATE_USE_CPU: expected device cuda"),
+        ("learning_rate: 1\n", {"ACCELERATE_TORCH_DEVICE": "cuda:0"}, "cpu", "TORCH_DEVICE: expected device cpu"),
+    ],
+)
+def test_the_device_is_compared(tmp_path: Path, text: str, environ: dict[str, str], device: str, message: str) -> None:
+    theirs = tmp_path / "theirs.yaml"
+    theirs.write_text(text)
+    imports = read_config(theirs, REST, environ={"ACCELERATE_MIXED_PRECISION": "no", **environ}).imports
+    with pytest.raises(ConfigError, match=re.escape(message)) if message else nullcontext():
+        check_launcher_facts(imports, processes=2, environ=environ, device=device)

@@ -1,4 +1,4 @@
-"""What a rule over several keys reads and writes: what they said one by one, and the options that follow."""
+"""What a rule over several keys reads and writes: what they set one by one, and the options that follow."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,13 +8,13 @@ from portable_fsdp.convert.tools import Tool
 
 
 class Setting(NamedTuple):
-    """One option of ours (or `~name`), and the foreign key that sets it."""
+    """One option of ours (or fact, `~name`), and the foreign key that sets it."""
 
     option: str
     value: object
     place: str
-    key: str  # as typed
-    typed: str
+    key: str  # as written
+    text: str  # the value, as written
     line: int  # 0: a variable
     where: str  # file:line, or the launcher
     remark: str
@@ -25,16 +25,17 @@ class Setting(NamedTuple):
         return self.where if self.line else f"{self.where}: {self.key}"
 
     @property
-    def said(self) -> str:
-        return f"{self.where}: {self.key}: {self.typed}"
+    def quote(self) -> str:
+        """`accelerate.yaml:12: mixed_precision: bf16`."""
+        return f"{self.where}: {self.key}: {self.text}"
 
 
 @dataclass
-class Found:
-    """What the keys of a file said one by one, and the options that follow."""
+class ForeignFacts:
+    """What the keys of a file set one by one (`keys`), and the options that follow."""
 
-    said: Mapping[str, Setting]  # by option or ~name
-    numbers: Mapping[str, int]  # the launcher's facts that are numbers: num_processes, num_machines
+    keys: Mapping[str, Setting]  # by option or fact
+    numbers: Mapping[str, int]  # num_processes, num_machines
     sections: Mapping[str, tuple[int, str]]  # place -> line and where of its first key
     given: Mapping[str, object]  # options that our own file or an override sets
     overridden: set[str]
@@ -45,30 +46,35 @@ class Found:
     options: dict[str, Setting] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.options = {name: setting for name, setting in self.said.items() if not name.startswith("~")}
+        self.options = {name: setting for name, setting in self.keys.items() if not name.startswith("~")}
 
     def value(self, name: str) -> object:
-        return self.said[name].value if name in self.said else None
+        return self.keys[name].value if name in self.keys else None
 
     def number(self, name: str) -> float | None:
         value = self.value(name)
         return value if isinstance(value, int | float) else None
 
-    def whole(self, name: str) -> int | None:
+    def integer(self, name: str) -> int | None:
         value = self.value(name)
         return value if isinstance(value, int) else None
 
+    @property
+    def steps(self) -> object:
+        """The steps of the run, as far as a file or an override sets them."""
+        return self.given.get("train.steps", self.value("train.steps"))
+
     def set(self, option: str, value: object, source: Setting, remark: str = "") -> None:
-        """An option that follows from `source`; what another key already said must be the same."""
+        """An option that follows from `source`; a contradiction where another key already set another value."""
         setting = source._replace(option=option, value=value, remark="; ".join(filter(None, (source.remark, remark))))
         first = self.options.setdefault(option, setting)
         if first.value != value:
             self.contradiction(option, first, setting)
 
     def contradiction(self, option: str, first: Setting, second: Setting) -> None:
-        """Two keys that say different things of one option, which an override of it settles."""
+        """Two keys that set one option to different values; an override of it settles them."""
         if option not in self.overridden:
-            self.problem(second, f"{second.typed} contradicts {first.key}: {first.typed} ({first.where}); keep one.")
+            self.problem(second, f"{second.text} contradicts {first.key}: {first.text} ({first.where}); keep one.")
 
     def problem(self, at: Setting, text: str) -> None:
         self.problems.append((at.line, f"{at.where}: {at.key}: {text}"))

@@ -1,0 +1,183 @@
+"""The value of a foreign key as it is written, and the outcome that its row has for it.
+
+Values arrive as text (None for null, lists and mappings of these): so an unquoted `NO` is the word that its author
+meant, and `"true"`, `yes` and `1` are one value.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from typing import cast
+
+from portable_fsdp.convert.table import Answers, Outcome
+
+YES = ("true", "yes", "y", "t", "on", "1")
+NO = ("false", "no", "n", "f", "off", "0")
+OFF = (*NO, "", "none", "null", "0.0", "-1", "disable", "disabled")
+
+_DIGITS = re.compile(r"-?[0-9]+")
+_ENUM = re.compile(r"^([A-Za-z_]\w*\.)+")  # ShardingStrategy.FULL_SHARD, torch.float32; not the 0. of 0.3
+_DTYPES = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16"}
+
+Raw = str | None | list["Raw"] | dict[str, "Raw"]
+
+
+class UnreadableValue(Exception):
+    """The value that was expected, in words."""
+
+
+def outcome_of(answers: Answers, raw: Raw) -> Outcome:
+    """What becomes of a key with this value. Raises UnreadableValue where its row reads no such value."""
+    match answers.reads:
+        case "any":
+            return answers
+        case "off":
+            is_off = raw.lower() in (*OFF, answers.also) if isinstance(raw, str) else not raw
+            return Outcome(ignore="turned off") if is_off else answers
+        case "names":
+            return _setting(answers, _names(raw))
+        case "several":
+            return _several(answers, raw)
+        case _:
+            return _of_scalar(answers, scalar(raw))
+
+
+def _of_scalar(answers: Answers, text: str) -> Outcome:
+    menu = answers.reads if isinstance(answers.reads, tuple) else ()
+    if text.isdecimal() and 1 <= int(text) <= len(menu):
+        return _setting(answers, menu[int(text) - 1])
+    word, number = _ENUM.sub("", text).lower().replace("-", "_"), number_of(text)
+    flag = "true" if text.lower() in YES else "false" if text.lower() in NO else ""
+    by_word = {name.lower(): outcome for name, outcome in answers.words.items()}
+    numeral = f"{number:g}" if answers.reads in ("number", "whole") else word
+    for spelling in (word, flag if "true" in by_word else word, numeral):
+        if spelling in by_word:
+            return by_word[spelling]
+    match answers.reads:
+        case "text" if text or answers.kind == "set":
+            return _setting(answers, text)
+        case "flag" if flag:
+            return _setting(answers, flag == "true")
+        case "dtype" if word in _DTYPES:
+            return _setting(answers, _DTYPES[word])
+        case "dtype" if word in ("float16", "fp16"):
+            return float16(answers)
+        case "number" if answers.least <= number <= answers.most:
+            return _setting(answers, number)
+        # A count that sets nothing is digits alone: its own tool takes no 2.0 for it.
+        case "whole" if answers.least <= number <= answers.most and (
+            number.is_integer() if answers.kind == "set" else _DIGITS.fullmatch(text)
+        ):
+            return _setting(answers, int(number))
+        case _ if word in (names := {name.lower(): name for name in menu}):
+            return _setting(answers, names[word])
+        case _:
+            raise UnreadableValue(expected(answers))
+
+
+def _setting(answers: Answers, value: object) -> Outcome:
+    """The row's own outcome, with the value for the option that takes it."""
+    if not isinstance(answers.settings, str):
+        return answers
+    return Outcome(set={answers.settings: value}, remark=answers.remark)
+
+
+def float16(answers: Answers) -> Outcome:
+    """The refusal of that dtype, for an option of any."""
+    [option] = answers.options
+    return Outcome(
+        refuse="float16 needs a scaled loss, which is not built", way="set it to bfloat16", about=str(option)
+    )
+
+
+def expected(answers: Answers) -> str:
+    """The values that a row reads, in words."""
+    numbers = answers.reads in ("number", "whole")
+    words = [word for word in answers.words if not (numbers and math.isfinite(number_of(word)))]
+    if answers.reads == "several":
+        return f"true | false, or of {', '.join(words[2:])}"
+    if isinstance(answers.reads, tuple):
+        return " | ".join([*words, *answers.reads]) + f", or 1 to {len(answers.reads)}"
+    own = {
+        "flag": "true | false",
+        "dtype": " | ".join((*_DTYPES, "float16", "fp16")),
+        "names": "names with commas between them, or a list of names",
+        "number": f"a number{_bounds(answers)}",
+        "whole": f"a whole number{_bounds(answers)}",
+        "text": "text",
+    }
+    return ", or ".join(filter(None, (own.get(answers.reads, ""), " | ".join(words))))
+
+
+def _bounds(answers: Answers) -> str:
+    if answers.most < math.inf:
+        return f" from {answers.least:g} to {answers.most:g}"
+    return f" >= {answers.least:g}" if answers.least > -math.inf else ""
+
+
+def cases(answers: Answers) -> Iterator[tuple[str, Outcome]]:
+    """Each value that has an outcome of its own, in words, and `else` for what a row refuses besides."""
+    yield from answers.words.items()
+    if answers.reads == "off":
+        yield ", ".join(filter(None, ("off", answers.also))), Outcome(ignore="turned off")
+    if answers.reads == "dtype":
+        yield "float16", float16(answers)
+    if answers.kind:
+        yield "else" if answers.kind == "refuse" else "" if answers.reads == "any" else expected_own(answers), answers
+
+
+def expected_own(answers: Answers) -> str:
+    """As `expected`, without the words."""
+    return expected(answers.model_copy(update={"words": {}}))
+
+
+def _names(raw: Raw) -> list[str]:
+    items = raw if isinstance(raw, list) else [scalar(raw)]
+    names = [name.strip() for item in items for name in scalar(item).split(",")]
+    if not all(names):
+        raise UnreadableValue("names with commas between them, or a list of names")
+    return names
+
+
+def _several(answers: Answers, raw: Raw) -> Outcome:
+    """Several words, each with settings of its own, in one text with spaces or a list; or true or false."""
+    items = raw if isinstance(raw, list) else [scalar(raw)]
+    words = [word for item in items for word in scalar(item).lower().replace(",", " ").split()]
+    if not words or words[0] in (*NO, "none"):
+        return answers.words["false"]
+    if len(words) == 1 and words[0] in YES:
+        return answers.words["true"]
+    settings: dict[str, object] = {}
+    for word in words:
+        if word not in answers.words or word in ("true", "false"):
+            raise UnreadableValue(expected(answers))
+        for name, value in answers.words[word].options.items():
+            if settings.setdefault(name, value) != value:
+                raise UnreadableValue("one strategy")
+    return Outcome(set=settings)
+
+
+def scalar(raw: Raw) -> str:
+    """The text of a scalar. Raises UnreadableValue for lists, mappings and null."""
+    if isinstance(raw, str):
+        return raw.strip()
+    kind = "null" if raw is None else "a list" if isinstance(raw, list) else "a mapping"
+    raise UnreadableValue(f"one value, not {kind}")
+
+
+def in_words(raw: Raw) -> str:
+    """A value as it could be written on one line."""
+    if isinstance(raw, list):
+        return "[" + ", ".join(map(in_words, cast(list[Raw], raw))) + "]"
+    if isinstance(raw, dict):
+        return "{" + ", ".join(f"{name}: {in_words(value)}" for name, value in raw.items()) + "}"
+    return "null" if raw is None else raw
+
+
+def number_of(text: str) -> float:
+    """NaN for what is no number, and for what no option can be: it is within no bounds."""
+    try:
+        value = float(text)
+    except ValueError:
+        return math.nan
+    return value if math.isfinite(value) else math.nan
