@@ -10,38 +10,42 @@ from portable_fsdp.convert.values import cases
 INTRODUCTION = """# Configs of other tools
 
 `--config` and `--import` take a file of `accelerate config` (0.20 to 1.15), a Trainer's `fsdp_config`, and
-TrainingArguments, as YAML or JSON. The model and the data, which such a file doesn't set, come from overrides or from a
-file of ours that it is imported under:
+TrainingArguments, as YAML or JSON. The model and the data, which such a file doesn't set, come from overrides or from
+a file of ours that it is imported under:
 
 ```bash
-python -m portable_fsdp.explain --config=configs/quickstart.yaml --import=tests/convert/samples/accelerate_0_20_fsdp.yaml
+python -m portable_fsdp.explain --config=configs/quickstart.yaml --import=tests/convert/samples/multi_gpu.yaml
 python -m portable_fsdp.explain --config=tests/convert/samples/training_arguments.json
 python -m portable_fsdp.launch --config=configs/quickstart.yaml --import=tests/convert/samples/unquoted_no.yaml
 ```
 
 `explain --write=ours.yaml` saves the translation, with a comment on the origin of each key.
 
-- Overrides win over everything. Where our file and an import set one key to different values, the run doesn't start, and
-  the message names both lines.
-- A key that no file sets has our default ([configuration.md](configuration.md)), which may differ from the other tool's.
+- Overrides win over everything. Where our file and an import set one key to different values, the run doesn't start,
+  and the message names both lines.
+- A key that no file sets has our default ([configuration.md](configuration.md)), which may differ from the other
+  tool's.
 - An unknown key or an unreadable value (`num_processes: two`) is an error that names the line and the nearest key.
 - The override that a refusal names lifts it.
-- Prefixes (`fsdp_`, `dynamo_` ...) may be left out. Words are read in any case; `true`, `yes`, `on` and `1` are one value;
-  numbers stand for strategies as in accelerate's menus; an unquoted `NO` is the word. Null and keys that begin with `_`,
-  `//` or `#` set nothing.
-- The launcher decides the number of processes and hosts, and the device. A file's numbers must equal those of the start.
+- Prefixes (`fsdp_`, `dynamo_` ...) may be left out. Words are read in any case; `true`, `yes`, `on` and `1` are one
+  value; numbers stand for strategies as in accelerate's menus; an unquoted `NO` is the word. Null and keys that begin
+  with `_`, `//` or `#` set nothing.
+- The launcher decides the number of processes and hosts, and the device. A file's numbers must equal those of the
+  start.
 
-A key that its own tool doesn't read sets nothing here either, and `explain` says why. Trainer reads `cpu_offload` where
-accelerate reads `fsdp_offload_params`; version 2 of FSDP reads `reshard_after_forward` and no `sharding_strategy`;
-`fp8_config` counts with `mixed_precision: fp8`, `downcast_bf16` on TPUs. The other keys of a file show which tool it is
-for: `distributed_type` is accelerate's; TrainingArguments and an `fsdp_config` by itself are Trainer's; in other files
-(axolotl's) every name counts. Some keys are documented although their tool doesn't read them. We use these, with a
-remark: `fsdp_backward_prefetch_policy`, a strategy's name under `fsdp_reshard_after_forward` with version 1,
-transformers' `xla` keys in a file of accelerate's, and keys outside their section.
+A key that its own tool doesn't read sets nothing here either, and `explain` says why. Trainer reads `cpu_offload`
+where accelerate reads `fsdp_offload_params`; version 2 of FSDP reads `reshard_after_forward` and no
+`sharding_strategy`; `fp8_config` counts with `mixed_precision: fp8`, `downcast_bf16` on TPUs. The other keys of a file
+show which tool it is for: `distributed_type` is accelerate's; TrainingArguments and an `fsdp_config` by itself are
+Trainer's; in other files (axolotl's) every name counts. Some keys are documented although their tool doesn't read
+them. We use these, with a remark: `fsdp_backward_prefetch_policy`, a strategy's name under
+`fsdp_reshard_after_forward` with version 1, transformers' `xla` keys in a file of accelerate's, and keys outside their
+section.
 
 Some options follow from several keys, marked `~name` in the tables:
 
-- `train.global_batch` = rows of a device * accumulation * `num_processes`, which another file or accelerate launch may set.
+- `train.global_batch` = rows of a device * accumulation * `num_processes`, which another file or accelerate launch may
+  set.
 - HYBRID_SHARD on one machine is FULL_SHARD, since one machine is one copy of the model.
 - `mixed_precision: bf16` under FSDP also sums gradients in bfloat16, as accelerate does.
 - A warmup ratio becomes steps, and so does `eval_steps` below 1; without `eval_steps`, `logging_steps` counts.
@@ -59,18 +63,19 @@ accelerate passes its file and flags on in environment variables. We read these 
 `accelerate launch` started the process: an unknown `ACCELERATE_` or `FSDP_` variable is an error. Overrides, a file of
 ours and a Trainer's arguments take precedence; an imported accelerate file must agree. The second line of a run lists
 the options that came this way. accelerate always sets FSDP_SHARDING_STRATEGY and FSDP_RESHARD_AFTER_FORWARD: under
-version 1, one with the launcher's default gives way to another value of the other; under version 2, only the second counts.
+version 1, one with the launcher's default gives way to another value of the other; under version 2, only the second
+counts.
 
 We compared accelerate 1.15's FSDP2 with ours on one file, two CPU processes, 6 steps
-(tests/launch/test_accelerate_launch.py). Units, dtypes and reshard_after_forward are the same; the losses agree to 1e-5
-in float32 and 2e-3 in bfloat16. What differs:
+(tests/launch/test_accelerate_launch.py). Units, dtypes and reshard_after_forward are the same; the losses agree to
+1e-5 in float32 and 2e-3 in bfloat16. What differs:
 
 - accelerate gathers the final norm with the head, we gather it with the root;
 - `mixed_precision: bf16` adds autocast to FSDP's dtypes in accelerate; here a unit's dtype is all;
 - accelerate averages gradients over processes; we divide the loss by all tokens and sum. Both agree where each process
   has as many tokens, and ours is right where it hasn't;
-- on hosts without accelerators accelerate does no FSDP: each process trains by itself, or as DDP with `--cpu`. The test
-  puts its plugin on by hand.
+- on hosts without accelerators accelerate does no FSDP: each process trains by itself, or as DDP with `--cpu`. The
+  test puts its plugin on by hand.
 
 ## The keys
 

@@ -172,7 +172,7 @@ def test_strict_does_not_judge_by_a_number_of_devices_that_it_is_not_told(capsys
     assert "7 * 16 = 112 sequences, found 7" in refused(capsys, *strict, "--num_devices=8", "--num_hosts=2")
     theirs = f"--import={ROOT / 'tests/convert/samples/multi_gpu.yaml'}"
     message = refused(capsys, *QUICKSTART, "--strict", theirs, "--num_hosts=2")  # 4 devices, as it says
-    assert "num_machines: expected 2, as the launcher has it, found 1" in message
+    assert "num_machines: expected 2 (the launcher), found 1" in message
     assert "num_processes" not in message
 
 

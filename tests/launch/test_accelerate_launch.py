@@ -148,6 +148,6 @@ def test_processes_of_a_file_are_devices_under_xla(tmp_path: Path) -> None:
     start = [*PYTHON, "--device=cpu", "--backend=xla", f"--config={tiny_config(tmp_path)}", f"--import={theirs}"]
     with started([*start, "--num_devices=2"], tmp_path) as run:
         assert run.wait() == 2
-    assert f"{theirs}:2: num_processes: expected 2, as backend xla has it, found 4." in run.err
+    assert f"{theirs}:2: num_processes: expected 2 (backend xla), found 4." in run.err
     assert "Traceback" not in run.err
     assert not (tmp_path / "run").exists()
