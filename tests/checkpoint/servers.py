@@ -99,7 +99,7 @@ def fake_gcs(folder: Path) -> Generator[str]:
 def _free_ports(count: int) -> list[int]:
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [one.getsockname()[1] for one in sockets]
+        return [opened.getsockname()[1] for opened in sockets]
 
 
 @contextmanager

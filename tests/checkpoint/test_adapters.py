@@ -11,7 +11,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from foreign_models import export
+from foreign_models import export, save
 from plain_backend import PlainBackend, checkpoints, load
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -42,7 +42,7 @@ def train(
     name: str,
     targets: Any = "all-linear",
     dtype: torch.dtype = torch.float32,
-    **said: Any,
+    **changes: Any,
 ) -> tuple[Path, Any]:
     """A base, saved to `folder`/base, and the checkpoint of a run over it, whose adapters have moved."""
     model = base_model(folder / "base", name, dtype)
@@ -59,7 +59,7 @@ def train(
     model(input_ids=IDS).logits.sum().backward()
     optimizer.step()  # it has state of the adapters
     ties = {"lm_head.weight": "model.embed_tokens.weight"} if name == "llama_tied" else {}
-    run = opened(folder, base_of(folder / "base"), model_config=architecture, ties=ties, **said)
+    run = opened(folder, base_of(folder / "base"), model_config=architecture, ties=ties, **changes)
     return run.save(1, model, optimizer, (0, 0)), model.eval()
 
 
@@ -80,8 +80,8 @@ def base_of(folder: Path) -> Base | None:
 
 def opened(folder: Path, base: Base | None, settings: dict[str, Any] | None = None, **changes: Any) -> Checkpoints:
     """The run's checkpoints in `folder`, as it is with this base."""
-    said = {key: changes.pop(key) for key in ("r", "alpha", "start_from") if key in changes}
-    lora = {"r": 3, "alpha": 5.0} | said
+    overrides = {key: changes.pop(key) for key in ("r", "alpha", "start_from") if key in changes}
+    lora = {"r": 3, "alpha": 5.0} | overrides
     config = {"model": {"pretrained": base.pretrained if base else str(folder / "base"), "lora": lora}}
     arguments: dict[str, Any] = {"config": config, "base": base} | changes
     return checkpoints(folder / "checkpoints", PlainBackend(devices=3), settings, **arguments)
@@ -154,9 +154,9 @@ def test_a_checkpoint_leaves_out_its_base(tmp_path: Path, capsys: pytest.Capture
     assert manifest.ties == {"lm_head.weight": "model.embed_tokens.weight"}
     for command in (["verify"], ["show"], ["list"], ["prune", "--keep=1"]):
         assert main([command[0], str(tmp_path), *command[1:]]) == 0
-    said = capsys.readouterr().out
-    assert f"left out: {tmp_path / 'base'} (fingerprint " in said
-    assert f"{sum(parameter.numel() for parameter in model.parameters()):,}" in said  # of the whole model
+    printed = capsys.readouterr().out
+    assert f"left out: {tmp_path / 'base'} (fingerprint " in printed
+    assert f"{sum(parameter.numel() for parameter in model.parameters()):,}" in printed  # of the whole model
     assert main(["diff", str(path), str(path)]) == 0
 
 
@@ -180,15 +180,15 @@ def test_merging_finds_the_base_or_says_what_is_missing(tmp_path: Path, capsys: 
     export = ["export", str(path), str(tmp_path / "export"), "--tokenizer", "none"]
     for words in (["--format", "torch"], ["--format", "dcp"], ["--format", "peft", "--base", str(tmp_path / "base")]):
         assert main([*export, *words]) == 2
-    said = capsys.readouterr().err
-    assert said.count("found that this one leaves out its base: ") == 2
-    assert "--base" in said
-    assert "expected --format huggingface, found peft" in said
+    printed = capsys.readouterr().err
+    assert printed.count("found that this one leaves out its base: ") == 2
+    assert "--base" in printed
+    assert "expected --format huggingface, found peft" in printed
     (tmp_path / "base").rename(tmp_path / "moved")
     assert main(export) == 2
-    said = capsys.readouterr().err
-    assert f"expected the base of its adapters, which it leaves out:\n    {tmp_path / 'base'} (fingerprint " in said
-    assert "--base FOLDER" in said
+    printed = capsys.readouterr().err
+    assert f"expected the base of its adapters, which it leaves out:\n    {tmp_path / 'base'} (fingerprint " in printed
+    assert "--base FOLDER" in printed
     base_model(tmp_path / "base", seed=1)
     assert main(export) == 2
     assert f"found another in {tmp_path / 'base'} (fingerprint " in capsys.readouterr().err
@@ -318,14 +318,9 @@ def test_adapters_in_another_dtype(tmp_path: Path) -> None:
     whole: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     torch.testing.assert_close(logits(whole), logits(model), rtol=0.05, atol=0.05)
     assert not torch.equal(logits(whole), logits(model))
-
-
-def test_whole_weights_have_no_adapters_to_export(tmp_path: Path) -> None:
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODELS["llama"]))
-    saved = checkpoints(tmp_path / "checkpoints", PlainBackend(), model_config=config_to_json(model.config))
-    path = saved.save(1, model, torch.optim.SGD(model.parameters()), (0, 0))
+    plain = save(tmp_path / "plain", AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODELS["llama"])))
     with pytest.raises(CheckpointError, match=r"expected adapters \(model\.lora\), found none"):
-        export(path, "peft", tmp_path / "export")
+        export(plain, "peft", tmp_path / "none")
 
 
 @pytest.mark.parametrize("wrong", [{"r": None}, {"r": 0}, {"r": "3"}, {"alpha": [1.0]}])

@@ -95,10 +95,10 @@ def test_show_and_verify_print_json(tmp_path: Path, capsys: Capture) -> None:
     assert json.loads(capsys.readouterr().out) == {"optim": {"lr": 0.001}}
     lengthen_a_shard(older)
     assert main(["verify", "--json", "--all", str(tmp_path)]) == 2
-    found = json.loads(capsys.readouterr().out)
-    assert [row["path"] for row in found["whole"]] == [str(newest)]
-    assert len(found["damaged"]) == 1
-    assert "step-00000005" in found["damaged"][0]
+    result = json.loads(capsys.readouterr().out)
+    assert [row["path"] for row in result["whole"]] == [str(newest)]
+    assert len(result["damaged"]) == 1
+    assert "step-00000005" in result["damaged"][0]
 
 
 def test_diff_of_equal_checkpoints(tmp_path: Path, capsys: Capture) -> None:
@@ -116,10 +116,10 @@ def test_diff_tells_what_differs(tmp_path: Path, capsys: Capture) -> None:
     assert main(["diff", str(one), str(two)]) == 0
     capsys.readouterr()
     assert main(["diff", "--values", "--json", str(one), str(two)]) == 1
-    found = json.loads(capsys.readouterr().out)
+    result = json.loads(capsys.readouterr().out)
     expected = (small_model(1)[0].state_dict()["0.weight"] - small_model(2)[0].state_dict()["0.weight"]).abs().max()
-    assert found["values"]["0.weight"] == pytest.approx(expected.item())
-    assert not found["is_equal"]
+    assert result["values"]["0.weight"] == pytest.approx(expected.item())
+    assert not result["is_equal"]
 
     model, _ = small_model(1, hidden=8)
     del model.gate
@@ -161,9 +161,9 @@ def test_export_and_import_are_each_others_inverse(tmp_path: Path, capsys: Captu
     assert main(["import", str(source), str(tmp_path / "back"), *trust, *config]) == 0
     assert f"imported {len(list(model.parameters()))} tensors" in capsys.readouterr().out
     assert main(["diff", "--values", "--json", str(path), str(tmp_path / "back")]) in (0, 1)
-    found = json.loads(capsys.readouterr().out)
-    assert (found["only_in_a"], found["only_in_b"], found["tensors"], found["values"]) == ([], [], {}, {})
-    assert found["written_by"]["backend"] == ["plain", f"import {format}"]
+    result = json.loads(capsys.readouterr().out)
+    assert (result["only_in_a"], result["only_in_b"], result["tensors"], result["values"]) == ([], [], {}, {})
+    assert result["written_by"]["backend"] == ["plain", f"import {format}"]
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,9 @@ from portable_fsdp.checkpoint.manager import Checkpoints
 
 pytestmark = pytest.mark.slow
 
+Fresh = Callable[[], Path]
+"""Makes a folder of checkpoints, alike each time."""
+
 OURS, ANOTHERS = {"run": {"name": "ours"}}, {"run": {"name": "another"}}
 STATES = {step: snapshot(*small_model(seed=step)) for step in (0, 1, 2, 3)}
 
@@ -75,9 +78,12 @@ def others(folder: Path) -> dict[str, bytes]:
 def has_committed(death: Death, folder: Path) -> bool:
     if storage.is_object_store(folder):
         return any(
-            one.name == "upload" and one.arguments[0].path.endswith("step-00000002/manifest.json") for one in death.done
+            operation.name == "upload" and operation.arguments[0].path.endswith("step-00000002/manifest.json")
+            for operation in death.done
         )
-    return any(one.name == "rename" and str(one.arguments[1]).endswith("step-00000002") for one in death.done)
+    return any(
+        operation.name == "rename" and str(operation.arguments[1]).endswith("step-00000002") for operation in death.done
+    )
 
 
 def check_what_is_left(folder: Path, death: Death, before: dict[str, bytes]) -> None:
@@ -98,8 +104,7 @@ def check_there_is_no_debris(folder: Path, steps: set[int], death: Death) -> Non
     assert set(storage.names(folder)) == expected | unfinished, death.struck
     for path in committed_steps(folder):
         files = {"manifest.json", *(file.name for file in read_manifest(path).files)}
-        found = {name.lstrip("/") for name in content(path)}
-        assert found == files, death.struck
+        assert {name.lstrip("/") for name in content(path)} == files, death.struck
 
 
 def copy_of(base: Path, folder: Path) -> Path:
@@ -108,9 +113,7 @@ def copy_of(base: Path, folder: Path) -> Path:
     return folder
 
 
-def die_everywhere(
-    fresh: Callable[[], Path], count: int, *, is_async: bool, alone: bool = False, torn: bool = False
-) -> int:
+def die_everywhere(fresh: Fresh, count: int, *, is_async: bool, alone: bool = False, torn: bool = False) -> int:
     """Returns the number of deaths."""
     whole = Death()
     assert save_and_die(fresh(), whole, count, is_async) == [None] * count
@@ -127,13 +130,13 @@ def die_everywhere(
 
 
 @pytest.fixture
-def folders(tmp_path: Path) -> Callable[[], Path]:
+def folders(tmp_path: Path) -> Fresh:
     prepare(tmp_path / "base")
     return lambda: copy_of(tmp_path / "base", tmp_path / "checkpoints")
 
 
 @pytest.fixture
-def stores() -> Iterator[Callable[[], Path]]:
+def stores() -> Iterator[Fresh]:
     made: list[Path] = []
 
     def fresh() -> Path:
@@ -161,7 +164,7 @@ class Ordered(Death):
         return super().call(name, real, arguments, named)
 
 
-def test_a_power_cut_finds_what_a_name_promises_on_disk(folders: Callable[[], Path]) -> None:
+def test_a_power_cut_finds_what_a_name_promises_on_disk(folders: Fresh) -> None:
     """Content before its name, names before the commit, the commit before anything older is given up."""
     folder, ordered = folders(), Ordered()
     assert save_and_die(folder, ordered, 1, is_async=False) == [None]
@@ -179,24 +182,14 @@ def test_a_power_cut_finds_what_a_name_promises_on_disk(folders: Callable[[], Pa
     assert ("fsync", str(folder), "") in events[committed:given_up]
 
 
-def test_a_process_dies_at_every_operation(folders: Callable[[], Path]) -> None:
-    assert die_everywhere(folders, 1, is_async=False) >= 60
+@pytest.mark.parametrize(("count", "torn", "deaths"), [(1, False, 60), (1, True, 20), (2, False, 90)])
+def test_processes_die_at_every_operation(folders: Fresh, count: int, torn: bool, deaths: int) -> None:
+    assert die_everywhere(folders, count, is_async=torn or count > 1, torn=torn) >= deaths
 
 
-def test_a_process_dies_in_every_write(folders: Callable[[], Path]) -> None:
-    assert die_everywhere(folders, 1, is_async=True, torn=True) >= 20
-
-
-def test_both_processes_die_at_every_operation_of_each(folders: Callable[[], Path]) -> None:
-    assert die_everywhere(folders, 2, is_async=True) >= 90
-
-
-def test_a_process_dies_at_every_operation_in_an_object_store(stores: Callable[[], Path]) -> None:
-    assert die_everywhere(stores, 1, is_async=False) >= 10
-
-
-def test_both_processes_die_at_every_operation_in_an_object_store(stores: Callable[[], Path]) -> None:
-    assert die_everywhere(stores, 2, is_async=True) >= 12
+@pytest.mark.parametrize(("count", "deaths"), [(1, 10), (2, 12)])
+def test_processes_die_at_every_operation_in_an_object_store(stores: Fresh, count: int, deaths: int) -> None:
+    assert die_everywhere(stores, count, is_async=count > 1) >= deaths
 
 
 @pytest.mark.proof
@@ -204,12 +197,12 @@ def test_both_processes_die_at_every_operation_in_an_object_store(stores: Callab
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("torn", [False, True])
 @pytest.mark.parametrize("count", [2, 3])
-def test_every_death(folders: Callable[[], Path], count: int, is_async: bool, alone: bool, torn: bool) -> None:
+def test_every_death(folders: Fresh, count: int, is_async: bool, alone: bool, torn: bool) -> None:
     assert die_everywhere(folders, count, is_async=is_async, alone=alone, torn=torn) >= 15 * count
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("alone", [False, True])
-def test_every_death_in_an_object_store(stores: Callable[[], Path], is_async: bool, alone: bool) -> None:
+def test_every_death_in_an_object_store(stores: Fresh, is_async: bool, alone: bool) -> None:
     assert die_everywhere(stores, 3, is_async=is_async, alone=alone) >= 15

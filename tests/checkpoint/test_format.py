@@ -177,8 +177,8 @@ def test_committed_steps_are_found_newest_first(tmp_path: Path) -> None:
     for name in ("step-00000010", "step-00000005", "step-100000000", "step-00000020.tmp", "step-20", "notes"):
         (tmp_path / name).mkdir()
     (tmp_path / "step-00000030").touch()
-    found = [path.name for path in format.committed_steps(tmp_path)]
-    assert found == ["step-100000000", "step-00000010", "step-00000005"]
+    names = [path.name for path in format.committed_steps(tmp_path)]
+    assert names == ["step-100000000", "step-00000010", "step-00000005"]
     assert format.committed_steps(tmp_path / "absent") == []
 
 
@@ -251,8 +251,8 @@ def test_setting_aside_deletes_nothing(tmp_path: Path) -> None:
         (final / content).touch()
         commit.set_aside(final)
     commit.set_aside(final)  # nothing there
-    found = {path.name: [child.name for child in path.iterdir()] for path in tmp_path.iterdir()}
-    assert found == {"step-00000007.damaged-1": ["one"], "step-00000007.damaged-2": ["two"]}
+    names = {path.name: [child.name for child in path.iterdir()] for path in tmp_path.iterdir()}
+    assert names == {"step-00000007.damaged-1": ["one"], "step-00000007.damaged-2": ["two"]}
 
 
 def test_a_renamed_folder_and_a_newer_format_are_named(tmp_path: Path) -> None:

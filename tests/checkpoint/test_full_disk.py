@@ -42,21 +42,21 @@ def test_a_full_disk_names_the_folder_and_the_way_out_on_all_processes(tmp_path:
     mounted += ['mount -t tmpfs -o size=192k tmpfs "$0" && exec "$@"', str(tmp_path)]
     script = [sys.executable, "-c", FILL, str(tmp_path), str(is_async), str(Path(__file__).parent)]
     ended = subprocess.run([*mounted, *script], capture_output=True, text=True, check=False)
-    *said, left = ended.stdout.splitlines()
+    *printed, left = ended.stdout.splitlines()
     steps, run = left.split(), tmp_path / "run"
     assert len(steps) > 1, ended.stderr
     assert all(len(name) == len("step-00000001") for name in steps), "debris"
-    assert len(said) % 2 == 0
-    assert said[: len(said) // 2] == said[len(said) // 2 :], "both processes say the same"
-    assert said[0].startswith(f"CheckpointError checkpoint step-{len(steps) + 1:08d}: ")
-    assert "OSError: [Errno 28] No space left on device: " in said[0]
-    assert said[1].startswith(f"  No space is left in {run}: 40 KiB are needed, ")
-    assert said[2] == f"  The last saved checkpoint is {run / steps[-1]}."
-    assert said[3].endswith(
+    assert len(printed) % 2 == 0
+    assert printed[: len(printed) // 2] == printed[len(printed) // 2 :], "both processes say the same"
+    assert printed[0].startswith(f"CheckpointError checkpoint step-{len(steps) + 1:08d}: ")
+    assert "OSError: [Errno 28] No space left on device: " in printed[0]
+    assert printed[1].startswith(f"  No space is left in {run}: 40 KiB are needed, ")
+    assert printed[2] == f"  The last saved checkpoint is {run / steps[-1]}."
+    assert printed[3].endswith(
         f"MiB there (python -m portable_fsdp.checkpoint prune {run} --keep 1) and rerun the same command: it resumes "
         f"from {steps[-1]}."
     )
-    assert said[4] == f"  Or save elsewhere: checkpoint.dir=ANOTHER checkpoint.resume={run / steps[-1]}."
+    assert printed[4] == f"  Or save elsewhere: checkpoint.dir=ANOTHER checkpoint.resume={run / steps[-1]}."
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -75,14 +75,14 @@ def test_it_reads_what_transformers_reads(tmp_path: Path, kind: str) -> None:
     model = build(ARCHITECTURES["llama"])
     write(tmp_path / "m.gguf", model, TYPE[kind])
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32)
-    found = tensors_in(import_checkpoint(tmp_path / "m.gguf", tmp_path / "run"))
-    assert_same(found, weights(theirs))
+    imported = tensors_in(import_checkpoint(tmp_path / "m.gguf", tmp_path / "run"))
+    assert_same(imported, weights(theirs))
     expected = weights(model)
     bound = {"F16": 1e-3, "BF16": 8e-3, "Q8_0": 1e-2, "Q4_0": 2e-1}[kind]
     for key, tensor in expected.items():
-        assert (found[key] - tensor).abs().max() <= bound * tensor.abs().max(), key
+        assert (imported[key] - tensor).abs().max() <= bound * tensor.abs().max(), key
     lower = tensors_in(import_checkpoint(tmp_path / "m.gguf", tmp_path / "low", dtype="bfloat16"))
-    assert_same(lower, {key: tensor.bfloat16() for key, tensor in found.items()})
+    assert_same(lower, {key: tensor.bfloat16() for key, tensor in imported.items()})
 
 
 def test_other_architectures_and_tensors_are_refused_by_name(tmp_path: Path) -> None:

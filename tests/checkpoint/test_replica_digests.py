@@ -23,8 +23,8 @@ class Replicated(PlainBackend):
 
         live = named_tensors(model, optimizer)
         return {
-            key: replace(one, pieces=lambda key=key: pieces(live[key]))
-            for key, one in super().state(model, optimizer).items()
+            key: replace(tensor, pieces=lambda key=key: pieces(live[key]))
+            for key, tensor in super().state(model, optimizer).items()
         }
 
 

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from: its own, or the one that it was started from, and never another history."""
+"""The checkpoint that a run resumes from: its own, or the one that it was started from, never another history."""
 
 import errno
 import json
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plain_backend import PlainBackend, checkpoints, in_processes, load, save_once, small_model
+from plain_backend import PlainBackend, checkpoints, load, refused, save_once, small_model
 
 from portable_fsdp.checkpoint import commit, storage
 from portable_fsdp.checkpoint.manager import Checkpoints, Resumed
@@ -30,37 +30,25 @@ def resume(folder: Path, name: str | None = None, **settings: Any) -> Resumed:
     return load(opened(folder, name, **settings), *small_model(seed=99), settings.get("resume", "auto"))
 
 
-def test_the_checkpoints_of_a_run_of_another_name_are_refused_unless_allowed(tmp_path: Path) -> None:
-    save(tmp_path, 5, name="one")
-    with pytest.raises(CheckpointError, match=r'run\.name  "one"  "two"\n.*checkpoint\.allow=\'\[run\.name\]\''):
-        resume(tmp_path, "two")
-    assert resume(tmp_path, "two", allow=("run.name",)).step == 5
-
-
-def test_a_run_may_begin_at_a_checkpoint_of_another_name(tmp_path: Path) -> None:
+def test_the_checkpoints_of_a_run_of_another_name_are_refused_unless_allowed_or_named(tmp_path: Path) -> None:
     [path] = save(tmp_path / "one", 5, name="one")
+    with pytest.raises(CheckpointError, match=r'run\.name  "one"  "two"\n.*checkpoint\.allow=\'\[run\.name\]\''):
+        resume(tmp_path / "one", "two")
+    assert resume(tmp_path / "one", "two", allow=("run.name",)).step == 5
     assert resume(tmp_path / "two", "two", resume=str(path)).step == 5
 
 
 @pytest.mark.parametrize("how", ["all", "weights_only"])
-def test_the_same_command_goes_on_with_the_runs_own(tmp_path: Path, how: str) -> None:
-    [path] = save(tmp_path / "one", 5)
+@pytest.mark.parametrize("place", ["folder", "store"])
+def test_the_same_command_resumes_from_the_runs_own(tmp_path: Path, how: str, place: str) -> None:
+    origin = tmp_path if place == "folder" else storage.locate(f"memory://{uuid.uuid4().hex}")
+    [path] = save(origin / "one", 5)
     settings = {"resume": str(path), "load": how}
     first = resume(tmp_path / "two", **settings)
     assert (first.step, first.weights_only) == ((0, True) if how == "weights_only" else (5, False))
     save(tmp_path / "two", 7, **settings)
     again = resume(tmp_path / "two", **settings)
     assert (again.path, again.step, again.weights_only) == (tmp_path / "two" / "step-00000007", 7, False)
-
-
-def test_the_same_command_goes_on_where_an_url_was_named(tmp_path: Path) -> None:
-    store = storage.locate(f"memory://{uuid.uuid4().hex}")
-    try:
-        [path] = save(store / "one", 5)
-        save(tmp_path, 7, resume=str(path))
-        assert resume(tmp_path, resume=str(path)).step == 7
-    finally:
-        storage.remove(store)
 
 
 @pytest.mark.parametrize("how", ["all", "weights_only"])
@@ -99,9 +87,8 @@ def test_the_folder_of_a_run_is_no_checkpoint_and_its_newest_is_named(tmp_path: 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_file_in_the_place_of_the_folder_is_refused_at_the_start(tmp_path: Path, processes: int) -> None:
     (tmp_path / "run").touch()
-    results = in_processes(processes, lambda backend: checkpoints(tmp_path / "run" / "ck", backend).find("auto"))
-    assert {type(result) for result in results} == {CheckpointError}
-    assert "expected a folder that can be written to" in str(results[0])
+    message = refused(processes, lambda backend: checkpoints(tmp_path / "run" / "ck", backend).find("auto"))
+    assert "expected a folder that can be written to" in message
     assert os.listdir(tmp_path) == ["run"]
 
 
@@ -138,23 +125,19 @@ def test_a_disk_that_gives_errors_is_damage(tmp_path: Path, monkeypatch: pytest.
         return real(descriptor, *arguments)
 
     monkeypatch.setattr(os, "preadv", fails)
-    found = checkpoints(tmp_path, PlainBackend()).find("auto")
-    assert found is not None
-    assert found.path.name == "step-00000005"
-    assert "Input/output error" in found.passed_over[0]
+    point = checkpoints(tmp_path, PlainBackend()).find("auto")
+    assert point is not None
+    assert point.path.name == "step-00000005"
+    assert "Input/output error" in point.passed_over[0]
 
 
 def test_one_place_by_two_names(tmp_path: Path) -> None:
     [path] = save(tmp_path / "run", 5)
     (tmp_path / "link").symlink_to(tmp_path / "run")
+    (tmp_path / "run" / ".portable_fsdp-0a1b2c3d").touch()  # a killed start's probe
     for spelled in (tmp_path / "link" / path.name, tmp_path / "run" / ".." / "run" / path.name):
         assert resume(tmp_path / "run", resume=str(spelled)).step == 5
-
-
-def test_probes_of_killed_starts_go(tmp_path: Path) -> None:
-    (tmp_path / ".portable_fsdp-0a1b2c3d").touch()
-    opened(tmp_path / "run" / "checkpoints").find("auto")
-    assert os.listdir(tmp_path) == []
+    assert os.listdir(tmp_path / "run") == [path.name]
 
 
 def test_a_store_that_doesnt_answer_is_no_missing_folder(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,8 +76,8 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path: Path, dtype: str
         reader.verify(Rank(0, 1))
         reader.check(state, {})
         for key, tensor in tensors.items():
-            found = reader.read(key, tuple(slice(0, size) for size in tensor.shape))
-            assert (found.dtype, found.shape, bits(found)) == (tensor.dtype, tensor.shape, bits(tensor))
+            actual = reader.read(key, tuple(slice(0, size) for size in tensor.shape))
+            assert (actual.dtype, actual.shape, bits(actual)) == (tensor.dtype, tensor.shape, bits(tensor))
 
 
 def test_slices_are_assembled_from_pieces_of_any_cut(tmp_path: Path) -> None:
@@ -93,13 +93,13 @@ def test_slices_are_assembled_from_pieces_of_any_cut(tmp_path: Path) -> None:
         for _ in range(200):
             a, b = sorted(rng.choices(range(12), k=2))
             c, d = sorted(rng.choices(range(8), k=2))
-            found = reader.read("w", (slice(a, b), slice(c, d)))
-            assert found.shape == (b - a, d - c)
-            assert bits(found) == bits(tensor[a:b, c:d])
+            actual = reader.read("w", (slice(a, b), slice(c, d)))
+            assert actual.shape == (b - a, d - c)
+            assert bits(actual) == bits(tensor[a:b, c:d])
             around = torch.zeros(11, 7)
-            assert reader.read("w", (slice(a, b), slice(c, d)), around[a:b, c:d]).shape == found.shape
-            assert bits(around[a:b, c:d]) == bits(found)
-            assert around.count_nonzero() == found.count_nonzero()
+            assert reader.read("w", (slice(a, b), slice(c, d)), around[a:b, c:d]).shape == actual.shape
+            assert bits(around[a:b, c:d]) == bits(actual)
+            assert around.count_nonzero() == actual.count_nonzero()
         with pytest.raises(TypeError, match="expected room for float32"):
             reader.read("w", (slice(0, 2), slice(0, 7)), torch.zeros(7, 2))
 
@@ -128,9 +128,9 @@ def test_a_slice_outside_the_tensor_is_a_bug(tmp_path: Path, slices: tuple[slice
 def test_dcp_opens_the_model_folder(tmp_path: Path) -> None:
     path = save_once(tmp_path, seed=4, count=3, devices=2)
     expected = {k: t for k, t in named_tensors(*small_model(seed=4)).items() if "/" not in k}
-    found = {key: torch.zeros_like(tensor) for key, tensor in expected.items()}
-    load(found, storage_reader=HuggingFaceStorageReader(str(path / "model")), no_dist=True)
-    assert {key: bits(tensor) for key, tensor in found.items()} == {key: bits(t) for key, t in expected.items()}
+    actual = {key: torch.zeros_like(tensor) for key, tensor in expected.items()}
+    load(actual, storage_reader=HuggingFaceStorageReader(str(path / "model")), no_dist=True)
+    assert {key: bits(tensor) for key, tensor in actual.items()} == {key: bits(t) for key, t in expected.items()}
 
 
 def test_the_shares_of_all_processes_are_all_files(tmp_path: Path) -> None:

@@ -146,8 +146,9 @@ def test_it_reads_what_torch_xla_wrote(tmp_path: Path, kind: str) -> None:
     program = [sys.executable, "-c", WRITER, kind, str(folder), str(tests)]
     done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = tensors_in(import_checkpoint(folder, tmp_path / "run"))
-    assert_same(found, torch.load(f"{folder}.plain", weights_only=True))
+    assert_same(
+        tensors_in(import_checkpoint(folder, tmp_path / "run")), torch.load(f"{folder}.plain", weights_only=True)
+    )
 
 
 @pytest.mark.xla
@@ -160,9 +161,9 @@ def test_it_makes_what_torch_xla_makes(tmp_path: Path, world: int, kind: str, ca
     )
     folder = save(tmp_path / "shards", ranks)
     assert detect(folder) == "xla_fsdp1"
-    found = tensors_in(import_checkpoint(folder, tmp_path / "run"))
-    assert_same(found, dict(theirs))
-    assert_same(found, {**PLAIN, "layers.0.counts": torch.tensor([3.0, 4.0], dtype=torch.float64)})
+    imported = tensors_in(import_checkpoint(folder, tmp_path / "run"))
+    assert_same(imported, dict(theirs))
+    assert_same(imported, {**PLAIN, "layers.0.counts": torch.tensor([3.0, 4.0], dtype=torch.float64)})
     assert "left out the optimizer's state" in caplog.text
 
 
