@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 RESULTS = HERE / "results"
-NEEDED = ("torch", "transformers", "pydantic", "yaml", "safetensors", "tokenizers", "psutil", "numpy", "xxhash")
+NEEDED = ("torch", "transformers", "pydantic", "absl", "yaml", "safetensors", "tokenizers", "psutil", "numpy", "xxhash")
 WAYS = ("ours", "plain", "trainer")
 WARM_UP, TIMED = 5, 20  # steps
 TINY_WARM_UP, TINY_TIMED = 1, 7

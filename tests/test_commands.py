@@ -1,6 +1,7 @@
 """`portable-fsdp` and `python -m portable_fsdp`: the commands, and the wheel that installs them."""
 
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from zipfile import ZipFile
 
 import pytest
 
+from portable_fsdp import explain
 from portable_fsdp.__main__ import COMMANDS
 from portable_fsdp.version import __version__
 
@@ -42,6 +44,19 @@ def test_a_command_is_its_module() -> None:
     wrong = run("-m", "portable_fsdp", "explan")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr.startswith("unknown command explan; nearest: explain\nusage: portable-fsdp COMMAND")
+
+
+def test_flags_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "cpu.flags").write_text("# a host without GPUs\n--device=cpu\n--json\n")
+    assert (
+        explain.main(
+            [f"--flagfile={tmp_path / 'cpu.flags'}", f"--config={ROOT}/configs/quickstart.yaml", "optim.lr=0.5"]
+        )
+        == 0
+    )
+    assert json.loads(capsys.readouterr().out)["options"]["optim.lr"]["value"] == 0.5
+    assert explain.main(["--flagfile=/none"]) == 2
+    assert "/none" in capsys.readouterr().err
 
 
 @pytest.mark.proof  # pip fetches setuptools

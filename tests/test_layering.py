@@ -180,6 +180,7 @@ def test_dependencies_are_what_is_imported() -> None:
         "peft",
     }  # extras, or installed by hand
     names = {
+        "absl": "absl-py",
         "annotated_types": "annotated-types",
         "huggingface_hub": "huggingface-hub",
         "upath": "universal-pathlib",

@@ -13,6 +13,8 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+from absl import flags
+
 from portable_fsdp.runtime.errors import EXIT_FINISHED, EXIT_USAGE, ConfigError, PortableFSDPError
 
 NOTHING_STARTED = "Nothing was started."
@@ -69,7 +71,10 @@ def number_of(flag: str, text: str) -> int | None:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """The flags of `python -m portable_fsdp.COMMAND`. Takes `--dry-run` for `--dry_run`, and no abbreviation."""
+    """The flags of `python -m portable_fsdp.COMMAND`, on the command line or in files (absl's `--flagfile`).
+
+    Takes `--dry-run` for `--dry_run`, and no abbreviation.
+    """
 
     def __init__(self, command: str = "", description: str = "", **options: Any) -> None:
         super().__init__(
@@ -79,12 +84,17 @@ class CommandParser(argparse.ArgumentParser):
             allow_abbrev=False,
             **options,
         )
+        self.add_argument("--flagfile", metavar="FILE", help="read flags from a file, one a line")
 
     def switch(self, name: str, help: str) -> None:
         self.add_argument(name, action="store_true", help=help)
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        words = [_with_underscores(word) for word in (sys.argv[1:] if args is None else args)]
+        try:
+            words = flags.FlagValues().read_flags_from_files(sys.argv[1:] if args is None else args, force_gnu=True)
+        except flags.Error as error:
+            self.error(str(error))
+        words = [_with_underscores(word) for word in words]
         options, unknown = super().parse_known_args(words, namespace)
         for word in unknown:
             if word.startswith("-"):
