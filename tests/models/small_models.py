@@ -1,14 +1,18 @@
-"""Small models of many families, and a built model given memory, so that it can be run without an engine."""
+"""Small models of many families, built, saved, opened, or given memory so that they run without an engine."""
 
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, cast
 
+import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from portable_fsdp.backends.base import full_region, parameter_slots
-from portable_fsdp.config.schema import Model
+from portable_fsdp.config.schema import Model, Precision
 from portable_fsdp.models.build import BuiltModel, build_model
 
 VOCABULARY, SEQ_LEN = 101, 24
@@ -82,9 +86,58 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 
-def build(name: str, seed: int = 0, **changes: Any) -> BuiltModel:
-    section = Model(architecture=ARCHITECTURES[name] | changes)
-    return build_model(section, seed=seed, seq_len=SEQ_LEN, vocabulary=VOCABULARY)
+PER_COMMIT = {"llama", "qwen3", "gemma2", "gpt2", "deepseek_v3", "gpt_oss"}
+"""Grouped heads; norms of heads; windows and softcaps; learned positions and Conv1D; latent attention, experts and a
+persistent buffer; sinks and interleaved experts. The other families are proofs."""
+
+
+def families(names: Iterable[str] = ARCHITECTURES) -> list[Any]:
+    """For `parametrize`: all of these names, those outside of PER_COMMIT as proofs."""
+    return [name if name in PER_COMMIT else pytest.param(name, marks=pytest.mark.proof) for name in names]
+
+
+def build(
+    model: str | dict[str, Any],
+    seed: int = 0,
+    precision: dict[str, Any] | None = None,
+    keys: dict[str, Any] | None = None,
+    eager: bool = True,
+    packs: bool = False,
+    **changes: Any,
+) -> BuiltModel:
+    """A family of ARCHITECTURES, or an architecture; with `changes` in it, and other keys of the config's section."""
+    architecture = ARCHITECTURES[model] if isinstance(model, str) else model
+    section = Model.model_validate({"architecture": architecture | changes, **(keys or {})})
+    sizes: dict[str, Any] = {"seed": seed, "seq_len": SEQ_LEN, "vocabulary": VOCABULARY}
+    return build_model(section, Precision(**(precision or {})), eager=eager, packs_documents=packs, **sizes)
+
+
+def open_folder(
+    folder: Path,
+    *allow: str,
+    vocabulary: int = VOCABULARY,
+    keeps_ids: bool = False,
+    keys: dict[str, Any] | None = None,
+    **precision: Any,
+) -> BuiltModel:
+    section = Model(pretrained=str(folder), allow=allow, **(keys or {}))
+    sizes: dict[str, Any] = {"seed": 3, "seq_len": SEQ_LEN, "vocabulary": vocabulary}
+    return build_model(section, Precision(**precision), keeps_ids=lambda: keeps_ids, **sizes)
+
+
+def save(folder: Path, name: str, **options: Any) -> Any:
+    """A folder as transformers writes it, of a model whose weights are all off their defaults."""
+    stock = stock_model(ARCHITECTURES[name])
+    shake(stock)
+    stock.save_pretrained(folder, **options)
+    return stock
+
+
+def edit(folder: Path, *without: str, **more: torch.Tensor) -> None:
+    """Change the folder's single file; `__` in a name stands for a dot."""
+    file = folder / "model.safetensors"
+    tensors = {key: tensor for key, tensor in load_file(file).items() if key not in without}
+    save_file(tensors | {key.replace("__", "."): tensor for key, tensor in more.items()}, file, {"format": "pt"})
 
 
 def whole_weight(built: BuiltModel, fqn: str) -> torch.Tensor:

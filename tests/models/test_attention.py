@@ -19,7 +19,7 @@ def heads(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize(("name", "own"), [*OWN, ("opt", "sdpa")])
+@pytest.mark.parametrize(("name", "own"), OWN)
 def test_logits_equal_those_of_the_models_own_attention(name: str, own: str) -> None:
     model = materialise(build(name))
     shake(model)

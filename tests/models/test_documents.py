@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import ARCHITECTURES, SEQ_LEN, VOCABULARY, materialise, shake, token_ids
+from small_models import ARCHITECTURES, SEQ_LEN, build, families, materialise, shake, token_ids
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,10 +28,7 @@ NOT_KEPT_APART = {
 
 def built(name: str, *, eager: bool = True, packs: bool = True, **settings: Any) -> Any:
     """A model with weights that are moved off their initial values."""
-    section = Model(architecture=ARCHITECTURES[name], **settings)
-    model = materialise(
-        build_model(section, seed=0, seq_len=SEQ_LEN, vocabulary=VOCABULARY, eager=eager, packs_documents=packs)
-    )
+    model = materialise(build(name, keys=settings, eager=eager, packs=packs))
     shake(model)
     return model
 
@@ -59,18 +56,17 @@ def labels_of(row: int, number: int, labels: Tensor) -> Tensor:
 def padded(row: int, number: int, *tensors: Tensor) -> list[Tensor]:
     """What belongs to one document, in a row of its own: behind it other tokens, and labels that don't count."""
     where = segments()[row] == number
-    found: list[Tensor] = []
-    for tensor in tensors:
-        behind = torch.full((SEQ_LEN - int(where.sum()),), IGNORED if (tensor == IGNORED).any() else 3)
-        found.append(torch.cat([tensor[row][where], behind])[None])
-    return found
+    rest = SEQ_LEN - int(where.sum())
+    fillings = [IGNORED if (tensor == IGNORED).any() else 3 for tensor in tensors]
+    parts = zip(tensors, fillings, strict=True)
+    return [torch.cat([tensor[row][where], torch.full((rest,), filling)])[None] for tensor, filling in parts]
 
 
 DOCUMENTS = [(row, number) for row, lengths in enumerate(LENGTHS) for number in range(1, len(lengths) + 1)]
 
 
 @pytest.mark.parametrize("eager", [True, False], ids=["one mask for all layers", "numbers of documents"])
-@pytest.mark.parametrize("name", KEPT_APART)
+@pytest.mark.parametrize("name", families(KEPT_APART))
 def test_each_document_has_the_loss_that_it_has_alone(name: str, eager: bool) -> None:
     model, ids, labels = built(name, eager=eager), token_ids(), token_ids().roll(-1, dims=1)
     crossing = 0
@@ -92,23 +88,23 @@ def test_gradients_are_the_sum_of_those_of_each_document(eager: bool) -> None:
     packed(ids, labels, positions(), segments())[0].backward()
     for row, number in DOCUMENTS:
         apart(*padded(row, number, ids, labels_of(row, number, labels)))[0].backward()
-    for found, expected in zip(packed.parameters(), apart.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-4, atol=1e-5 * float(expected.grad.abs().max()))
+    for actual, expected in zip(packed.parameters(), apart.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-4, atol=1e-5 * float(expected.grad.abs().max()))
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", families())
 def test_padding_behind_a_document_changes_nothing(name: str) -> None:
-    """Rows of data.packing=none: whatever the model, it is told nothing, since no position sees what follows it."""
+    """Rows of data.packing=none need no arguments of their own, since no position sees what follows it."""
     model, length = built(name, packs=False), 9
     ids, labels = token_ids(), token_ids().roll(-1, dims=1)
     labels[:, length:] = IGNORED
     place = torch.arange(SEQ_LEN).expand(2, -1)
     inside = (place < length).long()
     with torch.no_grad():
-        found, count = model(ids, labels, place * inside, inside)
+        total, count = model(ids, labels, place * inside, inside)
         expected, counted = model(ids[:, :length], labels[:, :length])
     assert count == counted == 2 * length
-    assert float(found) == pytest.approx(float(expected), rel=1e-5)
+    assert float(total) == pytest.approx(float(expected), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", NOT_KEPT_APART)
@@ -132,14 +128,13 @@ def test_the_trial_takes_large_models_and_leaves_the_random_state_alone() -> Non
     before = torch.get_rng_state()
     large = {"model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
     heads = {"num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256, "bos_token_id": 128000}
-    model = Model(architecture=large | heads)
-    build_model(model, seed=0, seq_len=SEQ_LEN, vocabulary=VOCABULARY, packs_documents=True)
+    build(large | heads, packs=True)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_the_trial_takes_small_vocabularies() -> None:
-    model = Model(architecture=ARCHITECTURES["llama"] | {"vocab_size": 31})
-    build_model(model, seed=0, seq_len=SEQ_LEN, vocabulary=31, packs_documents=True)
+def test_the_trial_takes_vocabularies_smaller_than_its_own() -> None:
+    section = Model(architecture=ARCHITECTURES["llama"] | {"vocab_size": 31})
+    build_model(section, seed=0, seq_len=SEQ_LEN, vocabulary=31, packs_documents=True)
 
 
 class _Masks(TorchDispatchMode):
@@ -160,18 +155,9 @@ class _Masks(TorchDispatchMode):
 
 
 def test_the_mask_is_made_once_a_forward_on_the_device() -> None:
-    few, many = ({**ARCHITECTURES["llama"], "num_hidden_layers": layers} for layers in (2, 6))
     counts: list[int] = []
-    for architecture in (few, many):
-        model = materialise(
-            build_model(
-                Model(architecture=architecture),
-                seed=0,
-                seq_len=SEQ_LEN,
-                vocabulary=VOCABULARY,
-                packs_documents=True,
-            )
-        )
+    for layers in (2, 6):
+        model = materialise(build("llama", packs=True, num_hidden_layers=layers))
         with torch.no_grad(), _Masks() as masks:
             model(token_ids(), token_ids(), positions(), segments())
         assert not masks.reads
@@ -181,9 +167,9 @@ def test_the_mask_is_made_once_a_forward_on_the_device() -> None:
 
 def test_layers_of_a_compiled_step_are_given_numbers_and_no_mask() -> None:
     model = built("llama", eager=False)
-    given: list[Any] = []
+    masks: list[Any] = []
     for layer in model.model.layers:
-        layer.register_forward_pre_hook(lambda _, __, kwargs: given.append(kwargs["attention_mask"]), with_kwargs=True)
+        layer.register_forward_pre_hook(lambda _, __, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True)
     model(token_ids(), token_ids(), positions(), segments())
-    assert [mask.shape for mask in given] == [(2, 1, 1, SEQ_LEN)] * 2
-    assert given[0].dtype == torch.int64
+    assert [mask.shape for mask in masks] == [(2, 1, 1, SEQ_LEN)] * 2
+    assert masks[0].dtype == torch.int64

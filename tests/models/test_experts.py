@@ -4,11 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import ARCHITECTURES, SEQ_LEN, VOCABULARY, build, logits, materialise, shake, token_ids
+from small_models import build, families, logits, materialise, shake, token_ids
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from portable_fsdp.config.schema import Model, Precision
-from portable_fsdp.models.build import build_model
 from portable_fsdp.runtime.errors import ConfigError
 
 pytestmark = pytest.mark.slow
@@ -16,10 +14,8 @@ pytestmark = pytest.mark.slow
 EXPERTS = ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next"]
 
 
-def build_with(name: str, experts: str, precision: Precision | None = None, **changes: Any) -> Any:
-    section = Model.model_validate({"architecture": ARCHITECTURES[name] | changes, "experts": experts})
-    built = build_model(section, precision, seed=0, seq_len=SEQ_LEN, vocabulary=VOCABULARY)
-    model = materialise(built)
+def build_with(name: str, experts: str, precision: dict[str, Any] | None = None, **changes: Any) -> Any:
+    model = materialise(build(name, precision=precision, keys={"experts": experts}, **changes))
     shake(model)
     return model
 
@@ -32,23 +28,29 @@ def loss_and_gradients(model: Any) -> dict[str, torch.Tensor]:
     return {"loss": (total / count).detach()} | grads
 
 
-@pytest.mark.parametrize("name", EXPERTS)
-@pytest.mark.parametrize("experts", ["auto", "dense", "batched_mm", "grouped_mm"])
-def test_every_implementation_gives_what_the_loop_gives(name: str, experts: str) -> None:
-    found = build_with(name, experts)
-    implementation = {"auto": "portable_fsdp_dense", "dense": "portable_fsdp_dense"}.get(experts, experts)
-    assert found.config._experts_implementation == implementation
+@pytest.mark.parametrize("name", families(EXPERTS))
+def test_every_implementation_gives_what_the_loop_gives(name: str) -> None:
     loop = build_with(name, "auto")
     loop.set_experts_implementation("eager")
     expected = loss_and_gradients(loop)
-    answers = loss_and_gradients(found)
     assert any("experts" in fqn for fqn in expected)
-    assert answers.keys() == expected.keys()
-    for fqn, tensor in expected.items():
-        torch.testing.assert_close(answers[fqn], tensor, rtol=1e-4, atol=1e-6, msg=lambda text, n=fqn: f"{n}: {text}")
+    for experts in ("auto", "dense", "batched_mm", "grouped_mm"):
+        model = build_with(name, experts)
+        implementation = "portable_fsdp_dense" if experts in ("auto", "dense") else experts
+        assert model.config._experts_implementation == implementation
+        tensors = loss_and_gradients(model)
+        assert tensors.keys() == expected.keys()
+        for fqn, tensor in expected.items():
+            torch.testing.assert_close(
+                tensors[fqn],
+                tensor,
+                rtol=1e-4,
+                atol=1e-6,
+                msg=lambda text, where=f"{experts} {fqn}": f"{where}: {text}",
+            )
 
 
-@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("name", families(EXPERTS))
 def test_nothing_depends_on_the_routing(name: str) -> None:
     """The same operators on the same shapes whatever the tokens are, and none that asks the host."""
 
@@ -83,26 +85,7 @@ def test_rows_that_the_grouped_product_cannot_take_are_refused() -> None:
     ):
         build_with("qwen3_moe", "grouped_mm", moe_intermediate_size=18)
     with pytest.raises(ConfigError, match=r"in numbers of 2 bytes"):
-        build_with("qwen3_moe", "grouped_mm", Precision(compute="bfloat16"))  # 20 numbers: 40 bytes
-
-
-JETMOE: dict[str, Any] = {
-    "model_type": "jetmoe",
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-} | {
-    "num_key_value_heads": 2,
-    "kv_channels": 8,
-    "intermediate_size": 40,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-}
-
-
-def test_experts_that_ask_the_host_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"JetMoe.*expected experts that run in static shapes, found model\.layers"):
-        build_model(Model(architecture=JETMOE), seed=0, seq_len=SEQ_LEN, vocabulary=VOCABULARY)
+        build_with("qwen3_moe", "grouped_mm", {"compute": "bfloat16"})  # 20 numbers: 40 bytes
 
 
 def test_an_auxiliary_loss_is_refused_and_not_dropped() -> None:

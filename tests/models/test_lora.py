@@ -13,21 +13,23 @@ import torch
 from safetensors.torch import load_file, save_file
 from small_models import (
     ARCHITECTURES,
-    SEQ_LEN,
     VOCABULARY,
     build,
+    edit,
+    families,
     logits,
     materialise,
+    open_folder,
+    save,
     shake,
     stock_model,
     token_ids,
     whole_weight,
 )
-from test_build import save
 
 from portable_fsdp.backends.base import full_region
-from portable_fsdp.config.schema import Lora, Model, Precision
-from portable_fsdp.models.build import BuiltModel, build_model
+from portable_fsdp.config.schema import Lora
+from portable_fsdp.models.build import BuiltModel
 from portable_fsdp.models.lora import plain_name
 from portable_fsdp.runtime.errors import ConfigError
 
@@ -37,8 +39,7 @@ Q = "model.layers.0.self_attn.q_proj"
 
 
 def adapted(name: str = "llama", seed: int = 0, precision: dict[str, Any] | None = None, **lora: Any) -> BuiltModel:
-    section = Model(architecture=ARCHITECTURES[name], lora=Lora(**lora))
-    return build_model(section, Precision(**(precision or {})), seed=seed, seq_len=SEQ_LEN, vocabulary=VOCABULARY)
+    return build(name, seed, precision, keys={"lora": Lora(**lora)})
 
 
 def trained(built: BuiltModel) -> list[str]:
@@ -49,7 +50,7 @@ def layers(built: BuiltModel) -> set[str]:
     return {fqn.partition(".lora_A")[0] for fqn in trained(built) if ".lora_A" in fqn}
 
 
-@pytest.mark.parametrize("name", ["llama", "llama_tied", "gpt2", "qwen3_moe", "falcon"])
+@pytest.mark.parametrize("name", families(["llama", "llama_tied", "gpt2", "qwen3_moe", "falcon"]))
 def test_the_model_begins_as_its_base_and_only_adapters_train(name: str) -> None:
     base, built = build(name), adapted(name, r=3)
     names = trained(built)
@@ -89,13 +90,13 @@ def test_an_adapter_depends_on_seed_and_name_alone() -> None:
 
 
 def test_alpha_over_r_scales_the_product() -> None:
-    one, four = (materialise(adapted(r=4, alpha=alpha, targets=(Q,))) for alpha in (4, 16))
-    for model in (one, four):
+    single, fourfold = (materialise(adapted(r=4, alpha=alpha, targets=(Q,))) for alpha in (4, 16))
+    for model in (single, fourfold):
         torch.nn.init.normal_(model.get_parameter(f"{Q}.lora_B.default.weight"), generator=torch.manual_seed(3))
     x = torch.randn(5, 48, generator=torch.manual_seed(4))
-    changes = [model.get_submodule(Q)(x) - model.get_submodule(Q).base_layer(x) for model in (one, four)]
+    changes = [model.get_submodule(Q)(x) - model.get_submodule(Q).base_layer(x) for model in (single, fourfold)]
     torch.testing.assert_close(changes[1], 4 * changes[0], rtol=1e-4, atol=1e-4)
-    a, b = (one.get_parameter(f"{Q}.lora_{half}.default.weight") for half in "AB")
+    a, b = (single.get_parameter(f"{Q}.lora_{half}.default.weight") for half in "AB")
     torch.testing.assert_close(changes[0], x @ a.T @ b.T, rtol=1e-4, atol=1e-4)
 
 
@@ -106,16 +107,15 @@ def test_alpha_over_r_scales_the_product() -> None:
         (("self_attn.q_proj",), {f"model.layers.{n}.self_attn.q_proj" for n in (0, 1)}),
         (("model.layers.1.mlp",), {f"model.layers.1.mlp.{p}_proj" for p in ("gate", "up", "down")}),
         (("*.0.*.down_proj", "lm_head"), {"model.layers.0.mlp.down_proj", "lm_head"}),
+        (
+            ("all-linear",),  # without the head
+            {f"model.layers.{n}.self_attn.{p}_proj" for n in (0, 1) for p in "qkvo"}
+            | {f"model.layers.{n}.mlp.{p}_proj" for n in (0, 1) for p in ("gate", "up", "down")},
+        ),
     ],
 )
 def test_targets_are_patterns_or_ends_of_names(targets: tuple[str, ...], expected: set[str]) -> None:
     assert layers(adapted(targets=targets)) == expected
-
-
-def test_all_linear_leaves_the_head_out() -> None:
-    found = layers(adapted())
-    assert len(found) == 2 * 7
-    assert "lm_head" not in found
 
 
 def test_gpt2s_transposed_layers_get_adapters_without_a_warning() -> None:
@@ -143,31 +143,20 @@ def test_targets_that_cannot_be(name: str, targets: tuple[str, ...], expected: s
 
 
 def test_some_adapters_may_be_frozen() -> None:
-    section = Model(architecture=ARCHITECTURES["llama"], lora=Lora(), freeze=("model.layers.0",))
-    built = build_model(section, seed=0, seq_len=SEQ_LEN, vocabulary=VOCABULARY)
+    built = build("llama", keys={"lora": Lora(), "freeze": ["model.layers.0"]})
     assert layers(built)
     assert all(".layers.1." in fqn for fqn in trained(built))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ({"vocabulary": VOCABULARY + 3}, "rows for new tokens in its embedding"),
-        ({"allow": ("model.norm",)}, "model.norm.weight, which it lacks (model.allow)"),
-    ],
-    ids=["grown", "drawn"],
-)
-def test_a_base_that_others_do_not_have_is_refused(tmp_path: Path, arguments: dict[str, Any], expected: str) -> None:
+def test_a_base_that_others_do_not_have_is_refused(tmp_path: Path) -> None:
     save(tmp_path, "llama")
-    if "allow" in arguments:
-        from test_pretrained import edit
-
+    for vocabulary, problem in (
+        (VOCABULARY + 3, r"rows for new tokens in its embedding"),
+        (VOCABULARY, r"model\.norm\.weight, which it lacks \(model\.allow\)"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^model\.lora: expected a base that is whole .*{problem}"):
+            open_folder(tmp_path, "model.norm", vocabulary=vocabulary, keeps_ids=True, keys={"lora": Lora()})
         edit(tmp_path, "model.norm.weight")
-    section = Model(pretrained=str(tmp_path), allow=arguments.pop("allow", ()), lora=Lora())
-    arguments = {"vocabulary": VOCABULARY, **arguments}
-    with pytest.raises(ConfigError, match=r"^model\.lora: expected a base that is whole") as error:
-        build_model(section, seed=0, seq_len=SEQ_LEN, keeps_ids=lambda: True, **arguments)
-    assert expected in str(error.value)
 
 
 def test_what_does_not_train_may_rest_in_bfloat16(caplog: pytest.LogCaptureFixture) -> None:
@@ -182,18 +171,17 @@ def test_what_does_not_train_may_rest_in_bfloat16(caplog: pytest.LogCaptureFixtu
 
 
 def test_frozen_weights_may_rest_in_bfloat16_without_adapters() -> None:
-    section = Model(architecture=ARCHITECTURES["llama"], freeze=("model.layers.0",))
-    built = build_model(section, Precision(frozen="bfloat16"), seed=0, seq_len=SEQ_LEN, vocabulary=VOCABULARY)
+    built = build("llama", precision={"frozen": "bfloat16"}, keys={"freeze": ["model.layers.0"]})
     for fqn, weight in built.model.named_parameters():
         expected = torch.bfloat16 if ".layers.0." in fqn else torch.float32
         assert weight.dtype == whole_weight(built, fqn).dtype == expected, fqn
 
 
-def adapters(folder: Path, **said: Any) -> tuple[str, Any]:
+def adapters(folder: Path, **settings: Any) -> tuple[str, Any]:
     """A folder that peft has saved, of a model of the architecture llama; and that model."""
     model = stock_model(ARCHITECTURES["llama"])
-    settings: dict[str, Any] = {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "v_proj"]}
-    theirs = peft.get_peft_model(model, peft.LoraConfig(**settings, **said, task_type="CAUSAL_LM"))
+    settings = {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "v_proj"], **settings}
+    theirs = peft.get_peft_model(model, peft.LoraConfig(**settings, task_type="CAUSAL_LM"))
     shake(theirs)
     theirs.save_pretrained(str(folder))
     return str(folder), theirs
@@ -213,8 +201,8 @@ def test_a_run_may_start_from_adapters_of_peft(tmp_path: Path, master: str) -> N
     fresh = adapted(r=3, alpha=5.0, targets=("q_proj", "v_proj"), precision={"master": master})
     expected = {fqn.removeprefix("base_model.model."): weight for fqn, weight in theirs.named_parameters()}
     for fqn in (fqn for fqn, _ in built.model.named_parameters()):
-        wanted = expected[fqn].to(getattr(torch, master)) if "lora_" in fqn else whole_weight(fresh, fqn)
-        assert torch.equal(whole_weight(built, fqn), wanted), fqn
+        weight = expected[fqn].to(getattr(torch, master)) if "lora_" in fqn else whole_weight(fresh, fqn)
+        assert torch.equal(whole_weight(built, fqn), weight), fqn
     name = f"{Q}.lora_A.default.weight"
     assert torch.equal(
         built.fill(name, (slice(1, 3), slice(4, 9))), expected[name][1:3, 4:9].to(getattr(torch, master))
@@ -225,16 +213,16 @@ def test_a_run_may_start_from_adapters_of_peft(tmp_path: Path, master: str) -> N
 def test_other_adapters_are_refused_by_name(tmp_path: Path) -> None:
     folder, _ = adapters(tmp_path / "adapters")
     config, weights = (Path(folder) / name for name in ("adapter_config.json", "adapter_model.safetensors"))
-    said, tensors = json.loads(config.read_text()), load_file(weights)
+    saved, tensors = json.loads(config.read_text()), load_file(weights)
     kinds = {"use_dora": True, "use_rslora": True, "bias": "lora_only", "modules_to_save": ["lm_head"]}
     kinds |= {"rank_pattern": {"q_proj": 8}, "alpha_pattern": {"q_proj": 8}, "lora_bias": True, "peft_type": "IA3"}
     kinds |= {"init_lora_weights": "pissa", "task_type": "SEQ_CLS", "a_kind_of_tomorrow": {"x": 1}}
     for key, value in kinds.items():
-        config.write_text(json.dumps({**said, key: value}))
+        config.write_text(json.dumps({**saved, key: value}))
         refused(folder, rf"expected plain LoRA adapters \({key}: .*found {key}: {re.escape(json.dumps(value))}")
     config.write_text("[]")
     refused(folder, "expected a JSON object in adapter_config.json")
-    config.write_text(json.dumps(said))
+    config.write_text(json.dumps(saved))
 
     refused(folder, r"expected model.lora.r=4, found 3(.|\n)*Set model.lora.r to 3", r=4)
     refused(folder, r"expected model.lora.alpha=6, found 5(.|\n)*Set model.lora.alpha to 5", alpha=6.0)
@@ -244,10 +232,14 @@ def test_other_adapters_are_refused_by_name(tmp_path: Path) -> None:
     changed = {"a magnitude": {**tensors, f"base_model.model.{Q}.lora_magnitude_vector": tensors[first][0].clone()}}
     changed |= {"a shape": {**tensors, first: tensors[first][:, 1:].contiguous()}}
     changed |= {"a dtype": {**tensors, first: tensors[first].to(torch.float8_e4m3fn)}}
-    found = {"a magnitude": "lora_magnitude_vector too", "a shape": r"F32 \[3, 47\]", "a dtype": r"F8_E4M3 \[3, 48\]"}
+    problems = {
+        "a magnitude": "lora_magnitude_vector too",
+        "a shape": r"F32 \[3, 47\]",
+        "a dtype": r"F8_E4M3 \[3, 48\]",
+    }
     for what, content in changed.items():
         save_file(content, weights)
-        refused(folder, found[what])
+        refused(folder, problems[what])
     weights.write_bytes(b"no")
     refused(folder, r"adapter_model.safetensors: expected a whole safetensors file, found 2 bytes")
     weights.rename(weights.with_name("adapter_model.bin"))

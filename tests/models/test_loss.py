@@ -4,14 +4,12 @@ from typing import Any, cast
 
 import pytest
 import torch
-from small_models import ARCHITECTURES, build, logits, materialise, token_ids
+from small_models import build, logits, materialise, token_ids
 from torch import Tensor
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from portable_fsdp.config.schema import Model, Precision
 from portable_fsdp.models import loss
-from portable_fsdp.models.build import build_model
 from portable_fsdp.models.loss import cross_entropy_sum
 
 ROWS, SEQ_LEN, VOCABULARY = 3, 22, 37
@@ -43,21 +41,19 @@ def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> i
     return request.param
 
 
-def test_sum_count_and_gradient_equal_torchs(chunks: int) -> None:
+@pytest.mark.parametrize("chunked", [True, False])
+def test_sum_count_and_gradient_equal_torchs(chunks: int, chunked: bool) -> None:
     logits, labels = case()
-    total, count = cross_entropy_sum(logits, labels)
+    total, count = cross_entropy_sum(logits, labels, chunked)
     (total / 7).backward()
     expected, gradient = torchs_own(logits, labels)
     assert total.dtype == count.dtype == torch.float32
     assert count == (labels != -100).sum()
     torch.testing.assert_close(total.detach(), expected)
     torch.testing.assert_close(logits.grad, gradient / 7)
-
-
-def test_all_positions_at_once_are_the_same(chunks: int) -> None:
-    logits, labels = case()
-    cross_entropy_sum(logits, labels, chunked=False)[0].backward()
-    torch.testing.assert_close(logits.grad, torchs_own(logits, labels)[1])
+    with torch.no_grad():
+        without = cross_entropy_sum(logits, labels, chunked)
+    torch.testing.assert_close(without, (total.detach(), count))
 
 
 def test_bfloat16_logits_are_summed_in_float32(chunks: int) -> None:
@@ -69,14 +65,6 @@ def test_bfloat16_logits_are_summed_in_float32(chunks: int) -> None:
     assert logits.grad.dtype == torch.bfloat16
     torch.testing.assert_close(total.detach(), expected)
     torch.testing.assert_close(logits.grad.float(), gradient, rtol=2**-7, atol=1e-6)
-
-
-def test_without_gradients_the_sum_is_the_same(chunks: int) -> None:
-    logits, labels = case()
-    with torch.no_grad():
-        total, count = cross_entropy_sum(logits, labels)
-    torch.testing.assert_close(total, torchs_own(logits, labels)[0])
-    assert count == (labels != -100).sum()
 
 
 def test_no_counted_label_gives_zero_and_no_nan(chunks: int) -> None:
@@ -143,9 +131,7 @@ def test_the_loss_takes_logits_in_the_dtype_of_output(
         return cross_entropy_sum(logits, labels, chunked)
 
     monkeypatch.setattr(loss, "cross_entropy_sum", spy)
-    precision = Precision.model_validate({"master": master, "output": output})
-    section = Model(architecture=ARCHITECTURES["llama"])
-    model = materialise(build_model(section, precision, seed=0, seq_len=24, vocabulary=101))
+    model = materialise(build("llama", precision={"master": master, "output": output}))
     ids = token_ids()
     total, count = model(ids, ids)
     total.backward()

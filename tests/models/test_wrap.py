@@ -4,15 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import SEQ_LEN, VOCABULARY, build
+from small_models import VOCABULARY, build
 from torch import nn
 from torch.distributed.fsdp.wrap import (
     _recursive_wrap,  # pyright: ignore[reportPrivateUsage]
     size_based_auto_wrap_policy,
 )
 
-from portable_fsdp.config.schema import Memory, Model, Precision, Sharding
-from portable_fsdp.models.build import build_model
+from portable_fsdp.config.schema import Memory, Precision, Sharding
 from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dtype, recomputed_layers
 from portable_fsdp.runtime.errors import ConfigError
 
@@ -63,7 +62,7 @@ OPENAI: dict[str, Any] = {"model_type": "openai-gpt", "vocab_size": VOCABULARY, 
 
 @pytest.mark.parametrize(("architecture", "block"), [(BIOGPT, "BioGptDecoderLayer"), (OPENAI, "Block")])
 def test_a_model_that_names_no_blocks_asks_for_them_and_takes_them(architecture: dict[str, Any], block: str) -> None:
-    model = build_model(Model(architecture=architecture), seed=0, seq_len=SEQ_LEN, vocabulary=VOCABULARY).model
+    model = build(architecture).model
     with pytest.raises(ConfigError, match=rf"\(none named\).*\n.*Set sharding\.wrap_classes .*: {block}\.$"):
         find_layers(model, Sharding())
     named = sharding(wrap_classes=[block])
