@@ -128,8 +128,8 @@ def test_gpt2s_transposed_layers_get_adapters_without_a_warning() -> None:
 @pytest.mark.parametrize(
     ("name", "targets", "expected"),
     [
-        ("llama", ("q_porj",), "names nothing.\n  nearest: "),
-        ("llama", ("mlp",), "names nothing.\n  nearest: model.layers.0.mlp"),
+        ("llama", ("q_porj",), "matches nothing.\n  nearest: "),
+        ("llama", ("mlp",), "matches nothing.\n  nearest: model.layers.0.mlp"),
         ("llama", ("model.norm",), "linear layers, found 'model.norm', which names model.norm and no linear layer."),
         ("llama", ("embed_tokens",), "which names model.embed_tokens and no linear layer.\n  Adapters of embeddings"),
         ("qwen3_moe", ("experts",), "which names model.layers.0.mlp.experts and no linear layer."),
