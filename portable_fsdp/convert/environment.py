@@ -7,6 +7,7 @@ that has the launcher's own value sets nothing.
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from portable_fsdp.convert.facts import ImportContext
 from portable_fsdp.convert.read import Import, KeyEntry, Note, read_entries
 from portable_fsdp.convert.table import ENVIRONMENT, key_table
 from portable_fsdp.convert.values import Raw
@@ -19,11 +20,10 @@ _DEFAULTS = {_STRATEGY: ("full_shard", "1"), _RESHARD: ("true", "false", "full_s
 """What `accelerate launch` sets by itself, or accelerate doesn't read (version 1), in lower case."""
 
 
-def read_environment(environ: Mapping[str, str], given: Mapping[str, object], overridden: set[str]) -> Import | None:
+def read_environment(environ: Mapping[str, str], context: ImportContext) -> Import | None:
     """What `accelerate launch` passes to the processes that it starts; None where it didn't start this one.
 
-    `given` and `overridden` as for `read_foreign`. Raises nothing: problems are in the result, an unknown variable with
-    one of accelerate's prefixes among them.
+    Raises nothing: problems are in the result, an unknown variable with one of accelerate's prefixes among them.
     """
     if not is_by_accelerate(environ):
         return None
@@ -36,7 +36,7 @@ def read_environment(environ: Mapping[str, str], given: Mapping[str, object], ov
     )
     result.not_needed += [Note(name, variables[name], LAUNCHER, reason) for name, reason in defaults.items()]
     result.problems += [(0, text) for text in _without_switch(variables)]
-    read_entries(entries, result, given, overridden, launched_numbers(environ))
+    read_entries(entries, result, context)
     return result
 
 

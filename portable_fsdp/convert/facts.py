@@ -1,7 +1,7 @@
 """What a rule over several keys reads and writes: what they set one by one, and the options that follow."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from portable_fsdp.convert.tools import Tool
@@ -30,22 +30,28 @@ class Setting(NamedTuple):
         return f"{self.where}: {self.key}: {self.text}"
 
 
+class ImportContext(NamedTuple):
+    """What is set beside a foreign file."""
+
+    given: Mapping[str, object]  # options that our own file or an override sets
+    overridden: set[str]  # options that an override settles: refusals and contradictions about them are gone
+    numbers: Mapping[str, int]  # num_processes and num_machines, as others state them
+
+
 @dataclass
 class ForeignFacts:
     """What the keys of a file set one by one (`keys`), and the options that follow."""
 
     keys: Mapping[str, Setting]  # by option or fact
-    numbers: Mapping[str, int]  # num_processes, num_machines
     sections: Mapping[str, tuple[int, str]]  # place -> line and where of its first key
-    given: Mapping[str, object]  # options that our own file or an override sets
-    overridden: set[str]
-    problems: list[tuple[int, str]]
+    context: ImportContext
     tool: Tool
-    failed: frozenset[str]  # keys, by their names in the table, whose values were refused or couldn't be read
+    problems: list[tuple[int, str]]
+    failed: set[str]  # keys, by their names in the table, whose values were refused or couldn't be read
     total: tuple[Setting, int] | None = None  # the devices that the sizes of parallelism_config make together
-    options: dict[str, Setting] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.given, self.overridden, self.numbers = self.context
         self.options = {name: setting for name, setting in self.keys.items() if not name.startswith("~")}
 
     def value(self, name: str) -> object:
@@ -58,6 +64,10 @@ class ForeignFacts:
     def integer(self, name: str) -> int | None:
         value = self.value(name)
         return value if isinstance(value, int) else None
+
+    def can_read(self, *keys: str) -> bool:
+        """Whether no problem with these keys was reported, of which a rule's own would be a consequence."""
+        return self.failed.isdisjoint(keys)
 
     @property
     def steps(self) -> object:

@@ -8,7 +8,7 @@ from yaml.nodes import MappingNode
 from portable_fsdp.config.describe import yaml_value
 from portable_fsdp.config.layers import LayeredValues, Origin
 from portable_fsdp.convert.environment import launched_numbers, read_environment
-from portable_fsdp.convert.facts import Setting
+from portable_fsdp.convert.facts import ImportContext, Setting
 from portable_fsdp.convert.read import Import, Note, read_foreign, stated_numbers
 from portable_fsdp.convert.table import ACCELERATE, FSDP, SCRIPT, TRAINER
 
@@ -54,7 +54,7 @@ def lay_under(
 def _lay_file(source: LayeredValues, path: Path, root: MappingNode, numbers: Mapping[str, int]) -> Import:
     given = source.given()
     overridden = _with_alternatives({".".join(key[:2]) for key, origin in source.origins.items() if origin.is_override})
-    imported = read_foreign(path, root, given, overridden, numbers)
+    imported = read_foreign(path, root, ImportContext(given, overridden, numbers))
     _add(source, imported, given, overridden)
     return imported
 
@@ -69,7 +69,7 @@ def _lay_environment(source: LayeredValues, environ: Mapping[str, str], imports:
         if imported.kind != TRAINER and source.origin(tuple(option.split("."))).where == setting.origin
     }
     first = _with_alternatives({option for option in given if option not in theirs})
-    imported = read_environment(environ, given, first)
+    imported = read_environment(environ, ImportContext(given, first, launched_numbers(environ)))
     if imported is None:
         return []
     for option in [option for option in imported.settings if option in first]:

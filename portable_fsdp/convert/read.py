@@ -4,7 +4,7 @@ The file is walked key by key; each key meets its row of the table. A key that i
 (`tools.py`); one outside its section is used, with a remark; an unknown one is a problem that names the nearest key.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -12,7 +12,7 @@ from typing import NamedTuple, cast
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from portable_fsdp.config.yaml_text import NULL_TAG
-from portable_fsdp.convert.facts import ForeignFacts, Setting
+from portable_fsdp.convert.facts import ForeignFacts, ImportContext, Setting
 from portable_fsdp.convert.rules import combine, unused
 from portable_fsdp.convert.table import (
     ENVIRONMENT,
@@ -94,52 +94,27 @@ def stated_numbers(node: MappingNode) -> dict[str, int]:
     return {fact: int(values[fact]) for fact in _NUMBERS if str(values.get(fact, "")).isdecimal()}
 
 
-def read_foreign(
-    path: Path,
-    node: MappingNode,
-    given: Mapping[str, object],
-    overridden: set[str],
-    numbers: Mapping[str, int],
-) -> Import:
-    """Translate the file whose root is `node`; `given` are the options that our own file and overrides set.
-
-    `numbers` are num_processes and num_machines as others state them, for a file that doesn't.
-    An override settles what the file says of its option: refusals and contradictions about it are gone.
-    Raises nothing: problems are in the result.
-    """
+def read_foreign(path: Path, node: MappingNode, context: ImportContext) -> Import:
+    """Translate the file whose root is `node`. Raises nothing: problems are in the result."""
     keys = [str(key.value) for key, _ in _pairs(node)]
     kind = max(TOP, key=lambda place: sum(find(place, key) is not None for key in keys))
     result = Import(path, kind)
-    read_entries(_entries(node, kind, result), result, given, overridden, numbers)
+    read_entries(_entries(node, kind, result), result, context)
     return result
 
 
-def read_entries(
-    entries: Iterable[KeyEntry],
-    result: Import,
-    given: Mapping[str, object],
-    overridden: set[str],
-    numbers: Mapping[str, int],
-) -> None:
+def read_entries(entries: Iterable[KeyEntry], result: Import, context: ImportContext) -> None:
     """Read the keys one by one, then combine them: the options that they set, and which keys set none."""
     rows = [(find_anywhere(entry.place, entry.key), entry) for entry in entries]
     tool = tool_of(result.kind, ((row, entry.key, entry.text) for row, entry in rows if row))
-    reader = _KeyReader(result, overridden, tool)
+    reader = _KeyReader(result, context.overridden, tool)
     for row, entry in rows:
         reader.read(row, entry)
     reader.check_rank()
     sections = {row.place: (entry.line, entry.where) for row, entry in reversed(reader.read_rows)}
     own = {fact: number for fact in _NUMBERS if (number := result.number(fact))}
-    facts = ForeignFacts(
-        reader.settings,
-        {**numbers, **own},
-        sections,
-        given,
-        overridden,
-        result.problems,
-        tool,
-        frozenset(reader.failed),
-    )
+    context = context._replace(numbers={**context.numbers, **own})
+    facts = ForeignFacts(reader.settings, sections, context, tool, result.problems, reader.failed)
     result.settings = combine(facts)
     result.total = facts.total
     result.not_needed += [Note(by.key, by.text, by.where, reason) for by, reason in unused(facts)]

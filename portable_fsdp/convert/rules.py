@@ -107,7 +107,7 @@ def _require_strategy(facts: ForeignFacts) -> None:
     kind = facts.keys.get("~distributed")
     if kind is None or kind.value not in _NEEDED or "sharding.strategy" in facts.given:
         return
-    if facts.failed.isdisjoint(("zero_stage", "megatron_lm_use_distributed_optimizer")):
+    if facts.can_read("zero_stage", "megatron_lm_use_distributed_optimizer"):
         text = f"expected {_NEEDED[str(kind.value)]} too, which sets what is sharded, found {kind.text} alone.\n"
         facts.problem(kind, f"{text}  Add it, or set sharding.strategy.")
 
@@ -156,7 +156,7 @@ _SIZES = (
 def _sizes(facts: ForeignFacts, strategy: str, word: Setting) -> None:
     """Copies * devices of a shard are all devices, as in accelerate; those that no key sets are 1."""
     shards = facts.keys.get("~shard_size")
-    if not facts.failed.isdisjoint(_SIZES):
+    if not facts.can_read(*_SIZES):
         return
     if shards is None or (strategy == "NO_SHARD" and facts.keys.get("~replicas") is None and shards.value == 1):
         return
@@ -218,16 +218,12 @@ def _recompute(facts: ForeignFacts) -> None:
 def _offload(facts: ForeignFacts) -> None:
     """DeepSpeed's two halves are one setting of ours."""
     settings = [setting for name, setting in facts.keys.items() if name.startswith("~offload.")]
-    if not settings or "memory.cpu_offload" in facts.overridden:
+    readable = facts.can_read("offload_optimizer_device", "offload_param_device")
+    if not settings or "memory.cpu_offload" in facts.overridden or not readable:
         return
     offloaded = [setting for setting in settings if setting.value]
-    if not facts.failed.isdisjoint(("offload_optimizer_device", "offload_param_device")):
-        return
     if offloaded and len(offloaded) < 2:
-        facts.problem(
-            offloaded[0],
-            "parameters and optimizer state are offloaded together, or not at all.\n"
-            "  Set both devices to cpu, or both to none.",
-        )
+        text = "parameters and optimizer state are offloaded together, or not at all."
+        facts.problem(offloaded[0], f"{text}\n  Set both devices to cpu, or both to none.")
     else:
         facts.set("memory.cpu_offload", bool(offloaded), settings[0])

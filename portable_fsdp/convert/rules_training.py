@@ -19,11 +19,8 @@ def combine_training(facts: ForeignFacts) -> None:
     _data(facts)
 
 
-_OF_BATCH = ("num_processes", "per_device_train_batch_size")
-
-
 def _batch(facts: ForeignFacts) -> None:
-    """global_batch = rows of a device * accumulation * devices, where the file says all three."""
+    """global_batch = rows of a device * accumulation * devices, where the file sets all three."""
     rows, times = facts.keys.get("train.micro_batch"), facts.keys.get("~accumulate")
     accumulated = facts.integer("~accumulate") or 1
     source = times or rows
@@ -36,12 +33,9 @@ def _batch(facts: ForeignFacts) -> None:
     elif isinstance(micro, int) and devices is not None:
         size = micro * accumulated * devices
         facts.set("train.global_batch", size, source, f"{micro} * {accumulated} * {devices} processes")
-    elif "train.global_batch" not in facts.given and facts.failed.isdisjoint(_OF_BATCH):
-        facts.problem(
-            source,
-            "expected the number of devices too (num_processes) and per_device_train_batch_size, which make the batch "
-            "of a step.\n  Set train.global_batch: rows of a device * accumulation * devices.",
-        )
+    elif "train.global_batch" not in facts.given and facts.can_read("num_processes", "per_device_train_batch_size"):
+        text = "expected the number of devices too (num_processes) and per_device_train_batch_size.\n"
+        facts.problem(source, f"{text}  Set train.global_batch: rows of a device * accumulation * devices.")
 
 
 def _batch_of_spmd(facts: ForeignFacts, rows: Setting, accumulated: int) -> None:
@@ -58,35 +52,38 @@ def _batch_of_spmd(facts: ForeignFacts, rows: Setting, accumulated: int) -> None
 
 
 def _length(facts: ForeignFacts) -> None:
-    """As Trainer has it: max_steps goes first."""
+    """As in Trainer: max_steps takes precedence."""
     steps, epochs = facts.keys.get("train.steps"), facts.keys.get("train.epochs")
     if steps is not None and epochs is not None:
-        remark = f"goes before {epochs.key}: {epochs.text}, as in Trainer"
+        remark = f"takes precedence over {epochs.key}: {epochs.text}, as in Trainer"
         facts.options["train.steps"] = steps._replace(remark=remark)
         del facts.options["train.epochs"]
 
 
 def _warmup(facts: ForeignFacts) -> None:
-    """As Trainer has it: below 1 it is a share of the steps; steps go before a share of them, unless they are 0.
+    """As in Trainer: below 1 it is a share of the steps; steps take precedence over a share, unless they are 0.
 
-    A constant schedule has none: `constant_with_warmup` is another one.
+    A constant schedule has none: `constant_with_warmup` has one.
     """
     warmup, ratio = facts.keys.get("~warmup"), facts.keys.get("~warmup_ratio")
     steps = facts.number("~warmup") or 0
     if facts.value("~constant") and "optim.schedule" not in facts.overridden:
         return
-    if 0 < steps < 1:
-        ratio, share = warmup, steps
+    if warmup is not None and 0 < steps < 1:
+        _share_of_steps(facts, "optim.warmup_steps", steps, warmup)
     elif warmup is not None and (steps or ratio is None):
-        return facts.set("optim.warmup_steps", int(steps), warmup)
-    else:
-        share = facts.number("~warmup_ratio") or 0
-    if ratio is None or "optim.warmup_steps" in facts.overridden:
+        facts.set("optim.warmup_steps", int(steps), warmup)
+    elif ratio is not None:
+        _share_of_steps(facts, "optim.warmup_steps", facts.number("~warmup_ratio") or 0, ratio)
+
+
+def _share_of_steps(facts: ForeignFacts, option: str, share: float, source: Setting) -> None:
+    if option in facts.overridden:
         return
     if isinstance(facts.steps, int):
-        facts.set("optim.warmup_steps", math.ceil(share * facts.steps), ratio, f"of {facts.steps} steps")
-    elif "optim.warmup_steps" not in facts.given and "max_steps" not in facts.failed:
-        facts.problem(ratio, "a share of the steps needs their number.\n  Set optim.warmup_steps, or max_steps.")
+        facts.set(option, math.ceil(share * facts.steps), source, f"of {facts.steps} steps")
+    elif option not in facts.given and facts.can_read("max_steps"):
+        facts.problem(source, f"a share of the steps needs their number.\n  Set {option}, or max_steps.")
 
 
 def _optimizer(facts: ForeignFacts) -> None:
@@ -97,43 +94,38 @@ def _optimizer(facts: ForeignFacts) -> None:
 
 
 def _evaluations(facts: ForeignFacts) -> None:
-    """As Trainer has it: eval_steps goes before logging_steps, and below 1 is a share of the steps."""
-    asked, often = facts.keys.get("~evaluates"), facts.keys.get("~eval_steps")
-    if asked is None:
-        return _one_evaluation(facts)
+    """As in Trainer: eval_steps takes precedence over logging_steps, and below 1 is a share of the steps."""
+    strategy, interval = facts.keys.get("~evaluates"), facts.keys.get("~eval_steps")
+    if strategy is None:
+        return _evaluation_at_the_end(facts)
     if delay := facts.keys.get("~eval_delay"):
         facts.problem(delay, "the first evaluation comes after the first eval_steps steps.\n  Set it to 0.")
     every = facts.number("~eval_steps") or 0
-    if often is None or every == 0:
-        logged = facts.integer("train.log_every") or LOGGING_STEPS
-        return facts.set("train.eval_every", logged, often or asked, "as logging_steps, since eval_steps isn't set")
+    if interval is None or every == 0:
+        steps = facts.integer("train.log_every") or LOGGING_STEPS
+        return facts.set(
+            "train.eval_every", steps, interval or strategy, "as logging_steps, since eval_steps isn't set"
+        )
     if every < 1:
-        return _share_of_steps(facts, often, every)
+        return _share_of_steps(facts, "train.eval_every", every, interval)
     if not float(every).is_integer():
-        return facts.problem(often, f"expected a whole number above 1, facts {often.text}.")
-    return facts.set("train.eval_every", int(every), often)
+        return facts.problem(interval, f"expected a whole number above 1, found {interval.text}.")
+    return facts.set("train.eval_every", int(every), interval)
 
 
-def _one_evaluation(facts: ForeignFacts) -> None:
-    """Nobody asks for evaluations while training: do_eval asks for one behind it, and the best needs them."""
+def _evaluation_at_the_end(facts: ForeignFacts) -> None:
+    """Without eval_strategy: do_eval evaluates after the last step, and the best checkpoint needs an evaluation."""
     after, best = facts.keys.get("~do_eval"), facts.keys.get("~best")
-    if "train.eval_every" in facts.given or "eval_strategy" in facts.failed:
+    if "train.eval_every" in facts.given or not facts.can_read("eval_strategy"):
         return
     if after is not None and isinstance(facts.steps, int):
         facts.set("train.eval_every", facts.steps, after, "one evaluation, after the last step")
-    elif after is not None and "max_steps" not in facts.failed:
+    elif after is not None and facts.can_read("max_steps"):
         text = "an evaluation after the last step needs the number of steps."
         facts.problem(after, f"{text}\n  Set eval_strategy: steps, which evaluates then too, or train.eval_every.")
     if best is not None:
-        text = "evaluations tell which one is the best, and eval_strategy asks for none."
+        text = "the best checkpoint needs evaluations, which eval_strategy turns off."
         facts.problem(best, f"{text}\n  Set eval_strategy: steps, or train.eval_every.")
-
-
-def _share_of_steps(facts: ForeignFacts, often: Setting, share: float) -> None:
-    if isinstance(facts.steps, int):
-        facts.set("train.eval_every", math.ceil(share * facts.steps), often, f"of {facts.steps} steps")
-    elif "train.eval_every" not in facts.given and "max_steps" not in facts.failed:
-        facts.problem(often, "a share of the steps needs their number.\n  Set train.eval_every, or max_steps.")
 
 
 def _saves(facts: ForeignFacts) -> None:
