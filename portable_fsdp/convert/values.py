@@ -123,12 +123,7 @@ def cases(answers: Answers) -> Iterator[tuple[str, Outcome]]:
     if answers.reads == "dtype":
         yield "float16", float16(answers)
     if answers.kind:
-        yield "else" if answers.kind == "refuse" else "" if answers.reads == "any" else expected_own(answers), answers
-
-
-def expected_own(answers: Answers) -> str:
-    """As `expected`, without the words."""
-    return expected(answers.model_copy(update={"words": {}}))
+        yield "else" * (answers.kind == "refuse"), answers
 
 
 def _names(raw: Raw) -> list[str]:

@@ -3,7 +3,7 @@
 import ast
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -34,6 +34,7 @@ from portable_fsdp.convert.values import cases
 from portable_fsdp.runtime.errors import ConfigError
 
 TABLE = key_table()
+PARALLEL, XLA = "parallelism_config", "xla_fsdp_settings"
 OLDER: dict[str, dict[str, str]] = json.loads((Path(__file__).parent / "accelerate_keys.json").read_text())
 
 
@@ -52,36 +53,48 @@ def missing(place: str, keys: Iterable[str]) -> list[str]:
     return sorted(key for key in keys if not look(place, key) and not nested_place(place, key))
 
 
-def test_every_key_of_the_installed_accelerate_is_in_the_table() -> None:
-    keys_by_place = keys_of(package("accelerate"))
-    assert sum(map(len, keys_by_place.values())) > 250
-    lost = {place: missing(place, keys) for place, keys in keys_by_place.items()}
-    assert not any(lost.values()), lost
+def arguments_of_xla_fsdp() -> list[str]:
+    path = package("torch_xla") / "distributed/fsdp/xla_fully_sharded_data_parallel.py"
+    nodes = ast.walk(ast.parse(path.read_text()))
+    [cls] = [node for node in nodes if isinstance(node, ast.ClassDef) and node.name == "XlaFullyShardedDataParallel"]
+    [init] = [part for part in cls.body if isinstance(part, ast.FunctionDef) and part.name == "__init__"]
+    return [argument.arg for argument in init.args.args if argument.arg not in ("self", "module")]
 
 
-@pytest.mark.parametrize("version", OLDER)
-def test_every_key_of_older_releases_is_in_the_table(version: str) -> None:
-    lost = {place: missing(place, keys.split()) for place, keys in OLDER[version].items()}
-    assert not any(lost.values()), lost
+def fields(tool: str, file: str, cls: str) -> list[str]:
+    return [name for name in class_fields(package(tool) / file, cls) if not name.startswith("_")]
 
 
-def test_the_older_releases_are_those_that_are_promised() -> None:
-    assert [version.rpartition(".")[0] for version in OLDER] == ["0.20", "0.34", "1.0"]
-    counts = {version: sum(len(keys.split()) for keys in places.values()) for version, places in OLDER.items()}
-    assert min(counts.values()) > 100, counts
+def older(version: str) -> Mapping[str, list[str]]:
+    return {place: keys.split() for place, keys in OLDER[version].items()}
 
 
-def test_every_size_of_accelerates_parallelism_is_in_the_table() -> None:
-    sizes = list(class_fields(package("accelerate") / "parallelism_config.py", "ParallelismConfig"))
-    assert len(sizes) > 8
-    assert missing("parallelism_config", [key for key in sizes if not key.startswith("_")]) == []
-
-
-def test_every_key_of_trainers_fsdp_config_is_in_the_table() -> None:
+def keys_of_trainers_fsdp_config() -> list[str]:
     text = (package("transformers") / "training_args.py").read_text()
-    keys = re.findall(r'(?<!xla_)fsdp_config(?:\.get\(|\.setdefault\(|\[)"(\w+)"', text)
-    assert len(set(keys)) > 15
-    assert missing(FSDP, keys) == []
+    return re.findall(r'(?<!xla_)fsdp_config(?:\.get\(|\.setdefault\(|\[)"(\w+)"', text)
+
+
+SOURCES: dict[str, tuple[int, Callable[[], Mapping[str, Iterable[str]]]]] = {
+    "accelerate": (250, lambda: keys_of(package("accelerate"))),
+    "accelerate 0.20": (100, lambda: older("0.20.3")),
+    "accelerate 0.34": (100, lambda: older("0.34.2")),
+    "accelerate 1.0": (100, lambda: older("1.0.1")),
+    "sizes": (8, lambda: {PARALLEL: fields("accelerate", "parallelism_config.py", "ParallelismConfig")}),
+    "fsdp_config": (15, lambda: {FSDP: set(keys_of_trainers_fsdp_config())}),
+    "arguments": (100, lambda: {TRAINER: fields("transformers", "training_args.py", "TrainingArguments")}),
+    "torch_xla": (20, lambda: {XLA: arguments_of_xla_fsdp()}),
+}
+"""Tool -> the least number of keys that its sources must show, and the keys by place."""
+
+
+@pytest.mark.parametrize(
+    "tool", [pytest.param(tool, marks=[pytest.mark.xla] if tool == "torch_xla" else []) for tool in SOURCES]
+)
+def test_every_key_of_a_tool_is_in_the_table(tool: str) -> None:
+    least, keys_by_place = SOURCES[tool]
+    lost = {place: missing(place, keys) for place, keys in keys_by_place().items()}
+    assert not any(lost.values()), lost
+    assert sum(len(list(keys)) for keys in keys_by_place().values()) > least
 
 
 def test_each_tool_reads_those_keys_that_its_sources_read() -> None:
@@ -105,30 +118,9 @@ def test_keys_that_no_tool_reads_are_known() -> None:
     assert TABLE.reads[BY_ACCELERATE] | TABLE.reads[BY_TRAINER] <= names
 
 
-def test_every_training_argument_is_in_the_table() -> None:
-    keys = list(class_fields(package("transformers") / "training_args.py", "TrainingArguments"))
-    assert len(keys) > 100
-    assert missing(TRAINER, [key for key in keys if not key.startswith("_")]) == []
-
-
 def test_what_eval_steps_takes_where_nothing_is_set_is_trainers_default() -> None:
     text = (package("transformers") / "training_args.py").read_text()
     assert re.findall(r"\blogging_steps: float = field\(\s*default=(\d+)", text) == [str(LOGGING_STEPS)]
-
-
-def arguments_of_xla_fsdp() -> list[str]:
-    path = package("torch_xla") / "distributed/fsdp/xla_fully_sharded_data_parallel.py"
-    nodes = ast.walk(ast.parse(path.read_text()))
-    [cls] = [node for node in nodes if isinstance(node, ast.ClassDef) and node.name == "XlaFullyShardedDataParallel"]
-    [init] = [part for part in cls.body if isinstance(part, ast.FunctionDef) and part.name == "__init__"]
-    return [argument.arg for argument in init.args.args if argument.arg not in ("self", "module")]
-
-
-@pytest.mark.xla
-def test_every_argument_of_torch_xlas_fsdp_is_in_the_table() -> None:
-    keys = arguments_of_xla_fsdp()
-    assert len(keys) > 20
-    assert missing("xla_fsdp_settings", keys) == []
 
 
 def test_rows_are_well_formed() -> None:
@@ -137,13 +129,13 @@ def test_rows_are_well_formed() -> None:
     for row in TABLE.keys:
         answers = row.answers
         assert answers.kind or answers.words, row.name
-        for outcome in filter(lambda outcome: outcome.kind, (answers, *answers.words.values())):
+        for outcome in (*([answers] if answers.kind else []), *answers.words.values()):
             kinds = [outcome.settings, outcome.ignore, outcome.launcher, outcome.refuse]
             assert len(kinds) - kinds.count(None) == 1, row.name
             assert {name for name in outcome.options if not name.startswith("~")} <= options, row.name
-            fields = {"remark": "set", "fact": "launcher", "way": "refuse", "about": "refuse"}
+            kind_of = {"remark": "set", "fact": "launcher", "way": "refuse", "about": "refuse"}
             strange = [
-                name for name, kind in fields.items() if name in outcome.model_fields_set and kind != outcome.kind
+                name for name, kind in kind_of.items() if name in outcome.model_fields_set and kind != outcome.kind
             ]
             assert strange == [], row.name
             assert outcome.about in (*options, "")
