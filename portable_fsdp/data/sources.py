@@ -15,7 +15,6 @@ import xxhash
 from portable_fsdp.config.data import FORMAT_COLUMNS, Data, Documents
 from portable_fsdp.data.compressed import hash_of_text, read_whole, total_size
 from portable_fsdp.data.examples import Broken, DocumentSource, Example, matching_files, name_of, not_utf8
-from portable_fsdp.data.records import Columns, HuggingFace, JsonLines, Parquet
 from portable_fsdp.runtime.errors import DataError
 
 log = logging.getLogger("portable_fsdp")
@@ -39,7 +38,6 @@ def open_source(documents: Documents, files: Sequence[Path] | None = None, key: 
 
     `files`: at least one, in place of those that `path` names.
     """
-    columns: Columns = {**{column: column for column in FORMAT_COLUMNS[documents.format]}, **documents.columns}
     match documents.source:
         case "python_docs":
             return PythonDocs()
@@ -47,12 +45,17 @@ def open_source(documents: Documents, files: Sequence[Path] | None = None, key: 
             return PythonSource(Path(sysconfig.get_path("stdlib")))
         case "text":
             return TextFiles(files or files_of(documents))
-        case "jsonl":
-            return JsonLines(files or files_of(documents), columns)
-        case "parquet":
-            return Parquet(files or files_of(documents), columns)
-        case "huggingface":
-            return HuggingFace(str(documents.path), documents.split, columns, key)
+        case "jsonl" | "parquet" | "huggingface":
+            return _open_records(documents, files, key)
+
+
+def _open_records(documents: Documents, files: Sequence[Path] | None, key: str) -> DocumentSource:
+    from portable_fsdp.data.records import Columns, HuggingFace, JsonLines, Parquet  # a run on text needs none
+
+    columns: Columns = {**{column: column for column in FORMAT_COLUMNS[documents.format]}, **documents.columns}
+    if documents.source == "huggingface":
+        return HuggingFace(str(documents.path), documents.split, columns, key)
+    return (JsonLines if documents.source == "jsonl" else Parquet)(files or files_of(documents), columns)
 
 
 def open_apart(data: Data, eval_split: str) -> tuple[DocumentSource, DocumentSource]:
@@ -62,6 +65,8 @@ def open_apart(data: Data, eval_split: str) -> tuple[DocumentSource, DocumentSou
     """
     if data.source in EXAMPLES:
         return _files_apart(data, data.model_copy(update={"path": eval_split}))
+    from portable_fsdp.data.records import HuggingFace
+
     trained = open_source(data)
     held_out = open_source(data.model_copy(update={"split": eval_split}), key=_HELD_OUT)
     if isinstance(trained, HuggingFace) and isinstance(held_out, HuggingFace) and trained.shares_rows_with(held_out):
