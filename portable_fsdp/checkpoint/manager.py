@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,11 +31,13 @@ from portable_fsdp.checkpoint.search import ResumePoint, Search, as_checkpoint_e
 from portable_fsdp.checkpoint.store import Reader, entries_without_pieces, remove_files, write_pieces
 from portable_fsdp.checkpoint.write_errors import way_out
 from portable_fsdp.config import schema
-from portable_fsdp.models import pretrained
 from portable_fsdp.runtime import collective_errors
 from portable_fsdp.runtime.closing import Closing
 from portable_fsdp.runtime.errors import CheckpointError
 from portable_fsdp.version import __version__
+
+if TYPE_CHECKING:
+    from portable_fsdp.models.pretrained import Base
 
 log = logging.getLogger("portable_fsdp")
 
@@ -108,7 +110,7 @@ class Checkpoints(Closing):
         settings: schema.Checkpoint | None = None,
         data: Fingerprint | None = None,
         ties: Mapping[str, str] | None = None,
-        base: pretrained.Base | None = None,
+        base: "Base | None" = None,
         wait_s: float = 1200.0,
     ) -> None:
         """`folder`: a path or an URL. `config`: the resolved config as JSON. `model_config`: transformers' config as a
@@ -410,9 +412,11 @@ class Checkpoints(Closing):
         return Resumed(source.path, manifest.step, position, tuple(changes), False, source.passed_over, evaluation)
 
 
-def _fingerprint_of(base: pretrained.Base) -> format.BaseFingerprint:
+def _fingerprint_of(base: "Base") -> format.BaseFingerprint:
     """Without tensors. Read at the start: the files may change later."""
-    value = pretrained.fingerprint(base.file)
+    from portable_fsdp.models.pretrained import fingerprint
+
+    value = fingerprint(base.file)
     return format.BaseFingerprint(pretrained=base.pretrained, gguf_file=base.gguf_file, fingerprint=value, tensors={})
 
 

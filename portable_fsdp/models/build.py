@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -22,18 +22,13 @@ from portable_fsdp.models import attention as static_attention
 from portable_fsdp.models import experts, flex
 from portable_fsdp.models.architecture import config_to_json, last_line, read_architecture
 from portable_fsdp.models.documents import document_arguments, require_documents_apart
-from portable_fsdp.models.lora import add_adapters, is_adapter, start_from
 from portable_fsdp.models.loss import DocumentArguments, Loss, attach_loss
-from portable_fsdp.models.pretrained import (
-    Base,
-    Pretrained,
-    PretrainedWeights,
-    open_pretrained,
-    stored_tensors,
-)
 from portable_fsdp.models.size import ModelSize, size_of
 from portable_fsdp.models.weights import RandomWeights, TensorFile, WeightFill, fill_buffers
 from portable_fsdp.runtime.errors import ConfigError
+
+if TYPE_CHECKING:  # a run without model.pretrained loads neither
+    from portable_fsdp.models.pretrained import Base, Pretrained
 
 log = logging.getLogger("portable_fsdp")
 
@@ -52,7 +47,7 @@ class BuiltModel:
     fill: WeightFill
     config: dict[str, Any]
     size: ModelSize
-    base: Base | None = None  # of `model.lora`, where it comes from `model.pretrained`
+    base: "Base | None" = None  # of `model.lora`, where it comes from `model.pretrained`
 
 
 @dataclass(frozen=True)
@@ -66,7 +61,7 @@ class _Request:
     eager: bool
     loss: Loss | None
     packs_documents: bool
-    pretrained: Pretrained | None
+    pretrained: "Pretrained | None"
     rows_before: int | None  # of the vocabulary, where it has grown
     twin: Any  # keeps its meta parameters while the backend replaces the model's
 
@@ -108,7 +103,7 @@ def build_model(
     """
     # transformers and accelerate would import torch_xla wherever it is installed; we choose the engine ourselves.
     os.environ.setdefault("USE_TORCH_XLA", "0")
-    pretrained = open_pretrained(model) if model.pretrained is not None else None
+    pretrained = _opened(model) if model.pretrained is not None else None
     config = read_architecture(model.architecture or {}) if pretrained is None else pretrained.config
     rows_before = None if pretrained is None else _grow(config, vocabulary, pretrained.file, keeps_ids)
     _check_config(config, seq_len, vocabulary)
@@ -140,6 +135,12 @@ def build_model(
     return replace(built, size=size_of(built.model))
 
 
+def _opened(model: schema.Model) -> "Pretrained":
+    from portable_fsdp.models.pretrained import open_pretrained
+
+    return open_pretrained(model)
+
+
 # ---------------------------------------------------------------------------------------------- the transformations
 
 
@@ -152,7 +153,7 @@ def with_values(
     built: BuiltModel,
     twin: Any,
     master: torch.dtype,
-    pretrained: Pretrained | None,
+    pretrained: "Pretrained | None",
     allow: tuple[str, ...],
     rows_before: int | None,
 ) -> BuiltModel:
@@ -162,6 +163,8 @@ def with_values(
     for parameter in model.parameters():
         parameter.data = parameter.data.to(master)
     if pretrained is not None:
+        from portable_fsdp.models.pretrained import PretrainedWeights
+
         weights = PretrainedWeights(pretrained.file, model, twin, drawn, allow=allow, rows_before=rows_before)
         stored = {name: buffer for name, buffer in model.named_buffers() if weights.holds(name)}
         for name, buffer in stored.items():
@@ -188,8 +191,10 @@ def with_loss(
     return built
 
 
-def _require_whole_base(built: BuiltModel, pretrained: Pretrained | None, rows_before: int | None) -> None:
+def _require_whole_base(built: BuiltModel, pretrained: "Pretrained | None", rows_before: int | None) -> None:
     """Adapters belong to a base that others have too; what is made here and never trained would be lost with them."""
+    from portable_fsdp.models.pretrained import PretrainedWeights
+
     drawn = built.fill.drawn if isinstance(built.fill, PretrainedWeights) else []
     if pretrained is not None and (drawn or rows_before is not None):
         missing = f"{drawn[0]}, which it lacks (model.allow)" if drawn else "rows for new tokens in its embedding"
@@ -202,6 +207,8 @@ def _require_whole_base(built: BuiltModel, pretrained: Pretrained | None, rows_b
 
 def with_adapters(built: BuiltModel, lora: schema.Lora, seed: int, master: torch.dtype) -> BuiltModel:
     """From then on only adapters train."""
+    from portable_fsdp.models.lora import add_adapters, start_from
+
     fill = add_adapters(built.model, lora, seed, master, built.fill)
     return replace(built, fill=fill if lora.start_from is None else start_from(lora, built.model, fill))
 
@@ -229,8 +236,11 @@ def with_frozen_dtype(built: BuiltModel, dtype: torch.dtype) -> BuiltModel:
     return replace(built, fill=lambda fqn, at: fill(fqn, at).to(dtype) if fqn in frozen else fill(fqn, at))
 
 
-def with_base(built: BuiltModel, model: schema.Model, pretrained: Pretrained) -> BuiltModel:
+def with_base(built: BuiltModel, model: schema.Model, pretrained: "Pretrained") -> BuiltModel:
     """Names what checkpoints of adapters leave out."""
+    from portable_fsdp.models.lora import is_adapter
+    from portable_fsdp.models.pretrained import Base, stored_tensors
+
     names = frozenset(name for name in stored_tensors(built.model) if not is_adapter(name))
     return replace(built, base=Base(str(model.pretrained), model.gguf_file, pretrained.file, names, built.fill))
 
