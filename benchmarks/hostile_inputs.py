@@ -11,10 +11,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / name) for name in ("hostile", "checkpoint")]
+sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / name) for name in ("hostile", "checkpoint", "backends")]
 
-from families import FAMILIES  # noqa: E402
-from harness import Outcome, attempt  # noqa: E402
+from harness import FAMILIES, Outcome, attempt  # noqa: E402
 
 
 def main() -> int:

@@ -21,10 +21,10 @@ from portable_fsdp.checkpoint import report
 from portable_fsdp.checkpoint.format import (
     MANIFEST,
     Manifest,
+    best_checkpoint,
     checkpoints_below,
     is_committed,
     read_manifest,
-    step_folder,
 )
 from portable_fsdp.checkpoint.storage import exists, locate
 from portable_fsdp.checkpoint.write_errors import with_cause
@@ -219,7 +219,9 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> None:
-    path, reason = _to_export(options.path)
+    newest = resolve(options.path)
+    is_run = newest != options.path.resolve()
+    path, reason = best_checkpoint(newest, read_manifest(newest).evaluation if is_run else None)
     from portable_fsdp.formats.base import ExportOptions, export_checkpoint
 
     manifest = read_manifest(path)
@@ -235,18 +237,6 @@ def _export(options: argparse.Namespace) -> None:
         raise CheckpointError(f"export to {options.target}: can't be written: {cause}") from error
     data = {"checkpoint": str(path), "target": str(options.target), "format": options.format}
     _print(options, data, f"{path}{reason}: exported to {options.target}")
-
-
-def _to_export(path: Path) -> tuple[Path, str]:
-    """The named checkpoint, or of a run the one that the run itself exports; and why."""
-    newest = resolve(path)
-    evaluation = None if newest == path.resolve() else read_manifest(newest).evaluation
-    if evaluation is None:
-        return newest, ""
-    best = step_folder(newest.parent, evaluation.best_step)
-    if not is_committed(best):
-        return newest, f" (the newest: {best.name}, the best by its evaluation, is gone)"
-    return best, f" (the best by its evaluation: eval_loss {evaluation.best_loss:.4f})"
 
 
 def _check_base(options: argparse.Namespace, manifest: Manifest) -> None:

@@ -87,7 +87,7 @@ def begin(final: Path, run: str) -> str:
             if path == folder:  # the other's manifest could overwrite ours
                 raise CheckpointError(_at_work(path, other))
             log.warning("%s", _at_work(path, other))
-        elif _owner(path) == run or path == folder:
+        elif _read_mark(path).get("run") == run or path == folder:
             discard(path)
     storage.make_folder(folder)
     _mark(folder, run, attempt)
@@ -106,7 +106,7 @@ def warn_of_others(run_folder: Path, run: str) -> None:
 
 def _other_owner(path: Path, run: str) -> str | None:
     """The owner in words, unless it is `run`. A folder without a mark has none: its attempt died before it wrote."""
-    owner = _owner(path)
+    owner = _read_mark(path).get("run")
     if owner in (run, None):
         return None
     return "an import" if owner == format.IMPORTED else f"run {owner!r}" if owner else "a run without a name"
@@ -122,7 +122,7 @@ def _at_work(path: Path, owner: str) -> str:
 def remove_debris(run_folder: Path, run: str) -> None:
     """Delete what interrupted saves and deletions of `run` left. Only process 0, and before any process writes."""
     for path in _debris(run_folder):
-        if _owner(path) == run or set(storage.names(path)) <= {_PART_OF_MARK}:
+        if _read_mark(path).get("run") == run or set(storage.names(path)) <= {_PART_OF_MARK}:
             discard(path)
     for path in format.committed_steps(run_folder):
         marks = {MARK, _PART_OF_MARK}.intersection(storage.names(path))
@@ -282,12 +282,8 @@ def _debris(run_folder: Path) -> list[Path]:
     return [path for path in paths if _TEMPORARY.fullmatch(path.name)]
 
 
-def _owner(folder: Path) -> str | None:
-    """The run that the mark names; None without a mark."""
-    return _read_mark(folder).get("run")
-
-
 def _read_mark(folder: Path) -> dict[str, str]:
+    """The `run` that owns a folder and its `attempt`; {} without a mark."""
     try:
         mark = json.loads(storage.read(folder / MARK))
     except (FileNotFoundError, NotADirectoryError, ValueError):

@@ -197,6 +197,16 @@ def checkpoints_below(folder: Path) -> list[Path]:
     return committed_steps(folder / "checkpoints") or committed_steps(folder)
 
 
+def best_checkpoint(newest: Path, evaluation: Evaluated | None) -> tuple[Path, str]:
+    """The best checkpoint of a run by its evaluations, and why it is that one; the newest where there is none."""
+    if evaluation is None:
+        return newest, ""
+    best = step_folder(newest.parent, evaluation.best_step)
+    if not is_committed(best):
+        return newest, f" (the newest: {best.name}, the best by its evaluation, is gone)"
+    return best, f" (the best by its evaluation: eval_loss {evaluation.best_loss:.4f})"
+
+
 def require_checkpoint(folder: Path) -> None:
     """Raises CheckpointError unless `folder`, named by `checkpoint.resume`, exists and isn't a run's."""
     if not names(folder):  # not `is_dir`: fsspec answers any error with False
@@ -275,7 +285,10 @@ def read_manifest(folder: Path) -> Manifest:
         version = cast(dict[str, object], content).get("format_version") if isinstance(content, dict) else None
         if version != 1:
             raise ValueError(f"expected format_version 1, found {repr(version)[:80]}; is it of a newer portable_fsdp?")
-        manifest = Manifest.model_validate_json(_content_under_seal(text) + "}")
+        unsealed = text[: -len(seal(""))]
+        if text != seal(unsealed):
+            raise ValueError("expected its own xxh3_128 as the last key, found another: it was altered after the save")
+        manifest = Manifest.model_validate_json(unsealed + "}")
     except ValidationError as error:
         raise CheckpointError(f"checkpoint {folder.name}: manifest.json: {_first_problem(error)}") from None
     except (OSError, ValueError) as error:
@@ -353,13 +366,6 @@ def check_manifest(manifest: Manifest, name: str) -> None:
 def describe(tensor: TensorEntry | None) -> str:
     """`float32 [8192, 2048]`."""
     return "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
-
-
-def _content_under_seal(text: str) -> str:
-    content = text[: -len(seal(""))]
-    if text != seal(content):
-        raise ValueError("expected its own xxh3_128 as the last key, found another: it was altered after the save")
-    return content
 
 
 def _first_problem(error: ValidationError) -> str:

@@ -137,8 +137,6 @@ class Checkpoints(Closing):
         check_allow(self._settings.allow, config)
         format.check_json({"config": config, "model_config": model_config})
 
-    # ------------------------------------------------------------------------------------------------------- save
-
     def save(
         self,
         step: int,
@@ -360,8 +358,6 @@ class Checkpoints(Closing):
                 return format.run_of(reader.manifest) == self._run
         except CheckpointError:
             return False
-
-    # ------------------------------------------------------------------------------------------------------- load
 
     def find(self, resume: str) -> ResumePoint | None:
         """The checkpoint to resume from, or None for a new run. `resume`: `auto`, `none`, or a checkpoint's address.

@@ -69,8 +69,6 @@ class Search:
     def _raise_together(self, subject: str, failure: Exception | None) -> None:
         collective_errors.raise_together(self._backend, failure, partial(as_checkpoint_error, subject))
 
-    # ------------------------------------------------------------------------------------------------- the folder
-
     def _require_shared(self) -> None:
         """Refuse a folder that isn't writable, or that is a different one on another host. Leaves no file."""
         # The folder may not exist yet: probe the nearest parent that does.
@@ -110,8 +108,6 @@ class Search:
     def _own_names(self) -> list[str]:
         commit.warn_of_others(self._folder, self._run)
         return [path.name for path in committed_steps(self._folder)]
-
-    # --------------------------------------------------------------------------------------------- the checkpoint
 
     def _newest(self, own: list[Path]) -> ResumePoint | None:
         reasons: list[str] = []

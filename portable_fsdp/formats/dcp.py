@@ -134,9 +134,6 @@ def export(reader: Reader, target: Path, options: ExportOptions) -> None:
             os.fsync(file.fileno())
 
 
-# ----------------------------------------------------------------------------------------------------------- reading
-
-
 def _folders(path: Path) -> list[Path]:
     if (path / METADATA).exists():
         return [path]
@@ -300,9 +297,6 @@ def _expect_dict(folder: Path, value: object) -> dict[Any, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{folder / METADATA}: expected a dict, found {type(value).__name__}")
     return cast(dict[Any, Any], value)
-
-
-# ----------------------------------------------------------------------------------------------------------- writing
 
 
 def _write_file(

@@ -36,16 +36,12 @@ def import_checkpoint(
 ) -> Path:
     """Write the model at `path` as a checkpoint below `folder`; returns the checkpoint's folder. For one process.
 
-    Args:
-        folder: a run's folder, or its `checkpoints/`.
-        name: of `FORMATS`, or `auto`.
-        config: a config.json or its folder, in place of the source's own.
-        dtype: of the model's floating-point tensors; None: as in the source.
-        trust_metadata: read pickled metadata, with an unpickler that knows a few names and nothing else.
-        max_file_bytes: no file grows beyond.
+    `folder`: a run's, or its `checkpoints/`. `name`: of `FORMATS`, or `auto`. `config`: a config.json or its folder, in
+    place of the source's. `dtype`: of the model's floating-point tensors; None: as in the source. `trust_metadata`:
+    read pickled metadata, restricted. No file exceeds `max_file_bytes`.
 
-    Holds one tensor at a time in host memory, and whatever its format needs to make it. Raises `CheckpointError`, and
-    in an object store the errors of its client; then it commits nothing.
+    Holds one tensor at a time, and whatever its format needs to make it. Raises `CheckpointError`, and in an object
+    store the errors of its client; then it commits nothing.
     """
     kind = detect(path) if name == "auto" else name
     if kind in WITHOUT_CHECKSUM:

@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 
 from portable_fsdp.backends.base import Backend
-from portable_fsdp.checkpoint.format import Evaluated, is_committed, step_folder
+from portable_fsdp.checkpoint.format import Evaluated, best_checkpoint
 from portable_fsdp.checkpoint.write_errors import with_cause
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.tokenize import Tokenizer
@@ -29,11 +29,11 @@ def export_run(config: Config, backend: Backend, tokenizer: Tokenizer, newest: P
     kind = "peft" if config.model.lora is not None and not config.checkpoint.merge_adapters else "huggingface"
 
     def export() -> None:
-        checkpoint, why = _chosen(newest, history)
+        checkpoint, reason = best_checkpoint(newest, history)
         # The base may have moved since the checkpoint was saved.
         options = ExportOptions(save_tokenizer=tokenizer.save, base=config.model.pretrained)
         export_checkpoint(checkpoint, kind, folder, options)
-        log.info("exported %s to %s%s", checkpoint, folder, why)
+        log.info("exported %s%s to %s", checkpoint, reason, folder)
 
     def as_error(error: Exception) -> TrainingError:
         again = f"python -m portable_fsdp.checkpoint export {newest.parent} FOLDER{' --format peft' * (kind == 'peft')}"
@@ -41,16 +41,6 @@ def export_run(config: Config, backend: Backend, tokenizer: Tokenizer, newest: P
         return TrainingError(f"checkpoint.export: {reason}\n  The run itself is saved: {again} repeats it.")
 
     on_process_0(backend, export, as_error)  # nobody leaves before the folder is whole
-
-
-def _chosen(newest: Path, history: Evaluated | None) -> tuple[Path, str]:
-    """The checkpoint, and why it is another than the newest."""
-    if history is None:
-        return newest, ""
-    best = step_folder(newest.parent, history.best_step)
-    if not is_committed(best):
-        return newest, f", since {best.name}, the best by its evaluation, is gone"
-    return best, f": the best by its evaluation (eval_loss {history.best_loss:.4f})"
 
 
 def _folder(config: Config) -> Path:

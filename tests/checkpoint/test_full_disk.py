@@ -16,7 +16,7 @@ from portable_fsdp.runtime.errors import CheckpointError
 FILL = """
 import sys
 from pathlib import Path
-sys.path[:0] = [sys.argv[3]]
+sys.path[:0] = [sys.argv[3], sys.argv[3] + "/../backends"]
 import torch
 from plain_backend import PlainBackend, checkpoints, in_processes
 folder = Path(sys.argv[1]) / "run"

@@ -17,7 +17,25 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import hostile_heartbeats
+import hostile_jsonlines
+import hostile_manifests
+import hostile_pickles
+import hostile_safetensors
+import hostile_yamls
+
 from portable_fsdp.runtime.errors import PortableFSDPError
+
+FAMILIES: dict[str, Callable[[int, Path], Callable[[], object]]] = {
+    "yamls": hostile_yamls.case,
+    "pickles": hostile_pickles.case,
+    "safetensors": hostile_safetensors.case,
+    "heartbeats": hostile_heartbeats.case,
+    "jsonlines": hostile_jsonlines.case,
+    "manifests": hostile_manifests.case,
+}
+"""`case(seed, folder)` writes input number `seed` into `folder`, and returns the call that reads it as a command would.
+The same seed gives the same input."""
 
 MAX_SECONDS = 2.0
 MAX_BYTES = 200 << 20

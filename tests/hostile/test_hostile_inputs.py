@@ -3,8 +3,7 @@
 from pathlib import Path
 
 import pytest
-from families import FAMILIES
-from harness import attempt
+from harness import FAMILIES, attempt
 
 
 @pytest.mark.parametrize("family", FAMILIES)

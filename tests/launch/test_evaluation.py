@@ -82,7 +82,7 @@ def test_the_best_is_saved_kept_and_exported(folder: Path, capsys: pytest.Captur
     found = read_manifest(folder / "run/checkpoints/step-00000006").evaluation
     assert found is not None
     assert (found.best_step, found.without_improvement, found.step) == (1, 5, 6)
-    assert "step-00000001 to run/export: the best by its evaluation (eval_loss " in capsys.readouterr().err
+    assert "step-00000001 (the best by its evaluation: eval_loss " in capsys.readouterr().err
     assert _weight(folder / "run/export/model.safetensors") == _weight(
         next((folder / "run/checkpoints/step-00000001/model").glob("*.safetensors"))
     )
