@@ -13,8 +13,6 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from absl import flags
-
 from portable_fsdp.runtime.errors import EXIT_FINISHED, EXIT_USAGE, ConfigError, PortableFSDPError
 
 NOTHING_STARTED = "Nothing was started."
@@ -90,18 +88,24 @@ class CommandParser(argparse.ArgumentParser):
         self.add_argument(name, action="store_true", help=help)
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        try:
-            words = flags.FlagValues().read_flags_from_files(sys.argv[1:] if args is None else args, force_gnu=True)
-        except flags.Error as error:
-            self.error(str(error))
-        words = [_with_underscores(word) for word in words]
-        options, unknown = super().parse_known_args(words, namespace)
+        words = self._with_flagfiles(list(sys.argv[1:] if args is None else args))
+        options, unknown = super().parse_known_args([_with_underscores(word) for word in words], namespace)
         for word in unknown:
             if word.startswith("-"):
                 flag = word.partition("=")[0]
                 near = difflib.get_close_matches(flag, list(self._option_string_actions), n=1)
                 self.error(f"unknown flag {flag}" + (f"; nearest: {near[0]}" if near else ""))
         return options, unknown
+
+    def _with_flagfiles(self, words: list[str]) -> list[str]:
+        if not any(word.startswith("--flagfile") for word in words):
+            return words
+        from absl import flags  # the doctor runs without any package
+
+        try:
+            return flags.FlagValues().read_flags_from_files(words, force_gnu=True)
+        except flags.Error as error:
+            self.error(str(error))
 
     def print_help(self, file: Any = None) -> None:
         to_stdout(self.format_help().rstrip())
