@@ -40,20 +40,12 @@ class Broken:
 class DocumentSource(Protocol):
     """Documents in an order of their own, the same each time."""
 
-    @property
-    def name(self) -> str:
-        """Its path, for messages."""
-        ...
-
-    @property
-    def total(self) -> int:
-        """The sum of the documents' sizes, for a progress bar; 0: unknown."""
-        ...
-
-    @property
-    def unit(self) -> str:
-        """Of the sizes: `B`, or `rows`."""
-        ...
+    name: str
+    """Its path, for messages."""
+    total: int
+    """The sum of the documents' sizes, for a progress bar; 0: unknown."""
+    unit: str
+    """Of the sizes: `B`, or `rows`."""
 
     def content(self, cache: Path) -> str:
         """A hash of everything that determines the documents; reads all of it, unless `cache` remembers the hash."""

@@ -1,9 +1,13 @@
 """Tokenizers: the bytes of the text themselves, or one of transformers, from a folder or the hub.
 
-`bytes` needs no file and no transformers. Its `save` still writes a folder that transformers opens, with the same
-ids, so that an exported model has its tokenizer beside it.
+`bytes` needs no file and no transformers. Its `save` still writes a folder that transformers opens, with the same ids,
+so that an exported model has its tokenizer beside it.
+
+A model may grow with a tokenizer that is its own with tokens added (`keeps_ids`). Another model's tokenizer with more
+ids would fit a grown model as well, and mean nothing to it; one with fewer ids fits and is refused (`require_own_ids`).
 """
 
+import logging
 import os
 from collections.abc import Sequence
 from functools import cached_property
@@ -13,6 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from portable_fsdp.config import schema
+from portable_fsdp.config.describe import yaml_value
 from portable_fsdp.data.chat import ChatTemplate
 from portable_fsdp.runtime.errors import ConfigError, DataError
 from portable_fsdp.runtime.hub import TOKENIZER_FILES, is_hub_id, local_folder
@@ -20,26 +26,23 @@ from portable_fsdp.runtime.hub import TOKENIZER_FILES, is_hub_id, local_folder
 Tokens = NDArray[np.unsignedinteger[Any]]
 """1-D ids, in the smallest unsigned dtype that holds the vocabulary."""
 
+log = logging.getLogger("portable_fsdp")
+
+_KEY = "data.tokenizer"  # in model.allow too
 NUL = "\0"
 
 
 class Tokenizer(Protocol):
     """What packing and export need of a tokenizer."""
 
-    @property
-    def vocab_size(self) -> int:
-        """The largest id + 1: what the model's embedding must hold."""
-        ...
-
-    @property
-    def end_of_text(self) -> int | None:
-        """The id that ends a document, or None where the tokenizer has none."""
-        ...
-
-    @property
-    def padding(self) -> int:
-        """The id that fills the end of a row; no loss counts it."""
-        ...
+    vocab_size: int
+    """The largest id + 1: the rows that the model's embedding must have."""
+    end_of_text: int | None
+    """The id that ends a document, or None where the tokenizer has none."""
+    padding: int
+    """The id that fills the end of a row; no loss counts it."""
+    chat_template: ChatTemplate | None
+    """Turns messages into text; None where the tokenizer has no template."""
 
     @property
     def ids(self) -> dict[str, int]:
@@ -48,12 +51,7 @@ class Tokenizer(Protocol):
 
     @property
     def description(self) -> str:
-        """All that its ids follow from, as text; the chat template apart."""
-        ...
-
-    @property
-    def chat_template(self) -> ChatTemplate | None:
-        """What makes text of messages, or None where the tokenizer has none."""
+        """Everything that determines its ids, as text, without the chat template."""
         ...
 
     def encode(self, text: str) -> Tokens:
@@ -70,10 +68,9 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(name: str, pretrained: str | None = None, gguf_file: str | None = None) -> Tokenizer:
-    """What `data.tokenizer` names: `bytes`, the tokenizer of a folder or of a hub id, or `auto`: that of `pretrained`
-    (`model.pretrained`, in its `model.gguf_file` where there is one), and `bytes` without one. Raises DataError if
-    there is none."""
-    key = "data.tokenizer"
+    """The tokenizer that `data.tokenizer` names: `bytes`, that of a folder or of a hub id, or `auto`: that of
+    `pretrained` (`model.pretrained`, in its `gguf_file` if set), else `bytes`. Raises DataError if there is none."""
+    key = _KEY
     if name == "auto" and pretrained is not None:
         key = "data.tokenizer (auto: that of model.pretrained)"
         patterns = TOKENIZER_FILES if gguf_file is None else (gguf_file,)
@@ -101,10 +98,10 @@ class ByteTokenizer:
     """256 ids, each the value of a UTF-8 byte; NUL, which text doesn't hold, ends a document and fills a row."""
 
     vocab_size = 256
-    end_of_text = 0
+    end_of_text: int | None = 0
     padding = 0
     description = "bytes"
-    chat_template = None
+    chat_template: ChatTemplate | None = None
 
     @property
     def ids(self) -> dict[str, int]:
@@ -125,9 +122,9 @@ class ByteTokenizer:
 
 
 class FolderTokenizer:
-    """A tokenizer of transformers, of a GGUF file, or a bare tokenizer.json, which doesn't say what ends a document.
+    """A tokenizer of transformers, of a GGUF file, or a bare tokenizer.json, which names no end of text.
 
-    Special tokens that the text itself spells are taken as such, as transformers does.
+    As in transformers, special tokens that the text itself spells count as such.
     """
 
     def __init__(self, folder: Path, key: str = "data.tokenizer", gguf_file: str | None = None) -> None:
@@ -137,7 +134,8 @@ class FolderTokenizer:
         self.end_of_text: int | None = self._tokenizer.eos_token_id
         candidates = (self._tokenizer.pad_token_id, self.end_of_text, 0)
         self.padding: int = next(number for number in candidates if number is not None)
-        self.chat_template = ChatTemplate(self._tokenizer) if self._tokenizer.chat_template else None
+        has_template = bool(self._tokenizer.chat_template)
+        self.chat_template: ChatTemplate | None = ChatTemplate(self._tokenizer) if has_template else None
         self._fast = getattr(self._tokenizer, "backend_tokenizer", None)
         if self._fast is not None:  # as transformers does before each call
             self._fast.no_truncation()
@@ -153,7 +151,7 @@ class FolderTokenizer:
         return self._description
 
     @cached_property
-    def _description(self) -> str:  # a slow one is told by its vocabulary
+    def _description(self) -> str:  # of a slow one, its vocabulary
         ids = str(sorted(self._tokenizer.get_vocab().items())) if self._fast is None else self._fast.to_str()
         return f"{ids} {self.end_of_text}"
 
@@ -162,7 +160,7 @@ class FolderTokenizer:
 
     def encode_all(self, texts: Sequence[str], *, special_tokens: bool) -> list[Tokens]:
         dtype = token_dtype(self.vocab_size)
-        if self._fast is not None:  # its threads work without Python's lock, and it leaves out where a token stood
+        if self._fast is not None:  # its threads work without Python's lock; it computes no offsets
             encodings = self._fast.encode_batch_fast(list(texts), add_special_tokens=special_tokens)
             return [np.array(encoding.ids, dtype=dtype) for encoding in encodings]
         # verbose=False: no warning that a document is longer than the model's context; packing cuts it.
@@ -180,8 +178,7 @@ def require_tokenizer_folder(folder: Path, key: str) -> None:
     if not folder.is_dir():
         raise DataError(
             f"{key}: expected bytes, a folder with a tokenizer, or a hub id (org/name), found no such folder: "
-            f"{folder}\n"
-            "  Download the tokenizer first; the path is taken from the folder that the run starts in."
+            f"{folder}\n  Download the tokenizer first; the path is relative to the folder that the run starts in."
         )
 
 
@@ -215,8 +212,8 @@ def _transformers() -> Any:
 def _bytes_as_bpe() -> Any:
     """Byte-level BPE without merges: the ids are the bytes.
 
-    NUL's token is NUL itself and not its letter in the byte alphabet (U+0100): a special token is looked for in the
-    raw text, where that letter is an ordinary one.
+    NUL's token is NUL itself and not its letter in the byte alphabet (U+0100): tokenizers looks for special tokens in
+    the raw text, where that letter is an ordinary one.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -234,3 +231,59 @@ def _byte_alphabet() -> list[str]:
     visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     hidden = [byte for byte in range(256) if byte not in visible]
     return [chr(byte) if byte in visible else chr(256 + hidden.index(byte)) for byte in range(256)]
+
+
+# ------------------------------------------------------------------------------------------- the model's own tokenizer
+
+
+def keeps_ids(model: schema.Model, name: str, tokenizer: Tokenizer) -> bool:
+    """Whether `tokenizer`, which `data.tokenizer` names, has all tokens of `model.pretrained`'s own, by their ids.
+
+    False where the model's own can't be opened.
+    """
+    if model.pretrained is None or name == "bytes":
+        return False
+    if name in ("auto", model.pretrained):
+        return True
+    try:
+        own = _own_ids(model, model.pretrained)
+    except ConfigError:
+        return False
+    return bool(own) and own.items() <= tokenizer.ids.items()
+
+
+def require_own_ids(model: schema.Model, name: str, tokenizer: Tokenizer) -> None:
+    """Raises ConfigError where `tokenizer` has another token by an id of `model.pretrained`'s own.
+
+    An id that only one of them has is no problem. The log names a model whose own tokenizer can't be opened.
+    """
+    if model.pretrained is None or name in ("auto", model.pretrained) or _KEY in model.allow:
+        return
+    own = _own_ids(model, model.pretrained)
+    if not own:
+        log.info("model.pretrained: %s: no tokenizer to compare data.tokenizer=%s with", model.pretrained, name)
+        return
+    tokens = {number: token for token, number in own.items()}
+    others = [(number, token) for token, number in tokenizer.ids.items() if tokens.get(number, token) != token]
+    if others:
+        number, token = min(others)
+        raise ConfigError(
+            f"{_KEY}: expected tokens by the ids that they have in {model.pretrained} (model.pretrained), found "
+            f"another model's: of {len(others):,}\n  ids the first is {number}, {tokens[number]!r} to the model and "
+            f"{token!r} in {name}. Set {_KEY}=auto, the model's own.\n  If the model should learn the other "
+            f"tokens: model.allow='{yaml_value([*model.allow, _KEY])}'."
+        )
+
+
+def _own_ids(model: schema.Model, pretrained: str) -> dict[str, int]:
+    """Token -> id; empty where transformers finds no tokenizer."""
+    patterns = TOKENIZER_FILES if model.gguf_file is None else (model.gguf_file,)
+    folder = local_folder("model.pretrained", pretrained, patterns)
+    options: dict[str, Any] = {} if model.gguf_file is None else {"gguf_file": model.gguf_file}
+    try:
+        tokenizer: Any = _transformers().AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, **options
+        )
+    except Exception:  # of many classes, all about these files
+        return {}
+    return dict(tokenizer.get_vocab())

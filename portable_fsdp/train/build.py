@@ -18,8 +18,7 @@ from portable_fsdp.config.schema import Config
 from portable_fsdp.data.batches import Batches
 from portable_fsdp.data.build import Corpus
 from portable_fsdp.data.order import Position
-from portable_fsdp.data.tokenize import Tokenizer
-from portable_fsdp.data.vocabulary import keeps_ids, require_own_ids
+from portable_fsdp.data.tokenize import Tokenizer, keeps_ids, require_own_ids
 from portable_fsdp.models.build import DTYPES, BuiltModel, build_model
 from portable_fsdp.models.loss import Loss
 from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dtype, recomputed_layers

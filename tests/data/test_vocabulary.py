@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from portable_fsdp.config.schema import Model
-from portable_fsdp.data import vocabulary
+from portable_fsdp.data import tokenize
 from portable_fsdp.data.tokenize import load_tokenizer
 from portable_fsdp.runtime.errors import ConfigError
 
@@ -16,11 +16,11 @@ WORDS = ["<eos>", "a", "b", "c"]
 
 
 def keeps_ids(model: Model, name: str) -> bool:
-    return vocabulary.keeps_ids(model, name, load_tokenizer(name))
+    return tokenize.keeps_ids(model, name, load_tokenizer(name))
 
 
 def require_own_ids(model: Model, name: str) -> None:
-    vocabulary.require_own_ids(model, name, load_tokenizer(name))
+    tokenize.require_own_ids(model, name, load_tokenizer(name))
 
 
 def write(folder: Path, words: list[str], *added: str) -> str:
@@ -51,7 +51,7 @@ def test_all_tokens_stay_under_their_ids(tmp_path: Path, words: list[str], added
 def test_its_own_needs_no_look_and_without_one_it_cannot_be_told(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     model = Model(pretrained=str(tmp_path / "empty"))
-    assert vocabulary.keeps_ids(model, str(tmp_path / "empty"), load_tokenizer("bytes"))  # not asked
+    assert tokenize.keeps_ids(model, str(tmp_path / "empty"), load_tokenizer("bytes"))  # not asked
     assert keeps_ids(model, "auto")
     assert not keeps_ids(model, "bytes")
     assert not keeps_ids(model, write(tmp_path / "tokenizer", WORDS))
