@@ -1,9 +1,6 @@
-"""The commands that the documents show, and the launchers before the programs in them, whose flags are checked.
+"""The commands that the documents show, and the launchers before the programs in them, whose flags are checked."""
 
-Flags of torchrun and `accelerate launch` go to those programs' own parsers. Of the launchers that Python has not, the
-tables below hold the flags that the documents use: a new one is looked up in the launcher's own pages, and added.
-"""
-
+import argparse
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -15,17 +12,11 @@ import yaml
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 
-# What follows the name: "" nothing, "=" a value after this sign, " " the next word.
+# Flags that the documents use, and what follows each: "" nothing, "=" a value after this sign, " " the next word. From
+# slurm.schedmd.com/srun.html, the man page of mpirun, and docs.docker.com/reference/cli/docker/container/run.
 SRUN = {"--ntasks-per-node": "=", "--gpus-per-node": "=", "--nodes": "=", "--kill-on-bad-exit": "="}
-"""slurm.schedmd.com/srun.html"""
 MPIRUN = {"-np": " ", "-x": " "}
-"""docs.open-mpi.org, man page of mpirun"""
-DOCKER_RUN = {
-    **{"--rm": "", "--privileged": ""},
-    **{"--gpus": "=", "--ipc": "=", "--net": "=", "--shm-size": "="},
-    "-v": " ",
-}
-"""docs.docker.com/reference/cli/docker/container/run"""
+DOCKER_RUN = {"--rm": "", "--privileged": "", "--gpus": "=", "--ipc": "=", "--net": "=", "--shm-size": "=", "-v": " "}
 
 
 class Command(NamedTuple):
@@ -85,20 +76,23 @@ def _of_torchrun(words: list[str]) -> Program:
 
     parser = get_args_parser()
     parser.allow_abbrev = False  # torchrun takes the beginning of a flag for the flag; a document writes it out
-    asked = parser.parse_args(words)
-    sizes = [asked.nnodes.partition(":")[0], asked.nproc_per_node]
+    flags = parser.parse_args(words)
+    sizes = [flags.nnodes.partition(":")[0], flags.nproc_per_node]
     processes = int(sizes[0]) * int(sizes[1]) if all(size.isdecimal() for size in sizes) else None
-    return Program(["python", *["-m"] * asked.module, asked.training_script, *asked.training_script_args], processes)
+    return _started(flags, processes)
 
 
 def _of_accelerate(words: list[str]) -> Program:
     from accelerate.commands.launch import launch_command_parser
 
-    asked = launch_command_parser().parse_args(words)
-    processes = asked.num_processes
-    if asked.config_file and processes is None:
-        processes = int(yaml.safe_load((ROOT / asked.config_file).read_text())["num_processes"])
-    return Program(["python", *["-m"] * asked.module, asked.training_script, *asked.training_script_args], processes)
+    flags = launch_command_parser().parse_args(words)
+    if flags.config_file and flags.num_processes is None:
+        return _started(flags, int(yaml.safe_load((ROOT / flags.config_file).read_text())["num_processes"]))
+    return _started(flags, flags.num_processes)
+
+
+def _started(flags: argparse.Namespace, processes: int | None) -> Program:
+    return Program(["python", *["-m"] * flags.module, flags.training_script, *flags.training_script_args], processes)
 
 
 def _options(words: list[str], known: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
