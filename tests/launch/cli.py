@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -145,6 +146,11 @@ def losses(run: Path) -> list[float]:
     rows = read_jsonl(run / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     return [row["loss"] for row in rows]
+
+
+def events(run: Path, name: str) -> list[dict[str, Any]]:
+    """The events of one kind, in order."""
+    return [event for event in read_jsonl(run / "events.jsonl") if event["event"] == name]
 
 
 def committed(run: Path) -> list[int]:

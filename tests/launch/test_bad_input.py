@@ -28,20 +28,20 @@ MACHINE = re.compile(r"[\d,.]+ [GM]iB")
 
 
 def refused(capsys: pytest.CaptureFixture[str], arguments: Sequence[str | Path]) -> str:
-    """Start in this process, which must end with exit code 2; what it said, held to one screen."""
+    """Start in this process, which must end with exit code 2; what it message, held to one screen."""
     capsys.readouterr()
     code = launch(*arguments)
-    said = capsys.readouterr().err
-    assert code == 2, said
-    check_message(said)
-    return said
+    message = capsys.readouterr().err
+    assert code == 2, message
+    check_message(message)
+    return message
 
 
-def check_message(said: str) -> None:
-    assert said.strip()
-    assert len(said.splitlines()) < SCREEN, said
-    assert "Traceback" not in said
-    assert 'File "' not in said
+def check_message(message: str) -> None:
+    assert message.strip()
+    assert len(message.splitlines()) < SCREEN, message
+    assert "Traceback" not in message
+    assert 'File "' not in message
 
 
 def contents(folder: Path) -> dict[Path, str]:
@@ -89,9 +89,9 @@ def test_bad_input_is_refused(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_cuda_with_no_gpu(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = refused(capsys, [*ANYWHERE, "--device=cuda"])
-    assert "--device=cuda: expected a GPU, found none" in said
-    assert "use --device=cpu" in said
+    message = refused(capsys, [*ANYWHERE, "--device=cuda"])
+    assert "--device=cuda: expected a GPU, found none" in message
+    assert "use --device=cpu" in message
     assert not (folder / "run").exists()
 
 
@@ -99,9 +99,9 @@ def test_cuda_with_no_gpu(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_tpu_with_no_tpu(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if [*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")]:
         pytest.skip("there is a TPU here")
-    said = refused(capsys, [*ANYWHERE, "--device=tpu"])
-    assert "--device=tpu: expected TPU chips, found none" in said
-    assert "--device=cpu --backend=xla" in said
+    message = refused(capsys, [*ANYWHERE, "--device=tpu"])
+    assert "--device=tpu: expected TPU chips, found none" in message
+    assert "--device=cpu --backend=xla" in message
     assert not (folder / "run").exists()
 
 
@@ -122,25 +122,32 @@ def test_xla_not_installed(
     monkeypatch.delitem(sys.modules, "torch_xla", raising=False)
     finders = [WithoutXla if finder is PathFinder else finder for finder in sys.meta_path]
     monkeypatch.setattr(sys, "meta_path", finders)
-    said = refused(capsys, [*ANYWHERE, f"--device={device}", "--backend=xla"])
-    assert f"backend xla on {device}: expected the package torch_xla, found none" in said
-    assert f"pip install '.{extra}'" in said
+    message = refused(capsys, [*ANYWHERE, f"--device={device}", "--backend=xla"])
+    assert f"backend xla on {device}: expected the package torch_xla, found none" in message
+    assert f"pip install '.{extra}'" in message
     assert not (folder / "run").exists()
 
 
+LAUNCHER = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
 @pytest.mark.parametrize(
-    ("variables", "expected"),
+    ("variables", "words", "expected"),
     [
-        ({"RANK": "0", "WORLD_SIZE": "2"}, ["RANK=0, WORLD_SIZE=2 without LOCAL_RANK, MASTER_ADDR", "torchrun"]),
-        (
-            {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "two", "MASTER_ADDR": "x", "MASTER_PORT": "1"},
-            ["WORLD_SIZE", "'two'"],
+        ({"RANK": "0", "WORLD_SIZE": "2"}, CPU, ["RANK=0, WORLD_SIZE=2 without LOCAL_RANK, MASTER_ADDR", "torchrun"]),
+        ({**LAUNCHER, "WORLD_SIZE": "two"}, CPU, ["WORLD_SIZE", "'two'"]),
+        pytest.param(  # each of them would believe that it is the whole run
+            LAUNCHER,
+            [*CPU, "--backend=xla"],
+            ["expected one process for all devices, found 2"],
+            marks=pytest.mark.xla,
         ),
     ],
-    ids=["half of them", "not a number"],
+    ids=["half of them", "not a number", "xla on cpu"],
 )
-def test_variables_of_no_launcher(
+def test_variables_of_a_launcher(
     variables: dict[str, str],
+    words: list[str],
     expected: list[str],
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -148,8 +155,8 @@ def test_variables_of_no_launcher(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    said = refused(capsys, CPU)
-    assert [text for text in expected if text not in said] == [], said
+    message = refused(capsys, words)
+    assert [text for text in expected if text not in message] == [], message
     assert not (folder / "run").exists()
 
 
@@ -170,11 +177,11 @@ def run(finished: Path, folder: Path) -> Path:
 
 def test_folder_with_another_models_checkpoint(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = contents(run)
-    said = refused(capsys, [*CPU, "model.architecture.hidden_size=64"])
-    assert "checkpoint step-00000006: expected the tensors of this model, found " in said
-    assert "that differ:\n  model.architecture.hidden_size: 32, now 64\n" in said
-    assert re.search(r"    model\.embed_tokens\.weight +float32 \[256, 64\] +float32 \[256, 32\]\n", said)
-    assert "train in another run.dir" in said
+    message = refused(capsys, [*CPU, "model.architecture.hidden_size=64"])
+    assert "checkpoint step-00000006: expected the tensors of this model, found " in message
+    assert "that differ:\n  model.architecture.hidden_size: 32, now 64\n" in message
+    assert re.search(r"    model\.embed_tokens\.weight +float32 \[256, 64\] +float32 \[256, 32\]\n", message)
+    assert "train in another run.dir" in message
     assert contents(run) == before
 
 
@@ -187,26 +194,18 @@ def test_a_config_json_that_has_changed(run: Path, capsys: pytest.CaptureFixture
     assert launch(*CPU, f"model.architecture={file}") == 0
     file.write_text(json.dumps(values | {"rope_theta": 5.0}))
     before = contents(run)
-    said = refused(capsys, [*CPU, f"model.architecture={run.parent}"])
-    assert "found another:" in said
-    assert "checkpoint.allow='[model.architecture]'" in said
+    message = refused(capsys, [*CPU, f"model.architecture={run.parent}"])
+    assert "found another:" in message
+    assert "checkpoint.allow='[model.architecture]'" in message
     assert contents(run) == before
 
 
 def test_a_new_run_in_a_used_folder(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = contents(run)
-    said = refused(capsys, [*CPU, "checkpoint.resume=none"])
-    assert "expected no checkpoint" in said
-    assert "found step-00000006 and 1 older" in said
+    message = refused(capsys, [*CPU, "checkpoint.resume=none"])
+    assert "expected no checkpoint" in message
+    assert "found step-00000006 and 1 older" in message
     assert contents(run) == before
-
-
-def _remove(path: Path) -> None:
-    path.unlink()
-
-
-def _truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-100])
 
 
 def _alter(path: Path) -> None:
@@ -215,20 +214,22 @@ def _alter(path: Path) -> None:
     path.write_bytes(content)
 
 
-DAMAGE: list[Callable[[Path], None]] = [_remove, _truncate, _alter]
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "missing": Path.unlink,
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-100]),
+    "altered": _alter,
+}
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "model/shard-00000-00.safetensors"])
-@pytest.mark.parametrize("damage", DAMAGE, ids=["missing", "truncated", "altered"])
-def test_named_checkpoint_is_damaged(
-    damage: Callable[[Path], None], file: str, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_named_checkpoint_is_damaged(damage: str, file: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint = run / "checkpoints/step-00000006"
-    damage(checkpoint / file)
+    DAMAGE[damage](checkpoint / file)
     before = contents(run)
-    said = refused(capsys, [*CPU, f"checkpoint.resume={checkpoint}", "run.dir=new", "train.steps=8"])
-    assert "checkpoint step-00000006: " in said
-    assert file in said
+    message = refused(capsys, [*CPU, f"checkpoint.resume={checkpoint}", "run.dir=new", "train.steps=8"])
+    assert "checkpoint step-00000006: " in message
+    assert file in message
     assert contents(run) == before
     assert not Path("new").exists()
 
@@ -238,9 +239,9 @@ def test_auto_goes_back_past_a_damaged_checkpoint_and_says_so(
 ) -> None:
     _alter(run / "checkpoints/step-00000006/model/shard-00000-00.safetensors")
     assert launch(*CPU) == 0
-    said = capsys.readouterr().err
-    assert "passed over a damaged checkpoint: checkpoint step-00000006" in said
-    assert "resuming from the older step-00000004" in said
+    message = capsys.readouterr().err
+    assert "passed over a damaged checkpoint: checkpoint step-00000006" in message
+    assert "resuming from the older step-00000004" in message
     assert losses(run) == pytest.approx(losses(finished), rel=1e-5)
     assert (run / "checkpoints/step-00000006.damaged-1").is_dir()
     assert committed(run) == [4, 6]
@@ -259,10 +260,10 @@ def test_bad_input_is_said_once(folder: Path) -> None:
     with ExitStack() as stack:  # at the same time: most of it is importing
         running = {name: stack.enter_context(started(command, folder)) for name, command in commands.items()}
         codes = {name: process.wait() for name, process in running.items()}
-        said = {name: process.err for name, process in running.items()}
+        message = {name: process.err for name, process in running.items()}
     assert codes == {"several": 2, "torchrun": 1}  # torchrun answers 1 for all but 0, with a stack of its own
-    check_message(said["several"])
-    for text in said.values():
+    check_message(message["several"])
+    for text in message.values():
         assert text.count("expected at least 33 tokens") == 1, text
         assert "Lower data.seq_len" in text
     assert not (folder / "run").exists()
@@ -279,25 +280,28 @@ def test_what_only_process_0_finds_ends_all_alike(folder: Path) -> None:
 
 
 @pytest.mark.xla
-def test_what_xla_can_not_do_is_said_at_once(folder: Path) -> None:
-    options = ["memory.cpu_offload=true", "sharding.reshard_after_forward=2", "model.attention=sdpa"]
-    with started([*PYTHON, *CPU, "--backend=xla", "--num_devices=4", *options], folder) as process:
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            "--num_devices=4 memory.cpu_offload=true sharding.reshard_after_forward=2 model.attention=sdpa",
+            [
+                *("cpu_offload=true on XLA", "reshard_after_forward=2 on XLA", "Set model.attention=auto"),
+                "backend xla on cpu (4 device(s) of 1 host(s))",
+            ],
+        ),
+        (  # a bad batch hides no refusal
+            "--num_devices=3 memory.cpu_offload=true",
+            ["cpu_offload=true on XLA", "expected a multiple of train.micro_batch * devices = 1 * 3 = 3"],
+        ),
+    ],
+    ids=["options", "batch"],
+)
+def test_what_xla_cannot_do_is_refused_at_once(words: str, expected: list[str], folder: Path) -> None:
+    with started([*PYTHON, *CPU, "--backend=xla", *words.split()], folder) as process:
         assert process.wait() == 2
     check_message(process.err)
-    for said in ("cpu_offload=true on XLA", "reshard_after_forward=2 on XLA", "Set model.attention=auto"):
-        assert said in process.err
-    assert "backend xla on cpu (4 device(s) of 1 host(s))" in process.err
-    assert not (folder / "run").exists()
-
-
-@pytest.mark.xla
-def test_batch_that_xlas_devices_do_not_divide(folder: Path) -> None:
-    command = [*PYTHON, *CPU, "--backend=xla", "--num_devices=3", "memory.cpu_offload=true"]
-    with started(command, folder) as process:
-        assert process.wait() == 2
-    check_message(process.err)
-    assert "cpu_offload=true on XLA" in process.err  # a bad batch hides no refusal
-    assert "train.global_batch: expected a multiple of train.micro_batch * devices = 1 * 3 = 3" in process.err
+    assert [text for text in expected if text not in process.err] == [], process.err
     assert not (folder / "run").exists()
 
 
@@ -308,12 +312,12 @@ def test_batch_that_xlas_devices_do_not_divide(folder: Path) -> None:
 def test_loss_that_is_not_finite(folder: Path, capsys: pytest.CaptureFixture[str], background: str) -> None:
     saving = ("checkpoint.every=1", f"checkpoint.async_save={background}")
     assert launch(*CPU, "optim.lr=1e30", "train.max_grad_norm=null", *saving) == 1
-    said = capsys.readouterr().err
-    check_message(said)
+    message = capsys.readouterr().err
+    check_message(message)
     last = committed(folder / "run")[-1]
     assert last >= 1
-    assert f"step {last + 1}: expected a finite loss and gradient norm" in said
-    assert f"The last good checkpoint is run/checkpoints/step-{last:08d}." in said
+    assert f"step {last + 1}: expected a finite loss and gradient norm" in message
+    assert f"The last good checkpoint is run/checkpoints/step-{last:08d}." in message
     # The last save's event may come after it: its commit was awaited.
     [event] = [event for event in read_jsonl(folder / "run/events.jsonl") if event["event"] == "stop"]
     assert (event["step"], event["reason"]) == (last + 1, "not finite")
@@ -323,16 +327,3 @@ def test_loss_that_is_not_finite(folder: Path, capsys: pytest.CaptureFixture[str
     capsys.readouterr()
     assert launch(*CPU, f"train.stop_at={last}", "checkpoint.allow=[optim.lr, train.max_grad_norm]") == 0
     assert f"resumed from run/checkpoints/step-{last:08d}" in capsys.readouterr().err
-
-
-@pytest.mark.xla
-def test_xla_on_cpu_refuses_a_launcher_of_several_processes(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Each of them would believe that it is the whole run."""
-    values = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    for name, value in values.items():
-        monkeypatch.setenv(name, value)
-    said = refused(capsys, [*CPU, "--backend=xla"])
-    assert "expected one process for all devices, found 2" in said
-    assert not (folder / "run").exists()

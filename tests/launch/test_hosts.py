@@ -8,13 +8,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from cli import Started, launch, losses, started, tiny_config
+from cli import Started, events, launch, losses, started, tiny_config
 from hosts import Host, new_hosts
 from in_stores import at
 from servers import seaweedfs
 
 from portable_fsdp.checkpoint.format import committed_steps, step_of
-from portable_fsdp.metrics.sinks import read_jsonl
 
 pytestmark = [pytest.mark.proof, pytest.mark.slow]
 
@@ -60,7 +59,7 @@ def kill_and_go_on(hosts: list[Host], arguments: list[str], folder: Path, steps:
     with on_all(hosts, arguments, folder) as processes:
         for process in processes:
             assert process.wait() == 0, process.err
-    starts = [row for row in read_jsonl(folder / "run/events.jsonl") if row["event"] == "start"]
+    starts = events(folder / "run", "start")
     assert [(row["step"], row["processes"]) for row in starts] == [(0, 2), (last, 2)]
     assert steps() == [STEPS - 1, STEPS]
     alone = [*settings(folder), "checkpoint.every=null", f"run.dir={folder / 'alone'}"]

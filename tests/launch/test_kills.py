@@ -8,9 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from cli import PYTHON, committed, launch, losses, started, tiny_config
-
-from portable_fsdp.metrics.sinks import read_jsonl
+from cli import PYTHON, committed, events, launch, losses, started, tiny_config
 
 SETTINGS = ["checkpoint.every=1", "checkpoint.async_save=true", "checkpoint.keep=2", "train.log_every=1"]
 NATIVE_2 = [*PYTHON, "--device=cpu", "--backend=native", "--num_devices=2"]
@@ -40,8 +38,7 @@ def resume_for_two_steps(folder: Path, arguments: list[str], command: list[str] 
     else:
         with started([*command, *arguments], folder) as process:
             assert process.wait() == 0, process.err
-    starts = [row for row in read_jsonl(folder / "run/events.jsonl") if row["event"] == "start"]
-    assert starts[-1]["step"] == last
+    assert events(folder / "run", "start")[-1]["step"] == last
 
 
 def kill_and_go_on(folder: Path, kills: int, seed: int, resume_by: list[str] | None = None) -> None:

@@ -13,11 +13,10 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from cli import PROGRAMS, TINY, Started, committed, free_port, launch, losses, started, tiny_config
+from cli import PROGRAMS, TINY, Started, committed, events, free_port, launch, losses, started, tiny_config
 from shells import ROOT, Shell
 
 from portable_fsdp.checkpoint.format import committed_steps, step_of
-from portable_fsdp.metrics.sinks import read_jsonl
 from portable_fsdp.runtime.tasks import PORTS
 
 pytestmark = pytest.mark.slow
@@ -144,7 +143,7 @@ def test_a_job_of_two_nodes_that_is_stopped_and_goes_on(shell: Shell, tmp_path: 
         os.kill(int((shell.cloud / "batch.pid").read_text()), signal.SIGUSR1)
         assert job.wait() == 0, job.err
     assert committed(tmp_path / "run")[-1] == 40
-    starts = [row for row in read_jsonl(tmp_path / "run/events.jsonl") if row["event"] == "start"]
+    starts = events(tmp_path / "run", "start")
     assert [row["processes"] for row in starts] == [2, 2]
     assert 3 <= starts[1]["step"] < 40, "the second life goes on from the save of the first"
     assert losses(tmp_path / "run")

@@ -5,11 +5,10 @@ import time
 from pathlib import Path
 
 import pytest
-from cli import committed, launch, losses, tiny_config
+from cli import committed, events, launch, losses, tiny_config
 
 from portable_fsdp.checkpoint.format import Manifest
 from portable_fsdp.checkpoint.manager import Checkpoints
-from portable_fsdp.metrics.sinks import read_jsonl
 from portable_fsdp.runtime.errors import CheckpointError, TrainingError
 from portable_fsdp.train.callbacks import StepEnd
 from portable_fsdp.train.decision import Votes
@@ -23,10 +22,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tiny_config(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def events(run: Path, name: str) -> list[dict[str, object]]:
-    return [event for event in read_jsonl(run / "events.jsonl") if event["event"] == name]
 
 
 def test_a_file_asks_for_a_save_now(folder: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli import PYTHON, launch, losses, started, tiny_config
+from cli import PYTHON, events, launch, losses, started, tiny_config
 from in_stores import at, expect_loaded, opened, save
 from plain_backend import PlainBackend, load, small_model, what_is_written
 from servers import fake_gcs, seaweedfs
@@ -22,7 +22,6 @@ from portable_fsdp.backends.base import Rank
 from portable_fsdp.checkpoint import commit, storage
 from portable_fsdp.checkpoint.__main__ import main
 from portable_fsdp.checkpoint.format import committed_steps, step_of
-from portable_fsdp.metrics.sinks import read_jsonl
 
 pytestmark = pytest.mark.slow
 
@@ -117,8 +116,7 @@ def test_a_killed_run_goes_on(url: str, tmp_path: Path, monkeypatch: pytest.Monk
     last = max(steps(url))
     assert last < STEPS
     assert launch(*settings, *saves) == 0
-    begun = [row["step"] for row in read_jsonl(tmp_path / "run/events.jsonl") if row["event"] == "start"]
-    assert begun == [0, last]
+    assert [event["step"] for event in events(tmp_path / "run", "start")] == [0, last]
     assert launch(*settings, "checkpoint.every=null", "run.dir=alone") == 0
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=5e-5)
     assert folders(url) == [f"step-{step:08d}" for step in (STEPS - 1, STEPS)]
