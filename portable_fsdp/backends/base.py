@@ -38,11 +38,12 @@ class Read(Protocol):
 
 
 Batch = dict[str, Tensor]
-"""Named tensors whose dimension 0 is rows of this process's data shard: `input_ids` and `labels` int64 [rows, seq]
-(`labels[r, t]` is the token after `input_ids[r, t]`, or -100), `tokens` float32 [rows] (counted labels of row r, summed
-over all micro batches of the step), and what each process tells all others: `votes` float32 [rows, n], summed over all
-rows of a step, `stop` float32 [rows] in an evaluation. Of rows that hold documents `positions` (a token's place in its
-document) and `segments` (its document's number, from 1; 0: padding) too, int64 [rows, seq]."""
+"""Named tensors whose dimension 0 is rows of this process's data shard.
+
+int64 [rows, seq]: `input_ids`; `labels` (the token after each of `input_ids`, or -100); for rows of documents also
+`positions` (in the document) and `segments` (number of the document from 1; 0: padding). float32 [rows]: `tokens`
+(counted labels of the row over all micro batches of the step); `stop` in an evaluation. float32 [rows, n]: `votes`,
+which the step sums over all rows."""
 
 Metrics = dict[str, Tensor]
 """Named float32 device tensors of no or one dimension, equal on all processes."""
@@ -71,9 +72,9 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorState:
-    """A global tensor. `pieces()` reads those of it that this process holds (perhaps none), further replicas too.
+    """A global tensor. `pieces()` reads those that this process holds, perhaps none, further replicas included.
 
-    On XLA each call copies them from the devices; elsewhere they are the live memory, which the next step changes.
+    On XLA each call copies from the devices; elsewhere the pieces are live memory, which the next step changes.
     """
 
     shape: tuple[int, ...]
@@ -94,11 +95,10 @@ class MemoryStats:
 class ShardPolicy:
     """How a model is laid out over the backend's mesh, and run, in plain values.
 
-    Modules are named by FQN, in the order of definition. A unit stands before the units inside it; what is in none
-    belongs to the root. `layers` are the model's repeated blocks, which are scanned and compiled; those in
-    `recompute` run again in backward, except for the outputs of `save_ops`. `modules` compute in a dtype other than
-    `compute`: what they take is cast to it, and what they give back is cast to `compute` again, save for the head,
-    whose logits stay as they are.
+    FQNs name modules in the order of definition, a unit before the units inside it; the root holds the rest. `layers`
+    are the model's repeated blocks. Modules in `recompute` run again in backward, except for the outputs of `save_ops`.
+    `modules` compute in another dtype than `compute`: their inputs are cast to it, their outputs (but for the head's
+    logits) back.
     """
 
     units: tuple[str, ...]
@@ -133,7 +133,7 @@ class Pending(ABC):
 
 
 class OnDevice(Pending):
-    """Values that stay on the device until they are asked for, a step late."""
+    """Values that stay on the device until a step later."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -145,7 +145,7 @@ class OnDevice(Pending):
 class Backend(Closing):
     """An open engine. Methods marked *collective* are called by all processes in the same order."""
 
-    name: str  # of the engine, for logs and manifests; nothing outside backends/ may branch on it
+    name: str  # of the engine, for logs and manifests; no code outside backends/ branches on it
     device: torch.device
     device_name: str  # as its driver gives it ("NVIDIA H100 80GB HBM3", "TPU v5p", "cpu")
     process: Rank
@@ -201,13 +201,22 @@ class Backend(Closing):
     def fetch(self, metrics: Metrics) -> Pending:
         """Start the copy to the host; the result is read later, so that the device never waits for the host."""
 
-    @abstractmethod
     def agree(self, value: T) -> T:
-        """Process 0's `value` (anything that pickles), on all processes. *collective*"""
+        """Process 0's `value` (anything that pickles), on all processes. *collective*
 
-    @abstractmethod
+        This and `gather` use torch's process group, which a run of one process may lack.
+        """
+        values: list[Any] = [value]
+        if self.process.count > 1:
+            dist.broadcast_object_list(values, src=0)
+        return cast(T, values[0])
+
     def gather(self, value: T) -> list[T]:
         """Every process's `value` (anything that pickles), in their order, on all processes. *collective*"""
+        values: list[Any] = [value] * self.process.count
+        if self.process.count > 1:
+            dist.all_gather_object(values, value)
+        return cast(list[T], values)
 
     @abstractmethod
     def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, TensorState]:
@@ -223,17 +232,17 @@ class Backend(Closing):
         """Overwrite all that `state` names, pulling this process's slices through `read`. No collective."""
 
     @property
-    @abstractmethod
     def compilations(self) -> int:
-        """Programs of the train step and the evaluation compiled so far."""
+        """Programs of the train step and the evaluation compiled so far; none where the engine is eager."""
+        return 0
 
     @property
-    @abstractmethod
     def collectives(self) -> dict[str, Traffic] | None:
-        """all_gather, reduce_scatter, all_reduce, ... -> traffic of one step, counted while the first one ran.
+        """all_gather, reduce_scatter, all_reduce, ... -> traffic of one step, counted during the first one.
 
-        None before it, and where the engine doesn't tell.
+        None before it, and where the engine cannot count.
         """
+        return None
 
     @abstractmethod
     def memory(self) -> MemoryStats | None:
@@ -244,25 +253,25 @@ class Backend(Closing):
 
 
 class ParameterSlot(NamedTuple):
-    """Where a parameter hangs: `module._parameters[leaf]`."""
+    """The place of a parameter: `module._parameters[leaf]`."""
 
     module: nn.Module
     leaf: str
 
 
 def parameter_slots(model: nn.Module) -> dict[str, list[ParameterSlot]]:
-    """First FQN of each parameter -> all places that share it (several where weights are tied)."""
+    """First FQN of each parameter -> all its slots; tied weights have several."""
     first: dict[int, str] = {}
-    places: dict[str, list[ParameterSlot]] = {}
+    slots: dict[str, list[ParameterSlot]] = {}
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
         owner, _, leaf = fqn.rpartition(".")
         name = first.setdefault(id(parameter), fqn)
-        places.setdefault(name, []).append(ParameterSlot(model.get_submodule(owner), leaf))
-    return places
+        slots.setdefault(name, []).append(ParameterSlot(model.get_submodule(owner), leaf))
+    return slots
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """FQN -> buffer, of those that a state dict carries."""
+    """FQN -> buffer, of those in the state dict."""
     kept = set(model.state_dict(keep_vars=True))
     return {fqn: buffer for fqn, buffer in model.named_buffers() if fqn in kept}
 
@@ -279,13 +288,14 @@ def checkpoint_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
 
 
 def optimizer_tensors(parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The tensors among the optimizer's state of each parameter, under their keys."""
-    return {
-        state_key(name, fqn): value
-        for fqn, parameter in parameters.items()
-        for name, value in optimizer.state.get(parameter, {}).items()
-        if isinstance(value, Tensor)
-    }
+    """The tensors of the optimizer's state, under their keys."""
+    states = {fqn: tensors_of(optimizer.state.get(parameter, {})) for fqn, parameter in parameters.items()}
+    return {state_key(name, fqn): value for fqn, state in states.items() for name, value in state.items()}
+
+
+def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of an optimizer's state of one parameter."""
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def name_groups(groups: list[dict[str, Any]], parameters: Mapping[str, Tensor]) -> list[dict[str, Any]]:
@@ -296,62 +306,57 @@ def name_groups(groups: list[dict[str, Any]], parameters: Mapping[str, Tensor]) 
 def optimizer_state_twins(
     make: MakeOptimizer, groups: list[dict[str, Any]], parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, dict[str, Tensor]]:
-    """FQN -> state name -> a tensor of the shape and dtype that the optimizer will keep (values mean nothing).
+    """FQN -> state name -> a tensor with the shape and dtype of that state, its values arbitrary.
 
-    It lies on the host if the optimizer keeps that state there (step counts), else on meta.
-
-    Learnt from one step of the same optimizer on meta twins, so that any torch optimizer whose state starts at zero
-    works without a table of ours, and the real one never has to take a step to get its state.
+    It lies on the host if the optimizer keeps that state there (step counts), else on meta. The same optimizer takes a
+    step on meta twins, which works for any torch optimizer whose state starts at zero.
     """
     twins = {fqn: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta")) for fqn, p in parameters.items()}
     for twin in twins.values():
         twin.grad = torch.zeros_like(twin)
     optimizer = make(name_groups(groups, twins), False)
     optimizer.step()
-    return {
-        fqn: {name: value for name, value in optimizer.state[twin].items() if isinstance(value, Tensor)}
-        for fqn, twin in twins.items()
-    }
+    return {fqn: tensors_of(optimizer.state[twin]) for fqn, twin in twins.items()}
 
 
-def broadcast_object(value: T, process: Rank, device: torch.device | None = None) -> T:
-    """Process 0's value on all. `device`: through which it travels; None: the group's own choice."""
-    if process.count == 1:
-        return value
-    box: list[Any] = [value]
-    dist.broadcast_object_list(box, src=0, device=device)
-    return cast(T, box[0])
-
-
-def gather_object(value: T, process: Rank) -> list[T]:
-    """Every process's value, in their order, on all."""
-    if process.count == 1:
-        return [value]
-    boxes: list[Any] = [None] * process.count
-    dist.all_gather_object(boxes, value)
-    return cast(list[T], boxes)
+def zero_optimizer(
+    make: MakeOptimizer,
+    groups: list[dict[str, Any]],
+    parameters: Mapping[str, nn.Parameter],
+    zeros: Callable[[nn.Parameter, Tensor, dict[str, Any]], Tensor],
+    *,
+    compiled: bool,
+) -> torch.optim.Optimizer:
+    """The optimizer with all its state. `zeros(parameter, twin, group)` lays out each tensor of it."""
+    optimizer = make(name_groups(groups, parameters), compiled)
+    group_of = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+    for fqn, state in optimizer_state_twins(make, groups, parameters).items():
+        parameter = parameters[fqn]
+        for name, twin in state.items():
+            optimizer.state[parameter][name] = zeros(parameter, twin, group_of[id(parameter)])
+    return optimizer
 
 
 def process_memory() -> MemoryStats:
-    """Of this process, whose CPU devices share it."""
+    """Memory of this process, which all its CPU devices share."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return MemoryStats(peak, psutil.Process().memory_info().rss, host_memory_bytes())
 
 
 def full_region(shape: Sequence[int]) -> Region:
-    """The slices that name all of a tensor."""
+    """All of a tensor."""
     return tuple(slice(0, size) for size in shape)
 
 
-def shard_slices(shape: Sequence[int], index: int, count: int) -> Region:
-    """What shard `index` of `count` holds of a tensor with at least one dimension: rows of it."""
+def shard_region(shape: Sequence[int], index: int, count: int) -> Region:
+    """The rows that shard `index` of `count` holds of a tensor with at least one dimension."""
     return (rows_of_shard(shape[0], index, count), *full_region(shape[1:]))
 
 
 def rows_of_shard(rows: int, index: int, count: int) -> slice:
     """Rows of dimension 0 that shard `index` of `count` holds: ceil(rows / count) each, the last ones fewer or none.
 
-    The cut of torch.chunk, of FSDP2 and of XLA's tiled shardings alike.
+    torch.chunk, FSDP2 and XLA's tiled shardings cut alike.
     """
     step = -(-rows // count)
     return slice(min(index * step, rows), min((index + 1) * step, rows))

@@ -1,6 +1,4 @@
-"""Which engine runs on which device, chosen without importing an engine that isn't asked for, nor torch where the
-names alone are wrong.
-"""
+"""The table of engines, and the choice of one. Imports no other engine, and no torch where a name is wrong."""
 
 import importlib
 import importlib.util
@@ -27,7 +25,7 @@ ENGINES = {
 
 @cache
 def options_of(engine: str) -> EngineOptions:
-    """What an engine says of itself; imports neither the engine nor torch."""
+    """The declarations of an engine; imports neither the engine nor torch."""
     return cast(EngineOptions, importlib.import_module(ENGINES[engine]).OPTIONS)
 
 
@@ -80,8 +78,8 @@ def open_backend(
 ) -> "Backend":
     """Open an engine, to be used as a context manager.
 
-    `num_devices` is the number of devices to use, where that can be chosen (virtual CPU devices under xla); under
-    torchrun native has one a process. Raises BackendError for what this device or engine can't do with `config`.
+    `num_devices`: for virtual CPU devices under xla; under torchrun native has one a process. Raises BackendError for
+    what this device or engine can't do with `config`.
     """
     device, backend = resolve(device, backend)
     module, _, name = options_of(backend).engine.partition(":")

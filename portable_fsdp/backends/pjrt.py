@@ -1,8 +1,9 @@
-"""What the two engines of torch_xla share: the environment, an operation, names of devices, counted programs,
-recomputation.
+"""What both torch_xla engines share: how they open and close, counted programs, recomputation.
 
-torch_xla is imported in functions only, since it reads the environment that `set_environment` sets when it is imported.
+Only functions import torch_xla: at import it reads the environment variables that `set_environment` sets.
 """
+
+# pyright: reportPrivateUsage=false
 
 import logging
 import os
@@ -17,8 +18,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from portable_fsdp.backends.base import Metrics
+from portable_fsdp.backends.base import Backend, MemoryStats, Metrics, OnDevice, Pending, Rank, process_memory
 from portable_fsdp.backends.pjrt_options import libtpu_arguments
+from portable_fsdp.backends.support import require_supported
+from portable_fsdp.config.layout import check_batch, mesh_axes
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import BackendError
 
@@ -40,17 +43,17 @@ def set_environment(device: str) -> None:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
-def lower_triangular_solves() -> None:
-    """Let XLA solve triangular systems in this process: the linear attention of Qwen3-Next and its kin does.
+def _lower_triangular_solves() -> None:
+    """Let XLA solve triangular systems in this process, for linear attention (Qwen3-Next).
 
-    torch_xla 2.9.0 lowers torch.triangular_solve, and not torch.linalg.solve_triangular, which took its place: that
-    would run on the host in each step. Call after torch_xla's import, from any thread, as often as you like.
+    torch_xla 2.9.0 lowers torch.triangular_solve, but would run its successor torch.linalg.solve_triangular on the host
+    in each step. Call after torch_xla's import, from any thread, any number of times.
     """
     with _LOWERING:
         _lowered()
 
 
-@cache  # which keeps the library: what it says ends with it
+@cache  # which keeps the library: its implementation ends with it
 def _lowered() -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")
     library.impl("linalg_solve_triangular", _solve_triangular, "XLA")
@@ -64,7 +67,41 @@ def _solve_triangular(a: Tensor, b: Tensor, *, upper: bool, left: bool = True, u
     return torch.triangular_solve(b, a, upper=upper, unitriangular=unitriangular).solution
 
 
-def tpu_name() -> str:
+class PjrtBackend(Backend):
+    """An engine of torch_xla. Its constructor counts devices, then calls `_open`."""
+
+    def _open(self, device: str, config: Config, rank: Rank, count: int, hosts: int) -> None:
+        """Check `config` on `count` devices of `hosts` hosts, and set all that both engines set alike."""
+        import torch_xla
+
+        self._xla: Any = torch_xla
+        self._bridge: Any = cast(Any, torch_xla)._XLAC
+        require_supported(config, engine=self.name, device=device, devices=count, hosts=hosts)
+        self.device_name = _tpu_name() if device == "tpu" else device
+        self.process = self.data_shard = rank
+        self.data_parallel_size = count
+        self.axes = mesh_axes(config, count, hosts)
+        self._accumulation = check_batch(config, count)
+        # The step, or a micro batch and the update; and the evaluation, if the run has one.
+        self.expected_compilations = 1 + (self._accumulation > 1) + (config.train.eval_every is not None)
+        _lower_triangular_solves()
+        self._matmul_before = self._bridge._xla_get_mat_mul_precision()
+        self._bridge._xla_set_mat_mul_precision(config.precision.matmul)
+
+    def close(self) -> None:
+        self._bridge._xla_set_mat_mul_precision(self._matmul_before)
+
+    def fetch(self, metrics: Metrics) -> Pending:
+        return OnDevice(metrics)
+
+    def _memory_of(self, device: str) -> MemoryStats:
+        if os.environ["PJRT_DEVICE"] == "CPU":
+            return process_memory()
+        used = self._bridge._xla_memory_info(device)
+        return MemoryStats(int(used["peak_bytes_used"]), int(used["bytes_used"]), int(used["bytes_limit"]))
+
+
+def _tpu_name() -> str:
     """The chip's name as PJRT writes it (TPU v5p, TPU v5 lite); an unknown one keeps MFU unknown."""
     from torch_xla._internal import tpu
 
@@ -72,9 +109,13 @@ def tpu_name() -> str:
     return f"TPU {kind.replace('litepod', ' lite')}"
 
 
-def expected_programs(config: Config, accumulation: int) -> int:
-    """The step, or a micro batch and the update; and the evaluation, where the run has one."""
-    return (1 if accumulation == 1 else 2) + (config.train.eval_every is not None)
+def require_devices(engine: str, device: str, num_devices: int | None, count: int, on_cpu: str) -> None:
+    """Raise BackendError unless `num_devices` (None: any) is the run's `count`. `on_cpu`: what to do there."""
+    if num_devices is not None and num_devices != count:
+        way = "Leave --num_devices out: all chips of the slice take part." if device == "tpu" else on_cpu
+        raise BackendError(
+            f"backend {engine} on {device}: expected --num_devices={num_devices} devices, found {count}.\n  {way}"
+        )
 
 
 class Programs:
@@ -87,29 +128,28 @@ class Programs:
     def compile(self, fn: Callable[..., Metrics], name: str) -> Callable[..., Metrics]:
         import torch_xla
 
-        seen = 0
+        compiled = 0
 
         def step(*args: Any) -> Metrics:
-            nonlocal seen
-            before, fallen = _compile_count(), _fallen_back()
+            nonlocal compiled
+            before, on_host_before = _compile_count(), _operations_on_host()
             try:
                 with cast(Any, torch_xla).compile(name=name, full_graph=True):
                     out = fn(*args)
             except RuntimeError as error:
                 if "Unexpected execution" not in str(error):
                     raise
-                raise _not_one_program(self._engine, name, error, sorted(_fallen_back() - fallen)) from error
+                raise _not_one_program(self._engine, name, error, _operations_on_host() - on_host_before) from error
             new = _compile_count() - before
             self.compilations += new
-            seen += new
-            if new and seen > 1:
+            compiled += new
+            if new and compiled > 1:
                 log.warning(
-                    "backend %s: program %r was compiled %d times, expected once. Shapes of its inputs now: %s. A "
-                    "shape or a Python number that changes with the step does that; XLA_SAVE_TENSORS_FILE=FILE shows "
-                    "the programs.",
+                    "backend %s: program %r was compiled %d times, expected once. Shapes of its inputs now: %s. Cause: "
+                    "a shape or a Python number that changes with the step; XLA_SAVE_TENSORS_FILE=FILE shows programs.",
                     self._engine,
                     name,
-                    seen,
+                    compiled,
                     [_shapes(argument) for argument in args],
                 )
             return out
@@ -124,28 +164,24 @@ def _compile_count() -> int:
     return int(data[0]) if data else 0
 
 
-def _fallen_back() -> set[str]:
-    """Operations that torch_xla has run on the host so far in this process, which it counts under their own names."""
+def _operations_on_host() -> set[str]:
+    """Operations that torch_xla has run on the host so far in this process."""
     import torch_xla.debug.metrics as counters
 
-    names: list[str] = cast(Any, counters).counter_names()
-    return {name for name in names if name.startswith("aten::")}
+    return {name for name in cast(Any, counters).counter_names() if name.startswith("aten::")}
 
 
-def _not_one_program(engine: str, name: str, error: RuntimeError, fallen: list[str]) -> BackendError:
-    """`error`: torch_xla's, of a function that must run what it has traced before it can be traced to its end."""
+def _not_one_program(engine: str, name: str, error: RuntimeError, on_host: set[str]) -> BackendError:
+    """`error`: torch_xla's, for a function that must run what it has traced before its end can be traced."""
     inside = Path(torch.__file__).parent.parent
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_torchs(frame.filename)]
+    torchs = ("/site-packages/torch/", "/site-packages/torch_xla/")
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(part in f.filename for part in torchs)]
     where = f"{frames[-1].filename.removeprefix(f'{inside}/')}:{frames[-1].lineno}: {frames[-1].line}"
-    what = f"{', '.join(fallen)} run on the host" if fallen else "a value read on the host"
+    what = f"{', '.join(sorted(on_host))} run on the host" if on_host else "a value read on the host"
     return BackendError(
         f"backend {engine}: program {name!r}: expected operations that XLA compiles, found {what} in\n  {where}\n"
-        "  In each step all devices would wait for it. Train this model with --backend=native. Nothing was trained."
+        "  In each step all devices would wait for it. Train this model with --backend=native."
     )
-
-
-def _is_torchs(file: str) -> bool:
-    return any(f"/site-packages/{package}/" in file for package in ("torch", "torch_xla"))
 
 
 def _shapes(argument: Any) -> Any:
@@ -161,10 +197,9 @@ def _nothing_around(_: list[Tensor]) -> AbstractContextManager[None]:
 def recomputed(
     forward: Forward, trains: bool, again: Callable[[list[Tensor]], AbstractContextManager[None]] = _nothing_around
 ) -> Forward:
-    """`forward` by torch_xla's own gradient checkpointing: XLA would merge what torch's recomputes with the first run.
+    """`forward` under torch_xla's gradient checkpointing; XLA would merge torch's second run with the first.
 
-    `trains`: the module has weights that want gradients. `again` is entered, with the floats among the inputs, around
-    the second run.
+    `trains`: the module has weights that want gradients. The second run happens inside `again(float inputs)`.
     """
     from torch_xla.utils.checkpoint import checkpoint
 
@@ -181,12 +216,12 @@ def recomputed(
             with again([value for value in values if is_float(value)]):
                 return forward(*args_, **kwargs_)
 
-        return checkpoint(positional, *_one_with_gradient(values), use_reentrant=True, preserve_rng_state=False)
+        return checkpoint(positional, *_with_gradient(values), use_reentrant=True, preserve_rng_state=False)
 
     return run
 
 
-def _one_with_gradient(values: list[Any]) -> list[Any]:
+def _with_gradient(values: list[Any]) -> list[Any]:
     """Reentrant checkpointing silently drops weight gradients where no input wants one (after a frozen embedding)."""
     if any(map(wants_gradient, values)):
         return values

@@ -5,37 +5,36 @@ Imports neither torch nor torch_xla: plans use the compiler options without them
 
 from collections.abc import Mapping
 
-from portable_fsdp.backends.options import Package
-from portable_fsdp.config.rules import Effect, Rule
+from portable_fsdp.backends.options import Package, Refused
+from portable_fsdp.config.rules import Rule
 
 RULES = (
-    Rule(
+    Refused(
         "model.attention",
         "on XLA",
-        lambda c, p: c.model.attention in ("sdpa", "eager"),
         "transformers then reads a mask on the host in every step, which is a second program and a wait",
-        ("model.attention=auto", "--backend=native"),
+        "--backend=native",
+        when=lambda c, p: c.model.attention in ("sdpa", "eager"),
     ),
-    Rule(
+    Refused(
         "model.attention",
         "on XLA",
-        lambda c, p: c.model.attention == "flex",
         "torch has no kernel of flex_attention for it",
-        ("model.attention=auto", "--backend=native"),
+        "--backend=native",
+        when=lambda c, p: c.model.attention == "flex",
     ),
-    Rule(
+    Refused(
         "model.experts",
         "on XLA",
-        lambda c, p: c.model.experts == "grouped_mm",
         "it sorts tokens by expert: shapes that are known only while the step runs, and XLA compiles before",
-        ("model.experts=auto", "--backend=native"),
+        "--backend=native",
+        when=lambda c, p: c.model.experts == "grouped_mm",
     ),
-    Rule(
+    Refused(
         "sharding.reshard_after_forward",
         "on XLA",
-        lambda c, p: c.sharding.reshard_after_forward is not None,
         "weights are sharded over all devices of a replica, or gathered, and nothing between",
-        ("sharding.reshard_after_forward=null", "--backend=native"),
+        "--backend=native",
     ),
     Rule(
         "memory.save_ops",
@@ -44,38 +43,29 @@ RULES = (
         "torch_xla's checkpoint recomputes all of a layer",
         ("memory.save_ops=[] and memory.gradient_checkpointing=full and memory.every=null", "--backend=native"),
     ),
-    Rule(
+    Refused(
         "memory.cpu_offload",
         "on XLA",
-        lambda c, p: c.memory.cpu_offload,
         "torch_xla keeps parameters and optimizer state in device memory",
-        ("memory.cpu_offload=false", "--backend=native"),
+        "--backend=native",
     ),
 )
 
-EFFECTS = (
-    Effect(
-        ("run.peer_timeout_s",),
-        "PJRT finds a lost process by its own timeouts, gloo after 30 minutes",
-        "delegated",
+EFFECTS = {
+    "data.packing=documents": (
+        "the same rows on every engine; layers compare the documents' numbers, which keeps documents apart"
     ),
-    Effect(
-        ("data.packing=documents",),
-        "the same rows on every engine; layers compare the documents' numbers, which keeps documents apart",
-    ),
-    Effect(
-        ("sharding.forward_prefetch", "sharding.backward_prefetch", "sharding.backward_prefetch_units"),
-        "XLA's scheduler decides when a gather starts",
-        "delegated",
-    ),
-    Effect(("precision.matmul",), "XLA's matmul precision, while the backend is open"),
-    Effect(
-        ("memory.gradient_checkpointing=full", "memory.gradient_checkpointing=selective", "memory.every"),
-        "torch_xla's checkpoint around a layer's forward; XLA would undo torch's",
-    ),
-    Effect(("memory.save_ops=[]",), "all of a recomputed layer is recomputed"),
-    Effect(("compile.enabled", "compile.backend"), "XLA compiles the whole step in any case", "delegated"),
-)
+    "precision.matmul": "XLA's matmul precision, while the backend is open",
+    "memory.gradient_checkpointing=full|selective": "torch_xla's checkpoint around a layer's forward",
+    "memory.every": "torch_xla's checkpoint around a layer's forward",
+    "memory.save_ops=[]": "all of a recomputed layer is recomputed",
+}
+
+DELEGATED = {
+    "run.peer_timeout_s": "PJRT finds a lost process by its own timeouts, gloo after 30 minutes",
+    "sharding.forward_prefetch|backward_prefetch|backward_prefetch_units": "XLA's scheduler starts gathers",
+    "compile.enabled|backend": "XLA compiles the whole step in any case",
+}
 
 PACKAGES = {
     device: Package("torch_xla", f"In a checkout of portable_fsdp: pip install '.[{extra}]'")

@@ -7,7 +7,7 @@ the loop turns. XLA's own cost analysis counts a loop's body once.
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from graphlib import TopologicalSorter
@@ -70,44 +70,43 @@ def collectives_by_dtype(hlo_text: str, devices: int) -> dict[str, Moved]:
 def matmul_flops(hlo_text: str) -> dict[str, int]:
     """Dtypes of the two factors (`bf16 x bf16`) -> floating point operations of one run, on one device.
 
-    2 x elements of the result x elements that are summed, over `dot` (CPU) and `convolution` (what the TPU compiler
-    makes of every dot). Not counted: products inside kernels of their own (flash attention).
+    2 x elements of the result x elements that are summed, over `dot` (CPU) and `convolution` (the TPU compiler's form
+    of every dot). Products inside custom kernels (flash attention) are not counted.
     """
     computations, runs = _read(hlo_text)
-    found: Counter[str] = Counter()
+    flops: Counter[str] = Counter()
     for name, lines in computations.items():
-        for dtypes, flops in _products(lines):
-            found[dtypes] += runs[name] * flops
-    return dict(found)
+        for dtypes, count in _products(lines):
+            flops[dtypes] += runs[name] * count
+    return dict(flops)
 
 
 def flash_attention_flops(hlo_text: str) -> dict[str, int]:
     """Dtype -> floating point operations of the products inside torch_xla's flash attention kernels, on one device.
 
     A product over rows of T tokens, H heads of D is 2 T T D H, of which the causal mask leaves half. Forward has two
-    (scores, values); backward has two kernels, which both compute the scores again: for queries three, for keys and
-    values four. They are told apart by what they take and give. The blocks on the diagonal, computed whole, count half.
+    (scores, values). Backward has two kernels that both compute the scores again: three products for queries, four for
+    keys and values. Operands and results tell them apart. The blocks on the diagonal, computed whole, count half.
     """
     computations, runs = _read(hlo_text)
-    found: Counter[str] = Counter()
+    flops: Counter[str] = Counter()
     for name, lines in computations.items():
-        for line in lines:
-            call = _KERNEL.match(line)
-            shapes = _shapes(call["type"]) if call else []
-            if call is None or not shapes or len(shapes[0][1]) != 4:
+        for call in filter(None, map(_KERNEL.match, lines)):
+            shapes = _shapes(call["type"])
+            if not shapes or len(shapes[0][1]) != 4:
                 continue
             (dtype, (rows, heads, tokens, width)), is_forward = shapes[0], call["operands"].count("%") <= 5
             products = 2 if is_forward else 3 if len(shapes) == 1 else 4
-            found[dtype] += runs[name] * products * rows * heads * tokens * tokens * width
-    return dict(found)
+            flops[dtype] += runs[name] * products * rows * heads * tokens * tokens * width
+    return dict(flops)
 
 
 def host_transfers(hlo_text: str) -> list[str]:
-    """Instructions with which a program waits for its host or gives it something: infeeds, outfeeds, callbacks.
+    """Instructions that exchange data with the host: infeeds, outfeeds, callbacks.
 
-    What one slice of TPUs sends to another goes over the hosts too, and is no such transfer: see `between_slices`.
+    Traffic between TPU slices crosses hosts too, but is no such transfer: see `between_slices`.
     """
-    found: list[str] = []
+    transfers: list[str] = []
     for name, operation, rest in re.findall(
         r"^\s*(?:ROOT )?%?([\w.\-]+) = .*? (infeed|outfeed|send|recv|custom-call)\((.*)", hlo_text, re.MULTILINE
     ):
@@ -115,19 +114,19 @@ def host_transfers(hlo_text: str) -> list[str]:
         calls_back = target is not None and re.search("callback|host", target.group(1), re.IGNORECASE)
         sends = operation in ("send", "recv") and _MEGASCALE not in rest
         if calls_back or sends or operation in ("infeed", "outfeed"):
-            found.append(name)
-    return found
+            transfers.append(name)
+    return transfers
 
 
 def between_slices(hlo_text: str, slices: int) -> dict[str, Moved]:
     """As `collectives_by_dtype`, of what devices of several TPU slices exchange over the network.
 
-    There the compiler splits a collective: a part within the slice, which is a collective of the program, and a
-    `send` to the runtime, which does the rest over the network. Sent is what a ring of `slices` would need.
+    The compiler splits such a collective: a collective of the program within the slice, and a `send` to the runtime,
+    which does the rest over the network. `sent` is that of a ring of `slices`.
     """
     computations, runs = _read(hlo_text)
     share = {"all_gather": slices - 1, "all_reduce": 2 * (slices - 1) / slices, "one_to_one": 1}
-    found: list[tuple[str, Moved]] = []
+    moves: list[tuple[str, Moved]] = []
     for name, lines in computations.items():
         for line in lines:
             match = re.match(r"\s*%?[\w.\-]+ = \((.*?)\) send\(", line)
@@ -138,8 +137,8 @@ def between_slices(hlo_text: str, slices: int) -> dict[str, Moved]:
             (dtype, shape), *_ = _shapes(match.group(1))
             size = runs[name] * _ITEM_BYTES[dtype] * math.prod(shape)
             sent = round(size * share.get(kind, (slices - 1) / slices))
-            found.append((f"{kind} {dtype}", Moved(runs[name], size * slices if kind == "all_gather" else size, sent)))
-    return _summed(iter(found))
+            moves.append((f"{kind} {dtype}", Moved(runs[name], size * slices if kind == "all_gather" else size, sent)))
+    return _summed(iter(moves))
 
 
 def aliased_parameters(hlo_text: str) -> set[int]:
@@ -162,19 +161,19 @@ def _read(hlo_text: str) -> tuple[Computations, Counter[str]]:
 
 def read_computations(hlo_text: str) -> Computations:
     """The computations of a module; raises ValueError for a text that has no entry."""
-    found: Computations = {}
+    computations: Computations = {}
     lines: list[str] | None = None
     for line in hlo_text.splitlines():
         start = re.match(r"(ENTRY )?%?([\w.\-]+) ", line) if line.endswith("{") else None
         if start and not line.startswith("HloModule"):
-            lines = found[ENTRY if start.group(1) else start.group(2)] = []
+            lines = computations[ENTRY if start.group(1) else start.group(2)] = []
         elif line.startswith("}"):
             lines = None
         elif lines is not None:
             lines.append(line)
-    if ENTRY not in found:
+    if ENTRY not in computations:
         raise ValueError(f"expected the text of an HLO module with an ENTRY, found {hlo_text[:80]!r}")
-    return found
+    return computations
 
 
 def times_run(computations: Computations) -> Counter[str]:
@@ -189,24 +188,22 @@ def times_run(computations: Computations) -> Counter[str]:
 
 
 def _calls(lines: list[str], computations: Computations) -> list[tuple[str, int]]:
-    """What the instructions call, and how often in one run of them."""
+    """The computations that the instructions call, and how often in one run of them."""
     return [
-        (callee, turns)
+        (callee, _trip_count(line, computations) if " while(" in line else 1)
         for line in lines
-        if (named := _CALLEES.findall(line))
-        for turns in [_trip_count(line, computations) if " while(" in line else 1]
-        for callee in _names(named)
+        for callee in _callees(line)
     ]
 
 
-def _names(found: Iterable[str]) -> Iterator[str]:
-    """`%name`, or `{%name, %other}`."""
-    for named in found:
-        yield from (name.strip().lstrip("%") for name in named.strip("{}").split(","))
+def _callees(line: str) -> Iterator[str]:
+    """Of `calls=%name`, or `calls={%name, %other}`."""
+    for names in _CALLEES.findall(line):
+        yield from (name.strip().lstrip("%") for name in names.strip("{}").split(","))
 
 
 def _trip_count(line: str, computations: Computations) -> int:
-    """What the compiler wrote down; else the bound in the loop's condition (the TPU compiler writes nothing down)."""
+    """The count that the compiler noted; the TPU compiler notes none, so else the bound in the loop's condition."""
     known = re.search(r'known_trip_count\D*"?(\d+)', line)
     if known:
         return int(known.group(1))
@@ -216,7 +213,7 @@ def _trip_count(line: str, computations: Computations) -> int:
     while todo:
         for inner in computations.get(todo.pop(), []):
             bounds += [int(number) for number in re.findall(r"= [su]32\[\]\S* constant\((\d+)\)", inner)]
-            todo += _names(_CALLEES.findall(inner))
+            todo += _callees(inner)
     return max(bounds, default=1)
 
 
@@ -224,10 +221,10 @@ def _trip_count(line: str, computations: Computations) -> int:
 
 
 def _summed(moves: Iterator[tuple[str, Moved]]) -> dict[str, Moved]:
-    found: defaultdict[str, Moved] = defaultdict(Moved)
+    totals: defaultdict[str, Moved] = defaultdict(Moved)
     for key, moved in moves:
-        found[key] += moved
-    return dict(sorted(found.items()))
+        totals[key] += moved
+    return dict(sorted(totals.items()))
 
 
 def _moves(hlo_text: str, devices: int) -> Iterator[tuple[str, str, Moved]]:
@@ -288,8 +285,8 @@ def _sent(kind: str, full: int, members: int) -> int:
 
 def _shapes(type_text: str) -> list[tuple[str, list[int]]]:
     """Dtype and shape of each array in a type, tuples taken apart; layouts and tokens left out."""
-    found = re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", type_text)
-    return [(dtype, [int(size) for size in sizes.split(",") if size]) for dtype, sizes in found if dtype in _ITEM_BYTES]
+    parts = re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", type_text)
+    return [(dtype, [int(size) for size in sizes.split(",") if size]) for dtype, sizes in parts if dtype in _ITEM_BYTES]
 
 
 def _products(lines: list[str]) -> Iterator[tuple[str, int]]:

@@ -7,10 +7,10 @@ from typing import TypedDict
 
 
 class ProcessLoads(TypedDict):
-    """How evenly a run's processes are loaded, as each saw it when it began this step; by process index.
+    """How evenly the processes are loaded, as each saw it at the start of this step; by process index.
 
-    A step ends for all when its slowest process ends, so in `seconds` a straggler shows only by what it does outside
-    collectives: its data, its host. An imbalance is the greatest value over the median; 1 is even.
+    All wait for the slowest process of a step, so `seconds` show a straggler only by its work outside collectives (its
+    data, its host). An imbalance is the greatest value over the median; 1 is even.
     """
 
     seconds: list[float | None]  # wall time of the last step that had ended; None in the first
@@ -22,15 +22,11 @@ class ProcessLoads(TypedDict):
 def processes_row(seconds: Sequence[float], memory_bytes: Sequence[float]) -> ProcessLoads:
     """From one value a process; NaN stands for one that is unknown."""
     return ProcessLoads(
-        seconds=[_known(value) for value in seconds],
-        memory_bytes=[_known(value) for value in memory_bytes],
+        seconds=[value if math.isfinite(value) else None for value in seconds],
+        memory_bytes=[value if math.isfinite(value) else None for value in memory_bytes],
         seconds_imbalance=_imbalance(seconds),
         memory_imbalance=_imbalance(memory_bytes),
     )
-
-
-def _known(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _imbalance(values: Sequence[float]) -> float | None:

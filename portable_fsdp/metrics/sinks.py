@@ -86,9 +86,8 @@ def _cut_torn_line(path: Path) -> None:
         return
     text = path.read_text(encoding="utf-8", errors="replace")
     if text and not text.endswith("\n"):
-        whole, _, tail = text.rpartition("\n")
-        lines = [line for line in (whole, tail if _parse(tail) is not None else "") if line]
-        write_text_atomically(path, "".join(f"{line}\n" for line in lines))
+        lines, newline, tail = text.rpartition("\n")
+        write_text_atomically(path, lines + newline + ("" if _parse(tail) is None else f"{tail}\n"))
 
 
 def _append(path: Path, row: Mapping[str, object]) -> None:

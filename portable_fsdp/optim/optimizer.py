@@ -24,21 +24,20 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """The parameters that train, by what an update does to them; no group is empty.
 
-    A group's `params` are FQNs, in the order of `named_shapes`; `weight_decay` and `lr_share` (its learning rate as a
-    share of the schedule's) are those of the first of `optim.groups` that matches. Where none says: tensors of two or
-    more dimensions decay, embedding tables among them; biases and the weights of norms don't. A tied weight is named by
-    any of its FQNs: `ties` are the further ones, each with the first. `frozen` are those of weights that don't train.
-    Raises ConfigError for a group of `optim.groups` that takes nothing.
+    A group's `params` are FQNs in the order of `named_shapes`. The first of `optim.groups` that matches gives
+    `weight_decay` and `lr_share` (its learning rate as a share of the schedule's). By default tensors of two or more
+    dimensions decay, embedding tables included; biases and norm weights don't. `ties`: further FQN of a tied weight ->
+    its first; any of them may match. `frozen`: FQNs of weights that don't train. Raises ConfigError for a group of
+    `optim.groups` that takes nothing.
     """
     first = {fqn: fqn for fqn in (*named_shapes, *frozen)} | dict(ties or {})
     own = _own_group(first, named_shapes.keys(), optim)
     grouped: dict[tuple[float, float], list[str]] = {}
     for fqn, shape in named_shapes.items():
-        group = own.get(fqn)
-        decay = optim.weight_decay if len(shape) >= 2 else 0.0
-        if group is not None and group.weight_decay is not None:
-            decay = group.weight_decay
-        share = group.lr / optim.lr if group is not None and group.lr is not None else 1.0
+        group = own.get(fqn, OptimGroup(match=fqn))
+        default = optim.weight_decay if len(shape) >= 2 else 0.0
+        decay = default if group.weight_decay is None else group.weight_decay
+        share = 1.0 if group.lr is None else group.lr / optim.lr
         grouped.setdefault((decay, share), []).append(fqn)
     return [{"params": fqns, "weight_decay": decay, "lr_share": share} for (decay, share), fqns in grouped.items()]
 
@@ -48,29 +47,28 @@ def _own_group(first: Mapping[str, str], trained: Collection[str], optim: Optim)
     own: dict[str, OptimGroup] = {}
     for index, group in enumerate(optim.groups):
         key = f"optim.groups[{index}].match"
-        named = {first[fqn]: None for fqn in matching(key, group.match, first)}
-        trains = [fqn for fqn in named if fqn in trained]
+        names = list(dict.fromkeys(first[fqn] for fqn in matching(key, group.match, first)))
+        trains = [fqn for fqn in names if fqn in trained]
         if not trains:
             raise ConfigError(
                 f"{key}: expected a pattern that names parameters which train, found {group.match!r}: all that it "
-                f"names, {', '.join(list(named)[:3])}{', ...' if len(named) > 3 else ''}, is frozen by model.freeze.\n"
-                "  Leave the group out, or freeze less. Nothing was started."
+                f"names, {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}, is frozen by model.freeze.\n"
+                "  Leave the group out, or freeze less."
             )
-        new = [fqn for fqn in trains if fqn not in own]
-        if not new:
+        if own.keys() >= set(trains):
             raise ConfigError(
                 f"{key}: expected a pattern that names parameters which no earlier group has taken, found "
-                f"{group.match!r}.\n  The first group that matches counts: put this one before. Nothing was started."
+                f"{group.match!r}.\n  The first group that matches counts: put this one before."
             )
-        own.update(dict.fromkeys(new, group))
+        own = dict.fromkeys(trains, group) | own
     return own
 
 
 def make_optimizer(optim: Optim) -> Callable[[list[dict[str, Any]], bool], torch.optim.Optimizer]:
-    """The function that makes the config's optimizer from groups of parameters.
+    """`make(groups, compiled)`, which makes the config's optimizer from groups of parameters.
 
-    `compiled` is for engines that compile the step, in which no number may stand that changes with the step: lr is
-    then a float32 tensor, and AdamW the one below. The state of either AdamW has the same names, shapes and dtypes.
+    A compiled step may hold no number that changes with the step: lr is then a float32 tensor, and AdamW the one below.
+    The state of either AdamW has the same names, shapes and dtypes.
     """
 
     def make(groups: list[dict[str, Any]], compiled: bool) -> torch.optim.Optimizer:

@@ -32,14 +32,14 @@ def check_schedule(optim: Optim, total_steps: int) -> None:
     if optim.warmup_steps > total_steps:
         raise ConfigError(
             f"optim.warmup_steps: expected at most {total_steps} (the steps of the run), found {optim.warmup_steps}.\n"
-            "  Lower optim.warmup_steps, or train longer. Nothing was started."
+            "  Lower optim.warmup_steps, or train longer."
         )
     decay = _wsd_decay_steps(optim, total_steps)
     if optim.schedule == "wsd" and optim.warmup_steps + decay > total_steps:
         raise ConfigError(
             f"optim.decay_ratio: expected warmup and decay to fit into {total_steps} steps, found {optim.warmup_steps} "
             f"steps of warmup and {decay} of decay (decay_ratio {optim.decay_ratio}).\n"
-            "  Lower optim.decay_ratio or optim.warmup_steps. Nothing was started."
+            "  Lower optim.decay_ratio or optim.warmup_steps."
         )
 
 

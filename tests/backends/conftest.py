@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from workers import GROUPS, Group, Workers
+from workers import GROUPS, Group, Workers, marked
 
 ROOM = 8 * 2**30
 """Bytes. With less of the machine's memory left, groups that wait are ended before another begins."""
@@ -66,10 +66,6 @@ def run(workers: Callable[[Group], Workers]) -> Callable[..., list[dict[str, Any
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "group" in metafunc.fixturenames:
-        metafunc.parametrize("group", [pytest.param(group, id=str(group), marks=_marks(group)) for group in GROUPS])
-
-
-def _marks(group: Group) -> list[pytest.MarkDecorator]:
-    marks = [pytest.mark.xla] if group.engine.needs_xla else []
-    return marks if group.devices in group.engine.in_suite else [*marks, pytest.mark.proof]
+    names = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    if "group" in metafunc.fixturenames and not any("group" in name for name in names):
+        metafunc.parametrize("group", [marked(group) for group in GROUPS])

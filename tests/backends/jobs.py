@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from portable_fsdp.backends.base import Backend, Pending, TensorState, parameter_slots
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.backends.support import verdicts
-from portable_fsdp.checkpoint.manager import Checkpoints
+from portable_fsdp.checkpoint.manager import Checkpoints, Resumed
 from portable_fsdp.config import schema
 from portable_fsdp.config.rules import Deployment
 from portable_fsdp.config.schema import Config
@@ -166,8 +166,8 @@ def losses_of_documents(case: Case) -> dict[str, Any]:
                 is_its = batch["segments"][row] == number
                 labels[row, is_its] = batch["labels"][row, is_its]
                 shard = {name: tensor[own] for name, tensor in {**batch, "labels": labels}.items()}
-                told = {"tokens": (shard["labels"] != -100).sum(dim=1).float(), **run.votes(rows, 0.0)}
-                losses.append(_numbers(backend.fetch(run.step([backend.place({**shard, **told})], 0.0)))["loss"])
+                counted = {"tokens": (shard["labels"] != -100).sum(dim=1).float(), **run.votes(rows, 0.0)}
+                losses.append(_numbers(backend.fetch(run.step([backend.place({**shard, **counted})], 0.0)))["loss"])
         return {
             "documents": losses,
             "metrics": run.train(1, case.steps),
@@ -182,16 +182,23 @@ def _checkpoints(folder: str, run: Run, settings: schema.Checkpoint | None = Non
     return Checkpoints(folder, run.backend, config=config, model_config=run.architecture, settings=settings)
 
 
+def _load(checkpoints: Checkpoints, run: Run) -> tuple[Path, Resumed]:
+    """The newest whole checkpoint, and what was resumed from it."""
+    checkpoint = checkpoints.find("auto")
+    assert checkpoint is not None
+    return checkpoint.path, checkpoints.load(checkpoint, run.model, run.optimizer)
+
+
 def write(case: Case, folder: str, at: int) -> dict[str, Any]:
     """Train to step `at`, save, and go on to the end."""
     backend, config = open_case(case)
     with backend:
         run = Run(backend, config)
         checkpoints, before = _checkpoints(folder, run), backend.compilations
-        told = run.train(1, at)
+        first = run.train(1, at)
         checkpoints.save(at, run.model, run.optimizer, (0, at * GLOBAL_BATCH))
         return {
-            "before": told,
+            "before": first,
             "state": run.state(),
             "metrics": run.train(at + 1, case.steps),
             "compilations": backend.compilations - before,
@@ -206,16 +213,9 @@ def read(case: Case, folders: dict[str, str], at: int) -> dict[str, Any]:
     with backend:
         run = Run(backend, config)
         for writer, folder in folders.items():
-            checkpoints = _checkpoints(folder, run)
-            found = checkpoints.find("auto")
-            assert found is not None
-            resumed = checkpoints.load(found, run.model, run.optimizer)
+            _, resumed = _load(_checkpoints(folder, run), run)
             state = run.state()
-            out[writer] = {
-                "state": state,
-                "position": resumed.position,
-                "metrics": run.train(at + 1, case.steps),
-            }
+            out[writer] = {"state": state, "position": resumed.position, "metrics": run.train(at + 1, case.steps)}
         out["compilations"] = backend.compilations
     return out
 
@@ -242,18 +242,16 @@ def save_by_instants(case: Case, folder: str, kept: str) -> dict[str, Any]:
 def resume_each(case: Case, folders: list[str], expected: dict[int, dict[str, torch.Tensor]]) -> list[dict[str, Any]]:
     """From each folder: what is found and loaded, as this process holds it; then the next step is saved there."""
     backend, config = open_case(case)
-    found: list[dict[str, Any]] = []
+    answers: list[dict[str, Any]] = []
     with backend:
         run = Run(backend, config)
         for folder in folders:
             checkpoints = _checkpoints(folder, run, schema.Checkpoint(keep=1))
-            whole = checkpoints.find("auto")
-            assert whole is not None, folder
-            resumed = checkpoints.load(whole, run.model, run.optimizer)
+            _, resumed = _load(checkpoints, run)
             differ = _differences(run.state(), expected[resumed.step])
-            found.append({"step": resumed.step, "position": resumed.position, "differ": differ})
+            answers.append({"step": resumed.step, "position": resumed.position, "differ": differ})
             checkpoints.save(3, run.model, run.optimizer, (0, 3 * GLOBAL_BATCH))
-    return found
+    return answers
 
 
 def _differences(state: Pieces, expected: dict[str, torch.Tensor]) -> list[str]:
@@ -286,13 +284,11 @@ def save_unequal_replicas(case: Case, folder: str, key: str, settings: dict[str,
             checkpoints.wait()
         except CheckpointError as error:
             message, left = str(error), sorted(path.name for path in Path(folder).iterdir())
-        found = checkpoints.find("auto")
-        assert found is not None
-        checkpoints.load(found, run.model, run.optimizer)
+        path, _ = _load(checkpoints, run)
         run.train(2, 3)
         checkpoints.save(3, run.model, run.optimizer, (0, 3 * GLOBAL_BATCH))
         checkpoints.wait()
-        return {"message": message, "left": left, "found": found.path.name}
+        return {"message": message, "left": left, "resumed_from": path.name}
 
 
 def change_a_replica(backend: Backend, model: torch.nn.Module, key: str) -> None:
@@ -337,10 +333,8 @@ def memory_of_a_load(case: Case, folder: str) -> dict[str, int]:
         before = anonymous()
         run = Run(backend, config)
         checkpoints = _checkpoints(folder, run)
-        found = checkpoints.find("auto")
-        assert found is not None
         with Peak() as loading:
-            checkpoints.load(found, run.model, run.optimizer)
+            _load(checkpoints, run)
         state = backend.state(run.model, run.optimizer)
         return {
             "before": loading.before - before,
@@ -357,58 +351,45 @@ def agree_and_sum() -> dict[str, Any]:
         agreed = backend.agree({"from": backend.process.index, "list": [1, 2]})
         gathered = backend.gather("x" * backend.process.index)
         require_same(backend, {"data": "a"})
-        refused = ""
+        message = ""
         try:
             require_same(backend, {"data": "a", "model.pretrained": f"c{backend.process.index}"})
         except ConfigError as error:
-            refused = str(error).partition(".\n")[0]
+            message = str(error).partition(".\n")[0]
         rows = torch.arange(GLOBAL_BATCH // backend.data_shard.count).float() + 100 * backend.data_shard.index
         placed = backend.place({"rows": rows})["rows"]
         add = backend.compile(lambda rows: {"total": backend.sum(rows.sum())}, "total")
         total = backend.fetch(add(placed)).result()["total"].item()
         shard = (backend.data_shard.index, backend.data_shard.count)
-        return {"agreed": agreed, "gathered": gathered, "refused": refused, "total": total, "shard": shard}
+        return {"agreed": agreed, "gathered": gathered, "refused": message, "total": total, "shard": shard}
 
 
 def host_reads(case: Case) -> dict[str, int]:
     """How often a step after the first reads a tensor on the host (aten::_local_scalar_dense)."""
     backend, config = open_case(case)
     with backend:
-        run = Run(backend, config)
+        run, rows = Run(backend, config), GLOBAL_BATCH // backend.data_shard.count
         run.train(1, 1)
-        batch = backend.place(
-            {
-                **CaseRows().rows(torch.arange(GLOBAL_BATCH // backend.data_shard.count).numpy()),
-                "tokens": torch.ones(GLOBAL_BATCH // backend.data_shard.count),
-                **run.votes(GLOBAL_BATCH // backend.data_shard.count, 0.0),
-            }
-        )
-        with Reads() as reads:
-            metrics = run.step([batch], 1e-3)
+        batch = {**CaseRows().rows(np.arange(rows)), "tokens": torch.ones(rows), **run.votes(rows, 0.0)}
+        placed = backend.place(batch)
+        with Operators() as step:
+            metrics = run.step([placed], 1e-3)
         backend.fetch(metrics).result()
-        return {"reads": reads.count}
+        return {"reads": step.reads}
 
 
-class Reads(TorchDispatchMode):
-    """Counts how often a tensor is read on the host."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
-class Sent(TorchDispatchMode):
-    """Names the collectives that run inside it."""
+class Operators(TorchDispatchMode):
+    """Of what runs inside it: how often a tensor is read on the host, and the names of the collectives."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.names: list[str] = []
+        self.reads = 0
+        self.collectives: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.reads += func is torch.ops.aten._local_scalar_dense.default
         if func.namespace == "c10d":
-            self.names.append(func.name())
+            self.collectives.append(func.name())
         return func(*args, **(kwargs or {}))
 
 
@@ -426,7 +407,7 @@ def evaluated(case: Case, rows: int, early: bool) -> dict[str, Any]:
         at = run.state()
         sent = _three_more(run, metrics)
         evaluator()
-        told = {
+        answer = {
             "untrained": untrained,
             "evaluation": evaluation,
             "at": at,
@@ -437,21 +418,21 @@ def evaluated(case: Case, rows: int, early: bool) -> dict[str, Any]:
             "expected_compilations": backend.expected_compilations,
             "final": run.state(),
         }
-        with Reads() as reads:
+        with Operators() as last:
             evaluator()
         plain = Run(backend, config)
         metrics = plain.train(1, 2)
         at = plain.state()
         sent = _three_more(plain, metrics)
         without = {"at": at, "metrics": metrics, "sent": sent, "final": plain.state()}
-        return {**told, "reads": reads.count, "plain": without}
+        return {**answer, "reads": last.reads, "plain": without}
 
 
 def _three_more(run: Run, metrics: list[dict[str, float]]) -> list[str]:
     """The collectives on the wire. Where XLA makes them nobody looks: under a mode of torch's it is another program."""
-    with nullcontext() if run.backend.expected_compilations else Sent() as sent:
+    with nullcontext() if run.backend.expected_compilations else Operators() as operators:
         metrics += run.train(3, 5)
-    return sent.names if sent else []
+    return operators.collectives if operators else []
 
 
 def is_refused(case: Case) -> bool:
@@ -461,14 +442,9 @@ def is_refused(case: Case) -> bool:
     return any(verdict.kind == "refused" for verdict in verdicts(case.config(devices), place))
 
 
-def refused(case: Case) -> None:
-    """Open only; a refusal is the JobFailed that the test expects."""
-    backend, _ = open_case(case)
-    backend.close()
-
-
-def built(case: Case) -> None:
-    """Open and lay out, and no more; a refusal is the JobFailed that the test expects."""
+def opened(case: Case, *, build: bool = False) -> None:
+    """Open, perhaps lay out, and no more; a refusal is the JobFailed that the test expects."""
     backend, config = open_case(case)
     with backend:
-        build_training(config, backend, vocabulary=256)
+        if build:
+            build_training(config, backend, vocabulary=256)

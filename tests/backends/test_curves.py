@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from assemble import assemble
-from cases import Case
+from cases import GLOBAL_BATCH, Case
 from reference import reference
 from workers import Group, Workers
 
@@ -25,9 +25,9 @@ def assert_equal_curves(answers: list[dict[str, Any]], case: Case, bound: float 
     for answer in answers:
         losses = [metrics["loss"] for metrics in answer["metrics"]]
         assert len(losses) == case.steps
-        for step, (found, expected) in enumerate(zip(losses, truth.losses, strict=True), start=1):
+        for step, (loss, expected) in enumerate(zip(losses, truth.losses, strict=True), start=1):
             limit = bound or (FP32_20_STEPS if step <= 20 else FP32_50_STEPS)
-            assert abs(found - expected) <= limit * expected, f"step {step}: {found} against {expected}"
+            assert abs(loss - expected) <= limit * expected, f"step {step}: {loss} against {expected}"
         if bound is None:
             for step, (metrics, norm) in enumerate(zip(answer["metrics"], truth.grad_norms, strict=True), start=1):
                 # A gradient is less steady than a loss: OPT's ReLUs turn rounding into 3e-3 of its norm by step 50.
@@ -52,15 +52,16 @@ def test_bf16_equals_fp32_within_rounding(group: Group, run: Run) -> None:
     case = Case(compute="bfloat16")
     answers = run(group, case)
     assert_equal_curves(answers, case, BF16_20_STEPS)
-    losses = [metrics["loss"] for metrics in answers[0]["metrics"]]
-    assert losses != [metrics["loss"] for metrics in run(group, replace(case, compute="float32"))[0]["metrics"]]
+    pairs = zip(answers[0]["metrics"], reference(case).losses, strict=True)
+    assert max(abs(metrics["loss"] - loss) / loss for metrics, loss in pairs) > 10 * FP32_20_STEPS
 
 
-@pytest.mark.parametrize("where", [Group("native", 2), pytest.param(Group("xla", 4), marks=pytest.mark.xla)], ids=str)
-def test_all_in_bfloat16_learns_and_stays_bfloat16(where: Group, run: Run) -> None:
+def test_all_in_bfloat16_learns_and_stays_bfloat16(group: Group, workers: Callable[[Group], Workers], run: Run) -> None:
     """Small updates are lost in bfloat16 weights, so the curve is near that of float32 and not equal to it."""
     case = Case(compute="bfloat16", steps=8, settings={"precision.master": "bfloat16"})
-    answers = run(where, case)
+    if any(workers(group).run("is_refused", case=case)):
+        return
+    answers = run(group, case)
     state = assemble([answer["final"] for answer in answers])
     steps = {tensor.dtype for key, tensor in state.items() if key.startswith("step/")}
     assert {tensor.dtype for key, tensor in state.items() if not key.startswith("step/")} == {torch.bfloat16}
@@ -73,23 +74,14 @@ def test_all_in_bfloat16_learns_and_stays_bfloat16(where: Group, run: Run) -> No
     assert losses[-1] < losses[0] - 0.05
 
 
-ACCUMULATION = [
-    (3, 2),
-    *(
-        pytest.param(*case, marks=pytest.mark.proof)
-        for case in [(1, 4), (1, 12), (2, 6), (2, 3), (3, 4), (4, 3), (4, 1)]
-    ),
-]
+@pytest.mark.parametrize("micro_batch", [1, *(pytest.param(rows, marks=pytest.mark.proof) for rows in (2, 3, 6, 12))])
+def test_accumulation_does_not_change_the_curve(group: Group, run: Run, micro_batch: int) -> None:
+    if GLOBAL_BATCH % (micro_batch * group.devices) == 0:
+        case = Case(micro_batch=micro_batch)
+        assert_equal_curves(run(group, case), case)
 
 
-@pytest.mark.parametrize(("devices", "micro_batch"), ACCUMULATION)
-@pytest.mark.parametrize("backend", ["native", pytest.param("xla", marks=pytest.mark.xla)])
-def test_accumulation_does_not_change_the_curve(run: Run, backend: str, devices: int, micro_batch: int) -> None:
-    case = Case(micro_batch=micro_batch)
-    assert_equal_curves(run(Group(backend, devices), case), case)
-
-
-def test_a_wrong_divisor_would_be_seen(workers: Callable[[Group], Workers], run: Run) -> None:
+def test_a_wrong_divisor_would_be_seen(run: Run) -> None:
     """The check itself: a curve of another seed, and one of another learning rate, are not equal."""
     group = Group("native", 1)
     for other in (Case(seed=8), Case(optim={"name": "adamw", "lr": 1.001e-3, "weight_decay": 0.1})):

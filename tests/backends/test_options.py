@@ -13,6 +13,7 @@ from itertools import combinations, product
 from typing import Any
 
 import pytest
+import workers
 from assemble import assemble
 from cases import Case
 from test_curves import BF16_20_STEPS, assert_equal_curves
@@ -23,6 +24,7 @@ from portable_fsdp.backends.support import require_supported
 from portable_fsdp.runtime.errors import BackendError
 
 Settings = dict[str, Any]
+GetWorkers = Callable[[Group], Workers]
 
 OPTIONS: dict[str, dict[str, Settings]] = {
     "strategy": {
@@ -165,26 +167,25 @@ def rows_with_each_value(engine: str) -> list[dict[str, str]]:
 
 
 ROWS = covering_rows()
-MARKS: dict[str, list[pytest.MarkDecorator]] = {
-    "native": [],
-    "xla": [pytest.mark.xla],
-    "xla_fsdp1": [pytest.mark.xla, pytest.mark.proof],
-}
-MARKED = [pytest.param(engine, marks=marks) for engine, marks in MARKS.items()]
-SUITE = {engine: rows_with_each_value(engine) for engine in MARKS}
+TESTED = [name for name in ENGINES if name in workers.ENGINES]
+SUITE = {engine: rows_with_each_value(engine) for engine in TESTED if workers.ENGINES[engine].in_suite}
 
 
-def _row(engine: str, row: Row) -> Any:
-    proof = [] if row in SUITE[engine] else [pytest.mark.proof]
-    return pytest.param(engine, row, marks=[*MARKS[engine], *proof], id=f"{'-'.join(row.values())}-{engine}")
+def _marked(engine: str, *row: Row, is_proof: bool = False) -> Any:
+    marks = [pytest.mark.xla] * workers.ENGINES[engine].needs_xla
+    names = "-".join("-".join(values.values()) for values in row)
+    return pytest.param(engine, *row, marks=[*marks, *[pytest.mark.proof] * is_proof], id=f"{names}-{engine}")
 
 
-def assert_curve(workers: Callable[[Group], Workers], engine: str, row: Row) -> None:
-    group = workers(Group(engine, DEVICES))
+EACH = [_marked(engine, row, is_proof=row not in SUITE.get(engine, [])) for engine in TESTED for row in ROWS]
+
+
+def assert_curve(get: GetWorkers, engine: str, row: Row) -> None:
+    group = get(Group(engine, DEVICES))
     taken = taken_by(engine, row)
     if taken != row:
         with pytest.raises(JobFailed) as failure:
-            group.run("built", case=case_of(row))
+            group.run("opened", case=case_of(row), build=True)
         assert failure.value.kind == "BackendError"
     case = case_of(taken)
     answers = group.run("train", case=case)
@@ -193,12 +194,12 @@ def assert_curve(workers: Callable[[Group], Workers], engine: str, row: Row) -> 
     assemble([answer["final"] for answer in answers])
     for answer in answers:
         # An earlier row had the same program, which a worker keeps: without what is refused, rows are alike.
-        again = engine != "native" and answer["compilations"] == 0
+        again = workers.ENGINES[engine].compiles and answer["compilations"] == 0
         assert again or answer["compilations"] == answer["expected_compilations"]
 
 
-@pytest.mark.parametrize(("engine", "row"), [_row(engine, row) for engine in MARKS for row in ROWS])
-def test_every_two_options_together_keep_the_curve(engine: str, row: Row, workers: Callable[[Group], Workers]) -> None:
+@pytest.mark.parametrize(("engine", "row"), EACH)
+def test_every_two_options_together_keep_the_curve(engine: str, row: Row, workers: GetWorkers) -> None:
     assert_curve(workers, engine, row)
 
 
@@ -215,9 +216,9 @@ PRODUCT = [
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("engine", MARKED)
+@pytest.mark.parametrize("engine", [_marked(engine) for engine in TESTED])
 @pytest.mark.parametrize("row", PRODUCT, ids=lambda row: "-".join(row.values()))
-def test_the_whole_product_keeps_the_curve(engine: str, row: Row, workers: Callable[[Group], Workers]) -> None:
+def test_the_whole_product_keeps_the_curve(engine: str, row: Row, workers: GetWorkers) -> None:
     assert_curve(workers, engine, {**PLAIN, **row})
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from portable_fsdp.backends.base import Rank
-from portable_fsdp.backends.native.peers import Life, Peers, furthest_behind
+from portable_fsdp.backends.native.peers import Heartbeat, Peers, furthest_behind
 from portable_fsdp.runtime.store import open_store
 
 pytestmark = pytest.mark.slow
@@ -114,10 +114,10 @@ def said(folder: Path, rank: int) -> str:
 
 
 def test_only_processes_with_fewer_steps_are_behind() -> None:
-    lives = {rank: Life("id", f"host{rank}", 1, 0, [], steps=3) for rank in (1, 2, 0)}
-    assert furthest_behind(lives) == "no process is behind"
-    lives[2] = replace(lives[2], steps=2)
-    assert furthest_behind(lives) == "furthest behind with 2 is process 2 on host2"
+    beats = {rank: Heartbeat("id", f"host{rank}", 1, 0, [], steps=3) for rank in (1, 2, 0)}
+    assert furthest_behind(beats) == "no process is behind"
+    beats[2] = replace(beats[2], steps=2)
+    assert furthest_behind(beats) == "furthest behind with 2 is process 2 on host2"
 
 
 def test_all_leave_in_order_without_a_word(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_a_process_that_is_stopped_ends_all_others(tmp_path: Path) -> None:
         processes[2].send_signal(signal.SIGSTOP)
         assert [process.wait(LIMIT_S) for process in processes[:2]] == [1, 1]
         for rank in (0, 1):
-            sentence = f"process 2 on {socket.gethostname()} (PID {processes[2].pid}) has given no sign of life for 5 s"
+            sentence = f"process 2 on {socket.gethostname()} (PID {processes[2].pid}) sent no heartbeat for 5 s"
             assert sentence in said(tmp_path, rank)
             assert "its last one came after 3 step(s)" in said(tmp_path, rank)
 
@@ -190,7 +190,10 @@ def test_those_that_have_not_come_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("program", "sentence"),
     [
-        (PROCESS.replace("peers.note_step()", "pass"), "the first step has not ended after 5 s, though every process"),
+        (
+            PROCESS.replace("peers.note_step()", "pass"),
+            "the first step has not ended after 5 s, although all processes",
+        ),
         pytest.param(PROCESS, "no step finished for 5 s although all processes are alive: 2", marks=pytest.mark.proof),
     ],
     ids=["before the first step", "later"],
@@ -214,7 +217,7 @@ def test_engines_opened_one_after_the_other(tmp_path: Path, late: int) -> None:
 
 # --------------------------------------------------------------------------- process 1 of two, and what it reads of 0
 
-ZERO = Life("the run before", "host", 1, 0, [])
+ZERO = Heartbeat("the run before", "host", 1, 0, [])
 
 
 class Zero:
@@ -223,16 +226,16 @@ class Zero:
     def __init__(self, peers: Peers, store: Any) -> None:
         self.peers, self._store, self._line = peers, store, 0
 
-    def says(self, life: Life) -> None:
+    def says(self, life: Heartbeat) -> None:
         self._line += 1
-        self.writes(json.dumps(asdict(replace(life, line=self._line))))
+        self.writes(json.dumps(asdict(replace(life, number=self._line))))
 
     def writes(self, line: str) -> None:
         self._store.set("portable_fsdp/life/0", line)
         time.sleep(1.0)  # ten rounds: it was read
 
     def is_met(self) -> bool:
-        return self.peers._met.is_set()
+        return self.peers._joined.is_set()
 
 
 @pytest.fixture
@@ -265,7 +268,7 @@ def test_a_line_that_cannot_be_read_ends_nobody(zero: Zero, capfd: pytest.Captur
         zero.writes(line)
     zero.writes(json.dumps({"id": "of an older version"}))
     time.sleep(TIMEOUT_S)
-    assert "what process 0 says can't be read: another version of portable_fsdp?" in capfd.readouterr().err
+    assert "can't read the heartbeat of process 0: another version of portable_fsdp?" in capfd.readouterr().err
     assert not zero.is_met()
     zero.says(replace(ZERO, steps=2))
     assert zero.is_met()

@@ -196,7 +196,6 @@ def test_a_refusal_says_key_reason_and_way_out(place: Deployment) -> None:
             support(config, place)
         except BackendError as error:
             said = str(error)
-            assert said.count("Nothing was started.") == 1
             assert len(said.splitlines()) == 2 * len(found)
             for rule in found:
                 section, key = rule.option.split(".")
@@ -265,15 +264,12 @@ def test_a_batch_that_the_devices_do_not_divide_is_refused_in_the_words_of_the_l
     assert verdict.option == "train.global_batch"
     assert verdict.text.startswith("expected a multiple of train.micro_batch * devices = 2 * 3 = 6 sequences, found 8.")
     assert verdict.text.endswith("Set train.global_batch=6 or 12.")  # explain starts nothing in any case
-    with pytest.raises(ConfigError, match=r"train\.global_batch: expected a multiple(.|\n)* Nothing was started\.$"):
+    with pytest.raises(ConfigError, match=r"train\.global_batch: expected a multiple"):
         support(config, place)
     with pytest.raises(BackendError) as both:
         support(config_of({"train.global_batch": 8, "train.micro_batch": 2, "sharding.replicas": 2}), place)
-    first, *_, last = str(both.value).splitlines()
-    assert first.startswith("train.global_batch: expected a multiple")
+    assert str(both.value).startswith("train.global_batch: expected a multiple")
     assert "sharding.replicas=2 without a hybrid strategy" in str(both.value)
-    assert last.endswith("Nothing was started.")
-    assert str(both.value).count("Nothing was started.") == 1
     unknown = Deployment("native", "cpu", None, None)
     assert not [verdict for verdict in verdicts(config, unknown) if verdict.kind == "refused"]
 
@@ -303,13 +299,13 @@ def test_a_verdict_says_what_only_the_model_can_refuse() -> None:
             "  Set precision.reduce=auto, or precision.compute=bfloat16.\n"
             "backend xla on cpu (4 device(s) of 1 host(s)): memory.cpu_offload=true on XLA: torch_xla keeps parameters "
             "and optimizer state in device memory.\n"
-            "  Set memory.cpu_offload=false, or --backend=native. Nothing was started.",
+            "  Set memory.cpu_offload=false, or --backend=native.",
         ),
         (
             {"memory.cpu_offload": True},
             Deployment("xla", "tpu", 8, 2),
             "backend xla on tpu (8 device(s) of 2 host(s)): memory.cpu_offload=true on XLA: torch_xla keeps parameters "
-            "and optimizer state in device memory.\n  Set memory.cpu_offload=false. Nothing was started.",
+            "and optimizer state in device memory.\n  Set memory.cpu_offload=false.",
         ),
         (
             {"sharding.strategy": "HYBRID_SHARD"},
@@ -317,15 +313,14 @@ def test_a_verdict_says_what_only_the_model_can_refuse() -> None:
             "backend native on cuda (8 device(s) of 1 host(s)): sharding.replicas=null with a hybrid strategy and "
             "one replica: one replica (null: one per host) is FULL_SHARD, or SHARD_GRAD_OP for "
             "HYBRID_SHARD_ZERO2.\n"
-            "  Set sharding.replicas=2, or sharding.strategy=FULL_SHARD. Nothing was started.",
+            "  Set sharding.replicas=2, or sharding.strategy=FULL_SHARD.",
         ),
         (
             {"sharding.strategy": "HYBRID_SHARD_ZERO2", "sharding.replicas": 3},
             Deployment("native", "cuda", 16, 4),
             "backend native on cuda (16 device(s) of 4 host(s)): sharding.replicas=3 that do not divide the devices: "
             "all replicas (null: one per host) have the same number of devices.\n"
-            "  Set sharding.replicas=4, or sharding.strategy=SHARD_GRAD_OP and sharding.replicas=null. "
-            "Nothing was started.",
+            "  Set sharding.replicas=4, or sharding.strategy=SHARD_GRAD_OP and sharding.replicas=null.",
         ),
         (
             {"sharding.reshard_after_forward": 5},
@@ -333,7 +328,7 @@ def test_a_verdict_says_what_only_the_model_can_refuse() -> None:
             "backend native on cuda (8 device(s) of 1 host(s)): sharding.reshard_after_forward=5 that does not divide "
             "the devices of a replica, or is all of them: after forward each group of so many devices keeps the whole "
             "model between them.\n"
-            "  Set sharding.reshard_after_forward=4, or sharding.reshard_after_forward=null. Nothing was started.",
+            "  Set sharding.reshard_after_forward=4, or sharding.reshard_after_forward=null.",
         ),
     ],
 )

@@ -203,21 +203,61 @@ def test_a_scanned_program_does_not_grow_with_the_layers(answer: GetAnswer) -> N
 def test_gradients_are_summed_in_float32_where_asked_for(workers: Callable[[Group], Workers]) -> None:
     """Of bfloat16 factors: the products are exact in float64, as is their sum, near enough."""
     group = workers(Group("xla", DEVICES))
-    found, plain = (group.run("xla_gradients", reduce=reduce)[0] for reduce in ("float32", "auto"))
-    assert found.keys() == {"table", "linear", "bias", "conv1d", "conv1d_bias"}
-    for name, (gradient, exact) in found.items():
+    summed, plain = (group.run("xla_gradients", reduce=reduce)[0] for reduce in ("float32", "auto"))
+    assert summed.keys() == {"table", "linear", "bias", "conv1d", "conv1d_bias"}
+    for name, (gradient, exact) in summed.items():
         assert gradient.dtype == torch.float32
         assert float((gradient - exact).norm() / exact.norm()) < 1e-6, name
         assert float((plain[name][0] - exact).norm() / exact.norm()) > 1e-4, name
 
 
-def test_weights_that_no_product_sums_in_float32_are_refused(workers: Callable[[Group], Workers]) -> None:
-    with pytest.raises(
-        JobFailed,
-        match=r"input_layernorm\.weight \(LlamaRMSNorm\), and 4 more(.|\n)*Set precision\.modules="
+def _one_layer_in_float32(layer: int) -> Case:
+    return case(compute="bfloat16", settings=SCAN | {"precision.modules": {f"model.layers.{layer}.mlp": "float32"}})
+
+
+def _with_units(*classes: str) -> Case:
+    return case(settings=SCAN | {"sharding.wrap_classes": list(classes)})
+
+
+NO_LOOP = r"compile\.scan_layers=true cannot be honoured.*"
+GATE = r"\.mlp\.gate_proj\.weight"
+REFUSALS: dict[str, tuple[Case, str]] = {
+    "norms are no products": (
+        case(compute="bfloat16", reduce="float32"),
+        r"input_layernorm\.weight \(LlamaRMSNorm\), and 4 more(.|\n)*Set precision\.modules="
         r'\{"\*input_layernorm": float32, "\*norm": float32, "\*post_attention_layernorm": float32\}',
-    ) as failure:
-        workers(Group("xla", 1)).run("train", case=case(compute="bfloat16", reduce="float32"))
+    ),
+    "layers differ": (
+        case(model="gemma2", settings=SCAN),
+        rf"{NO_LOOP}model\.layers\.1 is unlike",
+    ),
+    "not in a list": (
+        _with_units("LlamaMLP"),
+        rf"{NO_LOOP}model\.layers\.0\.mlp, model\.layers\.1\.mlp \(LlamaMLP\)",
+    ),
+    "one layer": (_with_units("LlamaModel"), rf"{NO_LOOP}model \(LlamaModel\)"),
+    "a unit in a layer": (
+        _with_units("LlamaDecoderLayer", "LlamaMLP"),
+        rf"{NO_LOOP}model\.layers\.0\.mlp is a unit inside model\.layers\.0",
+    ),
+    "the first layer in float32": (
+        _one_layer_in_float32(0),
+        rf"layers\.1{GATE} computes in torch.bfloat16, and model\.layers\.0{GATE} in torch.float32",
+    ),
+    "the second layer in float32": (
+        _one_layer_in_float32(1),
+        rf"layers\.1{GATE} computes in torch.float32, and model\.layers\.0{GATE} in torch.bfloat16",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_a_model_cannot_have_is_refused_when_it_is_laid_out(
+    name: str, workers: Callable[[Group], Workers]
+) -> None:
+    refused, message = REFUSALS[name]
+    with pytest.raises(JobFailed, match=message) as failure:
+        workers(Group("xla", 1)).run("opened", case=refused, build=True)
     assert failure.value.kind == "BackendError"
 
 
@@ -229,57 +269,18 @@ def test_scanned_layers_learn_after_an_evaluation_that_came_first(workers: Calla
     assert_equal_states(assemble([answer["final"]]), assemble([answer["plain"]["final"]]))
 
 
-def test_layers_that_differ_are_not_scanned(workers: Callable[[Group], Workers]) -> None:
-    with pytest.raises(
-        JobFailed, match=r"compile\.scan_layers=true cannot be honoured.*model\.layers\.1 is unlike"
-    ) as failure:
-        workers(Group("xla", 1)).run("train", case=case(model="gemma2", settings=SCAN))
-    assert failure.value.kind == "BackendError"
-
-
 @pytest.mark.parametrize(
-    ("classes", "found"),
-    [
-        (["LlamaMLP"], r"model\.layers\.0\.mlp, model\.layers\.1\.mlp \(LlamaMLP\)"),
-        (["LlamaModel"], r"model \(LlamaModel\)"),
-        (["LlamaDecoderLayer", "LlamaMLP"], r"model\.layers\.0\.mlp is a unit inside model\.layers\.0"),
-    ],
-)
-def test_layers_that_are_no_list_or_hold_units_are_not_scanned(
-    workers: Callable[[Group], Workers], classes: list[str], found: str
-) -> None:
-    with pytest.raises(JobFailed, match=rf"compile\.scan_layers=true cannot be honoured.*{found}") as failure:
-        workers(Group("xla", 1)).run("built", case=case(settings=SCAN | {"sharding.wrap_classes": classes}))
-    assert failure.value.kind == "BackendError"
-
-
-@pytest.mark.parametrize("layer", [0, 1])
-def test_layers_that_compute_in_different_dtypes_are_not_scanned(
-    workers: Callable[[Group], Workers], layer: int
-) -> None:
-    one_layer = SCAN | {"precision.modules": {f"model.layers.{layer}.mlp": "float32"}}
-    found = ["torch.bfloat16", "torch.float32"]
-    expected = (
-        rf"model\.layers\.1\.mlp\.gate_proj\.weight computes in {found[layer]}, and "
-        rf"model\.layers\.0\.mlp\.gate_proj\.weight in {found[1 - layer]}"
-    )
-    with pytest.raises(JobFailed, match=expected) as failure:
-        workers(Group("xla", 1)).run("built", case=case(compute="bfloat16", settings=one_layer))
-    assert failure.value.kind == "BackendError"
-
-
-@pytest.mark.parametrize(
-    ("how", "found", "line"),
+    ("how", "operation", "line"),
     [("value", "_local_scalar_dense", r"rows\.sum\(\)\.item"), ("operation", "_linalg_solve_ex", r"linalg\.solve")],
 )
 def test_a_program_that_asks_the_host_is_refused_by_its_line(
-    workers: Callable[[Group], Workers], how: str, found: str, line: str
+    workers: Callable[[Group], Workers], how: str, operation: str, line: str
 ) -> None:
     with pytest.raises(JobFailed) as failure:
         workers(Group("xla", 1)).run("ask_the_host", case=case(), how=how)
     assert failure.value.kind == "BackendError"
     assert re.search(
-        rf"'asks'.* aten::{found}[\w.]* run on the host in\n  .*xla_jobs\.py:\d+: .*{line}", failure.value.message
+        rf"'asks'.* aten::{operation}[\w.]* run on the host in\n  .*xla_jobs\.py:\d+: .*{line}", failure.value.message
     )
 
 

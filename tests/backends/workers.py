@@ -17,6 +17,8 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+import pytest
+
 JOB_TIMEOUT_S = 240
 # LLVM runs out of mappings after about a dozen models compiled in one process.
 XLA_JOBS_PER_PROCESS = 8
@@ -34,12 +36,17 @@ class Group(NamedTuple):
         return ENGINES[self.backend]
 
     @property
+    def in_suite(self) -> bool:
+        """Each commit; the other groups are for the proofs."""
+        return self.devices in self.engine.in_suite
+
+    @property
     def processes(self) -> int:
         return self.devices if self.engine.process_a_device else 1
 
 
 class Engine(NamedTuple):
-    """What the tests have to know of an engine: how to start processes of it, and what a step of it can be asked."""
+    """What the tests have to know of an engine: how to start processes of it, and what a step of it does."""
 
     devices: tuple[int, ...]  # a group of workers of each number
     in_suite: tuple[int, ...]  # those of every commit; the others are for the proofs: minutes each
@@ -104,6 +111,17 @@ ENGINES = {
 """3 is a number that divides no size of the models."""
 
 GROUPS = [Group(name, devices) for name, engine in ENGINES.items() for devices in engine.devices]
+
+
+def marked(group: Group, *more: Any, in_suite: bool | None = None) -> Any:
+    """The parameters of a test that runs on a group; `in_suite` overrides that of the group."""
+    marks = [pytest.mark.xla] * group.engine.needs_xla
+    proof = [] if (group.in_suite if in_suite is None else in_suite) else [pytest.mark.proof]
+    return pytest.param(group, *more, marks=[*marks, *proof], id="-".join([str(group), *_names(more)]))
+
+
+def _names(values: tuple[Any, ...]) -> list[str]:
+    return [value for value in values if isinstance(value, str)][:1]
 
 
 def _serve(pipe: Connection, environment: dict[str, str], backend: str) -> None:

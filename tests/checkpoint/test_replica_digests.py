@@ -1,4 +1,4 @@
-"""A save compares what several processes hold. tests/backends/test_replicas.py does it on the engines."""
+"""A save compares what several processes hold. tests/backends/test_engine_checkpoints.py does it on the engines."""
 
 import logging
 from dataclasses import replace

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from portable_fsdp.backends.native.peers import Life, _Heard, _verdict  # pyright: ignore[reportPrivateUsage]
+from portable_fsdp.backends.native.peers import Heartbeat, _Peer, _verdict  # pyright: ignore[reportPrivateUsage]
 from portable_fsdp.runtime.errors import TrainingError, printable
 
 _ODD: tuple[Any, ...] = (
@@ -22,13 +22,13 @@ def case(seed: int, folder: Path) -> Callable[[], object]:
     line = _line(random.Random(seed))
 
     def read() -> object:
-        heard = _Heard()
+        peer = _Peer()
         for text in (b"first", line):
-            heard.hear(text, 5.0)
-        if heard.life is None:
+            peer.read(text, 5.0)
+        if peer.beat is None:
             raise TrainingError("the line is no heartbeat")
-        assert heard.life.steps + 1 > 0
-        shown = printable(_verdict(1, heard.life, 120.0) + heard.life.verdict)
+        assert peer.beat.steps + 1 > 0
+        shown = printable(_verdict(1, peer.beat, 120.0) + peer.beat.verdict)
         assert shown.replace("\n", "").isprintable()
         return shown
 
@@ -36,7 +36,7 @@ def case(seed: int, folder: Path) -> Callable[[], object]:
 
 
 def _line(draw: random.Random) -> bytes:
-    values: dict[str, Any] = asdict(Life("id", "host", 1, 0, ["127.0.0.1"], 3, 2))
+    values: dict[str, Any] = asdict(Heartbeat("id", "host", 1, 0, ["127.0.0.1"], 3, 2))
     for _ in range(draw.choice((0, 1, 1, 2, 5))):
         key = draw.choice((*values, "more", "\x1b[31m"))
         if draw.random() < 0.2:

@@ -28,7 +28,7 @@ AT_ONCE_S = 10  # within it a process that was killed is missed by the others
 SPARE_S = 60  # for rounds, messages and starts of a machine that does other work
 TCP_RETRIES, TCP_GIVES_UP_S = 6, 26  # Linux's own default is 15: about 15 minutes
 TORCHRUN_KILLS_AFTER_S = 30  # a process that doesn't take a SIGTERM
-SENTENCES = ("lost its connection", "no sign of life", "had no answer")
+SENTENCES = ("lost its connection", "no heartbeat", "had no answer")
 FRESH_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # or a torchrun that comes later finds no MASTER_ADDR
 
 
@@ -118,9 +118,7 @@ def watch(run: Run, since: float, bound_s: float, ends: list[str]) -> None:
         for host in ends:
             if run.processes[host].poll() is not None:
                 run.times.setdefault(f"{host} ends", after)
-            elif any(
-                word in run.processes[host].err for word in ("lost its connection", "no sign of life", "no answer")
-            ):
+            elif any(word in run.processes[host].err for word in ("lost its connection", "no heartbeat", "no answer")):
                 run.times.setdefault(f"{host} says", after)
         if all(f"{host} ends" in run.times for host in ends):
             return
@@ -168,7 +166,7 @@ def stop_a_process(folder: Path, of: int = -1) -> Run:
         since = time.monotonic()
         run.hosts[of].worker().send_signal(signal.SIGSTOP)
         goes_on(run, since, PEER_TIMEOUT_S + TORCHRUN_KILLS_AFTER_S)
-        assert f"has given no sign of life for {PEER_TIMEOUT_S} s" in run.said[run.hosts[1 + of].name]
+        assert f"sent no heartbeat for {PEER_TIMEOUT_S} s" in run.said[run.hosts[1 + of].name]
         return run
 
 
@@ -206,7 +204,7 @@ def lose_a_host(folder: Path) -> Run:
     with run_on(2, folder) as (run, _):
         since = time.monotonic()
         lose(run.hosts[1])
-        stops(run, since, PEER_TIMEOUT_S + JOIN_S, run.hosts[:1], "has given no sign of life")
+        stops(run, since, PEER_TIMEOUT_S + JOIN_S, run.hosts[:1], "sent no heartbeat")
         return run
 
 

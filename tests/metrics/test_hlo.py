@@ -97,9 +97,15 @@ source_target_pairs={{0,1},{1,2}}
 
 def test_a_loop_counts_as_often_as_it_turns() -> None:
     runs = times_run(read_computations(TPU))
-    assert runs["region_5.282.sunk"] == 3
-    assert runs["async_collective_fusion.1"] == 3
-    assert runs["all-reduce-scatter.10"] == 1
+    assert [runs[name] for name in ("region_5.282.sunk", "async_collective_fusion.1", "all-reduce-scatter.10")] == [
+        3,
+        3,
+        1,
+    ]
+    with_count = TPU.replace(
+        "body=%region_5.282.sunk", 'body=%region_5.282.sunk, backend_config={"known_trip_count":{"n":"7"}}'
+    )
+    assert times_run(read_computations(with_count))["region_5.282.sunk"] == 7, "the compiler's own count goes first"
 
 
 def test_computations_stand_in_any_order() -> None:
@@ -112,56 +118,33 @@ def test_computations_stand_in_any_order() -> None:
     assert collectives(turned, 8) == collectives(TPU, 8)
 
 
-def test_what_the_compiler_wrote_down_of_a_loop_counts_before_its_condition() -> None:
-    told = TPU.replace(
-        "body=%region_5.282.sunk", 'body=%region_5.282.sunk, backend_config={"known_trip_count":{"n":"7"}}'
-    )
-    assert times_run(read_computations(told))["region_5.282.sunk"] == 7
-
-
-def test_a_gather_spread_over_fusions_counts_once_a_turn() -> None:
-    full = 8 * 16 * 256 * 2
-    assert collectives(TPU, 8)["all_gather"] == Moved(3, 3 * full, 3 * full * 7 // 8)
-
-
-def test_an_all_reduce_fused_with_its_slice_is_a_reduce_scatter() -> None:
-    full = 2 * 1024 * 256 * 2
-    assert collectives(TPU, 8)["reduce_scatter"] == Moved(1, full, full * 7 // 8)
-
-
-def test_an_all_reduce_is_sent_twice_within_its_group() -> None:
-    full = 2 * 256 * 4
-    assert collectives(TPU, 8)["all_reduce"] == Moved(1, full, 2 * full * 3 // 4)
-
-
-def test_dtypes_are_told_apart() -> None:
+def test_collectives_as_the_tpu_compiler_writes_them() -> None:
+    gather, scatter, reduce = 8 * 16 * 256 * 2, 2 * 1024 * 256 * 2, 2 * 256 * 4
+    assert collectives(TPU, 8) == {
+        "all_gather": Moved(3, 3 * gather, 3 * gather * 7 // 8),  # spread over two fusions: once a turn
+        "all_reduce": Moved(1, reduce, 2 * reduce * 3 // 4),  # within groups of four, sent twice
+        "reduce_scatter": Moved(1, scatter, scatter * 7 // 8),  # an all-reduce fused with its slice
+    }
     assert list(collectives_by_dtype(TPU, 8)) == ["all_gather bf16", "all_reduce f32", "reduce_scatter bf16"]
 
 
 def test_kinds_as_the_cpu_writes_them() -> None:
-    found = collectives(CPU, 4)
-    full = 64 * 64 * 4
-    assert found["all_gather"] == Moved(2, 2 * full, 2 * full * 3 // 4)  # both, though one is asynchronous
-    assert found["reduce_scatter"] == Moved(2, full, full // 2)  # groups of two, both on channel 1
-    assert found["collective_permute"] == Moved(1, full, full)
-    assert found["all_reduce"] == Moved(1, full, 2 * full * 3 // 4)  # no groups: all devices
+    full, moved = 64 * 64 * 4, collectives(CPU, 4)
+    assert moved["all_gather"] == Moved(2, 2 * full, 2 * full * 3 // 4)  # both, though one is asynchronous
+    assert moved["reduce_scatter"] == Moved(2, full, full // 2)  # groups of two, both on channel 1
+    assert moved["collective_permute"] == Moved(1, full, full)
+    assert moved["all_reduce"] == Moved(1, full, 2 * full * 3 // 4)  # no groups: all devices
 
 
 def test_matrix_products() -> None:
     assert matmul_flops(TPU) == {"bf16 x bf16": 3 * 2 * 512 * 512 * 256}
     assert matmul_flops(CPU) == {"f32 x f32": 2 * 64 * 64 * 64}
-
-
-def test_a_padded_window_dimension_is_a_batch_and_not_summed() -> None:
+    # A padded window dimension is a batch, and not summed.
     batched = TPU.replace("bf16[256,512]", "bf16[8,256,512]").replace(
         "dim_labels=bf_io->bf", "window={size=8 pad=7_7 rhs_reversal=1}, dim_labels=bf_0io->bf"
     )
     assert matmul_flops(batched) == matmul_flops(TPU)
-
-
-def test_instructions_that_the_compiler_repeats() -> None:
-    assert rematerialised(TPU) == 1
-    assert rematerialised(CPU) == 0
+    assert (rematerialised(TPU), rematerialised(CPU)) == (1, 0)
 
 
 def test_a_text_without_an_entry_is_refused() -> None:

@@ -21,24 +21,18 @@ def test_one_row_a_line_readable_at_once(path: Path) -> None:
     metrics = MetricsFile(path)
     metrics.write({"step": 1, "loss": 2.5})
     assert path.read_text() == '{"step": 1, "loss": 2.5}\n'
-    metrics.write({"step": 2, "loss": 2.25})
-    assert read_jsonl(path) == [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 2.25}]
+    metrics.write({"step": 2, "loss": 0.1 + 0.2})
+    assert read_jsonl(path) == [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 0.1 + 0.2}], "bit for bit"
 
 
 def test_nan_and_infinities_become_null(path: Path) -> None:
     values = [float("inf"), -float("inf"), 1.0]
     MetricsFile(path).write({"loss": float("nan"), "grad_norm": values, "inner": {"x": float("nan")}})
-
-    def refuse(word: str) -> object:
-        raise AssertionError(word)
-
-    row = json.loads(path.read_text(), parse_constant=refuse)
-    assert row == {"loss": None, "grad_norm": [None, None, 1.0], "inner": {"x": None}}
-
-
-def test_floats_come_back_bit_for_bit(path: Path) -> None:
-    MetricsFile(path).write({"loss": 0.1 + 0.2})
-    assert read_jsonl(path)[0]["loss"] == 0.1 + 0.2
+    assert json.loads(path.read_text(), parse_constant=pytest.fail) == {
+        "loss": None,
+        "grad_norm": [None, None, 1.0],
+        "inner": {"x": None},
+    }
 
 
 def test_resume_replaces_the_steps_it_repeats(path: Path) -> None:
@@ -52,32 +46,31 @@ def test_resume_replaces_the_steps_it_repeats(path: Path) -> None:
     assert path.read_text() == ""
 
 
-def test_truncating_a_file_that_is_not_there(path: Path) -> None:
-    MetricsFile(path).truncate_after(3)
-    assert not path.exists()
+TORN = {  # what a file holds -> the steps that a writer leaves there
+    '{"step": 1}\n{"step": 2}\n{"step": 3, "lo': [1, 2],
+    '{"step": 1}\n{"step": 2}\n{': [1, 2],
+    '{"step": 1}\n{"step": 2}\n3': [1, 2],
+    '{"step": 1}\n{"step": 2}\n\0\0\0': [1, 2],
+    '{"step": 1}\n{"step": 2}': [1, 2],  # whole, without its newline
+    '{"st': [],
+}
 
 
-@pytest.mark.parametrize("torn", ['{"step": 3, "lo', "{", "3", "\0\0\0"])
-def test_a_torn_last_line_is_dropped(path: Path, torn: str) -> None:
-    path.write_text('{"step": 1}\n{"step": 2}\n' + torn)
-    assert steps(path) == [1, 2]
-    metrics = MetricsFile(path)
-    metrics.write({"step": 3})
-    assert steps(path) == [1, 2, 3]
-
-
-def test_a_whole_last_line_without_its_newline_is_kept(path: Path) -> None:
-    path.write_text('{"step": 1}\n{"step": 2}')
+@pytest.mark.parametrize("text", TORN)
+def test_a_torn_last_line_is_dropped(path: Path, text: str) -> None:
+    path.write_text(text)
+    assert steps(path) == TORN[text]
     metrics = MetricsFile(path)
     metrics.truncate_after(2)
     metrics.write({"step": 3})
-    assert steps(path) == [1, 2, 3]
+    assert steps(path) == [*TORN[text], 3]
 
 
-def test_a_torn_first_line_leaves_an_empty_file(path: Path) -> None:
-    path.write_text('{"st')
-    MetricsFile(path).write({"step": 1})
-    assert steps(path) == [1]
+def test_a_file_that_is_not_there(path: Path) -> None:
+    MetricsFile(path).truncate_after(3)
+    assert not path.exists()
+    with pytest.raises(FileNotFoundError):
+        read_jsonl(path)
 
 
 @pytest.mark.parametrize("broken", ['{"step": 2, "l', "[2]", ""])
@@ -92,11 +85,6 @@ def test_rows_without_a_step_are_not_metrics(path: Path) -> None:
     path.write_text('{"step": 1}\n{"event": "save"}\n')
     with pytest.raises(UsageError, match="row 2: expected an integer `step`, found None"):
         MetricsFile(path).truncate_after(2)
-
-
-def test_reading_a_file_that_is_not_there(path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        read_jsonl(path)
 
 
 def test_events_carry_their_time(tmp_path: Path) -> None:

@@ -24,9 +24,9 @@ def rates(config: Optim, total: int) -> list[float]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_warmup_is_linear_and_ends_at_the_peak(schedule: str) -> None:
-    found = rates(optim(schedule, warmup_steps=4), 20)
-    assert found[:4] == pytest.approx([LR / 4, LR / 2, 3 * LR / 4, LR])
-    assert max(found) == found[3]
+    actual = rates(optim(schedule, warmup_steps=4), 20)
+    assert actual[:4] == pytest.approx([LR / 4, LR / 2, 3 * LR / 4, LR])
+    assert max(actual) == actual[3]
 
 
 @pytest.mark.parametrize(("schedule", "last"), [("constant", LR), ("linear", 0.1), ("cosine", 0.1), ("wsd", 0.1)])
@@ -38,11 +38,8 @@ def test_the_last_step_has_the_floor(schedule: str, last: float, warmup: int) ->
 
 
 def test_linear_falls_by_equal_amounts() -> None:
-    found = rates(optim("linear", warmup_steps=2), 10)
-    assert found[1:] == pytest.approx([LR - 0.05 * i for i in range(9)])
-
-
-def test_without_warmup_the_first_step_has_begun_to_decay() -> None:
+    assert rates(optim("linear", warmup_steps=2), 10)[1:] == pytest.approx([LR - 0.05 * i for i in range(9)])
+    # Without warmup the first step has begun to decay.
     assert learning_rate(optim("linear"), 1, 10) == pytest.approx(LR - 0.04)
     assert learning_rate(optim("constant"), 1, 10) == LR
 
@@ -55,21 +52,17 @@ def test_cosine_is_half_a_wave() -> None:
 
 
 def test_wsd_is_stable_then_falls_in_its_last_share() -> None:
-    found = rates(optim("wsd", warmup_steps=5, decay_ratio=0.25), 40)
-    assert found[4:30] == [LR] * 26
-    assert found[30:] == pytest.approx([LR - 0.04 * i for i in range(1, 11)])
-
-
-@pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd"])
-def test_after_warmup_it_never_rises(schedule: str) -> None:
-    assert all(later <= earlier for earlier, later in pairwise(rates(optim(schedule, warmup_steps=3), 50)[2:]))
+    actual = rates(optim("wsd", warmup_steps=5, decay_ratio=0.25), 40)
+    assert actual[4:30] == [LR] * 26
+    assert actual[30:] == pytest.approx([LR - 0.04 * i for i in range(1, 11)])
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("warmup", "total"), [(0, 1), (1, 1), (3, 3), (0, 7), (6, 7)])
-def test_it_is_never_zero(schedule: str, warmup: int, total: int) -> None:
-    config = optim(schedule, warmup_steps=warmup, min_lr_ratio=1e-6)
-    assert all(learning_rate(config, step, total) > 0 for step in range(1, total + 3))
+def test_it_is_never_zero_and_never_rises_after_warmup(schedule: str) -> None:
+    assert all(later <= earlier for earlier, later in pairwise(rates(optim(schedule, warmup_steps=3), 50)[2:]))
+    for warmup, total in ((0, 1), (1, 1), (3, 3), (0, 7), (6, 7)):
+        config = optim(schedule, warmup_steps=warmup, min_lr_ratio=1e-6)
+        assert all(learning_rate(config, step, total) > 0 for step in range(1, total + 3))
 
 
 def test_parts_that_do_not_fit_are_refused() -> None:

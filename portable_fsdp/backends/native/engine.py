@@ -21,32 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from portable_fsdp.backends.base import (
-    Backend,
-    Batch,
-    Fill,
-    MakeOptimizer,
-    MemoryStats,
-    Metrics,
-    Pending,
-    Piece,
-    Rank,
-    Read,
-    Region,
-    ShardPolicy,
-    T,
-    TensorState,
-    Traffic,
-    broadcast_object,
-    checkpoint_tensors,
-    full_region,
-    gather_object,
-    name_groups,
-    optimizer_state_twins,
-    persistent_buffers,
-    process_memory,
-    shard_slices,
-)
+from portable_fsdp.backends import base
 from portable_fsdp.backends.native.peers import Peers
 from portable_fsdp.backends.native.prefetch import Prefetch
 from portable_fsdp.backends.native.units import local_part, materialise, reshard_all, shard_units
@@ -56,8 +31,7 @@ from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.process import detect_launch
 
-# torch's own default, for the first step as for a slow save. It ends a run whose processes all live, and wait; a lost
-# process ends it after run.peer_timeout_s.
+# torch's default. It ends a run whose live processes all wait; a lost process ends it after run.peer_timeout_s.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 MATMUL = {"highest": "highest", "high": "high", "default": "medium"}  # in the words of torch
 
@@ -69,20 +43,19 @@ COLLECTIVES = {  # in the words of torch -> of the contract
 }
 
 
-class _HostCopy(Pending):
-    """Values copied into pinned memory while the device goes on; `ready` marks the end of the copy."""
+class _HostCopy(base.Pending):
+    """Values on their way to pinned memory while the device goes on; `ready` marks the end of the copy."""
 
-    def __init__(self, sizes: dict[str, torch.Size], values: Tensor, ready: torch.cuda.Event | None) -> None:
+    def __init__(self, sizes: dict[str, torch.Size], values: Tensor, ready: torch.cuda.Event) -> None:
         self._sizes, self._values, self._ready = sizes, values, ready
 
     def result(self) -> dict[str, Tensor]:
-        if self._ready is not None:
-            self._ready.synchronize()
+        self._ready.synchronize()
         parts = self._values.split([size.numel() for size in self._sizes.values()])
         return {name: part.view(size) for (name, size), part in zip(self._sizes.items(), parts, strict=True)}
 
 
-class NativeBackend(Backend):
+class NativeBackend(base.Backend):
     """FSDP2 on the process group that torchrun (or a plain start) describes."""
 
     name = "native"
@@ -103,11 +76,10 @@ class NativeBackend(Backend):
             self.device_name = torch.cuda.get_device_name(self.device)
         self._peers: Peers | None = None
         if self._owns_group:
-            part = Rank(launch.rank, launch.world_size)
-            self._peers = None if launch.is_alone else Peers(part, config.run.peer_timeout_s, COLLECTIVE_TIMEOUT)
-            _init_process_group(device, self.device, part, self._peers)
-        self.process = Rank(dist.get_rank(), dist.get_world_size())
-        self.data_shard = self.process
+            rank = base.Rank(launch.rank, launch.world_size)
+            self._peers = None if launch.is_alone else Peers(rank, config.run.peer_timeout_s, COLLECTIVE_TIMEOUT)
+            _init_process_group(device, self.device, rank, self._peers)
+        self.process = self.data_shard = base.Rank(dist.get_rank(), dist.get_world_size())
         self.data_parallel_size = self.process.count
         self.expected_compilations = 0
         self.axes = mesh_axes(config, count, hosts)
@@ -142,35 +114,29 @@ class NativeBackend(Backend):
         if self._owns_group:
             dist.destroy_process_group()
 
-    def shard_model(self, model: nn.Module, policy: ShardPolicy, fill: Fill | None) -> nn.Module:
+    def shard_model(self, model: nn.Module, policy: base.ShardPolicy, fill: base.Fill | None) -> nn.Module:
         mesh = self._shard if self.axes["replicate"] == 1 else self._mesh
-        links = shard_units(model, policy, mesh)
-        self._prefetch = Prefetch(links, policy)
-        self._root = links[0].unit
+        units = shard_units(model, policy, mesh)
+        self._prefetch = Prefetch(units, policy)
+        self._root = units[0].unit
         if fill is None:
             return model
         materialise(model, policy, self.device)
         with torch.no_grad():
             for fqn, parameter in model.named_parameters():
-                slices = self._slices(parameter)
-                if _is_empty(slices):
-                    continue
-                local_part(parameter).copy_(fill(fqn, slices))
+                region = self._region(parameter)
+                if not _is_empty(region):
+                    local_part(parameter).copy_(fill(fqn, region))
         return model
 
-    def build_optimizer(self, make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    def build_optimizer(self, make: base.MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        def zeros(parameter: nn.Parameter, twin: Tensor, group: dict[str, Any]) -> Tensor:
+            if twin.shape == parameter.shape:
+                return torch.zeros_like(parameter, dtype=twin.dtype)
+            return torch.zeros(twin.shape, dtype=twin.dtype, device=parameter.device if group.get("fused") else "cpu")
+
         parameters = dict(cast(nn.Module, self._root).named_parameters())
-        optimizer = make(name_groups(groups, parameters), False)
-        on_device = {id(p) for g in optimizer.param_groups if g.get("fused") for p in g["params"]}
-        for fqn, state in optimizer_state_twins(make, groups, parameters).items():
-            parameter = parameters[fqn]
-            counts_on = parameter.device if id(parameter) in on_device else torch.device("cpu")
-            for name, twin in state.items():
-                optimizer.state[parameter][name] = (
-                    torch.zeros_like(parameter, dtype=twin.dtype)
-                    if twin.shape == parameter.shape
-                    else torch.zeros(twin.shape, dtype=twin.dtype, device=counts_on)
-                )
+        optimizer = base.zero_optimizer(make, groups, parameters, zeros, compiled=False)
         optimizer.register_step_post_hook(self._note_step)
         return optimizer
 
@@ -179,13 +145,13 @@ class NativeBackend(Backend):
         if self._peers:
             self._peers.note_step()
 
-    def place(self, batch: Batch) -> Batch:
+    def place(self, batch: base.Batch) -> base.Batch:
         if self.device.type == "cpu":
             return batch
         pinned = {name: tensor.pin_memory() for name, tensor in batch.items()}
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in pinned.items()}
 
-    def compile(self, fn: Callable[..., Metrics], name: str) -> Callable[..., Metrics]:
+    def compile(self, fn: Callable[..., base.Metrics], name: str) -> Callable[..., base.Metrics]:
         return fn if name == "evaluate" or not self._counts_collectives else self._counting_once()(fn)
 
     @contextmanager
@@ -220,8 +186,7 @@ class NativeBackend(Backend):
             squared = self._sum_over_shards(squared)
         norm = squared.sqrt()
         if limit is not None:
-            scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
-            _scale(gradients, scale)
+            _scale(gradients, (limit / (norm + 1e-6)).clamp(max=1.0))  # as torch.nn.utils.clip_grad_norm_
         return norm
 
     def _sum_over_shards(self, value: Tensor) -> Tensor:
@@ -242,79 +207,68 @@ class NativeBackend(Backend):
         dist.all_reduce(total)
         return total
 
-    def fetch(self, metrics: Metrics) -> Pending:
-        sizes = {name: value.shape for name, value in metrics.items()}
-        values = torch.cat([value.float().flatten() for value in metrics.values()])
+    def fetch(self, metrics: base.Metrics) -> base.Pending:
         if self.device.type != "cuda":
-            return _HostCopy(sizes, values.cpu(), None)
+            return base.OnDevice({name: value.clone() for name, value in metrics.items()})
+        values = torch.cat([value.float().flatten() for value in metrics.values()])
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         host.copy_(values, non_blocking=True)
         ready = torch.cuda.Event()
         ready.record()
-        return _HostCopy(sizes, host, ready)
+        return _HostCopy({name: value.shape for name, value in metrics.items()}, host, ready)
 
-    def agree(self, value: T) -> T:
-        return broadcast_object(value, self.process, self.device)
-
-    def gather(self, value: T) -> list[T]:
-        return gather_object(value, self.process)
-
-    def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, TensorState]:
-        buffers = persistent_buffers(model)  # statistics of the rows that a process sees may differ
+    def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, base.TensorState]:
+        buffers = base.persistent_buffers(model)  # statistics of the rows that a process sees may differ
         return {
             key: self._tensor_state(tensor, is_compared=key not in buffers)
-            for key, tensor in checkpoint_tensors(model, optimizer).items()
+            for key, tensor in base.checkpoint_tensors(model, optimizer).items()
         }
 
-    def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, read: Read) -> None:
+    def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, read: base.Read) -> None:
         with torch.no_grad():
-            for key, tensor in checkpoint_tensors(model, optimizer).items():
-                slices = self._slices(tensor)
-                if _is_empty(slices):
+            for key, tensor in base.checkpoint_tensors(model, optimizer).items():
+                region = self._region(tensor)
+                if _is_empty(region):
                     continue
                 local = local_part(tensor)
                 if local.device.type == "cpu":
-                    read(key, slices, local)
+                    read(key, region, local)
                 else:
-                    local.copy_(read(key, slices))
+                    local.copy_(read(key, region))
 
     @property
-    def compilations(self) -> int:
-        return 0
-
-    @property
-    def collectives(self) -> dict[str, Traffic] | None:
+    def collectives(self) -> dict[str, base.Traffic] | None:
         if not self._first_step_is_over or not self._counts_collectives:
             return None
         return dict(self._counter.traffic)
 
-    def memory(self) -> MemoryStats:
+    def memory(self) -> base.MemoryStats:
         if self.device.type == "cuda":
             total = torch.cuda.get_device_properties(self.device).total_memory
-            return MemoryStats(
+            return base.MemoryStats(
                 torch.cuda.max_memory_allocated(self.device), torch.cuda.memory_allocated(self.device), total
             )
-        return process_memory()
+        return base.process_memory()
 
-    def _slices(self, tensor: Tensor) -> Region:
+    def _region(self, tensor: Tensor) -> base.Region:
         """What this process holds of a tensor: some rows of it, or all."""
         if not isinstance(tensor, DTensor):
-            return full_region(tensor.shape)
-        return shard_slices(tensor.shape, self._shard.get_local_rank(), self._shard.size())
+            return base.full_region(tensor.shape)
+        return base.shard_region(tensor.shape, self._shard.get_local_rank(), self._shard.size())
 
-    def _tensor_state(self, tensor: Tensor, *, is_compared: bool) -> TensorState:
+    def _tensor_state(self, tensor: Tensor, *, is_compared: bool) -> base.TensorState:
         """The first replica writes its shards; process 0 writes what isn't sharded."""
-        slices = self._slices(tensor)
+        region = self._region(tensor)
         replica, count = self.process.index, self.process.count
         if isinstance(tensor, DTensor):
             replica, count = self._mesh.get_local_rank("replicate"), self.axes["replicate"]
-        holds = (is_compared or replica == 0) and not _is_empty(slices)
+        holds = (is_compared or replica == 0) and not _is_empty(region)
         number = replica if is_compared and count > 1 else None
-        pieces = [Piece(tuple(part.start for part in slices), local_part(tensor), number)] if holds else []
-        return TensorState(tuple(tensor.shape), tensor.dtype, lambda: pieces)
+        pieces = [base.Piece(tuple(part.start for part in region), local_part(tensor), number)] if holds else []
+        return base.TensorState(tuple(tensor.shape), tensor.dtype, lambda: pieces)
 
 
-def _init_process_group(device: str, where: torch.device, process: Rank, peers: Peers | None) -> None:
+def _init_process_group(device: str, where: torch.device, process: base.Rank, peers: Peers | None) -> None:
     backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}.get(device)
     try:
         dist.init_process_group(
@@ -369,8 +323,8 @@ def _scale(tensors: list[Tensor], factor: Tensor) -> None:
         tensor.mul_(factor)
 
 
-def _is_empty(slices: Region) -> bool:
-    return any(part.start >= part.stop for part in slices)
+def _is_empty(region: base.Region) -> bool:
+    return any(part.start >= part.stop for part in region)
 
 
 class _CollectiveCounter(TorchDispatchMode):
@@ -378,16 +332,16 @@ class _CollectiveCounter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.traffic: dict[str, Traffic] = {}
+        self.traffic: dict[str, base.Traffic] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kind = COLLECTIVES.get(func.name())
         if kind is not None and _group_size(args) > 1:
-            before = self.traffic.get(kind, Traffic(0, 0))
+            before = self.traffic.get(kind, base.Traffic(0, 0))
             full = max(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
-            self.traffic[kind] = Traffic(before.calls + 1, before.bytes + full)
+            self.traffic[kind] = base.Traffic(before.calls + 1, before.bytes + full)
         return func(*args, **(kwargs or {}))
 
 

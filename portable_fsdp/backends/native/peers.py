@@ -1,11 +1,11 @@
-"""Who is alive: each process of a run says so every few seconds, and all end when one of them falls silent.
+"""Heartbeats: each process of a run sends one every few seconds; when a process falls silent, all others end.
 
-gloo and NCCL learn at once of a process that was killed. Of one that is stopped, or behind a cut link, they learn
-nothing, and a collective waits for it as long as collectives may take: half an hour. So every process writes a line
-about itself to the store where all of them met, again and again, in a thread. Process 0 reads all lines; the others
-read that of process 0, in which its verdict stands. A store that doesn't answer is lost as a process is.
+gloo and NCCL notice at once when a process is killed. They do not notice a stopped process or a cut link: a collective
+then waits for the collective timeout, half an hour. So a thread of every process writes heartbeats to the store of the
+rendezvous. Process 0 reads all heartbeats; the others read that of process 0, which carries its verdict. A store that
+does not answer counts as a lost process.
 
-Time is counted in rounds of these threads, not by a clock: a process that was itself suspended blames nobody.
+The threads count rounds, not clock time: a process that was itself suspended blames nobody.
 """
 
 import contextlib
@@ -31,339 +31,332 @@ from portable_fsdp.backends.base import Rank
 from portable_fsdp.runtime.errors import EXIT_FAILED, TrainingError, printable
 from portable_fsdp.runtime.store import open_store
 
-MEETING_ROUND_S = 0.1  # between two lines, until all are there
+JOINING_ROUND_S = 0.1  # between two heartbeats until all processes have joined
 LONGEST_ROUND_S = 5.0
-ROUNDS = 6  # at least, in the time after which a process counts as lost
-ASKING_S = 5.0
-GOING_ON = (
-    "  All processes end with exit code 1, for their launcher to start them again: they go on from the last checkpoint."
-)
-
+ROUNDS = 6  # at least so many heartbeats fit into the timeout
+STORE_ANSWER_S = 5.0
+RESTART_NOTE = "  All processes end with exit code 1, so that their launcher restarts them from the last checkpoint."
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Name = Annotated[str, Field(max_length=255)]
-Sentence = Annotated[str, Field(max_length=10_000)]
+Message = Annotated[str, Field(max_length=10_000)]
 
 
 @checked.dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
-class Life:
-    """What a process says of itself. Anyone who reaches the store can write one: each is checked when it is read."""
+class Heartbeat:
+    """What a process writes about itself. Anyone who reaches the store can write one, so each is validated."""
 
     id: Name  # of this very process: a restart has another
     host: Name
     pid: Count
     local_rank: Count
     addresses: Annotated[list[Name], Field(max_length=1000)]
-    line: Count = 0
-    steps: Count = 0  # that it has finished since it was started
+    number: Count = 0
+    steps: Count = 0  # finished since the start of the process
     left: bool = False  # in order
-    last_words: Sentence = ""  # as it left by an error
-    verdict: Sentence = ""  # of process 0: whom it has given up, and why
+    error: Message = ""  # that the process ended with
+    verdict: Message = ""  # of process 0: which process is lost, and why
 
 
-_LIFE = TypeAdapter(Life)
-_MAX_LINE = 1 << 20  # bytes
+_HEARTBEAT = TypeAdapter(Heartbeat)
+_MAX_BYTES = 1 << 20
 
 
 @dataclass
-class _Heard:
-    """What was read of another process."""
+class _Peer:
+    """What this process has read of another one."""
 
-    first: bytes | None = None  # it may be what one of an earlier start left
+    first: bytes | None = None  # perhaps left over from an earlier start
     last: bytes | None = None
-    life: Life | None = None  # once something newer than `first` was read
+    beat: Heartbeat | None = None  # once something newer than `first` came
     silent_s: float = 0.0
-    unreadable: bool = False  # the last line
+    unreadable: bool = False  # the last heartbeat
 
     @property
-    def has_come(self) -> bool:
-        """To this very opening: the last line of an earlier one may be newer than `first`, and says that it ended."""
-        return self.life is not None and not self.life.left and not self.life.last_words
+    def has_joined(self) -> bool:
+        """This start: the last heartbeat of an earlier one may be newer than `first`, and says that it ended."""
+        return self.beat is not None and not self.beat.left and not self.beat.error
 
-    def hear(self, line: bytes, after_s: float) -> None:
-        """`line`: what stands in the store, `after_s` after it was read before."""
+    def read(self, line: bytes, elapsed_s: float) -> None:
+        """Take what the store holds now, `elapsed_s` after the last look."""
         self.first = self.first or line
         if line == self.last:
-            self.silent_s += after_s
+            self.silent_s += elapsed_s
             return
         self.last, self.silent_s = line, 0.0
         if line != self.first:
-            life = _read(line)
-            self.life, self.unreadable = life or self.life, life is None
+            beat = _parse(line)
+            self.beat, self.unreadable = beat or self.beat, beat is None
 
 
 @dataclass
-class _Waiting:
-    """For how long something has not come; worth a word once in so often."""
+class _Reminder:
+    """Due once in each `every_s` of waiting."""
 
     every_s: float
     waited_s: float = 0.0
-    told: int = 0
+    sent: int = 0
 
-    def is_due(self, after_s: float) -> bool:
-        self.waited_s += after_s
-        if self.waited_s < self.every_s * (self.told + 1):
-            return False
-        self.told += 1
-        return True
+    def is_due(self, elapsed_s: float) -> bool:
+        self.waited_s += elapsed_s
+        due = self.waited_s >= self.every_s * (self.sent + 1)
+        self.sent += due
+        return due
 
 
 class Peers:
-    """The processes of a run, watched from one of them.
+    """Watches the processes of a run from one of them.
 
-    peers = Peers(process, timeout_s, limit)
+    peers = Peers(rank, timeout_s, limit)
     store = peers.meet()        # for torch's process group
-    peers.slow_down()              # when all have it
+    peers.slow_down()           # once all processes have it
     peers.leave(None)
     """
 
-    def __init__(self, process: Rank, timeout_s: float, limit: timedelta) -> None:
-        """`timeout_s`: after which a silent process is lost. `limit`: for those that have not come yet.
+    def __init__(self, rank: Rank, timeout_s: float, limit: timedelta) -> None:
+        """A process silent for `timeout_s` is lost; `limit`: how long to wait for one that has not joined.
 
-        The launcher's variables are read from the environment.
+        Reads the launcher's variables from the environment.
         """
-        self._index, self._count = process.index, process.count
+        self._index, self._count = rank.index, rank.count
         self._timeout_s, self._limit = timeout_s, limit
-        self._round_s = MEETING_ROUND_S
-        self._group_store = open_store(os.environ, limit, serves=process.index == 0)
-        self._store = open_store(os.environ, limit, serves=False)  # whoever waits for the other one doesn't block this
+        self._round_s = JOINING_ROUND_S
+        self._group_store = open_store(os.environ, limit, serves=self._index == 0)
+        self._store = open_store(os.environ, limit, serves=False)  # its own connection: the other may block
         self._holds_store = self._index == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        self._self, self._steps, self._lines, self._verdict = _ourselves(), 0, 0, ""
-        self._heard = {rank: _Heard() for rank in (range(1, self._count) if self._index == 0 else (0,))}
-        self._coming, self._step, self._most_steps = _Waiting(timeout_s), _Waiting(timeout_s), 0
+        self._self, self._steps, self._sent, self._verdict = _heartbeat_of_this_process(), 0, 0, ""
+        self._peers = {index: _Peer() for index in (range(1, self._count) if self._index == 0 else (0,))}
+        self._joining, self._stepping, self._most_steps = _Reminder(timeout_s), _Reminder(timeout_s), 0
         self._unanswered_s, self._problem = 0.0, ""
-        self._met, self._over = threading.Event(), threading.Event()
+        self._joined, self._over = threading.Event(), threading.Event()
         # Daemons: a process that ends by an error doesn't wait for a store that is gone.
         self._threads = [
             threading.Thread(target=work, name=f"portable_fsdp peers {work.__name__}", daemon=True)
-            for work in (self._talk, self._guard)
+            for work in (self._beat, self._guard_store)
         ]
         for thread in self._threads:
             thread.start()
 
     def meet(self) -> Any:
-        """The store for torch's process group: of this start alone, since torchrun keeps one over its restarts.
+        """The store for torch's process group, private to this start: torchrun keeps one store over its restarts.
 
-        Returns once process 0 is there. Raises RuntimeError if it doesn't come.
+        Returns once process 0 has joined; raises RuntimeError if it never does.
         """
-        meeting = self._self.id
+        start = self._self.id
         if self._index != 0:
-            if not self._met.wait(self._limit.total_seconds()):
-                raise RuntimeError(f"process 0 has not come within {self._limit.total_seconds():.0f} s")
-            meeting = cast(Life, self._heard[0].life).id
-        return dist.PrefixStore(f"portable_fsdp/{meeting}", self._group_store)  # pyright: ignore[reportPrivateImportUsage]
+            if not self._joined.wait(self._limit.total_seconds()):
+                raise RuntimeError(f"process 0 did not join within {self._limit.total_seconds():.0f} s")
+            start = cast(Heartbeat, self._peers[0].beat).id
+        return dist.PrefixStore(f"portable_fsdp/{start}", self._group_store)  # pyright: ignore[reportPrivateImportUsage]
 
     def slow_down(self) -> None:
-        """All are there: from now on a line every few seconds is enough."""
+        """All have joined: a heartbeat every few seconds is enough."""
         self._round_s = min(LONGEST_ROUND_S, self._timeout_s / ROUNDS)
 
     def note_step(self) -> None:
-        """This process has finished another step."""
+        """This process finished a step."""
         self._steps += 1
 
     def leave(self, error: BaseException | None) -> None:
-        """Stop watching; `error`: what the run ends with, None in order. The others give up one that left by an error.
+        """Stop watching. With `error`, the error that ends the run, the other processes give up on this one.
 
-        Raises TrainingError, which says whom this process has lost, in place of an error of the network.
+        Raises TrainingError, which names the lost process, in place of a network error.
         """
-        sentence = self._explained(error) if isinstance(error, RuntimeError) and _is_of_the_network(error) else None
+        message = self._explain(error) if isinstance(error, RuntimeError) and _is_network_error(error) else None
         self._over.set()
         for thread in self._threads:
-            thread.join(ASKING_S)
+            thread.join(STORE_ANSWER_S)
         if not any(thread.is_alive() for thread in self._threads):  # else the store doesn't answer
-            with contextlib.suppress(RuntimeError):  # whoever holds the store has left before
+            with contextlib.suppress(RuntimeError):  # the process that holds the store has left before
                 self._say_goodbye(error)
-        if sentence is not None:
-            raise TrainingError(sentence) from error
+        if message is not None:
+            raise TrainingError(message) from error
 
     def _say_goodbye(self, error: BaseException | None) -> None:
         if error is not None:
-            self._say(last_words=_first_line(error))
+            self._send(error=_first_line(error))
             return
-        self._say(left=True)
-        until = time.monotonic() + ASKING_S
-        # Without a store the others' last lines would be told by torch with a stack of C++.
-        while self._holds_store and not all(heard.life and heard.life.left for heard in self._heard.values()):
+        self._send(left=True)
+        until = time.monotonic() + STORE_ANSWER_S
+        # If the store went first, torch would print a C++ stack for the others' last heartbeats.
+        while self._holds_store and not all(peer.beat and peer.beat.left for peer in self._peers.values()):
             if time.monotonic() > until:
                 return
             time.sleep(0.02)
-            self._listen(0.0)
+            self._receive(0.0)
 
-    def _explained(self, error: RuntimeError) -> str:
-        lives = self._lives()
-        if 0 in lives and lives[0].verdict:
-            return lives[0].verdict
-        found = re.search(r"\[([0-9a-f.:]+)\]:\d+", _first_line(error))
-        address = found[1] if found else ""
-        there = [rank for rank, life in lives.items() if address in life.addresses and rank != self._index]
-        named = " or ".join(f"process {rank}" for rank in there)
-        whom = f"{named} on {lives[there[0]].host}" if there else f"a process at {address}" if found else "another one"
+    def _explain(self, error: RuntimeError) -> str:
+        beats = self._all_heartbeats()
+        if 0 in beats and beats[0].verdict:
+            return beats[0].verdict
+        match = re.search(r"\[([0-9a-f.:]+)\]:\d+", _first_line(error))
+        lost = [index for index, beat in beats.items() if match and match[1] in beat.addresses and index != self._index]
+        if lost:
+            peer = f"{' or '.join(f'process {index}' for index in lost)} on {beats[lost[0]].host}"
+        else:
+            peer = f"a process at {match[1]}" if match else "another process"
         return (
-            f"process {self._index} on {self._self.host} lost its connection to {whom}, after {self._steps} step(s) of "
-            "this start.\n"
-            "  What that process said last says why, if it ended by itself. "
-            f"torch says: {_first_line(error)}\n{GOING_ON}"
+            f"process {self._index} on {self._self.host} lost its connection to {peer}, after {self._steps} step(s) of "
+            "this start.\n  If that process ended by itself, its last message says why. "
+            f"torch says: {_first_line(error)}\n{RESTART_NOTE}"
         )
 
     # ------------------------------------------------------------------------------------------------- the threads
 
-    def _talk(self) -> None:
+    def _beat(self) -> None:
         while not self._over.wait(pause_s := self._round_s):
             try:
-                self._say()
-                self._listen(pause_s)
+                self._send()
+                self._receive(pause_s)
                 self._unanswered_s = 0.0
                 self._judge()
                 if self._self.local_rank == 0:
-                    self._tell_of_waiting(pause_s)
-            except RuntimeError as error:  # perhaps whoever holds the store has left just before this process
+                    self._report_waiting(pause_s)
+            except RuntimeError as error:  # perhaps the process that holds the store has just left
                 self._problem = f" torch says: {_first_line(error)}"
             except Exception as error:  # a fault here must not end the watch, nor pass for a lost process
                 if not self._problem:
                     self._problem = f" {type(error).__name__}: {_first_line(error)}"
                     self._warn(f"process {self._index} can't judge the heartbeats of the others:{self._problem}")
 
-    def _guard(self) -> None:
-        """The other thread may wait for the store for ever: TCP doesn't notice a link that is cut."""
+    def _guard_store(self) -> None:
+        """The other thread may wait for the store for ever: TCP doesn't notice a cut link."""
         while not self._over.wait(pause_s := self._round_s):
             self._unanswered_s += pause_s
             if self._unanswered_s >= self._timeout_s:
-                where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
                 self._end(
                     f"process {self._index} on {self._self.host} has had no answer for {self._timeout_s:.0f} s, after "
-                    f"{self._steps} step(s) of this start,\n"
-                    f"  from the store at {where}, where all processes met: its host is gone, or the link to it is "
-                    f"cut.{self._problem}\n{GOING_ON}",
-                    self._self.local_rank == 0,
+                    f"{self._steps} step(s) of this start,\n  from the store at {os.environ['MASTER_ADDR']}:"
+                    f"{os.environ['MASTER_PORT']}, where all processes met: its host is gone, or the link to it is cut."
+                    f"{self._problem}\n{RESTART_NOTE}",
+                    prints=self._self.local_rank == 0,
                 )
 
-    def _say(self, *, left: bool = False, last_words: str = "") -> None:
-        self._lines += 1
-        life = replace(self._self, line=self._lines, steps=self._steps, verdict=self._verdict)
-        self._store.set(_key(self._index), json.dumps(asdict(replace(life, left=left, last_words=last_words))))
+    def _send(self, *, left: bool = False, error: str = "") -> None:
+        self._sent += 1
+        beat = replace(self._self, number=self._sent, steps=self._steps, verdict=self._verdict, left=left, error=error)
+        self._store.set(_key(self._index), json.dumps(asdict(beat)))
 
-    def _listen(self, after_s: float) -> None:
-        there = [rank for rank, heard in self._heard.items() if heard.first or self._store.check([_key(rank)])]
-        lines = self._store.multi_get([_key(rank) for rank in there]) if there else []
-        for rank, line in zip(there, lines, strict=True):
-            self._heard[rank].hear(line, after_s)
-        if all(heard.has_come for heard in self._heard.values()):
-            self._met.set()
+    def _receive(self, elapsed_s: float) -> None:
+        known = [index for index, peer in self._peers.items() if peer.first or self._store.check([_key(index)])]
+        lines = self._store.multi_get([_key(index) for index in known]) if known else []
+        for index, line in zip(known, lines, strict=True):
+            self._peers[index].read(line, elapsed_s)
+        if all(peer.has_joined for peer in self._peers.values()):
+            self._joined.set()
 
     def _judge(self) -> None:
-        for rank, heard in self._heard.items():
-            life = heard.life
-            if life is None or life.left:
+        for index, peer in self._peers.items():
+            beat = peer.beat
+            if beat is None or beat.left:
                 continue
-            if life.verdict:
-                self._end(life.verdict, self._self.local_rank == 0)
-            if heard.silent_s >= self._timeout_s:
-                is_first_here = (life.host, life.local_rank) == (self._self.host, 0)
-                self._give_up(_verdict(rank, life, self._timeout_s), is_first_here or self._self.local_rank == 0)
+            if beat.verdict:
+                self._end(beat.verdict, prints=self._self.local_rank == 0)
+            if peer.silent_s >= self._timeout_s:
+                is_first_here = (beat.host, beat.local_rank) == (self._self.host, 0)
+                self._give_up(_verdict(index, beat, self._timeout_s), is_first_here or self._self.local_rank == 0)
 
-    def _give_up(self, verdict: str, is_said: bool) -> None:
+    def _give_up(self, verdict: str, prints: bool) -> None:
         if self._index == 0:
             self._verdict = verdict
-            self._say()
+            self._send()
             self._over.wait(2 * self._round_s)  # the others read it, and this process may hold the store
-        self._end(verdict, is_said)
+        self._end(verdict, prints=prints)
 
-    def _end(self, sentence: str, is_said: bool) -> None:
-        """End this process, whose main thread waits in a collective. `is_said`: by one process of a host."""
+    def _end(self, message: str, *, prints: bool) -> None:
+        """End this process, whose main thread waits in a collective. One process of a host prints."""
         if self._over.is_set():
             return
-        if is_said:
-            self._warn(sentence)
+        if prints:
+            self._warn(message)
         os._exit(EXIT_FAILED)
 
-    def _tell_of_waiting(self, after_s: float) -> None:
-        """A run that waits, though nobody is lost, says so."""
-        missing = ", ".join(str(rank) for rank, heard in self._heard.items() if heard.life is None)
-        if missing and self._coming.is_due(after_s):
-            unread = ", ".join(str(rank) for rank, heard in self._heard.items() if heard.unreadable)
-            why = f" (what process {unread} says can't be read: another version of portable_fsdp?)" if unread else ""
-            self._warn(f"waiting for process {missing}, not come after {self._coming.waited_s:.0f} s{why}")
+    def _report_waiting(self, elapsed_s: float) -> None:
+        """Warn when the run waits although no process is lost."""
+        missing = ", ".join(str(index) for index, peer in self._peers.items() if peer.beat is None)
+        if missing and self._joining.is_due(elapsed_s):
+            unread = ", ".join(str(index) for index, peer in self._peers.items() if peer.unreadable)
+            why = (
+                f" (can't read the heartbeat of process {unread}: another version of portable_fsdp?)" if unread else ""
+            )
+            self._warn(f"waiting for process {missing}, not come after {self._joining.waited_s:.0f} s{why}")
         if missing or self._index != 0:
             return
-        lives = {rank: heard.life for rank, heard in self._heard.items() if heard.life}
-        lives[0] = replace(self._self, steps=self._steps)
-        most = max(life.steps for life in lives.values())
+        beats = {index: peer.beat for index, peer in self._peers.items() if peer.beat}
+        beats[0] = replace(self._self, steps=self._steps)
+        most = max(beat.steps for beat in beats.values())
         if most != self._most_steps:
-            self._most_steps, self._step = most, _Waiting(self._timeout_s)
-        elif self._step.is_due(after_s):
-            if not most:
-                self._warn(
-                    f"the first step has not ended after {self._step.waited_s:.0f} s, though every process lives: "
-                    "data is tokenized, weights are loaded and programs compiled before it"
-                )
-                return
+            self._most_steps, self._stepping = most, _Reminder(self._timeout_s)
+        elif self._stepping.is_due(elapsed_s):
+            waited = f"{self._stepping.waited_s:.0f} s although all processes are alive"
             self._warn(
-                f"no step finished for {self._step.waited_s:.0f} s although all processes are alive: {most} step(s) "
-                f"are done since the start, and {furthest_behind(lives)}"
+                f"no step finished for {waited}: {most} step(s) are done since the start, and {furthest_behind(beats)}"
+                if most
+                else f"the first step has not ended after {waited}: before it the run tokenizes data, loads weights and"
+                " compiles programs"
             )
 
-    def _warn(self, sentence: str) -> None:
-        print(printable(sentence), file=sys.stderr, flush=True)  # it quotes what others wrote to the store
+    def _warn(self, message: str) -> None:
+        print(printable(message), file=sys.stderr, flush=True)  # it quotes what others wrote to the store
 
-    def _lives(self) -> dict[int, Life]:
-        """Of all processes, as far as the store answers within some seconds."""
-        found: dict[int, Life] = {}
+    def _all_heartbeats(self) -> dict[int, Heartbeat]:
+        """Those of all processes that the store gives within some seconds."""
+        beats: dict[int, Heartbeat] = {}
 
         def ask() -> None:
             with contextlib.suppress(RuntimeError):
-                for rank in range(self._count):
-                    if life := _read(self._store.get(_key(rank))):
-                        found[rank] = life
+                for index in range(self._count):
+                    if beat := _parse(self._store.get(_key(index))):
+                        beats[index] = beat
 
         asking = threading.Thread(target=ask, name="portable_fsdp peers ask", daemon=True)
         asking.start()
-        asking.join(ASKING_S)
-        return dict(found)
+        asking.join(STORE_ANSWER_S)
+        return dict(beats)
 
 
-def furthest_behind(lives: Mapping[int, Life]) -> str:
-    """Which processes have done the fewest steps; none where all have done the same."""
-    fewest, most = (of(life.steps for life in lives.values()) for of in (min, max))
+def furthest_behind(beats: Mapping[int, Heartbeat]) -> str:
+    """Names the processes with the fewest steps, unless all have done the same number."""
+    fewest, most = (of(beat.steps for beat in beats.values()) for of in (min, max))
     if fewest == most:
         return "no process is behind"
-    behind = [f"process {rank} on {life.host}" for rank, life in sorted(lives.items()) if life.steps == fewest]
+    behind = [f"process {index} on {beat.host}" for index, beat in sorted(beats.items()) if beat.steps == fewest]
     return f"furthest behind with {fewest} is {', '.join(behind)}"
 
 
-def _read(line: bytes) -> Life | None:
-    """None for what no process of this version has written: the store takes lines from anyone, no run ends by one."""
+def _parse(line: bytes) -> Heartbeat | None:
+    """None for a line that no process of this version wrote: anyone can write to the store, and may not end a run."""
     try:
-        return _LIFE.validate_json(line) if len(line) <= _MAX_LINE else None
+        return _HEARTBEAT.validate_json(line) if len(line) <= _MAX_BYTES else None
     except ValidationError:
         return None
 
 
-def _ourselves() -> Life:
-    found = [one for interface in psutil.net_if_addrs().values() for one in interface]
-    addresses = [one.address for one in found if one.family in (socket.AF_INET, socket.AF_INET6)]
+def _heartbeat_of_this_process() -> Heartbeat:
+    interfaces = [address for addresses in psutil.net_if_addrs().values() for address in addresses]
+    addresses = [address.address for address in interfaces if address.family in (socket.AF_INET, socket.AF_INET6)]
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    return Life(uuid.uuid4().hex, socket.gethostname(), os.getpid(), local_rank, addresses)
+    return Heartbeat(uuid.uuid4().hex, socket.gethostname(), os.getpid(), local_rank, addresses)
 
 
-def _verdict(rank: int, life: Life, timeout_s: float) -> str:
-    where = f"process {rank} on {life.host} (PID {life.pid})"
-    if life.last_words:
-        return f"{where} ended by an error after {life.steps} step(s) of this start: {life.last_words}\n{GOING_ON}"
+def _verdict(index: int, beat: Heartbeat, timeout_s: float) -> str:
+    process = f"process {index} on {beat.host} (PID {beat.pid})"
+    if beat.error:
+        return f"{process} ended by an error after {beat.steps} step(s) of this start: {beat.error}\n{RESTART_NOTE}"
     return (
-        f"{where} has given no sign of life for {timeout_s:.0f} s; its last one came after {life.steps} step(s) of "
-        "this start.\n"
-        f"  It was stopped or killed, its host is gone, or the link to it is cut: look there.\n{GOING_ON}"
+        f"{process} sent no heartbeat for {timeout_s:.0f} s; its last one came after {beat.steps} step(s) of this "
+        f"start.\n  It was stopped or killed, its host is gone, or the link to it is cut: look there.\n{RESTART_NOTE}"
     )
 
 
-def _key(rank: int) -> str:
-    return f"portable_fsdp/life/{rank}"
+def _key(index: int) -> str:
+    return f"portable_fsdp/life/{index}"
 
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _is_of_the_network(error: RuntimeError) -> bool:
-    """torch has classes for those of NCCL and of its store; gloo's are told by its name."""
+def _is_network_error(error: RuntimeError) -> bool:
+    """torch has classes for errors of NCCL and of its store; gloo's carry its name."""
     return isinstance(error, dist.DistError) or "gloo" in str(error).lower()

@@ -17,18 +17,18 @@ from portable_fsdp.backends.native.units import UnitGroup
 
 
 class Prefetch:
-    """Watches the first forward of `links` (the root first), then sets what each of them gathers ahead."""
+    """Watches the first forward of `units` (the root first), then sets what each of them gathers ahead."""
 
-    def __init__(self, links: list[UnitGroup], policy: ShardPolicy) -> None:
-        self._links, self._policy = links, policy
+    def __init__(self, units: list[UnitGroup], policy: ShardPolicy) -> None:
+        self._units, self._policy = units, policy
         self._first: list[FSDPModule] = []  # gathered before the root's forward
         self._began: list[UnitGroup] = []
         self._ended: list[UnitGroup] = []  # those that take part in backward
         self._watching: list[RemovableHandle] = []
-        wanted = (policy.forward_prefetch, policy.backward_prefetch, policy.backward_prefetch_units)
+        requested = (policy.forward_prefetch, policy.backward_prefetch, policy.backward_prefetch_units)
         # FSDP2 counts a group inside a recomputed layer twice, and then gathers the wrong unit ahead.
-        runs_twice = policy.recompute and any(link.inside for link in links)
-        if wanted != (0, "BACKWARD_PRE", 1) or runs_twice:
+        runs_twice = policy.recompute and any(group.inside for group in units)
+        if requested != (0, "BACKWARD_PRE", 1) or runs_twice:
             self._watch()
 
     def before_forward(self) -> None:
@@ -37,19 +37,19 @@ class Prefetch:
             module.unshard(async_op=True)
 
     def _watch(self) -> None:
-        for link in self._links:
-            module = cast(nn.Module, link.unit)
+        for group in self._units:
+            module = cast(nn.Module, group.unit)
 
-            def began(*_: Any, link: UnitGroup = link) -> None:
+            def began(*_: Any, group: UnitGroup = group) -> None:
                 if torch.is_grad_enabled():
-                    self._began.append(link)
+                    self._began.append(group)
 
-            def ended(_: nn.Module, __: Any, output: Any, link: UnitGroup = link) -> None:
+            def ended(_: nn.Module, __: Any, output: Any, group: UnitGroup = group) -> None:
                 if not torch.is_grad_enabled():  # an evaluation says nothing of backward
                     return
                 if _grad_tensors(output):
-                    self._ended.append(link)
-                if link is self._links[0]:
+                    self._ended.append(group)
+                if group is self._units[0]:
                     self._arrange()
 
             self._watching += [module.register_forward_pre_hook(began), module.register_forward_hook(ended)]
@@ -64,23 +64,23 @@ class Prefetch:
 
     def _arrange_forward(self, order: list[UnitGroup]) -> None:
         ahead = self._policy.forward_prefetch
-        for index, link in enumerate(order):
+        for index, group in enumerate(order):
             following = _modules(order[index + 1 : index + 1 + ahead])
-            link.unit.set_modules_to_forward_prefetch([*link.inside, *following])
+            group.unit.set_modules_to_forward_prefetch([*group.inside, *following])
         root, *units = order
         self._first = [root.unit, *root.inside, *_modules(units[:ahead])]
 
     def _arrange_backward(self, order: list[UnitGroup]) -> None:
         # An empty list would be FSDP2's default, one unit ahead; to gather a unit that is there already is nothing.
-        for module in cast(nn.Module, self._links[0].unit).modules():
+        for module in cast(nn.Module, self._units[0].unit).modules():
             if isinstance(module, FSDPModule):
                 module.set_modules_to_backward_prefetch([module])
-        for index, link in enumerate(order):
+        for index, group in enumerate(order):
             following = _modules(order[index + 1 : index + 1 + self._policy.backward_prefetch_units])
             if self._policy.backward_prefetch == "BACKWARD_PRE":
-                link.unit.set_modules_to_backward_prefetch([*reversed(link.inside), *following] or [link.unit])
+                group.unit.set_modules_to_backward_prefetch([*reversed(group.inside), *following] or [group.unit])
             elif self._policy.backward_prefetch == "BACKWARD_POST" and following:
-                self._gather_after(link.unit, following)
+                self._gather_after(group.unit, following)
 
     def _gather_after(self, unit: FSDPModule, following: list[FSDPModule]) -> None:
         """Gather `following` once the gradient of the unit's input is there, before its own are reduced."""
@@ -97,8 +97,8 @@ class Prefetch:
         cast(nn.Module, unit).register_forward_pre_hook(watch_input, with_kwargs=True)
 
 
-def _modules(links: list[UnitGroup]) -> list[FSDPModule]:
-    return [module for link in links for module in (link.unit, *link.inside)]
+def _modules(units: list[UnitGroup]) -> list[FSDPModule]:
+    return [module for group in units for module in (group.unit, *group.inside)]
 
 
 def _grad_tensors(values: Any) -> list[Tensor]:

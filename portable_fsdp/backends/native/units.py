@@ -5,7 +5,7 @@ gradient checkpointing, compilation of what that left, then the units, inner one
 Forwards of instances are replaced and hooks are added; no wrapper changes a name.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from types import MethodType
 from typing import Any, NamedTuple, cast
@@ -23,23 +23,16 @@ from portable_fsdp.runtime.errors import BackendError
 
 ROOT = ""
 
-_aten = torch.ops.aten
 # Where SDPA has no kernel for its arguments (grouped heads on CPU), it runs as batched products and a softmax. These
 # are no "attention", or the experts' products would be kept with it.
-_OPS: dict[str, tuple[Any, ...]] = {
-    "matmul": (
-        _aten.mm.default,
-        _aten.addmm.default,
-        _aten.bmm.default,
-        _aten.baddbmm.default,
-        _aten._grouped_mm.default,
-    ),
+_OPS = {
+    "matmul": ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm"),
     "attention": (
-        _aten._scaled_dot_product_flash_attention.default,
-        _aten._scaled_dot_product_efficient_attention.default,
-        _aten._scaled_dot_product_cudnn_attention.default,
-        _aten._scaled_dot_product_fused_attention_overrideable.default,
-        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+        "_scaled_dot_product_flash_attention_for_cpu",
     ),
 }
 
@@ -55,64 +48,55 @@ def shard_units(model: nn.Module, policy: ShardPolicy, mesh: DeviceMesh) -> list
     """Make `model` (parameters on meta) and its units FSDP2 modules over `mesh`, 1-D ("shard") or 2-D ("replicate",
     "shard"); returns the root and the units in the order of definition.
 
-    A unit's parameters are gathered in one dtype, so the modules inside it that compute in another one are a group of
-    their own. A weight that several modules share belongs to the unit that holds all of them. Raises BackendError
-    where there is none.
+    A unit's parameters are gathered in one dtype, so modules inside it that compute in another one form a group of
+    their own. A weight that several modules share belongs to the unit that holds them all; BackendError without one.
     """
-    own = policy.modules
     shared = _shared_weights(model)
     units = [name for name in policy.units if _has_weights(model, name, shared)]
-    groups = _groups(policy, own, units)
+    groups = _groups(policy, units)
     head = cast(Any, model).get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    for name, dtype in own.items():
+    for name, dtype in policy.modules.items():
         module = model.get_submodule(name)
         _cast_around(module, dtype, None if module is head else policy.compute)
-    for name in policy.recompute:
-        holds_units = any(_is_in(inner, name) for inner in (*units, *own))
+    for name in dict.fromkeys((*policy.recompute, *policy.layers)):
         layer = model.get_submodule(name)
-        layer.forward = MethodType(_recomputed(type(layer).forward, policy.save_ops, holds_units), layer)
-    if policy.compile_backend is not None:
-        for name in policy.layers:
-            # The hooks of a unit inside break the layer's graph; a layer without must be one graph.
-            holds_units = any(_is_in(inner, name) for inner in (*units, *own))
-            _compile(model.get_submodule(name), policy.compile_backend, one_graph=not holds_units)
+        holds_units = any(_is_in(inner, name) for inner in (*units, *policy.modules))
+        if name in policy.recompute:
+            layer.forward = MethodType(_recomputed(type(layer).forward, policy.save_ops, holds_units), layer)
+        if name in policy.layers and policy.compile_backend is not None:
+            # Shapes are static, FSDP2's hooks stay outside. Those of a unit inside break the graph; else it is one.
+            layer.forward = torch.compile(
+                layer.forward, backend=policy.compile_backend, fullgraph=not holds_units, dynamic=False
+            )
     for name in (*reversed(units), ROOT):
         for dtype, names in groups[name].items():
             _fully_shard(model, names, shared, policy, mesh, dtype, is_root=name == ROOT)
-        _fully_shard(model, [name], shared, policy, mesh, _dtype_of(name, own, policy), is_root=name == ROOT)
+        _fully_shard(model, [name], shared, policy, mesh, _dtype_of(name, policy), is_root=name == ROOT)
     _require_sharded(model, shared)
-    return _links(model, policy, units, groups)
+    return _gather_order(model, policy, units, groups)
 
 
 def _is_in(name: str, outer: str) -> bool:
     return outer == ROOT != name or name.startswith(f"{outer}.")
 
 
-def _innermost(name: str, units: Iterable[str]) -> str:
-    """The innermost unit that `name` lies in and is not; the root holds all."""
-    return max((unit for unit in units if _is_in(name, unit)), key=len, default=ROOT)
-
-
 # ------------------------------------------------------------------------------------------------------- the dtypes
 
 
-def _dtype_of(name: str, own: Mapping[str, torch.dtype], policy: ShardPolicy) -> torch.dtype:
+def _dtype_of(name: str, policy: ShardPolicy) -> torch.dtype:
     """In which dtype a module computes: its own, or that of the module around it."""
-    while name:
-        if name in own:
-            return own[name]
+    while name and name not in policy.modules:
         name = name.rpartition(".")[0]
-    return policy.compute
+    return policy.modules[name] if name else policy.compute
 
 
-def _groups(
-    policy: ShardPolicy, own: Mapping[str, torch.dtype], units: list[str]
-) -> dict[str, dict[torch.dtype, list[str]]]:
+def _groups(policy: ShardPolicy, units: list[str]) -> dict[str, dict[torch.dtype, list[str]]]:
     """Unit -> dtype -> the modules inside it that compute in that dtype, where it isn't the unit's."""
     groups: dict[str, dict[torch.dtype, list[str]]] = {name: {} for name in (*units, ROOT)}
-    for name, dtype in own.items():
-        unit = _innermost(name, units)
-        if name not in units and dtype != _dtype_of(unit, own, policy):
+    for name, dtype in policy.modules.items():
+        # The innermost unit that the module lies in and is not; the root holds all.
+        unit = max((unit for unit in units if _is_in(name, unit)), key=len, default=ROOT)
+        if name not in units and dtype != _dtype_of(unit, policy):
             groups[unit].setdefault(dtype, []).append(name)
     return groups
 
@@ -140,29 +124,20 @@ def _cast_floats(values: Any, dtype: torch.dtype | None) -> Any:
 
 @cache  # equal layers get the same function, so that torch.compile makes one program for all of them
 def _recomputed(forward: Callable[..., Any], save_ops: tuple[str, ...], whole: bool) -> Callable[..., Any]:
-    """A layer's `forward` under gradient checkpointing, but for the outputs of `save_ops`, which are kept.
+    """A layer's `forward` under gradient checkpointing; it keeps the outputs of `save_ops`.
 
-    `whole`: run all of it again. torch stops at the last tensor that backward needs, by an exception, which would
-    leave a unit inside the layer in the middle of its forward.
+    `whole`: run all of it again. By default torch stops the second run at the last tensor that backward needs, by an
+    exception, which would leave a unit inside the layer in the middle of its forward.
     """
-    again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, early_stop=not whole)
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "early_stop": not whole}
     if save_ops:
-        ops = [op for kind in save_ops for op in _OPS[kind]]
-
-        def contexts() -> Any:
-            return create_selective_checkpoint_contexts(ops)
-
-        again = partial(again, context_fn=contexts)
+        kept = [getattr(torch.ops.aten, name).default for kind in save_ops for name in _OPS[kind]]
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
 
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return again(forward, self, *args, **kwargs)
+        return checkpoint(forward, self, *args, **options, **kwargs)
 
     return run
-
-
-def _compile(layer: nn.Module, backend: str, one_graph: bool) -> None:
-    """Compile a layer's forward, so that FSDP2's hooks stay outside; shapes are static throughout a run."""
-    layer.forward = torch.compile(layer.forward, backend=backend, fullgraph=one_graph, dynamic=False)
 
 
 # -------------------------------------------------------------------------------------------------------- the units
@@ -178,7 +153,7 @@ def _shared_weights(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     }
 
 
-def _not_theirs(shared: Mapping[nn.Parameter, list[str]], names: list[str]) -> set[nn.Parameter]:
+def _owned_further_out(shared: Mapping[nn.Parameter, list[str]], names: list[str]) -> set[nn.Parameter]:
     """The tied weights that modules other than `names` hold too: they belong to a unit further out."""
     return {
         weight
@@ -188,7 +163,7 @@ def _not_theirs(shared: Mapping[nn.Parameter, list[str]], names: list[str]) -> s
 
 
 def _has_weights(model: nn.Module, name: str, shared: Mapping[nn.Parameter, list[str]]) -> bool:
-    return bool(set(model.get_submodule(name).parameters()) - _not_theirs(shared, [name]))
+    return bool(set(model.get_submodule(name).parameters()) - _owned_further_out(shared, [name]))
 
 
 def _fully_shard(
@@ -212,7 +187,7 @@ def _fully_shard(
         reshard_after_forward=False if is_root else policy.reshard_after_forward,
         mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=policy.reduce),
         offload_policy=offload,
-        ignored_params=_not_theirs(shared, names) or None,
+        ignored_params=_owned_further_out(shared, names) or None,
     )
     # C1: gradients are summed, never averaged. The factor alone fails on gloo ("PREMUL_SUM").
     group = cast(FSDPModule, modules[0])
@@ -243,36 +218,32 @@ def reshard_all(root: FSDPModule) -> None:
                 group.comm_ctx.post_forward_order.clear()
 
 
-def _links(
+def _gather_order(
     model: nn.Module, policy: ShardPolicy, units: list[str], groups: Mapping[str, Mapping[torch.dtype, list[str]]]
 ) -> list[UnitGroup]:
     """The root and the units. One inside a recomputed layer, whose forward runs twice, goes along with the layer."""
 
-    def all_groups(unit: str) -> list[str]:
-        return [unit, *(names[0] for names in groups[unit].values())]
-
-    links: list[UnitGroup] = []
+    chain: list[UnitGroup] = []
     for name in (ROOT, *units):
         if any(_is_in(name, layer) for layer in policy.recompute):
             continue
         inner = [unit for unit in units if _is_in(unit, name)] if name in policy.recompute else []
-        first, *rest = (
-            cast(FSDPModule, model.get_submodule(group)) for unit in (name, *inner) for group in all_groups(unit)
-        )
-        links.append(UnitGroup(first, tuple(rest)))
-    return links
+        names = [group for unit in (name, *inner) for group in (unit, *(group[0] for group in groups[unit].values()))]
+        unit, *inside = (cast(FSDPModule, model.get_submodule(group)) for group in names)
+        chain.append(UnitGroup(unit, tuple(inside)))
+    return chain
 
 
 def materialise(model: nn.Module, policy: ShardPolicy, device: torch.device) -> None:
     """Memory for the parameters (on meta until now) where they rest; buffers move to the device with their values."""
     rest_on = torch.device("cpu") if policy.cpu_offload else device
 
-    def give(tensor: Tensor) -> Tensor:
+    def allocate(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, nn.Parameter):
             return tensor.to(device)
         return torch.empty_like(tensor, device=rest_on) if tensor.is_meta else tensor  # a tied one comes twice
 
-    cast(Any, model)._apply(give)
+    cast(Any, model)._apply(allocate)
 
 
 def local_part(tensor: Tensor) -> Tensor:

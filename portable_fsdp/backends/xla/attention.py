@@ -1,8 +1,10 @@
 """Attention on TPUs: torch's scaled_dot_product_attention is given to the flash kernel, which keeps no scores.
 
-XLA has no kernel of its own for it: torch's formula, which it would trace, holds scores of [rows, heads, seq, seq] in
-float32, and computes their products in float32 too. Models stay as they are: what they call is caught.
+XLA would trace torch's formula, which holds scores of [rows, heads, seq, seq] in float32 and multiplies in float32.
+Models stay as they are: a function mode catches their call.
 """
+
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -12,9 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from portable_fsdp.backends.xla.kernels import use_readable_kernels
-
-Forward = Callable[..., Any]
+from portable_fsdp.backends.pjrt import Forward
 
 
 def with_flash_attention(forward: Forward, mesh: Any, rows: tuple[str, ...]) -> Forward:
@@ -28,7 +28,7 @@ def with_flash_attention(forward: Forward, mesh: Any, rows: tuple[str, ...]) -> 
     is masked by nothing else has a bool mask. Other attention (any other mask, a window, a length that the kernel's
     blocks don't divide) stays torch's formula.
     """
-    use_readable_kernels()
+    _use_readable_kernels()
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with _Flash(mesh, rows, next(filter(_is_documents, (*args, *kwargs.values())), None)):
@@ -54,25 +54,18 @@ class _Flash(TorchFunctionMode):
         has_documents = self._documents is not None
         if func is not F.scaled_dot_product_attention or not _fits(*args, has_documents=has_documents, **kwargs):
             return func(*args, **kwargs)
-        query, key, value = args[:3]
-        documents = self._documents if kwargs.get("attn_mask") is not None else None
-        return self._attend(query, key, value, kwargs.get("scale"), documents)
-
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, documents: Tensor | None
-    ) -> Tensor:
         from torch_xla.experimental.custom_kernel import flash_attention
 
-        groups = query.shape[1] // key.shape[1]
-        numbers = None if documents is None else documents[:, 0, 0].to(torch.int32)
-        attend = cast(Callable[..., Tensor], flash_attention)
-        return attend(
+        query, *keys_and_values = args[:3]
+        groups, scale = query.shape[1] // keys_and_values[0].shape[1], kwargs.get("scale")
+        has_mask = self._documents is not None and kwargs.get("attn_mask") is not None
+        documents = cast(Tensor, self._documents)[:, 0, 0].to(torch.int32) if has_mask else None
+        return cast(Any, flash_attention)(
             query,
-            key.repeat_interleave(groups, dim=1),
-            value.repeat_interleave(groups, dim=1),
+            *(tensor.repeat_interleave(groups, dim=1) for tensor in keys_and_values),
             causal=True,
-            q_segment_ids=numbers,
-            kv_segment_ids=numbers,
+            q_segment_ids=documents,
+            kv_segment_ids=documents,
             sm_scale=query.shape[-1] ** -0.5 if scale is None else scale,
             partition_spec=self._partition,
             mesh=self._mesh,
@@ -90,8 +83,7 @@ def _fits(
     has_documents: bool,
     **_: Any,
 ) -> bool:
-    """Whether it is plain causal attention, perhaps within documents, in lengths that the kernel's blocks of up to 1024
-    divide."""
+    """Whether it is causal attention, perhaps within documents, of lengths that the kernel's blocks divide."""
     length = query.shape[-2]
     whole_blocks = length % 1024 == 0 or length in (128, 256, 512)
     causal = is_causal if attn_mask is None else has_documents and attn_mask.dtype == torch.bool
@@ -103,3 +95,56 @@ def _fits(
         and key.shape[-2] == length
         and query.shape[-1] % 64 == 0
     )
+
+
+def _use_readable_kernels() -> None:
+    """Replace torch_xla's `trace_pallas` in this process, until a torch_xla fixes pytorch/xla issue 9614.
+
+    torch_xla 2.9.0 lowers Pallas kernels with `jax.jit(...).lower`, whose format (version 8) the libtpu 0.0.21 that it
+    pins refuses: "Failed to deserialize the Mosaic module [...] expected <= 7 but got 8". `jax.export` writes the older
+    format, and lowers for TPUs on any host, so a plan holds the kernel of a run.
+    """
+    import torch_xla.experimental.custom_kernel
+
+    kernels = cast(Any, torch_xla.experimental.custom_kernel)
+    if not isinstance(kernels.trace_pallas, _Lowering):
+        kernels.trace_pallas = _Lowering(kernels.to_jax_shape_dtype_struct)
+
+
+class _Lowering:
+    """`trace_pallas(kernel, *args, **kwargs)` -> (what XLA's custom call takes, the tensors among `args`)."""
+
+    def __init__(self, abstract: Callable[[Tensor], Any]) -> None:
+        self._abstract = abstract
+        self._lowered: dict[tuple[Any, str], str] = {}
+
+    def __call__(
+        self,
+        kernel: Callable[..., Any],
+        *args: Any,
+        static_argnums: Any = None,
+        static_argnames: Any = None,
+        use_cache: bool = False,  # always kept: a kernel has few shapes, and lowering one takes a second
+        **kwargs: Any,
+    ) -> tuple[str, list[Tensor]]:
+        shapes = [self._abstract(argument) if isinstance(argument, Tensor) else argument for argument in args]
+        key = kernel, str((shapes, kwargs))
+        if key not in self._lowered:
+            self._lowered[key] = _lowered(kernel, static_argnums, static_argnames, shapes, kwargs)
+        return self._lowered[key], [argument for argument in args if isinstance(argument, Tensor)]
+
+
+def _lowered(
+    kernel: Callable[..., Any], static_argnums: Any, static_argnames: Any, args: list[Any], kwargs: dict[str, Any]
+) -> str:
+    import jax
+    from jax import export
+    from jax._src.interpreters import mlir
+    from jax._src.lib.mlir import ir
+
+    jitted = jax.jit(kernel, static_argnums=static_argnums, static_argnames=static_argnames)
+    exported = export.export(jitted, platforms=["tpu"])(*args, **kwargs)
+    with mlir.make_ir_context():
+        module = cast(Any, ir.Module.parse(exported.mlir_module()))
+        operations = [op for function in module.body.operations for op in function.regions[0].blocks[0].operations]
+        return next(op.attributes["backend_config"].value for op in operations if op.name == "stablehlo.custom_call")

@@ -18,50 +18,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from portable_fsdp.backends.base import (
-    Backend,
-    Batch,
-    Fill,
-    MakeOptimizer,
-    MemoryStats,
-    Metrics,
-    OnDevice,
-    Pending,
-    Piece,
-    Rank,
-    Read,
-    Region,
-    ShardPolicy,
-    T,
-    TensorState,
-    Traffic,
-    broadcast_object,
-    checkpoint_tensors,
-    full_region,
-    gather_object,
-    name_groups,
-    optimizer_state_twins,
-    parameter_slots,
-    process_memory,
-)
-from portable_fsdp.backends.pjrt import (
-    expected_programs,
-    lower_triangular_solves,
-    set_environment,
-    tpu_name,
-)
-from portable_fsdp.backends.support import require_supported
+from portable_fsdp.backends import base
+from portable_fsdp.backends.pjrt import PjrtBackend, require_devices, set_environment
 from portable_fsdp.backends.xla.forward import Copies
 from portable_fsdp.backends.xla.layouts import Layouts, Spec, by_rows
 from portable_fsdp.backends.xla.model import wrap_forwards
 from portable_fsdp.backends.xla.tensors import DeviceTensors, Fetch, Tensors
-from portable_fsdp.config.layout import check_batch, mesh_axes
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.process import detect_launch
 
 
-class XlaBackend(Backend):
+class XlaBackend(PjrtBackend):
     """torch_xla SPMD over all devices of all hosts: PJRT TPU, or N virtual PJRT CPU devices."""
 
     name = "xla"
@@ -72,48 +40,36 @@ class XlaBackend(Backend):
         set_environment(device)
         if device == "cpu":
             _set_cpu_devices(num_devices)
-        import torch_xla
         import torch_xla.distributed.spmd as spmd
         import torch_xla.runtime as runtime
 
-        self._xla: Any = torch_xla
-        self._bridge: Any = cast(Any, torch_xla)._XLAC
         runtime.use_spmd()
         count = int(cast(Any, runtime).global_runtime_device_count())
-        _check_devices(device, num_devices, count)
+        same_process = "In one process the number can't change after the first use: start another one."
+        require_devices(self.name, device, num_devices, count, on_cpu=same_process)
         hosts = int(cast(Any, runtime).process_count())
-        require_supported(config, engine="xla", device=device, devices=count, hosts=hosts)
+        self._open(device, config, base.Rank(int(cast(Any, runtime).process_index()), hosts), count, hosts)
         self.device = torch.device("xla:0")
-        self.device_name = tpu_name() if device == "tpu" else device
-        self.process = Rank(int(cast(Any, runtime).process_index()), hosts)
-        self.data_shard = self.process
-        self.data_parallel_size = count
-        self._accumulation = check_batch(config, count)
-        self.expected_compilations = expected_programs(config, self._accumulation)
         self._sum_in_float32 = config.precision.reduce == "float32"
-        self.axes = mesh_axes(config, count, self.process.count)
         self._shards = self.axes["shard"]
         self.mesh: Any = spmd.Mesh(np.arange(count), tuple(self.axes.values()), tuple(self.axes))
         self._tensors = tensors or DeviceTensors(
             self.mesh, self._shards, self.process.count, flash_attention=device == "tpu"
         )
         self._copies: Copies | None = None
-        lower_triangular_solves()
         self._owns_group = self.process.count > 1 and not dist.is_initialized()
         if self._owns_group:
             dist.init_process_group("gloo", init_method="xla://")
-        self._matmul = self._bridge._xla_get_mat_mul_precision()
-        self._bridge._xla_set_mat_mul_precision(config.precision.matmul)
 
     def close(self) -> None:
         self._tensors.wait()
-        self._bridge._xla_set_mat_mul_precision(self._matmul)
+        super().close()
         if self._owns_group:
             dist.destroy_process_group()
 
     # ------------------------------------------------------------------------------------------- model, optimizer
 
-    def shard_model(self, model: nn.Module, policy: ShardPolicy, fill: Fill | None) -> nn.Module:
+    def shard_model(self, model: nn.Module, policy: base.ShardPolicy, fill: base.Fill | None) -> nn.Module:
         gathers = not policy.reshard_after_forward and self._shards > 1
         barrier = self._bridge._xla_optimization_barrier_
         self._copies = wrap_forwards(
@@ -125,7 +81,7 @@ class XlaBackend(Backend):
             flash=self._tensors.flash_attention,
             sum_in_float32=self._sum_in_float32,
         )
-        for fqn, shared in parameter_slots(model).items():
+        for fqn, shared in base.parameter_slots(model).items():
             weight = cast(Tensor, shared[0].module._parameters[shared[0].leaf])
             fetch = None if fill is None else partial(fill, fqn)
             laid_out = nn.Parameter(self._tensor(weight.shape, weight.dtype, fetch), weight.requires_grad)
@@ -138,26 +94,27 @@ class XlaBackend(Backend):
         self._model = model
         return model
 
-    def build_optimizer(self, make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    def build_optimizer(self, make: base.MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        def zeros(parameter: nn.Parameter, twin: Tensor, _: dict[str, Any]) -> Tensor:
+            if twin.device.type == "cpu":  # step counts: the program takes what follows from them
+                return torch.zeros(twin.shape, dtype=twin.dtype)
+            return self._zeros(twin, like=parameter)
+
         parameters = dict(self._model.named_parameters())
-        optimizer = make(name_groups(groups, parameters), True)
-        for fqn, state in optimizer_state_twins(make, groups, parameters).items():
-            parameter = parameters[fqn]
-            for name, twin in state.items():
-                on_host = twin.device.type == "cpu"  # step counts: the program takes what follows from them
-                zeros = torch.zeros(twin.shape, dtype=twin.dtype) if on_host else self._zeros(twin, like=parameter)
-                optimizer.state[parameter][name] = zeros
-            if self._accumulation > 1 and parameter.requires_grad:
-                # The micro-batch program adds into gradients that exist, and so is the same one every time.
-                parameter.grad = self._zeros(parameter, like=parameter)
+        optimizer = base.zero_optimizer(make, groups, parameters, zeros, compiled=True)
+        if self._accumulation > 1:
+            for parameter in parameters.values():
+                if parameter.requires_grad:
+                    # The micro-batch program adds into gradients that exist, and so is the same one every time.
+                    parameter.grad = self._zeros(parameter, like=parameter)
         self._tensors.wait()
         return optimizer
 
     def _zeros(self, twin: Tensor, like: Tensor) -> Tensor:
-        def zeros(slices: Region) -> Tensor:
-            return torch.zeros([part.stop - part.start for part in slices], dtype=twin.dtype)
+        def zeros_of(region: base.Region) -> Tensor:
+            return torch.zeros([part.stop - part.start for part in region], dtype=twin.dtype)
 
-        return self._tensor(twin.shape, twin.dtype, zeros, sharded=twin.shape == like.shape)
+        return self._tensor(twin.shape, twin.dtype, zeros_of, sharded=twin.shape == like.shape)
 
     def _tensor(self, shape: Sequence[int], dtype: torch.dtype, fetch: Fetch | None, sharded: bool = True) -> Tensor:
         """A global tensor, sharded by rows or whole on each device."""
@@ -167,10 +124,10 @@ class XlaBackend(Backend):
 
     # --------------------------------------------------------------------------------------------------- the step
 
-    def place(self, batch: Batch) -> Batch:
+    def place(self, batch: base.Batch) -> base.Batch:
         return {name: self._tensors.place(tensor, by_rows(tensor)) for name, tensor in batch.items()}
 
-    def compile(self, fn: Callable[..., Metrics], name: str) -> Callable[..., Metrics]:
+    def compile(self, fn: Callable[..., base.Metrics], name: str) -> Callable[..., base.Metrics]:
         return self._tensors.compile(fn, name)
 
     @contextmanager
@@ -197,45 +154,36 @@ class XlaBackend(Backend):
     def sum(self, tensor: Tensor) -> Tensor:
         return tensor  # of the global batch already
 
-    def fetch(self, metrics: Metrics) -> Pending:
-        return OnDevice(metrics)
-
-    def agree(self, value: T) -> T:
-        return broadcast_object(value, self.process)
-
-    def gather(self, value: T) -> list[T]:
-        return gather_object(value, self.process)
-
     # -------------------------------------------------------------------------------------------------- the state
 
-    def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, TensorState]:
+    def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, base.TensorState]:
         self._tensors.wait()
         return {
-            key: TensorState(tuple(tensor.shape), tensor.dtype, partial(self._pieces, tensor))
-            for key, tensor in checkpoint_tensors(model, optimizer).items()
+            key: base.TensorState(tuple(tensor.shape), tensor.dtype, partial(self._pieces, tensor))
+            for key, tensor in base.checkpoint_tensors(model, optimizer).items()
         }
 
-    def _pieces(self, tensor: Tensor) -> list[Piece]:
+    def _pieces(self, tensor: Tensor) -> list[base.Piece]:
         """Copies on the host of what the devices of this process hold."""
         if tensor.device.type == "cpu" or not self._bridge._get_xla_sharding_spec(tensor):
             mine = self.process.index == 0
-            return [Piece((0,) * tensor.dim(), tensor.detach().to("cpu", copy=True))] if mine else []
-        pieces: list[Piece] = []
+            return [base.Piece((0,) * tensor.dim(), tensor.detach().to("cpu", copy=True))] if mine else []
+        pieces: list[base.Piece] = []
         (shards,) = self._bridge._get_local_shards([tensor])
         (where,) = self._bridge._get_local_shard_replica_and_indices([tensor])
         for (shard, _), (replica, slices) in zip(shards, where, strict=True):
             has_others = slices is Ellipsis or self._shards < self.data_parallel_size
-            parts: Region = full_region(tensor.shape) if slices is Ellipsis else tuple(slices)
+            parts: base.Region = base.full_region(tensor.shape) if slices is Ellipsis else tuple(slices)
             data = cast(Tensor, shard)[tuple(slice(0, part.stop - part.start) for part in parts)]  # without padding
             if data.numel() or not tensor.numel():
                 number = int(replica) if has_others and self.data_parallel_size > 1 else None
-                pieces.append(Piece(tuple(int(part.start) for part in parts), data, number))
+                pieces.append(base.Piece(tuple(int(part.start) for part in parts), data, number))
         return pieces
 
-    def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, read: Read) -> None:
-        for key, old in checkpoint_tensors(model, optimizer).items():
+    def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, read: base.Read) -> None:
+        for key, old in base.checkpoint_tensors(model, optimizer).items():
             if old.device.type == "cpu":
-                old.copy_(read(key, full_region(old.shape)))
+                old.copy_(read(key, base.full_region(old.shape)))
                 continue
             sharded = "devices=" in self._bridge._get_xla_sharding_spec(old)
             new = self._tensor(old.shape, old.dtype, partial(read, key), sharded)
@@ -247,20 +195,11 @@ class XlaBackend(Backend):
     def compilations(self) -> int:
         return self._tensors.compilations
 
-    @property
-    def collectives(self) -> dict[str, Traffic] | None:
-        # PJRT doesn't show what it compiled. XLA_FLAGS=--xla_dump_to would, but for the whole process, into files.
-        return None
-
-    def memory(self) -> MemoryStats | None:
-        if os.environ["PJRT_DEVICE"] == "CPU":
-            return process_memory()
+    def memory(self) -> base.MemoryStats | None:
         try:
-            first = self._bridge._xla_get_runtime_devices()[0]
-            used = self._bridge._xla_memory_info(first)
+            return self._memory_of(self._bridge._xla_get_runtime_devices()[0])
         except RuntimeError:  # "MemoryInfo not supported for SPMD virtual device" in torch_xla 2.9
             return None
-        return MemoryStats(int(used["peak_bytes_used"]), int(used["bytes_used"]), int(used["bytes_limit"]))
 
 
 def _check_launch(device: str) -> None:
@@ -278,14 +217,3 @@ def _set_cpu_devices(num_devices: int | None) -> None:
     if num_devices is not None:
         os.environ["CPU_NUM_DEVICES"] = str(num_devices)
     os.environ.setdefault("CPU_NUM_DEVICES", "1")
-
-
-def _check_devices(device: str, num_devices: int | None, count: int) -> None:
-    if num_devices is not None and num_devices != count:
-        way = {
-            "tpu": "Leave --num_devices out: all chips of the slice take part.",
-            "cpu": "In one process the number can't change after the first use: start another one.",
-        }[device]
-        raise BackendError(
-            f"backend xla on {device}: expected --num_devices={num_devices} devices, found {count}.\n  {way}"
-        )

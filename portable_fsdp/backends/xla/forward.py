@@ -1,8 +1,7 @@
-"""What a block of the model does to its forward on XLA: weights in the compute dtype, recompute, outputs by rows.
+"""The forward of a block (a unit, a recomputed layer, the model) on XLA: compute dtype, recompute, outputs by rows.
 
-A block is a unit, a recomputed layer, or the model. All of it is put into the instance's forward and not into wrapper
-modules, so that no name changes. XLA decides itself when a sharded weight is gathered; what it may keep is decided
-here: `Copies` of one step (SHARD_GRAD_OP), or barriers that make it gather again (recompute).
+Instances get a new forward, not a wrapper module: no name changes. XLA decides when to gather a sharded weight. This
+module decides what XLA may keep: `Copies` of one step (SHARD_GRAD_OP), or barriers that force a second gather.
 """
 
 # Weights are replaced in a module's own table while its forward runs.
@@ -16,9 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from portable_fsdp.backends.pjrt import is_float, wants_gradient
+from portable_fsdp.backends.pjrt import Forward, is_float, wants_gradient
 
-Forward = Callable[..., Any]
 Mark = Callable[[Tensor], None]
 """Lays a tensor out over the mesh, in place."""
 
@@ -67,13 +65,12 @@ def uses_by_block(uses: Mapping[str, Use], blocks: Iterable[str]) -> dict[str, l
 
 
 class Copies:
-    """Weights in their compute dtype, in place of the masters while a block runs; gradients go through to the masters.
+    """Weights in their compute dtype replace the masters while a block runs; gradients reach the masters.
 
-    A block makes its own at use; XLA then gathers them for forward and again for backward. It makes them anew when it
-    runs again. With `keep` there is one gathered copy of each a step, from `gather_all` until `release`, which ends the
-    backward: blocks have leaves of autograd, whose gradients it hands on. Else a layer that is recomputed would reach
-    the masters in an order that follows from how many operations autograd has numbered in either of two threads so
-    far: that of the program's results, and with another order XLA compiles it again.
+    A block casts at use; XLA gathers for forward and again for backward. With `keep` one gathered copy of each weight
+    lives from `gather_all` until `release`, after backward. Blocks then use leaves of autograd, whose gradients
+    `release` passes on: without leaves a recomputed layer would reach the masters in an order that depends on how many
+    operations autograd has numbered in its threads, and XLA compiles again for each order of results.
     """
 
     def __init__(self, gather: Callable[[Tensor], Tensor], barrier: Barrier, keep: bool) -> None:
@@ -112,15 +109,14 @@ class Copies:
     def in_place(self, uses: list[Use]) -> Generator[None]:
         copies = self._kept or {use.key: cast_weight(use) for use in _distinct(uses)}
         if self._runs_again_on is not None and not self._kept:
-            # Behind a barrier, or XLA would see that both runs gather the same weights, and keep them in between.
-            # Gathered here, once for this run and its backward.
+            # Without a barrier XLA would merge the gathers of both runs, and keep the weights in between.
             copies = {key: copy * 1 for key, copy in copies.items()}
             self._barrier([*copies.values(), *self._runs_again_on])
             copies = {key: self._gather(copy) for key, copy in copies.items()}
-        found = [use for use in uses if not use.apart]
+        replaced = [use for use in uses if not use.apart]
         around, self._here = self._here, {**self._here, **copies}
         try:
-            with swapped(found, [copies[use.key] for use in found]):
+            with swapped(replaced, [copies[use.key] for use in replaced]):
                 yield
         finally:
             self._here = around
@@ -193,13 +189,13 @@ def finish_backward(layer: nn.Module, barrier: Barrier) -> None:
     As torch_xla's `apply_backward_optimization_barrier`, which warns where a layer's input wants no gradient.
     """
 
-    def settle(gradient: Tensor) -> None:
+    def wait_for_weights(gradient: Tensor) -> None:
         done = [weight.grad for weight in layer.parameters() if weight.grad is not None]
         barrier([*done, gradient])
 
     def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
-        wanted = [leaf for leaf in tree_leaves((args, kwargs)) if wants_gradient(leaf)]
-        if wanted:
-            wanted[0].register_hook(settle)
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if wants_gradient(leaf)]
+        if inputs:
+            inputs[0].register_hook(wait_for_weights)
 
     layer.register_forward_pre_hook(hook, with_kwargs=True)

@@ -1,8 +1,8 @@
 """What xla (torch_xla SPMD) does with each option. No torch here."""
 
 from portable_fsdp.backends import pjrt_options
-from portable_fsdp.backends.options import EngineOptions
-from portable_fsdp.config.rules import Effect, Rule, dtypes, is_selective
+from portable_fsdp.backends.options import EngineOptions, Refused
+from portable_fsdp.config.rules import Rule, dtypes, is_selective
 
 RULES = (
     Rule(
@@ -11,19 +11,20 @@ RULES = (
         None,
         "all turns of the loop run one program, with one dtype for each weight",
     ),
-    Rule(
+    Refused(
         "precision.reduce",
         "with weights that rest in bfloat16",
-        lambda c, p: c.precision.reduce == "float32" and c.precision.master == "bfloat16",
         "a gradient has the dtype of its weight",
-        ("precision.reduce=auto", "precision.master=float32", "--backend=native"),
+        "precision.master=float32",
+        "--backend=native",
+        when=lambda c, p: c.precision.reduce == "float32" and c.precision.master == "bfloat16",
     ),
-    Rule(
+    Refused(
         "precision.reduce",
         "with scan_layers and a lower compute dtype",
-        lambda c, p: c.precision.reduce == "float32" and c.compile.scan_layers and dtypes(c) != {"float32"},
         "the loop's gradients have the dtype of the copies that it takes",
-        ("precision.reduce=auto", "compile.scan_layers=false"),
+        "compile.scan_layers=false",
+        when=lambda c, p: c.precision.reduce == "float32" and c.compile.scan_layers and dtypes(c) != {"float32"},
     ),
     Rule(
         "precision.reduce",
@@ -31,12 +32,12 @@ RULES = (
         None,
         "XLA sums a gradient in the dtype in which it is computed; precision.modules gives those layers float32",
     ),
-    Rule(
+    Refused(
         "precision.reduce",
         "with modules in float32",
-        lambda c, p: c.precision.reduce == "bfloat16" and "float32" in c.precision.modules.values(),
         "XLA sums the gradients of those modules in their compute dtype",
-        ("precision.reduce=auto", "precision.modules={}"),
+        "precision.modules={}",
+        when=lambda c, p: c.precision.reduce == "bfloat16" and "float32" in c.precision.modules.values(),
     ),
     Rule(
         "compile.scan_layers",
@@ -48,19 +49,19 @@ RULES = (
             "compile.scan_layers=false",
         ),
     ),
-    Rule(
+    Refused(
         "compile.scan_layers",
         "with units by size",
-        lambda c, p: c.compile.scan_layers and c.sharding.wrap == "SIZE_BASED_WRAP",
         "the loop gathers a layer as one unit",
-        ("sharding.wrap=TRANSFORMER_BASED_WRAP and sharding.min_num_params=null", "compile.scan_layers=false"),
+        "sharding.wrap=TRANSFORMER_BASED_WRAP and sharding.min_num_params=null",
+        when=lambda c, p: c.compile.scan_layers and c.sharding.wrap == "SIZE_BASED_WRAP",
     ),
-    Rule(
+    Refused(
         "compile.scan_layers",
         "with units by name",
-        lambda c, p: c.compile.scan_layers and bool(c.sharding.wrap_modules),
         "the loop gathers a layer as one unit",
-        ("sharding.wrap_modules=[]", "compile.scan_layers=false"),
+        "sharding.wrap_modules=[]",
+        when=lambda c, p: c.compile.scan_layers and bool(c.sharding.wrap_modules),
     ),
     Rule(
         "compile.scan_layers",
@@ -71,28 +72,25 @@ RULES = (
     Rule("compile.scan_layers", "for layers that differ (gemma2)", None, "all turns run one program"),
 )
 
-EFFECTS = (
-    Effect(
-        ("sharding.strategy=FULL_SHARD",),
-        "rows of each weight over all devices; a unit is gathered in forward, and again in backward",
+EFFECTS = {
+    "sharding.strategy=FULL_SHARD": (
+        "rows of each weight over all devices; a unit is gathered in forward, and again in backward"
     ),
-    Effect(("sharding.strategy=SHARD_GRAD_OP",), "sharded at rest; one gathered compute copy a micro batch"),
-    Effect(("sharding.strategy=NO_SHARD",), "replicated; gradients are all-reduced"),
-    Effect(
-        ("sharding.strategy=HYBRID_SHARD", "sharding.strategy=HYBRID_SHARD_ZERO2"),
-        "the mesh (replicate, shard): weights over shard, rows of a batch over both",
+    "sharding.strategy=SHARD_GRAD_OP": "sharded at rest; one gathered compute copy a micro batch",
+    "sharding.strategy=NO_SHARD": "replicated; gradients are all-reduced",
+    "sharding.strategy=HYBRID_SHARD|HYBRID_SHARD_ZERO2": (
+        "the mesh (replicate, shard): weights over shard, rows of a batch over both"
     ),
-    Effect(
-        ("sharding.wrap", "sharding.wrap_modules", "sharding.min_num_params"),
-        "each unit casts its weights, and splits its output by rows, so that it is gathered and freed by itself",
+    "sharding.wrap|wrap_modules|min_num_params": (
+        "each unit casts its weights, and splits its output by rows, so that it is gathered and freed by itself"
     ),
-    Effect(("precision.compute",), "weights are cast at use, inside their unit"),
-    Effect(("precision.reduce",), "gradients are summed in the compute dtype, which is this one"),
-    Effect(("precision.reduce=float32",), "gradients are computed in float32, and so summed"),
-    Effect(("precision.reduce=auto",), "the dtype that the weight is cast to at use"),
-    Effect(("precision.modules",), "their weights and inputs are cast to it, their outputs back"),
-    Effect(("compile.scan_layers=true",), "torch_xla's scan: one program for all layers"),
-)
+    "precision.compute": "weights are cast at use, inside their unit",
+    "precision.reduce": "gradients are summed in the compute dtype, which is this one",
+    "precision.reduce=float32": "gradients are computed in float32, and so summed",
+    "precision.reduce=auto": "the dtype that the weight is cast to at use",
+    "precision.modules": "their weights and inputs are cast to it, their outputs back",
+    "compile.scan_layers=true": "torch_xla's scan: one program for all layers",
+}
 
 OPTIONS = EngineOptions(
     name="xla",
@@ -101,7 +99,8 @@ OPTIONS = EngineOptions(
     made_for=("tpu",),
     example_device="tpu",
     rules=(*pjrt_options.RULES, *RULES),
-    effects=(*pjrt_options.EFFECTS, *EFFECTS),
+    effects={**pjrt_options.EFFECTS, **EFFECTS},
+    delegated=pjrt_options.DELEGATED,
     processes=lambda device, wanted, count: 1,  # which drives all devices of the host
     launcher_counts_devices=False,
     other_devices=pjrt_options.NO_CUDA,

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from portable_fsdp.backends.xla.forward import Copies, Forward, Mark, Use
+from portable_fsdp.backends.pjrt import Forward
+from portable_fsdp.backends.xla.forward import Copies, Mark, Use
 from portable_fsdp.backends.xla.layouts import laid_out
 from portable_fsdp.runtime.errors import BackendError
 
@@ -42,15 +43,16 @@ def replace_forwards(uses: Mapping[str, Use], copies: Copies, shard: Mark) -> No
 def _maker(module: nn.Module) -> Callable[..., Forward] | None:
     """By the exact class: one that inherits may do something else besides."""
     kind = type(module)
-    if kind is nn.Linear:
-        return _linear
     if isinstance(module, nn.Embedding) and kind is nn.Embedding:
         return None if module.max_norm is not None or module.scale_grad_by_freq else _embedding
     # transformers' layer of GPT-2: a linear one, its weight transposed.
-    return _conv1d if (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D") else None
+    is_conv1d = (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
+    return _linear if kind is nn.Linear or is_conv1d else None
 
 
-def _linear(_: nn.Module, uses: dict[str, Use], copies: Copies, shard: Mark, inputs_first: bool = False) -> Forward:
+def _linear(module: nn.Module, uses: dict[str, Use], copies: Copies, shard: Mark) -> Forward:
+    inputs_first = type(module) is not nn.Linear
+
     def forward(x: Tensor) -> Tensor:
         weight, bias = uses["weight"], uses.get("bias")
         masters = (weight.weight, None if bias is None else bias.weight)
@@ -58,10 +60,6 @@ def _linear(_: nn.Module, uses: dict[str, Use], copies: Copies, shard: Mark, inp
         return cast(Tensor, _Linear.apply(x, *masters, *low, inputs_first, shard))
 
     return forward
-
-
-def _conv1d(module: nn.Module, uses: dict[str, Use], copies: Copies, shard: Mark) -> Forward:
-    return _linear(module, uses, copies, shard, inputs_first=True)
 
 
 def _embedding(module: nn.Module, uses: dict[str, Use], copies: Copies, shard: Mark) -> Forward:
@@ -138,5 +136,5 @@ def _refusal(others: list[str], first: Use) -> BackendError:
         "backend xla: precision.reduce=float32 cannot be honoured: XLA sums a gradient over devices in the dtype in "
         f"which it is\n  computed, here {dtype} for {others[0]} ({type(first.module).__name__}), and {len(others) - 1} "
         "more tensors; only linear layers\n  and embeddings compute theirs in float32 by themselves.\n"
-        f"  Set precision.modules={{{modules}}}, or precision.reduce=auto. Nothing was started."
+        f"  Set precision.modules={{{modules}}}, or precision.reduce=auto."
     )

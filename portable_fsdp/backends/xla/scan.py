@@ -121,24 +121,22 @@ def _require_list(model: nn.Module, names: Sequence[str]) -> None:
     is_list = isinstance(model.get_submodule(holder), nn.ModuleList)
     if len(names) > 1 and is_list and list(names) == [f"{holder}.{int(first) + turn}" for turn in range(len(names))]:
         return
-    found = (
-        f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''} ({type(model.get_submodule(names[0])).__name__})"
-    )
-    raise _refusal(f"it expects two or more that follow one another in a list of the model, and found {found}")
+    listed = f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+    actual = f"{listed} ({type(model.get_submodule(names[0])).__name__})"
+    raise _refusal(f"it expects two or more that follow one another in a list of the model, and found {actual}")
 
 
 def _require_no_units_inside(names: Sequence[str], units: Collection[str]) -> None:
-    for name in names:
-        for unit in units:
-            if unit.startswith(f"{name}."):
-                raise _refusal(f"{unit} is a unit inside {name}: the loop gathers a layer as one")
+    for unit in units:
+        for name in (name for name in names if unit.startswith(f"{name}.")):
+            raise _refusal(f"{unit} is a unit inside {name}: the loop gathers a layer as one")
 
 
 def _require_alike(layers: dict[str, nn.Module]) -> None:
     (first, layer), *others = layers.items()
     for name, other in others:
-        for found in _differences(layer, other):
-            raise _refusal(f"{name} is unlike {first}: {found}")
+        for difference in _differences(layer, other):
+            raise _refusal(f"{name} is unlike {first}: {difference}")
 
 
 def _uses_in(layer: str, uses: dict[str, Use]) -> dict[str, Use]:
@@ -163,15 +161,16 @@ def _refusal(reason: str) -> BackendError:
 
 
 def _differences(first: nn.Module, other: nn.Module) -> Iterator[str]:
-    """What two layers don't share, their own number apart."""
-    for (at, one), (there, two) in zip_longest(first.named_modules(), other.named_modules(), fillvalue=("", None)):
-        if one is None or two is None or at != there or type(one) is not type(two):
-            yield f"{at or there} is a {type(one).__name__}, and a {type(two).__name__}"
+    """How two layers differ, their own number apart."""
+    for (path, module), (there, twin) in zip_longest(
+        first.named_modules(), other.named_modules(), fillvalue=("", None)
+    ):
+        if module is None or twin is None or path != there or type(module) is not type(twin):
+            yield f"{path} is a {type(module).__name__}, and a {type(twin).__name__}"
             return
-        plain_one, plain_two = _plain(one), _plain(two)
-        for key in plain_one.keys() | plain_two.keys():
-            if plain_one.get(key) != plain_two.get(key):
-                yield f"{f'{at}.{key}'.lstrip('.')} is {plain_one.get(key)}, and {plain_two.get(key)}"
+        ours, theirs = _plain(module), _plain(twin)
+        for key in (key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)):
+            yield f"{f'{path}.{key}'.lstrip('.')} is {ours.get(key)}, and {theirs.get(key)}"
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.backends.base import Metrics, Region, full_region, shard_slices
+from portable_fsdp.backends.base import Metrics, Region, full_region, shard_region
 from portable_fsdp.backends.pjrt import Programs
 from portable_fsdp.backends.xla.layouts import Spec
 
@@ -21,7 +21,7 @@ Fetch = Callable[[Region], Tensor]
 
 
 class Tensors(Protocol):
-    """Makes global tensors, and what runs on them."""
+    """Makes global tensors and the programs that run on them."""
 
     flash_attention: bool
     """Whether attention is the TPU's kernel; else torch's own formula."""
@@ -40,7 +40,7 @@ class Tensors(Protocol):
     def compile(self, fn: Callable[..., Metrics], name: str) -> Callable[..., Metrics]: ...
 
     def wait(self) -> None:
-        """Until all that was started has run."""
+        """For all programs that were started."""
         ...
 
 
@@ -73,7 +73,7 @@ class DeviceTensors:
         pieces: list[Tensor] = []
         for device in self._local_devices:
             if spec[:1] == ("shard",):
-                data = fetch(shard_slices(shape, device % self._shards, self._shards))
+                data = fetch(shard_region(shape, device % self._shards, self._shards))
                 missing = -(-shape[0] // self._shards) - data.shape[0]
                 data = nn.functional.pad(data, (0, 0) * (len(shape) - 1) + (0, missing))
             else:

@@ -17,73 +17,33 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.backends.base import (
-    Backend,
-    Batch,
-    Fill,
-    MakeOptimizer,
-    MemoryStats,
-    Metrics,
-    OnDevice,
-    ParameterSlot,
-    Pending,
-    Piece,
-    Rank,
-    Read,
-    ShardPolicy,
-    T,
-    TensorState,
-    Traffic,
-    full_region,
-    name_groups,
-    optimizer_state_twins,
-    parameter_slots,
-    persistent_buffers,
-    process_memory,
-    state_key,
-)
-from portable_fsdp.backends.pjrt import (
-    Programs,
-    expected_programs,
-    lower_triangular_solves,
-    set_environment,
-    tpu_name,
-)
-from portable_fsdp.backends.support import require_supported
-from portable_fsdp.backends.xla_fsdp1.process import check_devices, start_process
+from portable_fsdp.backends import base
+from portable_fsdp.backends.pjrt import PjrtBackend, Programs, require_devices, set_environment
 from portable_fsdp.backends.xla_fsdp1.shards import Shard, check_rows, shards_of
 from portable_fsdp.backends.xla_fsdp1.units import wrap_forwards
-from portable_fsdp.config.layout import check_batch, mesh_axes
 from portable_fsdp.config.schema import Config
+from portable_fsdp.runtime.errors import BackendError
+from portable_fsdp.runtime.process import detect_launch
 
 
-class XlaFsdp1Backend(Backend):
+class XlaFsdp1Backend(PjrtBackend):
     """XlaFullyShardedDataParallel on PJRT: a process for each TPU chip of all hosts, or one CPU device."""
 
     name = "xla_fsdp1"
 
     def __init__(self, device: str, config: Config, num_devices: int | None) -> None:
         set_environment(device)
-        import torch_xla
-        import torch_xla.core.xla_model as model
+        import torch_xla.core.xla_model as collectives
         import torch_xla.runtime as runtime
 
-        self._xla: Any = torch_xla
-        self._ops: Any = model  # collectives
-        self._bridge: Any = cast(Any, torch_xla)._XLAC
-        start_process(device, cast(Any, runtime))
+        self._ops: Any = collectives
+        _start_process(device, cast(Any, runtime))
         count = int(runtime.world_size())
-        check_devices(device, num_devices, count)
+        several = f"On CPU it has one device; for several: --backend=xla --num_devices={num_devices}."
+        require_devices(self.name, device, num_devices, count, on_cpu=several)
         hosts = max(1, count // int(runtime.local_device_count()))
-        require_supported(config, engine="xla_fsdp1", device=device, devices=count, hosts=hosts)
+        self._open(device, config, base.Rank(int(runtime.global_ordinal()), count), count, hosts)
         self.device = cast(torch.device, self._xla.device())
-        self.device_name = tpu_name() if device == "tpu" else device
-        self.process = Rank(int(runtime.global_ordinal()), count)
-        self.data_shard = self.process
-        self.data_parallel_size = count
-        self._accumulation = check_batch(config, count)
-        self.expected_compilations = expected_programs(config, self._accumulation)
-        self.axes = mesh_axes(config, count, hosts)
         self._replicas, shards = self.axes["replicate"], self.axes["shard"]
         self._replica, self._index = divmod(self.process.index, shards)
         self._shard_groups = [[r * shards + s for s in range(shards)] for r in range(self._replicas)]
@@ -93,20 +53,17 @@ class XlaFsdp1Backend(Backend):
         self._pin_layout = device == "tpu" if pin is None else pin
         rows = self._settings.shard_param_on_dim_0
         self._by_rows = not self._settings.flatten_parameters if rows is None else rows
-        lower_triangular_solves()
-        self._programs = Programs("xla_fsdp1")
-        self._matmul = self._bridge._xla_get_mat_mul_precision()
-        self._bridge._xla_set_mat_mul_precision(config.precision.matmul)
+        self._programs = Programs(self.name)
 
     def close(self) -> None:
         self._xla.sync(wait=True)
-        self._bridge._xla_set_mat_mul_precision(self._matmul)
+        super().close()
 
     # ------------------------------------------------------------------------------------------- model, optimizer
 
-    def shard_model(self, model: nn.Module, policy: ShardPolicy, fill: Fill | None) -> nn.Module:
+    def shard_model(self, model: nn.Module, policy: base.ShardPolicy, fill: base.Fill | None) -> nn.Module:
         assert fill is not None
-        places = parameter_slots(model)
+        places = base.parameter_slots(model)
         if self._by_rows:
             check_rows(places)
         self._put_zeros(places)
@@ -123,7 +80,7 @@ class XlaFsdp1Backend(Backend):
         self._xla.sync(wait=True)
         return model
 
-    def _put_zeros(self, places: dict[str, list[ParameterSlot]]) -> None:
+    def _put_zeros(self, places: dict[str, list[base.ParameterSlot]]) -> None:
         """Full parameters that nobody reads: the units cut them, `fill` replaces what they cut, nothing is computed.
 
         So no host and no device ever holds more than the shards of a model; XLA traces these zeros and drops them.
@@ -136,7 +93,7 @@ class XlaFsdp1Backend(Backend):
             for place in shared:
                 place.module._parameters[place.leaf] = full
 
-    def _unit_maker(self, policy: ShardPolicy) -> Callable[[nn.Module], Any]:
+    def _unit_maker(self, policy: base.ShardPolicy) -> Callable[[nn.Module], Any]:
         from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
 
         return functools.partial(
@@ -157,19 +114,19 @@ class XlaFsdp1Backend(Backend):
         (placed,) = self._bridge._xla_tensors_from_aten([host], [str(self.device)], None)
         return placed
 
-    def build_optimizer(self, make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    def build_optimizer(self, make: base.MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         parameters = {name: shard.parameter for name, shard in self._shards.items()}
         groups = self._groups_of_shards(groups)
-        optimizer = make(name_groups(groups, parameters), True)
-        for name, state in optimizer_state_twins(make, groups, parameters).items():
-            for key, twin in state.items():
-                zeros = torch.zeros(twin.shape, dtype=twin.dtype)
-                on_host = twin.device.type == "cpu"  # step counts: the program takes what follows from them
-                optimizer.state[parameters[name]][key] = zeros if on_host else self._upload(zeros)
+        optimizer = base.zero_optimizer(make, groups, parameters, self._zeros, compiled=True)
         if self._accumulation > 1:
             self._prepare_micro_batches([name for group in groups for name in group["params"]])
         self._xla.sync(wait=True)
         return optimizer
+
+    def _zeros(self, _: nn.Parameter, twin: Tensor, __: dict[str, Any]) -> Tensor:
+        zeros = torch.zeros(twin.shape, dtype=twin.dtype)
+        # Step counts stay on the host: the program takes what follows from them.
+        return zeros if twin.device.type == "cpu" else self._upload(zeros)
 
     def _prepare_micro_batches(self, trained: list[str]) -> None:
         """Make the micro-batch program the same one every time: it adds into gradients that exist.
@@ -199,11 +156,11 @@ class XlaFsdp1Backend(Backend):
 
     # --------------------------------------------------------------------------------------------------- the step
 
-    def place(self, batch: Batch) -> Batch:
+    def place(self, batch: base.Batch) -> base.Batch:
         placed = self._bridge._xla_tensors_from_aten(list(batch.values()), [str(self.device)] * len(batch), None)
         return dict(zip(batch, placed, strict=True))
 
-    def compile(self, fn: Callable[..., Metrics], name: str) -> Callable[..., Metrics]:
+    def compile(self, fn: Callable[..., base.Metrics], name: str) -> Callable[..., base.Metrics]:
         return self._programs.compile(fn, name)
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
@@ -239,16 +196,13 @@ class XlaFsdp1Backend(Backend):
     def sum(self, tensor: Tensor) -> Tensor:
         return self._ops.all_reduce(self._ops.REDUCE_SUM, tensor, pin_layout=self._pin_layout)
 
-    def fetch(self, metrics: Metrics) -> Pending:
-        return OnDevice(metrics)
+    def agree(self, value: base.T) -> base.T:
+        return self._broadcast(value, 0)
 
-    def agree(self, value: T) -> T:
-        return self._told(value, 0)
+    def gather(self, value: base.T) -> list[base.T]:
+        return [self._broadcast(value, source) for source in range(self.process.count)]
 
-    def gather(self, value: T) -> list[T]:
-        return [self._told(value, source) for source in range(self.process.count)]
-
-    def _told(self, value: T, source: int) -> T:
+    def _broadcast(self, value: base.T, source: int) -> base.T:
         """The value of process `source`, on all processes."""
         if self.process.count == 1:
             return value
@@ -256,7 +210,7 @@ class XlaFsdp1Backend(Backend):
         (size,) = self._total([len(mine)])
         room = 1 << size.bit_length()  # a program for each power of two, and not for each size
         total = self._total(mine + [0] * (room - len(mine)))
-        return cast(T, pickle.loads(bytes(total[:size])))
+        return cast(base.T, pickle.loads(bytes(total[:size])))
 
     def _total(self, numbers: list[int]) -> list[int]:
         """The sums over all processes, on the host."""
@@ -266,30 +220,30 @@ class XlaFsdp1Backend(Backend):
 
     # -------------------------------------------------------------------------------------------------- the state
 
-    def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, TensorState]:
+    def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, base.TensorState]:
         self._xla.sync(wait=True)
-        states: dict[str, TensorState] = {}
+        states: dict[str, base.TensorState] = {}
         on_host = functools.lru_cache(maxsize=1)(_flat_on_host)  # the parameters of one shard come one after another
         for key_of, tensor, shard in self._cut(optimizer):
             flat = functools.partial(on_host, tensor)
             for span in shard.spans:
                 pieces = functools.partial(self._pieces, shard, span.fqn, flat)
-                states[key_of(span.fqn)] = TensorState(span.shape, tensor.dtype, pieces)
+                states[key_of(span.fqn)] = base.TensorState(span.shape, tensor.dtype, pieces)
         for key, tensor in self._uncut(model, optimizer).items():
-            states[key] = TensorState(tuple(tensor.shape), tensor.dtype, functools.partial(self._whole, tensor))
+            states[key] = base.TensorState(tuple(tensor.shape), tensor.dtype, functools.partial(self._whole, tensor))
         return states
 
-    def _whole(self, tensor: Tensor) -> list[Piece]:
+    def _whole(self, tensor: Tensor) -> list[base.Piece]:
         """What isn't sharded, of which process 0 writes a copy."""
         if self.process.index != 0:
             return []
-        return [Piece((0,) * tensor.dim(), tensor.detach().to("cpu", copy=True))]
+        return [base.Piece((0,) * tensor.dim(), tensor.detach().to("cpu", copy=True))]
 
-    def _pieces(self, shard: Shard, fqn: str, flat: Callable[[], Tensor]) -> list[Piece]:
+    def _pieces(self, shard: Shard, fqn: str, flat: Callable[[], Tensor]) -> list[base.Piece]:
         """Those of one parameter, from the flat shard that holds it."""
         number = self._replica if self._replicas > 1 else None
         return [
-            Piece(
+            base.Piece(
                 tuple(part.start for part in box),
                 flat()[where].view([part.stop - part.start for part in box]),
                 number,
@@ -298,12 +252,12 @@ class XlaFsdp1Backend(Backend):
             if name == fqn
         ]
 
-    def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, read: Read) -> None:
+    def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, read: base.Read) -> None:
         for key_of, tensor, shard in self._cut(optimizer):
             host = shard.collect(lambda fqn, box, key_of=key_of: read(key_of(fqn), box), tensor.dtype)
             tensor.data = self._upload(host.contiguous())
         for key, tensor in self._uncut(model, optimizer).items():
-            host = read(key, full_region(tensor.shape))
+            host = read(key, base.full_region(tensor.shape))
             if tensor.device.type == "cpu":
                 tensor.copy_(host)
             else:
@@ -316,37 +270,64 @@ class XlaFsdp1Backend(Backend):
             yield str, shard.parameter, shard
             for name, value in self._states(shard, optimizer):
                 if value.shape == shard.parameter.shape:
-                    yield functools.partial(state_key, name), value, shard
+                    yield functools.partial(base.state_key, name), value, shard
 
     def _uncut(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """What each process has whole, by its key: buffers, and state that isn't laid out like its parameter."""
         counts = {
-            state_key(name, span.fqn): value
+            base.state_key(name, span.fqn): value
             for shard in self._shards.values()
             for name, value in self._states(shard, optimizer)
             if value.shape != shard.parameter.shape
             for span in shard.spans
         }
-        return {**persistent_buffers(model), **counts}
+        return {**base.persistent_buffers(model), **counts}
 
     def _states(self, shard: Shard, optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
-        state = cast(dict[str, Any], optimizer.state.get(shard.parameter, {}))
-        return [(name, value) for name, value in state.items() if isinstance(value, Tensor)]
+        return list(base.tensors_of(optimizer.state.get(shard.parameter, {})).items())
 
     @property
     def compilations(self) -> int:
         return self._programs.compilations
 
-    @property
-    def collectives(self) -> dict[str, Traffic] | None:
-        return None
-
-    def memory(self) -> MemoryStats:
-        if os.environ["PJRT_DEVICE"] == "CPU":
-            return process_memory()
-        used = self._ops.get_memory_info(self.device)
-        return MemoryStats(int(used["peak_bytes_used"]), int(used["bytes_used"]), int(used["bytes_limit"]))
+    def memory(self) -> base.MemoryStats:
+        return self._memory_of(str(self.device))
 
 
 def _flat_on_host(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().flatten()
+
+
+def _start_process(device: str, runtime: Any) -> None:
+    """Tell PJRT which chip is this process's; on CPU there is one device and nothing to tell.
+
+    Raises BackendError after SPMD, for several processes on CPU, and where processes aren't as many as chips.
+    """
+    launch = detect_launch(os.environ)
+    if runtime.is_spmd():
+        raise BackendError(
+            "backend xla_fsdp1: expected a process without SPMD, found that backend xla was opened in it before.\n"
+            "  torch_xla can't leave SPMD: open the two in processes of their own."
+        )
+    if device == "cpu":
+        if launch.world_size > 1:
+            raise BackendError(
+                f"backend xla_fsdp1 on cpu: expected one process, found {launch.world_size} of a launcher: PJRT's CPU "
+                "devices can't talk across processes.\n  Start it plainly, with one device; several CPU devices: "
+                "--backend=xla --num_devices=N."
+            )
+        return
+    from torch_xla._internal import pjrt, tpu
+
+    processes, chips = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(cast(Any, tpu).num_local_processes())
+    if processes != chips:
+        raise BackendError(
+            f"backend xla_fsdp1 on tpu: expected one process for each of the {chips} chips of this host, found "
+            f"{processes}.\n  Start it plainly on every host, or with torchrun --nproc_per_node={chips}."
+        )
+    cast(Any, pjrt).initialize_multiprocess(launch.local_rank, processes)
+    if runtime.addressable_device_count() > 1:
+        raise BackendError(
+            "backend xla_fsdp1 on tpu: expected one device a chip, found "
+            f"{runtime.addressable_device_count()} (TPU v2 and v3).\n  Use --backend=xla there."
+        )

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from portable_fsdp.backends.base import ShardPolicy
-from portable_fsdp.backends.pjrt import recomputed
-
-Forward = Callable[..., Any]
+from portable_fsdp.backends.pjrt import Forward, recomputed
 
 
 def wrap_forwards(model: nn.Module, policy: ShardPolicy, make_unit: Callable[[nn.Module], Any]) -> list[Any]:

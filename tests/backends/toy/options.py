@@ -3,7 +3,7 @@
 from portable_fsdp.backends.options import EngineOptions, Package
 from portable_fsdp.config import rules
 from portable_fsdp.config.describe import option_names, value_of, yaml_value
-from portable_fsdp.config.rules import Deployment, Effect, Rule
+from portable_fsdp.config.rules import Deployment, Rule
 from portable_fsdp.config.schema import Config
 
 _SAID = {option for effect in rules.EFFECTS for option in effect.options}  # of every engine
@@ -39,7 +39,7 @@ OPTIONS = EngineOptions(
     rules=tuple(
         _refused(option) for option in _OWN if option not in _TAKEN and option.startswith(("s", "p", "me", "c"))
     ),
-    effects=(Effect(_OWN, "as it is"),),
+    effects=dict.fromkeys(_OWN, "as it is"),
     processes=lambda device, wanted, count: 1,
     launcher_counts_devices=True,
 )
