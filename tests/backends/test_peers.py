@@ -39,7 +39,7 @@ store.wait([f"here{{other}}" for other in range(count)])
 peers.slow_down()
 for step in range(index + 1):
     peers.note_step()
-print("settled", flush=True)
+print("met", flush=True)
 word = sys.stdin.readline().strip()
 peers.leave(RuntimeError(word) if word else None)
 """
@@ -74,14 +74,14 @@ def watching(
     processes: list[subprocess.Popen[str]] = []
     try:
         for rank in range(count) if ranks is None else ranks:
-            with (folder / f"stderr-{rank}").open("w") as said:
+            with (folder / f"stderr-{rank}").open("w") as output:
                 processes.append(
                     subprocess.Popen(
                         [sys.executable, "-c", program],
                         env={**environment, "RANK": str(rank)},
                         stdin=subprocess.PIPE,
                         stdout=subprocess.PIPE,
-                        stderr=said,
+                        stderr=output,
                         text=True,
                     )
                 )
@@ -92,11 +92,11 @@ def watching(
             process.communicate()
 
 
-def settle(processes: list[subprocess.Popen[str]]) -> None:
+def meet(processes: list[subprocess.Popen[str]]) -> None:
     """All have met, and have said so a few times more."""
     for process in processes:
         assert process.stdout
-        assert process.stdout.readline() == "settled\n"
+        assert process.stdout.readline() == "met\n"
     time.sleep(2.0)
 
 
@@ -107,7 +107,7 @@ def tell(process: subprocess.Popen[str], word: str) -> None:
     process.stdin.flush()
 
 
-def said(folder: Path, rank: int) -> str:
+def stderr(folder: Path, rank: int) -> str:
     """Without torch's warning of a host that has no name, and gloo's word on each group."""
     lines = (folder / f"stderr-{rank}").read_text().splitlines()
     return "\n".join(line for line in lines if not re.search(r"hostname of the client socket|^\[Gloo\]", line))
@@ -120,91 +120,73 @@ def test_only_processes_with_fewer_steps_are_behind() -> None:
     assert furthest_behind(beats) == "furthest behind with 2 is process 2 on host2"
 
 
-def test_all_leave_in_order_without_a_word(tmp_path: Path) -> None:
+def wait_for(sentence: str, folder: Path, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while sentence not in stderr(folder, 0):
+        assert time.monotonic() < deadline, stderr(folder, 0)
+        assert process.poll() is None
+        time.sleep(0.1)
+
+
+def test_a_short_stop_ends_nobody_and_all_leave_in_order_without_a_word(tmp_path: Path) -> None:
     with watching(tmp_path, 3) as processes:
-        settle(processes)
+        meet(processes)
+        for process in processes[:2]:  # one after the other
+            process.send_signal(signal.SIGSTOP)
+            time.sleep(TIMEOUT_S / 2)
+            process.send_signal(signal.SIGCONT)
+        time.sleep(TIMEOUT_S / 2)
         for process in processes:
             tell(process, "")
         assert [process.wait(LIMIT_S) for process in processes] == [0, 0, 0]
-        assert [said(tmp_path, rank) for rank in range(3)] == ["", "", ""]
+        assert not [line for rank in range(3) for line in stderr(tmp_path, rank).splitlines() if "no step" not in line]
 
 
 def test_a_process_that_is_stopped_ends_all_others(tmp_path: Path) -> None:
     with watching(tmp_path, 3) as processes:
-        settle(processes)
+        meet(processes)
         processes[2].send_signal(signal.SIGSTOP)
         assert [process.wait(LIMIT_S) for process in processes[:2]] == [1, 1]
         for rank in (0, 1):
             sentence = f"process 2 on {socket.gethostname()} (PID {processes[2].pid}) sent no heartbeat for 5 s"
-            assert sentence in said(tmp_path, rank)
-            assert "its last one came after 3 step(s)" in said(tmp_path, rank)
+            assert sentence in stderr(tmp_path, rank)
+            assert "its last one came after 3 step(s)" in stderr(tmp_path, rank)
 
 
 def test_process_0_that_is_stopped_ends_all_others(tmp_path: Path) -> None:
     """It holds the store, as it does under srun and mpirun."""
     with watching(tmp_path, 2) as processes:
-        settle(processes)
+        meet(processes)
         processes[0].send_signal(signal.SIGSTOP)
         assert processes[1].wait(LIMIT_S) == 1
-        assert "has had no answer for 5 s, after 2 step(s) of this start" in said(tmp_path, 1)
+        assert "has had no answer for 5 s, after 2 step(s) of this start" in stderr(tmp_path, 1)
 
 
-def test_a_short_stop_ends_nobody(tmp_path: Path) -> None:
+def test_an_error_is_told_by_the_others_and_one_of_the_network_becomes_a_sentence(tmp_path: Path) -> None:
+    with watching(tmp_path, 3) as processes:
+        meet(processes)
+        tell(processes[2], "[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:4711")
+        assert [process.wait(LIMIT_S) for process in processes] == [1, 1, 1]
+        assert f"process 2 on {socket.gethostname()} lost its connection to process 0 or process 1" in stderr(
+            tmp_path, 2
+        )
+        assert "process 2 on" in stderr(tmp_path, 0)
+        assert "ended by an error after 3 step(s) of this start: [gloo/transport" in stderr(tmp_path, 0)
+
+
+def test_a_run_that_waits_says_so(tmp_path: Path) -> None:
+    """For a process that has not come, then for the first step."""
+    without_steps = PROCESS.replace("peers.note_step()", "pass")
+    with watching(tmp_path, 3, ranks=range(2), program=without_steps) as processes:
+        wait_for("waiting for process 2, not come after 5 s", tmp_path, processes[0])
+    with watching(tmp_path, 2, program=without_steps) as processes:
+        wait_for("the first step has not ended after 5 s although all processes", tmp_path, processes[0])
+
+
+@pytest.mark.proof
+def test_a_run_whose_steps_stop_says_so(tmp_path: Path) -> None:
     with watching(tmp_path, 2) as processes:
-        settle(processes)
-        for process in processes:  # one after the other
-            process.send_signal(signal.SIGSTOP)
-            time.sleep(TIMEOUT_S / 2)
-            process.send_signal(signal.SIGCONT)
-        time.sleep(TIMEOUT_S)
-        for process in processes:
-            tell(process, "")
-        assert [process.wait(LIMIT_S) for process in processes] == [0, 0]
-
-
-def test_an_error_of_one_is_told_by_the_others(tmp_path: Path) -> None:
-    with watching(tmp_path, 2) as processes:
-        settle(processes)
-        tell(processes[1], "no space left")
-        assert [process.wait(LIMIT_S) for process in processes] == [1, 0]
-        assert "ended by an error after 2 step(s) of this start: no space left" in said(tmp_path, 0)
-
-
-def test_an_error_of_the_network_becomes_a_sentence(tmp_path: Path) -> None:
-    with watching(tmp_path, 2) as processes:
-        settle(processes)
-        tell(processes[1], "[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:4711")
-        assert processes[1].wait(LIMIT_S) == 1
-        assert f"process 1 on {socket.gethostname()} lost its connection to process 0" in said(tmp_path, 1)
-
-
-def test_those_that_have_not_come_are_named(tmp_path: Path) -> None:
-    with watching(tmp_path, 3, ranks=range(2)) as processes:
-        deadline = time.monotonic() + LIMIT_S
-        while "waiting for process 2, not come after 5 s" not in said(tmp_path, 0):
-            assert time.monotonic() < deadline, said(tmp_path, 0)
-            assert processes[0].poll() is None
-            time.sleep(0.1)
-
-
-@pytest.mark.parametrize(
-    ("program", "sentence"),
-    [
-        (
-            PROCESS.replace("peers.note_step()", "pass"),
-            "the first step has not ended after 5 s, although all processes",
-        ),
-        pytest.param(PROCESS, "no step finished for 5 s although all processes are alive: 2", marks=pytest.mark.proof),
-    ],
-    ids=["before the first step", "later"],
-)
-def test_a_run_that_waits_says_so(tmp_path: Path, program: str, sentence: str) -> None:
-    with watching(tmp_path, 2, program=program) as processes:
-        deadline = time.monotonic() + LIMIT_S
-        while sentence not in said(tmp_path, 0):
-            assert time.monotonic() < deadline, said(tmp_path, 0)
-            assert processes[0].poll() is None
-            time.sleep(0.1)
+        wait_for("no step finished for 5 s although all processes are alive: 2", tmp_path, processes[0])
 
 
 @pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.proof), 1])
@@ -212,7 +194,7 @@ def test_engines_opened_one_after_the_other(tmp_path: Path, late: int) -> None:
     """Process 0 holds the store, and the others may be there before it, or after it."""
     with watching(tmp_path, 2, program=SEVERAL_ENGINES.replace("LATE", str(late))) as processes:
         codes = [process.wait(LIMIT_S) for process in processes]
-        assert (codes, [said(tmp_path, rank) for rank in range(2)]) == ([0, 0], ["", ""])
+        assert (codes, [stderr(tmp_path, rank) for rank in range(2)]) == ([0, 0], ["", ""])
 
 
 # --------------------------------------------------------------------------- process 1 of two, and what it reads of 0

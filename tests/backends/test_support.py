@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from portable_fsdp.backends.open import DEVICES, ENGINES, engines_on
+from portable_fsdp.backends.options import section_model
 from portable_fsdp.backends.support import effects_of, refusals, require_supported, rules_of, verdicts, ways_out
 from portable_fsdp.config.describe import option_names, yaml_value
 from portable_fsdp.config.rules import Deployment
@@ -25,84 +26,68 @@ PLACES = [
 ]
 FEW = [place for place in PLACES if (place.devices, place.hosts) in ((1, 1), (8, 2), (None, None))]
 
-# Options that bear on each other stand in one group; a group is walked in its whole product.
-GROUPS: list[dict[str, list[Any]]] = [
-    {
-        "sharding.strategy": ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"],
-        "sharding.replicas": [None, 1, 2, 3, 4, 8],
-        "sharding.reshard_after_forward": [None, 2, 3, 4, 8],
-    },
-    {
-        "sharding.wrap": ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"],
-        "sharding.wrap_classes": [[], ["LlamaDecoderLayer"]],
-        "sharding.wrap_modules": [[], ["*mlp"]],
-        "sharding.min_num_params": [None, 1000],
-    },
-    {
-        "sharding.forward_prefetch": [0, 2],
-        "sharding.backward_prefetch": ["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"],
-        "sharding.backward_prefetch_units": [1, 2],
-    },
-    {
-        "precision.master": ["float32", "bfloat16"],
-        "precision.compute": ["float32", "bfloat16", "float16"],
-        "precision.reduce": ["auto", "float32", "bfloat16"],
-        "precision.output": ["auto", "float32", "bfloat16"],
-        "precision.modules": [{}, {"*norm*": "float32"}, {"*norm*": "bfloat16"}, {"a": "float16", "b": "float32"}],
-    },
-    {"precision.matmul": ["highest", "high", "default"]},
-    {
-        "memory.gradient_checkpointing": ["none", "full", "selective"],
-        "memory.every": [None, 1, 2],
-        "memory.save_ops": [[], ["matmul"], ["matmul", "attention"]],
-        "compile.scan_layers": [False, True],
-        "compile.enabled": [False, True],
-        "compile.backend": ["inductor", "aot_eager", "eager"],
-    },
-    {"memory.cpu_offload": [False, True]},
-    {
-        "model.attention": ["auto", "static", "flex", "sdpa", "eager"],
-        "model.experts": ["auto", "dense", "batched_mm", "grouped_mm"],
-        "model.freeze": [[], ["*embed*"]],
-        "model.lora": [None, {"r": 4}],
-        "precision.frozen": ["auto", "float32", "bfloat16"],
-        "model.gguf_file": ["a.gguf"],
-        "checkpoint.export": [True],
-        "checkpoint.merge_adapters": [False, True],
-    },
-    {
-        "optim.name": ["adamw", "sgd"],
-        "optim.groups": [[], [{"match": "*"}]],
-        "optim.momentum": [0.0, 0.9],
-        "optim.betas": [[0.9, 0.95], [0.9, 0.999]],
-        "optim.eps": [1e-8, 1e-6],
-    },
-    {
-        "optim.schedule": ["constant", "linear", "cosine", "wsd"],
-        "optim.min_lr_ratio": [0.1, 0.5],
-        "optim.decay_ratio": [0.2, 0.5],
-    },
-    {
-        "data.eval_split": [None, "5%"],
-        "train.eval_every": [None, 2],
-        "train.eval_on_start": [False, True],
-        "train.eval_batches": [None, 3],
-        "train.patience": [None, 1],
-    },
-    {"train.micro_batch": [1, 2], "train.max_grad_norm": [None, 1.0]},
-    {
-        "checkpoint.keep": [None, 2],
-        "checkpoint.keep_every": [None, 4],
-        "checkpoint.resume": ["auto", "a/checkpoint"],
-        "checkpoint.load": ["all", "weights_only"],
-    },
-    {
-        "xla_fsdp1.flatten_parameters": [False, True],
-        "xla_fsdp1.shard_param_on_dim_0": [None, False, True],
-        "xla_fsdp1.pin_layout_in_collective_ops": [None, False, True],
-        "xla_fsdp1.buffer_dtype": ["float32", "bfloat16"],
-    },
+# Options that bear on each other stand in one group, which is walked in its whole product. Words and switches have all
+# their values, other options those of VALUES.
+OPTION_GROUPS = [
+    "sharding.strategy sharding.replicas sharding.reshard_after_forward",
+    "sharding.wrap sharding.wrap_classes sharding.wrap_modules sharding.min_num_params",
+    "sharding.forward_prefetch sharding.backward_prefetch sharding.backward_prefetch_units",
+    "precision.master precision.compute precision.reduce precision.output precision.modules",
+    "precision.matmul",
+    "memory.gradient_checkpointing memory.every memory.save_ops compile.scan_layers compile.enabled compile.backend",
+    "memory.cpu_offload",
+    "model.attention model.experts model.freeze model.lora precision.frozen model.gguf_file checkpoint.export "
+    "checkpoint.merge_adapters",
+    "optim.name optim.groups optim.momentum optim.betas optim.eps",
+    "optim.schedule optim.min_lr_ratio optim.decay_ratio",
+    "data.eval_split train.eval_every train.eval_on_start train.eval_batches train.patience",
+    "train.micro_batch train.max_grad_norm",
+    "checkpoint.keep checkpoint.keep_every checkpoint.resume checkpoint.load",
+    "xla_fsdp1.flatten_parameters xla_fsdp1.shard_param_on_dim_0 xla_fsdp1.pin_layout_in_collective_ops "
+    "xla_fsdp1.buffer_dtype",
 ]
+VALUES: dict[str, list[Any]] = {
+    "sharding.replicas": [None, 1, 2, 3, 4, 8],
+    "sharding.reshard_after_forward": [None, 2, 3, 4, 8],
+    "sharding.wrap_classes": [[], ["LlamaDecoderLayer"]],
+    "sharding.wrap_modules": [[], ["*mlp"]],
+    "sharding.min_num_params": [None, 1000],
+    "sharding.forward_prefetch": [0, 2],
+    "sharding.backward_prefetch_units": [1, 2],
+    "precision.modules": [{}, {"*norm*": "float32"}, {"*norm*": "bfloat16"}, {"a": "float16", "b": "float32"}],
+    "memory.every": [None, 1, 2],
+    "memory.save_ops": [[], ["matmul"], ["matmul", "attention"]],
+    "model.freeze": [[], ["*embed*"]],
+    "model.lora": [None, {"r": 4}],
+    "model.gguf_file": ["a.gguf"],
+    "checkpoint.export": [True],
+    "optim.groups": [[], [{"match": "*"}]],
+    "optim.momentum": [0.0, 0.9],
+    "optim.betas": [[0.9, 0.95], [0.9, 0.999]],
+    "optim.eps": [1e-8, 1e-6],
+    "optim.min_lr_ratio": [0.1, 0.5],
+    "optim.decay_ratio": [0.2, 0.5],
+    "data.eval_split": [None, "5%"],
+    "train.eval_every": [None, 2],
+    "train.eval_batches": [None, 3],
+    "train.patience": [None, 1],
+    "train.micro_batch": [1, 2],
+    "train.max_grad_norm": [None, 1.0],
+    "checkpoint.keep": [None, 2],
+    "checkpoint.keep_every": [None, 4],
+    "checkpoint.resume": ["auto", "a/checkpoint"],
+    "xla_fsdp1.shard_param_on_dim_0": [None, False, True],
+    "xla_fsdp1.pin_layout_in_collective_ops": [None, False, True],
+}
+
+
+def _values(option: str) -> list[Any]:
+    section, key = option.split(".")
+    field = section_model(section).model_json_schema()["properties"][key]
+    return VALUES.get(option) or field.get("enum") or [False, True]
+
+
+GROUPS = [{option: _values(option) for option in names.split()} for names in OPTION_GROUPS]
 
 Settings = dict[str, Any]
 
@@ -166,14 +151,8 @@ def test_every_option_of_the_schema_has_one_effect_on_each_engine() -> None:
         assert {rule.option for rule in rules_of(engine)} <= set(option_names())
 
 
-def test_walk_tries_every_value_that_a_word_can_have() -> None:
+def test_walk_tries_every_option_that_a_rule_asks_for() -> None:
     tried = {option for group in GROUPS for option in group}
-    words = Config.model_json_schema()["$defs"]
-    for option in tried:
-        section, key = option.split(".")
-        name = {"xla_fsdp1": "XlaFsdp1"}.get(section, section.capitalize())
-        [group] = [group for group in GROUPS if option in group]
-        assert [value for value in words[name]["properties"][key].get("enum", []) if value not in group[option]] == []
     assert {rule.option for engine in ENGINES for rule in rules_of(engine) if rule.when} <= tried
 
 
