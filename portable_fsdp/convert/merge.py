@@ -27,10 +27,10 @@ _DATA = (("data.source", "text"), ("data.path", "FILES"), ("data.tokenizer", "FO
 """What the data is, and examples: the defaults suit a first try, not a file of another tool."""
 
 _KINDS = {
-    ACCELERATE: "a file of accelerate's",
-    TRAINER: "a file of Trainer's arguments",
+    ACCELERATE: "an accelerate config",
+    TRAINER: "a file of TrainingArguments",
     FSDP: "an fsdp_config",
-    SCRIPT: "a file of a script's arguments",
+    SCRIPT: "a file of script arguments",
 }
 
 
@@ -101,9 +101,9 @@ def _add(source: LayeredValues, imported: Import, given: Mapping[str, object], o
 
 def _add_difference(source: LayeredValues, setting: Setting, option: str, given: Mapping[str, object]) -> None:
     """A foreign key sets another value than `option` has, which is its own or its alternative."""
-    here = f"{setting.quote} says {setting.option}={yaml_value(setting.value)}"
-    ours = f"{source.origin(tuple(option.split('.'))).where} says {option}={yaml_value(given[option])}"
-    text = f"{here}, and {ours}.\n  Keep one, or override it: {option}=..."
+    here = f"{setting.quote} sets {setting.option}={yaml_value(setting.value)}"
+    ours = f"{source.origin(tuple(option.split('.'))).where} sets {option}={yaml_value(given[option])}"
+    text = f"{here}, but {ours}.\n  Keep one, or override it: {option}=..."
     source.problems.setdefault(text, Origin(False, setting.line, "", None))
 
 
@@ -125,8 +125,8 @@ def _require_the_rest(source: LayeredValues, imported: Import) -> None:
     source.add_problem(
         where,
         (),
-        f"{_KINDS[imported.kind]}; a run needs {needed} too.\n  It says {settings or 'nothing that we need'}.\n"
+        f"{_KINDS[imported.kind]}; a run needs {needed} too.\n  It sets {settings or 'no option of ours'}.\n"
         f"  Add: python -m portable_fsdp.launch --config={imported.path} {' '.join(examples)}\n"
-        "  Without data.source a run trains on CPython's documentation, byte by byte.\n"
-        f"  Or lay it under yours: --config=YOURS.yaml --import={imported.path} (explain shows what comes of it).",
+        "  Without data.source the run trains on the bytes of CPython's documentation.\n"
+        f"  Or import it under your own config: --config=YOURS.yaml --import={imported.path} (explain shows the result).",
     )

@@ -259,7 +259,7 @@ class _KeyReader:
             return
         near = nearest_key(entry.place, entry.key)
         kind = "variable" if entry.place == ENVIRONMENT else f"key of {entry.place}"
-        way = f"nearest: {near}." if near else "None is like it; leave it out."
+        way = f"nearest: {near}." if near else "No known name is similar; leave it out."
         _add_problem(self.result, entry, f"unknown {kind}.\n  {way}")
 
     def _ignore(self, entry: KeyEntry, reason: str) -> None:

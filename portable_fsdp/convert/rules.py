@@ -205,7 +205,7 @@ def _precision(facts: ForeignFacts) -> None:
     fsdp = fsdp and not facts.value("~xla")
     computes = facts.given.get("precision.compute", mixed.value)  # an override of that dtype is one of this, too
     if mixed.value == computes == "bfloat16" and fsdp and "precision.reduce" not in facts.keys:
-        facts.set("precision.reduce", "bfloat16", mixed, "FSDP sums gradients in this dtype there, and so here")
+        facts.set("precision.reduce", "bfloat16", mixed, "as accelerate does under FSDP")
 
 
 def _recompute(facts: ForeignFacts) -> None:

@@ -90,7 +90,7 @@ def _optimizer(facts: ForeignFacts) -> None:
     first, second = facts.keys.get("~beta1"), facts.keys.get("~beta2")
     if source := first or second:
         betas = [first.value if first else 0.9, second.value if second else 0.999]
-        facts.set("optim.betas", betas, source, "" if first and second else "the other one: Trainer's default")
+        facts.set("optim.betas", betas, source, "" if first and second else "the other beta is Trainer's default")
 
 
 def _evaluations(facts: ForeignFacts) -> None:

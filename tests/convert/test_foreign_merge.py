@@ -46,21 +46,21 @@ DIFFERENCES = {
     "both lines are named": (
         f"{OURS}sharding: {{strategy: NO_SHARD}}\n",
         f"{FSDP}{STRATEGY}",
-        "theirs.yaml:2: fsdp_sharding_strategy: 2 says sharding.strategy=SHARD_GRAD_OP, and ours.yaml:3 says "
+        "theirs.yaml:2: fsdp_sharding_strategy: 2 sets sharding.strategy=SHARD_GRAD_OP, but ours.yaml:3 sets "
         "sharding.strategy=NO_SHARD.\n  Keep one, or override it: sharding.strategy=...",
         "sharding.strategy=FULL_SHARD",
     ),
     "epochs and steps": (
         OURS,
         "learning_rate: 1\nnum_train_epochs: 3\n",
-        "theirs.yaml:2: num_train_epochs: 3 says train.epochs=3.0, and ours.yaml:2 says train.steps=100.\n"
+        "theirs.yaml:2: num_train_epochs: 3 sets train.epochs=3.0, but ours.yaml:2 sets train.steps=100.\n"
         "  Keep one, or override it: train.steps=...",
         "train.steps=100",
     ),
     "pretrained and architecture": (
         "model: {architecture: {model_type: llama}}\ntrain: {steps: 100}\n",
         "model_name_or_path: folder\n",
-        "theirs.yaml:1: model_name_or_path: folder says model.pretrained=folder, and ours.yaml:1 says "
+        "theirs.yaml:1: model_name_or_path: folder sets model.pretrained=folder, but ours.yaml:1 sets "
         "model.architecture={model_type: llama}.\n  Keep one, or override it: model.architecture=...",
         "model.architecture={model_type: gpt2}",
     ),
@@ -187,10 +187,10 @@ def test_a_file_of_accelerates_beside_the_environment_must_agree(write: Write, t
     ours, theirs = write(*texts)
     message = problems(ours, imports=(theirs,), environ=LAUNCHED)
     assert (
-        "accelerate launch: FSDP_SHARDING_STRATEGY: FULL_SHARD says sharding.strategy=FULL_SHARD, and theirs.yaml:3 "
-        "says sharding.strategy=SHARD_GRAD_OP.\n  Keep one, or override it: sharding.strategy=..."
+        "accelerate launch: FSDP_SHARDING_STRATEGY: FULL_SHARD sets sharding.strategy=FULL_SHARD, but theirs.yaml:3 "
+        "sets sharding.strategy=SHARD_GRAD_OP.\n  Keep one, or override it: sharding.strategy=..."
     ) in message
-    assert "launch: ACCELERATE_MIXED_PRECISION: no says precision.compute=float32, and theirs.yaml:2" in message
+    assert "launch: ACCELERATE_MIXED_PRECISION: no sets precision.compute=float32, but theirs.yaml:2" in message
     same: dict[str, Any] = {"FSDP_SHARDING_STRATEGY": "SHARD_GRAD_OP", "ACCELERATE_MIXED_PRECISION": "bf16"}
     assert launched(write, same, texts=texts).origins["sharding.strategy"] == f"{tmp_path}/theirs.yaml:3"
     assert launched(write, {}, "sharding.strategy=NO_SHARD", "precision.compute=float32", texts=texts)
