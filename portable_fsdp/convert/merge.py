@@ -128,5 +128,5 @@ def _require_the_rest(source: LayeredValues, imported: Import) -> None:
         f"{_KINDS[imported.kind]}; a run needs {needed} too.\n  It sets {settings or 'no option of ours'}.\n"
         f"  Add: python -m portable_fsdp.launch --config={imported.path} {' '.join(examples)}\n"
         "  Without data.source the run trains on the bytes of CPython's documentation.\n"
-        f"  Or import it under your own config: --config=YOURS.yaml --import={imported.path} (explain shows the result).",
+        f"  Or import it under your config: --config=YOURS.yaml --import={imported.path} (explain shows the result).",
     )
