@@ -71,20 +71,20 @@ def wait_until_full(rows: NumberedRows) -> None:
 @pytest.mark.parametrize(("count", "accumulation"), [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (2, 3), (4, 1), (4, 3)])
 def test_the_shards_of_a_step_are_the_global_batch_in_order(count: int, accumulation: int) -> None:
     """Also across the end of the epoch, which lies inside the fifth step."""
-    found: list[int] = []
+    drawn: list[int] = []
     shards = [batches(shard=(index, count), accumulation=accumulation) for index in range(count)]
     for _ in range(6):
         for shard in shards:
-            found += numbers(next(shard))
+            drawn += numbers(next(shard))
     for shard in shards:
         shard.close()
-    assert found == sample_indices(7, np.arange(72), 50).tolist()
-    assert Counter(found[:50]) == Counter(range(50))
+    assert drawn == sample_indices(7, np.arange(72), 50).tolist()
+    assert Counter(drawn[:50]) == Counter(range(50))
 
 
 def test_micro_batches_have_the_shapes_and_dtypes_of_the_contract() -> None:
-    with batches(shard=(1, 2), accumulation=3) as one:
-        step = next(one)
+    with batches(shard=(1, 2), accumulation=3) as feed:
+        step = next(feed)
     assert len(step) == 3
     for micro in step:
         assert {name: (tuple(value.shape), value.dtype) for name, value in micro.items()} == {
@@ -123,11 +123,11 @@ def test_a_run_that_starts_later_goes_on_where_the_other_was() -> None:
 
 def test_what_was_made_ahead_is_not_consumed() -> None:
     rows = NumberedRows(50)
-    with batches(rows) as one:
+    with batches(rows) as feed:
         wait_until_full(rows)
-        assert one.consumed == 0
-        next(one)
-        assert one.consumed == 12
+        assert feed.consumed == 0
+        next(feed)
+        assert feed.consumed == 12
 
 
 def test_the_thread_makes_two_steps_ahead_and_no_more() -> None:
@@ -140,25 +140,25 @@ def test_the_thread_makes_two_steps_ahead_and_no_more() -> None:
 
 
 def test_an_error_in_the_thread_comes_where_its_step_is_asked_for() -> None:
-    with batches(NumberedRows(50, fails_at=3)) as one:
-        next(one)
-        next(one)
+    with batches(NumberedRows(50, fails_at=3)) as feed:
+        next(feed)
+        next(feed)
         for _ in range(2):  # asked again, it doesn't wait for a step that never comes
             with pytest.raises(OSError, match="the disk is gone"):
-                next(one)
-        assert one.consumed == 24
+                next(feed)
+        assert feed.consumed == 24
 
 
 def test_closing_ends_the_thread_even_when_the_queue_is_full() -> None:
     rows = NumberedRows(50)
-    one = batches(rows)
+    feed = batches(rows)
     wait_until_full(rows)
     assert len(our_threads()) == 1
-    one.close()
-    one.close()
+    feed.close()
+    feed.close()
     assert our_threads() == []
     with pytest.raises(ValueError, match="closed"):
-        next(one)
+        next(feed)
 
 
 def test_leaving_the_block_by_an_error_ends_the_thread() -> None:

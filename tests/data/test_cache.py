@@ -49,8 +49,8 @@ def recipe(source: Texts, *, key: str = "k", skip_broken: bool = False, even: bo
     )
 
 
-def documents(found: TokenizedDocuments) -> list[bytes]:
-    return [found.tokens[begin:end].tobytes() for begin, end in zip(found.starts, found.starts[1:], strict=False)]
+def documents(entry: TokenizedDocuments) -> list[bytes]:
+    return [entry.tokens[begin:end].tobytes() for begin, end in zip(entry.starts, entry.starts[1:], strict=False)]
 
 
 def test_documents_come_back_in_order_and_are_read_once(tmp_path: Path) -> None:
@@ -58,18 +58,18 @@ def test_documents_come_back_in_order_and_are_read_once(tmp_path: Path) -> None:
     source = Texts(*texts)
     for _ in range(2):
         tokenized(tmp_path / "new" / "cache", recipe(source))
-    found = tokenized(tmp_path / "new" / "cache", recipe(source))
-    assert documents(found) == [text.encode() + b"\0" for text in texts]
-    assert found.numbers.tolist() == list(range(len(texts)))
+    entry = tokenized(tmp_path / "new" / "cache", recipe(source))
+    assert documents(entry) == [text.encode() + b"\0" for text in texts]
+    assert entry.numbers.tolist() == list(range(len(texts)))
     assert source.reads == 1
-    assert isinstance(found.tokens, np.memmap)
-    assert not found.tokens.flags.writeable
+    assert isinstance(entry.tokens, np.memmap)
+    assert not entry.tokens.flags.writeable
 
 
 def test_only_what_belongs_to_it_is_in_an_entry(tmp_path: Path) -> None:
-    found = tokenized(tmp_path, recipe(Texts("a", "b", "c"), even=True))
-    assert documents(found) == [b"a\0", b"c\0"]
-    assert found.numbers.tolist() == [0, 2]
+    entry = tokenized(tmp_path, recipe(Texts("a", "b", "c"), even=True))
+    assert documents(entry) == [b"a\0", b"c\0"]
+    assert entry.numbers.tolist() == [0, 2]
     assert len(tokenized(tmp_path, recipe(Texts(), key="empty"))) == 0
 
 
@@ -85,14 +85,14 @@ def test_what_is_broken_stops_or_is_counted(tmp_path: Path) -> None:
     ):
         tokenized(tmp_path, recipe(source))
     assert not [path for path in tmp_path.iterdir() if path.suffix != ".lock"]
-    found = tokenized(tmp_path, recipe(source, skip_broken=True))
-    assert documents(found) == [b"a\0", b"c\0"]
-    assert found.numbers.tolist() == [0, 2]
-    assert (found.facts.skipped, found.facts.first_skipped) == (2, "file:2: expected this, found that")
+    entry = tokenized(tmp_path, recipe(source, skip_broken=True))
+    assert documents(entry) == [b"a\0", b"c\0"]
+    assert entry.numbers.tolist() == [0, 2]
+    assert (entry.facts.skipped, entry.facts.first_skipped) == (2, "file:2: expected this, found that")
 
 
 @pytest.mark.parametrize(
-    ("problem", "said"),
+    ("problem", "output"),
     [
         (
             "the template refuses it: No such role!",
@@ -101,8 +101,8 @@ def test_what_is_broken_stops_or_is_counted(tmp_path: Path) -> None:
         ("found a.\n  Name it: 'b'", "found a.\n  Name it: 'b'. Or set data.on_error=skip to leave it out."),
     ],
 )
-def test_an_error_has_one_end_and_one_advice(problem: str, said: str) -> None:
-    assert said in refusal(Broken(0, "file:2", 1, problem))
+def test_an_error_has_one_end_and_one_advice(problem: str, output: str) -> None:
+    assert output in refusal(Broken(0, "file:2", 1, problem))
 
 
 def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
@@ -157,16 +157,16 @@ def start(folder: Path, slow_s: float) -> "subprocess.Popen[str]":
 
 def wait_for_temporary(folder: Path) -> Path:
     deadline = time.monotonic() + 60
-    while not (found := list(folder.glob("k.tmp-*"))):
+    while not (entry := list(folder.glob("k.tmp-*"))):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    return found[0]
+    return entry[0]
 
 
 def test_of_several_processes_at_once_one_tokenizes(tmp_path: Path) -> None:
     makers = [start(tmp_path, 0.0005) for _ in range(3)]
-    said = [maker.communicate(timeout=120)[0].split() for maker in makers]
-    assert sorted(said) == [["ready", "0", "2000"], ["ready", "0", "2000"], ["ready", "1", "2000"]]
+    output = [maker.communicate(timeout=120)[0].split() for maker in makers]
+    assert sorted(output) == [["ready", "0", "2000"], ["ready", "0", "2000"], ["ready", "1", "2000"]]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["k", "k.lock"]
 
 

@@ -35,8 +35,8 @@ def read(path: Path, source: str = "jsonl") -> list[Example | Broken]:
     return list(open_source(Data.model_validate({"source": source, "path": str(path)})).read())
 
 
-def texts(found: list[Example | Broken]) -> list[str]:
-    return [one.fields["text"] for one in found if isinstance(one, Example)]
+def texts(examples: list[Example | Broken]) -> list[str]:
+    return [example.fields["text"] for example in examples if isinstance(example, Example)]
 
 
 @pytest.mark.parametrize("compress", [bytes, *KINDS.values()], ids=["plain", *KINDS])
@@ -59,9 +59,9 @@ def test_compressed_files_stand_among_plain_ones(tmp_path: Path, compress: Compr
     (tmp_path / "b.jsonl.z").write_bytes(
         compress(b'{"text": "2"}\n\n{"te') + compress(b'xt": "3"}\nbroken')
     )  # appended
-    found = read(tmp_path / "*.jsonl*")
-    assert texts(found) == ["1", "2", "3"]
-    assert [(one.number, Path(one.place).name) for one in found] == [
+    examples = read(tmp_path / "*.jsonl*")
+    assert texts(examples) == ["1", "2", "3"]
+    assert [(example.number, Path(example.place).name) for example in examples] == [
         (0, "a.jsonl:1"),
         (1, "b.jsonl.z:1"),
         (2, "b.jsonl.z:3"),
@@ -87,9 +87,9 @@ def test_a_compressed_text_is_one_document(tmp_path: Path, compress: Compress) -
 def test_a_truncated_file_is_refused_by_name(tmp_path: Path, kind: str, source: str) -> None:
     path = tmp_path / "a.z"
     path.write_bytes(KINDS[kind](LINES)[:-1000] if kind == "gzip" else zstd(LINES)[:-100])
-    with pytest.raises(DataError, match=rf"data\.path: .*a\.z(:\d+)?: expected a whole {kind} file, found: ") as said:
+    with pytest.raises(DataError, match=rf"data\.path: .*a\.z(:\d+)?: expected a whole {kind} file, found: ") as error:
         read(path, source)
-    assert f"`{kind} --test {path}` checks it" in str(said.value)
+    assert f"`{kind} --test {path}` checks it" in str(error.value)
 
 
 def test_the_line_is_the_first_that_is_not_whole(tmp_path: Path) -> None:

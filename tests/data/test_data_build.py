@@ -127,9 +127,9 @@ def test_a_completion_longer_than_a_row_is_named_or_counted(tmp_path: Path, capl
     keys = completions(tmp_path / "a.jsonl", 5, 62, 63, 200)
     with pytest.raises(
         DataError, match=r"a\.jsonl:3: expected at most 64 tokens \(data\.seq_len\), found 65; too long: 2 doc"
-    ) as said:
+    ) as error:
         build_data(keys)
-    assert "the longest has 202" in str(said.value)
+    assert "the longest has 202" in str(error.value)
     with caplog.at_level(logging.INFO, "portable_fsdp"):
         corpus = build_data(keys.model_copy(update={"on_error": "skip"}))
     assert any("2 documents" in line and "too long" in line and "a.jsonl:3" in line for line in caplog.messages)
@@ -144,9 +144,9 @@ def test_a_document_predicts_if_a_token_behind_its_first_counts() -> None:
         starts = np.concatenate([[0], np.cumsum(random.integers(0, 5, size=random.integers(0, 6)))])
         counted = random.random(starts[-1]) < 0.3
         facts = Facts("uint8", len(starts) - 1, int(starts[-1]), True, 0, "", 0)
-        found = TokenizedDocuments(np.zeros(starts[-1], np.uint8), starts, np.arange(len(starts) - 1), counted, facts)
+        drawn = TokenizedDocuments(np.zeros(starts[-1], np.uint8), starts, np.arange(len(starts) - 1), counted, facts)
         expected = [bool(counted[begin + 1 : end].any()) for begin, end in pairwise(starts.tolist())]
-        assert predicts(found).tolist() == expected
+        assert predicts(drawn).tolist() == expected
 
 
 def test_broken_lines_stop_or_are_counted(lines: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -213,9 +213,9 @@ def test_an_entry_is_of_the_day_only_where_the_template_asks_for_it(
 
     def entries() -> set[str]:
         keys = {"tokenizer": str(tmp_path / "tokenizer"), "seq_len": 128, "packing": "none"}
-        for one, form in ((path, "text"), (chats, "chat")):
-            build_data(data(one, format=form, **keys))
-        return {one.name for one in (tmp_path / "cache").iterdir() if (one / "facts.json").is_file()}
+        for item, form in ((path, "text"), (chats, "chat")):
+            build_data(data(item, format=form, **keys))
+        return {item.name for item in (tmp_path / "cache").iterdir() if (item / "facts.json").is_file()}
 
     for template, made in ((CHATML, 2), (DATED, 3)):
         make_tokenizer(template)
@@ -234,11 +234,11 @@ def test_what_is_left_unread_or_uncounted_is_said_once_with_a_count(
     turns = [{"role": role, "content": "Hi"} for role in ("user", "assistant", "user", "gpt")]
     chats = [{"messages": turns, "tools": [{"type": "function"}]}, {"messages": turns[:2], "tools": None}]
     path = tmp_path / "chat.jsonl"
-    path.write_text("".join(json.dumps(one) + "\n" for one in (*chats, chats[0])))
+    path.write_text("".join(json.dumps(item) + "\n" for item in (*chats, chats[0])))
     for _ in range(2):  # the second from the cache
         caplog.clear()
         build_data(data(path, format="chat", tokenizer=str(folder), seq_len=128))
-        assert sorted(one.getMessage() for one in caplog.records if one.levelno == logging.WARNING) == [
+        assert sorted(item.getMessage() for item in caplog.records if item.levelno == logging.WARNING) == [
             f"data: 2 documents of {path}: a column tools that isn't read; data.columns='{{tools: tools}}' renders it",
             f"data: 2 documents of {path}: messages of the role gpt, which the chat template doesn't name; they don't "
             "count as the assistant's",
@@ -302,7 +302,7 @@ def test_a_split_of_a_data_set_can_be_held_out(tmp_path: Path) -> None:
 
 def read_steps(rows: Rows, start: int, steps: int, *, shards: int, accumulation: int) -> list[int]:
     """The documents of some steps of 12 rows, as all data shards see them together."""
-    found: list[int] = []
+    drawn: list[int] = []
     keys = {"seed": 3, "global_batch": 12, "accumulation": accumulation, "start": start}
     for shard in range(shards):
         with Batches(rows, shard=(shard, shards), **keys) as batches:
@@ -310,8 +310,8 @@ def read_steps(rows: Rows, start: int, steps: int, *, shards: int, accumulation:
                 for micro in next(batches):
                     begins = (micro["positions"] == 0) & (micro["segments"] > 0)
                     ids = [micro["input_ids"][row, at : at + 4] for row, at in torch.nonzero(begins).tolist()]
-                    found += [int(bytes(each.tolist())) for each in ids]
-    return found
+                    drawn += [int(bytes(each.tolist())) for each in ids]
+    return drawn
 
 
 @pytest.mark.parametrize("packing", ["documents", "none"])
@@ -319,10 +319,10 @@ def test_three_epochs_hold_every_document_three_times_across_a_resume_elsewhere(
     rows = build_data(data(lines, packing=packing)).rows
     steps = 3 * len(rows) // 12
     first = steps // 2  # in the middle of the second epoch
-    found = read_steps(rows, 0, first, shards=2, accumulation=2)
-    found += read_steps(rows, first * 12, steps - first, shards=3, accumulation=4)
+    drawn = read_steps(rows, 0, first, shards=2, accumulation=2)
+    drawn += read_steps(rows, first * 12, steps - first, shards=3, accumulation=4)
     rest = rows.order(3, np.arange(steps * 12, 3 * len(rows)))  # less than a step: the next step carries it over
-    assert Counter([*found, *numbers(rows, rest.tolist())]) == Counter(dict.fromkeys(range(200), 3))
+    assert Counter([*drawn, *numbers(rows, rest.tolist())]) == Counter(dict.fromkeys(range(200), 3))
 
 
 def mixture(tmp_path: Path, *weights: float, **keys: Any) -> Data:
@@ -337,8 +337,8 @@ def mixture(tmp_path: Path, *weights: float, **keys: Any) -> Data:
 def test_each_part_of_a_mixture_runs_through_its_own_epochs_across_a_resume_elsewhere(tmp_path: Path) -> None:
     rows = build_data(mixture(tmp_path, 0.8, 0.2)).rows
     assert len(rows) == 85
-    found = read_steps(rows, 0, 10, shards=1, accumulation=1) + read_steps(rows, 120, 15, shards=4, accumulation=3)
-    first, second = [one for one in found if one < 1000], [one for one in found if one >= 1000]
+    drawn = read_steps(rows, 0, 10, shards=1, accumulation=1) + read_steps(rows, 120, 15, shards=4, accumulation=3)
+    first, second = [item for item in drawn if item < 1000], [item for item in drawn if item >= 1000]
     assert (len(first), len(second)) == (240, 60)  # 300 samples in shares of 4 to 1
     assert Counter(first) == Counter(dict.fromkeys(range(60), 4))
     assert set(Counter(second)) == set(range(1000, 1025))

@@ -23,7 +23,7 @@ def test_files_that_are_held_out_are_not_trained_on(tmp_path: Path, caplog: pyte
     assert numbers(corpus.rows) == [1, 2]
     assert numbers(corpus.eval_rows) == [3]
     assert (
-        sum(f"not trained on, though data.path names it too: {held_out} and 1 more" in one for one in caplog.messages)
+        sum(f"not trained on, though data.path names it too: {held_out} and 1 more" in line for line in caplog.messages)
         == 1
     )
     for held in (tmp_path / "a.jsonl", tmp_path / "*.jsonl"):
@@ -57,7 +57,7 @@ def test_splits_that_have_rows_in_common_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("eval_split", "found"),
+    ("eval_split", "problem"),
     [
         ("none.jsonl", r"nothing: none\.jsonl\n  The path is .* A share of the documents is written 5%\."),
         ("5 %", r"nothing: 5 %\n  The path is .* A share of the documents is written 5%\."),
@@ -65,10 +65,10 @@ def test_splits_that_have_rows_in_common_are_refused(
     ],
 )
 def test_what_is_to_be_held_out_and_is_not_there_is_named_by_its_key(
-    tmp_path: Path, eval_split: str, found: str
+    tmp_path: Path, eval_split: str, problem: str
 ) -> None:
     path = write(tmp_path / "a.jsonl", ["0001"])
-    with pytest.raises(DataError, match=rf"data\.eval_split: expected a file or a glob .*, found {found}"):
+    with pytest.raises(DataError, match=rf"data\.eval_split: expected a file or a glob .*, found {problem}"):
         build_data(data(path, eval_split=eval_split))
 
 
@@ -81,7 +81,7 @@ def test_a_split_that_is_not_there_is_named_by_its_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "keys", "said"),
+    ("lengths", "keys", "message"),
     [
         ([70, 99], {"packing": "documents"}, None),  # texts are cut
         (
@@ -112,13 +112,13 @@ def test_a_split_that_is_not_there_is_named_by_its_key(tmp_path: Path) -> None:
     ],
 )
 def test_a_part_without_rows_says_why(
-    tmp_path: Path, lengths: list[int], keys: dict[str, Any], said: str | None, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, lengths: list[int], keys: dict[str, Any], message: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     given = data(write(tmp_path / "a.jsonl", ["x" * length for length in lengths]), **keys)
-    if said is None:
+    if message is None:
         assert len(build_data(given).rows)
         return
-    with caplog.at_level(logging.INFO, "portable_fsdp"), pytest.raises(DataError, match=said):
+    with caplog.at_level(logging.INFO, "portable_fsdp"), pytest.raises(DataError, match=message):
         build_data(given)
     assert not [line for line in caplog.messages if " 0 rows" in line]
 

@@ -66,9 +66,9 @@ def test_a_sample_does_not_depend_on_what_is_asked_with_it() -> None:
 
 def test_another_seed_or_epoch_is_another_order() -> None:
     orders = [epoch_order(seed, epoch, 1000) for seed, epoch in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0))]
-    for i, one in enumerate(orders):
+    for i, order in enumerate(orders):
         for other in orders[:i]:
-            assert (one == other).sum() < 20  # two random orders of 1000 agree in 1 place on average
+            assert (order == other).sum() < 20  # two random orders of 1000 agree in 1 place on average
 
 
 def test_an_order_is_shuffled() -> None:
@@ -115,8 +115,8 @@ def test_each_source_of_a_mixture_goes_through_its_own_epochs(weights: tuple[flo
     mixture = Mixture.of(sizes, weights)
     block = sum(mixture.shares)
     blocks = 3 * max(-(-size // share) for size, share in zip(sizes, mixture.shares, strict=True))
-    found = mixture.indices(4, np.arange(blocks * block))
-    counts = np.bincount(found, minlength=sum(sizes))
+    indices = mixture.indices(4, np.arange(blocks * block))
+    counts = np.bincount(indices, minlength=sum(sizes))
     for number, (size, share) in enumerate(zip(sizes, mixture.shares, strict=True)):
         own = counts[sum(sizes[:number]) : sum(sizes[: number + 1])]
         assert len(own) == size
@@ -129,9 +129,9 @@ def test_a_mixture_keeps_its_shares_at_any_position() -> None:
     mixture = Mixture.of([1000, 500], [0.637, 0.363])
     assert mixture.shares == (637, 363)
     for first in (0, 5000, 10**9):
-        found = mixture.indices(0, np.arange(first, first + 1000))
-        assert (found < 1000).sum() == 637
-        assert 0 < (found[:100] < 1000).sum() < 100  # not one source after the other
+        indices = mixture.indices(0, np.arange(first, first + 1000))
+        assert (indices < 1000).sum() == 637
+        assert 0 < (indices[:100] < 1000).sum() < 100  # not one source after the other
 
 
 def test_a_mixtures_position_does_not_depend_on_what_is_asked_with_it() -> None:

@@ -1,5 +1,7 @@
-"""Rows hold every token, predict each exactly once, and shift labels by one; documents stay by themselves."""
+"""Rows hold every token, predict each once, and shift labels by one; documents stay apart, and fill rows well."""
 
+import time
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from portable_fsdp.data.packing import IGNORED, DocumentRows, MixedRows, PackedRows, cut, whole
+from portable_fsdp.data.packing import IGNORED, DocumentRows, Int64s, MixedRows, PackedRows, best_fit, cut, whole
 
 
 @pytest.mark.parametrize(
@@ -82,8 +84,8 @@ def test_each_token_but_a_documents_first_is_predicted_once_however_it_is_cut(se
     rows = documents(*lengths.tolist(), seq_len=seq_len)
     batch = rows.rows(np.arange(len(rows)))
     first = set((100 + np.cumsum(lengths) - lengths).tolist())
-    found = batch["labels"][batch["labels"] != IGNORED].tolist()
-    assert sorted(found) == [token for token in range(100, 100 + lengths.sum()) if token not in first]
+    seen = batch["labels"][batch["labels"] != IGNORED].tolist()
+    assert sorted(seen) == [token for token in range(100, 100 + lengths.sum()) if token not in first]
     within = batch["labels"] != IGNORED
     assert torch.equal(batch["labels"][within], batch["input_ids"][within] + 1)
     assert torch.equal(batch["segments"] == 0, batch["input_ids"] == 7)
@@ -111,7 +113,7 @@ def test_a_fingerprint_follows_everything_that_rows_are_made_of() -> None:
     counted = np.ones(9, np.bool_)
     fewer = counted.copy()
     fewer[3] = False
-    found = {
+    seen = {
         rows.fingerprint()
         for rows in (
             documents(3, 4, 2, seq_len=6),
@@ -122,8 +124,8 @@ def test_a_fingerprint_follows_everything_that_rows_are_made_of() -> None:
             documents(3, 4, 2, seq_len=6, counted=fewer),
         )
     }
-    assert len(found) == 6
-    assert documents(3, 4, 2, seq_len=6).fingerprint() in found
+    assert len(seen) == 6
+    assert documents(3, 4, 2, seq_len=6).fingerprint() in seen
 
 
 # --------------------------------------------------------------------------------------------------------- mixture
@@ -138,3 +140,57 @@ def test_a_mixture_numbers_the_rows_of_its_parts_one_after_the_other() -> None:
     assert batch["labels"].tolist() == [[207, 208], [1, 2], [101, 102], [107, 108], [201, 202]]
     others = MixedRows(parts, [1, 1, 1]), MixedRows(parts[::-1], [1, 1, 2])
     assert len({mixed.fingerprint(), *(other.fingerprint() for other in others)}) == 3
+
+
+# -------------------------------------------------------------------------------------------------------- best fit
+
+
+def plain(lengths: list[int], capacity: int) -> list[list[int]]:
+    """Best-fit decreasing, one document at a time: the lengths in each row, in the order of the rows."""
+    rows: list[list[int]] = []
+    for length in sorted(lengths, reverse=True):
+        rooms = [(capacity - sum(row), number) for number, row in enumerate(rows) if capacity - sum(row) >= length]
+        if rooms:
+            rows[min(rooms)[1]].append(length)
+        else:
+            rows.append([length])
+    return rows
+
+
+def packed_lengths(lengths: Int64s, capacity: int) -> list[list[int]]:
+    order, starts = best_fit(lengths, capacity)
+    return [lengths[order[begin:end]].tolist() for begin, end in pairwise(starts.tolist())]
+
+
+@pytest.mark.parametrize("capacity", [1, 7, 16, 100])
+@pytest.mark.parametrize("count", [0, 1, 5, 300])
+def test_rows_are_those_of_the_definition(capacity: int, count: int) -> None:
+    random = np.random.default_rng(capacity + count)
+    for highest in {1, max(1, capacity // 3), capacity}:
+        lengths = random.integers(1, highest, size=count, endpoint=True)
+        expected = plain(lengths.tolist(), capacity)
+        packed = packed_lengths(lengths, capacity)
+        # Which of two rows with equal room takes a document is nobody's choice: it changes no row's sum.
+        assert sorted(map(sum, packed)) == sorted(map(sum, expected))
+        assert sorted(length for row in packed for length in row) == sorted(lengths.tolist())
+
+
+def test_every_document_is_in_one_row_and_no_row_is_too_long() -> None:
+    lengths = np.random.default_rng(0).integers(1, 512, size=20_000, endpoint=True)
+    order, starts = best_fit(lengths, 512)
+    assert sorted(order.tolist()) == list(range(20_000))
+    sums = np.add.reduceat(lengths[order], starts[:-1])
+    assert sums.max() <= 512
+    assert sums.sum() == lengths.sum()
+    again = best_fit(lengths.copy(), 512)
+    assert np.array_equal(again[0], order)
+    assert np.array_equal(again[1], starts)
+
+
+@pytest.mark.parametrize("capacity", [2048, 8192])
+def test_a_million_documents_take_seconds_and_waste_less_than_a_percent(capacity: int) -> None:
+    lengths = np.random.default_rng(1).lognormal(5.5, 1.0, size=1_000_000).astype(np.int64).clip(2, capacity)
+    began = time.process_time()
+    _, starts = best_fit(lengths, capacity)
+    assert time.process_time() - began < 20
+    assert 1 - lengths.sum() / ((len(starts) - 1) * capacity) < 0.01

@@ -23,8 +23,8 @@ def read(**keys: Any) -> list[Example | Broken]:
     return list(open_source(Data(**given)).read())
 
 
-def texts(found: list[Example | Broken]) -> list[str]:
-    return [one.fields["text"] for one in found if isinstance(one, Example)]
+def texts(examples: list[Example | Broken]) -> list[str]:
+    return [example.fields["text"] for example in examples if isinstance(example, Example)]
 
 
 def lines(path: Path, *values: object) -> Path:
@@ -37,10 +37,10 @@ def test_json_lines_of_several_files_come_in_the_order_of_their_names(tmp_path: 
     (tmp_path / "a.jsonl").write_text(
         '{"text": "1"}\n\n  \n{"text": "2", "other": [1]}'
     )  # empty lines, no last newline
-    found = read(source="jsonl", path=tmp_path / "*.jsonl")
-    assert texts(found) == ["1", "2", "3"]
-    assert [one.number for one in found] == [0, 1, 2]
-    assert [one.place.rpartition("/")[2] for one in found] == ["a.jsonl:1", "a.jsonl:4", "b.jsonl:1"]
+    examples = read(source="jsonl", path=tmp_path / "*.jsonl")
+    assert texts(examples) == ["1", "2", "3"]
+    assert [example.number for example in examples] == [0, 1, 2]
+    assert [example.place.rpartition("/")[2] for example in examples] == ["a.jsonl:1", "a.jsonl:4", "b.jsonl:1"]
 
 
 @pytest.mark.parametrize(
@@ -77,19 +77,22 @@ def test_a_broken_line_keeps_its_number_and_says_what_is_wrong(tmp_path: Path, l
 def test_columns_have_other_names(tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", {"instruction": "q", "output": "a"})
     columns = {"prompt": "instruction", "completion": "output"}
-    [one] = read(source="jsonl", path=path, format="prompt_completion", columns=columns)
-    assert isinstance(one, Example)
-    assert one.fields == {"prompt": "q", "completion": "a"}
+    [example] = read(source="jsonl", path=path, format="prompt_completion", columns=columns)
+    assert isinstance(example, Example)
+    assert example.fields == {"prompt": "q", "completion": "a"}
 
 
 def test_parquet_files_are_read_by_row_group(tmp_path: Path) -> None:
     messages = [[{"role": "user", "content": str(number)}] for number in range(2500)]
     pq.write_table(pa.table({"messages": messages, "other": range(2500)}), tmp_path / "a.parquet", row_group_size=700)
     pq.write_table(pa.table({"messages": messages[:1]}), tmp_path / "b.parquet")
-    found = read(source="parquet", path=tmp_path / "*.parquet", format="chat")
-    assert [one.number for one in found] == list(range(2501))
-    assert [one.fields["messages"] for one in found if isinstance(one, Example)] == [*messages, messages[0]]
-    assert found[-1].place == f"{tmp_path}/b.parquet: row 0"
+    examples = read(source="parquet", path=tmp_path / "*.parquet", format="chat")
+    assert [example.number for example in examples] == list(range(2501))
+    assert [example.fields["messages"] for example in examples if isinstance(example, Example)] == [
+        *messages,
+        messages[0],
+    ]
+    assert examples[-1].place == f"{tmp_path}/b.parquet: row 0"
     assert open_source(Data(source="parquet", path=str(tmp_path / "*.parquet"), format="chat")).total == 2501
 
 

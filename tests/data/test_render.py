@@ -27,35 +27,35 @@ CONVERSATION = [
 def render(
     form: Format, tokenizer: Tokenizer, *fields: Mapping[Any, Any], stream: bool = False, **arguments: Any
 ) -> list[Rendered | Broken]:
-    examples = [Example(number, f"here:{number}", 1, one) for number, one in enumerate(fields)]
+    examples = [Example(number, f"here:{number}", 1, item) for number, item in enumerate(fields)]
     return renderer(form, tokenizer, stream=stream, arguments=arguments)(examples)
 
 
-def one(form: Format, tokenizer: Tokenizer, fields: Mapping[Any, Any], **arguments: Any) -> Rendered:
-    [found] = render(form, tokenizer, fields, **arguments)
-    assert isinstance(found, Rendered), found
-    return found
+def render_one(form: Format, tokenizer: Tokenizer, fields: Mapping[Any, Any], **arguments: Any) -> Rendered:
+    [rendered] = render(form, tokenizer, fields, **arguments)
+    assert isinstance(rendered, Rendered), rendered
+    return rendered
 
 
 def problem(form: Format, tokenizer: Tokenizer, fields: Mapping[Any, Any]) -> str:
-    [found] = render(form, tokenizer, fields)
-    assert isinstance(found, Broken)
-    return found.problem
+    [rendered] = render(form, tokenizer, fields)
+    assert isinstance(rendered, Broken)
+    return rendered.problem
 
 
-def counted_text(tokenizer: Any, found: Rendered) -> list[str]:
+def counted_text(tokenizer: Any, rendered: Rendered) -> list[str]:
     """The text of each run of tokens that count."""
-    assert found.counted is not None
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], found.counted.astype(int), [0]])))
-    return [tokenizer._tokenizer.decode(found.ids[begin:end]) for begin, end in edges.reshape(-1, 2)]
+    assert rendered.counted is not None
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], rendered.counted.astype(int), [0]])))
+    return [tokenizer._tokenizer.decode(rendered.ids[begin:end]) for begin, end in edges.reshape(-1, 2)]
 
 
 # ------------------------------------------------------------------------------------------------------------ text
 
 
 def test_text_in_a_stream_is_bare_and_ended() -> None:
-    found = render("text", ByteTokenizer(), {"text": "ab"}, {"text": ""}, {"text": "c\0"}, stream=True)
-    assert [one.ids.tolist() for one in found if isinstance(one, Rendered)] == [[97, 98, 0], [0], [99, 0, 0]]
+    rendered = render("text", ByteTokenizer(), {"text": "ab"}, {"text": ""}, {"text": "c\0"}, stream=True)
+    assert [item.ids.tolist() for item in rendered if isinstance(item, Rendered)] == [[97, 98, 0], [0], [99, 0, 0]]
 
 
 @pytest.mark.parametrize("around", [None, "<begin> $A", "<begin> $A <end>"])
@@ -64,23 +64,23 @@ def test_text_by_itself_has_what_the_tokenizer_puts_around_it_and_one_end(
 ) -> None:
     tokenizer = make_tokenizer(around=around)
     end, begin = 0, 1
-    found = one("text", tokenizer, {"text": "a b"})
+    rendered = render_one("text", tokenizer, {"text": "a b"})
     bare = tokenizer.encode("a b").tolist()
-    assert found.ids.tolist() == [*([begin] if around else []), *bare, end]
-    assert found.counted is None
+    assert rendered.ids.tolist() == [*([begin] if around else []), *bare, end]
+    assert rendered.counted is None
     if around is None or "<end>" not in around:
-        assert one("text", tokenizer, {"text": "a b<end>"}).ids.tolist()[-2:] == [bare[-1], end]
+        assert render_one("text", tokenizer, {"text": "a b<end>"}).ids.tolist()[-2:] == [bare[-1], end]
     [streamed] = render("text", tokenizer, {"text": "a b"}, stream=True)
     assert isinstance(streamed, Rendered)
     assert streamed.ids.tolist() == [*bare, end]
 
 
 def test_what_is_no_text_is_broken_and_the_others_are_not() -> None:
-    found = render("text", ByteTokenizer(), {"text": 5}, {"text": "a"}, {"text": None}, {"text": ["a"]})
-    problems = [one.problem for one in found if isinstance(one, Broken)]
+    rendered = render("text", ByteTokenizer(), {"text": 5}, {"text": "a"}, {"text": None}, {"text": ["a"]})
+    problems = [item.problem for item in rendered if isinstance(item, Broken)]
     assert problems == [f"expected text, found {what}" for what in ("a number", "null", "a list")]
-    assert isinstance(found[1], Rendered)
-    assert found[1].ids.tolist() == [97, 0]
+    assert isinstance(rendered[1], Rendered)
+    assert rendered[1].ids.tolist() == [97, 0]
 
 
 # --------------------------------------------------------------------------------------------- prompt, completion
@@ -89,50 +89,52 @@ def test_what_is_no_text_is_broken_and_the_others_are_not() -> None:
 @pytest.mark.parametrize("around", [None, "<begin> $A", "<begin> $A <end>"])
 def test_the_completion_and_its_end_count(make_tokenizer: MakeTokenizer, around: str | None) -> None:
     tokenizer = make_tokenizer(around=around)
-    found = one("prompt_completion", tokenizer, {"prompt": "Say it:", "completion": " statement"})
-    assert counted_text(tokenizer, found) == [" statement<end>"]
-    assert tokenizer._tokenizer.decode(found.ids) == ("<begin>" if around else "") + "Say it: statement<end>"
-    assert not found.prompt_differs
+    rendered = render_one("prompt_completion", tokenizer, {"prompt": "Say it:", "completion": " statement"})
+    assert counted_text(tokenizer, rendered) == [" statement<end>"]
+    assert tokenizer._tokenizer.decode(rendered.ids) == ("<begin>" if around else "") + "Say it: statement<end>"
+    assert not rendered.prompt_differs
 
 
 def test_a_prompt_that_ends_within_a_token_counts_from_where_they_part(make_tokenizer: MakeTokenizer) -> None:
     tokenizer = make_tokenizer()
-    found = one("prompt_completion", tokenizer, {"prompt": "the state", "completion": "ment"})
+    rendered = render_one("prompt_completion", tokenizer, {"prompt": "the state", "completion": "ment"})
     alone, whole = tokenizer.encode("the state").tolist(), tokenizer.encode("the statement").tolist()
     assert alone != whole[: len(alone)]  # else the case isn't there
-    assert found.prompt_differs
-    assert found.counted is not None
+    assert rendered.prompt_differs
+    assert rendered.counted is not None
     common = next(length for length, pair in enumerate(zip(alone, whole, strict=False)) if pair[0] != pair[1])
-    assert found.counted.tolist() == [False] * common + [True] * (len(whole) - common + 1)
+    assert rendered.counted.tolist() == [False] * common + [True] * (len(whole) - common + 1)
 
 
 def test_prompts_and_completions_of_messages_go_through_the_template(make_tokenizer: MakeTokenizer) -> None:
     tokenizer = make_tokenizer()
     fields = {"prompt": CONVERSATION[:2], "completion": CONVERSATION[2:3]}
-    found = one("prompt_completion", tokenizer, fields)
-    assert counted_text(tokenizer, found) == ["A simple one fits one line.<|im_end|>\n"]
+    rendered = render_one("prompt_completion", tokenizer, fields)
+    assert counted_text(tokenizer, rendered) == ["A simple one fits one line.<|im_end|>\n"]
 
 
 def test_a_completion_of_messages_without_the_assistant_is_refused(make_tokenizer: MakeTokenizer) -> None:
-    said = problem("prompt_completion", make_tokenizer(), {"prompt": CONVERSATION[:1], "completion": CONVERSATION[1:2]})
-    assert said == "expected a turn of the assistant in the completion, found the roles user"
+    message = problem(
+        "prompt_completion", make_tokenizer(), {"prompt": CONVERSATION[:1], "completion": CONVERSATION[1:2]}
+    )
+    assert message == "expected a turn of the assistant in the completion, found the roles user"
 
 
 def test_prompts_of_messages_that_differ_have_a_note_of_their_own(make_tokenizer: MakeTokenizer) -> None:
     tokenizer = make_tokenizer(CHATML.replace("'<|im_start|>assistant\n'", "'<|im_start|>robot\n'"))
-    found = one("prompt_completion", tokenizer, {"prompt": CONVERSATION[:2], "completion": CONVERSATION[2:3]})
-    assert not found.prompt_differs
-    assert [note[:48] for note in found.notes] == ["the chat template doesn't begin an answer as it "]
+    rendered = render_one("prompt_completion", tokenizer, {"prompt": CONVERSATION[:2], "completion": CONVERSATION[2:3]})
+    assert not rendered.prompt_differs
+    assert [note[:48] for note in rendered.notes] == ["the chat template doesn't begin an answer as it "]
 
 
 def test_a_prompt_of_text_with_messages_behind_is_refused(make_tokenizer: MakeTokenizer) -> None:
-    said = problem("prompt_completion", make_tokenizer(), {"prompt": "a", "completion": CONVERSATION[2:3]})
-    assert said.startswith("expected prompt and completion as texts, or both as messages, found: expected a list of")
-    found = render(
+    message = problem("prompt_completion", make_tokenizer(), {"prompt": "a", "completion": CONVERSATION[2:3]})
+    assert message.startswith("expected prompt and completion as texts, or both as messages, found: expected a list of")
+    rendered = render(
         "prompt_completion", ByteTokenizer(), {"prompt": "a", "completion": 1}, {"prompt": "a", "completion": "b"}
     )
-    assert isinstance(found[1], Rendered)
-    assert found[1].ids.tolist() == [97, 98, 0]
+    assert isinstance(rendered[1], Rendered)
+    assert rendered[1].ids.tolist() == [97, 98, 0]
 
 
 # ------------------------------------------------------------------------------------------------------------ chat
@@ -141,18 +143,21 @@ def test_a_prompt_of_text_with_messages_behind_is_refused(make_tokenizer: MakeTo
 @pytest.mark.parametrize("template", [CHATML, GENERATION])
 def test_the_assistants_turns_count(make_tokenizer: MakeTokenizer, template: str) -> None:
     tokenizer = make_tokenizer(template)
-    found = one("chat", tokenizer, {"messages": CONVERSATION})
-    assert counted_text(tokenizer, found) == ["A simple one fits one line.<|im_end|>\n", "It has a value.<|im_end|>\n"]
+    rendered = render_one("chat", tokenizer, {"messages": CONVERSATION})
+    assert counted_text(tokenizer, rendered) == [
+        "A simple one fits one line.<|im_end|>\n",
+        "It has a value.<|im_end|>\n",
+    ]
     whole: Any = tokenizer
-    assert found.ids.tolist() == whole._tokenizer.apply_chat_template(CONVERSATION, return_dict=True)["input_ids"]
+    assert rendered.ids.tolist() == whole._tokenizer.apply_chat_template(CONVERSATION, return_dict=True)["input_ids"]
 
 
 def test_a_template_that_ends_every_text_by_the_end_of_text_is_understood(make_tokenizer: MakeTokenizer) -> None:
     tokenizer = make_tokenizer(
         CHATML.replace("{% if add_generation", "{% if not add_generation_prompt %}<end>{% endif %}{% if add_generation")
     )
-    found = one("chat", tokenizer, {"messages": CONVERSATION})
-    assert counted_text(tokenizer, found) == [
+    rendered = render_one("chat", tokenizer, {"messages": CONVERSATION})
+    assert counted_text(tokenizer, rendered) == [
         "A simple one fits one line.<|im_end|>\n",
         "It has a value.<|im_end|>\n<end>",
     ]
@@ -162,14 +167,14 @@ def test_a_template_that_renders_earlier_turns_another_way_is_refused(make_token
     only_last = CHATML.replace(
         "message['content'] +", "(message['content'] if loop.last else message['content'][:3]) +"
     )
-    said = problem("chat", make_tokenizer(only_last), {"messages": CONVERSATION})
+    message = problem("chat", make_tokenizer(only_last), {"messages": CONVERSATION})
     assert re.match(
-        r"expected a chat template that only adds .* message 2 .*\n  Put \{% generation %\}", said, re.DOTALL
+        r"expected a chat template that only adds .* message 2 .*\n  Put \{% generation %\}", message, re.DOTALL
     )
-    told = make_tokenizer(
+    marked = make_tokenizer(
         GENERATION.replace("message['content'] +", "(message['content'] if loop.last else message['content'][:3]) +")
     )
-    assert counted_text(told, one("chat", told, {"messages": CONVERSATION})) == [
+    assert counted_text(marked, render_one("chat", marked, {"messages": CONVERSATION})) == [
         "A s<|im_end|>\n",
         "It has a value.<|im_end|>\n",
     ]
@@ -188,17 +193,17 @@ def test_what_the_template_refuses_is_broken_and_the_others_are_not(
     make_tokenizer: MakeTokenizer, template: str
 ) -> None:
     judge = [{"role": "judge", "content": "?"}]
-    found = render(
+    rendered = render(
         "chat", make_tokenizer(template), {"messages": judge}, {"messages": CONVERSATION}, {"messages": judge}
     )
-    assert [type(one) for one in found] == [Broken, Rendered, Broken]
-    assert isinstance(found[0], Broken)
-    assert found[0].problem == "the chat template refuses it: no such role: judge"
-    assert [one.number for one in found] == [0, 1, 2]
+    assert [type(item) for item in rendered] == [Broken, Rendered, Broken]
+    assert isinstance(rendered[0], Broken)
+    assert rendered[0].problem == "the chat template refuses it: no such role: judge"
+    assert [item.number for item in rendered] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
-    ("messages", "said"),
+    ("messages", "message"),
     [
         ("hello", "expected a list of messages, found text"),
         ([], "expected a list of messages, found an empty one"),
@@ -225,15 +230,17 @@ def test_what_the_template_refuses_is_broken_and_the_others_are_not(
         ),
     ],
 )
-def test_what_is_no_conversation_is_broken(make_tokenizer: MakeTokenizer, messages: Any, said: str) -> None:
-    assert problem("chat", make_tokenizer(), {"messages": messages}).startswith(said)
+def test_what_is_no_conversation_is_broken(make_tokenizer: MakeTokenizer, messages: Any, message: str) -> None:
+    assert problem("chat", make_tokenizer(), {"messages": messages}).startswith(message)
 
 
-@pytest.mark.parametrize("said", [{}, {"content": None}])
-def test_a_message_of_calls_needs_no_content(make_tokenizer: MakeTokenizer, said: dict[str, Any]) -> None:
+@pytest.mark.parametrize("message", [{}, {"content": None}])
+def test_a_message_of_calls_needs_no_content(make_tokenizer: MakeTokenizer, message: dict[str, Any]) -> None:
     tokenizer = make_tokenizer(TOOLS)
-    found = one("chat", tokenizer, {"messages": [CALLS[0], {"role": "assistant", **said, "tool_calls": [CALL]}]})
-    assert counted_text(tokenizer, found) == [f"{ONE_CALL}<|im_end|>\n"]
+    rendered = render_one(
+        "chat", tokenizer, {"messages": [CALLS[0], {"role": "assistant", **message, "tool_calls": [CALL]}]}
+    )
+    assert counted_text(tokenizer, rendered) == [f"{ONE_CALL}<|im_end|>\n"]
 
 
 def test_a_tokenizer_without_a_template_is_refused(make_tokenizer: MakeTokenizer) -> None:
@@ -265,20 +272,20 @@ def test_calls_and_arguments_of_the_template_are_rendered_and_masked_as_transfor
     make_tokenizer: MakeTokenizer, tools: Any, arguments: dict[str, Any]
 ) -> None:
     """Its mask is of `{% generation %}`; ours is the same with it and, by where turns begin, without."""
-    told: Any = make_tokenizer(TOLD_TOOLS)
+    marked: Any = make_tokenizer(TOLD_TOOLS)
     listed = json.loads(tools) if isinstance(tools, str) else tools or None
     given = {"tools": listed, "return_dict": True, "return_assistant_tokens_mask": True, **arguments}
-    expected = told._tokenizer.apply_chat_template(CALLS, **given)
-    for tokenizer in (told, make_tokenizer(TOOLS)):
-        found = one("chat", tokenizer, {"messages": CALLS, "tools": tools}, **arguments)
-        assert found.ids.tolist() == expected["input_ids"]
-        assert found.counted is not None
-        assert found.counted.tolist() == [bool(each) for each in expected["assistant_masks"]]
-        assert counted_text(tokenizer, found) == [
+    expected = marked._tokenizer.apply_chat_template(CALLS, **given)
+    for tokenizer in (marked, make_tokenizer(TOOLS)):
+        rendered = render_one("chat", tokenizer, {"messages": CALLS, "tools": tools}, **arguments)
+        assert rendered.ids.tolist() == expected["input_ids"]
+        assert rendered.counted is not None
+        assert rendered.counted.tolist() == [bool(each) for each in expected["assistant_masks"]]
+        assert counted_text(tokenizer, rendered) == [
             f"Two looks.{ONE_CALL * 2}<|im_end|>\n",
             "It fits one line or many.<|im_end|>\n",
         ]
-        text = tokenizer._tokenizer.decode(found.ids)
+        text = tokenizer._tokenizer.decode(rendered.ids)
         assert text.count("<think></think>") == (2 if arguments.get("enable_thinking") is False else 0)
         assert ('"properties": {"what"' in text) == bool(listed)
 
@@ -286,10 +293,10 @@ def test_calls_and_arguments_of_the_template_are_rendered_and_masked_as_transfor
 def test_arguments_of_the_template_hold_for_prompts_of_messages_too(make_tokenizer: MakeTokenizer) -> None:
     tokenizer = make_tokenizer(TOOLS)
     fields = {"prompt": CONVERSATION[:2], "completion": CONVERSATION[2:3]}
-    found = one("prompt_completion", tokenizer, fields, enable_thinking=False)
-    assert counted_text(tokenizer, found) == ["A simple one fits one line.<|im_end|>\n"]
+    rendered = render_one("prompt_completion", tokenizer, fields, enable_thinking=False)
+    assert counted_text(tokenizer, rendered) == ["A simple one fits one line.<|im_end|>\n"]
     whole: Any = tokenizer
-    assert "<think></think>A simple one" in whole._tokenizer.decode(found.ids)
+    assert "<think></think>A simple one" in whole._tokenizer.decode(rendered.ids)
 
 
 @pytest.mark.parametrize("form", ["chat", "prompt_completion"])
@@ -300,7 +307,7 @@ def test_a_template_that_asks_for_the_day_is_told_the_same_one_each_day(
     fields = {"messages": CONVERSATION, "prompt": CONVERSATION[:2], "completion": CONVERSATION[2:3]}
 
     def text(**arguments: Any) -> str:
-        return tokenizer._tokenizer.decode(one(form, tokenizer, fields, **arguments).ids)
+        return tokenizer._tokenizer.decode(render_one(form, tokenizer, fields, **arguments).ids)
 
     assert "Today: 26 Jul 2024<|im_end|>" in text()
     assert "Today: 05 Jan 2026<|im_end|>" in text(date_string="05 Jan 2026")
@@ -322,7 +329,7 @@ def test_an_argument_that_the_template_does_not_read_is_refused(make_tokenizer: 
 
 
 @pytest.mark.parametrize(
-    ("template", "tools", "said"),
+    ("template", "tools", "message"),
     [
         (TOOLS, {"name": "search"}, "expected tools as a list of JSON schemas, found a mapping"),
         (TOOLS, "search", "expected tools as a list of JSON schemas, found text that isn't JSON: search"),
@@ -332,7 +339,7 @@ def test_an_argument_that_the_template_does_not_read_is_refused(make_tokenizer: 
     ],
 )
 def test_tools_that_are_none_or_not_read_are_broken(
-    make_tokenizer: MakeTokenizer, template: str, tools: Any, said: str
+    make_tokenizer: MakeTokenizer, template: str, tools: Any, message: str
 ) -> None:
     fields = {"messages": CONVERSATION, "tools": tools}
-    assert problem("chat", make_tokenizer(template), fields).startswith(said)
+    assert problem("chat", make_tokenizer(template), fields).startswith(message)

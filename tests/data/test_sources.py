@@ -12,7 +12,7 @@ from portable_fsdp.runtime.errors import DataError
 
 
 def read_documents(data: Data) -> list[str]:
-    return [one.fields["text"] for one in open_source(data).read() if isinstance(one, Example)]
+    return [example.fields["text"] for example in open_source(data).read() if isinstance(example, Example)]
 
 
 def text(path: Path | str) -> Data:

@@ -38,8 +38,8 @@ def test_sinks_equal_gpt_oss() -> None:
     layer = cast(Any, SimpleNamespace(num_key_value_groups=2, sinks=sinks, training=False))
     causal = torch.full((9, 9), -torch.inf).triu(1).expand(2, 1, 9, 9)
     expected, _ = eager_attention_forward(layer, query, key, value, causal, scaling=0.3)
-    found, _ = static_attention(CAUSAL, query, key, value, scaling=0.3, s_aux=sinks)
-    torch.testing.assert_close(found, expected)
+    out, _ = static_attention(CAUSAL, query, key, value, scaling=0.3, s_aux=sinks)
+    torch.testing.assert_close(out, expected)
     assert not torch.allclose(static_attention(CAUSAL, query, key, value, scaling=0.3)[0], expected)
 
 
@@ -54,10 +54,10 @@ def test_a_block_mask_keeps_packed_documents_apart(form: str, option: dict[str, 
         mask = torch.zeros(2, 1, 10, 10).masked_fill(~mask.tril(), torch.finfo(torch.float32).min)
     if form == "documents":
         mask = document.expand(2, 1, 1, 10)
-    found, _ = static_attention(CAUSAL, query, key, value, mask, **option)
+    out, _ = static_attention(CAUSAL, query, key, value, mask, **option)
     for part in (slice(0, cut), slice(cut, 10)):
         alone, _ = static_attention(CAUSAL, query[:, :, part], key[:, :, part], value[:, :, part], **option)
-        torch.testing.assert_close(found[:, part], alone)
+        torch.testing.assert_close(out[:, part], alone)
 
 
 def test_a_model_takes_a_4d_mask_with_its_positions() -> None:

@@ -47,14 +47,14 @@ def test_it_fills_what_transformers_reads(tmp_path: Path, name: str, kind: str) 
 
 def test_its_fingerprint_tells_other_weights(tmp_path: Path) -> None:
     model = build(ARCHITECTURES["llama"])
-    found: list[str] = []
+    actual: list[str] = []
     for name in ("a.gguf", "same.gguf", "other.gguf"):
         if name == "other.gguf":
             with torch.no_grad():
                 model.get_parameter("model.layers.1.mlp.up_proj.weight").mul_(-1)
         write(tmp_path / name, model, TYPE.Q8_0)
-        found.append(fingerprint(GgufFile(tmp_path / name)))
-    assert found[0] == found[1] != found[2]
+        actual.append(fingerprint(GgufFile(tmp_path / name)))
+    assert actual[0] == actual[1] != actual[2]
 
 
 def test_it_is_cast_to_the_masters_dtype(tmp_path: Path) -> None:
@@ -72,9 +72,9 @@ def test_it_grows_with_its_tokenizer(tmp_path: Path) -> None:
     section = Model(pretrained=str(tmp_path), gguf_file="m.gguf")
     built = build_model(section, seed=0, seq_len=SEQ_LEN, vocabulary=ids + 2, keeps_ids=lambda: True)
     table = model.get_input_embeddings().weight
-    found = built.fill("model.embed_tokens.weight", full_region((ids + 2, table.shape[1])))
-    assert torch.equal(found[:ids], table)
-    assert torch.equal(found[ids:], table.double().mean(0).float().expand(2, -1))
+    actual = built.fill("model.embed_tokens.weight", full_region((ids + 2, table.shape[1])))
+    assert torch.equal(actual[:ids], table)
+    assert torch.equal(actual[ids:], table.double().mean(0).float().expand(2, -1))
 
 
 def test_what_is_not_there_or_not_done_is_refused(tmp_path: Path) -> None:

@@ -123,9 +123,9 @@ def test_an_embedding_among_the_classes_is_a_unit_and_no_layer() -> None:
 
 @pytest.mark.parametrize("find", [find_layers, find_units])
 def test_a_class_that_the_model_lacks_is_refused_with_those_it_has(find: Any) -> None:
-    wanted = sharding(wrap_classes=["LlamaDecoderLayer", "BertLayer"])
+    requested = sharding(wrap_classes=["LlamaDecoderLayer", "BertLayer"])
     with pytest.raises(ConfigError, match=r"found BertLayer\.\n.*has: .*LlamaDecoderLayer, .*LlamaMLP"):
-        find(build("llama").model, wanted)
+        find(build("llama").model, requested)
 
 
 @pytest.mark.parametrize("find", [find_layers, find_units])
@@ -157,8 +157,8 @@ def test_no_wrap_has_no_units_but_those_chosen_by_hand() -> None:
 
 
 def test_modules_by_pattern_come_to_the_layers() -> None:
-    found = find_units(build("llama").model, sharding(wrap_modules=["model.layers.1.self_attn"]))
-    assert found == ("model.embed_tokens", *LLAMA_LAYERS, "model.layers.1.self_attn", "lm_head")
+    actual = find_units(build("llama").model, sharding(wrap_modules=["model.layers.1.self_attn"]))
+    assert actual == ("model.embed_tokens", *LLAMA_LAYERS, "model.layers.1.self_attn", "lm_head")
     whole = find_units(build("llama").model, sharding(wrap_modules=["model"]))
     assert whole == ("model", *LLAMA_LAYERS, "lm_head")  # the embedding is in a unit already
 
@@ -192,8 +192,8 @@ def torchs_units(model: nn.Module, min_num_params: int) -> list[str]:
 @pytest.mark.parametrize("min_num_params", [1, 2_000, 4_000, 10_000, 12_000, 20_000, 40_000, 10**9])
 def test_units_by_size_are_those_of_torchs_policy(name: str, min_num_params: int) -> None:
     model = build("gemma2", tie_word_embeddings=False).model if name == "gemma2_untied" else build(name).model
-    found = find_units(model, sharding(wrap="SIZE_BASED_WRAP", min_num_params=min_num_params))
-    assert sorted(found) == torchs_units(model, min_num_params)
+    actual = find_units(model, sharding(wrap="SIZE_BASED_WRAP", min_num_params=min_num_params))
+    assert sorted(actual) == torchs_units(model, min_num_params)
 
 
 def test_by_size_a_tied_weight_is_in_one_unit_or_the_root() -> None:
@@ -241,8 +241,8 @@ def test_a_router_is_a_module_like_any_other() -> None:
 
 
 def test_the_first_pattern_that_matches_counts() -> None:
-    found = dtypes("llama", {"lm_head": "float32", "model.layers.0": "float32", "*.mlp": "bfloat16"})
-    assert found == {"model.layers.0": "float32", "model.layers.1.mlp": "bfloat16", "lm_head": "float32"}
+    actual = dtypes("llama", {"lm_head": "float32", "model.layers.0": "float32", "*.mlp": "bfloat16"})
+    assert actual == {"model.layers.0": "float32", "model.layers.1.mlp": "bfloat16", "lm_head": "float32"}
 
 
 def test_a_dtype_inside_a_dtype_is_refused() -> None:
