@@ -78,6 +78,7 @@ def test_the_file_of_the_hugging_face_page_trains(tmp_path: Path) -> None:
     assert committed(tmp_path / "run") == [4, 6]
 
 
+@pytest.mark.proof
 def test_a_misspelt_variable_ends_the_start(tmp_path: Path) -> None:
     with started(command(tmp_path), tmp_path, **NATIVE, FSDP_ACTIVATION_CHEKPOINTING="true") as run:
         assert run.wait() == 1  # torchrun's, of a worker's 2

@@ -250,33 +250,28 @@ def test_auto_goes_back_past_a_damaged_checkpoint_and_says_so(
 # ------------------------------------------------------------------------------------------------ several processes
 
 
-def test_bad_input_is_said_once(folder: Path) -> None:
-    """What only the workers can find: a corpus shorter than a row, and a batch that XLA's devices don't divide."""
+def test_what_only_workers_find_is_said_once(folder: Path) -> None:
+    """A corpus shorter than a row; and metrics.jsonl, which process 0 reads while the others wait in a collective."""
     short = ["data.source=text", "data.path=short.txt"]
+    (folder / "damaged").mkdir()
+    (folder / "damaged/metrics.jsonl").write_text("hello\n")
     commands = {
         "several": [*PYTHON, *CPU, "--num_devices=2", *short],
         "torchrun": [*TORCHRUN, *CPU, *short],
+        "process 0": [*PYTHON, *CPU, "--num_devices=2", "run.dir=damaged"],
     }
     with ExitStack() as stack:  # at the same time: most of it is importing
         running = {name: stack.enter_context(started(command, folder)) for name, command in commands.items()}
         codes = {name: process.wait() for name, process in running.items()}
-        message = {name: process.err for name, process in running.items()}
-    assert codes == {"several": 2, "torchrun": 1}  # torchrun answers 1 for all but 0, with a stack of its own
-    check_message(message["several"])
-    for text in message.values():
+        messages = {name: process.err for name, process in running.items()}
+    assert codes == {"several": 2, "torchrun": 1, "process 0": 2}  # torchrun answers 1 for all but 0, with a traceback
+    check_message(messages["several"])
+    check_message(messages["process 0"])
+    assert messages.pop("process 0").count("metrics.jsonl") == 1
+    for text in messages.values():
         assert text.count("expected at least 33 tokens") == 1, text
         assert "Lower data.seq_len" in text
     assert not (folder / "run").exists()
-
-
-def test_what_only_process_0_finds_ends_all_alike(folder: Path) -> None:
-    """metrics.jsonl is read by process 0; the others would wait for it in a collective."""
-    (folder / "run").mkdir()
-    (folder / "run" / "metrics.jsonl").write_text("hello\n")
-    with started([*PYTHON, *CPU, "--num_devices=2"], folder) as process:
-        assert process.wait() == 2
-    check_message(process.err)
-    assert process.err.count("metrics.jsonl") == 1, process.err
 
 
 @pytest.mark.xla

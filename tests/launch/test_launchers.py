@@ -35,12 +35,13 @@ with open_backend(load_config(sys.argv[1]), device="cpu") as engine:
 """
 
 
+@pytest.mark.proof
 def test_a_loop_of_ones_own_under_srun(tmp_path: Path) -> None:
     command = [sys.executable, "-c", TASKS, sys.executable, "-c", LOOP, tiny_config(tmp_path)]
     with started(command, tmp_path, TASK_VARIABLES=json.dumps(srun())) as run:
         assert run.wait() == 0, run.err
-    said = re.findall(r"process \d of 2", run.out)  # two that write at once may share a line
-    assert sorted(said) == ["process 0 of 2", "process 1 of 2"]
+    lines = re.findall(r"process \d of 2", run.out)  # two that write at once may share a line
+    assert sorted(lines) == ["process 0 of 2", "process 1 of 2"]
 
 
 def test_tasks_whose_variables_contradict_each_other_end_before_anything(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -100,32 +99,28 @@ def test_the_container_of_a_jobset(shell: Shell, tmp_path: Path, device: str) ->
 # -------------------------------------------------------------------------------------------------------- SkyPilot
 
 
+SKY = {"NUM_NODES": "1", "NODE_IPS": "127.0.0.1\n127.0.0.2", "NUM_GPUS_PER_NODE": "2", "TASK_ID": "sky-1"}
+
+
 @pytest.mark.proof
-def test_the_run_of_a_sky_task_on_gpus(shell: Shell, tmp_path: Path) -> None:
-    task = yaml.safe_load((LAUNCH / "skypilot_gpu.yaml").read_text())
-    variables = {"NUM_NODES": "1", "NODE_IPS": "127.0.0.1\n127.0.0.2", "NUM_GPUS_PER_NODE": "2", "TASK_ID": "sky-1"}
-    _sky(shell, tmp_path, task, {f"SKYPILOT_{name}": value for name, value in variables.items()})
-
-
-def test_the_run_of_a_sky_task_on_tpu(shell: Shell, tmp_path: Path) -> None:
-    _sky(shell, tmp_path, yaml.safe_load((LAUNCH / "skypilot_tpu.yaml").read_text()), {})
-
-
-def _sky(shell: Shell, folder: Path, task: dict[str, Any], variables: dict[str, str]) -> None:
-    config = folder / "sky.yaml"
+@pytest.mark.parametrize("device", ["gpu", "tpu"])
+def test_the_run_of_a_sky_task(shell: Shell, tmp_path: Path, device: str) -> None:
+    task = yaml.safe_load((LAUNCH / f"skypilot_{device}.yaml").read_text())
+    config = tmp_path / "sky.yaml"
     two_steps = {"steps": 2, "global_batch": 4}
-    config.write_text(yaml.safe_dump(TINY | {"run": {"dir": str(folder / "run")}, "train": two_steps}))
-    workdir = image(LAUNCH / "Dockerfile.tpu", folder / "workdir")
-    home = folder / "home" / "portable_fsdp_env" / "bin"
+    config.write_text(yaml.safe_dump(TINY | {"run": {"dir": str(tmp_path / "run")}, "train": two_steps}))
+    workdir = image(LAUNCH / "Dockerfile.tpu", tmp_path / "workdir")
+    home = tmp_path / "home" / "portable_fsdp_env" / "bin"
     home.mkdir(parents=True)
     shutil.copy(shell.programs / "python", home / "python")
     line = task["run"].replace("--device=tpu", "--device=cpu")
     if "launch/torchrun.sh" in line:
         line = line.rstrip() + " --device=cpu\n"
-    variables |= task["envs"] | {"CONFIG": str(config), "CHECKPOINTS": str(folder / "run/checkpoints")}
-    variables |= {"HOME": str(folder / "home"), "CHECKOUT": str(workdir)}
+    variables = {f"SKYPILOT_{name}": value for name, value in SKY.items() if device == "gpu"} | task["envs"]
+    variables |= {"CONFIG": str(config), "CHECKPOINTS": str(tmp_path / "run/checkpoints")}
+    variables |= {"HOME": str(tmp_path / "home"), "CHECKOUT": str(workdir)}
     with started(["bash", "-c", line], workdir, **shell.environment(**variables)) as run:
-        finished(run, folder)
+        finished(run, tmp_path)
 
 
 # ----------------------------------------------------------------------------------------------------------- Slurm
