@@ -42,8 +42,8 @@ from portable_fsdp.backends.open import open_backend
 from portable_fsdp.config.schema import Config
 from portable_fsdp.models import build as models_build
 from portable_fsdp.plan import cuda
-from portable_fsdp.plan.live import Recorder
-from portable_fsdp.plan.result import Memory
+from portable_fsdp.plan.memory_trace import Recorder
+from portable_fsdp.plan.result import DeviceMemory
 from portable_fsdp.train.build import build_training
 
 HERE = Path(__file__).parent
@@ -119,7 +119,7 @@ def planned(config: Config, devices: int, device: str) -> dict[str, Any]:
     }
 
 
-def _figures(memory: Memory) -> dict[str, Any]:
+def _figures(memory: DeviceMemory) -> dict[str, Any]:
     live = sum(size for part, size in memory.parts.items() if part not in ON_TOP)
     return {
         "planned_live_bytes": live,

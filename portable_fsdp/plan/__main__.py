@@ -1,6 +1,7 @@
 """Memory and time on hardware that isn't here: `python -m portable_fsdp.plan --config=run.yaml --on=v5p:2x2x4`."""
 
 import argparse
+import itertools
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ from portable_fsdp.config.schema import Config
 from portable_fsdp.metrics.sinks import read_jsonl
 from portable_fsdp.plan import report
 from portable_fsdp.plan.planner import Apart, make_plan
-from portable_fsdp.plan.result import Comparison, Plan
+from portable_fsdp.plan.result import Plan
 from portable_fsdp.plan.sweep import PlanOf, Settings, Tried, grid, nearest_that_fits, sweep, usual_grid
 from portable_fsdp.plan.target import parse_target
 from portable_fsdp.plan.time import compare, require_rows
@@ -87,7 +88,7 @@ def _plan(options: argparse.Namespace, apart: Apart) -> int:
     if is_sweep:
         points = grid(_axes(options.over)) if options.over else usual_grid(config, target.devices, scan=kind == "tpu")
         for settings in points:
-            config_of(settings)  # a key that isn't there is said before the first plan
+            config_of(settings)  # refuses an unknown key before the first plan
         return _sweep(points, plan_of, as_json=options.json, picture=picture)
     plan = plan_of({})
     if not options.json:
@@ -95,72 +96,62 @@ def _plan(options: argparse.Namespace, apart: Apart) -> int:
     measures: list[Tried] = []
     if plan.memory.verdict == "does not fit":
         measures = list(nearest_that_fits(config, plan_of, offload=kind == "cuda"))
-    _tell_the_rest(plan, measures, None if measured is None else compare(plan.time, measured), as_json=options.json)
+    comparison = None if measured is None else compare(plan.time, measured)
+    if options.json:
+        beside = None if comparison is None else comparison.model_dump(mode="json")
+        rest = {"measures": [_json_of(tried) for tried in measures], "measured": beside}
+        to_stdout(json.dumps(plan.model_dump(mode="json") | rest))
+    elif comparison is not None:
+        to_stdout(report.comparison_text(comparison))
+    if measures and not options.json:
+        to_stdout(report.measures_text(measures))
     if picture is not None:
         report.draw([plan], [plan.on], picture)
     return EXIT_FINISHED
 
 
-def _tell_the_rest(plan: Plan, measures: list[Tried], comparison: Comparison | None, *, as_json: bool) -> None:
-    if as_json:
-        beside = None if comparison is None else comparison.model_dump(mode="json")
-        rest = {"measures": [_json_of(one) for one in measures], "measured": beside}
-        to_stdout(json.dumps(plan.model_dump(mode="json") | rest))
-        return
-    if comparison is not None:
-        to_stdout(report.comparison_text(comparison))
-    if measures:
-        to_stdout(report.measures_text(measures))
-
-
 def _sweep(points: list[Settings], plan_of: PlanOf, *, as_json: bool, picture: Path | None) -> int:
-    found: list[Tried] = []
+    results: list[Tried] = []
     keys = report.keys_that_differ(points)
-    code = EXIT_FINISHED
+    is_complete = True
     try:
         for tried in sweep(points, plan_of):
-            found.append(tried)
-            to_stderr(f"{len(found)} of at most {len(points)}: {report.line(tried, keys)}")
+            results.append(tried)
+            to_stderr(f"{len(results)} of at most {len(points)}: {report.line(tried, keys)}")
     except KeyboardInterrupt:
         to_stderr("interrupted: what was planned until now")
-        code = _EXIT_INTERRUPTED
-    left_out = [settings for settings in points if settings not in [one.settings for one in found]]
-    ranked = sorted((one for one in found if one.plan is not None), key=_rank)
+        is_complete = False
+    done = [tried.settings for tried in results]
+    left_out = [settings for settings in points if settings not in done]
+    planned = sorted((tried for tried in results if tried.plan is not None), key=_rank)
     if as_json:
-        complete = code == EXIT_FINISHED
-        plans = [_json_of(one) for one in found]
-        to_stdout(json.dumps({"schema_version": 1, "complete": complete, "plans": plans, "left_out": left_out}))
+        plans = [_json_of(tried) for tried in results]
+        to_stdout(json.dumps({"schema_version": 1, "complete": is_complete, "plans": plans, "left_out": left_out}))
     else:
-        to_stdout(report.sweep_text(ranked, keys))
-        if left_out and code == EXIT_FINISHED:
+        to_stdout(report.sweep_text(planned, keys))
+        if left_out and is_complete:
             to_stdout(f"left out: {len(left_out)} with more rows at once than one that does not fit")
-        for reason, several in _refusals(found).items():
-            to_stdout("\n".join(["refused:", *(f"  {report.words(one, keys)}" for one in several), reason]))
-    if picture is not None and ranked:
-        labels = [", ".join(one.settings.get(key, "-") for key in keys) for one in ranked]
-        report.draw([one.plan for one in ranked if one.plan is not None], labels, picture)
-    return code if ranked or code != EXIT_FINISHED else EXIT_USAGE
+        refused = sorted((tried for tried in results if tried.plan is None), key=lambda tried: tried.refusal)
+        for reason, group in itertools.groupby(refused, key=lambda tried: tried.refusal):
+            to_stdout("\n".join(["refused:", *(f"  {report.words(tried, keys)}" for tried in group), reason]))
+    if picture is not None and planned:
+        labels = [", ".join(tried.settings.get(key, "-") for key in keys) for tried in planned]
+        report.draw([tried.plan for tried in planned if tried.plan is not None], labels, picture)
+    if not is_complete:
+        return _EXIT_INTERRUPTED
+    return EXIT_FINISHED if planned else EXIT_USAGE
 
 
-def _rank(one: Tried) -> tuple[bool, float, int]:
+def _rank(tried: Tried) -> tuple[bool, float, int]:
     """What fits first; of these what may be fastest, and then what needs least."""
-    plan = one.plan
+    plan = tried.plan
     assert plan is not None
     return plan.memory.verdict == "does not fit", -(plan.time.tokens_per_second or 0.0), plan.memory.peak_bytes
 
 
-def _refusals(found: list[Tried]) -> dict[str, list[Tried]]:
-    """Reason -> all that were refused for it."""
-    reasons: dict[str, list[Tried]] = {}
-    for one in found:
-        if one.plan is None:
-            reasons.setdefault(one.refusal, []).append(one)
-    return reasons
-
-
-def _json_of(one: Tried) -> dict[str, Any]:
-    plan = None if one.plan is None else one.plan.model_dump(mode="json")
-    return {"settings": one.settings, "plan": plan, "refusal": one.refusal or None}
+def _json_of(tried: Tried) -> dict[str, Any]:
+    plan = None if tried.plan is None else tried.plan.model_dump(mode="json")
+    return {"settings": tried.settings, "plan": plan, "refusal": tried.refusal or None}
 
 
 def _axes(texts: Sequence[str]) -> dict[str, list[str]]:
@@ -174,7 +165,7 @@ def _axes(texts: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _picture(name: str) -> Path:
-    """Refuse before minutes of planning what can't be drawn after them."""
+    """Refuse what can't be written before minutes of planning."""
     path = Path(name)
     if path.suffix not in (".png", ".pdf", ".svg"):
         raise UsageError(f"--save={name}: expected a file that ends in .png, .pdf or .svg.")
@@ -183,7 +174,7 @@ def _picture(name: str) -> Path:
     if not path.absolute().parent.is_dir():
         raise UsageError(f"--save={name}: expected a folder that exists, found none: {path.absolute().parent}")
     if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise UsageError(f"--save={name}: expected a place to write to, found one that this user may not.")
+        raise UsageError(f"--save={name}: expected a place where this user may write.")
     report.require_matplotlib()
     return path
 
@@ -197,6 +188,6 @@ def _rows(folder: Path, tokens: int) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    for ends in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C does: no child and no file is left
-        signal.signal(ends, lambda number, _: sys.exit(128 + number))
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C does: no child and no file is left
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""What torch's caching allocator takes from the driver for a sequence of allocations: its rules, played through.
+"""What torch's caching allocator takes from the driver for a sequence of allocations, by its own rules.
 
 `torch.cuda.max_memory_reserved` isn't the sum of what lives: sizes are rounded, memory is taken in segments, each
 stream has a pool of its own, and a free piece serves only what fits into it. All of that is deterministic.
@@ -60,16 +60,16 @@ class _Pool:
         key = (piece.bytes, piece.address)
         del self.free[bisect_left(self.free, key)], self.pieces[key]
 
-    def best_fit(self, size: int) -> _Piece | None:
+    def take_best_fit(self, size: int) -> _Piece | None:
         at = bisect_left(self.free, (size, 0))
-        return self.pieces[self.free[at]] if at < len(self.free) else None
+        return self.pieces.pop(self.free.pop(at)) if at < len(self.free) else None
 
 
 class CachingAllocator:
     """Follows `malloc` and `free`; `reserved` and `allocated` are in bytes, as torch.cuda.memory_stats has them.
 
-    `capacity`: bytes that the driver can give. Where they run out, all segments without a piece in use are given back
-    first, as torch does; what is then still missing is taken all the same, for the caller to see.
+    `capacity`: bytes that the driver can give. Where they run out, it first gives back all segments without a piece in
+    use, as torch does; then it takes the missing bytes all the same, for the caller to see.
     """
 
     def __init__(self, capacity: int | None = None) -> None:
@@ -83,11 +83,7 @@ class CachingAllocator:
         size = max(ROUND_BYTES, -(-allocation.bytes // ROUND_BYTES) * ROUND_BYTES)
         is_small = size <= SMALL_BYTES
         pool = self._pools.setdefault((allocation.stream, is_small), _Pool(is_small))
-        piece = pool.best_fit(size)
-        if piece is None:
-            piece = self._segment(pool, size)
-        else:
-            pool.take(piece)
+        piece = pool.take_best_fit(size) or self._segment(pool, size)
         self._split(piece, size)
         piece.is_free = False
         self._in_use[key] = piece
@@ -101,7 +97,7 @@ class CachingAllocator:
         for neighbour in (piece.before, piece.after):
             if neighbour is not None and neighbour.is_free:
                 piece.pool.take(neighbour)
-                piece = self._joined(*sorted((piece, neighbour), key=lambda one: one.address))
+                piece = self._joined(*sorted((piece, neighbour), key=lambda part: part.address))
         piece.pool.put(piece)
 
     def _segment(self, pool: _Pool, size: int) -> _Piece:
@@ -126,7 +122,7 @@ class CachingAllocator:
                 self.reserved -= piece.bytes
 
     def _split(self, piece: _Piece, size: int) -> None:
-        """Leave what is over for others, if it is of use: from 512 bytes in the small pool, over 1 MiB in the large."""
+        """Leave the rest of it free, from 512 bytes in the small pool and over 1 MiB in the large."""
         over = piece.bytes - size
         if over < ROUND_BYTES if piece.pool.is_small else over <= SMALL_BYTES:
             return

@@ -1,8 +1,8 @@
-"""The train step on GPUs that aren't there (or on CPUs): what it takes of one device, and what it does.
+"""The train step on GPUs that aren't there (or on CPUs): the memory that it takes of one device, and its work.
 
-`plan_memory` runs the trainer's own step (the native backend, `train.loop.build`) for rank 0 of any number of ranks, on
-fake tensors and a fake process group, in one process. It says what lives at the peak, in which module, of what it is
-made, and what torch's caching allocator takes for it.
+`plan_memory` runs the trainer's own step (the native backend, `train.build.build_training`) for rank 0 of any number of
+ranks, on fake tensors and a fake process group, in one process. It says what lives at the peak, in which module, and
+what torch's caching allocator takes for it.
 """
 
 # The step is watched through private parts of torch only: there is no other way in.
@@ -11,9 +11,9 @@ made, and what torch's caching allocator takes for it.
 import importlib
 import os
 from collections import Counter, defaultdict
-from collections.abc import Generator, Hashable, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -31,9 +31,9 @@ from portable_fsdp.config.schema import Compile, Config
 from portable_fsdp.models import flex
 from portable_fsdp.plan.allocator import Allocation, CachingAllocator, play
 from portable_fsdp.plan.kernels import gpu_attention, gpu_flex
-from portable_fsdp.plan.live import PARTS, Block, Calls, Collective, Part, Recorder, peak
-from portable_fsdp.plan.model import model_of, token_tensors
-from portable_fsdp.plan.result import Buffer, Memory, Model, Moved, Work
+from portable_fsdp.plan.memory_trace import Block, Calls, Collective, Events, MemoryPart, Recorder, peak
+from portable_fsdp.plan.model import empty_batch, facts_of
+from portable_fsdp.plan.result import Buffer, DeviceMemory, ModelFacts, Traffic, Work
 from portable_fsdp.plan.time import over_links
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.process import LAUNCH_VARIABLES
@@ -47,26 +47,23 @@ COMMUNICATOR_BYTES = 24 * 2 * (10 + 2) * 2**20
 L2_BYTES = 126 * 10**6
 """Of B200, the most that a GPU here keeps on its chip (jax-ml.github.io/scaling-book/gpus)."""
 
-Levels = Sequence[tuple[str, int]]
-"""As `plan.hardware.Target.levels`."""
-
-STEPS = 2  # the first one sets what is gathered ahead in the second
+STEPS = 2  # the first one sets what the second gathers ahead
 MICRO_BATCHES = 3  # the first, one that adds to what the first left, and the last; those between are alike
 BIGGEST = 10
 
 
 class RankPlan(NamedTuple):
-    """What `plan_memory` finds."""
+    """What an engine's planner gives."""
 
-    model: Model
-    memory: Memory
+    model: ModelFacts
+    memory: DeviceMemory
     work: Work
 
 
 class _Record(NamedTuple):
     """The planned steps."""
 
-    model: Model
+    model: ModelFacts
     recorder: Recorder  # `calls`: of the last step
     frozen: frozenset[str]  # FQNs of weights
     host_bytes: int  # that a GPU's process has on the host
@@ -81,61 +78,58 @@ def plan_memory(
     device: Literal["cuda", "cpu"],
     link: str = "nvlink",
 ) -> RankPlan:
-    """What a step of `config` takes of the fullest of `devices` devices, and what each of them does in it.
+    """What a step of `config` takes of the fullest of `devices` devices, and the work of each of them.
 
     Nothing runs and no weight is made. It takes seconds, which grow with the layers and hardly with the devices. A
-    config that compiles is planned as if it ran eagerly, and `Memory.at` says so: fused kernels keep less.
+    config that compiles is planned as if it ran eagerly, and `DeviceMemory.at` says so: fused kernels keep less.
 
     Memory's parts are what lives at the peak (rank 0 holds the largest shards), and on cuda two more:
-    - `allocator`: what torch's caching allocator has reserved by then on top: sizes rounded up to 512 bytes, segments
-      of 2 and 20 MiB or a multiple of 2 MiB, a pool for each stream, what is free but in the wrong place. Its rules
-      are played through (allocator.py), within `limit_bytes`, as torch gives back unused segments there.
+    - `allocator`: what torch's caching allocator has reserved on top (allocator.py), within `limit_bytes`, because
+      torch gives back unused segments there.
     - `communication buffers`: NCCL's, by rule: COMMUNICATOR_BYTES for each communicator that the step uses.
     The CUDA context (about half a GiB) is in neither; take it off `limit_bytes`.
 
     Work counts products by the formulas of torch.utils.flop_counter, causal attention by half; float32 ones as `tf32`
-    where precision.matmul allows it. `memory_bytes` is twice what lives at the peak: it was written once, and is read.
-    What is frozen counts nothing (of a table a few rows are read), nor does what may stay in L2_BYTES; and of a config
-    that compiles only what rests, since fused kernels spare the rest. `sent_bytes` has the least that a device must
-    send within its host, and to other hosts (plan/time.py, `over_links`).
+    where precision.matmul allows it. `memory_bytes`: see `least_traffic`. `sent_bytes` has the least that a device must
+    send within its host, and to other hosts (`time.over_links`).
 
     Args:
         devices: of all hosts; one rank each.
         devices_per_host: of a full host; fewer devices than that are on one host.
         limit_bytes: what a device lets a program have; None: unknown.
-        link: what the devices of a host are joined by.
+        link: what connects the devices of a host.
 
     Raises what opening the backend and building the model raise, and BackendError in a process that has a process group
-    already. To be called in a process of its own where one is at hand: FSDP2 and DTensor keep caches.
+    already. Call it in a process of its own where possible: FSDP2 and DTensor keep caches.
     """
     if dist.is_initialized():
         raise BackendError(
             "plan: expected a process without a process group, found one of "
             f"{dist.get_world_size()} ranks.\n  Plan in a process of its own."
         )
-    hosts = -(-devices // devices_per_host)
+    hosts, per_host = -(-devices // devices_per_host), min(devices, devices_per_host)
     require_supported(config, engine=engine_made_for(device), device=device, devices=devices, hosts=hosts)
-    accumulation = check_batch(config, devices)
-    record = _record(_planned(config, devices), devices, min(devices, devices_per_host), device)
+    record = _record(_planned(config, devices), devices, per_host, device)
     recorder = record.recorder
     at_peak = peak(recorder.events)
-    traffic = least_traffic(at_peak.blocks, record.frozen, is_compiled=config.compile.enabled)
-    levels = ((link, min(devices, devices_per_host)), ("network", hosts))
-    work = _work(recorder, accumulation, levels, config, traffic)
-    parts = _parts(at_peak.blocks)
+    parts: dict[str, int] = dict.fromkeys(get_args(MemoryPart), 0)
+    for block in at_peak.blocks:
+        parts[block.part] += block.bytes
     if device == "cuda":
         communicators = len({collective.communicator for calls in recorder.calls for collective in calls.collectives})
         buffers = communicators * COMMUNICATOR_BYTES
         allocator = reserved(recorder.events, None if limit_bytes is None else limit_bytes - buffers)
         parts |= {"allocator": allocator.peak_reserved - at_peak.bytes, "communication buffers": buffers}
-    note = " (planned as if it ran eagerly)" if config.compile.enabled else ""
-    memory = Memory(
+    biggest = sorted(at_peak.blocks, key=lambda block: block.bytes, reverse=True)[:BIGGEST]
+    memory = DeviceMemory(
         parts=parts,
         limit_bytes=limit_bytes,
-        at=at_peak.where + note,
-        biggest=_biggest(at_peak.blocks),
+        at=at_peak.where + (" (planned as if it ran eagerly)" if config.compile.enabled else ""),
+        biggest=tuple(Buffer(name=block.name, bytes=block.bytes, where=block.where) for block in biggest),
         host_bytes=record.host_bytes,
     )
+    traffic = least_traffic(at_peak.blocks, record.frozen, is_compiled=config.compile.enabled)
+    work = _work(recorder, config, devices, ((link, per_host), ("network", hosts)), traffic)
     return RankPlan(record.model, memory, work)
 
 
@@ -143,12 +137,8 @@ def _planned(config: Config, devices: int) -> Config:
     """The config, eager, with no more micro batches than differ."""
     accumulation = check_batch(config, devices)
     rows = config.train.global_batch // accumulation * min(accumulation, MICRO_BATCHES)
-    return config.model_copy(
-        update={
-            "train": config.train.model_copy(update={"global_batch": rows}),
-            "compile": Compile(),
-        }
-    )
+    train = config.train.model_copy(update={"global_batch": rows})
+    return config.model_copy(update={"train": train, "compile": Compile()})
 
 
 # ---------------------------------------------------------------------------------------------------------- the step
@@ -156,14 +146,15 @@ def _planned(config: Config, devices: int) -> Config:
 
 def _record(config: Config, devices: int, devices_per_host: int, device: Literal["cuda", "cpu"]) -> _Record:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = Recorder(fake, stand_in() if device == "cuda" else torch.device("cpu"), is_gpu=device == "cuda")
+    is_gpu = device == "cuda"
+    recorder = Recorder(fake, stand_in() if is_gpu else torch.device("cpu"), is_gpu=is_gpu)
     with ExitStack() as held:
         held.enter_context(_ranks(devices, devices_per_host))
         backend = held.enter_context(planned_backend(config, fake, recorder))
         held.enter_context(_seen_by(recorder))
         training = build_training(config, backend, vocabulary=1, fill=False)
         _name(recorder, training)
-        if device == "cuda":
+        if is_gpu:
             held.enter_context(_replaced(F, "scaled_dot_product_attention", gpu_attention))
             held.enter_context(_replaced(flex, "flex_attention", gpu_flex))
         held.enter_context(fake)
@@ -174,31 +165,26 @@ def _record(config: Config, devices: int, devices_per_host: int, device: Literal
             backend.fetch(training.step(placed, config.optim.lr))
             del placed
         frozen = frozenset(fqn for fqn, weight in training.model.named_parameters() if not weight.requires_grad)
-        host_bytes = _host_bytes(training) if device == "cuda" else 0
-    return _Record(model_of(training.built, config.data.seq_len), recorder, frozen, host_bytes)
+        host_bytes = _host_bytes(training) if is_gpu else 0
+    return _Record(facts_of(training.built, config.data.seq_len), recorder, frozen, host_bytes)
 
 
 def _batch(config: Config, devices: int) -> Batch:
     """A micro batch of one rank, on the host."""
-    rows = config.train.micro_batch
-    return {
-        **token_tensors(config.data, rows, "cpu"),
-        "tokens": torch.empty(rows),
-        "votes": torch.empty((rows, 1 + 3 * devices)),
-    }
+    return empty_batch(config.data, config.train.micro_batch, devices, "cpu")
 
 
 @contextmanager
 def planned_backend(config: Config, fake: FakeTensorMode, recorder: Recorder) -> Generator[Backend]:
     """The native backend of rank 0, for fake tensors."""
-    # Which attention the model has is the model's affair; the CPU, which stands in here, would be refused flex.
+    # The CPU, which stands in here, would be refused flex; the model was built with its attention all the same.
     section = config.model.model_copy(update={"attention": "auto"})
     with NativeBackend("cpu", config.model_copy(update={"model": section}), None) as opened:
         yield cast(Backend, _Planned(opened, fake, recorder))
 
 
 class _Planned:
-    """The native backend with fake tensors, and a stand-in for its GPU. What isn't here, it does itself."""
+    """The native backend with fake tensors, and a stand-in for its GPU; it does itself what isn't here."""
 
     def __init__(self, backend: NativeBackend, fake: FakeTensorMode, recorder: Recorder) -> None:
         self._backend, self._fake, self._recorder = backend, fake, recorder
@@ -216,7 +202,7 @@ class _Planned:
         fsdp = importlib.import_module("torch.distributed.fsdp._fully_shard._fully_shard")
         with _replaced(fsdp, "_get_device_from_mesh", lambda _: device):
             model = self._backend.shard_model(model, policy, None)
-        with self._fake, self._recorder, self._recorder.given("weights", "the model"):
+        with self._fake, self._recorder, self._recorder.making("weights", "the model"):
             materialise(model, policy, device)
         return model
 
@@ -229,11 +215,11 @@ class _Planned:
                     group["fused"] = True  # as make_optimizer does where all parameters are on a GPU
             return optimizer
 
-        with self._fake, self._recorder, self._recorder.given("optimizer", "the optimizer"):
+        with self._fake, self._recorder, self._recorder.making("optimizer", "the optimizer"):
             return self._backend.build_optimizer(as_on_gpu, groups)
 
     def place(self, batch: Batch) -> Batch:
-        with self._recorder.given("activations", "the batch"):
+        with self._recorder.making("activations", "the batch"):
             return {name: tensor.to(self._backend.device) for name, tensor in batch.items()}
 
     def compile(self, fn: Any, name: str) -> Any:
@@ -246,12 +232,12 @@ class _Planned:
         return counted
 
     def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
-        with self._recorder.given("temporaries", "clipping of gradients"):
+        with self._recorder.making("temporaries", "clipping of gradients"):
             return self._backend.clip_grad_norm(model, limit)
 
 
 def _name(recorder: Recorder, training: Training) -> None:
-    """The tensors that rest on the device get the names that a checkpoint gives them."""
+    """Give the tensors that rest on the device the names that a checkpoint gives them."""
     parameters = dict(training.model.named_parameters())
     for fqn, parameter in (*parameters.items(), *training.model.named_buffers()):
         recorder.name(local_part(parameter), fqn)
@@ -261,29 +247,29 @@ def _name(recorder: Recorder, training: Training) -> None:
 
 
 def _host_bytes(training: Training) -> int:
-    """Of this rank's weights, gradients and optimizer state that rest on the host, where they are offloaded to."""
-    weights = [local_part(parameter) for parameter in training.model.parameters()]
-    gradients = [local_part(parameter) for parameter in training.model.parameters() if parameter.requires_grad]
-    state = [local_part(value) for each in training.optimizer.state.values() for value in each.values()]
-    tensors = [*weights, *gradients, *state]
-    return sum(tensor.nbytes for tensor in tensors if tensor.device != stand_in() and tensor.dim() > 0)  # counts aside
+    """Of this rank's weights, gradients and optimizer state that are offloaded to the host."""
+    weights = list(training.model.parameters())
+    gradients = [parameter for parameter in weights if parameter.requires_grad]
+    state = [value for states in training.optimizer.state.values() for value in states.values()]
+    tensors = [local_part(tensor) for tensor in (*weights, *gradients, *state)]
+    return sum(tensor.nbytes for tensor in tensors if tensor.device != stand_in() and tensor.dim() > 0)  # no counts
 
 
-# ----------------------------------------------------------------------------------- what stands in for what
+# ------------------------------------------------------------------------------------------------------- stand-ins
 
 
 def stand_in() -> torch.device:
-    """What stands for a GPU: torch computes there as on the CPU, and knows it for another device than the host.
+    """The device that stands for a GPU: torch computes there as on the CPU, and takes it for another device.
 
-    Copies between the two are made, and mixing them fails, as on a GPU. Fake tensors on "cuda" itself end the process
-    where there is no driver.
+    So copies to it are made and mixing the two fails, as on a GPU. Fake tensors on "cuda" itself end the process where
+    there is no driver.
     """
     return torch.device("cpu", 0)
 
 
 @contextmanager
 def _ranks(devices: int, devices_per_host: int) -> Generator[None]:
-    """A process group of so many ranks, of which this process is the first, on hosts of so many."""
+    """A process group of `devices` ranks, of which this process is the first."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     importlib.import_module("torch.distributed._tools.fake_collectives")  # collectives of fake tensors
@@ -301,13 +287,13 @@ def _ranks(devices: int, devices_per_host: int) -> Generator[None]:
 
 @contextmanager
 def _seen_by(recorder: Recorder) -> Generator[None]:
-    """What no dispatch mode sees: storages that are resized. And what a fake tensor can't answer: AdamW's counts."""
+    """Storages that are resized, which no dispatch mode sees; and AdamW's counts, which a fake tensor can't tell."""
     resize = torch.UntypedStorage.resize_
 
     def resized(storage: Any, size: int) -> Any:
-        answer = resize(storage, size)
+        result = resize(storage, size)
         recorder.resized(storage)
-        return answer
+        return result
 
     with (
         _replaced(torch.UntypedStorage, "resize_", resized),
@@ -332,30 +318,17 @@ def _replaced(owner: Any, name: str, value: Any) -> Generator[None]:
 # -------------------------------------------------------------------------------------------------------- the result
 
 
-def reserved(events: Iterable[tuple[Block, bool]], capacity: int | None = None) -> CachingAllocator:
+def reserved(events: Events, capacity: int | None = None) -> CachingAllocator:
     """The caching allocator after a record."""
-    moves: Iterable[tuple[Hashable, Allocation | None]] = (
-        (block, Allocation(block.bytes, block.stream) if is_made else None) for block, is_made in events
-    )
-    return play(moves, capacity)
-
-
-def _parts(blocks: Iterable[Block]) -> dict[str, int]:
-    found: Counter[Part] = Counter()
-    for block in blocks:
-        found[block.part] += block.bytes
-    return {part: found[part] for part in PARTS}
-
-
-def _biggest(blocks: Iterable[Block]) -> tuple[Buffer, ...]:
-    largest = sorted(blocks, key=lambda block: block.bytes, reverse=True)[:BIGGEST]
-    return tuple(Buffer(name=block.name, bytes=block.bytes, where=block.where) for block in largest)
+    allocations = ((block, Allocation(block.bytes, block.stream) if is_made else None) for block, is_made in events)
+    return play(allocations, capacity)
 
 
 def least_traffic(blocks: Iterable[Block], frozen: frozenset[str], *, is_compiled: bool) -> float:
-    """Bytes that cross the memory's interface, of `blocks` that live at the peak: they were written, and are read.
+    """Bytes that cross the memory's interface: twice `blocks`, which live at the peak, once written and once read.
 
-    `frozen`: FQNs of weights that no step writes.
+    Leaves out `frozen` weights (FQNs; of a table a few rows are read), what may stay in L2_BYTES, and in a step that
+    compiles all that doesn't rest, because fused kernels spare it.
     """
     counted = [block for block in blocks if block.name not in frozen and not block.name.endswith("workspace")]
     if is_compiled:
@@ -363,43 +336,29 @@ def least_traffic(blocks: Iterable[Block], frozen: frozenset[str], *, is_compile
     return 2.0 * max(0, sum(block.bytes for block in counted) - L2_BYTES)
 
 
-def _work(record: Recorder, accumulation: int, levels: Levels, config: Config, traffic: float) -> Work:
+def _work(
+    record: Recorder, config: Config, devices: int, levels: Sequence[tuple[str, int]], memory_bytes: float
+) -> Work:
+    """`levels` as `Target.levels`."""
     calls = list(record.calls)
-    if accumulation > MICRO_BATCHES:  # those that were left out are like the second
-        calls += [calls[1]] * (accumulation - MICRO_BATCHES)
+    left_out = check_batch(config, devices) - MICRO_BATCHES
+    calls += calls[1:2] * max(0, left_out)  # they are like the second
     flops: defaultdict[str, float] = defaultdict(float)
-    found: Counter[Collective] = Counter()
+    counts: Counter[Collective] = Counter()
     for call in calls:
-        found.update(call.collectives)
+        counts.update(call.collectives)
         for dtype, operations in call.flops.items():
             is_tf32 = dtype == "float32" and config.precision.matmul != "highest" and record.is_gpu
             flops["tf32" if is_tf32 else dtype] += operations
-    moved, links = _moved(found, levels)
-    return Work(matmul_flops=dict(flops), memory_bytes=traffic, collectives=moved, sent_bytes=links)
-
-
-def _moved(found: Counter[Collective], levels: Levels) -> tuple[dict[str, Moved], dict[str, float]]:
-    """Collectives by kind and dtype, and what a device sends over each link."""
+    collectives: dict[str, Traffic] = {}
     links: defaultdict[str, float] = defaultdict(float)
-    moved: dict[str, Moved] = {}
-    for collective, count in found.items():
+    for collective, count in counts.items():
         key = f"{collective.kind} {collective.dtype}"
-        before = moved.get(key, Moved(calls=0, bytes=0, sent_bytes=0))
-        sent = _ring_bytes(collective)
-        moved[key] = Moved(
-            calls=before.calls + count,
-            bytes=before.bytes + count * collective.bytes,
-            sent_bytes=before.sent_bytes + count * sent,
-        )
-        once = collective.bytes * (2 if collective.kind == "all_reduce" else 1)
-        members, stride = len(collective.ranks), collective.ranks[-1] - collective.ranks[-2]
-        for link, least in over_links(levels, once, members=members, stride=stride).items():
+        size, members = collective.bytes, len(collective.ranks)
+        times = 2 if collective.kind == "all_reduce" else 1  # gradients go round the ring, and then their sums
+        ring = times * (size * (members - 1) // members)
+        collectives[key] = collectives.get(key, Traffic()).plus(count, count * size, count * ring)
+        stride = collective.ranks[-1] - collective.ranks[-2]
+        for link, least in over_links(levels, times * size, members=members, stride=stride).items():
             links[link] += count * least
-    return moved, dict(links)
-
-
-def _ring_bytes(collective: Collective) -> int:
-    """What one device sends: all but its own part, and in an all-reduce the sums too."""
-    count = len(collective.ranks)
-    once = collective.bytes * (count - 1) // count
-    return 2 * once if collective.kind == "all_reduce" else once
+    return Work(matmul_flops=dict(flops), memory_bytes=memory_bytes, collectives=collectives, sent_bytes=dict(links))

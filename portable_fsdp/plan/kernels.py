@@ -1,6 +1,6 @@
-"""What kernels do and take beyond what an operator's tensors show: products, workspaces, a GPU's attention.
+"""What an operator's tensors don't show: matrix products, kernels' workspaces, and the attention that a GPU would run.
 
-A plan for a GPU runs on fake tensors that torch takes for the CPU's; here stands what a GPU would do otherwise.
+A plan for a GPU runs on fake tensors that torch takes for the CPU's.
 """
 
 import math
@@ -21,42 +21,41 @@ _FLASH_ROWS = 128  # that flash attention's backward rounds a row up to
 _aten = torch.ops.aten
 
 
-class Products(NamedTuple):
+class MatrixProducts(NamedTuple):
+    """Of one operator."""
+
     dtype: str  # of the factors
     operations: float  # a multiply and an add are two
 
 
-def products(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Products | None:
-    """Floating point operations of an operator's matrix products; None: it has none.
-
-    By the formulas of torch.utils.flop_counter, but for attention: causal attention counts by half, as the kernels do
-    it, and heads may be grouped.
-    """
+def matrix_products(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> MatrixProducts | None:
+    """By the formulas of torch.utils.flop_counter, but causal attention counts by half, as the kernels do it, and heads
+    may be grouped; None for an operator without products."""
     packet = func._overloadpacket
     tensors = [argument for argument in args if isinstance(argument, Tensor)]
     if "_scaled_dot_product_" in packet.__name__:
         return _attention(func, args, tensors)
     if packet is _aten._grouped_mm:
         rows, weights = tensors[0], tensors[1]
-        return Products(_name(rows.dtype), 2.0 * math.prod(rows.shape) * weights.shape[-1])
+        return MatrixProducts(_name(rows.dtype), 2.0 * math.prod(rows.shape) * weights.shape[-1])
     formula = flop_registry.get(packet)
     if formula is None or not tensors:
         return None
-    return Products(_name(tensors[-1].dtype), float(formula(*args, **kwargs, out_val=out)))
+    return MatrixProducts(_name(tensors[-1].dtype), float(formula(*args, **kwargs, out_val=out)))
 
 
-def _attention(func: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> Products:
-    """Scores, and values by them, are two products; backward takes scores once more, and a gradient of each factor."""
+def _attention(func: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> MatrixProducts:
+    """Two products: scores, and values by them; backward computes scores again, and a gradient of each factor."""
     is_backward = func._overloadpacket.__name__.endswith("_backward")
     query, key, value = tensors[1:4] if is_backward else tensors[:3]
     batch, heads, length, width = query.shape
     widths = 3 * width + 2 * value.shape[-1] if is_backward else width + value.shape[-1]
     count = 2.0 * batch * heads * length * key.shape[-2] * widths
-    return Products(_name(query.dtype), count / 2 if _argument(func, args, "is_causal") else count)
+    return MatrixProducts(_name(query.dtype), count / 2 if _argument(func, args, "is_causal") else count)
 
 
 def _argument(func: Any, args: tuple[Any, ...], name: str) -> Any:
-    """What an operator was given by position; None: nothing."""
+    """An operator's positional argument by its name; None where it wasn't given."""
     names = [argument.name for argument in func._schema.arguments]
     return args[names.index(name)] if name in names and names.index(name) < len(args) else None
 
@@ -66,7 +65,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def workspace_bytes(func: Any, args: tuple[Any, ...]) -> int:
-    """What a CUDA kernel takes from the caching allocator while it runs, and gives back.
+    """The memory that a CUDA kernel takes from the caching allocator while it runs.
 
     Backward of flash attention: dq in float32 and a number a row, rows rounded up, and with grouped heads dk and dv of
     all heads (torch 2.9, aten/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd); the memory-efficient one a
@@ -110,7 +109,7 @@ def gpu_attention(
     scale = scale if scale is not None else width**-0.5
     if is_plain and attn_mask is None and query.dtype in FLASH_DTYPES and width <= FLASH_HEAD_DIM:
         over = -width % 8
-        query, key, value = (F.pad(one, (0, over)) if over else one for one in (query, key, value))
+        query, key, value = (F.pad(tensor, (0, over)) if over else tensor for tensor in (query, key, value))
         out = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
         return out[..., :width]
     if query.dim() == 4 and not is_grouped and width % (16 // query.element_size()) == 0:
@@ -124,9 +123,9 @@ def gpu_attention(
 
 
 def gpu_flex(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, return_aux: Any, **_: Any) -> Any:
-    """torch's flex_attention, as its kernel keeps it: like flash attention its factors, its result and a number a row.
+    """torch's flex_attention, whose kernel keeps what flash attention's does: factors, result and a number a row.
 
-    Its products are counted as those of causal attention over whole rows: how long documents are is not known here.
+    Counts the products of causal attention over whole rows, since the lengths of documents aren't known here.
     """
     out, lse = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal=True, scale=scale)[:2]
     return out if return_aux is None else (out, AuxOutput(lse=lse))

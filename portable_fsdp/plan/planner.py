@@ -16,7 +16,7 @@ from portable_fsdp.backends.support import require_supported
 from portable_fsdp.config.describe import value_of
 from portable_fsdp.config.layout import check_batch, mesh_axes
 from portable_fsdp.config.schema import Config
-from portable_fsdp.plan.result import Memory, Model, Plan, Time, Work
+from portable_fsdp.plan.result import DeviceMemory, ModelFacts, Plan, Progress, Time, Work
 from portable_fsdp.plan.target import Target
 from portable_fsdp.plan.time import bound
 from portable_fsdp.plan.tpu import plan_tpu
@@ -25,9 +25,6 @@ from portable_fsdp.runtime.process import end_with_parent
 
 if TYPE_CHECKING:
     from portable_fsdp.plan.cuda import RankPlan
-
-Progress = Callable[[str], None]
-"""Is told what begins, in a few words."""
 
 SETTINGS = (
     *("train.micro_batch", "train.global_batch", "data.seq_len", "sharding.strategy", "memory.gradient_checkpointing"),
@@ -39,21 +36,20 @@ CONTEXT_BYTES = 2**29
 """Of a CUDA context with its kernels, by rule: about half a GiB, more with more libraries. Not measured by us."""
 
 
-class _Found(NamedTuple):
+class _EnginePlan(NamedTuple):
     """What an engine's planner gives."""
 
-    model: Model
-    memory: Memory
+    model: ModelFacts
+    memory: DeviceMemory
     work: Work
-    method: str  # how the figures came about
+    method: str  # how the figures were made
     notes: tuple[str, ...]
 
 
 class Apart:
-    """Runs functions in a process of its own, one at a time; it begins with the first, and stays for the next.
+    """Runs functions in one other process, one at a time; it starts with the first, and stays for the next.
 
-    It takes seconds to import torch and transformers, and what plans is no place for what else this process does: the
-    planner puts its own in place of parts of torch.
+    Importing torch and transformers takes seconds, and the planner replaces parts of torch, which this process keeps.
     """
 
     def __init__(self) -> None:
@@ -64,7 +60,7 @@ class Apart:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:  # nobody wants the plan any more
+        if kind is not None:  # nobody waits for the plan any more
             for child in multiprocessing.active_children():
                 child.kill()
         self._pool.shutdown()
@@ -72,32 +68,27 @@ class Apart:
 
     def __call__(self, work: Callable[..., Any], *arguments: Any) -> Any:
         """`work(*arguments)`; raises what it raises, and BackendError where the process was killed."""
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # half a child would say so on the terminal
+        # A child that is half started would print a traceback for Ctrl-C.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            answer = self._pool.submit(work, *arguments)
+            future = self._pool.submit(work, *arguments)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         try:
-            return answer.result()
+            return future.result()
         except BrokenProcessPool:
             self._pool = self._new()
             raise BackendError(
-                "plan: expected the process that plans to end with a plan, found that it was killed.\n"
-                "  Was memory short? A plan takes up to 3 GiB."
+                "plan: the process that plans was killed.\n  Was memory short? A plan takes up to 3 GiB."
             ) from None
 
     def _new(self) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(
-            1,
-            multiprocessing.get_context("spawn"),
-            initializer=_end_with_the_plan,
-            initargs=(os.getpid(), self._folder.name),
-        )
+        spawn = multiprocessing.get_context("spawn")
+        return ProcessPoolExecutor(1, spawn, initializer=_start, initargs=(os.getpid(), self._folder.name))
 
 
-def _end_with_the_plan(parent: int, folder: str) -> None:
-    """For the child: it goes with its parent, and its temporary files with `folder`; and Ctrl-C, which came blocked
-    from there, ends it without a word."""
+def _start(parent: int, folder: str) -> None:
+    """In the child: it ends with its parent, its temporary files with `folder`, and Ctrl-C ends it silently."""
     end_with_parent(parent)
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -113,13 +104,11 @@ def make_plan(config: Config, target: Target, apart: Apart, progress: Progress =
     kind = target.hardware.kind
     require_supported(config, engine=engine_made_for(kind), device=kind, devices=target.devices, hosts=target.hosts)
     check_batch(config, target.devices)
-    found = _on_tpu(config, target, progress) if kind == "tpu" else _on_ranks(config, target, apart, progress)
-    model, work = found.model, found.work
-    tokens = config.train.global_batch * config.data.seq_len
-    per_device = None if model.flops_per_token is None else model.flops_per_token * tokens / target.devices
-    time = bound(
-        work, target, tokens_per_step=tokens, model_flops_per_device=per_device, compute=config.precision.compute
-    )
+    planned = _on_tpu(config, target, progress) if kind == "tpu" else _on_ranks(config, target, apart, progress)
+    model, tokens = planned.model, config.train.global_batch * config.data.seq_len
+    flops = None if model.flops_per_token is None else model.flops_per_token * tokens / target.devices
+    compute = config.precision.compute
+    time = bound(planned.work, target, tokens_per_step=tokens, model_flops_per_device=flops, compute=compute)
     return Plan(
         on=target.text,
         hardware=_in_words(target),
@@ -127,66 +116,64 @@ def make_plan(config: Config, target: Target, apart: Apart, progress: Progress =
         backend=engine_made_for(kind),
         settings={key: value_of(config, key) for key in SETTINGS},
         parameters=model.parameters,
-        memory=found.memory,
-        work=work,
+        memory=planned.memory,
+        work=planned.work,
         time=time,
-        method=found.method,
-        notes=(*found.notes, *_notes(config, target, found, time)),
+        method=planned.method,
+        notes=(*planned.notes, *_notes(config, target, planned, time)),
         planned_in_s=perf_counter() - began,
     )
 
 
-def _notes(config: Config, target: Target, found: _Found, time: Time) -> Iterator[str]:
-    """What a reader may take the figures wrong without."""
+def _notes(config: Config, target: Target, planned: _EnginePlan, time: Time) -> Iterator[str]:
+    """What a reader may misread the figures without."""
+    model, memory = planned.model, planned.memory
     shards = mesh_axes(config, target.devices, target.hosts)["shard"]
-    thin = sum(elements for rows, elements in found.model.elements_by_rows.items() if rows < shards)
-    if thin > found.model.parameters / 100:
+    thin = sum(elements for rows, elements in model.elements_by_rows.items() if rows < shards)
+    if thin > model.parameters / 100:
         yield (
-            f"{thin / found.model.parameters:.0%} of the weights have fewer rows than the {shards} shards, as a "
-            "mixture's experts do: they are split by rows, so that more devices don't divide them any further."
+            f"{thin / model.parameters:.0%} of the weights have fewer rows than the {shards} shards, as a mixture's "
+            "experts do: they are split by rows, so that more devices don't divide them any further."
         )
-    memory = found.memory
     if memory.limit_bytes and 0.95 * memory.limit_bytes < memory.peak_bytes <= memory.limit_bytes:
         yield "over 95 % of the memory is taken: keep 5 % for code, drivers and what else a plan can't see."
-    for link in found.work.sent_bytes.keys() - time.links_s.keys():
+    for link in planned.work.sent_bytes.keys() - time.links_s.keys():
         yield f"no bandwidth of {link} is known here: what crosses it isn't bounded."
 
 
-def _on_tpu(config: Config, target: Target, progress: Progress) -> _Found:
-    topology = target.topology
-    assert topology is not None
-    found = plan_tpu(
+def _on_tpu(config: Config, target: Target, progress: Progress) -> _EnginePlan:
+    assert target.topology is not None
+    plan = plan_tpu(
         config,
-        topology,
+        target.topology,
         target.devices,
         slices=target.slices,
         hosts=target.hosts,
         limit_bytes=_limit(target),
         progress=progress,
     )
-    method = f"The trainer's own step, compiled by {found.compiler} for this slice; not run."
-    work, notes = found.work, found.notes
+    method = f"The trainer's own step, compiled by {plan.compiler} for this slice; not run."
+    work, notes = plan.work, plan.notes
     if target.devices > target.chips and "ici" in work.sent_bytes:  # counted by device, some of it within a chip
         others = {link: sent for link, sent in work.sent_bytes.items() if link != "ici"}
         work = work.model_copy(update={"sent_bytes": others})
         notes = (*notes, "two devices share a chip's links: what crosses ici isn't bounded.")
-    return _Found(found.model, found.memory, work, method, notes)
+    return _EnginePlan(plan.model, plan.memory, work, method, notes)
 
 
-def _on_ranks(config: Config, target: Target, apart: Apart, progress: Progress) -> _Found:
+def _on_ranks(config: Config, target: Target, apart: Apart, progress: Progress) -> _EnginePlan:
     progress("running a step on fake tensors")
-    limit = _limit(target)
     link, _ = target.levels[0]
-    arguments = (config, target.devices, target.devices_per_host, limit, target.hardware.kind, link)
-    found: RankPlan = apart(_plan_memory, *arguments)
+    arguments = (config, target.devices, target.devices_per_host, _limit(target), target.hardware.kind, link)
+    plan: RankPlan = apart(_plan_memory, *arguments)
     method = f"The trainer's own step, on fake tensors with torch {importlib.metadata.version('torch')}; not run."
-    notes = () if not config.compile.enabled else ("planned as if it ran eagerly: what is compiled keeps less.",)
-    return _Found(*found, method, notes)
+    notes = ("planned as if it ran eagerly: what is compiled keeps less.",) if config.compile.enabled else ()
+    return _EnginePlan(*plan, method, notes)
 
 
 def _limit(target: Target) -> int | None:
     """What the step may take: on GPUs without the context, which torch's allocator doesn't see."""
-    figure = target.hardware.program_bytes
+    figure = target.hardware.program
     context = CONTEXT_BYTES if target.hardware.kind == "cuda" else 0
     return None if figure is None else int(figure.value) - context
 
@@ -209,5 +196,5 @@ def _in_words(target: Target) -> str:
     if target.hardware.kind == "cuda":
         return f"{target.devices} x {target.hardware.device_name} {hosts}"
     slices = f" in {target.slices} slices" if target.slices > 1 else ""
-    seen = "" if target.devices == target.chips else f", {target.devices} devices"
-    return f"{target.chips} chips{seen} of {target.hardware.device_name}{slices} {hosts}"
+    devices = "" if target.devices == target.chips else f", {target.devices} devices"
+    return f"{target.chips} chips{devices} of {target.hardware.device_name}{slices} {hosts}"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from portable_fsdp.checkpoint.tables import table
-from portable_fsdp.plan.result import Comparison, Memory, Plan, Time
+from portable_fsdp.plan.result import Comparison, DeviceMemory, Plan, Time
 from portable_fsdp.plan.sweep import Settings, Tried
 from portable_fsdp.runtime.errors import UsageError
 
@@ -42,7 +42,7 @@ def words(tried: Tried, keys: Sequence[str]) -> str:
 
 
 def line(tried: Tried, keys: Sequence[str]) -> str:
-    """A setting of a sweep and what came of it, as soon as it is known."""
+    """A setting of a sweep and its result."""
     if tried.plan is None:
         return f"{words(tried, keys)}: refused"
     memory = tried.plan.memory
@@ -52,28 +52,20 @@ def line(tried: Tried, keys: Sequence[str]) -> str:
 def sweep_text(tried: Sequence[Tried], keys: Sequence[str]) -> str:
     """A row for each plan, in their order; `keys` are the settings that differ."""
     rows = [(*keys, "GiB", "verdict", "tokens/s a device, at most", "bound by")]
-    for one in tried:
-        if one.plan is None:
-            continue
-        memory, time = one.plan.memory, one.plan.time
-        rate = time.tokens_per_second_per_device
-        rows.append(
-            (
-                *(one.settings.get(key, "-") for key in keys),
-                f"{memory.peak_bytes / _GIB:.2f}",
-                memory.verdict,
-                "unknown" if rate is None else f"{rate:,.0f}",
-                time.binds or "unknown",
-            )
-        )
+    for settings, plan, _ in tried:
+        if plan is not None:
+            rate = plan.time.tokens_per_second_per_device
+            memory = (f"{plan.memory.peak_bytes / _GIB:.2f}", plan.memory.verdict)
+            time = ("unknown" if rate is None else f"{rate:,.0f}", plan.time.binds or "unknown")
+            rows.append((*(settings.get(key, "-") for key in keys), *memory, *time))
     first = len(keys)
     return table(rows, right=(first, first + 2))
 
 
 def measures_text(tried: Sequence[Tried]) -> str:
-    """What would make it fit, with what was tried on the way there; the last of `tried` fits, or nothing does."""
+    """What makes it fit, and what was tried before; the last of `tried` fits, or nothing does."""
     *before, last = tried
-    lines = [f"  {line(one, list(one.settings))}" for one in tried]
+    lines = [f"  {line(each, list(each.settings))}" for each in tried]
     if not last.fits:
         return "\n".join(["None of these makes it fit:", *lines])
     assert last.plan is not None
@@ -81,17 +73,17 @@ def measures_text(tried: Sequence[Tried]) -> str:
     return "\n".join([nearest, *(["Before that was tried:", *lines[:-1]] if before else [])])
 
 
-def comparison_text(found: Comparison) -> str:
+def comparison_text(run: Comparison) -> str:
     """What a run took, beside what its plan says."""
-    ratio = "" if found.ratio is None else f", {found.ratio:.2f} times the bound"
-    mfu = "" if found.mfu is None else f", mfu {found.mfu:.1%}"
+    ratio = "" if run.ratio is None else f", {run.ratio:.2f} times the bound"
+    mfu = "" if run.mfu is None else f", mfu {run.mfu:.1%}"
     return (
-        f"measured over {found.steps} steps: {_seconds(found.seconds)} a step{ratio}; "
-        f"{found.tokens_per_second:,.0f} tokens a second in all{mfu}"
+        f"measured over {run.steps} steps: {_seconds(run.seconds)} a step{ratio}; "
+        f"{run.tokens_per_second:,.0f} tokens a second in all{mfu}"
     )
 
 
-def _memory_lines(memory: Memory) -> list[str]:
+def _memory_lines(memory: DeviceMemory) -> list[str]:
     limit = memory.limit_bytes
     of = "" if limit is None else f" of {limit / _GIB:.2f}"
     share = "" if limit is None else f" ({memory.peak_bytes / limit:.0%})"

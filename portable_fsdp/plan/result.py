@@ -1,40 +1,44 @@
-"""What a plan says, in plain values: what the report prints, and what `--json` gives with a stable schema."""
+"""What a plan says, in plain values: what the report prints, and what `--json` prints with a stable schema."""
 
+from collections.abc import Callable
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, computed_field
 
-Verdict = Literal["fits", "fits by recomputing", "does not fit", "unknown"]
+FitVerdict = Literal["fits", "fits by recomputing", "does not fit", "unknown"]
+
+Progress = Callable[[str], None]
+"""Called with a few words on what begins."""
 
 
 class _Result(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Model(_Result):
-    """What is asked of a model besides its step."""
+class ModelFacts(_Result):
+    """What a plan needs of a model besides its step."""
 
     parameters: int  # a tied weight once
-    flops_per_token: float | None  # of forward and backward, as MFU counts them; None where experts take turns
-    elements_by_rows: dict[int, int]  # size of dimension 0, which is what is split -> elements of weights that have it
+    flops_per_token: float | None  # of forward and backward, as MFU counts them; None for a mixture of experts
+    elements_by_rows: dict[int, int]  # size of dimension 0, the one that is sharded -> elements of such weights
 
 
 class Buffer(_Result):
-    """One of the largest pieces of memory that live when the peak is reached."""
+    """One of the largest pieces of memory that live at the peak."""
 
     name: str  # a tensor's FQN, an operator, or an instruction of the program
     bytes: int
     where: str  # the module, or the source line, that made it; empty where it isn't known
 
 
-class Memory(_Result):
+class DeviceMemory(_Result):
     """What a step takes of one device: the fullest one."""
 
-    parts: dict[str, int]  # of the peak, in bytes, in the order in which they are shown: weights, optimizer, ...
-    limit_bytes: int | None  # what the device lets a program have; None: no limit that we know
+    parts: dict[str, int]  # of the peak, in bytes, in the order of display: weights, optimizer, ...
+    limit_bytes: int | None  # that the device lets a program have; None: unknown
     at: str = ""  # the moment and the module of the peak; empty where it isn't known
     biggest: tuple[Buffer, ...] = ()  # the largest first
-    host_bytes: int = 0  # what is offloaded to the host, of one device's process
+    host_bytes: int = 0  # offloaded to the host, for one device's process
     rematerialised: int = 0  # instructions that the compiler repeats by itself, because memory was short
 
     @computed_field
@@ -45,7 +49,7 @@ class Memory(_Result):
 
     @computed_field
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> FitVerdict:
         """Whether it fits; by recomputing: the compiler made it fit by itself, at the cost of time."""
         if self.limit_bytes is None:
             return "unknown"
@@ -54,12 +58,15 @@ class Memory(_Result):
         return "fits by recomputing" if self.rematerialised else "fits"
 
 
-class Moved(_Result):
+class Traffic(_Result):
     """What collectives of one kind and dtype move in a step."""
 
-    calls: int
-    bytes: int  # of the full tensors that are gathered or reduced
-    sent_bytes: int  # by one device, in a ring
+    calls: int = 0
+    bytes: int = 0  # of the full tensors that are gathered or reduced
+    sent_bytes: int = 0  # by one device, in a ring
+
+    def plus(self, calls: int, bytes: int, sent_bytes: int) -> "Traffic":
+        return Traffic(calls=self.calls + calls, bytes=self.bytes + bytes, sent_bytes=self.sent_bytes + sent_bytes)
 
 
 class Work(_Result):
@@ -67,22 +74,21 @@ class Work(_Result):
 
     matmul_flops: dict[str, float]  # dtype of the factors -> operations; a multiply and an add are two
     memory_bytes: float  # that must at least cross between the device's memory and its processor
-    collectives: dict[str, Moved]  # kind and dtype: `all_gather bfloat16`
+    collectives: dict[str, Traffic]  # kind and dtype: `all_gather bfloat16`
     sent_bytes: dict[str, float]  # link (`ici`, `nvlink`, `network`) -> bytes that one device sends over it
 
 
 class Time(_Result):
-    """Lower bounds of a step by roofline: what binds it, were everything else free."""
+    """Lower bounds of a step by roofline, each as if everything else were free."""
 
     compute_s: float | None  # None: no peak known for this device and dtype
     memory_s: float | None
     links_s: dict[str, float]  # by link; those without a known bandwidth are left out
     devices: int
     tokens_per_step: int  # of the global batch
-    model_flops_per_device: (
-        float | None
-    )  # in a step, as the trainer counts them for MFU: all of attention, nothing twice
-    peak_flops: float | None  # of one device in the compute dtype, which MFU is a share of
+    # In a step, as the trainer counts them for MFU: all of attention, nothing twice.
+    model_flops_per_device: float | None
+    peak_flops: float | None  # of one device in the compute dtype, for MFU
 
     @computed_field
     @property
@@ -94,7 +100,7 @@ class Time(_Result):
     @computed_field
     @property
     def seconds(self) -> float | None:
-        """No step can take less; None where nothing is known of the device."""
+        """No step can take less; None for unknown hardware."""
         return max(self.bounds.values(), default=None)
 
     @computed_field
@@ -117,7 +123,7 @@ class Time(_Result):
     @computed_field
     @property
     def mfu(self) -> float | None:
-        """At most, to be held against a run's `mfu`. It may exceed 1: MFU counts all of attention, the bound half."""
+        """At most. It may exceed 1: MFU counts all of attention, the bound half."""
         if not self.seconds or not self.peak_flops or self.model_flops_per_device is None:
             return None
         return self.model_flops_per_device / self.seconds / self.peak_flops
@@ -126,17 +132,17 @@ class Time(_Result):
 class Plan(_Result):
     """A config on hardware that need not be there."""
 
-    schema_version: int = 1  # of what `--json` prints; a key that changes its meaning raises it
-    on: str  # as it was asked for: `v5p:2x2x4`
+    schema_version: int = 1  # of `--json`; raised when a key changes its meaning
+    on: str  # as it was given: `v5p:2x2x4`
     hardware: str  # in words: `16 TPU v5p chips of 4 hosts`
     devices: int
     backend: str  # the engine that would run there
     settings: dict[str, str | int | float | bool | None]  # the keys of the config that a plan depends on most
     parameters: int
-    memory: Memory
+    memory: DeviceMemory
     work: Work
     time: Time
-    method: str  # how the figures came about, and what they don't cover
+    method: str  # how the figures were made, and what they don't cover
     notes: tuple[str, ...] = ()
     planned_in_s: float
 
@@ -147,5 +153,5 @@ class Comparison(_Result):
     steps: int  # that were measured, without the first ones
     seconds: float  # of a step, the median
     tokens_per_second: float  # over all devices, at that median
-    mfu: float | None  # the median; None where the run knew none
-    ratio: float | None  # measured seconds over the bound's; under 1 the bound, or what was planned, is wrong
+    mfu: float | None  # the median; None where the run had none
+    ratio: float | None  # measured seconds over the bound's; under 1 the bound, or the plan, is wrong

@@ -31,9 +31,9 @@ class Tried(NamedTuple):
 
 
 def usual_grid(config: Config, devices: int, *, scan: bool) -> list[Settings]:
-    """What a sweep tries if it isn't told; smaller micro batches first.
+    """What a sweep tries by default; smaller micro batches first.
 
-    Layers that are scanned are recomputed all or none, since all turns of the loop run one program.
+    Scanned layers are recomputed all or none, since all turns of the loop run one program.
     """
     rows = max(config.train.global_batch // devices, 1)
     micro_batches = {size for size in (1, 2, 4, 8) if rows % size == 0} | {config.train.micro_batch}
@@ -44,8 +44,8 @@ def usual_grid(config: Config, devices: int, *, scan: bool) -> list[Settings]:
     if devices > 1:
         strategies = list(dict.fromkeys(("SHARD_GRAD_OP", "FULL_SHARD", config.sharding.strategy)))
     return [
-        {"sharding.strategy": strategy, **how, "train.micro_batch": str(size)}
-        for strategy, how, size in itertools.product(strategies, layers, sorted(micro_batches))
+        {"sharding.strategy": strategy, **layer_settings, "train.micro_batch": str(size)}
+        for strategy, layer_settings, size in itertools.product(strategies, layers, sorted(micro_batches))
     ]
 
 
@@ -55,24 +55,24 @@ def grid(axes: Mapping[str, Sequence[str]]) -> list[Settings]:
 
 
 def checkpointing(config: Config, mode: str) -> Settings:
-    """The mode, with what it needs and without what only another takes; selective: every second layer, unless told."""
+    """The mode with what it needs, without what only another takes; selective: every second layer by default."""
     memory = config.memory
-    chosen = memory.every is not None or bool(memory.save_ops)
+    is_selective = memory.every is not None or bool(memory.save_ops)
     settings = {"memory.gradient_checkpointing": mode}
     if mode == "selective":
-        return settings if chosen else {**settings, "memory.every": "2"}
-    return settings | ({"memory.every": "null", "memory.save_ops": "[]"} if chosen else {})
+        return settings if is_selective else {**settings, "memory.every": "2"}
+    return settings | ({"memory.every": "null", "memory.save_ops": "[]"} if is_selective else {})
 
 
 def sweep(points: Iterable[Settings], plan_of: PlanOf) -> Iterator[Tried]:
-    """Plan one after the other. Where a `train.micro_batch` doesn't fit, larger ones are left out."""
+    """Plan one after the other. Where a `train.micro_batch` doesn't fit, leave out larger ones."""
     too_many: dict[tuple[tuple[str, str], ...], int] = {}  # settings but for the micro batch -> rows that don't fit
     for settings in points:
         rows = settings.get("train.micro_batch", "")
         others = tuple(item for item in settings.items() if item[0] != "train.micro_batch")
         if rows.isdecimal() and int(rows) >= too_many.get(others, int(rows) + 1):
             continue
-        tried = _tried(settings, plan_of)
+        tried = _try(settings, plan_of)
         if tried.plan is not None and tried.plan.memory.verdict == "does not fit" and rows.isdecimal():
             too_many[others] = int(rows)
         yield tried
@@ -82,12 +82,12 @@ def nearest_that_fits(config: Config, plan_of: PlanOf, *, offload: bool) -> Iter
     """Ever stronger measures, each on top of those before, up to the first that fits; the last may not fit either.
 
     In the order of what they cost: recomputing layers, fewer rows at once, sharding all, and with `offload` the
-    optimizer's state on the host. None of them changes what is learnt.
+    optimizer's state on the host. None of them changes what the model learns.
     """
     settings: Settings = {}
     for measure in _measures(config, offload=offload):
         settings = settings | measure
-        tried = _tried(settings, plan_of)
+        tried = _try(settings, plan_of)
         yield tried
         if tried.fits:
             return
@@ -97,18 +97,16 @@ def _measures(config: Config, *, offload: bool) -> Iterator[Settings]:
     if config.memory.gradient_checkpointing != "full":
         yield checkpointing(config, "full")
     size = config.train.micro_batch
-    while size % 2 == 0:
-        size //= 2
+    while size > 1:
+        size = size // 2 if size % 2 == 0 else 1
         yield {"train.micro_batch": str(size)}
-    if size > 1:
-        yield {"train.micro_batch": "1"}
     if config.sharding.strategy != "FULL_SHARD":
         yield {"sharding.strategy": "FULL_SHARD"}
     if offload and not config.memory.cpu_offload:
         yield {"memory.cpu_offload": "true"}
 
 
-def _tried(settings: Settings, plan_of: PlanOf) -> Tried:
+def _try(settings: Settings, plan_of: PlanOf) -> Tried:
     try:
         return Tried(settings, plan_of(settings))
     except PortableFSDPError as error:

@@ -1,14 +1,14 @@
-"""How long a step takes at least, by roofline: what computes, what crosses the memory, what crosses each link.
+"""How long a step takes at least, by roofline: compute, memory traffic, traffic over each link.
 
-A lower bound, never an estimate: each of the three is taken at the speed that the vendor names, at its most favourable
-split and routing, and as if the others were free. Published runs took 1.2 to 3.4 times as long as their plans
+A lower bound, never an estimate: each is taken at the speed that the vendor names, at its most favourable split and
+routing, and as if the others were free. Published runs took 1.2 to 3.4 times as long as their plans
 (benchmarks/results/time_bounds.md).
 """
 
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 from portable_fsdp.metrics.flops import peak_flops
 from portable_fsdp.plan.result import Comparison, Time, Work
@@ -20,9 +20,6 @@ ITEM_BYTES = {"float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2}
 WARM_UP_STEPS = 5
 
 
-# ----------------------------------------------------------------------------------------------------------- bounds
-
-
 def bound(
     work: Work, target: Target, *, tokens_per_step: int, model_flops_per_device: float | None, compute: str = "bfloat16"
 ) -> Time:
@@ -31,27 +28,26 @@ def bound(
     Args:
         work: of one device; `matmul_flops` by dtypes as `metrics.flops.peak_flops` names them (float16 besides),
             `sent_bytes` as `over_links` divides them.
-        target: the hardware.
         tokens_per_step: of the global batch.
         model_flops_per_device: of the model in a step, as the trainer counts them for MFU.
         compute: dtype of whose peak MFU is a share.
 
-    Where a link's switches do part of the work (`Target.in_switch`), half the bytes count: a gather then mostly
-    receives and a reduction mostly sends, and an all-reduce sends once. Raises ValueError for a dtype it doesn't know.
+    Where a link's switches do part of the work (`Link.in_switch`), half the bytes count: a gather then mostly receives
+    and a reduction mostly sends, and an all-reduce sends once. Raises ValueError for an unknown dtype.
     """
     name = target.hardware.device_name
     times = [_compute_seconds(name, dtype, flops) for dtype, flops in work.matmul_flops.items()]
     known = [seconds for seconds in times if seconds is not None]
     memory = target.hardware.memory_bandwidth
-    links: dict[str, float] = {}
-    for link, sent in work.sent_bytes.items():
-        bandwidth = target.bandwidth(link)
-        if bandwidth and sent:
-            links[link] = sent / bandwidth / (2 if target.in_switch(link) else 1)
+    links = {name: target.link(name) for name, sent in work.sent_bytes.items() if sent}
     return Time(
         compute_s=sum(known) if known else None,
         memory_s=work.memory_bytes / memory.value if memory else None,
-        links_s=links,
+        links_s={
+            name: work.sent_bytes[name] / link.bytes_per_s / (2 if link.in_switch else 1)
+            for name, link in links.items()
+            if link is not None and link.bytes_per_s
+        },
         devices=target.devices,
         tokens_per_step=tokens_per_step,
         model_flops_per_device=model_flops_per_device,
@@ -72,10 +68,9 @@ def over_links(
 ) -> dict[str, float]:
     """Link -> bytes that one device sends when a tensor is gathered, or reduced and scattered; an all-reduce: twice.
 
-    `levels` as `Target.levels`. A group's devices are `members` (None: all of them), each `stride` after the last in
-    the order of hosts, so that neighbours share a host, a chip or a slice. Each part of the tensor crosses a network
-    once per host or slice, divided over its devices, and goes on from there over the links inside; that is the least
-    that can cross.
+    `levels` as `Target.levels`. A group has `members` devices (None: all), each `stride` after the last in the order of
+    hosts, so that neighbours share a host, a chip or a slice. Each part of the tensor crosses a network once per host
+    or slice, divided over its devices, and then the links inside: the least that can cross.
     Raises ValueError for a group that isn't a whole part of the target's levels.
     """
     left = members or math.prod(units for _, units in levels)
@@ -93,14 +88,11 @@ def over_links(
     return {link: value for link, value in sent.items() if value and link not in ("chip", "host")}
 
 
-# ------------------------------------------------------------------------------------------------------- comparison
-
-
 def compare(time: Time, rows: Sequence[Mapping[str, Any]]) -> Comparison:
     """A run's metrics.jsonl, as `metrics.sinks.read_jsonl` reads it, beside the bounds of the step that it ran.
 
-    The first steps, which compile and warm up, are left out: WARM_UP_STEPS of them, or all but the last. Raises
-    UsageError as `require_rows` does.
+    Leaves out the first steps, which compile and warm up: WARM_UP_STEPS, or all but the last. Raises UsageError as
+    `require_rows` does.
     """
     require_rows(rows, time.tokens_per_step)
     measured = rows[min(WARM_UP_STEPS, len(rows) - 1) :]
@@ -132,11 +124,9 @@ def require_rows(rows: Sequence[Mapping[str, Any]], tokens_per_step: int) -> Non
 
 
 def _is_of_a_run(row: Mapping[str, Any]) -> bool:
-    seconds, mfu = row.get("seconds"), row.get("mfu")
-    return (
-        _is_number(seconds) and seconds > 0 and isinstance(row.get("tokens"), int) and (mfu is None or _is_number(mfu))
-    )
+    seconds, tokens, mfu = row.get("seconds", 0), row.get("tokens"), row.get("mfu")
+    return _is_number(seconds) and seconds > 0 and isinstance(tokens, int) and (mfu is None or _is_number(mfu))
 
 
-def _is_number(value: Any) -> TypeGuard[float]:
+def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,4 +1,4 @@
-"""What the TPU compiler wrote, kept by the content of all that went into it; a damaged entry counts as none.
+"""What the TPU compiler wrote, kept by the content of all its inputs; a damaged entry counts as none.
 
 One zip file an entry, whose checksums are compared when it is read. It is written beside its name and renamed.
 """
@@ -16,7 +16,7 @@ LARGEST_BYTES = 2**30  # of all entries: 8B, unrolled, takes about 5 MB
 
 
 def key_of(*parts: bytes) -> str:
-    """A name for an entry: equal for equal parts, and only for those."""
+    """The name of an entry: equal for equal parts, and only for those."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "big") + part)
@@ -24,7 +24,7 @@ def key_of(*parts: bytes) -> str:
 
 
 def load(folder: Path, key: str) -> dict[str, str] | None:
-    """Name -> text of an entry; None where there is none that is whole."""
+    """Name -> text of an entry; None where there is no undamaged one."""
     path = folder / f"{key}.zip"
     try:
         with zipfile.ZipFile(path) as entry:
@@ -36,10 +36,7 @@ def load(folder: Path, key: str) -> dict[str, str] | None:
 
 
 def save(folder: Path, key: str, texts: Mapping[str, str], largest_bytes: int = LARGEST_BYTES) -> None:
-    """Keep an entry, and delete those that weren't used for longest, until all take `largest_bytes` at most.
-
-    A folder that can't be written to keeps nothing: plans then take their time again.
-    """
+    """Keep an entry, and delete the longest unused ones beyond `largest_bytes`; nothing where folder isn't writable."""
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=folder, suffix=".tmp")
@@ -55,13 +52,9 @@ def save(folder: Path, key: str, texts: Mapping[str, str], largest_bytes: int = 
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-        _shrink(folder, largest_bytes)
-
-
-def _shrink(folder: Path, largest_bytes: int) -> None:
-    used = 0
-    found = [(path.stat(), path) for path in folder.glob("*.zip")]
-    for stat, path in sorted(found, key=lambda pair: -pair[0].st_mtime_ns):
-        used += stat.st_size
-        if used > largest_bytes:
-            path.unlink(missing_ok=True)
+        used = 0
+        entries = [(path.stat(), path) for path in folder.glob("*.zip")]
+        for stat, path in sorted(entries, key=lambda pair: -pair[0].st_mtime_ns):
+            used += stat.st_size
+            if used > largest_bytes:
+                path.unlink(missing_ok=True)

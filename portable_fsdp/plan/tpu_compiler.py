@@ -1,8 +1,8 @@
 """The TPU compiler in a process of its own: `python -m portable_fsdp.plan.tpu_compiler PARENT FOLDER`.
 
-Compiles FOLDER/program.hlo.pb for the slice that FOLDER/program.json names, and lets the compiler write its programs
-to FOLDER/dump. The caller ends this process as soon as it has what it came for (`plan.tpu.compile_for`), and gives it
-LIBTPU_INIT_ARGS. Uses jax's client for devices that are absent; no TPU is needed, and torch isn't imported.
+Compiles FOLDER/program.hlo.pb for the slice that FOLDER/program.json names; the compiler writes its programs to
+FOLDER/dump. The caller (`plan.tpu.compile_for`) sets LIBTPU_INIT_ARGS, and ends this process as soon as it has the text
+that it needs. Uses jax's client for absent devices: no TPU, no torch.
 """
 
 # jax has no public way from an HLO module to libtpu, and its bridge isn't typed: written for the jax 0.7.1 and
@@ -31,33 +31,33 @@ def main(folder: Path) -> None:
     from jax._src.interpreters import mlir
     from jax._src.lib.mlir import ir
 
-    wanted: dict[str, Any] = json.loads((folder / "program.json").read_text())
-    devices = _devices(wanted["topology"], wanted["slices"])
-    if len(devices) != wanted["devices"]:
-        raise ValueError(f"it has {len(devices)} devices, the program is for {wanted['devices']}")
+    request: dict[str, Any] = json.loads((folder / "program.json").read_text())
+    devices = _devices(request["topology"], request["slices"])
+    if len(devices) != request["devices"]:
+        raise ValueError(f"it has {len(devices)} devices, the program is for {request['devices']}")
     with mlir.make_ir_context(), ir.Location.unknown():
-        module = _annotated((folder / "program.hlo.pb").read_bytes(), wanted)
-        _compile(mlir.module_to_bytecode(module), devices, {**wanted["options"], "xla_dump_to": str(folder / "dump")})
+        module = _annotated((folder / "program.hlo.pb").read_bytes(), request)
+        _compile(mlir.module_to_bytecode(module), devices, {**request["options"], "xla_dump_to": str(folder / "dump")})
 
 
 def _devices(topology: str, slices: int) -> list[Any]:
     """In the order of the mesh: neighbours in it are neighbours on the torus, as torch_xla's runtime numbers them."""
     from jax.experimental import mesh_utils, topologies
 
-    how: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if topology.startswith("v4:"):
-        how["chip_config_name"] = "megacore"  # a chip's two cores as one device: TPU_MEGACORE of a run
+        options["chip_config_name"] = "megacore"  # a chip's two cores as one device: TPU_MEGACORE of a run
     if set(topology.partition(":")[2].split("x")) == {"1"}:
-        how["chips_per_host_bounds"] = (1, 1, 1)  # one chip, of a host that has more
+        options["chips_per_host_bounds"] = (1, 1, 1)  # one chip, of a host that has more
     if slices > 1:
-        how["num_slices"] = slices
-    devices = list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **how).devices)
+        options["num_slices"] = slices
+    devices = list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices)
     if slices > 1:
         return sorted(devices, key=lambda device: device.id)  # slice after slice
     return list(mesh_utils.create_device_mesh((len(devices),), devices).flat)
 
 
-def _annotated(hlo: bytes, wanted: dict[str, Any]) -> Any:
+def _annotated(hlo: bytes, request: dict[str, Any]) -> Any:
     """The program with what an HLO module leaves out: shardings of arguments and results, and what is donated."""
     from jax._src.lib import xla_client
     from jax._src.lib.mlir import ir
@@ -67,15 +67,15 @@ def _annotated(hlo: bytes, wanted: dict[str, Any]) -> Any:
     number = ir.IntegerType.get_signless(32)
     main = next(op for op in module.body.operations if ir.StringAttr(op.attributes["sym_name"]).value == "main")
     arguments: list[Any] = []
-    for argument in wanted["arguments"]:
+    for argument in request["arguments"]:
         attributes = {"mhlo.sharding": ir.StringAttr.get(argument["sharding"])}
         if argument["output"] is not None:
             attributes["tf.aliasing_output"] = ir.IntegerAttr.get(number, argument["output"])
         arguments.append(ir.DictAttr.get(attributes))
-    results = [ir.DictAttr.get({"mhlo.sharding": ir.StringAttr.get(sharding)}) for sharding in wanted["outputs"]]
+    results = [ir.DictAttr.get({"mhlo.sharding": ir.StringAttr.get(sharding)}) for sharding in request["outputs"]]
     main.attributes["arg_attrs"] = ir.ArrayAttr.get(arguments)
     main.attributes["res_attrs"] = ir.ArrayAttr.get(results)
-    module.operation.attributes["mhlo.num_partitions"] = ir.IntegerAttr.get(number, wanted["devices"])
+    module.operation.attributes["mhlo.num_partitions"] = ir.IntegerAttr.get(number, request["devices"])
     module.operation.attributes["mhlo.num_replicas"] = ir.IntegerAttr.get(number, 1)
     module.operation.verify()
     return module
@@ -85,15 +85,15 @@ def _compile(program: bytes, devices: list[Any], options: dict[str, str]) -> Non
     from jax._src import compiler
     from jax._src.lib import xla_client
 
-    how = compiler.get_compile_options(
+    compile_options = compiler.get_compile_options(
         num_replicas=1,
         num_partitions=len(devices),
         device_assignment=np.array([[device.id for device in devices]]),
         env_options_overrides=options,
     )
-    how.executable_build_options.use_spmd_partitioning = True
-    how.executable_build_options.use_shardy_partitioner = False
-    devices[0].client.compile(program, xla_client.DeviceList(tuple(devices)), how)
+    compile_options.executable_build_options.use_spmd_partitioning = True
+    compile_options.executable_build_options.use_shardy_partitioner = False
+    devices[0].client.compile(program, xla_client.DeviceList(tuple(devices)), compile_options)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""A traced step as it goes from the process that traces it to the one that compiles it."""
+"""A traced step, on its way from the process that traces it to the one that compiles it."""
 
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from portable_fsdp.plan.result import Model
+from portable_fsdp.plan.result import ModelFacts
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Argument:
 
     @property
     def part(self) -> str:
-        """What it is of a device's memory, as `result.Memory.parts` calls it."""
+        """Its part of a device's memory, a key of `result.DeviceMemory.parts`."""
         before, slash, _ = self.name.partition("/")
         if slash:
             return "gradients" if before == "grad" else "optimizer"
@@ -29,7 +29,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Program:
-    """A step as it was traced: one global program, not yet partitioned."""
+    """One global program, not yet partitioned."""
 
     name: str
     devices: int
@@ -42,7 +42,7 @@ class Traced(NamedTuple):
     """A config's step: `train_step`, or `micro_batch` and `update`; and the model that it trains."""
 
     programs: dict[str, Program]
-    model: Model
+    model: ModelFacts
 
 
 def write_traced(folder: Path, traced: Traced) -> None:
@@ -50,19 +50,20 @@ def write_traced(folder: Path, traced: Traced) -> None:
     described: list[dict[str, object]] = []
     for name, program in traced.programs.items():
         (folder / f"{name}.hlo.pb").write_bytes(program.hlo)
-        fields = {key: value for key, value in asdict(program).items() if key != "hlo"}
-        described.append(fields)
+        described.append({key: value for key, value in asdict(program).items() if key != "hlo"})
     (folder / "programs.json").write_text(json.dumps(described))
     (folder / "model.json").write_text(traced.model.model_dump_json())
 
 
 def read_traced(folder: Path) -> Traced:
     """What `write_traced` wrote, in its order."""
-    found: dict[str, Program] = {}
+    programs: dict[str, Program] = {}
     for fields in cast(list[dict[str, Any]], json.loads((folder / "programs.json").read_text())):
+        name, outputs = fields["name"], tuple(fields["outputs"])
         arguments = tuple(
-            Argument(one["name"], tuple(one["shape"]), one["sharding"], one["output"]) for one in fields["arguments"]
+            Argument(given["name"], tuple(given["shape"]), given["sharding"], given["output"])
+            for given in fields["arguments"]
         )
-        hlo = (folder / f"{fields['name']}.hlo.pb").read_bytes()
-        found[fields["name"]] = Program(fields["name"], fields["devices"], hlo, arguments, tuple(fields["outputs"]))
-    return Traced(found, Model.model_validate_json((folder / "model.json").read_text()))
+        hlo = (folder / f"{name}.hlo.pb").read_bytes()
+        programs[name] = Program(name, fields["devices"], hlo, arguments, outputs)
+    return Traced(programs, ModelFacts.model_validate_json((folder / "model.json").read_text()))

@@ -1,16 +1,18 @@
 """Reads what the TPU compiler wrote of a program: where memory goes, and what moves and is computed in a run of it.
 
-Two texts: the scheduled program, and the assignment of its buffers, with the times at which each of them lives. Of all
-programs of a step together they make what a plan says: `memory_of`, `work_of`, `notes_of`.
+Two texts: the scheduled program, and the assignment of its buffers, with the times at which each of them lives. From
+all programs of a step follow a plan's `memory_of`, `work_of` and `notes_of`.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from portable_fsdp.metrics import hlo
-from portable_fsdp.plan.result import Buffer, Memory, Moved, Work
+from portable_fsdp.plan.result import Buffer, DeviceMemory, Traffic, Work
 from portable_fsdp.plan.tpu_program import Program
 
 SHOWN = 12  # buffers of a plan
@@ -37,7 +39,7 @@ class Compiled:
     at: str  # the operation that runs then
     biggest: tuple[Buffer, ...]  # the largest of arguments, and of temporaries that live then
     undonated: tuple[str, ...]  # arguments whose update is put elsewhere
-    host_transfers: tuple[str, ...]  # instructions that speak to the host
+    host_transfers: tuple[str, ...]  # instructions that communicate with the host
     between_slices: dict[str, hlo.Moved]  # as `collectives`, over the network
     kernel_flops: dict[str, int]  # matrix products inside flash attention, by dtype
 
@@ -50,13 +52,11 @@ class Compiled:
 def read_compiled(
     program: Program, topology: str, text: str, assignment: str, *, slices: int = 1, compile_s: float = 0.0
 ) -> Compiled:
-    """What the compiler's two texts say; raises ValueError where they are not what it writes."""
-    memory = allocations(assignment)
-    named: dict[str, int] = {}
-    sizes = argument_sizes(assignment)
+    """Parses the compiler's two texts; raises ValueError where they are not what it writes."""
+    sizes, temporary_bytes, output_bytes = _allocations(assignment)
+    named: Counter[str] = Counter()
     for number, size in sizes.items():
-        name = program.arguments[number].name
-        named[name] = named.get(name, 0) + size
+        named[program.arguments[number].name] += size
     peak = _peak(assignment)
     described = _described(text, [*(buffer.instruction for buffer in peak.buffers), *peak.before])
     temporaries = [_named_buffer(buffer, described) for buffer in peak.buffers]
@@ -64,14 +64,14 @@ def read_compiled(
     aliased = hlo.aliased_parameters(text)
     return Compiled(
         topology,
-        argument_bytes=memory["arguments"],
-        temporary_bytes=memory["temporaries"],
-        output_bytes=memory["outputs"],
+        argument_bytes=sum(sizes.values()),
+        temporary_bytes=temporary_bytes,
+        output_bytes=output_bytes,
         collectives=hlo.collectives_by_dtype(text, program.devices),
         matmul_flops=hlo.matmul_flops(text),
         rematerialised=hlo.rematerialised(text),
         compile_s=compile_s,
-        named_bytes=named,
+        named_bytes=dict(named),
         parts={argument.name: argument.part for argument in program.arguments},
         updated_bytes=sum(sizes.get(number, 0) for number in aliased),
         live_bytes=sum(buffer.bytes for buffer in peak.buffers),
@@ -91,111 +91,86 @@ def read_compiled(
 # --------------------------------------------------------------------------------------------------------- memory
 
 
-def allocations(buffer_assignment: str) -> dict[str, int]:
-    """Bytes of a device's main memory by what they hold: `arguments`, `temporaries`, `outputs` (not aliased)."""
-    found: dict[str, int] = {"arguments": 0, "temporaries": 0, "outputs": 0}
-    for size, rest in _allocations(buffer_assignment):
-        if "parameter" in rest:
-            found["arguments"] += size
+def _allocations(assignment: str) -> tuple[dict[int, int], int, int]:
+    """Bytes of a device's main memory: of each parameter by its number, of temporaries, of outputs (not aliased)."""
+    parameters: dict[int, int] = {}
+    temporary_bytes = output_bytes = 0
+    for size, rest in re.findall(r"^allocation \d+: size (\d+)(.*)", assignment, re.MULTILINE):
+        if "color" in rest:  # in another memory: VMEM, SMEM
+            continue
+        if number := re.search(r"parameter (\d+)", rest):
+            parameters[int(number[1])] = int(size)
         elif "preallocated-temp" in rest:
-            found["temporaries"] += size
+            temporary_bytes += int(size)
         elif "maybe-live-out" in rest:
-            found["outputs"] += size
-    return found
+            output_bytes += int(size)
+    return parameters, temporary_bytes, output_bytes
 
 
-def argument_sizes(buffer_assignment: str) -> dict[int, int]:
-    """Number of a parameter -> its bytes in a device's main memory."""
-    found: dict[int, int] = {}
-    for size, rest in _allocations(buffer_assignment):
-        number = re.search(r"parameter (\d+)", rest)
-        if number:
-            found[int(number.group(1))] = size
-    return found
-
-
-def _allocations(buffer_assignment: str) -> Iterator[tuple[int, str]]:
-    """Sizes and what follows; what has a color lies in another memory (VMEM, SMEM)."""
-    for size, rest in re.findall(r"^allocation \d+: size (\d+)(.*)", buffer_assignment, re.MULTILINE):
-        if "color" not in rest:
-            yield int(size), rest
-
-
-@dataclass(frozen=True)
-class _Live:
-    """A temporary that lives at the peak."""
+class _Temporary(NamedTuple):
+    """A value in the temporaries of main memory."""
 
     instruction: str
     bytes: int
+    offset: int
     type: str  # bf16[4096,128256]
+    first: int  # time at which it lives, and the last
+    last: int
 
 
-@dataclass(frozen=True)
-class _Peak:
-    before: tuple[str, ...]  # the instructions that ran last, the one that runs then first
-    buffers: tuple[_Live, ...]
+class _Peak(NamedTuple):
+    before: list[str]  # the instructions that ran last; the one that runs then comes first
+    buffers: list[_Temporary]
 
 
-def _peak(buffer_assignment: str) -> _Peak:
+def _peak(assignment: str) -> _Peak:
     """When most bytes of temporaries live in main memory, and which."""
-    values = _temporaries(buffer_assignment)
-    schedule, ranges = _schedule(buffer_assignment)
-    events: list[tuple[int, int, str]] = []
-    for name in values.keys() & ranges.keys():
-        first, last = ranges[name]
-        events += [(first, 1, name), (last + 1, 0, name)]
-    alive: dict[int, dict[str, int]] = {}  # offset -> what lies there: one value may pass its place on to the next
+    schedule, values = _temporaries(assignment)
+    events = [(value.first, 1, value) for value in values] + [(value.last + 1, 0, value) for value in values]
+    alive: dict[int, list[int]] = {}  # offset -> sizes there: one value may pass its place on to the next
     total = best = at = 0
-    for time, begins, name in sorted(events):
-        size, offset, _ = values[name]
-        here = alive.setdefault(offset, {})
-        total -= max(here.values(), default=0)
+    for time, begins, value in sorted(events):
+        here = alive.setdefault(value.offset, [])
+        total -= max(here, default=0)
         if begins:
-            here[name] = size
+            here.append(value.bytes)
         else:
-            here.pop(name)
-        total += max(here.values(), default=0)
+            here.remove(value.bytes)
+        total += max(here, default=0)
         if total > best:
             best, at = total, time
-    before = tuple(schedule[time] for time in range(at, max(at - 200, -1), -1) if time in schedule)
-    return _Peak(before, tuple(_alive(values, ranges, at)))
+    living = [value for value in values if value.first <= at <= value.last and value.bytes]
+    by_offset: dict[int, _Temporary] = {}  # the largest value there
+    for value in sorted(living, key=lambda value: (value.bytes, -value.first, -value.last)):
+        by_offset[value.offset] = value
+    before = [schedule[time] for time in range(at, max(at - 200, -1), -1) if time in schedule]
+    return _Peak(before, list(by_offset.values()))
 
 
-def _alive(values: dict[str, tuple[int, int, str]], ranges: dict[str, tuple[int, int]], at: int) -> Iterator[_Live]:
-    largest: dict[int, tuple[int, str]] = {}  # offset -> the largest value there
-    for name in sorted(values.keys() & ranges.keys(), key=lambda name: ranges[name]):
-        size, offset, _ = values[name]
-        if ranges[name][0] <= at <= ranges[name][1] and size > largest.get(offset, (0, ""))[0]:
-            largest[offset] = size, name
-    for size, name in largest.values():
-        yield _Live(name.partition("{")[0], size, values[name][2])
-
-
-def _temporaries(buffer_assignment: str) -> dict[str, tuple[int, int, str]]:
-    """Value -> size, offset and type, of those in the temporaries of main memory."""
-    found: dict[str, tuple[int, int, str]] = {}
+def _temporaries(assignment: str) -> tuple[dict[int, str], list[_Temporary]]:
+    """Time -> instruction, and the temporaries whose times are known."""
+    _, _, text = assignment.rpartition("\nHloLiveRange")
+    order, _, text = text.partition("BufferLiveRange:")
+    lifetimes, _, _ = text.partition("Live ranges at")
+    schedule = {int(time): name for time, name in re.findall(r"^ +(\d+):(\S+)$", order, re.MULTILINE)}
+    ranges = {
+        name: (int(first), int(last))
+        for name, first, last in re.findall(r"^ +(\S+?)(?:\{\})?:(\d+)-(\d+)$", lifetimes, re.MULTILINE)
+    }
+    values: list[_Temporary] = []
     inside = False
-    for line in buffer_assignment.splitlines():
+    for line in assignment.splitlines():
         if line.startswith("allocation "):
             inside = "preallocated-temp" in line and "color" not in line
         elif line.startswith("Total bytes used"):
             break
         elif inside:
             value = re.match(r" value: <\d+ (\S+) @\d+> \(size=(\d+),offset=(\d+)\): (\w+\[[\d,]*\])?", line)
-            if value:
-                name = value.group(1).removesuffix("{}")
-                found[name] = int(value.group(2)), int(value.group(3)), value.group(4) or "tuple"
-    return found
-
-
-def _schedule(buffer_assignment: str) -> tuple[dict[int, str], dict[str, tuple[int, int]]]:
-    """Time -> instruction, and value -> first and last time at which it lives."""
-    _, _, text = buffer_assignment.rpartition("\nHloLiveRange")
-    order, _, ranges = text.partition("BufferLiveRange:")
-    ranges, _, _ = ranges.partition("Live ranges at")
-    times = {int(time): name for time, name in re.findall(r"^ +(\d+):(\S+)$", order, re.MULTILINE)}
-    found = re.findall(r"^ +(\S+?)(?:\{\})?:(\d+)-(\d+)$", ranges, re.MULTILINE)
-    return times, {name: (int(first), int(last)) for name, first, last in found}
+            name = value[1].removesuffix("{}") if value else ""
+            if value and name in ranges:
+                kind = value[4] or "tuple"
+                values.append(_Temporary(name.partition("{")[0], int(value[2]), int(value[3]), kind, *ranges[name]))
+    return schedule, values
 
 
 # ---------------------------------------------------------------------------------------------------------- names
@@ -207,7 +182,7 @@ def largest(buffers: Iterable[Buffer]) -> tuple[Buffer, ...]:
 
 
 def _moment(peak: _Peak, described: dict[str, tuple[str, str]]) -> str:
-    """The last operation begun that says where it comes from; copies between memories say nothing."""
+    """The last operation begun whose origin is known; copies between memories have none."""
     for instruction in peak.before:
         operation, where = described.get(instruction, ("", ""))
         if where:
@@ -215,66 +190,65 @@ def _moment(peak: _Peak, described: dict[str, tuple[str, str]]) -> str:
     return ""
 
 
-def _named_buffer(buffer: _Live, described: dict[str, tuple[str, str]]) -> Buffer:
+def _named_buffer(buffer: _Temporary, described: dict[str, tuple[str, str]]) -> Buffer:
     operation, where = described.get(buffer.instruction, (buffer.instruction, ""))
     return Buffer(name=f"{operation} {buffer.type}", bytes=buffer.bytes, where=where)
 
 
 def _described(text: str, instructions: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Instruction -> what it does (`mm`, `all-gather`), and the module or the source line that asked for it."""
-    wanted = set(instructions)
-    found: dict[str, tuple[str, str]] = {}
+    """Instruction -> what it does (`mm`, `all-gather`), and the module or the source line that it comes from."""
+    names = set(instructions)
+    described: dict[str, tuple[str, str]] = {}
     for line in text.splitlines():
         match = re.match(r"\s*(?:ROOT )?%([\w.\-]+) = ", line)
-        if match and match.group(1) in wanted:
-            found[match.group(1)] = _operation(match.group(1), line), _origin(line)
-    return found
+        if match and match[1] in names:
+            described[match[1]] = _operation(match[1], line), _origin(line)
+    return described
 
 
 def _operation(name: str, line: str) -> str:
-    if name.startswith(("async-collective", "all-gather", "all-reduce", "reduce-scatter")):
-        return "collective of " + (_op_name(line).rpartition("/")[2].partition("__")[2] or name)
-    return _op_name(line).rpartition("/")[2].partition("__")[2] or name
+    operation = _op_name(line).rpartition("/")[2].partition("__")[2] or name
+    is_collective = name.startswith(("async-collective", "all-gather", "all-reduce", "reduce-scatter"))
+    return f"collective of {operation}" if is_collective else operation
 
 
 def _op_name(line: str) -> str:
-    found = re.search(r'op_name="([^"]*)"', line)
-    return found.group(1) if found else ""
+    match = re.search(r'op_name="([^"]*)"', line)
+    return match[1] if match else ""
 
 
 def _origin(line: str) -> str:
-    """The module that the operation is traced in, the innermost; else the source line; in backward there is none."""
+    """The innermost module that the operation is traced in, else the source line; in backward neither is known."""
     modules = re.findall(r"\bmodule\.([^/]*)\.\d+/", _op_name(line))
     if modules:
         return modules[-1]
     source = re.search(r'source_file="([^"]*)" source_line=(\d+)', line)
     if source is None:
         return ""
-    path = Path(source.group(1))
+    path = Path(source[1])
     if path.parts[-3:] == ("torch", "autograd", "graph.py"):
         return "backward"
-    return f"{'/'.join(path.parts[-3:])}:{source.group(2)}"
+    return f"{'/'.join(path.parts[-3:])}:{source[2]}"
 
 
-# ---------------------------------------------------------------------------------------------------- what it means
+# ---------------------------------------------------------------------------------------------------- the whole step
 
 
-def memory_of(programs: Mapping[str, Compiled], limit_bytes: int | None) -> Memory:
-    """Of the fuller program; what only the other one takes as arguments stays on the device all the same."""
+def memory_of(programs: Mapping[str, Compiled], limit_bytes: int | None) -> DeviceMemory:
+    """Of the fuller program, and the arguments of the other one, which stay on the device all the same."""
     arguments: dict[str, int] = {}
     part_of: dict[str, str] = {}
     for compiled in programs.values():
-        arguments = {**arguments, **compiled.named_bytes}
-        part_of = {**part_of, **compiled.parts}
+        arguments |= compiled.named_bytes
+        part_of |= compiled.parts
     fuller = max(programs.values(), key=lambda compiled: compiled.temporary_bytes + compiled.output_bytes)
     parts: dict[str, int] = dict.fromkeys(PARTS, 0)
     for name, size in arguments.items():
         parts[part_of[name]] += size
     parts["temporaries"], parts["outputs"] = fuller.temporary_bytes, fuller.output_bytes
-    resting = [
-        Buffer(name=name, bytes=arguments[name], where="") for name in arguments.keys() - fuller.named_bytes.keys()
-    ]
-    return Memory(
+    others = arguments.keys() - fuller.named_bytes.keys()
+    resting = [Buffer(name=name, bytes=arguments[name], where="") for name in others]
+    return DeviceMemory(
         parts={part: size for part, size in parts.items() if size},
         limit_bytes=limit_bytes,
         at=fuller.at,
@@ -285,37 +259,41 @@ def memory_of(programs: Mapping[str, Compiled], limit_bytes: int | None) -> Memo
 
 def work_of(programs: Mapping[str, Compiled], accumulation: int) -> Work:
     """Of a step: with accumulation `micro_batch` runs several times, `update` once."""
-    flops: dict[str, float] = {}
-    collectives: dict[str, Moved] = {}
+    flops: Counter[str] = Counter()
+    collectives: dict[str, Traffic] = {}
+    sent = {"ici": 0.0, "network": 0.0}
     memory_bytes = 0.0
     for name, compiled in programs.items():
         times = accumulation if name == "micro_batch" else 1
-        for factors, count in [*compiled.matmul_flops.items(), *compiled.kernel_flops.items()]:
-            flops[_dtype_of(factors)] = flops.get(_dtype_of(factors), 0) + times * count
-        for link, moves in (("", compiled.collectives), (" between slices", compiled.between_slices)):
-            for key, moved in moves.items():
-                kind, _, dtypes = key.partition(" ")
-                words = f"{kind} {'+'.join(DTYPES.get(dtype, dtype) for dtype in dtypes.split('+'))}{link}"
-                more = Moved(calls=times * moved.calls, bytes=times * moved.bytes, sent_bytes=times * moved.sent)
-                collectives[words] = _sum(collectives.get(words), more)
+        for factors, count in _all_flops(compiled):
+            flops[_dtype_of(factors)] += times * count
+        for link, words, moved in _all_moves(compiled):
+            traffic = collectives.get(words, Traffic())
+            collectives[words] = traffic.plus(times * moved.calls, times * moved.bytes, times * moved.sent)
+            sent[link] += times * moved.sent
         memory_bytes += times * _least_traffic(compiled)
-    sent = {"ici": 0.0, "network": 0.0}
-    for words, moved in collectives.items():
-        sent["network" if words.endswith("between slices") else "ici"] += moved.sent_bytes
     return Work(
-        matmul_flops=flops,
+        matmul_flops={dtype: float(count) for dtype, count in flops.items()},
         memory_bytes=memory_bytes,
         collectives=dict(sorted(collectives.items())),
         sent_bytes={link: size for link, size in sent.items() if size},
     )
 
 
-def _sum(one: Moved | None, other: Moved) -> Moved:
-    if one is None:
-        return other
-    return Moved(
-        calls=one.calls + other.calls, bytes=one.bytes + other.bytes, sent_bytes=one.sent_bytes + other.sent_bytes
-    )
+def _all_flops(compiled: Compiled) -> Iterator[tuple[str, int]]:
+    yield from compiled.matmul_flops.items()
+    yield from compiled.kernel_flops.items()
+
+
+def _all_moves(compiled: Compiled) -> Iterator[tuple[str, str, hlo.Moved]]:
+    """Link, a plan's name of the collective (`all_gather bfloat16`), and what it moves."""
+    for link, suffix, moves in (
+        ("ici", "", compiled.collectives),
+        ("network", " between slices", compiled.between_slices),
+    ):
+        for key, moved in moves.items():
+            kind, _, dtypes = key.partition(" ")
+            yield link, f"{kind} {'+'.join(DTYPES.get(dtype, dtype) for dtype in dtypes.split('+'))}{suffix}", moved
 
 
 def _dtype_of(factors: str) -> str:
@@ -325,21 +303,21 @@ def _dtype_of(factors: str) -> str:
 
 
 def _least_traffic(compiled: Compiled) -> float:
-    """All that is updated in its place is read and written, and so is what lies in memory as a temporary at the peak.
+    """Arguments that are updated in their place and temporaries at the peak are written and read; outputs written.
 
-    What is only read is left out: of a table it may be a few rows.
+    Leaves out what is only read: of a table it may be a few rows.
     """
     return 2.0 * (compiled.updated_bytes + compiled.live_bytes) + compiled.output_bytes
 
 
 def notes_of(programs: Mapping[str, Compiled]) -> tuple[str, ...]:
-    """What is wrong with a program: state that isn't updated where it lies, and waits for the host."""
+    """What is wrong with a program: state that isn't updated in place, and waits for the host."""
     notes: list[str] = []
     for name, compiled in programs.items():
         if compiled.undonated:
             notes.append(
-                f"{name}: {len(compiled.undonated)} tensors are not updated where they lie, which takes their memory "
-                f"twice: {', '.join(compiled.undonated[:3])}"
+                f"{name}: {len(compiled.undonated)} tensors are not updated in place, which takes their memory twice: "
+                f"{', '.join(compiled.undonated[:3])}"
             )
         if compiled.host_transfers:
             notes.append(

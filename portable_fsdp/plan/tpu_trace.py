@@ -1,7 +1,7 @@
 """The trainer's own step, traced for devices that aren't there, in a process of its own.
 
 `python -m portable_fsdp.plan.tpu_trace PARENT FOLDER` traces the config in FOLDER/request.json with the same backend
-and the same `train.loop.build` as a run, with tensors that hold no memory, and writes the programs to FOLDER.
+and the same `train.build.build_training` as a run, with tensors that hold no memory, and writes the programs to FOLDER.
 """
 
 # Programs are lowered through torch_xla's private bridge only.
@@ -24,7 +24,7 @@ from portable_fsdp.backends.xla.engine import XlaBackend
 from portable_fsdp.backends.xla.layouts import ROWS, Spec
 from portable_fsdp.backends.xla.tensors import Fetch
 from portable_fsdp.config.schema import Config
-from portable_fsdp.plan.model import model_of, token_tensors
+from portable_fsdp.plan.model import empty_batch, facts_of
 from portable_fsdp.plan.tpu_program import Argument, Program, Traced, write_traced
 from portable_fsdp.runtime.errors import PortableFSDPError
 from portable_fsdp.runtime.process import end_with_parent
@@ -32,7 +32,7 @@ from portable_fsdp.train.build import Training, build_training
 
 
 def main(folder: Path) -> int:
-    """Writes what was traced, or `refusal.json` with what the user is to be told."""
+    """Writes the traced step, or `refusal.json` with an error for the user."""
     request: dict[str, Any] = json.loads((folder / "request.json").read_text())
     try:
         traced = trace(Config.model_validate_json(json.dumps(request["config"])), request["devices"])
@@ -46,30 +46,24 @@ def main(folder: Path) -> int:
 def trace(config: Config, devices: int) -> Traced:
     """The config's train step on `devices` devices.
 
-    Nothing runs, and neither weights nor optimizer state take memory. To be called in a process of its own, in which
-    torch_xla wasn't used before: it takes the count of devices for a fact, and keeps it. Raises what opening the
-    backend and building the model raise.
+    Nothing runs, and neither weights nor optimizer state take memory. Call it in a process that hasn't used torch_xla
+    yet, because torch_xla keeps the count of devices. Raises what opening the backend and building the model raise.
     """
     with _pretended(devices):
         tracer = Tracer()
         backend = XlaBackend("cpu", config, None, tracer)
         training = build_training(config, backend, vocabulary=1, fill=False)
         tracer.begin(training, backend.axes)
-        model = model_of(training.built, config.data.seq_len)
+        model = facts_of(training.built, config.data.seq_len)
         name_operations(training.model, tracer.scope)
-        rows = config.train.micro_batch * devices
-        batch = {
-            **token_tensors(config.data, rows, "meta"),
-            "tokens": torch.empty(rows, device="meta"),
-            "votes": torch.empty((rows, 1 + 3 * backend.process.count), device="meta"),
-        }
+        batch = empty_batch(config.data, config.train.micro_batch * devices, backend.process.count, "meta")
         training.step([backend.place(batch) for _ in range(training.accumulation)], config.optim.lr)
         return Traced(tracer.programs, model)
 
 
 @contextmanager
 def _pretended(devices: int) -> Generator[None]:
-    """A mesh of more devices than the CPU client has, of TPUs: in a program that only is traced they are words."""
+    """A mesh of more devices than the CPU client has; a program that is only traced needs none of them."""
     os.environ["PJRT_DEVICE"] = "CPU"
     os.environ.setdefault("CPU_NUM_DEVICES", "4")  # a single one would leave annotations out
     os.environ.update(XLA_IR_DEBUG="1", XLA_HLO_DEBUG="1")  # operations keep their names and lines: 1 s for 8B
@@ -86,14 +80,14 @@ def _pretended(devices: int) -> Generator[None]:
 
 
 class Placeholder(NamedTuple):
-    """A tensor without memory: a handle that keeps naming it after a traced step has changed it, and its partition."""
+    """A tensor without memory: a handle that still names it after a traced step has changed it, and its partition."""
 
     handle: Tensor
     spec: Spec
 
 
 class Tracer:
-    """Tensors without memory for the XLA backend, and programs that are kept instead of run."""
+    """Gives the XLA backend tensors without memory, and keeps its programs instead of running them."""
 
     flash_attention = True  # as on TPU
     compilations = 0
@@ -107,7 +101,7 @@ class Tracer:
         self._spec_of: dict[str, Spec] = {}  # of each argument seen so far
 
     def begin(self, training: Training, axes: Mapping[str, int]) -> None:
-        """Before the first step: what it changes."""
+        """Before the first step, whose model and optimizer `training` has."""
         self._training, self._axes = training, axes
 
     def make(self, shape: Sequence[int], dtype: torch.dtype, spec: Spec, fetch: Fetch | None) -> Tensor:
@@ -121,7 +115,7 @@ class Tracer:
         return self.make(tensor.shape, tensor.dtype, spec, None)
 
     def wait(self) -> None:
-        """There is nothing to wait for, and what was traced can't run."""
+        """Nothing runs."""
 
     def compile(self, fn: Callable[..., Metrics], name: str) -> Callable[..., Metrics]:
         def step(*args: Any) -> Metrics:
@@ -140,11 +134,11 @@ class Tracer:
         return step
 
     def scope(self, name: str) -> object:
-        """What is traced while the result lives gets `name` as a part of its own."""
+        """Operations traced while the result lives get `name` as a part of theirs."""
         return self._bridge.profiler.scope_pusher(name)
 
     def _state(self) -> dict[str, Tensor]:
-        """All that a step may change in place, by the names that a checkpoint gives it; gradients as `grad/<FQN>`."""
+        """All that a step may change in place, by its name in a checkpoint; gradients as `grad/<FQN>`."""
         parameters = dict(self._training.model.named_parameters())
         states = optimizer_tensors(parameters, self._training.optimizer)
         gradients = {state_key("grad", fqn): p.grad for fqn, p in parameters.items() if p.grad is not None}
@@ -184,17 +178,17 @@ class Tracer:
 
 def _named(args: Sequence[Any]) -> dict[str, Tensor]:
     """The tensors among a step's arguments: batches by their keys."""
-    found: dict[str, Tensor] = {}
+    named: dict[str, Tensor] = {}
     for number, argument in enumerate(args):
         if isinstance(argument, dict):
-            found.update({f"batch.{key}": tensor for key, tensor in cast(Batch, argument).items()})
+            named |= {f"batch.{key}": tensor for key, tensor in cast(Batch, argument).items()}
         elif isinstance(argument, Tensor):
-            found[f"argument {number}"] = argument
-    return found
+            named[f"argument {number}"] = argument
+    return named
 
 
 def name_operations(model: nn.Module, scope: Callable[[str], object]) -> None:
-    """Forward operations of each module get its FQN; those of backward, which runs elsewhere, have none."""
+    """Give the forward operations of each module its FQN; those of backward run elsewhere and have none."""
     open_scopes: list[object] = []
     for fqn, module in model.named_modules():
 

@@ -9,7 +9,7 @@ import torch
 
 from portable_fsdp.config.schema import Config
 from portable_fsdp.plan.cuda import plan_memory
-from portable_fsdp.plan.result import Memory, Work
+from portable_fsdp.plan.result import DeviceMemory, Work
 
 ROWS, SEQ_LEN = 2, 256
 LLAMA: dict[str, Any] = {
@@ -43,8 +43,8 @@ def in_a_child(function: Callable[..., Any], *arguments: Any) -> Any:
 
 def plans(
     configs: list[Config], devices: int, device: Literal["cuda", "cpu"], devices_per_host: int = 8
-) -> list[tuple[Memory, Work]]:
+) -> list[tuple[DeviceMemory, Work]]:
     """For a child: a plan of each config, one after the other in one process."""
     torch.set_num_threads(1)
-    found = [plan_memory(config, devices, devices_per_host, limit_bytes=None, device=device) for config in configs]
-    return [(plan.memory, plan.work) for plan in found]
+    made = [plan_memory(config, devices, devices_per_host, limit_bytes=None, device=device) for config in configs]
+    return [(plan.memory, plan.work) for plan in made]

@@ -8,7 +8,7 @@ import pytest
 from portable_fsdp.backends.support import require_supported
 from portable_fsdp.config.load import config_text, load_config
 from portable_fsdp.config.schema import Config
-from portable_fsdp.plan.result import Memory, Plan, Time, Work
+from portable_fsdp.plan.result import DeviceMemory, Plan, Time, Work
 from portable_fsdp.plan.sweep import Settings, Tried, grid, nearest_that_fits, sweep, usual_grid
 from portable_fsdp.runtime.errors import ConfigError
 
@@ -35,7 +35,7 @@ def plan(peak: int, seconds: float = 1.0) -> Plan:
         backend="native",
         settings={},
         parameters=1,
-        memory=Memory(parts={"weights": peak}, limit_bytes=LIMIT),
+        memory=DeviceMemory(parts={"weights": peak}, limit_bytes=LIMIT),
         work=Work(matmul_flops={}, memory_bytes=0, collectives={}, sent_bytes={}),
         time=Time(
             compute_s=seconds,
@@ -60,11 +60,11 @@ def plan_of(settings: Settings) -> Plan:
 
 def test_larger_micro_batches_are_left_out_where_a_smaller_one_has_no_room() -> None:
     axes = {"memory.gradient_checkpointing": ["none", "full"], "train.micro_batch": ["1", "2", "4", "8", "16"]}
-    found = [
-        (one.settings["memory.gradient_checkpointing"], one.settings["train.micro_batch"])
-        for one in sweep(grid(axes), plan_of)
+    settings = [
+        (tried.settings["memory.gradient_checkpointing"], tried.settings["train.micro_batch"])
+        for tried in sweep(grid(axes), plan_of)
     ]
-    assert found == [
+    assert settings == [
         *(("none", size) for size in ("1", "2", "4")),  # 4 x 30 is too much, and the last that is tried
         *(("full", size) for size in ("1", "2", "4", "8", "16")),
     ]
@@ -76,7 +76,7 @@ def test_what_is_refused_is_kept_with_its_reason() -> None:
             raise ConfigError("two is refused")
         return plan_of(settings)
 
-    assert [one.refusal for one in sweep(grid({"train.micro_batch": ["1", "2", "3"]}), refuses)] == [
+    assert [tried.refusal for tried in sweep(grid({"train.micro_batch": ["1", "2", "3"]}), refuses)] == [
         "",
         "two is refused",
         "",
@@ -85,18 +85,18 @@ def test_what_is_refused_is_kept_with_its_reason() -> None:
 
 def test_the_nearest_that_fits_costs_least() -> None:
     """Each measure alone before the next: 8 rows of 30 are too many, of 10 they fit."""
-    (found,) = nearest_that_fits(config(), plan_of, offload=False)
-    assert found.fits
-    assert found.settings == {"memory.gradient_checkpointing": "full"}
+    (tried,) = nearest_that_fits(config(), plan_of, offload=False)
+    assert tried.fits
+    assert tried.settings == {"memory.gradient_checkpointing": "full"}
 
 
 def test_measures_are_laid_one_over_the_other() -> None:
     def larger(settings: Settings) -> Plan:
         return plan(4 * plan_of(settings).memory.peak_bytes)
 
-    found = list(nearest_that_fits(config(), larger, offload=False))
-    assert [one.fits for one in found] == [False, False, True]
-    assert found[-1].settings == {"memory.gradient_checkpointing": "full", "train.micro_batch": "2"}
+    results = list(nearest_that_fits(config(), larger, offload=False))
+    assert [tried.fits for tried in results] == [False, False, True]
+    assert results[-1].settings == {"memory.gradient_checkpointing": "full", "train.micro_batch": "2"}
 
 
 @pytest.mark.parametrize("offload", [True, False])
@@ -107,7 +107,7 @@ def test_none_fits(offload: bool) -> None:
         tried.append(settings)
         return plan(LIMIT + 1)
 
-    assert not any(one.fits for one in nearest_that_fits(config(), never, offload=offload))
+    assert not any(tried.fits for tried in nearest_that_fits(config(), never, offload=offload))
     assert ("memory.cpu_offload" in tried[-1]) == offload
     assert tried[-1]["train.micro_batch"] == "1"
 
@@ -142,8 +142,8 @@ def test_no_setting_of_the_usual_grid_is_refused(
 
 def test_a_strategy_of_its_own_is_in_the_usual_grid() -> None:
     hybrid = config(sharding={"strategy": "HYBRID_SHARD"})
-    found = {point["sharding.strategy"] for point in usual_grid(hybrid, 8, scan=False)}
-    assert found == {"SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD"}
+    strategies = {point["sharding.strategy"] for point in usual_grid(hybrid, 8, scan=False)}
+    assert strategies == {"SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD"}
 
 
 def test_a_row_for_each_plan() -> None:

@@ -1,10 +1,12 @@
 """Tracing, and how plans are made; what the TPU compiler makes of many programs is in test_tpu_programs.py."""
 
 import json
+import resource
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from programs import RESULTS, Program, table, traced
 
 from portable_fsdp.backends.pjrt_options import COMPILER_OPTIONS, compiler_options, libtpu_arguments
 from portable_fsdp.plan import tpu
-from portable_fsdp.plan.result import Model
+from portable_fsdp.plan.result import ModelFacts
 from portable_fsdp.plan.tpu import compile_for, plan_tpu, trace_apart
 from portable_fsdp.plan.tpu_program import Program as TracedProgram
 from portable_fsdp.plan.tpu_program import Traced, read_traced, write_traced
@@ -23,19 +25,12 @@ from portable_fsdp.runtime.errors import BackendError, ConfigError
 pytestmark = pytest.mark.xla
 
 SMALL = Program("small", "v6e:2x4", seq_len=128)
-MODEL = Model(parameters=SMALL.parameters, flops_per_token=None, elements_by_rows={})
+MODEL = ModelFacts(parameters=SMALL.parameters, flops_per_token=None, elements_by_rows={})
 
 
 @pytest.fixture(scope="module")
 def step() -> TracedProgram:
     return traced(SMALL)["train_step"]
-
-
-def elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 # ---------------------------------------------------------------------------------------------------------- tracing
@@ -45,8 +40,8 @@ def test_all_state_is_an_argument_that_is_updated_in_place(step: TracedProgram) 
     state = [argument for argument in step.arguments if argument.output is not None]
     moments = [a for a in state if a.part == "optimizer"]
     weights = [a for a in state if a.part == "weights"]
-    assert sum(elements(a.shape) for a in weights) == SMALL.parameters
-    assert sum(elements(a.shape) for a in moments) == 2 * SMALL.parameters
+    assert sum(prod(a.shape) for a in weights) == SMALL.parameters
+    assert sum(prod(a.shape) for a in moments) == 2 * SMALL.parameters
     assert {a.name.partition("/")[0] for a in moments} == {"exp_avg", "exp_avg_sq"}
     assert len({a.output for a in state}) == len(state)
     assert max(a.output for a in state if a.output is not None) < len(step.outputs)
@@ -61,16 +56,6 @@ def test_shardings_are_those_of_the_engine(step: TracedProgram) -> None:
     assert arguments["model.rotary_emb.inv_freq"].sharding == "{replicated}"
     for argument in step.arguments:
         assert argument.output is None or step.outputs[argument.output] == argument.sharding
-
-
-def test_replicas_share_a_sharding() -> None:
-    """As many as there are hosts, where the config doesn't say."""
-    hybrid = Program("small", "v6e:2x4", seq_len=128, strategy="HYBRID_SHARD")
-    programs, _ = trace_apart(hybrid.config, 8, hosts=2)
-    arguments = {a.name: a for a in programs["train_step"].arguments}
-    expected = "{devices=[4,1,2]<=[2,4]T(1,0) last_tile_dim_replicate}"
-    assert arguments["lm_head.weight"].sharding == expected
-    assert arguments["batch.labels"].sharding == "{devices=[8,1]<=[8]}"
 
 
 @pytest.mark.proof
@@ -96,13 +81,15 @@ def test_accumulation_is_two_programs_over_the_same_gradients(monkeypatch: pytes
     assert plan.notes == ()
 
 
-def test_a_model_that_no_host_could_hold_is_traced_in_little_memory() -> None:
-    import resource
-
-    big = Program("8b", "v5p:2x2x4", seq_len=1024, layers=8, checkpointing="full", scan=True)
-    (program,) = traced(big).values()
-    assert sum(elements(a.shape) for a in program.arguments if a.output is not None) > 3 * 2.7e9
+def test_a_model_that_no_host_could_hold_is_traced_in_little_memory_and_replicas_share_a_sharding() -> None:
+    """As many replicas as there are hosts, where the config doesn't say."""
+    big = Program("8b", "v5p:2x2x4", 1024, layers=8, checkpointing="full", scan=True, strategy="HYBRID_SHARD")
+    programs, _ = trace_apart(big.config, 16, hosts=4)
+    arguments = {argument.name: argument for argument in programs["train_step"].arguments}
+    assert sum(prod(a.shape) for a in arguments.values() if a.output is not None) > 3 * 2.7e9
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 < 4e9  # weights and state would be 34e9
+    assert arguments["lm_head.weight"].sharding == "{devices=[4,1,4]<=[4,4]T(1,0) last_tile_dim_replicate}"
+    assert arguments["batch.labels"].sharding == "{devices=[16,1]<=[16]}"
 
 
 def test_what_the_trainer_refuses_a_plan_refuses_in_the_same_words() -> None:
@@ -124,7 +111,7 @@ def test_a_plan_says_what_a_device_holds_and_does(step: TracedProgram, monkeypat
     stages: list[str] = []
     monkeypatch.setattr(tpu, "trace_apart", lambda *_args, **_kwargs: Traced({"train_step": step}, MODEL))
     plan = plan_tpu(SMALL.config, "v6e:2x4", 8, limit_bytes=2**30, progress=stages.append)
-    assert stages == ["tracing", "compiling train_step", "reading what the compiler wrote"]
+    assert stages == ["tracing", "compiling train_step"]
     memory = plan.memory
     assert set(memory.parts) == {"weights", "optimizer", "batch", "temporaries", "outputs"}
     assert memory.parts["optimizer"] == pytest.approx(8 * SMALL.parameters / 8, rel=0.05)
@@ -166,13 +153,13 @@ ours = os.environ["LIBTPU_INIT_ARGS"]
 os.environ["PJRT_DEVICE"] = "CPU"
 import torch_xla
 from torch_xla._internal import tpu
-found = {}
+settings = {}
 for name, version in {"v4": 4, "v5p": 5, "v5e": 5, "v6e": 6}.items():
     os.environ["LIBTPU_INIT_ARGS"] = ours
     tpu.version = lambda: version
     torch_xla._setup_libtpu_flags()  # as torch_xla does when it is imported where there are chips
-    found[name] = os.environ["LIBTPU_INIT_ARGS"]
-print(json.dumps(found))
+    settings[name] = os.environ["LIBTPU_INIT_ARGS"]
+print(json.dumps(settings))
 """
 
 
@@ -194,16 +181,11 @@ def test_options_are_read_as_libtpu_reads_them() -> None:
 
 def test_the_users_own_options_reach_the_compiler(step: TracedProgram, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_unheard_of=1")
-    with pytest.raises(
-        BackendError, match=r"expected options that libtpu .* knows and takes, found xla_tpu_unheard_of"
-    ):
+    message = "expected options that libtpu .* knows and takes, found xla_tpu_unheard_of"
+    with pytest.raises(BackendError, match=message):
         compile_for(step, "v6e:2x4")
-
-
-def test_an_option_of_the_plan_that_the_compiler_refuses(step: TracedProgram) -> None:
-    with pytest.raises(
-        BackendError, match=r"expected options that libtpu .* knows and takes, found xla_tpu_unheard_of"
-    ):
+    monkeypatch.delenv("LIBTPU_INIT_ARGS")
+    with pytest.raises(BackendError, match=message):
         compile_for(step, "v6e:2x4", options={"xla_tpu_unheard_of": "1"})
 
 
@@ -235,7 +217,7 @@ def test_a_compiler_that_fails_leaves_a_report(
 
 def test_a_compiler_that_hangs_is_stopped(step: TracedProgram, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(BackendError, match="it was stopped after 0 s"):
+    with pytest.raises(BackendError, match="the time limit stopped it"):
         compile_for(step, "v6e:2x4", limit_s=0.1)
 
 
@@ -278,9 +260,9 @@ def test_a_plan_made_before_is_taken_from_the_cache(
 def test_two_at_once(step: TracedProgram, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda slice_: compile_for(step, slice_), ["v6e:2x4", "v5e:2x4"]))
-    assert [compiled.slice for compiled in found] == ["v6e:2x4", "v5e:2x4"]
-    assert found[0].argument_bytes == found[1].argument_bytes
+        first, second = pool.map(lambda slice_: compile_for(step, slice_), ["v6e:2x4", "v5e:2x4"])
+    assert (first.slice, second.slice) == ("v6e:2x4", "v5e:2x4")
+    assert first.argument_bytes == second.argument_bytes
 
 
 def test_page_shows_the_results() -> None:

@@ -1,8 +1,7 @@
 """Which memory lives when, while a step runs on fake tensors: every storage from its first tensor to its last.
 
-`Recorder` is a dispatch mode: it sees each operator, and so each new storage, the products and the collectives. What
-it notes of a storage (operator, moment, module, stream, part of the plan) is known when it is made; the rest is a walk
-through the record.
+`Recorder` is a dispatch mode: it sees each operator, and so each new storage, the matrix products and the collectives.
+It notes a storage's operator, moment, module, stream and part of the plan when it is made.
 """
 
 # Autograd's running node and a storage's address have no public name.
@@ -26,14 +25,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from portable_fsdp.backends.native.engine import COLLECTIVES
-from portable_fsdp.plan.kernels import CUBLAS_WORKSPACE_BYTES, products, workspace_bytes
+from portable_fsdp.plan.kernels import CUBLAS_WORKSPACE_BYTES, matrix_products, workspace_bytes
 
-Part = Literal["weights", "gradients", "optimizer", "gathered weights", "activations", "loss and logits", "temporaries"]
-PARTS: tuple[Part, ...] = (
-    *("weights", "gradients", "optimizer", "gathered weights"),
-    *("activations", "loss and logits", "temporaries"),
-)
-
+MemoryPart = Literal[
+    "weights", "gradients", "optimizer", "gathered weights", "activations", "loss and logits", "temporaries"
+]
 LOSS = "the loss"  # in place of a module's FQN
 
 
@@ -43,9 +39,13 @@ class Block:
 
     bytes: int
     stream: int
-    part: Part
+    part: MemoryPart
     name: str  # of the operator, or the tensor's FQN
     where: str  # "backward of model.layers.7.mlp"
+
+
+Events = list[tuple[Block, bool]]
+"""In order: a block that is made (True) or freed (False)."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Collective:
 
 @dataclass
 class Calls:
-    """What ran in one call of a program of the step."""
+    """The work of one call of a program of the step."""
 
     flops: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # by dtype of the factors
     collectives: Counter[Collective] = field(default_factory=lambda: Counter())
@@ -69,21 +69,21 @@ class Calls:
 
 
 class Moments:
-    """Where in a step we are: what FSDP2 and the optimizer call their sections, and whose forward or backward it is.
+    """The current place in a step: FSDP2's or the optimizer's section, and whose forward or backward runs.
 
-    Each node of autograd has the number of the operation that made it. The numbers at which modules begin and end are
-    noted in forward; in backward the running node's tells the innermost module.
+    Each node of autograd has the number of the operation that made it. Forward notes the numbers at which modules begin
+    and end; in backward the running node's number tells the innermost module.
     """
 
     def __init__(self) -> None:
         self.sections: list[str] = []  # of torch.profiler.record_function, which FSDP2 and optimizers name
+        self.in_loss = False  # in forward, from the head on
         self._names: dict[int, str] = {}
         self._head: nn.Module | None = None
         self._running: list[str] = []
         self._began: list[int] = []
-        self._modules: list[str] = []  # with `_began`: from that number on it is this module
+        self._modules: list[str] = []  # with `_began`: the module from that number on
         self._backward_module = ""
-        self.in_loss = False  # in forward, from the head on
 
     @contextmanager
     def watching(self, model: nn.Module) -> Generator[None]:
@@ -107,8 +107,7 @@ class Moments:
             self.in_loss = self.in_loss or module is self._head
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
-        name = self._names.get(id(module))
-        if name is not None:
+        if id(module) in self._names:
             self._running.pop()
             self.in_loss = self.in_loss and bool(self._running)
             self._mark(self._module())
@@ -118,13 +117,13 @@ class Moments:
         self._modules.append(name)
 
     def _module(self) -> str:
-        """The innermost one that runs; what the model itself does once its head has run is the loss."""
+        """The innermost running one; the model's own operations after its head are the loss."""
         name = self._running[-1] if self._running else ""
         return LOSS if self.in_loss and name == "" else name
 
     def now(self) -> tuple[str, str]:
         """Moment (`forward`, `recomputation`, `backward`, or a section's name) and FQN."""
-        section = self.sections[-1] if self.sections else ""
+        section = self.section
         if section.startswith("Optimizer."):
             return "optimizer", ""
         node = _running_node()
@@ -138,37 +137,45 @@ class Moments:
             return "recomputation", self._running[-1] if self._running else self._backward_module
         return "backward", self._backward_module
 
+    @property
+    def section(self) -> str:
+        return self.sections[-1] if self.sections else ""
+
+    def describe(self) -> str:
+        """`backward of model.layers.7.mlp`."""
+        return _words(*self.now())
+
 
 # ---------------------------------------------------------------------------------------------------------- recorder
 
 
 class Recorder(TorchDispatchMode):
-    """Notes what is made and freed on `device` in tensors of `fake`, and what runs.
+    """Notes what is made and freed on `device` in tensors of `fake`, and the work that runs.
 
-    `is_gpu`: add what kernels take for themselves on a GPU (kernels.py).
+    `is_gpu`: add the memory that a GPU's kernels take for themselves (kernels.py).
     """
 
     def __init__(self, fake: FakeTensorMode, device: torch.device, *, is_gpu: bool) -> None:
         super().__init__()
         self.moments = Moments()
-        self.events: list[tuple[Block, bool]] = []  # made (True), freed (False)
+        self.events: Events = []
         self.calls: list[Calls] = []
         self.streams: list[Any] = []  # in the order of their first use; held, so that no two have one id
         self._fake, self.device, self.is_gpu = fake, device, is_gpu
-        self._given: tuple[Part, str] | None = None
+        self._known: tuple[MemoryPart, str] | None = None
         self._live: dict[int, tuple[Any, Block]] = {}  # by the storage's address
         self._weights: Mapping[str, set[int]] = {}  # module -> elements of its parameters
         self._has_workspace: set[bool] = set()
 
     @contextmanager
-    def given(self, part: Part, where: str) -> Generator[None]:
-        """What is made inside is of this part."""
-        before = self._given
-        self._given = (part, where)
+    def making(self, part: MemoryPart, where: str) -> Generator[None]:
+        """Everything made inside is of this part."""
+        before = self._known
+        self._known = (part, where)
         try:
             yield
         finally:
-            self._given = before
+            self._known = before
 
     @contextmanager
     def watching(self, model: nn.Module) -> Generator[None]:
@@ -181,23 +188,22 @@ class Recorder(TorchDispatchMode):
             yield
 
     def name(self, tensor: Tensor, name: str) -> None:
-        """Give a tensor that is made already its FQN."""
-        found = self._live.get(tensor.untyped_storage()._cdata)
-        if found is not None:
-            found[1].name = name
+        """Give a tensor that exists already its FQN."""
+        entry = self._live.get(tensor.untyped_storage()._cdata)
+        if entry is not None:
+            entry[1].name = name
 
     def resized(self, storage: Any) -> None:
         """FSDP2 frees gathered weights, and makes room for them again, by `resize_`, which no dispatch mode sees."""
-        found = self._live.get(storage._cdata)
-        if found is None or found[1].bytes == storage.nbytes():
+        entry = self._live.get(storage._cdata)
+        if entry is None or entry[1].bytes == storage.nbytes():
             return
-        _, block = found
+        reference, block = entry
         if block.bytes:
             block.part = "gathered weights"
             self.events.append((block, False))
-        moment, module = self.moments.now()
-        again = Block(storage.nbytes(), self._stream(), "gathered weights", block.name, _words(moment, module))
-        self._live[storage._cdata] = (found[0], again)
+        again = Block(storage.nbytes(), self._stream(), "gathered weights", block.name, self.moments.describe())
+        self._live[storage._cdata] = (reference, again)
         if again.bytes:
             self.events.append((again, True))
 
@@ -215,10 +221,11 @@ class Recorder(TorchDispatchMode):
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._see(leaf, name)
-        if name in COLLECTIVES:
-            self._count_collective(name, args)
-        else:
-            self._count_products(func, args, kwargs, out)
+        if self.calls:
+            if name in COLLECTIVES:
+                self._count_collective(COLLECTIVES[name], args)
+            else:
+                self._count_products(func, args, kwargs, out)
         return out
 
     def _section(self, name: str, args: tuple[Any, ...]) -> None:
@@ -236,7 +243,7 @@ class Recorder(TorchDispatchMode):
         if key in self._live:
             return
         moment, module = self.moments.now()
-        part, where = self._given or (self._part(tensor, moment, module), _words(moment, module))
+        part, where = self._known or (self._part(tensor, moment, module), _words(moment, module))
         block = Block(storage.nbytes(), self._stream(), part, op, where)
         self._live[key] = (weakref.ref(storage, lambda _: self._freed(key)), block)
         if block.bytes:
@@ -247,8 +254,8 @@ class Recorder(TorchDispatchMode):
         if block.bytes:
             self.events.append((block, False))
 
-    def _part(self, tensor: Tensor, moment: str, module: str) -> Part:
-        section = self.moments.sections[-1] if self.moments.sections else ""
+    def _part(self, tensor: Tensor, moment: str, module: str) -> MemoryPart:
+        section = self.moments.section
         if section.startswith(("FSDP::all_gather", "FSDP::pre_forward", "FSDP::pre_backward")):
             return "gathered weights"
         if section.startswith("FSDP::post_backward"):
@@ -271,37 +278,34 @@ class Recorder(TorchDispatchMode):
         return len(self.streams) - 1
 
     def _count_products(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        found = products(func, args, kwargs, out) if self.calls else None
-        if found is None:
-            return
-        self.calls[-1].flops[found.dtype] += found.operations
-        if self.is_gpu:
-            self._take_workspace(func, args)
+        products = matrix_products(func, args, kwargs, out)
+        if products is not None:
+            self.calls[-1].flops[products.dtype] += products.operations
+            if self.is_gpu:
+                self._take_workspace(func, args)
 
     def _take_workspace(self, func: Any, args: tuple[Any, ...]) -> None:
-        where = _words(*self.moments.now())
+        def workspace(size: int, kernel: str) -> Block:
+            return Block(size, self._stream(), "temporaries", f"{kernel} workspace", self.moments.describe())
+
         # Of cuBLAS: for the thread of forward and for that of backward, each kept from its first product on.
         is_backward = _running_node() is not None
         if is_backward not in self._has_workspace:
             self._has_workspace.add(is_backward)
-            block = Block(CUBLAS_WORKSPACE_BYTES, self._stream(), "temporaries", "cuBLAS workspace", where)
-            self.events.append((block, True))
+            self.events.append((workspace(CUBLAS_WORKSPACE_BYTES, "cuBLAS"), True))
         if taken := workspace_bytes(func, args):
-            block = Block(taken, self._stream(), "temporaries", f"{func.name()} workspace", where)
+            block = workspace(taken, func.name())
             self.events += [(block, True), (block, False)]
 
-    def _count_collective(self, name: str, args: tuple[Any, ...]) -> None:
-        if not self.calls:
-            return
+    def _count_collective(self, kind: str, args: tuple[Any, ...]) -> None:
         group = next(argument for argument in args if isinstance(argument, torch.ScriptObject))
         group = cast(Any, dist.ProcessGroup).unbox(group)
         ranks = tuple(dist.get_process_group_ranks(group))
-        if len(ranks) == 1:
-            return
-        largest = max((leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)), key=lambda leaf: leaf.nbytes)
-        dtype = str(largest.dtype).removeprefix("torch.")
-        call = Collective(COLLECTIVES[name], dtype, largest.nbytes, ranks, group.group_name)
-        self.calls[-1].collectives[call] += 1
+        if len(ranks) > 1:
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+            largest = max(tensors, key=lambda tensor: tensor.nbytes)
+            dtype = str(largest.dtype).removeprefix("torch.")
+            self.calls[-1].collectives[Collective(kind, dtype, largest.nbytes, ranks, group.group_name)] += 1
 
 
 def _running_node() -> Any:
@@ -313,11 +317,8 @@ def _words(moment: str, module: str) -> str:
     return f"{moment} of {module}" if module else moment
 
 
-# -------------------------------------------------------------------------------------------------- reading the record
-
-
 @dataclass(frozen=True)
-class Peak:
+class PeakMemory:
     bytes: int
     blocks: tuple[Block, ...]  # that live then, in the order in which they were made
 
@@ -327,7 +328,7 @@ class Peak:
         return self.blocks[-1].where if self.blocks else ""
 
 
-def peak(events: list[tuple[Block, bool]]) -> Peak:
+def peak(events: Events) -> PeakMemory:
     """When most bytes live at once."""
     now = most = at = 0
     for number, (block, is_made) in enumerate(events, start=1):
@@ -340,4 +341,4 @@ def peak(events: list[tuple[Block, bool]]) -> Peak:
             live[block] = None
         else:
             del live[block]
-    return Peak(most, tuple(live))
+    return PeakMemory(most, tuple(live))
