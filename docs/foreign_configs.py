@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from portable_fsdp.config.describe import yaml_value
-from portable_fsdp.convert.table import ENVIRONMENT, FSDP, Answers, ForeignKey, Outcome, bare_name, key_table
+from portable_fsdp.convert.table import ENVIRONMENT, FSDP, Answers, ForeignKey, KeyOutcome, bare_name, key_table
 from portable_fsdp.convert.values import cases
 
 INTRODUCTION = """# Configs of other tools
@@ -141,7 +141,7 @@ def _words(key: ForeignKey) -> str:
     return "; ".join(parts).replace("|", "\\|")
 
 
-def _outcome(outcome: Outcome, says_refused: bool = True) -> str:
+def _outcome(outcome: KeyOutcome, says_refused: bool = True) -> str:
     match outcome.kind:
         case "set" if isinstance(outcome.settings, str):
             return _remarked([f"`{outcome.settings}`"], outcome.remark)

@@ -22,7 +22,7 @@ from portable_fsdp.convert.table import (
     TOP,
     TRAINER,
     ForeignKey,
-    Outcome,
+    KeyOutcome,
     find,
     find_anywhere,
     nearest_key,
@@ -34,7 +34,7 @@ from portable_fsdp.convert.values import Raw, UnreadableValue, in_words, outcome
 _SECRET = ("hub_token", "aws_access_key_id", "aws_secret_access_key")  # messages and translations repeat values
 _NUMBERS = ("num_processes", "num_machines")
 _DEEP = 8  # mappings within mappings; more is an alias of a mapping in itself
-_NULL = Outcome(ignore="null")
+_NULL = KeyOutcome(ignore="null")
 
 
 class KeyEntry(NamedTuple):
@@ -210,7 +210,7 @@ class _KeyReader:
             expected = f"expected a number from 0 to num_machines - 1 = {hosts - 1}"
             _add_problem(self.result, entry, f"{expected}, found {rank}.")
 
-    def _apply(self, row: ForeignKey, entry: KeyEntry, outcome: Outcome) -> None:
+    def _apply(self, row: ForeignKey, entry: KeyEntry, outcome: KeyOutcome) -> None:
         match outcome.kind:
             case "set":
                 remarks = (outcome.remark, self._misplaced(row, entry), self.tool.remark(row, entry.key))

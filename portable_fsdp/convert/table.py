@@ -26,7 +26,7 @@ class _Checked(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Outcome(_Checked):
+class KeyOutcome(_Checked):
     """What becomes of a key with a certain value: exactly one of `set`, `ignore`, `launcher` and `refuse`."""
 
     settings: Mapping[str, Any] | str | None = Field(default=None, alias="set")
@@ -56,11 +56,11 @@ class Outcome(_Checked):
         return f"{self.way}, or override {self.about}" if self.about else self.way
 
 
-class Answers(Outcome):
+class Answers(KeyOutcome):
     """A row: the outcome of each value of its keys. `words` come first, then the row's own outcome."""
 
     keys: str
-    words: Mapping[str, Outcome] = {}
+    words: Mapping[str, KeyOutcome] = {}
     values: Literal["any", "flag", "text", "names", "dtype", "several", "number", "whole"] | tuple[str, ...] | None = (
         Field(default=None, alias="as")
     )

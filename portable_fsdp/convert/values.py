@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import cast
 
-from portable_fsdp.convert.table import Answers, Outcome
+from portable_fsdp.convert.table import Answers, KeyOutcome
 
 YES = ("true", "yes", "y", "t", "on", "1")
 NO = ("false", "no", "n", "f", "off", "0")
@@ -26,14 +26,14 @@ class UnreadableValue(Exception):
     """The value that was expected, in words."""
 
 
-def outcome_of(answers: Answers, raw: Raw) -> Outcome:
+def outcome_of(answers: Answers, raw: Raw) -> KeyOutcome:
     """What becomes of a key with this value. Raises UnreadableValue where its row reads no such value."""
     match answers.reads:
         case "any":
             return answers
         case "off":
             is_off = raw.lower() in (*OFF, answers.also) if isinstance(raw, str) else not raw
-            return Outcome(ignore="turned off") if is_off else answers
+            return KeyOutcome(ignore="turned off") if is_off else answers
         case "names":
             return _setting(answers, _names(raw))
         case "several":
@@ -42,7 +42,7 @@ def outcome_of(answers: Answers, raw: Raw) -> Outcome:
             return _of_scalar(answers, scalar(raw))
 
 
-def _of_scalar(answers: Answers, text: str) -> Outcome:
+def _of_scalar(answers: Answers, text: str) -> KeyOutcome:
     menu = answers.reads if isinstance(answers.reads, tuple) else ()
     if text.isdecimal() and 1 <= int(text) <= len(menu):
         return _setting(answers, menu[int(text) - 1])
@@ -75,17 +75,17 @@ def _of_scalar(answers: Answers, text: str) -> Outcome:
             raise UnreadableValue(expected(answers))
 
 
-def _setting(answers: Answers, value: object) -> Outcome:
+def _setting(answers: Answers, value: object) -> KeyOutcome:
     """The row's own outcome, with the value for the option that takes it."""
     if not isinstance(answers.settings, str):
         return answers
-    return Outcome(set={answers.settings: value}, remark=answers.remark)
+    return KeyOutcome(set={answers.settings: value}, remark=answers.remark)
 
 
-def float16(answers: Answers) -> Outcome:
+def float16(answers: Answers) -> KeyOutcome:
     """The refusal of that dtype, for an option of any."""
     [option] = answers.options
-    return Outcome(
+    return KeyOutcome(
         refuse="float16 needs a scaled loss, which is not built", way="set it to bfloat16", about=str(option)
     )
 
@@ -115,11 +115,11 @@ def _bounds(answers: Answers) -> str:
     return f" >= {answers.least:g}" if answers.least > -math.inf else ""
 
 
-def cases(answers: Answers) -> Iterator[tuple[str, Outcome]]:
+def cases(answers: Answers) -> Iterator[tuple[str, KeyOutcome]]:
     """Each value that has an outcome of its own, in words, and `else` for what a row refuses besides."""
     yield from answers.words.items()
     if answers.reads == "off":
-        yield ", ".join(filter(None, ("off", answers.also))), Outcome(ignore="turned off")
+        yield ", ".join(filter(None, ("off", answers.also))), KeyOutcome(ignore="turned off")
     if answers.reads == "dtype":
         yield "float16", float16(answers)
     if answers.kind:
@@ -134,7 +134,7 @@ def _names(raw: Raw) -> list[str]:
     return names
 
 
-def _several(answers: Answers, raw: Raw) -> Outcome:
+def _several(answers: Answers, raw: Raw) -> KeyOutcome:
     """Several words, each with settings of its own, in one text with spaces or a list; or true or false."""
     items = raw if isinstance(raw, list) else [scalar(raw)]
     words = [word for item in items for word in scalar(item).lower().replace(",", " ").split()]
@@ -149,7 +149,7 @@ def _several(answers: Answers, raw: Raw) -> Outcome:
         for name, value in answers.words[word].options.items():
             if settings.setdefault(name, value) != value:
                 raise UnreadableValue("one strategy")
-    return Outcome(set=settings)
+    return KeyOutcome(set=settings)
 
 
 def scalar(raw: Raw) -> str:

@@ -23,7 +23,7 @@ from portable_fsdp.convert.table import (
     TRAINER,
     Answers,
     ForeignKey,
-    Outcome,
+    KeyOutcome,
     find,
     find_anywhere,
     key_table,
@@ -230,7 +230,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("row", "value", "refusal"), REFUSED)
 def test_the_override_that_a_refusal_names_lifts_it(
-    row: ForeignKey, value: str, refusal: Outcome, tmp_path: Path
+    row: ForeignKey, value: str, refusal: KeyOutcome, tmp_path: Path
 ) -> None:
     theirs, environ = tmp_path / "theirs.yaml", {}
     inside = {nested_place("", row.place): {row.name: value}} if nested_place("", row.place) else {row.name: value}
@@ -255,22 +255,19 @@ def test_the_override_that_a_refusal_names_lifts_it(
 
 
 EXAMPLES = {
-    "accelerate_0_20_fsdp.yaml": "0.20.3",
-    "accelerate_0_34_fsdp.yaml": "0.34.2",
-    "accelerate_1_0_fsdp_hybrid.yaml": "1.0.1",
-    **{
-        f"{name}.yaml": "installed"
-        for name in ("accelerate_1_15_fsdp2", "deepspeed_zero3", "megatron", "multi_gpu", "tpu")
-    },
+    "accelerate_0_20_fsdp.yaml": "accelerate 0.20",
+    "accelerate_0_34_fsdp.yaml": "accelerate 0.34",
+    "accelerate_1_0_fsdp_hybrid.yaml": "accelerate 1.0",
+    **dict.fromkeys(
+        ("accelerate_1_15_fsdp2.yaml", "deepspeed_zero3.yaml", "megatron.yaml", "multi_gpu.yaml", "tpu.yaml"),
+        "accelerate",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_has_what_its_release_writes(name: str) -> None:
-    places = OLDER.get(
-        EXAMPLES[name], {place: " ".join(keys) for place, keys in keys_of(package("accelerate")).items()}
-    )
-    known = {place: keys.split() for place, keys in places.items()}
+    known = {place: set(keys) for place, keys in SOURCES[EXAMPLES[name]][1]().items()}
     for key, value in yaml.safe_load(named(name).read_text()).items():
         assert key in known["accelerate"], key
         inside = value if isinstance(value, dict) else {}
