@@ -23,28 +23,21 @@ DESCRIPTION = """Train a causal language model. With one process per GPU of this
 
   torchrun --nproc_per_node=8 -m portable_fsdp.launch --device=cuda --config=FILE"""
 EXIT_CODES = "exit code: 0 finished, 2 usage or config error, 143 stopped after a committed save, 1 anything else"
+FLAGS = {
+    "device": "auto | cpu | cuda | tpu (default auto: cuda, else tpu, else cpu)",
+    "backend": "auto | native | xla | xla_fsdp1 (default auto: native on cpu, cuda; xla on tpu)",
+    "num_devices": "auto | N: devices of this host (default auto: all GPUs or TPU chips; one CPU device)",
+}
 
 
 def _parser() -> CommandParser:
     parser = CommandParser("launch", DESCRIPTION, epilog=EXIT_CODES)
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="overrides a key of the config: optim.lr=3e-4"
-    )
-    parser.add_argument("--config", action=Once, metavar="FILE", help="YAML file; configs/ holds examples")
-    parser.add_argument("--import", action="append", default=[], dest="imports", metavar="FILE", help=IMPORT_HELP)
-    parser.add_argument(
-        "--device", default="auto", help="auto | cpu | cuda | tpu (default auto: cuda, else tpu, else cpu)"
-    )
-    parser.add_argument(
-        "--backend",
-        default="auto",
-        help="auto | native | xla | xla_fsdp1 (default auto: native on cpu, cuda; xla on tpu)",
-    )
-    parser.add_argument(
-        "--num_devices",
-        default="auto",
-        help="auto | N: devices of this host (default auto: all GPUs or TPU chips; one CPU device)",
-    )
+    add = parser.add_argument
+    add("overrides", nargs="*", metavar="key=value", help="overrides a key of the config: optim.lr=3e-4")
+    add("--config", action=Once, metavar="FILE", help="YAML file; configs/ holds examples")
+    add("--import", action="append", default=[], dest="imports", metavar="FILE", help=IMPORT_HELP)
+    for name, description in FLAGS.items():
+        add(f"--{name}", default="auto", help=description)
     return parser
 
 
@@ -63,65 +56,54 @@ def main(argv: list[str]) -> int:
 
 
 def _launch(options: argparse.Namespace, argv: list[str]) -> int:
+    from portable_fsdp.backends.open import local_processes, options_of, resolve
     from portable_fsdp.backends.support import require_supported
     from portable_fsdp.train.early_checks import check_paths, nothing_left
 
     loaded = _read(options)
-    wanted = number_of("num_devices", options.num_devices)
-    launch = detect_launch(os.environ)
-
-    from portable_fsdp.backends.open import local_processes, options_of, resolve
-
+    num_devices, launch = number_of("num_devices", options.num_devices), detect_launch(os.environ)
     device, backend = resolve(options.device, options.backend)
-    processes = local_processes(device, backend, wanted) if launch.is_alone and not launch.by_accelerate else 1
+    processes = local_processes(device, backend, num_devices) if launch.is_alone and not launch.by_accelerate else 1
 
-    # A TPU VM may be one of several all the same: its engine asks the slice.
-    by_hand = launch.kind == "plain" and device != "tpu"
+    def check_devices(devices: int | None, counted_by: str = f"backend {backend}") -> None:
+        if loaded.imports:
+            from portable_fsdp.convert.launcher import check_launcher_facts
 
-    def check_devices(devices: int | None, counted_by: str) -> None:
-        if not loaded.imports:
-            return
-        from portable_fsdp.convert.launcher import check_launcher_facts
-
-        check_launcher_facts(
-            loaded.imports,
-            processes=devices,
-            environ=os.environ,
-            device=device,
-            counted_by=counted_by,
-            by_hand=by_hand,
-        )
+            # A TPU VM may be one of several all the same: its engine asks the slice.
+            alone = launch.kind == "plain" and device != "tpu"
+            check_launcher_facts(
+                loaded.imports,
+                processes=devices,
+                environ=os.environ,
+                device=device,
+                counted_by=counted_by,
+                by_hand=alone,
+            )
 
     # Under the others one process may drive several devices, which only the engine counts.
-    started = processes if launch.is_alone else launch.world_size
     is_counted = options_of(backend).launcher_counts_devices
-    check_devices(started if is_counted else None, "the launcher")
+    check_devices((processes if launch.is_alone else launch.world_size) if is_counted else None, "the launcher")
     if launch.is_alone and device != "tpu":  # the other hosts of a slice would wait for this one
-        devices = processes if is_counted else wanted
+        devices = processes if is_counted else num_devices
         require_supported(loaded.config, engine=backend, device=device, devices=devices, hosts=1)
         check_paths(loaded.config)
-        if said := nothing_left(loaded.config):
-            print(said, file=sys.stderr)
+        if message := nothing_left(loaded.config):
+            print(message, file=sys.stderr)
             return EXIT_FINISHED
     if processes > 1:
         return _start(processes, argv, Path(loaded.config.run.dir))
 
     os.environ.update(launch.variables)
     if launch.rank == 0:
-        print(f"started by {launch.description}", *_said_by_environment(loaded), sep="\n", file=sys.stderr, flush=True)
+        lines = (f"started by {launch.description}", *_settings_of_environment(loaded))
+        print(*lines, sep="\n", file=sys.stderr, flush=True)
     from portable_fsdp.train.loop import train
 
-    return train(
-        loaded.config,
-        device=device,
-        backend=backend,
-        num_devices=wanted,
-        check_devices=lambda devices: check_devices(devices, f"backend {backend}"),
-    )
+    return train(loaded.config, device=device, backend=backend, num_devices=num_devices, check_devices=check_devices)
 
 
 def _read(options: argparse.Namespace) -> "Loaded":
-    """The config that the flags name, checked for what no device is asked for."""
+    """The config that the flags name, after the checks that need no device."""
     from portable_fsdp.config.load import read_config
     from portable_fsdp.optim.schedule import check_schedule
 
@@ -134,7 +116,7 @@ def _read(options: argparse.Namespace) -> "Loaded":
 
 
 def _start(processes: int, argv: list[str], run_dir: Path) -> int:
-    """Run this very command in so many processes of this host; returns their exit code."""
+    """Run this very command in `processes` processes of this host; returns their exit code."""
     from portable_fsdp.runtime.elastic import run_processes
 
     since = time.time()
@@ -146,19 +128,19 @@ def _start(processes: int, argv: list[str], run_dir: Path) -> int:
     return code
 
 
-def _said_by_environment(loaded: "Loaded") -> Iterator[str]:
-    """What no file and no flag of this start shows: the options that come from the environment of its launcher."""
+def _settings_of_environment(loaded: "Loaded") -> Iterator[str]:
+    """Options that come from the environment of a launcher, which no file and no flag shows."""
     for imported in loaded.imports:
-        options = [name for name, setting in imported.settings.items() if loaded.origins.get(name) == setting.origin]
-        if imported.kind == "environment" and options:
-            said = (f"{name}={imported.settings[name].value} ({imported.settings[name].key})" for name in options)
-            yield f"from {imported.path}: {', '.join(said)}"
+        names = [name for name, setting in imported.settings.items() if loaded.origins.get(name) == setting.origin]
+        if imported.kind == "environment" and names:
+            settings = (f"{name}={imported.settings[name].value} ({imported.settings[name].key})" for name in names)
+            yield f"from {imported.path}: {', '.join(settings)}"
 
 
 def _say(message: str) -> None:
-    """Print an error once a host: most are found by all processes alike, and then the launcher ends the others."""
+    """Print an error once a host: mostly all processes have it, and the launcher ends the others."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(15)  # still here: the first process has not found it
+        time.sleep(15)  # still alive: the first process doesn't have it
         message = f"[process {os.environ.get('RANK')}] {message}"
     print(message, file=sys.stderr, flush=True)
 

@@ -50,26 +50,6 @@ class BuiltModel:
     base: "Base | None" = None  # of `model.lora`, where it comes from `model.pretrained`
 
 
-@dataclass(frozen=True)
-class _Request:
-    """What the transformations read."""
-
-    model: schema.Model
-    precision: schema.Precision
-    seed: int
-    seq_len: int
-    eager: bool
-    loss: Loss | None
-    packs_documents: bool
-    pretrained: "Pretrained | None"
-    rows_before: int | None  # of the vocabulary, where it has grown
-    twin: Any  # keeps its meta parameters while the backend replaces the model's
-
-    @property
-    def master(self) -> torch.dtype:
-        return DTYPES[self.precision.master]
-
-
 def build_model(
     model: schema.Model,
     precision: schema.Precision | None = None,
@@ -85,9 +65,8 @@ def build_model(
     """Build the causal language model that the config names, ready to be sharded.
 
     Args:
-        model: the config's section.
-        precision: the config's section; None: its defaults. Weights rest in `master`, those that don't train in
-            `frozen`, and the loss takes logits in `output`; what happens between is the backend's.
+        model, precision: the config's sections. Weights rest in `master`, those that don't train in `frozen`, and the
+            loss takes logits in `output`; what happens between is the backend's.
         seed: of the initial weights; not used with `model.pretrained`.
         seq_len: tokens in a row, which the model's positions must hold.
         vocabulary: ids of the tokenizer, which the model's embedding must hold.
@@ -97,9 +76,8 @@ def build_model(
             may grow where the tokenizer has more. Called only then.
         packs_documents: several documents share a row; forward gets their `positions` and `segments`.
 
-    Parameters that `model.freeze` names have no `requires_grad`; with `model.lora`, only adapters have. Raises
-    ConfigError where the config doesn't name a model that fits, a pattern names nothing in it, or the model wouldn't
-    keep packed documents apart.
+    Raises ConfigError for a config that names no model that fits, a pattern that names nothing in it, and a model that
+    wouldn't keep packed documents apart.
     """
     # transformers and accelerate would import torch_xla wherever it is installed; we choose the engine ourselves.
     os.environ.setdefault("USE_TORCH_XLA", "0")
@@ -125,8 +103,7 @@ def build_model(
     built = with_values(built, twin, master, pretrained, model.allow, rows_before)
     built = with_loss(built, DTYPES.get(precision.output), eager, loss, documents)  # auto: none of them
     if model.lora is not None:
-        _require_whole_base(built, pretrained, rows_before)
-        built = with_adapters(built, model.lora, seed, master)
+        built = with_adapters(built, model.lora, seed, master, pretrained, rows_before is not None)
     built = with_frozen(built, model.freeze)
     if precision.frozen != "auto":
         built = with_frozen_dtype(built, DTYPES[precision.frozen])
@@ -191,24 +168,21 @@ def with_loss(
     return built
 
 
-def _require_whole_base(built: BuiltModel, pretrained: "Pretrained | None", rows_before: int | None) -> None:
-    """Adapters belong to a base that others have too; what is made here and never trained would be lost with them."""
+def with_adapters(
+    built: BuiltModel, lora: schema.Lora, seed: int, master: torch.dtype, pretrained: "Pretrained | None", grows: bool
+) -> BuiltModel:
+    """From then on only adapters train. The base must be one that others have: no file would hold what is made here."""
+    from portable_fsdp.models.lora import add_adapters, start_from
     from portable_fsdp.models.pretrained import PretrainedWeights
 
     drawn = built.fill.drawn if isinstance(built.fill, PretrainedWeights) else []
-    if pretrained is not None and (drawn or rows_before is not None):
+    if pretrained is not None and (drawn or grows):
         missing = f"{drawn[0]}, which it lacks (model.allow)" if drawn else "rows for new tokens in its embedding"
         raise ConfigError(
             f"model.lora: expected a base that is whole in {pretrained.file.where}, found {missing}: it would be made "
             "here, and no adapter trains it.\n  Take the model's own tokenizer and all of its weights, or train "
             "without model.lora."
         )
-
-
-def with_adapters(built: BuiltModel, lora: schema.Lora, seed: int, master: torch.dtype) -> BuiltModel:
-    """From then on only adapters train."""
-    from portable_fsdp.models.lora import add_adapters, start_from
-
     fill = add_adapters(built.model, lora, seed, master, built.fill)
     return replace(built, fill=fill if lora.start_from is None else start_from(lora, built.model, fill))
 
@@ -315,11 +289,14 @@ def _on_meta(config: Any, attention: str) -> Any:
         with torch.device("meta"):
             return _made(config, attention)
     except Exception as error:  # an activation's name, heads of 0: each fails in a way of its own
-        raise ConfigError(
-            f"model: {type(config).__name__}: no model can be built from it: {type(error).__name__}: "
-            f"{last_line(error)}\n"
-            "  Compare the sizes in model.architecture with a model that exists."
-        ) from error
+        raise _misfit(f"{type(config).__name__}: no model can be built from it", error) from error
+
+
+def _misfit(problem: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"model: {problem}: {type(error).__name__}: {last_line(error)}\n"
+        "  Compare the sizes in model.architecture with a model that exists."
+    )
 
 
 def _check_forward(model: Any, seq_len: int) -> None:
@@ -328,35 +305,25 @@ def _check_forward(model: Any, seq_len: int) -> None:
     A third of a second for 80 layers. What the model reads from its values (transformers looks for padding) can't be
     followed and isn't refused, save in experts that choose their tokens on the host.
     """
-    for name, table in model.named_modules():
+    modules = dict(model.named_modules())
+    for name, table in modules.items():
         if isinstance(table, nn.Embedding) and "position" in name and table.padding_idx is not None:
             _check_positions(table.num_embeddings - table.padding_idx - 1, seq_len)  # RoBERTa counts from there
     try:
         with torch.no_grad(), torch.device("meta"):
             model(input_ids=torch.zeros(1, seq_len, dtype=torch.int64), use_cache=False)
     except Exception as error:
-        _refuse_forward(model, seq_len, error)
-
-
-def _refuse_forward(model: nn.Module, seq_len: int, error: Exception) -> None:
-    reads = "meta tensors" in str(error) or isinstance(error, NotImplementedError)
-    dynamic = [
-        name
-        for name, module in model.named_modules()
-        if "Experts" in type(module).__name__ and not experts.takes_implementation(module)
-    ]
-    if reads and dynamic:
-        raise ConfigError(
-            f"model: {type(model).__name__}: expected experts that run in static shapes, found {dynamic[0]}, which "
-            "asks the host which tokens it got.\n  Take a model whose experts transformers lets us choose (mixtral, "
-            "qwen3_moe, deepseek_v3, gpt_oss, ...)."
-        ) from error
-    if not reads:
-        raise ConfigError(
-            f"model: {type(model).__name__} can't run a row of {seq_len} tokens (data.seq_len): "
-            f"{type(error).__name__}: {last_line(error)}\n  Compare the sizes in model.architecture with a model "
-            "that exists."
-        ) from error
+        if "meta tensors" not in str(error) and not isinstance(error, NotImplementedError):
+            raise _misfit(
+                f"{type(model).__name__} can't run a row of {seq_len} tokens (data.seq_len)", error
+            ) from error
+        for name, module in modules.items():
+            if "Experts" in type(module).__name__ and not experts.takes_implementation(module):
+                raise ConfigError(
+                    f"model: {type(model).__name__}: expected experts that run in static shapes, found {name}, which "
+                    "asks the host which tokens it got.\n  Take a model whose experts transformers lets us choose "
+                    "(mixtral, qwen3_moe, deepseek_v3, gpt_oss, ...)."
+                ) from error
 
 
 def _windows(model: nn.Module, seq_len: int) -> tuple[int | None, ...]:

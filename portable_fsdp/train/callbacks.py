@@ -100,7 +100,7 @@ class Callback:
     """Override what you need."""
 
     def on_start(self, start: RunStart) -> None:
-        """Before the first step, once everything has been checked. An error here still changes nothing."""
+        """Before the first step, once everything has been checked."""
 
     def on_step(self, step: StepEnd) -> None:
         """After each step, a step late; after its evaluation and before its save."""

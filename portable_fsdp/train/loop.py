@@ -45,12 +45,7 @@ from portable_fsdp.train.consistency import open_data, require_folders_and_model
 from portable_fsdp.train.decision import Decision, Limits, Votes, decide, is_patience_over
 from portable_fsdp.train.evaluate import Evaluator, updated_history
 from portable_fsdp.train.export import export_run
-from portable_fsdp.train.measures import (
-    InFlight,
-    Measures,
-    NotFiniteError,
-    run_start,
-)
+from portable_fsdp.train.measures import InFlight, Measures, NotFiniteError, run_start
 from portable_fsdp.train.records import Console, RunFiles
 from portable_fsdp.train.save_triggers import SaveTriggers
 
@@ -274,27 +269,20 @@ def _earlier_history(resumed: Resumed | None, evaluator: Evaluator | None) -> Ev
 def _train_observed(run: _Run) -> Outcome:
     """Train what is left; the callbacks see every commit, and then the end, whatever it is."""
     try:
-        with _commits_noted(run):
+        try:
             outcome = _train_what_is_left(run)
+        finally:  # an error may come between a commit and its event, and a save be under way by then
+            run.checkpoints.close()
+            _note_commits(run)
     except Exception as error:
         values = error.values if isinstance(error, NotFiniteError) else {}
         end = _end_of(run, "not finite" if values else "failed", values)
         with suppress(PortableFSDPError):  # what a callback raises is logged; the run's own error goes first
             run.callbacks.call(Callback.on_end, end)
         raise
-    end = _end_of(run, outcome)
+    end = _end_of(run, outcome, {})
     on_process_0(run.engine, lambda: run.callbacks.call(Callback.on_end, end))
     return outcome
-
-
-@contextmanager
-def _commits_noted(run: _Run) -> Generator[None]:
-    """Note the last of them too: an error may come between a commit and its event, and a save be under way by then."""
-    try:
-        yield
-    finally:
-        run.checkpoints.close()
-        _note_commits(run)
 
 
 def _train_what_is_left(run: _Run) -> Outcome:
@@ -308,11 +296,11 @@ def _train_what_is_left(run: _Run) -> Outcome:
     return "finished"
 
 
-def _end_of(run: _Run, outcome: Outcome, values: Mapping[str, float] | None = None) -> RunEnd:
+def _end_of(run: _Run, outcome: Outcome, values: Mapping[str, float]) -> RunEnd:
     reasons = {"stopped": run.stop.reason or "a signal to another process", "no improvement": _patience(run)}
     reason = reasons.get(outcome, outcome)
     best_step = run.history.best_step if run.history else None
-    return RunEnd(outcome, run.step, reason, run.measures.elapsed, run.last_checkpoint, best_step, values or {})
+    return RunEnd(outcome, run.step, reason, run.measures.elapsed, run.last_checkpoint, best_step, values)
 
 
 def _patience(run: _Run) -> str:

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from dataclasses import fields
+from dataclasses import asdict
 
 from portable_fsdp.checkpoint.manager import Saved
 from portable_fsdp.config.load import config_text
@@ -49,9 +49,8 @@ class RunFiles(Callback):
             )
 
     def on_step(self, step: StepEnd) -> None:
-        if step.collectives is not None:
-            kinds = step.collectives.items()
-            self._events.write("collectives", **{kind: traffic._asdict() for kind, traffic in kinds})
+        if (kinds := step.collectives) is not None:
+            self._events.write("collectives", **{kind: traffic._asdict() for kind, traffic in kinds.items()})
         row = {name: getattr(step, name) for name in _KEYS.split()}
         if step.is_logged:
             row["processes"] = processes_row(step.process_seconds, step.process_memory_bytes)
@@ -60,7 +59,7 @@ class RunFiles(Callback):
         self._metrics.write(row)
 
     def on_evaluate(self, evaluation: EvaluationEnd) -> None:
-        self._events.write("evaluation", **{key.name: getattr(evaluation, key.name) for key in fields(evaluation)})
+        self._events.write("evaluation", **asdict(evaluation))
 
     def on_save(self, save: Saved) -> None:
         self._events.write("save", **save._asdict())
@@ -83,8 +82,7 @@ class Console(Callback):
                 log.info("a new run from the weights of %s", resumed.path)
             else:
                 log.info("resumed from %s: step %d", resumed.path, resumed.step)
-            for change in resumed.changes:
-                if change.makes_curve and not resumed.weights_only:
+                for change in (change for change in resumed.changes if change.makes_curve):
                     log.warning("changed since it was saved, as checkpoint.allow says: %s", change)
         trained = "" if start.trained_parameters == start.parameters else f" ({start.trained_parameters:,} train)"
         log.info(
@@ -114,16 +112,13 @@ class Console(Callback):
 
 def _step_line(step: StepEnd) -> str:
     """In torchtitan's words, without what is unknown: tps is total over all devices, tflops is per device."""
-    parts = [f"step: {step.step}", f"loss: {step.loss:.4f}", f"grad_norm: {step.grad_norm:.4f}"]
+    line = f"step: {step.step}  loss: {step.loss:.4f}  grad_norm: {step.grad_norm:.4f}"
     if step.memory_bytes is not None:
         share = f"({step.memory_bytes / step.memory_limit:.0%})" if step.memory_limit else ""
-        parts.append(f"memory: {step.memory_bytes / 2**30:.2f}GiB{share}")
-    parts.append(f"tps: {step.tokens_per_second:,.0f}")
-    if step.device_flops is not None:
-        parts.append(f"tflops: {step.device_flops / 1e12:,.2f}")
-    if step.mfu is not None:
-        parts.append(f"mfu: {step.mfu:.1%}")
-    return "  ".join(parts)
+        line += f"  memory: {step.memory_bytes / 2**30:.2f}GiB{share}"
+    line += f"  tps: {step.tokens_per_second:,.0f}"
+    line += "" if step.device_flops is None else f"  tflops: {step.device_flops / 1e12:,.2f}"
+    return line + ("" if step.mfu is None else f"  mfu: {step.mfu:.1%}")
 
 
 def _log_evaluation(evaluation: EvaluationEnd) -> None:

@@ -1,6 +1,7 @@
 """Callbacks see a run in plain data, in order; an exception in one ends the run. The loop is near the optimizer."""
 
 import inspect
+import re
 from collections.abc import Iterator
 from dataclasses import is_dataclass, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from portable_fsdp.train.callbacks import Callback, EvaluationEnd, RunEnd, RunSt
 from portable_fsdp.train.loop import train
 from portable_fsdp.train.records import Console
 
+ROOT = Path(__file__).parents[2]
 PACKAGE = Path(portable_fsdp.__file__).parent
 MODEL = {"model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64} | {
     "num_hidden_layers": 1,
@@ -151,6 +153,17 @@ def test_three_calls_from_the_loop_to_the_optimizer(engine: str, micro_batch: in
     finally:
         hook.remove()
     assert stacks == [["update", "step"]] * 2  # so optimizer.step is the third call
+
+
+def test_the_example_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs/library.md").read_text()
+    [block] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    small = ["data.seq_len=32", "train.global_batch=2", "train.steps=2", "optim.warmup_steps=1", "run.dir=run"]
+    program = block.replace('"configs/quickstart.yaml", []', f'"{ROOT}/configs/quickstart.yaml", {small}')
+    names: dict[str, Any] = {}
+    exec(compile(program, "library.md", "exec"), names)
+    assert names["exit_code"] == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if "/" in line] == ["1/2", "2/2"]
 
 
 STEP = StepEnd(
