@@ -196,6 +196,7 @@ SOUND_BUT_UNTRUE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "another shape": transpose,
     "another name": rename_tensor,
     "a tensor less": lambda manifest: manifest["tensors"].pop("0.bias"),
+    "a tensor more": lambda manifest: manifest["tensors"].update(x=manifest["tensors"]["gate"]),
 }
 
 
