@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from portable_fsdp.metrics.flops import model_flops_per_token
-from portable_fsdp.plan.result import Traffic, Work
+from portable_fsdp.plan.result import MovedBytes, Work
 from portable_fsdp.plan.target import Target
 from portable_fsdp.plan.time import ITEM_BYTES, over_links
 
@@ -99,7 +99,7 @@ def _memory_bytes(step: Step, target: Target) -> float:
     return 2 * step.accumulation * max(0, weights - ON_CHIP_BYTES) + 2 * max(0, state - ON_CHIP_BYTES)
 
 
-def _collectives(step: Step, target: Target) -> tuple[dict[str, Traffic], dict[str, float]]:
+def _collectives(step: Step, target: Target) -> tuple[dict[str, MovedBytes], dict[str, float]]:
     """By kind and dtype what is gathered and reduced, and by link what one device sends for it."""
     replicas = target.devices if step.strategy == "NO_SHARD" else step.replicas
     shards = target.devices // replicas
@@ -118,12 +118,12 @@ def _collectives(step: Step, target: Target) -> tuple[dict[str, Traffic], dict[s
         parts.append((f"reduce_scatter {step.reduce}", gradients, 1, shards, 1))
     if replicas > 1:
         parts.append((f"all_reduce {step.reduce}", gradients / shards, 2, replicas, shards))
-    collectives: dict[str, Traffic] = {}
+    collectives: dict[str, MovedBytes] = {}
     links: dict[str, float] = {}
     for name, full, times, members, stride in parts:
         calls = step.layers * (round(gathers) if name.startswith("all_gather") else 1)
         ring = times * full * (members - 1) / members
-        collectives[name] = Traffic(calls=calls, bytes=int(full), sent_bytes=int(ring))
+        collectives[name] = MovedBytes(calls=calls, bytes=int(full), sent_bytes=int(ring))
         for link, sent in over_links(target.levels, full, members=members, stride=stride).items():
             links[link] = links.get(link, 0) + times * sent
     return collectives, links

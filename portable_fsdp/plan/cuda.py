@@ -33,7 +33,7 @@ from portable_fsdp.plan.allocator import Allocation, CachingAllocator, play
 from portable_fsdp.plan.kernels import gpu_attention, gpu_flex
 from portable_fsdp.plan.memory_trace import Block, Calls, Collective, Events, MemoryPart, Recorder, peak
 from portable_fsdp.plan.model import empty_batch, facts_of
-from portable_fsdp.plan.result import Buffer, DeviceMemory, ModelFacts, Traffic, Work
+from portable_fsdp.plan.result import Buffer, DeviceMemory, ModelFacts, MovedBytes, Work
 from portable_fsdp.plan.time import over_links
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.process import LAUNCH_VARIABLES
@@ -350,14 +350,14 @@ def _work(
         for dtype, operations in call.flops.items():
             is_tf32 = dtype == "float32" and config.precision.matmul != "highest" and record.is_gpu
             flops["tf32" if is_tf32 else dtype] += operations
-    collectives: dict[str, Traffic] = {}
+    collectives: dict[str, MovedBytes] = {}
     links: defaultdict[str, float] = defaultdict(float)
     for collective, count in counts.items():
         key = f"{collective.kind} {collective.dtype}"
         size, members = collective.bytes, len(collective.ranks)
         times = 2 if collective.kind == "all_reduce" else 1  # gradients go round the ring, and then their sums
         ring = times * (size * (members - 1) // members)
-        collectives[key] = collectives.get(key, Traffic()).plus(count, count * size, count * ring)
+        collectives[key] = collectives.get(key, MovedBytes()).plus(count, count * size, count * ring)
         stride = collective.ranks[-1] - collective.ranks[-2]
         for link, least in over_links(levels, times * size, members=members, stride=stride).items():
             links[link] += count * least

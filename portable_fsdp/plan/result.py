@@ -58,15 +58,15 @@ class DeviceMemory(_Result):
         return "fits by recomputing" if self.rematerialised else "fits"
 
 
-class Traffic(_Result):
+class MovedBytes(_Result):
     """What collectives of one kind and dtype move in a step."""
 
     calls: int = 0
     bytes: int = 0  # of the full tensors that are gathered or reduced
     sent_bytes: int = 0  # by one device, in a ring
 
-    def plus(self, calls: int, bytes: int, sent_bytes: int) -> "Traffic":
-        return Traffic(calls=self.calls + calls, bytes=self.bytes + bytes, sent_bytes=self.sent_bytes + sent_bytes)
+    def plus(self, calls: int, bytes: int, sent_bytes: int) -> "MovedBytes":
+        return MovedBytes(calls=self.calls + calls, bytes=self.bytes + bytes, sent_bytes=self.sent_bytes + sent_bytes)
 
 
 class Work(_Result):
@@ -74,7 +74,7 @@ class Work(_Result):
 
     matmul_flops: dict[str, float]  # dtype of the factors -> operations; a multiply and an add are two
     memory_bytes: float  # that must at least cross between the device's memory and its processor
-    collectives: dict[str, Traffic]  # kind and dtype: `all_gather bfloat16`
+    collectives: dict[str, MovedBytes]  # kind and dtype: `all_gather bfloat16`
     sent_bytes: dict[str, float]  # link (`ici`, `nvlink`, `network`) -> bytes that one device sends over it
 
 

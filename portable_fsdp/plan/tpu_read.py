@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from portable_fsdp.metrics import hlo
-from portable_fsdp.plan.result import Buffer, DeviceMemory, Traffic, Work
+from portable_fsdp.plan.result import Buffer, DeviceMemory, MovedBytes, Work
 from portable_fsdp.plan.tpu_program import Program
 
 SHOWN = 12  # buffers of a plan
@@ -260,7 +260,7 @@ def memory_of(programs: Mapping[str, Compiled], limit_bytes: int | None) -> Devi
 def work_of(programs: Mapping[str, Compiled], accumulation: int) -> Work:
     """Of a step: with accumulation `micro_batch` runs several times, `update` once."""
     flops: Counter[str] = Counter()
-    collectives: dict[str, Traffic] = {}
+    collectives: dict[str, MovedBytes] = {}
     sent = {"ici": 0.0, "network": 0.0}
     memory_bytes = 0.0
     for name, compiled in programs.items():
@@ -268,7 +268,7 @@ def work_of(programs: Mapping[str, Compiled], accumulation: int) -> Work:
         for factors, count in _all_flops(compiled):
             flops[_dtype_of(factors)] += times * count
         for link, words, moved in _all_moves(compiled):
-            traffic = collectives.get(words, Traffic())
+            traffic = collectives.get(words, MovedBytes())
             collectives[words] = traffic.plus(times * moved.calls, times * moved.bytes, times * moved.sent)
             sent[link] += times * moved.sent
         memory_bytes += times * _least_traffic(compiled)
