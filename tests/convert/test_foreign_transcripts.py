@@ -41,7 +41,7 @@ LAUNCHED = {
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_sample(path: Path, assert_golden: Compare) -> None:
-    assert_golden(HERE / "golden" / f"{path.name}.txt", "\n".join(rendered(read(path))) + "\n")
+    assert_golden(HERE / "golden" / f"{path.name}.txt", plain("\n".join(rendered(read(path))) + "\n", path.parent))
 
 
 @pytest.mark.parametrize("path", TRANSCRIPTS, ids=lambda path: path.stem)
@@ -70,4 +70,4 @@ def outcome(topic: str, text: str, folder: Path) -> str:
         loaded = read_config(path, overrides, environ=environ)
     except ConfigError as error:
         return plain(str(error), folder)
-    return "\n".join(rendered(loaded, lines if topic == "environment" else None))
+    return plain("\n".join(rendered(loaded, lines if topic == "environment" else None)), folder)
