@@ -79,22 +79,16 @@ def make_optimizer(optim: Optim) -> Callable[[list[dict[str, Any]], bool], torch
             return AdamW(groups, lr=lr, betas=optim.betas, eps=optim.eps)
         parameters = [cast(Tensor, parameter) for group in groups for parameter in group["params"]]
         on_cuda = all(parameter.device.type == "cuda" for parameter in parameters)
-        return torch.optim.AdamW(
-            groups,
-            lr=lr,
-            betas=optim.betas,
-            eps=optim.eps,
-            fused=True if on_cuda else None,  # None: torch's default, which refuses no device
-        )
+        # fused=None: torch's default, which refuses no device
+        return torch.optim.AdamW(groups, lr=lr, betas=optim.betas, eps=optim.eps, fused=True if on_cuda else None)
 
     return make
 
 
 def step_numbers(optimizer: torch.optim.Optimizer, lr: float) -> dict[str, float]:
-    """The host's numbers that the next step takes, by name: each group's share of `lr`, AdamW's bias corrections.
+    """The host's numbers of the next step by name, for `set_step_numbers`: shares of `lr`, AdamW's bias corrections.
 
-    To be placed on the device, and handed to `set_step_numbers`. Names may change with the step, their number doesn't
-    while the same parameters train.
+    Names may change with the step; how many there are doesn't while the same parameters train.
     """
     rates = {_rate(group): lr * _share(group) for group in optimizer.param_groups}
     return rates | optimizer.corrections() if isinstance(optimizer, AdamW) else rates
@@ -103,10 +97,10 @@ def step_numbers(optimizer: torch.optim.Optimizer, lr: float) -> dict[str, float
 def set_step_numbers(
     optimizer: torch.optim.Optimizer, numbers: Mapping[str, float], placed: Mapping[str, Tensor]
 ) -> None:
-    """Set what `step_numbers` gave for the next step: numbers, or `placed`, the same as float32 tensors of the device.
+    """Set the `step_numbers` of the next step; `placed` holds them as float32 tensors of the device.
 
-    A compiled step takes the tensors, and reads them as inputs, like its batch: a value copied into an old tensor would
-    be a program of its own, and a number of Python may be part of the program.
+    A compiled step reads these tensors as inputs. A copy into an old tensor would be a program of its own, and a number
+    of Python could become part of the program.
     """
     for group in optimizer.param_groups:
         rate = _rate(group)
@@ -128,14 +122,13 @@ def _correction(beta: float, count: int) -> str:
 
 
 class AdamW(torch.optim.Optimizer):
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2), as torch's, for a step that is compiled.
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2), as torch's, for a compiled step.
 
     m = b1 * m + (1 - b1) * gradient; v = b2 * v + (1 - b2) * gradient^2; in the t-th step of a parameter
     parameter = parameter * (1 - lr * w) - lr * m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps).
 
-    Step counts rest on the host, as torch keeps them in eager mode. Its `capturable` AdamW keeps them on the device and
-    corrects by each of them, in a program that compiles nearly twice as long. Here parameters of equal counts share two
-    inputs, which `set_step_numbers` brings before each step.
+    Step counts rest on the host. torch's `capturable` AdamW keeps them on the device and corrects by each, which nearly
+    doubles compile time. Here parameters of equal counts share two inputs, which `set_step_numbers` sets.
     """
 
     def __init__(self, groups: list[dict[str, Any]], *, lr: Tensor, betas: tuple[float, float], eps: float) -> None:
@@ -187,11 +180,10 @@ class AdamW(torch.optim.Optimizer):
 
 
 class SGD(torch.optim.Optimizer):
-    """Stochastic gradient descent with momentum m and decoupled weight decay w.
+    """SGDW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 1), weight decay w scaled by lr as in torch's AdamW:
+    b = m * b + gradient; parameter = parameter * (1 - lr * w) - lr * b.
 
-    As SGDW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 1), with w scaled by lr as AdamW of torch does:
-    b = m * b + gradient; parameter = parameter * (1 - lr * w) - lr * b. Without weight decay it is torch's SGD. That
-    one couples the decay to the gradient, and reads a learning rate on the device back to the host in each step.
+    torch's SGD couples the decay to the gradient, and reads a device's learning rate back to the host in each step.
     """
 
     def __init__(self, groups: list[dict[str, Any]], *, lr: float | Tensor, momentum: float) -> None:

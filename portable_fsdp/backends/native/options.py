@@ -12,13 +12,13 @@ def _reshards(config: Config) -> bool:
 
 
 def _reshard_does_not_fit(config: Config, place: Deployment) -> bool:
-    wanted, shards = config.sharding.reshard_after_forward, shards_of_a_replica(config, place)
-    return wanted is not None and _reshards(config) and shards is not None and wanted not in parts(shards)
+    number, shards = config.sharding.reshard_after_forward, shards_of_a_replica(config, place)
+    return number is not None and _reshards(config) and shards is not None and number not in parts(shards)
 
 
 def _reshard_that_fits(config: Config, place: Deployment) -> tuple[str, ...]:
-    wanted = config.sharding.reshard_after_forward or 0
-    nearest = sorted(parts(shards_of_a_replica(config, place)), key=lambda part: abs(part - wanted))
+    number = config.sharding.reshard_after_forward or 0
+    nearest = sorted(parts(shards_of_a_replica(config, place)), key=lambda part: abs(part - number))
     return tuple(f"sharding.reshard_after_forward={count}" for count in (*nearest[:1], "null"))
 
 
@@ -129,9 +129,9 @@ EFFECTS = {
 }
 
 
-def _processes(device: str, wanted: int | None, count: Callable[[str], int]) -> int:
-    """One a device; on CPU one unless more are asked for."""
-    return wanted or (count(device) if device == "cuda" else 1)
+def _processes(device: str, requested: int | None, count: Callable[[str], int]) -> int:
+    """One a device; on CPU one by default."""
+    return requested or (count(device) if device == "cuda" else 1)
 
 
 _TORCH = Package("torch", "In a checkout of portable_fsdp: pip install '.'")

@@ -101,7 +101,7 @@ OPTIONS = EngineOptions(
     rules=(*pjrt_options.RULES, *RULES),
     effects={**pjrt_options.EFFECTS, **EFFECTS},
     delegated=pjrt_options.DELEGATED,
-    processes=lambda device, wanted, count: 1,  # which drives all devices of the host
+    processes=lambda device, requested, count: 1,  # which drives all devices of the host
     launcher_counts_devices=False,
     other_devices=pjrt_options.NO_CUDA,
 )

@@ -67,7 +67,7 @@ class DeviceTensors:
     def make(self, shape: Sequence[int], dtype: torch.dtype, spec: Spec, fetch: Fetch | None) -> Tensor:
         """Each device gets its rows (all rows if not sharded), and no more. Compiles nothing.
 
-        `_global_tensor_from_cpu_shards` is private: the only way found that needs no full copy.
+        `_global_tensor_from_cpu_shards` is private; no public function avoids a full copy.
         """
         assert fetch is not None
         pieces: list[Tensor] = []

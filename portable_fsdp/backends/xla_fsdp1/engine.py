@@ -146,10 +146,9 @@ class XlaFsdp1Backend(PjrtBackend):
         shard_of = {span.fqn: name for name, shard in self._shards.items() for span in shard.spans}
         merged: list[dict[str, Any]] = []
         for group in groups:
-            options = {key: value for key, value in group.items() if key != "params"}
-            alike = next((one for one in merged if {**one, "params": ()} == {**options, "params": ()}), None)
+            alike = next((other for other in merged if {**other, "params": ()} == {**group, "params": ()}), None)
             if alike is None:
-                merged.append(alike := {**options, "params": []})
+                merged.append(alike := {**group, "params": []})
             names = [shard_of[fqn] for fqn in group["params"]]
             alike["params"] = list(dict.fromkeys([*alike["params"], *names]))
         return merged

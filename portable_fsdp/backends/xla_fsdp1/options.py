@@ -84,7 +84,7 @@ OPTIONS = EngineOptions(
     effects={**pjrt_options.EFFECTS, **EFFECTS},
     delegated=pjrt_options.DELEGATED,
     # One a chip. PJRT's CPU devices can't talk across processes.
-    processes=lambda device, wanted, count: count(device) if device == "tpu" else 1,
+    processes=lambda device, requested, count: count(device) if device == "tpu" else 1,
     launcher_counts_devices=False,
     section="xla_fsdp1",
     other_devices=pjrt_options.NO_CUDA,

@@ -40,6 +40,6 @@ OPTIONS = EngineOptions(
         _refused(option) for option in _OWN if option not in _TAKEN and option.startswith(("s", "p", "me", "c"))
     ),
     effects=dict.fromkeys(_OWN, "as it is"),
-    processes=lambda device, wanted, count: 1,
+    processes=lambda device, requested, count: 1,
     launcher_counts_devices=True,
 )
