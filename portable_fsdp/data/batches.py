@@ -11,7 +11,6 @@ from typing import Self
 import numpy as np
 from torch import Tensor
 
-from portable_fsdp.data.order import Position
 from portable_fsdp.data.packing import IGNORED, Rows
 from portable_fsdp.runtime.closing import Closing
 from portable_fsdp.runtime.errors import ConfigError
@@ -79,8 +78,7 @@ class Batches(Closing):
     @property
     def position(self) -> tuple[int, int]:
         """(epoch, samples consumed in it), as checkpoints keep it."""
-        position = Position.after(self.consumed, len(self._rows))
-        return position.epoch, position.index
+        return divmod(self.consumed, len(self._rows))
 
     def close(self) -> None:
         """End the thread, and wait for it; drops the steps made ahead. May be called twice."""

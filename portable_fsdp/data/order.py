@@ -20,23 +20,6 @@ WORD = 2**64 - 1
 UInt64s = NDArray[np.uint64]
 
 
-@dataclass(frozen=True)
-class Position:
-    """A run's place in its data: the two integers that a checkpoint holds."""
-
-    epoch: int
-    index: int  # samples consumed within the epoch
-
-    @classmethod
-    def after(cls, samples: int, rows: int) -> Self:
-        """The position after `samples` samples of a corpus of `rows` rows."""
-        return cls(*divmod(samples, rows))
-
-    def samples(self, rows: int) -> int:
-        """Samples consumed since the start of the run."""
-        return self.epoch * rows + self.index
-
-
 def sample_indices(seed: int, positions: NDArray[np.int64], rows: int) -> NDArray[np.int64]:
     """The row of each position.
 

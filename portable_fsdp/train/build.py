@@ -17,7 +17,6 @@ from portable_fsdp.config.layout import check_batch
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.batches import Batches
 from portable_fsdp.data.build import Corpus
-from portable_fsdp.data.order import Position
 from portable_fsdp.data.tokenize import Tokenizer, keeps_ids, require_own_ids
 from portable_fsdp.models.build import DTYPES, BuiltModel, build_model
 from portable_fsdp.models.loss import Loss
@@ -157,12 +156,12 @@ def open_batches(
     config: Config, backend: Backend, training: Training, corpus: Corpus, resumed: Resumed | None = None
 ) -> Batches:
     """This process's batches of each step, from where `resumed` goes on; to be closed, or a context manager."""
-    position = Position(*resumed.position) if resumed else Position(0, 0)
+    epoch, samples = resumed.position if resumed else (0, 0)
     return Batches(
         corpus.rows,
         seed=config.run.seed,
         global_batch=config.train.global_batch,
         shard=(backend.data_shard.index, backend.data_shard.count),
         accumulation=training.accumulation,
-        start=position.samples(len(corpus.rows)),
+        start=epoch * len(corpus.rows) + samples,
     )

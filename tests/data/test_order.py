@@ -5,7 +5,7 @@ from math import factorial
 import numpy as np
 import pytest
 
-from portable_fsdp.data.order import Mixture, Position, sample_indices, share_of_numbers
+from portable_fsdp.data.order import Mixture, sample_indices, share_of_numbers
 
 WORD = 2**64 - 1
 
@@ -89,13 +89,6 @@ def test_all_orders_of_a_few_rows_are_about_as_likely(rows: int) -> None:
     assert len(counts) == factorial(rows)
     assert counts.min() > 130
     assert counts.max() < 270
-
-
-def test_a_position_counts_epochs_and_samples() -> None:
-    assert Position.after(0, 10) == Position(0, 0)
-    assert Position.after(29, 10) == Position(2, 9)
-    assert Position.after(30, 10) == Position(3, 0)
-    assert all(Position.after(samples, 7).samples(7) == samples for samples in range(30))
 
 
 # --------------------------------------------------------------------------------------------------------- mixture
