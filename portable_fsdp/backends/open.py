@@ -36,7 +36,8 @@ def engines_on(device: str) -> tuple[str, ...]:
 
 def usual_engine(device: str) -> str:
     """What --backend=auto is on a device."""
-    installed = (engine for engine in engines_on(device) if _is_installed(options_of(engine).packages[device]))
+    packages = ((engine, options_of(engine).packages.get(device)) for engine in ENGINES)
+    installed = (engine for engine, package in packages if package is not None and _is_installed(package))
     return next(installed, None) or engine_made_for(device)
 
 

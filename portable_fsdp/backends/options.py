@@ -35,7 +35,6 @@ class EngineOptions:
     """(device, requested devices, count of a device on this host) -> processes of a plain start on one host."""
     launcher_counts_devices: bool  # the launcher starts one process a device; else only the engine knows the number
     delegated: Mapping[str, str] = field(default_factory=dict[str, str])  # as `effects`; the engine decides by itself
-    section: str | None = None  # of the config, that no other engine has
     other_devices: Mapping[str, str] = field(default_factory=dict[str, str])  # device -> why not, and the way out
 
 

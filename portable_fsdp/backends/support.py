@@ -130,11 +130,6 @@ def ways_out(rule: Rule, config: Config, deployment: Deployment) -> tuple[str, .
 
 
 def _options_of_others(engine: str) -> list[tuple[str, str]]:
-    """(engine, `section.key`) of each section that only that engine has."""
-    sections = {owner: options_of(owner).section for owner in ENGINES if owner != engine}
-    return [
-        (owner, f"{section}.{key}")
-        for owner, section in sections.items()
-        if section
-        for key in section_model(section).model_fields
-    ]
+    """(engine, `section.key`) of each section that bears another engine's name: only that engine has it."""
+    others = [name for name in ENGINES if name != engine and name in Config.model_fields]
+    return [(owner, f"{owner}.{key}") for owner in others for key in section_model(owner).model_fields]

@@ -5,10 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from portable_fsdp.checkpoint.format import BaseFingerprint, Manifest, run_name
-from portable_fsdp.checkpoint.tables import table
 from portable_fsdp.config.describe import default_of, shortened_apart
 from portable_fsdp.config.schema import Lora
-from portable_fsdp.runtime.errors import CheckpointError, ConfigError
+from portable_fsdp.runtime.errors import CheckpointError, ConfigError, table
 
 _CURVE_SECTIONS = ("model", "data", "optim", "precision")
 _CURVE_KEYS = ("run.seed", "train.global_batch", "train.steps", "train.epochs", "train.max_grad_norm")

@@ -18,8 +18,7 @@ from portable_fsdp.backends.base import Piece
 from portable_fsdp.checkpoint.commit import Index, ReplicaDigest
 from portable_fsdp.checkpoint.format import TensorEntry, committed_steps
 from portable_fsdp.checkpoint.safetensors import chunks_of
-from portable_fsdp.checkpoint.tables import table
-from portable_fsdp.runtime.errors import CheckpointError
+from portable_fsdp.runtime.errors import CheckpointError, table
 
 log = logging.getLogger("portable_fsdp")
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from portable_fsdp.checkpoint import format
 from portable_fsdp.checkpoint.config_diff import changed
-from portable_fsdp.checkpoint.tables import table
-from portable_fsdp.runtime.errors import CheckpointError, StoreError
+from portable_fsdp.runtime.errors import CheckpointError, StoreError, table
 
 
 def facts(path: Path, manifest: format.Manifest) -> dict[str, Any]:

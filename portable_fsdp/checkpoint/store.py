@@ -22,8 +22,7 @@ from portable_fsdp.checkpoint.commit import Index, ReplicaDigest
 from portable_fsdp.checkpoint.replicas import digest_of
 from portable_fsdp.checkpoint.safetensors import Stored
 from portable_fsdp.checkpoint.storage import FileReader, require_regular
-from portable_fsdp.checkpoint.tables import table
-from portable_fsdp.runtime.errors import CheckpointError
+from portable_fsdp.runtime.errors import CheckpointError, table
 
 _MAX_ROWS = 12  # of a table of differences
 _MAX_OPEN = 64  # files at a time: many systems allow a process 1,024, and a checkpoint may have more

@@ -19,12 +19,11 @@ from torch import nn
 from portable_fsdp.config import schema
 from portable_fsdp.config.patterns import matching
 from portable_fsdp.models import attention as static_attention
-from portable_fsdp.models import experts, flex
+from portable_fsdp.models import experts
 from portable_fsdp.models.architecture import config_to_json, last_line, read_architecture
 from portable_fsdp.models.documents import document_arguments, require_documents_apart
 from portable_fsdp.models.loss import DocumentArguments, Loss, attach_loss
-from portable_fsdp.models.size import ModelSize, size_of
-from portable_fsdp.models.weights import RandomWeights, TensorFile, WeightFill, fill_buffers
+from portable_fsdp.models.weights import ModelSize, RandomWeights, TensorFile, WeightFill, fill_buffers, size_of
 from portable_fsdp.runtime.errors import ConfigError
 
 if TYPE_CHECKING:  # a run without model.pretrained loads neither
@@ -328,7 +327,9 @@ def _check_forward(model: Any, seq_len: int) -> None:
 
 def _windows(model: nn.Module, seq_len: int) -> tuple[int | None, ...]:
     """Of the layers of a model on meta, for attention over blocks."""
-    windows = flex.windows_of(model, seq_len)
+    from portable_fsdp.models.flex import windows_of
+
+    windows = windows_of(model, seq_len)
     if not windows:
         raise ConfigError(
             f"model.attention=flex: expected a model that hands forward's arguments to its layers, found "
@@ -356,6 +357,8 @@ def _attention(kind: Any, requested: str) -> str:
     if requested in ("sdpa", "eager"):
         return requested
     if requested == "flex":
+        from portable_fsdp.models import flex
+
         return flex.register()
     if takes_any:
         return static_attention.register()

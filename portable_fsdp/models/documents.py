@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from portable_fsdp.models.attention import STATIC, document_bias
-from portable_fsdp.models.flex import FLEX, make_masks
 from portable_fsdp.models.loss import DocumentArguments
 from portable_fsdp.runtime.errors import ConfigError
 
@@ -41,6 +40,8 @@ def document_arguments(
     """
 
     def blocks(input_ids: Tensor, positions: Tensor | None, segments: Tensor | None) -> dict[str, Any]:
+        from portable_fsdp.models.flex import make_masks
+
         apart = segments if packs else None
         arguments: dict[str, Any] = {} if apart is None else {"position_ids": positions}
         return {"block_masks": make_masks(windows, input_ids.shape[-1], input_ids.device, apart), **arguments}
@@ -51,7 +52,7 @@ def document_arguments(
         shared = document_bias(segments, dtype) if eager or attention != STATIC else segments[:, None, None]
         return {"attention_mask": shared, "position_ids": positions}
 
-    if attention == FLEX:
+    if windows:
         return blocks
     return mask if packs else None
 

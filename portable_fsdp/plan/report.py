@@ -4,10 +4,9 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
-from portable_fsdp.checkpoint.tables import table
 from portable_fsdp.plan.result import Comparison, DeviceMemory, Plan, Time
 from portable_fsdp.plan.sweep import Settings, Tried
-from portable_fsdp.runtime.errors import UsageError
+from portable_fsdp.runtime.errors import UsageError, table
 
 _BAR = 40  # characters
 _MOST_BUFFERS = 5

@@ -13,6 +13,8 @@ A message says what was expected, what was found, where, and what to do. Any oth
 traceback.
 """
 
+from collections.abc import Sequence
+
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -24,6 +26,19 @@ def printable(text: str) -> str:
     if text.replace("\n", "").isprintable():
         return text
     return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
+
+
+def table(rows: Sequence[Sequence[str]], right: Sequence[int] = (), indent: str = "") -> str:
+    """Columns as wide as their widest cell; those in `right` are aligned to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    aligned = (
+        [
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        for row in rows
+    )
+    return "\n".join(indent + "  ".join(cells).rstrip() for cells in aligned)
 
 
 class PortableFSDPError(Exception):

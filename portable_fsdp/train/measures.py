@@ -11,7 +11,7 @@ from portable_fsdp.backends.base import Backend, Batch, Pending
 from portable_fsdp.checkpoint.manager import Resumed
 from portable_fsdp.config.schema import Config
 from portable_fsdp.metrics.flops import model_flops_per_token, peak_flops
-from portable_fsdp.models.size import ModelSize
+from portable_fsdp.models.weights import ModelSize
 from portable_fsdp.runtime.errors import TrainingError
 from portable_fsdp.train.callbacks import RunStart, StepEnd
 from portable_fsdp.train.decision import Votes

@@ -86,6 +86,5 @@ OPTIONS = EngineOptions(
     # One a chip. PJRT's CPU devices can't talk across processes.
     processes=lambda device, requested, count: count(device) if device == "tpu" else 1,
     launcher_counts_devices=False,
-    section="xla_fsdp1",
     other_devices=pjrt_options.NO_CUDA,
 )
