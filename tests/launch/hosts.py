@@ -72,10 +72,12 @@ class Host:
 
     def worker(self) -> psutil.Process:
         """The process of the run that its torchrun started."""
-        [found] = [
-            one for one in self.processes() if (parent := one.parent()) and "torchrun" in " ".join(parent.cmdline())
+        [worker] = [
+            process
+            for process in self.processes()
+            if (parent := process.parent()) and "torchrun" in " ".join(parent.cmdline())
         ]
-        return found
+        return worker
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """For test_accelerate_launch.py: one file of accelerate's, trained from by accelerate itself (`theirs`) and by us.
 
 Run by `accelerate launch --config_file FILE same_file.py theirs|ours REPORT ARGUMENTS`. What each of them asks of FSDP2
-is noted as it is asked: which modules are one unit, in which dtypes.
+is recorded as it is called: which modules are one unit, in which dtypes.
 """
 
 import json
@@ -23,7 +23,7 @@ from portable_fsdp.data.build import build_data
 from portable_fsdp.launch import main
 
 
-class Asked:
+class RecordedCalls:
     """Stands in for `fully_shard`: notes each call, and makes it."""
 
     def __init__(self) -> None:
@@ -89,14 +89,14 @@ def theirs(config: Config) -> list[float]:
 
 
 def run(way: str, report: Path, arguments: list[str]) -> int:
-    asked = Asked()
+    calls = RecordedCalls()
     if way == "ours":
         code, losses = main(arguments), []
     else:
         path, *overrides = arguments
         code, losses = 0, theirs(load_config(path.removeprefix("--config="), overrides))
     if os.environ["RANK"] == "0":
-        report.write_text(json.dumps({"units": asked.units(), "losses": losses}))
+        report.write_text(json.dumps({"units": calls.units(), "losses": losses}))
     return code
 
 

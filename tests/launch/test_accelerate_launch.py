@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 pytestmark = pytest.mark.slow
 
-ASKED: dict[str, Any] = {
+FILE: dict[str, Any] = {
     "compute_environment": "LOCAL_MACHINE",
     "debug": False,
     "distributed_type": "FSDP",
@@ -39,10 +39,10 @@ ASKED: dict[str, Any] = {
 NATIVE = {"USE_TORCH_XLA": "0"}  # accelerate would start for TPUs wherever torch_xla is installed
 
 
-def accelerate(folder: Path, **asked: object) -> list[str | Path]:
+def accelerate(folder: Path, **overrides: object) -> list[str | Path]:
     """`accelerate launch` with its file."""
     theirs = folder / "theirs.yaml"
-    theirs.write_text(yaml.safe_dump({**ASKED, **asked}))
+    theirs.write_text(yaml.safe_dump({**FILE, **overrides}))
     return [PROGRAMS / "accelerate", "launch", "--config_file", theirs]
 
 
@@ -128,8 +128,10 @@ def test_the_same_file_trains_the_same(precision: str, dtype: str, rounding: flo
     assert theirs["units"].pop("lm_head model.norm") == ours["units"].pop("lm_head") | unsaid(precision)
     assert theirs["units"].pop("") == ours["units"].pop("") | {"reshard_after_forward": None} | unsaid(precision)
     assert set(ours["units"]) == {"model.embed_tokens", "model.layers.0", "model.layers.1"}
-    assert theirs["units"] == {name: asked | unsaid(precision) for name, asked in ours["units"].items()}
-    assert all(asked["param_dtype"] == asked["reduce_dtype"] == f"torch.{dtype}" for asked in ours["units"].values())
+    assert theirs["units"] == {name: options | unsaid(precision) for name, options in ours["units"].items()}
+    assert all(
+        options["param_dtype"] == options["reduce_dtype"] == f"torch.{dtype}" for options in ours["units"].values()
+    )
     assert theirs["losses"] == pytest.approx(losses(tmp_path / "run"), rel=rounding)
     assert len(theirs["losses"]) == 6
 

@@ -57,8 +57,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "broken.yaml").write_text("run: {dir: run\ntrain: ][\n")
     (tmp_path / "text.yaml").write_text("a sentence\n")
     page = Path(__file__).parents[1] / "convert/samples/hugging_face_page.yaml"
-    one = page.read_text().replace("num_processes: 2", "num_processes: 1")
-    (tmp_path / "page.yaml").write_text(one.replace("LlamaDecoderLayer", "BertLayer"))
+    text = page.read_text().replace("num_processes: 2", "num_processes: 1")
+    (tmp_path / "page.yaml").write_text(text.replace("LlamaDecoderLayer", "BertLayer"))
     (tmp_path / "words").mkdir()
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "words/tokenizer.json"))
     monkeypatch.chdir(tmp_path)

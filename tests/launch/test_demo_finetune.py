@@ -38,9 +38,9 @@ def test_a_real_model_learns_and_both_engines_agree(tmp_path: Path) -> None:
     minutes = (time.monotonic() - began) / 60
     assert done.returncode == 0, done.stderr
     run = tmp_path / "runs/finetune_smollm2"
-    told = {row["step"]: row for row in read_jsonl(run / "events.jsonl") if row["event"] == "evaluation"}
-    assert list(told) == [0, 15, 30]
-    before, after = told[0]["perplexity"], told[30]["perplexity"]
+    evaluations = {row["step"]: row for row in read_jsonl(run / "events.jsonl") if row["event"] == "evaluation"}
+    assert list(evaluations) == [0, 15, 30]
+    before, after = evaluations[0]["perplexity"], evaluations[30]["perplexity"]
     assert after < 0.8 * before
     rows = read_jsonl(run / "metrics.jsonl")
     assert len(rows) == 30

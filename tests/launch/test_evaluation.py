@@ -46,7 +46,7 @@ def test_rows_events_and_console_tell(
 
     monkeypatch.setattr(Evaluator, "__call__", slow)
     assert launch(*FLAGS, "train.eval_every=4", "train.steps=5") == 0
-    said = capsys.readouterr().err
+    message = capsys.readouterr().err
     rows = read_jsonl(folder / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert evaluations(folder / "run") == [4, 5]  # and the last one
@@ -55,7 +55,7 @@ def test_rows_events_and_console_tell(
         assert event["perplexity"] == row["eval_perplexity"] == pytest.approx(2.718281828 ** row["eval_loss"])
         assert row["eval_tokens"] == 12 * 32
         assert event["seconds"] >= 10
-        assert f"step: {row['step']}  eval_loss: {row['eval_loss']:.4f}  perplexity: " in said
+        assert f"step: {row['step']}  eval_loss: {row['eval_loss']:.4f}  perplexity: " in message
     assert max(row["seconds"] for row in rows[3:]) < 10
 
 
@@ -75,9 +75,9 @@ def test_before_the_first_step(folder: Path) -> None:
 def test_the_best_is_saved_kept_and_exported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert launch(*FLAGS, "checkpoint.keep=1", "checkpoint.export=true") == 0
     assert committed(folder / "run") == [1, 6]
-    found = read_manifest(folder / "run/checkpoints/step-00000006").evaluation
-    assert found is not None
-    assert (found.best_step, found.without_improvement, found.step) == (1, 5, 6)
+    evaluation = read_manifest(folder / "run/checkpoints/step-00000006").evaluation
+    assert evaluation is not None
+    assert (evaluation.best_step, evaluation.without_improvement, evaluation.step) == (1, 5, 6)
     assert "step-00000001 (the best by its evaluation: eval_loss " in capsys.readouterr().err
     assert _weight(folder / "run/export/model.safetensors") == _weight(
         next((folder / "run/checkpoints/step-00000001/model").glob("*.safetensors"))
@@ -91,9 +91,9 @@ def _weight(path: Path) -> list[float]:
 
 def test_without_evaluations_the_newest_is_exported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert launch(*FLAGS, "train.eval_every=null", "checkpoint.export=true") == 0
-    said = capsys.readouterr().err
-    assert "exported run/checkpoints/step-00000006 to run/export\n" in said
-    assert "data.eval_split: 12 rows are held out and not used: set train.eval_every" in said
+    message = capsys.readouterr().err
+    assert "exported run/checkpoints/step-00000006 to run/export\n" in message
+    assert "data.eval_split: 12 rows are held out and not used: set train.eval_every" in message
 
 
 def test_a_run_ends_when_nothing_improves_and_stays_ended(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,8 +60,8 @@ def test_plot_loss_gives_each_step_to_the_start_that_ran_it(
 ) -> None:
     stretches = runpy.run_path(str(ROOT / "examples/plot_loss.py"))["stretches"]
     events = [{**START, "step": step, "backend": backend, "devices": devices} for step, backend, devices in starts]
-    found = stretches([{"step": step, "loss": 1.0} for step in range(1, 5)], events)
-    assert [(name, [row["step"] for row in rows]) for name, rows in found] == expected
+    by_start = stretches([{"step": step, "loss": 1.0} for step in range(1, 5)], events)
+    assert [(name, [row["step"] for row in rows]) for name, rows in by_start] == expected
 
 
 OWN_LOOP = [

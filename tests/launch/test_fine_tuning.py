@@ -82,9 +82,9 @@ def command(device: str) -> list[str]:
 def test_from_a_jsonl_to_a_model(folder: Path, device: str) -> None:
     done = subprocess.run(command(device), capture_output=True, text=True, timeout=2 * LIMIT_S, check=False)
     assert done.returncode == 0, done.stderr
-    told = [event for event in read_jsonl(folder / "run/events.jsonl") if event["event"] == "evaluation"]
-    assert [event["step"] for event in told] == [0, 3, 6]
-    losses = [cast(float, event["loss"]) for event in told]
+    evaluations = [event for event in read_jsonl(folder / "run/events.jsonl") if event["event"] == "evaluation"]
+    assert [event["step"] for event in evaluations] == [0, 3, 6]
+    losses = [cast(float, event["loss"]) for event in evaluations]
     assert losses[2] < losses[0] - 0.1
     model: Any = AutoModelForCausalLM.from_pretrained(folder / "run/export")
     assert model.config.model_type == "llama"

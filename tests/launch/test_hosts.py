@@ -102,8 +102,8 @@ def test_nothing_of_the_hosts_is_left_after_a_failure() -> None:
     networks: list[str] = []
 
     def made() -> list[str]:
-        found = [subprocess.check_output(["ip", *what], text=True) for what in (["-o", "link"], ["netns", "list"])]
-        return [line for line in "".join(found).splitlines() if networks[0][:-2] in line]
+        listings = [subprocess.check_output(["ip", *what], text=True) for what in (["-o", "link"], ["netns", "list"])]
+        return [line for line in "".join(listings).splitlines() if networks[0][:-2] in line]
 
     def fail() -> None:
         with new_hosts(2) as hosts:

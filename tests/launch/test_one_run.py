@@ -80,10 +80,10 @@ def test_a_second_start_in_the_same_folder_is_refused(
         before = {path: path.stat().st_ino for path in run.rglob("*")}
 
         assert launch("--device=cpu", *arguments) == 2
-        said = capsys.readouterr().err
-        assert "run.dir: expected a folder that no other run writes to: run\n" in said
-        assert f"process {owner['pid']} on host {owner['host']}" in said
-        assert "Traceback" not in said
+        message = capsys.readouterr().err
+        assert "run.dir: expected a folder that no other run writes to: run\n" in message
+        assert f"process {owner['pid']} on host {owner['host']}" in message
+        assert "Traceback" not in message
 
         with started([*SEVERAL, *arguments], tmp_path) as second:
             assert second.wait() == 2, second.err

@@ -76,8 +76,10 @@ def image(dockerfile: Path, folder: Path) -> Path:
 
 def container(name: str) -> tuple[list[str], dict[str, str]]:
     [job] = yaml.safe_load((LAUNCH / name).read_text())["spec"]["replicatedJobs"]
-    [one] = job["template"]["spec"]["template"]["spec"]["containers"]
-    return [*one["command"], *one["args"]], {variable["name"]: variable["value"] for variable in one["env"]}
+    [container] = job["template"]["spec"]["template"]["spec"]["containers"]
+    return [*container["command"], *container["args"]], {
+        variable["name"]: variable["value"] for variable in container["env"]
+    }
 
 
 @pytest.mark.parametrize("device", ["tpu", pytest.param("cuda", marks=pytest.mark.proof)])
@@ -158,12 +160,12 @@ def cloud(shell: Shell) -> Shell:
 
 def worker_processes(shell: Shell) -> list[psutil.Process]:
     """Those that runs left on the workers."""
-    found: list[psutil.Process] = []
+    processes: list[psutil.Process] = []
     for file in shell.cloud.glob("homes/*/portable_fsdp/build/run.pid"):
         with suppress(psutil.NoSuchProcess, ValueError):
             process = psutil.Process(int(file.read_text()))
-            found += [process, *process.children(recursive=True)]
-    return found
+            processes += [process, *process.children(recursive=True)]
+    return processes
 
 
 def _end_runs(shell: Shell) -> None:
@@ -202,8 +204,8 @@ def test_a_run_goes_on_after_its_tpu_was_taken_away(
     assert f"at step {before}" in run.out or f"step-{before:08d}" in run.out, "it went on from the last save"
     assert max(saved(bucket)) == 40
     assert launch(*arguments, f"run.dir={alone}") == 0
-    said = [line.split()[3] for line in run.out.splitlines() if line.startswith("step: 40 ")]
-    assert float(said[0]) == pytest.approx(losses(alone)[-1], abs=1e-4)
+    last_losses = [line.split()[3] for line in run.out.splitlines() if line.startswith("step: 40 ")]
+    assert float(last_losses[0]) == pytest.approx(losses(alone)[-1], abs=1e-4)
 
 
 def saved(bucket: Path) -> list[int]:

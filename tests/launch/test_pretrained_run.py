@@ -62,7 +62,7 @@ def cached(home: Path, repository: Path, commit: str) -> Path:
 
 @pytest.mark.proof
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (TEXT.encode(), "model.pretrained: expected the same on all processes, found"),
         (TEXT.upper().encode(), "data: expected the same on all processes, found"),
@@ -70,7 +70,7 @@ def cached(home: Path, repository: Path, commit: str) -> Path:
     ],
     ids=["commit", "data", "damaged"],
 )
-def test_hosts_that_see_another_commit_or_other_data_are_refused(tmp_path: Path, text: bytes, said: str) -> None:
+def test_hosts_that_see_another_commit_or_other_data_are_refused(tmp_path: Path, text: bytes, message: str) -> None:
     write_repository(tmp_path / "repository")
     tiny_config(tmp_path)
     words = [
@@ -93,8 +93,8 @@ def test_hosts_that_see_another_commit_or_other_data_are_refused(tmp_path: Path,
     errors = [host.communicate(timeout=280)[1] for host in hosts]
     assert [host.returncode for host in hosts] == [2, 2], errors
     for error in errors:
-        assert said in error
-    if said.startswith("model.pretrained"):
+        assert message in error
+    if message.startswith("model.pretrained"):
         assert f"found {commits[0]} on process 0 and {commits[1]} on process 1" in errors[0]
     if text.startswith(b"\xff"):
         assert errors[0].count("process 1: data: corpus.txt") == 1
@@ -114,10 +114,10 @@ def test_a_model_of_the_hub_is_tuned_with_a_grown_tokenizer_and_generates(tmp_pa
         where = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0"}
         done = start(tmp_path, [*PYTHON, *words], **where)
     assert done.returncode == 0, done.stderr
-    said = (
+    message = (
         f"snapshots/{COMMIT}: the tokenizer has {ids + 1} ids, the model rows for {ids}: embedding and head grow by 1"
     )
-    assert said in done.stderr
+    assert message in done.stderr
 
     export = tmp_path / "run" / "export"
     assert (export / "generation_config.json").read_text() == json.dumps(GENERATION)

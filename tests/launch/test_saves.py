@@ -48,13 +48,13 @@ def test_the_file_goes_when_the_save_in_the_background_is_committed(
     fails: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The commit is held until two further steps have run."""
-    commit, seen = Checkpoints._commit, list[bool]()
+    commit, existed = Checkpoints._commit, list[bool]()
 
     def late(self: Checkpoints, final: Path, attempt: str, manifest: Manifest) -> None:
         if manifest.step == 2:
             while len(losses(folder / "run")) < 4:
                 time.sleep(0.01)
-            seen.append((folder / "run" / "SAVE").exists())
+            existed.append((folder / "run" / "SAVE").exists())
             if fails:
                 raise OSError("no commit today")
         commit(self, final, attempt, manifest)
@@ -63,7 +63,7 @@ def test_the_file_goes_when_the_save_in_the_background_is_committed(
     (folder / "run").mkdir()
     (folder / "run" / "SAVE").touch()
     assert launch(*FLAGS, "checkpoint.async_save=true") == (1 if fails else 0)
-    assert seen == [True]
+    assert existed == [True]
     assert (folder / "run" / "SAVE").exists() == fails
     assert committed(folder / "run") == ([] if fails else [2, 6])  # one request, one save
 
@@ -96,9 +96,9 @@ def test_a_failed_background_save_ends_the_run_at_the_next_step(
 
     monkeypatch.setattr(Checkpoints, "_begin", blocked)
     assert launch(*FLAGS, "checkpoint.every=2", "checkpoint.async_save=true", "train.steps=400") == 1
-    said = capsys.readouterr().err
-    assert "checkpoint step-00000002" in said
-    assert "Traceback" not in said
+    message = capsys.readouterr().err
+    assert "checkpoint step-00000002" in message
+    assert "Traceback" not in message
     assert len(losses(folder / "run")) < 400
     assert committed(folder / "run") == []
 

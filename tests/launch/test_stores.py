@@ -52,11 +52,11 @@ def folders(url: str) -> list[str]:
 
 def test_two_processes_save_and_remove_what_an_unfinished_attempt_left(url: str) -> None:
     save(url, 1, count=2)
-    unfinished, one = at(url) / "step-00000002", PlainBackend(Rank(1, 2))
+    unfinished, second = at(url) / "step-00000002", PlainBackend(Rank(1, 2))
     attempt = commit.begin(unfinished, "ours")
-    state = one.state(*small_model(seed=2))
+    state = second.state(*small_model(seed=2))
     part = what_is_written(state)
-    opened(url, one)._write_part(unfinished, attempt, *part)
+    opened(url, second)._write_part(unfinished, attempt, *part)
     assert len(list(unfinished.rglob("*-*"))) == 3
     for readers in (1, 2):
         expect_loaded(url, 1, readers)
