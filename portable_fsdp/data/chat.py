@@ -20,7 +20,7 @@ take this date where they can't ask."""
 
 _ASKS = re.compile(r"""\bstrftime_now\(\s*(?P<quote>["'])(?P<form>[^"'\\]*)(?P=quote)\s*\)""")
 
-Message = dict[str, Any]
+ChatMessage = dict[str, Any]
 CharacterSpan = tuple[int, int]
 """[begin, end)."""
 
@@ -28,7 +28,7 @@ CharacterSpan = tuple[int, int]
 class Conversation(NamedTuple):
     """Messages, and the functions that the assistant may call in them, as JSON schemas."""
 
-    messages: Sequence[Message]
+    messages: Sequence[ChatMessage]
     tools: Sequence[dict[str, Any]] | None = None
 
 

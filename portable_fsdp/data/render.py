@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from portable_fsdp.config.data import Format
-from portable_fsdp.data.chat import ChatTemplate, Conversation, Message
+from portable_fsdp.data.chat import ChatMessage, ChatTemplate, Conversation
 from portable_fsdp.data.examples import Broken, Example
 from portable_fsdp.data.tokenize import Tokenizer, Tokens, token_dtype
 from portable_fsdp.runtime.errors import DataError
@@ -186,7 +186,7 @@ def _chats(examples: Sequence[Example], tokenizer: Tokenizer, template: ChatTemp
 _ROLES = {"system", "developer", "user", "assistant", "tool"}
 
 
-def _notes_of_roles(messages: Sequence[Message], template: ChatTemplate) -> tuple[str, ...]:
+def _notes_of_roles(messages: Sequence[ChatMessage], template: ChatTemplate) -> tuple[str, ...]:
     """On unusual roles that the template doesn't name either: their turns don't count, whoever is meant."""
     unknown = dict.fromkeys(role for message in messages if (role := message["role"]) not in _ROLES)
     return tuple(
@@ -221,7 +221,7 @@ _SHAREGPT_ROLES = {
 }
 
 
-def messages_of(value: Any) -> list[Message]:
+def messages_of(value: Any) -> list[ChatMessage]:
     """A column's messages; ShareGPT's turns (`from`, `value`) become `role` and `content`.
 
     Raises ValueError, which says what was expected and found.
@@ -233,7 +233,7 @@ def messages_of(value: Any) -> list[Message]:
     return value
 
 
-def _message(turn: Mapping[str, Any]) -> Message:
+def _message(turn: Mapping[str, Any]) -> ChatMessage:
     role = _SHAREGPT_ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
     if role is None:
         raise ValueError(f"expected turns from {', '.join(_SHAREGPT_ROLES)}, found {str(turn['from'])[:40]!r}")
