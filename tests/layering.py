@@ -420,6 +420,7 @@ RULES: list[Rule] = [
     engines_that_know_each_other,
     engine_names_outside_backends,
     banned_imports,
+    names_defined_twice,
     formats_in_a_training_run,
     cycles,
     heavy_at_import,

@@ -23,6 +23,7 @@ from layering import (
     heavy_at_import,
     imports,
     imports_upwards,
+    names_defined_twice,
     read_package,
     section,
     unknown_sections,
@@ -84,6 +85,10 @@ BREAKERS = {
         invented(plan__cuda="from importlib import import_module\ndef f():\n    import_module('torch_xla.runtime')"),
         invented(checkpoint__manager="from portable_fsdp.backends import native", backends__native=""),
         invented(checkpoint__manager="from portable_fsdp.backends.open import open_backend", backends__open=""),
+    ],
+    names_defined_twice: [
+        invented(data__a="class Row:\n    pass", metrics__b="class Row:\n    pass"),
+        invented(data__a="Row = tuple[int, ...]", metrics__b="def f():\n    class Row:\n        pass"),
     ],
     formats_in_a_training_run: [
         invented(train__loop="from portable_fsdp.formats.huggingface import export", formats__huggingface=""),
@@ -198,8 +203,8 @@ def test_config_and_runtime_leave_torch_out_of_a_fresh_process() -> None:
     assert done.stdout.strip() == "[]"
 
 
-FILES, LINES = 110, 15_900
-"""Of ours, that a plain native training run may load: 90 and 15,000 are the figures to reach."""
+FILES, LINES = 93, 14_200
+"""Of ours, that a plain native training run may load; 90 and 15,000 are the figures of the whole."""
 
 TOOLS = ("convert", "doctor", "formats", "plan")
 

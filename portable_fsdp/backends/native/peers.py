@@ -39,7 +39,7 @@ RESTART_NOTE = "  All processes end with exit code 1, so that their launcher res
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Name = Annotated[str, Field(max_length=255)]
-Message = Annotated[str, Field(max_length=10_000)]
+PeerMessage = Annotated[str, Field(max_length=10_000)]
 
 
 @checked.dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
@@ -54,8 +54,8 @@ class Heartbeat:
     number: Count = 0
     steps: Count = 0  # finished since the start of the process
     left: bool = False  # in order
-    error: Message = ""  # that the process ended with
-    verdict: Message = ""  # of process 0: which process is lost, and why
+    error: PeerMessage = ""  # that the process ended with
+    verdict: PeerMessage = ""  # of process 0: which process is lost, and why
 
 
 _HEARTBEAT = TypeAdapter(Heartbeat)
