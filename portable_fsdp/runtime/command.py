@@ -165,8 +165,5 @@ def run_command(
     try:
         return body(options)
     except PortableFSDPError as error:
-        message = str(error)
-        if error.exit_code == EXIT_USAGE and NOTHING_STARTED not in message:
-            message += f"\n{NOTHING_STARTED}"
-        say(message)
+        say(f"{error}\n{NOTHING_STARTED}" if error.exit_code == EXIT_USAGE else str(error))
         return error.exit_code
