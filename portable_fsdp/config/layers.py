@@ -67,8 +67,8 @@ class LayeredValues:
             if not isinstance(key_node, ScalarNode) or key_node.tag == MERGE_TAG:
                 continue
             inner = (*key, str(key_node.value))
-            here = _origin_of_node(self.path, key_node, value_node) if origin is None else origin
-            here = here._replace(text=scalar_text(value_node))
+            line = cast(int, key_node.start_mark.line) + 1
+            here = (origin or Origin(False, line, f"{self.path}:{line}", None))._replace(text=scalar_text(value_node))
             if inner[-1] in seen:
                 first = "" if origin else f" (first on line {seen[inner[-1]].place})"
                 self.add_problem(here, inner, f"expected once, found twice{first}; keep one.")
@@ -183,11 +183,6 @@ def _unknown_key_hint(key: Key) -> str:
 def _bounded(message: str) -> str:
     """Cut out the middle of a long message, which quotes a file or an override."""
     return message if len(message) <= 3000 else f"{message[:2000]} [...] {message[-900:]}"
-
-
-def _origin_of_node(path: Path, key_node: Node, value_node: Node) -> Origin:
-    line = cast(int, key_node.start_mark.line) + 1
-    return Origin(False, line, f"{path}:{line}", scalar_text(value_node))
 
 
 def _value_at(values: object, key: Key) -> object:
