@@ -92,7 +92,7 @@ class Run:
         return starts(self.folder)
 
     @property
-    def said(self) -> dict[str, str]:
+    def messages(self) -> dict[str, str]:
         return {host: process.err for host, process in self.processes.items()}
 
 
@@ -122,7 +122,7 @@ def watch(run: Run, since: float, bound_s: float, ends: list[str]) -> None:
                 run.times.setdefault(f"{host} says", after)
         if all(f"{host} ends" in run.times for host in ends):
             return
-        assert after < bound_s, f"nothing for {bound_s:.0f} s\n{run.said}"
+        assert after < bound_s, f"nothing for {bound_s:.0f} s\n{run.messages}"
         time.sleep(0.1)
 
 
@@ -130,7 +130,7 @@ def goes_on(run: Run, since: float, bound_s: float, restarts: int | None = 1) ->
     """Started again within `bound_s`, and on to the end, on all hosts. `restarts`: None for any number."""
     hosts = [host.name for host in run.hosts]
     watch(run, since, bound_s + SPARE_S + STEPS, hosts)
-    assert [run.processes[host].wait() for host in hosts] == [0] * len(hosts), run.said
+    assert [run.processes[host].wait() for host in hosts] == [0] * len(hosts), run.messages
     assert restarts is None or len(run.starts) == restarts + 1, run.starts
     assert "goes on" not in run.times or run.times["goes on"] < bound_s + SPARE_S, run.times
     require_curve(run.folder)
@@ -157,21 +157,13 @@ def kill_a_process(folder: Path, count: int = 2) -> Run:
         return run
 
 
-def kill_a_process_of_three(folder: Path) -> Run:
-    return kill_a_process(folder, 3)
-
-
 def stop_a_process(folder: Path, of: int = -1) -> Run:
     with run_on(2, folder) as (run, _):
         since = time.monotonic()
         run.hosts[of].worker().send_signal(signal.SIGSTOP)
         goes_on(run, since, PEER_TIMEOUT_S + TORCHRUN_KILLS_AFTER_S)
-        assert f"sent no heartbeat for {PEER_TIMEOUT_S} s" in run.said[run.hosts[1 + of].name]
+        assert f"sent no heartbeat for {PEER_TIMEOUT_S} s" in run.messages[run.hosts[1 + of].name]
         return run
-
-
-def stop_process_0(folder: Path) -> Run:
-    return stop_a_process(folder, 0)
 
 
 def cut_for_a_moment(folder: Path) -> Run:
@@ -228,41 +220,31 @@ def lose_a_host_that_comes_back(folder: Path, count: int = 2) -> Run:
         return run
 
 
-def lose_a_host_of_three_that_comes_back(folder: Path) -> Run:
-    return lose_a_host_that_comes_back(folder, 3)
-
-
-FAULTS: list[Callable[[Path], Run]] = [
-    kill_a_process,
-    kill_a_process_of_three,
-    stop_a_process,
-    stop_process_0,
-    cut_for_a_moment,
-    cut_for_good,
-    lose_a_host,
-    lose_the_first_host,
-    lose_a_host_that_comes_back,
-    lose_a_host_of_three_that_comes_back,
-]
+FAULTS: dict[str, Callable[[Path], Run]] = {
+    "kill a process": kill_a_process,
+    "kill a process of three": lambda folder: kill_a_process(folder, 3),
+    "stop a process": stop_a_process,
+    "stop process 0": lambda folder: stop_a_process(folder, 0),
+    "cut for a moment": cut_for_a_moment,
+    "cut for good": cut_for_good,
+    "lose a host": lose_a_host,
+    "lose the first host": lose_the_first_host,
+    "lose a host that comes back": lose_a_host_that_comes_back,
+    "lose a host of three that comes back": lambda folder: lose_a_host_that_comes_back(folder, 3),
+}
 
 
 @pytest.mark.proof
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_fault(fault: Callable[[Path], Run], tmp_path: Path) -> None:
-    fault(tmp_path)
-
-
-def row(fault: Callable[[Path], Run], run: Run) -> str:
-    """Of the table, with the seconds after the fault."""
-    seen = "; ".join(f"{what} +{seconds:.0f} s" for what, seconds in run.times.items())
-    return f"| {fault.__name__.replace('_', ' ')} | {len(run.hosts)} | {seen} |"
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault(fault: str, tmp_path: Path) -> None:
+    FAULTS[fault](tmp_path)
 
 
 if __name__ == "__main__":
-    wanted = sys.argv[1:]
     print("| fault | hosts | seen |\n|---|---|---|")
-    for one in FAULTS:
-        if not wanted or one.__name__ in wanted:
-            with tempfile.TemporaryDirectory() as made:
-                print(row(one, one(Path(made))), flush=True)
+    for name in sys.argv[1:] or FAULTS:
+        with tempfile.TemporaryDirectory() as folder:
+            run = FAULTS[name](Path(folder))
+        seen = "; ".join(f"{what} +{seconds:.0f} s" for what, seconds in run.times.items())
+        print(f"| {name} | {len(run.hosts)} | {seen} |", flush=True)
