@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 STATIC = "portable_fsdp_static"
+FLEX = "portable_fsdp_flex"  # attention over blocks, see flex.py
 
 _MASKED = -1e30  # far below any score, and finite: a fully masked row gives no NaN
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.models.attention import STATIC, document_bias
+from portable_fsdp.models.attention import FLEX, STATIC, document_bias
 from portable_fsdp.models.loss import DocumentArguments
 from portable_fsdp.runtime.errors import ConfigError
 
@@ -52,7 +52,7 @@ def document_arguments(
         shared = document_bias(segments, dtype) if eager or attention != STATIC else segments[:, None, None]
         return {"attention_mask": shared, "position_ids": positions}
 
-    if windows:
+    if attention == FLEX:
         return blocks
     return mask if packs else None
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-FLEX = "portable_fsdp_flex"
+from portable_fsdp.models.attention import FLEX
+
 LEAST_WIDTH = 16  # of a head, in inductor's kernel
 
 Masks = dict[int | None, BlockMask]

@@ -186,7 +186,7 @@ def test_what_runs_on_gpus_is_compiled_once() -> None:
 
 @pytest.mark.parametrize("name", ["stablelm", "mamba2"])
 def test_a_model_whose_layers_get_no_masks_is_refused_by_name(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"model\.attention=flex: .*found that \w+ForCausalLM doesn't\.\n  Set model"):
+    with pytest.raises(ConfigError, match=r"model\.attention=flex: .*found \w+ForCausalLM, which doesn't\.\n  Set"):
         made(name, "flex", packs=False)
 
 
