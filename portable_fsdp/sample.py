@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> int:
 
 def _sample(options: argparse.Namespace) -> int:
     chosen = vars(options)
-    folder = chosen.pop("folder")
+    folder, _ = chosen.pop("folder"), chosen.pop("flagfile")  # read already
     for text in sample(folder if options.gguf_file else exported_folder(folder), chosen.pop("prompt"), **chosen):
         to_stdout(f"{text}\n")
     return EXIT_FINISHED
