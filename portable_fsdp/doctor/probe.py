@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, cast
 
-from portable_fsdp.runtime.process import detect_launch, end_with_parent
-from portable_fsdp.runtime.store import open_store
+from portable_fsdp.runtime.process import detect_launch, end_with_parent, open_store
 
 ROUNDS = 5
 LEAVE_S = 5.0

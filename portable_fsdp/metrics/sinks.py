@@ -6,10 +6,11 @@ torn line off. NaN and infinities, which JSON lacks, are written as null.
 
 import json
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 from portable_fsdp.runtime.errors import UsageError
 from portable_fsdp.runtime.files import write_text_atomically
@@ -108,3 +109,32 @@ def _without_nan(value: object) -> object:
     if isinstance(value, list | tuple):
         return [_without_nan(inner) for inner in cast(Sequence[object], value)]
     return value
+
+
+class ProcessLoads(TypedDict):
+    """How evenly the processes are loaded, as each saw it at the start of this step; by process index.
+
+    All wait for the slowest process of a step, so `seconds` show a straggler only by its work outside collectives (its
+    data, its host). An imbalance is the greatest value over the median; 1 is even.
+    """
+
+    seconds: list[float | None]  # wall time of the last step that had ended; None in the first
+    memory_bytes: list[float | None]  # peak of its fullest device; None where the engine doesn't tell
+    seconds_imbalance: float | None
+    memory_imbalance: float | None
+
+
+def processes_row(seconds: Sequence[float], memory_bytes: Sequence[float]) -> ProcessLoads:
+    """From one value a process; NaN stands for one that is unknown."""
+    return ProcessLoads(
+        seconds=[value if math.isfinite(value) else None for value in seconds],
+        memory_bytes=[value if math.isfinite(value) else None for value in memory_bytes],
+        seconds_imbalance=_imbalance(seconds),
+        memory_imbalance=_imbalance(memory_bytes),
+    )
+
+
+def _imbalance(values: Sequence[float]) -> float | None:
+    if not all(math.isfinite(value) and value > 0 for value in values):
+        return None
+    return max(values) / statistics.median(values)

@@ -8,9 +8,11 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from portable_fsdp.runtime.errors import EXIT_FAILED, ConfigError
 from portable_fsdp.runtime.tasks import Tasks, integer, read_tasks
@@ -349,3 +351,29 @@ class StopRequest:
     def _write(self, sentence: str) -> None:
         if os.environ.get("RANK", "0") == "0":  # not by the log or print: the signal may have come while either writes
             os.write(2, f"{sentence}\n".encode())
+
+
+def open_store(environ: Mapping[str, str], limit: timedelta, *, serves: bool) -> Any:
+    """Connect to the store at MASTER_ADDR and MASTER_PORT, where processes meet before they have a process group.
+
+    torch's TCPStore, which does not wait for the other processes.
+
+    `serves`: this process holds the store for its whole life, unless torchrun's agent holds it. `limit`: for connecting
+    and for each wait for a key.
+    """
+    import torch.distributed
+
+    host, port, count = environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), int(environ["WORLD_SIZE"])
+    if serves and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        _serve(host, port)
+    # torch's own rendezvous would wait for all workers here, and not say for which one.
+    return cast(Any, torch.distributed).TCPStore(host, port, count, False, timeout=limit, wait_for_workers=False)
+
+
+@cache
+def _serve(host: str, port: int) -> Any:
+    """Once a process, and until its end: other processes may already wait for its next engine at the same store."""
+    import torch.distributed
+
+    dist = cast(Any, torch.distributed)
+    return dist.TCPStore(host, port, None, True, wait_for_workers=False, multi_tenant=True)

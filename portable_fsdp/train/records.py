@@ -6,8 +6,7 @@ from dataclasses import asdict
 
 from portable_fsdp.checkpoint.manager import Saved
 from portable_fsdp.config.load import config_text
-from portable_fsdp.metrics.meter import processes_row
-from portable_fsdp.metrics.sinks import EventsFile, MetricsFile
+from portable_fsdp.metrics.sinks import EventsFile, MetricsFile, processes_row
 from portable_fsdp.runtime.files import write_text_atomically
 from portable_fsdp.train.callbacks import Callback, EvaluationEnd, RunEnd, RunStart, StepEnd
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from portable_fsdp.metrics.sinks import EventsFile, MetricsFile, read_jsonl
+from portable_fsdp.metrics.sinks import EventsFile, MetricsFile, processes_row, read_jsonl
 from portable_fsdp.runtime.errors import UsageError
 
 
@@ -96,3 +96,14 @@ def test_events_carry_their_time(tmp_path: Path) -> None:
     assert time.utcoffset() == timedelta(0)
     assert abs(datetime.now(UTC) - time) < timedelta(minutes=1)
     assert event == {"event": "save", "step": 5, "path": str(tmp_path), "name": None}
+
+
+def test_imbalance_is_the_greatest_over_the_median() -> None:
+    nan = float("nan")
+    assert processes_row([2.0, 3.0, 1.0], [nan, 5.0, 5.0]) == {
+        "seconds": [2.0, 3.0, 1.0],
+        "memory_bytes": [None, 5.0, 5.0],
+        "seconds_imbalance": 1.5,
+        "memory_imbalance": None,
+    }
+    assert processes_row([4.0, 4.0], [1.0, 3.0])["memory_imbalance"] == 1.5

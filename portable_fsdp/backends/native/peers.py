@@ -29,7 +29,7 @@ from pydantic import dataclasses as checked
 
 from portable_fsdp.backends.base import Rank
 from portable_fsdp.runtime.errors import EXIT_FAILED, TrainingError, printable
-from portable_fsdp.runtime.store import open_store
+from portable_fsdp.runtime.process import open_store
 
 JOINING_ROUND_S = 0.1  # between two heartbeats until all processes have joined
 LONGEST_ROUND_S = 5.0
