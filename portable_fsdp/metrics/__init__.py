@@ -1,6 +1,5 @@
-"""What a run says about itself: rows of metrics.jsonl, events.jsonl, the console line, FLOPs and MFU.
+"""What a run says about itself: rows of metrics.jsonl, events.jsonl, FLOPs and MFU.
 
 May import: config and runtime; never torch.distributed, torch_xla or backends. Nothing here needs torch.
 Read first: `flops.py` (peaks with their sources, FLOPs of a model), then `sinks.py` (the files).
-"""
 """
