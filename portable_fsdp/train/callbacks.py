@@ -2,8 +2,7 @@
 
 Process 0 calls callbacks, in its main thread between two steps: ours first (`records.py`), then yours in order. They
 get frozen data and return nothing. A step's data arrive while the device computes the next step, so a quick callback
-costs no time. An exception in a callback ends the run with exit code 1 and an error that names the callback; all
-callbacks get the data first, so the metrics are on disk, and no checkpoint is harmed.
+costs no time. A callback of yours that raises is logged and gets no more calls; the run goes on without it.
 """
 
 import logging
@@ -15,7 +14,6 @@ from typing import Literal, TypeVar
 from portable_fsdp.backends.base import Backend, Traffic
 from portable_fsdp.checkpoint.manager import Resumed, Saved
 from portable_fsdp.config.schema import Config
-from portable_fsdp.runtime.errors import PortableFSDPError, TrainingError
 
 log = logging.getLogger("portable_fsdp")
 
@@ -116,22 +114,22 @@ class Callback:
 
 
 class Callbacks:
-    """Several callbacks, of process 0; of the other processes none."""
+    """All callbacks of a run, on process 0; on the other processes none."""
 
-    def __init__(self, callbacks: Sequence[Callback], backend: Backend) -> None:
-        self._callbacks = callbacks if backend.process.index == 0 else ()
+    def __init__(self, ours: Sequence[Callback], yours: Sequence[Callback], backend: Backend) -> None:
+        is_first = backend.process.index == 0
+        self._ours = list(ours) if is_first else []
+        self._yours = list(yours) if is_first else []
 
     def call(self, hook: Callable[[Callback, T], None], data: T) -> None:
-        """`call(Callback.on_step, end)`: of all of them; then raises the first error."""
-        errors: list[PortableFSDPError] = []
-        for callback in self._callbacks:
+        """`call(Callback.on_step, end)`: of all of them. What one of ours raises, as for a full disk, ends the run."""
+        for callback in self._ours:
+            getattr(callback, hook.__name__)(data)
+        for callback in list(self._yours):
             try:
                 getattr(callback, hook.__name__)(data)
-            except PortableFSDPError as error:
-                errors.append(error)
-            except Exception as error:
-                name = f"{type(callback).__name__}.{hook.__name__}"
-                log.exception("callback %s raised:", name)
-                errors.append(TrainingError(f"callback {name}: {type(error).__name__}: {error}"))
-        if errors:
-            raise errors[0]
+            except Exception:
+                self._yours.remove(callback)
+                log.exception(
+                    "callback %s.%s raised; the run goes on without it:", type(callback).__name__, hook.__name__
+                )

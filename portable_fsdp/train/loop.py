@@ -27,7 +27,6 @@ from portable_fsdp.runtime.errors import (
     EXIT_FINISHED,
     EXIT_STOPPED,
     CheckpointError,
-    PortableFSDPError,
     TrainingError,
 )
 from portable_fsdp.runtime.lock import sole_run
@@ -240,7 +239,7 @@ def _train(
             Measures(engine, start),
             SaveTriggers(start.folder, config.checkpoint.every_minutes),
             stop,
-            Callbacks([RunFiles(), Console(), *callbacks], engine),
+            Callbacks([RunFiles(), Console()], callbacks, engine),
             step=start.step,
             history=_earlier_history(resumed, evaluator),
             last_checkpoint=resumed.path if resumed else None,
@@ -277,7 +276,7 @@ def _train_observed(run: _Run) -> Outcome:
     except Exception as error:
         values = error.values if isinstance(error, NotFiniteError) else {}
         end = _end_of(run, "not finite" if values else "failed", values)
-        with suppress(PortableFSDPError):  # what a callback raises is logged; the run's own error goes first
+        with suppress(Exception):  # the disk may be full: the run's own error goes first
             run.callbacks.call(Callback.on_end, end)
         raise
     end = _end_of(run, outcome, {})

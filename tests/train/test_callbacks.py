@@ -1,4 +1,4 @@
-"""Callbacks see a run in plain data, in order; an exception in one ends the run. The loop is near the optimizer."""
+"""Callbacks see a run in plain data, in order; one that raises is dropped. The loop is near the optimizer."""
 
 import inspect
 import re
@@ -104,19 +104,20 @@ def test_a_run_as_its_callbacks_see_it() -> None:
 
 
 @pytest.mark.parametrize("hook", ["on_start", "on_step", "on_evaluate", "on_save", "on_end"])
-def test_a_callback_that_raises_ends_the_run_and_harms_nothing(hook: str) -> None:
-    """The error names it, the metrics are written, later callbacks get their data, and the run resumes."""
+def test_a_callback_that_raises_is_dropped_and_harms_nothing(
+    hook: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("portable_fsdp.train.loop.configure_log", lambda index: None)  # pytest listens at the root
     broken, after = Recorder(hook), Recorder()
     settings = config(data={"eval_split": "5%"}, train={"eval_every": 2, "eval_batches": 1}, checkpoint={"every": 2})
-    with pytest.raises(TrainingError, match=rf"^callback Recorder\.{hook}: KeyError: 'a bug'$") as error:
-        train(settings, device="cpu", backend="toy", callbacks=[broken, after])
-    assert error.value.exit_code == 1
-    assert after.seen == broken.seen
-    rows = read_jsonl(Path("run/metrics.jsonl")) if hook != "on_start" else []
-    assert len(rows) == {"on_start": 0, "on_step": 1, "on_evaluate": 1, "on_save": 2, "on_end": 4}[hook]
-    ends = [data.outcome for data in after.seen if isinstance(data, RunEnd)]
-    assert ends == {"on_start": [], "on_end": ["finished"]}.get(hook, ["failed"])
-    assert train(settings, device="cpu", backend="toy") == 0
+    assert train(settings, device="cpu", backend="toy", callbacks=[broken, after]) == 0
+    kinds = [type(data).__name__ for data in after.seen]
+    at_hook = {"on_start": "RunStart", "on_step": "StepEnd", "on_evaluate": "EvaluationEnd", "on_save": "Saved"}
+    assert len(broken.seen) == kinds.index(at_hook.get(hook, "RunEnd")) + 1
+    assert kinds[-1] == "RunEnd"
+    [record] = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert record.getMessage() == f"callback Recorder.{hook} raised; the run goes on without it:"
+    assert "KeyError: 'a bug'" in caplog.text
     assert [row["step"] for row in read_jsonl(Path("run/metrics.jsonl"))] == [1, 2, 3, 4]
 
 
