@@ -102,7 +102,7 @@ class OurStep:
         self._steps = cast(int, config.train.steps)
         start = run_start(config, backend, training.built.size, self._steps, None)
         self._measures = Measures(backend, start)
-        self._callbacks = Callbacks([RunFiles(), Console()], backend)
+        self._callbacks = Callbacks([RunFiles(), Console()], [], backend)
         self._callbacks.call(Callback.on_start, start)
         self._triggers = SaveTriggers(start.folder, None)
         self._step = 0

@@ -128,9 +128,9 @@ def leaves_nothing_behind() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def restored_log() -> Iterator[None]:
-    """A run in this process sets up the log. pytest adds a handler to a logger that does not propagate."""
+def plain_log() -> None:
+    """A run in an earlier test, or in a wider fixture, set up the log, so pytest would hear each line twice."""
     logger = logging.getLogger("portable_fsdp")
-    before = logger.handlers[:], logger.level, logger.propagate
-    yield
-    logger.handlers[:], logger.level, logger.propagate = before
+    logger.handlers.clear()
+    logger.setLevel(logging.NOTSET)
+    logger.propagate = True

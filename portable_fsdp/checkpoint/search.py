@@ -62,8 +62,8 @@ class Search:
             return self._newest(own)
         return self._named(storage.locate(resume), own)
 
-    def _on_process_0(self, work: Callable[[], T]) -> T:
-        as_error = partial(as_checkpoint_error, f"checkpoints in {self._folder}")
+    def _on_process_0(self, work: Callable[[], T], subject: str | None = None) -> T:
+        as_error = partial(as_checkpoint_error, subject or f"checkpoints in {self._folder}")
         return collective_errors.on_process_0(self._backend, work, as_error)
 
     def _raise_together(self, subject: str, failure: Exception | None) -> None:
@@ -146,13 +146,13 @@ class Search:
         return saved not in (None, "auto", "none") and _is_same_place(str(saved), resume)
 
     def _named(self, path: Path, own: list[Path]) -> ResumePoint:
-        self._on_process_0(lambda: require_checkpoint(path))
+        self._on_process_0(lambda: require_checkpoint(path), f"checkpoint {path.name}")
         reason = self._damage(path)
         if reason is not None:
             raise CheckpointError(reason)
         weights_only = self._settings.load == "weights_only"
         is_own = any(_is_same_place(str(each), str(path)) for each in own)
-        start = 0 if weights_only else self._on_process_0(lambda: read_manifest(path).step)
+        start = 0 if weights_only else self._on_process_0(lambda: read_manifest(path).step, f"checkpoint {path.name}")
         newest = next(iter(own), None)
         if newest is not None and (not is_own or (step_of(newest) or 0) > start):
             raise CheckpointError(

@@ -223,7 +223,8 @@ def _our_keys(tensors: Mapping[str, Chunked], paths: Mapping[str, tuple[Any, ...
         else:
             keys[key] = key
     if left_out:
-        log.warning("left out %d tensors that are no model's and no AdamW's: %s", len(left_out), left_out[:3])
+        names = ", ".join(left_out[:3])
+        log.warning("left out %d tensors that are no model's and no AdamW's: %s", len(left_out), names)
     return keys
 
 

@@ -116,7 +116,7 @@ def choose_tensors(source: ForeignCheckpoint, names: ModelNames | None) -> dict[
         _check_key(key)
     if names is None:
         return {key: key for key in source.tensors}
-    model = [key for key in source.tensors if folder_of(key) == "model"]
+    model = {key for key in source.tensors if folder_of(key) == "model"}
     # A folder may hold a tensor under any of its FQNs, or one without the base model's prefix (GPT-2's).
     candidates = {
         first: list(dict.fromkeys([*aliases, *(alias.removeprefix(f"{names.base}.") for alias in aliases)]))
@@ -125,7 +125,7 @@ def choose_tensors(source: ForeignCheckpoint, names: ModelNames | None) -> dict[
     matches = {first: [name for name in options if name in model] for first, options in candidates.items()}
     if missing := [first for first, options in matches.items() if not options]:
         used = {name for options in matches.values() for name in options}
-        raise _missing(missing, len(matches), [key for key in model if key not in used])
+        raise _missing(missing, len(matches), [key for key in source.tensors if key in model - used])
     for first, options in matches.items():
         _check_tensor(source, first, options, names.shapes[first])
     first_of = {name: first for first, options in candidates.items() for name in options}

@@ -104,7 +104,9 @@ def open_safetensors(key: str, path: Path) -> Any:
     """A context manager over a safetensors file; raises ConfigError, which names the config's `key`."""
     try:
         return safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
+        raise ConfigError(f"{key}: {path}: cannot be read: {error}.") from error
+    except SafetensorError as error:
         raise ConfigError(
             f"{key}: {path}: expected a whole safetensors file, found {path.stat().st_size:,} bytes that are not one "
             f"({error}).\n  Download it again."

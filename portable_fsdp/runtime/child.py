@@ -66,7 +66,7 @@ class Child:
         self._kill()
         code = -signal.SIGKILL if self.code is None else self.code
         output, log = (_text(file) for file in self._files)
-        self.close()
+        self._close_files()
         return Ended("failed" if how == "finished" and code else how, code, self._cpu_s, output, log)
 
     def _wait(self, limit_s: float, has_enough: Callable[[], bool]) -> Literal["finished", "enough", "late"]:
@@ -81,6 +81,9 @@ class Child:
 
     def close(self) -> None:
         self._kill()
+        self._close_files()
+
+    def _close_files(self) -> None:
         for file in self._files:
             file.close()
 

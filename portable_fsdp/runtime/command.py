@@ -87,15 +87,24 @@ class CommandParser(argparse.ArgumentParser):
     def switch(self, name: str, help: str) -> None:
         self.add_argument(name, action="store_true", help=help)
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self._without_unknown(super().parse_known_args(self._prepared(args), namespace))
+
+    def parse_known_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        # From Python 3.12.8 on it no longer calls parse_known_args; before, the words are prepared twice, to no effect.
+        return self._without_unknown(super().parse_known_intermixed_args(self._prepared(args), namespace))
+
+    def _prepared(self, args: Sequence[str] | None) -> list[str]:
         words = self._with_flagfiles(list(sys.argv[1:] if args is None else args))
-        options, unknown = super().parse_known_args([_with_underscores(word) for word in words], namespace)
-        for word in unknown:
+        return [_with_underscores(word) for word in words]
+
+    def _without_unknown(self, parsed: tuple[Any, list[str]]) -> tuple[Any, list[str]]:
+        for word in parsed[1]:
             if word.startswith("-"):
                 flag = word.partition("=")[0]
                 near = difflib.get_close_matches(flag, list(self._option_string_actions), n=1)
                 self.error(f"unknown flag {flag}" + (f"; nearest: {near[0]}" if near else ""))
-        return options, unknown
+        return parsed
 
     def _with_flagfiles(self, words: list[str]) -> list[str]:
         if not any(word.startswith("--flagfile") for word in words):
@@ -156,7 +165,8 @@ def run_command(
 ) -> int:
     """Run `body` with the parsed arguments, those after the program's name; returns the exit code.
 
-    `say` prints the message of a PortableFSDPError, and `Nothing was started.` below that of a usage error.
+    `say` prints the message of a PortableFSDPError, and `Nothing was started.` below that of a usage error, unless a
+    run had begun to train: an engine refuses some models only when it compiles the step.
     """
     try:
         options = parser.parse_intermixed_args(argv)
@@ -165,5 +175,6 @@ def run_command(
     try:
         return body(options)
     except PortableFSDPError as error:
-        say(f"{error}\n{NOTHING_STARTED}" if error.exit_code == EXIT_USAGE else str(error))
+        is_early = error.exit_code == EXIT_USAGE and not error.run_has_started
+        say(f"{error}\n{NOTHING_STARTED}" if is_early else str(error))
         return error.exit_code

@@ -45,6 +45,7 @@ class PortableFSDPError(Exception):
     """Base of all errors whose message is meant for the user; its text is `printable`."""
 
     exit_code = EXIT_FAILED
+    run_has_started = False
 
     def __str__(self) -> str:
         return printable(super().__str__())

@@ -49,12 +49,14 @@ def build_training(
 ) -> Training:
     """Model, optimizer and step, in that order; writes nothing. *collective*
 
-    `vocabulary`: the corpus's tokenizer; or its number of ids alone, which then aren't compared with the model's own.
+    `vocabulary`: the corpus's tokenizer, or the number of its ids where no model.pretrained has ids of its own.
     Without `fill` the weights are placeholders that hold no memory. `loss`: in place of the model's, see `build_model`.
     Raises ConfigError for what the model or the devices don't take.
     """
     accumulation, eager = check_batch(config, backend.data_parallel_size), backend.expected_compilations == 0
     size, tokenizer = (vocabulary, None) if isinstance(vocabulary, int) else (vocabulary.vocab_size, vocabulary)
+    if tokenizer is None and fill and config.model.pretrained is not None:
+        raise TypeError("build_training: expected corpus.tokenizer, to compare its ids with those of model.pretrained")
     if tokenizer is not None:
         require_own_ids(config.model, config.data.tokenizer, tokenizer)
     built = build_model(

@@ -27,6 +27,7 @@ from portable_fsdp.runtime.errors import (
     EXIT_FINISHED,
     EXIT_STOPPED,
     CheckpointError,
+    PortableFSDPError,
     TrainingError,
 )
 from portable_fsdp.runtime.lock import sole_run
@@ -273,7 +274,9 @@ def _train_observed(run: _Run) -> Outcome:
         finally:  # an error may come between a commit and its event, and a save be under way by then
             run.checkpoints.close()
             _note_commits(run)
-    except Exception as error:
+    except (Exception, Stopped) as error:  # Stopped: before the first step has ended
+        if isinstance(error, PortableFSDPError):
+            error.run_has_started = True
         values = error.values if isinstance(error, NotFiniteError) else {}
         end = _end_of(run, "not finite" if values else "failed", values)
         with suppress(Exception):  # the disk may be full: the run's own error goes first

@@ -135,7 +135,7 @@ def test_a_short_stop_ends_nobody_and_all_leave_in_order_without_a_word(tmp_path
             process.send_signal(signal.SIGSTOP)
             time.sleep(TIMEOUT_S / 2)
             process.send_signal(signal.SIGCONT)
-        time.sleep(TIMEOUT_S / 2)
+        time.sleep(TIMEOUT_S)
         for process in processes:
             tell(process, "")
         assert [process.wait(LIMIT_S) for process in processes] == [0, 0, 0]

@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import json
-import logging
 import os
 import signal
 import socket
@@ -92,7 +91,6 @@ def test_a_file_system_without_locks_gets_a_warning(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    monkeypatch.setattr(logging.getLogger("portable_fsdp"), "propagate", True)
     with sole_run(tmp_path):
         pass
     assert f"run.dir: {tmp_path}: this file system has no locks ({os.strerror(number)})" in caplog.text

@@ -1,6 +1,5 @@
 """When a run saves besides every n steps."""
 
-import logging
 import os
 from pathlib import Path
 
@@ -80,10 +79,7 @@ def test_who_takes_the_request_back_may_ask_again(tmp_path: Path) -> None:
     assert requests.due
 
 
-def test_a_folder_in_its_place_is_ignored_and_said_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(logging.getLogger("portable_fsdp"), "propagate", True)
+def test_a_folder_in_its_place_is_ignored_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "SAVE").mkdir()
     requests = SaveTriggers(tmp_path, None)
     for step in (1, 2):
@@ -102,7 +98,6 @@ def test_a_file_that_can_not_be_deleted_makes_one_save(
     def unlink(path: Path, missing_ok: bool = False) -> None:
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(logging.getLogger("portable_fsdp"), "propagate", True)
     monkeypatch.setattr(Path, "unlink", unlink)
     (tmp_path / "SAVE").touch()
     requests = SaveTriggers(tmp_path, None)

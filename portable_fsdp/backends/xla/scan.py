@@ -166,7 +166,7 @@ def _differences(first: nn.Module, other: nn.Module) -> Iterator[str]:
         first.named_modules(), other.named_modules(), fillvalue=("", None)
     ):
         if module is None or twin is None or path != there or type(module) is not type(twin):
-            yield f"{path} is a {type(module).__name__}, and a {type(twin).__name__}"
+            yield f"{path or there} is a {type(module).__name__}, and a {type(twin).__name__}"
             return
         ours, theirs = _plain(module), _plain(twin)
         for key in (key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)):
