@@ -20,7 +20,7 @@ LAUNCH_FINETUNE := $(RUN) -m portable_fsdp.launch --device=cpu --config=configs/
 SAMPLE := $(RUN) -m portable_fsdp.sample
 PROMPT := --prompt="The with statement is used to" --count=2 --tokens=40
 
-.PHONY: help env check test proof demo demo-finetune docs env-latest test-latest clean
+.PHONY: help env check types quick test proof demo demo-finetune docs env-latest test-latest clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -28,10 +28,15 @@ help:  ## this list
 
 env: .venv/.installed  ## the environment .venv: both engines, demo and development tools
 
-check: env  ## the quick part, about 75 s: format, lint, types, tests without torch_xla
+check: env  ## the quick part, about 80 s: format, lint, types, tests without torch_xla
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
+	$(MAKE) --no-print-directory --jobs=2 --output-sync types quick
+
+types: env
 	.venv/bin/pyright
+
+quick: env
 	$(RUN) -m pytest -q -n 2 -m "not proof and not slow and not xla" --ignore=tests/backends --ignore=tests/launch --ignore=tests/plan
 
 test: env  ## the whole suite, but for the proofs

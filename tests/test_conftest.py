@@ -13,9 +13,11 @@ ROOT = Path(__file__).parents[1]
 
 LEAKS = {
     "process": (
-        "import subprocess\ndef test_it():\n    global child\n    child = subprocess.Popen(['sleep', '5'])\n"
-        "def teardown_module():\n    child.kill()\n    child.wait()\n",
-        "sleep 5",
+        # It answers, so that it has a command line: a process that is about to run one has none.
+        "from subprocess import PIPE, Popen\ndef test_it():\n    global child\n"
+        "    child = Popen(['cat', '-u'], stdin=PIPE, stdout=PIPE, bufsize=0)\n    child.stdin.write(b'x')\n"
+        "    assert child.stdout.read(1) == b'x'\ndef teardown_module():\n    child.kill()\n    child.communicate()\n",
+        "cat -u",
     ),
     "thread": (
         "import threading\nstop = threading.Event()\ndef test_it():\n    threading.Thread(target=stop.wait).start()\n"
