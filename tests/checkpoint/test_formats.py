@@ -343,17 +343,23 @@ def test_two_imports_at_once_into_a_store(hub: Path) -> None:
             reader.verify(Rank(0, 1))
 
 
-def test_a_file_that_a_store_lost_is_missed_before_the_commit(hub: Path) -> None:
+@pytest.mark.parametrize(("kept", "actual"), [(None, "no such file"), (b"only this", "9.")])
+def test_a_file_that_a_store_lost_or_cut_is_noticed_before_the_commit(
+    hub: Path, kept: bytes | None, actual: str
+) -> None:
     run = storage.locate(f"memory://{uuid.uuid4().hex}/run")
     real = commit.commit
 
-    def loses_one(final: Path, attempt: str, manifest: Manifest, *rest: Any) -> None:
-        storage.remove(final / manifest.files[0].name)
+    def damages_one(final: Path, attempt: str, manifest: Manifest, *rest: Any) -> None:
+        path = final / manifest.files[0].name
+        storage.remove(path)
+        if kept is not None:
+            storage.write(path, [kept])
         real(final, attempt, manifest, *rest)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(commit, "commit", loses_one)
-        with pytest.raises(CheckpointError, match="after it was written, found no such file"):
+        patched.setattr(commit, "commit", damages_one)
+        with pytest.raises(CheckpointError, match=f"bytes after it was written, found {actual}"):
             import_checkpoint(hub, run)
     assert storage.names(run / "checkpoints") == []
 
