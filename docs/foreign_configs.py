@@ -11,7 +11,7 @@ INTRODUCTION = """# Configs of other tools
 
 `--config` and `--import` take a file of `accelerate config` (0.20 to 1.15), a Trainer's `fsdp_config`, and
 TrainingArguments, as YAML or JSON. The model and the data, which such a file doesn't set, come from overrides or from
-a file of ours that it is imported under:
+`--config`, with the file as `--import`:
 
 ```bash
 python -m portable_fsdp.explain --config=configs/quickstart.yaml --import=tests/convert/samples/multi_gpu.yaml
@@ -79,7 +79,7 @@ We compared accelerate 1.15's FSDP2 with ours on one file, two CPU processes, 6 
 
 ## The keys
 
-*set*: it sets options of ours. *refused*: the run doesn't start unless the value is off (false, 0, none, empty); after
+*set*: it sets our options. *refused*: the run doesn't start unless the value is off (false, 0, none, empty); after
 the semicolon, the way out. *ignored*: nothing depends on it. *launcher*: the launcher decides it. `make docs` writes
 these tables from `portable_fsdp/convert/keys.yaml`.
 """

@@ -25,7 +25,7 @@ _CLASSES = "sharding.wrap_classes"
 
 
 def combine(facts: ForeignFacts) -> dict[str, Setting]:
-    """The options of ours that the keys set together; contradictions are added to `facts.problems`."""
+    """Our options that the keys set together; contradictions are added to `facts.problems`."""
     _sections(facts)
     _strategy(facts)
     _units(facts)

@@ -125,7 +125,7 @@ def choose_tensors(source: ForeignCheckpoint, names: ModelNames | None) -> dict[
     matches = {first: [name for name in options if name in model] for first, options in candidates.items()}
     if missing := [first for first, options in matches.items() if not options]:
         used = {name for options in matches.values() for name in options}
-        raise _missing(missing, len(matches), [key for key in source.tensors if key in model - used])
+        raise _missing(missing, len(matches), [key for key in source.tensors if key in model and key not in used])
     for first, options in matches.items():
         _check_tensor(source, first, options, names.shapes[first])
     first_of = {name: first for first, options in candidates.items() for name in options}

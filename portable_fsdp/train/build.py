@@ -157,7 +157,7 @@ def open_checkpoints(config: Config, backend: Backend, training: Training, corpu
 def open_batches(
     config: Config, backend: Backend, training: Training, corpus: Corpus, resumed: Resumed | None = None
 ) -> Batches:
-    """This process's batches of each step, from where `resumed` goes on; to be closed, or a context manager."""
+    """This process's batches of each step, from the position of `resumed`; to be closed, or a context manager."""
     epoch, samples = resumed.position if resumed else (0, 0)
     return Batches(
         corpus.rows,

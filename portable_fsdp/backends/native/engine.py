@@ -44,7 +44,7 @@ COLLECTIVES = {  # in the words of torch -> of the contract
 
 
 class _HostCopy(base.Pending):
-    """Values on their way to pinned memory while the device goes on; `ready` marks the end of the copy."""
+    """Values on their way to pinned memory while the device computes; `ready` marks the end of the copy."""
 
     def __init__(self, sizes: dict[str, torch.Size], values: Tensor, ready: torch.cuda.Event) -> None:
         self._sizes, self._values, self._ready = sizes, values, ready

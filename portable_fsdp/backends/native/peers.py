@@ -33,7 +33,7 @@ from portable_fsdp.runtime.process import open_store
 
 JOINING_ROUND_S = 0.1  # between two heartbeats until all processes have joined
 LONGEST_ROUND_S = 5.0
-ROUNDS = 6  # at least so many heartbeats fit into the timeout
+ROUNDS = 6  # heartbeats that fit into the timeout, at least
 STORE_ANSWER_S = 5.0
 RESTART_NOTE = "  All processes end with exit code 1, so that their launcher restarts them from the last checkpoint."
 
