@@ -4,8 +4,9 @@ With global batch G, step k of a run that begins at `start` samples takes the po
 * G). Shard i of n takes the i-th n-th of them, and cuts it into equal micro batches; both cuts are contiguous.
 """
 
-import queue
-import threading
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count as count_from
 from typing import Self
 
 import numpy as np
@@ -15,7 +16,7 @@ from portable_fsdp.data.packing import IGNORED, Rows
 from portable_fsdp.runtime.closing import Closing
 from portable_fsdp.runtime.errors import ConfigError
 
-STEPS_AHEAD = 2
+STEPS_AHEAD = 3
 
 
 class Batches(Closing):
@@ -52,28 +53,26 @@ class Batches(Closing):
         self._seed = seed
         self._global_batch = global_batch
         self._shard_rows = global_batch // count
-        self._first = start + index * self._shard_rows
+        self._firsts = count_from(start + index * self._shard_rows, global_batch)
         self._accumulation = accumulation
-        self._error: BaseException | None = None
-        self._closed = threading.Event()
-        self._ready: queue.Queue[list[dict[str, Tensor]] | BaseException] = queue.Queue(STEPS_AHEAD)
-        self._thread = threading.Thread(target=self._work, name="portable_fsdp batches", daemon=True)
-        self._thread.start()
+        self._is_closed = False
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="portable_fsdp batches")
+        self._ahead: deque[Future[list[dict[str, Tensor]]]] = deque()
+        for _ in range(STEPS_AHEAD):
+            self._begin_step()
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> list[dict[str, Tensor]]:
         """The micro batches of the next step; raises what the thread raised."""
-        if self._closed.is_set():
+        if self._is_closed:
             raise ValueError("next() of closed batches")
-        if self._error is None:
-            item = self._ready.get()
-            if not isinstance(item, BaseException):
-                self.consumed += self._global_batch
-                return item
-            self._error = item
-        raise self._error
+        step = self._ahead[0].result()
+        self._ahead.popleft()
+        self._begin_step()
+        self.consumed += self._global_batch
+        return step
 
     @property
     def position(self) -> tuple[int, int]:
@@ -82,20 +81,12 @@ class Batches(Closing):
 
     def close(self) -> None:
         """End the thread, and wait for it; drops the steps made ahead. May be called twice."""
-        self._closed.set()
-        while self._thread.is_alive():
-            while not self._ready.empty():  # the thread may wait for room
-                self._ready.get_nowait()
-            self._thread.join(timeout=0.01)
+        self._is_closed = True
+        self._pool.shutdown(cancel_futures=True)
+        self._ahead.clear()
 
-    def _work(self) -> None:
-        first = self._first
-        try:
-            while not self._closed.is_set():
-                self._ready.put(self._step(first))
-                first += self._global_batch
-        except BaseException as error:  # the thread that trains raises it
-            self._ready.put(error)
+    def _begin_step(self) -> None:
+        self._ahead.append(self._pool.submit(self._step, next(self._firsts)))
 
     def _step(self, first: int) -> list[dict[str, Tensor]]:
         """The micro batches that begin at position `first`."""

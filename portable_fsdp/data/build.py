@@ -72,32 +72,6 @@ class _SourceRows(NamedTuple):
     documents: TokenizedDocuments
 
 
-def _require_rows(parts: Sequence[_SourceRows], data: keys.Data, name: str) -> None:
-    """Raises DataError where all parts together have none; the message names the key that leaves none."""
-    if any(len(part.rows) for part in parts):
-        return
-    share, way = "", ""
-    if data.eval_split is not None and keys.share_held_out(data.eval_split) is not None:
-        held_out = name == "data.eval_split"
-        share = f" {'in' if held_out else 'beside'} the share that is held out (data.eval_split={data.eval_split})"
-        way = f", or hold {'more' if held_out else 'less'} out"
-    where = ", ".join(part.source for part in parts)
-    lengths = np.concatenate([np.diff(part.documents.starts) for part in parts])
-    actual, advice = f"none among {len(lengths):,} in {where}", "Give more text"
-    if not len(lengths):
-        expected, actual, advice = "at least one document", f"none in {where}", "Give more of them"
-    elif isinstance(parts[0].rows, PackedRows):
-        expected = f"at least {data.seq_len + 1:,} tokens (data.seq_len + 1, one row)"
-        actual = ", ".join(f"{len(part.documents.tokens):,} in {part.source}" for part in parts)
-        advice = "Lower data.seq_len, or give more text"
-    elif (lengths > data.seq_len).any():
-        expected = f"at least one document of at most {data.seq_len:,} tokens (data.seq_len) with something to predict"
-        advice = f"Raise data.seq_len (the longest has {lengths.max():,})"
-    else:
-        expected = "at least one document of two tokens"
-    raise DataError(f"{name}: expected {expected}, found {actual}{share}.\n  {advice}{way}.")
-
-
 class _Builder:
     """One pass from sources to rows."""
 
@@ -106,40 +80,59 @@ class _Builder:
         self._tokenizer = tokenizer
         self._parts: Sequence[keys.Documents] = data.mixture or (data,)
         self._share = None if data.eval_split is None else keys.share_held_out(data.eval_split)
-        self._held_out: DocumentSource | None = None
-        """Named by `data.eval_split`: files or a split, not a share."""
         if data.eval_split is None or self._share is not None:
-            self._sources = [open_source(part) for part in self._parts]
-        else:
-            trained, self._held_out = open_apart(data, data.eval_split)
-            self._sources = [trained]
+            self._sources = self._held_out = [open_source(part) for part in self._parts]
+        else:  # files or a split
+            trained, held_out = open_apart(data, data.eval_split)
+            self._sources, self._held_out = [trained], [held_out]
         self._packing = data.resolved_packing
         self._folder = Path(data.cache_dir) if data.cache_dir else cache_folder(os.environ) / "tokens"
 
     def trained(self) -> Rows:
-        share = self._share
-        takes = _every if share is None else lambda number: not share_of_numbers(number, share)
-        parts = self._each(takes, "" if share is None else f"all but {share}")
+        parts = self._tokenized(self._sources, is_held_out=False)
         for part in parts:
-            _require_rows([part], self._data, "data.mixture" if self._data.mixture else "data")
-        if len(parts) == 1:
-            return parts[0].rows
-        return MixedRows([part.rows for part in parts], [part.weight for part in self._data.mixture])
+            self._require_rows([part], "data.mixture" if self._data.mixture else "data")
+        return _joined(parts, [part.weight for part in self._data.mixture])
 
     def held_out(self) -> Rows | None:
-        share = self._share
-        if self._held_out is not None:
-            parts = [self._part(self._data, self._held_out, _every, "")]
-        elif share is not None:
-            parts = self._each(lambda number: share_of_numbers(number, share), f"{share}")
-        else:
+        if self._data.eval_split is None:
             return None
-        _require_rows(parts, self._data, "data.eval_split")
-        rows = [part.rows for part in parts]
-        return rows[0] if len(rows) == 1 else MixedRows(rows, [max(1, len(each)) for each in rows])
+        parts = self._tokenized(self._held_out, is_held_out=True)
+        self._require_rows(parts, "data.eval_split")
+        return _joined(parts, [max(1, len(part.rows)) for part in parts])
 
-    def _each(self, takes: Callable[[int], bool], taken: str) -> list[_SourceRows]:
-        return [self._part(part, source, takes, taken) for part, source in zip(self._parts, self._sources, strict=True)]
+    def _tokenized(self, sources: Sequence[DocumentSource], *, is_held_out: bool) -> list[_SourceRows]:
+        share = self._share
+        taken = "" if share is None else f"{share}" if is_held_out else f"all but {share}"
+
+        def takes(number: int) -> bool:
+            return share is None or share_of_numbers(number, share) == is_held_out
+
+        return [self._part(part, source, takes, taken) for part, source in zip(self._parts, sources, strict=True)]
+
+    def _require_rows(self, parts: Sequence[_SourceRows], name: str) -> None:
+        """Raises DataError where all parts together have none; the message names the key that leaves none."""
+        if any(len(part.rows) for part in parts):
+            return
+        seq_len, share, way = self._data.seq_len, "", ""
+        if self._share is not None:
+            place, way = ("in", ", or hold more out") if name == "data.eval_split" else ("beside", ", or hold less out")
+            share = f" {place} the share that is held out (data.eval_split={self._data.eval_split})"
+        where = ", ".join(part.source for part in parts)
+        lengths = np.concatenate([np.diff(part.documents.starts) for part in parts])
+        actual, advice = f"none among {len(lengths):,} in {where}", "Give more text"
+        if not len(lengths):
+            expected, actual, advice = "at least one document", f"none in {where}", "Give more of them"
+        elif isinstance(parts[0].rows, PackedRows):
+            expected = f"at least {seq_len + 1:,} tokens (data.seq_len + 1, one row)"
+            actual = ", ".join(f"{len(part.documents.tokens):,} in {part.source}" for part in parts)
+            advice = "Lower data.seq_len, or give more text"
+        elif (lengths > seq_len).any():
+            expected = f"at least one document of at most {seq_len:,} tokens (data.seq_len) with something to predict"
+            advice = f"Raise data.seq_len (the longest has {lengths.max():,})"
+        else:
+            expected = "at least one document of two tokens"
+        raise DataError(f"{name}: expected {expected}, found {actual}{share}.\n  {advice}{way}.")
 
     def _part(
         self, part: keys.Documents, source: DocumentSource, takes: Callable[[int], bool], taken: str
@@ -155,10 +148,11 @@ class _Builder:
         )
         documents = tokenized(self._folder, recipe)
         _log_skipped(documents, source)
-        if is_stream:
-            rows: Rows = PackedRows(documents.tokens, self._data.seq_len, self._remember(documents))
-        else:
-            rows = self._document_rows(part, source, documents)
+        rows = (
+            PackedRows(documents.tokens, self._data.seq_len, self._remember(documents))
+            if is_stream
+            else self._document_rows(part, source, documents)
+        )
         return _SourceRows(rows, source.name, documents)
 
     def _key(self, part: keys.Documents, source: DocumentSource, taken: str) -> str:
@@ -209,9 +203,7 @@ class _Builder:
             remember=self._remember(documents),
         )
         if len(rows):
-            log.info(
-                "data: %s: %s rows, %.2f %% of their tokens padding", source.name, f"{len(rows):,}", 100 * rows.padded
-            )
+            log.info(f"data: {source.name}: {len(rows):,} rows, {100 * rows.padded:.2f} % of their tokens padding")
         return rows
 
     def _remember(self, documents: TokenizedDocuments) -> Remember:
@@ -230,24 +222,24 @@ class _Builder:
         problem = f"{place}: expected at most {self._data.seq_len:,} tokens (data.seq_len), found {lengths[first]:,}"
         if self._data.on_error == "stop":
             raise DataError(
-                f"data: {problem}; too long: {documents_in_words(too_long.sum())}.\n"
+                f"data: {problem}; too long: {_documents(too_long.sum())}.\n"
                 f"  Raise data.seq_len (the longest has {lengths[too_long].max():,}), shorten them, or set "
                 "data.on_error=skip to leave them out."
             )
         _log_count(too_long.sum(), f"{source.name} left out: too long; the first: {problem}")
 
 
-def documents_in_words(count: int) -> str:
+def _documents(count: int) -> str:
     return f"{count:,} document{'' if count == 1 else 's'}"
 
 
 def _log_count(count: int, event: str, level: int = logging.INFO) -> None:
     if count:
-        log.log(level, "data: %s of %s", documents_in_words(count), event)
+        log.log(level, "data: %s of %s", _documents(count), event)
 
 
-def _every(number: int) -> bool:
-    return True
+def _joined(parts: Sequence[_SourceRows], weights: Sequence[float]) -> Rows:
+    return parts[0].rows if len(parts) == 1 else MixedRows([part.rows for part in parts], weights)
 
 
 def predicts(documents: TokenizedDocuments) -> NDArray[np.bool_]:
@@ -275,7 +267,7 @@ def _log_skipped(documents: TokenizedDocuments, source: DocumentSource) -> None:
         _log_count(count, f"{source.name}: {note}", logging.WARNING)
     if facts.prompts_that_differ:
         log.info(
-            "data: %s prompts of %s end in other tokens once the completion follows; the difference counts as "
-            "completion. End prompts where a token ends (a space belongs to the completion).",
-            *(f"{facts.prompts_that_differ:,}", source.name),
+            f"data: {facts.prompts_that_differ:,} prompts of {source.name} end in other tokens once the completion "
+            "follows; the difference counts as completion. End prompts where a token ends (a space belongs to the "
+            "completion)."
         )

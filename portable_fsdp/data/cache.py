@@ -14,7 +14,6 @@ import logging
 import os
 import shutil
 import sys
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -166,28 +165,19 @@ def _cannot_write(folder: Path, error: OSError) -> DataError:
 @contextmanager
 def _locked(path: Path) -> Generator[bool]:
     """Wait until no other process makes the entry; False where the file system has no locks."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        yield _wait_for(descriptor, path)
-    finally:
-        os.close(descriptor)  # which unlocks it; the file stays, since another process may wait for it
-
-
-def _wait_for(descriptor: int, path: Path) -> bool:
-    is_logged = False
-    while True:
+    with path.open("a") as file:  # closing unlocks it; the file stays, since another process may wait for it
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if not is_logged:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
                 log.info("data: another process tokenizes this corpus; waiting for it (%s)", path)
-                is_logged = True
-            time.sleep(0.1)
+                fcntl.flock(file, fcntl.LOCK_EX)
+            is_locked = True
         except OSError as error:
             if error.errno not in _NO_LOCKS_HERE:
                 raise
-            return False
+            is_locked = False
+        yield is_locked
 
 
 # ------------------------------------------------------------------------------------------------------------ make
@@ -224,20 +214,18 @@ def _make(entry: Path, recipe: Recipe, *, alone: bool) -> None:
 
 def _rendered(documents: Iterable[Example | Broken], render: Render) -> Generator[tuple[int, list[Rendered | Broken]]]:
     """(size in the source's unit, documents) of each batch, in order; `_THREADS` batches are rendered at once."""
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="portable_fsdp tokenize") as pool:
-        in_work: deque[tuple[int, Future[list[Rendered | Broken]]]] = deque()
-        try:
-            for batch in _batches(documents):
-                in_work.append((sum(document.size for document in batch), pool.submit(_render_batch, batch, render)))
-                if len(in_work) > _THREADS:
-                    size, done = in_work.popleft()
-                    yield size, done.result()
-            while in_work:
+    pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="portable_fsdp tokenize")
+    in_work: deque[tuple[int, Future[list[Rendered | Broken]]]] = deque()
+    try:
+        for batch in _batches(documents):
+            in_work.append((sum(document.size for document in batch), pool.submit(render, batch)))
+            if len(in_work) > _THREADS:
                 size, done = in_work.popleft()
                 yield size, done.result()
-        finally:
-            for _, future in in_work:
-                future.cancel()
+        for size, done in in_work:
+            yield size, done.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _batches(documents: Iterable[Example | Broken]) -> Iterator[list[Example | Broken]]:
@@ -252,11 +240,6 @@ def _batches(documents: Iterable[Example | Broken]) -> Iterator[list[Example | B
             batch, characters = [], 0
     if batch:
         yield batch
-
-
-def _render_batch(batch: list[Example | Broken], render: Render) -> list[Rendered | Broken]:
-    rendered = iter(render([document for document in batch if isinstance(document, Example)]))
-    return [next(rendered) if isinstance(document, Example) else document for document in batch]
 
 
 def _write(folder: Path, recipe: Recipe, batches: Iterable[tuple[int, list[Rendered | Broken]]]) -> None:

@@ -8,7 +8,7 @@ follows (for example, without the reasoning of earlier turns).
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple, Self
 
@@ -32,11 +32,10 @@ class Conversation(NamedTuple):
     tools: Sequence[dict[str, Any]] | None = None
 
 
-class Chat(NamedTuple):
-    """A conversation as ids, and which of them the assistant writes."""
-
-    ids: list[int]
-    counted: list[bool]
+TokenizedChat = tuple[list[int], list[bool]]
+"""A conversation as ids, and which of them the assistant writes."""
+MarkedText = tuple[str, list[CharacterSpan]]
+"""A conversation as text, and the assistant's turns in it."""
 
 
 class ChatTemplate:
@@ -84,40 +83,24 @@ class ChatTemplate:
         encoded = self._applied(conversation, tokenize=True, return_dict=True, add_generation_prompt=asks)
         return list(encoded["input_ids"])
 
-    def chats(self, conversations: Sequence[Conversation]) -> list[Chat | Exception]:
-        """Each conversation, or why it can't be rendered: the template's own error, or a ValueError where the text
-        doesn't show where turns begin and end."""
+    def rendered(self, conversation: Conversation) -> TokenizedChat | MarkedText:
+        """With its turns marked. Raises the template's own error, or a ValueError where the text doesn't show where
+        turns begin and end."""
         if self._marks_turns:
-            return [self._marked(conversation) for conversation in conversations]
-        rendered = [self._text_and_turns(conversation) for conversation in conversations]
-        texts = [each[0] for each in rendered if not isinstance(each, Exception)]
-        encodings: Iterator[Any] = iter(())
-        if texts:  # as apply_chat_template does: the template writes the special tokens itself
-            encoded = self._tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-            encodings = iter(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True))
-        chats: list[Chat | Exception] = []
-        for each in rendered:
-            if isinstance(each, Exception):
-                chats.append(each)
-            else:
-                ids, offsets = next(encodings)
-                chats.append(Chat(ids, _inside(offsets, each[1])))
-        return chats
-
-    def _marked(self, conversation: Conversation) -> Chat | Exception:
-        """By `{% generation %}`."""
-        try:
             encoded = self._applied(conversation, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-        except Exception as error:
-            return error
-        return Chat(list(encoded["input_ids"]), [bool(mask) for mask in encoded["assistant_masks"]])
+            return list(encoded["input_ids"]), [bool(mask) for mask in encoded["assistant_masks"]]
+        text = self._text(conversation)
+        return text, self._turns(conversation, text)
 
-    def _text_and_turns(self, conversation: Conversation) -> tuple[str, list[CharacterSpan]] | Exception:
-        try:
-            text = self._rendered(conversation)
-            return text, self._turns(conversation, text)
-        except Exception as error:
-            return error
+    def tokenized(self, rendered: Sequence[Any]) -> list[TokenizedChat]:
+        """What `rendered` gave for each of several conversations."""
+        if self._marks_turns or not rendered:
+            return list(rendered)
+        # As apply_chat_template does: the template writes the special tokens itself.
+        options = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
+        encoded = self._tokenizer([text for text, _ in rendered], **options)
+        parts = zip(encoded["input_ids"], encoded["offset_mapping"], rendered, strict=True)
+        return [(ids, _inside(offsets, turns)) for ids, offsets, (_, turns) in parts]
 
     def _turns(self, conversation: Conversation, text: str) -> list[CharacterSpan]:
         """The assistant's turns in the rendered text."""
@@ -135,7 +118,7 @@ class ChatTemplate:
         return spans
 
     def _end_of(self, beginning: Conversation, text: str, *, asks: bool) -> int:
-        rendered = self._rendered(beginning, asks=asks)
+        rendered = self._text(beginning, asks=asks)
         # Some templates end every text by the end of text (Phi-3), also one that goes on when more messages follow.
         for prefix in (rendered, rendered.removesuffix(self._tokenizer.eos_token or "\0")):
             if text.startswith(prefix):
@@ -146,7 +129,7 @@ class ChatTemplate:
             "  Put {% generation %} and {% endgeneration %} around the assistant's text in that template"
         )
 
-    def _rendered(self, conversation: Conversation, *, asks: bool = False) -> str:
+    def _text(self, conversation: Conversation, *, asks: bool = False) -> str:
         return str(self._applied(conversation, tokenize=False, add_generation_prompt=asks))
 
     def _applied(self, conversation: Conversation, **how: Any) -> Any:

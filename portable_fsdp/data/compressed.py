@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from portable_fsdp.data.examples import extra
+from portable_fsdp.data.examples import extra, name_of
 from portable_fsdp.data.hashes import hash_of_files
 from portable_fsdp.runtime.errors import DataError
 
@@ -55,10 +55,22 @@ def read_whole(path: Path) -> bytes:
     return content.removeprefix(BOM)
 
 
-def hash_of_text(files: Sequence[Path], cache: Path) -> str:
-    """`hash_of_files`, marked where a file begins with a BOM: earlier releases took it for text."""
-    mark = "without BOM " if any(_begins_with_bom(path) for path in files) else ""
-    return mark + hash_of_files(files, cache)
+class TextFileSource:
+    """What sources of text files have in common: their size in bytes, and a hash."""
+
+    unit = "B"
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self.files = files
+        self.name = name_of(files)
+        is_compressed = any(_kind(path) for path in files)
+        self.total = 0 if is_compressed else sum(path.stat().st_size for path in files)
+        """0, unknown, where a file is compressed."""
+
+    def content(self, cache: Path) -> str:
+        """`hash_of_files`, marked where a file begins with a BOM: earlier releases took it for text."""
+        mark = "without BOM " if any(_begins_with_bom(path) for path in self.files) else ""
+        return mark + hash_of_files(self.files, cache)
 
 
 def _begins_with_bom(path: Path) -> bool:
@@ -67,11 +79,6 @@ def _begins_with_bom(path: Path) -> bool:
             return file.read(len(BOM)) == BOM
     except (OSError, EOFError, zlib.error):
         return False
-
-
-def total_size(files: Sequence[Path]) -> int:
-    """Of the text in bytes; 0, unknown, where a file is compressed."""
-    return 0 if any(_kind(path) for path in files) else sum(path.stat().st_size for path in files)
 
 
 def _kind(path: Path) -> str | None:

@@ -1,8 +1,6 @@
 """What every source of documents gives, and helpers of the sources made of files."""
 
-import glob
 import importlib
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,23 +54,6 @@ class DocumentSource(Protocol):
 
 AS_A_SHARE = "A share of the documents is written 5%."
 """The likely meaning of a `data.eval_split` that nothing matches."""
-
-
-def matching_files(path: str, pattern: str, key: str = "data.path") -> list[Path]:
-    """The files that `path` names or matches (`**` stands for any depth), sorted.
-
-    For errors: `pattern`, an example of a glob, and the config's `key`. Raises DataError where there is no file.
-    """
-    matches = [path] if os.path.isfile(path) else sorted(glob.glob(path, recursive=True))
-    files = [Path(match) for match in matches if os.path.isfile(match)]
-    if not files:
-        actual, advice = "nothing", "The path is relative to the folder that the run starts in."
-        if os.path.isdir(path):
-            actual, advice = "a folder", f"Name its files: {os.path.join(path, pattern)}"
-        if key == "data.eval_split":
-            advice += f" {AS_A_SHARE}"
-        raise DataError(f"{key}: expected a file or a glob that matches some, found {actual}: {path}\n  {advice}")
-    return files
 
 
 def extra(module: str, needed_by: str = "this source") -> Any:

@@ -12,7 +12,7 @@ from typing import Any, Self, cast
 import xxhash
 
 from portable_fsdp.config.data import FORMAT_COLUMNS, Column
-from portable_fsdp.data.compressed import hash_of_text, read_lines, total_size
+from portable_fsdp.data.compressed import TextFileSource, read_lines
 from portable_fsdp.data.examples import AS_A_SHARE, Broken, Example, extra, name_of, not_utf8
 from portable_fsdp.data.hashes import hash_of_files
 from portable_fsdp.runtime.errors import DataError
@@ -27,23 +27,16 @@ SHAREGPT = "conversations"
 """The column of messages in ShareGPT's files."""
 
 
-class JsonLines:
+class JsonLines(TextFileSource):
     """One JSON object a line, empty lines skipped. Files may be compressed."""
 
-    unit = "B"
-
     def __init__(self, files: Sequence[Path], columns: Columns) -> None:
-        self._files = files
+        super().__init__(files)
         self._columns = columns
-        self.name = name_of(files)
-        self.total = total_size(files)
-
-    def content(self, cache: Path) -> str:
-        return hash_of_text(self._files, cache)
 
     def read(self) -> Iterator[Example | Broken]:
         number = 0
-        for path in self._files:
+        for path in self.files:
             for line_number, line in read_lines(path):
                 if line.strip():
                     yield self._example(number, f"{path}:{line_number}", line)
@@ -54,24 +47,24 @@ class JsonLines:
             values = _json_object(line)
             fields = _pick(values, _present(self._columns, values))
         except ValueError as error:
-            problem = not_utf8(error) if isinstance(error, UnicodeDecodeError) else str(error)
-            return Broken(number, place, len(line), problem)
+            return Broken(number, place, len(line), str(error))
         return Example(number, place, len(line), fields, _notes(self._columns, values if values.get("tools") else ()))
 
 
 def _json_object(line: bytes) -> dict[str, Any]:
     """Raises ValueError, which says what was expected and found."""
+    expected = "expected a JSON object on one line"
     try:
         # Python writes NaN, perhaps in a column that the format doesn't read.
         value = parse_json(line.rstrip(), constant=float, max_lists=200_000)
     except json.JSONDecodeError as error:
-        raise ValueError(f"expected a JSON object on one line, found at column {error.colno}: {error.msg}") from error
+        raise ValueError(f"{expected}, found at column {error.colno}: {error.msg}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(not_utf8(error)) from error
     except ValueError as error:
-        if isinstance(error, UnicodeDecodeError):
-            raise
-        raise ValueError(f"expected a JSON object on one line: {error}") from error
+        raise ValueError(f"{expected}: {error}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"expected a JSON object on one line, found {json.dumps(value)[:40]}")
+        raise ValueError(f"{expected}, found {json.dumps(value)[:40]}")
     if b"\\u" in line:
         try:
             json.dumps(value, ensure_ascii=False).encode()
@@ -94,8 +87,7 @@ class Parquet:
         for path in files:
             with self._open(path) as file:
                 self.total += file.metadata.num_rows
-                self._columns = _present(columns, file.schema_arrow.names)
-                _require(self._columns, file.schema_arrow.names, f"data.columns: {path}")
+                self._columns = _checked(columns, file.schema_arrow.names, str(path))
 
     def content(self, cache: Path) -> str:
         return hash_of_files(self._files, cache)
@@ -135,8 +127,7 @@ class HuggingFace:
         self.name = f"{path} ({split or 'train'})"
         self._split = split or "train"
         self._data, self._sizes = _load_data_set(path, self._split, key)
-        self._columns = columns = _present(columns, self._data.column_names)
-        _require(columns, self._data.column_names, f"data.columns: {self.name}")
+        self._columns = columns = _checked(columns, self._data.column_names, self.name)
         self._notes = _notes(columns, self._data.column_names)
         self._data = self._data.select_columns(list(columns.values()))
         self.total = len(self._data)
@@ -206,14 +197,14 @@ def _part_of_saved(datasets: Any, saved: Any, split: str) -> tuple[Any, dict[str
 @contextlib.contextmanager
 def _quiet(datasets: Any) -> Generator[None]:
     """Progress bars on a terminal only; they are a setting of the whole process."""
-    was_on = datasets.is_progress_bar_enabled() and not sys.stderr.isatty()
-    if was_on:
-        datasets.disable_progress_bars()
+    if sys.stderr.isatty() or not datasets.is_progress_bar_enabled():
+        yield
+        return
+    datasets.disable_progress_bars()
     try:
         yield
     finally:
-        if was_on:
-            datasets.enable_progress_bars()
+        datasets.enable_progress_bars()
 
 
 def _notes(columns: Columns, names: Iterable[str]) -> tuple[str, ...]:
@@ -232,24 +223,26 @@ def _present(columns: Columns, names: Iterable[str]) -> Columns:
 
 def _pick(values: Mapping[str, Any], columns: Columns) -> dict[Column, Any]:
     """The columns that the format reads; raises ValueError if one is missing."""
-    missing = _missing(columns, values)
-    if missing:
-        raise ValueError(missing)
+    _require(columns, values)
     return {column: values[name] for column, name in columns.items()}
 
 
-def _require(columns: Columns, names: Iterable[str], where: str) -> None:
-    missing = _missing(columns, list(names))
-    if missing:
-        raise DataError(f"{where}: {missing}")
+def _checked(columns: Columns, names: Sequence[str], where: str) -> Columns:
+    """The columns by their names in a file; raises DataError if one is missing."""
+    columns = _present(columns, names)
+    try:
+        _require(columns, names)
+    except ValueError as error:
+        raise DataError(f"data.columns: {where}: {error}") from None
+    return columns
 
 
-def _missing(columns: Columns, names: Iterable[str]) -> str | None:
-    """The message for the first missing column."""
+def _require(columns: Columns, names: Iterable[str]) -> None:
+    """Raises ValueError for the first missing column."""
     present = list(names)
     column, name = next(((column, name) for column, name in columns.items() if name not in present), (None, None))
     if name is None:
-        return None
+        return
     more = [f"{len(present) - 20} more"] if len(present) > 20 else []
     shortened = ", ".join([*(name[:80] for name in present[:20]), *more]) or "none"
     form = next((form for form, needed in FORMAT_COLUMNS.items() if set(needed) <= set(present)), None)
@@ -259,4 +252,4 @@ def _missing(columns: Columns, names: Iterable[str]) -> str | None:
         advice = f"nearest: {near[0]}. data.columns='{{{column}: {near[0]}}}'"
     else:
         advice = f"Name the column that holds it. data.columns='{{{column}: NAME}}'"
-    return f"expected a column {name}, found {shortened}.\n  {advice}"
+    raise ValueError(f"expected a column {name}, found {shortened}.\n  {advice}")

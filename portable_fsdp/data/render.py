@@ -10,6 +10,7 @@ the end of text.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType, NoneType
 from typing import Any, NamedTuple
 
@@ -36,7 +37,7 @@ class Rendered(NamedTuple):
     """See `Example.notes`."""
 
 
-Render = Callable[[Sequence[Example]], list[Rendered | Broken]]
+Render = Callable[[Sequence[Example | Broken]], list[Rendered | Broken]]
 """Several documents at once, each to its ids or its problem; several threads may call it."""
 
 
@@ -47,11 +48,10 @@ def renderer(
     template that the format needs."""
     template = _required(tokenizer.chat_template).taking(arguments) if arguments else tokenizer.chat_template
     if form == "chat":
-        chat_template = _required(template)
-        return lambda examples: _chats(examples, tokenizer, chat_template)
+        return partial(_render, partial(_chat, _required(template)), partial(_chats, _required(template), tokenizer))
     if form == "prompt_completion":
-        return lambda examples: _completions(examples, tokenizer, template)
-    return lambda examples: _texts(examples, tokenizer, stream=stream)
+        return partial(_render, partial(_completion, template, tokenizer), partial(_completions, tokenizer))
+    return partial(_render, _text, partial(_texts, tokenizer, stream=stream))
 
 
 def _required(template: ChatTemplate | None) -> ChatTemplate:
@@ -63,22 +63,42 @@ def _required(template: ChatTemplate | None) -> ChatTemplate:
     return template
 
 
-def _broken(example: Example, problem: str) -> Broken:
+def _render(
+    prepare: Callable[[Example], Any],
+    encode: Callable[[Sequence[Any]], list[Rendered | Broken]],
+    examples: Sequence[Example | Broken],
+) -> list[Rendered | Broken]:
+    """`prepare` gives what of a document is tokenized, or raises ValueError, which says what is wrong with it; `encode`
+    makes the results of all others at once, from pairs of the document and what was prepared."""
+    prepared: list[Any] = []
+    for example in examples:
+        try:
+            prepared.append(example if isinstance(example, Broken) else (example, prepare(example)))
+        except ValueError as error:
+            prepared.append(_broken(example, str(error)))
+    rendered = iter(encode([item for item in prepared if not isinstance(item, Broken)]))
+    return [item if isinstance(item, Broken) else next(rendered) for item in prepared]
+
+
+def _broken(example: Example | Broken, problem: str) -> Broken:
     return Broken(example.number, example.place, example.size, problem)
 
 
 # ------------------------------------------------------------------------------------------------------------ text
 
 
-def _texts(examples: Sequence[Example], tokenizer: Tokenizer, *, stream: bool) -> list[Rendered | Broken]:
-    texts = [example.fields["text"] for example in examples]
-    good = [text for text in texts if isinstance(text, str)]
-    encoded = iter(tokenizer.encode_all(good, special_tokens=not stream))
+def _text(example: Example) -> str:
+    text = example.fields["text"]
+    if not isinstance(text, str):
+        raise ValueError(f"expected text, found {_kind(text)}")
+    return text
+
+
+def _texts(tokenizer: Tokenizer, items: Sequence[tuple[Example, str]], *, stream: bool) -> list[Rendered | Broken]:
+    encoded = tokenizer.encode_all([text for _, text in items], special_tokens=not stream)
     return [
-        Rendered(example.number, _ended(next(encoded), tokenizer, always=stream))
-        if isinstance(text, str)
-        else _broken(example, f"expected text, found {_kind(text)}")
-        for example, text in zip(examples, texts, strict=True)
+        Rendered(example.number, _ended(ids, tokenizer, always=stream))
+        for (example, _), ids in zip(items, encoded, strict=True)
     ]
 
 
@@ -103,30 +123,45 @@ def _kind(value: object) -> str:
 # --------------------------------------------------------------------------------------------- prompt, completion
 
 
-def _completions(
-    examples: Sequence[Example], tokenizer: Tokenizer, template: ChatTemplate | None
-) -> list[Rendered | Broken]:
-    texts = [example for example in examples if _are_texts(example)]
-    prompts = [example.fields["prompt"] for example in texts]
-    wholes = [example.fields["prompt"] + example.fields["completion"] for example in texts]
-    encoded = tokenizer.encode_all([*prompts, *wholes], special_tokens=True)
-    pairs = iter(zip(encoded[: len(texts)], encoded[len(texts) :], strict=True))
-    return [
-        _completion(example, *next(pairs), tokenizer)
-        if _are_texts(example)
-        else _completion_of_messages(example, tokenizer, template)
-        for example in examples
-    ]
+def _completion(template: ChatTemplate | None, tokenizer: Tokenizer, example: Example) -> tuple[str, str] | Rendered:
+    """Prompt and whole as texts; of messages the result."""
+    prompt, completion = example.fields["prompt"], example.fields["completion"]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return prompt, prompt + completion
+    try:
+        prompt, completion = messages_of(prompt), messages_of(completion)
+    except ValueError as error:
+        raise ValueError(f"expected prompt and completion as texts, or both as messages, found: {error}") from error
+    roles = [message["role"] for message in completion]
+    if "assistant" not in roles:
+        unique = ", ".join(dict.fromkeys(roles))
+        raise ValueError(f"expected a turn of the assistant in the completion, found the roles {unique}")
+    template, dtype, messages = _required(template), token_dtype(tokenizer.vocab_size), [*prompt, *completion]
+    try:
+        alone = np.array(template.ids(Conversation(prompt), asks=True), dtype=dtype)
+        whole = np.array(template.ids(Conversation(messages)), dtype=dtype)
+    except Exception as error:  # a template may raise anything
+        raise _refusal(error) from error
+    rendered = _masked(example, alone, whole)
+    notes = _notes_of_roles(messages, template)
+    if rendered.prompt_differs:
+        notes += ("the chat template doesn't begin an answer as it asks for one; the difference counts as completion",)
+    return rendered._replace(prompt_differs=False, notes=notes)
 
 
-def _are_texts(example: Example) -> bool:
-    return isinstance(example.fields["prompt"], str) and isinstance(example.fields["completion"], str)
-
-
-def _completion(example: Example, prompt: Tokens, whole: Tokens, tokenizer: Tokenizer) -> Rendered:
-    """Of texts. Some tokenizers put the end of text after any text, also after the prompt, which goes on."""
-    is_ended = len(prompt) and prompt[-1] == tokenizer.end_of_text
-    return _masked(example, prompt[:-1] if is_ended else prompt, _ended(whole, tokenizer, always=False))
+def _completions(tokenizer: Tokenizer, items: Sequence[tuple[Example, Any]]) -> list[Rendered | Broken]:
+    """Some tokenizers put the end of text after any text, also after the prompt, which goes on."""
+    pairs = [item for _, item in items if not isinstance(item, Rendered)]
+    encoded = tokenizer.encode_all([text for texts in zip(*pairs, strict=True) for text in texts], special_tokens=True)
+    prompts, wholes = iter(encoded[: len(pairs)]), iter(encoded[len(pairs) :])
+    rendered: list[Rendered | Broken] = []
+    for example, item in items:
+        if not isinstance(item, Rendered):
+            prompt, whole = next(prompts), _ended(next(wholes), tokenizer, always=False)
+            is_ended = len(prompt) and prompt[-1] == tokenizer.end_of_text
+            item = _masked(example, prompt[:-1] if is_ended else prompt, whole)
+        rendered.append(item)
+    return rendered
 
 
 def _masked(example: Example, prompt: Tokens, whole: Tokens) -> Rendered:
@@ -137,50 +172,29 @@ def _masked(example: Example, prompt: Tokens, whole: Tokens) -> Rendered:
     return Rendered(example.number, whole, np.arange(len(whole)) >= common, prompt_differs=common < len(prompt))
 
 
-def _completion_of_messages(example: Example, tokenizer: Tokenizer, template: ChatTemplate | None) -> Rendered | Broken:
-    try:
-        prompt, completion = (messages_of(example.fields[column]) for column in ("prompt", "completion"))
-    except ValueError as error:
-        return _broken(example, f"expected prompt and completion as texts, or both as messages, found: {error}")
-    roles = [message["role"] for message in completion]
-    if "assistant" not in roles:
-        unique = ", ".join(dict.fromkeys(roles))
-        return _broken(example, f"expected a turn of the assistant in the completion, found the roles {unique}")
-    template, dtype = _required(template), token_dtype(tokenizer.vocab_size)
-    try:
-        alone = np.array(template.ids(Conversation(prompt), asks=True), dtype=dtype)
-        whole = np.array(template.ids(Conversation([*prompt, *completion])), dtype=dtype)
-    except Exception as error:  # a template may raise anything
-        return _broken(example, _refusal(error))
-    rendered = _masked(example, alone, whole)
-    notes = _notes_of_roles([*prompt, *completion], template)
-    if rendered.prompt_differs:
-        notes += ("the chat template doesn't begin an answer as it asks for one; the difference counts as completion",)
-    return rendered._replace(prompt_differs=False, notes=notes)
-
-
 # ------------------------------------------------------------------------------------------------------------ chat
 
 
-def _chats(examples: Sequence[Example], tokenizer: Tokenizer, template: ChatTemplate) -> list[Rendered | Broken]:
+def _chat(template: ChatTemplate, example: Example) -> tuple[Any, tuple[str, ...]]:
+    """The conversation as the template renders it, and notes."""
+    conversation = _conversation(example)
+    try:
+        return template.rendered(conversation), (*example.notes, *_notes_of_roles(conversation.messages, template))
+    except Exception as error:  # a template may raise anything
+        raise _refusal(error) from error
+
+
+def _chats(
+    template: ChatTemplate, tokenizer: Tokenizer, items: Sequence[tuple[Example, tuple[Any, tuple[str, ...]]]]
+) -> list[Rendered | Broken]:
     dtype = token_dtype(tokenizer.vocab_size)
-    conversations = [_conversation(example) for example in examples]
-    chats = iter(template.chats([each for each in conversations if isinstance(each, Conversation)]))
-    rendered: list[Rendered | Broken] = []
-    for example, conversation in zip(examples, conversations, strict=True):
-        if isinstance(conversation, Broken):
-            rendered.append(conversation)
-            continue
-        chat = next(chats)
-        if isinstance(chat, Exception):
-            rendered.append(_broken(example, _refusal(chat)))
-        elif not any(chat.counted):
-            rendered.append(_broken(example, "expected a turn of the assistant, found none: nothing in it counts"))
-        else:
-            notes = (*example.notes, *_notes_of_roles(conversation.messages, template))
-            ids, counted = np.array(chat.ids, dtype=dtype), np.array(chat.counted)
-            rendered.append(Rendered(example.number, ids, counted, notes=notes))
-    return rendered
+    chats = template.tokenized([rendered for _, (rendered, _) in items])
+    return [
+        Rendered(example.number, np.array(ids, dtype=dtype), np.array(counted), notes=notes)
+        if any(counted)
+        else _broken(example, "expected a turn of the assistant, found none: nothing in it counts")
+        for (example, (_, notes)), (ids, counted) in zip(items, chats, strict=True)
+    ]
 
 
 _ROLES = {"system", "developer", "user", "assistant", "tool"}
@@ -196,20 +210,17 @@ def _notes_of_roles(messages: Sequence[ChatMessage], template: ChatTemplate) -> 
     )
 
 
-def _conversation(example: Example) -> Conversation | Broken:
-    tools = example.fields.get("tools")
-    try:
-        messages = messages_of(example.fields["messages"])
-    except ValueError as error:
-        return _broken(example, str(error))
+def _conversation(example: Example) -> Conversation:
+    """Raises ValueError, as `messages_of`."""
+    messages, tools = messages_of(example.fields["messages"]), example.fields.get("tools")
     expected = "expected tools as a list of JSON schemas, found"
     if isinstance(tools, str):  # a parquet column has one schema, and functions have several: such data sets hold JSON
         try:
             tools = parse_json(tools)
         except ValueError:
-            return _broken(example, f"{expected} text that isn't JSON: {tools[:40]}")
+            raise ValueError(f"{expected} text that isn't JSON: {tools[:40]}") from None
     if not (tools is None or isinstance(tools, list)):
-        return _broken(example, f"{expected} {_kind(tools)}")
+        raise ValueError(f"{expected} {_kind(tools)}")
     return Conversation(messages, tools or None)
 
 
@@ -228,8 +239,10 @@ def messages_of(value: Any) -> list[ChatMessage]:
     """
     if isinstance(value, list) and all(isinstance(turn, dict) and {"from", "value"} <= turn.keys() for turn in value):
         value = [_message(turn) for turn in value]
-    if (problem := _problem_of_messages(value)) is not None:
-        raise ValueError(problem)
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"expected a list of messages, found {_kind(value) if value != [] else 'an empty one'}")
+    for number, message in enumerate(value):
+        _check_message(message, number)
     return value
 
 
@@ -240,23 +253,18 @@ def _message(turn: Mapping[str, Any]) -> ChatMessage:
     return {"role": role, "content": turn["value"]}
 
 
-def _problem_of_messages(value: Any) -> str | None:
-    """The first problem of a list of messages; None where there is none."""
-    if not isinstance(value, list) or not value:
-        return f"expected a list of messages, found {_kind(value) if value != [] else 'an empty one'}"
-    for number, message in enumerate(value):
-        if not isinstance(message, dict):
-            return f"expected messages with role and content, found {_kind(message)} as message {number + 1}"
-        content, calls = message.get("content"), message.get("tool_calls")
-        keys = f"the keys {', '.join(map(str, message))} in message {number + 1}"
-        if not isinstance(message.get("role"), str) or ("content" not in message and not calls):
-            return f"expected messages with role and content, found {keys}"
-        # A template would render null as nothing, and a list or a mapping in Python's notation.
-        if not isinstance(content, str) and not (content is None and calls):
-            return f"expected messages whose content is text, found {_kind(content)} as content, of {keys}"
-    return None
+def _check_message(message: Any, number: int) -> None:
+    if not isinstance(message, dict):
+        raise ValueError(f"expected messages with role and content, found {_kind(message)} as message {number + 1}")
+    content, calls = message.get("content"), message.get("tool_calls")
+    keys = f"the keys {', '.join(map(str, message))} in message {number + 1}"
+    if not isinstance(message.get("role"), str) or ("content" not in message and not calls):
+        raise ValueError(f"expected messages with role and content, found {keys}")
+    # A template would render null as nothing, and a list or a mapping in Python's notation.
+    if not isinstance(content, str) and not (content is None and calls):
+        raise ValueError(f"expected messages whose content is text, found {_kind(content)} as content, of {keys}")
 
 
-def _refusal(error: Exception) -> str:
+def _refusal(error: Exception) -> ValueError:
     message = str(error).strip() or type(error).__name__
-    return message if message.startswith("expected") else f"the chat template refuses it: {message}"
+    return ValueError(message if message.startswith("expected") else f"the chat template refuses it: {message}")

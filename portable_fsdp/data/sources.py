@@ -4,6 +4,7 @@ A source gives each document its number and its place. A document that can't be 
 number, so that the numbers of the others don't depend on it; `data.on_error` decides what happens then (cache.py).
 """
 
+import glob
 import logging
 import os
 import sysconfig
@@ -13,8 +14,8 @@ from pathlib import Path
 import xxhash
 
 from portable_fsdp.config.data import FORMAT_COLUMNS, Data, Documents
-from portable_fsdp.data.compressed import hash_of_text, read_whole, total_size
-from portable_fsdp.data.examples import Broken, DocumentSource, Example, matching_files, name_of, not_utf8
+from portable_fsdp.data.compressed import TextFileSource, read_whole
+from portable_fsdp.data.examples import AS_A_SHARE, Broken, DocumentSource, Example, name_of, not_utf8
 from portable_fsdp.runtime.errors import DataError
 
 log = logging.getLogger("portable_fsdp")
@@ -29,8 +30,21 @@ _HELD_OUT = "data.eval_split"
 
 
 def files_of(documents: Documents, key: str = "data.path") -> list[Path]:
-    """The files that `path` names, of a source in `EXAMPLES`; `key`: the config's, for errors."""
-    return matching_files(str(documents.path), EXAMPLES[documents.source], key)
+    """The files that `path` names or matches (`**` stands for any depth), sorted, of a source in `EXAMPLES`.
+
+    `key`: the config's, for errors. Raises DataError where there is no file.
+    """
+    path = str(documents.path)
+    matches = [path] if os.path.isfile(path) else sorted(glob.glob(path, recursive=True))
+    files = [Path(match) for match in matches if os.path.isfile(match)]
+    if not files:
+        actual, advice = "nothing", "The path is relative to the folder that the run starts in."
+        if os.path.isdir(path):
+            actual, advice = "a folder", f"Name its files: {os.path.join(path, EXAMPLES[documents.source])}"
+        if key == _HELD_OUT:
+            advice += f" {AS_A_SHARE}"
+        raise DataError(f"{key}: expected a file or a glob that matches some, found {actual}: {path}\n  {advice}")
+    return files
 
 
 def open_source(documents: Documents, files: Sequence[Path] | None = None, key: str = "data.path") -> DocumentSource:
@@ -114,21 +128,11 @@ class PythonDocs:
             yield Example(number, f"python_docs[{number}]", len(text), {"text": text})
 
 
-class TextFiles:
+class TextFiles(TextFileSource):
     """One document for each file, which may be compressed."""
 
-    unit = "B"
-
-    def __init__(self, files: Sequence[Path]) -> None:
-        self._files = files
-        self.name = name_of(files)
-        self.total = total_size(files)
-
-    def content(self, cache: Path) -> str:
-        return hash_of_text(self._files, cache)
-
     def read(self) -> Iterator[Example | Broken]:
-        for number, path in enumerate(self._files):
+        for number, path in enumerate(self.files):
             content = read_whole(path)
             try:
                 yield Example(number, str(path), len(content), {"text": content.decode()})

@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,39 +32,96 @@ _KEY = "data.tokenizer"  # in model.allow too
 NUL = "\0"
 
 
-class Tokenizer(Protocol):
-    """What packing and export need of a tokenizer."""
+def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
+    """The smallest unsigned dtype that holds the ids below `vocab_size`."""
+    return np.min_scalar_type(vocab_size - 1)
 
-    vocab_size: int
+
+class ByteTokenizer:
+    """256 ids, each the value of a UTF-8 byte; NUL, which text doesn't hold, ends a document and fills a row."""
+
+    vocab_size = 256
     """The largest id + 1: the rows that the model's embedding must have."""
-    end_of_text: int | None
+    end_of_text: int | None = 0
     """The id that ends a document, or None where the tokenizer has none."""
-    padding: int
+    padding = 0
     """The id that fills the end of a row; no loss counts it."""
-    chat_template: ChatTemplate | None
+    description = "bytes"
+    """Everything that determines its ids, as text, without the chat template."""
+    chat_template: ChatTemplate | None = None
     """Turns messages into text; None where the tokenizer has no template."""
 
     @property
     def ids(self) -> dict[str, int]:
         """Token -> id, as an export has them."""
-        ...
-
-    @property
-    def description(self) -> str:
-        """Everything that determines its ids, as text, without the chat template."""
-        ...
+        return _bytes_as_bpe().get_vocab()
 
     def encode(self, text: str) -> Tokens:
         """Ids of the text, with nothing put before or after it."""
-        ...
+        return np.frombuffer(text.encode(), dtype=np.uint8)
 
     def encode_all(self, texts: Sequence[str], *, special_tokens: bool) -> list[Tokens]:
         """Ids of each text, several at once; `special_tokens`: with those that the tokenizer puts around a text."""
-        ...
+        return [self.encode(text) for text in texts]
 
     def save(self, folder: Path) -> None:
         """Write a folder that transformers' `AutoTokenizer.from_pretrained` opens; `folder` may exist."""
-        ...
+        transformers = _transformers()
+        tokenizer = transformers.PreTrainedTokenizerFast(
+            tokenizer_object=_bytes_as_bpe(), eos_token=NUL, pad_token=NUL, clean_up_tokenization_spaces=False
+        )
+        tokenizer.save_pretrained(folder)
+
+
+class FolderTokenizer:
+    """A tokenizer of transformers, of a GGUF file, or a bare tokenizer.json, which names no end of text. Its members
+    are those of `ByteTokenizer`.
+
+    As in transformers, special tokens that the text itself spells count as such.
+    """
+
+    def __init__(self, folder: Path, key: str = "data.tokenizer", gguf_file: str | None = None) -> None:
+        """`key`: the config's, for errors. `gguf_file`: of the folder."""
+        self._tokenizer = _open(folder, key, gguf_file)
+        self.vocab_size: int = max(self._tokenizer.get_vocab().values()) + 1
+        self.end_of_text: int | None = self._tokenizer.eos_token_id
+        candidates = (self._tokenizer.pad_token_id, self.end_of_text, 0)
+        self.padding: int = next(number for number in candidates if number is not None)
+        self.chat_template = ChatTemplate(self._tokenizer) if self._tokenizer.chat_template else None
+        self._fast = getattr(self._tokenizer, "backend_tokenizer", None)
+        if self._fast is not None:  # as transformers does before each call
+            self._fast.no_truncation()
+            self._fast.no_padding()
+            self._fast.encode_special_tokens = self._tokenizer.split_special_tokens
+
+    @property
+    def ids(self) -> dict[str, int]:
+        return dict(self._tokenizer.get_vocab())
+
+    @cached_property
+    def description(self) -> str:  # of a slow one, its vocabulary
+        ids = str(sorted(self._tokenizer.get_vocab().items())) if self._fast is None else self._fast.to_str()
+        return f"{ids} {self.end_of_text}"
+
+    def encode(self, text: str) -> Tokens:
+        return self.encode_all([text], special_tokens=False)[0]
+
+    def encode_all(self, texts: Sequence[str], *, special_tokens: bool) -> list[Tokens]:
+        dtype = token_dtype(self.vocab_size)
+        if self._fast is not None:  # its threads work without Python's lock; it computes no offsets
+            encodings = self._fast.encode_batch_fast(list(texts), add_special_tokens=special_tokens)
+            return [np.array(encoding.ids, dtype=dtype) for encoding in encodings]
+        # verbose=False: no warning that a document is longer than the model's context; packing cuts it.
+        encoded = self._tokenizer(
+            list(texts), add_special_tokens=special_tokens, return_attention_mask=False, verbose=False
+        )
+        return [np.array(ids, dtype=dtype) for ids in encoded["input_ids"]]
+
+    def save(self, folder: Path) -> None:
+        self._tokenizer.save_pretrained(folder)
+
+
+Tokenizer = ByteTokenizer | FolderTokenizer
 
 
 def load_tokenizer(name: str, pretrained: str | None = None, gguf_file: str | None = None) -> Tokenizer:
@@ -89,90 +146,6 @@ def _folder(name: str, key: str, patterns: Sequence[str]) -> Path:
         raise DataError(str(error)) from error
 
 
-def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
-    """The smallest unsigned dtype that holds the ids below `vocab_size`."""
-    return np.min_scalar_type(vocab_size - 1)
-
-
-class ByteTokenizer:
-    """256 ids, each the value of a UTF-8 byte; NUL, which text doesn't hold, ends a document and fills a row."""
-
-    vocab_size = 256
-    end_of_text: int | None = 0
-    padding = 0
-    description = "bytes"
-    chat_template: ChatTemplate | None = None
-
-    @property
-    def ids(self) -> dict[str, int]:
-        return _bytes_as_bpe().get_vocab()
-
-    def encode(self, text: str) -> Tokens:
-        return np.frombuffer(text.encode(), dtype=np.uint8)
-
-    def encode_all(self, texts: Sequence[str], *, special_tokens: bool) -> list[Tokens]:
-        return [self.encode(text) for text in texts]
-
-    def save(self, folder: Path) -> None:
-        transformers = _transformers()
-        tokenizer = transformers.PreTrainedTokenizerFast(
-            tokenizer_object=_bytes_as_bpe(), eos_token=NUL, pad_token=NUL, clean_up_tokenization_spaces=False
-        )
-        tokenizer.save_pretrained(folder)
-
-
-class FolderTokenizer:
-    """A tokenizer of transformers, of a GGUF file, or a bare tokenizer.json, which names no end of text.
-
-    As in transformers, special tokens that the text itself spells count as such.
-    """
-
-    def __init__(self, folder: Path, key: str = "data.tokenizer", gguf_file: str | None = None) -> None:
-        """`key`: the config's, for errors. `gguf_file`: of the folder."""
-        self._tokenizer = _open(folder, key, gguf_file)
-        self.vocab_size: int = max(self._tokenizer.get_vocab().values()) + 1
-        self.end_of_text: int | None = self._tokenizer.eos_token_id
-        candidates = (self._tokenizer.pad_token_id, self.end_of_text, 0)
-        self.padding: int = next(number for number in candidates if number is not None)
-        has_template = bool(self._tokenizer.chat_template)
-        self.chat_template: ChatTemplate | None = ChatTemplate(self._tokenizer) if has_template else None
-        self._fast = getattr(self._tokenizer, "backend_tokenizer", None)
-        if self._fast is not None:  # as transformers does before each call
-            self._fast.no_truncation()
-            self._fast.no_padding()
-            self._fast.encode_special_tokens = self._tokenizer.split_special_tokens
-
-    @property
-    def ids(self) -> dict[str, int]:
-        return dict(self._tokenizer.get_vocab())
-
-    @property
-    def description(self) -> str:
-        return self._description
-
-    @cached_property
-    def _description(self) -> str:  # of a slow one, its vocabulary
-        ids = str(sorted(self._tokenizer.get_vocab().items())) if self._fast is None else self._fast.to_str()
-        return f"{ids} {self.end_of_text}"
-
-    def encode(self, text: str) -> Tokens:
-        return self.encode_all([text], special_tokens=False)[0]
-
-    def encode_all(self, texts: Sequence[str], *, special_tokens: bool) -> list[Tokens]:
-        dtype = token_dtype(self.vocab_size)
-        if self._fast is not None:  # its threads work without Python's lock; it computes no offsets
-            encodings = self._fast.encode_batch_fast(list(texts), add_special_tokens=special_tokens)
-            return [np.array(encoding.ids, dtype=dtype) for encoding in encodings]
-        # verbose=False: no warning that a document is longer than the model's context; packing cuts it.
-        encoded = self._tokenizer(
-            list(texts), add_special_tokens=special_tokens, return_attention_mask=False, verbose=False
-        )
-        return [np.array(ids, dtype=dtype) for ids in encoded["input_ids"]]
-
-    def save(self, folder: Path) -> None:
-        self._tokenizer.save_pretrained(folder)
-
-
 def require_tokenizer_folder(folder: Path, key: str) -> None:
     """Raises DataError where there is no such folder; `key` is the config's."""
     if not folder.is_dir():
@@ -184,12 +157,12 @@ def require_tokenizer_folder(folder: Path, key: str) -> None:
 
 def _open(folder: Path, key: str, gguf_file: str | None) -> Any:
     require_tokenizer_folder(folder, key)
-    transformers = _transformers()
+    transformers, local = _transformers(), {"local_files_only": True, "trust_remote_code": False}
     try:
         if gguf_file is not None:
-            return transformers.AutoTokenizer.from_pretrained(folder, gguf_file=gguf_file, local_files_only=True)
+            return transformers.AutoTokenizer.from_pretrained(folder, gguf_file=gguf_file, **local)
         if (folder / "tokenizer_config.json").is_file() or (folder / "config.json").is_file():
-            return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            return transformers.AutoTokenizer.from_pretrained(folder, **local)
         if (folder / "tokenizer.json").is_file():
             return transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     except Exception as error:  # tokenizers raises bare Exception, transformers many classes: all about these files
@@ -278,12 +251,8 @@ def require_own_ids(model: schema.Model, name: str, tokenizer: Tokenizer) -> Non
 def _own_ids(model: schema.Model, pretrained: str) -> dict[str, int]:
     """Token -> id; empty where transformers finds no tokenizer."""
     patterns = TOKENIZER_FILES if model.gguf_file is None else (model.gguf_file,)
-    folder = local_folder("model.pretrained", pretrained, patterns)
-    options: dict[str, Any] = {} if model.gguf_file is None else {"gguf_file": model.gguf_file}
     try:
-        tokenizer: Any = _transformers().AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False, **options
-        )
-    except Exception:  # of many classes, all about these files
+        tokenizer = _open(local_folder("model.pretrained", pretrained, patterns), "model.pretrained", model.gguf_file)
+    except DataError:
         return {}
     return dict(tokenizer.get_vocab())

@@ -17,7 +17,7 @@ import json
 import logging
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -54,13 +54,15 @@ def architecture_mapping(architecture: Mapping[str, Any] | str) -> dict[str, Any
     if not isinstance(architecture, str):
         return dict(architecture)
     path = Path(architecture)
-    if _is(Path.is_dir, path):
-        path /= "config.json"
-    if not _is(Path.is_file, path):
+    try:
+        path = path / "config.json" if path.is_dir() else path
+        if not path.is_file():
+            raise FileNotFoundError
+    except (OSError, ValueError):  # also a name that no file can have
         raise ConfigError(
             f"model.architecture: expected a mapping, a config.json or a folder that holds one, found no file: {path}\n"
             "  The path is relative to the folder that the run starts in."
-        )
+        ) from None
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise ValueError(f"expected at most {_MAX_BYTES:,} bytes, found {path.stat().st_size:,}")
@@ -74,13 +76,6 @@ def architecture_mapping(architecture: Mapping[str, Any] | str) -> dict[str, Any
             "  Add it (llama, qwen3, gpt2, ...), or name another file."
         )
     return cast(dict[str, Any], values)
-
-
-def _is(kind: Callable[[Path], bool], path: Path) -> bool:
-    try:
-        return kind(path)
-    except (OSError, ValueError):  # a name that no file can have
-        return False
 
 
 def read_architecture(architecture: Mapping[str, Any] | str) -> Any:
@@ -119,8 +114,7 @@ def _checked(architecture: Mapping[str, Any] | str) -> tuple[Any, list[str]]:
     except Exception as error:  # transformers validates with exceptions of many classes, all about these values
         failure = error
     unread = _refuse_unread(kind, config, values, where, is_published)
-    _refuse_missing_sizes(kind, config, values, where)
-    _refuse_wrong_numbers(kind, values, where)
+    _refuse_sizes(kind, config, values, where)
     if failure is not None:
         raise ConfigError(
             f"{where.rstrip('.: ')}: transformers refuses it: {last_line(failure)}\n  Change the key that it names."
@@ -220,7 +214,9 @@ def _refuse_unread(kind: Any, config: Any, values: Mapping[str, Any], where: str
             if not near and not is_published:
                 near = difflib.get_close_matches(name, known, n=1, cutoff=0.9)
             if near or not (is_published or inside[name] is None or inside[name] is False):
-                raise _unknown_key(f"{where}{part}{name}", name, its_kind, near or known)
+                near = difflib.get_close_matches(name, sorted(near or known), n=1)
+                others = f"nearest: {near[0]}" if near else f"It has: {', '.join(sorted(_fields(its_kind)))}"
+                raise ConfigError(f"{where}{part}{name}: unknown key of {its_kind.__name__}.\n  {others}.")
             unread.append(f"{part}{name}")
         for name in ("rope_parameters", "rope_scaling"):
             _refuse_misspelt_rope(inside.get(name), f"{where}{part}{name}")
@@ -237,14 +233,6 @@ def _refuse_misspelt_rope(rope: Any, where: str) -> None:
         if near and name not in known:
             raise ConfigError(f"{where}.{name}: unknown key.\n  nearest: {near[0]}.")
         _refuse_misspelt_rope(value, f"{where}.{name}")  # for each kind of layer
-
-
-def _unknown_key(place: str, name: str, kind: Any, candidates: Iterable[str]) -> ConfigError:
-    near = difflib.get_close_matches(name, sorted(candidates), n=1)
-    return ConfigError(
-        f"{place}: unknown key of {kind.__name__}."
-        + (f"\n  nearest: {near[0]}." if near else f"\n  It has: {', '.join(sorted(_fields(kind)))}.")
-    )
 
 
 def _is_one_letter_off(name: str, key: str) -> bool:
@@ -327,7 +315,7 @@ def _named_numbers(config: Any, values: Mapping[str, Any]) -> Iterator[tuple[str
 # ------------------------------------------------------------------------------------------------------------- sizes
 
 
-def _refuse_missing_sizes(kind: Any, config: Any, values: Mapping[str, Any], where: str) -> None:
+def _refuse_sizes(kind: Any, config: Any, values: Mapping[str, Any], where: str) -> None:
     """transformers' defaults are some published model's sizes: 6.7 billion parameters for llama."""
     missing = dict(_missing_sizes(kind, config, values))
     if missing:
@@ -336,15 +324,12 @@ def _refuse_missing_sizes(kind: Any, config: Any, values: Mapping[str, Any], whe
             f"{where.rstrip('.: ')}: expected the sizes of the model, found no {', '.join(missing)} of "
             f"{kind.__name__}.\n  Add {'them' if len(missing) > 1 else 'it'}; transformers would take {defaults}."
         )
-
-
-def _refuse_wrong_numbers(kind: Any, values: Mapping[str, Any], where: str) -> None:
+    sizes = {kind.attribute_map.get(size, size) for size in _SIZES}
     for name, value in values.items():
-        is_size = kind.attribute_map.get(name, name) in {kind.attribute_map.get(size, size) for size in _SIZES}
-        if (is_size and isinstance(value, int) and value < 1) or value != value:  # NaN
-            raise ConfigError(
-                f"{where}{name}: expected {'a size of at least 1' if is_size else 'a number'}, found {value}."
-            )
+        if kind.attribute_map.get(name, name) in sizes and isinstance(value, int) and value < 1:
+            raise ConfigError(f"{where}{name}: expected a size of at least 1, found {value}.")
+        if value != value:  # NaN
+            raise ConfigError(f"{where}{name}: expected a number, found {value}.")
 
 
 def _missing_sizes(kind: Any, config: Any, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -22,7 +22,7 @@ from portable_fsdp.models import attention as static_attention
 from portable_fsdp.models import experts
 from portable_fsdp.models.architecture import config_to_json, last_line, read_architecture
 from portable_fsdp.models.documents import document_arguments, require_documents_apart
-from portable_fsdp.models.loss import DocumentArguments, Loss, attach_loss
+from portable_fsdp.models.loss import Loss, attach_loss
 from portable_fsdp.models.weights import ModelSize, RandomWeights, TensorFile, WeightFill, fill_buffers, size_of
 from portable_fsdp.runtime.errors import ConfigError
 
@@ -80,7 +80,11 @@ def build_model(
     """
     # transformers and accelerate would import torch_xla wherever it is installed; we choose the engine ourselves.
     os.environ.setdefault("USE_TORCH_XLA", "0")
-    pretrained = _opened(model) if model.pretrained is not None else None
+    pretrained = None
+    if model.pretrained is not None:
+        from portable_fsdp.models.pretrained import open_pretrained
+
+        pretrained = open_pretrained(model)
     config = read_architecture(model.architecture or {}) if pretrained is None else pretrained.config
     rows_before = None if pretrained is None else _grow(config, vocabulary, pretrained.file, keeps_ids)
     _check_config(config, seq_len, vocabulary)
@@ -98,31 +102,19 @@ def build_model(
     documents = document_arguments(attention, compute, eager=eager, packs=packs_documents, windows=windows)
 
     built = BuiltModel(bare, RandomWeights(twin, seed, master), as_given, size_of(bare))
-    built = with_experts(built, model.experts, compute)
+    experts.choose(bare, model.experts, compute.itemsize)
     built = with_values(built, twin, master, pretrained, model.allow, rows_before)
-    built = with_loss(built, DTYPES.get(precision.output), eager, loss, documents)  # auto: none of them
+    attach_loss(bare, DTYPES.get(precision.output), eager, loss, documents)  # auto: none of them
+    bare.train()
     if model.lora is not None:
         built = with_adapters(built, model.lora, seed, master, pretrained, rows_before is not None)
-    built = with_frozen(built, model.freeze)
-    if precision.frozen != "auto":
-        built = with_frozen_dtype(built, DTYPES[precision.frozen])
+    built = with_frozen(built, model.freeze, DTYPES.get(precision.frozen))
     if model.lora is not None and pretrained is not None:
         built = with_base(built, model, pretrained)
     return replace(built, size=size_of(built.model))
 
 
-def _opened(model: schema.Model) -> "Pretrained":
-    from portable_fsdp.models.pretrained import open_pretrained
-
-    return open_pretrained(model)
-
-
 # ---------------------------------------------------------------------------------------------- the transformations
-
-
-def with_experts(built: BuiltModel, implementation: str, compute: torch.dtype) -> BuiltModel:
-    experts.choose(built.model, implementation, compute.itemsize)
-    return built
 
 
 def with_values(
@@ -155,18 +147,6 @@ def with_values(
     return built
 
 
-def with_loss(
-    built: BuiltModel,
-    output: torch.dtype | None,
-    eager: bool,
-    loss: Loss | None,
-    documents: DocumentArguments | None,
-) -> BuiltModel:
-    attach_loss(built.model, output, eager, loss, documents)
-    built.model.train()
-    return built
-
-
 def with_adapters(
     built: BuiltModel, lora: schema.Lora, seed: int, master: torch.dtype, pretrained: "Pretrained | None", grows: bool
 ) -> BuiltModel:
@@ -186,26 +166,23 @@ def with_adapters(
     return replace(built, fill=fill if lora.start_from is None else start_from(lora, built.model, fill))
 
 
-def with_frozen(built: BuiltModel, patterns: tuple[str, ...]) -> BuiltModel:
-    """A tied weight is frozen in all its places, by any of its names."""
+def with_frozen(built: BuiltModel, patterns: tuple[str, ...], dtype: torch.dtype | None) -> BuiltModel:
+    """A tied weight is frozen in all its places, by any of its names. Weights that don't train rest in `dtype`."""
     parameters = dict(built.model.named_parameters(remove_duplicate=False))
     for pattern in patterns:
         for name in matching("model.freeze", pattern, parameters):
             parameters[name].requires_grad_(False)
-    if not any(parameter.requires_grad for parameter in parameters.values()):
+    frozen = {fqn: parameter for fqn, parameter in parameters.items() if not parameter.requires_grad}
+    if len(frozen) == len(parameters):
         raise ConfigError(
             f"model.freeze: expected at least one parameter that trains, found all {len(parameters)} frozen by "
             f"{list(patterns)}.\n  Name fewer of them."
         )
-    return built
-
-
-def with_frozen_dtype(built: BuiltModel, dtype: torch.dtype) -> BuiltModel:
-    """Weights that don't train rest in `dtype`."""
-    fill = built.fill
-    frozen = {fqn: parameter for fqn, parameter in built.model.named_parameters() if not parameter.requires_grad}
+    if dtype is None:
+        return built
     for parameter in frozen.values():
         parameter.data = parameter.data.to(dtype)
+    fill = built.fill
     return replace(built, fill=lambda fqn, at: fill(fqn, at).to(dtype) if fqn in frozen else fill(fqn, at))
 
 
@@ -235,16 +212,16 @@ def _grow(config: Any, vocabulary: int, file: TensorFile, keeps_ids: Callable[[]
 
 
 def _check_config(config: Any, seq_len: int, vocabulary: int) -> None:
-    positions = getattr(config, "max_position_embeddings", None)
-    if isinstance(positions, int) and positions > 0:
+    names = ("max_position_embeddings", "num_attention_heads", "num_key_value_heads", "vocab_size")
+    values = [value if isinstance(value := getattr(config, name, None), int) else None for name in names]
+    positions, heads, kv_heads, ids = values
+    if positions is not None and positions > 0:
         _check_positions(positions, seq_len)
-    heads, kv_heads = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
-    if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads and heads % kv_heads:
+    if heads is not None and kv_heads and heads % kv_heads:
         raise ConfigError(
             f"model: expected num_key_value_heads that divides num_attention_heads={heads}, found {kv_heads}."
         )
-    ids = getattr(config, "vocab_size", None)
-    if isinstance(ids, int) and ids < vocabulary:
+    if ids is not None and ids < vocabulary:
         raise ConfigError(
             f"model: expected vocab_size of at least {vocabulary} (the ids of data.tokenizer), found {ids}.\n"
             f"  Set model.architecture.vocab_size={vocabulary}, or name the model's own tokenizer in data.tokenizer.\n"

@@ -98,9 +98,15 @@ def add_adapters(model: nn.Module, lora: schema.Lora, seed: int, dtype: torch.dt
     pattern names no linear layer, or a layer's weight is tied.
     """
     targets = _targets(model, lora.targets)
-    peft = _import_peft()
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError(
+            f"model.lora: expected the package peft, found none installed ({error}).\n"
+            "  pip install peft, or in a checkout of portable_fsdp: pip install '.[lora]'."
+        ) from None
     inputs_first = any(holds_inputs_first(model.get_submodule(name)) for name in targets)
-    settings = peft.LoraConfig(
+    settings: Any = cast(Any, peft).LoraConfig(
         r=lora.r, lora_alpha=lora.alpha, target_modules=targets, fan_in_fan_out=inputs_first, task_type="CAUSAL_LM"
     )
     with warnings.catch_warnings(), torch.device("meta"):
@@ -164,17 +170,6 @@ def _targets(model: Any, patterns: tuple[str, ...]) -> list[str]:
     return [name for name in linear if name in chosen]
 
 
-def _import_peft() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise ConfigError(
-            f"model.lora: expected the package peft, found none installed ({error}).\n"
-            "  pip install peft, or in a checkout of portable_fsdp: pip install '.[lora]'."
-        ) from None
-    return peft
-
-
 # ------------------------------------------------------------------------------------------------ adapters of a folder
 
 
@@ -185,7 +180,7 @@ def start_from(lora: schema.Lora, model: nn.Module, fill: WeightFill) -> WeightF
     alpha, layers or shapes other than the run's.
     """
     folder = local_folder(_KEY, cast(str, lora.start_from), (CONFIG, WEIGHTS))
-    _check_config(folder / CONFIG, lora)
+    _check_config(folder, lora)
     path = folder / WEIGHTS
     if not path.is_file():
         is_pickle = (folder / "adapter_model.bin").is_file()
@@ -193,8 +188,7 @@ def start_from(lora: schema.Lora, model: nn.Module, fill: WeightFill) -> WeightF
         raise _refusal(folder, WEIGHTS, actual, "Save it again with peft: save_pretrained(FOLDER).")
     parameters = dict(model.named_parameters())
     keys = {ours: theirs for names in adapted_layers(list(parameters)) for theirs, ours in peft_keys(names)}
-    with open_safetensors(_KEY, path) as file:
-        _check_weights(path, file, {keys[ours]: tuple(parameters[ours].shape) for ours in keys})
+    _check_weights(path, {theirs: tuple(parameters[ours].shape) for ours, theirs in keys.items()})
 
     def with_saved_adapters(fqn: str, slices: TensorSlices) -> Tensor:
         if fqn not in keys:
@@ -205,10 +199,9 @@ def start_from(lora: schema.Lora, model: nn.Module, fill: WeightFill) -> WeightF
     return with_saved_adapters
 
 
-def _check_config(path: Path, lora: schema.Lora) -> None:
-    folder = path.parent
+def _check_config(folder: Path, lora: schema.Lora) -> None:
     try:
-        saved = parse_json(path.read_bytes())
+        saved = parse_json((folder / CONFIG).read_bytes())
     except (OSError, ValueError) as error:
         raise _refusal(folder, f"{CONFIG} of peft", f"{error}", "Name a folder that peft has saved.") from None
     if not isinstance(saved, dict):
@@ -230,9 +223,11 @@ def _check_config(path: Path, lora: schema.Lora) -> None:
         log.info("%s: %s: training goes on without their dropout (%s)", _KEY, folder, saved["lora_dropout"])
 
 
-def _check_weights(path: Path, file: Any, expected: Mapping[str, tuple[int, ...]]) -> None:
-    tensors = {key: file.get_slice(key) for key in cast(list[str], list(file.keys()))}
-    missing, others = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
+def _check_weights(path: Path, expected: Mapping[str, tuple[int, ...]]) -> None:
+    with open_safetensors(_KEY, path) as file:
+        tensors = {key: file.get_slice(key) for key in cast(list[str], list(file.keys()))}
+        headers = {key: (tuple(each.get_shape()), str(each.get_dtype())) for key, each in tensors.items()}
+    missing, others = sorted(expected.keys() - headers.keys()), sorted(headers.keys() - expected.keys())
     if missing or others:
         differences = [f"none for {missing[0]} ({len(missing)} in all)"] if missing else []
         differences += [f"{others[0]} too ({len(others)} in all)"] if others else []
@@ -242,15 +237,10 @@ def _check_weights(path: Path, file: Any, expected: Mapping[str, tuple[int, ...]
             f"{' and '.join(differences)} in {path.name}",
             f"Set model.lora.targets to the layers that it has (target_modules in {CONFIG}).",
         )
-    for key, tensor in tensors.items():
-        shape, dtype = tuple(cast(list[int], tensor.get_shape())), str(tensor.get_dtype())
+    for key, (shape, dtype) in headers.items():
         if shape != expected[key] or dtype not in FLOATS:
-            raise _refusal(
-                path.parent,
-                f"{key} as {list(expected[key])} of {', '.join(FLOATS)}",
-                f"{dtype} {list(shape)} in {path.name}",
-                "Take adapters of this model.",
-            )
+            form, actual = f"{list(expected[key])} of {', '.join(FLOATS)}", f"{dtype} {list(shape)} in {path.name}"
+            raise _refusal(path.parent, f"{key} as {form}", actual, "Take adapters of this model.")
 
 
 def _refusal(folder: Path, expected: str, actual: str, way_out: str) -> ConfigError:
