@@ -10,56 +10,35 @@ from typing import TYPE_CHECKING, Any
 from portable_fsdp.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from portable_fsdp.backends.open import open_backend
-    from portable_fsdp.checkpoint.manager import Checkpoints
-    from portable_fsdp.config.load import load_config
-    from portable_fsdp.data.build import build_data
-    from portable_fsdp.models.build import build_model
-    from portable_fsdp.optim.schedule import learning_rate
-    from portable_fsdp.runtime.command import errors_as_sentences
-    from portable_fsdp.train.build import (
-        build_evaluator,
-        build_training,
-        open_batches,
-        open_checkpoints,
-        total_steps,
-    )
-    from portable_fsdp.train.step import train_step
-
-__all__ = [
-    "Checkpoints",
-    "build_data",
-    "build_evaluator",
-    "build_model",
-    "build_training",
-    "errors_as_sentences",
-    "learning_rate",
-    "load_config",
-    "open_backend",
-    "open_batches",
-    "open_checkpoints",
-    "total_steps",
-    "train_step",
-]
+    from portable_fsdp.backends.open import open_backend as open_backend
+    from portable_fsdp.checkpoint.manager import Checkpoints as Checkpoints
+    from portable_fsdp.config.load import load_config as load_config
+    from portable_fsdp.data.build import build_data as build_data
+    from portable_fsdp.models.build import build_model as build_model
+    from portable_fsdp.optim.schedule import learning_rate as learning_rate
+    from portable_fsdp.runtime.command import errors_as_sentences as errors_as_sentences
+    from portable_fsdp.train.build import build_evaluator as build_evaluator
+    from portable_fsdp.train.build import build_training as build_training
+    from portable_fsdp.train.build import open_batches as open_batches
+    from portable_fsdp.train.build import open_checkpoints as open_checkpoints
+    from portable_fsdp.train.build import total_steps as total_steps
+    from portable_fsdp.train.step import train_step as train_step
 
 _HOMES = {
-    "Checkpoints": "portable_fsdp.checkpoint.manager",
-    "build_data": "portable_fsdp.data.build",
-    "build_evaluator": "portable_fsdp.train.build",
-    "build_model": "portable_fsdp.models.build",
-    "build_training": "portable_fsdp.train.build",
-    "errors_as_sentences": "portable_fsdp.runtime.command",
-    "learning_rate": "portable_fsdp.optim.schedule",
-    "load_config": "portable_fsdp.config.load",
-    "open_backend": "portable_fsdp.backends.open",
-    "open_batches": "portable_fsdp.train.build",
-    "open_checkpoints": "portable_fsdp.train.build",
-    "total_steps": "portable_fsdp.train.build",
-    "train_step": "portable_fsdp.train.step",
+    "backends.open": ("open_backend",),
+    "checkpoint.manager": ("Checkpoints",),
+    "config.load": ("load_config",),
+    "data.build": ("build_data",),
+    "models.build": ("build_model",),
+    "optim.schedule": ("learning_rate",),
+    "runtime.command": ("errors_as_sentences",),
+    "train.build": ("build_evaluator", "build_training", "open_batches", "open_checkpoints", "total_steps"),
+    "train.step": ("train_step",),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,8 +5,8 @@ Imports neither torch nor torch_xla: plans use the compiler options without them
 
 from collections.abc import Mapping
 
-from portable_fsdp.backends.options import Package, Refused
-from portable_fsdp.config.rules import Rule
+from portable_fsdp.backends.options import Package
+from portable_fsdp.config.rules import Refused, Rule
 
 RULES = (
     Refused(

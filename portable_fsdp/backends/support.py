@@ -9,10 +9,9 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from portable_fsdp.backends.open import ENGINES, options_of
-from portable_fsdp.backends.options import Refused, default_of, effects, section_model
-from portable_fsdp.config.describe import option_names, value_of, yaml_value
+from portable_fsdp.config.describe import default_of, option_names, section_model, value_of, yaml_value
 from portable_fsdp.config.layout import check_batch
-from portable_fsdp.config.rules import EFFECTS, RULES, Deployment, Effect, Kind, Rule
+from portable_fsdp.config.rules import EFFECTS, RULES, Deployment, Effect, Kind, Refused, Rule, effects
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import BackendError, ConfigError
 
@@ -116,8 +115,8 @@ def effects_of(engine: str) -> tuple[Effect, ...]:
         Effect((option,), f"the default; only {owner} has another") for owner, option in _options_of_others(engine)
     ]
     options = options_of(engine)
-    own = (*effects(options.effects, "honoured"), *effects(options.delegated, "delegated"))
-    return (*EFFECTS, *own, *others)
+    own = (*effects(EFFECTS), *effects(options.effects), *effects(options.delegated, "delegated"))
+    return (*own, *others)
 
 
 def ways_out(rule: Rule, config: Config, deployment: Deployment) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from portable_fsdp.checkpoint.format import BaseFingerprint, Manifest, run_name
-from portable_fsdp.config.describe import default_of, shortened_apart
+from portable_fsdp.config.describe import default_of, plain_values, shortened_apart
 from portable_fsdp.config.schema import Lora
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError, table
 
@@ -154,7 +154,7 @@ def _keys(config: Mapping[str, Any], section: str) -> Mapping[str, Any]:
 
 def _value(config: Mapping[str, Any], section: str, key: str) -> Any:
     keys = _keys(config, section)
-    value = keys[key] if key in keys else default_of(section, key)
+    value = keys[key] if key in keys else plain_values(default_of(f"{section}.{key}"))
     if (section, key) == ("model", "lora") and isinstance(value, dict):
         return {**Lora().model_dump(mode="json"), **value}
     return value

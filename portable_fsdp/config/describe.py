@@ -46,16 +46,21 @@ def value_of(config: Config, option: str) -> Any:
     return getattr(getattr(config, section), key)
 
 
-def default_of(section: str, key: str) -> object:
-    """A key's default as plain values; None for a key that is unknown or has none."""
-    info = dict(fields()).get((section, key))
-    return None if info is None or info.is_required() else _plain(info.get_default(call_default_factory=True))
+def default_of(option: str) -> Any:
+    """The default of `section.key`; None for one that is unknown or has none."""
+    info = dict(fields()).get(tuple(option.split(".")))
+    return None if info is None or info.is_required() else info.get_default(call_default_factory=True)
+
+
+def section_model(section: str) -> type[BaseModel]:
+    """The schema of a section of the config."""
+    return cast(type[BaseModel], Config.model_fields[section].annotation)
 
 
 def yaml_value(value: object) -> str:
     """A value as one line of YAML, as after `key=`: `[LlamaDecoderLayer]`, `null`."""
     text = yaml.dump(
-        _plain(value), Dumper=Dumper, default_flow_style=True, allow_unicode=True, sort_keys=False, width=10**9
+        plain_values(value), Dumper=Dumper, default_flow_style=True, allow_unicode=True, sort_keys=False, width=10**9
     )
     return text.removesuffix("\n").removesuffix("\n...")
 
@@ -130,14 +135,14 @@ def typing_hint(schema: FieldInfo, value: object) -> str:
     return ", a number; in quotes it is text" if takes_text and isinstance(value, int | float) else ""
 
 
-def _plain(value: object) -> object:
+def plain_values(value: object) -> object:
     """Tuples as lists and sections as mappings, as in YAML."""
     if isinstance(value, BaseModel):
-        return _plain(value.model_dump())
+        return plain_values(value.model_dump())
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in cast(dict[object, object], value).items()}
+        return {key: plain_values(item) for key, item in cast(dict[object, object], value).items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in cast(Sequence[object], value)]
+        return [plain_values(item) for item in cast(Sequence[object], value)]
     return value
 
 

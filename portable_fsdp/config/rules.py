@@ -3,12 +3,12 @@
 Each engine's own rules are in `backends/<engine>/options.py`; `backends/support.py` checks a config against both.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from portable_fsdp.config.describe import yaml_value
-from portable_fsdp.config.schema import Config, Optim
+from portable_fsdp.config.describe import default_of, value_of, yaml_value
+from portable_fsdp.config.schema import Config
 
 Kind = Literal["honoured", "delegated", "refused"]
 
@@ -22,6 +22,9 @@ class Deployment(NamedTuple):
     hosts: int | None = None
 
 
+When = Callable[[Config, Deployment], bool]
+
+
 @dataclass(frozen=True)
 class Rule:
     """A case in which an option is refused; `when` is None where only the built model can decide.
@@ -31,9 +34,18 @@ class Rule:
 
     option: str
     case: str
-    when: Callable[[Config, Deployment], bool] | None
+    when: When | None
     reason: str
     ways: tuple[str, ...] | Callable[[Config, Deployment], tuple[str, ...]] = ()
+
+
+class Refused(Rule):
+    """A rule whose first way out is the option's default; without `when` it refuses every other value."""
+
+    def __init__(self, option: str, case: str, reason: str, *other_ways: str, when: When | None = None) -> None:
+        default = default_of(option)
+        is_refused = when or (lambda config, _: value_of(config, option) != default)
+        super().__init__(option, case, is_refused, reason, (f"{option}={yaml_value(default)}", *other_ways))
 
 
 @dataclass(frozen=True)
@@ -43,6 +55,15 @@ class Effect:
     options: tuple[str, ...]
     what: str
     kind: Kind = "honoured"
+
+
+def effects(table: Mapping[str, str], kind: Kind = "honoured") -> Iterator[Effect]:
+    """The rows of a table: `section.key`, `section.key|key` or `section.key=value|value` -> what becomes of it."""
+    for options, what in table.items():
+        section, _, rest = options.partition(".")
+        keys, equals, values = rest.partition("=")
+        names = [f"{section}.{key}{equals}{value}" for key in keys.split("|") for value in values.split("|")]
+        yield Effect(tuple(names), what, kind)
 
 
 # ------------------------------------------------------------------------------------------ conditions and ways out
@@ -113,22 +134,85 @@ def parts(whole: int | None) -> list[int]:
 # ------------------------------------------------------------------------------------------------ refused everywhere
 
 _NO_LOSS_SCALING = "float16 needs loss scaling, which is not built: small gradients would become 0"
+_NO_MORE_DIGITS = "bfloat16 weights hold no more digits to compute with"
 
-RULES = (
-    Rule(
-        "model.attention",
-        "for a model with its own attention (ALiBi)",
-        None,
-        "this attention can't be replaced; model.attention=auto keeps it",
+
+def _without(option: str, setting: str, reason: str, beside: str = "") -> Refused:
+    """For an option that counts only with `setting`: `key=value`, or with any value of a key whose default is null.
+
+    `beside`: what the way out by that setting needs too.
+    """
+    needed, _, value = setting.partition("=")
+    takes_any = default_of(needed) is None
+
+    def is_refused(config: Config, _: Deployment) -> bool:
+        actual = value_of(config, needed)
+        is_set = actual is not None if takes_any else yaml_value(actual) == value
+        return not is_set and value_of(config, option) != default_of(option)
+
+    ways = [setting + beside] if value else []
+    return Refused(option, f"without {needed if takes_any else setting}", reason, *ways, when=is_refused)
+
+
+_NEEDS = (
+    _without("sharding.min_num_params", "sharding.wrap=SIZE_BASED_WRAP", "only SIZE_BASED_WRAP chooses units by size"),
+    _without(
+        "sharding.backward_prefetch_units",
+        "sharding.backward_prefetch=BACKWARD_PRE",
+        "BACKWARD_POST gathers one unit ahead, NO_PREFETCH none",
     ),
-    Rule("model.experts", "other than auto for a dense model", None, "there are no experts"),
-    Rule(
-        "model.freeze",
+    _without("optim.momentum", "optim.name=sgd", "AdamW has betas", " and optim.betas=[0.9, 0.95] and optim.eps=1e-8"),
+    _without("optim.betas", "optim.name=adamw", "SGD has momentum instead", " and optim.momentum=0.0"),
+    _without("optim.eps", "optim.name=adamw", "SGD has momentum instead", " and optim.momentum=0.0"),
+    _without("optim.decay_ratio", "optim.schedule=wsd", "only wsd has a separate decay"),
+    _without(
+        "memory.every",
+        "memory.gradient_checkpointing=selective",
+        "full means every layer, none means none",
+        " and memory.save_ops=[]",
+    ),
+    _without(
+        "memory.save_ops",
+        "memory.gradient_checkpointing=selective",
+        "full recomputes every operation, none keeps all",
+        " and memory.every=null",
+    ),
+    _without("train.eval_every", "data.eval_split=5%", "there is no validation set"),
+    _without("train.eval_on_start", "train.eval_every", "without eval_every the run never evaluates"),
+    _without("train.eval_batches", "train.eval_every", "without eval_every the run never evaluates"),
+    _without("train.patience", "train.eval_every", "without eval_every the run never evaluates"),
+    _without("checkpoint.keep_every", "checkpoint.keep=1", "without keep, every checkpoint is kept"),
+    _without("checkpoint.merge_adapters", "model.lora", "there are no adapters to merge"),
+)
+
+_OF_THE_MODEL = {
+    "model.attention": ("for a model with its own attention (ALiBi)", "it can't be replaced; auto keeps it"),
+    "model.experts": ("other than auto for a dense model", "there are no experts"),
+    "model.freeze": (
         "with a pattern that matches nothing, or patterns that match everything",
-        None,
         "some weights must be frozen, and some must train",
     ),
-    Rule("optim.groups", "with a pattern that matches no trained weight", None, "each must match one"),
+    "optim.groups": ("with a pattern that matches no trained weight", "each must match one"),
+    "sharding.wrap": ("for a model that names no layers (biogpt)", "name them in sharding.wrap_classes"),
+    "sharding.wrap_classes": (
+        "with a class that the model lacks, or whose modules don't run, have no parameters, or share a weight",
+        "the error lists the classes; a tied weight belongs to one unit that holds both modules, or to the root",
+    ),
+    "sharding.wrap_modules": (
+        "with a pattern that matches no module, or one of two modules that share a weight",
+        "each must match one; a tied weight belongs to one unit that holds both modules, or to the root",
+    ),
+    "precision.modules": (
+        "with a pattern that matches no module, or two dtypes for nested modules or for a tied weight",
+        "each must match one, and a weight is cast to one dtype",
+    ),
+    "memory.every": ("that is more than the number of layers", "the model has fewer layers"),
+}
+"""Option -> a case that only the built model shows, and the reason."""
+
+RULES = (
+    *_NEEDS,
+    *(Rule(option, case, None, reason) for option, (case, reason) in _OF_THE_MODEL.items()),
     Rule(
         "sharding.strategy",
         "on one device",
@@ -136,12 +220,12 @@ RULES = (
         "sharded replicas need four devices or more",
         lambda c, p: (_strategy(c, _within(c)),),
     ),
-    Rule(
+    Refused(
         "sharding.replicas",
         "without a hybrid strategy",
-        lambda c, p: c.sharding.replicas is not None and not is_hybrid(c),
         "only HYBRID_SHARD and HYBRID_SHARD_ZERO2 have replicas of a sharded model",
-        ("sharding.replicas=null", "sharding.strategy=HYBRID_SHARD"),
+        "sharding.strategy=HYBRID_SHARD",
+        when=lambda c, p: c.sharding.replicas is not None and not is_hybrid(c),
     ),
     Rule(
         "sharding.replicas",
@@ -160,40 +244,9 @@ RULES = (
     Rule(
         "sharding.replicas",
         "that do not divide the devices",
-        lambda c, p: (
-            is_hybrid(c) and p.devices is not None and p.devices > 1 and p.devices % (_replicas(c, p) or 1) > 0
-        ),
+        lambda c, p: is_hybrid(c) and (p.devices or 0) > 1 and (p.devices or 0) % (_replicas(c, p) or 1) > 0,
         "all replicas (null: one per host) have the same number of devices",
         _instead_of_hybrid,
-    ),
-    Rule(
-        "sharding.wrap",
-        "for a model that names no layers (biogpt)",
-        None,
-        "name them in sharding.wrap_classes",
-    ),
-    Rule(
-        "sharding.wrap_classes",
-        "with a class that the model lacks, or whose modules don't run or have no parameters",
-        None,
-        "the error lists the model's classes",
-    ),
-    Rule("sharding.wrap_modules", "with a pattern that matches no module", None, "each must match one"),
-    *(
-        Rule(
-            f"sharding.{key}",
-            "with one of two modules that share a weight",
-            None,
-            "a tied weight belongs to one unit that holds both modules, or to the root",
-        )
-        for key in ("wrap_classes", "wrap_modules")
-    ),
-    Rule(
-        "sharding.min_num_params",
-        "without sharding.wrap=SIZE_BASED_WRAP",
-        lambda c, p: c.sharding.min_num_params is not None and c.sharding.wrap != "SIZE_BASED_WRAP",
-        "only SIZE_BASED_WRAP chooses units by size",
-        ("sharding.min_num_params=null", "sharding.wrap=SIZE_BASED_WRAP"),
     ),
     Rule(
         "sharding.min_num_params",
@@ -202,59 +255,25 @@ RULES = (
         "SIZE_BASED_WRAP needs the smallest size of a unit; torch's policy uses 100000000",
         ("sharding.min_num_params=100000000", "sharding.wrap=TRANSFORMER_BASED_WRAP"),
     ),
-    Rule(
-        "sharding.backward_prefetch_units",
-        "without sharding.backward_prefetch=BACKWARD_PRE",
-        lambda c, p: c.sharding.backward_prefetch_units > 1 and c.sharding.backward_prefetch != "BACKWARD_PRE",
-        "BACKWARD_POST gathers one unit ahead, NO_PREFETCH none",
-        ("sharding.backward_prefetch_units=1", "sharding.backward_prefetch=BACKWARD_PRE"),
-    ),
-    Rule(
-        "optim.momentum",
-        "with optim.name=adamw",
-        lambda c, p: bool(c.optim.momentum) and c.optim.name == "adamw",
-        "AdamW has betas instead",
-        ("optim.momentum=0.0", "optim.name=sgd and optim.betas=[0.9, 0.95] and optim.eps=1e-8"),
-    ),
-    *(
-        Rule(
-            f"optim.{key}",
-            "with optim.name=sgd",
-            lambda c, p, key=key: c.optim.name == "sgd" and getattr(c.optim, key) != Optim.model_fields[key].default,
-            "SGD has momentum instead",
-            (f"optim.{key}={default}", "optim.name=adamw and optim.momentum=0.0"),
-        )
-        for key, default in (("betas", "[0.9, 0.95]"), ("eps", "1e-8"))
-    ),
-    Rule(
-        "optim.decay_ratio",
-        "without optim.schedule=wsd",
-        lambda c, p: c.optim.schedule != "wsd" and c.optim.decay_ratio != Optim.model_fields["decay_ratio"].default,
-        "only wsd has a separate decay",
-        ("optim.decay_ratio=0.2", "optim.schedule=wsd"),
-    ),
-    Rule(
+    Refused(
         "optim.min_lr_ratio",
         "with optim.schedule=constant",
-        lambda c, p: (
-            c.optim.schedule == "constant" and c.optim.min_lr_ratio != Optim.model_fields["min_lr_ratio"].default
-        ),
         "a constant learning rate has no floor",
-        ("optim.min_lr_ratio=0.1", "optim.schedule=cosine"),
+        "optim.schedule=cosine",
+        when=lambda c, p: c.optim.schedule == "constant" and c.optim.min_lr_ratio != default_of("optim.min_lr_ratio"),
     ),
-    Rule(
+    Refused(
         "precision.master",
         "with precision.compute=float32",
-        lambda c, p: c.precision.master == "bfloat16" and c.precision.compute == "float32",
-        "bfloat16 weights hold no more digits to compute with",
-        ("precision.master=float32", "precision.compute=bfloat16"),
+        _NO_MORE_DIGITS,
+        "precision.compute=bfloat16",
+        when=lambda c, p: c.precision.master == "bfloat16" and c.precision.compute == "float32",
     ),
-    Rule(
+    Refused(
         "precision.frozen",
         "where all weights train",
-        lambda c, p: c.precision.frozen != "auto" and not c.model.freeze and c.model.lora is None,
         "it applies to weights that model.freeze or model.lora freezes",
-        ("precision.frozen=auto",),
+        when=lambda c, p: c.precision.frozen != "auto" and not c.model.freeze and c.model.lora is None,
     ),
     Rule(
         "precision.compute",
@@ -274,29 +293,22 @@ RULES = (
         "precision.modules",
         "with precision.master=bfloat16",
         lambda c, p: c.precision.master == "bfloat16" and "float32" in c.precision.modules.values(),
-        "bfloat16 weights hold no more digits to compute with",
+        _NO_MORE_DIGITS,
         _modules_without_float32,
     ),
-    Rule("precision.modules", "with a pattern that matches no module", None, "each must match one"),
-    Rule(
-        "precision.modules",
-        "with two dtypes for nested modules or for a tied weight",
-        None,
-        "a weight is cast to one dtype",
-    ),
-    Rule(
+    Refused(
         "precision.reduce",
         "with precision.compute=float32",
-        lambda c, p: c.precision.reduce == "bfloat16" and c.precision.compute == "float32",
         "the reduction would drop digits of float32 gradients",
-        ("precision.reduce=auto", "precision.compute=bfloat16"),
+        "precision.compute=bfloat16",
+        when=lambda c, p: c.precision.reduce == "bfloat16" and c.precision.compute == "float32",
     ),
-    Rule(
+    Refused(
         "precision.output",
         "with precision.compute=float32",
-        lambda c, p: c.precision.output == "bfloat16" and dtypes(c) == {"float32"},
         "the loss would use fewer digits than the model computes",
-        ("precision.output=auto", "precision.compute=bfloat16"),
+        "precision.compute=bfloat16",
+        when=lambda c, p: c.precision.output == "bfloat16" and dtypes(c) == {"float32"},
     ),
     Rule(
         "memory.gradient_checkpointing",
@@ -307,61 +319,17 @@ RULES = (
     ),
     Rule(
         "memory.every",
-        "without gradient_checkpointing=selective",
-        lambda c, p: c.memory.every is not None and not is_selective(c),
-        "full means every layer, none means none",
-        ("memory.every=null", "memory.gradient_checkpointing=selective and memory.save_ops=[]"),
-    ),
-    Rule(
-        "memory.every",
-        "that is more than the number of layers",
-        None,
-        "the model has fewer layers",
-    ),
-    Rule(
-        "memory.every",
         "together with memory.save_ops",
         lambda c, p: is_selective(c) and c.memory.every is not None and bool(c.memory.save_ops),
         "selective picks layers or operations, not both",
         ("memory.save_ops=[]", "memory.every=null"),
     ),
-    Rule(
-        "memory.save_ops",
-        "without gradient_checkpointing=selective",
-        lambda c, p: bool(c.memory.save_ops) and not is_selective(c),
-        "full recomputes every operation, none keeps all",
-        ("memory.save_ops=[]", "memory.gradient_checkpointing=selective and memory.every=null"),
-    ),
-    Rule(
-        "train.eval_every",
-        "without data.eval_split",
-        lambda c, p: c.train.eval_every is not None and c.data.eval_split is None,
-        "there is no validation set",
-        ("data.eval_split=5%", "train.eval_every=null"),
-    ),
-    *(
-        Rule(
-            f"train.{key}",
-            "without train.eval_every",
-            lambda c, p, key=key: bool(getattr(c.train, key)) and c.train.eval_every is None,
-            "without eval_every the run never evaluates",
-            (f"train.{key}={default}",),
-        )
-        for key, default in (("eval_on_start", "false"), ("eval_batches", "null"), ("patience", "null"))
-    ),
-    Rule(
-        "checkpoint.keep_every",
-        "without checkpoint.keep",
-        lambda c, p: c.checkpoint.keep_every is not None and c.checkpoint.keep is None,
-        "without keep, every checkpoint is kept",
-        ("checkpoint.keep_every=null", "checkpoint.keep=1"),
-    ),
-    Rule(
+    Refused(
         "checkpoint.load",
         "without a checkpoint in checkpoint.resume",
-        lambda c, p: c.checkpoint.load == "weights_only" and c.checkpoint.resume in ("auto", "none"),
         "auto resumes all of the run's own state",
-        ("checkpoint.load=all", "checkpoint.resume=PATH"),
+        "checkpoint.resume=PATH",
+        when=lambda c, p: c.checkpoint.load == "weights_only" and c.checkpoint.resume in ("auto", "none"),
     ),
     Rule(
         "checkpoint.export",
@@ -375,84 +343,58 @@ RULES = (
         "peft needs a base in Hugging Face format",
         ("checkpoint.merge_adapters=true", "checkpoint.export=false"),
     ),
-    Rule(
-        "checkpoint.merge_adapters",
-        "without model.lora",
-        lambda c, p: c.checkpoint.merge_adapters and c.model.lora is None,
-        "there are no adapters to merge",
-        ("checkpoint.merge_adapters=false",),
-    ),
 )
 
 # ---------------------------------------------------------------------------------------- alike on every engine
 
-EFFECTS = (
-    Effect(("run.dir",), "holds everything that the run writes; process 0 writes"),
-    Effect(("run.name",), "written into events.jsonl"),
-    Effect(("run.seed",), "weights are a function of (seed, name), rows of (seed, epoch, position)"),
-    Effect(
-        ("model.architecture", "model.pretrained", "model.gguf_file", "model.allow"),
-        "built on meta; each process initializes or reads its slices",
+EFFECTS = {
+    "run.dir": "holds everything that the run writes; process 0 writes",
+    "run.name": "written into events.jsonl",
+    "run.seed": "weights are a function of (seed, name), rows of (seed, epoch, position)",
+    "model.architecture|pretrained|gguf_file|allow": "built on meta; each process initializes or reads its slices",
+    "model.freeze": "no gradient, no optimizer state",
+    "model.lora": "peft's layers; adapters are sharded, trained and saved like other weights",
+    "data.source|path|split|format|columns|chat_template_kwargs": "the same documents on every engine",
+    "data.mixture|eval_split": "the same documents on every engine",
+    "data.tokenizer|seq_len|packing": "the same rows on every engine",
+    "data.on_error": "applies while documents are read and packed, before the first step",
+    "data.cache_dir": "one process per host tokenizes, the others map its files",
+    "train.steps|epochs|stop_at": "the same steps on every engine",
+    "train.global_batch": "the same rows in each step on any number of devices",
+    "train.micro_batch": "each device processes this many rows at a time",
+    "train.max_grad_norm": "norm of all gradients over all devices, computed on the device",
+    "train.log_every": "metrics.jsonl gets every step, the console every n-th",
+    "train.eval_every|eval_on_start|eval_batches": (
+        "forward only, on the same rows on every engine; the best checkpoint is kept"
     ),
-    Effect(("model.freeze",), "no gradient, no optimizer state"),
-    Effect(("model.lora",), "peft's layers; adapters are sharded, trained and saved like other weights"),
-    Effect(
-        (
-            "data.source",
-            "data.path",
-            "data.split",
-            "data.format",
-            "data.columns",
-            "data.chat_template_kwargs",
-            "data.mixture",
-            "data.eval_split",
-        ),
-        "the same documents on every engine",
+    "train.patience": "all processes see each evaluation and stop after the same step",
+    "optim.name|betas|eps|momentum": "torch's optimizer on the shards",
+    "optim.weight_decay|groups": "optimizer groups by name and shape",
+    "optim.lr|schedule|warmup_steps|min_lr_ratio|decay_ratio": "the learning rate of each step, computed on the host",
+    "checkpoint.merge_adapters": "W + alpha / r * B A on the host, from the checkpoint",
+    "checkpoint.every|resume|export": "one format for all engines",
+    "checkpoint.dir": "the commit: a rename on file systems, the manifest in object stores",
+    "checkpoint.every_minutes": "process 0's clock decides; the others follow at the next step",
+    "checkpoint.async_save": "a thread writes host copies of this process's shards",
+    "checkpoint.keep|keep_every": "process 0 deletes after a newer commit",
+    "checkpoint.load|allow|verify": "the same checks on every engine",
+    "model.attention": "our function of static arguments (static); transformers' own (sdpa, eager)",
+    "model.attention=auto": "static where the model takes it, else the model's own",
+    "model.experts": "all experts on all tokens (dense); the chosen weights gathered (batched_mm)",
+    "model.experts=auto": "dense",
+    "sharding.replicas": "copies of the model under HYBRID_SHARD*; null: one per host",
+    "sharding.reshard_after_forward=null": "as the strategy does",
+    "sharding.wrap=NO_WRAP": "only wrap_modules are units; the root holds the rest",
+    "sharding.wrap_modules=[]": "no units by name",
+    "sharding.min_num_params=null": "units are not chosen by size",
+    "sharding.wrap_classes": (
+        "layers instead of the model's own: recomputed, compiled, scanned; units under TRANSFORMER_BASED_WRAP"
     ),
-    Effect(("data.tokenizer", "data.seq_len", "data.packing"), "the same rows on every engine"),
-    Effect(("data.on_error",), "applies while documents are read and packed, before the first step"),
-    Effect(("data.cache_dir",), "one process per host tokenizes, the others map its files"),
-    Effect(("train.steps", "train.epochs", "train.stop_at"), "the same steps on every engine"),
-    Effect(("train.global_batch",), "the same rows in each step on any number of devices"),
-    Effect(("train.micro_batch",), "each device processes this many rows at a time"),
-    Effect(("train.max_grad_norm",), "norm of all gradients over all devices, computed on the device"),
-    Effect(("train.log_every",), "metrics.jsonl gets every step, the console every n-th"),
-    Effect(
-        ("train.eval_every", "train.eval_on_start", "train.eval_batches"),
-        "forward only, on the same rows on every engine; the best checkpoint is kept",
-    ),
-    Effect(("train.patience",), "all processes see each evaluation and stop after the same step"),
-    Effect(("optim.name", "optim.betas", "optim.eps", "optim.momentum"), "torch's optimizer on the shards"),
-    Effect(("optim.weight_decay", "optim.groups"), "optimizer groups by name and shape"),
-    Effect(
-        ("optim.lr", "optim.schedule", "optim.warmup_steps", "optim.min_lr_ratio", "optim.decay_ratio"),
-        "the learning rate of each step, computed on the host",
-    ),
-    Effect(("checkpoint.merge_adapters",), "W + alpha / r * B A on the host, from the checkpoint"),
-    Effect(("checkpoint.every", "checkpoint.resume", "checkpoint.export"), "one format for all engines"),
-    Effect(("checkpoint.dir",), "the commit: a rename on file systems, the manifest in object stores"),
-    Effect(("checkpoint.every_minutes",), "process 0's clock decides; the others follow at the next step"),
-    Effect(("checkpoint.async_save",), "a thread writes host copies of this process's shards"),
-    Effect(("checkpoint.keep", "checkpoint.keep_every"), "process 0 deletes after a newer commit"),
-    Effect(("checkpoint.load", "checkpoint.allow", "checkpoint.verify"), "the same checks on every engine"),
-    Effect(("model.attention",), "our function of static arguments (static); transformers' own (sdpa, eager)"),
-    Effect(("model.attention=auto",), "static where the model takes it, else the model's own"),
-    Effect(("model.experts",), "all experts on all tokens (dense); the chosen weights gathered (batched_mm)"),
-    Effect(("model.experts=auto",), "dense"),
-    Effect(("sharding.replicas",), "copies of the model under HYBRID_SHARD*; null: one per host"),
-    Effect(("sharding.reshard_after_forward=null",), "as the strategy does"),
-    Effect(("sharding.wrap=NO_WRAP",), "only wrap_modules are units; the root holds the rest"),
-    Effect(("sharding.wrap_modules=[]",), "no units by name"),
-    Effect(("sharding.min_num_params=null",), "units are not chosen by size"),
-    Effect(
-        ("sharding.wrap_classes",),
-        "layers instead of the model's own: recomputed, compiled, scanned; units under TRANSFORMER_BASED_WRAP",
-    ),
-    Effect(("precision.master",), "dtype of weights and optimizer state at rest"),
-    Effect(("precision.frozen",), "dtype at rest of frozen weights"),
-    Effect(("precision.frozen=auto",), "as precision.master"),
-    Effect(("precision.output",), "casts the logits before the loss; auto: no cast"),
-    Effect(("memory.gradient_checkpointing=none",), "activations are kept"),
-    Effect(("memory.cpu_offload=false",), "everything stays in device memory"),
-    Effect(("compile.scan_layers=false",), "one copy of the program per layer"),
-)
+    "precision.master": "dtype of weights and optimizer state at rest",
+    "precision.frozen": "dtype at rest of frozen weights",
+    "precision.frozen=auto": "as precision.master",
+    "precision.output": "casts the logits before the loss; auto: no cast",
+    "memory.gradient_checkpointing=none": "activations are kept",
+    "memory.cpu_offload=false": "everything stays in device memory",
+    "compile.scan_layers=false": "one copy of the program per layer",
+}

@@ -10,9 +10,8 @@ import pytest
 import yaml
 
 from portable_fsdp.backends.open import DEVICES, ENGINES, engines_on
-from portable_fsdp.backends.options import section_model
 from portable_fsdp.backends.support import effects_of, refusals, require_supported, rules_of, verdicts, ways_out
-from portable_fsdp.config.describe import option_names, yaml_value
+from portable_fsdp.config.describe import option_names, section_model, yaml_value
 from portable_fsdp.config.rules import Deployment
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import BackendError, ConfigError

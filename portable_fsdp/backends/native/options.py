@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from portable_fsdp.backends.options import EngineOptions, Package, Refused
-from portable_fsdp.config.rules import Deployment, Rule, is_hybrid, parts, shards_of_a_replica
+from portable_fsdp.backends.options import EngineOptions, Package
+from portable_fsdp.config.rules import Deployment, Refused, Rule, is_hybrid, parts, shards_of_a_replica
 from portable_fsdp.config.schema import Compile, Config
 
 

@@ -1,8 +1,8 @@
 """What xla_fsdp1 (XlaFullyShardedDataParallel) does with each option. No torch here."""
 
 from portable_fsdp.backends import pjrt_options
-from portable_fsdp.backends.options import EngineOptions, Refused
-from portable_fsdp.config.rules import Rule
+from portable_fsdp.backends.options import EngineOptions
+from portable_fsdp.config.rules import Refused, Rule
 
 RULES = (
     Refused(

@@ -6,7 +6,7 @@ from portable_fsdp.config.describe import option_names, value_of, yaml_value
 from portable_fsdp.config.rules import Deployment, Rule
 from portable_fsdp.config.schema import Config
 
-_SAID = {option for effect in rules.EFFECTS for option in effect.options}  # of every engine
+_SAID = {option for effect in rules.effects(rules.EFFECTS) for option in effect.options}  # of every engine
 _OWN = tuple(option for option in option_names() if option not in _SAID and not option.startswith("xla_fsdp1."))
 _TAKEN = (
     "run.peer_timeout_s",
