@@ -19,6 +19,7 @@ from portable_fsdp.config.describe import expected, fields, key_name, nearest, o
 from portable_fsdp.config.load import Loaded, read_config
 from portable_fsdp.config.rules import Deployment, Effect, Rule
 from portable_fsdp.config.schema import Config
+from portable_fsdp.convert.facts import KeyEntry
 from portable_fsdp.convert.launcher import check_launcher_facts
 from portable_fsdp.convert.translation import origin, translation, unsaid
 from portable_fsdp.optim.schedule import check_schedule
@@ -247,12 +248,17 @@ def _json_of_config(judged: dict[Deployment, list[Verdict]], loaded: Loaded) -> 
     imports = [
         {
             "path": str(imported.path),
-            "launcher": [note.as_json() for note in imported.launcher],
-            "not_needed": [note.as_json() for note in imported.not_needed],
+            "launcher": [_json_of_key(entry) for entry in imported.launcher],
+            "not_needed": [_json_of_key(entry) for entry in imported.not_needed],
         }
         for imported in loaded.imports
     ]
     return json.dumps({"places": [d._asdict() for d in judged], "options": options, "imports": imports}, indent=2)
+
+
+def _json_of_key(entry: KeyEntry) -> dict[str, str]:
+    values = (entry.key, entry.text, entry.where, entry.remark, entry.fact)
+    return dict(zip(("key", "typed", "where", "reason", "fact"), values, strict=True))
 
 
 # ------------------------------------------------------------------------------------------------------ the table

@@ -35,9 +35,14 @@ def fields(model: type[BaseModel] = Config, above: Key = ()) -> Iterator[tuple[K
 
 
 @cache
+def _known() -> dict[Key, FieldInfo]:
+    return dict(fields())
+
+
+@cache
 def option_names() -> tuple[str, ...]:
     """Every `section.key`, without keys inside lists and mappings."""
-    return tuple(key_name(key) for key, _ in fields() if len(key) == 2)
+    return tuple(key_name(key) for key in _known() if len(key) == 2)
 
 
 def value_of(config: Config, option: str) -> Any:
@@ -48,7 +53,7 @@ def value_of(config: Config, option: str) -> Any:
 
 def default_of(option: str) -> Any:
     """The default of `section.key`; None for one that is unknown or has none."""
-    info = dict(fields()).get(tuple(option.split(".")))
+    info = _known().get(tuple(option.split(".")))
     return None if info is None or info.is_required() else info.get_default(call_default_factory=True)
 
 
@@ -104,7 +109,7 @@ def deepest_field(location: Sequence[int | str]) -> tuple[Key, FieldInfo]:
 
 def nearest(key: Key) -> str:
     """A hint for an unknown key: the nearest valid key, or else the keys of its section."""
-    known = dict(fields())
+    known = _known()
     plain = tuple(part for place, part in enumerate(key) if place == 0 or not part.isdecimal())
     siblings = [candidate for candidate in known if candidate[:-1] == plain[:-1]]
     same_name = [candidate for candidate in known if candidate[-1] == plain[-1]]

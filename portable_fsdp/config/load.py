@@ -20,7 +20,7 @@ from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.process import detect_launch, is_by_accelerate
 
 if TYPE_CHECKING:
-    from portable_fsdp.convert.read import Import
+    from portable_fsdp.convert.facts import Import
 
 _DEEPSPEED_KEYS = {"zero_optimization", "train_micro_batch_size_per_gpu"}
 """Keys that only DeepSpeed's own file has."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from portable_fsdp.config.describe import default_of, value_of, yaml_value
-from portable_fsdp.config.schema import Config
+from portable_fsdp.config.schema import Config, Optim
 
 Kind = Literal["honoured", "delegated", "refused"]
 
@@ -143,12 +143,12 @@ def _without(option: str, setting: str, reason: str, beside: str = "") -> Refuse
     `beside`: what the way out by that setting needs too.
     """
     needed, _, value = setting.partition("=")
-    takes_any = default_of(needed) is None
+    takes_any, default = default_of(needed) is None, default_of(option)
 
     def is_refused(config: Config, _: Deployment) -> bool:
         actual = value_of(config, needed)
-        is_set = actual is not None if takes_any else yaml_value(actual) == value
-        return not is_set and value_of(config, option) != default_of(option)
+        is_set = actual is not None if takes_any else actual == value
+        return not is_set and value_of(config, option) != default
 
     ways = [setting + beside] if value else []
     return Refused(option, f"without {needed if takes_any else setting}", reason, *ways, when=is_refused)
@@ -260,7 +260,7 @@ RULES = (
         "with optim.schedule=constant",
         "a constant learning rate has no floor",
         "optim.schedule=cosine",
-        when=lambda c, p: c.optim.schedule == "constant" and c.optim.min_lr_ratio != default_of("optim.min_lr_ratio"),
+        when=lambda c, p: c.optim.schedule == "constant" and c.optim.min_lr_ratio != Optim().min_lr_ratio,
     ),
     Refused(
         "precision.master",

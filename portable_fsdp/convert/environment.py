@@ -7,8 +7,8 @@ that has the launcher's own value sets nothing.
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from portable_fsdp.convert.facts import ImportContext
-from portable_fsdp.convert.read import Import, KeyEntry, Note, read_entries
+from portable_fsdp.convert.facts import Import, ImportContext, KeyEntry
+from portable_fsdp.convert.read import read_entries
 from portable_fsdp.convert.table import ENVIRONMENT, key_table
 from portable_fsdp.convert.values import Raw
 from portable_fsdp.runtime.process import is_by_accelerate
@@ -31,12 +31,11 @@ def read_environment(environ: Mapping[str, str], context: ImportContext) -> Impo
     prefixes = tuple(key_table().families)
     variables = {name: environ[name] for name in sorted(environ) if name.startswith(prefixes)}
     defaults = dict(_launchers_own(variables))
-    entries = (
-        KeyEntry(ENVIRONMENT, name, _raw(text), 0, LAUNCHER) for name, text in variables.items() if name not in defaults
-    )
-    result.not_needed += [Note(name, variables[name], LAUNCHER, reason) for name, reason in defaults.items()]
+    entries = {name: KeyEntry(ENVIRONMENT, name, _raw(text), 0, LAUNCHER) for name, text in variables.items()}
+    for name, reason in defaults.items():
+        result.ignore(entries.pop(name), reason)
     result.problems += [(0, text) for text in _without_switch(variables)]
-    read_entries(entries, result, context)
+    read_entries(entries.values(), result, context)
     return result
 
 

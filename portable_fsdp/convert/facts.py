@@ -1,23 +1,31 @@
-"""What a rule over several keys reads and writes: what they set one by one, and the options that follow."""
+"""What a foreign file says, key by key, and the options of ours that follow; `read.py` and `rules.py` fill it in."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
+from portable_fsdp.convert.table import ForeignKey
 from portable_fsdp.convert.tools import Tool
+from portable_fsdp.convert.values import Raw, in_words
 
 
-class Setting(NamedTuple):
-    """One option of ours (or fact, `~name`), and the foreign key that sets it."""
+class KeyEntry(NamedTuple):
+    """One key of a file or one variable, where it stands, and what becomes of it."""
 
-    option: str
-    value: object
     place: str
     key: str  # as written
-    text: str  # the value, as written
+    raw: Raw
     line: int  # 0: a variable
     where: str  # file:line, or the launcher
-    remark: str
+    option: str = ""  # of ours, or a fact (`~name`), that it sets
+    value: object = None  # of that option
+    remark: str = ""  # on the option; why a key sets nothing
+    fact: str = ""  # of the launcher's: num_processes, num_machines, machine_rank, use_cpu, device
+
+    @property
+    def text(self) -> str:
+        return in_words(self.raw)
 
     @property
     def origin(self) -> str:
@@ -30,6 +38,30 @@ class Setting(NamedTuple):
         return f"{self.where}: {self.key}: {self.text}"
 
 
+@dataclass
+class Import:
+    """What a foreign file sets."""
+
+    path: Path
+    kind: str = ""  # the place that most of its keys belong to
+    settings: dict[str, KeyEntry] = field(default_factory=lambda: {})  # by option
+    launcher: list[KeyEntry] = field(default_factory=lambda: [])
+    not_needed: list[KeyEntry] = field(default_factory=lambda: [])
+    total: tuple[KeyEntry, int] | None = None  # devices by dp_replicate_size * dp_shard_size, and the key of them
+    problems: list[tuple[int, str]] = field(default_factory=lambda: [])
+
+    def add_problem(self, at: KeyEntry, text: str) -> None:
+        self.problems.append((at.line, f"{at.where}: {at.key}: {text}"))
+
+    def ignore(self, entry: KeyEntry, reason: str) -> None:
+        self.not_needed.append(entry._replace(remark=reason))
+
+    def number(self, fact: str) -> int | None:
+        """A fact of the launcher's as a number; None where the file doesn't set it, or sets auto."""
+        texts = [entry.text.strip() for entry in self.launcher if entry.fact == fact]
+        return int(texts[0]) if texts and texts[0].isdecimal() else None
+
+
 class ImportContext(NamedTuple):
     """What is set beside a foreign file."""
 
@@ -40,19 +72,23 @@ class ImportContext(NamedTuple):
 
 @dataclass
 class ForeignFacts:
-    """What the keys of a file set one by one (`keys`), and the options that follow."""
+    """What the keys of a file set one by one (`keys`); the rules write the options that follow into `result`."""
 
-    keys: Mapping[str, Setting]  # by option or fact
-    sections: Mapping[str, tuple[int, str]]  # place -> line and where of its first key
+    result: Import
     context: ImportContext
     tool: Tool
-    problems: list[tuple[int, str]]
-    failed: set[str]  # keys, by their names in the table, whose values were refused or couldn't be read
-    total: tuple[Setting, int] | None = None  # the devices that the sizes of parallelism_config make together
+    keys: dict[str, KeyEntry] = field(default_factory=lambda: {})  # by option or fact
+    failed: set[str] = field(default_factory=set[str])  # keys of the table whose values were refused or can't be read
+    rows: list[tuple[ForeignKey, KeyEntry]] = field(default_factory=lambda: [])  # that were read
 
     def __post_init__(self) -> None:
         self.given, self.overridden, self.numbers = self.context
-        self.options = {name: setting for name, setting in self.keys.items() if not name.startswith("~")}
+        self.options = self.result.settings
+
+    @property
+    def sections(self) -> dict[str, KeyEntry]:
+        """Each place that the file has keys of, and the first of them."""
+        return {row.place: entry for row, entry in reversed(self.rows)}
 
     def value(self, name: str) -> object:
         return self.keys[name].value if name in self.keys else None
@@ -74,17 +110,15 @@ class ForeignFacts:
         """The steps of the run, as far as a file or an override sets them."""
         return self.given.get("train.steps", self.value("train.steps"))
 
-    def set(self, option: str, value: object, source: Setting, remark: str = "") -> None:
+    def set(self, option: str, value: object, source: KeyEntry, remark: str = "") -> None:
         """An option that follows from `source`; a contradiction where another key already set another value."""
         setting = source._replace(option=option, value=value, remark="; ".join(filter(None, (source.remark, remark))))
         first = self.options.setdefault(option, setting)
         if first.value != value:
             self.contradiction(option, first, setting)
 
-    def contradiction(self, option: str, first: Setting, second: Setting) -> None:
+    def contradiction(self, option: str, first: KeyEntry, second: KeyEntry) -> None:
         """Two keys that set one option to different values; an override of it settles them."""
         if option not in self.overridden:
-            self.problem(second, f"{second.text} contradicts {first.key}: {first.text} ({first.where}); keep one.")
-
-    def problem(self, at: Setting, text: str) -> None:
-        self.problems.append((at.line, f"{at.where}: {at.key}: {text}"))
+            text = f"{second.text} contradicts {first.key}: {first.text} ({first.where}); keep one."
+            self.result.add_problem(second, text)

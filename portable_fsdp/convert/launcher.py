@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from portable_fsdp.convert.read import Import, Note
+from portable_fsdp.convert.facts import Import, KeyEntry
 from portable_fsdp.convert.values import NO
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.process import tpu_workers
@@ -86,7 +86,7 @@ def _counted(everywhere: int, here: int) -> _HostCount:
     return _HostCount(None if rest else count, 0 if count == 1 else None)
 
 
-def _device(note: Note) -> str:
+def _device(note: KeyEntry) -> str:
     """The device that a key selects: `use_cpu: true`, ACCELERATE_TORCH_DEVICE=cuda:0. Else an empty text."""
     if note.fact == "use_cpu":
         return "cpu"

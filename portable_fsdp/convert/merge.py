@@ -8,8 +8,8 @@ from yaml.nodes import MappingNode
 from portable_fsdp.config.describe import yaml_value
 from portable_fsdp.config.layers import LayeredValues, Origin
 from portable_fsdp.convert.environment import launched_numbers, read_environment
-from portable_fsdp.convert.facts import ImportContext, Setting
-from portable_fsdp.convert.read import Import, Note, read_foreign, stated_numbers
+from portable_fsdp.convert.facts import Import, ImportContext, KeyEntry
+from portable_fsdp.convert.read import read_foreign, stated_numbers
 from portable_fsdp.convert.table import ACCELERATE, FSDP, SCRIPT, TRAINER
 
 _ALTERNATIVES = {
@@ -74,8 +74,7 @@ def _lay_environment(source: LayeredValues, environ: Mapping[str, str], imports:
         return []
     for option in [option for option in imported.settings if option in first]:
         setting = imported.settings.pop(option)
-        reason = f"{source.origin(tuple(option.split('.'))).where} takes precedence"
-        imported.not_needed.append(Note(setting.key, setting.text, setting.where, reason))
+        imported.ignore(setting, f"{source.origin(tuple(option.split('.'))).where} takes precedence")
     _add(source, imported, given, first)
     return [imported]
 
@@ -99,7 +98,7 @@ def _add(source: LayeredValues, imported: Import, given: Mapping[str, object], o
             _add_difference(source, setting, option, given)
 
 
-def _add_difference(source: LayeredValues, setting: Setting, option: str, given: Mapping[str, object]) -> None:
+def _add_difference(source: LayeredValues, setting: KeyEntry, option: str, given: Mapping[str, object]) -> None:
     """A foreign key sets another value than `option` has, which is its own or its alternative."""
     here = f"{setting.quote} sets {setting.option}={yaml_value(setting.value)}"
     ours = f"{source.origin(tuple(option.split('.'))).where} sets {option}={yaml_value(given[option])}"

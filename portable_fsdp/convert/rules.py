@@ -7,8 +7,8 @@ writes `facts.options`, each with the key that decided. No rule reads what anoth
 Keys that set no option in the end get a reason (`unused`).
 """
 
-from portable_fsdp.convert.facts import ForeignFacts, Setting
-from portable_fsdp.convert.rules_training import combine_training
+from portable_fsdp.convert.facts import ForeignFacts, KeyEntry
+from portable_fsdp.convert.rules_training import TRAINING
 from portable_fsdp.convert.table import DEEPSPEED, FSDP, MEGATRON, key_table
 from portable_fsdp.convert.tools import BY_ACCELERATE
 
@@ -24,26 +24,20 @@ _NEEDED = {
 _CLASSES = "sharding.wrap_classes"
 
 
-def combine(facts: ForeignFacts) -> dict[str, Setting]:
-    """Our options that the keys set together; contradictions are added to `facts.problems`."""
-    _sections(facts)
-    _strategy(facts)
-    _units(facts)
-    _precision(facts)
-    _recompute(facts)
-    _offload(facts)
-    combine_training(facts)
-    return facts.options
+def combine(facts: ForeignFacts) -> None:
+    """Sets our options that the keys set together; contradictions become problems."""
+    for rule in (_sections, _strategy, _units, _precision, _recompute, _offload, *TRAINING):
+        rule(facts)
 
 
-def unused(facts: ForeignFacts) -> list[tuple[Setting, str]]:
+def unused(facts: ForeignFacts) -> list[tuple[KeyEntry, str]]:
     """The keys that set nothing of their own in the end, each with the reason."""
     used = {(setting.line, setting.key) for setting in facts.options.values()}
     rest = [setting for setting in facts.keys.values() if (setting.line, setting.key) not in used]
     return [(setting, key_table().unused.get(setting.option) or _decided_by(facts, setting)) for setting in rest]
 
 
-def _decided_by(facts: ForeignFacts, setting: Setting) -> str:
+def _decided_by(facts: ForeignFacts, setting: KeyEntry) -> str:
     """The key that decided instead, and whether it came to the same."""
     if setting.option.startswith("~warmup") and "optim.warmup_steps" not in facts.options and facts.value("~constant"):
         return "lr_scheduler_type: constant has no warmup; constant_with_warmup has one"
@@ -66,18 +60,17 @@ def _sections(facts: ForeignFacts) -> None:
     sets = any(setting.place == FSDP and setting.value for setting in facts.keys.values())  # Trainer dumps what is off
     if fsdp is not None and not fsdp.value and sets:
         text = f"expected true, found {fsdp.text!r}, under which Trainer doesn't read fsdp_config.\n"
-        facts.problem(fsdp, f"{text}  Set fsdp: true, or leave fsdp_config out.")
+        facts.result.add_problem(fsdp, f"{text}  Set fsdp: true, or leave fsdp_config out.")
     if kind is None:
         return
     for word in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         place = _SECTIONS[word]
         if place in facts.sections and _SECTIONS.get(str(kind.value)) != place:
-            line, where = facts.sections[place]
             text = (
-                f"{where}: {place}: expected distributed_type: {word}, found {kind.text} ({kind.where}), under which "
-                f"accelerate doesn't read it.\n  Set distributed_type: {word}, or leave {place} out."
+                f"expected distributed_type: {word}, found {kind.text} ({kind.where}), under which accelerate doesn't "
+                f"read it.\n  Set distributed_type: {word}, or leave {place} out."
             )
-            facts.problems.append((line, text))
+            facts.result.add_problem(facts.sections[place]._replace(key=place), text)
 
 
 def _strategy(facts: ForeignFacts) -> None:
@@ -109,10 +102,10 @@ def _require_strategy(facts: ForeignFacts) -> None:
         return
     if facts.can_read("zero_stage", "megatron_lm_use_distributed_optimizer"):
         text = f"expected {_NEEDED[str(kind.value)]} too, which sets what is sharded, found {kind.text} alone.\n"
-        facts.problem(kind, f"{text}  Add it, or set sharding.strategy.")
+        facts.result.add_problem(kind, f"{text}  Add it, or set sharding.strategy.")
 
 
-def _named_strategy(facts: ForeignFacts) -> Setting | None:
+def _named_strategy(facts: ForeignFacts) -> KeyEntry | None:
     """The strategy by name, by what is freed after forward, or by both where they agree.
 
     Where they don't, the tools choose: accelerate reads names under version 1 alone, and `reshard_after_forward` under
@@ -120,7 +113,7 @@ def _named_strategy(facts: ForeignFacts) -> Setting | None:
     """
     word, inside = facts.keys.get("~strategy"), facts.keys.get("~reshard_word")
     if inside is not None and inside.text.isdecimal() and inside.text != "1" and facts.value("~version") == 2:
-        facts.problem(inside, f"expected true | false with fsdp_version 2, found {inside.text}.")
+        facts.result.add_problem(inside, f"expected true | false with fsdp_version 2, found {inside.text}.")
         inside = None
     if word is not None and facts.tool.name == BY_ACCELERATE and facts.tool.version == 1:
         return word
@@ -137,7 +130,7 @@ def _named_strategy(facts: ForeignFacts) -> Setting | None:
     return word
 
 
-def _implied_strategy(facts: ForeignFacts) -> Setting | None:
+def _implied_strategy(facts: ForeignFacts) -> KeyEntry | None:
     """The strategy by the kind of run, or by sizes alone."""
     kind = facts.keys.get("~distributed")
     if kind is not None and kind.value not in ("NO", "DEEPSPEED", "MEGATRON_LM"):
@@ -153,7 +146,7 @@ _SIZES = (
 )
 
 
-def _sizes(facts: ForeignFacts, strategy: str, word: Setting) -> None:
+def _sizes(facts: ForeignFacts, strategy: str, word: KeyEntry) -> None:
     """Copies * devices of a shard are all devices, as in accelerate; those that no key sets are 1."""
     shards = facts.keys.get("~shard_size")
     if not facts.can_read(*_SIZES):
@@ -168,8 +161,8 @@ def _sizes(facts: ForeignFacts, strategy: str, word: Setting) -> None:
     factors = f"{replicas.key} * {shards.key}" if replicas else shards.key
     text = f"{replicas.text} * {shards.text} = {product}" if replicas else shards.text
     if processes is not None and product != processes:
-        facts.problem(shards, f"expected {factors} = num_processes = {processes}, found {text}.")
-    facts.total = (shards._replace(key=factors, text=text), product)
+        facts.result.add_problem(shards, f"expected {factors} = num_processes = {processes}, found {text}.")
+    facts.result.total = (shards._replace(key=factors, raw=text), product)
     return None
 
 
@@ -224,6 +217,6 @@ def _offload(facts: ForeignFacts) -> None:
     offloaded = [setting for setting in settings if setting.value]
     if offloaded and len(offloaded) < 2:
         text = "parameters and optimizer state are offloaded together, or not at all."
-        facts.problem(offloaded[0], f"{text}\n  Set both devices to cpu, or both to none.")
+        facts.result.add_problem(offloaded[0], f"{text}\n  Set both devices to cpu, or both to none.")
     else:
         facts.set("memory.cpu_offload", bool(offloaded), settings[0])

@@ -2,21 +2,10 @@
 
 import math
 
-from portable_fsdp.convert.facts import ForeignFacts, Setting
+from portable_fsdp.convert.facts import ForeignFacts, KeyEntry
 
 LOGGING_STEPS = 500
 """Trainer's default of `logging_steps`, which `eval_steps` takes where it is not set."""
-
-
-def combine_training(facts: ForeignFacts) -> None:
-    """All of them."""
-    _batch(facts)
-    _length(facts)
-    _warmup(facts)
-    _optimizer(facts)
-    _evaluations(facts)
-    _saves(facts)
-    _data(facts)
 
 
 def _batch(facts: ForeignFacts) -> None:
@@ -35,10 +24,10 @@ def _batch(facts: ForeignFacts) -> None:
         facts.set("train.global_batch", size, source, f"{micro} * {accumulated} * {devices} processes")
     elif "train.global_batch" not in facts.given and facts.can_read("num_processes", "per_device_train_batch_size"):
         text = "expected the number of devices too (num_processes) and per_device_train_batch_size.\n"
-        facts.problem(source, f"{text}  Set train.global_batch: rows of a device * accumulation * devices.")
+        facts.result.add_problem(source, f"{text}  Set train.global_batch: rows of a device * accumulation * devices.")
 
 
-def _batch_of_spmd(facts: ForeignFacts, rows: Setting, accumulated: int) -> None:
+def _batch_of_spmd(facts: ForeignFacts, rows: KeyEntry, accumulated: int) -> None:
     """Under xla_fsdp_v2 one process feeds all devices: what Trainer calls the batch of a device is that of them all."""
     size = facts.integer("train.micro_batch") or 1
     devices = facts.numbers.get("num_processes")
@@ -48,7 +37,7 @@ def _batch_of_spmd(facts: ForeignFacts, rows: Setting, accumulated: int) -> None
         facts.set("train.micro_batch", size // devices, rows, f"of one of {devices} devices, under xla_fsdp_v2")
     elif "train.micro_batch" not in facts.given:
         text = f"under xla_fsdp_v2 these {size} rows are those of all devices together."
-        facts.problem(rows, f"{text}\n  Set train.micro_batch: rows of one device.")
+        facts.result.add_problem(rows, f"{text}\n  Set train.micro_batch: rows of one device.")
 
 
 def _length(facts: ForeignFacts) -> None:
@@ -77,13 +66,13 @@ def _warmup(facts: ForeignFacts) -> None:
         _share_of_steps(facts, "optim.warmup_steps", facts.number("~warmup_ratio") or 0, ratio)
 
 
-def _share_of_steps(facts: ForeignFacts, option: str, share: float, source: Setting) -> None:
+def _share_of_steps(facts: ForeignFacts, option: str, share: float, source: KeyEntry) -> None:
     if option in facts.overridden:
         return
     if isinstance(facts.steps, int):
         facts.set(option, math.ceil(share * facts.steps), source, f"of {facts.steps} steps")
     elif option not in facts.given and facts.can_read("max_steps"):
-        facts.problem(source, f"a share of the steps needs their number.\n  Set {option}, or max_steps.")
+        facts.result.add_problem(source, f"a share of the steps needs their number.\n  Set {option}, or max_steps.")
 
 
 def _optimizer(facts: ForeignFacts) -> None:
@@ -99,7 +88,7 @@ def _evaluations(facts: ForeignFacts) -> None:
     if strategy is None:
         return _evaluation_at_the_end(facts)
     if delay := facts.keys.get("~eval_delay"):
-        facts.problem(delay, "the first evaluation comes after the first eval_steps steps.\n  Set it to 0.")
+        facts.result.add_problem(delay, "the first evaluation comes after the first eval_steps steps.\n  Set it to 0.")
     every = facts.number("~eval_steps") or 0
     if interval is None or every == 0:
         steps = facts.integer("train.log_every") or LOGGING_STEPS
@@ -109,7 +98,7 @@ def _evaluations(facts: ForeignFacts) -> None:
     if every < 1:
         return _share_of_steps(facts, "train.eval_every", every, interval)
     if not float(every).is_integer():
-        return facts.problem(interval, f"expected a whole number above 1, found {interval.text}.")
+        return facts.result.add_problem(interval, f"expected a whole number above 1, found {interval.text}.")
     return facts.set("train.eval_every", int(every), interval)
 
 
@@ -122,10 +111,12 @@ def _evaluation_at_the_end(facts: ForeignFacts) -> None:
         facts.set("train.eval_every", facts.steps, after, "one evaluation, after the last step")
     elif after is not None and facts.can_read("max_steps"):
         text = "an evaluation after the last step needs the number of steps."
-        facts.problem(after, f"{text}\n  Set eval_strategy: steps, which evaluates then too, or train.eval_every.")
+        facts.result.add_problem(
+            after, f"{text}\n  Set eval_strategy: steps, which evaluates then too, or train.eval_every."
+        )
     if best is not None:
         text = "the best checkpoint needs evaluations, which eval_strategy turns off."
-        facts.problem(best, f"{text}\n  Set eval_strategy: steps, or train.eval_every.")
+        facts.result.add_problem(best, f"{text}\n  Set eval_strategy: steps, or train.eval_every.")
 
 
 def _saves(facts: ForeignFacts) -> None:
@@ -138,3 +129,6 @@ def _data(facts: ForeignFacts) -> None:
     if source := facts.keys.get("~train_file"):
         facts.set("data.source", "text", source)
         facts.set("data.path", source.value, source)
+
+
+TRAINING = (_batch, _length, _warmup, _optimizer, _evaluations, _saves, _data)

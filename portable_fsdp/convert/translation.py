@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from portable_fsdp.config.describe import option_names, yaml_value
 from portable_fsdp.config.load import Loaded
-from portable_fsdp.convert.read import Import
+from portable_fsdp.convert.facts import Import
 
 
 def translation(loaded: Loaded) -> str:
@@ -46,4 +46,4 @@ def unsaid(imported: Import) -> Iterator[str]:
             yield f"{imported.path}: {title}:"
         for note in keys:
             line = f"{note.where.rpartition(':')[2]}: " if note.where != str(imported.path) else ""
-            yield f"  {line}{note.key}: {' '.join(note.text.split())}: {note.reason}"
+            yield f"  {line}{note.key}: {' '.join(note.text.split())}: {note.remark}"

@@ -55,4 +55,4 @@ def rendered(loaded: Loaded, keys: str | None = None) -> Iterator[str]:
             for note in notes:
                 fact = f" [{note.fact}]" if note.fact else ""
                 if keys is None or note.key in keys:
-                    yield f"{title}: {note.key}: {note.text}: {note.reason}{fact}"
+                    yield f"{title}: {note.key}: {note.text}: {note.remark}{fact}"

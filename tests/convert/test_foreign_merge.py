@@ -133,7 +133,7 @@ def test_the_best_needs_evaluations_that_our_file_may_set(write: Write) -> None:
     )
     loaded = read_config(ours, imports=[theirs])
     assert loaded.config.train.eval_every == 3
-    reasons = {note.key: note.reason for note in loaded.imports[0].not_needed}
+    reasons = {note.key: note.remark for note in loaded.imports[0].not_needed}
     assert reasons["load_best_model_at_end"].startswith("the run saves its best evaluation anyway")
 
 
