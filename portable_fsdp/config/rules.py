@@ -137,82 +137,88 @@ _NO_LOSS_SCALING = "float16 needs loss scaling, which is not built: small gradie
 _NO_MORE_DIGITS = "bfloat16 weights hold no more digits to compute with"
 
 
-def _without(option: str, setting: str, reason: str, beside: str = "") -> Refused:
+class _Without(Refused):
     """For an option that counts only with `setting`: `key=value`, or with any value of a key whose default is null.
 
     `beside`: what the way out by that setting needs too.
     """
-    needed, _, value = setting.partition("=")
-    takes_any, default = default_of(needed) is None, default_of(option)
 
-    def is_refused(config: Config, _: Deployment) -> bool:
-        actual = value_of(config, needed)
-        is_set = actual is not None if takes_any else actual == value
-        return not is_set and value_of(config, option) != default
+    def __init__(self, option: str, setting: str, reason: str, beside: str = "") -> None:
+        needed, _, value = setting.partition("=")
+        takes_any, default = default_of(needed) is None, default_of(option)
 
-    ways = [setting + beside] if value else []
-    return Refused(option, f"without {needed if takes_any else setting}", reason, *ways, when=is_refused)
+        def is_refused(config: Config, _: Deployment) -> bool:
+            actual = value_of(config, needed)
+            is_set = actual is not None if takes_any else actual == value
+            return not is_set and value_of(config, option) != default
+
+        ways = [setting + beside] if value else []
+        super().__init__(option, f"without {needed if takes_any else setting}", reason, *ways, when=is_refused)
 
 
 _NEEDS = (
-    _without("sharding.min_num_params", "sharding.wrap=SIZE_BASED_WRAP", "only SIZE_BASED_WRAP chooses units by size"),
-    _without(
+    _Without("sharding.min_num_params", "sharding.wrap=SIZE_BASED_WRAP", "only SIZE_BASED_WRAP chooses units by size"),
+    _Without(
         "sharding.backward_prefetch_units",
         "sharding.backward_prefetch=BACKWARD_PRE",
         "BACKWARD_POST gathers one unit ahead, NO_PREFETCH none",
     ),
-    _without("optim.momentum", "optim.name=sgd", "AdamW has betas", " and optim.betas=[0.9, 0.95] and optim.eps=1e-8"),
-    _without("optim.betas", "optim.name=adamw", "SGD has momentum instead", " and optim.momentum=0.0"),
-    _without("optim.eps", "optim.name=adamw", "SGD has momentum instead", " and optim.momentum=0.0"),
-    _without("optim.decay_ratio", "optim.schedule=wsd", "only wsd has a separate decay"),
-    _without(
+    _Without("optim.momentum", "optim.name=sgd", "AdamW has betas", " and optim.betas=[0.9, 0.95] and optim.eps=1e-8"),
+    _Without("optim.betas", "optim.name=adamw", "SGD has momentum instead", " and optim.momentum=0.0"),
+    _Without("optim.eps", "optim.name=adamw", "SGD has momentum instead", " and optim.momentum=0.0"),
+    _Without("optim.decay_ratio", "optim.schedule=wsd", "only wsd has a separate decay"),
+    _Without(
         "memory.every",
         "memory.gradient_checkpointing=selective",
         "full means every layer, none means none",
         " and memory.save_ops=[]",
     ),
-    _without(
+    _Without(
         "memory.save_ops",
         "memory.gradient_checkpointing=selective",
         "full recomputes every operation, none keeps all",
         " and memory.every=null",
     ),
-    _without("train.eval_every", "data.eval_split=5%", "there is no validation set"),
-    _without("train.eval_on_start", "train.eval_every", "without eval_every the run never evaluates"),
-    _without("train.eval_batches", "train.eval_every", "without eval_every the run never evaluates"),
-    _without("train.patience", "train.eval_every", "without eval_every the run never evaluates"),
-    _without("checkpoint.keep_every", "checkpoint.keep=1", "without keep, every checkpoint is kept"),
-    _without("checkpoint.merge_adapters", "model.lora", "there are no adapters to merge"),
+    _Without("train.eval_every", "data.eval_split=5%", "there is no validation set"),
+    _Without("train.eval_on_start", "train.eval_every", "without eval_every the run never evaluates"),
+    _Without("train.eval_batches", "train.eval_every", "without eval_every the run never evaluates"),
+    _Without("train.patience", "train.eval_every", "without eval_every the run never evaluates"),
+    _Without("checkpoint.keep_every", "checkpoint.keep=1", "without keep, every checkpoint is kept"),
+    _Without("checkpoint.merge_adapters", "model.lora", "there are no adapters to merge"),
 )
 
-_OF_THE_MODEL = {
-    "model.attention": ("for a model with its own attention (ALiBi)", "it can't be replaced; auto keeps it"),
-    "model.experts": ("other than auto for a dense model", "there are no experts"),
-    "model.freeze": (
+_OF_THE_MODEL = (
+    ("model.attention", "for a model with its own attention (ALiBi)", "it can't be replaced; auto keeps it"),
+    ("model.experts", "other than auto for a dense model", "there are no experts"),
+    (
+        "model.freeze",
         "with a pattern that matches nothing, or patterns that match everything",
         "some weights must be frozen, and some must train",
     ),
-    "optim.groups": ("with a pattern that matches no trained weight", "each must match one"),
-    "sharding.wrap": ("for a model that names no layers (biogpt)", "name them in sharding.wrap_classes"),
-    "sharding.wrap_classes": (
+    ("optim.groups", "with a pattern that matches no trained weight", "each must match one"),
+    ("sharding.wrap", "for a model that names no layers (biogpt)", "name them in sharding.wrap_classes"),
+    (
+        "sharding.wrap_classes",
         "with a class that the model lacks, or whose modules don't run, have no parameters, or share a weight",
         "the error lists the classes; a tied weight belongs to one unit that holds both modules, or to the root",
     ),
-    "sharding.wrap_modules": (
+    (
+        "sharding.wrap_modules",
         "with a pattern that matches no module, or one of two modules that share a weight",
         "each must match one; a tied weight belongs to one unit that holds both modules, or to the root",
     ),
-    "precision.modules": (
+    (
+        "precision.modules",
         "with a pattern that matches no module, or two dtypes for nested modules or for a tied weight",
         "each must match one, and a weight is cast to one dtype",
     ),
-    "memory.every": ("that is more than the number of layers", "the model has fewer layers"),
-}
-"""Option -> a case that only the built model shows, and the reason."""
+    ("memory.every", "that is more than the number of layers", "the model has fewer layers"),
+)
+"""Option, a case that only the built model shows, and the reason."""
 
 RULES = (
     *_NEEDS,
-    *(Rule(option, case, None, reason) for option, (case, reason) in _OF_THE_MODEL.items()),
+    *(Rule(option, case, None, reason) for option, case, reason in _OF_THE_MODEL),
     Rule(
         "sharding.strategy",
         "on one device",
