@@ -19,10 +19,12 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MethodType
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -44,6 +46,7 @@ from portable_fsdp.models import build as models_build
 from portable_fsdp.plan import cuda
 from portable_fsdp.plan.memory_trace import Recorder
 from portable_fsdp.plan.result import DeviceMemory
+from portable_fsdp.plan.target import parse_target
 from portable_fsdp.train.build import build_training
 
 HERE = Path(__file__).parent
@@ -111,7 +114,10 @@ def apart(function: Callable[..., Any], *arguments: Any) -> Any:
 
 def planned(config: Config, devices: int, device: str) -> dict[str, Any]:
     began, spent = time.monotonic(), time.process_time()
-    memory = cuda.plan_memory(config, devices, PER_HOST, limit_bytes=None, device=cast(Any, device)).memory
+    target = parse_target("cpu" if device == "cpu" else "h100")
+    hosts = 1 if device == "cpu" else -(-devices // PER_HOST)
+    target = replace(target, hardware=replace(target.hardware, program=None), devices=devices, hosts=hosts)  # no limit
+    memory = cuda.plan_memory(config, target).memory
     return _figures(memory) | {
         "plan_seconds": round(time.monotonic() - began, 1),
         "plan_processor_seconds": round(time.process_time() - spent, 1),
@@ -168,7 +174,7 @@ def tracked(config: Config, devices: int) -> int:
         cuda._ranks(devices, min(devices, PER_HOST)),
         cuda.planned_backend(config, fake, recorder) as backend,
         cuda._seen_by(recorder),
-        cuda._replaced(F, "scaled_dot_product_attention", cuda.gpu_attention),
+        patch.object(F, "scaled_dot_product_attention", cuda.gpu_attention),
     ):
         training = build_training(config, backend, vocabulary=1, fill=False)
         with fake:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from portable_fsdp.metrics.flops import model_flops_per_token
-from portable_fsdp.plan.result import MovedBytes, Work
+from portable_fsdp.metrics.hlo import Moved
+from portable_fsdp.plan.result import Work
 from portable_fsdp.plan.target import Target
 from portable_fsdp.plan.time import ITEM_BYTES, over_links
 
@@ -99,7 +100,7 @@ def _memory_bytes(step: Step, target: Target) -> float:
     return 2 * step.accumulation * max(0, weights - ON_CHIP_BYTES) + 2 * max(0, state - ON_CHIP_BYTES)
 
 
-def _collectives(step: Step, target: Target) -> tuple[dict[str, MovedBytes], dict[str, float]]:
+def _collectives(step: Step, target: Target) -> tuple[dict[str, Moved], dict[str, float]]:
     """By kind and dtype what is gathered and reduced, and by link what one device sends for it."""
     replicas = target.devices if step.strategy == "NO_SHARD" else step.replicas
     shards = target.devices // replicas
@@ -118,12 +119,12 @@ def _collectives(step: Step, target: Target) -> tuple[dict[str, MovedBytes], dic
         parts.append((f"reduce_scatter {step.reduce}", gradients, 1, shards, 1))
     if replicas > 1:
         parts.append((f"all_reduce {step.reduce}", gradients / shards, 2, replicas, shards))
-    collectives: dict[str, MovedBytes] = {}
+    collectives: dict[str, Moved] = {}
     links: dict[str, float] = {}
     for name, full, times, members, stride in parts:
         calls = step.layers * (round(gathers) if name.startswith("all_gather") else 1)
         ring = times * full * (members - 1) / members
-        collectives[name] = MovedBytes(calls=calls, bytes=int(full), sent_bytes=int(ring))
+        collectives[name] = Moved(calls, int(full), int(ring))
         for link, sent in over_links(target.levels, full, members=members, stride=stride).items():
             links[link] = links.get(link, 0) + times * sent
     return collectives, links

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from portable_fsdp.config.schema import Config
-from portable_fsdp.plan.tpu import plan_tpu
+from portable_fsdp.plan.target import parse_target
+from portable_fsdp.plan.tpu import compiler_version, plan_tpu
 
 RESULTS = Path(__file__).parent / "results" / "tpu_plans.json"
 SIZES = {
@@ -30,7 +31,6 @@ SIZES = {
         **{"num_attention_heads": 64, "num_key_value_heads": 8},
     },
 }
-CHIPS = {"v5p:2x2x4": 16, "v6e:4x4": 16, "v6e:16x16": 256, "v5p:8x8x8": 512}
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Case:
             {
                 "model": {"architecture": architecture},
                 "data": {"seq_len": self.seq_len},
-                "train": {"steps": 10, "global_batch": CHIPS[self.slice]},
+                "train": {"steps": 10, "global_batch": parse_target(self.slice).devices},
                 "precision": {"compute": "bfloat16"},
                 "memory": {"gradient_checkpointing": "full"},
                 "compile": {"scan_layers": self.scan},
@@ -99,19 +99,19 @@ def measure(case: Case) -> dict[str, Any]:
         first = first or time.perf_counter() - began
         stages[stage] = time.perf_counter() - began
 
-    devices = CHIPS[case.slice]
-    plan = plan_tpu(case.config, case.slice, devices, progress=progress)
+    target = parse_target(case.slice)
+    plan = plan_tpu(case.config, target, progress)
     wall = time.perf_counter() - began
     own, children = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     parameters = sum(rows * width for rows, width in case.shapes)
-    held = sum(padded(rows, width, devices) for rows, width in case.shapes)
+    held = sum(padded(rows, width, target.devices) for rows, width in case.shapes)
     parts = plan.memory.parts
     state = parts["weights"] + parts["optimizer"]
     return {
         "case": asdict(case),
         "parameters": parameters,
         "parts": parts,
-        "state_by_12_bytes_a_parameter": round(state / (12 * parameters / devices), 6),
+        "state_by_12_bytes_a_parameter": round(state / (12 * parameters / target.devices), 6),
         "that_with_padding_of_rows_and_tiles": round(state / (12 * held), 6),
         "wall_s": round(wall, 1),
         "stages_s": {stage: round(seconds, 1) for stage, seconds in stages.items()},
@@ -119,7 +119,7 @@ def measure(case: Case) -> dict[str, Any]:
         "peak_gib": round((own.ru_maxrss + children.ru_maxrss) / 2**20, 2),  # of this process and the largest child
         "rematerialised": plan.memory.rematerialised,
         "notes": plan.notes,
-        "compiler": plan.compiler,
+        "compiler": compiler_version(),
     }
 
 

@@ -1,11 +1,10 @@
 """The doctor's report; under a launcher also which processes of the run are there, and how their clocks differ."""
 
-import dataclasses
 import json
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -48,15 +47,24 @@ def _report(run_dir: Path, limit_s: float, as_json: bool) -> int:
     with ExitStack() as probes:  # before the other checks, which take seconds
         several = launch is not None and launch.world_size > 1
         processes = _probe(probes, "torch", "processes", str(limit_s)) if several else None
-        findings: list[Finding] = []
+        findings: dict[str, Finding] = {}
         if launch is None or launch.local_rank == 0:
-            findings += [*_check_host(run_dir, limit_s, launch), launcher]
+            findings = _check_host(run_dir, limit_s, launch) | {"launcher": launcher}
         if processes is not None:
-            findings.append(network.check_clocks(probe_answer(processes, limit_s + LEAVE_S)))
+            findings["other processes"] = network.check_clocks(probe_answer(processes, limit_s + LEAVE_S))
     if launch is not None and launch.local_rank != 0:
         return EXIT_FINISHED  # at another code the launcher would end the process that reports
-    code = EXIT_FAILED if any(finding.state == "failed" for finding in findings) else EXIT_FINISHED
-    to_stdout(_json(findings, code) if as_json else _text(findings))
+    states = [finding.state for finding in findings.values()]
+    code = EXIT_FAILED if "failed" in states else EXIT_FINISHED
+    if as_json:
+        checks = [{"name": name, **finding._asdict()} for name, finding in findings.items()]
+        report = {"host": socket.gethostname(), "version": __version__, "exit_code": code, "checks": checks}
+        to_stdout(json.dumps(report))
+        return code
+    lines = [f"portable_fsdp {__version__} on host {socket.gethostname()}"]
+    lines += [line for name, finding in findings.items() for line in finding.lines(name)]
+    lines.append(", ".join(f"{states.count(state)} {state}" for state in ("ok", "warning", "failed")))
+    to_stdout("\n".join(lines))
     return code
 
 
@@ -67,56 +75,49 @@ def _probe(probes: ExitStack, package: str, *arguments: str, **environment: str)
     return probes.enter_context(Child("portable_fsdp.doctor.probe", *arguments, environment=environment))
 
 
-def _check_host(run_dir: Path, limit_s: float, launch: Launch | None) -> Iterator[Finding]:
+def _check_host(run_dir: Path, limit_s: float, launch: Launch | None) -> dict[str, Finding]:
     """`launch`: None where nobody knows."""
     chips = tpu_chips()
-    count = len(chips)
     processes = launch.world_size if launch is not None else 1
     environ = {**os.environ, **(launch.variables if launch is not None else {})}
+    several, hostname = network.is_on_several_hosts(environ), socket.gethostname()
     with ExitStack() as probes:  # all at once
         children = {
             "torch": _probe(probes, "torch", "torch"),
             # With PJRT_DEVICE=CPU it takes no chip.
             "torch_xla": _probe(probes, "torch_xla", "import", "torch_xla", PJRT_DEVICE="CPU"),
         }
-        yield packages.check_python(sys.version_info[:3])
-        yield from _checked(
-            ("torch", lambda: packages.check_package("torch")),
-            ("torch_xla", lambda: packages.check_torch_xla(count)),
-            ("transformers", lambda: packages.check_package("transformers")),
-            ("packages", lambda: packages.check_others(shown=("torch", "transformers"))),
-            ("extras", packages.check_extras),
-            ("shared memory", host.check_shared_memory),
-            ("run folder", lambda: host.check_disk("run folder", run_dir, "set run.dir to another disk's folder")),
-            ("temporary files", host.check_temporary),
-            ("open files", lambda: host.check_open_files(processes)),
-            ("locked memory", lambda: host.check_locked_memory(host.memory_registering_hardware(count))),
-            ("tpu", lambda: devices.check_tpu(chips, os.environ)),
-            ("tpu in use", lambda: devices.check_tpu_is_free(chips)),
-            ("gloo", lambda: _check_gloo(environ)),
-        )
+        checks: dict[str, Callable[[], Finding]] = {
+            "python": lambda: packages.check_python(sys.version_info[:3]),
+            "torch": lambda: packages.check_package("torch"),
+            "torch_xla": lambda: packages.check_torch_xla(len(chips)),
+            "transformers": lambda: packages.check_package("transformers"),
+            "packages": lambda: packages.check_others(shown=("torch", "transformers")),
+            "extras": packages.check_extras,
+            "shared memory": host.check_shared_memory,
+            "run folder": lambda: host.check_disk(run_dir, "set run.dir to another disk's folder"),
+            "temporary files": host.check_temporary,
+            "open files": lambda: host.check_open_files(processes),
+            "locked memory": lambda: host.check_locked_memory(host.memory_registering_hardware(len(chips))),
+            "tpu": lambda: devices.check_tpu(chips, os.environ),
+            "tpu in use": lambda: devices.check_tpu_is_free(chips),
+            "gloo": lambda: network.check_gloo(environ, network.interfaces(), hostname, several),
+        }
+        findings = {name: _checked(check) for name, check in checks.items()}
         answers = {name: probe_answer(child, limit_s) for name, child in children.items() if child is not None}
-    for package, answer in answers.items():
-        yield _check_import(package, answer, limit_s)
+    findings |= {f"import {package}": _check_import(package, answer, limit_s) for package, answer in answers.items()}
     gpus, torch = (devices.gpu_files(), devices.driver_version()), answers.get("torch")
-    yield from _checked(
-        ("gpu", lambda: devices.check_gpu(torch, *gpus, os.environ)),
-        ("nccl", lambda: devices.check_nccl(torch, network.interfaces(), os.environ)),
-    )
+    findings["gpu"] = _checked(lambda: devices.check_gpu(torch, *gpus, os.environ))
+    findings["nccl"] = _checked(lambda: devices.check_nccl(torch, network.interfaces(), os.environ))
+    return findings
 
 
-def _checked(*checks: tuple[str, Callable[[], Finding]]) -> Iterator[Finding]:
-    """The findings; a host that is ill enough can break a check itself (no /proc), which is a line as well."""
-    for name, check in checks:
-        try:
-            yield check()
-        except Exception as error:
-            yield failed(name, f"couldn't be asked: {type(error).__name__}: {error}", "mend what this error names")
-
-
-def _check_gloo(environ: Mapping[str, str]) -> Finding:
-    several = network.is_on_several_hosts(environ)
-    return network.check_gloo(environ, network.interfaces(), socket.gethostname(), several)
+def _checked(check: Callable[[], Finding]) -> Finding:
+    """What it finds; a host that is ill enough can break a check itself (no /proc), which is a line as well."""
+    try:
+        return check()
+    except Exception as error:
+        return failed(f"couldn't be asked: {type(error).__name__}: {error}", "mend what this error names")
 
 
 def _check_import(package: str, answer: ProbeAnswer, limit_s: float) -> Finding:
@@ -124,23 +125,11 @@ def _check_import(package: str, answer: ProbeAnswer, limit_s: float) -> Finding:
     name = f"import {package}"
     if answer.is_late:
         problem = f"took longer than {limit_s:g} s: this machine is busy, its disk is slow, or a driver hangs"
-        return failed(name, problem, f"time python -c '{name}' shows how long; --limit_s={2 * limit_s:g} waits longer")
+        return failed(problem, f"time python -c '{name}' shows how long; --limit_s={2 * limit_s:g} waits longer")
     if answer.problem:
         extra = "[xla]" if package == "torch_xla" else ""
-        return failed(name, answer.problem, f"python -c '{name}' shows all; pip install --force-reinstall '.{extra}'")
-    return ok(name, "works")
-
-
-def _text(findings: list[Finding]) -> str:
-    lines = [f"portable_fsdp {__version__} on host {socket.gethostname()}"]
-    lines += [line for finding in findings for line in finding.lines()]
-    states = [finding.state for finding in findings]
-    return "\n".join([*lines, ", ".join(f"{states.count(state)} {state}" for state in ("ok", "warning", "failed"))])
-
-
-def _json(findings: list[Finding], code: int) -> str:
-    checks = [dataclasses.asdict(finding) for finding in findings]
-    return json.dumps({"host": socket.gethostname(), "version": __version__, "exit_code": code, "checks": checks})
+        return failed(answer.problem, f"python -c '{name}' shows all; pip install --force-reinstall '.{extra}'")
+    return ok("works")
 
 
 if __name__ == "__main__":

@@ -31,25 +31,22 @@ def check_gpu(answer: ProbeAnswer | None, files: int, driver: str, environ: Mapp
     here = f"{files} GPU(s), driver {driver or 'unknown'}"
     torch = answer.value if answer is not None else None
     if torch is not None and torch["devices"]:
-        names, supported = torch["devices"], _version(torch["driver_cuda"])
-        kinds = ", ".join(sorted(set(names)))
-        return ok("gpu", f"{len(names)} x {kinds}; driver {driver} for CUDA {supported}, torch's is {torch['cuda']}")
+        kinds = f"{len(torch['devices'])} x {', '.join(sorted(set(torch['devices'])))}"
+        return ok(f"{kinds}; driver {driver} for CUDA {_version(torch['driver_cuda'])}, torch's is {torch['cuda']}")
     if not files:
-        return ok("gpu", "none on this host")
+        return ok("none on this host")
     if torch is None:
         reason = "torch isn't installed" if answer is None else answer.problem
-        return warning("gpu", f"{here}: torch couldn't be asked: {reason}", "mend the lines on torch first")
+        return warning(f"{here}: torch couldn't be asked: {reason}", "mend the lines on torch first")
     if torch["cuda"] is None:
-        problem = f"{here}: torch {torch['torch']} is built without CUDA"
-        return failed("gpu", problem, "pip install --force-reinstall torch")
+        return failed(f"{here}: torch {torch['torch']} is built without CUDA", "pip install --force-reinstall torch")
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        problem = f"{here}: none visible with CUDA_VISIBLE_DEVICES={visible!r}"
-        return warning("gpu", problem, "unset CUDA_VISIBLE_DEVICES")
+        return warning(f"{here}: none visible with CUDA_VISIBLE_DEVICES={visible!r}", "unset CUDA_VISIBLE_DEVICES")
     if 0 < torch["driver_cuda"] // 1000 < int(torch["cuda"].partition(".")[0]):
         problem = f"{here}: speaks CUDA {_version(torch['driver_cuda'])}, torch is built for {torch['cuda']}"
-        return failed("gpu", problem, "install a newer driver, or a torch built for the driver's CUDA")
-    return failed("gpu", f"{here}: {torch['problem']}", "nvidia-smi (a reboot where it fails too)")
+        return failed(problem, "install a newer driver, or a torch built for the driver's CUDA")
+    return failed(f"{here}: {torch['problem']}", "nvidia-smi (a reboot where it fails too)")
 
 
 def _version(number: int) -> str:
@@ -63,12 +60,12 @@ def check_nccl(answer: ProbeAnswer | None, interfaces: Sequence[str], environ: M
     setting = environ.get("NCCL_SOCKET_IFNAME", "")
     if setting and not _matches_any(setting, interfaces):
         problem = f"NCCL_SOCKET_IFNAME={setting} names none of {', '.join(interfaces)}"
-        return failed("nccl", problem, "export NCCL_SOCKET_IFNAME=ONE_OF_THEM, or unset it")
+        return failed(problem, "export NCCL_SOCKET_IFNAME=ONE_OF_THEM, or unset it")
     if torch.get("nccl"):
-        return ok("nccl", str(torch["nccl"]))
+        return ok(str(torch["nccl"]))
     if torch.get("devices"):
-        return failed("nccl", "this torch has none", "pip install --force-reinstall torch")
-    return ok("nccl", "none; only GPUs need it")
+        return failed("this torch has none", "pip install --force-reinstall torch")
+    return ok("none; only GPUs need it")
 
 
 def _matches_any(setting: str, interfaces: Sequence[str]) -> bool:
@@ -85,28 +82,27 @@ def check_tpu(chips: Sequence[Path], environ: Mapping[str, str]) -> Finding:
     settings += [f"PJRT_DEVICE={environ['PJRT_DEVICE']}"] if "PJRT_DEVICE" in environ else []
     variables = f"; {', '.join(settings)}" if settings else ""
     if problem := problem_of_tpu_worker(environ):
-        return failed("tpu", f"{problem}{variables}", "unset the TPU_* variables, or set them as the TPU VM does")
+        return failed(f"{problem}{variables}", "unset the TPU_* variables, or set them as the TPU VM does")
     if not chips:
         if environ.get("PJRT_DEVICE") == "TPU" or any(setting.startswith("TPU_") for setting in settings):
             mend = "in a container: --privileged --net=host; elsewhere unset these variables"
-            return warning("tpu", f"no chip (no /dev/accel*, no /dev/vfio/*){variables}", mend)
-        return ok("tpu", "none on this host")
+            return warning(f"no chip (no /dev/accel*, no /dev/vfio/*){variables}", mend)
+        return ok("none on this host")
     library = installed("libtpu") or environ.get("TPU_LIBRARY_PATH")
     if not library:
-        return failed("tpu", f"{len(chips)} chip(s), and no libtpu{variables}", "pip install '.[tpu]'")
-    return ok("tpu", f"{len(chips)} chip(s), libtpu {library}{variables}")
+        return failed(f"{len(chips)} chip(s), and no libtpu{variables}", "pip install '.[tpu]'")
+    return ok(f"{len(chips)} chip(s), libtpu {library}{variables}")
 
 
 def check_tpu_is_free(chips: Sequence[Path], lock: Path = LIBTPU_LOCK) -> Finding:
     """A chip serves one process: who holds one, or libtpu's lock file? The doctor never ends a process itself."""
-    name = "tpu in use"
     holders = _processes_holding([*chips, lock])
     if holders:
         problem = "by " + ", ".join(f"process {pid} ({command})" for pid, command in holders.items())
-        return failed(name, problem, f"if that run is yours and is to end: kill {' '.join(map(str, holders))}")
+        return failed(problem, f"if that run is yours and is to end: kill {' '.join(map(str, holders))}")
     if chips and lock.exists():
-        return warning(name, f"{lock} is left of a run that was killed", f"rm {lock}")
-    return ok(name, "no")
+        return warning(f"{lock} is left of a run that was killed", f"rm {lock}")
+    return ok("no")
 
 
 def _processes_holding(files: Sequence[Path]) -> dict[int, str]:

@@ -3,26 +3,23 @@
 import json
 import signal
 import textwrap
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from portable_fsdp.runtime.child import Child
 
 WIDTH = 120
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """`mend` is the command or the setting that helps; empty exactly where the state is ok."""
 
-    name: str
     state: Literal["ok", "warning", "failed"]
     found: str
     mend: str = ""
 
-    def lines(self) -> list[str]:
-        """For a terminal."""
-        start = f"{self.state:<8} {self.name:<16} "
+    def lines(self, name: str) -> list[str]:
+        """For a terminal; `name`: of the check."""
+        start = f"{self.state:<8} {name:<16} "
         lines = [textwrap.fill(self.found, WIDTH, initial_indent=start, subsequent_indent=" " * 26)]
         if self.mend:
             arrow = " " * 26 + "-> "
@@ -30,22 +27,21 @@ class Finding:
         return lines
 
 
-def ok(name: str, found: str) -> Finding:
-    return Finding(name, "ok", found)
+def ok(found: str) -> Finding:
+    return Finding("ok", found)
 
 
-def warning(name: str, found: str, mend: str) -> Finding:
+def warning(found: str, mend: str) -> Finding:
     """Training works, or may; something will be slow or is about to fail."""
-    return Finding(name, "warning", found, mend)
+    return Finding("warning", found, mend)
 
 
-def failed(name: str, found: str, mend: str) -> Finding:
+def failed(found: str, mend: str) -> Finding:
     """A run that needs it would not start, or would end badly."""
-    return Finding(name, "failed", found, mend)
+    return Finding("failed", found, mend)
 
 
-@dataclass(frozen=True)
-class ProbeAnswer:
+class ProbeAnswer(NamedTuple):
     """`value`: the JSON object that the probe printed; None where it failed or was late, and `problem` says how."""
 
     value: dict[str, Any] | None

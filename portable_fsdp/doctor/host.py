@@ -19,58 +19,56 @@ FILES_A_PROCESS = 8  # of the run: gloo and the store hold a few connections to 
 
 def check_shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
     """NCCL's processes of one host talk through it."""
-    name = "shared memory"
     try:
         size = shutil.disk_usage(folder)
     except OSError as error:
-        return warning(name, f"{folder}: {error.strerror}", f"mount -t tmpfs tmpfs {folder}")
+        return warning(f"{folder}: {error.strerror}", f"mount -t tmpfs tmpfs {folder}")
     room = f"{folder}: {size.free / GIB:.2f} GiB free of {size.total / GIB:.2f}"
     if size.free < LEAST_SHARED_BYTES:
-        return warning(name, room, f"in a container: --shm-size=16g or --ipc=host; else delete what fills {folder}")
-    return ok(name, room)
+        return warning(room, f"in a container: --shm-size=16g or --ipc=host; else delete what fills {folder}")
+    return ok(room)
 
 
-def check_disk(name: str, folder: Path, setting: str) -> Finding:
+def check_disk(folder: Path, setting: str) -> Finding:
     """Free disk and permission to write where `folder` is or would be; `setting` says how to choose another one."""
     place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not place.is_dir():
-        return failed(name, f"{place} is a file", setting)
+        return failed(f"{place} is a file", setting)
     free_some = f"free some of {place}, or {setting}"
     try:
         with tempfile.TemporaryFile(dir=place):  # the mode's bits don't tell of a read-only disk
             free = shutil.disk_usage(place).free
     except OSError as error:
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        return failed(name, f"{place}: can't be written to: {error.strerror}", free_some if is_full else setting)
+        return failed(f"{place}: can't be written to: {error.strerror}", free_some if is_full else setting)
     room = f"{free / GIB:.1f} GiB free at {place}"
     if free < LEAST_FREE_BYTES:
-        return failed(name, room, free_some)
+        return failed(room, free_some)
     if free < USUAL_FREE_BYTES:
-        return warning(name, f"{room}; a checkpoint of 1 B parameters with AdamW takes 12 GB", setting)
-    return ok(name, room)
+        return warning(f"{room}; a checkpoint of 1 B parameters with AdamW takes 12 GB", setting)
+    return ok(room)
 
 
 def check_temporary() -> Finding:
     """TMPDIR: compiled programs and downloaded files pass through it."""
-    name, setting = "temporary files", "export TMPDIR=FOLDER on a disk with room"
+    setting = "export TMPDIR=FOLDER on a disk with room"
     chosen = os.environ.get("TMPDIR")
     if chosen and not Path(chosen).is_dir():
-        return failed(name, f"TMPDIR={chosen} is no folder", f"mkdir -p {chosen}, or {setting}")
+        return failed(f"TMPDIR={chosen} is no folder", f"mkdir -p {chosen}, or {setting}")
     try:
         folder = Path(chosen or tempfile.gettempdir())
     except OSError as error:
-        return failed(name, str(error), setting)
-    finding = check_disk(name, folder, setting)
+        return failed(str(error), setting)
+    finding = check_disk(folder, setting)
     # Little passes through at once: a few GiB are enough.
-    return ok(name, finding.found.partition(";")[0]) if finding.state == "warning" else finding
+    return ok(finding.found.partition(";")[0]) if finding.state == "warning" else finding
 
 
 def check_open_files(processes: int) -> Finding:
     """`processes`: of the whole run."""
-    name = "open files"
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
-        return ok(name, "unlimited")
+        return ok("unlimited")
     is_unlimited = hard == resource.RLIM_INFINITY
     needed = max(USUAL_FILES, LEAST_FILES + FILES_A_PROCESS * processes)
     limits = f"{soft} (ulimit -n), hard limit {'unlimited' if is_unlimited else hard}"
@@ -78,21 +76,20 @@ def check_open_files(processes: int) -> Finding:
     if not is_unlimited and hard < needed:
         mend += ", after raising nofile in /etc/security/limits.conf (docker: --ulimit nofile)"
     if soft < LEAST_FILES:
-        return failed(name, limits, mend)
-    return warning(name, limits, mend) if soft < needed else ok(name, limits)
+        return failed(limits, mend)
+    return warning(limits, mend) if soft < needed else ok(limits)
 
 
 def check_locked_memory(needed_by: str) -> Finding:
     """`needed_by`: hardware of this host that registers memory (InfiniBand, TPU chips); empty where there is none."""
-    name = "locked memory"
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
-        return ok(name, "unlimited")
+        return ok("unlimited")
     limit = f"{soft / 2**20:.0f} MiB (ulimit -l)"
     if needed_by:
         mend = "ulimit -l unlimited (docker: --ulimit memlock=-1; Slurm: srun --propagate=MEMLOCK)"
-        return warning(name, f"{limit}, beside {needed_by}", mend)
-    return ok(name, f"{limit}; nothing here needs more")
+        return warning(f"{limit}, beside {needed_by}", mend)
+    return ok(f"{limit}; nothing here needs more")
 
 
 def memory_registering_hardware(chips: int) -> str:

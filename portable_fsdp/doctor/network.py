@@ -17,9 +17,9 @@ def launch_of(environ: Mapping[str, str]) -> tuple[Launch | None, Finding]:
         launch = detect_launch(environ)
     except ConfigError as error:
         problem, _, mend = str(error).partition("\n")
-        return None, failed("launcher", problem, mend.strip() or "unset that variable")
+        return None, failed(problem, mend.strip() or "unset that variable")
     rank = "" if launch.is_alone else f"; this is process {launch.rank}"
-    return launch, ok("launcher", f"started by {launch.description}{rank}")
+    return launch, ok(f"started by {launch.description}{rank}")
 
 
 def is_on_several_hosts(environ: Mapping[str, str]) -> bool:
@@ -59,39 +59,36 @@ def check_gloo(environ: Mapping[str, str], names: Sequence[str], hostname: str, 
     mend = f"export GLOO_SOCKET_IFNAME=ONE_OF {' '.join(name for name in names if name != 'lo')} (the others reach it)"
     missing = [name for name in chosen if name not in names]
     if missing:
-        return failed("gloo", f"GLOO_SOCKET_IFNAME={','.join(chosen)}: no interface {', '.join(missing)} here", mend)
+        return failed(f"GLOO_SOCKET_IFNAME={','.join(chosen)}: no interface {', '.join(missing)} here", mend)
     if chosen == ["lo"] and several:
-        return failed("gloo", "GLOO_SOCKET_IFNAME=lo, on several hosts", mend)
+        return failed("GLOO_SOCKET_IFNAME=lo, on several hosts", mend)
     if chosen:
-        return ok("gloo", f"interface {', '.join(chosen)} (GLOO_SOCKET_IFNAME)")
+        return ok(f"interface {', '.join(chosen)} (GLOO_SOCKET_IFNAME)")
     address = own_address(hostname)
     resolved = f"host name {hostname} is {address or 'no address of this host: gloo takes loopback'}"
     if address is not None and not (address.startswith("127.") or address == "::1"):
-        return ok("gloo", resolved)
+        return ok(resolved)
     if several:
-        return failed("gloo", f"{resolved}, which no other host reaches", mend)
-    return ok("gloo", f"{resolved}: enough on one host; on several set GLOO_SOCKET_IFNAME")
+        return failed(f"{resolved}, which no other host reaches", mend)
+    return ok(f"{resolved}: enough on one host; on several set GLOO_SOCKET_IFNAME")
 
 
 def check_clocks(answer: ProbeAnswer) -> Finding:
     """`answer`: of the probe `processes`, the same for every process."""
-    name = "other processes"
     if answer.value is None:
         mend = "start the doctor on all hosts at once; MASTER_ADDR and MASTER_PORT must be reached from each"
-        return failed(name, answer.problem, mend)
-    if missing := [str(rank) for rank in answer.value.get("missing", [])]:
-        here = ", ".join(answer.value["hosts"]) or "none"
-        problem = f"process(es) {', '.join(missing)} never came; here are hosts {here}"
-        return failed(name, problem, "start it on the other hosts too, and read what it prints there")
+        return failed(answer.problem, mend)
+    if "missing" in answer.value:
+        missing, here = (", ".join(map(str, answer.value[key])) for key in ("missing", "hosts"))
+        problem = f"process(es) {missing} never came; here are hosts {here or 'none'}"
+        return failed(problem, "start it on the other hosts too, and read what it prints there")
     if "problem" in answer.value:
-        return failed(name, answer.value["problem"], "export GLOO_SOCKET_IFNAME=INTERFACE; open ports between hosts")
+        return failed(answer.value["problem"], "export GLOO_SOCKET_IFNAME=INTERFACE; open ports between hosts")
     offsets: dict[str, float] = answer.value["offsets"]
     skew = max(offsets.values()) - min(offsets.values())
     summary = f"all {answer.value['processes']} on {len(offsets)} host(s) answer; clocks differ by {skew:.2f} s"
     if skew <= LARGE_SKEW_S:
-        return ok(name, summary)
+        return ok(summary)
     each = ", ".join(f"{host} {offset:+.1f} s" for host, offset in offsets.items())
     make = failed if skew > TOO_LARGE_SKEW_S else warning
-    return make(
-        name, f"{summary} ({each} against process 0)", "chronyc makestep, or timedatectl set-ntp true, on those"
-    )
+    return make(f"{summary} ({each} against process 0)", "chronyc makestep, or timedatectl set-ntp true, on those")

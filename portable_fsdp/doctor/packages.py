@@ -15,12 +15,12 @@ OURS = "portable-fsdp"
 EXTRAS = ("xla", "tpu", "plan")
 OLDEST_PYTHON = (3, 11)
 INSTALL = "pip install '.'"
-_LINE = re.compile(r"([\w.-]+)(?:\[([\w,]+)\])?\s*([^;]*)(?:;\s*(.*))?")
-_SPECIFIER = re.compile(r"(==|!=|<=|>=|<|>)\s*([\w.]+)")
-_COMPARE = {
+_MATCHES = {
     **{"==": operator.eq, "!=": operator.ne, "<": operator.lt},
     **{"<=": operator.le, ">": operator.gt, ">=": operator.ge},
 }
+_LINE = re.compile(r"([\w.-]+)(?:\[([\w,]+)\])?\s*([^;]*)(?:;\s*(.*))?")
+_SPECIFIER = re.compile(r"(==|!=|<=|>=|<|>)\s*([\w.]+)")
 
 
 class Requirement(NamedTuple):
@@ -48,14 +48,10 @@ def requirements(package: str, extra: str = "") -> list[Requirement]:
     if installed(package) is None:
         return []
     required: list[Requirement] = []
-    for line in metadata.requires(package) or []:
-        requirement = _parse(line)
-        if requirement is None or requirement.required_by != extra:
-            continue
-        if requirement.name != package:
-            required.append(requirement)
-        for inner in requirement.extras:
-            required += requirements(requirement.name, inner)
+    for requirement in filter(None, map(_parse, metadata.requires(package) or [])):
+        if requirement.required_by == extra:
+            required += [requirement] if requirement.name != package else []
+            required += [part for inner in requirement.extras for part in requirements(requirement.name, inner)]
     return required
 
 
@@ -82,19 +78,19 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def fits(version: str, specifiers: tuple[tuple[str, str], ...]) -> bool:
-    return all(_COMPARE[sign](release(version), release(limit)) for sign, limit in specifiers)
+    return all(_MATCHES[sign](release(version), release(limit)) for sign, limit in specifiers)
 
 
 def unmet(required: list[Requirement]) -> str:
     """In words, each requirement that is missing or of another version; empty where there is none."""
-    problems: dict[str, None] = {}
+    problems: list[str] = []
     for requirement in required:
         version = installed(requirement.name)
         if version is None:
-            problems[f"{requirement.name} missing"] = None
+            problems.append(f"{requirement.name} missing")
         elif not fits(version, requirement.specifiers):
-            problems[f"{requirement.name} {version} (expected {requirement})"] = None
-    return "; ".join(problems)
+            problems.append(f"{requirement.name} {version} (expected {requirement})")
+    return "; ".join(dict.fromkeys(problems))
 
 
 # ------------------------------------------------------------------------------------------------------- the checks
@@ -103,8 +99,8 @@ def unmet(required: list[Requirement]) -> str:
 def check_python(version: tuple[int, ...]) -> Finding:
     here = f"{'.'.join(map(str, version[:3]))} on {platform.system()} {platform.machine()}"
     if version[:2] < OLDEST_PYTHON:
-        return failed("python", here, "python3.11 -m venv .venv, or newer; then pip install '.' in it")
-    return ok("python", here)
+        return failed(here, "python3.11 -m venv .venv, or newer; then pip install '.' in it")
+    return ok(here)
 
 
 def check_package(name: str) -> Finding:
@@ -112,34 +108,33 @@ def check_package(name: str) -> Finding:
     version = installed(name)
     problem = unmet([required for required in requirements(OURS) if required.name == name])
     if version is None or problem:
-        return failed(name, problem if version else "not installed", INSTALL)
-    return ok(name, version)
+        return failed(problem if version else "not installed", INSTALL)
+    return ok(version)
 
 
 def check_others(shown: tuple[str, ...]) -> Finding:
     """All other packages that every run needs; `shown` have lines of their own."""
-    name = "packages"
     if installed(OURS) is None:
-        return warning(name, "portable_fsdp runs from a folder: what it needs can't be compared", INSTALL)
+        return warning("portable_fsdp runs from a folder: what it needs can't be compared", INSTALL)
     required = [requirement for requirement in requirements(OURS) if requirement.name not in shown]
     if problem := unmet(required):
-        return failed(name, problem, INSTALL)
-    return ok(name, f"{len(required)} others that it needs are installed, and fit")
+        return failed(problem, INSTALL)
+    return ok(f"{len(required)} others that it needs are installed, and fit")
 
 
 def check_torch_xla(chips: int) -> Finding:
     """torch_xla X.Y is built against torch X.Y; `chips`: TPU chips of this host, which need it."""
-    name, version, torch, torch_tpu = "torch_xla", *map(installed, ("torch_xla", "torch", "torch_tpu"))
+    version, torch, torch_tpu = map(installed, ("torch_xla", "torch", "torch_tpu"))
     if version is None:
         if chips and torch_tpu is None:
-            return failed(name, f"not installed, on a host with {chips} TPU chips", "pip install '.[tpu]'")
-        return ok(name, "not installed: only --backend=xla and xla_fsdp1 need it")
+            return failed(f"not installed, on a host with {chips} TPU chips", "pip install '.[tpu]'")
+        return ok("not installed: only --backend=xla and xla_fsdp1 need it")
     if torch_tpu is not None:
         problem = f"{version} beside torch_tpu {torch_tpu}, which needs torch 2.11 or newer"
-        return failed(name, problem, "an environment for each: pip uninstall torch_tpu here, or torch_xla")
+        return failed(problem, "an environment for each: pip uninstall torch_tpu here, or torch_xla")
     if torch is None or release(torch)[:2] != release(version)[:2]:
-        return failed(name, f"{version}, built for another torch than {torch or 'none'}", "pip install '.[xla]'")
-    return ok(name, f"{version}, built for torch {torch}")
+        return failed(f"{version}, built for another torch than {torch or 'none'}", "pip install '.[xla]'")
+    return ok(f"{version}, built for torch {torch}")
 
 
 def check_extras() -> Finding:
@@ -156,4 +151,4 @@ def check_extras() -> Finding:
             mend = f"pip install '.[{extra}]'"
         else:
             states.append(f"{extra} not installed" + (f" ({problem})" if problem else ""))
-    return warning("extras", ", ".join(states), mend) if mend else ok("extras", ", ".join(states))
+    return warning(", ".join(states), mend) if mend else ok(", ".join(states))

@@ -41,10 +41,13 @@ class Moved:
 
     calls: int = 0
     bytes: int = 0  # of the full tensors that are gathered or reduced; all-to-all, collective-permute: of one device's
-    sent: int = 0  # by one device, in a ring
+    sent_bytes: int = 0  # by one device, in a ring
 
     def __add__(self, other: "Moved") -> "Moved":
-        return Moved(self.calls + other.calls, self.bytes + other.bytes, self.sent + other.sent)
+        return Moved(self.calls + other.calls, self.bytes + other.bytes, self.sent_bytes + other.sent_bytes)
+
+    def __mul__(self, times: int) -> "Moved":
+        return Moved(self.calls * times, self.bytes * times, self.sent_bytes * times)
 
 
 def collectives(hlo_text: str, devices: int) -> dict[str, Moved]:
@@ -122,7 +125,7 @@ def between_slices(hlo_text: str, slices: int) -> dict[str, Moved]:
     """As `collectives_by_dtype`, of what devices of several TPU slices exchange over the network.
 
     The compiler splits such a collective: a collective of the program within the slice, and a `send` to the runtime,
-    which does the rest over the network. `sent` is that of a ring of `slices`.
+    which does the rest over the network. `sent_bytes` is that of a ring of `slices`.
     """
     computations, runs = _read(hlo_text)
     share = {"all_gather": slices - 1, "all_reduce": 2 * (slices - 1) / slices, "one_to_one": 1}

@@ -5,8 +5,9 @@ stream has a pool of its own, and a free piece serves only what fits into it. Al
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Hashable
+from dataclasses import dataclass
 
 MEBIBYTE = 2**20
 # c10/cuda/CUDACachingAllocator.h (torch 2.9): kMinBlockSize, kSmallSize, kSmallBuffer, kMinLargeAlloc, kLargeBuffer and
@@ -18,51 +19,23 @@ LARGE_BYTES = 10 * MEBIBYTE
 LARGE_SEGMENT_BYTES = 20 * MEBIBYTE
 SEGMENT_ROUND_BYTES = 2 * MEBIBYTE
 
-
-@dataclass(frozen=True)
-class Allocation:
-    """One tensor's storage."""
-
-    bytes: int
-    stream: Hashable  # on which it was asked for; it goes back to that stream's pool
+_PoolKey = tuple[Hashable, bool]  # stream, and whether it has small pieces
 
 
 @dataclass(eq=False)
 class _Piece:
     """A part of a segment, free or in use; neighbours in address order."""
 
-    pool: "_Pool"
+    pool: _PoolKey
     address: int
     bytes: int
-    is_free: bool = True
+    is_free: bool = False
     before: "_Piece | None" = None
     after: "_Piece | None" = None
 
-    @property
-    def is_whole_segment(self) -> bool:
-        return self.before is None and self.after is None
 
-
-@dataclass(eq=False)
-class _Pool:
-    """The free pieces of one stream, small or large ones, by size and then by address."""
-
-    is_small: bool
-    free: list[tuple[int, int]] = field(default_factory=lambda: [])
-    pieces: dict[tuple[int, int], _Piece] = field(default_factory=lambda: {})
-
-    def put(self, piece: _Piece) -> None:
-        key = (piece.bytes, piece.address)
-        insort(self.free, key)
-        self.pieces[key] = piece
-
-    def take(self, piece: _Piece) -> None:
-        key = (piece.bytes, piece.address)
-        del self.free[bisect_left(self.free, key)], self.pieces[key]
-
-    def take_best_fit(self, size: int) -> _Piece | None:
-        at = bisect_left(self.free, (size, 0))
-        return self.pieces.pop(self.free.pop(at)) if at < len(self.free) else None
+def _by_fit(piece: _Piece) -> tuple[int, int]:
+    return piece.bytes, piece.address
 
 
 class CachingAllocator:
@@ -74,16 +47,17 @@ class CachingAllocator:
 
     def __init__(self, capacity: int | None = None) -> None:
         self._capacity = capacity
-        self._pools: dict[tuple[Hashable, bool], _Pool] = {}
+        self._pools: defaultdict[_PoolKey, list[_Piece]] = defaultdict(list)  # free pieces, sorted `_by_fit`
         self._in_use: dict[Hashable, _Piece] = {}
         self._next_address = 0
         self.reserved = self.allocated = self.peak_reserved = self.peak_allocated = 0
 
-    def malloc(self, key: Hashable, allocation: Allocation) -> None:
-        size = max(ROUND_BYTES, -(-allocation.bytes // ROUND_BYTES) * ROUND_BYTES)
-        is_small = size <= SMALL_BYTES
-        pool = self._pools.setdefault((allocation.stream, is_small), _Pool(is_small))
-        piece = pool.take_best_fit(size) or self._segment(pool, size)
+    def malloc(self, key: Hashable, bytes: int, stream: Hashable) -> None:
+        """Allocate a storage, of which `free` is given the same key; it goes back to the stream's pool."""
+        size = max(ROUND_BYTES, -(-bytes // ROUND_BYTES) * ROUND_BYTES)
+        pool = (stream, size <= SMALL_BYTES)
+        at = bisect_left(self._pools[pool], (size, 0), key=_by_fit)
+        piece = self._pools[pool].pop(at) if at < len(self._pools[pool]) else self._segment(pool, size)
         self._split(piece, size)
         piece.is_free = False
         self._in_use[key] = piece
@@ -93,15 +67,23 @@ class CachingAllocator:
     def free(self, key: Hashable) -> None:
         piece = self._in_use.pop(key)
         self.allocated -= piece.bytes
-        piece.is_free = True
-        for neighbour in (piece.before, piece.after):
-            if neighbour is not None and neighbour.is_free:
-                piece.pool.take(neighbour)
-                piece = self._joined(*sorted((piece, neighbour), key=lambda part: part.address))
-        piece.pool.put(piece)
+        if piece.before is not None and piece.before.is_free:
+            piece = self._join(piece.before, piece)
+        if piece.after is not None and piece.after.is_free:
+            self._join(piece, piece.after)
+        self._put(piece)
 
-    def _segment(self, pool: _Pool, size: int) -> _Piece:
-        if pool.is_small:
+    def _put(self, piece: _Piece) -> None:
+        piece.is_free = True
+        insort(self._pools[piece.pool], piece, key=_by_fit)
+
+    def _take(self, piece: _Piece) -> None:
+        piece.is_free = False
+        free = self._pools[piece.pool]
+        del free[bisect_left(free, _by_fit(piece), key=_by_fit)]
+
+    def _segment(self, pool: _PoolKey, size: int) -> _Piece:
+        if size <= SMALL_BYTES:
             taken = SMALL_SEGMENT_BYTES
         elif size < LARGE_BYTES:
             taken = LARGE_SEGMENT_BYTES
@@ -116,37 +98,29 @@ class CachingAllocator:
         return _Piece(pool, address, taken)
 
     def _give_back(self) -> None:
-        for pool in self._pools.values():
-            for piece in [piece for piece in pool.pieces.values() if piece.is_whole_segment]:
-                pool.take(piece)
+        for free in self._pools.values():
+            for piece in [piece for piece in free if piece.before is None and piece.after is None]:
+                self._take(piece)
                 self.reserved -= piece.bytes
 
     def _split(self, piece: _Piece, size: int) -> None:
         """Leave the rest of it free, from 512 bytes in the small pool and over 1 MiB in the large."""
         over = piece.bytes - size
-        if over < ROUND_BYTES if piece.pool.is_small else over <= SMALL_BYTES:
+        if over < ROUND_BYTES if size <= SMALL_BYTES else over <= SMALL_BYTES:
             return
         rest = _Piece(piece.pool, piece.address + size, over, before=piece, after=piece.after)
         if piece.after is not None:
             piece.after.before = rest
         piece.after, piece.bytes = rest, size
-        piece.pool.put(rest)
+        self._put(rest)
 
-    @staticmethod
-    def _joined(first: _Piece, second: _Piece) -> _Piece:
+    def _join(self, first: _Piece, second: _Piece) -> _Piece:
+        """The two as one, in use until `_put`."""
+        for piece in (first, second):
+            if piece.is_free:
+                self._take(piece)
         first.bytes += second.bytes
         first.after = second.after
         if second.after is not None:
             second.after.before = first
         return first
-
-
-def play(events: Iterable[tuple[Hashable, Allocation | None]], capacity: int | None = None) -> CachingAllocator:
-    """The allocator after `events`: a key with what is allocated under it, or with None when that is freed."""
-    allocator = CachingAllocator(capacity)
-    for key, allocation in events:
-        if allocation is None:
-            allocator.free(key)
-        else:
-            allocator.malloc(key, allocation)
-    return allocator

@@ -8,12 +8,13 @@ what torch's caching allocator takes for it.
 # The step is watched through private parts of torch only: there is no other way in.
 # pyright: reportPrivateUsage=false
 
-import importlib
+import importlib.metadata
 import os
 from collections import Counter, defaultdict
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Collection, Generator, Iterable
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, cast, get_args
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -24,16 +25,16 @@ from torch.nn import functional as F
 from portable_fsdp.backends.base import Backend, Batch, Fill, MakeOptimizer, ShardPolicy, state_key
 from portable_fsdp.backends.native.engine import NativeBackend
 from portable_fsdp.backends.native.units import local_part, materialise
-from portable_fsdp.backends.open import engine_made_for
-from portable_fsdp.backends.support import require_supported
 from portable_fsdp.config.layout import check_batch
 from portable_fsdp.config.schema import Compile, Config
+from portable_fsdp.metrics.hlo import Moved
 from portable_fsdp.models import flex
-from portable_fsdp.plan.allocator import Allocation, CachingAllocator, play
+from portable_fsdp.plan.allocator import CachingAllocator
 from portable_fsdp.plan.kernels import gpu_attention, gpu_flex
 from portable_fsdp.plan.memory_trace import Block, Calls, Collective, Events, MemoryPart, Recorder, peak
 from portable_fsdp.plan.model import empty_batch, facts_of
-from portable_fsdp.plan.result import Buffer, DeviceMemory, ModelFacts, MovedBytes, Work
+from portable_fsdp.plan.result import Buffer, DeviceMemory, EnginePlan, Work
+from portable_fsdp.plan.target import Target
 from portable_fsdp.plan.time import over_links
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.process import LAUNCH_VARIABLES
@@ -52,85 +53,59 @@ MICRO_BATCHES = 3  # the first, one that adds to what the first left, and the la
 BIGGEST = 10
 
 
-class RankPlan(NamedTuple):
-    """What an engine's planner gives."""
-
-    model: ModelFacts
-    memory: DeviceMemory
-    work: Work
-
-
-class _Record(NamedTuple):
-    """The planned steps."""
-
-    model: ModelFacts
-    recorder: Recorder  # `calls`: of the last step
-    frozen: frozenset[str]  # FQNs of weights
-    host_bytes: int  # that a GPU's process has on the host
-
-
-def plan_memory(
-    config: Config,
-    devices: int,
-    devices_per_host: int,
-    *,
-    limit_bytes: int | None,
-    device: Literal["cuda", "cpu"],
-    link: str = "nvlink",
-) -> RankPlan:
-    """What a step of `config` takes of the fullest of `devices` devices, and the work of each of them.
+def plan_memory(config: Config, target: Target) -> EnginePlan:
+    """What a step of `config` takes of the fullest device of `target`, GPUs or CPUs, and the work of each of them.
 
     Nothing runs and no weight is made. It takes seconds, which grow with the layers and hardly with the devices. A
-    config that compiles is planned as if it ran eagerly, and `DeviceMemory.at` says so: fused kernels keep less.
+    config that compiles is planned as if it ran eagerly, and the plan says so: fused kernels keep less.
 
     Memory's parts are what lives at the peak (rank 0 holds the largest shards), and on cuda two more:
-    - `allocator`: what torch's caching allocator has reserved on top (allocator.py), within `limit_bytes`, because
+    - `allocator`: what torch's caching allocator has reserved on top (allocator.py), within the device's limit, because
       torch gives back unused segments there.
     - `communication buffers`: NCCL's, by rule: COMMUNICATOR_BYTES for each communicator that the step uses.
-    The CUDA context (about half a GiB) is in neither; take it off `limit_bytes`.
+    The CUDA context (about half a GiB) is in neither: `Target.limit_bytes` leaves it out.
 
     Work counts products by the formulas of torch.utils.flop_counter, causal attention by half; float32 ones as `tf32`
     where precision.matmul allows it. `memory_bytes`: see `least_traffic`. `sent_bytes` has the least that a device must
     send within its host, and to other hosts (`time.over_links`).
 
-    Args:
-        devices: of all hosts; one rank each.
-        devices_per_host: of a full host; fewer devices than that are on one host.
-        limit_bytes: what a device lets a program have; None: unknown.
-        link: what connects the devices of a host.
-
-    Raises what opening the backend and building the model raise, and BackendError in a process that has a process group
-    already. Call it in a process of its own where possible: FSDP2 and DTensor keep caches.
+    Raises what building the model raises, and BackendError in a process that has a process group already. Call it in a
+    process of its own where possible: FSDP2 and DTensor keep caches.
     """
     if dist.is_initialized():
         raise BackendError(
             "plan: expected a process without a process group, found one of "
             f"{dist.get_world_size()} ranks.\n  Plan in a process of its own."
         )
-    hosts, per_host = -(-devices // devices_per_host), min(devices, devices_per_host)
-    require_supported(config, engine=engine_made_for(device), device=device, devices=devices, hosts=hosts)
-    record = _record(_planned(config, devices), devices, per_host, device)
-    recorder = record.recorder
-    at_peak = peak(recorder.events)
+    recorder, training = _record(config, target)
+    blocks = peak(recorder.events)
+    live_bytes = sum(block.bytes for block in blocks)
     parts: dict[str, int] = dict.fromkeys(get_args(MemoryPart), 0)
-    for block in at_peak.blocks:
+    for block in blocks:
         parts[block.part] += block.bytes
-    if device == "cuda":
+    if recorder.is_gpu:
         communicators = len({collective.communicator for calls in recorder.calls for collective in calls.collectives})
         buffers = communicators * COMMUNICATOR_BYTES
-        allocator = reserved(recorder.events, None if limit_bytes is None else limit_bytes - buffers)
-        parts |= {"allocator": allocator.peak_reserved - at_peak.bytes, "communication buffers": buffers}
-    biggest = sorted(at_peak.blocks, key=lambda block: block.bytes, reverse=True)[:BIGGEST]
+        capacity = None if target.limit_bytes is None else target.limit_bytes - buffers
+        reserved = peak_reserved(recorder.events, capacity)
+        parts |= {"allocator": reserved - live_bytes, "communication buffers": buffers}
+    biggest = sorted(blocks, key=lambda block: block.bytes, reverse=True)[:BIGGEST]
+    is_compiled = config.compile.enabled
     memory = DeviceMemory(
         parts=parts,
-        limit_bytes=limit_bytes,
-        at=at_peak.where + (" (planned as if it ran eagerly)" if config.compile.enabled else ""),
+        limit_bytes=target.limit_bytes,
+        at=(blocks[-1].where if blocks else "") + (" (planned as if it ran eagerly)" if is_compiled else ""),
         biggest=tuple(Buffer(name=block.name, bytes=block.bytes, where=block.where) for block in biggest),
-        host_bytes=record.host_bytes,
+        host_bytes=_host_bytes(training) if recorder.is_gpu else 0,
     )
-    traffic = least_traffic(at_peak.blocks, record.frozen, is_compiled=config.compile.enabled)
-    work = _work(recorder, config, devices, ((link, per_host), ("network", hosts)), traffic)
-    return RankPlan(record.model, memory, work)
+    frozen = {fqn for fqn, weight in training.model.named_parameters() if not weight.requires_grad}
+    return EnginePlan(
+        facts_of(training.built, config.data.seq_len),
+        memory,
+        _work(recorder, config, target, least_traffic(blocks, frozen, is_compiled=is_compiled)),
+        f"The trainer's own step, on fake tensors with torch {importlib.metadata.version('torch')}; not run.",
+        ("planned as if it ran eagerly: what is compiled keeps less.",) if is_compiled else (),
+    )
 
 
 def _planned(config: Config, devices: int) -> Config:
@@ -144,29 +119,29 @@ def _planned(config: Config, devices: int) -> Config:
 # ---------------------------------------------------------------------------------------------------------- the step
 
 
-def _record(config: Config, devices: int, devices_per_host: int, device: Literal["cuda", "cpu"]) -> _Record:
+def _record(config: Config, target: Target) -> tuple[Recorder, Training]:
+    """The planned steps; `Recorder.calls` are those of the last one."""
+    config = _planned(config, target.devices)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    is_gpu = device == "cuda"
+    is_gpu = target.hardware.kind == "cuda"
     recorder = Recorder(fake, stand_in() if is_gpu else torch.device("cpu"), is_gpu=is_gpu)
     with ExitStack() as held:
-        held.enter_context(_ranks(devices, devices_per_host))
+        held.enter_context(_ranks(target.devices, target.devices_per_host))
         backend = held.enter_context(planned_backend(config, fake, recorder))
         held.enter_context(_seen_by(recorder))
         training = build_training(config, backend, vocabulary=1, fill=False)
         _name(recorder, training)
         if is_gpu:
-            held.enter_context(_replaced(F, "scaled_dot_product_attention", gpu_attention))
-            held.enter_context(_replaced(flex, "flex_attention", gpu_flex))
+            held.enter_context(patch.object(F, "scaled_dot_product_attention", gpu_attention))
+            held.enter_context(patch.object(flex, "flex_attention", gpu_flex))
         held.enter_context(fake)
         held.enter_context(recorder.watching(training.model))
         for _ in range(STEPS):
             recorder.calls.clear()
-            placed = [backend.place(_batch(config, devices)) for _ in range(training.accumulation)]
+            placed = [backend.place(_batch(config, target.devices)) for _ in range(training.accumulation)]
             backend.fetch(training.step(placed, config.optim.lr))
             del placed
-        frozen = frozenset(fqn for fqn, weight in training.model.named_parameters() if not weight.requires_grad)
-        host_bytes = _host_bytes(training) if is_gpu else 0
-    return _Record(facts_of(training.built, config.data.seq_len), recorder, frozen, host_bytes)
+    return recorder, training
 
 
 def _batch(config: Config, devices: int) -> Batch:
@@ -199,8 +174,7 @@ class _Planned:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = self._fake.from_tensor(buffer)
-        fsdp = importlib.import_module("torch.distributed.fsdp._fully_shard._fully_shard")
-        with _replaced(fsdp, "_get_device_from_mesh", lambda _: device):
+        with patch("torch.distributed.fsdp._fully_shard._fully_shard._get_device_from_mesh", lambda _: device):
             model = self._backend.shard_model(model, policy, None)
         with self._fake, self._recorder, self._recorder.making("weights", "the model"):
             materialise(model, policy, device)
@@ -273,16 +247,15 @@ def _ranks(devices: int, devices_per_host: int) -> Generator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     importlib.import_module("torch.distributed._tools.fake_collectives")  # collectives of fake tensors
-    before = {name: os.environ.pop(name, None) for name in (*LAUNCH_VARIABLES, "LOCAL_WORLD_SIZE")}
-    os.environ["LOCAL_WORLD_SIZE"] = str(devices_per_host)
-    try:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=devices)
-        yield
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        del os.environ["LOCAL_WORLD_SIZE"]
-        os.environ.update({name: value for name, value in before.items() if value is not None})
+    with patch.dict(os.environ, LOCAL_WORLD_SIZE=str(devices_per_host)):
+        for name in LAUNCH_VARIABLES:
+            os.environ.pop(name, None)
+        try:
+            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=devices)
+            yield
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
 
 @contextmanager
@@ -296,35 +269,27 @@ def _seen_by(recorder: Recorder) -> Generator[None]:
         return result
 
     with (
-        _replaced(torch.UntypedStorage, "resize_", resized),
-        _replaced(importlib.import_module("torch.optim.adam"), "_get_value", lambda _: 1.0),
+        patch.object(torch.UntypedStorage, "resize_", resized),
+        patch("torch.optim.adam._get_value", lambda _: 1.0),
     ):
         yield
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Generator[None]:
-    is_own, before = name in vars(owner), getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if is_own:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)
 
 
 # -------------------------------------------------------------------------------------------------------- the result
 
 
-def reserved(events: Events, capacity: int | None = None) -> CachingAllocator:
-    """The caching allocator after a record."""
-    allocations = ((block, Allocation(block.bytes, block.stream) if is_made else None) for block, is_made in events)
-    return play(allocations, capacity)
+def peak_reserved(events: Events, capacity: int | None = None) -> int:
+    """Bytes that torch's caching allocator takes at most, of a driver that has `capacity`."""
+    allocator = CachingAllocator(capacity)
+    for block, is_made in events:
+        if is_made:
+            allocator.malloc(block, block.bytes, block.stream)
+        else:
+            allocator.free(block)
+    return allocator.peak_reserved
 
 
-def least_traffic(blocks: Iterable[Block], frozen: frozenset[str], *, is_compiled: bool) -> float:
+def least_traffic(blocks: Iterable[Block], frozen: Collection[str], *, is_compiled: bool) -> float:
     """Bytes that cross the memory's interface: twice `blocks`, which live at the peak, once written and once read.
 
     Leaves out `frozen` weights (FQNs; of a table a few rows are read), what may stay in L2_BYTES, and in a step that
@@ -336,12 +301,9 @@ def least_traffic(blocks: Iterable[Block], frozen: frozenset[str], *, is_compile
     return 2.0 * max(0, sum(block.bytes for block in counted) - L2_BYTES)
 
 
-def _work(
-    record: Recorder, config: Config, devices: int, levels: Sequence[tuple[str, int]], memory_bytes: float
-) -> Work:
-    """`levels` as `Target.levels`."""
+def _work(record: Recorder, config: Config, target: Target, memory_bytes: float) -> Work:
     calls = list(record.calls)
-    left_out = check_batch(config, devices) - MICRO_BATCHES
+    left_out = check_batch(config, target.devices) - MICRO_BATCHES
     calls += calls[1:2] * max(0, left_out)  # they are like the second
     flops: defaultdict[str, float] = defaultdict(float)
     counts: Counter[Collective] = Counter()
@@ -350,15 +312,14 @@ def _work(
         for dtype, operations in call.flops.items():
             is_tf32 = dtype == "float32" and config.precision.matmul != "highest" and record.is_gpu
             flops["tf32" if is_tf32 else dtype] += operations
-    collectives: dict[str, MovedBytes] = {}
+    collectives: defaultdict[str, Moved] = defaultdict(Moved)
     links: defaultdict[str, float] = defaultdict(float)
     for collective, count in counts.items():
-        key = f"{collective.kind} {collective.dtype}"
         size, members = collective.bytes, len(collective.ranks)
         times = 2 if collective.kind == "all_reduce" else 1  # gradients go round the ring, and then their sums
         ring = times * (size * (members - 1) // members)
-        collectives[key] = collectives.get(key, MovedBytes()).plus(count, count * size, count * ring)
+        collectives[f"{collective.kind} {collective.dtype}"] += Moved(1, size, ring) * count
         stride = collective.ranks[-1] - collective.ranks[-2]
-        for link, least in over_links(levels, times * size, members=members, stride=stride).items():
+        for link, least in over_links(target.levels, times * size, members=members, stride=stride).items():
             links[link] += count * least
-    return Work(matmul_flops=dict(flops), memory_bytes=memory_bytes, collectives=collectives, sent_bytes=dict(links))
+    return Work(matmul_flops=flops, memory_bytes=memory_bytes, collectives=collectives, sent_bytes=links)

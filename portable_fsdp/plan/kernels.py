@@ -4,7 +4,7 @@ A plan for a GPU runs on fake tensors that torch takes for the CPU's.
 """
 
 import math
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,47 +21,36 @@ _FLASH_ROWS = 128  # that flash attention's backward rounds a row up to
 _aten = torch.ops.aten
 
 
-class MatrixProducts(NamedTuple):
-    """Of one operator."""
+def matrix_products(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+) -> tuple[torch.dtype, float] | None:
+    """Dtype of the factors and operations of an operator's matrix products; a multiply and an add are two.
 
-    dtype: str  # of the factors
-    operations: float  # a multiply and an add are two
-
-
-def matrix_products(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> MatrixProducts | None:
-    """By the formulas of torch.utils.flop_counter, but causal attention counts by half, as the kernels do it, and heads
-    may be grouped; None for an operator without products."""
+    By the formulas of torch.utils.flop_counter, but causal attention counts by half, as the kernels do it, and heads
+    may be grouped. None for an operator without products.
+    """
     packet = func._overloadpacket
     tensors = [argument for argument in args if isinstance(argument, Tensor)]
     if "_scaled_dot_product_" in packet.__name__:
         return _attention(func, args, tensors)
     if packet is _aten._grouped_mm:
         rows, weights = tensors[0], tensors[1]
-        return MatrixProducts(_name(rows.dtype), 2.0 * math.prod(rows.shape) * weights.shape[-1])
+        return rows.dtype, 2.0 * math.prod(rows.shape) * weights.shape[-1]
     formula = flop_registry.get(packet)
     if formula is None or not tensors:
         return None
-    return MatrixProducts(_name(tensors[-1].dtype), float(formula(*args, **kwargs, out_val=out)))
+    return tensors[-1].dtype, float(formula(*args, **kwargs, out_val=out))
 
 
-def _attention(func: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> MatrixProducts:
+def _attention(func: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> tuple[torch.dtype, float]:
     """Two products: scores, and values by them; backward computes scores again, and a gradient of each factor."""
     is_backward = func._overloadpacket.__name__.endswith("_backward")
     query, key, value = tensors[1:4] if is_backward else tensors[:3]
     batch, heads, length, width = query.shape
     widths = 3 * width + 2 * value.shape[-1] if is_backward else width + value.shape[-1]
     count = 2.0 * batch * heads * length * key.shape[-2] * widths
-    return MatrixProducts(_name(query.dtype), count / 2 if _argument(func, args, "is_causal") else count)
-
-
-def _argument(func: Any, args: tuple[Any, ...], name: str) -> Any:
-    """An operator's positional argument by its name; None where it wasn't given."""
-    names = [argument.name for argument in func._schema.arguments]
-    return args[names.index(name)] if name in names and names.index(name) < len(args) else None
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+    return query.dtype, count / 2 if given.get("is_causal") else count
 
 
 def workspace_bytes(func: Any, args: tuple[Any, ...]) -> int:

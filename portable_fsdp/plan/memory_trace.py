@@ -280,7 +280,8 @@ class Recorder(TorchDispatchMode):
     def _count_products(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         products = matrix_products(func, args, kwargs, out)
         if products is not None:
-            self.calls[-1].flops[products.dtype] += products.operations
+            dtype, operations = products
+            self.calls[-1].flops[_name(dtype)] += operations
             if self.is_gpu:
                 self._take_workspace(func, args)
 
@@ -304,8 +305,8 @@ class Recorder(TorchDispatchMode):
         if len(ranks) > 1:
             tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
             largest = max(tensors, key=lambda tensor: tensor.nbytes)
-            dtype = str(largest.dtype).removeprefix("torch.")
-            self.calls[-1].collectives[Collective(kind, dtype, largest.nbytes, ranks, group.group_name)] += 1
+            collective = Collective(kind, _name(largest.dtype), largest.nbytes, ranks, group.group_name)
+            self.calls[-1].collectives[collective] += 1
 
 
 def _running_node() -> Any:
@@ -317,19 +318,12 @@ def _words(moment: str, module: str) -> str:
     return f"{moment} of {module}" if module else moment
 
 
-@dataclass(frozen=True)
-class PeakMemory:
-    bytes: int
-    blocks: tuple[Block, ...]  # that live then, in the order in which they were made
-
-    @property
-    def where(self) -> str:
-        """Of the last one, which made it the peak."""
-        return self.blocks[-1].where if self.blocks else ""
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
-def peak(events: Events) -> PeakMemory:
-    """When most bytes live at once."""
+def peak(events: Events) -> list[Block]:
+    """What lives when most bytes live at once, in the order in which it was made; the last one made it the peak."""
     now = most = at = 0
     for number, (block, is_made) in enumerate(events, start=1):
         now += block.bytes if is_made else -block.bytes
@@ -341,4 +335,4 @@ def peak(events: Events) -> PeakMemory:
             live[block] = None
         else:
             del live[block]
-    return PeakMemory(most, tuple(live))
+    return list(live)

@@ -1,6 +1,5 @@
 """A config and a target to a plan: memory and work from the engine's own planner, then the bounds of time."""
 
-import importlib.metadata
 import multiprocessing
 import os
 import signal
@@ -9,41 +8,25 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, cast
+from typing import Any, Self
 
 from portable_fsdp.backends.open import engine_made_for
 from portable_fsdp.backends.support import require_supported
 from portable_fsdp.config.describe import value_of
-from portable_fsdp.config.layout import check_batch, mesh_axes
+from portable_fsdp.config.layout import mesh_axes
 from portable_fsdp.config.schema import Config
-from portable_fsdp.plan.result import DeviceMemory, ModelFacts, Plan, Progress, Time, Work
+from portable_fsdp.plan.result import EnginePlan, Plan, Progress, Time
 from portable_fsdp.plan.target import Target
 from portable_fsdp.plan.time import bound
 from portable_fsdp.plan.tpu import plan_tpu
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.process import end_with_parent
 
-if TYPE_CHECKING:
-    from portable_fsdp.plan.cuda import RankPlan
-
 SETTINGS = (
     *("train.micro_batch", "train.global_batch", "data.seq_len", "sharding.strategy", "memory.gradient_checkpointing"),
     *("memory.cpu_offload", "compile.scan_layers", "precision.compute"),
 )
 """Keys on which memory and time depend most."""
-
-CONTEXT_BYTES = 2**29
-"""Of a CUDA context with its kernels, by rule: about half a GiB, more with more libraries. Not measured by us."""
-
-
-class _EnginePlan(NamedTuple):
-    """What an engine's planner gives."""
-
-    model: ModelFacts
-    memory: DeviceMemory
-    work: Work
-    method: str  # how the figures were made
-    notes: tuple[str, ...]
 
 
 class Apart:
@@ -102,18 +85,22 @@ def make_plan(config: Config, target: Target, apart: Apart, progress: Progress =
     """
     began = perf_counter()
     kind = target.hardware.kind
-    require_supported(config, engine=engine_made_for(kind), device=kind, devices=target.devices, hosts=target.hosts)
-    check_batch(config, target.devices)
-    planned = _on_tpu(config, target, progress) if kind == "tpu" else _on_ranks(config, target, apart, progress)
+    engine = engine_made_for(kind)
+    require_supported(config, engine=engine, device=kind, devices=target.devices, hosts=target.hosts)
+    if kind == "tpu":
+        planned = plan_tpu(config, target, progress)
+    else:
+        progress("running a step on fake tensors")
+        planned: EnginePlan = apart(_plan_memory, config, target)
     model, tokens = planned.model, config.train.global_batch * config.data.seq_len
     flops = None if model.flops_per_token is None else model.flops_per_token * tokens / target.devices
     compute = config.precision.compute
     time = bound(planned.work, target, tokens_per_step=tokens, model_flops_per_device=flops, compute=compute)
     return Plan(
         on=target.text,
-        hardware=_in_words(target),
+        hardware=target.in_words,
         devices=target.devices,
-        backend=engine_made_for(kind),
+        backend=engine,
         settings={key: value_of(config, key) for key in SETTINGS},
         parameters=model.parameters,
         memory=planned.memory,
@@ -125,7 +112,14 @@ def make_plan(config: Config, target: Target, apart: Apart, progress: Progress =
     )
 
 
-def _notes(config: Config, target: Target, planned: _EnginePlan, time: Time) -> Iterator[str]:
+def _plan_memory(config: Config, target: Target) -> EnginePlan:
+    os.environ["USE_TORCH_XLA"] = "0"  # transformers imports torch_xla otherwise
+    from portable_fsdp.plan.cuda import plan_memory
+
+    return plan_memory(config, target)
+
+
+def _notes(config: Config, target: Target, planned: EnginePlan, time: Time) -> Iterator[str]:
     """What a reader may misread the figures without."""
     model, memory = planned.model, planned.memory
     shards = mesh_axes(config, target.devices, target.hosts)["shard"]
@@ -139,62 +133,3 @@ def _notes(config: Config, target: Target, planned: _EnginePlan, time: Time) -> 
         yield "over 95 % of the memory is taken: keep 5 % for code, drivers and what else a plan can't see."
     for link in planned.work.sent_bytes.keys() - time.links_s.keys():
         yield f"no bandwidth of {link} is known here: what crosses it isn't bounded."
-
-
-def _on_tpu(config: Config, target: Target, progress: Progress) -> _EnginePlan:
-    assert target.topology is not None
-    plan = plan_tpu(
-        config,
-        target.topology,
-        target.devices,
-        slices=target.slices,
-        hosts=target.hosts,
-        limit_bytes=_limit(target),
-        progress=progress,
-    )
-    method = f"The trainer's own step, compiled by {plan.compiler} for this slice; not run."
-    work, notes = plan.work, plan.notes
-    if target.devices > target.chips and "ici" in work.sent_bytes:  # counted by device, some of it within a chip
-        others = {link: sent for link, sent in work.sent_bytes.items() if link != "ici"}
-        work = work.model_copy(update={"sent_bytes": others})
-        notes = (*notes, "two devices share a chip's links: what crosses ici isn't bounded.")
-    return _EnginePlan(plan.model, plan.memory, work, method, notes)
-
-
-def _on_ranks(config: Config, target: Target, apart: Apart, progress: Progress) -> _EnginePlan:
-    progress("running a step on fake tensors")
-    link, _ = target.levels[0]
-    arguments = (config, target.devices, target.devices_per_host, _limit(target), target.hardware.kind, link)
-    plan: RankPlan = apart(_plan_memory, *arguments)
-    method = f"The trainer's own step, on fake tensors with torch {importlib.metadata.version('torch')}; not run."
-    notes = ("planned as if it ran eagerly: what is compiled keeps less.",) if config.compile.enabled else ()
-    return _EnginePlan(*plan, method, notes)
-
-
-def _limit(target: Target) -> int | None:
-    """What the step may take: on GPUs without the context, which torch's allocator doesn't see."""
-    figure = target.hardware.program
-    context = CONTEXT_BYTES if target.hardware.kind == "cuda" else 0
-    return None if figure is None else int(figure.value) - context
-
-
-def _plan_memory(
-    config: Config, devices: int, devices_per_host: int, limit_bytes: int | None, device: str, link: str
-) -> "RankPlan":
-    os.environ["USE_TORCH_XLA"] = "0"  # transformers imports torch_xla otherwise
-    from portable_fsdp.plan.cuda import plan_memory
-
-    kind = cast(Literal["cuda", "cpu"], device)
-    return plan_memory(config, devices, devices_per_host, limit_bytes=limit_bytes, device=kind, link=link)
-
-
-def _in_words(target: Target) -> str:
-    """`16 chips of TPU v5p on 4 hosts`, `8 x NVIDIA H100 80GB HBM3 on 1 host`."""
-    hosts = f"on {target.hosts} host{'s' if target.hosts > 1 else ''}"
-    if target.hardware.kind == "cpu":
-        return f"{target.devices} processes on the CPU"
-    if target.hardware.kind == "cuda":
-        return f"{target.devices} x {target.hardware.device_name} {hosts}"
-    slices = f" in {target.slices} slices" if target.slices > 1 else ""
-    devices = "" if target.devices == target.chips else f", {target.devices} devices"
-    return f"{target.chips} chips{devices} of {target.hardware.device_name}{slices} {hosts}"

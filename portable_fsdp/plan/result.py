@@ -1,9 +1,11 @@
 """What a plan says, in plain values: what the report prints, and what `--json` prints with a stable schema."""
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, computed_field
+
+from portable_fsdp.metrics.hlo import Moved
 
 FitVerdict = Literal["fits", "fits by recomputing", "does not fit", "unknown"]
 
@@ -58,24 +60,23 @@ class DeviceMemory(_Result):
         return "fits by recomputing" if self.rematerialised else "fits"
 
 
-class MovedBytes(_Result):
-    """What collectives of one kind and dtype move in a step."""
-
-    calls: int = 0
-    bytes: int = 0  # of the full tensors that are gathered or reduced
-    sent_bytes: int = 0  # by one device, in a ring
-
-    def plus(self, calls: int, bytes: int, sent_bytes: int) -> "MovedBytes":
-        return MovedBytes(calls=self.calls + calls, bytes=self.bytes + bytes, sent_bytes=self.sent_bytes + sent_bytes)
-
-
 class Work(_Result):
     """What one device does in one step."""
 
     matmul_flops: dict[str, float]  # dtype of the factors -> operations; a multiply and an add are two
     memory_bytes: float  # that must at least cross between the device's memory and its processor
-    collectives: dict[str, MovedBytes]  # kind and dtype: `all_gather bfloat16`
+    collectives: dict[str, Moved]  # kind and dtype: `all_gather bfloat16`
     sent_bytes: dict[str, float]  # link (`ici`, `nvlink`, `network`) -> bytes that one device sends over it
+
+
+class EnginePlan(NamedTuple):
+    """What an engine's planner says of a step; the bounds of its time follow from `work`."""
+
+    model: ModelFacts
+    memory: DeviceMemory
+    work: Work
+    method: str  # how the figures were made, and what they don't cover
+    notes: tuple[str, ...] = ()  # what a user should know besides
 
 
 class Time(_Result):

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from portable_fsdp.plan.hardware import OTHER_NAMES, Hardware, Link, Shape, TpuChip, known_hardware
 from portable_fsdp.runtime.errors import ConfigError
 
+CONTEXT_BYTES = 2**29
+"""Of a CUDA context with its kernels, by rule: about half a GiB, more with more libraries. Not measured by us."""
+
 
 @dataclass(frozen=True)
 class Target:
@@ -34,6 +37,25 @@ class Target:
     def topology(self) -> str | None:
         """One slice as libtpu names it; None for what isn't a TPU."""
         return f"{self.hardware.name}:{_written(self.shape)}" if self.shape else None
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """What a step may take of a device; None: unknown. On GPUs without the context: torch doesn't allocate it."""
+        program = self.hardware.program
+        context = CONTEXT_BYTES if self.hardware.kind == "cuda" else 0
+        return None if program is None else int(program.value) - context
+
+    @property
+    def in_words(self) -> str:
+        """`16 chips of TPU v5p on 4 hosts`, `8 x NVIDIA H100 80GB HBM3 on 1 host`."""
+        hosts = f"on {self.hosts} host{'s' if self.hosts > 1 else ''}"
+        if self.hardware.kind == "cpu":
+            return f"{self.devices} processes on the CPU"
+        if self.hardware.kind == "cuda":
+            return f"{self.devices} x {self.hardware.device_name} {hosts}"
+        slices = f" in {self.slices} slices" if self.slices > 1 else ""
+        devices = "" if self.devices == self.chips else f", {self.devices} devices"
+        return f"{self.chips} chips{devices} of {self.hardware.device_name}{slices} {hosts}"
 
     @property
     def levels(self) -> tuple[tuple[str, int], ...]:

@@ -18,13 +18,14 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from portable_fsdp.backends.pjrt_options import compiler_options, libtpu_arguments
 from portable_fsdp.config.schema import Config
 from portable_fsdp.plan import tpu_cache
-from portable_fsdp.plan.result import DeviceMemory, ModelFacts, Progress, Work
-from portable_fsdp.plan.tpu_program import Program, Traced, read_traced
+from portable_fsdp.plan.result import EnginePlan, Progress
+from portable_fsdp.plan.target import Target
+from portable_fsdp.plan.tpu_program import TRACED, Program, Traced
 from portable_fsdp.plan.tpu_read import Compiled, memory_of, notes_of, read_compiled, work_of
 from portable_fsdp.runtime import errors
 from portable_fsdp.runtime.child import Child, Ended
@@ -35,70 +36,41 @@ COMPILER_PACKAGES = ("jax", "libtpu")
 LIMIT_S = 900  # for the trace, and for each program
 
 
-class TpuPlan(NamedTuple):
-    """What a step is on a slice."""
+def plan_tpu(config: Config, target: Target, progress: Progress = lambda stage: None) -> EnginePlan:
+    """Memory and work of the config's train step on one device of `target`, one or more TPU slices.
 
-    model: ModelFacts
-    memory: DeviceMemory
-    work: Work
-    notes: tuple[str, ...]  # what a user should know besides
-    compiler: str  # libtpu 0.0.21
-    compile_s: float  # processor time of the compiler, when the result was new
-
-
-def plan_tpu(
-    config: Config,
-    topology: str,
-    devices: int,
-    *,
-    slices: int = 1,
-    hosts: int = 1,
-    limit_bytes: int | None = None,
-    progress: Progress = lambda stage: None,
-) -> TpuPlan:
-    """Memory and work of the config's train step on one device of a TPU slice.
-
-    Args:
-        topology: of one slice, as libtpu names it: generation and torus (`v6e:2x4`, `v5p:2x2x4`).
-        devices: of all slices together; a chip of v4 to v6e is one, one of tpu7x two.
-        slices: joined over the network.
-        hosts: of all slices together; as in a run, HYBRID_SHARD has a replica on each where the config names none.
-        limit_bytes: what the compiler lets a program have of a device's memory; None: no verdict.
-        progress: called at once with `tracing`, later with what is compiled.
-
-    Raises what opening the backend and building the model raise; BackendError where the extra is missing, and where the
-    compiler refuses the slice, an option or the program, fails, or takes longer than LIMIT_S. Runs in any thread.
+    Calls `progress` at once with `tracing`, later with what is compiled. Raises what opening the backend and building
+    the model raise; BackendError where the extra is missing, and where the compiler refuses the slice, an option or the
+    program, fails, or takes longer than LIMIT_S. Runs in any thread.
     """
+    assert target.topology is not None
     progress("tracing")
     _require_installed("torch_xla", *COMPILER_PACKAGES)
-    programs, model = trace_apart(config, devices, hosts=hosts)
+    programs, model = trace_apart(config, target.devices, hosts=target.hosts)
     progress(f"compiling {' and '.join(programs)}")
     stop = threading.Event()
     with ThreadPoolExecutor(len(programs)) as pool:
         try:
             pending = {
-                name: pool.submit(compile_for, program, topology, slices=slices, stopped=stop.is_set)
+                name: pool.submit(compile_for, program, target.topology, slices=target.slices, stopped=stop.is_set)
                 for name, program in programs.items()
             }
             compiled = {name: future.result() for name, future in pending.items()}
         finally:
             stop.set()  # Ctrl-C reaches this thread alone
-    return TpuPlan(
-        model,
-        memory_of(compiled, _limit(limit_bytes)),
-        work_of(compiled, config.train.global_batch // (config.train.micro_batch * devices)),
-        notes_of(compiled),
-        _compiler(),
-        sum(program.compile_s for program in compiled.values()),
-    )
+    work = work_of(compiled, config.train.global_batch // (config.train.micro_batch * target.devices))
+    notes = notes_of(compiled)
+    if target.devices > target.chips and work.sent_bytes.pop("ici", 0):  # counted by device, some of it within a chip
+        notes.append("two devices share a chip's links: what crosses ici isn't bounded.")
+    method = f"The trainer's own step, compiled by {compiler_version()} for this slice; not run."
+    return EnginePlan(model, memory_of(compiled, _limit(target.limit_bytes)), work, method, tuple(notes))
 
 
 def _limit(limit_bytes: int | None) -> int | None:
     """Lower where LIBTPU_INIT_ARGS gives the compiler a lower one."""
     option = compiler_options(os.environ.get("LIBTPU_INIT_ARGS", "")).get("xla_tpu_max_hbm_size_mib", "")
-    if not option.isdigit():
-        return limit_bytes
-    return min(int(option) * 2**20, limit_bytes or int(option) * 2**20)
+    limits = [limit_bytes, int(option) * 2**20 if option.isdigit() else None]
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 # ---------------------------------------------------------------------------------------------------------- tracing
@@ -122,7 +94,7 @@ def trace_apart(config: Config, devices: int, *, hosts: int = 1) -> Traced:
             raise kind(refusal["message"])
         if ended.how != "finished":
             raise BackendError(_failure("the train step could not be traced", folder, ended))
-        return read_traced(folder)
+        return TRACED.validate_json((folder / "traced.json").read_bytes())
 
 
 # -------------------------------------------------------------------------------------------------------- compiling
@@ -154,21 +126,15 @@ def compile_for(
     """
     _require_installed(*COMPILER_PACKAGES)
     arguments = libtpu_arguments(os.environ, topology.partition(":")[0])
-    described: dict[str, object] = {
-        "topology": topology,
-        "slices": slices,
-        "devices": program.devices,
-        "options": dict(options or {}),
-        "arguments": [asdict(argument) for argument in program.arguments],
-        "outputs": program.outputs,
-    }
-    versions = [_compiler(), *(importlib.metadata.version(name) for name in ("jax", "jaxlib"))]
-    inputs = [program.name, described, arguments, os.environ.get("XLA_FLAGS", ""), versions]
+    request = {**asdict(program), "topology": topology, "slices": slices, "options": dict(options or {})}
+    del request["hlo"]
+    versions = [compiler_version(), *(importlib.metadata.version(name) for name in ("jax", "jaxlib"))]
+    inputs = [request, arguments, os.environ.get("XLA_FLAGS", ""), versions]
     cache = cache_folder(os.environ) / "plans"
     key = tpu_cache.key_of(program.hlo, json.dumps(inputs, sort_keys=True).encode())
     texts = None if generate_code else tpu_cache.load(cache, key)
     if texts is None or texts.keys() != {"program", "buffers", "seconds"}:
-        texts = _run_compiler(program, described, arguments, limit_s, stopped, generate_code=generate_code)
+        texts = _run_compiler(program, request, arguments, limit_s, stopped, generate_code=generate_code)
         tpu_cache.save(cache, key, texts)
     seconds = float(texts["seconds"])
     return read_compiled(program, topology, texts["program"], texts["buffers"], slices=slices, compile_s=seconds)
@@ -176,7 +142,7 @@ def compile_for(
 
 def _run_compiler(
     program: Program,
-    described: dict[str, object],
+    request: dict[str, Any],
     arguments: str,
     limit_s: float,
     stopped: Callable[[], bool],
@@ -186,14 +152,14 @@ def _run_compiler(
     """Run the compiler until it has assigned buffers, or to its end; returns the texts that it wrote."""
     with tempfile.TemporaryDirectory(prefix="portable_fsdp_plan") as name:
         folder, dump = Path(name), Path(name) / "dump"
-        (folder / "program.json").write_text(json.dumps(described))
+        (folder / "program.json").write_text(json.dumps(request))
         (folder / "program.hlo.pb").write_bytes(program.hlo)
         # libtpu writes logs into /tmp/tpu_logs otherwise, and nobody removes them.
         environment = {"LIBTPU_INIT_ARGS": arguments, "TPU_LOG_DIR": os.environ.get("TPU_LOG_DIR", name)}
         with Child("portable_fsdp.plan.tpu_compiler", name, environment=environment) as child:
             ended = child.wait(limit_s, lambda: stopped() or (not generate_code and _is_written(dump, program.name)))
         if ended.how not in ("finished", "enough") or not _is_written(dump, program.name):
-            topology = str(described["topology"])
+            topology = request["topology"]
             raise BackendError(f"plan for {topology}: {_refusal(topology, folder, ended)}")
         after = f"*.{program.name}.*after_optimizations"
         return {
@@ -216,7 +182,7 @@ def _is_written(dump: Path, name: str) -> bool:
 # -------------------------------------------------------------------------------------------------------- refusals
 
 
-def _compiler() -> str:
+def compiler_version() -> str:
     return f"libtpu {importlib.metadata.version('libtpu')}"
 
 
@@ -229,29 +195,27 @@ def _require_installed(*packages: str) -> None:
         )
 
 
+_OPTION = (
+    r"(?:No such compile option: '?|Unknown command line flag '|Failed to parse.*?'"
+    r"|Illegal value '.*' specified for flag ')(\w+)"
+)
+_SLICE = r"(Invalid TPU external name: \w+|does not match|Topology layout .*|it has \d+ devices.*)"
+
+
 def _refusal(topology: str, folder: Path, ended: Ended) -> str:
     """The compiler's error, and what to do about it."""
-    option = re.search(
-        r"(?:No such compile option: '?|Unknown command line flag '|Failed to parse.*?'"
-        r"|Illegal value '.*' specified for flag ')(\w+)",
-        ended.log,
-    )
-    if option:
+    if option := re.search(_OPTION, ended.log):
         return (
-            f"expected options that {_compiler()} knows and takes, found {option[1]}.\n"
+            f"expected options that {compiler_version()} knows and takes, found {option[1]}.\n"
             "  LIBTPU_INIT_ARGS or the plan sets it; a run would refuse it too. Remove it."
         )
-    unknown = re.search(
-        r"(Invalid TPU external name: \w+|does not match|Topology layout .*|it has \d+ devices.*)", ended.log
-    )
-    if ended.how == "failed" and unknown:
-        newer = "" if not topology.startswith("tpu7x") else "\n  tpu7x needs a newer libtpu: 0.0.51 knows it."
+    if ended.how == "failed" and (unknown := re.search(_SLICE, ended.log)):
+        newer = "\n  tpu7x needs a newer libtpu: 0.0.51 knows it." if topology.startswith("tpu7x") else ""
         return (
-            f"expected a slice that {_compiler()} knows, found: {unknown[1]}{newer}\n"
+            f"expected a slice that {compiler_version()} knows, found: {unknown[1]}{newer}\n"
             "  It knows v4, v5e, v5p and v6e: a colon, then the torus in chips, as in v6e:2x4 and v5p:2x2x4."
         )
-    full = re.search(r"RESOURCE_EXHAUSTED[^\n]*", ended.log)
-    if full:
+    if full := re.search(r"RESOURCE_EXHAUSTED[^\n]*", ended.log):
         return (
             f"the step does not fit: {full.group()[:600]}\n"
             "  Lower train.micro_batch or data.seq_len, set memory.gradient_checkpointing=full, or take more chips."
@@ -265,12 +229,9 @@ def _failure(problem: str, folder: Path, ended: Ended) -> str:
     reports = cache_folder(os.environ) / "reports"
     try:
         reports.mkdir(parents=True, exist_ok=True)
-        report = Path(tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=reports))
-        for path in folder.iterdir():
-            if path.is_file():
-                shutil.copy(path, report)
-        (report / "log").write_text(ended.log)
-        kept = str(report)
+        kept = tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=reports)
+        shutil.copytree(folder, kept, ignore=shutil.ignore_patterns("dump"), dirs_exist_ok=True)
+        Path(kept, "log").write_text(ended.log)
     except OSError as error:
         kept = f"could not be kept ({error})"
     return f"{problem}: {how}. Its last lines:\n{ended.last_lines}\n  Its input and its whole log: {kept}"

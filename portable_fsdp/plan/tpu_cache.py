@@ -1,13 +1,14 @@
 """What the TPU compiler wrote, kept by the content of all its inputs; a damaged entry counts as none.
 
-One zip file an entry, whose checksums are compared when it is read. It is written beside its name and renamed.
+An entry is JSON in gzip, whose checksum is compared when it is read. It is written beside its name and renamed.
 """
 
 import contextlib
+import gzip
 import hashlib
+import json
 import os
 import tempfile
-import zipfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,12 +26,11 @@ def key_of(*parts: bytes) -> str:
 
 def load(folder: Path, key: str) -> dict[str, str] | None:
     """Name -> text of an entry; None where there is no undamaged one."""
-    path = folder / f"{key}.zip"
+    path = folder / f"{key}.gz"
     try:
-        with zipfile.ZipFile(path) as entry:
-            texts = {name: entry.read(name).decode() for name in entry.namelist()}
+        texts = json.loads(gzip.decompress(path.read_bytes()))
         os.utime(path)  # the longest unused go first
-    except (OSError, zipfile.BadZipFile, ValueError, EOFError, NotImplementedError, zlib.error):
+    except (OSError, EOFError, ValueError, zlib.error):
         return None
     return texts
 
@@ -39,21 +39,12 @@ def save(folder: Path, key: str, texts: Mapping[str, str], largest_bytes: int = 
     """Keep an entry, and delete the longest unused ones beyond `largest_bytes`; nothing where folder isn't writable."""
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=folder, suffix=".tmp")
-        temporary = Path(name)
-        try:
-            with (
-                os.fdopen(descriptor, "wb") as file,
-                zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as entry,
-            ):
-                for title, text in texts.items():
-                    entry.writestr(title, text)
-            temporary.replace(folder / f"{key}.zip")
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            entry = Path(temporary, key)
+            entry.write_bytes(gzip.compress(json.dumps(texts).encode(), compresslevel=1))
+            entry.replace(folder / f"{key}.gz")
         used = 0
-        entries = [(path.stat(), path) for path in folder.glob("*.zip")]
+        entries = [(path.stat(), path) for path in folder.glob("*.gz")]
         for stat, path in sorted(entries, key=lambda pair: -pair[0].st_mtime_ns):
             used += stat.st_size
             if used > largest_bytes:

@@ -5,15 +5,15 @@ all programs of a step follow a plan's `memory_of`, `work_of` and `notes_of`.
 """
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from portable_fsdp.metrics import hlo
-from portable_fsdp.plan.result import Buffer, DeviceMemory, MovedBytes, Work
-from portable_fsdp.plan.tpu_program import Program
+from portable_fsdp.plan.result import Buffer, DeviceMemory, Work
+from portable_fsdp.plan.tpu_program import Program, part_of
 
 SHOWN = 12  # buffers of a plan
 PARTS = ("weights", "gradients", "optimizer", "batch", "temporaries", "outputs")
@@ -33,7 +33,6 @@ class Compiled:
     rematerialised: int  # instructions that the compiler repeats by itself, because memory was short
     compile_s: float  # of processor time, up to the assignment of buffers, or with code generation
     named_bytes: dict[str, int]  # of each argument, by its name; constants together
-    parts: dict[str, str]  # name of an argument -> weights, optimizer, gradients, batch
     updated_bytes: int  # of the arguments whose update takes their place
     live_bytes: int  # of temporaries, when most of them are alive; the rest are gaps between them
     at: str  # the operation that runs then
@@ -57,9 +56,14 @@ def read_compiled(
     named: Counter[str] = Counter()
     for number, size in sizes.items():
         named[program.arguments[number].name] += size
-    peak = _peak(assignment)
-    described = _described(text, [*(buffer.instruction for buffer in peak.buffers), *peak.before])
-    temporaries = [_named_buffer(buffer, described) for buffer in peak.buffers]
+    before, living = _peak(assignment)
+    described = _described(text, {*before, *(value.instruction for value in living)})
+    temporaries: list[Buffer] = []
+    for value in living:
+        operation, where = described.get(value.instruction, (value.instruction, ""))
+        temporaries.append(Buffer(name=f"{operation} {value.type}", bytes=value.bytes, where=where))
+    # Copies between memories have no known origin.
+    origins = [described[instruction] for instruction in before if described.get(instruction, ("", ""))[1]]
     arguments = [Buffer(name=name, bytes=size, where="") for name, size in named.items()]
     aliased = hlo.aliased_parameters(text)
     return Compiled(
@@ -72,10 +76,9 @@ def read_compiled(
         rematerialised=hlo.rematerialised(text),
         compile_s=compile_s,
         named_bytes=dict(named),
-        parts={argument.name: argument.part for argument in program.arguments},
         updated_bytes=sum(sizes.get(number, 0) for number in aliased),
-        live_bytes=sum(buffer.bytes for buffer in peak.buffers),
-        at=_moment(peak, described),
+        live_bytes=sum(value.bytes for value in living),
+        at=" in ".join(origins[0]) if origins else "",
         biggest=largest([*arguments, *temporaries]),
         undonated=tuple(
             argument.name
@@ -118,13 +121,8 @@ class _Temporary(NamedTuple):
     last: int
 
 
-class _Peak(NamedTuple):
-    before: list[str]  # the instructions that ran last; the one that runs then comes first
-    buffers: list[_Temporary]
-
-
-def _peak(assignment: str) -> _Peak:
-    """When most bytes of temporaries live in main memory, and which."""
+def _peak(assignment: str) -> tuple[list[str], list[_Temporary]]:
+    """When most bytes of temporaries live in main memory: the last instructions, newest first, and what lives."""
     schedule, values = _temporaries(assignment)
     events = [(value.first, 1, value) for value in values] + [(value.last + 1, 0, value) for value in values]
     alive: dict[int, list[int]] = {}  # offset -> sizes there: one value may pass its place on to the next
@@ -144,7 +142,7 @@ def _peak(assignment: str) -> _Peak:
     for value in sorted(living, key=lambda value: (value.bytes, -value.first, -value.last)):
         by_offset[value.offset] = value
     before = [schedule[time] for time in range(at, max(at - 200, -1), -1) if time in schedule]
-    return _Peak(before, list(by_offset.values()))
+    return before, list(by_offset.values())
 
 
 def _temporaries(assignment: str) -> tuple[dict[int, str], list[_Temporary]]:
@@ -181,45 +179,23 @@ def largest(buffers: Iterable[Buffer]) -> tuple[Buffer, ...]:
     return tuple(sorted(buffers, key=lambda buffer: (-buffer.bytes, buffer.name))[:SHOWN])
 
 
-def _moment(peak: _Peak, described: dict[str, tuple[str, str]]) -> str:
-    """The last operation begun whose origin is known; copies between memories have none."""
-    for instruction in peak.before:
-        operation, where = described.get(instruction, ("", ""))
-        if where:
-            return f"{operation} in {where}"
-    return ""
-
-
-def _named_buffer(buffer: _Temporary, described: dict[str, tuple[str, str]]) -> Buffer:
-    operation, where = described.get(buffer.instruction, (buffer.instruction, ""))
-    return Buffer(name=f"{operation} {buffer.type}", bytes=buffer.bytes, where=where)
-
-
-def _described(text: str, instructions: Iterable[str]) -> dict[str, tuple[str, str]]:
+def _described(text: str, instructions: Collection[str]) -> dict[str, tuple[str, str]]:
     """Instruction -> what it does (`mm`, `all-gather`), and the module or the source line that it comes from."""
-    names = set(instructions)
     described: dict[str, tuple[str, str]] = {}
     for line in text.splitlines():
         match = re.match(r"\s*(?:ROOT )?%([\w.\-]+) = ", line)
-        if match and match[1] in names:
-            described[match[1]] = _operation(match[1], line), _origin(line)
+        if match and match[1] in instructions:
+            name, path = match[1], re.search(r'op_name="([^"]*)"', line)
+            op_name = path[1] if path else ""
+            operation = op_name.rpartition("/")[2].partition("__")[2] or name
+            is_collective = name.startswith(("async-collective", "all-gather", "all-reduce", "reduce-scatter"))
+            described[name] = f"collective of {operation}" if is_collective else operation, _origin(op_name, line)
     return described
 
 
-def _operation(name: str, line: str) -> str:
-    operation = _op_name(line).rpartition("/")[2].partition("__")[2] or name
-    is_collective = name.startswith(("async-collective", "all-gather", "all-reduce", "reduce-scatter"))
-    return f"collective of {operation}" if is_collective else operation
-
-
-def _op_name(line: str) -> str:
-    match = re.search(r'op_name="([^"]*)"', line)
-    return match[1] if match else ""
-
-
-def _origin(line: str) -> str:
+def _origin(op_name: str, line: str) -> str:
     """The innermost module that the operation is traced in, else the source line; in backward neither is known."""
-    modules = re.findall(r"\bmodule\.([^/]*)\.\d+/", _op_name(line))
+    modules = re.findall(r"\bmodule\.([^/]*)\.\d+/", op_name)
     if modules:
         return modules[-1]
     source = re.search(r'source_file="([^"]*)" source_line=(\d+)', line)
@@ -237,14 +213,12 @@ def _origin(line: str) -> str:
 def memory_of(programs: Mapping[str, Compiled], limit_bytes: int | None) -> DeviceMemory:
     """Of the fuller program, and the arguments of the other one, which stay on the device all the same."""
     arguments: dict[str, int] = {}
-    part_of: dict[str, str] = {}
     for compiled in programs.values():
         arguments |= compiled.named_bytes
-        part_of |= compiled.parts
     fuller = max(programs.values(), key=lambda compiled: compiled.temporary_bytes + compiled.output_bytes)
     parts: dict[str, int] = dict.fromkeys(PARTS, 0)
     for name, size in arguments.items():
-        parts[part_of[name]] += size
+        parts[part_of(name)] += size
     parts["temporaries"], parts["outputs"] = fuller.temporary_bytes, fuller.output_bytes
     others = arguments.keys() - fuller.named_bytes.keys()
     resting = [Buffer(name=name, bytes=arguments[name], where="") for name in others]
@@ -259,41 +233,28 @@ def memory_of(programs: Mapping[str, Compiled], limit_bytes: int | None) -> Devi
 
 def work_of(programs: Mapping[str, Compiled], accumulation: int) -> Work:
     """Of a step: with accumulation `micro_batch` runs several times, `update` once."""
-    flops: Counter[str] = Counter()
-    collectives: dict[str, MovedBytes] = {}
-    sent = {"ici": 0.0, "network": 0.0}
+    flops: defaultdict[str, float] = defaultdict(float)
+    collectives: defaultdict[str, hlo.Moved] = defaultdict(hlo.Moved)
+    sent: Counter[str] = Counter()
     memory_bytes = 0.0
     for name, compiled in programs.items():
         times = accumulation if name == "micro_batch" else 1
-        for factors, count in _all_flops(compiled):
+        for factors, count in (*compiled.matmul_flops.items(), *compiled.kernel_flops.items()):
             flops[_dtype_of(factors)] += times * count
-        for link, words, moved in _all_moves(compiled):
-            traffic = collectives.get(words, MovedBytes())
-            collectives[words] = traffic.plus(times * moved.calls, times * moved.bytes, times * moved.sent)
-            sent[link] += times * moved.sent
+        by_link = (("ici", "", compiled.collectives), ("network", " between slices", compiled.between_slices))
+        for link, suffix, moves in by_link:
+            for key, moved in moves.items():
+                kind, _, dtypes = key.partition(" ")
+                words = "+".join(DTYPES.get(dtype, dtype) for dtype in dtypes.split("+"))
+                collectives[f"{kind} {words}{suffix}"] += moved * times
+                sent[link] += moved.sent_bytes * times
         memory_bytes += times * _least_traffic(compiled)
     return Work(
-        matmul_flops={dtype: float(count) for dtype, count in flops.items()},
+        matmul_flops=flops,
         memory_bytes=memory_bytes,
         collectives=dict(sorted(collectives.items())),
         sent_bytes={link: size for link, size in sent.items() if size},
     )
-
-
-def _all_flops(compiled: Compiled) -> Iterator[tuple[str, int]]:
-    yield from compiled.matmul_flops.items()
-    yield from compiled.kernel_flops.items()
-
-
-def _all_moves(compiled: Compiled) -> Iterator[tuple[str, str, hlo.Moved]]:
-    """Link, a plan's name of the collective (`all_gather bfloat16`), and what it moves."""
-    for link, suffix, moves in (
-        ("ici", "", compiled.collectives),
-        ("network", " between slices", compiled.between_slices),
-    ):
-        for key, moved in moves.items():
-            kind, _, dtypes = key.partition(" ")
-            yield link, f"{kind} {'+'.join(DTYPES.get(dtype, dtype) for dtype in dtypes.split('+'))}{suffix}", moved
 
 
 def _dtype_of(factors: str) -> str:
@@ -310,7 +271,7 @@ def _least_traffic(compiled: Compiled) -> float:
     return 2.0 * (compiled.updated_bytes + compiled.live_bytes) + compiled.output_bytes
 
 
-def notes_of(programs: Mapping[str, Compiled]) -> tuple[str, ...]:
+def notes_of(programs: Mapping[str, Compiled]) -> list[str]:
     """What is wrong with a program: state that isn't updated in place, and waits for the host."""
     notes: list[str] = []
     for name, compiled in programs.items():
@@ -324,4 +285,4 @@ def notes_of(programs: Mapping[str, Compiled]) -> tuple[str, ...]:
                 f"{name}: it waits for the host {len(compiled.host_transfers)} times inside the step: "
                 f"{', '.join(compiled.host_transfers[:3])}"
             )
-    return tuple(notes)
+    return notes

@@ -14,7 +14,8 @@ import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from portable_fsdp.backends.xla.layouts import ROWS, Spec
 from portable_fsdp.backends.xla.tensors import Fetch
 from portable_fsdp.config.schema import Config
 from portable_fsdp.plan.model import empty_batch, facts_of
-from portable_fsdp.plan.tpu_program import Argument, Program, Traced, write_traced
+from portable_fsdp.plan.tpu_program import TRACED, Argument, Program, Traced
 from portable_fsdp.runtime.errors import PortableFSDPError
 from portable_fsdp.runtime.process import end_with_parent
 from portable_fsdp.train.build import Training, build_training
@@ -39,7 +40,7 @@ def main(folder: Path) -> int:
     except PortableFSDPError as error:
         (folder / "refusal.json").write_text(json.dumps({"kind": type(error).__name__, "message": str(error)}))
         return error.exit_code
-    write_traced(folder, traced)
+    (folder / "traced.json").write_bytes(TRACED.dump_json(traced))
     return 0
 
 
@@ -70,20 +71,8 @@ def _pretended(devices: int) -> Generator[None]:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     import torch_xla.runtime
 
-    runtime = cast(Any, torch_xla.runtime)
-    real = runtime.global_runtime_device_count
-    runtime.global_runtime_device_count = lambda: devices
-    try:
+    with patch.object(torch_xla.runtime, "global_runtime_device_count", lambda: devices):
         yield
-    finally:
-        runtime.global_runtime_device_count = real
-
-
-class Placeholder(NamedTuple):
-    """A tensor without memory: a handle that still names it after a traced step has changed it, and its partition."""
-
-    handle: Tensor
-    spec: Spec
 
 
 class Tracer:
@@ -97,7 +86,8 @@ class Tracer:
 
         self.programs: dict[str, Program] = {}
         self._bridge: Any = cast(Any, torch_xla)._XLAC
-        self._placeholders: list[Placeholder] = []
+        # What still names a placeholder after a traced step has changed it, and its partition.
+        self._handles: list[tuple[Tensor, Spec]] = []
         self._spec_of: dict[str, Spec] = {}  # of each argument seen so far
 
     def begin(self, training: Training, axes: Mapping[str, int]) -> None:
@@ -108,7 +98,7 @@ class Tracer:
         from torch_xla.core.xla_builder import create_placeholder_tensor
 
         tensor = cast(Tensor, create_placeholder_tensor(tuple(shape), dtype))
-        self._placeholders.append(Placeholder(tensor.clone(), spec))
+        self._handles.append((tensor.clone(), spec))
         return tensor
 
     def place(self, tensor: Tensor, spec: Spec) -> Tensor:
@@ -150,7 +140,7 @@ class Tracer:
         context.set_name_string(name)
         context.build([*metrics.values(), *changed.values()])
         names = {context.tensor_parameter_id(clone): key for key, clone in clones.items()}
-        specs = {context.tensor_parameter_id(known.handle): known.spec for known in self._placeholders}
+        specs = {context.tensor_parameter_id(handle): spec for handle, spec in self._handles}
         outputs = {key: number for number, key in enumerate(changed, start=len(metrics))}
         arguments: list[Argument] = []
         for number, tensor in sorted(context.device_parameter_id_tensor_mapping().items()):

@@ -12,49 +12,35 @@ from pathlib import Path
 from typing import Any
 
 from portable_fsdp.config.schema import Config
+from portable_fsdp.plan.target import parse_target
 from portable_fsdp.plan.tpu import compile_for, trace_apart
 from portable_fsdp.plan.tpu_program import Program as TracedProgram
 from portable_fsdp.plan.tpu_read import Compiled
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "tpu_programs.json"
-DEVICES = {"v6e:2x4": 8, "v5p:2x2x4": 16, "v5e:4x4": 16, "v4:2x2x4": 16, "v6e:4x4": 16}  # of a slice
 GIBIBYTE = 2**30
 
-SMALL = {
-    **{"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2},
-}
-LLAMA_2B = {
-    **{"vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 4},
-    **{"num_attention_heads": 16, "num_key_value_heads": 16},
-}
-LLAMA_8B = {
-    **{"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
-    **{"num_attention_heads": 32, "num_key_value_heads": 8},
-}
-LLAMA_70B = {
-    **{"vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80},
-    **{"num_attention_heads": 64, "num_key_value_heads": 8},
-}
-QWEN3_8B = {
-    **{"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36},
-    **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
-}
-GEMMA3_4B = {  # every sixth layer sees all tokens, the others a window
-    **{"vocab_size": 262208, "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34},
-    **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 1024},
-}
-MIXTRAL_8X7B = {
-    **{"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
-    **{"num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
-}
-WIDE = {  # little to compile, and most of its memory logits
-    **{"vocab_size": 131072, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2},
-}
+
+def _sizes(
+    vocabulary: int, hidden: int, inner: int, layers: int, heads: int, key_heads: int, **more: int
+) -> dict[str, int]:
+    return {
+        **{"vocab_size": vocabulary, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers},
+        **{"num_attention_heads": heads, "num_key_value_heads": key_heads, **more},
+    }
+
+
+LLAMA_8B = _sizes(128256, 4096, 14336, 32, 32, 8)
 SIZES = {
-    **{"small": SMALL, "2b": LLAMA_2B, "8b": LLAMA_8B, "70b": LLAMA_70B, "wide": WIDE},
-    **{"qwen3": QWEN3_8B, "gemma3_text": GEMMA3_4B, "mixtral": MIXTRAL_8X7B},
+    "small": _sizes(1024, 256, 512, 3, 4, 2),
+    "2b": _sizes(32000, 2048, 8192, 4, 16, 16),
+    "8b": LLAMA_8B,
+    "70b": _sizes(128256, 8192, 28672, 80, 64, 8),
+    "wide": _sizes(131072, 256, 512, 1, 4, 2),  # little to compile, and most of its memory logits
+    "qwen3": _sizes(151936, 4096, 12288, 36, 32, 8, head_dim=128),
+    # Every sixth layer sees all tokens, the others a window.
+    "gemma3_text": _sizes(262208, 2560, 10240, 34, 8, 4, head_dim=256, sliding_window=1024),
+    "mixtral": _sizes(32000, 4096, 14336, 32, 32, 8, num_local_experts=8, num_experts_per_tok=2),
 }
 
 
@@ -79,11 +65,10 @@ class Program:
 
     @property
     def devices(self) -> int:
-        return self.slices * DEVICES[self.slice]
+        return self.slices * parse_target(self.slice).devices
 
     @property
     def config(self) -> Config:
-        devices = self.devices
         kind = self.size if self.size in ("qwen3", "gemma3_text", "mixtral") else "llama"
         architecture: dict[str, Any] = {"model_type": kind, "max_position_embeddings": 8192, **SIZES[self.size]}
         if self.layers is not None:
@@ -92,12 +77,11 @@ class Program:
             {
                 "model": {"architecture": architecture},
                 "data": {"seq_len": self.seq_len, "packing": self.packing},
-                "train": {"steps": 10, "global_batch": devices * self.accumulation},
+                "train": {"steps": 10, "global_batch": self.devices * self.accumulation},
                 "optim": {"name": self.optimizer},
                 "sharding": {"strategy": self.strategy, "replicas": self.replicas},
                 "precision": {
-                    "compute": "bfloat16",
-                    "reduce": self.reduce,
+                    **{"compute": "bfloat16", "reduce": self.reduce},
                     "modules": dict.fromkeys(self.modules, "float32"),
                 },
                 "memory": {
@@ -148,7 +132,7 @@ FLASH = [Program("8b", "v5p:2x2x4", 4096, checkpointing=how) for how in ("none",
 SHALLOW = [Program("8b", "v5p:2x2x4", 4096, layers=layers, checkpointing="full") for layers in (4, 8)]
 SCAN = [Program("8b", "v5p:2x2x4", 4096, layers=layers, checkpointing="full", scan=True) for layers in (4, 32)]
 SLICES = [
-    *(Program("small", slice_) for slice_ in DEVICES),
+    *(Program("small", slice_) for slice_ in ("v6e:2x4", "v5p:2x2x4", "v5e:4x4", "v4:2x2x4", "v6e:4x4")),
     Program("small", "v5e:4x4", slices=2),
     Program("small", "v5e:4x4", slices=2, strategy="HYBRID_SHARD", replicas=2),
 ]
@@ -191,45 +175,41 @@ def compiled(program: Program, *, generate_code: bool = False) -> Compiled:
 FIGURES = ("argument_bytes", "temporary_bytes", "output_bytes", "collectives", "matmul_flops", "rematerialised")
 
 
-def figures(found: Compiled) -> dict[str, Any]:
-    return {key: value for key, value in asdict(found).items() if key in (*FIGURES, "slice", "compile_s")}
+def figures(step: Compiled) -> dict[str, Any]:
+    return {key: value for key, value in asdict(step).items() if key in (*FIGURES, "slice", "compile_s")}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The results as docs/tpu_programs.md shows them; traffic in units of the weights' bytes in bfloat16."""
-    columns = [
-        "step",
-        "slice",
-        "arguments",
-        "temporaries",
-        "gathered",
-        "all-reduced",
-        "reduce-scattered",
-        "products",
-    ]
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    columns = "step | slice | arguments | temporaries | gathered | all-reduced | reduce-scattered | products"
+    lines = [f"| {columns} |", "|---" * 8 + "|"]
     for row in rows:
-        fields: dict[str, Any] = {**row["program"], "modules": tuple(row["program"]["modules"])}
-        program, found = Program(**fields), row["is"]
-        moved = [sum_of(found["collectives"], kind) for kind in ("all_gather", "all_reduce", "reduce_scatter")]
+        program, compiled_step = program_of(row), row["is"]
+        collectives = compiled_step["collectives"].items()
+        moved = [
+            sum(moved["bytes"] for key, moved in collectives if key.startswith(kind))
+            for kind in ("all_gather", "all_reduce", "reduce_scatter")
+        ]
         cells = [program.words, program.slice]
-        cells += [f"{found[key] / GIBIBYTE:.3f}" for key in ("argument_bytes", "temporary_bytes")]
+        cells += [f"{compiled_step[key] / GIBIBYTE:.3f}" for key in ("argument_bytes", "temporary_bytes")]
         cells += [f"{bytes_ / (2 * program.parameters):.2f}" for bytes_ in moved]
-        cells.append(f"{sum(found['matmul_flops'].values()) / 1e12:.3f}")
+        cells.append(f"{sum(compiled_step['matmul_flops'].values()) / 1e12:.3f}")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def sum_of(collectives: dict[str, Any], kind: str) -> int:
-    return sum(moved["bytes"] for key, moved in collectives.items() if key.startswith(kind))
+def program_of(row: dict[str, Any]) -> Program:
+    """Of a row of RESULTS."""
+    fields: dict[str, Any] = {**row["program"], "modules": tuple(row["program"]["modules"])}
+    return Program(**fields)
 
 
 def main() -> None:
     rows: list[dict[str, Any]] = []
     for program in CASES:
         rows.append({"program": asdict(program), "parameters": program.parameters, "is": figures(compiled(program))})
-        found = rows[-1]["is"]
-        print(program, f"{found['temporary_bytes'] / GIBIBYTE:.3f} GiB of temporaries", file=sys.stderr, flush=True)
+        temporary_bytes = rows[-1]["is"]["temporary_bytes"]
+        print(program, f"{temporary_bytes / GIBIBYTE:.3f} GiB of temporaries", file=sys.stderr, flush=True)
         RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
     print(table(rows))
 

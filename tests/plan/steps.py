@@ -3,13 +3,15 @@
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from portable_fsdp.config.schema import Config
 from portable_fsdp.plan.cuda import plan_memory
 from portable_fsdp.plan.result import DeviceMemory, Work
+from portable_fsdp.plan.target import Target, parse_target
 
 ROWS, SEQ_LEN = 2, 256
 LLAMA: dict[str, Any] = {
@@ -41,10 +43,13 @@ def in_a_child(function: Callable[..., Any], *arguments: Any) -> Any:
         return pool.submit(function, *arguments).result()
 
 
-def plans(
-    configs: list[Config], devices: int, device: Literal["cuda", "cpu"], devices_per_host: int = 8
-) -> list[tuple[DeviceMemory, Work]]:
+def gpus(devices: int, hosts: int = 1) -> Target:
+    """H100s, as many on each host."""
+    return replace(parse_target("h100"), devices=devices, hosts=hosts)
+
+
+def plans(configs: list[Config], target: Target) -> list[tuple[DeviceMemory, Work]]:
     """For a child: a plan of each config, one after the other in one process."""
     torch.set_num_threads(1)
-    made = [plan_memory(config, devices, devices_per_host, limit_bytes=None, device=device) for config in configs]
+    made = [plan_memory(config, target) for config in configs]
     return [(plan.memory, plan.work) for plan in made]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from portable_fsdp.plan.allocator import Allocation, CachingAllocator
+from portable_fsdp.plan.allocator import CachingAllocator
 
 MIB = 2**20
 Step = int | str | tuple[int, int]
@@ -19,7 +19,7 @@ def after(steps: Sequence[Step], capacity: int | None = None) -> CachingAllocato
             allocator.free(int(step.removeprefix("free ")))
             continue
         size, stream = step if isinstance(step, tuple) else (step, 0)
-        allocator.malloc(count, Allocation(size, stream))
+        allocator.malloc(count, size, stream)
         count += 1
     return allocator
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from programs import LLAMA_8B
-from steps import LLAMA, MIXTRAL, ROWS, SEQ_LEN, in_a_child, plans, step
+from steps import LLAMA, MIXTRAL, ROWS, SEQ_LEN, gpus, in_a_child, plans, step
 from test_options import DEVICES as OPTION_DEVICES
 from test_options import ROWS as ROWS_OF_OPTIONS
 from test_options import case_of, taken_by
@@ -23,12 +23,15 @@ from portable_fsdp.config.schema import Config
 from portable_fsdp.models import build as models_build
 from portable_fsdp.plan.cuda import COMMUNICATOR_BYTES, L2_BYTES, least_traffic, plan_memory
 from portable_fsdp.plan.memory_trace import Block
+from portable_fsdp.plan.planner import Apart, make_plan
 from portable_fsdp.plan.result import DeviceMemory, Work
+from portable_fsdp.plan.target import parse_target
 from portable_fsdp.runtime.errors import BackendError, ConfigError
 from portable_fsdp.train import build
 
 Plans = dict[str, tuple[DeviceMemory, Work]]
 DEVICES, PER_HOST = 8, 4
+GPUS = gpus(DEVICES, hosts=2)
 LAYERS = 3
 SHALLOW = {**LLAMA, "num_hidden_layers": LAYERS}
 EIGHT: dict[str, Any] = {"devices": DEVICES, "model": SHALLOW, "precision__compute": "bfloat16"}
@@ -40,22 +43,22 @@ PLANNED = {
     "whole": step(**EIGHT, sharding__strategy="NO_SHARD"),
     "hybrid": step(**EIGHT, sharding__strategy="HYBRID_SHARD"),
     "recomputed": step(**EIGHT, memory__gradient_checkpointing="full"),
+    "five": step(**EIGHT, accumulation=5),
+    "tied, offloaded": step(**TIED, memory__cpu_offload=True, accumulation=2),
+    "documents": step(**EIGHT, data__packing="documents"),
+}
+MORE_PLANNED = {
     "every second": step(**EIGHT, memory__gradient_checkpointing="selective", memory__every=2),
     "products kept": step(**EIGHT, memory__gradient_checkpointing="selective", memory__save_ops=("matmul",)),
     "offloaded": step(**EIGHT, memory__cpu_offload=True, memory__gradient_checkpointing="full"),
-    "five": step(**EIGHT, accumulation=5),
-    "documents": step(**EIGHT, data__packing="documents"),
     "documents, flex": step(**EIGHT, data__packing="documents", model__attention="flex"),
     "frozen": step(**EIGHT, model__freeze=("model.layers",)),
-    "tied, offloaded": step(**TIED, memory__cpu_offload=True, accumulation=2),
     "compiled": step(**EIGHT, compile__enabled=True),
     "float32": step(devices=DEVICES, model=SHALLOW, precision__matmul="high"),
     "experts": step(**EXPERTS),
     "grouped": step(**EXPERTS, model__experts="grouped_mm"),
 }
-REAL = {
-    "two micro batches, recomputed": step(accumulation=2, memory__gradient_checkpointing="full"),
-}
+REAL = {"two micro batches, recomputed": step(accumulation=2, memory__gradient_checkpointing="full")}
 MORE_REAL = {
     "bfloat16, zero2, tied": step(
         model={**LLAMA, "tie_word_embeddings": True},
@@ -92,16 +95,20 @@ PARAMETERS = LAYERS * (512 * (512 + 256) * 2 + 3 * 512 * 1408 + 2 * 512) + 2 * 4
 
 @pytest.fixture(scope="module")
 def planned() -> Plans:
-    return dict(zip(PLANNED, in_a_child(plans, list(PLANNED.values()), DEVICES, "cuda", PER_HOST), strict=True))
+    return dict(zip(PLANNED, in_a_child(plans, list(PLANNED.values()), GPUS), strict=True))
+
+
+@pytest.fixture(scope="module")
+def all_planned(planned: Plans) -> Plans:
+    return planned | dict(zip(MORE_PLANNED, in_a_child(plans, list(MORE_PLANNED.values()), GPUS), strict=True))
 
 
 def _require_equal(configs: dict[str, Config]) -> None:
     """A plan for two CPUs against two processes: memory within 5 %, collectives to the byte."""
+    planned = in_a_child(plans, list(configs.values()), parse_target("cpu:2"))
     workers = Workers(Group("native", 2))
     try:
-        for (name, config), (memory, work) in zip(
-            configs.items(), in_a_child(plans, list(configs.values()), 2, "cpu"), strict=True
-        ):
+        for (name, config), (memory, work) in zip(configs.items(), planned, strict=True):
             measured = workers.run("live_storages", config=config)
             most = max(process.peak_bytes for process in measured)
             assert most > 100 * 2**20
@@ -135,7 +142,8 @@ def test_a_cpu_plan_is_what_two_processes_hold_with_every_option() -> None:
 def test_options_together_are_planned() -> None:
     """A stand-in for a GPU is another device than the host: what mixes the two ends a plan, and no test on CPUs."""
     configs = [case_of(taken_by("native", row)).config(OPTION_DEVICES) for row in ROWS_OF_OPTIONS]
-    for config, (memory, _) in zip(configs, in_a_child(plans, configs, OPTION_DEVICES, "cuda", 2), strict=True):
+    target = gpus(OPTION_DEVICES, hosts=OPTION_DEVICES // 2)
+    for config, (memory, _) in zip(configs, in_a_child(plans, configs, target), strict=True):
         assert memory.parts["activations"] > 0
         assert (memory.host_bytes > 0) == config.memory.cpu_offload
 
@@ -159,27 +167,43 @@ def test_what_rests_is_the_shards(planned: Plans) -> None:
     for name, shards in {"plain": 8, "zero2": 8, "whole": 1, "hybrid": 4, "recomputed": 8}.items():
         assert _part(planned, name, "weights") == pytest.approx(4 * PARAMETERS / shards, rel=1e-3), name
         assert _part(planned, name, "optimizer") == pytest.approx(8 * PARAMETERS / shards, rel=1e-3), name
+    assert _part(planned, "tied, offloaded", "weights") < 1024  # buffers
+    assert _part(planned, "tied, offloaded", "optimizer") == planned["plain"][0].host_bytes == 0
     tied = PARAMETERS - 4096 * 512
-    assert _part(planned, "frozen", "optimizer") == pytest.approx(8 * (2 * 4096 * 512 + 512) / 8, rel=1e-3)
-    assert _part(planned, "offloaded", "weights") < 1024  # buffers
-    assert _part(planned, "offloaded", "optimizer") == 0
-    assert planned["offloaded"][0].host_bytes == pytest.approx(16 * PARAMETERS / 8, rel=1e-3)
-    assert _part(planned, "tied, offloaded", "weights") < 1024
     assert planned["tied, offloaded"][0].host_bytes == pytest.approx(16 * tied / 8, rel=1e-3)
-    assert planned["plain"][0].host_bytes == 0
 
 
 def test_strategies_and_checkpointing_move_what_they_say(planned: Plans) -> None:
-    kept = {name: _part(planned, name, "activations") for name in planned}
-    for some in ("every second", "products kept"):
-        assert kept["recomputed"] < kept[some] < kept["plain"]
-    assert kept["recomputed"] < kept["plain"] / 2
+    assert _part(planned, "recomputed", "activations") < _part(planned, "plain", "activations") / 2
     gathered = {name: _part(planned, name, "gathered weights") for name in planned}
     # At the peak, in the loss, SHARD_GRAD_OP holds what FULL_SHARD has freed.
     # And both the buffer of the last gather, which FSDP2 keeps until the next one.
     assert gathered["zero2"] == pytest.approx(2 * (PARAMETERS + 4096 * 512), rel=0.01)
     assert gathered["plain"] < gathered["zero2"] / 2
     assert _part(planned, "five", "gradients") >= 4 * PARAMETERS / 8 * 0.99  # of the micro batches before
+
+
+@pytest.mark.proof
+def test_other_options_move_what_they_say(all_planned: Plans) -> None:
+    kept = {name: _part(all_planned, name, "activations") for name in all_planned}
+    for some in ("every second", "products kept"):
+        assert kept["recomputed"] < kept[some] < kept["plain"]
+    assert _part(all_planned, "frozen", "optimizer") == pytest.approx(8 * (2 * 4096 * 512 + 512) / 8, rel=1e-3)
+    assert _part(all_planned, "offloaded", "weights") < 1024
+    assert _part(all_planned, "offloaded", "optimizer") == 0
+    assert all_planned["offloaded"][0].host_bytes == pytest.approx(16 * PARAMETERS / 8, rel=1e-3)
+    eager, compiled = all_planned["plain"][0], all_planned["compiled"][0]
+    assert compiled.at == f"{eager.at} (planned as if it ran eagerly)"
+    assert compiled.parts == eager.parts
+    flops = {name: work.matmul_flops for name, (_, work) in all_planned.items()}
+    assert flops["float32"].keys() == {"tf32"}
+    assert flops["grouped"]["bfloat16"] < flops["experts"]["bfloat16"]  # two of four experts
+    # Blocks of flex attention need no mask: the batch's positions and segments come on top, and rotary tables (cosines
+    # and sines, 64 wide) for each row; of the blocks themselves some numbers.
+    known = 2 * 8 * ROWS * SEQ_LEN + 2 * 2 * (ROWS - 1) * SEQ_LEN * 64
+    assert known <= kept["documents, flex"] - kept["plain"] <= known + 1024
+    assert flops["documents, flex"] == flops["plain"]
+    _require_allocator_and_buffers(all_planned)
 
 
 def test_a_mask_of_documents_is_planned_once_and_its_attention_whole(planned: Plans) -> None:
@@ -191,20 +215,18 @@ def test_a_mask_of_documents_is_planned_once_and_its_attention_whole(planned: Pl
     documents, plain = (planned[name][1].matmul_flops["bfloat16"] for name in ("documents", "plain"))
     half = (2 + 5) * 2 * ROWS * SEQ_LEN * SEQ_LEN * 512 / 2 * LAYERS  # scores and values; backward's five products
     assert documents - plain == pytest.approx(half, rel=0.01)
-    # Blocks need neither: the batch's positions and segments come on top, and rotary tables (cosines and sines, 64
-    # wide) for each row; of the blocks themselves some numbers.
-    more = _part(planned, "documents, flex", "activations") - _part(planned, "plain", "activations")
-    known = 2 * 8 * ROWS * SEQ_LEN + 2 * 2 * (ROWS - 1) * SEQ_LEN * 64
-    assert known <= more <= known + 1024
-    assert planned["documents, flex"][1].matmul_flops["bfloat16"] == plain
 
 
-def test_the_allocator_and_nccl_come_on_top(planned: Plans) -> None:
+def _require_allocator_and_buffers(planned: Plans) -> None:
     for name, (memory, _) in planned.items():
         live = sum(size for part, size in memory.parts.items() if part not in ("allocator", "communication buffers"))
         assert 0 < memory.parts["allocator"] < live, name
         assert (live + memory.parts["allocator"]) % (2 * 2**20) == 0, name  # segments
         assert memory.parts["communication buffers"] % COMMUNICATOR_BYTES == 0
+
+
+def test_the_allocator_and_nccl_come_on_top(planned: Plans) -> None:
+    _require_allocator_and_buffers(planned)
     # All ranks, and the shards': since torch 2.13 a mesh's dimension over all ranks is the default group.
     assert _part(planned, "plain", "communication buffers") in (COMMUNICATOR_BYTES, 2 * COMMUNICATOR_BYTES)
     assert _part(planned, "hybrid", "communication buffers") == 3 * COMMUNICATOR_BYTES
@@ -221,12 +243,6 @@ def test_the_peak_has_a_moment_a_module_and_its_largest_tensors(planned: Plans) 
     assert "exp_avg/model.embed_tokens.weight" in [buffer.name for buffer in whole.biggest]
 
 
-def test_compiled_steps_are_planned_as_eager_and_say_so(planned: Plans) -> None:
-    eager, compiled = planned["plain"][0], planned["compiled"][0]
-    assert compiled.at == f"{eager.at} (planned as if it ran eagerly)"
-    assert compiled.parts == eager.parts
-
-
 def test_products_are_those_of_the_model(planned: Plans) -> None:
     tokens, hidden, width = ROWS * SEQ_LEN, 512, 64
     weights = PARAMETERS - 4096 * hidden - (2 * LAYERS + 1) * hidden
@@ -237,8 +253,6 @@ def test_products_are_those_of_the_model(planned: Plans) -> None:
     again = 2 * tokens * (weights - 4096 * hidden - LAYERS * hidden * 1408) + LAYERS * attention * 2
     assert flops["recomputed"]["bfloat16"] - flops["plain"]["bfloat16"] == again
     assert flops["five"]["bfloat16"] == 5 * flops["plain"]["bfloat16"]
-    assert flops["float32"].keys() == {"tf32"}
-    assert flops["grouped"]["bfloat16"] < flops["experts"]["bfloat16"]  # two of four experts
 
 
 def test_collectives_are_the_strategys(planned: Plans) -> None:
@@ -275,7 +289,7 @@ def _edited(edits: list[Edit]) -> list[tuple[DeviceMemory, Work]]:
     for edit in edits:
         with pytest.MonkeyPatch.context() as patch:
             edit(patch)
-            edited += plans([PLANNED["plain"]], DEVICES, "cuda", PER_HOST)
+            edited += plans([PLANNED["plain"]], GPUS)
     return edited
 
 
@@ -349,9 +363,9 @@ def _left_behind(config: Config) -> tuple[list[str], bool]:
 
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ[name] = "7"  # a plan inside a launched process has ranks of its own
-    first = plans([config], DEVICES, "cuda", PER_HOST)
+    first = plans([config], GPUS)
     before = look()  # torch and transformers set some of it by themselves when they are first used
-    second = plans([config], DEVICES, "cuda", PER_HOST)
+    second = plans([config], GPUS)
     after = look()
     return [key for key in before if before[key] != after[key]], first == second
 
@@ -365,35 +379,30 @@ def test_a_process_with_a_process_group_is_refused() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
     try:
         with pytest.raises(BackendError, match="expected a process without a process group, found one of 1 ranks"):
-            plan_memory(PLANNED["plain"], DEVICES, 8, limit_bytes=None, device="cuda")
+            plan_memory(PLANNED["plain"], GPUS)
     finally:
         dist.destroy_process_group()
 
 
-def test_what_the_backend_refuses_is_refused() -> None:
-    with pytest.raises(ConfigError, match="expected a multiple of"):
-        plan_memory(PLANNED["plain"], 3, 8, limit_bytes=None, device="cuda")
-    with pytest.raises(BackendError, match="HYBRID_SHARD"):
-        plan_memory(PLANNED["hybrid"], DEVICES, DEVICES, limit_bytes=None, device="cuda")  # one host: one replica
-
-
-# --------------------------------------------------------------------------------------------------------------- sizes
-
-
-def _large(devices: int, layers: int) -> Config:
-    model = {"model_type": "llama", "max_position_embeddings": 8192, **LLAMA_8B, "num_hidden_layers": layers}
-    return step(devices=devices, model=model, data__seq_len=8192, precision__compute="bfloat16")
+def test_what_the_trainer_refuses_a_plan_refuses_before_it_starts_a_process() -> None:
+    with Apart() as apart:
+        with pytest.raises(ConfigError, match="expected a multiple of"):
+            make_plan(PLANNED["plain"], gpus(3), apart)
+        with pytest.raises(BackendError, match="HYBRID_SHARD"):
+            make_plan(PLANNED["hybrid"], gpus(DEVICES), apart)  # one host: one replica
 
 
 def _with_peak(config: Config, devices: int) -> tuple[DeviceMemory, float]:
     """For a child: a plan with a limit, and the process's own peak in GiB."""
-    plan = plan_memory(config, devices, 8, limit_bytes=40 * 2**30, device="cuda")
+    plan = plan_memory(config, gpus(devices, devices // 8))
     return plan.memory, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 @pytest.mark.proof
 def test_a_thousand_ranks_in_little_memory() -> None:
-    memory, gibibytes = in_a_child(_with_peak, _large(1024, layers=2), 1024)
+    model = {"model_type": "llama", "max_position_embeddings": 8192, **LLAMA_8B, "num_hidden_layers": 2}
+    config = step(devices=1024, model=model, data__seq_len=8192, precision__compute="bfloat16")
+    memory, gibibytes = in_a_child(_with_peak, config, 1024)
     parameters = 2 * (4096 * (4096 + 1024) * 2 + 3 * 4096 * 14336 + 2 * 4096) + 2 * 128256 * 4096 + 4096
     assert memory.parts["weights"] == pytest.approx(4 * parameters / 1024, rel=0.01)
     assert memory.verdict == "fits"

@@ -20,13 +20,13 @@ def test_an_entry_comes_back_as_it_was(tmp_path: Path) -> None:
     assert load(tmp_path, "a") is None
     save(tmp_path / "new", "a", TEXTS)
     assert load(tmp_path / "new", "a") == TEXTS
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["a.zip"]
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["a.gz"]
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
 def test_a_damaged_entry_counts_as_none(tmp_path: Path, damage: str) -> None:
     save(tmp_path, "a", TEXTS)
-    path = tmp_path / "a.zip"
+    path = tmp_path / "a.gz"
     whole = path.read_bytes()
     flipped = bytearray(whole)
     flipped[60] ^= 0xFF  # in the first text
@@ -37,7 +37,7 @@ def test_a_damaged_entry_counts_as_none(tmp_path: Path, damage: str) -> None:
 def test_the_longest_unused_go_first(tmp_path: Path) -> None:
     for number, key in enumerate("abc"):
         save(tmp_path, key, {"program": os.urandom(1000).hex()})
-        os.utime(tmp_path / f"{key}.zip", (number, number))
+        os.utime(tmp_path / f"{key}.gz", (number, number))
     assert load(tmp_path, "a") is not None  # used now
     save(tmp_path, "d", {"program": os.urandom(1000).hex()}, largest_bytes=3000)
     assert sorted(path.stem for path in tmp_path.iterdir()) == ["a", "d"]
