@@ -4,11 +4,11 @@ Each rule is a function from modules to problems. `test_layering.py` gives it th
 """
 
 import ast
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from typing import NamedTuple
 
 PACKAGE = "portable_fsdp"
 VERSION = f"{PACKAGE}.version"
@@ -19,19 +19,15 @@ FLOORS = [
     {"config"},
     {"models", "data", "optim", "metrics"},
     {"checkpoint", "backends"},
-    {"formats"},
-    {"train", "plan", "convert", "doctor"},
+    {"train", "formats", "plan", "convert", "doctor"},
 ]
 """From the bottom; what stands directly in the package, the commands, is on top of them."""
 
 SIDEWAYS = {("checkpoint", "backends"), ("plan", "train")}
 """Imports on one floor: a checkpoint knows the contract's types; the planner plans the trainer's own step."""
 
-ON_DEMAND = {("config", "convert")}
-"""Imports upwards that a function may hold: `config` loads the reader of another tool's file when there is one."""
-
-HEAVY = {"torch", "torch_xla", "torch_tpu", "transformers", "accelerate"}
-"""What `--help` must not wait for: torch, and what imports it."""
+ON_DEMAND = {("config", "convert"), ("train", "formats")}
+"""Imports that a function may hold: `config` reads another tool's file where there is one, and a run may export."""
 
 PURE_CALLS = {
     *("dict", "field", "float", "frozenset", "int", "len", "list", "max", "min", "range", "set", "sorted", "tuple"),
@@ -235,86 +231,28 @@ def engine_names_outside_backends(modules: Modules) -> list[str]:
     return problems
 
 
-EXPORTS_OF_A_RUN = [f"{PACKAGE}.formats.{name}" for name in ("base", "target")]
-"""What a run imports when it exports; the format's own module follows by name."""
-
-
-def formats_in_a_training_run(modules: Modules) -> list[str]:
-    """Formats of other tools are loaded by the command that converts checkpoints, or by a run that exports."""
-    return [
-        f"{module.at(line.line)}: {module.name} imports {name}"
-        for module in modules.values()
-        if section(module.name) not in {"formats", ""}
-        for name, line in inner_imports(module, modules)
-        if section(name) == "formats" and (line.at_import or name not in EXPORTS_OF_A_RUN)
-    ]
-
-
 def cycles(modules: Modules) -> list[str]:
     """Modules that import each other, however long the way round, at import or in a function."""
-    edges = {m.name: sorted({name for name, _ in inner_imports(m, modules)}) for m in modules.values()}
-    done: set[str] = set()
-
-    def visit(name: str, path: list[str]) -> list[str]:
-        if name in path:
-            return [" -> ".join([*path[path.index(name) :], name])]
-        if name in done:
-            return []
-        beyond = [cycle for target in edges[name] for cycle in visit(target, [*path, name])]
-        done.add(name)
-        return beyond
-
-    return [cycle for name in edges if name != PACKAGE for cycle in visit(name, [])]
-
-
-def heavy_at_import(modules: Modules) -> list[str]:
-    """`config`, `convert`, `doctor`, `runtime` and the commands load no torch at import, nor does what they import."""
-    problems: list[str] = []
-    for start in modules.values():
-        if section(start.name) not in {"config", "convert", "doctor", "runtime", ""}:
-            continue
-        for chain in _import_time_closure(start, modules):
-            module = modules[chain[-1]]
-            for line in imports(module):
-                if line.at_import and is_under(line.target, {*HEAVY, "safetensors.torch"}):
-                    problems.append(f"{module.at(line.line)}: {' -> '.join(chain)} imports {line.target}")
-    return problems
-
-
-def _import_time_closure(start: Module, modules: Modules) -> Iterator[list[str]]:
-    """Ways from `start` to each module that its import executes, packages on the way included."""
-    seen: set[str] = set()
-    queue = [[start.name]]
-    while queue:
-        chain = queue.pop(0)
-        if chain[-1] in seen:
-            continue
-        seen.add(chain[-1])
-        yield chain
-        targets = [name for name, line in inner_imports(modules[chain[-1]], modules) if line.at_import]
-        for target in [chain[-1], *targets]:
-            parts = target.split(".")
-            executed = (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
-            queue.extend([*chain, name] for name in executed if name not in seen)
-
-
-class Ban(NamedTuple):
-    """Sections that may not import a target; `allowed`: targets and modules that are exempt."""
-
-    sections: set[str]
-    targets: set[str]
-    allowed: tuple[str, ...] = ()
+    edges = {m.name: {name for name, _ in inner_imports(m, modules)} for m in modules.values() if m.name != PACKAGE}
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as error:
+        return [" -> ".join(error.args[1])]
+    return []
 
 
 _ALL = {"", *(name for floor in FLOORS for name in floor)}
 _GROUND = {"models", "data", "optim", "metrics"}
-BANS = [
-    Ban(_GROUND, {"torch.distributed", "torch_xla", "torch_tpu", f"{PACKAGE}.backends"}),
-    Ban(_ALL - {"backends"}, {"torch_xla"}, (f"{PACKAGE}.plan.tpu_trace",)),
-    Ban({"checkpoint"}, {f"{PACKAGE}.backends"}, (f"{PACKAGE}.backends.base",)),
-    Ban({"backends"}, {f"{PACKAGE}.{name}" for name in ("models", "data", "checkpoint")}),
+BANS: list[tuple[set[str], set[str], tuple[str, ...]]] = [
+    (_GROUND, {"torch.distributed", "torch_xla", "torch_tpu", f"{PACKAGE}.backends"}, ()),
+    (_ALL - {"backends"}, {"torch_xla"}, (f"{PACKAGE}.plan.tpu_trace",)),
+    ({"checkpoint"}, {f"{PACKAGE}.backends"}, (f"{PACKAGE}.backends.base",)),
+    ({"backends"}, {f"{PACKAGE}.{name}" for name in ("models", "data", "checkpoint")}, ()),
 ]
-"""Only engines know devices and processes; a checkpoint knows the contract's types alone; an engine knows no model."""
+"""Sections, what they may not import, and the targets and modules that are exempt.
+
+Only engines know devices and processes; a checkpoint knows the contract's types alone; an engine knows no model.
+"""
 
 
 def banned_imports(modules: Modules) -> list[str]:
@@ -323,14 +261,13 @@ def banned_imports(modules: Modules) -> list[str]:
         named = [(line.target, line.line) for line in imports(module)]
         if section(module.name) in _GROUND:
             named += [(ast.unparse(n), n.lineno) for n in ast.walk(module.tree) if isinstance(n, ast.Attribute)]
-        for ban in BANS:
-            if section(module.name) not in ban.sections or module.name in ban.allowed:
-                continue
-            problems += [
-                f"{module.at(line)}: {module.name} uses {target}"
-                for target, line in named
-                if is_under(target, ban.targets) and not is_under(target, ban.allowed)
-            ]
+        problems += [
+            f"{module.at(line)}: {module.name} uses {target}"
+            for sections, targets, exempt in BANS
+            if section(module.name) in sections and module.name not in exempt
+            for target, line in named
+            if is_under(target, targets) and not is_under(target, exempt)
+        ]
     return problems
 
 
@@ -363,18 +300,16 @@ def work_at_import(modules: Modules) -> list[str]:
     for module in modules.values():
         for statement in module.tree.body:
             problems += [
-                f"{module.at(node.lineno)}: {said}"
-                for node, said in _work_in(statement)
-                if not said.startswith(tuple(f"`{call}(" for call in WORK_WITH_A_REASON.get(module.name, ())))
+                f"{module.at(node.lineno)}: {problem}"
+                for node, problem in _work_in(statement)
+                if not problem.startswith(tuple(f"`{call}(" for call in WORK_WITH_A_REASON.get(module.name, ())))
             ]
     return problems
 
 
 def _work_in(statement: ast.stmt) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
     match statement:
-        case ast.Import() | ast.ImportFrom():
-            pass
-        case ast.Expr(value=ast.Constant()) | ast.Pass():
+        case ast.Import() | ast.ImportFrom() | ast.Expr(value=ast.Constant()) | ast.Pass() | ast.AnnAssign(value=None):
             pass
         case ast.If() if is_type_checking(statement) or ast.unparse(statement.test) == "__name__ == '__main__'":
             pass
@@ -389,13 +324,11 @@ def _work_in(statement: ast.stmt) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
                 yield from _calls_in(part)
         case ast.Assign(value=value) | ast.AnnAssign(value=ast.expr() as value):
             yield from _calls_in(value)
-        case ast.AnnAssign():
-            pass
         case _:
             yield statement, f"`{ast.unparse(statement).splitlines()[0]}` does work at import"
 
 
-def _calls_in(node: ast.expr) -> Iterator[tuple[ast.expr, str]]:
+def _calls_in(node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
     if isinstance(node, ast.Lambda):
         return
     if isinstance(node, ast.Call):
@@ -403,26 +336,4 @@ def _calls_in(node: ast.expr) -> Iterator[tuple[ast.expr, str]]:
         if not name.lstrip("_")[:1].isupper() and name not in PURE_CALLS:
             yield node, f"`{ast.unparse(node.func)}(...)` is called at import"
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.expr):
-            yield from _calls_in(child)
-        elif isinstance(child, ast.keyword):
-            yield from _calls_in(child.value)
-        elif isinstance(child, ast.comprehension):
-            for part in [child.iter, *child.ifs]:
-                yield from _calls_in(part)
-
-
-Rule = Callable[[Modules], list[str]]
-
-RULES: list[Rule] = [
-    unknown_sections,
-    imports_upwards,
-    engines_that_know_each_other,
-    engine_names_outside_backends,
-    banned_imports,
-    names_defined_twice,
-    formats_in_a_training_run,
-    cycles,
-    heavy_at_import,
-    work_at_import,
-]
+        yield from _calls_in(child)
