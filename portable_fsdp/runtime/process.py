@@ -2,11 +2,12 @@
 
 import ctypes
 import os
+import re
 import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
@@ -134,20 +135,14 @@ def _of_variables(environ: Mapping[str, str], kind: Literal["torchrun", "variabl
             f"environment: expected all or none of {', '.join(LAUNCH_VARIABLES)}, found {', '.join(present) or 'none'} "
             f"without {', '.join(missing)}.\n  Start with torchrun, which sets all five, or unset them."
         )
-    rank, local_rank, world_size = (integer(environ, name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    rank, local_rank, world_size = (integer(environ, name) for name in COUNTING_VARIABLES)
     _require_port(environ)
-    if not 0 <= local_rank <= rank < world_size:
-        raise ConfigError(
-            "environment: expected 0 <= LOCAL_RANK <= RANK < WORLD_SIZE, found "
-            f"LOCAL_RANK={local_rank}, RANK={rank}, WORLD_SIZE={world_size}.\n"
-            "  Start with torchrun, which sets them, or unset them."
-        )
     here = integer(environ, "LOCAL_WORLD_SIZE") if environ.get("LOCAL_WORLD_SIZE") else world_size
-    if not local_rank < here <= world_size:
+    if not (0 <= local_rank <= rank < world_size and local_rank < here <= world_size):
         raise ConfigError(
-            "environment: expected LOCAL_RANK < LOCAL_WORLD_SIZE <= WORLD_SIZE, found "
-            f"LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={here}, WORLD_SIZE={world_size}.\n"
-            "  Set it to the number of processes of this host, or unset it."
+            "environment: expected 0 <= LOCAL_RANK <= RANK < WORLD_SIZE and LOCAL_RANK < LOCAL_WORLD_SIZE <= "
+            f"WORLD_SIZE, found LOCAL_RANK={local_rank}, RANK={rank}, WORLD_SIZE={world_size}, LOCAL_WORLD_SIZE={here}."
+            "\n  Start with torchrun, which sets them, or unset them."
         )
     return Launch(kind, rank, local_rank, world_size, description)
 
@@ -188,17 +183,13 @@ def _torchrun(environ: Mapping[str, str], tasks: Tasks | None) -> Launch:
     return launch
 
 
-def _require_fixed_hosts(environ: Mapping[str, str], agent: Sequence[str]) -> None:
+def _require_fixed_hosts(environ: Mapping[str, str], agent: str) -> None:
     """torchrun gives its workers the number of hosts that came; the MIN:MAX it was started with is in its command.
 
-    Raises ConfigError for a MIN other than MAX.
+    `agent`: that command, its words with NULs between them. Raises ConfigError for a MIN other than MAX.
     """
-    hosts = environ.get("PET_NNODES", "")  # torchrun's own variable for the flag, which its workers inherit
-    for word, following in zip(agent, [*agent[1:], ""], strict=True):
-        name, _, value = word.partition("=")
-        if name == "--nnodes":
-            hosts = value or following
-            break
+    flag = re.search(r"\0--nnodes[=\0]([^\0]*)", agent)
+    hosts = flag[1] if flag else environ.get("PET_NNODES", "")  # torchrun's own variable for the flag
     fewest, _, most = hosts.partition(":")
     if most and fewest != most:
         raise ConfigError(
@@ -208,12 +199,12 @@ def _require_fixed_hosts(environ: Mapping[str, str], agent: Sequence[str]) -> No
         )
 
 
-def _command_of_agent() -> list[str]:
+def _command_of_agent() -> str:
     """Of the parent, which is torchrun. Linux only; else empty."""
     try:
-        return Path(f"/proc/{os.getppid()}/cmdline").read_text(errors="replace").split("\0")
+        return Path(f"/proc/{os.getppid()}/cmdline").read_text(errors="replace")
     except OSError:
-        return []
+        return ""
 
 
 def _of_tasks(environ: Mapping[str, str], tasks: Tasks) -> Launch:

@@ -163,7 +163,7 @@ REFUSED: dict[str, Environ] = {
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_WORLD_SIZE")
     },
     **{
-        f"expected 0 <= LOCAL_RANK <= RANK < WORLD_SIZE, found LOCAL_RANK={lr}, RANK={rank}, WORLD_SIZE={size}": {
+        f"<= WORLD_SIZE, found LOCAL_RANK={lr}, RANK={rank}, WORLD_SIZE={size}": {
             **VARIABLES,
             **{"LOCAL_RANK": str(lr), "RANK": str(rank), "WORLD_SIZE": str(size)},
         }
@@ -185,8 +185,11 @@ REFUSED: dict[str, Environ] = {
     "MASTER_PORT: expected a port from 1 to 65535, found 99999": {**SRUN, "MASTER_PORT": "99999"},
     "MASTER_PORT: expected a port from 1 to 65535, found 65536": {**VARIABLES, "MASTER_PORT": "65536"},
     "MASTER_PORT: expected a port from 1 to 65535, found 0": {**VARIABLES, "MASTER_PORT": "0"},
-    "<= WORLD_SIZE, found LOCAL_RANK=1, LOCAL_WORLD_SIZE=9, WORLD_SIZE=8": {**VARIABLES, "LOCAL_WORLD_SIZE": "9"},
-    "LOCAL_RANK < LOCAL_WORLD_SIZE <= WORLD_SIZE, found LOCAL_RANK=1": {**VARIABLES, "LOCAL_WORLD_SIZE": "1"},
+    "LOCAL_WORLD_SIZE <= WORLD_SIZE, found LOCAL_RANK=1, RANK=5, WORLD_SIZE=8, LOCAL_WORLD_SIZE=9": {
+        **VARIABLES,
+        "LOCAL_WORLD_SIZE": "9",
+    },
+    "WORLD_SIZE=8, LOCAL_WORLD_SIZE=1.": {**VARIABLES, "LOCAL_WORLD_SIZE": "1"},
     "TPU_WORKER_ID=3, but TPU_WORKER_HOSTNAMES names 3 worker": {**WORKERS, "TPU_WORKER_ID": "3"},
     "TPU_WORKER_ID=first is no number": {**WORKERS, "TPU_WORKER_ID": "first"},
     "two launchers: WORLD_SIZE=8 (by RANK, ": {**VARIABLES, **WORKERS},
@@ -205,7 +208,7 @@ def test_contradictions_name_the_variables(message: str) -> None:
 
 def test_the_number_of_hosts_must_be_fixed_by_the_flag_or_else_the_variable() -> None:
     assert detect_launch({**TORCHRUN, "PET_NNODES": "4:4"}).kind == "torchrun"
-    for flag in (["--nnodes=2:4"], ["--nnodes", "2:4"]):
+    for flag in ("--nnodes=2:4", "--nnodes\0002:4"):
         with pytest.raises(ConfigError, match="found --nnodes=2:4"):
-            _require_fixed_hosts({"PET_NNODES": "4"}, ["python", "torchrun", *flag, "-m", "portable_fsdp.launch"])
-    _require_fixed_hosts({"PET_NNODES": "1:4"}, ["torchrun", "--nnodes=4", "-m", "portable_fsdp.launch"])
+            _require_fixed_hosts({"PET_NNODES": "4"}, f"python\0torchrun\0{flag}\0-m\0portable_fsdp.launch")
+    _require_fixed_hosts({"PET_NNODES": "1:4"}, "torchrun\0--nnodes=4\0-m\0portable_fsdp.launch")

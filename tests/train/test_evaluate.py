@@ -20,17 +20,17 @@ GLOBAL_BATCH = 4
 
 
 class HeldOut:
-    """Rows with different numbers of counted labels; keeps the numbers of those that were asked for."""
+    """Rows with different numbers of counted labels; keeps the numbers of those that were read."""
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.asked: list[list[int]] = []
+        self.requested: list[list[int]] = []
 
     def __len__(self) -> int:
         return self.count
 
     def rows(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
-        self.asked.append(indices.tolist())
+        self.requested.append(indices.tolist())
         return self.all_rows(indices)
 
     def all_rows(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
@@ -84,33 +84,33 @@ def whole(opened: Opened, rows: HeldOut, indices: list[int]) -> Evaluation:
 @pytest.mark.parametrize("micro_batch", [1, 2, 4])
 def test_the_cut_into_batches_changes_nothing(opened: Opened, micro_batch: int) -> None:
     rows = HeldOut(7)
-    found = evaluator(opened, rows, micro_batch=micro_batch)()
+    actual = evaluator(opened, rows, micro_batch=micro_batch)()
     expected = whole(opened, rows, list(range(7)))
-    assert found is not None
-    assert found.tokens == expected.tokens
-    assert found.loss == pytest.approx(expected.loss, rel=1e-6)
-    assert {len(batch) for batch in rows.asked} == {micro_batch}  # one shape
+    assert actual is not None
+    assert actual.tokens == expected.tokens
+    assert actual.loss == pytest.approx(expected.loss, rel=1e-6)
+    assert {len(batch) for batch in rows.requested} == {micro_batch}  # one shape
 
 
 def test_so_many_batches_are_spread_over_the_rows(opened: Opened) -> None:
     rows = HeldOut(21)
-    found = evaluator(opened, rows, eval_batches=2, micro_batch=4)()
-    assert rows.asked == [[0, 2, 5, 7], [10, 13, 15, 18]]
+    actual = evaluator(opened, rows, eval_batches=2, micro_batch=4)()
+    assert rows.requested == [[0, 2, 5, 7], [10, 13, 15, 18]]
     expected = whole(opened, rows, [0, 2, 5, 7, 10, 13, 15, 18])
-    assert found is not None
-    assert (found.tokens, found.loss) == (expected.tokens, pytest.approx(expected.loss, rel=1e-6))
+    assert actual is not None
+    assert (actual.tokens, actual.loss) == (expected.tokens, pytest.approx(expected.loss, rel=1e-6))
 
 
 def test_fewer_rows_than_batches_are_all_taken(opened: Opened) -> None:
     rows = HeldOut(3)
     assert evaluator(opened, rows, eval_batches=5)() is not None
-    assert rows.asked == [[0], [1], [2]]
+    assert rows.requested == [[0], [1], [2]]
 
 
 def test_a_request_to_stop_ends_it(opened: Opened) -> None:
     rows = HeldOut(50)
-    assert evaluator(opened, rows)(lambda: len(rows.asked) >= 3) is None
-    assert len(rows.asked) == 4  # it is read a batch late
+    assert evaluator(opened, rows)(lambda: len(rows.requested) >= 3) is None
+    assert len(rows.requested) == 4  # it is read a batch late
 
 
 def test_only_losses_over_the_same_rows_can_be_compared(opened: Opened) -> None:

@@ -43,7 +43,8 @@ def on_hosts(processes: list[int], host_gib: float, device_gib: float | None = N
 
 NO_SHARD, HYBRID = {"sharding": {"strategy": "NO_SHARD"}}, {"sharding": {"strategy": "HYBRID_SHARD"}}
 OFFLOAD = {"memory": {"cpu_offload": True}}
-FITS: dict[str, tuple[dict[str, Any], list[Room], int, bool]] = {
+Case = tuple[dict[str, Any], list[Room], int, bool]  # sections, rooms, devices, and whether it rests on the host
+FITS: dict[str, Case] = {
     "a CPU": ({}, on_hosts([1], 16), 1, True),
     "two processes of a host, which share it": ({}, on_hosts([2], 16), 2, True),
     "two hosts": ({}, on_hosts([1, 1], 8), 2, True),
@@ -54,75 +55,47 @@ FITS: dict[str, tuple[dict[str, Any], list[Room], int, bool]] = {
     "GPUs with offload, whatever they have": (OFFLOAD, on_hosts([4], 16, 0.1), 4, True),
     "devices that don't tell": ({}, on_hosts([1], 1), 4, False),
 }
-# The same with a hundredth less where it counts.
-TOO_MUCH: dict[str, tuple[dict[str, Any], list[Room], int, bool, str]] = {
-    "a CPU": (
-        {},
-        on_hosts([1], 15.9),
-        1,
-        True,
-        r"at least 16\.0 GiB on a host with 1 of the 1 process.* has 15\.9 GiB",
-    ),
-    "two processes of a host, which share it": (
-        {},
-        on_hosts([2], 15.9),
-        2,
-        True,
-        r"16\.0 GiB on a host with 2 of the 2",
-    ),
-    "a host with more processes": ({}, on_hosts([1, 3], 11.9), 4, True, r"12\.0 GiB on a host with 3 of the 4"),
-    "four virtual devices of one process": (NO_SHARD, on_hosts([1], 63.9), 4, True, r"64\.0 GiB .*\n.*, 4 times"),
-    "a copy for each host": (
-        HYBRID,
-        on_hosts([2, 2], 15.9),
-        4,
-        True,
-        r"2 times\.\n  Ways out: sharding\.strategy=FULL_SHARD",
-    ),
-    "GPUs": ({}, on_hosts([4], 64, 3.9), 4, False, r"4\.0 GiB on each of 4 device.* which has 3\.9 GiB"),
-    "the smallest GPU": ({}, [*on_hosts([3], 64, 8), *on_hosts([1], 64, 3.9)], 4, False, r"4\.0 GiB on each of 4"),
-    "GPUs with offload": (OFFLOAD, on_hosts([4], 15.9, 80), 4, True, r"16\.0 GiB on a host with 4 of the 4"),
+# A hundredth less where it counts.
+TOO_MUCH: dict[str, Case] = {
+    r"at least 16\.0 GiB on a host with 1 of the 1 process.* has 15\.9 GiB": ({}, on_hosts([1], 15.9), 1, True),
+    r"16\.0 GiB on a host with 2 of the 2": ({}, on_hosts([2], 15.9), 2, True),
+    r"12\.0 GiB on a host with 3 of the 4": ({}, on_hosts([1, 3], 11.9), 4, True),
+    r"64\.0 GiB .*\n.*, 4 times": (NO_SHARD, on_hosts([1], 63.9), 4, True),
+    r"2 times\.\n  Ways out: sharding\.strategy=FULL_SHARD": (HYBRID, on_hosts([2, 2], 15.9), 4, True),
+    r"4\.0 GiB on each of 4 device.* which has 3\.9 GiB": ({}, on_hosts([4], 64, 3.9), 4, False),
+    r"4\.0 GiB on each of 4": ({}, [*on_hosts([3], 64, 8), *on_hosts([1], 64, 3.9)], 4, False),  # the smallest GPU
+    r"16\.0 GiB on a host with 4 of the 4": (OFFLOAD, on_hosts([4], 15.9, 80), 4, True),
 }
 
 
-SHARDED = {"replicate": 1, "shard": 4}
-
-
-def axes(sections: dict[str, Any], rooms: list[Room], devices: int) -> dict[str, int]:
-    return mesh_axes(config(**sections), devices, hosts=len({room.host[0] for room in rooms}))
+def check(sections: dict[str, Any], rooms: list[Room], devices: int, rests_on_host: bool) -> str:
+    settings = config(**sections)
+    axes = mesh_axes(settings, devices, hosts=len({room.host[0] for room in rooms}))
+    return check_memory(settings, NEED, rooms, axes, rests_on_host=rests_on_host)
 
 
 @pytest.mark.parametrize("name", FITS)
 def test_what_may_fit_is_told(name: str) -> None:
-    sections, rooms, devices, rests_on_host = FITS[name]
-    said = check_memory(config(**sections), NEED, rooms, axes(sections, rooms, devices), rests_on_host=rests_on_host)
-    assert said.startswith("1,073,741,824 parameters: weights 4.0 GiB, gradients 4.0 GiB, optimizer state 8.0 GiB")
+    line = check(*FITS[name])
+    assert line.startswith("1,073,741,824 parameters: weights 4.0 GiB, gradients 4.0 GiB, optimizer state 8.0 GiB")
 
 
-@pytest.mark.parametrize("name", TOO_MUCH)
-def test_what_cannot_fit_is_refused(name: str) -> None:
-    sections, rooms, devices, rests_on_host, message = TOO_MUCH[name]
-    with pytest.raises(
-        ConfigError, match=rf"(?s)1,073,741,824 parameters.*{message}.*; precision\.master=bfloat16, half"
-    ):
-        check_memory(config(**sections), NEED, rooms, axes(sections, rooms, devices), rests_on_host=rests_on_host)
-
-
-def test_containers_of_one_machine_have_limits_of_their_own() -> None:
-    """And one copy of the model under HYBRID_SHARD, as processes of one host have."""
-    rooms = [Room(("machine", f"container {index}"), 4 * GIB, None) for index in range(4)]
-    for sections in ({}, HYBRID):
-        assert check_memory(config(**sections), NEED, rooms, axes(sections, rooms, 4), rests_on_host=True).endswith(
-            "at least 4.0 GiB for each of 4 device(s), 4.0 GiB of 4.0 GiB on a host"
-        )
+@pytest.mark.parametrize("message", TOO_MUCH)
+def test_what_cannot_fit_is_refused(message: str) -> None:
+    expected = rf"(?s)1,073,741,824 parameters.*{message}.*; precision\.master=bfloat16, half"
+    with pytest.raises(ConfigError, match=expected):
+        check(*TOO_MUCH[message])
 
 
 def test_the_line_says_where_it_rests() -> None:
-    assert check_memory(config(), NEED, on_hosts([4], 64, 80), SHARDED, rests_on_host=False).endswith(
+    """Containers of one machine have limits of their own, and one copy under HYBRID_SHARD, as one host has."""
+    containers = [Room(("machine", f"container {index}"), 4 * GIB, None) for index in range(4)]
+    each = "at least 4.0 GiB for each of 4 device(s), "
+    for sections in ({}, HYBRID):
+        assert check(sections, containers, 4, True).endswith(f"{each}4.0 GiB of 4.0 GiB on a host")
+    assert check({}, on_hosts([2, 2], 64, 80), 4, True).endswith(f"{each}8.0 GiB of 64.0 GiB on a host")
+    assert check({}, on_hosts([4], 64, 80), 4, False).endswith(
         "at least 4.0 GiB of 80.0 GiB on each of 4 device(s), 1.0 GiB on a host"
-    )
-    assert check_memory(config(), NEED, on_hosts([2, 2], 64, 80), SHARDED, rests_on_host=True).endswith(
-        "at least 4.0 GiB for each of 4 device(s), 8.0 GiB of 64.0 GiB on a host"
     )
 
 
