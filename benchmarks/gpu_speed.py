@@ -28,6 +28,7 @@ from portable_fsdp.config.schema import Config
 from portable_fsdp.data.batches import Batches
 from portable_fsdp.data.order import sample_indices
 from portable_fsdp.data.packing import IGNORED
+from portable_fsdp.data.tokenize import load_tokenizer
 from portable_fsdp.metrics.flops import model_flops_per_token, peak_flops
 from portable_fsdp.models.architecture import architecture_mapping
 from portable_fsdp.models.build import build_model
@@ -252,7 +253,7 @@ def _empty_cache(job: Job) -> None:
 def run_ours(job: Job, config: Config, rows: SkewedRows, watch: Watch) -> None:
     """The pieces of `train/loop.py`, and the body of its loop."""
     with open_backend(config, device=job.device, backend="native") as backend:
-        training = build_training(config, backend, vocabulary=256)
+        training = build_training(config, backend, load_tokenizer(config.data.tokenizer))
         _empty_cache(job)
         with Batches(rows, seed=config.run.seed, global_batch=job.micro_batch, shard=(0, 1), accumulation=1) as batches:
             step = OurStep(config, backend, training, batches)
