@@ -139,26 +139,17 @@ class Data(Documents):
         return "stream" if all(part.format == "text" for part in self.mixture or (self,)) else "documents"
 
     @model_validator(mode="after")
-    def _mixture_stands_alone(self) -> Self:
+    def _keys_go_together(self) -> Self:
         own = [name for name in Documents.model_fields if getattr(self, name) != Documents.model_fields[name].default]
         if self.mixture and own:
             raise ValueError(f"mixture stands instead of {', '.join(Documents.model_fields)}: each part has its own")
-        return self
-
-    @model_validator(mode="after")
-    def _packing_fits_the_format(self) -> Self:
         if self.packing == "stream" and any(part.format != "text" for part in self.mixture or (self,)):
             raise ValueError("packing: stream goes with format: text; take documents, none, or auto")
-        return self
-
-    @model_validator(mode="after")
-    def _something_is_held_out(self) -> Self:
-        if self.eval_split is None:
-            return self
-        share = share_held_out(self.eval_split)
+        share = None if self.eval_split is None else share_held_out(self.eval_split)
         if share is not None and not 0 < share < 1:
             raise ValueError(f"eval_split: expected a share between 0% and 100%, found {self.eval_split}")
-        if share is None and (self.mixture or self.source in ("python_docs", "python_source")):
+        has_files = not self.mixture and self.source not in ("python_docs", "python_source")
+        if self.eval_split is not None and share is None and not has_files:
             raise ValueError(
                 f"eval_split: expected a share of the documents, as 5%, found {self.eval_split}: a file or a split "
                 "goes with one source that has files or splits"

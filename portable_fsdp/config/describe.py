@@ -7,7 +7,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 import yaml
-from annotated_types import Ge, Gt, Le, Lt, MinLen
+from annotated_types import MinLen
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -200,17 +200,8 @@ def _type_words(annotation: object) -> str:
 
 
 def _constraint_words(metadata: Sequence[object]) -> Iterator[str]:
+    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
     for constraint in metadata:
-        match constraint:
-            case Ge(bound):
-                yield f">= {bound}"
-            case Gt(bound):
-                yield f"> {bound}"
-            case Le(bound):
-                yield f"<= {bound}"
-            case Lt(bound):
-                yield f"< {bound}"
-            case MinLen():
-                yield "that is not empty"
-            case _:
-                pass
+        if isinstance(constraint, MinLen):
+            yield "that is not empty"
+        yield from (f"{sign} {getattr(constraint, name)}" for name, sign in signs.items() if hasattr(constraint, name))

@@ -7,8 +7,8 @@ device never waits for the host; they are read before a save, so that nothing th
 import logging
 import math
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -197,25 +197,19 @@ def train(
     """
     with StopRequest() as stop:
         try:
-            with open_backend(config, device=device, backend=backend, num_devices=num_devices) as engine:
+            opened = open_backend(config, device=device, backend=backend, num_devices=num_devices)
+            with opened as engine, ExitStack() as held:
                 check_devices(engine.data_parallel_size)
                 configure_log(engine.process.index)
                 require_folders_and_model(config, engine)
                 corpus = open_data(config, engine)
                 steps = total_steps(config, len(corpus.rows))
-                with _sole_run(config, engine):
-                    return _train(config, engine, corpus, steps, stop, callbacks)
+                # Against other runs, from before the search for a checkpoint.
+                on_process_0(engine, lambda: held.enter_context(sole_run(Path(config.run.dir))))
+                return _train(config, engine, corpus, steps, stop, callbacks)
         except Stopped as request:
             log.error("stopped before the first step (%s): nothing to save", request)
             return EXIT_FAILED
-
-
-@contextmanager
-def _sole_run(config: Config, engine: Backend) -> Generator[None]:
-    """Hold run.dir against other runs, from before the search for a checkpoint. *collective*"""
-    with ExitStack() as held:
-        on_process_0(engine, lambda: held.enter_context(sole_run(Path(config.run.dir))))
-        yield
 
 
 def _train(
@@ -225,8 +219,8 @@ def _train(
     require_same_model(engine, training.built.config)
     evaluator = build_evaluator(config, engine, training, corpus)
     with open_checkpoints(config, engine, training, corpus) as checkpoints:
-        found = checkpoints.find(config.checkpoint.resume)
-        resumed = None if found is None else checkpoints.load(found, training.model, training.optimizer)
+        point = checkpoints.find(config.checkpoint.resume)
+        resumed = None if point is None else checkpoints.load(point, training.model, training.optimizer)
         start = run_start(config, engine, training.built.size, steps, resumed)
         last, eval_every = min(steps, config.train.stop_at or steps), config.train.eval_every if evaluator else None
         run = _Run(

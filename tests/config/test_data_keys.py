@@ -11,7 +11,7 @@ FILE = {"source": "jsonl", "path": "a.jsonl"}
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "message"),
     [
         ({"source": "jsonl"}, "path goes with source: text, jsonl, parquet or huggingface"),
         ({"path": "a"}, "path goes with source"),
@@ -39,8 +39,8 @@ FILE = {"source": "jsonl", "path": "a.jsonl"}
         ({**FILE, "eval_split": "100%"}, "eval_split: expected a share between 0% and 100%, found 100%"),
     ],
 )
-def test_keys_that_do_not_go_together_are_refused(keys: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValidationError, match=said):
+def test_keys_that_do_not_go_together_are_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         Data(**keys)
 
 
@@ -60,10 +60,5 @@ def test_what_goes_together_survives_being_written_and_read_back(keys: dict[str,
 
 
 def test_a_share_is_told_from_a_name() -> None:
-    assert [share_held_out(text) for text in ("5%", "2.5%", "50 %", "5%.jsonl", "train[:5%]")] == [
-        0.05,
-        0.025,
-        None,
-        None,
-        None,
-    ]
+    shares = {"5%": 0.05, "2.5%": 0.025, "50 %": None, "5%.jsonl": None, "train[:5%]": None}
+    assert {text: share_held_out(text) for text in shares} == shares

@@ -14,7 +14,7 @@ from foreign_files import named, plain, problems, read
 
 from portable_fsdp.config.describe import option_names
 from portable_fsdp.config.load import read_config
-from portable_fsdp.convert.rules_training import LOGGING_STEPS
+from portable_fsdp.convert.rules import LOGGING_STEPS
 from portable_fsdp.convert.table import (
     ENVIRONMENT,
     FSDP,

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from foreign_files import REST, read
+from foreign_files import REST
 
 from portable_fsdp import launch
 from portable_fsdp.config.load import load_config, read_config
@@ -94,50 +94,43 @@ SIZES = "distributed_type: FSDP\nparallelism_config: {dp_replicate_size: 2, dp_s
 SHARDS = "distributed_type: FSDP\nparallelism_config: {dp_shard_size: 4}\n"
 
 
+NONE, AS_FOUND = "learning_rate: 1\n", {"GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"}
+CPU_FILE, CPU = "distributed_type: FSDP\nuse_cpu: true\n", {"ACCELERATE_USE_CPU": "True"}
+
+
 @pytest.mark.parametrize(
-    ("text", "processes", "environ", "message"),
+    ("text", "processes", "environ", "device", "message"),
     [
-        (ACCELERATE_FILE, 2, {}, ""),
-        (ACCELERATE_FILE, None, {}, ""),
-        (ACCELERATE_FILE, 4, {}, ":4: num_processes: expected 4 (the launcher), found 2."),
-        (ACCELERATE_FILE, 2, {"GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"}, ""),
-        (ACCELERATE_FILE, 2, {"GROUP_WORLD_SIZE": "2", "GROUP_RANK": "0"}, ":2: num_machines: expected 2 "),
-        (ACCELERATE_FILE, 2, {"GROUP_WORLD_SIZE": "1", "GROUP_RANK": "1"}, ":3: machine_rank: expected 1 "),
-        (SIZES, 8, {}, ""),
-        (SIZES, 16, {}, ":2: dp_replicate_size * dp_shard_size: expected 16 devices (the launcher), found 2 * 4 = 8."),
-        (SHARDS, 4, {}, ""),
-        (SHARDS, 8, {}, ":2: dp_shard_size: expected 8 devices (the launcher), found 4."),
+        (ACCELERATE_FILE, 2, {}, "", ""),
+        (ACCELERATE_FILE, None, {}, "", ""),
+        (ACCELERATE_FILE, 4, {}, "", ":4: num_processes: expected 4 (the launcher), found 2."),
+        (ACCELERATE_FILE, 2, AS_FOUND, "", ""),
+        (ACCELERATE_FILE, 2, {**AS_FOUND, "GROUP_WORLD_SIZE": "2"}, "", ":2: num_machines: expected 2 "),
+        (ACCELERATE_FILE, 2, {**AS_FOUND, "GROUP_RANK": "1"}, "", ":3: machine_rank: expected 1 "),
+        (SIZES, 8, {}, "", ""),
+        (
+            SIZES,
+            16,
+            {},
+            "",
+            ":2: dp_replicate_size * dp_shard_size: expected 16 devices (the launcher), found 2 * 4 = 8.",
+        ),
+        (SHARDS, 4, {}, "", ""),
+        (SHARDS, 8, {}, "", ":2: dp_shard_size: expected 8 devices (the launcher), found 4."),
+        (CPU_FILE, 2, {}, "cpu", ""),
+        (CPU_FILE, 2, {}, "cuda", "yaml:2: use_cpu: expected device cuda (--device), found"),
+        (NONE, 2, {"ACCELERATE_USE_CPU": "False"}, "cuda", ""),
+        (NONE, 2, CPU, "cpu", ""),
+        (NONE, 2, CPU, "cuda", "ACCELERATE_USE_CPU: expected device cuda"),
+        (NONE, 2, {"ACCELERATE_TORCH_DEVICE": "cuda:0"}, "cpu", "TORCH_DEVICE: expected device cpu"),
     ],
 )
-def test_processes_are_compared_and_never_obeyed(
-    tmp_path: Path, text: str, processes: int | None, environ: dict[str, str], message: str
+def test_processes_and_the_device_are_compared_and_never_obeyed(
+    tmp_path: Path, text: str, processes: int | None, environ: dict[str, str], device: str, message: str
 ) -> None:
     theirs = tmp_path / "theirs.yaml"
     theirs.write_text(text)
-    imports = read(theirs).imports
+    launched = {"ACCELERATE_MIXED_PRECISION": "no", **environ} if text in (NONE, CPU_FILE) else None
+    imports = read_config(theirs, REST, environ=launched).imports
     with pytest.raises(ConfigError, match=re.escape(message)) if message else nullcontext():
-        check_launcher_facts(imports, processes=processes, environ=environ)
-
-
-@pytest.mark.parametrize(
-    ("text", "environ", "device", "message"),
-    [
-        ("distributed_type: FSDP\nuse_cpu: true\n", {}, "cpu", ""),
-        (
-            "distributed_type: FSDP\nuse_cpu: true\n",
-            {},
-            "cuda",
-            "yaml:2: use_cpu: expected device cuda (--device), found",
-        ),
-        ("learning_rate: 1\n", {"ACCELERATE_USE_CPU": "False"}, "cuda", ""),
-        ("learning_rate: 1\n", {"ACCELERATE_USE_CPU": "True"}, "cpu", ""),
-        ("learning_rate: 1\n", {"ACCELERATE_USE_CPU": "True"}, "cuda", "ACCELERATE_USE_CPU: expected device cuda"),
-        ("learning_rate: 1\n", {"ACCELERATE_TORCH_DEVICE": "cuda:0"}, "cpu", "TORCH_DEVICE: expected device cpu"),
-    ],
-)
-def test_the_device_is_compared(tmp_path: Path, text: str, environ: dict[str, str], device: str, message: str) -> None:
-    theirs = tmp_path / "theirs.yaml"
-    theirs.write_text(text)
-    imports = read_config(theirs, REST, environ={"ACCELERATE_MIXED_PRECISION": "no", **environ}).imports
-    with pytest.raises(ConfigError, match=re.escape(message)) if message else nullcontext():
-        check_launcher_facts(imports, processes=2, environ=environ, device=device)
+        check_launcher_facts(imports, processes=processes, environ=environ, device=device)

@@ -101,24 +101,22 @@ def test_offline_takes_the_cache_and_asks_nobody(tmp_path: Path, hub: Hub) -> No
 
 def test_what_the_hub_refuses_is_said_in_plain_words(tmp_path: Path, hub: Hub) -> None:
     hub.repos["org/gated"], hub.gated = hub.repos["org/model"], {"org/gated"}
-    said = ask(tmp_path, hub, "org/none")
-    assert said.startswith("model.pretrained: expected a local folder or a repository of http://127.0.0.1:")
-    assert "found neither of the name org/none" in said
-    said = ask(tmp_path, hub, "org/gated")
-    assert "found that it is gated on" in said
-    assert f"Ask for access at {hub.url}/org/gated, then set HF_TOKEN" in said
-    assert "expected a branch, tag or commit of org/model behind the @" in ask(tmp_path, hub, "org/model@v2")
-
-
-def test_no_network_and_an_empty_cache_are_said_apart(tmp_path: Path, hub: Hub) -> None:
-    said = ask(tmp_path, hub, "org/model", HF_HUB_OFFLINE="1")
-    assert (
-        f"expected org/model as a local folder or whole in the hub's cache ({tmp_path}/cache/hub), found neither"
-        in said
-    )
-    assert "HF_HUB_OFFLINE is set" in said
-    said = ask(tmp_path, hub, "org/model", HF_ENDPOINT="http://127.0.0.1:9")
-    assert "expected to download org/model from http://127.0.0.1:9, found: ConnectError:" in said
+    unreachable, cache = "http://127.0.0.1:9", f"{tmp_path}/cache/hub"
+    refusals: dict[tuple[str, str, str], str] = {
+        ("org/none", "0", hub.url): f"a local folder or a repository of {hub.url}, found neither of the name org/none",
+        ("org/gated", "0", hub.url): f"Ask for access at {hub.url}/org/gated, then set HF_TOKEN",
+        ("org/model@v2", "0", hub.url): "expected a branch, tag or commit of org/model behind the @",
+        (
+            "org/model",
+            "1",
+            hub.url,
+        ): f"as a local folder or whole in the hub's cache ({cache}), found neither, and HF_HUB",
+        ("org/model", "0", unreachable): f"expected to download org/model from {unreachable}, found: ConnectError:",
+    }
+    for (name, offline, url), expected in refusals.items():
+        message = ask(tmp_path, hub, name, HF_HUB_OFFLINE=offline, HF_ENDPOINT=url)
+        assert message.startswith("model.pretrained: expected ")
+        assert expected in message
 
 
 def test_a_local_folder_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

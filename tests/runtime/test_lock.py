@@ -32,10 +32,10 @@ def test_a_second_run_is_refused_and_told_whose_the_folder_is(tmp_path: Path) ->
         with pytest.raises(ConfigError) as refused, sole_run(tmp_path):
             pass
         assert (tmp_path / LOCK_NAME).read_bytes() == before
-    said = str(refused.value)
-    assert f"run.dir: expected a folder that no other run writes to: {tmp_path}\n" in said
-    assert f"found one that process {os.getpid()} on host {socket.gethostname()} writes to since 20" in said
-    assert "or set run.dir to another folder." in said
+    message = str(refused.value)
+    assert f"run.dir: expected a folder that no other run writes to: {tmp_path}\n" in message
+    assert f"found one that process {os.getpid()} on host {socket.gethostname()} writes to since 20" in message
+    assert "or set run.dir to another folder." in message
 
 
 def test_nothing_is_left_and_the_next_may_enter(tmp_path: Path) -> None:
@@ -43,11 +43,8 @@ def test_nothing_is_left_and_the_next_may_enter(tmp_path: Path) -> None:
         with sole_run(tmp_path / "deep/run"):
             assert [path.name for path in (tmp_path / "deep/run").iterdir()] == [LOCK_NAME]
         assert list(tmp_path.iterdir()) == []
-
-
-def test_folders_that_a_run_wrote_to_stay(tmp_path: Path) -> None:
     with sole_run(tmp_path / "deep/run"):
-        (tmp_path / "deep/run/metrics.jsonl").touch()
+        (tmp_path / "deep/run/metrics.jsonl").touch()  # what a run wrote to stays
     assert sorted(tmp_path.rglob("*")) == [tmp_path / name for name in ("deep", "deep/run", "deep/run/metrics.jsonl")]
 
 
@@ -96,17 +93,13 @@ def test_a_file_system_without_locks_gets_a_warning(
     assert f"run.dir: {tmp_path}: this file system has no locks ({os.strerror(number)})" in caplog.text
 
 
-def test_a_folder_that_can_not_be_made(tmp_path: Path) -> None:
+def test_a_folder_that_can_not_be_made_and_something_else_under_the_locks_name(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    message = r"(?s)run\.dir: expected a folder .*file/run can't: Not a directory"
-    with pytest.raises(ConfigError, match=message), sole_run(tmp_path / "file/run"):
-        pass
-
-
-def test_something_else_under_the_locks_name(tmp_path: Path) -> None:
     (tmp_path / LOCK_NAME).mkdir()
-    with pytest.raises(ConfigError, match=rf"found that .*{LOCK_NAME} can't: Is a directory"), sole_run(tmp_path):
-        pass
+    message = r"(?s)run\.dir: expected a folder .*file/run can't: Not a directory"
+    for folder, expected in ((tmp_path / "file/run", message), (tmp_path, rf"{LOCK_NAME} can't: Is a directory")):
+        with pytest.raises(ConfigError, match=expected), sole_run(folder):
+            pass
 
 
 def test_a_folder_that_another_run_takes_away_meanwhile_is_made_again(

@@ -18,74 +18,65 @@ class Clock:
 def test_minutes_are_counted_from_the_last_save(tmp_path: Path) -> None:
     clock = Clock()
     clock.seconds = 1e6
-    requests = SaveTriggers(tmp_path, 1.5, clock)
-    assert not requests.due
+    triggers = SaveTriggers(tmp_path, 1.5, clock)
+    assert not triggers.due
     clock.seconds += 89.0
-    assert not requests.due
+    assert not triggers.due
     clock.seconds += 1.0
-    assert requests.due
-    assert requests.due  # until it is answered
-    requests.began(1)
-    assert not requests.due
+    assert triggers.due
+    assert triggers.due  # until it is answered
+    triggers.began(1)
+    assert not triggers.due
     clock.seconds += 90.0
-    assert requests.due
+    assert triggers.due
 
 
 def test_a_file_asks_for_one_save_and_goes_when_that_is_committed(tmp_path: Path) -> None:
-    file, requests = tmp_path / "SAVE", SaveTriggers(tmp_path, None)
-    assert not requests.due
+    file, triggers = tmp_path / "SAVE", SaveTriggers(tmp_path, None)
+    absent = SaveTriggers(tmp_path / "absent", None)
+    absent.began(1)
+    absent.committed([1])
+    assert not triggers.due | absent.due
     file.touch()
-    assert requests.due
-    requests.committed([4])  # began before it was asked for
-    assert requests.due
-    requests.began(5)
-    assert not requests.due
-    requests.committed([])
-    requests.committed([4])
+    assert triggers.due
+    triggers.committed([4])  # began before it was made
+    assert triggers.due
+    triggers.began(5)
+    assert not triggers.due
+    triggers.committed([])
+    triggers.committed([4])
     assert file.exists()
-    assert not requests.due
-    requests.committed([5])
+    assert not triggers.due
+    assert SaveTriggers(tmp_path, None).due  # of the next run, where this one ends before the commit
+    triggers.committed([5])
     assert not file.exists()
-    assert not requests.due
+    assert not triggers.due
 
 
-def test_a_request_that_was_never_answered_stays_for_the_next_run(tmp_path: Path) -> None:
-    (tmp_path / "SAVE").touch()
-    SaveTriggers(tmp_path, None).began(5)
-    assert SaveTriggers(tmp_path, None).due
-
-
-def test_who_asks_again_while_it_is_written_is_answered_too(tmp_path: Path) -> None:
-    file, requests = tmp_path / "SAVE", SaveTriggers(tmp_path, None)
+def test_a_request_that_is_made_again_is_answered_too(tmp_path: Path) -> None:
+    """Touched while it is answered; or taken back, and made again after the commit."""
+    file, triggers = tmp_path / "SAVE", SaveTriggers(tmp_path, None)
     file.touch()
-    requests.began(5)
+    triggers.began(5)
     os.utime(file, ns=(1, 1))  # as `touch` does, to another time
-    assert requests.due
-    requests.committed([5])
+    assert triggers.due
+    triggers.committed([5])
     assert file.exists()
-    assert requests.due
-    requests.began(6)
-    requests.committed([6])
-    assert not file.exists()
-
-
-def test_who_takes_the_request_back_may_ask_again(tmp_path: Path) -> None:
-    file, requests = tmp_path / "SAVE", SaveTriggers(tmp_path, None)
-    file.touch()
-    requests.began(5)
+    assert triggers.due
+    triggers.began(6)
     file.unlink()
-    requests.committed([5])
+    triggers.committed([6])
     file.touch()
-    assert requests.due
+    assert triggers.due
 
 
 def test_a_folder_in_its_place_is_ignored_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "SAVE").mkdir()
-    requests = SaveTriggers(tmp_path, None)
+    triggers = SaveTriggers(tmp_path, None)
     for step in (1, 2):
-        assert not requests.due
-        requests.began(step)
-        requests.committed([step])
+        assert not triggers.due
+        triggers.began(step)
+        triggers.committed([step])
     assert (tmp_path / "SAVE").is_dir()
     assert [record.getMessage() for record in caplog.records] == [
         f"{tmp_path / 'SAVE'}: expected a plain file, which requests a save; ignoring what is there"
@@ -100,16 +91,9 @@ def test_a_file_that_can_not_be_deleted_makes_one_save(
 
     monkeypatch.setattr(Path, "unlink", unlink)
     (tmp_path / "SAVE").touch()
-    requests = SaveTriggers(tmp_path, None)
-    requests.began(1)
-    requests.committed([1])
-    assert not requests.due
+    triggers = SaveTriggers(tmp_path, None)
+    triggers.began(1)
+    triggers.committed([1])
+    assert not triggers.due
     assert "the file can't be deleted: Operation not permitted" in caplog.text
     monkeypatch.undo()
-
-
-def test_a_folder_that_is_not_there_yet_asks_for_nothing(tmp_path: Path) -> None:
-    requests = SaveTriggers(tmp_path / "run", None)
-    assert not requests.due
-    requests.began(1)
-    requests.committed([1])
