@@ -133,11 +133,3 @@ def _explicit(
         scores = torch.cat([scores, sinks], dim=-1)
     weights = torch.softmax(scores, dim=-1)[..., : key.shape[-2]].to(value.dtype)
     return (F.dropout(weights, dropout) @ value).transpose(1, 2).contiguous()
-
-
-def register() -> str:
-    """Register `static_attention` in transformers; returns its name there."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(STATIC, static_attention)
-    return STATIC

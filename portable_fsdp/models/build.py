@@ -18,9 +18,9 @@ from torch import nn
 
 from portable_fsdp.config import schema
 from portable_fsdp.config.patterns import matching
-from portable_fsdp.models import attention as static_attention
 from portable_fsdp.models import experts
 from portable_fsdp.models.architecture import config_to_json, last_line, read_architecture
+from portable_fsdp.models.attention import FLEX, STATIC, static_attention
 from portable_fsdp.models.documents import document_arguments, require_documents_apart
 from portable_fsdp.models.loss import Loss, attach_loss
 from portable_fsdp.models.weights import ModelSize, RandomWeights, TensorFile, WeightFill, fill_buffers, size_of
@@ -252,11 +252,18 @@ def _switch_off(config: Any) -> None:
 
 def _made(config: Any, attention: str) -> Any:
     """The model of a copy of the config, its experts in static shapes."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    ALL_EXPERTS_FUNCTIONS.register(experts.DENSE, experts.dense_experts)
+    AttentionInterface.register(STATIC, static_attention)
+    if attention == "flex":
+        from portable_fsdp.models.flex import block_attention
+
+        AttentionInterface.register(FLEX, block_attention)
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    chosen = {"attn_implementation": _attention(kind, attention), "experts_implementation": experts.register()}
+    chosen = {"attn_implementation": _attention(kind, attention), "experts_implementation": experts.DENSE}
     return AutoModelForCausalLM.from_config(copy.deepcopy(config), **chosen, dtype=torch.float32)
 
 
@@ -333,10 +340,6 @@ def _attention(kind: Any, requested: str) -> str:
         raise ConfigError(f"model.attention: {kind.__name__} has an attention of its own; set model.attention=auto.")
     if requested in ("sdpa", "eager"):
         return requested
-    if requested == "flex":
-        from portable_fsdp.models import flex
-
-        return flex.register()
     if takes_any:
-        return static_attention.register()
+        return FLEX if requested == "flex" else STATIC
     return "sdpa" if getattr(kind, "_supports_sdpa", False) else "eager"

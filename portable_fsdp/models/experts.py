@@ -46,14 +46,6 @@ def _linear(experts: Any, hidden: Tensor, name: str) -> Tensor:
     return out + getattr(experts, f"{name}_bias")[:, None] if experts.has_bias else out
 
 
-def register() -> str:
-    """Register `dense_experts` in transformers; returns its name there."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    ALL_EXPERTS_FUNCTIONS.register(DENSE, dense_experts)
-    return DENSE
-
-
 def choose(model: Any, implementation: str, itemsize: int) -> None:
     """Make `model` run its experts as `model.experts` says; `itemsize`: bytes of a number in the compute dtype.
 
@@ -68,7 +60,7 @@ def choose(model: Any, implementation: str, itemsize: int) -> None:
     if implementation == "grouped_mm":
         _check_alignment(experts, itemsize)
     try:
-        model.set_experts_implementation(register() if implementation in ("auto", "dense") else implementation)
+        model.set_experts_implementation(DENSE if implementation in ("auto", "dense") else implementation)
     except (ValueError, ImportError) as error:
         raise ConfigError(
             f"model.experts={implementation}: transformers refuses it for {type(model).__name__}: {error}\n"

@@ -18,8 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from portable_fsdp.models.attention import FLEX
-
 LEAST_WIDTH = 16  # of a head, in inductor's kernel
 
 Masks = dict[int | None, BlockMask]
@@ -135,11 +133,3 @@ def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     `[heads]`.
     """
     return (out * torch.sigmoid(lse - sinks.float()[:, None])[..., None]).to(out.dtype)
-
-
-def register() -> str:
-    """Register `block_attention` in transformers; returns its name there."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(FLEX, block_attention)
-    return FLEX

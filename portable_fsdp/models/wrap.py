@@ -177,13 +177,9 @@ def _has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def _has_parameters(module: nn.Module) -> bool:
-    """A rotary embedding has none: there is nothing to gather."""
-    return any(True for _ in module.parameters())
-
-
 def _can_be_unit(module: nn.Module) -> bool:
-    return _has_forward(module) and _has_parameters(module)
+    """A rotary embedding has no parameters: there is nothing to gather."""
+    return _has_forward(module) and any(True for _ in module.parameters())
 
 
 def _classes_of_units(model: nn.Module) -> list[str]:
@@ -207,7 +203,7 @@ def _of_classes(model: nn.Module, classes: Collection[str]) -> list[str]:
 
 
 def _of_patterns(model: nn.Module, patterns: Iterable[str]) -> list[str]:
-    names = [name for name, module in model.named_modules() if name and _has_parameters(module)]
+    names = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
     chosen = [name for pattern in patterns for name in _outermost(matching("sharding.wrap_modules", pattern, names))]
     for name in chosen:
         module = model.get_submodule(name)

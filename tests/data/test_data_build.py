@@ -69,14 +69,6 @@ def test_a_stream_and_its_fingerprint_are_those_of_earlier_releases(tmp_path: Pa
     assert corpus.fingerprint == ("04bb859e5d3ed009b42886fdec53ac07", "95f64cad147d23ee983871c230125b12")
 
 
-def test_a_corpus_shorter_than_a_row_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "short.txt").write_text("x" * 256)
-    keys = data(tmp_path / "short.txt", source="text", seq_len=257)
-    with pytest.raises(DataError, match=r"expected at least 258 tokens .*, found 257 in .*short\.txt\.\n  Lower"):
-        build_data(keys)
-    assert len(build_data(keys.model_copy(update={"seq_len": 256})).rows) == 1
-
-
 # ------------------------------------------------------------------------------------------------------- documents
 
 
@@ -275,26 +267,6 @@ def test_a_share_of_a_stream_is_held_out(lines: Path) -> None:
     assert 0 < len(corpus.eval_rows) < 20
     assert len(whole.rows) - 2 <= len(corpus.rows) + len(corpus.eval_rows) <= len(whole.rows)
     assert corpus.fingerprint[0] != whole.fingerprint[0]
-
-
-def test_a_file_can_be_held_out(lines: Path, tmp_path: Path) -> None:
-    other = write(tmp_path / "other.jsonl", ["9999", "9998"])
-    corpus = build_data(data(lines, packing="none", eval_split=str(other)))
-    assert corpus.eval_rows is not None
-    assert numbers(corpus.eval_rows) == [9999, 9998]
-    assert corpus.fingerprint == build_data(data(lines, packing="none")).fingerprint
-
-
-def test_a_split_of_a_data_set_can_be_held_out(tmp_path: Path) -> None:
-    import datasets
-
-    texts = [f"{number:04d}" for number in range(10)]
-    datasets.Dataset.from_dict({"text": texts}).save_to_disk(tmp_path / "saved")
-    keys = {"source": "huggingface", "packing": "none", "split": "train[:70%]", "eval_split": "train[70%:]"}
-    corpus = build_data(data(tmp_path / "saved", **keys))
-    assert corpus.eval_rows is not None
-    assert numbers(corpus.rows) == list(range(7))
-    assert numbers(corpus.eval_rows) == [7, 8, 9]
 
 
 # ------------------------------------------------------------------------------------------- order, mixture, epochs

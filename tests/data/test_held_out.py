@@ -22,6 +22,9 @@ def test_files_that_are_held_out_are_not_trained_on(tmp_path: Path, caplog: pyte
     assert corpus.eval_rows is not None
     assert numbers(corpus.rows) == [1, 2]
     assert numbers(corpus.eval_rows) == [3]
+    alone = build_data(data(tmp_path / "a.jsonl", packing="none"))
+    held = build_data(data(tmp_path / "a.jsonl", packing="none", eval_split=str(held_out)))
+    assert held.fingerprint == alone.fingerprint != corpus.eval_rows.fingerprint()
     assert (
         sum(f"not trained on, though data.path names it too: {held_out} and 1 more" in line for line in caplog.messages)
         == 1
@@ -32,52 +35,43 @@ def test_files_that_are_held_out_are_not_trained_on(tmp_path: Path, caplog: pyte
 
 
 @pytest.mark.parametrize(
-    ("split", "eval_split", "meet"),
+    ("split", "eval_split", "expected"),
     [
-        (None, "train", True),
-        (None, "train[:5%]", True),
-        ("train[:70%]", "train[60%:]", True),
-        ("train[:14]", "train[70%:]", False),
-        ("train[:-3]+test", "train[-3:]", False),
-        ("train+test[:1]", "test", True),
-        ("train", "test", False),
+        (None, "train", None),
+        (None, "train[:5%]", None),
+        ("train[:70%]", "train[60%:]", None),
+        ("train[:14]", "train[70%:]", [*range(14, 20)]),
+        ("train[:-3]+test", "train[-3:]", [17, 18, 19]),
+        ("train+test[:1]", "test", None),
+        ("train", "test", [*range(100, 120)]),
     ],
 )
 def test_splits_that_have_rows_in_common_are_refused(
-    tmp_path: Path, split: str | None, eval_split: str, *, meet: bool
+    tmp_path: Path, split: str | None, eval_split: str, expected: list[int] | None
 ) -> None:
-    parts = {name: datasets.Dataset.from_dict({"text": ["0001"] * 20}) for name in ("train", "test")}
+    texts = {name: [f"{first + at:04d}" for at in range(20)] for name, first in (("train", 0), ("test", 100))}
+    parts = {name: datasets.Dataset.from_dict({"text": text}) for name, text in texts.items()}
     cast(Any, datasets).DatasetDict(parts).save_to_disk(tmp_path / "saved")
     keys = data(tmp_path / "saved", source="huggingface", packing="none", split=split, eval_split=eval_split)
-    if not meet:
-        assert build_data(keys).eval_rows is not None
+    if expected is not None:
+        corpus = build_data(keys)
+        assert corpus.eval_rows is not None
+        assert numbers(corpus.eval_rows) == expected
+        assert not {*numbers(corpus.rows)} & {*expected}
         return
     with pytest.raises(DataError, match=r"data\.eval_split: expected a split .*, found (?s:.)*train\[5%:\]"):
         build_data(keys)
 
 
-@pytest.mark.parametrize(
-    ("eval_split", "problem"),
-    [
-        ("none.jsonl", r"nothing: none\.jsonl\n  The path is .* A share of the documents is written 5%\."),
-        ("5 %", r"nothing: 5 %\n  The path is .* A share of the documents is written 5%\."),
-        ("0.05", r"nothing: 0\.05\n  The path is .* A share of the documents is written 5%\."),
-    ],
-)
-def test_what_is_to_be_held_out_and_is_not_there_is_named_by_its_key(
-    tmp_path: Path, eval_split: str, problem: str
-) -> None:
-    path = write(tmp_path / "a.jsonl", ["0001"])
+@pytest.mark.parametrize("eval_split", ["none.jsonl", "5 %", "0.05"])
+def test_what_is_to_be_held_out_and_is_not_there_is_named_by_its_key(tmp_path: Path, eval_split: str) -> None:
+    path, problem = write(tmp_path / "a.jsonl", ["0001"]), rf"nothing: {eval_split}\n  The path is .* is written 5%\."
     with pytest.raises(DataError, match=rf"data\.eval_split: expected a file or a glob .*, found {problem}"):
         build_data(data(path, eval_split=eval_split))
-
-
-def test_a_split_that_is_not_there_is_named_by_its_key(tmp_path: Path) -> None:
     datasets.Dataset.from_dict({"text": ["0001"] * 20}).save_to_disk(tmp_path / "saved")
-    for eval_split in ("5 %", "test"):
-        keys = data(tmp_path / "saved", source="huggingface", eval_split=eval_split)
-        with pytest.raises(DataError, match=rf"data\.eval_split: .* split {eval_split}, (?s:.*) is written 5%\."):
-            build_data(keys)
+    keys = data(tmp_path / "saved", source="huggingface", eval_split=eval_split)
+    with pytest.raises(DataError, match=rf"data\.eval_split: .* split {eval_split}, (?s:.*) is written 5%\."):
+        build_data(keys)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,21 @@ CONVERSATION = [
     {"role": "user", "content": "And an expression?"},
     {"role": "assistant", "content": "It has a value."},
 ]
+FUNCTION = {"name": "search", "parameters": {"type": "object", "properties": {"what": {"type": "string"}}}}
+SCHEMAS = [{"type": "function", "function": FUNCTION}]
+CALL = {"type": "function", "function": {"name": "search", "arguments": {"what": "a statement"}}}
+CALLS = [
+    {"role": "user", "content": "What is a statement?"},
+    {"role": "assistant", "content": "Two looks.", "tool_calls": [CALL, CALL]},
+    {"role": "tool", "content": "one line"},
+    {"role": "tool", "content": "or many"},
+    {"role": "assistant", "content": "It fits one line or many."},
+]
+ONE_CALL = '<call>{"name": "search", "arguments": {"what": "a statement"}}</call>'
+CONTENT = "message['content'] +"
+ONLY_LAST = "(message['content'] if loop.last else message['content'][:3]) +"
+ANSWERS = ["A simple one fits one line.<|im_end|>\n", "It has a value.<|im_end|>\n"]
+PROMPT_OF_MESSAGES = {"prompt": CONVERSATION[:2], "completion": CONVERSATION[2:3]}
 
 
 def render(
@@ -37,10 +52,14 @@ def render_one(form: Format, tokenizer: Tokenizer, fields: Mapping[Any, Any], **
     return rendered
 
 
-def problem(form: Format, tokenizer: Tokenizer, fields: Mapping[Any, Any]) -> str:
+def problem_of(form: Format, tokenizer: Tokenizer, fields: Mapping[Any, Any]) -> str:
     [rendered] = render(form, tokenizer, fields)
     assert isinstance(rendered, Broken)
     return rendered.problem
+
+
+def text_of(tokenizer: Any, rendered: Rendered) -> str:
+    return tokenizer._tokenizer.decode(rendered.ids)
 
 
 def counted_text(tokenizer: Any, rendered: Rendered) -> list[str]:
@@ -91,7 +110,7 @@ def test_the_completion_and_its_end_count(make_tokenizer: MakeTokenizer, around:
     tokenizer = make_tokenizer(around=around)
     rendered = render_one("prompt_completion", tokenizer, {"prompt": "Say it:", "completion": " statement"})
     assert counted_text(tokenizer, rendered) == [" statement<end>"]
-    assert tokenizer._tokenizer.decode(rendered.ids) == ("<begin>" if around else "") + "Say it: statement<end>"
+    assert text_of(tokenizer, rendered) == ("<begin>" if around else "") + "Say it: statement<end>"
     assert not rendered.prompt_differs
 
 
@@ -106,140 +125,114 @@ def test_a_prompt_that_ends_within_a_token_counts_from_where_they_part(make_toke
     assert rendered.counted.tolist() == [False] * common + [True] * (len(whole) - common + 1)
 
 
-def test_prompts_and_completions_of_messages_go_through_the_template(make_tokenizer: MakeTokenizer) -> None:
-    tokenizer = make_tokenizer()
-    fields = {"prompt": CONVERSATION[:2], "completion": CONVERSATION[2:3]}
-    rendered = render_one("prompt_completion", tokenizer, fields)
-    assert counted_text(tokenizer, rendered) == ["A simple one fits one line.<|im_end|>\n"]
-
-
-def test_a_completion_of_messages_without_the_assistant_is_refused(make_tokenizer: MakeTokenizer) -> None:
-    message = problem(
-        "prompt_completion", make_tokenizer(), {"prompt": CONVERSATION[:1], "completion": CONVERSATION[1:2]}
-    )
-    assert message == "expected a turn of the assistant in the completion, found the roles user"
-
-
 def test_prompts_of_messages_that_differ_have_a_note_of_their_own(make_tokenizer: MakeTokenizer) -> None:
     tokenizer = make_tokenizer(CHATML.replace("'<|im_start|>assistant\n'", "'<|im_start|>robot\n'"))
-    rendered = render_one("prompt_completion", tokenizer, {"prompt": CONVERSATION[:2], "completion": CONVERSATION[2:3]})
+    rendered = render_one("prompt_completion", tokenizer, PROMPT_OF_MESSAGES)
     assert not rendered.prompt_differs
     assert [note[:48] for note in rendered.notes] == ["the chat template doesn't begin an answer as it "]
 
 
-def test_a_prompt_of_text_with_messages_behind_is_refused(make_tokenizer: MakeTokenizer) -> None:
-    message = problem("prompt_completion", make_tokenizer(), {"prompt": "a", "completion": CONVERSATION[2:3]})
-    assert message.startswith("expected prompt and completion as texts, or both as messages, found: expected a list of")
-    rendered = render(
-        "prompt_completion", ByteTokenizer(), {"prompt": "a", "completion": 1}, {"prompt": "a", "completion": "b"}
-    )
+def test_one_that_is_broken_leaves_the_others_as_they_are(make_tokenizer: MakeTokenizer) -> None:
+    texts = {"prompt": "a", "completion": "b"}
+    rendered = render("prompt_completion", ByteTokenizer(), texts | {"completion": 1}, texts)
+    assert isinstance(rendered[0], Broken)
     assert isinstance(rendered[1], Rendered)
     assert rendered[1].ids.tolist() == [97, 98, 0]
+    mark = "{{ raise_exception('no such role: judge') if messages[0].role == 'judge' }}{% for"
+    judge = {"messages": [{"role": "judge", "content": "?"}]}
+    for template in (CHATML, GENERATION.replace("{% for", mark, 1)):
+        rendered = render("chat", make_tokenizer(template), judge, {"messages": CONVERSATION}, judge)
+        assert [type(item) for item in rendered] == [Broken, Rendered, Broken]
+        assert isinstance(rendered[0], Broken)
+        assert rendered[0].problem == "the chat template refuses it: no such role: judge"
+        assert [item.number for item in rendered] == [0, 1, 2]
 
 
 # ------------------------------------------------------------------------------------------------------------ chat
 
 
-@pytest.mark.parametrize("template", [CHATML, GENERATION])
-def test_the_assistants_turns_count(make_tokenizer: MakeTokenizer, template: str) -> None:
-    tokenizer = make_tokenizer(template)
-    rendered = render_one("chat", tokenizer, {"messages": CONVERSATION})
-    assert counted_text(tokenizer, rendered) == [
-        "A simple one fits one line.<|im_end|>\n",
-        "It has a value.<|im_end|>\n",
-    ]
-    whole: Any = tokenizer
-    assert rendered.ids.tolist() == whole._tokenizer.apply_chat_template(CONVERSATION, return_dict=True)["input_ids"]
-
-
-def test_a_template_that_ends_every_text_by_the_end_of_text_is_understood(make_tokenizer: MakeTokenizer) -> None:
-    tokenizer = make_tokenizer(
-        CHATML.replace("{% if add_generation", "{% if not add_generation_prompt %}<end>{% endif %}{% if add_generation")
-    )
-    rendered = render_one("chat", tokenizer, {"messages": CONVERSATION})
-    assert counted_text(tokenizer, rendered) == [
-        "A simple one fits one line.<|im_end|>\n",
-        "It has a value.<|im_end|>\n<end>",
-    ]
-
-
-def test_a_template_that_renders_earlier_turns_another_way_is_refused(make_tokenizer: MakeTokenizer) -> None:
-    only_last = CHATML.replace(
-        "message['content'] +", "(message['content'] if loop.last else message['content'][:3]) +"
-    )
-    message = problem("chat", make_tokenizer(only_last), {"messages": CONVERSATION})
-    assert re.match(
-        r"expected a chat template that only adds .* message 2 .*\n  Put \{% generation %\}", message, re.DOTALL
-    )
-    marked = make_tokenizer(
-        GENERATION.replace("message['content'] +", "(message['content'] if loop.last else message['content'][:3]) +")
-    )
-    assert counted_text(marked, render_one("chat", marked, {"messages": CONVERSATION})) == [
-        "A s<|im_end|>\n",
-        "It has a value.<|im_end|>\n",
-    ]
-
-
 @pytest.mark.parametrize(
-    "template",
+    ("template", "form", "expected"),
     [
-        CHATML,
-        GENERATION.replace(
-            "{% for", "{{ raise_exception('no such role: judge') if messages[0].role == 'judge' }}{% for", 1
+        (CHATML, "chat", ANSWERS),
+        (GENERATION, "chat", ANSWERS),
+        (CHATML, "prompt_completion", ANSWERS[:1]),
+        (  # ends every text by the end of text
+            CHATML.replace("{% if add_g", "{% if not add_generation_prompt %}<end>{% endif %}{% if add_g"),
+            "chat",
+            [ANSWERS[0], ANSWERS[1] + "<end>"],
         ),
+        (GENERATION.replace(CONTENT, ONLY_LAST), "chat", ["A s<|im_end|>\n", ANSWERS[1]]),
     ],
 )
-def test_what_the_template_refuses_is_broken_and_the_others_are_not(
-    make_tokenizer: MakeTokenizer, template: str
+def test_the_assistants_turns_count(
+    make_tokenizer: MakeTokenizer, template: str, form: Format, expected: list[str]
 ) -> None:
-    judge = [{"role": "judge", "content": "?"}]
-    rendered = render(
-        "chat", make_tokenizer(template), {"messages": judge}, {"messages": CONVERSATION}, {"messages": judge}
-    )
-    assert [type(item) for item in rendered] == [Broken, Rendered, Broken]
-    assert isinstance(rendered[0], Broken)
-    assert rendered[0].problem == "the chat template refuses it: no such role: judge"
-    assert [item.number for item in rendered] == [0, 1, 2]
+    tokenizer: Any = make_tokenizer(template)
+    rendered = render_one(form, tokenizer, {"messages": CONVERSATION, **PROMPT_OF_MESSAGES})
+    assert counted_text(tokenizer, rendered) == expected
+    if form == "chat":
+        assert rendered.ids.tolist() == list(tokenizer._tokenizer.apply_chat_template(CONVERSATION)["input_ids"])
 
 
-@pytest.mark.parametrize(
-    ("messages", "message"),
-    [
-        ("hello", "expected a list of messages, found text"),
-        ([], "expected a list of messages, found an empty one"),
-        (["hello"], "expected messages with role and content, found text as message 1"),
+OF_KEYS = "expected messages with role and content, found the keys"
+OF_TEXT = "expected messages whose content is text, found"
+OF_TOOLS = "expected tools as a list of JSON schemas, found"
+BROKEN_MESSAGES: list[tuple[Any, str]] = [
+    ("hello", "expected a list of messages, found text"),
+    ([], "expected a list of messages, found an empty one"),
+    (["hello"], "expected messages with role and content, found text as message 1"),
+    ([{"from": "human", "value": "x"}, {"role": "assistant", "content": "y"}], f"{OF_KEYS} from, value in mess"),
+    ([{"from": "human", "value": "x"}], "expected a turn of the assistant, found none"),
+    ([{"from": "human", "value": 1}], f"{OF_TEXT} a number"),
+    (CONVERSATION[:2], "expected a turn of the assistant, found none"),
+    (CONVERSATION[2:3], "expected a message before the assistant's first one"),
+    ([{"role": "user"}, CONVERSATION[2]], f"{OF_KEYS} role in mess"),
+    ([CONVERSATION[1], {"role": "assistant", "value": "b"}], f"{OF_KEYS} role, value in message 2"),
+    *(
         (
-            [{"from": "human", "value": "x"}, {"role": "assistant", "content": "y"}],
-            "expected messages with role and content, found the keys from, value in mess",
-        ),
-        ([{"from": "human", "value": "x"}], "expected a turn of the assistant, found none"),
-        ([{"from": "human", "value": 1}], "expected messages whose content is text, found a number"),
-        (CONVERSATION[:2], "expected a turn of the assistant, found none"),
-        (CONVERSATION[2:3], "expected a message before the assistant's first one"),
-        ([{"role": "user"}, CONVERSATION[2]], "expected messages with role and content, found the keys role in mess"),
-        (
-            [CONVERSATION[1], {"role": "assistant", "value": "b"}],
-            "expected messages with role and content, found the keys role, value in message 2",
-        ),
-        *(
-            (
-                [CONVERSATION[1], {"role": "assistant", "content": content, "tool_calls": []}],
-                f"expected messages whose content is text, found {kind} as content, of the keys role, content, tool_c",
-            )
-            for content, kind in [(None, "null"), ({"a": "b"}, "a mapping"), ([{"type": "text"}], "a list")]
-        ),
-    ],
-)
-def test_what_is_no_conversation_is_broken(make_tokenizer: MakeTokenizer, messages: Any, message: str) -> None:
-    assert problem("chat", make_tokenizer(), {"messages": messages}).startswith(message)
+            [CONVERSATION[1], {"role": "assistant", "content": content, "tool_calls": []}],
+            f"{OF_TEXT} {kind} as content, of the keys role, content, tool_c",
+        )
+        for content, kind in [(None, "null"), ({"a": "b"}, "a mapping"), ([{"type": "text"}], "a list")]
+    ),
+]
+BROKEN: list[tuple[str, dict[str, Any], str]] = [
+    *((CHATML, {"messages": messages}, message) for messages, message in BROKEN_MESSAGES),
+    (CHATML.replace(CONTENT, ONLY_LAST), {}, "expected a chat template that only adds "),
+    (TOOLS, {"tools": {"name": "search"}}, f"{OF_TOOLS} a mapping"),
+    (TOOLS, {"tools": "search"}, f"{OF_TOOLS} text that isn't JSON: search"),
+    (TOOLS, {"tools": ["search"]}, "the chat template refuses it: "),
+    (GENERATION, {"tools": SCHEMAS}, "expected a chat template that reads tools, found no `tools` in it"),
+    (CHATML, {"tools": SCHEMAS}, "expected a chat template that reads tools, found no `tools` in it"),
+    (
+        CHATML,
+        {"prompt": CONVERSATION[:1], "completion": CONVERSATION[1:2]},
+        "expected a turn of the assistant in the completion, found the roles user",
+    ),
+    (
+        CHATML,
+        {"prompt": "a", "completion": CONVERSATION[2:3]},
+        "expected prompt and completion as texts, or both as messages, found: expected a list of",
+    ),
+]
+
+
+@pytest.mark.parametrize(("template", "fields", "message"), BROKEN)
+def test_what_cannot_be_rendered_is_broken(
+    make_tokenizer: MakeTokenizer, template: str, fields: dict[str, Any], message: str
+) -> None:
+    form: Format = "prompt_completion" if "prompt" in fields else "chat"
+    problem = problem_of(form, make_tokenizer(template), {"messages": CONVERSATION, **fields})
+    assert problem.startswith(message)
+    if "only adds" in message:
+        assert re.search(r" message 2 .*\n  Put \{% generation %\}", problem)
 
 
 @pytest.mark.parametrize("message", [{}, {"content": None}])
 def test_a_message_of_calls_needs_no_content(make_tokenizer: MakeTokenizer, message: dict[str, Any]) -> None:
-    tokenizer = make_tokenizer(TOOLS)
-    rendered = render_one(
-        "chat", tokenizer, {"messages": [CALLS[0], {"role": "assistant", **message, "tool_calls": [CALL]}]}
-    )
+    tokenizer, answer = make_tokenizer(TOOLS), {"role": "assistant", **message, "tool_calls": [CALL]}
+    rendered = render_one("chat", tokenizer, {"messages": [CALLS[0], answer]})
     assert counted_text(tokenizer, rendered) == [f"{ONE_CALL}<|im_end|>\n"]
 
 
@@ -247,23 +240,12 @@ def test_a_tokenizer_without_a_template_is_refused(make_tokenizer: MakeTokenizer
     for tokenizer in (ByteTokenizer(), make_tokenizer(None)):
         with pytest.raises(DataError, match=r"data\.tokenizer: expected one with a chat template"):
             renderer("chat", tokenizer, stream=False)
-    with pytest.raises(DataError, match=r"data\.tokenizer: expected one with a chat template"):
-        render("prompt_completion", ByteTokenizer(), {"prompt": CONVERSATION[:2], "completion": CONVERSATION[2:3]})
+    for fields, arguments in (((PROMPT_OF_MESSAGES,), {}), ((), {"enable_thinking": False})):
+        with pytest.raises(DataError, match=r"data\.tokenizer: expected one with a chat template"):
+            render("prompt_completion", ByteTokenizer(), *fields, **arguments)
 
 
 # ------------------------------------------------------------------------------------- tools, a template's arguments
-
-FUNCTION = {"name": "search", "parameters": {"type": "object", "properties": {"what": {"type": "string"}}}}
-SCHEMAS = [{"type": "function", "function": FUNCTION}]
-CALL = {"type": "function", "function": {"name": "search", "arguments": {"what": "a statement"}}}
-CALLS = [
-    {"role": "user", "content": "What is a statement?"},
-    {"role": "assistant", "content": "Two looks.", "tool_calls": [CALL, CALL]},
-    {"role": "tool", "content": "one line"},
-    {"role": "tool", "content": "or many"},
-    {"role": "assistant", "content": "It fits one line or many."},
-]
-ONE_CALL = '<call>{"name": "search", "arguments": {"what": "a statement"}}</call>'
 
 
 @pytest.mark.parametrize("tools", [SCHEMAS, json.dumps(SCHEMAS), [], None], ids=["list", "JSON", "empty", "null"])
@@ -285,18 +267,16 @@ def test_calls_and_arguments_of_the_template_are_rendered_and_masked_as_transfor
             f"Two looks.{ONE_CALL * 2}<|im_end|>\n",
             "It fits one line or many.<|im_end|>\n",
         ]
-        text = tokenizer._tokenizer.decode(rendered.ids)
+        text = text_of(tokenizer, rendered)
         assert text.count("<think></think>") == (2 if arguments.get("enable_thinking") is False else 0)
         assert ('"properties": {"what"' in text) == bool(listed)
 
 
 def test_arguments_of_the_template_hold_for_prompts_of_messages_too(make_tokenizer: MakeTokenizer) -> None:
     tokenizer = make_tokenizer(TOOLS)
-    fields = {"prompt": CONVERSATION[:2], "completion": CONVERSATION[2:3]}
-    rendered = render_one("prompt_completion", tokenizer, fields, enable_thinking=False)
-    assert counted_text(tokenizer, rendered) == ["A simple one fits one line.<|im_end|>\n"]
-    whole: Any = tokenizer
-    assert "<think></think>A simple one" in whole._tokenizer.decode(rendered.ids)
+    rendered = render_one("prompt_completion", tokenizer, PROMPT_OF_MESSAGES, enable_thinking=False)
+    assert counted_text(tokenizer, rendered) == ANSWERS[:1]
+    assert "<think></think>A simple one" in text_of(tokenizer, rendered)
 
 
 @pytest.mark.parametrize("form", ["chat", "prompt_completion"])
@@ -304,17 +284,19 @@ def test_a_template_that_asks_for_the_day_is_told_the_same_one_each_day(
     make_tokenizer: MakeTokenizer, form: Format
 ) -> None:
     tokenizer: Any = make_tokenizer(DATED)
-    fields = {"messages": CONVERSATION, "prompt": CONVERSATION[:2], "completion": CONVERSATION[2:3]}
+    fields = {"messages": CONVERSATION, **PROMPT_OF_MESSAGES}
 
     def text(**arguments: Any) -> str:
-        return tokenizer._tokenizer.decode(render_one(form, tokenizer, fields, **arguments).ids)
+        return text_of(tokenizer, render_one(form, tokenizer, fields, **arguments))
 
     assert "Today: 26 Jul 2024<|im_end|>" in text()
     assert "Today: 05 Jan 2026<|im_end|>" in text(date_string="05 Jan 2026")
     with pytest.raises(DataError, match=r"found strftime_now, which the trainer sets"):
         text(strftime_now="05 Jan 2026")
     other = make_tokenizer(DATED.replace("strftime_now('%d %b %Y')", "strftime_now('%d' + ' %b')"))
-    assert problem(form, other, fields).startswith("expected a chat template that asks for the date by a format in q")
+    assert problem_of(form, other, fields).startswith(
+        "expected a chat template that asks for the date by a format in q"
+    )
 
 
 def test_an_argument_that_the_template_does_not_read_is_refused(make_tokenizer: MakeTokenizer) -> None:
@@ -324,22 +306,3 @@ def test_an_argument_that_the_template_does_not_read_is_refused(make_tokenizer: 
     for name in ("add_generation_prompt", "messages", "tools", "tokenize", "chat_template"):
         with pytest.raises(DataError, match=rf"data\.chat_template_kwargs: .* found {name}, which the trainer sets"):
             render("chat", tokenizer, **{name: True})
-    with pytest.raises(DataError, match=r"data\.tokenizer: expected one with a chat template"):
-        render("prompt_completion", ByteTokenizer(), enable_thinking=False)
-
-
-@pytest.mark.parametrize(
-    ("template", "tools", "message"),
-    [
-        (TOOLS, {"name": "search"}, "expected tools as a list of JSON schemas, found a mapping"),
-        (TOOLS, "search", "expected tools as a list of JSON schemas, found text that isn't JSON: search"),
-        (TOOLS, ["search"], "the chat template refuses it: "),
-        (GENERATION, SCHEMAS, "expected a chat template that reads tools, found no `tools` in it"),
-        (CHATML, SCHEMAS, "expected a chat template that reads tools, found no `tools` in it"),
-    ],
-)
-def test_tools_that_are_none_or_not_read_are_broken(
-    make_tokenizer: MakeTokenizer, template: str, tools: Any, message: str
-) -> None:
-    fields = {"messages": CONVERSATION, "tools": tools}
-    assert problem("chat", make_tokenizer(template), fields).startswith(message)

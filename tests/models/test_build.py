@@ -113,7 +113,6 @@ _ENCODER: dict[str, Any] = {"is_decoder": True, "vocab_size": VOCABULARY, "hidde
 ROBERTA = _ENCODER | {"model_type": "roberta", "pad_token_id": 1}
 MPT: dict[str, Any] = {"model_type": "mpt", "vocab_size": VOCABULARY, "d_model": 48, "n_heads": 4, "n_layers": 2}
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    (LLAMA | {"model_type": "lama"}, {}, r"model_type.*'lama'\.\n.*nearest: llama"),
     (LLAMA | {"model_type": "resnet"}, {}, r"expected a causal language model of transformers, found 'resnet'"),
     (_ENCODER | {"model_type": "bert", "is_decoder": False}, {}, r"causal.*encoder\.\n.*is_decoder=true"),
     (LLAMA | {"zzzzzz": 48}, {}, r"model\.architecture\.zzzzzz: unknown key of LlamaConfig.*\n.*It has: .*vocab_size"),
@@ -121,7 +120,6 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (ROBERTA | {"max_position_embeddings": 25}, {}, r"data\.seq_len: expected at most 23 .*found 24"),
     (MPT | {"max_seq_len": 16}, {}, r"MptForCausalLM can't run a row of 24 tokens .*: RuntimeError: .*\n.*Compare the"),
     (LLAMA | {"vocab_size": 50}, {}, r"vocab_size of at least 101.*found 50\.\n.*architecture\.vocab_size=101"),
-    (LLAMA | {"num_attention_heads": 5}, {}, r"transformers refuses it: .*hidden size.*48.*attention heads.*5"),
     (LLAMA | {"num_key_value_heads": 3}, {}, r"num_key_value_heads that divides num_attention_heads=4, found 3"),
     (LLAMA | {"hidden_size": "wide"}, {}, r"transformers refuses it: .*hidden_size.*int"),
     (LLAMA | {"hidden_act": "sillu"}, {}, r"LlamaConfig: no model can be built .*sillu"),
@@ -234,7 +232,7 @@ def test_a_slice_is_that_of_the_whole_and_its_own_memory() -> None:
     assert torch.equal(whole_weight(built, NAMES[0]), weight)
 
 
-@pytest.mark.parametrize("name", families(["llama", "llama_tied", "gpt2", "opt", "gemma2"]))
+@pytest.mark.parametrize("name", families(["llama", "llama_tied", "gpt2", "opt", "gemma2", "deepseek_v3"]))
 def test_weights_are_spread_as_transformers_spreads_them(name: str) -> None:
     built = build(name)
     for fqn, expected in stock_model(ARCHITECTURES[name]).named_parameters():
@@ -244,20 +242,6 @@ def test_weights_are_spread_as_transformers_spreads_them(name: str) -> None:
             continue
         assert weight.std() == pytest.approx(expected.std().item(), rel=6 / math.sqrt(weight.numel())), fqn
         assert abs(weight.mean()) < 6 * weight.std() / math.sqrt(weight.numel()), fqn
-
-
-def test_gpt2_scales_its_residual_projections() -> None:
-    built = build("gpt2")
-    scaled = whole_weight(built, "transformer.h.0.mlp.c_proj.weight")
-    plain = whole_weight(built, "transformer.wte.weight")
-    assert (scaled.std() / plain.std()).item() == pytest.approx(1 / math.sqrt(2 * 2), rel=0.1)
-
-
-def test_a_persistent_buffer_has_its_initial_value() -> None:
-    built, bias = build("deepseek_v3"), "model.layers.1.mlp.gate.e_score_correction_bias"
-    assert not built.model.get_buffer(bias).any()
-    assert bias in built.model.state_dict()
-    assert whole_weight(built, "model.layers.1.mlp.experts.down_proj").std().item() == pytest.approx(0.02, rel=0.1)
 
 
 GROWTH = """

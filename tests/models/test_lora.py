@@ -55,6 +55,10 @@ def test_the_model_begins_as_its_base_and_only_adapters_train(name: str) -> None
     base, built = build(name), adapted(name, r=3)
     names = trained(built)
     assert names
+    if name == "gpt2":  # whose weights are [in, out]
+        shapes = {fqn: tuple(weight.shape) for fqn, weight in built.model.named_parameters()}
+        assert shapes["transformer.h.0.attn.c_attn.lora_A.default.weight"] == (3, 48)
+        assert shapes["transformer.h.0.attn.c_attn.lora_B.default.weight"] == (144, 3)
     assert all(".lora_A.default.weight" in fqn or ".lora_B.default.weight" in fqn for fqn in names)
     for fqn, weight in built.model.named_parameters():
         if fqn not in names:
@@ -118,13 +122,6 @@ def test_targets_are_patterns_or_ends_of_names(targets: tuple[str, ...], expecte
     assert layers(adapted(targets=targets)) == expected
 
 
-def test_gpt2s_transposed_layers_get_adapters_without_a_warning() -> None:
-    built = adapted("gpt2", r=3)
-    shapes = {fqn: tuple(weight.shape) for fqn, weight in built.model.named_parameters()}
-    assert shapes["transformer.h.0.attn.c_attn.lora_A.default.weight"] == (3, 48)
-    assert shapes["transformer.h.0.attn.c_attn.lora_B.default.weight"] == (144, 3)
-
-
 @pytest.mark.parametrize(
     ("name", "targets", "expected"),
     [
@@ -140,12 +137,6 @@ def test_targets_that_cannot_be(name: str, targets: tuple[str, ...], expected: s
     with pytest.raises(ConfigError, match=r"^model\.lora\.targets: expected") as error:
         adapted(name, targets=targets)
     assert expected in str(error.value)
-
-
-def test_some_adapters_may_be_frozen() -> None:
-    built = build("llama", keys={"lora": Lora(), "freeze": ["model.layers.0"]})
-    assert layers(built)
-    assert all(".layers.1." in fqn for fqn in trained(built))
 
 
 def test_a_base_that_others_do_not_have_is_refused(tmp_path: Path) -> None:
@@ -168,13 +159,13 @@ def test_what_does_not_train_may_rest_in_bfloat16(caplog: pytest.LogCaptureFixtu
         assert weight.dtype == whole_weight(built, fqn).dtype == expected, fqn
     base = build("llama")
     assert torch.equal(whole_weight(built, f"{Q}.base_layer.weight"), whole_weight(base, f"{Q}.weight").bfloat16())
-
-
-def test_frozen_weights_may_rest_in_bfloat16_without_adapters() -> None:
-    built = build("llama", precision={"frozen": "bfloat16"}, keys={"freeze": ["model.layers.0"]})
-    for fqn, weight in built.model.named_parameters():
+    without = build("llama", precision={"frozen": "bfloat16"}, keys={"freeze": ["model.layers.0"]})
+    for fqn, weight in without.model.named_parameters():
         expected = torch.bfloat16 if ".layers.0." in fqn else torch.float32
-        assert weight.dtype == whole_weight(built, fqn).dtype == expected, fqn
+        assert weight.dtype == whole_weight(without, fqn).dtype == expected, fqn
+    some = build("llama", keys={"lora": Lora(), "freeze": ["model.layers.0"]})
+    assert layers(some)
+    assert all(".layers.1." in fqn for fqn in trained(some))
 
 
 def adapters(folder: Path, **settings: Any) -> tuple[str, Any]:
@@ -229,17 +220,13 @@ def test_other_adapters_are_refused_by_name(tmp_path: Path) -> None:
     refused(folder, r"the 2 layers .* found \S*v_proj.lora_A.weight too \(4 in all\)", targets=("q_proj",))
     refused(folder, r"the 14 layers .* found none for \S*down_proj\S* \(20 in all\)", targets=("all-linear",))
     first = f"base_model.model.{Q}.lora_A.weight"
-    changed = {"a magnitude": {**tensors, f"base_model.model.{Q}.lora_magnitude_vector": tensors[first][0].clone()}}
-    changed |= {"a shape": {**tensors, first: tensors[first][:, 1:].contiguous()}}
-    changed |= {"a dtype": {**tensors, first: tensors[first].to(torch.float8_e4m3fn)}}
-    problems = {
-        "a magnitude": "lora_magnitude_vector too",
-        "a shape": r"F32 \[3, 47\]",
-        "a dtype": r"F8_E4M3 \[3, 48\]",
-    }
-    for what, content in changed.items():
-        save_file(content, weights)
-        refused(folder, problems[what])
+    for change, problem in (
+        ({f"base_model.model.{Q}.lora_magnitude_vector": tensors[first][0].clone()}, "lora_magnitude_vector too"),
+        ({first: tensors[first][:, 1:].contiguous()}, r"F32 \[3, 47\]"),
+        ({first: tensors[first].to(torch.float8_e4m3fn)}, r"F8_E4M3 \[3, 48\]"),
+    ):
+        save_file({**tensors, **change}, weights)
+        refused(folder, problem)
     weights.write_bytes(b"no")
     refused(folder, r"adapter_model.safetensors: expected a whole safetensors file, found 2 bytes")
     weights.rename(weights.with_name("adapter_model.bin"))

@@ -15,17 +15,11 @@ from portable_fsdp.config.schema import Memory, Precision, Sharding
 from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dtype, recomputed_layers
 from portable_fsdp.runtime.errors import ConfigError
 
-LAYERS = {"llama": "model.layers", "gpt2": "transformer.h", "opt": "model.decoder.layers"}
 LLAMA_LAYERS = ("model.layers.0", "model.layers.1")
 
 
 def sharding(**keys: Any) -> Sharding:
     return Sharding.model_validate(keys)
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_layers_are_the_models_blocks_in_order(name: str) -> None:
-    assert find_layers(build(name).model, Sharding()) == (f"{LAYERS[name]}.0", f"{LAYERS[name]}.1")
 
 
 class Layer(nn.Module):
@@ -90,35 +84,66 @@ def test_every_nth_of_fewer_layers_is_refused() -> None:
         recomputed_layers(("a", "b", "c"), memory)
 
 
-# ------------------------------------------------------------------------------------------------- units by class
+# ---------------------------------------------------------------------------------- units by class, by hand, by size
+
+MLPS = ("model.layers.0.mlp", "model.layers.1.mlp")
+TABLE, HEAD = "model.embed_tokens", "lm_head"
+TIED_LISTS = [("llama_tied", "model.layers"), ("gpt2", "transformer.h"), ("opt", "model.decoder.layers")]
+UNITS: list[tuple[str, dict[str, Any], tuple[str, ...], tuple[str, ...]]] = [
+    ("llama", {}, (TABLE, *LLAMA_LAYERS, HEAD), LLAMA_LAYERS),
+    *((name, {}, (f"{list_}.0", f"{list_}.1"), (f"{list_}.0", f"{list_}.1")) for name, list_ in TIED_LISTS),
+    (
+        "llama",
+        {"wrap_classes": ["LlamaMLP", "LlamaDecoderLayer"]},
+        (TABLE, LLAMA_LAYERS[0], MLPS[0], LLAMA_LAYERS[1], MLPS[1], HEAD),
+        LLAMA_LAYERS,
+    ),
+    ("llama", {"wrap_classes": ["LlamaMLP"]}, (TABLE, *MLPS, HEAD), MLPS),
+    ("llama", {"wrap_classes": ["LlamaDecoderLayer", "Embedding"]}, (TABLE, *LLAMA_LAYERS, HEAD), LLAMA_LAYERS),
+    ("llama", {"wrap": "NO_WRAP"}, (), LLAMA_LAYERS),
+    (
+        "llama",
+        {"wrap": "NO_WRAP", "wrap_modules": ["*.mlp", "model.layers.1"]},
+        (MLPS[0], LLAMA_LAYERS[1], MLPS[1]),
+        LLAMA_LAYERS,
+    ),
+    ("llama", {"wrap": "NO_WRAP", "wrap_modules": ["model.layers.*"]}, LLAMA_LAYERS, LLAMA_LAYERS),
+    ("llama", {"wrap_modules": [MLPS[1]]}, (TABLE, *LLAMA_LAYERS, MLPS[1], HEAD), LLAMA_LAYERS),
+    ("llama", {"wrap_modules": ["model"]}, ("model", *LLAMA_LAYERS, HEAD), LLAMA_LAYERS),  # the embedding is inside
+    # 4,848 parameters in the table, 11,520 in an MLP, 18,528 in a layer.
+    ("llama_tied", {"wrap": "SIZE_BASED_WRAP", "min_num_params": 12_000}, LLAMA_LAYERS, LLAMA_LAYERS),
+]
 
 
-def test_embedding_and_head_are_units_of_their_own() -> None:
-    expected = ("model.embed_tokens", *LLAMA_LAYERS, "lm_head")
-    assert find_units(build("llama").model, Sharding()) == expected
+@pytest.mark.parametrize(("name", "keys", "units", "layers"), UNITS)
+def test_units_outer_before_inner_and_layers(
+    name: str, keys: dict[str, Any], units: tuple[str, ...], layers: tuple[str, ...]
+) -> None:
+    """Embedding and head are units of their own, and with the root where they are tied; they are no layers, even where
+    the user names their class. Classes of the user take the place of the layers; modules by pattern don't."""
+    model = build(name).model
+    assert find_units(model, sharding(**keys)) == units
+    assert find_layers(model, sharding(**keys)) == layers
 
 
-@pytest.mark.parametrize(("name", "layers"), [("llama_tied", "model.layers"), ("gpt2", "transformer.h")])
-def test_a_tied_embedding_stays_with_the_root(name: str, layers: str) -> None:
-    assert find_units(build(name).model, Sharding()) == (f"{layers}.0", f"{layers}.1")
-
-
-def test_classes_of_the_user_are_units_in_place_of_the_layers_outer_before_inner() -> None:
-    model = build("llama").model
-    both = sharding(wrap_classes=["LlamaMLP", "LlamaDecoderLayer"])
-    layer = [("model.layers.0", "model.layers.0.mlp"), ("model.layers.1", "model.layers.1.mlp")]
-    assert find_units(model, both) == ("model.embed_tokens", *layer[0], *layer[1], "lm_head")
-    assert find_layers(model, both) == LLAMA_LAYERS
-    inner = sharding(wrap_classes=["LlamaMLP"])
-    assert find_units(model, inner) == ("model.embed_tokens", layer[0][1], layer[1][1], "lm_head")
-    assert find_layers(model, inner) == (layer[0][1], layer[1][1])
-
-
-def test_an_embedding_among_the_classes_is_a_unit_and_no_layer() -> None:
-    model = build("llama").model
-    classes = sharding(wrap_classes=["LlamaDecoderLayer", "Embedding"])
-    assert find_units(model, classes) == ("model.embed_tokens", *LLAMA_LAYERS, "lm_head")
-    assert find_layers(model, classes) == LLAMA_LAYERS
+@pytest.mark.parametrize(
+    ("name", "keys", "message"),
+    [
+        *(
+            ("llama_tied", keys, r"(?s)can't be a unit: .*model\.embed_tokens\.weight.*lm_head\.weight")
+            for keys in ({"wrap_classes": ["LlamaDecoderLayer", "Embedding"]}, {"wrap_modules": ["lm_head"]})
+        ),
+        (
+            "llama",
+            {"wrap_modules": ["model.layers"]},
+            r"wrap_modules: .*found model\.layers, a ModuleList.*\n.*model\.layers\.\*",
+        ),
+        ("llama", {"wrap_modules": ["*.mpl"]}, r"sharding\.wrap_modules: .*'\*\.mpl', which matches nothing"),
+    ],
+)
+def test_what_can_be_no_unit_is_refused(name: str, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        find_units(build(name).model, sharding(**keys))
 
 
 @pytest.mark.parametrize("find", [find_layers, find_units])
@@ -136,40 +161,6 @@ def test_a_class_that_can_be_no_unit_is_refused_and_not_offered(find: Any, name:
         find(build("llama").model, sharding(wrap_classes=["LlamaDecoderLayer", name]))
     offered = str(caught.value).partition("The model has: ")[2]
     assert offered == "Embedding, Linear, LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaModel, LlamaRMSNorm."
-
-
-def test_a_unit_that_would_split_a_tied_weight_is_refused() -> None:
-    model = build("llama_tied").model
-    for keys in ({"wrap_classes": ["LlamaDecoderLayer", "Embedding"]}, {"wrap_modules": ["lm_head"]}):
-        with pytest.raises(ConfigError, match=r"(?s)can't be a unit: .*model\.embed_tokens\.weight.*lm_head\.weight"):
-            find_units(model, sharding(**keys))
-
-
-# --------------------------------------------------------------------------------------- units by hand and by size
-
-
-def test_no_wrap_has_no_units_but_those_chosen_by_hand() -> None:
-    model = build("llama").model
-    assert find_units(model, sharding(wrap="NO_WRAP")) == ()
-    by_hand = sharding(wrap="NO_WRAP", wrap_modules=["*.mlp", "model.layers.1"])
-    assert find_units(model, by_hand) == ("model.layers.0.mlp", "model.layers.1", "model.layers.1.mlp")
-    assert find_layers(model, by_hand) == LLAMA_LAYERS
-
-
-def test_modules_by_pattern_come_to_the_layers() -> None:
-    actual = find_units(build("llama").model, sharding(wrap_modules=["model.layers.1.self_attn"]))
-    assert actual == ("model.embed_tokens", *LLAMA_LAYERS, "model.layers.1.self_attn", "lm_head")
-    whole = find_units(build("llama").model, sharding(wrap_modules=["model"]))
-    assert whole == ("model", *LLAMA_LAYERS, "lm_head")  # the embedding is in a unit already
-
-
-def test_a_pattern_names_modules_that_run() -> None:
-    model = build("llama").model
-    with pytest.raises(ConfigError, match=r"wrap_modules: .*found model\.layers, a ModuleList.*\n.*model\.layers\.\*"):
-        find_units(model, sharding(wrap_modules=["model.layers"]))
-    assert find_units(model, sharding(wrap="NO_WRAP", wrap_modules=["model.layers.*"])) == LLAMA_LAYERS
-    with pytest.raises(ConfigError, match=r"sharding\.wrap_modules: .*'\*\.mpl', which matches nothing"):
-        find_units(model, sharding(wrap_modules=["*.mpl"]))
 
 
 def torchs_units(model: nn.Module, min_num_params: int) -> list[str]:
@@ -197,9 +188,7 @@ def test_units_by_size_are_those_of_torchs_policy(name: str, min_num_params: int
 
 
 def test_by_size_a_tied_weight_is_in_one_unit_or_the_root() -> None:
-    model = build("llama_tied").model  # 4,848 parameters in the table, 11,520 in an MLP, 18,528 in a layer
-    assert find_units(model, sharding(wrap="SIZE_BASED_WRAP", min_num_params=12_000)) == LLAMA_LAYERS
-    every = find_units(model, sharding(wrap="SIZE_BASED_WRAP", min_num_params=1))
+    every = find_units(build("llama_tied").model, sharding(wrap="SIZE_BASED_WRAP", min_num_params=1))
     assert "model.layers.0.mlp.up_proj" in every
     assert not {"model", "model.embed_tokens", "lm_head"} & set(every)
 
@@ -223,47 +212,52 @@ def dtypes(name: str, modules: dict[str, str]) -> dict[str, str]:
     return modules_of_own_dtype(build(name).model, Precision.model_validate({"modules": modules}))
 
 
-def test_the_outermost_modules_of_a_pattern_have_its_dtype() -> None:
-    assert dtypes("llama", {"*": "bfloat16"}) == {"model": "bfloat16", "lm_head": "bfloat16"}
-    assert dtypes("llama", {"*.mlp": "float32"}) == {
-        "model.layers.0.mlp": "float32",
-        "model.layers.1.mlp": "float32",
-    }
-    norms = dtypes("llama", {"*norm": "float32"})
-    assert list(norms) == [
-        *(f"model.layers.{layer}.{norm}_layernorm" for layer in (0, 1) for norm in ("input", "post_attention")),
-        "model.norm",
-    ]
+TIED = {"lm_head": "float32", "model.embed_tokens": "float32"}
+NORMS = [f"model.layers.{layer}.{norm}_layernorm" for layer in (0, 1) for norm in ("input", "post_attention")]
 
 
-def test_a_router_is_a_module_like_any_other() -> None:
-    assert dtypes("mixtral", {"*.gate": "float32"}) == {f"model.layers.{n}.mlp.gate": "float32" for n in (0, 1)}
+@pytest.mark.parametrize(
+    ("name", "modules", "expected"),
+    [
+        ("llama", {"*": "bfloat16"}, {"model": "bfloat16", "lm_head": "bfloat16"}),
+        ("llama", {"*.mlp": "float32"}, dict.fromkeys(MLPS, "float32")),
+        ("llama", {"*norm": "float32"}, dict.fromkeys([*NORMS, "model.norm"], "float32")),
+        ("mixtral", {"*.gate": "float32"}, {f"model.layers.{n}.mlp.gate": "float32" for n in (0, 1)}),
+        (  # the first pattern that matches counts
+            "llama",
+            {"lm_head": "float32", "model.layers.0": "float32", "*.mlp": "bfloat16"},
+            {"model.layers.0": "float32", "model.layers.1.mlp": "bfloat16", "lm_head": "float32"},
+        ),
+        *(("llama_tied", {name: "float32"}, TIED) for name in TIED),
+    ],
+)
+def test_the_outermost_modules_of_a_pattern_have_its_dtype(
+    name: str, modules: dict[str, str], expected: dict[str, str]
+) -> None:
+    """With those that share a weight with them; in the order of the model."""
+    actual = dtypes(name, modules)
+    assert actual == expected
+    order = [fqn for fqn, _ in build(name).model.named_modules() if fqn in expected]
+    assert list(actual) == order
 
 
-def test_the_first_pattern_that_matches_counts() -> None:
-    actual = dtypes("llama", {"lm_head": "float32", "model.layers.0": "float32", "*.mlp": "bfloat16"})
-    assert actual == {"model.layers.0": "float32", "model.layers.1.mlp": "bfloat16", "lm_head": "float32"}
-
-
-def test_a_dtype_inside_a_dtype_is_refused() -> None:
-    message = r"'model\.layers\.0' names model\.layers\.0 \(bfloat16\), which holds model\.layers\.0\.mlp \(float32\)"
+@pytest.mark.parametrize(
+    ("name", "modules", "message"),
+    [
+        (
+            "llama",
+            {"*.mlp": "float32", "model.layers.0": "bfloat16"},
+            r"'model\.layers\.0' names model\.layers\.0 \(bfloat16\), which holds model\.layers\.0\.mlp \(float32\)",
+        ),
+        ("llama", {"*act_fn": "float32"}, r"precision\.modules: .*'\*act_fn', which matches nothing"),
+        ("llama", {"*norm*": "float32", "model.norm": "bfloat16"}, r"modules of their own, found 'model.norm'"),
+        (
+            "llama_tied",
+            TIED | {"model.embed_tokens": "bfloat16"},
+            r"one dtype for model.embed_tokens and lm_head.*bfloat16 and float32",
+        ),
+    ],
+)
+def test_dtypes_that_cannot_be_are_refused(name: str, modules: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        dtypes("llama", {"*.mlp": "float32", "model.layers.0": "bfloat16"})
-
-
-def test_a_pattern_that_names_nothing_with_weights_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"precision\.modules: .*'\*act_fn', which matches nothing"):
-        dtypes("llama", {"*act_fn": "float32"})
-
-
-def test_modules_that_share_a_weight_share_its_dtype() -> None:
-    tied = {"lm_head": "float32", "model.embed_tokens": "float32"}
-    for name in tied:
-        assert dtypes("llama_tied", {name: "float32"}) == tied
-    with pytest.raises(ConfigError, match=r"one dtype for model.embed_tokens and lm_head.*bfloat16 and float32"):
-        dtypes("llama_tied", {"lm_head": "float32", "model.embed_tokens": "bfloat16"})
-
-
-def test_a_pattern_that_an_earlier_one_leaves_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"modules of their own, found 'model.norm'"):
-        dtypes("llama", {"*norm*": "float32", "model.norm": "bfloat16"})
+        dtypes(name, modules)
