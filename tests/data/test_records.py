@@ -34,9 +34,7 @@ def lines(path: Path, *values: object) -> Path:
 
 def test_json_lines_of_several_files_come_in_the_order_of_their_names(tmp_path: Path) -> None:
     lines(tmp_path / "b.jsonl", {"text": "3"})
-    (tmp_path / "a.jsonl").write_text(
-        '{"text": "1"}\n\n  \n{"text": "2", "other": [1]}'
-    )  # empty lines, no last newline
+    (tmp_path / "a.jsonl").write_text('{"text": "1"}\n\n  \n{"text": "2", "other": [1]}')  # no last newline
     examples = read(source="jsonl", path=tmp_path / "*.jsonl")
     assert texts(examples) == ["1", "2", "3"]
     assert [example.number for example in examples] == [0, 1, 2]
@@ -50,10 +48,7 @@ def test_json_lines_of_several_files_come_in_the_order_of_their_names(tmp_path: 
         (b"[1, 2]", r"expected a JSON object on one line, found \[1, 2\]"),
         (b'{"text": "\xff"}', "expected UTF-8, found 0xff at byte 10"),
         (b'{"text": "\\ud800"}', "expected text, found half of a surrogate pair"),
-        (
-            b"[" * 300_000,
-            "expected a JSON object on one line: expected at most .* and 200,000 lists, found 0 and 300,000",
-        ),
+        (b"[" * 300_000, "expected a JSON object on one line: .* and 200,000 lists, found 0 and 300,000"),
         (b'{"a":' * 5000, "expected a JSON object on one line: expected fewer levels"),
         (b'{"text": "x", "text": "y"}', "expected a JSON object on one line: the key 'text' stands twice"),
         (b'{"text": "x", "a": [{"b": 1, "b": 2}]}', "expected a JSON object on one line: the key 'b' stands twice"),
@@ -156,13 +151,9 @@ def test_a_folder_of_files_is_a_data_set_too(tmp_path: Path, monkeypatch: pytest
 
 
 def test_other_columns_may_hold_what_python_writes(tmp_path: Path) -> None:
-    line = {"text": "x", "score": float("nan"), "boxes": [[1, 2, 3, 4]] * 11_000}
-    assert texts(read(source="jsonl", path=lines(tmp_path / "a.jsonl", line))) == ["x"]
-
-
-def test_brackets_inside_a_text_are_text(tmp_path: Path) -> None:
-    text = '[\\"{' * 600_000
-    assert texts(read(source="jsonl", path=lines(tmp_path / "a.jsonl", {"text": text}))) == [text]
+    """And brackets inside a text are text."""
+    line = {"text": '[\\"{' * 600_000, "score": float("nan"), "boxes": [[1, 2, 3, 4]] * 11_000}
+    assert texts(read(source="jsonl", path=lines(tmp_path / "a.jsonl", line))) == [line["text"]]
 
 
 def test_a_line_without_end_is_refused_by_its_number(tmp_path: Path) -> None:

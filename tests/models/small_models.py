@@ -177,12 +177,19 @@ def token_ids(rows: int = 2) -> torch.Tensor:
 
 
 class Operators(TorchDispatchMode):
-    """The names of all operators that run."""
+    """All operators that run: names, shapes of the arguments, shape of the result."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.names: set[str] = set()
+        self.calls: list[tuple[str, list[Any], Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(str(func))
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        shapes = [tuple(each.shape) for each in args if isinstance(each, torch.Tensor)]
+        self.calls.append((str(func), shapes, getattr(out, "shape", None)))
+        return out
+
+    def require_no_reads(self) -> None:
+        """Nothing asked the host."""
+        assert self.calls
+        assert not {name for name, *_ in self.calls if "_local_scalar_dense" in name or "nonzero" in name}

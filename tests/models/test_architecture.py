@@ -101,48 +101,40 @@ def test_the_log_names_keys_without_effect(caplog: pytest.LogCaptureFixture) -> 
 
 _OF_SIZES = "vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32"
 _PHI = ARCHITECTURES["phi"]
-DBRX = {"model_type": "dbrx", "vocab_size": 101, "d_model": 48, "n_layers": 2, "n_heads": 4}
+_NO_WIDTH = {key: value for key, value in LLAMA.items() if key != "hidden_size"}
+_NO_DEPTH = {key: value for key, value in LLAMA.items() if key != "num_hidden_layers"}
+_DBRX = {"model_type": "dbrx", "vocab_size": 101, "d_model": 48, "n_layers": 2, "n_heads": 4}
+_GPT2 = {"model_type": "gpt2", "vocab_size": 101, "n_embd": 48, "n_head": 4}
+_HALF = {"partial_rotary_factor": 0.5}
+_OF_PART = {"model_type": "gemma3", "text_config": {"hiden_size": 64}}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fasst": 3}
+_ROPE = {"rope_theta": 5.0, "rope_type": "default"}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "typed": (
         LLAMA | {"hidden_sze": 64},
         r"architecture\.hidden_sze: unknown key of LlamaConfig\.\n  nearest: hidden_",
     ),
-    "instead of the right one": (
-        {key: value for key, value in LLAMA.items() if key != "hidden_size"} | {"hidden_sze": 64},
-        r"architecture\.hidden_sze: unknown key",
-    ),
+    "instead of the right one": (_NO_WIDTH | {"hidden_sze": 64}, r"architecture\.hidden_sze: unknown key"),
     "in a file": (LLAMA | FILE | {"rms_norm_epz": 1e-5}, r"rms_norm_epz: unknown key .*\n  nearest: rms_norm_eps"),
     "one letter, off": (LLAMA | FILE | {"tie_word_embedings": False}, r"nearest: tie_word_embeddings"),
-    "of a part": (
-        {"model_type": "gemma3", "text_config": {"hiden_size": 64}},
-        r"architecture\.text_config\.hiden_size: unknown key of Gemma3TextConfig.*\n  nearest: hidden_size",
-    ),
+    "of a part": (_OF_PART, r"\.text_config\.hiden_size: unknown key of Gemma3TextConfig.*\n  nearest: hidden_size"),
     "of what is converted": (ARCHITECTURES["gpt_neox"] | {"rotary_pcd": 0.5}, r"nearest: rotary_pct"),
     "of another class": (LLAMA | {"sliding_window": 5}, r"sliding_window: unknown key of LlamaConfig"),
     "rotary, of another class": (LLAMA | {"rotary_pct": 0.5}, r"rotary_pct: unknown key of LlamaConfig"),
-    "part of a head": (
-        LLAMA | {"partial_rotary_factor": 0.5},
-        r"partial_rotary_factor: .*0\.5, which LlamaConfig drops",
-    ),
+    "part of a head": (LLAMA | _HALF, r"partial_rotary_factor: .*0\.5, which LlamaConfig drops"),
     "part of a head, in rope_parameters": (
-        LLAMA | {"rope_parameters": {"rope_theta": 5.0, "rope_type": "default", "partial_rotary_factor": 0.5}},
+        LLAMA | {"rope_parameters": _ROPE | _HALF},
         r"partial_rotary_factor: .*0\.5, which LlamaConfig drops.*\n  Leave it out\.$",
     ),
-    "a base in a part": (DBRX | {"attn_config": {"rope_theta": 7.0}}, r"rope_theta: .*7\.0, which DbrxConfig drops"),
+    "a base in a part": (_DBRX | {"attn_config": {"rope_theta": 7.0}}, r"rope_theta: .*7\.0, which DbrxConfig drops"),
     "two letters off, and false": (LLAMA | {"tie_word_embeding": False}, r"nearest: tie_word_embeddings"),
     "beside torch_dtype": (LLAMA | {"torch_dtype": "float32", "num_key_vallue_headss": 2}, r"nearest: num_key_value_"),
     "in rope_scaling": (
-        LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fasst": 3}},
+        LLAMA | {"rope_scaling": _YARN},
         r"rope_scaling\.beta_fasst: unknown key.\n  nearest: beta_fast",
     ),
-    "a negative size": (
-        LLAMA | {"num_hidden_layers": -1},
-        r"num_hidden_layers: expected a size of at least 1, .* -1",
-    ),
-    "no layer, by another name": (
-        {"model_type": "gpt2", "vocab_size": 101, "n_embd": 48, "n_layer": 0, "n_head": 4},
-        r"n_layer: expected a size of at least 1, found 0",
-    ),
+    "a negative size": (LLAMA | {"num_hidden_layers": -1}, r"num_hidden_layers: expected a size of at least 1, .* -1"),
+    "no layer, by another name": (_GPT2 | {"n_layer": 0}, r"n_layer: expected a size of at least 1, found 0"),
     "no number": (LLAMA | {"rms_norm_eps": float("nan")}, r"rms_norm_eps: expected a number, found nan"),
     "two bases": (
         _PHI | {"rope_parameters": {"rope_theta": 5.0}, "rope_theta": 7.0},
@@ -153,10 +145,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         rf"found no vocab_size, .*, num_attention_heads of LlamaConfig\.\n.*would take {_OF_SIZES}\.",
     ),
     "no sizes, in a file": (FILE | {"model_type": "llama"}, r"found no vocab_size, hidden_size, intermediate_size"),
-    "one size": (
-        {key: value for key, value in LLAMA.items() if key != "num_hidden_layers"},
-        r"found no num_hidden_layers of LlamaConfig\.\n  Add it; transformers would take num_hidden_layers=32\.",
-    ),
+    "one size": (_NO_DEPTH, r"no num_hidden_layers of LlamaConfig\.\n  Add it; .* would take num_hidden_layers=32\."),
     "sizes by the class's own names": ({"model_type": "gpt2"}, r"vocab_size=50257, n_embd=768, n_layer=12, n_head=12"),
     "sizes that contradict a default": ({"model_type": "llama", "hidden_size": 48}, r"found no vocab_size, inter"),
     "sizes of a part": ({"model_type": "gemma3"}, r"found no text_config of Gemma3Config"),

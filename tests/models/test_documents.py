@@ -1,13 +1,11 @@
 """Documents that share a row have the losses that each has alone; models that can't do that are refused by name."""
 
-import re
 from typing import Any
 
 import pytest
 import torch
-from small_models import ARCHITECTURES, SEQ_LEN, build, families, materialise, shake, token_ids
+from small_models import ARCHITECTURES, SEQ_LEN, Operators, build, families, materialise, shake, token_ids
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from portable_fsdp.config.schema import Model
 from portable_fsdp.models.build import build_model
@@ -137,31 +135,14 @@ def test_the_trial_takes_vocabularies_smaller_than_its_own() -> None:
     build_model(section, seed=0, seq_len=SEQ_LEN, vocabulary=31, packs_documents=True)
 
 
-class _Masks(TorchDispatchMode):
-    """How many operators gave a tensor of all pairs of positions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pairs = 0
-        self.reads: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor) and out.shape == (2, 1, SEQ_LEN, SEQ_LEN):
-            self.pairs += 1
-        if re.search("_local_scalar_dense|nonzero", str(func)):
-            self.reads.add(str(func))
-        return out
-
-
 def test_the_mask_is_made_once_a_forward_on_the_device() -> None:
     counts: list[int] = []
     for layers in (2, 6):
         model = materialise(build("llama", packs=True, num_hidden_layers=layers))
-        with torch.no_grad(), _Masks() as masks:
+        with torch.no_grad(), Operators() as operators:
             model(token_ids(), token_ids(), positions(), segments())
-        assert not masks.reads
-        counts.append(masks.pairs)
+        operators.require_no_reads()
+        counts.append(sum(shape == (2, 1, SEQ_LEN, SEQ_LEN) for *_, shape in operators.calls))
     assert counts[0] == counts[1] > 0
 
 
