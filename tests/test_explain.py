@@ -20,15 +20,15 @@ ROOT = Path(__file__).parents[1]
 CONFIG = f"--config={ROOT / 'configs/llama_1b.yaml'}"
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def explained(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert explain.main(list(arguments)) == 0
     out, err = capsys.readouterr()
     assert not err
     return out
 
 
-def said_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    return json.loads(said(capsys, *arguments, "--json"))
+def explained_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    return json.loads(explained(capsys, *arguments, "--json"))
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -39,11 +39,11 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_each_option_of_a_config_has_a_verdict_of_each_engine(capsys: pytest.CaptureFixture[str]) -> None:
-    found = said_json(capsys, CONFIG, "memory.cpu_offload=true", "--num_devices=4", "--num_hosts=2")
-    assert tuple(found["options"]) == option_names()
-    assert all(list(option["engines"]) == list(ENGINES) for option in found["options"].values())
-    assert found["places"][0] == {"engine": "native", "device": "cuda", "devices": 8, "hosts": 2}
-    offload = found["options"]["memory.cpu_offload"]
+    answer = explained_json(capsys, CONFIG, "memory.cpu_offload=true", "--num_devices=4", "--num_hosts=2")
+    assert tuple(answer["options"]) == option_names()
+    assert all(list(option["engines"]) == list(ENGINES) for option in answer["options"].values())
+    assert answer["places"][0] == {"engine": "native", "device": "cuda", "devices": 8, "hosts": 2}
+    offload = answer["options"]["memory.cpu_offload"]
     assert offload["value"] is True
     assert {engine: answer["verdict"] for engine, answer in offload["engines"].items()} == {
         "native": "honoured",
@@ -51,11 +51,11 @@ def test_each_option_of_a_config_has_a_verdict_of_each_engine(capsys: pytest.Cap
         "xla_fsdp1": "refused",
     }
     assert "Set memory.cpu_offload=false." in offload["engines"]["xla"]["text"]
-    assert found["options"]["sharding.forward_prefetch"]["engines"]["xla"]["verdict"] == "delegated"
+    assert answer["options"]["sharding.forward_prefetch"]["engines"]["xla"]["verdict"] == "delegated"
 
 
 def test_the_text_of_a_config(capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(capsys, CONFIG, "memory.cpu_offload=true", "--device=cpu")
+    text = explained(capsys, CONFIG, "memory.cpu_offload=true", "--device=cpu")
     assert text.startswith("native on cpu, xla on cpu, xla_fsdp1 on cpu; rules about the number of devices")
     entry = text.partition("memory.cpu_offload = true  # override 'memory.cpu_offload=true'\n")[2].partition(
         "\ncompile.enabled"
@@ -72,41 +72,40 @@ def test_the_text_of_a_config(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_flags_narrow_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    assert said(capsys, CONFIG, "--device=tpu", "--backend=xla", "--num_devices=4").startswith(
+    assert explained(capsys, CONFIG, "--device=tpu", "--backend=xla", "--num_devices=4").startswith(
         "xla on tpu; 4 device(s) of 1 host(s)\n"
     )
-    assert "\n  all engines " not in said(capsys, CONFIG, "--backend=xla")
+    assert "\n  all engines " not in explained(capsys, CONFIG, "--backend=xla")
     for device, engines in ((device, engines_on(device)) for device in DEVICES):
-        found = said_json(capsys, CONFIG, f"--device={device}")
-        assert [place["engine"] for place in found["places"]] == list(engines)
+        places = explained_json(capsys, CONFIG, f"--device={device}")["places"]
+        assert [place["engine"] for place in places] == list(engines)
 
 
-def test_a_batch_is_judged_where_the_devices_are_known(capsys: pytest.CaptureFixture[str]) -> None:
-    def verdict(*arguments: str) -> str:
-        found = said_json(capsys, CONFIG, *arguments)["options"]["train.global_batch"]
-        return found["engines"]["native"]["verdict"]
-
-    assert verdict() == "honoured"
-    assert verdict("--num_devices=8") == "honoured"
-    assert verdict("--num_devices=3") == "refused"
-
-
-def test_replicas_are_judged_where_the_hosts_are_known(capsys: pytest.CaptureFixture[str]) -> None:
-    def verdict(*arguments: str) -> str:
-        found = said_json(capsys, CONFIG, "sharding.strategy=HYBRID_SHARD", *arguments)["options"]
-        return found["sharding.replicas"]["engines"]["native"]["verdict"]
-
-    assert verdict() == "honoured"
-    assert verdict("--num_devices=8") == "refused"
-    assert verdict("--num_devices=8", "--num_hosts=2") == "honoured"
+@pytest.mark.parametrize(
+    ("option", "arguments", "kind"),
+    [
+        ("train.global_batch", [], "honoured"),
+        ("train.global_batch", ["--num_devices=8"], "honoured"),
+        ("train.global_batch", ["--num_devices=3"], "refused"),
+        ("sharding.replicas", [], "honoured"),
+        ("sharding.replicas", ["--num_devices=8"], "refused"),
+        ("sharding.replicas", ["--num_devices=8", "--num_hosts=2"], "honoured"),
+    ],
+)
+def test_an_option_is_judged_where_the_devices_and_hosts_are_known(
+    capsys: pytest.CaptureFixture[str], option: str, arguments: list[str], kind: str
+) -> None:
+    settings = ["sharding.strategy=HYBRID_SHARD"] if option == "sharding.replicas" else []
+    answer = explained_json(capsys, CONFIG, *settings, *arguments)["options"][option]
+    assert answer["engines"]["native"]["verdict"] == kind
 
 
 def test_without_a_config_every_option_and_every_case(capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(capsys)
+    text = explained(capsys)
     assert [line for line in text.splitlines() if not line.startswith(" ")] == list(option_names())
     assert "on one device: sharded replicas need four devices or more" in text
     assert "(checked when the model is built)" in text
-    table = said_json(capsys, "--backend=xla")["options"]
+    table = explained_json(capsys, "--backend=xla")["options"]
     assert tuple(table) == option_names()
     assert {tuple(line["engines"]) for lines in table.values() for line in lines} == {("xla",)}
     assert {line["kind"] for line in table["sharding.wrap_classes"]} == {"honoured", "refused"}
@@ -125,6 +124,7 @@ def test_without_a_config_every_option_and_every_case(capsys: pytest.CaptureFixt
         (["optim.lr=1"], "override 'optim.lr=1': expected --config too"),
         ([CONFIG, "optim.lrr=1"], "optim.lrr: unknown key"),
         (["--config=none.yaml"], "no such file"),
+        ([CONFIG, "--write="], "--write=: expected the name of a new YAML file"),
         ([CONFIG, "--strict"], "--strict: expected --device=cpu, cuda or tpu"),
         (["--device=cpu", "--strict"], "--strict: expected --config too"),
         ([CONFIG, "--config=none.yaml"], f"--config=none.yaml: already given as {ROOT}/configs/llama_1b.yaml"),
@@ -160,15 +160,15 @@ def test_strict_refuses_what_launch_refuses_in_its_words(capsys: pytest.CaptureF
 def test_strict_judges_the_usual_engine_of_the_device(capsys: pytest.CaptureFixture[str]) -> None:
     offload, scan = "memory.cpu_offload=true", "compile.scan_layers=true"
     for device, taken, wrong in (("cuda", offload, scan), ("tpu", scan, offload), ("cpu", offload, scan)):
-        said(capsys, CONFIG, "--strict", f"--device={device}", taken)
+        explained(capsys, CONFIG, "--strict", f"--device={device}", taken)
         assert wrong in refused(capsys, CONFIG, "--strict", f"--device={device}", wrong)
-    said(capsys, CONFIG, "--strict", "--device=cpu", "--backend=xla", scan)
+    explained(capsys, CONFIG, "--strict", "--device=cpu", "--backend=xla", scan)
 
 
 def test_strict_does_not_judge_by_a_number_of_devices_that_it_is_not_told(capsys: pytest.CaptureFixture[str]) -> None:
     strict = [CONFIG, "--strict", "--device=cuda", "train.global_batch=7", "train.micro_batch=7"]
-    assert said(capsys, *strict, "--num_devices=1")
-    assert said(capsys, *strict)
+    assert explained(capsys, *strict, "--num_devices=1")
+    assert explained(capsys, *strict)
     assert "7 * 16 = 112 sequences, found 7" in refused(capsys, *strict, "--num_devices=8", "--num_hosts=2")
     theirs = f"--import={ROOT / 'tests/convert/samples/multi_gpu.yaml'}"
     message = refused(capsys, *QUICKSTART, "--strict", theirs, "--num_hosts=2")  # 4 devices, as it says
@@ -176,13 +176,9 @@ def test_strict_does_not_judge_by_a_number_of_devices_that_it_is_not_told(capsys
     assert "num_processes" not in message
 
 
-def test_a_translation_needs_a_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--write=: expected the name of a new YAML file" in refused(capsys, CONFIG, "--write=")
-
-
 def test_strict_says_what_is_said_without_it(capsys: pytest.CaptureFixture[str]) -> None:
     words = [CONFIG, "--device=cuda", "--num_devices=8", "--json"]
-    assert said(capsys, *words, "--strict") == said(capsys, *words)
+    assert explained(capsys, *words, "--strict") == explained(capsys, *words)
 
 
 @pytest.mark.parametrize("words", [CONFIG, "--schema", "--help"])
@@ -193,19 +189,19 @@ def test_a_reader_that_goes_away_is_no_error(words: str) -> None:
 
 
 def test_a_key_is_explained_by_its_documentation_and_a_section_by_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
-    assert said(capsys, "optim.lr").splitlines() == [
+    assert explained(capsys, "optim.lr").splitlines() == [
         "optim.lr",
         "  peak learning rate (a number > 0; default 0.0003)",
         "  all engines        honoured   the learning rate of each step, computed on the host",
     ]
-    section = said(capsys, "checkpoint").splitlines()
+    section = explained(capsys, "checkpoint").splitlines()
     keys = [name for name in option_names() if name.startswith("checkpoint.")]
     assert [line for line in section if not line.startswith(" ")] == keys
     assert "  lr: peak learning rate of the group; null: optim.lr (a number > 0 or null; default null)" in (
-        said(capsys, "optim.groups").splitlines()
+        explained(capsys, "optim.groups").splitlines()
     )
-    assert list(said_json(capsys, "run.dir", "optim.lr")["options"]) == ["run.dir", "optim.lr"]
-    of_config = said(capsys, CONFIG, "--device=cpu", "train.steps=7", "train.steps").splitlines()
+    assert list(explained_json(capsys, "run.dir", "optim.lr")["options"]) == ["run.dir", "optim.lr"]
+    of_config = explained(capsys, CONFIG, "--device=cpu", "train.steps=7", "train.steps").splitlines()
     assert of_config[2:4] == [
         "train.steps = 7  # override 'train.steps=7'",
         "  optimizer updates in the whole run (an integer >= 1 or null; default null)",
@@ -213,7 +209,7 @@ def test_a_key_is_explained_by_its_documentation_and_a_section_by_its_keys(capsy
 
 
 def test_the_schema_takes_our_configs_and_finds_what_is_misspelt(capsys: pytest.CaptureFixture[str]) -> None:
-    schema = json.loads(said(capsys, "--schema"))
+    schema = json.loads(explained(capsys, "--schema"))
     validator = Draft202012Validator(schema)
     Draft202012Validator.check_schema(schema)
     files = sorted((ROOT / "configs").glob("*.yaml"))
@@ -233,7 +229,3 @@ def test_it_is_quick_and_imports_no_torch() -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60, stdout=subprocess.DEVNULL)
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 2  # seconds of the processor; 0.5 usually
-
-
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--num_devices" in said(capsys, "--help")

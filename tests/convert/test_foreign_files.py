@@ -18,12 +18,18 @@ def keys_of(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_every_key_of_a_file_is_answered_by_name(path: Path) -> None:
-    [imported] = read(path).imports
-    answered = {setting.key for setting in imported.settings.values()}
-    answered |= {note.key for note in (*imported.launcher, *imported.not_needed)}
+def test_every_key_is_answered_by_name_and_a_translation_reads_back(path: Path, tmp_path: Path) -> None:
+    loaded = read(path)
+    [imported] = loaded.imports
+    answered = {entry.key for entry in (*imported.settings.values(), *imported.launcher, *imported.not_needed)}
     lost = [key for key in keys_of(path) if key not in answered and key not in key_table().nested]
     assert [key for key in lost if find_anywhere("", key) is not None] == []
+    ours = tmp_path / "ours.yaml"
+    ours.write_text(translation(loaded))
+    assert load_config(ours) == loaded.config
+    for setting in imported.settings.values():
+        if loaded.origins.get(setting.option) == setting.where:
+            assert f"# {setting.where}: {setting.key}: " in ours.read_text()
 
 
 def misspelt(key: str) -> str:
@@ -43,18 +49,6 @@ def test_every_misspelt_key_is_named_with_its_nearest(path: Path, tmp_path: Path
         names |= {key.removeprefix("fsdp_"), f"fsdp_{key}"}
         [near] = re.findall(rf"{misspelt(key)}: unknown key of .*\n  nearest: (\w+)\.", message)
         assert near in names, key
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_a_translation_reads_back_to_an_equal_config(path: Path, tmp_path: Path) -> None:
-    loaded = read(path)
-    ours = tmp_path / "ours.yaml"
-    ours.write_text(translation(loaded))
-    assert load_config(ours) == loaded.config
-    [imported] = loaded.imports
-    for setting in imported.settings.values():
-        if loaded.origins.get(setting.option) == setting.where:
-            assert f"# {setting.where}: {setting.key}: " in ours.read_text()
 
 
 def test_explain_writes_and_names_the_origin_of_a_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from accelerate_keys import class_fields, keys_of
-from foreign_files import named, plain, problems, read
+from foreign_files import plain, problems, read
 
 from portable_fsdp.config.describe import option_names
 from portable_fsdp.config.load import read_config
@@ -249,41 +249,3 @@ def test_the_override_that_a_refusal_names_lifts_it(
     )
     assert refusal.ways.endswith(f", or override {refusal.about}")
     read_config(theirs, [*rest, f"{refusal.about}={OVERRIDES[refusal.about]}"], environ=environ)
-
-
-# ------------------------------------------------------------------------------------------------ the example files
-
-
-EXAMPLES = {
-    "accelerate_0_20_fsdp.yaml": "accelerate 0.20",
-    "accelerate_0_34_fsdp.yaml": "accelerate 0.34",
-    "accelerate_1_0_fsdp_hybrid.yaml": "accelerate 1.0",
-    **dict.fromkeys(
-        ("accelerate_1_15_fsdp2.yaml", "deepspeed_zero3.yaml", "megatron.yaml", "multi_gpu.yaml", "tpu.yaml"),
-        "accelerate",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_has_what_its_release_writes(name: str) -> None:
-    known = {place: set(keys) for place, keys in SOURCES[EXAMPLES[name]][1]().items()}
-    for key, value in yaml.safe_load(named(name).read_text()).items():
-        assert key in known["accelerate"], key
-        inside = value if isinstance(value, dict) else {}
-        assert [inner for inner in inside if inner not in known[key]] == []
-
-
-@pytest.mark.parametrize("name", ["trainer_fsdp_config.json", "trainer_xla_fsdp_v1.json", "trainer_xla_fsdp_v2.json"])
-def test_an_example_has_what_trainer_reads(name: str) -> None:
-    text = (package("transformers") / "training_args.py").read_text()
-    read = set(re.findall(r'fsdp_config(?:\.get\(|\.setdefault\(|\[)"(\w+)"', text))
-    keys = [key.removeprefix("fsdp_") for key in json.loads(named(name).read_text())]
-    assert [key for key in keys if key not in read] == []
-
-
-@pytest.mark.xla
-def test_an_example_has_what_torch_xlas_fsdp_takes() -> None:
-    settings = json.loads(named("trainer_xla_fsdp_v1.json").read_text())["xla_fsdp_settings"]
-    assert settings
-    assert [key for key in settings if key not in arguments_of_xla_fsdp()] == []

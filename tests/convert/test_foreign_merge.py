@@ -164,8 +164,7 @@ def test_nothing_is_read_where_accelerate_launch_is_not_the_starter(write: Write
 def test_every_variable_is_answered_and_named_as_an_origin(write: Write) -> None:
     loaded = launched(write, {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"})
     [imported] = loaded.imports
-    keys = {setting.key for setting in imported.settings.values()}
-    keys |= {note.key for note in (*imported.launcher, *imported.not_needed)}
+    keys = {entry.key for entry in (*imported.settings.values(), *imported.launcher, *imported.not_needed)}
     assert keys == {*LAUNCHED, "FSDP_STATE_DICT_TYPE"}
     assert loaded.origins["sharding.strategy"] == "accelerate launch: FSDP_SHARDING_STRATEGY"
     assert origin(loaded, "sharding.strategy") == "accelerate launch: FSDP_SHARDING_STRATEGY: FULL_SHARD"
