@@ -118,18 +118,17 @@ class Callbacks:
 
     def __init__(self, ours: Sequence[Callback], yours: Sequence[Callback], backend: Backend) -> None:
         is_first = backend.process.index == 0
-        self._ours = list(ours) if is_first else []
-        self._yours = list(yours) if is_first else []
+        self._ours, self._all = ours, [*ours, *yours] if is_first else []
 
     def call(self, hook: Callable[[Callback, T], None], data: T) -> None:
         """`call(Callback.on_step, end)`: of all of them. What one of ours raises, as for a full disk, ends the run."""
-        for callback in self._ours:
-            getattr(callback, hook.__name__)(data)
-        for callback in list(self._yours):
+        for callback in list(self._all):
             try:
                 getattr(callback, hook.__name__)(data)
             except Exception:
-                self._yours.remove(callback)
+                if callback in self._ours:
+                    raise
+                self._all.remove(callback)
                 log.exception(
                     "callback %s.%s raised; the run goes on without it:", type(callback).__name__, hook.__name__
                 )

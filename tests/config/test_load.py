@@ -2,9 +2,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from portable_fsdp.config.data import Data, share_held_out
 from portable_fsdp.config.layout import check_batch
 from portable_fsdp.config.load import config_text, load_config
 from portable_fsdp.config.schema import Config, Memory, Run
@@ -136,6 +138,7 @@ REFUSED_FILES = [
 ]
 """Texts of a file and overrides; all problems come at once, in the order of the lines."""
 
+JSONL = "source: jsonl, path: a.jsonl"
 REFUSED_OVERRIDES = [
     *(
         "optim.lr=x",
@@ -152,6 +155,15 @@ REFUSED_OVERRIDES = [
     *("precision.modules.head=fp32", "precision.modules={1: float32}", "optim.groups=x", "optim.groups=[3]"),
     *("optim.groups=[{match: x, lr: -1}]", "optim.groups=[{lr: 1}]", "optim.groups=[{match: x, lrr: 1}]"),
     "optim.groups=[{match: x, lr: 1, lr: 2}]",
+    *("data={source: jsonl}", "data={path: a}", f"data={{{JSONL}, split: train}}", "data={columns: {text: body}}"),
+    *("data={source: text, path: a, format: chat}", f"data={{{JSONL}, columns: {{prompt: q}}}}"),
+    *(f"data={{{JSONL}, columns: {{body: q}}}}", f"data={{{JSONL}, format: chat, packing: stream}}"),
+    *(f"data={{{JSONL}, mixture: [{{{JSONL}}}]}}", f"data={{{JSONL}, chat_template_kwargs: {{a: 1}}}}"),
+    f"data={{{JSONL}, format: prompt_completion, columns: {{tools: t}}}}",
+    f"data={{mixture: [{{{JSONL}, format: chat}}, {{{JSONL}}}], packing: stream}}",
+    *(f"data={{mixture: [{{{JSONL}, weight: 0.0}}]}}", "data={mixture: [{source: jsonl}]}"),
+    *(f"data={{mixture: [{{{JSONL}}}], eval_split: b.jsonl}}", "data={eval_split: validation}"),
+    *(f"data={{{JSONL}, eval_split: 0%}}", f"data={{{JSONL}, eval_split: 100%}}"),
 ]
 """Each with a good file; lists and mappings are named to the item."""
 
@@ -194,6 +206,31 @@ def test_missing_file_folder_and_bytes(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_bytes(b"a: \xff")
     assert "expected UTF-8 text" in message(path)
+
+
+# --- data
+
+FILE = {"source": "jsonl", "path": "a.jsonl"}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {**FILE, "format": "prompt_completion", "columns": {"prompt": "q"}, "eval_split": "b.jsonl"},
+        {**FILE, "format": "chat", "columns": {"tools": "t"}, "chat_template_kwargs": {"enable_thinking": False}},
+        {"source": "huggingface", "path": "org/name", "split": "train[:10%]", "eval_split": "test"},
+        {"mixture": [{**FILE, "weight": 3}, {"source": "python_docs"}], "eval_split": "2.5%", "packing": "stream"},
+    ],
+)
+def test_data_whose_keys_go_together_survives_being_written_and_read_back(keys: dict[str, Any]) -> None:
+    data = Data(**keys)
+    assert Data(**data.model_dump(mode="json")) == data
+
+
+def test_a_share_is_told_from_a_name() -> None:
+    shares = {"5%": 0.05, "2.5%": 0.025, "50 %": None, "5%.jsonl": None, "train[:5%]": None}
+    assert {text: share_held_out(text) for text in shares} == shares
 
 
 # --- sizes

@@ -1,8 +1,11 @@
-"""What follows a step: the whole table."""
+"""What follows a step, the whole table; and how many updates a run has, as set or as its epochs come to."""
 
 import pytest
 
 from portable_fsdp.checkpoint.format import Evaluated
+from portable_fsdp.config.schema import Config, Model, Optim, Train
+from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.train.build import total_steps
 from portable_fsdp.train.decision import Decision, Limits, Votes, decide
 
 LIMITS = Limits(last=10, save_every=4, eval_every=3, patience=2)
@@ -44,3 +47,22 @@ def test_what_follows_a_step(
 def test_votes_of_two_steps_count_together() -> None:
     assert Votes(stop=True, save=True) == STOP | SAVE
     assert NONE | NONE == NONE
+
+
+def config(**train: float) -> Config:
+    return Config(model=Model(pretrained="folder"), train=Train.model_validate(train))
+
+
+def test_steps_are_as_set_and_epochs_are_whole_steps() -> None:
+    assert total_steps(config(steps=10), rows=1) == 10
+    assert total_steps(config(epochs=0.29, global_batch=1), rows=100) == 29  # 28.999... in binary
+    assert total_steps(config(epochs=2, global_batch=8), rows=15) == 3
+    with pytest.raises(ConfigError, match=r"train\.epochs: expected at least one step of train\.global_batch=8"):
+        total_steps(config(epochs=1, global_batch=8), rows=7)
+
+
+def test_a_schedule_that_does_not_fit_is_refused() -> None:
+    long = config(epochs=1, global_batch=1).model_copy(update={"optim": Optim(warmup_steps=6)})
+    assert total_steps(long, rows=6) == 6
+    with pytest.raises(ConfigError, match=r"optim\.warmup_steps: expected at most 5"):
+        total_steps(long, rows=5)

@@ -1,6 +1,7 @@
 """The evaluation of rows in batches of one shape, and what a run's evaluations tell."""
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,30 +82,26 @@ def whole(opened: Opened, rows: HeldOut, indices: list[int]) -> Evaluation:
     return Evaluation((loss / tokens).item(), int(tokens))
 
 
-@pytest.mark.parametrize("micro_batch", [1, 2, 4])
-def test_the_cut_into_batches_changes_nothing(opened: Opened, micro_batch: int) -> None:
-    rows = HeldOut(7)
-    actual = evaluator(opened, rows, micro_batch=micro_batch)()
-    expected = whole(opened, rows, list(range(7)))
-    assert actual is not None
-    assert actual.tokens == expected.tokens
-    assert actual.loss == pytest.approx(expected.loss, rel=1e-6)
-    assert {len(batch) for batch in rows.requested} == {micro_batch}  # one shape
+ALL = list(range(7))
 
 
-def test_so_many_batches_are_spread_over_the_rows(opened: Opened) -> None:
-    rows = HeldOut(21)
-    actual = evaluator(opened, rows, eval_batches=2, micro_batch=4)()
-    assert rows.requested == [[0, 2, 5, 7], [10, 13, 15, 18]]
-    expected = whole(opened, rows, [0, 2, 5, 7, 10, 13, 15, 18])
+@pytest.mark.parametrize(
+    ("count", "train", "chosen", "size"),
+    [
+        *((7, {"micro_batch": size}, ALL, size) for size in (1, 2, 4)),
+        (21, {"eval_batches": 2, "micro_batch": 4}, [0, 2, 5, 7, 10, 13, 15, 18], 4),  # spread over the rows
+        (3, {"eval_batches": 5}, [0, 1, 2], 1),  # fewer than that
+    ],
+)
+def test_the_rows_are_those_and_the_cut_into_batches_changes_nothing(
+    opened: Opened, count: int, train: dict[str, int], chosen: list[int], size: int
+) -> None:
+    rows = HeldOut(count)
+    actual, expected = evaluator(opened, rows, **train)(), whole(opened, rows, chosen)
     assert actual is not None
     assert (actual.tokens, actual.loss) == (expected.tokens, pytest.approx(expected.loss, rel=1e-6))
-
-
-def test_fewer_rows_than_batches_are_all_taken(opened: Opened) -> None:
-    rows = HeldOut(3)
-    assert evaluator(opened, rows, eval_batches=5)() is not None
-    assert rows.requested == [[0], [1], [2]]
+    assert {len(batch) for batch in rows.requested} == {size}  # one shape
+    assert list(chain.from_iterable(rows.requested))[: len(chosen)] == chosen
 
 
 def test_a_request_to_stop_ends_it(opened: Opened) -> None:
