@@ -46,6 +46,7 @@ log = logging.getLogger("portable_fsdp")
 
 _EXIT_INTERRUPTED = 130  # 128 + SIGINT
 _DTYPES = ("float32", "bfloat16", "float16")
+_OF_TRANSFORMERS = ("huggingface", "peft")  # formats with a place for adapters and a tokenizer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,30 +57,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command: Callable[[argparse.Namespace], int | None] = options.command
         return command(options) or EXIT_FINISHED
     except PortableFSDPError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+        message, code = str(error), error.exit_code
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return _EXIT_INTERRUPTED
+        message, code = "interrupted", _EXIT_INTERRUPTED
     except Exception as error:
-        urls = [word for word in words if "://" in word]
+        urls, code = [word for word in words if "://" in word], EXIT_USAGE
         if not urls and not isinstance(error, OSError):
             raise
-        print(f"{words[0]}: {_no_answer(urls, error) if urls else error}", file=sys.stderr)
-        return EXIT_USAGE
-
-
-def _no_answer(urls: Sequence[str], error: Exception) -> str:
-    """A store's client raises errors of many classes: we take all for its own, as `storage.py` does."""
-    return (
-        f"expected {' and '.join(urls)} to answer, found {type(error).__name__}: {error}\n"
-        "  Check the address, the credentials, and that the store is up. The data there may be intact."
-    )
+        message = f"{words[0]}: {error}"
+        if urls:  # a store's client raises errors of many classes: we take all for its own, as `storage.py` does
+            message = (
+                f"{words[0]}: expected {' and '.join(urls)} to answer, found {type(error).__name__}: {error}\n"
+                "  Check the address, the credentials, and that the store is up. The data there may be intact."
+            )
+    print(message, file=sys.stderr)
+    return code
 
 
 def resolve(path: Path) -> Path:
     """A checkpoint's folder, from itself or from its run's. Raises `CheckpointError`."""
-    return path.resolve() if exists(path / MANIFEST) else checkpoints_in(path)[0].resolve()
+    return (path if exists(path / MANIFEST) else checkpoints_in(path)[0]).resolve()
 
 
 def checkpoints_in(path: Path) -> list[Path]:
@@ -121,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     export("--format", choices=EXPORTS, default="huggingface", help=format_help)
     export("--dtype", **dtype)
     tokenizer_help = "huggingface, peft: the tokenizer's folder, or none; default: that of the run's config"
-    export("--tokenizer", type=_local, metavar="PATH|none", help=tokenizer_help)
+    export("--tokenizer", type=lambda text: str(_local(text)), metavar="PATH|none", help=tokenizer_help)
     base_help = "huggingface, of adapters: their base, where the run's model.pretrained has moved"
     export("--base", metavar="PATH", help=base_help)
     imports = add("import", _import, "make a checkpoint from a model in another format")
@@ -172,30 +169,28 @@ def _show(options: argparse.Namespace) -> None:
 def _verify(options: argparse.Namespace) -> None:
     paths = [path.resolve() for path in checkpoints_in(options.path)] if options.all else [resolve(options.path)]
     from portable_fsdp.checkpoint.store import Reader
-    from portable_fsdp.formats.base import verify
 
-    whole: list[dict[str, Any]] = []
-    damaged: list[str] = []
-    deleted: list[str] = []
+    result: dict[str, list[Any]] = {"whole": [], "damaged": [], "deleted": []}
     for path in paths:
         try:
             with Reader(path) as reader, _progress(f"verify {path.name}", reader.manifest.bytes) as advance:
-                verify(reader, advance)
-            whole.append({"path": str(path), "files": len(reader.manifest.files), "bytes": reader.manifest.bytes})
+                reader.verify(advance=advance)
+            files = reader.manifest.files
+            result["whole"].append({"path": str(path), "files": len(files), "bytes": reader.manifest.bytes})
         except StoreError:
             raise
         except CheckpointError as error:
             if is_committed(path):
-                damaged.append(str(error))
+                result["damaged"].append(str(error))
             else:  # the run's retention deleted it
-                deleted.append(str(path))
-    lines = [f"{row['path']}: whole: {row['files']} files, {report.size_text(row['bytes'])}" for row in whole]
-    lines += [f"{path}: deleted meanwhile" for path in deleted]
+                result["deleted"].append(str(path))
+    lines = [f"{row['path']}: whole: {row['files']} files, {report.size_text(row['bytes'])}" for row in result["whole"]]
+    lines += [f"{path}: deleted meanwhile" for path in result["deleted"]]
     if lines or options.json:
-        _print(options, {"whole": whole, "damaged": damaged, "deleted": deleted}, "\n".join(lines))
-    if damaged:
-        raise CheckpointError("\n".join(damaged))
-    if not whole:
+        _print(options, result, "\n".join(lines))
+    if result["damaged"]:
+        raise CheckpointError("\n".join(result["damaged"]))
+    if not result["whole"]:
         raise CheckpointError(f"verify {options.path}: expected a checkpoint that stays, found all deleted meanwhile")
 
 
@@ -225,9 +220,9 @@ def _export(options: argparse.Namespace) -> None:
     from portable_fsdp.formats.base import ExportOptions, export_checkpoint
 
     manifest = read_manifest(path)
-    _check_base(options, manifest)
+    _require_format(options, manifest)
     save_tokenizer = _tokenizer(options, manifest)
-    size = sum(file.bytes for file in manifest.files if options.format == "dcp" or file.name.startswith("model/"))
+    size = sum(file.bytes for file in manifest.files if file.name.startswith(EXPORTS[options.format]))
     try:
         with _progress(f"export {path.name}", 2 * size) as advance:
             settings = ExportOptions(options.dtype, save_tokenizer, advance, options.base)
@@ -239,11 +234,17 @@ def _export(options: argparse.Namespace) -> None:
     _print(options, data, f"{path}{reason}: exported to {options.target}")
 
 
-def _check_base(options: argparse.Namespace, manifest: Manifest) -> None:
-    """Raises `CheckpointError` for a format that has no place for a base, or for adapters alone."""
+def _require_format(options: argparse.Namespace, manifest: Manifest) -> None:
+    """Raises `CheckpointError` for a format that has no place for what is requested, or for adapters alone."""
     if options.base is not None and options.format != "huggingface":
         raise CheckpointError(f"--base {options.base}: expected --format huggingface, found {options.format}")
-    if manifest.base is not None and options.format not in ("huggingface", "peft"):
+    if options.format in _OF_TRANSFORMERS:
+        return
+    if options.tokenizer not in (None, "none"):
+        raise CheckpointError(
+            f"--tokenizer {options.tokenizer}: expected --format huggingface or peft, found {options.format}"
+        )
+    if manifest.base is not None:
         raise CheckpointError(
             f"--format {options.format}: expected a checkpoint with all weights, found that this one leaves out its "
             f"base: {manifest.base}.\n  Take --format huggingface, which adds the adapters in, or peft."
@@ -254,14 +255,9 @@ def _tokenizer(options: argparse.Namespace, manifest: Manifest) -> Callable[[Pat
     """Writes the tokenizer that goes with the model; None where there is none, or no place for it."""
     from portable_fsdp.data.tokenize import load_tokenizer
 
-    requested = None if options.tokenizer is None else str(options.tokenizer)
-    if options.format not in ("huggingface", "peft"):
-        if requested not in (None, "none"):
-            raise CheckpointError(
-                f"--tokenizer {requested}: expected --format huggingface or peft, found {options.format}"
-            )
+    if options.format not in _OF_TRANSFORMERS:
         return None
-    name = requested or manifest.config.get("data", {}).get("tokenizer")
+    name = options.tokenizer or manifest.config.get("data", {}).get("tokenizer")
     if name is None:
         log.warning("no tokenizer goes with it: the checkpoint, an import, names none. Take --tokenizer PATH.")
     if name in (None, "none"):
@@ -279,17 +275,10 @@ def _import(options: argparse.Namespace) -> None:
     require_source(options.source)
     from portable_fsdp.formats.importing import import_checkpoint
 
+    settings = {name: getattr(options, name) for name in ("config", "dtype", "trust_metadata")}
     try:
         with _progress(f"import {options.source.name}", None) as advance:
-            path = import_checkpoint(
-                options.source,
-                options.folder,
-                options.format,
-                config=options.config,
-                dtype=options.dtype,
-                trust_metadata=options.trust_metadata,
-                advance=advance,
-            )
+            path = import_checkpoint(options.source, options.folder, options.format, advance=advance, **settings)
     except OSError as error:
         raise CheckpointError(f"import {options.source}: can't be read: {error}") from error
     data = report.facts(path, read_manifest(path))
@@ -307,14 +296,9 @@ def _prune(options: argparse.Namespace) -> None:
     lines = [f"{verb} {path.name}: {report.size_text(size)}" for path, size in pruned.deleted.items()]
     lines += [f"left alone {path.name}: {reason}" for path, reason in pruned.left_alone.items()]
     lines.append(f"{folder}: {verb} {len(pruned.deleted)} of {total} checkpoints, {report.size_text(freed)}")
-    data = {
-        "deleted": [str(path) for path in pruned.deleted],
-        "kept": [str(path) for path in pruned.kept],
-        "left_alone": {str(path): reason for path, reason in pruned.left_alone.items()},
-        "bytes": freed,
-        "dry_run": options.dry_run,
-    }
-    _print(options, data, "\n".join(lines))
+    data: dict[str, Any] = {"deleted": list(map(str, pruned.deleted)), "kept": list(map(str, pruned.kept))}
+    data["left_alone"] = {str(path): reason for path, reason in pruned.left_alone.items()}
+    _print(options, data | {"bytes": freed, "dry_run": options.dry_run}, "\n".join(lines))
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -63,16 +64,18 @@ class Background:
         self._thread = threading.Thread(target=run, name="portable_fsdp save", daemon=True)
         self._thread.start()
 
-    def wait(self) -> Exception | None:
-        """Wait for the job; returns its error, once."""
+    def wait(self) -> None:
+        """Wait for the job; raises its error, once."""
         if self._thread is not None:
             self._thread.join()
         self._thread, failure, self._failure = None, self._failure, None
-        return failure
+        if failure is not None:
+            raise failure
 
     def cancel(self, after_s: float) -> None:
         """Give the job `after_s` seconds, then end it where it waits. Drops its error."""
         if self._thread is not None:
             self._thread.join(after_s)
         self.cancelled.set()
-        self.wait()
+        with suppress(Exception):
+            self.wait()

@@ -25,6 +25,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from pydantic import Field
@@ -126,17 +127,10 @@ def remove_debris(run_folder: Path, run: str) -> None:
             discard(path)
     for path in format.committed_steps(run_folder):
         marks = {MARK, _PART_OF_MARK}.intersection(storage.names(path))
-        if marks and _writer(path) == run:
-            for name in marks:
-                storage.remove(path / name)
-
-
-def _writer(path: Path) -> str | None:
-    """The run that wrote a checkpoint; None where its manifest can't be read."""
-    try:
-        return format.run_of(format.read_manifest(path))
-    except CheckpointError:
-        return None
+        with suppress(CheckpointError):  # a manifest that can't be read: whose mark it is stays unknown
+            if marks and format.run_of(format.read_manifest(path)) == run:
+                for name in marks:
+                    storage.remove(path / name)
 
 
 def remove_half_deleted(run_folder: Path) -> None:
@@ -171,13 +165,14 @@ def collect(
         for process in set(range(process_count)) - indexes.keys():
             try:
                 index = _read_index(folder / _index_name(process, attempt))
+            except FileNotFoundError:
+                continue
             except (OSError, StoreError) as error:  # the storage may answer again
                 last_error = error
                 continue
-            if index is not None and index.error is not None:
+            if index.error is not None:
                 raise CheckpointError(f"checkpoint {name}: process {process} could not write: {index.error}")
-            if index is not None:
-                indexes[process] = index
+            indexes[process] = index
         missing = [str(process) for process in range(process_count) if process not in indexes]
         if not missing:
             return [indexes[process] for process in range(process_count)]
@@ -311,11 +306,9 @@ def _index_name(process: int, attempt: str) -> str:
     return f"index-{process:05d}-{attempt[:8]}.json"
 
 
-def _read_index(path: Path) -> Index | None:
-    """None while there is none. Raises OSError, StoreError, and CheckpointError for a malformed one."""
+def _read_index(path: Path) -> Index:
+    """Raises OSError, StoreError, and CheckpointError for a malformed one."""
     try:
         return Index.model_validate_json(storage.read(path))
-    except FileNotFoundError:
-        return None
     except ValueError as error:
         raise CheckpointError(f"{path}: expected the index that a process of this run writes, found: {error}") from None

@@ -136,25 +136,20 @@ def _is_allowed(name: str, allow: Sequence[str]) -> bool:
 
 def _config_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """Key, saved value, present value. A key of another release has its default where it is missing."""
-    return [
-        (f"{section}.{key}", old, new)
-        for section in dict.fromkeys([*now, *saved])
-        if section not in _IGNORED
-        for key in dict.fromkeys([*_keys(now, section), *_keys(saved, section)])
-        if f"{section}.{key}" not in _IGNORED
-        for old, new in [(_value(saved, section, key), _value(now, section, key))]
-        if old != new
-    ]
+    ours, theirs = _settings(now), _settings(saved)
+    names = (name for name in dict.fromkeys([*ours, *theirs]) if name not in _IGNORED)
+    values = ((name, _value(theirs, name), _value(ours, name)) for name in names)
+    return [(name, old, new) for name, old, new in values if old != new]
 
 
-def _keys(config: Mapping[str, Any], section: str) -> Mapping[str, Any]:
-    keys = config.get(section)
-    return keys if isinstance(keys, dict) else {}
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`section.key` -> value."""
+    sections = ((name, keys) for name, keys in config.items() if isinstance(keys, dict) and name not in _IGNORED)
+    return {f"{name}.{key}": value for name, keys in sections for key, value in cast(dict[str, Any], keys).items()}
 
 
-def _value(config: Mapping[str, Any], section: str, key: str) -> Any:
-    keys = _keys(config, section)
-    value = keys[key] if key in keys else plain_values(default_of(f"{section}.{key}"))
-    if (section, key) == ("model", "lora") and isinstance(value, dict):
+def _value(settings: Mapping[str, Any], name: str) -> Any:
+    value = settings[name] if name in settings else plain_values(default_of(name))
+    if name == "model.lora" and isinstance(value, dict):
         return {**Lora().model_dump(mode="json"), **value}
     return value

@@ -7,7 +7,7 @@ every process reads all pieces, and a large model on many processes has hundreds
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from portable_fsdp.checkpoint.storage import FileReader, exists, is_object_store, names, read, require_regular
-from portable_fsdp.runtime.errors import CheckpointError
+from portable_fsdp.runtime.errors import CheckpointError, table
 from portable_fsdp.runtime.strict_json import parse_json
 
 MANIFEST = "manifest.json"
@@ -29,26 +29,19 @@ IMPORTED = "\timport"
 """The owner of an import, in place of a run's name, which holds no tab: no run deletes it or its debris."""
 
 _DTYPES = {
-    "float64": (8, "F64"),
-    "float32": (4, "F32"),
-    "float16": (2, "F16"),
-    "bfloat16": (2, "BF16"),
-    "float8_e4m3fn": (1, "F8_E4M3"),
-    "float8_e5m2": (1, "F8_E5M2"),
-    "int64": (8, "I64"),
-    "int32": (4, "I32"),
-    "int16": (2, "I16"),
-    "int8": (1, "I8"),
-    "uint8": (1, "U8"),
-    "bool": (1, "BOOL"),
+    8: {"float64": "F64", "int64": "I64"},
+    4: {"float32": "F32", "int32": "I32"},
+    2: {"float16": "F16", "bfloat16": "BF16", "int16": "I16"},
+    1: {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "int8": "I8", "uint8": "U8", "bool": "BOOL"},
 }
-DTYPE_BYTES = {name: _DTYPES[name][0] for name in _DTYPES}
+DTYPE_BYTES = {name: size for size, codes in _DTYPES.items() for name in codes}
 """Bytes of one element, by torch's name of the dtype: those that safetensors and torch share."""
-SAFETENSORS_DTYPES = {name: _DTYPES[name][1] for name in _DTYPES}
+SAFETENSORS_DTYPES = {name: code for codes in _DTYPES.values() for name, code in codes.items()}
 """torch's name of a dtype -> the name in a safetensors file."""
 
 _STEP_NAME = re.compile(r"step-(\d{8,})")
 _FILE_NAME = re.compile(r"(?:model|optimizer)/[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
+_MAX_ROWS = 12  # of a table of differences
 _MAX_BYTES = 2**30  # of a manifest; one with a million pieces has 30 MB
 
 Dims = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=16)]
@@ -314,21 +307,18 @@ def hash_file(path: Path, name: str) -> FileEntry:
         return FileEntry(name=name, bytes=source.size, xxh3_128=digest.hexdigest())
 
 
-def verify_size(folder: Path, file: FileEntry) -> None:
-    """Raises CheckpointError unless it is a plain file of its length."""
+def verify_file(folder: Path, file: FileEntry, *, content: bool) -> None:
+    """Raises CheckpointError unless it is a plain file of its length, and with `content` of its hash."""
     size = require_regular(folder / file.name, folder.name)
     if size != file.bytes:
         raise damaged(folder, file.name, f"{file.bytes} bytes", f"{size} bytes")
-
-
-def verify_hash(folder: Path, file: FileEntry) -> None:
-    """Raises CheckpointError unless it has its length and its hash."""
-    try:
-        actual = hash_file(folder / file.name, file.name)
-    except OSError as error:
-        raise CheckpointError(f"checkpoint {folder.name}: {file.name}: {error}") from None
-    if actual != file:
-        raise damaged(folder, file.name, f"content with xxh3_128 {file.xxh3_128}", actual.xxh3_128)
+    if content:
+        try:
+            actual = hash_file(folder / file.name, file.name)
+        except OSError as error:
+            raise CheckpointError(f"checkpoint {folder.name}: {file.name}: {error}") from None
+        if actual != file:
+            raise damaged(folder, file.name, f"content with xxh3_128 {file.xxh3_128}", actual.xxh3_128)
 
 
 def damaged(folder: Path, file: str, expected: str, actual: str) -> CheckpointError:
@@ -352,9 +342,15 @@ def check_manifest(manifest: Manifest, name: str) -> None:
         used = [0] * len(manifest.files)
         for key, tensor in manifest.tensors.items():
             _check_tensor(key, tensor, folders, used)
-        _check_files(manifest.files, used)
+        for file, least in zip(manifest.files, used, strict=True):
+            if not least:
+                raise ValueError(f"file {file.name!r}: no tensor uses it")
+            if least > file.bytes:
+                raise ValueError(f"file {file.name!r}: expected {least} bytes for its tensors, found {file.bytes}")
         for key, tensor in manifest.left_out.items():
-            _check_left_out(key, tensor, manifest.tensors)
+            _check_kind(key, tensor)
+            if key in manifest.tensors or folder_of(key) != "model" or tensor.files or tensor.offsets or tensor.sizes:
+                raise ValueError(f"{key}: expected weights that stand in base alone and have no pieces, found others")
         known = manifest.tensors.keys() | manifest.left_out.keys()
         for alias, key in manifest.ties.items():
             if alias in known or key not in known:
@@ -368,17 +364,17 @@ def describe(tensor: TensorEntry | None) -> str:
     return "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
 
 
+def first_rows(heading: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    """A table of differences, and how many more there are."""
+    more = f"\n    and {len(rows) - _MAX_ROWS} more" if len(rows) > _MAX_ROWS else ""
+    return table([heading, *rows[:_MAX_ROWS]], indent="    ") + more
+
+
 def _first_problem(error: ValidationError) -> str:
     first = error.errors(include_url=False, include_context=False)[0]
     others = error.error_count() - 1
     where = ".".join(str(part) for part in first["loc"])
     return f"{where:.200}: {first['msg']:.500}" + (f", and {others} more problems" if others else "")
-
-
-def _check_left_out(key: str, tensor: TensorEntry, stored: Mapping[str, TensorEntry]) -> None:
-    _check_kind(key, tensor)
-    if key in stored or folder_of(key) != "model" or tensor.files or tensor.offsets or tensor.sizes:
-        raise ValueError(f"{key}: expected weights that stand in base alone and have no pieces, found others")
 
 
 def _check_kind(key: str, tensor: TensorEntry) -> None:
@@ -444,11 +440,3 @@ def _refuse_overlap(key: str, offsets: NDArray[np.int64], sizes: NDArray[np.int6
             other = int(is_open[int(np.argmax(overlap))])
             raise ValueError(f"{key}: the pieces at {offsets[other].tolist()} and {offsets[k].tolist()} overlap")
         is_open = np.append(is_open, k)
-
-
-def _check_files(files: tuple[FileEntry, ...], used: list[int]) -> None:
-    for file, least in zip(files, used, strict=True):
-        if not least:
-            raise ValueError(f"file {file.name!r}: no tensor uses it")
-        if least > file.bytes:
-            raise ValueError(f"file {file.name!r}: expected at least {least} bytes for its tensors, found {file.bytes}")

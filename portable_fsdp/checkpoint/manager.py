@@ -5,18 +5,17 @@ All processes reach the same result, errors included, so that none waits for one
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.backends.base import Backend, Fill, Piece, Read, Region, TensorState
+from portable_fsdp.backends.base import Backend, Piece, Read, Region, TensorState
 from portable_fsdp.checkpoint import commit, format, replicas, storage
 from portable_fsdp.checkpoint.background import Background, Snapshot
 from portable_fsdp.checkpoint.commit import Index, ReplicaDigest
@@ -27,19 +26,20 @@ from portable_fsdp.checkpoint.config_diff import (
     require_allowed,
     require_same_base,
 )
-from portable_fsdp.checkpoint.search import ResumePoint, Search, as_checkpoint_error
-from portable_fsdp.checkpoint.store import Reader, entries_without_pieces, remove_files, write_pieces
+from portable_fsdp.checkpoint.search import ResumePoint, Search, as_checkpoint_error, together
+from portable_fsdp.checkpoint.store import Reader, entries_without_pieces, new_manifest, remove_files, write_pieces
 from portable_fsdp.checkpoint.write_errors import way_out
 from portable_fsdp.config import schema
 from portable_fsdp.runtime import collective_errors
 from portable_fsdp.runtime.closing import Closing
 from portable_fsdp.runtime.errors import CheckpointError
-from portable_fsdp.version import __version__
 
 if TYPE_CHECKING:
     from portable_fsdp.models.pretrained import Base
 
 log = logging.getLogger("portable_fsdp")
+
+T = TypeVar("T")
 
 _LAST_CHANCE_S = 5.0  # for the other processes' part of a save, when a run fails
 
@@ -74,26 +74,6 @@ class Resumed:
     evaluation: format.Evaluated | None = None  # of this run's own
 
 
-class _Job(NamedTuple):
-    """One process's part of a save."""
-
-    final: Path
-    attempt: str
-    manifest: format.Manifest  # without files and pieces
-    pieces: dict[str, list[Piece]]
-    digests: tuple[ReplicaDigest, ...]  # of replicas that this process doesn't write
-    began: float  # seconds of time.perf_counter
-    blocked: float  # seconds
-
-
-class _Base(NamedTuple):
-    """Weights that checkpoints leave out: their source, and what a manifest says about them."""
-
-    names: frozenset[str]
-    fill: Fill
-    fingerprint: format.BaseFingerprint
-
-
 class Checkpoints(Closing):
     """The checkpoints in `folder`, as one run sees them. Every method but `close` and `finished` is collective.
 
@@ -126,7 +106,7 @@ class Checkpoints(Closing):
         self._config, self._model_config = config, model_config
         self._settings = settings or schema.Checkpoint()
         self._data, self._ties = data or Fingerprint(), dict(ties or {})
-        self._base = None if base is None else _Base(base.names, base.fill, _fingerprint_of(base))
+        self._base, self._fingerprint = base, base and _fingerprint_of(base)
         self._run, self._wait_s = format.run_name(config), wait_s
         self._search = Search(self.folder, backend, self._settings, self._run)
         self._has_saved = False
@@ -157,23 +137,21 @@ class Checkpoints(Closing):
         as_error = partial(self._as_error, final, None)
         attempt = collective_errors.on_process_0(self._backend, lambda: self._begin(final), as_error)
         self._unfinished = commit.temporary_of(final, attempt)
-        failure: Exception | None = None
-        try:
+
+        def take() -> tuple[format.Manifest, dict[str, list[Piece]], tuple[ReplicaDigest, ...]]:
             state = self._backend.state(model, optimizer)
             manifest = self._manifest(step, position, evaluation, state)
-            pieces, digests = self._take(manifest, state)
-        except Exception as error:
-            failure = error
-        self._raise_together(f"checkpoint of step {step}", failure)
-        job = _Job(final, attempt, manifest, pieces, digests, began, time.perf_counter() - began)  # pyright: ignore[reportPossiblyUnboundVariable]
-        self._background.start(partial(self._write, job))
+            return manifest, *self._take(manifest, state)
+
+        taken = self._together(f"checkpoint of step {step}", take)
+        self._background.start(partial(self._write, final, attempt, *taken, began, time.perf_counter() - began))
         if not self._settings.async_save:
             self.wait()
         return final
 
     def wait(self) -> None:
         """Wait for the commit of a background save; raises its error on all processes."""
-        self._raise_together("checkpoint", self._background.wait())
+        self._together("checkpoint", self._background.wait)
 
     @property
     def failed(self) -> bool:
@@ -190,10 +168,10 @@ class Checkpoints(Closing):
         """Give a background save some seconds to commit, then end it where it waits for other processes."""
         self._background.cancel(after_s=_LAST_CHANCE_S)
 
-    def _raise_together(self, subject: str, failure: Exception | None) -> None:
-        """Raise on all processes the error of any. A failed save leaves no files: nobody writes them any more."""
+    def _together(self, subject: str, work: Callable[[], T]) -> T:
+        """`together`. A save that fails leaves no files: nobody writes them any more."""
         try:
-            collective_errors.raise_together(self._backend, failure, partial(as_checkpoint_error, subject))
+            return together(self._backend, subject, work)
         except CheckpointError:
             unfinished, self._unfinished = self._unfinished, None
             if unfinished is not None and self._backend.process.index == 0:
@@ -224,27 +202,19 @@ class Checkpoints(Closing):
         state: Mapping[str, TensorState],
     ) -> format.Manifest:
         """Without files and pieces, which the processes write."""
-        tensors, base = entries_without_pieces(state), None
-        if self._base is not None:
+        tensors, base = entries_without_pieces(state), self._fingerprint
+        if self._base is not None and base is not None:
             left_out = {key: tensors.pop(key) for key in list(tensors) if key in self._base.names}
-            base = self._base.fingerprint.model_copy(update={"tensors": left_out})
-        return format.Manifest(
-            format_version=1,
+            base = base.model_copy(update={"tensors": left_out})
+        return new_manifest(
+            *(self._backend.device_name, self._backend.name, self._backend.process.count),
             step=step,
-            saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
             config=self._config,
             model_config=self._model_config,
             data=format.DataPosition(epoch=position[0], position=position[1], **self._data._asdict()),
             evaluation=evaluation,
             base=base,
             ties=self._ties,
-            written_by=format.WrittenBy(
-                device=self._backend.device_name,
-                backend=self._backend.name,
-                process_count=self._backend.process.count,
-                torch=str(torch.__version__),
-                portable_fsdp=__version__,
-            ),
             files=(),
             tensors=tensors,
         )
@@ -259,27 +229,35 @@ class Checkpoints(Closing):
         pieces = self._snapshot.take(mine) if self._settings.async_save else dict(mine)
         return pieces, digests.result()
 
-    def _write(self, job: _Job) -> None:
+    def _write(
+        self,
+        final: Path,
+        attempt: str,
+        manifest: format.Manifest,
+        pieces: Mapping[str, list[Piece]],
+        digests: Sequence[ReplicaDigest],
+        began: float,
+        blocked: float,
+    ) -> None:
         """Write this process's part; process 0 commits and deletes what retention gives up. In the background."""
         try:
-            index = self._write_part(job.final, job.attempt, job.manifest.tensors, job.pieces, job.digests)
+            index = self._write_part(final, attempt, manifest.tensors, pieces, digests)
         except Exception as error:  # the others hear of it only when they have waited: log it now
-            failure = self._as_error(job.final, job.manifest, error)
+            failure = self._as_error(final, manifest, error)
             log.error("%s", failure)
             raise failure from error
         if self._backend.process.index != 0:
             if index.error is not None:
-                raise CheckpointError(f"checkpoint {job.final.name}: could not write: {index.error}")
+                raise CheckpointError(f"checkpoint {final.name}: could not write: {index.error}")
             return
         try:
-            self._commit(job.final, job.attempt, job.manifest)
+            self._commit(final, attempt, manifest)
         except OSError as error:
-            raise self._as_error(job.final, job.manifest, error) from error
-        evaluation = job.manifest.evaluation
-        removed = self._remove_outdated(job.final, evaluation and evaluation.best_step)
-        seconds = time.perf_counter() - job.began
-        blocked = job.blocked if self._settings.async_save else seconds
-        self._finished.append(Saved(job.manifest.step, job.final, seconds, blocked, removed))
+            raise self._as_error(final, manifest, error) from error
+        removed = self._remove_outdated(final, manifest.evaluation and manifest.evaluation.best_step)
+        seconds = time.perf_counter() - began
+        blocked = blocked if self._settings.async_save else seconds
+        self._finished.append(Saved(manifest.step, final, seconds, blocked, removed))
 
     def _write_part(
         self,
@@ -375,37 +353,33 @@ class Checkpoints(Closing):
         another base, a file that can't be read. An error while tensors are read leaves both half overwritten: load
         again, or end.
         """
-        resumed: Resumed | None = None
-        failure: Exception | None = None
-        try:
-            with Reader(source.path) as reader:
-                resumed = self._load(source, reader, model, optimizer)
-        except Exception as error:
-            failure = error
-        as_error = partial(as_checkpoint_error, f"checkpoint {source.path.name}")
-        collective_errors.raise_together(self._backend, failure, as_error)
-        return cast(Resumed, resumed)
+        subject = f"checkpoint {source.path.name}"
+        return together(self._backend, subject, lambda: self._load(source, model, optimizer))
 
-    def _load(self, source: ResumePoint, reader: Reader, model: nn.Module, optimizer: torch.optim.Optimizer) -> Resumed:
-        manifest, allow, name = reader.manifest, self._settings.allow, source.path.name
-        if manifest.base is None:
-            self._base = None  # it holds its base, which may differ from the files': the next ones hold it too
-        base, weights_only = self._base, source.weights_only
-        expected = self._backend.state(model, optimizer)
-        fingerprint = base.fingerprint if base else None
-        changes = differences(manifest, self._config, *self._data, fingerprint, is_own=source.is_own)
-        shown = [line for change in changes if change.makes_curve and manifest.config for line in change.lines()]
-        base_names = base.names if base else ()
-        reader.check(expected, self._ties, weights_only=weights_only, base=base_names, config=shown)
-        require_same_base(changes, allow, name)
-        if not weights_only:
-            require_allowed(changes, allow, name)
-        self._backend.load_state(model, optimizer, _read_from(reader, expected, base, weights_only))
-        position = (manifest.data.epoch, manifest.data.position)
-        if weights_only:
-            return Resumed(source.path, 0, (0, 0), tuple(changes), True, source.passed_over)
-        evaluation = manifest.evaluation if source.is_own else None
-        return Resumed(source.path, manifest.step, position, tuple(changes), False, source.passed_over, evaluation)
+    def _load(self, source: ResumePoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> Resumed:
+        allow, name, weights_only = self._settings.allow, source.path.name, source.weights_only
+        with Reader(source.path) as reader:
+            manifest = reader.manifest
+            if manifest.base is None:  # it holds its base, which may differ from the files': the next ones hold it too
+                self._base = self._fingerprint = None
+            expected = self._backend.state(model, optimizer)
+            changes = differences(manifest, self._config, *self._data, self._fingerprint, is_own=source.is_own)
+            shown = [line for change in changes if change.makes_curve and manifest.config for line in change.lines()]
+            base = self._base.names if self._base else ()
+            reader.check(expected, self._ties, weights_only=weights_only, base=base, config=shown)
+            require_same_base(changes, allow, name)
+            if not weights_only:
+                require_allowed(changes, allow, name)
+            self._backend.load_state(model, optimizer, _read_from(reader, expected, self._base, weights_only))
+        return Resumed(
+            path=source.path,
+            step=0 if weights_only else manifest.step,
+            position=(0, 0) if weights_only else (manifest.data.epoch, manifest.data.position),
+            changes=tuple(changes),
+            weights_only=weights_only,
+            passed_over=source.passed_over,
+            evaluation=manifest.evaluation if source.is_own and not weights_only else None,
+        )
 
 
 def _fingerprint_of(base: "Base") -> format.BaseFingerprint:
@@ -416,7 +390,7 @@ def _fingerprint_of(base: "Base") -> format.BaseFingerprint:
     return format.BaseFingerprint(pretrained=base.pretrained, gguf_file=base.gguf_file, fingerprint=value, tensors={})
 
 
-def _read_from(reader: Reader, expected: Mapping[str, TensorState], base: _Base | None, weights_only: bool) -> Read:
+def _read_from(reader: Reader, expected: Mapping[str, TensorState], base: "Base | None", weights_only: bool) -> Read:
     """Reads the checkpoint; left-out weights from the base; with `weights_only` a fresh optimizer state."""
 
     def read(key: str, slices: Region, into: Tensor | None = None) -> Tensor:

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from portable_fsdp.backends.base import Rank
 from portable_fsdp.checkpoint import commit, storage
 from portable_fsdp.checkpoint.format import MANIFEST, committed_steps, run_of
 from portable_fsdp.checkpoint.store import Reader
@@ -41,7 +40,7 @@ def prune(folder: Path, keep: int, keep_every: int | None = None, *, dry_run: bo
     outdated: dict[Path, str] = {}
     for run, paths in runs.items():
         with Reader(paths[max(paths)]) as newest:
-            newest.verify(Rank(0, 1))
+            newest.verify()
             best = newest.manifest.evaluation and newest.manifest.evaluation.best_step
         outdated.update((paths[step], run) for step in commit.outdated(list(paths), keep, keep_every, best))
     for path, size in sizes.items():

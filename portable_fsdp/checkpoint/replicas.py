@@ -8,7 +8,6 @@ hashes it in place with XXH3 (the writer while it writes); any other device sums
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import xxhash
@@ -16,13 +15,12 @@ from torch import Tensor
 
 from portable_fsdp.backends.base import Piece
 from portable_fsdp.checkpoint.commit import Index, ReplicaDigest
-from portable_fsdp.checkpoint.format import TensorEntry, committed_steps
+from portable_fsdp.checkpoint.format import TensorEntry, committed_steps, first_rows
 from portable_fsdp.checkpoint.safetensors import chunks_of
-from portable_fsdp.runtime.errors import CheckpointError, table
+from portable_fsdp.runtime.errors import CheckpointError
 
 log = logging.getLogger("portable_fsdp")
 
-_MAX_ROWS = 12  # of a table of differences
 _ELEMENTS = 1 << 22  # summed at a time on a device: 32 MiB of int64 beside them
 
 
@@ -88,13 +86,6 @@ def sum_of_bits(tensor: Tensor) -> Tensor:
     return total
 
 
-class _Differing(NamedTuple):
-    """A piece whose replicas differ."""
-
-    name: str  # of the tensor, with the piece's place in it
-    groups: list[list[str]]  # holders of equal values: `process 1`, or `process 1 replica 2` where it drives several
-
-
 def require_equal(
     indexes: Sequence[Index], tensors: Mapping[str, TensorEntry], checkpoint: Path, is_allowed: bool
 ) -> None:
@@ -102,14 +93,13 @@ def require_equal(
     differing = _differing(indexes, tensors)
     if not differing:
         return
-    rows = [("", "equal values in"), *((d.name, " | ".join(map(", ".join, d.groups))) for d in differing[:_MAX_ROWS])]
-    more = f"\n    and {len(differing) - _MAX_ROWS} more" if len(differing) > _MAX_ROWS else ""
-    shown = table(rows, indent="    ") + more
+    rows = [(name, " | ".join(map(", ".join, groups))) for name, groups in differing.items()]
+    shown = first_rows(("", "equal values in"), rows)
     if is_allowed:
         log.warning("%s: replicas differ in %d places; saving the first:\n%s", checkpoint.name, len(differing), shown)
         return
     last = next(iter(committed_steps(checkpoint.parent)), None)
-    minority = _minority(differing)
+    minority = _minority(differing.values())
     raise CheckpointError(
         f"checkpoint {checkpoint.name}: expected equal values in all replicas, found {len(differing)} that differ:\n"
         f"{shown}\n"
@@ -123,39 +113,32 @@ def require_equal(
     )
 
 
-def _differing(indexes: Sequence[Index], tensors: Mapping[str, TensorEntry]) -> list[_Differing]:
+def _differing(indexes: Sequence[Index], tensors: Mapping[str, TensorEntry]) -> dict[str, list[list[str]]]:
+    """The pieces whose replicas differ -> who holds equal values: `process 1`, or `process 1 replica 2` where a process
+    drives several devices."""
     holders: dict[tuple[str, tuple[int, ...], tuple[int, ...]], dict[str, list[tuple[int, int]]]] = {}
     for index in indexes:
         for copy in index.copies:
             by_digest = holders.setdefault((copy.key, copy.offset, copy.shape), {})
             by_digest.setdefault(copy.digest, []).append((index.process, copy.replica))
-    return [
-        _Differing(_name(key, offset, shape, tensors[key].shape), _groups(by_digest))
-        for (key, offset, shape), by_digest in holders.items()
-        if len(by_digest) > 1
-    ]
+    differing: dict[str, list[list[str]]] = {}
+    for (key, offset, shape), by_digest in holders.items():
+        if len(by_digest) > 1:
+            part = ", ".join(f"{start}:{start + size}" for start, size in zip(offset, shape, strict=True))
+            processes = [process for group in by_digest.values() for process, _ in group]
+            several = len(set(processes)) < len(processes)
+            differing[key if shape == tensors[key].shape else f"{key}[{part}]"] = [
+                [f"process {process}" + f" replica {replica}" * several for process, replica in group]
+                for group in sorted(sorted(group) for group in by_digest.values())
+            ]
+    return differing
 
 
-def _groups(by_digest: Mapping[str, Sequence[tuple[int, int]]]) -> list[list[str]]:
-    holders = [holder for group in by_digest.values() for holder in group]
-    several = len({process for process, _ in holders}) < len(holders)  # one process drives several devices
-    return [
-        [f"process {process}" + f" replica {replica}" * several for process, replica in group]
-        for group in sorted(sorted(group) for group in by_digest.values())
-    ]
-
-
-def _minority(differing: Sequence[_Differing]) -> list[str]:
+def _minority(differing: Iterable[list[list[str]]]) -> list[str]:
     """Who differs from more than half of all holders, in any of the tensors; nobody where no such majority exists."""
     odd: dict[str, None] = {}
-    for piece in differing:
-        largest = max(piece.groups, key=len)
-        if 2 * len(largest) > sum(map(len, piece.groups)):
-            odd |= dict.fromkeys(holder for group in piece.groups if group is not largest for holder in group)
+    for groups in differing:
+        largest = max(groups, key=len)
+        if 2 * len(largest) > sum(map(len, groups)):
+            odd |= dict.fromkeys(holder for group in groups if group is not largest for holder in group)
     return list(odd)
-
-
-def _name(key: str, offset: tuple[int, ...], shape: tuple[int, ...], whole: tuple[int, ...]) -> str:
-    if shape == whole:
-        return key
-    return f"{key}[{', '.join(f'{start}:{start + size}' for start, size in zip(offset, shape, strict=True))}]"

@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,12 @@ def summary(path: Path, manifest: format.Manifest) -> str:
         f"saved       {_time_text(manifest.saved_at)} UTC",
     ]
     if manifest.evaluation is not None:
-        lines.append(f"evaluated   {_evaluation_text(manifest.step, manifest.evaluation)}")
+        step, last = manifest.step, manifest.evaluation
+        at = "" if last.step == step else f" at step {last.step}"
+        best = f"; the best so far: {last.best_loss:.4f} at step {last.best_step}"
+        lines.append(
+            f"evaluated   eval_loss {last.loss:.4f}{at}{', the best so far' if last.best_step == step else best}"
+        )
     if manifest.base is not None:
         left_out = f"{len(manifest.left_out)} tensors, {_elements(manifest.left_out):,} elements"
         lines.append(f"base        {left_out}, left out: {manifest.base}")
@@ -56,9 +61,8 @@ def listing(paths: Iterable[Path]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for path in paths:
         try:
-            rows.append(
-                {key: v for key, v in facts(path, format.read_manifest(path)).items() if key not in format.FOLDERS}
-            )
+            row = facts(path, format.read_manifest(path))
+            rows.append({key: row[key] for key in row if key not in format.FOLDERS})
         except StoreError:
             raise
         except CheckpointError as error:
@@ -67,43 +71,24 @@ def listing(paths: Iterable[Path]) -> list[dict[str, Any]]:
     return rows
 
 
-def listing_text(rows: Iterable[Mapping[str, Any]]) -> str:
-    """An aligned table, with a column for evaluations where there are any."""
-    rows = list(rows)
-    bests = _bests(rows)
+def listing_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """An aligned table, with a column for evaluations where there are any. `rows`: newest first."""
+    evaluated = [row for row in rows if row.get("evaluation")]
+    bests = {Path(row["path"]).parent: row["evaluation"]["best_step"] for row in reversed(evaluated)}
     lines = [("checkpoint", "saved (UTC)", "size", "parameters", "eval_loss", "written by")]
     for row in rows:
-        name = Path(row["path"]).name
+        path = Path(row["path"])
         if "damaged" in row:
-            lines.append((name, "", "", "", "", f"damaged: {str(row['damaged']).splitlines()[0]}"))
+            lines.append((path.name, "", "", "", "", f"damaged: {str(row['damaged']).splitlines()[0]}"))
             continue
-        saved, size, loss = _time_text(row["saved"]), size_text(row["bytes"]), _loss_text(row, row["path"] in bests)
-        lines.append((name, saved, size, f"{row['parameters']:,}", loss, _writer_text(row["written_by"])))
-    if not any(row.get("evaluation") for row in rows):
+        evaluation = row["evaluation"]
+        loss = f"{evaluation['loss']:.4f}" if evaluation and evaluation["step"] == row["step"] else ""
+        best = "best" if bests.get(path.parent) == row["step"] else ""
+        facts = (_time_text(row["saved"]), size_text(row["bytes"]), f"{row['parameters']:,}", f"{loss} {best}".strip())
+        lines.append((path.name, *facts, _writer_text(row["written_by"])))
+    if not evaluated:
         return table([(*line[:4], line[5]) for line in lines], right=(2, 3))
     return table(lines, right=(2, 3))
-
-
-def _bests(rows: Iterable[Mapping[str, Any]]) -> set[str]:
-    """The paths of the best checkpoints, by the newest of each folder; rows are newest first."""
-    best_of: dict[Path, int] = {}
-    for row in rows:
-        if row.get("evaluation"):
-            best_of.setdefault(Path(row["path"]).parent, row["evaluation"]["best_step"])
-    return {row["path"] for row in rows if best_of.get(Path(row["path"]).parent, -1) == row.get("step")}
-
-
-def _loss_text(row: Mapping[str, Any], is_best: bool) -> str:
-    evaluation = row["evaluation"]
-    loss = f"{evaluation['loss']:.4f}" if evaluation and evaluation["step"] == row["step"] else ""
-    return f"{loss} best".strip() if is_best else loss
-
-
-def _evaluation_text(step: int, evaluation: format.Evaluated) -> str:
-    loss = f"eval_loss {evaluation.loss:.4f}" + ("" if evaluation.step == step else f" at step {evaluation.step}")
-    if evaluation.best_step == step:
-        return f"{loss}, the best so far"
-    return f"{loss}; the best so far: {evaluation.best_loss:.4f} at step {evaluation.best_step}"
 
 
 def differences(a: format.Manifest, b: format.Manifest) -> dict[str, Any]:
@@ -111,13 +96,14 @@ def differences(a: format.Manifest, b: format.Manifest) -> dict[str, Any]:
     described = {
         key: [format.describe(m.tensors[key]) for m in (a, b)] for key in sorted(a.tensors.keys() & b.tensors.keys())
     }
+    fingerprints = [{"fingerprint": m.base.fingerprint} if m.base else {} for m in (a, b)]
     result: dict[str, Any] = {
         "only_in_a": sorted(a.tensors.keys() - b.tensors.keys()),
         "only_in_b": sorted(b.tensors.keys() - a.tensors.keys()),
         "tensors": {key: [left, right] for key, (left, right) in described.items() if left != right},
         "config": changed(a.config, b.config),
         "model_config": changed(a.architecture or {}, b.architecture or {}),
-        "base": changed(_base_of(a), _base_of(b)),
+        "base": changed(fingerprints[0], fingerprints[1]),
     }
     result["is_equal"] = not any(result.values())
     result["step"] = [a.step, b.step]
@@ -167,10 +153,6 @@ def _content(manifest: format.Manifest, folder: str) -> dict[str, int]:
 
 def _elements(tensors: Mapping[str, format.TensorEntry]) -> int:
     return sum(math.prod(tensor.shape) for tensor in tensors.values())
-
-
-def _base_of(manifest: format.Manifest) -> dict[str, str]:
-    return {} if manifest.base is None else {"fingerprint": manifest.base.fingerprint}
 
 
 def _writer_text(by: Mapping[str, Any]) -> str:

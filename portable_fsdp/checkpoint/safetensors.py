@@ -20,7 +20,7 @@ import xxhash
 from torch import Tensor
 
 from portable_fsdp.checkpoint import storage
-from portable_fsdp.checkpoint.format import DTYPE_BYTES, SAFETENSORS_DTYPES, FileEntry, TensorEntry
+from portable_fsdp.checkpoint.format import DTYPE_BYTES, SAFETENSORS_DTYPES, FileEntry, TensorEntry, is_too_large
 from portable_fsdp.runtime.strict_json import parse_json
 
 _MAX_HEADER = 1 << 25  # bytes; the library's own limit is 100 MB
@@ -31,15 +31,10 @@ _CHUNK = 4 << 20  # bytes
 
 
 class Stored(NamedTuple):
-    """A tensor of a file: where its bytes begin."""
+    """A tensor of a file, and where its bytes begin."""
 
-    dtype: str  # torch's name
-    shape: tuple[int, ...]
+    entry: TensorEntry
     start: int
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 def write(
@@ -103,10 +98,10 @@ def read_header(source: storage.FileReader) -> dict[str, Stored]:
     tensors.pop("__metadata__", None)
     end = 8 + length
     entries = {key: _stored(key, entry, end) for key, entry in tensors.items()}
-    for key, stored in sorted(entries.items(), key=lambda item: (item[1].start, item[1].bytes)):
+    for key, stored in sorted(entries.items(), key=lambda item: (item[1].start, item[1].entry.nbytes)):
         if stored.start != end:
             raise ValueError(f"{key:.200}: expected to begin at byte {end}, found {stored.start}: a hole or an overlap")
-        end += stored.bytes
+        end += stored.entry.nbytes
     if end != source.size:
         raise ValueError(f"expected {end} bytes by the header, found {source.size}")
     return entries
@@ -118,12 +113,12 @@ def read_slice(source: storage.FileReader, stored: Stored, slices: Sequence[slic
     Reads whole rows at once, and drops what the slices of other dimensions leave out.
     """
     rows = slices[0] if slices else slice(0, 1)
-    row = math.prod(stored.shape[1:])
-    whole = all(s.stop - s.start == size for s, size in zip(slices[1:], stored.shape[1:], strict=True))
+    inner = stored.entry.shape[1:]
+    whole = all(s.stop - s.start == size for s, size in zip(slices[1:], inner, strict=True))
     direct = whole and target.is_contiguous()
-    shape = (rows.stop - rows.start, *stored.shape[1:]) if slices else ()
+    shape = (rows.stop - rows.start, *inner) if slices else ()
     buffer = target if direct else torch.empty(shape, dtype=target.dtype)
-    source.read_into(stored.start + rows.start * row * target.dtype.itemsize, bytes_of(buffer))
+    source.read_into(stored.start + rows.start * math.prod(inner) * target.dtype.itemsize, bytes_of(buffer))
     if not direct:
         target.copy_(buffer[(slice(None), *slices[1:])] if slices else buffer)
 
@@ -166,8 +161,10 @@ def _stored(key: str, entry: Any, data: int) -> Stored:
             and all(type(n) is int and 0 <= n < 1 << 63 for n in (*shape, start, stop))
         ):
             dtype = next(name for name, known in SAFETENSORS_DTYPES.items() if known == code)
-            stored = Stored(dtype, tuple(shape), data + start)
-            if stop - start == stored.bytes:
+            stored = Stored(TensorEntry(shape=tuple(shape), dtype=dtype), data + start)
+            if stop - start == stored.entry.nbytes and is_too_large(stored.entry.shape):  # for a manifest too
+                raise ValueError(f"{key:.200}: expected at most 2**59 elements, found shape {shape}")
+            if stop - start == stored.entry.nbytes:
                 return stored
         case _:
             pass

@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from portable_fsdp.backends.base import Backend
 from portable_fsdp.checkpoint import commit, storage
@@ -34,6 +34,18 @@ def as_checkpoint_error(subject: str, error: Exception) -> CheckpointError:
     """A CheckpointError as it is; any other error by its class and message."""
     is_ours = isinstance(error, CheckpointError)
     return error if is_ours else CheckpointError(f"{subject}: {type(error).__name__}: {error}")
+
+
+def together(backend: Backend, subject: str, work: Callable[[], T]) -> T:
+    """`work()` on this process, once all have finished theirs; raises the first error on all. *collective*"""
+    result: T | None = None
+    failure: Exception | None = None
+    try:
+        result = work()
+    except Exception as error:
+        failure = error
+    collective_errors.raise_together(backend, failure, partial(as_checkpoint_error, subject))
+    return cast(T, result)
 
 
 class Search:
@@ -66,9 +78,6 @@ class Search:
         as_error = partial(as_checkpoint_error, subject or f"checkpoints in {self._folder}")
         return collective_errors.on_process_0(self._backend, work, as_error)
 
-    def _raise_together(self, subject: str, failure: Exception | None) -> None:
-        collective_errors.raise_together(self._backend, failure, partial(as_checkpoint_error, subject))
-
     def _require_shared(self) -> None:
         """Refuse a folder that isn't writable, or that is a different one on another host. Leaves no file."""
         # The folder may not exist yet: probe the nearest parent that does.
@@ -76,18 +85,17 @@ class Search:
         is_store = storage.is_object_store(self._folder)
         probed = self._folder if is_store else next(path for path in parents if path.exists())
         probe = self._on_process_0(lambda: self._write_probe(probed))
-        failure: Exception | None = None
-        try:
+
+        def require_probe() -> None:
             if not storage.exists(probed / probe):
-                failure = CheckpointError(
+                raise CheckpointError(
                     f"checkpoints in {self._folder}: expected a folder that all processes share, found that process\n"
                     f"  {self._backend.process.index} doesn't see what process 0 writes there. Is it local to each "
                     "host?\n  Set checkpoint.dir (or run.dir) to a shared folder, or to an object store (s3://, gs://)."
                 )
-        except Exception as error:
-            failure = error
+
         try:
-            self._raise_together(f"checkpoints in {self._folder}", failure)
+            together(self._backend, f"checkpoints in {self._folder}", require_probe)
         finally:
             self._on_process_0(lambda: storage.remove(probed / probe))
 
@@ -97,7 +105,7 @@ class Search:
             for old in storage.names(folder):
                 if old.startswith(_PROBE):  # a killed start left it
                     storage.remove(folder / old)
-            storage.write(folder / name, [b""], durable=False)
+            storage.write(folder / name, [b""])
         except OSError as error:
             raise CheckpointError(
                 f"checkpoints in {self._folder}: expected a folder that can be written to, found: {error}\n"
@@ -167,19 +175,22 @@ class Search:
 
         Raises CheckpointError where the storage doesn't answer: that says nothing about the content.
         """
-        reason: str | None = None
-        no_answer: StoreError | None = None
-        try:
-            with Reader(path) as reader:
-                if self._settings.verify == "full":
-                    reader.verify(self._backend.process)
-                elif self._settings.verify == "size":
-                    reader.verify_sizes()
-        except StoreError as error:
-            no_answer = error
-        except Exception as error:
-            reason = str(as_checkpoint_error(f"checkpoint {path.name}", error))
-        self._raise_together(f"checkpoint {path.name}", no_answer)
+        subject = f"checkpoint {path.name}"
+
+        def check() -> str | None:
+            try:
+                with Reader(path) as reader:
+                    if self._settings.verify == "full":
+                        reader.verify(self._backend.process)
+                    elif self._settings.verify == "size":
+                        reader.verify_sizes()
+            except StoreError:
+                raise
+            except Exception as error:
+                return str(as_checkpoint_error(subject, error))
+            return None
+
+        reason = together(self._backend, subject, check)
         return next((each for each in self._backend.gather(reason) if each is not None), None)
 
 

@@ -131,10 +131,10 @@ def move(old: Path, new: Path) -> None:
         old.rename(new)
 
 
-def write(path: Path, chunks: Iterable[bytes | memoryview], *, durable: bool = True) -> None:
-    """Write `chunks` as the file `path` in an existing folder: whole under its name, or absent.
+def write(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+    """Write `chunks` as the file `path` in an existing folder, durably: whole under its name, or absent.
 
-    `durable`: fsync the content; `sync` of the folder then makes its name durable. Raises OSError.
+    `sync` of the folder then makes its name durable. Raises OSError.
     """
     if is_object_store(path):
         _upload(path, chunks)
@@ -148,8 +148,7 @@ def write(path: Path, chunks: Iterable[bytes | memoryview], *, durable: bool = T
                     done = 0
                     while done < len(content):
                         done += os.write(descriptor, content[done:])
-            if durable:
-                os.fsync(descriptor)
+            os.fsync(descriptor)
         finally:
             os.close(descriptor)
         os.replace(part, path)

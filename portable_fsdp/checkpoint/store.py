@@ -6,10 +6,11 @@ its HuggingFaceStorageReader opens `model/` too.
 """
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -22,9 +23,17 @@ from portable_fsdp.checkpoint.commit import Index, ReplicaDigest
 from portable_fsdp.checkpoint.replicas import digest_of
 from portable_fsdp.checkpoint.safetensors import Stored
 from portable_fsdp.checkpoint.storage import FileReader, require_regular
-from portable_fsdp.runtime.errors import CheckpointError, table
+from portable_fsdp.runtime.errors import CheckpointError
+from portable_fsdp.version import __version__
 
-_MAX_ROWS = 12  # of a table of differences
+Advance = Callable[[int], object]
+"""Reports the bytes that were just read or written, for a progress bar."""
+
+
+def no_progress(_: int) -> None: ...
+
+
+_ALL = Rank(0, 1)
 _MAX_OPEN = 64  # files at a time: many systems allow a process 1,024, and a checkpoint may have more
 
 
@@ -34,6 +43,22 @@ class StoredPiece(NamedTuple):
     file: int
     offset: tuple[int, ...]
     shape: tuple[int, ...]
+
+
+def new_manifest(device: str, backend: str, process_count: int, **fields: Any) -> format.Manifest:
+    """A manifest of now, written by this release; `fields`: all others of `Manifest`."""
+    return format.Manifest(
+        format_version=1,
+        saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        written_by=format.WrittenBy(
+            device=device,
+            backend=backend,
+            process_count=process_count,
+            torch=str(torch.__version__),
+            portable_fsdp=__version__,
+        ),
+        **fields,
+    )
 
 
 def entries_without_pieces(state: Mapping[str, TensorState]) -> dict[str, format.TensorEntry]:
@@ -118,16 +143,17 @@ class Reader:
     def verify_sizes(self) -> None:
         """Every file is a plain file of its length."""
         for file in self.manifest.files:
-            format.verify_size(self.folder, file)
+            format.verify_file(self.folder, file, content=False)
 
-    def verify(self, part: Rank, folder: str = "") -> None:
+    def verify(self, part: Rank = _ALL, folder: str = "", advance: Advance = no_progress) -> None:
         """Sizes, hashes and headers of every `part.count`-th file below `folder`, in sorted order."""
         numbers = [n for n, file in enumerate(self.manifest.files) if file.name.startswith(folder)]
         numbers.sort(key=lambda number: self.manifest.files[number].name)
         for number in numbers[part.index :: part.count]:
-            format.verify_size(self.folder, self.manifest.files[number])
-            format.verify_hash(self.folder, self.manifest.files[number])
+            file = self.manifest.files[number]
+            format.verify_file(self.folder, file, content=True)
             self._file(number)
+            advance(file.bytes)
 
     def check(
         self,
@@ -145,29 +171,19 @@ class Reader:
         """
         left_out = {key: entry for key, entry in self.manifest.left_out.items() if key in base}
         ours, stored = (
-            {
-                key: format.describe(entry)
-                for key, entry in entries.items()
-                if not weights_only or format.folder_of(key) == "model"
-            }
-            for entries in (entries_without_pieces(expected), self.manifest.tensors | left_out)
+            {k: format.describe(t) for k, t in tensors.items() if not weights_only or format.folder_of(k) == "model"}
+            for tensors in (entries_without_pieces(expected), self.manifest.tensors | left_out)
         )
+        has_state = weights_only or any(format.folder_of(key) == "optimizer" for key in stored)
+        for aliases, tensors in ((ties, ours), (self.manifest.ties, stored)):
+            tensors |= {alias: f"tied to {key}" for alias, key in aliases.items()}
         rows = [
             (key, ours.get(key, "nothing"), stored.get(key, "nothing"))
             for key in dict.fromkeys([*ours, *stored])
             if ours.get(key) != stored.get(key)
         ]
-        rows += [
-            (alias, f"tied to {ties.get(alias, 'nothing')}", f"tied to {self.manifest.ties.get(alias, 'nothing')}")
-            for alias in sorted(ties.keys() | self.manifest.ties.keys())
-            if ties.get(alias) != self.manifest.ties.get(alias)
-        ]
         if not rows:
             return
-        has_state = weights_only or any(format.folder_of(key) == "optimizer" for key in stored)
-        shown = table([("", "this model", "checkpoint"), *rows[:_MAX_ROWS]], indent="    ")
-        if len(rows) > _MAX_ROWS:
-            shown += f"\n    and {len(rows) - _MAX_ROWS} more"
         advice = (
             "Resume with the config of the run that saved it\n"
             f"  (python -m portable_fsdp.checkpoint show --config {self.folder}), or train in another run.dir."
@@ -178,7 +194,7 @@ class Reader:
         raise CheckpointError(
             f"checkpoint {self.folder.name}: expected the tensors of this model, found {len(rows)} that differ:\n"
             + "".join(f"  {line}\n" for line in config)
-            + f"{shown}\n  {advice}"
+            + f"{format.first_rows(('', 'this model', 'checkpoint'), rows)}\n  {advice}"
         )
 
     def read(self, key: str, slices: Region, into: Tensor | None = None) -> Tensor:
@@ -246,8 +262,8 @@ class Reader:
     def _check_header(self, number: int, header: Mapping[str, Stored]) -> None:
         file = self.manifest.files[number].name
         for key in dict.fromkeys([*header, *self._pieces[number]]):
-            stored, expected = header.get(key), self._expected(key, number)
-            actual = f"{stored.dtype} {list(stored.shape)}" if stored else "nothing"
+            expected = self._expected(key, number)
+            actual = format.describe(header[key].entry if key in header else None)
             if actual != expected:
                 raise format.damaged(self.folder, file, f"{key} as {expected} (manifest.json)", actual)
 

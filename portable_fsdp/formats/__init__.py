@@ -11,7 +11,11 @@ from portable_fsdp.runtime.errors import CheckpointError
 FORMATS = ("huggingface", "dcp", "gguf", "safetensors", "torch", "xla_fsdp1")
 """The formats that we import, in the order in which `--format auto` tries them."""
 
-EXPORTS = ("huggingface", "dcp", "torch", "safetensors", "peft")
+EXPORTS = {"huggingface": "model/", "dcp": "", "torch": "model/", "safetensors": "model/", "peft": "model/"}
+"""The formats that we export: what the names of the files begin with that each needs of a checkpoint."""
+
+SINGLE_FILE = ("torch", "safetensors")
+"""Exports that are one file; the others are folders."""
 
 MODULES = {"safetensors": "safetensors_file", "torch": "torch_file"}
 """Format -> its module in this package, where that has another name."""

@@ -1,37 +1,31 @@
 """The interface of a format: a source of tensors to import from, or an export.
 
-A module of `FORMATS` has `matches(path)`, by names and first bytes alone, and the context manager
-`open_checkpoint(path, trust_metadata)`; `trust_metadata` lets it read pickled metadata, restricted. A module of
-`EXPORTS` has `export(reader, target, options)`, for one process: it hashes the files that it needs, then writes. Both
-raise `CheckpointError`. An import holds one tensor at a time, in the order of our files.
+A module of `FORMATS` has `matches(path)`, by names and first bytes alone, and `open_checkpoint(path, trust_metadata)`;
+`trust_metadata` lets it read pickled metadata, restricted. A module of `EXPORTS` has `export(reader, options)`, which
+checks what it can and returns the function that writes into a path. Both raise `CheckpointError`. An import and an
+export hold one tensor at a time, in the order of our files.
 """
 
 import reprlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from portable_fsdp.backends.base import Rank
 from portable_fsdp.checkpoint.format import TensorEntry, folder_of
 from portable_fsdp.checkpoint.storage import require_regular
-from portable_fsdp.checkpoint.store import Reader
-from portable_fsdp.formats import MODULES
+from portable_fsdp.checkpoint.store import Advance, Reader, no_progress
+from portable_fsdp.formats import EXPORTS, MODULES, SINGLE_FILE
+from portable_fsdp.formats.target import new_file, new_folder, require_new, require_replaceable
 from portable_fsdp.runtime.errors import CheckpointError
-
-Advance = Callable[[int], object]
-"""Reports the bytes that were just read or written, for a progress bar."""
 
 SaveTokenizer = Callable[[Path], None]
 """Writes a tokenizer's files into a folder."""
 
 FLOAT_DTYPES = ("float64", "float32", "bfloat16", "float16")
-
-
-def no_progress(_: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -52,14 +46,13 @@ class ForeignCheckpoint:
 
     `tensors` has shapes and dtypes by our keys: FQN for the model's, `<state name>/<FQN>` for the optimizer's.
     `read(key)` gives a tensor whole, contiguous, on the host, in that shape and dtype. `model_config` is transformers'
-    config, where the source has one. `ties`: further FQN -> key; the import fills it.
+    config, where the source has one.
     """
 
     tensors: dict[str, TensorEntry]
     read: Callable[[str], Tensor]
     step: int = 0
     model_config: dict[str, Any] | None = None
-    ties: dict[str, str] = field(default_factory=dict)
 
 
 def load_format(name: str) -> Any:
@@ -68,23 +61,26 @@ def load_format(name: str) -> Any:
 
 
 def export_checkpoint(checkpoint: Path, name: str, target: Path, options: ExportOptions) -> None:
-    """Write the checkpoint in a folder as `target`, in a format of `EXPORTS`. For one process."""
+    """Write the checkpoint in a folder as `target`, in a format of `EXPORTS`. For one process.
+
+    Hashes the files that it needs first. Replaces an older export in `target` once the new one is complete. Raises
+    `CheckpointError`: a damaged checkpoint, something else in `target`.
+    """
+    is_file = name in SINGLE_FILE
+    (require_new if is_file else require_replaceable)(target)
     with Reader(checkpoint) as reader:
-        load_format(name).export(reader, target, options)
+        write = load_format(name).export(reader, options)
+        reader.verify(folder=EXPORTS[name], advance=options.advance)
+        with new_file(target) if is_file else new_folder(target, reader.manifest) as unfinished:
+            write(unfinished)
+            if options.save_tokenizer is not None:
+                options.save_tokenizer(unfinished)
 
 
-def verify(reader: Reader, advance: Advance = no_progress, folder: str = "") -> None:
-    """`Reader.verify` of all files below `folder`, one at a time. Raises `CheckpointError`."""
-    for file in sorted(reader.manifest.files, key=lambda file: file.name):
-        if file.name.startswith(folder):
-            reader.verify(Rank(0, 1), file.name)
-            advance(file.bytes)
-
-
-def tensors_of(reader: Reader, folder: str, dtype: str | None = None) -> dict[str, TensorEntry]:
-    """The tensors below `folder` (model or optimizer), in another `dtype`."""
+def weights_of(reader: Reader, dtype: str | None = None) -> dict[str, TensorEntry]:
+    """The tensors of the model, in another `dtype`."""
     tensors = reader.manifest.tensors.items()
-    return {key: as_dtype(tensor, dtype) for key, tensor in tensors if folder_of(key) == folder}
+    return {key: as_dtype(tensor, dtype) for key, tensor in tensors if folder_of(key) == "model"}
 
 
 def as_dtype(tensor: TensorEntry, dtype: str | None) -> TensorEntry:

@@ -21,8 +21,7 @@ import os
 import pickle
 import re
 import reprlib
-from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -30,12 +29,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from portable_fsdp.checkpoint import storage
 from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry, check_tiling, folder_of
-from portable_fsdp.checkpoint.store import Reader
-from portable_fsdp.formats.base import Advance, ExportOptions, ForeignCheckpoint, as_dtype, file_inside, verify
+from portable_fsdp.checkpoint.store import Advance, Reader
+from portable_fsdp.formats.base import ExportOptions, ForeignCheckpoint, as_dtype, file_inside
 from portable_fsdp.formats.names import names_of
 from portable_fsdp.formats.safetensors_file import check_numbers, check_shape, converted, groups
-from portable_fsdp.formats.target import new_folder, require_replaceable, torch_saving
+from portable_fsdp.formats.target import torch_saving
 from portable_fsdp.formats.torch_file import check_members
 from portable_fsdp.formats.unpickle import Record, read_pickle
 from portable_fsdp.runtime.errors import CheckpointError
@@ -78,8 +78,7 @@ def matches(path: Path) -> bool:
     return bool(_folders(path))
 
 
-@contextmanager
-def open_checkpoint(path: Path, *, trust_metadata: bool) -> Generator[ForeignCheckpoint]:
+def open_checkpoint(path: Path, *, trust_metadata: bool) -> ForeignCheckpoint:
     """Reads `.metadata` with an unpickler that knows torch's metadata classes alone, and tensors with `weights_only`.
 
     Holds one tensor, and the largest chunk of it. Raises `CheckpointError`.
@@ -101,37 +100,35 @@ def open_checkpoint(path: Path, *, trust_metadata: bool) -> Generator[ForeignChe
             if key in tensors:
                 raise CheckpointError(f"{folder}: {name}: expected one tensor for {key}, found two")
             tensors[key] = chunked[name]
-    yield ForeignCheckpoint({key: t.entry for key, t in tensors.items()}, lambda key: _read(key, tensors[key]), step)
+    return ForeignCheckpoint({key: t.entry for key, t in tensors.items()}, lambda key: _read(key, tensors[key]), step)
 
 
-def export(reader: Reader, target: Path, options: ExportOptions) -> None:
-    """Write the checkpoint with its optimizer state as a folder that `dcp.load` opens. For one process.
+def export(reader: Reader, options: ExportOptions) -> Callable[[Path], None]:
+    """The checkpoint with its optimizer state as a folder that `dcp.load` opens.
 
-    Holds one tensor (in both dtypes where it is converted). Raises `CheckpointError`.
+    Holds one tensor (in both dtypes where it is converted).
     """
-    require_replaceable(target)
     names = names_of(reader.manifest.architecture, f"checkpoint {reader.folder.name}")
     aliases = {} if names is None else names.aliases
-    verify(reader, options.advance)
     tensors = {
         key: as_dtype(tensor, options.dtype if folder_of(key) == "model" else None)
         for key, tensor in reader.manifest.tensors.items()
     }
-    with new_folder(target, reader.manifest) as unfinished:
+
+    def write(folder: Path) -> None:
         written: list[DcpEntry] = []
         files = list(groups(tensors, options.max_file_bytes))
         for ordinal, keys in enumerate(files):
             entries = {key: tensors[key] for key in keys}
-            places = _write_file(unfinished / f"__0_{ordinal}.distcp", entries, reader.read_whole, options.advance)
+            places = _write_file(folder / f"__0_{ordinal}.distcp", entries, reader.read_whole, options.advance)
             written += [DcpEntry(path, tensors[key], places[key]) for key in keys for path in _paths_of(key, aliases)]
         entry, step = TensorEntry(shape=(), dtype="int64"), torch.tensor(reader.manifest.step)
-        last = unfinished / f"__0_{len(files)}.distcp"
+        last = folder / f"__0_{len(files)}.distcp"
         places = _write_file(last, {"step": entry}, lambda _: step, options.advance)
         written.append(DcpEntry(_STEP_PATH, entry, places["step"]))
-        with (unfinished / METADATA).open("wb") as file:
-            pickle.dump(_metadata(written), file)
-            file.flush()
-            os.fsync(file.fileno())
+        storage.write(folder / METADATA, [pickle.dumps(_metadata(written))])
+
+    return write
 
 
 def _folders(path: Path) -> list[Path]:

@@ -1,7 +1,5 @@
 """GGUF files (llama.cpp), import only: `models/gguf.py` reads them, and says which."""
 
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 
 from torch import Tensor
@@ -18,8 +16,7 @@ from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 matches = is_gguf
 
 
-@contextmanager
-def open_checkpoint(path: Path, *, trust_metadata: bool) -> Generator[ForeignCheckpoint]:
+def open_checkpoint(path: Path, *, trust_metadata: bool) -> ForeignCheckpoint:
     """The model in float32 (`--dtype` converts it further), and the config that transformers reads from the file.
 
     Maps the file; holds one dequantised tensor, and a permuted copy of some. Raises `CheckpointError`.
@@ -39,4 +36,4 @@ def open_checkpoint(path: Path, *, trust_metadata: bool) -> Generator[ForeignChe
 
     shapes = {key: check_shape(f"{path}: {file.file_of(key)}", list(shape)) for key, shape in file.shapes.items()}
     entries = {key: TensorEntry(shape=shape, dtype="float32") for key, shape in shapes.items()}
-    yield ForeignCheckpoint(entries, read, 0, config_to_json(file.config))
+    return ForeignCheckpoint(entries, read, 0, config_to_json(file.config))

@@ -2,27 +2,19 @@
 
 import json
 import logging
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 from torch import Tensor
 
 from portable_fsdp.checkpoint.format import Manifest, TensorEntry, bytes_of_tensors
+from portable_fsdp.checkpoint.safetensors import Stored
 from portable_fsdp.checkpoint.store import Reader
-from portable_fsdp.formats.base import (
-    FLOAT_DTYPES,
-    ExportOptions,
-    ForeignCheckpoint,
-    as_dtype,
-    file_inside,
-    verify,
-)
+from portable_fsdp.formats.base import FLOAT_DTYPES, ExportOptions, ForeignCheckpoint, as_dtype, file_inside
 from portable_fsdp.formats.names import config_object, config_of, import_transformers
-from portable_fsdp.formats.peft import merged
-from portable_fsdp.formats.safetensors_file import FileTensor, groups, read_header, read_tensor, write_file
-from portable_fsdp.formats.target import new_folder, require_replaceable
+from portable_fsdp.formats.peft import merged, opened_folder
+from portable_fsdp.formats.safetensors_file import groups, read_header, read_tensor, write_file
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 from portable_fsdp.runtime.files import write_text_atomically
 from portable_fsdp.runtime.hub import local_folder
@@ -35,24 +27,25 @@ SINGLE = "model.safetensors"
 GENERATION = "generation_config.json"
 
 
-def export(reader: Reader, target: Path, options: ExportOptions) -> None:
-    """Write the model as a Hugging Face folder, adapters (LoRA) merged into their layers. For one process.
+def export(reader: Reader, options: ExportOptions) -> Callable[[Path], None]:
+    """The model as a Hugging Face folder, adapters (LoRA) merged into their layers: of these it holds two in float32.
 
-    Hashes the model's files first. Holds one tensor in host memory, as saved (with an adapter, two in float32), and a
-    few MiB. Replaces an older export in `target` once the new one is complete. Raises `CheckpointError`: a damaged
-    checkpoint, a base that isn't there, a model that isn't of transformers, something else in `target`.
+    Raises `CheckpointError`: a base that isn't there, a model that isn't of transformers.
     """
-    require_replaceable(target)
     saved, read = merged(reader, options.base)
     tensors = {key: as_dtype(tensor, options.dtype) for key, tensor in saved.items()}
     config = _model_config(reader.manifest, reader.folder.name, tensors)
-    verify(reader, options.advance, "model/")
-    with new_folder(target, reader.manifest) as unfinished:
-        config.save_pretrained(unfinished)
-        _write_generation_config(reader.manifest, config, unfinished)
-        _write_weights(read, tensors, unfinished, options)
-        if options.save_tokenizer is not None:
-            options.save_tokenizer(unfinished)
+
+    def write(folder: Path) -> None:
+        config.save_pretrained(folder)
+        own = _generation_config(reader.manifest)
+        if own is None:
+            import_transformers().GenerationConfig.from_model_config(config).save_pretrained(folder)
+        else:
+            (folder / GENERATION).write_bytes(own.read_bytes())
+        _write_weights(read, tensors, folder, options)
+
+    return write
 
 
 def matches(path: Path) -> bool:
@@ -60,23 +53,21 @@ def matches(path: Path) -> bool:
     return (path / INDEX).is_file() or (path / SINGLE).is_file()
 
 
-@contextmanager
-def open_checkpoint(path: Path, *, trust_metadata: bool) -> Generator[ForeignCheckpoint]:
+def open_checkpoint(path: Path, *, trust_metadata: bool) -> ForeignCheckpoint:
     """The folder's weights, and its config.json if there is one. Holds one tensor. Raises `CheckpointError`."""
-    stored: dict[str, FileTensor] = {}
+    stored: dict[str, tuple[Path, Stored]] = {}
     weight_map = _weight_map(path) if (path / INDEX).exists() else None
     for name in [SINGLE] if weight_map is None else sorted(set(weight_map.values())):
-        header = read_header(file_inside(path, name))
-        for key, tensor in header.items():
+        file = file_inside(path, name)
+        for key, tensor in read_header(file).items():
             if weight_map is None or weight_map.get(key) == name:
-                stored[key] = tensor
+                stored[key] = file, tensor
     for key, name in sorted((weight_map or {}).items()):
         if key not in stored:
             raise CheckpointError(f"{path}: expected {key} in {name} ({INDEX}), found none")
     config = config_of(path) if (path / "config.json").is_file() else None
-    yield ForeignCheckpoint(
-        {key: s.entry for key, s in stored.items()}, lambda key: read_tensor(stored[key]), 0, config
-    )
+    entries = {key: tensor.entry for key, (_, tensor) in stored.items()}
+    return ForeignCheckpoint(entries, lambda key: read_tensor(*stored[key]), 0, config)
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
@@ -108,27 +99,15 @@ def _model_config(manifest: Manifest, name: str, tensors: dict[str, TensorEntry]
     return config
 
 
-def _write_generation_config(manifest: Manifest, config: Any, folder: Path) -> None:
-    """That of `model.pretrained`, byte by byte, if we find it; else the one that transformers makes of the config."""
-    own = _pretrained_generation_config(manifest)
-    if own is None:
-        import_transformers().GenerationConfig.from_model_config(config).save_pretrained(folder)
-    else:
-        (folder / GENERATION).write_bytes(own.read_bytes())
-
-
-def _pretrained_generation_config(manifest: Manifest) -> Path | None:
-    """In the folder that the run opened, if it is here (of a hub id: the same commit), or where the name leads now."""
+def _generation_config(manifest: Manifest) -> Path | None:
+    """That of `model.pretrained`, in the folder that the run opened, or where the name leads now. None: transformers
+    makes one of the model's config."""
     model = manifest.config.get("model", {})
-    name, opened = model.get("pretrained"), (manifest.architecture or {}).get("_name_or_path")
+    name = model.get("pretrained")
     if name is None or model.get("gguf_file") is not None:
         return None
     try:
-        folder = (
-            Path(str(opened))
-            if opened and Path(str(opened)).is_dir()
-            else local_folder("model.pretrained", name, (GENERATION,))
-        )
+        folder = opened_folder(manifest) or local_folder("model.pretrained", name, (GENERATION,))
     except ConfigError as error:
         log.warning("%s is made from the model's config, without that of model.pretrained: %s", GENERATION, error)
         return None

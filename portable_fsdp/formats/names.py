@@ -113,52 +113,40 @@ def choose_tensors(source: ForeignCheckpoint, names: ModelNames | None) -> dict[
     `CheckpointError`: a tensor is missing, or stands twice with different bytes.
     """
     for key in source.tensors:
-        _check_key(key)
+        state, slash, name = key.rpartition("/")
+        if not name or not name.isprintable() or len(key) > 1000 or (slash and not state.isidentifier()):
+            raise CheckpointError(
+                f"expected the name of a tensor as modules have it (layers.0.weight), found {key[:200]!r}"
+            )
     if names is None:
         return {key: key for key in source.tensors}
-    model = {key for key in source.tensors if folder_of(key) == "model"}
     # A folder may hold a tensor under any of its FQNs, or one without the base model's prefix (GPT-2's).
     candidates = {
         first: list(dict.fromkeys([*aliases, *(alias.removeprefix(f"{names.base}.") for alias in aliases)]))
         for first, aliases in names.aliases.items()
     }
-    matches = {first: [name for name in options if name in model] for first, options in candidates.items()}
+    first_of = {name: first for first, options in candidates.items() for name in options}
+    matches = {first: [name for name in options if name in source.tensors] for first, options in candidates.items()}
+    left_out = [key for key in source.tensors if key.rpartition("/")[2] not in first_of]
     if missing := [first for first, options in matches.items() if not options]:
-        used = {name for options in matches.values() for name in options}
-        raise _missing(missing, len(matches), [key for key in source.tensors if key in model and key not in used])
+        others = [key for key in left_out if folder_of(key) == "model"]
+        raise CheckpointError(
+            f"expected a tensor for each of the model's {len(matches)} (its config), found none for {missing[0]}"
+            + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+            + (f".\n  The source has others, as {others[0]}" if others else "")
+            + ".\n  Is it another model's config, or are these another library's names?"
+        )
     for first, options in matches.items():
         _check_tensor(source, first, options, names.shapes[first])
-    first_of = {name: first for first, options in candidates.items() for name in options}
     chosen = {first: options[0] for first, options in matches.items()}
-    left_out: list[str] = []
     for key in source.tensors:
-        state, _, fqn = key.partition("/")
-        if fqn in first_of:
-            chosen.setdefault(f"{state}/{first_of[fqn]}", key)
-        elif key not in first_of:
-            left_out.append(key)
+        state, slash, name = key.rpartition("/")
+        if slash and name in first_of:
+            chosen.setdefault(f"{state}/{first_of[name]}", key)
     if left_out:
         shown = ", ".join(sorted(left_out)[:3]) + (", ..." if len(left_out) > 3 else "")
         log.warning("left out %d tensors that are not the model's: %s", len(left_out), shown)
     return chosen
-
-
-def _check_key(key: str) -> None:
-    state, slash, fqn = key.rpartition("/")
-    name = fqn if slash else key
-    if not name or not name.isprintable() or len(key) > 1000 or (slash and not state.isidentifier()):
-        raise CheckpointError(
-            f"expected the name of a tensor as modules have it (layers.0.weight), found {key[:200]!r}"
-        )
-
-
-def _missing(missing: list[str], count: int, others: list[str]) -> CheckpointError:
-    return CheckpointError(
-        f"expected a tensor for each of the model's {count} (its config), found none for {missing[0]}"
-        + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
-        + (f".\n  The source has others, as {others[0]}" if others else "")
-        + ".\n  Is it another model's config, or are these another library's names?"
-    )
 
 
 def _check_tensor(source: ForeignCheckpoint, first: str, options: list[str], shape: tuple[int, ...]) -> None:

@@ -12,23 +12,17 @@ from portable_fsdp.backends.base import full_region
 from portable_fsdp.checkpoint.format import Manifest, TensorEntry
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.config.schema import Model
-from portable_fsdp.formats.base import ExportOptions, as_dtype, tensors_of, verify
+from portable_fsdp.formats.base import ExportOptions, as_dtype, weights_of
 from portable_fsdp.formats.names import import_transformers, model_on_meta
 from portable_fsdp.formats.safetensors_file import write_file
-from portable_fsdp.formats.target import new_folder, require_replaceable
 from portable_fsdp.models import lora
 from portable_fsdp.models.pretrained import PretrainedWeights, fingerprint, open_pretrained
 from portable_fsdp.models.weights import RandomWeights
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 
 
-def export(reader: Reader, target: Path, options: ExportOptions) -> None:
-    """Write adapter_config.json and the adapters' weights; the tokenizer too. For one process.
-
-    Hashes the model's files first. Raises `CheckpointError`: no adapters, a damaged checkpoint, something else in
-    `target`.
-    """
-    require_replaceable(target)
+def export(reader: Reader, options: ExportOptions) -> Callable[[Path], None]:
+    """adapter_config.json and the adapters' weights. Raises `CheckpointError` for a checkpoint without adapters."""
     adapters = adapters_of(reader)
     if adapters is None:
         raise CheckpointError(
@@ -54,12 +48,12 @@ def export(reader: Reader, target: Path, options: ExportOptions) -> None:
     )
     # Set here: the constructor would make a set of them, in random order.
     settings.target_modules = _target_modules(adapters.base, [names.layer for names in adapters.layers])
-    verify(reader, options.advance, "model/")
-    with new_folder(target, reader.manifest) as unfinished:
-        settings.save_pretrained(str(unfinished))
-        write_file(unfinished / lora.WEIGHTS, tensors, lambda key: reader.read_whole(ours[key]), {}, options.advance)
-        if options.save_tokenizer is not None:
-            options.save_tokenizer(unfinished)
+
+    def write(folder: Path) -> None:
+        settings.save_pretrained(str(folder))
+        write_file(folder / lora.WEIGHTS, tensors, lambda key: reader.read_whole(ours[key]), {}, options.advance)
+
+    return write
 
 
 def _target_modules(base: nn.Module, layers: Iterable[str]) -> list[str]:
@@ -93,7 +87,7 @@ class Adapters:
 
 def adapters_of(reader: Reader) -> Adapters | None:
     """None for a checkpoint without adapters. Raises `CheckpointError`."""
-    layers = lora.adapted_layers(list(tensors_of(reader, "model")))
+    layers = lora.adapted_layers(list(weights_of(reader)))
     if not layers:
         return None
     manifest, where = reader.manifest, f"checkpoint {reader.folder.name}"
@@ -118,7 +112,7 @@ def merged(reader: Reader, base: str | None = None) -> tuple[dict[str, TensorEnt
     `base`, a folder or on the hub; None: where the run read it. Reading holds one tensor, for one with an adapter two
     in float32. Raises `CheckpointError`.
     """
-    tensors = tensors_of(reader, "model") | reader.manifest.left_out
+    tensors = weights_of(reader) | reader.manifest.left_out
     adapters = adapters_of(reader)
     if adapters is None:
         return tensors, reader.read_whole
@@ -145,20 +139,23 @@ def merged(reader: Reader, base: str | None = None) -> tuple[dict[str, TensorEnt
     return {name: tensors[key] for name, key in saved.items()}, read
 
 
+def opened_folder(manifest: Manifest) -> Path | None:
+    """Where the run read `model.pretrained`, if that is here; of a hub id: the same commit."""
+    opened = (manifest.architecture or {}).get("_name_or_path")
+    return Path(str(opened)) if opened and Path(str(opened)).is_dir() else None
+
+
 def _left_out(reader: Reader, model: nn.Module, name: str | None) -> PretrainedWeights | None:
     """Fills the base that a checkpoint leaves out; None where it holds the base. Raises `CheckpointError`."""
     manifest, base = reader.manifest, reader.manifest.base
     if base is None:
         return None
-    opened = (manifest.architecture or {}).get("_name_or_path")  # of a hub id: the same commit
-    is_here = bool(opened) and base.gguf_file is None and Path(str(opened)).is_dir()
-    place = name or (str(opened) if is_here else base.pretrained)
+    place = name or str((opened_folder(manifest) if base.gguf_file is None else None) or base.pretrained)
     problem = f"checkpoint {reader.folder.name}: expected the base of its adapters, which it leaves out:\n    {base}\n"
     way_out = "\n  Name it: --base FOLDER (or org/name@revision). Adapters alone: --format peft."
     try:
         file = open_pretrained(Model(pretrained=place, gguf_file=base.gguf_file)).file
-        actual = fingerprint(file)
-        if actual != base.fingerprint:
+        if (actual := fingerprint(file)) != base.fingerprint:
             raise CheckpointError(f"{problem}  found another in {place} (fingerprint {actual}).{way_out}")
         for parameter in model.parameters():
             parameter.data = parameter.data.float()

@@ -4,10 +4,9 @@ Also a format of its own: one safetensors file that holds the whole model, {FQN:
 """
 
 import reprlib
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,20 +14,11 @@ from torch import Tensor
 from portable_fsdp.checkpoint import safetensors
 from portable_fsdp.checkpoint.format import FileEntry, TensorEntry, is_too_large
 from portable_fsdp.checkpoint.storage import FileReader, require_regular
-from portable_fsdp.checkpoint.store import Reader
-from portable_fsdp.formats.base import Advance, ExportOptions, ForeignCheckpoint, no_progress, tensors_of, verify
-from portable_fsdp.formats.target import new_file, require_new
+from portable_fsdp.checkpoint.store import Advance, Reader, no_progress
+from portable_fsdp.formats.base import ExportOptions, ForeignCheckpoint, weights_of
 from portable_fsdp.runtime.errors import CheckpointError
 
 _CHUNK_ELEMENTS = 1 << 20
-
-
-class FileTensor(NamedTuple):
-    """A tensor in a file: its bytes begin at offset `start`."""
-
-    entry: TensorEntry
-    path: Path
-    start: int
 
 
 def matches(path: Path) -> bool:
@@ -36,21 +26,17 @@ def matches(path: Path) -> bool:
     return path.is_file() and path.suffix == ".safetensors"
 
 
-@contextmanager
-def open_checkpoint(path: Path, *, trust_metadata: bool) -> Generator[ForeignCheckpoint]:
+def open_checkpoint(path: Path, *, trust_metadata: bool) -> ForeignCheckpoint:
     """Holds one tensor. Raises `CheckpointError`."""
     require_regular(path, path.name)
     stored = read_header(path)
-    yield ForeignCheckpoint({key: s.entry for key, s in stored.items()}, lambda key: read_tensor(stored[key]))
+    return ForeignCheckpoint({key: s.entry for key, s in stored.items()}, lambda key: read_tensor(path, stored[key]))
 
 
-def export(reader: Reader, target: Path, options: ExportOptions) -> None:
-    """Write a new file; a tied weight stands in it once. Holds one tensor as saved. Raises `CheckpointError`."""
-    require_new(target)
-    tensors = tensors_of(reader, "model", options.dtype)
-    verify(reader, options.advance, "model/")
-    with new_file(target) as file:
-        write_file(file, tensors, reader.read_whole, {}, options.advance)
+def export(reader: Reader, options: ExportOptions) -> Callable[[Path], object]:
+    """One file, in which a tied weight stands once."""
+    tensors = weights_of(reader, options.dtype)
+    return lambda path: write_file(path, tensors, reader.read_whole, {}, options.advance)
 
 
 def check_numbers(where: str, value: object, what: str = "a shape (at most 16 sizes)") -> tuple[int, ...]:
@@ -69,31 +55,23 @@ def check_shape(where: str, shape: object) -> tuple[int, ...]:
     return sizes
 
 
-def read_header(path: Path) -> dict[str, FileTensor]:
+def read_header(path: Path) -> dict[str, safetensors.Stored]:
     """The tensors of a safetensors file, a plain file. Raises `CheckpointError`."""
     try:
         with FileReader(path) as source:
-            header = safetensors.read_header(source)
+            return safetensors.read_header(source)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: expected a safetensors file, found: {error}") from None
-    return {
-        key: FileTensor(
-            TensorEntry(shape=check_shape(f"{path}: {key[:200]!r}", stored.shape), dtype=stored.dtype),
-            path,
-            stored.start,
-        )
-        for key, stored in header.items()
-    }
 
 
-def read_tensor(stored: FileTensor) -> Tensor:
+def read_tensor(path: Path, stored: safetensors.Stored) -> Tensor:
     """Its bytes, in one allocation of their size. Raises `CheckpointError`."""
     tensor = torch.empty(stored.entry.shape, dtype=getattr(torch, stored.entry.dtype))
     try:
-        with FileReader(stored.path) as source:
+        with FileReader(path) as source:
             source.read_into(stored.start, safetensors.bytes_of(tensor))
     except OSError as error:
-        raise CheckpointError(f"{stored.path}: {error}") from None
+        raise CheckpointError(f"{path}: {error}") from None
     return tensor
 
 

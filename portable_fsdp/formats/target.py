@@ -10,10 +10,9 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from portable_fsdp.checkpoint import storage
 from portable_fsdp.checkpoint.format import Manifest
@@ -31,43 +30,39 @@ _UNIQUE = 8  # letters in the name of an unfinished export
 
 def require_replaceable(folder: Path) -> None:
     """Raises `CheckpointError` for a link, the working folder, and a folder that isn't an export of ours alone."""
-    problem = _why_not_replaceable(folder)
-    if problem is not None:
+
+    def problems() -> Iterator[str]:
+        if folder.is_symlink():
+            yield (
+                f"expected a folder, found a link to {folder.readlink()}: the export would replace the link,\n"
+                "  not its target. Name that folder itself."
+            )
+        if Path(os.path.realpath(folder)) in (Path.cwd(), *Path.cwd().parents):
+            yield (
+                "expected a folder that can be replaced as a whole, found the one that you are in,\n"
+                "  or one above it. Name a new one inside it."
+            )
+        if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+            return
+        if not (folder / MARK).is_file():
+            yield (
+                f"expected a new name, an empty folder or an earlier export (with {MARK}),\n"
+                "  found something else, which is left alone. Name another folder."
+            )
+        exported = _exported(folder)
+        if exported is None:
+            yield (
+                f"expected the names of an earlier export's files in {MARK}, found none: files\n"
+                "  that were added since can't be told from them. Delete the folder, or name another."
+            )
+        for other in (name for name in _names(folder) if name not in (exported or ())):
+            yield (
+                f"expected the files of an earlier export (listed in {MARK}), found {other} too,\n"
+                "  which would be lost. Move it elsewhere, or name another folder."
+            )
+
+    for problem in problems():
         raise CheckpointError(f"export to {folder}: {problem}")
-
-
-def _why_not_replaceable(folder: Path) -> str | None:
-    if folder.is_symlink():
-        return (
-            f"expected a folder, found a link to {folder.readlink()}: the export would replace the link,\n"
-            "  not its target. Name that folder itself."
-        )
-    here = Path.cwd()
-    if Path(os.path.realpath(folder)) in (here, *here.parents):
-        return (
-            "expected a folder that can be replaced as a whole, found the one that you are in,\n"
-            "  or one above it. Name a new one inside it."
-        )
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return None
-    if not (folder / MARK).is_file():
-        return (
-            f"expected a new name, an empty folder or an earlier export (with {MARK}),\n"
-            "  found something else, which is left alone. Name another folder."
-        )
-    exported = _exported(folder)
-    if exported is None:
-        return (
-            f"expected the names of an earlier export's files in {MARK}, found none: files\n"
-            "  that were added since can't be told from them. Delete the folder, or name another."
-        )
-    other = next((name for name in _names(folder) if name not in exported), None)
-    if other is not None:
-        return (
-            f"expected the files of an earlier export (listed in {MARK}), found {other} too,\n"
-            "  which would be lost. Move it elsewhere, or name another folder."
-        )
-    return None
 
 
 def require_new(file: Path) -> None:
@@ -81,7 +76,7 @@ def new_file(file: Path) -> Generator[Path]:
     """A temporary name to write to. It becomes `file` at one instant, or vanishes after an error."""
     require_new(file)
     file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = _hidden(file, "unfinished")
+    unfinished = _hidden(file)
     try:
         yield unfinished
         with unfinished.open("rb") as content:
@@ -98,15 +93,12 @@ def new_folder(folder: Path, manifest: Manifest) -> Generator[Path]:
     """A temporary folder to write to. It replaces `folder` when the block ends without an error."""
     require_replaceable(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = _hidden(folder, "unfinished")
+    unfinished = _hidden(folder)
     unfinished.mkdir()
     try:
         yield unfinished
-        source: dict[str, Any] = {
-            "step": manifest.step,
-            "written_by": manifest.written_by.model_dump(),
-            "files": [*_names(unfinished), MARK],
-        }
+        by, files = manifest.written_by.model_dump(), [*_names(unfinished), MARK]
+        source = {"step": manifest.step, "written_by": by, "files": files}
         write_text_atomically(unfinished / MARK, json.dumps(source, indent=2) + "\n")
         require_replaceable(folder)
         _replace(folder, unfinished)
@@ -139,12 +131,12 @@ def _names(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in paths)
 
 
-def _hidden(target: Path, kind: str) -> Path:
+def _hidden(target: Path) -> Path:
     """A unique name beside the target. Warns of what lies under such names."""
-    for each in ("unfinished", "replaced"):
-        for left in sorted(target.parent.glob(f".{glob.escape(target.name)}.{'?' * _UNIQUE}.{each}*")):
+    for kind in ("unfinished", "replaced"):
+        for left in sorted(target.parent.glob(f".{glob.escape(target.name)}.{'?' * _UNIQUE}.{kind}*")):
             log.warning("%s: a killed export left it, or one is at work. Delete it if none is.", left)
-    return target.with_name(f".{target.name}.{uuid.uuid4().hex[:_UNIQUE]}.{kind}")
+    return target.with_name(f".{target.name}.{uuid.uuid4().hex[:_UNIQUE]}.unfinished")
 
 
 def _take_name(unfinished: Path, file: Path) -> None:

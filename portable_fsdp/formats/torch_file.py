@@ -3,8 +3,7 @@
 import struct
 import zipfile
 import zlib
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
@@ -14,44 +13,35 @@ from torch import Tensor
 from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry
 from portable_fsdp.checkpoint.storage import require_regular
 from portable_fsdp.checkpoint.store import Reader
-from portable_fsdp.formats.base import ExportOptions, ForeignCheckpoint, tensors_of, verify
+from portable_fsdp.formats.base import ExportOptions, ForeignCheckpoint, weights_of
 from portable_fsdp.formats.names import names_of
 from portable_fsdp.formats.safetensors_file import byte_chunks, check_shape
-from portable_fsdp.formats.target import new_file, require_new, torch_saving
+from portable_fsdp.formats.target import torch_saving
 from portable_fsdp.runtime.errors import CheckpointError
 
 _NESTED = ("model", "state_dict", "model_state_dict")
 
 
-def matches(path: Path) -> bool:
-    """A zip file with torch's record of a pickle, whatever its suffix."""
-    return path.is_file() and is_torch_file(path)
-
-
-@contextmanager
-def open_checkpoint(path: Path, *, trust_metadata: bool) -> Generator[ForeignCheckpoint]:
+def open_checkpoint(path: Path, *, trust_metadata: bool) -> ForeignCheckpoint:
     """A dict of tensors, perhaps under `model` or `state_dict`; read with `weights_only`, mapped.
 
     Holds a copy of one tensor beside the page cache. Ignores other values of the dict. Raises `CheckpointError`.
     """
     tensors = tensor_dict(path, load_mapped(path))
-    yield ForeignCheckpoint(
-        {key: entry_of(f"{path}: {key}", tensor) for key, tensor in tensors.items()},
-        lambda key: tensors[key].clone(memory_format=torch.contiguous_format),
-    )
+    entries = {key: entry_of(f"{path}: {key}", tensor) for key, tensor in tensors.items()}
+    return ForeignCheckpoint(entries, lambda key: tensors[key].clone(memory_format=torch.contiguous_format))
 
 
-def export(reader: Reader, target: Path, options: ExportOptions) -> None:
-    """Write a new file; all names of a tied weight share one storage in it.
+def export(reader: Reader, options: ExportOptions) -> Callable[[Path], None]:
+    """One file; all names of a tied weight share one storage in it.
 
     torch.save writes the file without its tensors (`skip_data`). We put them in their places one at a time, and their
-    checksums in place of those of zeros. Raises `CheckpointError`.
+    checksums in place of those of zeros.
     """
-    require_new(target)
-    tensors = tensors_of(reader, "model", options.dtype)
+    tensors = weights_of(reader, options.dtype)
     names = names_of(reader.manifest.architecture, f"checkpoint {reader.folder.name}")
-    verify(reader, options.advance, "model/")
-    with new_file(target) as path:
+
+    def write(path: Path) -> None:
         places = _write_without_data(path, tensors, {} if names is None else names.aliases)
         with path.open("r+b") as file:
             checksums: dict[int, int] = {}
@@ -65,9 +55,13 @@ def export(reader: Reader, target: Path, options: ExportOptions) -> None:
                 checksums[places[key]] = checksum
             _write_checksums(file, checksums)
 
+    return write
 
-def is_torch_file(path: Path) -> bool:
-    """Whether it is the zip that torch.save writes."""
+
+def matches(path: Path) -> bool:
+    """Whether it is the zip that torch.save writes, whatever its suffix."""
+    if not path.is_file():
+        return False
     try:
         with zipfile.ZipFile(path) as archive:
             return any(name.endswith("/data.pkl") for name in archive.namelist())
@@ -78,7 +72,7 @@ def is_torch_file(path: Path) -> bool:
 def load_mapped(path: Path) -> Any:
     """`torch.load` with `weights_only`, its tensors mapped from the file. Raises `CheckpointError`."""
     require_regular(path, path.name)
-    if not is_torch_file(path):
+    if not matches(path):
         raise CheckpointError(
             f"{path}: expected a file of torch.save in its zip format (torch 1.6 or newer), found another.\n"
             "  Load it with torch and save it again."

@@ -7,8 +7,7 @@ rows), and the metadata has its name and shape. With `flatten_parameters` a unit
 import logging
 import math
 import re
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -16,9 +15,10 @@ import torch
 from torch import Tensor
 
 from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry
+from portable_fsdp.formats import torch_file
 from portable_fsdp.formats.base import ForeignCheckpoint
 from portable_fsdp.formats.safetensors_file import check_numbers, check_shape
-from portable_fsdp.formats.torch_file import entry_of, is_torch_file, load_mapped
+from portable_fsdp.formats.torch_file import entry_of, load_mapped
 from portable_fsdp.runtime.errors import CheckpointError
 
 log = logging.getLogger("portable_fsdp")
@@ -38,11 +38,10 @@ class Sharded(NamedTuple):
 
 def matches(path: Path) -> bool:
     """A folder of torch files; `open_checkpoint` checks that they are shards."""
-    return path.is_dir() and any(is_torch_file(file) for file in path.iterdir() if file.is_file())
+    return path.is_dir() and bool(_torch_files(path))
 
 
-@contextmanager
-def open_checkpoint(path: Path, *, trust_metadata: bool) -> Generator[ForeignCheckpoint]:
+def open_checkpoint(path: Path, *, trust_metadata: bool) -> ForeignCheckpoint:
     """All files of a folder, one of each rank; read with `weights_only`, mapped. Weights only, no optimizer state.
 
     Holds one tensor beside the page cache. Raises `CheckpointError`.
@@ -57,14 +56,14 @@ def open_checkpoint(path: Path, *, trust_metadata: bool) -> Generator[ForeignChe
             tensors[key] = sharded
     if any("optimizer" in rank for rank in ranks):
         log.warning("left out the optimizer's state in %s: it has numbers there, and no names", path)
-    yield ForeignCheckpoint({key: s.entry for key, s in tensors.items()}, lambda key: _read(tensors[key]))
+    return ForeignCheckpoint({key: s.entry for key, s in tensors.items()}, lambda key: _read(tensors[key]))
 
 
 def _ranks(folder: Path) -> list[dict[str, Any]]:
     """The contents of the files in the order of their ranks; all ranks of one run, each once."""
     by_rank: dict[int, dict[str, Any]] = {}
     sizes: set[int] = set()
-    for path in _shard_files(folder):
+    for path in _torch_files(folder):
         value = load_mapped(path)
         if not isinstance(value, dict) or not all(isinstance(value.get(k), dict) for k in ("model", "shard_metadata")):
             raise CheckpointError(
@@ -83,9 +82,9 @@ def _ranks(folder: Path) -> list[dict[str, Any]]:
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 
-def _shard_files(folder: Path) -> list[Path]:
-    """The torch files; if some are called `rank...`, only those: transformers' Trainer puts others beside them."""
-    files = sorted(file for file in folder.iterdir() if is_torch_file(file))
+def _torch_files(folder: Path) -> list[Path]:
+    """If some are called `rank...`, only those: transformers' Trainer puts others beside them."""
+    files = sorted(filter(torch_file.matches, folder.iterdir()))
     return [file for file in files if re.match(r"rank[-_]?\d", file.name)] or files
 
 
@@ -99,38 +98,31 @@ def _unshard(folder: Path, name: str, models: list[Any], metadata: Mapping[str, 
         raise CheckpointError(f"{where}: expected a tensor of each rank, found something else")
     if len({(part.shape, part.dtype) for part in parts}) != 1:
         raise CheckpointError(f"{where}: expected equal parts, found {[list(part.shape) for part in parts]}")
-    if cut is None:  # a buffer, which every rank has; the metadata has its own dtype
-        entry = _as_it_was(entry_of(where, parts[0]), _get(where, metadata, "buffer_info").get(name))
-        yield _plain_name(name), Sharded(entry, parts[:1], 0)
+    entry = entry_of(where, parts[0])
+    if cut is None:  # a buffer, which every rank has, perhaps in another dtype than before: the metadata has its own
+        info = _get(where, metadata, "buffer_info").get(name)
+        dtype = str(info.get("_orig_dtype") if isinstance(info, Mapping) else "").removeprefix("torch.")
+        dtype = dtype if dtype in DTYPE_BYTES else entry.dtype
+        yield _plain_name(name), Sharded(TensorEntry(shape=entry.shape, dtype=dtype), parts[:1], 0)
         return
     prefix, suffix = ".".join(words[:cut]), ".".join(words[cut:])
     info = _get(where, metadata, "shard_info", prefix, suffix)
     full = ".".join(word for word in (prefix, str(info.get("_orig_name"))) if word)
-    shape = check_shape(where, tuple(info.get("_orig_size") or ()))
-    dtype = entry_of(where, parts[0]).dtype
+    whole = tuple(info.get("_orig_size") or ())
     flat = _get(where, metadata, "flatten_info").get(full) if _FLAT in full else None
-    pieces = [(full, shape)] if flat is None else _flattened(where, full, flat)
-    start = 0
-    for key, size in pieces:
-        entry = TensorEntry(shape=size, dtype=dtype)
-        yield _plain_name(key), Sharded(entry, parts, start)
-        start += math.prod(size)
-    if start > sum(part.numel() for part in parts) or (flat is not None and start != math.prod(shape)):
-        raise CheckpointError(f"{where}: expected parts of {start} elements, found {[list(p.shape) for p in parts]}")
-
-
-def _flattened(where: str, full: str, flat: Any) -> list[tuple[str, tuple[int, ...]]]:
-    """FQN and shape of the parameters in a flat one."""
-    if not isinstance(flat, tuple | list) or len(flat) != 3 or len(flat[0]) != len(flat[1]):
+    if flat is None:
+        names, shapes = [full], [whole]
+    elif isinstance(flat, tuple | list) and len(flat) == 3 and len(flat[0]) == len(flat[1]):
+        names, shapes = [f"{full.rpartition('.')[0]}.{inner}" for inner in flat[0]], list(map(tuple, flat[1]))
+    else:
         raise CheckpointError(f"{where}: expected names and shapes of its parameters, found {str(flat)[:80]}")
-    prefix = full.rpartition(".")[0]
-    return [(f"{prefix}.{n}", check_shape(where, tuple(s))) for n, s in zip(flat[0], flat[1], strict=True)]
-
-
-def _as_it_was(buffer: TensorEntry, info: Any) -> TensorEntry:
-    """XlaFullyShardedDataParallel may hold buffers in another dtype than they had before."""
-    dtype = str(info.get("_orig_dtype") if isinstance(info, Mapping) else "").removeprefix("torch.")
-    return TensorEntry(shape=buffer.shape, dtype=dtype) if dtype in DTYPE_BYTES else buffer
+    start = 0
+    for key, shape in zip(names, shapes, strict=True):
+        size = check_shape(where, shape)
+        yield _plain_name(key), Sharded(TensorEntry(shape=size, dtype=entry.dtype), parts, start)
+        start += math.prod(size)
+    if start > sum(part.numel() for part in parts) or start != math.prod(check_shape(where, whole)):
+        raise CheckpointError(f"{where}: expected parts of {start} elements, found {[list(p.shape) for p in parts]}")
 
 
 def _get(where: str, value: Any, *keys: str) -> Mapping[str, Any]:

@@ -15,8 +15,7 @@ from portable_fsdp.checkpoint.format import (
     read_manifest,
     require_checkpoint,
     step_of,
-    verify_hash,
-    verify_size,
+    verify_file,
 )
 from portable_fsdp.checkpoint.storage import is_object_store, locate
 from portable_fsdp.config.schema import Config
@@ -72,11 +71,8 @@ def nothing_left(config: Config) -> str | None:
         begun = [path.stat().st_mtime for path in (newest, Path(config.run.dir) / "config.yaml") if path.exists()]
         if (files := _files_read(config)) is None or any(path.stat().st_mtime > min(begun) for path in files):
             return None
-        for file in manifest.files:
-            if checkpoint.verify != "off":
-                verify_size(newest, file)
-            if checkpoint.verify == "full":
-                verify_hash(newest, file)
+        for file in manifest.files if checkpoint.verify != "off" else ():
+            verify_file(newest, file, content=checkpoint.verify == "full")
     except (CheckpointError, DataError, OSError):
         return None
     return f"step {manifest.step} of {last} is saved already: nothing left to train"

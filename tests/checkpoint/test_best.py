@@ -8,7 +8,6 @@ import pytest
 from plain_backend import PlainBackend, checkpoints, load, save_once, small_model
 
 from portable_fsdp.checkpoint.__main__ import main
-from portable_fsdp.checkpoint.commit import outdated
 from portable_fsdp.checkpoint.format import Evaluated, read_manifest
 from portable_fsdp.checkpoint.prune import prune
 
@@ -38,13 +37,6 @@ def run(tmp_path: Path) -> Path:
 
 def steps(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").iterdir())
-
-
-def test_the_best_is_never_outdated() -> None:
-    assert outdated([10, 20, 30, 40], 1, None, 20) == [10, 30]
-    assert outdated([10, 20, 30, 40], 1, 30, 20) == [10]
-    assert outdated([10, 20, 30, 40], 1, None, 40) == [10, 20, 30]
-    assert outdated([10, 20, 30, 40], 1, None, 7) == [10, 20, 30]
 
 
 def test_retention_keeps_the_best_until_a_better_one_is_committed(tmp_path: Path) -> None:

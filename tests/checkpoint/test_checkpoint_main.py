@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from portable_fsdp.checkpoint import commit, report
 from portable_fsdp.checkpoint.__main__ import main
 from portable_fsdp.checkpoint.store import Reader
-from portable_fsdp.formats.base import verify
 
 Capture = pytest.CaptureFixture[str]
 
@@ -317,12 +316,14 @@ def test_a_step_that_retention_deletes_is_not_damaged(
     older = save_once(tmp_path / "checkpoints", step=5)
     newest = save_once(tmp_path / "checkpoints", step=10)
 
-    def delete_older(reader: Reader, *arguments: Any) -> None:
+    verify = Reader.verify
+
+    def delete_older(reader: Reader, **arguments: Any) -> None:
         if older.exists():
             commit.delete(older, "")
-        verify(reader, *arguments)
+        verify(reader, **arguments)
 
-    monkeypatch.setattr("portable_fsdp.formats.base.verify", delete_older)
+    monkeypatch.setattr("portable_fsdp.checkpoint.store.Reader.verify", delete_older)
     assert main(["verify", "--all", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"{newest}: whole")

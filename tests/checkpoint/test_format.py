@@ -1,7 +1,6 @@
 """The manifest, the tiling check, and the commit."""
 
 import errno
-import itertools
 import json
 import random
 import time
@@ -95,18 +94,18 @@ def test_what_a_base_holds_is_read_back_and_may_be_tied(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "tensor"),
+    ("key", "changes"),
     [
-        ("w", LEFT_OUT),
-        ("exp_avg/b", LEFT_OUT),
-        ("b", TensorEntry(shape=(3, 2), dtype="bfloat16", files=[0], offsets=[0, 0], sizes=[3, 2])),
-        ("b", TensorEntry(shape=(3, 2), dtype="bfloat17")),
-        ("b", TensorEntry(shape=(2**40, 2**40), dtype="bfloat16")),
+        ("w", {}),  # stored too
+        ("exp_avg/b", {}),
+        ("b", {"files": [0], "offsets": [0, 0], "sizes": [3, 2]}),
+        ("b", {"dtype": "bfloat17"}),
+        ("b", {"shape": (2**40, 2**40)}),
     ],
-    ids=["stored", "optimizer", "pieces", "dtype", "elements"],
 )
-def test_a_base_of_anything_but_weights_without_pieces_is_refused(key: str, tensor: TensorEntry) -> None:
-    wrong = small().model_copy(update={"base": format.BaseFingerprint(**BASE, tensors={key: tensor})})
+def test_a_base_of_anything_but_weights_without_pieces_is_refused(key: str, changes: dict[str, Any]) -> None:
+    tensors = {key: LEFT_OUT.model_copy(update=changes)}
+    wrong = small().model_copy(update={"base": format.BaseFingerprint(**BASE, tensors=tensors)})
     with pytest.raises(CheckpointError, match=rf"manifest.json: {key}: expected "):
         format.check_manifest(wrong, "wrong")
 
@@ -130,33 +129,20 @@ def tiled(shape: tuple[int, ...], boxes: list[tuple[Any, Any]]) -> Manifest:
     return manifest({"w": tensor}, [f"model/shard-{i:05d}-00.safetensors" for i in range(len(boxes))])
 
 
-def covered_once(shape: tuple[int, ...], boxes: list[tuple[Any, Any]]) -> bool:
-    """The plain way: count the visits of every element."""
-    visits = [
-        cell
-        for offset, size in boxes
-        for cell in itertools.product(*(range(o, o + s) for o, s in zip(offset, size, strict=True)))
-    ]
-    return sorted(visits) == sorted(itertools.product(*map(range, shape)))
-
-
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(0, 60, 10))
 def test_pieces_tile_each_tensor_exactly_once(seed: int) -> None:
-    rng = random.Random(seed)
-    shape = tuple(rng.randrange(1, 6) for _ in range(rng.randrange(0, 4)))
-    boxes = random_cut(rng, shape, (0,) * len(shape))
-    rng.shuffle(boxes)
-    format.check_manifest(tiled(shape, boxes), "good")
-    for _ in range(5 if shape else 0):  # every box moved or resized by one along one axis
-        index, axis, part = rng.randrange(len(boxes)), rng.randrange(len(shape)), rng.randrange(2)
-        changed = [list(map(list, box)) for box in boxes]
-        changed[index][part][axis] += rng.choice((-1, 1))
-        if min(changed[index][part]) < 0:
-            continue
-        damaged = [(tuple(offset), tuple(size)) for offset, size in changed]
-        assert not covered_once(shape, damaged)
-        with pytest.raises(CheckpointError, match=r"manifest\.json: w: expected|overlap|no tensor uses it"):
-            format.check_manifest(tiled(shape, damaged), "bad")
+    for rng in map(random.Random, range(seed, seed + 10)):
+        shape = tuple(rng.randrange(1, 6) for _ in range(rng.randrange(0, 4)))
+        boxes = random_cut(rng, shape, (0,) * len(shape))
+        rng.shuffle(boxes)
+        format.check_manifest(tiled(shape, boxes), "good")
+        for _ in range(5 if shape else 0):  # every box moved or resized by one along one axis
+            index, axis, part = rng.randrange(len(boxes)), rng.randrange(len(shape)), rng.randrange(2)
+            changed = [list(map(list, box)) for box in boxes]
+            changed[index][part][axis] += rng.choice((-1, 1))
+            if min(changed[index][part]) >= 0:
+                with pytest.raises(CheckpointError, match=r"manifest\.json: w: expected|overlap|no tensor uses it"):
+                    format.check_manifest(tiled(shape, changed), "bad")
 
 
 def test_an_overlap_that_a_hole_makes_up_for_is_found() -> None:

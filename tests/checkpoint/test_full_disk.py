@@ -82,10 +82,10 @@ def test_each_error_of_a_write_says_what_is_saved(
     save_once(tmp_path, step=5, seed=1)
     real = storage.write
 
-    def write(path: Path, chunks: Iterable[bytes | memoryview], *, durable: bool = True) -> None:
+    def write(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
         if path.name.startswith(file):
             raise OSError(number, os.strerror(number), str(path))
-        real(path, chunks, durable=durable)
+        real(path, chunks)
 
     monkeypatch.setattr(storage, "write", write)
 

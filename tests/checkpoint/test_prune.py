@@ -15,18 +15,24 @@ from portable_fsdp.runtime.errors import CheckpointError
 
 
 @pytest.mark.parametrize(
-    ("steps", "keep", "keep_every", "expected"),
+    ("steps", "keep", "keep_every", "best", "expected"),
     [
-        ([10, 20, 30, 40], 2, None, [20, 10]),
-        ([40, 10, 30, 20], 1, 20, [30, 10]),
-        ([10, 20], 5, None, []),
-        ([10], 1, None, []),
-        ([10, 20], 0, None, [10]),  # never the newest
-        ([], 1, None, []),
+        ([10, 20, 30, 40], 2, None, None, [10, 20]),
+        ([40, 10, 30, 20], 1, 20, None, [10, 30]),
+        ([10, 20], 5, None, None, []),
+        ([10], 1, None, None, []),
+        ([10, 20], 0, None, None, [10]),  # never the newest
+        ([], 1, None, None, []),
+        ([10, 20, 30, 40], 1, None, 20, [10, 30]),  # never the best
+        ([10, 20, 30, 40], 1, 30, 20, [10]),
+        ([10, 20, 30, 40], 1, None, 40, [10, 20, 30]),
+        ([10, 20, 30, 40], 1, None, 7, [10, 20, 30]),
     ],
 )
-def test_what_is_deleted(steps: list[int], keep: int, keep_every: int | None, expected: list[int]) -> None:
-    assert outdated(steps, keep, keep_every) == sorted(expected)
+def test_what_is_deleted(
+    steps: list[int], keep: int, keep_every: int | None, best: int | None, expected: list[int]
+) -> None:
+    assert outdated(steps, keep, keep_every, best) == expected
 
 
 @pytest.fixture
@@ -63,6 +69,7 @@ def test_what_is_not_whole_or_not_ours_is_left_alone(run: Path, tmp_path: Path) 
     elsewhere = save_once(tmp_path / "other", step=5, count=1, devices=1)
     (folder / "step-00000005").symlink_to(elsewhere)
     (folder / "step-00000060").mkdir()
+    (folder / "step-00000030" / f"{commit.MARK}.part").touch()  # a deletion that was killed as it began
     pruned = prune(folder, 1)
     assert [path.name for path in pruned.kept] == ["step-00000040"]
     assert [path.name for path in pruned.deleted] == ["step-00000030"]
@@ -129,9 +136,3 @@ def test_nothing_is_deleted_for_a_newest_that_is_damaged(run: Path) -> None:
     with pytest.raises(CheckpointError, match="xxh3_128"):
         prune(run / "checkpoints", 1)
     assert len(names(run)) == 4
-
-
-def test_a_deletion_that_was_killed_as_it_began_is_done_again(run: Path) -> None:
-    (run / "checkpoints" / "step-00000010" / f"{commit.MARK}.part").touch()
-    prune(run / "checkpoints", 1)
-    assert names(run) == ["step-00000040"]

@@ -180,8 +180,8 @@ def test_what_differs_from_this_model_is_a_table(tmp_path: Path) -> None:
             for name in ("exp_avg", "exp_avg_sq")
         ),
         "    new.weight           bfloat16 [2]      nothing",
+        "    tied                 tied to 1.weight  nothing",
         "    gate                 nothing           bfloat16 [2]",
-        "    tied                 tied to 1.weight  tied to nothing",
         "  Resume with the config of the run that saved it",
         f"  (python -m portable_fsdp.checkpoint show --config {path}), or train in another run.dir.",
     ]
