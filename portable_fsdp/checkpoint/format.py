@@ -34,9 +34,9 @@ _DTYPES = {
     2: {"float16": "F16", "bfloat16": "BF16", "int16": "I16"},
     1: {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "int8": "I8", "uint8": "U8", "bool": "BOOL"},
 }
-DTYPE_BYTES = {name: size for size, codes in _DTYPES.items() for name in codes}
+DTYPE_BYTES = {name: size for size in _DTYPES for name in _DTYPES[size]}
 """Bytes of one element, by torch's name of the dtype: those that safetensors and torch share."""
-SAFETENSORS_DTYPES = {name: code for codes in _DTYPES.values() for name, code in codes.items()}
+SAFETENSORS_DTYPES = {name: _DTYPES[size][name] for size in _DTYPES for name in _DTYPES[size]}
 """torch's name of a dtype -> the name in a safetensors file."""
 
 _STEP_NAME = re.compile(r"step-(\d{8,})")

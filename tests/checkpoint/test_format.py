@@ -4,6 +4,7 @@ import errno
 import json
 import random
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,7 @@ def random_cut(rng: random.Random, shape: tuple[int, ...], offset: tuple[int, ..
     return random_cut(rng, first, offset) + random_cut(rng, second, moved)
 
 
-def tiled(shape: tuple[int, ...], boxes: list[tuple[Any, Any]]) -> Manifest:
+def tiled(shape: tuple[int, ...], boxes: Sequence[Sequence[Any]]) -> Manifest:
     offsets, sizes = ([number for box in boxes for number in box[part]] for part in (0, 1))
     tensor = TensorEntry(shape=shape, dtype="int8", files=list(range(len(boxes))), offsets=offsets, sizes=sizes)
     return manifest({"w": tensor}, [f"model/shard-{i:05d}-00.safetensors" for i in range(len(boxes))])
