@@ -115,12 +115,13 @@ def what_is_written(state: dict[str, TensorState]) -> tuple[dict[str, TensorEntr
     return entries_without_pieces(state), {key: tensor.pieces() for key, tensor in state.items()}
 
 
+def bits(tensor: Tensor) -> bytes:
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, bytes]:
     """The bits of every tensor."""
-    return {
-        key: tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
-        for key, tensor in named_tensors(model, optimizer).items()
-    }
+    return {key: bits(tensor) for key, tensor in named_tensors(model, optimizer).items()}
 
 
 def checkpoints(folder: Path, backend: Backend, settings: dict[str, Any] | None = None, **changes: Any) -> Checkpoints:

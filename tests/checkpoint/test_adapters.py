@@ -35,6 +35,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", "vocab_size": 61, "n_embd": 24, "n_layer": 2, "n_head": 2, "n_positions": 32},
 }
 IDS = torch.arange(24).view(2, 12)
+LAYER = "model.layers.1.self_attn"
 
 
 def train(
@@ -277,38 +278,27 @@ def test_merging_rounds_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("targets", "expected"),
+    ("targets", "pretrained", "expected"),
     [
-        (["v_proj", "q_proj"], ["q_proj", "v_proj"]),
-        (["model.layers.1.self_attn.q_proj"], ["model.layers.1.self_attn.q_proj"]),
+        (["v_proj", "q_proj"], "org/name@v1.0", (["q_proj", "v_proj"], "org/name", "v1.0")),
+        ([f"{LAYER}.q_proj"], "org/name@refs/pr/1", ([f"{LAYER}.q_proj"], "org/name", "refs/pr/1")),
+        (["q_proj"], "org/name", (["q_proj"], "org/name", None)),
     ],
 )
-def test_target_modules_name_just_the_layers(tmp_path: Path, targets: list[str], expected: list[str]) -> None:
-    path, model = train(tmp_path, "llama", targets)
-    assert main(["export", str(path), str(tmp_path / "export"), "--format", "peft", "--tokenizer", "none"]) == 0
-    settings = json.loads((tmp_path / "export" / "adapter_config.json").read_text())
-    assert settings["target_modules"] == expected
-    assert (settings["r"], settings["lora_alpha"], settings["peft_type"]) == (3, 5, "LORA")
-    whole: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
-    assert torch.equal(logits(whole), logits(model))
-
-
-@pytest.mark.parametrize(
-    ("pretrained", "expected"),
-    [
-        ("org/name@v1.0", ("org/name", "v1.0")),
-        ("org/name@refs/pr/1", ("org/name", "refs/pr/1")),
-        ("org/name", ("org/name", None)),
-    ],
-)
-def test_a_base_of_the_hub_is_named_with_its_revision(
-    tmp_path: Path, pretrained: str, expected: tuple[str, str | None]
+def test_peft_names_just_the_layers_and_the_revision_of_a_base_of_the_hub(
+    tmp_path: Path, targets: list[str], pretrained: str, expected: tuple[list[str], str, str | None]
 ) -> None:
     config = {"model": {"pretrained": pretrained, "lora": {"r": 3, "alpha": 5.0}}}
-    path, _ = train(tmp_path, "llama", config=config)
+    path, model = train(tmp_path, "llama", targets, config=config)
     export(path, "peft", tmp_path / "export")
     settings = json.loads((tmp_path / "export" / "adapter_config.json").read_text())
-    assert (settings["base_model_name_or_path"], settings["revision"]) == expected
+    names = ("target_modules", "base_model_name_or_path", "revision")
+    assert tuple(settings[name] for name in names) == expected
+    assert (settings["r"], settings["lora_alpha"], settings["peft_type"]) == (3, 5, "LORA")
+    whole = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base"), str(tmp_path / "export")
+    )
+    assert torch.equal(logits(whole), logits(model))
 
 
 def test_adapters_in_another_dtype(tmp_path: Path) -> None:
@@ -323,8 +313,8 @@ def test_adapters_in_another_dtype(tmp_path: Path) -> None:
         export(plain, "peft", tmp_path / "none")
 
 
-@pytest.mark.parametrize("wrong", [{"r": None}, {"r": 0}, {"r": "3"}, {"alpha": [1.0]}])
-def test_adapters_without_their_settings_are_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
-    path, _ = train(tmp_path, "llama", **wrong)
-    with pytest.raises(CheckpointError, match=r"expected r and alpha in model\.lora of its config"):
-        export(path, "huggingface", tmp_path / "export")
+def test_adapters_without_their_settings_are_refused(tmp_path: Path) -> None:
+    for number, wrong in enumerate(({"r": None}, {"r": 0}, {"r": "3"}, {"alpha": [1.0]})):
+        path, _ = train(tmp_path / str(number), "llama", **wrong)
+        with pytest.raises(CheckpointError, match=r"expected r and alpha in model\.lora of its config"):
+            export(path, "huggingface", tmp_path / "export")

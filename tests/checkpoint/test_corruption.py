@@ -106,14 +106,6 @@ def test_a_manifest_edited_by_hand(checkpoint: Path) -> None:
         refuse(checkpoint, f"the key '{key}' stands twice")
 
 
-def test_two_files_swapped(checkpoint: Path) -> None:
-    a, b = (checkpoint / file for file in FILES[:2])
-    content = a.read_bytes()
-    a.write_bytes(b.read_bytes())
-    b.write_bytes(content)
-    refuse(checkpoint, "expected")
-
-
 def test_another_checkpoints_manifest(checkpoint: Path, tmp_path: Path) -> None:
     other = save_once(tmp_path / "other", seed=2, count=2, devices=2)
     shutil.copy(other / "manifest.json", checkpoint)
@@ -132,16 +124,11 @@ def test_a_header_of_ten_gigabytes(checkpoint: Path) -> None:
 HEADERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a hole": lambda header: header["gate"].update(data_offsets=[4, 8]),
     "an overlap": lambda header: header["0.bias"].update(data_offsets=header["0.weight"]["data_offsets"]),
-    "a negative offset": lambda header: header["gate"].update(data_offsets=[-4, 0]),
     "an offset beyond the end": lambda header: header["gate"].update(data_offsets=[2**62, 2**62 + 4]),
     "a shape that isn't its bytes": lambda header: header["gate"].update(shape=[2**40]),
-    "a negative shape": lambda header: header["gate"].update(shape=[-1, -2]),
-    "a shape of words": lambda header: header["gate"].update(shape=["2"]),
-    "an unknown dtype": lambda header: header["gate"].update(dtype="C64"),
-    "an unknown key": lambda header: header["gate"].update(file="/etc/passwd"),
     "a missing key": lambda header: header["gate"].pop("dtype"),
-    "a tensor that is a list": lambda header: header.update(gate=[]),
 }
+"""Some of `HOSTILE` of test_foreign_hostile.py, which has the same parser."""
 
 
 @pytest.mark.parametrize("name", HEADERS)
@@ -159,14 +146,6 @@ def test_a_hostile_header(checkpoint: Path, name: str) -> None:
     refuse(checkpoint, path.name, read_all)
 
 
-@pytest.mark.parametrize("text", [b"", b"null", b"[]", b"{", b"[" * 100_000, b"\xff", b'{"a": 1, "a": 2}', None])
-def test_a_header_that_is_not_one(checkpoint: Path, text: bytes | None) -> None:
-    path = checkpoint / FILES[0]
-    path.write_bytes(b"\x80\x04pickle" * 100 if text is None else struct.pack("<Q", len(text)) + text)
-    rewrite(checkpoint, rehash(path))
-    refuse(checkpoint, FILES[0])
-
-
 def rehash(path: Path) -> Callable[[dict[str, Any]], None]:
     """Put the file's present length and hash into the manifest."""
 
@@ -181,20 +160,14 @@ def rehash(path: Path) -> Callable[[dict[str, Any]], None]:
 def transpose(manifest: dict[str, Any]) -> None:
     tensor = manifest["tensors"]["1.weight"]
     tensor["shape"].reverse()
-    for column in ("offsets", "sizes"):
-        tensor[column] = [
-            number for k in range(0, len(tensor[column]), 2) for number in tensor[column][k : k + 2][::-1]
-        ]
-
-
-def rename_tensor(manifest: dict[str, Any]) -> None:
-    manifest["tensors"]["2.weight"] = manifest["tensors"].pop("1.weight")
+    for column in (tensor["offsets"], tensor["sizes"]):
+        column[::2], column[1::2] = column[1::2], column[::2]
 
 
 SOUND_BUT_UNTRUE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "another dtype": lambda manifest: manifest["tensors"]["1.weight"].update(dtype="int32"),
     "another shape": transpose,
-    "another name": rename_tensor,
+    "another name": lambda manifest: manifest["tensors"].update(x=manifest["tensors"].pop("1.weight")),
     "a tensor less": lambda manifest: manifest["tensors"].pop("0.bias"),
     "a tensor more": lambda manifest: manifest["tensors"].update(x=manifest["tensors"]["gate"]),
 }
@@ -227,11 +200,8 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], Any]] = {
         for path in (
             "../model/shard-00000-00.safetensors",
             "model/../../x.safetensors",
-            "/etc/passwd",
             "/tmp/x.safetensors",
-            "model//x.safetensors",
             "model/sub/x.safetensors",
-            "model/.safetensors",
             "model/..safetensors",
             "model/x.safetensors\n",
             "model\\x.safetensors",
@@ -267,7 +237,6 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a tie to nothing": edit("ties", value={"y": "z"}),
     "a tie of a stored tensor": edit("ties", value={"gate": "0.weight"}),
     "a size that is a float": edit(*WEIGHT, "shape", 0, value=7.0),
-    "a size that is a word": edit(*WEIGHT, "shape", 0, value="7"),
     "an offset that is false": edit(*WEIGHT, "offsets", 0, value=False),
     "an unknown dtype": edit(*WEIGHT, "dtype", value="load"),
     "a file that isn't listed": lambda manifest: manifest["files"].pop(),
@@ -294,21 +263,11 @@ def test_a_hostile_manifest(checkpoint: Path, name: str) -> None:
     refuse(checkpoint, r"step-00000005: (manifest\.json: |expected step 5 )")
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "null",
-        "[]",
-        "{",
-        "[" * 100_000,
-        '{"format_version": 1}',
-        '{"format_version": ' + "9" * 10_000 + "}",
-        '{"format_version": 1, "format_version": 1}',
-        "\ud800",
-    ],
-    ids=["empty", "null", "list", "torn", "deep", "bare", "long", "twice", "surrogate"],
-)
+LONG = '{"format_version": ' + "9" * 10_000 + "}"
+TWICE = '{"format_version": 1, "format_version": 1}'
+
+
+@pytest.mark.parametrize("text", ["", "null", "[]", "{", "[" * 100_000, '{"format_version": 1}', LONG, TWICE, "\ud800"])
 def test_a_manifest_that_is_not_one(checkpoint: Path, text: str) -> None:
     (checkpoint / "manifest.json").write_bytes(text.encode("utf-8", "surrogatepass"))
     refuse(checkpoint, r"manifest\.json")

@@ -34,11 +34,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_torch_load
 
-from portable_fsdp.backends.base import Rank
 from portable_fsdp.checkpoint import commit, storage
 from portable_fsdp.checkpoint.format import IMPORTED, Manifest
 from portable_fsdp.checkpoint.prune import prune
-from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.formats.importing import detect, import_checkpoint
 from portable_fsdp.runtime.errors import CheckpointError
 
@@ -90,39 +88,34 @@ def test_an_import_converts_weights_but_not_the_optimizer(tmp_path: Path) -> Non
     assert_same(tensors_in(back), rounded)
 
 
-def dcp_layouts(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """State dicts as they are saved in the wild."""
+def dcp_layouts(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    """State dicts as they are saved in the wild, by the subfolder of each."""
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
     weights, state = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
+    torchtitan = {
+        **weights,
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=flat),
+        "train_state": {"step": torch.tensor(12), "ntokens_seen": torch.tensor(5)},
+        "lr_scheduler": {"last_epoch": 3},
+    }
     return {
-        "nested": {"model": weights, "optimizer": state, "lr": 0.1},
-        "torchtitan": {
-            **weights,
-            "optimizer": get_optimizer_state_dict(model, optimizer, options=flat),
-            "train_state": {"step": torch.tensor(12), "ntokens_seen": torch.tensor(5)},
-            "lr_scheduler": {"last_epoch": 3},
-        },
-        "optim": {"model": weights, "optim": state, "step": torch.tensor(12)},
+        "nested": {"": {"model": weights, "optimizer": state, "lr": 0.1}},
+        "torchtitan": {"": torchtitan},
+        "optim": {"": {"model": weights, "optim": state, "step": torch.tensor(12)}},
+        "accelerate": {"pytorch_model_fsdp_0": {"model": weights}, "optimizer_0": {"optimizer": state}},
     }
 
 
-@pytest.mark.parametrize("layout", ["nested", "torchtitan", "optim"])
+@pytest.mark.parametrize("layout", ["nested", "torchtitan", "optim", "accelerate"])
 @UNTIED_OR_TIED
 def test_a_folder_of_dcp_save_is_imported(tmp_path: Path, architecture: dict[str, Any], layout: str) -> None:
     model, optimizer = trained(architecture)
     model.config.save_pretrained(tmp_path / "config")
-    dcp_save(dcp_layouts(model, optimizer)[layout], tmp_path / "dcp")
+    for folder, state in dcp_layouts(model, optimizer)[layout].items():
+        dcp_save(state, tmp_path / "dcp" / folder)
+    assert detect(tmp_path / "dcp") == "dcp"
     path = import_checkpoint(tmp_path / "dcp", tmp_path / "run", config=tmp_path / "config", trust_metadata=True)
-    assert path.name == ("step-00000000" if layout == "nested" else "step-00000012")
-    assert_same(tensors_in(path), named_tensors(model, optimizer))
-
-
-def test_a_folder_of_accelerate_is_imported(tmp_path: Path) -> None:
-    model, optimizer = trained(MODELS["llama"])
-    dcp_save({"model": get_model_state_dict(model)}, tmp_path / "state" / "pytorch_model_fsdp_0")
-    dcp_save({"optimizer": get_optimizer_state_dict(model, optimizer)}, tmp_path / "state" / "optimizer_0")
-    assert detect(tmp_path / "state") == "dcp"
-    path = import_checkpoint(tmp_path / "state", tmp_path / "run", trust_metadata=True)
+    assert path.name == ("step-00000012" if layout in ("torchtitan", "optim") else "step-00000000")
     assert_same(tensors_in(path), named_tensors(model, optimizer))
 
 
@@ -130,31 +123,26 @@ def test_chunks_of_many_ranks_are_put_together(tmp_path: Path) -> None:
     """What two ranks would write: DTensors are chunks with offsets, made here from our own export's metadata."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
+    def imported() -> dict[str, torch.Tensor]:
+        (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(metadata))
+        return tensors_in(import_checkpoint(tmp_path / "dcp", tmp_path / "run", trust_metadata=True))
+
     whole = torch.arange(35.0).reshape(7, 5)
     dcp_save({"model": {"a": whole[:4].clone(), "b": whole[4:].clone()}}, tmp_path / "dcp")
     metadata: Any = FileSystemReader(tmp_path / "dcp").read_metadata()
     a, b = metadata.state_dict_metadata["model.a"], metadata.state_dict_metadata.pop("model.b")
-    a.size = torch.Size([7, 5])
-    a.chunks.append(ChunkStorageMetadata(torch.Size([4, 0]), b.chunks[0].sizes))
     place = metadata.storage_data.pop(MetadataIndex("model.b", torch.Size([0, 0])))
-    metadata.storage_data[MetadataIndex("model.a", torch.Size([4, 0]))] = place
-    _write_metadata(tmp_path / "dcp", metadata)
-    assert_same(tensors_in(import_checkpoint(tmp_path / "dcp", tmp_path / "run", trust_metadata=True)), {"a": whole})
-
-    a.chunks[1] = ChunkStorageMetadata(torch.Size([3, 0]), b.chunks[0].sizes)
-    metadata.storage_data[MetadataIndex("model.a", torch.Size([3, 0]))] = place
-    a.chunks[0] = ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([4, 5]))
-    _write_metadata(tmp_path / "dcp", metadata)
-    with pytest.raises(CheckpointError, match="overlap"):
-        import_checkpoint(tmp_path / "dcp", tmp_path / "overlap", trust_metadata=True)
+    a.size = torch.Size([7, 5])
+    for row in (3, 4):
+        a.chunks[1:] = [ChunkStorageMetadata(torch.Size([row, 0]), b.chunks[0].sizes)]
+        metadata.storage_data[MetadataIndex("model.a", torch.Size([row, 0]))] = place
+        if row == 3:
+            with pytest.raises(CheckpointError, match="overlap"):
+                imported()
+    assert_same(imported(), {"a": whole})
     del a.chunks[1]
-    _write_metadata(tmp_path / "dcp", metadata)
     with pytest.raises(CheckpointError, match="expected pieces of 35 elements in all, found 20"):
-        import_checkpoint(tmp_path / "dcp", tmp_path / "hole", trust_metadata=True)
-
-
-def _write_metadata(folder: Path, metadata: Any) -> None:
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+        imported()
 
 
 # ------------------------------------------------------------------------------------------------------ single files
@@ -202,12 +190,6 @@ def test_a_single_file_has_the_requested_dtype_and_replaces_nothing(tmp_path: Pa
     key = "model.embed_tokens.weight"
     assert torch.equal(read(target)[key], build(TIED, seed=1).state_dict()[key])  # the first of two stands
     assert [path.name for path in target.parent.iterdir()] == [target.name]
-
-
-def test_a_single_safetensors_file_is_imported(tmp_path: Path) -> None:
-    model, _ = trained(MODELS["qwen3"])
-    save_file(model.state_dict(), tmp_path / "m.safetensors")
-    assert_same(tensors_in(import_checkpoint(tmp_path / "m.safetensors", tmp_path / "run")), weights(model))
 
 
 @pytest.mark.parametrize("nest", [None, "model", "state_dict"])
@@ -290,14 +272,6 @@ def hub(tmp_path: Path) -> Path:
     return tmp_path / "hub"
 
 
-def test_an_import_into_an_object_store_stays_there(hub: Path) -> None:
-    url = f"memory://{uuid.uuid4().hex}"
-    path = import_checkpoint(hub, storage.locate(url))
-    assert path == storage.locate(f"{url}/checkpoints/step-00000000")
-    assert_same(tensors_in(path), weights(build(TIED)))
-    assert commit.MARK not in storage.names(path)
-
-
 @pytest.mark.parametrize("place", ["folder", "store"])
 def test_an_import_that_fails_leaves_nothing(
     tmp_path: Path, hub: Path, monkeypatch: pytest.MonkeyPatch, place: str
@@ -315,37 +289,35 @@ def test_an_import_that_fails_leaves_nothing(
     import_checkpoint(hub, run)
 
 
-def test_another_runs_save_is_not_disturbed_by_an_import(tmp_path: Path, hub: Path) -> None:
-    final = tmp_path / "checkpoints" / "step-00000000"
-    attempt = commit.begin(final, "other")
+def test_an_import_removes_what_a_killed_one_left_and_nothing_else(tmp_path: Path, hub: Path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    killed, others = (commit.begin(checkpoints / "step-00000000", run) for run in (IMPORTED, "other"))
+    another = commit.begin(checkpoints / "step-00000012", IMPORTED)  # may be at work
     import_checkpoint(hub, tmp_path)
-    assert storage.names(commit.temporary_of(final, attempt)) == [commit.MARK, "model", "optimizer"]
+    left = [f"step-00000000.tmp-{others[:8]}", f"step-00000012.tmp-{another[:8]}"]
+    assert storage.names(checkpoints) == ["step-00000000", *left]
+    assert storage.names(checkpoints / left[0]) == [commit.MARK, "model", "optimizer"]
+    assert killed != others
 
 
-def test_an_import_removes_what_a_killed_one_left(tmp_path: Path, hub: Path) -> None:
-    begun = {step: commit.begin(tmp_path / "checkpoints" / f"step-{step:08d}", IMPORTED) for step in (0, 12)}
-    import_checkpoint(hub, tmp_path)
-    # Another step's may be at work; it is another import's.
-    assert storage.names(tmp_path / "checkpoints") == ["step-00000000", f"step-00000012.tmp-{begun[12][:8]}"]
-
-
-def test_two_imports_at_once_into_a_store(hub: Path) -> None:
-    run = storage.locate(f"memory://{uuid.uuid4().hex}/run")
+def test_two_imports_at_once_into_a_store(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"memory://{uuid.uuid4().hex}"
     real = commit.commit
 
     def second_begins(final: Path, *rest: Any) -> None:
         commit.begin(final.with_name("step-00000200"), IMPORTED)
         real(final, *rest)
 
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(commit, "commit", second_begins)
-        with Reader(import_checkpoint(hub, run)) as reader:
-            reader.verify(Rank(0, 1))
+    monkeypatch.setattr(commit, "commit", second_begins)
+    path = import_checkpoint(hub, storage.locate(url))
+    assert path == storage.locate(f"{url}/checkpoints/step-00000000")
+    assert_same(tensors_in(path), weights(build(TIED)))
+    assert commit.MARK not in storage.names(path)
 
 
 @pytest.mark.parametrize(("kept", "actual"), [(None, "no such file"), (b"only this", "9.")])
 def test_a_file_that_a_store_lost_or_cut_is_noticed_before_the_commit(
-    hub: Path, kept: bytes | None, actual: str
+    hub: Path, monkeypatch: pytest.MonkeyPatch, kept: bytes | None, actual: str
 ) -> None:
     run = storage.locate(f"memory://{uuid.uuid4().hex}/run")
     real = commit.commit
@@ -357,10 +329,9 @@ def test_a_file_that_a_store_lost_or_cut_is_noticed_before_the_commit(
             storage.write(path, [kept])
         real(final, attempt, manifest, *rest)
 
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(commit, "commit", damages_one)
-        with pytest.raises(CheckpointError, match=f"bytes after it was written, found {actual}"):
-            import_checkpoint(hub, run)
+    monkeypatch.setattr(commit, "commit", damages_one)
+    with pytest.raises(CheckpointError, match=f"bytes after it was written, found {actual}"):
+        import_checkpoint(hub, run)
     assert storage.names(run / "checkpoints") == []
 
 

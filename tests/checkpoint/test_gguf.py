@@ -96,23 +96,20 @@ def test_other_architectures_and_tensors_are_refused_by_name(tmp_path: Path) -> 
         import_checkpoint(tmp_path / "m.gguf", tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"GGUF",
-        b"GGUF" + struct.pack("<IQQ", 3, 0, 0),
-        b"GGUF" + struct.pack("<IQQ", 3, 2**63, 2**63),
-        b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 2**62),
-        b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"a" + struct.pack("<IIQ", 9, 4, 2**62),
-        b"GGUF" + struct.pack("<IQQQ", 3, 1, 0, 1) + b"a" + struct.pack("<IQIQ", 1, 2**62, 0, 0),
-        b"GGUF" + struct.pack("<IQQQ", 3, 1, 0, 1) + b"a" + struct.pack("<I", 2**31),
-        b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"a" + struct.pack("<II", 9, 9) + bytes(64),
-    ],
-)
-def test_absurd_lengths_are_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "m.gguf").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"m\.gguf"):
-        import_checkpoint(tmp_path / "m.gguf", tmp_path / "run")
+def test_absurd_lengths_are_refused(tmp_path: Path) -> None:
+    for content in (
+        b"",
+        struct.pack("<IQQ", 3, 0, 0),
+        struct.pack("<IQQ", 3, 2**63, 2**63),
+        struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 2**62),
+        struct.pack("<IQQQ", 3, 0, 1, 1) + b"a" + struct.pack("<IIQ", 9, 4, 2**62),
+        struct.pack("<IQQQ", 3, 1, 0, 1) + b"a" + struct.pack("<IQIQ", 1, 2**62, 0, 0),
+        struct.pack("<IQQQ", 3, 1, 0, 1) + b"a" + struct.pack("<I", 2**31),
+        struct.pack("<IQQQ", 3, 0, 1, 1) + b"a" + struct.pack("<II", 9, 9) + bytes(64),
+    ):
+        (tmp_path / "m.gguf").write_bytes(b"GGUF" + content)
+        with pytest.raises(CheckpointError, match=r"m\.gguf"):
+            import_checkpoint(tmp_path / "m.gguf", tmp_path / "run")
 
 
 def test_damage_is_refused_or_harmless_but_never_a_crash(tmp_path: Path) -> None:
