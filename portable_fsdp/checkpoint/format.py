@@ -200,20 +200,6 @@ def best_checkpoint(newest: Path, evaluation: Evaluated | None) -> tuple[Path, s
     return best, f" (the best by its evaluation: eval_loss {evaluation.best_loss:.4f})"
 
 
-def require_checkpoint(folder: Path) -> None:
-    """Raises CheckpointError unless `folder`, named by `checkpoint.resume`, exists and isn't a run's."""
-    if not names(folder):  # not `is_dir`: fsspec answers any error with False
-        raise CheckpointError(
-            f"checkpoint.resume: expected auto, none, or a checkpoint's folder, found no such folder: {folder}\n"
-            "  Name one of run.dir's, as runs/run/checkpoints/step-00000500."
-        )
-    if not exists(folder / MANIFEST) and (below := checkpoints_below(folder)):
-        raise CheckpointError(
-            f"checkpoint.resume: expected a checkpoint's folder, found that of a run: {folder}\n"
-            f"  Name one of its checkpoints: checkpoint.resume={below[0]}."
-        )
-
-
 def is_committed(folder: Path) -> bool:
     """In an object store the manifest is the commit; a local folder has its name since the commit."""
     return exists(folder / MANIFEST) if is_object_store(folder) else folder.is_dir()
@@ -283,7 +269,11 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError("expected its own xxh3_128 as the last key, found another: it was altered after the save")
         manifest = Manifest.model_validate_json(unsealed + "}")
     except ValidationError as error:
-        raise CheckpointError(f"checkpoint {folder.name}: manifest.json: {_first_problem(error)}") from None
+        first = error.errors(include_url=False, include_context=False)[0]
+        more = f", and {error.error_count() - 1} more problems" if error.error_count() > 1 else ""
+        where = ".".join(map(str, first["loc"]))
+        problem = f"{where:.200}: {first['msg']:.500}{more}"
+        raise CheckpointError(f"checkpoint {folder.name}: manifest.json: {problem}") from None
     except (OSError, ValueError) as error:
         raise damaged(folder, MANIFEST, "the manifest as it was saved", f"{error!s:.1000}") from None
     check_manifest(manifest, folder.name)
@@ -368,13 +358,6 @@ def first_rows(heading: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str
     """A table of differences, and how many more there are."""
     more = f"\n    and {len(rows) - _MAX_ROWS} more" if len(rows) > _MAX_ROWS else ""
     return table([heading, *rows[:_MAX_ROWS]], indent="    ") + more
-
-
-def _first_problem(error: ValidationError) -> str:
-    first = error.errors(include_url=False, include_context=False)[0]
-    others = error.error_count() - 1
-    where = ".".join(str(part) for part in first["loc"])
-    return f"{where:.200}: {first['msg']:.500}" + (f", and {others} more problems" if others else "")
 
 
 def _check_kind(key: str, tensor: TensorEntry) -> None:

@@ -39,18 +39,17 @@ def way_out(error: OSError, folder: Path, needed_bytes: int = 0, unfinished: Pat
         steps = committed_steps(folder)
     except Exception:  # the storage that failed may not answer either
         return f"\n  {reason}" if reason else ""
-    rerun = "rerun the same command: it " + (f"resumes from {steps[0].name}" if steps else "begins anew")
+    before = "Then"
     if error.errno in _FULL:
         free = _free_bytes(folder)
         missing = needed_bytes + _HEADERS - (free or 0) - freed
         room = f"{in_units(missing)} there" if free is not None and missing > 0 else "room there"
         prune = f" (python -m portable_fsdp.checkpoint prune {folder} --keep 1)" if len(steps) > 1 else ""
-        rerun = f"Free {room}{prune} and {rerun}"
-    else:
-        rerun = f"Then {rerun}"
+        before = f"Free {room}{prune} and"
     saved = f"The last saved checkpoint is {steps[0]}." if steps else "No checkpoint was saved before it."
-    elsewhere = "checkpoint.dir=ANOTHER" + (f" checkpoint.resume={steps[0]}" if steps else "")
-    return "".join(f"\n  {line}" for line in (reason, saved, f"{rerun}.", f"Or save elsewhere: {elsewhere}.") if line)
+    rerun = f"{before} rerun the same command: it {f'resumes from {steps[0].name}' if steps else 'begins anew'}."
+    elsewhere = "Or save elsewhere: checkpoint.dir=ANOTHER" + (f" checkpoint.resume={steps[0]}" if steps else "") + "."
+    return "".join(f"\n  {line}" for line in (reason, saved, rerun, elsewhere) if line)
 
 
 def _cause(error: OSError, folder: Path, needed_bytes: int = 0, freed_bytes: int = 0) -> str:
@@ -63,13 +62,11 @@ def _cause(error: OSError, folder: Path, needed_bytes: int = 0, freed_bytes: int
 
 def _free_bytes(folder: Path) -> int | None:
     """What this user may still write; None where unknown."""
-    if storage.is_object_store(folder):
-        return None
     try:
-        status = os.statvfs(folder)
+        status = None if storage.is_object_store(folder) else os.statvfs(folder)
     except OSError:
         return None
-    return status.f_bavail * status.f_frsize
+    return None if status is None else status.f_bavail * status.f_frsize
 
 
 def _bytes_in(folder: Path) -> int:

@@ -141,9 +141,8 @@ def _folders(path: Path) -> list[Path]:
 def _read_metadata(folder: Path) -> tuple[dict[str, Chunked], dict[str, tuple[Any, ...]]]:
     """Tensors by their flat key, and the nested dictionary keys of a flat key, where the metadata has them."""
     metadata = _expect(folder, "Metadata", read_pickle(file_inside(folder, METADATA)))
-    stored = _expect_dict(folder, metadata.get("state_dict_metadata"))
     places: dict[tuple[str, tuple[int, ...]], Record] = {}
-    for index, info in _expect_dict(folder, metadata.get("storage_data")).items():
+    for index, info in _items(folder, metadata.get("storage_data")):
         record = _expect(folder, "MetadataIndex", index)
         fqn, offset = record.get("fqn"), record.get("offset")
         if not isinstance(fqn, str):
@@ -152,7 +151,7 @@ def _read_metadata(folder: Path) -> tuple[dict[str, Chunked], dict[str, tuple[An
         places[fqn, numbers] = _expect(folder, "_StorageInfo", info)
     tensors = {
         key: _chunked(folder, key, value, places)
-        for key, value in stored.items()
+        for key, value in _items(folder, metadata.get("state_dict_metadata"))
         if isinstance(key, str) and isinstance(value, Record) and value.kind == "TensorStorageMetadata"
     }
     planned: Any = metadata.get("planner_data")
@@ -177,7 +176,7 @@ def _chunked(folder: Path, key: str, value: Record, places: Mapping[tuple[str, t
             raise CheckpointError(f"{name}: expected a file for its chunk at {list(offset)}, found none")
         if not len(offset) == len(size) == len(shape):
             raise CheckpointError(f"{name}: expected chunks of {len(shape)} dimensions, found {size} at {offset}")
-        chunks.append(_chunk(folder, name, offset, size, info))
+        chunks.append(Chunk(offset, size, *_place(folder, name, info)))
     filled = [chunk for chunk in chunks if math.prod(chunk.shape)]
     boxes = ([chunk.offset for chunk in filled], [chunk.shape for chunk in filled])
     try:
@@ -187,7 +186,8 @@ def _chunked(folder: Path, key: str, value: Record, places: Mapping[tuple[str, t
     return Chunked(TensorEntry(shape=shape, dtype=dtype), chunks)
 
 
-def _chunk(folder: Path, name: str, offset: tuple[int, ...], shape: tuple[int, ...], info: Record) -> Chunk:
+def _place(folder: Path, name: str, info: Record) -> tuple[Path, int, int]:
+    """File, start and length of a chunk's bytes."""
     if info.get("transform_descriptors"):
         extensions = reprlib.repr(info.get("transform_descriptors"))
         raise CheckpointError(
@@ -199,7 +199,7 @@ def _chunk(folder: Path, name: str, offset: tuple[int, ...], shape: tuple[int, .
     size = path.stat().st_size
     if start + length > size:
         raise CheckpointError(f"{name}: expected {path.name} to hold {start + length:,} bytes, found {size:,}")
-    return Chunk(offset, shape, path, start, length)
+    return path, start, length
 
 
 def _our_keys(tensors: Mapping[str, Chunked], paths: Mapping[str, tuple[Any, ...]]) -> dict[str, str]:
@@ -291,10 +291,10 @@ def _expect(folder: Path, kind: str, value: object) -> Record:
     return value
 
 
-def _expect_dict(folder: Path, value: object) -> dict[Any, Any]:
+def _items(folder: Path, value: object) -> Iterable[tuple[Any, Any]]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{folder / METADATA}: expected a dict, found {type(value).__name__}")
-    return cast(dict[Any, Any], value)
+    return cast(dict[Any, Any], value).items()
 
 
 def _write_file(

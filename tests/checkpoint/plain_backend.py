@@ -46,6 +46,7 @@ class PlainBackend(ToyBackend):
         self.devices = devices
         self.data_parallel_size = process.count * devices
         self.meeting = meeting or Meeting(process.count)
+        self.change: Callable[[dict[str, TensorState]], object] = lambda _: None  # what a test does to each state
 
     def agree(self, value: T) -> T:
         return self.gather(value)[0]
@@ -58,10 +59,12 @@ class PlainBackend(ToyBackend):
         return gathered
 
     def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, TensorState]:
-        return {
+        state = {
             key: TensorState(tuple(tensor.shape), tensor.dtype, partial(self._pieces, tensor))
             for key, tensor in named_tensors(model, optimizer).items()
         }
+        self.change(state)
+        return state
 
     def _pieces(self, tensor: Tensor) -> list[Piece]:
         mine = range(self.process.index * self.devices, (self.process.index + 1) * self.devices)

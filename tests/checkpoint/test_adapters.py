@@ -36,6 +36,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 IDS = torch.arange(24).view(2, 12)
 LAYER = "model.layers.1.self_attn"
+# transformers', of how peft 0.21 asks it.
+AS_PEFT_ASKS = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 
 def train(
@@ -103,8 +105,7 @@ def logits(model: Any) -> torch.Tensor:
         return model(input_ids=IDS).logits
 
 
-# transformers', of how peft 0.21 asks it.
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@AS_PEFT_ASKS
 @pytest.mark.parametrize("name", MODELS)
 def test_peft_opens_the_adapters(tmp_path: Path, name: str) -> None:
     path, model = train(tmp_path, name)
@@ -277,6 +278,7 @@ def test_merging_rounds_once(tmp_path: Path) -> None:
     assert torch.equal(whole.get_submodule(name).weight, expected)
 
 
+@AS_PEFT_ASKS
 @pytest.mark.parametrize(
     ("targets", "pretrained", "expected"),
     [

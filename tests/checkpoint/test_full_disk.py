@@ -8,10 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from plain_backend import PlainBackend, checkpoints, in_processes, load, save_once, small_model, snapshot
+from plain_backend import PlainBackend, checkpoints, load, refused, save_once, small_model, snapshot
 
 from portable_fsdp.checkpoint import storage
-from portable_fsdp.runtime.errors import CheckpointError
 
 FILL = """
 import sys
@@ -59,27 +58,23 @@ def test_a_full_disk_names_the_folder_and_the_way_out_on_all_processes(tmp_path:
     assert printed[4] == f"  Or save elsewhere: checkpoint.dir=ANOTHER checkpoint.resume={run / steps[-1]}."
 
 
+CAUSES = {
+    errno.EDQUOT: ("shard-00001", "process 1 could not write: OSError", "Your quota in FOLDER is used up: "),
+    errno.EFBIG: ("shard-00000", "process 0 could not write: OSError", "FOLDER may not become that large: raise"),
+    errno.EROFS: ("manifest", "step-00000006: OSError: ", "FOLDER is mounted read-only: mount it for writing."),
+    errno.EACCES: ("attempt", "step-00000006: PermissionError: ", "FOLDER belongs to somebody else: make it"),
+    errno.EIO: ("shard-00001", "process 1 could not write: ", "The storage below FOLDER failed: "),
+    errno.EBUSY: ("manifest", "step-00000006: OSError: ", ""),
+}
+"""The file that can't be written, the error, and its cause."""
+
+
 @pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize(
-    ("number", "file", "lines"),
-    [
-        (errno.EDQUOT, "shard-00001", ["process 1 could not write: OSError", "Your quota in FOLDER is used up: "]),
-        (errno.EFBIG, "shard-00000", ["process 0 could not write: OSError", "FOLDER may not become that large: raise"]),
-        (errno.EROFS, "manifest", ["step-00000006: OSError: ", "FOLDER is mounted read-only: mount it for writing."]),
-        (errno.EACCES, "attempt", ["step-00000006: PermissionError: ", "FOLDER belongs to somebody else: make it"]),
-        (
-            errno.EIO,
-            "shard-00001",
-            ["process 1 could not write: ", "The storage below FOLDER failed: "],
-        ),
-        (errno.EBUSY, "manifest", ["step-00000006: OSError: "]),
-    ],
-    ids=lambda value: errno.errorcode[value] if isinstance(value, int) else None,
-)
+@pytest.mark.parametrize("number", CAUSES, ids=errno.errorcode.get)
 def test_each_error_of_a_write_says_what_is_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, file: str, lines: list[str], is_async: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_async: bool
 ) -> None:
-    save_once(tmp_path, step=5, seed=1)
+    saved, (file, *lines) = save_once(tmp_path, step=5, seed=1), CAUSES[number]
     real = storage.write
 
     def write(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
@@ -87,26 +82,22 @@ def test_each_error_of_a_write_says_what_is_saved(
             raise OSError(number, os.strerror(number), str(path))
         real(path, chunks)
 
-    monkeypatch.setattr(storage, "write", write)
-
     def work(backend: PlainBackend) -> None:
         opened = checkpoints(tmp_path, backend, {"async_save": is_async})
         opened.save(6, *small_model(seed=2), (0, 0))
         opened.wait()
 
-    results = in_processes(2, work)
-    assert {type(result) for result in results} == {CheckpointError}
-    [message] = {str(result) for result in results}
-    for line in lines:
+    with monkeypatch.context() as patched:
+        patched.setattr(storage, "write", write)
+        message = refused(2, work)
+    for line in (*lines, "\n  The last saved checkpoint is FOLDER/step-00000005.\n"):
         assert line.replace("FOLDER", str(tmp_path)) in message, message
-    assert f"\n  The last saved checkpoint is {tmp_path / 'step-00000005'}.\n" in message
     assert "rerun the same command: it resumes from step-00000005.\n" in message
-    assert message.endswith(f"checkpoint.dir=ANOTHER checkpoint.resume={tmp_path / 'step-00000005'}.")
-    monkeypatch.undo()
+    assert message.endswith(f"checkpoint.dir=ANOTHER checkpoint.resume={saved}.")
     model, optimizer = small_model(seed=3)
     elsewhere = checkpoints(tmp_path / "another", PlainBackend())  # as the message says
-    assert load(elsewhere, model, optimizer, str(tmp_path / "step-00000005")).step == 5
+    assert load(elsewhere, model, optimizer, str(saved)).step == 5
     assert snapshot(model, optimizer) == snapshot(*small_model(seed=1))
     elsewhere.save(6, model, optimizer, (0, 0))
     if file != "attempt":  # else it is begun without a mark, which the next save removes
-        assert [path.name for path in tmp_path.iterdir() if path.name.startswith("step")] == ["step-00000005"]
+        assert [path.name for path in tmp_path.iterdir() if path.name.startswith("step")] == [saved.name]

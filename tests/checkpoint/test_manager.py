@@ -6,7 +6,6 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -66,18 +65,6 @@ def test_what_any_number_of_processes_saved_any_number_reads_bit_for_bit(
 # ---------------------------------------------------------------------------------------------- saves that are refused
 
 
-class Changed(PlainBackend):
-    """Process 1 of several, or the only one, has another state than it should."""
-
-    change: Callable[[State], None]
-
-    def state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> State:
-        state = super().state(model, optimizer)
-        if self.process.index == self.process.count - 1:
-            type(self).change(state)
-        return state
-
-
 def has_another_dtype(state: State) -> None:
     state["0.weight"] = replace(state["0.weight"], pieces=lambda: [Piece((4, 0), torch.zeros(4, 5).double())])
 
@@ -100,10 +87,11 @@ def fails(_: State) -> NoReturn:
     ],
 )
 def test_what_fails_on_one_process_fails_the_save_of_all(tmp_path: Path, change: Any, message: str) -> None:
-    class Backend(Changed): ...
+    def work(backend: PlainBackend) -> None:
+        if backend.process.index == 2:
+            backend.change = change
+        save(checkpoints(tmp_path, backend), 5)
 
-    Backend.change = change
-    work = lambda b: save(checkpoints(tmp_path, Backend(b.process, 1, b.meeting)), 5)  # noqa: E731
     assert message in refused(3, work)
     assert names(tmp_path) == []
 
@@ -181,20 +169,16 @@ def test_a_straggler_of_an_earlier_attempt_finds_no_folder(tmp_path: Path) -> No
     attempt = commit.begin(final, "")
     part = what_is_written(straggler.state(*small_model(seed=4)))
 
-    def straggle() -> None:
+    def straggle(_: State) -> None:
         with pytest.raises(CheckpointError, match="process 1 cannot see"):
             old._write_part(final, attempt, *part)
 
-    class Between(PlainBackend):
-        def state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> State:
-            straggle()  # the next attempt has begun
-            return super().state(model, optimizer)
-
     def work(backend: PlainBackend) -> Path:
-        return save(checkpoints(tmp_path, Between(backend.process, 1, backend.meeting)), 5, seed=5)
+        backend.change = straggle  # the next attempt has begun
+        return save(checkpoints(tmp_path, backend), 5, seed=5)
 
     assert in_processes(2, work) == [final] * 2
-    straggle()
+    straggle({})
     model, optimizer = small_model(seed=9)
     load(checkpoints(tmp_path, PlainBackend()), model, optimizer)
     assert snapshot(model, optimizer) == snapshot(*small_model(seed=5))
@@ -523,13 +507,9 @@ def test_a_failed_background_save_fails_the_next_call_on_all_processes(tmp_path:
 
 
 def test_closing_lets_a_save_commit_whose_other_process_is_a_moment_late(tmp_path: Path) -> None:
-    class Late(PlainBackend):
-        def state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> State:
-            time.sleep(0.5 * self.process.index)
-            return super().state(model, optimizer)
-
     def work(backend: PlainBackend) -> list[Saved]:
-        opened = checkpoints(tmp_path, Late(backend.process, 1, backend.meeting), {"async_save": True})
+        backend.change = lambda _: time.sleep(0.5 * backend.process.index)
+        opened = checkpoints(tmp_path, backend, {"async_save": True})
         save(opened, 5)
         opened.close()
         return opened.finished()

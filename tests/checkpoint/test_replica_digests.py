@@ -14,28 +14,21 @@ from portable_fsdp.checkpoint.replicas import sum_of_bits
 from portable_fsdp.runtime.errors import CheckpointError
 
 
-class Replicated(PlainBackend):
-    """Every process holds all of each tensor, and process 0 writes it."""
-
-    def state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, TensorState]:
-        def pieces(tensor: torch.Tensor) -> list[Piece]:
-            return [Piece((0,) * tensor.dim(), tensor, self.process.index)]
-
-        live = named_tensors(model, optimizer)
-        return {
-            key: replace(tensor, pieces=lambda key=key: pieces(live[key]))
-            for key, tensor in super().state(model, optimizer).items()
-        }
-
-
 def save_unequal(folder: Path, changes: dict[int, tuple[str, ...]], count: int, settings: dict[str, Any]) -> list[Any]:
-    """Step 6 of `count` processes, of which some have one other number in some tensors; then step 7, of equal ones."""
+    """Step 6 of `count` processes that hold all of each tensor, of which some have one other number in some tensors;
+    then step 7, of equal ones. Process 0 writes."""
 
     def work(backend: PlainBackend) -> Any:
-        backend = Replicated(backend.process, 1, backend.meeting)
         model, optimizer = small_model(seed=2)
-        opened = checkpoints(folder, backend, settings)
         live = named_tensors(model, optimizer)
+
+        def replicate(state: dict[str, TensorState]) -> None:
+            for key, tensor in live.items():
+                piece = Piece((0,) * tensor.dim(), tensor, backend.process.index)
+                state[key] = replace(state[key], pieces=lambda piece=piece: [piece])
+
+        backend.change = replicate
+        opened = checkpoints(folder, backend, settings)
         before = {key: tensor.clone() for key, tensor in live.items()}
         for key in changes.get(backend.process.index, ()):
             live[key].view(-1)[-1] += 0.5

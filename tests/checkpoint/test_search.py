@@ -92,40 +92,43 @@ def test_a_file_in_the_place_of_the_folder_is_refused_at_the_start(tmp_path: Pat
     assert os.listdir(tmp_path) == ["run"]
 
 
+@pytest.fixture
+def two_steps(tmp_path: Path) -> Path:
+    """The newer of two checkpoints."""
+    save_once(tmp_path, step=5)
+    return save_once(tmp_path, step=6)
+
+
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ESTALE, errno.EACCES])
 def test_what_says_nothing_of_the_content_is_no_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    two_steps: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """Else the run would go on from an older step, and overwrite the newer one's place."""
-    save_once(tmp_path, step=5)
-    newest = save_once(tmp_path, step=6)
     real = os.open
 
     def fails(path: Any, *arguments: Any, **named: Any) -> int:
-        if str(path).startswith(str(newest)):
+        if str(path).startswith(str(two_steps)):
             raise OSError(number, os.strerror(number))
         return real(path, *arguments, **named)
 
-    ours = checkpoints(tmp_path, PlainBackend())
+    ours = checkpoints(two_steps.parent, PlainBackend())
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", fails)
         with pytest.raises(CheckpointError, match=f"{os.strerror(number)}.*\n  It may be whole: start again"):
             ours.find("auto")
-    assert ours.find("auto") == ResumePoint(newest, (), is_own=True)
+    assert ours.find("auto") == ResumePoint(two_steps, (), is_own=True)
 
 
-def test_a_disk_that_gives_errors_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_once(tmp_path, step=5)
-    newest = save_once(tmp_path, step=6)
+def test_a_disk_that_gives_errors_is_damage(two_steps: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.preadv
 
     def fails(descriptor: int, *arguments: Any) -> int:
-        if os.readlink(f"/proc/self/fd/{descriptor}").startswith(str(newest)):
+        if os.readlink(f"/proc/self/fd/{descriptor}").startswith(str(two_steps)):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return real(descriptor, *arguments)
 
     monkeypatch.setattr(os, "preadv", fails)
-    point = checkpoints(tmp_path, PlainBackend()).find("auto")
+    point = checkpoints(two_steps.parent, PlainBackend()).find("auto")
     assert point is not None
     assert point.path.name == "step-00000005"
     assert "Input/output error" in point.passed_over[0]

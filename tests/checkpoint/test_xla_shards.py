@@ -168,16 +168,15 @@ def test_it_makes_what_torch_xla_makes(tmp_path: Path, world: int, kind: str, ca
 
 
 def test_ranks_must_be_of_one_run_and_all_there(tmp_path: Path) -> None:
-    ranks = shards(3, "flat")
-    with pytest.raises(
-        CheckpointError, match=r"expected a file of each rank of one run, found ranks \[0, 2\] of \[3\]"
+    zero, one, two = shards(3, "flat")
+    other = one | {"shard_metadata": {**one["shard_metadata"], "world_size": 2}}
+    for name, ranks, message in (
+        ("lost", [zero, two], r"expected a file of each rank of one run, found ranks \[0, 2\] of \[3\]"),
+        ("twice", [one, one, two], "found a second one of rank 1"),
+        ("mixed", [zero, other, two], r"of \[2, 3\]"),
     ):
-        import_checkpoint(save(tmp_path / "lost", [ranks[0], ranks[2]]), tmp_path / "run")
-    with pytest.raises(CheckpointError, match="found a second one of rank 1"):
-        import_checkpoint(save(tmp_path / "twice", [ranks[1], ranks[1], ranks[2]]), tmp_path / "run")
-    ranks[1]["shard_metadata"] = {**ranks[1]["shard_metadata"], "world_size": 2}
-    with pytest.raises(CheckpointError, match=r"of \[2, 3\]"):
-        import_checkpoint(save(tmp_path / "mixed", ranks), tmp_path / "run")
+        with pytest.raises(CheckpointError, match=message):
+            import_checkpoint(save(tmp_path / name, ranks), tmp_path / "run")
 
 
 def test_shapes_that_the_parts_cannot_fill_are_refused(tmp_path: Path) -> None:

@@ -43,25 +43,10 @@ MAX_MESSAGE = 4_000  # characters of an error: no value is rendered whole
 _HEADROOM = 4 << 30  # address space: ends what would otherwise fill the host
 
 # Events of Python's audit hooks whose paths are written to, with the places of these paths among the arguments.
-_WRITES = {
-    "os.mkdir": (0,),
-    "os.rename": (0, 1),
-    "os.remove": (0,),
-    "os.rmdir": (0,),
-    "os.link": (1,),
-    "os.symlink": (1,),
-    "os.truncate": (0,),
-    "os.chmod": (0,),
-    "shutil.rmtree": (0,),
-}
+_WRITES = dict.fromkeys(("os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.chmod", "shutil.rmtree"), (0,))
+_WRITES |= {"os.rename": (0, 1), "os.link": (1,), "os.symlink": (1,)}
 _FORBIDDEN = {
-    "os.exec",
-    "os.fork",
-    "os.posix_spawn",
-    "os.system",
-    "subprocess.Popen",
-    "socket.connect",
-    "ctypes.dlopen",
+    *("os.exec", "os.fork", "os.posix_spawn", "os.system", "subprocess.Popen", "socket.connect", "ctypes.dlopen")
 }
 
 _folder: Path | None = None  # of the case that is read; a hook can't be removed, so it looks here

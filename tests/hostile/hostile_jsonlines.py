@@ -14,10 +14,7 @@ from portable_fsdp.data.sources import open_source
 from portable_fsdp.runtime.errors import DataError
 
 _TURNS: tuple[Any, ...] = (
-    [{"role": "user"}],
-    [{"from": "bing", "value": "x"}],
-    [{"from": [], "value": {}}],
-    [1],
+    *([{"role": "user"}], [{"from": "bing", "value": "x"}], [{"from": [], "value": {}}], [1]),
     [{"role": 1, "content": 2}],
 )
 _TEXTS = ("x", "", "\x1b[2J", "\ud800", "x" * 100_000)
