@@ -316,7 +316,8 @@ def test_adapters_in_another_dtype(tmp_path: Path) -> None:
 
 
 def test_adapters_without_their_settings_are_refused(tmp_path: Path) -> None:
-    for number, wrong in enumerate(({"r": None}, {"r": 0}, {"r": "3"}, {"alpha": [1.0]})):
+    settings: list[dict[str, Any]] = [{"r": None}, {"r": 0}, {"r": "3"}, {"alpha": [1.0]}]
+    for number, wrong in enumerate(settings):
         path, _ = train(tmp_path / str(number), "llama", **wrong)
         with pytest.raises(CheckpointError, match=r"expected r and alpha in model\.lora of its config"):
             export(path, "huggingface", tmp_path / "export")

@@ -43,8 +43,10 @@ MAX_MESSAGE = 4_000  # characters of an error: no value is rendered whole
 _HEADROOM = 4 << 30  # address space: ends what would otherwise fill the host
 
 # Events of Python's audit hooks whose paths are written to, with the places of these paths among the arguments.
-_WRITES = dict.fromkeys(("os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.chmod", "shutil.rmtree"), (0,))
-_WRITES |= {"os.rename": (0, 1), "os.link": (1,), "os.symlink": (1,)}
+_WRITES: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.chmod", "shutil.rmtree"), (0,)),
+    **{"os.rename": (0, 1), "os.link": (1,), "os.symlink": (1,)},
+}
 _FORBIDDEN = {
     *("os.exec", "os.fork", "os.posix_spawn", "os.system", "subprocess.Popen", "socket.connect", "ctypes.dlopen")
 }
