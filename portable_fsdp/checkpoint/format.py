@@ -200,6 +200,20 @@ def best_checkpoint(newest: Path, evaluation: Evaluated | None) -> tuple[Path, s
     return best, f" (the best by its evaluation: eval_loss {evaluation.best_loss:.4f})"
 
 
+def require_checkpoint(folder: Path) -> None:
+    """Raises CheckpointError unless `folder`, named by `checkpoint.resume`, exists and isn't a run's."""
+    if not names(folder):  # not `is_dir`: fsspec answers any error with False
+        raise CheckpointError(
+            f"checkpoint.resume: expected auto, none, or a checkpoint's folder, found no such folder: {folder}\n"
+            "  Name one of run.dir's, as runs/run/checkpoints/step-00000500."
+        )
+    if not exists(folder / MANIFEST) and (below := checkpoints_below(folder)):
+        raise CheckpointError(
+            f"checkpoint.resume: expected a checkpoint's folder, found that of a run: {folder}\n"
+            f"  Name one of its checkpoints: checkpoint.resume={below[0]}."
+        )
+
+
 def is_committed(folder: Path) -> bool:
     """In an object store the manifest is the commit; a local folder has its name since the commit."""
     return exists(folder / MANIFEST) if is_object_store(folder) else folder.is_dir()

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from portable_fsdp.backends.base import Backend
 from portable_fsdp.checkpoint import commit, storage
-from portable_fsdp.checkpoint.format import MANIFEST, checkpoints_below, committed_steps, read_manifest, step_of
+from portable_fsdp.checkpoint.format import committed_steps, read_manifest, require_checkpoint, step_of
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.config import schema
 from portable_fsdp.runtime import collective_errors
@@ -154,7 +154,7 @@ class Search:
         return saved not in (None, "auto", "none") and _is_same_place(str(saved), resume)
 
     def _named(self, path: Path, own: list[Path]) -> ResumePoint:
-        self._on_process_0(lambda: _require_checkpoint(path), f"checkpoint {path.name}")
+        self._on_process_0(lambda: require_checkpoint(path), f"checkpoint {path.name}")
         reason = self._damage(path)
         if reason is not None:
             raise CheckpointError(reason)
@@ -192,20 +192,6 @@ class Search:
 
         reason = together(self._backend, subject, check)
         return next((each for each in self._backend.gather(reason) if each is not None), None)
-
-
-def _require_checkpoint(folder: Path) -> None:
-    """Raises CheckpointError unless `folder`, named by `checkpoint.resume`, exists and isn't a run's."""
-    if not storage.names(folder):  # not `is_dir`: fsspec answers any error with False
-        raise CheckpointError(
-            f"checkpoint.resume: expected auto, none, or a checkpoint's folder, found no such folder: {folder}\n"
-            "  Name one of run.dir's, as runs/run/checkpoints/step-00000500."
-        )
-    if not storage.exists(folder / MANIFEST) and (below := checkpoints_below(folder)):
-        raise CheckpointError(
-            f"checkpoint.resume: expected a checkpoint's folder, found that of a run: {folder}\n"
-            f"  Name one of its checkpoints: checkpoint.resume={below[0]}."
-        )
 
 
 def _is_same_place(a: str, b: str) -> bool:
