@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import torch
 import yaml
 
@@ -26,6 +27,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(sys.executable).parent  # torchrun lies beside python
 PYTHON = [sys.executable, "-m", "portable_fsdp.launch"]
 TORCHRUN = [str(PROGRAMS / "torchrun"), "--standalone", "--nproc_per_node=2", "-m", "portable_fsdp.launch"]
+FAKE_LAUNCHERS = [sys.executable, str(Path(__file__).with_name("fake_launchers.py"))]  # then srun or mpirun
 LIMIT_S = 120.0
 
 TINY = {
@@ -49,6 +51,17 @@ TINY = {
     "checkpoint": {"every": 4},
 }
 
+SMALL_LLAMA = [
+    *("model.architecture.hidden_size=32", "model.architecture.intermediate_size=64", "model.architecture.head_dim=16"),
+    *("model.architecture.num_hidden_layers=2", "model.architecture.num_attention_heads=2"),
+    *("model.architecture.num_key_value_heads=1", "model.architecture.vocab_size=256"),
+    *("data.source=python_docs", "data.seq_len=32", "train.global_batch=4", "train.micro_batch=1"),
+]
+"""What makes each of configs/ that has an architecture small."""
+
+SAVES = ["checkpoint.every=1", "checkpoint.async_save=true", "checkpoint.keep=2", "train.log_every=1"]
+"""A run that saves after each step: most moments lie in a save."""
+
 
 def tiny_config(folder: Path) -> Path:
     path = folder / "tiny.yaml"
@@ -68,11 +81,14 @@ def launch(*arguments: str | Path) -> int:
         assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
 
 
-class Started:
-    """A command that runs, in a process group of its own."""
+class Started(subprocess.Popen[bytes]):
+    """A command that runs, in a process group of its own; what it prints goes to files in `cwd`."""
 
-    def __init__(self, process: subprocess.Popen[bytes], out: Path, err: Path) -> None:
-        self._process, self._out, self._err = process, out, err
+    def __init__(self, command: Sequence[str | Path], cwd: Path, environment: dict[str, str]) -> None:
+        name = f"console-{len(list(cwd.glob('*.err')))}"
+        self._out, self._err = cwd / f"{name}.out", cwd / f"{name}.err"
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            super().__init__(command, cwd=cwd, env=environment, stdout=out, stderr=err, process_group=0)
 
     @property
     def out(self) -> str:
@@ -82,44 +98,27 @@ class Started:
     def err(self) -> str:
         return self._err.read_text()
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def poll(self) -> int | None:
-        """None while it runs."""
-        return self._process.poll()
-
-    def wait(self, limit_s: float = LIMIT_S) -> int:
-        """The exit code, as Popen gives it (negative: killed by that signal)."""
-        return self._process.wait(limit_s)
-
-    def send(self, number: signal.Signals) -> None:
-        """As `kill` does: to the first process alone."""
-        self._process.send_signal(number)
-
-    def press_ctrl_c(self) -> None:
-        """As the terminal does: to the whole foreground process group."""
-        os.killpg(self._process.pid, signal.SIGINT)
+    def wait(self, timeout: float | None = LIMIT_S) -> int:
+        """The exit code (negative: killed by that signal)."""
+        return super().wait(timeout)
 
     def wait_until(self, happened: Callable[[], bool]) -> None:
         deadline = time.monotonic() + LIMIT_S
         while not happened():
-            assert self._process.poll() is None, f"ended with {self._process.returncode} before that\n{self.err}"
+            assert self.poll() is None, f"ended with {self.returncode} before that\n{self.err}"
             assert time.monotonic() < deadline, f"nothing after {LIMIT_S:.0f} s\n{self.err}"
             time.sleep(0.005)
 
     def kill(self) -> None:
         """SIGKILL to it and to all that it started (the workers have groups of their own)."""
-        try:
-            parent = psutil.Process(self._process.pid)
-            processes = [parent, *parent.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            return
-        for process in processes:
-            process.kill()
-        psutil.wait_procs(processes, timeout=LIMIT_S)
-        self._process.wait(LIMIT_S)
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(self.pid)
+            processes = [process, *process.children(recursive=True)]
+            for process in processes:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(processes, timeout=LIMIT_S)
+        self.wait()
 
 
 @contextmanager
@@ -128,17 +127,25 @@ def started(command: Sequence[str | Path], cwd: Path, **variables: str) -> Gener
     ours = {"USE_TORCH_XLA", "HF_HUB_OFFLINE", *LAUNCH_VARIABLES}
     environment = {name: value for name, value in os.environ.items() if name not in ours} | variables
     environment.setdefault("OMP_NUM_THREADS", "1")  # a matrix of 32 x 32 gains nothing, and waiting threads spin
-    number = len(list(cwd.glob("*.err")))
-    out, err = cwd / f"console-{number}.out", cwd / f"console-{number}.err"
-    with out.open("wb") as out_file, err.open("wb") as err_file:
-        process = subprocess.Popen(
-            [str(word) for word in command], cwd=cwd, env=environment, stdout=out_file, stderr=err_file, process_group=0
-        )
-    running = Started(process, out, err)
+    process = Started(command, cwd, environment)
     try:
-        yield running
+        yield process
     finally:
-        running.kill()
+        process.kill()
+
+
+def finish(command: Sequence[str | Path], cwd: Path, code: int = 0, /, **variables: str) -> Started:
+    """The command at its end, which has the exit code `code` and, but for torchrun's 1, no traceback."""
+    with started(command, cwd, **variables) as process:
+        assert process.wait(2 * LIMIT_S) == code, process.err
+    assert code == 1 or "Traceback" not in process.err, process.err
+    return process
+
+
+def require_curve(folder: Path, *arguments: str, rel: float = 5e-5) -> None:
+    """`folder`/run has the losses of an uninterrupted run of the same arguments on one process."""
+    assert launch(*arguments, "checkpoint.every=null", f"run.dir={folder / 'alone'}") == 0
+    assert losses(folder / "run") == pytest.approx(losses(folder / "alone"), rel=rel)
 
 
 def losses(run: Path) -> list[float]:
@@ -155,7 +162,12 @@ def events(run: Path, name: str) -> list[dict[str, Any]]:
 
 def committed(run: Path) -> list[int]:
     """The steps that have a checkpoint."""
-    return sorted(step_of(path) or 0 for path in committed_steps(run / "checkpoints"))
+    return committed_in(run / "checkpoints")
+
+
+def committed_in(folder: Path) -> list[int]:
+    """The same of a folder of checkpoints."""
+    return sorted(step_of(path) or 0 for path in committed_steps(folder))
 
 
 def free_port() -> int:
@@ -164,3 +176,10 @@ def free_port() -> int:
         with suppress(OSError), socket.create_server(("localhost", port)):
             return port
     raise AssertionError("no free port")
+
+
+def two_tasks(launcher: str) -> dict[str, str]:
+    """The variables for two tasks of a fake srun or mpirun on one host, which meet at a free port."""
+    port = free_port()
+    meeting = {"JOB": str(port - PORTS[0])} if launcher == "srun" else {"MASTER_PORT": str(port)}
+    return {"NODES": "1", "TASKS": "2", **meeting}

@@ -16,24 +16,20 @@ from pathlib import Path
 ONE = {"--zone", "--project", "--quiet"}
 WORKERS = {*ONE, "--worker", "--batch-size", "--internal-ip", "--tunnel-through-iap", "--ssh-key-file", "--ssh-flag"}
 NEW = {*ONE, "--accelerator-type", "--spot", "--reserved", "--async", "--network", "--metadata", "--service-account"}
+NODES = {"--runtime-version", "--node-id", "--node-count", "--node-prefix", "--guaranteed", "--valid-until-duration"}
+
+
+def verbs(create: set[str], delete: set[str], workers: set[str]) -> dict[str, set[str]]:
+    """The flags of each verb, with those that only this group has."""
+    return {
+        **{"create": NEW | create, "describe": {*ONE, "--format"}, "delete": {*ONE, "--async"} | delete},
+        **{"ssh": {*WORKERS, "--command"} | workers, "scp": {*WORKERS, "--recurse"} | workers},
+    }
+
+
 FLAGS = {
-    "tpu-vm": {
-        "create": {*NEW, "--version"},
-        "describe": {*ONE, "--format"},
-        "delete": {*ONE, "--async"},
-        "ssh": {*WORKERS, "--command"},
-        "scp": {*WORKERS, "--recurse"},
-    },
-    "queued-resources": {
-        "create": {
-            *(NEW | {"--runtime-version", "--node-id", "--node-count", "--node-prefix"}),
-            *("--valid-until-duration", "--valid-after-duration", "--guaranteed"),
-        },
-        "describe": {*ONE, "--format"},
-        "delete": {*ONE, "--async", "--force"},
-        "ssh": {*WORKERS, "--node", "--command"},
-        "scp": {*WORKERS, "--node", "--recurse"},
-    },
+    "tpu-vm": verbs({"--version"}, set(), set()),
+    "queued-resources": verbs(NODES, {"--force"}, {"--node"}),
 }
 REQUIRED = {
     ("tpu-vm", "create"): {"--zone", "--version"},
@@ -97,7 +93,7 @@ def main(group: str, verb: str, *arguments: str) -> None:
 
 if __name__ == "__main__":
     with Path(os.environ["RECORD"]).open("a") as record:
-        record.write(json.dumps(["gcloud", *sys.argv[1:]]) + "\n")
-    if sys.argv[1:3] != ["compute", "tpus"] or sys.argv[4] not in FLAGS.get(sys.argv[3], {}):
-        fail(f"Invalid choice: {sys.argv[1:]}", 2)
-    main(*sys.argv[3:])
+        record.write(json.dumps(sys.argv[1:]) + "\n")
+    if sys.argv[1:4] != ["gcloud", "compute", "tpus"] or sys.argv[5] not in FLAGS.get(sys.argv[4], {}):
+        fail(f"Invalid choice: {sys.argv[2:]}", 2)
+    main(*sys.argv[4:])

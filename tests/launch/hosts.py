@@ -9,14 +9,15 @@ import signal
 import subprocess
 import time
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from cli import PROGRAMS
+from cli import PROGRAMS, Started, started
 
 LIMIT_S = 30.0
+JOIN_S = 60  # for the others; torchrun's own default is 600
 
 
 @dataclass(frozen=True)
@@ -40,31 +41,35 @@ class Host:
     def content_of(self, own: Path) -> Path:
         return own.with_name(f"{own.name}-of-{self.name}")
 
-    def torchrun(self, hosts: "list[Host]", *options: str, join_s: int = 120) -> list[str]:
-        """One process of a run on all hosts, which meet at the first. `join_s`: how long they wait there."""
+    def start(
+        self,
+        hosts: "list[Host]",
+        run: list[str],
+        folder: Path,
+        own: Path | None = None,
+        restarts: int = 0,
+        /,
+        **more: str,
+    ) -> AbstractContextManager[Started]:
+        """One process of a run on all hosts, which meet at the first. `own` as of `inside`; `more`: variables."""
         is_first = int(self == hosts[0])
-        return [
-            str(PROGRAMS / "torchrun"),
-            f"--nnodes={len(hosts)}",
-            "--nproc-per-node=1",
-            "--rdzv-backend=c10d",
-            f"--rdzv-endpoint={hosts[0].address}:29500",
+        command = [
+            *(*self.inside(own), str(PROGRAMS / "torchrun"), f"--nnodes={len(hosts)}", "--nproc-per-node=1"),
+            *(f"--max-restarts={restarts}", "--rdzv-backend=c10d", f"--rdzv-endpoint={hosts[0].address}:29500"),
             # Without these two no host knows that the endpoint is itself: its address isn't that of its name.
-            f"--rdzv-conf=is_host={is_first},join_timeout={join_s}",
-            f"--local-addr={self.address}",
-            *options,
+            *(f"--rdzv-conf=is_host={is_first},join_timeout={JOIN_S}", f"--local-addr={self.address}"),
+            *("-m", "portable_fsdp.launch", *run),
         ]
+        return started(command, folder, GLOO_SOCKET_IFNAME="eth0", **more)
 
     def give_up_connections(self, retries: int) -> None:
         """After how many tries of the kernel's, 15 by default: 6 take about 25 s, 8 take 100 s."""
         setting = f"echo {retries} > /proc/sys/net/ipv4/tcp_retries2"
         subprocess.run([*self.inside(), "sh", "-c", setting], check=True)
 
-    def cut_link(self) -> None:
-        _ip("link", "set", self.wire, "down")
-
-    def mend_link(self) -> None:
-        _ip("link", "set", self.wire, "up")
+    def set_link(self, state: str) -> None:
+        """`up` or `down`."""
+        _ip("link", "set", self.wire, state)
 
     def processes(self) -> list[psutil.Process]:
         """All that run there."""

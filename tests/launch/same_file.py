@@ -88,7 +88,8 @@ def theirs(config: Config) -> list[float]:
     return losses
 
 
-def run(way: str, report: Path, arguments: list[str]) -> int:
+if __name__ == "__main__":
+    way, report, *arguments = sys.argv[1:]
     calls = RecordedCalls()
     if way == "ours":
         code, losses = main(arguments), []
@@ -96,9 +97,5 @@ def run(way: str, report: Path, arguments: list[str]) -> int:
         path, *overrides = arguments
         code, losses = 0, theirs(load_config(path.removeprefix("--config="), overrides))
     if os.environ["RANK"] == "0":
-        report.write_text(json.dumps({"units": calls.units(), "losses": losses}))
-    return code
-
-
-if __name__ == "__main__":
-    sys.exit(run(sys.argv[1], Path(sys.argv[2]), sys.argv[3:]))
+        Path(report).write_text(json.dumps({"units": calls.units(), "losses": losses}))
+    sys.exit(code)

@@ -54,8 +54,8 @@ class Shell:
         path.chmod(0o755)
 
     def install_fake(self, name: str, fake: str) -> None:
-        """A program of this folder, which is told by what name it was called."""
-        self.install(name, f'#!/bin/sh\nFAKE={name} exec "{sys.executable}" -ES "{FAKES / fake}" "$@"\n')
+        """A program of this folder, whose first argument is the name that it was called by."""
+        self.install(name, f'#!/bin/sh\nexec "{sys.executable}" -ES "{FAKES / fake}" {name} "$@"\n')
 
     def environment(self, **variables: str) -> dict[str, str]:
         return {
@@ -66,10 +66,8 @@ class Shell:
             **variables,
         }
 
-    def run(
-        self, *argv: str | Path, variables: dict[str, str] | None = None, cwd: Path = ROOT
-    ) -> subprocess.CompletedProcess[str]:
-        environment = self.environment(**(variables or {}))
+    def run(self, cwd: Path, *argv: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
+        environment = self.environment(**variables)
         return subprocess.run(argv, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
 
     def calls(self) -> list[list[str]]:
@@ -99,7 +97,7 @@ def new_shell(folder: Path) -> Shell:
     """In its `checkout`, which `setup` writes an archive into, are the scripts and a tiny config."""
     shell = Shell(folder, "torchrun")
     for name in ("sbatch", "srun", "scontrol"):
-        shell.install_fake(name, "fake_slurm.py")
+        shell.install_fake(name, "fake_launchers.py")
     shell.install_fake("gcloud", "fake_gcloud.py")
     shell.install("python", PYTHON)
     checkout = folder / "checkout"
@@ -121,7 +119,7 @@ def play(title: str, line: str, folder: Path) -> str:
 
     Before it may stand, besides its own variables: GPUS, those that torch sees (without it python only records); HAS,
     the states of the TPU that is there; NEXT, those of the next ones; SSH, the exit codes of ssh; TORCHRUN, that of
-    torchrun. Where `title` has "workers", their commands are shown whole.
+    torchrun; WITHOUT, a program that isn't installed. Where `title` has "workers", their commands are shown whole.
     """
     folder.mkdir()
     shell = new_shell(folder)
@@ -134,9 +132,11 @@ def play(title: str, line: str, folder: Path) -> str:
             values = variables.pop(name).split(",")
             states = [int(value) for value in values] if name == "SSH" else values
             (shell.cloud / file).write_text(json.dumps([states] if name == "NEXT" else states))
+    if missing := variables.pop("WITHOUT", None):
+        (shell.programs / missing).unlink()
     if code := variables.pop("TORCHRUN", None):
         shell.install("torchrun", f"#!/bin/sh\nexit {code}\n")
-    done = shell.run(*words, variables=variables, cwd=folder / "checkout")
+    done = shell.run(folder / "checkout", *words, **variables)
     lines = [f"exit {done.returncode}"]
     messages = enumerate(done.stderr.splitlines())
     lines += [f"says {text}" for number, text in messages if number == 0 or text.startswith(("tpu_", "torchrun.sh"))]

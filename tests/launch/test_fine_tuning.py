@@ -4,33 +4,23 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 import yaml
-from cli import LIMIT_S, PROGRAMS, PYTHON, ROOT, launch
+from cli import PROGRAMS, PYTHON, ROOT, events, finish, launch, losses
 from safetensors.torch import load_file
 from test_pretrained_run import write_repository
 from transformers import AutoModelForCausalLM
 
-from portable_fsdp.metrics.sinks import read_jsonl
+from portable_fsdp import sample
 
 PAGE = (ROOT / "docs/fine_tuning.md").read_text()
 SMALL = [
-    "data.seq_len=32",
-    "data.eval_split=20%",
-    "train.global_batch=4",
-    "train.micro_batch=1",
-    "train.eval_every=3",
-    "precision.compute=float32",
-    "optim.warmup_steps=1",
-    "train.epochs=2",
-    "train.stop_at=6",
-    "optim.lr=1e-2",
+    *("data.seq_len=32", "data.eval_split=20%", "train.global_batch=4", "train.micro_batch=1", "train.eval_every=3"),
+    *("precision.compute=float32", "optim.warmup_steps=1", "train.epochs=2", "train.stop_at=6", "optim.lr=1e-2"),
 ]
 PROJECTION = "model.layers.0.self_attn.q_proj.weight"
 STARTS = {
@@ -60,15 +50,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def command(device: str) -> list[str]:
-    """The page's own line for the device, with CPUs in place of it."""
-    lines = [line for block in blocks("bash") for line in block.splitlines() if "--config=finetune.yaml" in line]
-    words = shlex.split(next(line for line in lines if f"--device={device}" in line))
-    theirs, ours = STARTS[device]
-    assert set(theirs) <= set(words)
-    program = [sys.executable] if words[0] == "python" else [str(PROGRAMS / words[0])]
-    replaced = [ours[theirs.index(word)] if word in theirs else word for word in words[1:]]
-    return [*program, *replaced, *ours[len(theirs) :], *SMALL]
+def evaluations(folder: Path) -> list[float]:
+    return [event["loss"] for event in events(folder, "evaluation")]
 
 
 @pytest.mark.parametrize(
@@ -80,31 +63,29 @@ def command(device: str) -> list[str]:
     ],
 )
 def test_from_a_jsonl_to_a_model(folder: Path, device: str) -> None:
-    done = subprocess.run(command(device), capture_output=True, text=True, timeout=2 * LIMIT_S, check=False)
-    assert done.returncode == 0, done.stderr
-    evaluations = [event for event in read_jsonl(folder / "run/events.jsonl") if event["event"] == "evaluation"]
-    assert [event["step"] for event in evaluations] == [0, 3, 6]
-    losses = [cast(float, event["loss"]) for event in evaluations]
-    assert losses[2] < losses[0] - 0.1
+    """By the page's own line for the device, with CPUs in place of it."""
+    lines = [line for block in blocks("bash") for line in block.splitlines() if "--config=finetune.yaml" in line]
+    words = shlex.split(next(line for line in lines if f"--device={device}" in line))
+    theirs, ours = STARTS[device]
+    assert set(theirs) <= set(words)
+    replaced = [ours[theirs.index(word)] if word in theirs else word for word in words]
+    replaced += [*ours[len(theirs) :], *SMALL]
+    if device == "cpu":
+        assert words[:3] == ["python", "-m", "portable_fsdp.launch"]
+        assert launch(*replaced[3:]) == 0
+    else:
+        finish([PROGRAMS / words[0], *replaced[1:]], folder)
+    assert [event["step"] for event in events(folder / "run", "evaluation")] == [0, 3, 6]
+    before, _, after = evaluations(folder / "run")
+    assert after < before - 0.1
     model: Any = AutoModelForCausalLM.from_pretrained(folder / "run/export")
     assert model.config.model_type == "llama"
-    sampled = subprocess.run(
-        [sys.executable, "-m", "portable_fsdp.sample", "run", "--chat", "--prompt=What?", "--count=1", "--tokens=3"],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    assert sampled.returncode == 0, sampled.stderr
+    assert sample.main(["run", "--chat", "--prompt=What?", "--count=1", "--tokens=3"]) == 0
 
 
 def trained(folder: Path, *words: str) -> list[float]:
     assert launch("--device=cpu", "--config=finetune.yaml", *SMALL, f"run.dir={folder}", *words) == 0
-    return [row["loss"] for row in read_jsonl(folder / "metrics.jsonl")]
-
-
-def evaluations(folder: Path) -> list[float]:
-    return [float(event["loss"]) for event in read_jsonl(folder / "events.jsonl") if event["event"] == "evaluation"]
+    return losses(folder)
 
 
 def test_adapters_are_trained_resumed_and_exported(folder: Path) -> None:
@@ -150,10 +131,7 @@ def test_adapters_of_one_engine_go_on_on_another(folder: Path) -> None:
     # Each in a process of its own: torch_xla is imported before autograd has run.
     for backend, devices, stop in (("xla", 2, 5), ("xla_fsdp1", 1, 6)):
         engine = ["--device=cpu", "--config=finetune.yaml", f"--backend={backend}", f"--num_devices={devices}"]
-        run = [*SMALL, *words, f"run.dir={folder / 'half'}", f"train.stop_at={stop}"]
-        done = subprocess.run([*PYTHON, *engine, *run], capture_output=True, text=True, timeout=LIMIT_S, check=False)
-        assert done.returncode == 0, done.stderr
-    continued = [row["loss"] for row in read_jsonl(folder / "half/metrics.jsonl")]
-    assert continued == pytest.approx(whole, rel=1e-5)
+        finish([*PYTHON, *engine, *SMALL, *words, f"run.dir={folder / 'half'}", f"train.stop_at={stop}"], folder)
+    assert losses(folder / "half") == pytest.approx(whole, rel=1e-5)
     for path in (folder / "half/checkpoints").glob("*/*/*.safetensors"):
         assert all("lora_" in name for name in load_file(path)), path

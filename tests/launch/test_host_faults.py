@@ -9,242 +9,238 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pytest
-from cli import PROGRAMS, Started, committed, launch, losses, started, tiny_config
-from hosts import Host, new_hosts
-
-from portable_fsdp.metrics.sinks import read_jsonl
+from cli import PROGRAMS, SAVES, Started, committed_in, events, require_curve, started, tiny_config
+from hosts import JOIN_S, Host, new_hosts
+from in_stores import at
+from servers import seaweedfs
 
 STEPS = 40
 PEER_TIMEOUT_S = 20
-JOIN_S = 60  # torchrun's own default is 600
 AT_ONCE_S = 10  # within it a process that was killed is missed by the others
 SPARE_S = 60  # for rounds, messages and starts of a machine that does other work
 TCP_RETRIES, TCP_GIVES_UP_S = 6, 26  # Linux's own default is 15: about 15 minutes
 TORCHRUN_KILLS_AFTER_S = 30  # a process that doesn't take a SIGTERM
-SENTENCES = ("lost its connection", "no heartbeat", "had no answer")
-FRESH_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # or a torchrun that comes later finds no MASTER_ADDR
+SENTENCES = ("lost its connection", "no heartbeat", "no answer")
 
 
 def arguments(folder: Path) -> list[str]:
     """Of a run that saves after every step."""
-    every = ["checkpoint.every=1", "checkpoint.async_save=true", "checkpoint.keep=2", "train.log_every=1"]
     batch = "train.global_batch=6"  # which 2 and 3 processes divide
-    return ["--device=cpu", f"--config={tiny_config(folder)}", f"train.steps={STEPS}", batch, *every]
+    return ["--device=cpu", f"--config={tiny_config(folder)}", f"train.steps={STEPS}", batch, *SAVES]
 
 
-def starts(folder: Path) -> list[int]:
-    """The steps that it was started from."""
-    path = folder / "run/events.jsonl"
-    return [row["step"] for row in read_jsonl(path) if row["event"] == "start"] if path.exists() else []
-
-
-def require_curve(folder: Path) -> None:
-    """Losses equal to those of a run that nothing befell."""
-    assert launch(*arguments(folder), "checkpoint.every=1000", f"run.dir={folder / 'alone'}") == 0
-    assert losses(folder / "run") == pytest.approx(losses(folder / "alone"), rel=5e-5)
+def wait_for_the_middle(process: Started, checkpoints: Path) -> None:
+    process.wait_until(lambda: max(committed_in(checkpoints), default=0) >= 3)
+    assert max(committed_in(checkpoints)) < STEPS - 5, "too few steps for a fault"
 
 
 @pytest.mark.proof
 def test_a_killed_process_is_started_again_on_one_host(tmp_path: Path) -> None:
     """What needs no network of its own, and so no root."""
     launcher = [PROGRAMS / "torchrun", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    command = [*launcher, "-m", "portable_fsdp.launch", *arguments(tmp_path)]
-    with started(command, tmp_path) as process:
-        process.wait_until(lambda: max(committed(tmp_path / "run"), default=0) >= 3)
+    with started([*launcher, "-m", "portable_fsdp.launch", *arguments(tmp_path)], tmp_path) as process:
+        wait_for_the_middle(process, tmp_path / "run/checkpoints")
         psutil.Process(process.pid).children()[1].kill()
         assert process.wait() == 0, process.err
-        assert re.search(r"process 0 on \S+ lost its connection to process 1 on ", process.err), process.err
-        assert "Traceback" not in process.err
-    assert len(starts(tmp_path)) == 2
-    require_curve(tmp_path)
+    assert re.search(r"process 0 on \S+ lost its connection to process 1 on ", process.err), process.err
+    assert "Traceback" not in process.err
+    assert len(events(tmp_path / "run", "start")) == 2
+    require_curve(tmp_path, *arguments(tmp_path))
 
 
 @dataclass
 class Run:
-    """A run on several hosts that share `folder`, and what became of it."""
+    """A run on several hosts that share `folder` and save to `checkpoints`, and what became of it."""
 
     hosts: list[Host]
     folder: Path
-    variables: dict[str, str] = field(default_factory=dict)
+    checkpoints: str
+    running: ExitStack
+    variables: dict[str, str]
     processes: dict[str, Started] = field(default_factory=dict)  # host -> its torchrun
     times: dict[str, float] = field(default_factory=dict)  # what was seen -> seconds after the fault
 
-    def start(self, host: Host, running: ExitStack) -> None:
-        command = [
-            *(*host.inside(), *host.torchrun(self.hosts, "--max-restarts=3", join_s=JOIN_S)),
-            *("-m", "portable_fsdp.launch", *self.arguments(), f"run.peer_timeout_s={PEER_TIMEOUT_S}"),
-        ]
-        process = running.enter_context(started(command, self.folder, GLOO_SOCKET_IFNAME="eth0", **self.variables))
-        self.processes[host.name] = process
+    def start(self, host: Host) -> None:
+        saves = f"checkpoint.dir={self.checkpoints}"
+        words = [*arguments(self.folder), saves, f"run.peer_timeout_s={PEER_TIMEOUT_S}"]
+        process = host.start(self.hosts, words, self.folder, None, 3, **self.variables)
+        self.processes[host.name] = self.running.enter_context(process)
 
-    def arguments(self) -> list[str]:
-        return arguments(self.folder)
-
-    @property
     def starts(self) -> list[int]:
-        return starts(self.folder)
+        """The steps that it was started from."""
+        return [event["step"] for event in events(self.folder / "run", "start")]
 
-    @property
-    def messages(self) -> dict[str, str]:
-        return {host: process.err for host, process in self.processes.items()}
-
-
-@contextmanager
-def run_on(count: int, folder: Path, **variables: str) -> Generator[tuple[Run, ExitStack]]:
-    """In the middle of a run: it has committed some steps."""
-    with new_hosts(count) as hosts, ExitStack() as running:
-        run = Run(hosts, folder, variables)
-        for host in hosts:
-            run.start(host, running)
-        first = run.processes[hosts[0].name]
-        first.wait_until(lambda: max(committed(folder / "run"), default=0) >= 3)
-        assert max(committed(folder / "run")) < STEPS - 5, "too few steps for a fault"
-        yield run, running
-
-
-def watch(run: Run, since: float, bound_s: float, ends: list[str]) -> None:
-    """Note when it goes on and when each torchrun of `ends` has ended; fail where one is there after `bound_s`."""
-    while True:
-        after = time.monotonic() - since
-        if len(run.starts) > 1:
-            run.times.setdefault("goes on", after)
-        for host in ends:
-            if run.processes[host].poll() is not None:
-                run.times.setdefault(f"{host} ends", after)
-            elif any(word in run.processes[host].err for word in ("lost its connection", "no heartbeat", "no answer")):
-                run.times.setdefault(f"{host} says", after)
-        if all(f"{host} ends" in run.times for host in ends):
-            return
-        assert after < bound_s, f"nothing for {bound_s:.0f} s\n{run.messages}"
-        time.sleep(0.1)
-
-
-def goes_on(run: Run, since: float, bound_s: float, restarts: int | None = 1) -> None:
-    """Started again within `bound_s`, and on to the end, on all hosts. `restarts`: None for any number."""
-    hosts = [host.name for host in run.hosts]
-    watch(run, since, bound_s + SPARE_S + STEPS, hosts)
-    assert [run.processes[host].wait() for host in hosts] == [0] * len(hosts), run.messages
-    assert restarts is None or len(run.starts) == restarts + 1, run.starts
-    assert "goes on" not in run.times or run.times["goes on"] < bound_s + SPARE_S, run.times
-    require_curve(run.folder)
-
-
-def stops(run: Run, since: float, bound_s: float, hosts: list[Host], word: str) -> None:
-    """torchrun ends on `hosts`, with a sentence and without a traceback of ours."""
-    watch(run, since, bound_s + SPARE_S, [host.name for host in hosts])
-    for host in hosts:
-        process = run.processes[host.name]
-        assert process.wait() == 1, process.err
-        assert word in process.err
-        assert "portable_fsdp/launch.py" not in process.err, process.err
+    def watch(self, since: float, bound_s: float, ends: Sequence[Host]) -> None:
+        """Note when it goes on and when each torchrun of `ends` has ended; fail where one is there after `bound_s`."""
+        while not all(f"{host.name} ends" in self.times for host in ends):
+            after = time.monotonic() - since
+            if len(self.starts()) > 1:
+                self.times.setdefault("goes on", after)
+            for host in ends:
+                process = self.processes[host.name]
+                if process.poll() is not None:
+                    self.times.setdefault(f"{host.name} ends", after)
+                elif any(words in process.err for words in SENTENCES):
+                    self.times.setdefault(f"{host.name} says", after)
+            assert after < bound_s, f"nothing for {bound_s:.0f} s\n{[run.err for run in self.processes.values()]}"
+            time.sleep(0.1)
 
 
 # ------------------------------------------------------------------------------------------------------- the faults
 
 
-def kill_a_process(folder: Path, count: int = 2) -> Run:
-    with run_on(count, folder) as (run, _):
-        since = time.monotonic()
-        run.hosts[-1].worker().kill()
-        goes_on(run, since, AT_ONCE_S)
-        return run
+class Fault(NamedTuple):
+    """What fails, and what follows: torchrun ends on `stops`, or else, within `bound_s`, all go on to the end.
+
+    `restarts`: None for any number. `sentence` is part of the message on the hosts `on`.
+    """
+
+    strike: Callable[[Run], object]
+    bound_s: float
+    sentence: str = ""
+    on: slice = slice(0, 0)
+    stops: bool = False
+    restarts: int | None = 1
+    hosts: int = 2
+    comes_back: bool = False
+    in_store: bool = False  # of the first host
 
 
-def stop_a_process(folder: Path, of: int = -1) -> Run:
-    with run_on(2, folder) as (run, _):
-        since = time.monotonic()
-        run.hosts[of].worker().send_signal(signal.SIGSTOP)
-        goes_on(run, since, PEER_TIMEOUT_S + TORCHRUN_KILLS_AFTER_S)
-        assert f"sent no heartbeat for {PEER_TIMEOUT_S} s" in run.messages[run.hosts[1 + of].name]
-        return run
+def cut_for_a_moment(run: Run) -> None:
+    run.hosts[1].set_link("down")
+    time.sleep(4)
+    run.hosts[1].set_link("up")
 
 
-def cut_for_a_moment(folder: Path) -> Run:
-    with run_on(2, folder) as (run, _):
-        since = time.monotonic()
-        run.hosts[1].cut_link()
-        time.sleep(4)
-        run.hosts[1].mend_link()
-        goes_on(run, since, PEER_TIMEOUT_S, restarts=0)
-        return run
+def cut_for_good(run: Run) -> None:
+    run.hosts[1].give_up_connections(TCP_RETRIES)
+    run.hosts[1].set_link("down")
 
 
-def cut_for_good(folder: Path) -> Run:
-    with run_on(2, folder) as (run, _):
-        run.hosts[1].give_up_connections(TCP_RETRIES)
-        since = time.monotonic()
-        run.hosts[1].cut_link()
-        stops(run, since, PEER_TIMEOUT_S + max(JOIN_S, TCP_GIVES_UP_S), run.hosts, f"for {PEER_TIMEOUT_S} s")
-        return run
-
-
-def lose(host: Host) -> None:
-    """As by a power cut: no process of it says goodbye."""
-    host.cut_link()
-    for process in host.processes():
+def lose(run: Run, number: int = -1) -> None:
+    """As by a power cut: no process of the host says goodbye."""
+    run.hosts[number].set_link("down")
+    for process in run.hosts[number].processes():
         process.kill()
 
 
-def lose_a_host(folder: Path) -> Run:
-    with run_on(2, folder) as (run, _):
-        since = time.monotonic()
-        lose(run.hosts[1])
-        stops(run, since, PEER_TIMEOUT_S + JOIN_S, run.hosts[:1], "sent no heartbeat")
-        return run
+def lose_the_first_host(run: Run) -> None:
+    run.hosts[1].give_up_connections(TCP_RETRIES)
+    lose(run, 0)
 
 
-def lose_the_first_host(folder: Path) -> Run:
-    with run_on(2, folder) as (run, _):
-        run.hosts[1].give_up_connections(TCP_RETRIES)
-        since = time.monotonic()
-        lose(run.hosts[0])
-        stops(run, since, PEER_TIMEOUT_S + TCP_GIVES_UP_S, run.hosts[1:], f"no answer for {PEER_TIMEOUT_S} s")
-        return run
+def lose_and_return(run: Run) -> None:
+    lose(run)
+    time.sleep(10)
+    run.hosts[-1].set_link("up")
+    run.start(run.hosts[-1])
 
 
-def lose_a_host_that_comes_back(folder: Path, count: int = 2) -> Run:
-    with run_on(count, folder, **FRESH_STORES) as (run, running):
-        since = time.monotonic()
-        lose(run.hosts[-1])
-        time.sleep(10)
-        run.hosts[-1].mend_link()
-        run.start(run.hosts[-1], running)
-        goes_on(run, since, PEER_TIMEOUT_S, restarts=None)
-        return run
+def pause(number: int) -> Callable[[Run], object]:
+    return lambda run: run.hosts[number].worker().send_signal(signal.SIGSTOP)
 
 
-FAULTS: dict[str, Callable[[Path], Run]] = {
-    "kill a process": kill_a_process,
-    "kill a process of three": lambda folder: kill_a_process(folder, 3),
-    "stop a process": stop_a_process,
-    "stop process 0": lambda folder: stop_a_process(folder, 0),
-    "cut for a moment": cut_for_a_moment,
-    "cut for good": cut_for_good,
-    "lose a host": lose_a_host,
-    "lose the first host": lose_the_first_host,
-    "lose a host that comes back": lose_a_host_that_comes_back,
-    "lose a host of three that comes back": lambda folder: lose_a_host_that_comes_back(folder, 3),
+def kill_all_and_return(run: Run) -> None:
+    for process in run.processes.values():
+        process.kill()
+    for host in run.hosts:
+        run.start(host)
+
+
+KILL = Fault(lambda run: run.hosts[-1].worker().kill(), AT_ONCE_S)
+SILENCE = f"sent no heartbeat for {PEER_TIMEOUT_S} s"
+STOP_S = PEER_TIMEOUT_S + TORCHRUN_KILLS_AFTER_S
+RETURN = Fault(lose_and_return, PEER_TIMEOUT_S, restarts=None, comes_back=True)
+FAULTS = {
+    "kill a process": KILL,
+    "kill a process of three": KILL._replace(hosts=3),
+    "stop a process": Fault(pause(1), STOP_S, SILENCE, slice(0, 1)),
+    "stop process 0": Fault(pause(0), STOP_S, SILENCE, slice(1, 2)),
+    "cut for a moment": Fault(cut_for_a_moment, PEER_TIMEOUT_S, restarts=0),
+    "cut for good": Fault(
+        cut_for_good, PEER_TIMEOUT_S + max(JOIN_S, TCP_GIVES_UP_S), f"for {PEER_TIMEOUT_S} s", slice(0, 2), stops=True
+    ),
+    "lose a host": Fault(lose, PEER_TIMEOUT_S + JOIN_S, "sent no heartbeat", slice(0, 1), stops=True),
+    "lose the first host": Fault(
+        lose_the_first_host,
+        PEER_TIMEOUT_S + TCP_GIVES_UP_S,
+        f"no answer for {PEER_TIMEOUT_S} s",
+        slice(1, 2),
+        stops=True,
+    ),
+    "lose a host that comes back": RETURN,
+    "lose a host of three that comes back": RETURN._replace(hosts=3),
+    "kill all and start again": Fault(kill_all_and_return, 2 * AT_ONCE_S),
+    "kill all that save to a store": Fault(kill_all_and_return, 2 * AT_ONCE_S, in_store=True),
 }
+
+
+def inject(fault: Fault, folder: Path) -> Run:
+    """Into the middle of a run, which then does what the fault says."""
+    with new_hosts(fault.hosts) as hosts, ExitStack() as running:
+        # Without it a torchrun that comes later finds no MASTER_ADDR.
+        variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if fault.comes_back else {}
+        place = str(folder / "run/checkpoints")
+        if fault.in_store:
+            (folder / "store").mkdir()
+            store = seaweedfs(folder / "store", hosts[0].address, hosts[0].inside())
+            place = f"{running.enter_context(store)}/run"
+        run = Run(hosts, folder, place, running, variables)
+        for host in hosts:
+            run.start(host)
+        wait_for_the_middle(run.processes[hosts[0].name], at(place))
+        since, saved = time.monotonic(), max(committed_in(at(place)))
+        fault.strike(run)
+        ends = hosts[fault.on] if fault.stops else hosts
+        run.watch(since, fault.bound_s + SPARE_S + (0 if fault.stops else STEPS), ends)
+        for host in ends:
+            process = run.processes[host.name]
+            assert process.wait() == (1 if fault.stops else 0), process.err
+            # torchrun's own traceback is not ours.
+            assert not fault.stops or "portable_fsdp/launch.py" not in process.err, process.err
+        assert all(fault.sentence in run.processes[host.name].err for host in hosts[fault.on])
+        assert fault.stops or committed_in(at(place)) == [STEPS - 1, STEPS]
+    if not fault.stops:
+        assert fault.restarts is None or len(run.starts()) == fault.restarts + 1
+        assert fault.restarts == 0 or run.starts()[-1] >= saved, "a committed save was lost"
+        assert run.times.get("goes on", 0.0) < fault.bound_s + SPARE_S, run.times
+        require_curve(folder, *arguments(folder))
+    return run
 
 
 @pytest.mark.proof
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault(fault: str, tmp_path: Path) -> None:
-    FAULTS[fault](tmp_path)
+    inject(FAULTS[fault], tmp_path)
+
+
+@pytest.mark.proof
+def test_a_folder_that_each_host_has_to_itself_is_refused(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    with new_hosts(2) as hosts, ExitStack() as running:
+        for host in hosts:
+            host.content_of(own).mkdir()
+        words = [*arguments(tmp_path), f"run.dir={own / 'run'}"]
+        for process in [running.enter_context(host.start(hosts, words, tmp_path, own)) for host in hosts]:
+            assert process.wait() != 0
+            assert "expected a folder that all processes share, found that process\n  1 doesn't see" in process.err
+        assert [list(host.content_of(own).iterdir()) for host in hosts] == [[], []]
 
 
 if __name__ == "__main__":
     print("| fault | hosts | seen |\n|---|---|---|")
     for name in sys.argv[1:] or FAULTS:
         with tempfile.TemporaryDirectory() as folder:
-            run = FAULTS[name](Path(folder))
+            run = inject(FAULTS[name], Path(folder))
         seen = "; ".join(f"{what} +{seconds:.0f} s" for what, seconds in run.times.items())
         print(f"| {name} | {len(run.hosts)} | {seen} |", flush=True)

@@ -3,11 +3,13 @@
 import json
 import signal
 import socket
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
-from cli import PYTHON, TORCHRUN, committed, launch, losses, started, tiny_config
+from cli import PYTHON, TORCHRUN, Started, committed, finish, launch, losses, started, tiny_config
 
 from portable_fsdp.metrics.sinks import read_jsonl
 from portable_fsdp.runtime.lock import LOCK_NAME
@@ -16,8 +18,16 @@ LONG = ["train.steps=100000", "checkpoint.every=1", "checkpoint.keep=2", "train.
 SEVERAL = [*PYTHON, "--device=cpu", "--backend=native", "--num_devices=2"]
 
 
-def has_saved(run: Path) -> bool:
-    return bool(committed(run))
+@contextmanager
+def started_by(process: Started) -> Generator[list[psutil.Process]]:
+    """Its children, of which none outlives the block."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    try:
+        yield children
+    finally:
+        for child in children:
+            if child.is_running():
+                child.kill()
 
 
 @pytest.mark.parametrize(
@@ -31,17 +41,12 @@ def test_workers_end_with_a_launcher_that_is_killed(command: list[str], tmp_path
     arguments = [f"--config={tiny_config(tmp_path)}", *LONG]
     run = tmp_path / "run"
     with started([*command, *arguments], tmp_path) as process:
-        process.wait_until(lambda: has_saved(run))
-        workers = psutil.Process(process.pid).children(recursive=True)
-        assert len(workers) >= 2
-        try:
-            process.send(signal.SIGKILL)
+        process.wait_until(lambda: bool(committed(run)))
+        with started_by(process) as workers:
+            assert len(workers) >= 2
+            process.send_signal(signal.SIGKILL)
             process.wait()
             assert psutil.wait_procs(workers, timeout=10)[1] == []
-        finally:
-            for worker in workers:
-                if worker.is_running():
-                    worker.kill()
     last = committed(run)[-1]
     assert launch("--device=cpu", *arguments, f"run.dir={run}", f"train.stop_at={last + 2}") == 0
     assert len(losses(run)) == last + 2
@@ -54,45 +59,36 @@ def test_a_plain_start_goes_on_without_the_shell_that_made_it(tmp_path: Path) ->
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
     words = [*PYTHON, "--device=cpu", "--config=tiny.yaml", "train.steps=60"]
     with started(["bash", "-c", '"$@" & wait', "bash", *words], tmp_path, **variables) as shell:
-        shell.wait_until(lambda: bool(psutil.Process(shell.pid).children()))
-        [run] = psutil.Process(shell.pid).children()
-        try:
-            shell.wait_until(lambda: (tmp_path / "run/metrics.jsonl").exists())
-            shell.send(signal.SIGKILL)
+        shell.wait_until(lambda: (tmp_path / "run/metrics.jsonl").exists())
+        with started_by(shell) as [run]:
+            shell.send_signal(signal.SIGKILL)
             shell.wait()
             assert psutil.wait_procs([run], timeout=60)[1] == []
-        finally:
-            if run.is_running():
-                run.kill()
     assert committed(tmp_path / "run")[-1] == 60
 
 
+@pytest.mark.parametrize("several", [False, pytest.param(True, marks=pytest.mark.proof)])
 def test_a_second_start_in_the_same_folder_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    several: bool, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    arguments = [f"--config={tiny_config(tmp_path)}", *LONG, "checkpoint.every=100000"]
-    run = tmp_path / "run"
-    with started([*PYTHON, "--device=cpu", *arguments], tmp_path) as first:
+    arguments = ["--config=tiny.yaml", *LONG, "checkpoint.every=100000"]
+    run = folder / "run"
+    with started([*PYTHON, "--device=cpu", *arguments], folder) as first:
         first.wait_until(lambda: (run / "metrics.jsonl").exists())
         owner = json.loads((run / LOCK_NAME).read_text())
         assert owner == {**owner, "host": socket.gethostname(), "pid": first.pid}
         before = {path: path.stat().st_ino for path in run.rglob("*")}
-
-        assert launch("--device=cpu", *arguments) == 2
-        message = capsys.readouterr().err
-        assert "run.dir: expected a folder that no other run writes to: run\n" in message
+        if several:
+            message = finish([*SEVERAL, *arguments], folder, 2).err
+        else:
+            assert launch("--device=cpu", *arguments) == 2
+            message = capsys.readouterr().err
+            assert "Traceback" not in message
+        assert message.count("run.dir: expected a folder that no other run writes to: run\n") == 1
         assert f"process {owner['pid']} on host {owner['host']}" in message
-        assert "Traceback" not in message
-
-        with started([*SEVERAL, *arguments], tmp_path) as second:
-            assert second.wait() == 2, second.err
-            assert second.err.count("expected a folder that no other run writes to") == 1
-            assert "Traceback" not in second.err
-
         assert {path: path.stat().st_ino for path in run.rglob("*")} == before
         assert [row["event"] for row in read_jsonl(run / "events.jsonl")].count("start") == 1
-        first.send(signal.SIGTERM)  # what the message says: it saves
+        first.send_signal(signal.SIGTERM)  # what the message says: it saves
         assert first.wait() == 143, first.err
     assert not (run / LOCK_NAME).exists()
     assert launch("--device=cpu", *arguments, f"train.stop_at={committed(run)[-1]}") == 0

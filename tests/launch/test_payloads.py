@@ -12,10 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from cli import PROGRAMS, TINY, Started, committed, events, free_port, launch, losses, started, tiny_config
+from cli import PROGRAMS, TINY, committed, committed_in, events, finish, free_port, launch, losses, started, tiny_config
 from shells import ROOT, Shell
 
-from portable_fsdp.checkpoint.format import committed_steps, step_of
 from portable_fsdp.runtime.tasks import PORTS
 
 pytestmark = pytest.mark.slow
@@ -51,12 +50,6 @@ def tiny(folder: Path, *overrides: str) -> list[str]:
     return ["--device=cpu", f"--config={tiny_config(folder)}", f"run.dir={folder / 'run'}", *overrides]
 
 
-def finished(run: Started, folder: Path) -> None:
-    assert run.wait() == 0, run.err + run.out
-    assert "Traceback" not in run.err
-    assert committed(folder / "run")[-1] == 2
-
-
 # ------------------------------------------------------------------------------------------------------ containers
 
 
@@ -74,27 +67,20 @@ def image(dockerfile: Path, folder: Path) -> Path:
     return folder
 
 
-def container(name: str) -> tuple[list[str], dict[str, str]]:
-    [job] = yaml.safe_load((LAUNCH / name).read_text())["spec"]["replicatedJobs"]
-    [container] = job["template"]["spec"]["template"]["spec"]["containers"]
-    return [*container["command"], *container["args"]], {
-        variable["name"]: variable["value"] for variable in container["env"]
-    }
-
-
 @pytest.mark.parametrize("device", ["tpu", pytest.param("cuda", marks=pytest.mark.proof)])
 def test_the_container_of_a_jobset(shell: Shell, tmp_path: Path, device: str) -> None:
     folder = image(LAUNCH / f"Dockerfile.{device}", tmp_path / "image")
-    command, variables = container(f"gke_jobset_{'tpu' if device == 'tpu' else 'gpu'}.yaml")
+    manifest = yaml.safe_load((LAUNCH / f"gke_jobset_{'tpu' if device == 'tpu' else 'gpu'}.yaml").read_text())
+    [job] = manifest["spec"]["replicatedJobs"]
+    [container] = job["template"]["spec"]["template"]["spec"]["containers"]
+    variables = {variable["name"]: variable["value"] for variable in container["env"]}
+    program, *words = [*container["command"], *container["args"]]
     if device == "cuda":  # one pod of one device here, instead of what the manifest says
         variables |= {"NNODES": "1", "NPROC_PER_NODE": "1"}
-        command[0] = str(folder / command[0])
-    else:
-        command[0] = str(shell.programs / command[0])
-    kept = [word for word in command if not word.startswith(("--config=", "run.dir=", "checkpoint.dir="))]
-    command = [*kept, *tiny(tmp_path, "train.steps=2", "checkpoint.every=1")]
-    with started(command, folder, **shell.environment(**variables, CHECKOUT=str(folder))) as run:
-        finished(run, tmp_path)
+    kept = [word for word in words if not word.startswith(("--config=", "run.dir=", "checkpoint.dir="))]
+    start = [folder / program if device == "cuda" else shell.programs / program, *kept]
+    environment = shell.environment(**variables, CHECKOUT=str(folder))
+    finish([*start, *tiny(tmp_path, "train.steps=2", "checkpoint.every=1")], folder, **environment)
     assert committed(tmp_path / "run") == [1, 2]
 
 
@@ -115,14 +101,12 @@ def test_the_run_of_a_sky_task(shell: Shell, tmp_path: Path, device: str) -> Non
     home = tmp_path / "home" / "portable_fsdp_env" / "bin"
     home.mkdir(parents=True)
     shutil.copy(shell.programs / "python", home / "python")
-    line = task["run"].replace("--device=tpu", "--device=cpu")
-    if "launch/torchrun.sh" in line:
-        line = line.rstrip() + " --device=cpu\n"
+    line = task["run"].replace("--device=tpu", "").rstrip() + " --device=cpu\n"
     variables = {f"SKYPILOT_{name}": value for name, value in SKY.items() if device == "gpu"} | task["envs"]
     variables |= {"CONFIG": str(config), "CHECKPOINTS": str(tmp_path / "run/checkpoints")}
     variables |= {"HOME": str(tmp_path / "home"), "CHECKOUT": str(workdir)}
-    with started(["bash", "-c", line], workdir, **shell.environment(**variables)) as run:
-        finished(run, tmp_path)
+    finish(["bash", "-c", line], workdir, **shell.environment(**variables))
+    assert committed(tmp_path / "run") == [2]
 
 
 # ----------------------------------------------------------------------------------------------------------- Slurm
@@ -131,7 +115,7 @@ def test_the_run_of_a_sky_task(shell: Shell, tmp_path: Path, device: str) -> Non
 @pytest.mark.proof
 def test_a_job_of_two_nodes_that_is_stopped_and_goes_on(shell: Shell, tmp_path: Path) -> None:
     for name in ("sbatch", "srun", "scontrol"):
-        shell.install_fake(name, "fake_slurm.py")
+        shell.install_fake(name, "fake_launchers.py")
     variables = {"JOB": str(free_port() - PORTS[0]), "NPROC_PER_NODE": "1", "CHECKOUT": str(ROOT)}
     arguments = tiny(tmp_path, "train.steps=40", "checkpoint.every=10", "checkpoint.keep=9", "train.log_every=1")
     command = [shell.programs / "sbatch", LAUNCH / "slurm.sbatch", *arguments]
@@ -150,12 +134,20 @@ def test_a_job_of_two_nodes_that_is_stopped_and_goes_on(shell: Shell, tmp_path: 
 # -------------------------------------------------------------------------------------------------------- TPU VMs
 
 
+TPU = {"TPU_NAME": "slice", "TPU_ZONE": "z", "TPU_TYPE": "v6e-8", "TPU_POLL_S": "0", "TPU_TRIES": "4"}
+
+
 @pytest.fixture
 def cloud(shell: Shell) -> Shell:
     """With a gcloud whose workers are folders."""
     shell.install_fake("gcloud", "fake_gcloud.py")
     (shell.cloud / "homes").mkdir()
     return shell
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    return image(LAUNCH / "Dockerfile.tpu", tmp_path / "checkout")
 
 
 def worker_processes(shell: Shell) -> list[psutil.Process]:
@@ -184,54 +176,47 @@ def _end_runs(shell: Shell) -> None:
     ],
 )
 def test_a_run_goes_on_after_its_tpu_was_taken_away(
-    cloud: Shell, tmp_path: Path, script: str, usable: str, gone: str
+    cloud: Shell, checkout: Path, tmp_path: Path, script: str, usable: str, gone: str
 ) -> None:
     (cloud.cloud / "creations.json").write_text(json.dumps([[usable]]))
-    checkout = image(LAUNCH / "Dockerfile.tpu", tmp_path / "checkout")
     bucket, alone = tmp_path / "bucket", tmp_path / "alone"
     arguments = ["--device=cpu", f"--config={tiny_config(tmp_path)}", "train.steps=40", "train.log_every=1"]
     saves = ["checkpoint.every=2", "checkpoint.keep=99"]
-    tpu = {"TPU_NAME": "slice", "TPU_ZONE": "z", "TPU_TYPE": "v6e-8", "TPU_POLL_S": "0", "TPU_TRIES": "4"}
     command = [checkout / "launch" / script, "run", *arguments, *saves, f"checkpoint.dir={bucket}"]
-    with started(command, tmp_path, **cloud.environment(**tpu)) as run:
-        run.wait_until(lambda: bool(saved(bucket)))
+    with started(command, tmp_path, **cloud.environment(**TPU)) as run:
+        run.wait_until(lambda: bool(committed_in(bucket)))
         (cloud.cloud / "slice.json").write_text(json.dumps([gone]))
         _end_runs(cloud)
-        before = max(saved(bucket))
+        before = committed_in(bucket)[-1]
         assert before < 40
         assert run.wait() == 0, run.err + run.out
     assert f"slice is {gone}" in run.err
     assert f"at step {before}" in run.out or f"step-{before:08d}" in run.out, "it went on from the last save"
-    assert max(saved(bucket)) == 40
+    assert committed_in(bucket)[-1] == 40
     assert launch(*arguments, f"run.dir={alone}") == 0
     last_losses = [line.split()[3] for line in run.out.splitlines() if line.startswith("step: 40 ")]
     assert float(last_losses[0]) == pytest.approx(losses(alone)[-1], abs=1e-4)
 
 
-def saved(bucket: Path) -> list[int]:
-    return [step_of(path) or 0 for path in committed_steps(bucket)]
-
-
-def test_a_run_on_a_tpu_vm_outlives_its_connection_and_stops_on_request(cloud: Shell, tmp_path: Path) -> None:
+def test_a_run_on_a_tpu_vm_outlives_its_connection_and_stops_on_request(
+    cloud: Shell, checkout: Path, tmp_path: Path
+) -> None:
     (cloud.cloud / "creations.json").write_text(json.dumps([["READY"]]))
-    checkout = image(LAUNCH / "Dockerfile.tpu", tmp_path / "checkout")
-    tpu = {"TPU_NAME": "slice", "TPU_ZONE": "z", "TPU_TYPE": "v6e-8", "TPU_POLL_S": "0", "TPU_TRIES": "1"}
-    environment = cloud.environment(**tpu)
+    environment = cloud.environment(**TPU | {"TPU_TRIES": "1"})
     script = checkout / "launch/tpu_vm.sh"
     arguments = tiny(tmp_path, "train.steps=100000", "train.log_every=1", "checkpoint.every=null")
     with started([script, "run", *arguments], tmp_path, **environment) as first:
         first.wait_until(lambda: "step: 2 " in first.out)
         pids = {process.pid for process in worker_processes(cloud)}
-        connection = [child for child in psutil.Process(first.pid).children(recursive=True) if child.pid not in pids]
-        for process in connection:
-            process.kill()
+        for process in psutil.Process(first.pid).children(recursive=True):
+            if process.pid not in pids:  # of the connection
+                process.kill()
         first.wait()
     assert {process.pid for process in worker_processes(cloud)} == pids
     with started([script, "run", *arguments], tmp_path, **environment) as second:
         second.wait_until(lambda: "step: " in second.out)
         assert {process.pid for process in worker_processes(cloud)} == pids, "it found the run, and started no other"
-        with started([script, "stop"], tmp_path, **environment) as stop:
-            assert stop.wait() == 0, stop.err
+        finish([script, "stop"], tmp_path, **environment)
         assert second.wait() == 143, second.err
     assert json.loads((tmp_path / "run/STOPPED").read_text())["reason"] == "SIGTERM"
     assert len(committed(tmp_path / "run")) == 1

@@ -1,34 +1,25 @@
 """From a model of the hub to a folder that transformers' pipeline opens: what people do, as they do it."""
 
 import json
-import os
 import shutil
-import socket
-import subprocess
-import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cli import PYTHON, TINY, tiny_config
+from cli import PYTHON, TINY, finish, free_port, started, tiny_config
 from hub_server import COMMIT, Hub, serve
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, pipeline
 
 TEXT = "the model reads what the hub has, and the folder says what the model read.\n"
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}</s>{% endfor %}"
+WORDS = [
+    *("model={pretrained: org/tiny}", "data={source: text, path: corpus.txt, seq_len: 32}"),
+    *("train.steps=1", "optim.warmup_steps=0"),
+]
 GENERATION = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": 0, "pad_token_id": 0}
-
-GENERATE = """
-import json
-from transformers import pipeline
-generate = pipeline("text-generation", model="run/export")
-text = generate("the model")[0]["generated_text"]
-chat = generate([{"role": "user", "content": "the hub"}])[0]["generated_text"]
-ids = generate.tokenizer("<tool>", add_special_tokens=False)["input_ids"]
-print(json.dumps([text, chat, ids, generate.tokenizer.chat_template, generate.model.generation_config.max_new_tokens]))
-"""
 
 
 def write_repository(folder: Path) -> PreTrainedTokenizerFast:
@@ -43,12 +34,6 @@ def write_repository(folder: Path) -> PreTrainedTokenizerFast:
     tokenizer.save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps(GENERATION))
     return tokenizer
-
-
-def start(tmp_path: Path, command: list[str], **environment: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, **environment}, capture_output=True, text=True, timeout=280
-    )
 
 
 def cached(home: Path, repository: Path, commit: str) -> Path:
@@ -72,28 +57,19 @@ def cached(home: Path, repository: Path, commit: str) -> Path:
 )
 def test_hosts_that_see_another_commit_or_other_data_are_refused(tmp_path: Path, text: bytes, message: str) -> None:
     write_repository(tmp_path / "repository")
-    tiny_config(tmp_path)
-    words = [
-        "--device=cpu",
-        f"--config={tmp_path}/tiny.yaml",
-        f"run.dir={tmp_path}/run",
-        "model={pretrained: org/tiny}",
-    ]
-    words += ["data={source: text, path: corpus.txt, seq_len: 32}", "train.steps=1", "optim.warmup_steps=0"]
+    words = ["--device=cpu", f"--config={tiny_config(tmp_path)}", f"run.dir={tmp_path}/run", *WORDS]
+    variables = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     commits = [COMMIT, COMMIT[::-1]]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-    hosts: list[subprocess.Popen[str]] = []
-    for rank, (commit, own) in enumerate(zip(commits, (TEXT.encode(), text), strict=True)):
-        home = cached(tmp_path / f"host{rank}", tmp_path / "repository", commit)
-        (home / "corpus.txt").write_bytes(own * 50)
-        where = {**os.environ, **meeting, "RANK": str(rank), "LOCAL_RANK": "0", "HF_HOME": str(home)}
-        hosts.append(subprocess.Popen([*PYTHON, *words], cwd=home, env=where, stderr=subprocess.PIPE, text=True))
-    errors = [host.communicate(timeout=280)[1] for host in hosts]
-    assert [host.returncode for host in hosts] == [2, 2], errors
-    for error in errors:
-        assert message in error
+    with ExitStack() as stack:
+        hosts = []
+        for rank, (commit, own) in enumerate(zip(commits, (TEXT.encode(), text), strict=True)):
+            home = cached(tmp_path / f"host{rank}", tmp_path / "repository", commit)
+            (home / "corpus.txt").write_bytes(own * 50)
+            where = {**variables, "RANK": str(rank), "HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
+            hosts.append(stack.enter_context(started([*PYTHON, *words], home, **where)))
+        assert [host.wait() for host in hosts] == [2, 2]
+        errors = [host.err for host in hosts]
+    assert all(message in error for error in errors), errors
     if message.startswith("model.pretrained"):
         assert f"found {commits[0]} on process 0 and {commits[1]} on process 1" in errors[0]
     if text.startswith(b"\xff"):
@@ -107,27 +83,24 @@ def test_a_model_of_the_hub_is_tuned_with_a_grown_tokenizer_and_generates(tmp_pa
     tokenizer.add_tokens(["<tool>"])
     tokenizer.save_pretrained(tmp_path / "grown")
     (tmp_path / "corpus.txt").write_text(TEXT * 50)
-    tiny_config(tmp_path)
-    words = ["--device=cpu", "--config=tiny.yaml", "train.steps=2", "optim.warmup_steps=0", "checkpoint.export=true"]
-    words += ["model={pretrained: org/tiny}", "data={source: text, path: corpus.txt, seq_len: 32, tokenizer: grown}"]
+    words = ["--device=cpu", f"--config={tiny_config(tmp_path)}", *WORDS, "data.tokenizer=grown"]
     with serve(Hub({"org/tiny": tmp_path / "repository"})) as hub:
-        where = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0"}
-        done = start(tmp_path, [*PYTHON, *words], **where)
-    assert done.returncode == 0, done.stderr
-    message = (
-        f"snapshots/{COMMIT}: the tokenizer has {ids + 1} ids, the model rows for {ids}: embedding and head grow by 1"
-    )
-    assert message in done.stderr
+        where = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "cache")}
+        run = finish([*PYTHON, *words, "train.steps=2", "checkpoint.export=true"], tmp_path, **where)
+    grown = f"the tokenizer has {ids + 1} ids, the model rows for {ids}: embedding and head grow by 1"
+    assert f"snapshots/{COMMIT}: {grown}" in run.err
 
     export = tmp_path / "run" / "export"
     assert (export / "generation_config.json").read_text() == json.dumps(GENERATION)
     assert json.loads((export / "config.json").read_text())["vocab_size"] == ids + 1
     assert len(load_file(export / "model.safetensors")["model.embed_tokens.weight"]) == ids + 1
     assert str(tmp_path) not in (export / "config.json").read_text()
-    done = start(tmp_path, [sys.executable, "-c", GENERATE], PYTHONPATH="", HF_HUB_OFFLINE="1")
-    assert done.returncode == 0, done.stderr
-    text, chat, tool, template, tokens = json.loads(done.stdout.splitlines()[-1])
+    generate: Any = pipeline("text-generation", model=str(export))
+    text = generate("the model")[0]["generated_text"]
     assert text.startswith("the model")
     assert len(text) > len("the model")
+    chat = generate([{"role": "user", "content": "the hub"}])[0]["generated_text"]
     assert [message["role"] for message in chat] == ["user", "assistant"]
-    assert (tool, template, tokens) == ([ids], TEMPLATE, GENERATION["max_new_tokens"])
+    assert generate.tokenizer("<tool>", add_special_tokens=False)["input_ids"] == [ids]
+    assert generate.tokenizer.chat_template == TEMPLATE
+    assert generate.model.generation_config.max_new_tokens == GENERATION["max_new_tokens"]

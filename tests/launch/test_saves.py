@@ -3,13 +3,14 @@
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from cli import committed, events, launch, losses, tiny_config
+from cli import committed, events, launch, losses
 
 from portable_fsdp.checkpoint.format import Manifest
 from portable_fsdp.checkpoint.manager import Checkpoints
-from portable_fsdp.runtime.errors import CheckpointError, TrainingError
+from portable_fsdp.runtime.errors import TrainingError
 from portable_fsdp.train.callbacks import StepEnd
 from portable_fsdp.train.decision import Votes
 from portable_fsdp.train.measures import InFlight, Measures
@@ -17,30 +18,15 @@ from portable_fsdp.train.measures import InFlight, Measures
 FLAGS = ("--device=cpu", "--config=tiny.yaml", "checkpoint.every=null")
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    tiny_config(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def test_a_file_asks_for_a_save_now(folder: Path) -> None:
-    (folder / "run").mkdir()
-    (folder / "run" / "SAVE").touch()
-    assert launch(*FLAGS) == 0
-    assert committed(folder / "run") == [2, 6]  # asked with step 1, known in step 2
-    assert not (folder / "run" / "SAVE").exists()
-
-
-@pytest.mark.parametrize("place", ["folder", "link"])
-def test_what_is_no_plain_file_asks_for_nothing(place: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("kind", ["file", "folder", "link"])
+def test_a_file_asks_for_a_save_now(kind: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "run").mkdir()
     request = folder / "run" / "SAVE"
-    request.mkdir() if place == "folder" else request.symlink_to(folder)
+    {"file": request.touch, "folder": request.mkdir, "link": lambda: request.symlink_to(folder)}[kind]()
     assert launch(*FLAGS) == 0
-    assert committed(folder / "run") == [6]
-    assert request.is_dir()
-    assert capsys.readouterr().err.count("SAVE: expected a plain file") == 1
+    assert committed(folder / "run") == ([2, 6] if kind == "file" else [6])  # asked with step 1, known in step 2
+    assert request.exists() == (kind != "file")
+    assert capsys.readouterr().err.count("SAVE: expected a plain file") == (kind != "file")
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -69,19 +55,13 @@ def test_the_file_goes_when_the_save_in_the_background_is_committed(
 
 
 def test_minutes_ask_for_saves(folder: Path) -> None:
-    assert launch(*FLAGS, "checkpoint.every_minutes=1e-9", "checkpoint.keep=1") == 0
-    assert [event["step"] for event in events(folder / "run", "save")] == [2, 4, 6]
-    assert committed(folder / "run") == [6]
-
-
-def test_a_run_saves_in_the_background_to_another_place(folder: Path) -> None:
-    here = ["checkpoint.every=1", "checkpoint.async_save=true", "checkpoint.keep=2", "checkpoint.dir=elsewhere/deep"]
-    assert launch(*FLAGS, *here) == 0
-    assert sorted(path.name for path in (folder / "elsewhere/deep").iterdir()) == ["step-00000005", "step-00000006"]
+    """In the background, to another place."""
+    here = ["checkpoint.every_minutes=1e-9", "checkpoint.async_save=true", "checkpoint.keep=1"]
+    assert launch(*FLAGS, *here, "checkpoint.dir=elsewhere/deep") == 0
+    assert [path.name for path in (folder / "elsewhere/deep").iterdir()] == ["step-00000006"]
     assert not (folder / "run/checkpoints").exists()
     saves = events(folder / "run", "save")
-    assert [event["step"] for event in saves] == [1, 2, 3, 4, 5, 6]
-    assert [event["removed"] for event in saves] == [[], [], [1], [2], [3], [4]]
+    assert [(event["step"], event["removed"]) for event in saves] == [(2, []), (4, [2]), (6, [4])]
 
 
 def test_a_failed_background_save_ends_the_run_at_the_next_step(
@@ -111,14 +91,15 @@ def test_a_commit_has_its_event_also_where_the_run_then_fails(
     commit, begin, close, measure = Checkpoints._commit, Checkpoints._begin, Checkpoints.close, Measures.read
     may_commit = threading.Event()
 
+    def fail(message: str) -> Any:
+        raise TrainingError(message)
+
     def late_commit(self: Checkpoints, final: Path, attempt: str, manifest: Manifest) -> None:
         assert may_commit.wait(60)
         commit(self, final, attempt, manifest)
 
     def no_second_begin(self: Checkpoints, final: Path) -> str:
-        if final.name == "step-00000004":
-            raise CheckpointError("no such save today")
-        return begin(self, final)
+        return begin(self, final) if final.name != "step-00000004" else fail("no such save today")
 
     def closed(self: Checkpoints) -> None:
         may_commit.set()
@@ -126,9 +107,7 @@ def test_a_commit_has_its_event_also_where_the_run_then_fails(
 
     def measured(self: Measures, late: InFlight, until: float | None = None) -> tuple[StepEnd, Votes]:
         if late.step == 4:
-            if ends_by != "the next save":
-                raise TrainingError("not finite")
-            may_commit.set()
+            may_commit.set() if ends_by == "the next save" else fail("not finite")
         return measure(self, late, until)
 
     monkeypatch.setattr(Checkpoints, "_commit", late_commit)
@@ -146,10 +125,8 @@ def test_events_say_what_a_resume_changed(folder: Path) -> None:
     assert launch(*FLAGS, "optim.lr=0.002", "train.micro_batch=2", "checkpoint.allow=[optim.lr]") == 0
     [event] = events(folder / "run", "resume")
     assert (event["step"], event["load"], event["passed_over"]) == (3, "all", [])
-    assert event["changes"] == {
-        "optim.lr": {"saved": 0.003, "now": 0.002},
-        "train.micro_batch": {"saved": 1, "now": 2},
-    }
+    changes = {"optim.lr": {"saved": 0.003, "now": 0.002}, "train.micro_batch": {"saved": 1, "now": 2}}
+    assert event["changes"] == changes
 
 
 def test_weights_only_is_a_new_run_from_other_weights(folder: Path) -> None:
