@@ -138,7 +138,7 @@ def test_the_same_command_again_finds_nothing_to_do(
 ) -> None:
     before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
     monkeypatch.chdir(finished.parent)
-    assert launch("--device=cpu", "--config=tiny.yaml", "checkpoint.export=true") == 0
+    assert launch("--device=cpu", "--config=tiny.yaml") == 0
     assert "step 6 of 6 is saved already: nothing left to train" in capsys.readouterr().err
     after = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
     assert {path for path in after if after[path] != before.get(path)} <= {finished / "events.jsonl"}
