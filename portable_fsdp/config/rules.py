@@ -217,7 +217,6 @@ _OF_THE_MODEL = (
 """Option, a case that only the built model shows, and the reason."""
 
 RULES = (
-    *_NEEDS,
     *(Rule(option, case, None, reason) for option, case, reason in _OF_THE_MODEL),
     Rule(
         "sharding.strategy",
@@ -349,6 +348,7 @@ RULES = (
         "peft needs a base in Hugging Face format",
         ("checkpoint.merge_adapters=true", "checkpoint.export=false"),
     ),
+    *_NEEDS,
 )
 
 # ---------------------------------------------------------------------------------------- alike on every engine
