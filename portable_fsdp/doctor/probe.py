@@ -24,14 +24,13 @@ LEAVE_S = 5.0
 def main(argv: list[str]) -> int:
     parent, probe, *arguments = argv
     end_with_parent(int(parent))
-    match probe:
-        case "import":
-            importlib.import_module(arguments[0])  # an extension built for another torch fails only here
-            print(json.dumps({"imported": arguments[0]}))
-        case "torch":
-            print(json.dumps(_torch()))
-        case _:
-            _meet_processes(float(arguments[0]))
+    if probe == "import":
+        importlib.import_module(arguments[0])  # an extension built for another torch fails only here
+        print("{}")
+    elif probe == "torch":
+        print(json.dumps(_torch()))
+    else:
+        _meet_processes(float(arguments[0]))
     return 0
 
 
@@ -50,23 +49,19 @@ def _torch() -> dict[str, Any]:
     with warnings.catch_warnings():  # `problem` has the same text
         warnings.simplefilter("ignore")
         available = torch.cuda.is_available()
+    problem = "" if available else "torch.cuda.is_available() is False"
+    try:
+        if problem:
+            torch.cuda.init()
+    except Exception as error:
+        problem = str(error).strip().splitlines()[0]
     nccl = cast(Any, torch.cuda).nccl.version() if torch.distributed.is_nccl_available() else ()
     return answer | {
         "driver_cuda": int(driver_cuda()),
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] * available,
-        "problem": "" if available else _cuda_problem(),
+        "problem": problem,
         "nccl": ".".join(map(str, nccl)),
     }
-
-
-def _cuda_problem() -> str:
-    import torch
-
-    try:
-        torch.cuda.init()
-    except Exception as error:
-        return str(error).strip().splitlines()[0]
-    return "torch.cuda.is_available() is False"
 
 
 # ----------------------------------------------------------------------------------------------------------- processes
@@ -78,31 +73,27 @@ def _meet_processes(limit_s: float) -> None:
     They meet at the launcher's store, where a missing process can be named; then in a gloo group, as a run makes one.
     """
     until = time.monotonic() + limit_s
+    import torch.distributed
+
     launch = detect_launch(os.environ)
     os.environ.update(launch.variables)
-    store = _store(launch.rank, timedelta(seconds=limit_s))
-    store.set(f"here/{launch.rank}", socket.gethostname())
-    everyone = range(launch.world_size)
+    rank, everyone = launch.rank, range(launch.world_size)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # The launch's store: torchrun's agent holds it, else process 0.
+    store: Any = open_store(os.environ, timedelta(seconds=limit_s), serves=rank == 0)
+    store = cast(Any, torch.distributed).PrefixStore(f"portable_fsdp.doctor/{attempt}", store)
+    store.set(f"here/{rank}", socket.gethostname())
     missing = _missing(store, "here", everyone, until)
     here = [rank for rank in everyone if rank not in missing]
     if missing:
         hosts = sorted({store.get(f"here/{rank}").decode() for rank in here})
         answer: dict[str, Any] = {"missing": missing, "hosts": hosts}
     else:
-        answer = _compare_clocks(store, launch.rank, launch.world_size, until)
+        answer = _compare_clocks(store, rank, launch.world_size, until)
     print(json.dumps(answer))
-    store.set(f"done/{launch.rank}", "")
-    if launch.rank == 0:  # it may hold the store: it goes last, or the others would lose it
+    store.set(f"done/{rank}", "")
+    if rank == 0:  # it may hold the store: it goes last, or the others would lose it
         _missing(store, "done", here, until + LEAVE_S)
-
-
-def _store(rank: int, limit: timedelta) -> Any:
-    """The launch's store; torchrun's agent holds it, else process 0."""
-    import torch.distributed
-
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = open_store(os.environ, limit, serves=rank == 0)
-    return cast(Any, torch.distributed).PrefixStore(f"portable_fsdp.doctor/{attempt}", store)
 
 
 def _missing(store: Any, key: str, ranks: Sequence[int], until: float) -> list[int]:

@@ -1,14 +1,12 @@
 """Memory and time on hardware that isn't here: `python -m portable_fsdp.plan --config=run.yaml --on=v5p:2x2x4`."""
 
 import argparse
-import itertools
 import json
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from portable_fsdp.config.load import load_config
 from portable_fsdp.config.schema import Config
@@ -18,7 +16,7 @@ from portable_fsdp.plan.planner import Apart, make_plan
 from portable_fsdp.plan.result import Plan
 from portable_fsdp.plan.sweep import PlanOf, Settings, Tried, grid, nearest_that_fits, sweep, usual_grid
 from portable_fsdp.plan.target import parse_target
-from portable_fsdp.plan.time import compare, require_rows
+from portable_fsdp.plan.time import MeasuredStep, compare, measured_steps
 from portable_fsdp.runtime.command import CommandParser, Once, run_command, to_stderr, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FINISHED, EXIT_USAGE, ConfigError, UsageError
 
@@ -76,7 +74,7 @@ def _plan(options: argparse.Namespace, apart: Apart) -> int:
     config = load_config(options.config, options.overrides)
     picture = None if options.save is None else _picture(options.save)
     tokens = config.train.global_batch * config.data.seq_len
-    measured = None if options.compare is None else _rows(Path(options.compare), tokens)
+    measured = None if options.compare is None else _measured(Path(options.compare), tokens)
 
     def config_of(settings: Settings) -> Config:
         return load_config(options.config, [*options.overrides, *(f"{key}={value}" for key, value in settings.items())])
@@ -99,12 +97,13 @@ def _plan(options: argparse.Namespace, apart: Apart) -> int:
     comparison = None if measured is None else compare(plan.time, measured)
     if options.json:
         beside = None if comparison is None else comparison.model_dump(mode="json")
-        rest = {"measures": [_json_of(tried) for tried in measures], "measured": beside}
+        rest = {"measures": [tried.model_dump(mode="json") for tried in measures], "measured": beside}
         to_stdout(json.dumps(plan.model_dump(mode="json") | rest))
-    elif comparison is not None:
-        to_stdout(report.comparison_text(comparison))
-    if measures and not options.json:
-        to_stdout(report.measures_text(measures))
+    else:
+        if comparison is not None:
+            to_stdout(report.comparison_text(comparison))
+        if measures:
+            to_stdout(report.measures_text(measures))
     if picture is not None:
         report.draw([plan], [plan.on], picture)
     return EXIT_FINISHED
@@ -125,15 +124,15 @@ def _sweep(points: list[Settings], plan_of: PlanOf, *, as_json: bool, picture: P
     left_out = [settings for settings in points if settings not in done]
     planned = sorted((tried for tried in results if tried.plan is not None), key=_rank)
     if as_json:
-        plans = [_json_of(tried) for tried in results]
+        plans = [tried.model_dump(mode="json") for tried in results]
         to_stdout(json.dumps({"schema_version": 1, "complete": is_complete, "plans": plans, "left_out": left_out}))
     else:
         to_stdout(report.sweep_text(planned, keys))
         if left_out and is_complete:
             to_stdout(f"left out: {len(left_out)} with more rows at once than one that does not fit")
-        refused = sorted((tried for tried in results if tried.plan is None), key=lambda tried: tried.refusal)
-        for reason, group in itertools.groupby(refused, key=lambda tried: tried.refusal):
-            to_stdout("\n".join(["refused:", *(f"  {report.words(tried, keys)}" for tried in group), reason]))
+        for reason in sorted({tried.refusal for tried in results if tried.refusal is not None}):
+            group = [f"  {report.words(tried, keys)}" for tried in results if tried.refusal == reason]
+            to_stdout("\n".join(["refused:", *group, reason]))
     if picture is not None and planned:
         labels = [", ".join(tried.settings.get(key, "-") for key in keys) for tried in planned]
         report.draw([tried.plan for tried in planned if tried.plan is not None], labels, picture)
@@ -149,11 +148,6 @@ def _rank(tried: Tried) -> tuple[bool, float, int]:
     return plan.memory.verdict == "does not fit", -(plan.time.tokens_per_second or 0.0), plan.memory.peak_bytes
 
 
-def _json_of(tried: Tried) -> dict[str, Any]:
-    plan = None if tried.plan is None else tried.plan.model_dump(mode="json")
-    return {"settings": tried.settings, "plan": plan, "refusal": tried.refusal or None}
-
-
 def _axes(texts: Sequence[str]) -> dict[str, list[str]]:
     axes: dict[str, list[str]] = {}
     for text in texts:
@@ -167,24 +161,23 @@ def _axes(texts: Sequence[str]) -> dict[str, list[str]]:
 def _picture(name: str) -> Path:
     """Refuse what can't be written before minutes of planning."""
     path = Path(name)
-    if path.suffix not in (".png", ".pdf", ".svg"):
-        raise UsageError(f"--save={name}: expected a file that ends in .png, .pdf or .svg.")
-    if path.is_dir():
-        raise UsageError(f"--save={name}: expected a file, found a folder.")
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"--save={name}: expected a folder that exists, found none: {path.absolute().parent}")
-    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise UsageError(f"--save={name}: expected a place where this user may write.")
+    folder = path.absolute().parent
+    for is_wrong, expected in (
+        (path.suffix not in (".png", ".pdf", ".svg"), "a file that ends in .png, .pdf or .svg"),
+        (path.is_dir(), "a file, found a folder"),
+        (not folder.is_dir(), f"a folder that exists, found none: {folder}"),
+        (not os.access(path if path.exists() else folder, os.W_OK), "a place where this user may write"),
+    ):
+        if is_wrong:
+            raise UsageError(f"--save={name}: expected {expected}.")
     report.require_matplotlib()
     return path
 
 
-def _rows(folder: Path, tokens: int) -> list[dict[str, Any]]:
+def _measured(folder: Path, tokens: int) -> list[MeasuredStep]:
     if not (folder / "metrics.jsonl").is_file():
         raise UsageError(f"--compare={folder}: expected a run's folder, found no metrics.jsonl in it.")
-    rows = read_jsonl(folder / "metrics.jsonl")
-    require_rows(rows, tokens)
-    return rows
+    return measured_steps(read_jsonl(folder / "metrics.jsonl"), tokens)
 
 
 if __name__ == "__main__":

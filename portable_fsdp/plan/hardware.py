@@ -8,6 +8,8 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 UNITS = {"GiB": 2**30, "MiB": 2**20, "GB": 1e9, "GB/s": 1e9}
+LINKS = ("nvlink", "pcie", "network")
+FIGURES = ("memory", "program", "memory_bandwidth", "ici", *LINKS)
 
 Shape = tuple[int, ...]
 """Chips of a TPU slice along each axis of its mesh."""
@@ -16,15 +18,7 @@ Shape = tuple[int, ...]
 class Figure(NamedTuple):
     """A number, and who says it."""
 
-    value: float
-    source: str
-
-
-class Link(NamedTuple):
-    """What devices exchange data over."""
-
-    name: str  # `nvlink`, `pcie`, `ici`, `network`
-    bytes_per_s: float  # that one device can send, while it receives as much
+    value: float  # bytes, or bytes/s that one device can send while it receives as much
     source: str
     # Switches that add up what devices send, and send out copies, halve the bytes of a ring: a gather then mostly
     # receives and a reduction mostly sends, and both may run at once.
@@ -56,8 +50,7 @@ class Hardware:
     program: Figure | None  # bytes of these that a program may have
     memory_bandwidth: Figure | None  # bytes/s of a device
     devices_per_host: int | None  # of GPUs, at most
-    in_host: Link | None  # between the GPUs of a host
-    network: Link | None  # between GPU hosts, or TPU slices
+    links: dict[str, Figure]  # by name: nvlink or pcie within a host; network between GPU hosts, or TPU slices
     chip: TpuChip | None
 
 
@@ -76,31 +69,23 @@ def known_hardware() -> tuple[Hardware, ...]:
 
 
 def _hardware(name: str, row: dict[str, Any]) -> Hardware:
+    figures = {key: _figure(*cells) for key, cells in row.items() if key in FIGURES}
     chip = None
     if "chip" in row:
         shapes = tuple(tuple(int(size) for size in shape.split("x")) for shape in row["shapes"])
-        chip = TpuChip(**row["chip"], link=_figure(row, "ici"), shapes=shapes)
-    per_host = row.get("devices_per_host")
+        chip = TpuChip(**row["chip"], link=figures.get("ici"), shapes=shapes)
     return Hardware(
         name,
         "tpu" if chip else "cpu" if name == "cpu" else "cuda",
         row["device_name"],
-        *(_figure(row, key) for key in ("memory", "program", "memory_bandwidth")),
-        devices_per_host=per_host[0] if per_host else None,
-        in_host=_link(row, "nvlink") or _link(row, "pcie"),
-        network=_link(row, "network"),
+        *(figures.get(key) for key in ("memory", "program", "memory_bandwidth")),
+        devices_per_host=row["devices_per_host"][0] if "devices_per_host" in row else None,
+        links={key: figures[key] for key in LINKS if key in figures},
         chip=chip,
     )
 
 
-def _figure(row: dict[str, Any], key: str) -> Figure | None:
+def _figure(text: str, source: str, *remarks: str) -> Figure:
     """Of `80 GiB` and its source."""
-    if key not in row:
-        return None
-    number, unit = row[key][0].split()
-    return Figure(float(number) * UNITS[unit], row[key][1])
-
-
-def _link(row: dict[str, Any], key: str) -> Link | None:
-    figure = _figure(row, key)
-    return None if figure is None else Link(key, *figure, in_switch="reduces in switches" in row[key][2:])
+    number, unit = text.split()
+    return Figure(float(number) * UNITS[unit], source, "reduces in switches" in remarks)

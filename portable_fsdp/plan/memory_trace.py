@@ -213,11 +213,14 @@ class Recorder(TorchDispatchMode):
         if DTensor in types:
             return NotImplemented  # it comes back with the local tensors
         kwargs = kwargs or {}
-        name = func.name()
-        if name.startswith("profiler::_record_function_"):
-            self._section(name, args)
-            return func(*args, **kwargs)
+        name, sections = func.name(), self.moments.sections
+        if name.startswith("profiler::_record_function_enter"):
+            sections.append(str(args[0]))
+        elif name.startswith("profiler::_record_function_"):
+            del sections[-1:]
         out = func(*args, **kwargs)
+        if name.startswith("profiler::_record_function_"):
+            return out
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._see(leaf, name)
@@ -227,12 +230,6 @@ class Recorder(TorchDispatchMode):
             else:
                 self._count_products(func, args, kwargs, out)
         return out
-
-    def _section(self, name: str, args: tuple[Any, ...]) -> None:
-        if name.startswith("profiler::_record_function_enter"):
-            self.moments.sections.append(str(args[0]))
-        elif self.moments.sections:
-            self.moments.sections.pop()
 
     def _see(self, tensor: Tensor, op: str) -> None:
         # DTensor propagates shapes on fake tensors of a mode of its own: those are no memory.

@@ -15,18 +15,10 @@ _GIB = 2**30
 
 def text(plan: Plan) -> str:
     """All of a plan, for people."""
-    lines = [
-        f"{plan.on}: {plan.hardware}, backend {plan.backend}",
-        f"{_count(plan.parameters)} parameters; " + ", ".join(f"{key}={value}" for key, value in plan.settings.items()),
-        "",
-        *_memory_lines(plan.memory),
-        "",
-        *_time_lines(plan.time),
-        "",
-        *(f"note: {note}" for note in plan.notes),
-        f"{plan.method} Planned in {plan.planned_in_s:.0f} s.",
-    ]
-    return "\n".join(lines)
+    settings = ", ".join(f"{key}={value}" for key, value in plan.settings.items())
+    lines = [f"{plan.on}: {plan.hardware}, backend {plan.backend}", f"{_count(plan.parameters)} parameters; {settings}"]
+    lines += ["", *_memory_lines(plan.memory), "", *_time_lines(plan.time), "", *(f"note: {n}" for n in plan.notes)]
+    return "\n".join([*lines, f"{plan.method} Planned in {plan.planned_in_s:.0f} s."])
 
 
 def keys_that_differ(points: Sequence[Settings]) -> list[str]:
@@ -51,14 +43,13 @@ def line(tried: Tried, keys: Sequence[str]) -> str:
 def sweep_text(tried: Sequence[Tried], keys: Sequence[str]) -> str:
     """A row for each plan, in their order; `keys` are the settings that differ."""
     rows = [(*keys, "GiB", "verdict", "tokens/s a device, at most", "bound by")]
-    for settings, plan, _ in tried:
-        if plan is not None:
+    for setting in tried:
+        if plan := setting.plan:
             rate = plan.time.tokens_per_second_per_device
             memory = (f"{plan.memory.peak_bytes / _GIB:.2f}", plan.memory.verdict)
             time = ("unknown" if rate is None else f"{rate:,.0f}", plan.time.binds or "unknown")
-            rows.append((*(settings.get(key, "-") for key in keys), *memory, *time))
-    first = len(keys)
-    return table(rows, right=(first, first + 2))
+            rows.append((*(setting.settings.get(key, "-") for key in keys), *memory, *time))
+    return table(rows, right=(len(keys), len(keys) + 2))
 
 
 def measures_text(tried: Sequence[Tried]) -> str:

@@ -2,7 +2,8 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+
+from pydantic import BaseModel
 
 from portable_fsdp.config.schema import Config
 from portable_fsdp.plan.result import Plan
@@ -17,12 +18,12 @@ PlanOf = Callable[[Settings], Plan]
 """Plans the config with these settings laid over it. Raises what planning raises."""
 
 
-class Tried(NamedTuple):
+class Tried(BaseModel):
     """A setting of the grid: its plan, or why there is none."""
 
     settings: Settings
-    plan: Plan | None
-    refusal: str = ""
+    plan: Plan | None = None
+    refusal: str | None = None
 
     @property
     def fits(self) -> bool:
@@ -108,6 +109,6 @@ def _measures(config: Config, *, offload: bool) -> Iterator[Settings]:
 
 def _try(settings: Settings, plan_of: PlanOf) -> Tried:
     try:
-        return Tried(settings, plan_of(settings))
+        return Tried(settings=settings, plan=plan_of(settings))
     except PortableFSDPError as error:
-        return Tried(settings, None, str(error))
+        return Tried(settings=settings, refusal=str(error))

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from portable_fsdp.plan.hardware import OTHER_NAMES, Hardware, Link, Shape, TpuChip, known_hardware
+from portable_fsdp.plan.hardware import OTHER_NAMES, Figure, Hardware, Shape, TpuChip, known_hardware
 from portable_fsdp.runtime.errors import ConfigError
 
 CONTEXT_BYTES = 2**29
@@ -65,19 +65,19 @@ class Target:
         """
         if self.hardware.chip is not None:
             return ("chip", self.hardware.chip.devices), ("ici", math.prod(self.shape)), ("network", self.slices)
-        name = self.hardware.in_host.name if self.hardware.in_host else "host"
+        name = next((name for name in self.hardware.links if name != "network"), "host")
         return (name, self.devices_per_host), ("network", self.hosts)
 
-    def link(self, name: str) -> Link | None:
+    def link(self, name: str) -> Figure | None:
         """What one device can send over it, with all its wires in use; None where no source says it.
 
         ICI: the mean over the slice's chips. What all of them receive in a collective can't come in faster than over
         all wires of the slice at once, however it is routed.
         """
-        hardware, chip = self.hardware, self.hardware.chip
+        chip = self.hardware.chip
         if name == "ici" and chip is not None and chip.link is not None:
-            return Link(name, chip.link.value * links_per_chip(chip, self.shape) / chip.devices, chip.link.source)
-        return next((link for link in (hardware.in_host, hardware.network) if link and link.name == name), None)
+            return chip.link._replace(value=chip.link.value * links_per_chip(chip, self.shape) / chip.devices)
+        return self.hardware.links.get(name)
 
 
 def parse_target(text: str) -> Target:

@@ -8,7 +8,10 @@ routing, and as if the others were free. Published runs took 1.2 to 3.4 times as
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Len
+from pydantic import BaseModel, Field, StrictInt, TypeAdapter, ValidationError
 
 from portable_fsdp.metrics.flops import peak_flops
 from portable_fsdp.plan.result import Comparison, Time, Work
@@ -23,17 +26,11 @@ WARM_UP_STEPS = 5
 def bound(
     work: Work, target: Target, *, tokens_per_step: int, model_flops_per_device: float | None, compute: str = "bfloat16"
 ) -> Time:
-    """The bounds of a step that does `work` on each device of `target`.
+    """The bounds of a step that does `work` on each device of `target`; MFU is a share of the peak in `compute`.
 
-    Args:
-        work: of one device; `matmul_flops` by dtypes as `metrics.flops.peak_flops` names them (float16 besides),
-            `sent_bytes` as `over_links` divides them.
-        tokens_per_step: of the global batch.
-        model_flops_per_device: of the model in a step, as the trainer counts them for MFU.
-        compute: dtype of whose peak MFU is a share.
-
-    Where a link's switches do part of the work (`Link.in_switch`), half the bytes count: a gather then mostly receives
-    and a reduction mostly sends, and an all-reduce sends once. Raises ValueError for an unknown dtype.
+    `model_flops_per_device`: of the model in a step, as the trainer counts them for MFU. Where a link's switches do
+    part of the work (`Figure.in_switch`), half the bytes count: a gather then mostly receives and a reduction mostly
+    sends, and an all-reduce sends once. Raises ValueError for an unknown dtype.
     """
     name = target.hardware.device_name
     times = [_compute_seconds(name, dtype, flops) for dtype, flops in work.matmul_flops.items()]
@@ -44,9 +41,9 @@ def bound(
         compute_s=sum(known) if known else None,
         memory_s=work.memory_bytes / memory.value if memory else None,
         links_s={
-            name: work.sent_bytes[name] / link.bytes_per_s / (2 if link.in_switch else 1)
+            name: work.sent_bytes[name] / link.value / (2 if link.in_switch else 1)
             for name, link in links.items()
-            if link is not None and link.bytes_per_s
+            if link is not None and link.value
         },
         devices=target.devices,
         tokens_per_step=tokens_per_step,
@@ -88,16 +85,44 @@ def over_links(
     return {link: value for link, value in sent.items() if value and link not in ("chip", "host")}
 
 
-def compare(time: Time, rows: Sequence[Mapping[str, Any]]) -> Comparison:
-    """A run's metrics.jsonl, as `metrics.sinks.read_jsonl` reads it, beside the bounds of the step that it ran.
+class MeasuredStep(BaseModel):
+    """What a comparison needs of a row of a run's metrics.jsonl."""
 
-    Leaves out the first steps, which compile and warm up: WARM_UP_STEPS, or all but the last. Raises UsageError as
-    `require_rows` does.
+    seconds: float = Field(gt=0, allow_inf_nan=False, strict=True)
+    tokens: StrictInt
+    mfu: float | None = Field(default=None, allow_inf_nan=False, strict=True)
+
+
+def measured_steps(rows: Sequence[Mapping[str, Any]], tokens_per_step: int) -> list[MeasuredStep]:
+    """A run's metrics.jsonl, as `metrics.sinks.read_jsonl` reads it.
+
+    Raises UsageError for no rows, for rows that aren't a run's, and for a run of another batch.
     """
-    require_rows(rows, time.tokens_per_step)
-    measured = rows[min(WARM_UP_STEPS, len(rows) - 1) :]
-    seconds = statistics.median(row["seconds"] for row in measured)
-    shares = [row["mfu"] for row in measured if row.get("mfu") is not None]
+    try:
+        steps = TypeAdapter(Annotated[list[MeasuredStep], Len(1)]).validate_python(rows)
+    except ValidationError:
+        raise UsageError(
+            "--compare: expected the rows of a run's metrics.jsonl, each with `seconds`, `tokens` and `mfu`, found "
+            f"{len(rows)} rows{' of which some are something else' if rows else ''}.\n"
+            "  Name the folder of a run that has made steps."
+        ) from None
+    batches = {step.tokens for step in steps}
+    if batches != {tokens_per_step}:
+        raise UsageError(
+            f"--compare: expected a run with {tokens_per_step:,} tokens a step, as planned, found "
+            f"{', '.join(map(str, sorted(batches)))}.\n  Plan with that run's own config.yaml."
+        )
+    return steps
+
+
+def compare(time: Time, steps: Sequence[MeasuredStep]) -> Comparison:
+    """A run beside the bounds of the step that it ran.
+
+    Leaves out the first steps, which compile and warm up: WARM_UP_STEPS, or all but the last.
+    """
+    measured = steps[min(WARM_UP_STEPS, len(steps) - 1) :]
+    seconds = statistics.median(step.seconds for step in measured)
+    shares = [step.mfu for step in measured if step.mfu is not None]
     return Comparison(
         steps=len(measured),
         seconds=seconds,
@@ -105,28 +130,3 @@ def compare(time: Time, rows: Sequence[Mapping[str, Any]]) -> Comparison:
         mfu=statistics.median(shares) if shares else None,
         ratio=seconds / time.seconds if time.seconds else None,
     )
-
-
-def require_rows(rows: Sequence[Mapping[str, Any]], tokens_per_step: int) -> None:
-    """Raises UsageError for no rows, for rows that aren't a run's, and for a run of another batch."""
-    if not rows or not all(map(_is_of_a_run, rows)):
-        raise UsageError(
-            "--compare: expected the rows of a run's metrics.jsonl, each with `seconds`, `tokens` and `mfu`, found "
-            f"{len(rows)} rows{' of which some are something else' if rows else ''}.\n"
-            "  Name the folder of a run that has made steps."
-        )
-    batches = {row["tokens"] for row in rows}
-    if batches != {tokens_per_step}:
-        raise UsageError(
-            f"--compare: expected a run with {tokens_per_step:,} tokens a step, as planned, found "
-            f"{', '.join(str(tokens) for tokens in sorted(batches))}.\n  Plan with that run's own config.yaml."
-        )
-
-
-def _is_of_a_run(row: Mapping[str, Any]) -> bool:
-    seconds, tokens, mfu = row.get("seconds", 0), row.get("tokens"), row.get("mfu")
-    return _is_number(seconds) and seconds > 0 and isinstance(tokens, int) and (mfu is None or _is_number(mfu))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

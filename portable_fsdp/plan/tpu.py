@@ -110,19 +110,12 @@ def compile_for(
     limit_s: float = LIMIT_S,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Compiled:
-    """What the TPU compiler makes of `program` on slices of `topology`, without a TPU.
+    """What the TPU compiler makes of `program` on `slices` of `topology`, as libtpu names it (`v6e:2x4`); needs no TPU.
 
-    Args:
-        program: for as many devices as the slices have.
-        topology: of a slice, as libtpu names it (`v6e:2x4`, `v5p:2x2x4`).
-        slices: how many, joined over the network.
-        generate_code: compile to the end, where a kernel may still be refused: minutes for a model of billions.
-        options: of the compiler, over those of LIBTPU_INIT_ARGS.
-        limit_s: seconds after which the compiler is stopped.
-        stopped: whether nobody waits for the result any more.
-
-    Takes an earlier result for the same program from the cache, but for `generate_code`. Raises BackendError where the
-    compiler refuses the program, an option or the slice, fails, or takes longer.
+    Takes an earlier result for the same program from the cache, but for `generate_code`: that compiles to the end,
+    where a kernel may still be refused, in minutes for a model of billions. `options` of the compiler count over those
+    of LIBTPU_INIT_ARGS; `stopped` says whether nobody waits for the result any more. Raises BackendError where the
+    compiler refuses the program, an option or the slice, fails, or takes longer than `limit_s` seconds.
     """
     _require_installed(*COMPILER_PACKAGES)
     arguments = libtpu_arguments(os.environ, topology.partition(":")[0])

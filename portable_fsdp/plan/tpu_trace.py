@@ -92,7 +92,7 @@ class Tracer:
 
     def begin(self, training: Training, axes: Mapping[str, int]) -> None:
         """Before the first step, whose model and optimizer `training` has."""
-        self._training, self._axes = training, axes
+        self._training, self._axes, self._devices = training, axes, math.prod(axes.values())
 
     def make(self, shape: Sequence[int], dtype: torch.dtype, spec: Spec, fetch: Fetch | None) -> Tensor:
         from torch_xla.core.xla_builder import create_placeholder_tensor
@@ -151,10 +151,6 @@ class Tracer:
         results = [self._sharding(self._spec_of.get(key, ())) for key in metrics | changed]
         return Program(name, self._devices, context.hlo(), tuple(arguments), tuple(results))
 
-    @property
-    def _devices(self) -> int:
-        return math.prod(self._axes.values())
-
     def _sharding(self, spec: Spec) -> str:
         """XLA's words for a partition of dimension 0, over all devices or over the shards of each replica."""
         devices, shards, replicas = self._devices, self._axes["shard"], self._axes["replicate"]
@@ -179,15 +175,16 @@ def _named(args: Sequence[Any]) -> dict[str, Tensor]:
 
 def name_operations(model: nn.Module, scope: Callable[[str], object]) -> None:
     """Give the forward operations of each module its FQN; those of backward run elsewhere and have none."""
+    names = {module: f"module.{fqn}" for fqn, module in model.named_modules()}
     open_scopes: list[object] = []
-    for fqn, module in model.named_modules():
 
-        def enter(_module: nn.Module, _args: Any, name: str = fqn) -> None:
-            open_scopes.append(scope(f"module.{name}"))
+    def enter(module: nn.Module, _: object) -> None:
+        open_scopes.append(scope(names[module]))
 
-        def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
-            open_scopes.pop()
+    def leave(*_: object) -> None:
+        del open_scopes[-1]
 
+    for module in names:
         module.register_forward_pre_hook(enter, prepend=True)
         module.register_forward_hook(leave, always_call=True)
 

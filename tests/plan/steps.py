@@ -1,8 +1,5 @@
 """Train steps to plan, and to run: small, but large enough that tens of MB are their tensors."""
 
-import multiprocessing
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -37,19 +34,13 @@ def step(devices: int = 2, accumulation: int = 1, model: dict[str, Any] = LLAMA,
     return Config.model_validate(values)
 
 
-def in_a_child(function: Callable[..., Any], *arguments: Any) -> Any:
-    """`function(*arguments)` in a new process."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(function, *arguments).result()
-
-
 def gpus(devices: int, hosts: int = 1) -> Target:
     """H100s, as many on each host."""
     return replace(parse_target("h100"), devices=devices, hosts=hosts)
 
 
 def plans(configs: list[Config], target: Target) -> list[tuple[DeviceMemory, Work]]:
-    """For a child: a plan of each config, one after the other in one process."""
+    """For a child: a plan of each config."""
     torch.set_num_threads(1)
     made = [plan_memory(config, target) for config in configs]
     return [(plan.memory, plan.work) for plan in made]

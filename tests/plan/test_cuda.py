@@ -2,7 +2,7 @@
 
 import os
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import MethodType
 from typing import Any
@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from programs import LLAMA_8B
-from steps import LLAMA, MIXTRAL, ROWS, SEQ_LEN, gpus, in_a_child, plans, step
+from steps import LLAMA, MIXTRAL, ROWS, SEQ_LEN, gpus, plans, step
 from test_options import DEVICES as OPTION_DEVICES
 from test_options import ROWS as ROWS_OF_OPTIONS
 from test_options import case_of, taken_by
@@ -59,33 +59,25 @@ MORE_PLANNED = {
     "grouped": step(**EXPERTS, model__experts="grouped_mm"),
 }
 REAL = {"two micro batches, recomputed": step(accumulation=2, memory__gradient_checkpointing="full")}
+FULL: dict[str, Any] = {"memory__gradient_checkpointing": "full"}
+KEPT: dict[str, Any] = {"memory__gradient_checkpointing": "selective"}
+BFLOAT16: dict[str, Any] = {"precision__compute": "bfloat16"}
+TWO_AHEAD: dict[str, Any] = {"sharding__forward_prefetch": 2, "sharding__backward_prefetch_units": 2}
 MORE_REAL = {
     "bfloat16, zero2, tied": step(
-        model={**LLAMA, "tie_word_embeddings": True},
-        sharding__strategy="SHARD_GRAD_OP",
-        precision__compute="bfloat16",
+        model={**LLAMA, "tie_word_embeddings": True}, sharding__strategy="SHARD_GRAD_OP", **BFLOAT16
     ),
-    "documents": step(data__packing="documents", precision__compute="bfloat16"),
-    "offloaded, every second, two ahead": step(
-        memory__cpu_offload=True,
-        memory__gradient_checkpointing="selective",
-        memory__every=2,
-        sharding__forward_prefetch=2,
-        sharding__backward_prefetch_units=2,
-    ),
+    "documents": step(data__packing="documents", **BFLOAT16),
+    "offloaded, every second, two ahead": step(memory__cpu_offload=True, memory__every=2, **KEPT, **TWO_AHEAD),
     "plain": step(),
     "whole": step(sharding__strategy="NO_SHARD"),
-    "recomputed": step(memory__gradient_checkpointing="full"),
+    "recomputed": step(**FULL),
     "four micro batches": step(accumulation=4),
-    "kept": step(memory__gradient_checkpointing="selective", memory__save_ops=("matmul", "attention")),
+    "kept": step(memory__save_ops=("matmul", "attention"), **KEPT),
     "offloaded": step(memory__cpu_offload=True),
-    "norms in float32": step(
-        precision__compute="bfloat16",
-        precision__modules={"*norm*": "float32"},
-        memory__gradient_checkpointing="full",
-    ),
+    "norms in float32": step(precision__modules={"*norm*": "float32"}, **FULL, **BFLOAT16),
     "frozen": step(model__freeze=("model.embed_tokens", "model.layers.0")),
-    "gathered after": step(sharding__backward_prefetch="BACKWARD_POST", memory__gradient_checkpointing="full"),
+    "gathered after": step(sharding__backward_prefetch="BACKWARD_POST", **FULL),
     "experts": step(model=MIXTRAL),
     "sgd": step(optim__name="sgd", optim__momentum=0.9),
     "one unit": step(sharding__wrap="NO_WRAP"),
@@ -94,18 +86,26 @@ PARAMETERS = LAYERS * (512 * (512 + 256) * 2 + 3 * 512 * 1408 + 2 * 512) + 2 * 4
 
 
 @pytest.fixture(scope="module")
-def planned() -> Plans:
-    return dict(zip(PLANNED, in_a_child(plans, list(PLANNED.values()), GPUS), strict=True))
+def apart() -> Iterator[Apart]:
+    """One process for all plans."""
+    with Apart() as apart:
+        apart(plans, [], GPUS)  # starts it
+        yield apart
 
 
 @pytest.fixture(scope="module")
-def all_planned(planned: Plans) -> Plans:
-    return planned | dict(zip(MORE_PLANNED, in_a_child(plans, list(MORE_PLANNED.values()), GPUS), strict=True))
+def planned(apart: Apart) -> Plans:
+    return dict(zip(PLANNED, apart(plans, list(PLANNED.values()), GPUS), strict=True))
 
 
-def _require_equal(configs: dict[str, Config]) -> None:
+@pytest.fixture(scope="module")
+def all_planned(planned: Plans, apart: Apart) -> Plans:
+    return planned | dict(zip(MORE_PLANNED, apart(plans, list(MORE_PLANNED.values()), GPUS), strict=True))
+
+
+def _require_equal(configs: dict[str, Config], apart: Apart) -> None:
     """A plan for two CPUs against two processes: memory within 5 %, collectives to the byte."""
-    planned = in_a_child(plans, list(configs.values()), parse_target("cpu:2"))
+    planned = apart(plans, list(configs.values()), parse_target("cpu:2"))
     workers = Workers(Group("native", 2))
     try:
         for (name, config), (memory, work) in zip(configs.items(), planned, strict=True):
@@ -128,22 +128,22 @@ def _moved(work: Work) -> dict[str, tuple[int, int]]:
     return moved
 
 
-def test_a_cpu_plan_is_what_two_processes_hold() -> None:
-    _require_equal(REAL)
+def test_a_cpu_plan_is_what_two_processes_hold(apart: Apart) -> None:
+    _require_equal(REAL, apart)
 
 
 @pytest.mark.proof
 @pytest.mark.timeout(900)
-def test_a_cpu_plan_is_what_two_processes_hold_with_every_option() -> None:
-    _require_equal(MORE_REAL)
+def test_a_cpu_plan_is_what_two_processes_hold_with_every_option(apart: Apart) -> None:
+    _require_equal(MORE_REAL, apart)
 
 
 @pytest.mark.proof
-def test_options_together_are_planned() -> None:
+def test_options_together_are_planned(apart: Apart) -> None:
     """A stand-in for a GPU is another device than the host: what mixes the two ends a plan, and no test on CPUs."""
     configs = [case_of(taken_by("native", row)).config(OPTION_DEVICES) for row in ROWS_OF_OPTIONS]
     target = gpus(OPTION_DEVICES, hosts=OPTION_DEVICES // 2)
-    for config, (memory, _) in zip(configs, in_a_child(plans, configs, target), strict=True):
+    for config, (memory, _) in zip(configs, apart(plans, configs, target), strict=True):
         assert memory.parts["activations"] > 0
         assert (memory.host_bytes > 0) == config.memory.cpu_offload
 
@@ -280,10 +280,7 @@ def test_links_carry_the_least_bytes(planned: Plans) -> None:
 # ------------------------------------------------------------------------------------- it plans the trainer's own step
 
 
-Edit = Callable[[pytest.MonkeyPatch], None]
-
-
-def _edited(edits: list[Edit]) -> list[tuple[DeviceMemory, Work]]:
+def _edited(edits: list[Callable[[pytest.MonkeyPatch], None]]) -> list[tuple[DeviceMemory, Work]]:
     """For a child: the plan `plain` after each edit of what it plans."""
     edited: list[tuple[DeviceMemory, Work]] = []
     for edit in edits:
@@ -329,9 +326,8 @@ def _other_step(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(build, "train_step", twice)
 
 
-def test_an_edit_of_loss_policy_or_step_shows(planned: Plans) -> None:
-    edits: list[Edit] = [_other_loss, _other_policy, _other_step]
-    loss, policy, step = in_a_child(_edited, edits)
+def test_an_edit_of_loss_policy_or_step_shows(planned: Plans, apart: Apart) -> None:
+    loss, policy, step = apart(_edited, [_other_loss, _other_policy, _other_step])
     before = planned["plain"][1]
     logits = ROWS * SEQ_LEN * 4096
     # In bfloat16, and in float32 log_softmax and two gradients; the other one needs no logits in backward.
@@ -370,9 +366,9 @@ def _left_behind(config: Config) -> tuple[list[str], bool]:
     return [key for key in before if before[key] != after[key]], first == second
 
 
-def test_a_plan_leaves_nothing_behind() -> None:
+def test_a_plan_leaves_nothing_behind(apart: Apart) -> None:
     shallow: dict[str, Any] = EIGHT | {"model": {**LLAMA, "num_hidden_layers": 1}}
-    assert in_a_child(_left_behind, step(**shallow, sharding__strategy="HYBRID_SHARD")) == ([], True)
+    assert apart(_left_behind, step(**shallow, sharding__strategy="HYBRID_SHARD")) == ([], True)
 
 
 def test_a_process_with_a_process_group_is_refused() -> None:
@@ -384,12 +380,11 @@ def test_a_process_with_a_process_group_is_refused() -> None:
         dist.destroy_process_group()
 
 
-def test_what_the_trainer_refuses_a_plan_refuses_before_it_starts_a_process() -> None:
-    with Apart() as apart:
-        with pytest.raises(ConfigError, match="expected a multiple of"):
-            make_plan(PLANNED["plain"], gpus(3), apart)
-        with pytest.raises(BackendError, match="HYBRID_SHARD"):
-            make_plan(PLANNED["hybrid"], gpus(DEVICES), apart)  # one host: one replica
+def test_what_the_trainer_refuses_a_plan_refuses(apart: Apart) -> None:
+    with pytest.raises(ConfigError, match="expected a multiple of"):
+        make_plan(PLANNED["plain"], gpus(3), apart)
+    with pytest.raises(BackendError, match="HYBRID_SHARD"):
+        make_plan(PLANNED["hybrid"], gpus(DEVICES), apart)  # one host: one replica
 
 
 def _with_peak(config: Config, devices: int) -> tuple[DeviceMemory, float]:
@@ -402,7 +397,8 @@ def _with_peak(config: Config, devices: int) -> tuple[DeviceMemory, float]:
 def test_a_thousand_ranks_in_little_memory() -> None:
     model = {"model_type": "llama", "max_position_embeddings": 8192, **LLAMA_8B, "num_hidden_layers": 2}
     config = step(devices=1024, model=model, data__seq_len=8192, precision__compute="bfloat16")
-    memory, gibibytes = in_a_child(_with_peak, config, 1024)
+    with Apart() as fresh:
+        memory, gibibytes = fresh(_with_peak, config, 1024)
     parameters = 2 * (4096 * (4096 + 1024) * 2 + 3 * 4096 * 14336 + 2 * 4096) + 2 * 128256 * 4096 + 4096
     assert memory.parts["weights"] == pytest.approx(4 * parameters / 1024, rel=0.01)
     assert memory.verdict == "fits"

@@ -8,7 +8,8 @@ import pytest
 from portable_fsdp.backends.support import require_supported
 from portable_fsdp.config.load import config_text, load_config
 from portable_fsdp.config.schema import Config
-from portable_fsdp.plan.result import DeviceMemory, Plan, Time, Work
+from portable_fsdp.plan.report import sweep_text, text
+from portable_fsdp.plan.result import Plan
 from portable_fsdp.plan.sweep import Settings, Tried, grid, nearest_that_fits, sweep, usual_grid
 from portable_fsdp.runtime.errors import ConfigError
 
@@ -27,28 +28,16 @@ def config(memory: dict[str, Any] | None = None, sharding: dict[str, Any] | None
     )
 
 
-def plan(peak: int, seconds: float = 1.0) -> Plan:
-    return Plan(
-        on="h100:8",
-        hardware="8 x NVIDIA H100",
-        devices=8,
-        backend="native",
-        settings={},
-        parameters=1,
-        memory=DeviceMemory(parts={"weights": peak}, limit_bytes=LIMIT),
-        work=Work(matmul_flops={}, memory_bytes=0, collectives={}, sent_bytes={}),
-        time=Time(
-            compute_s=seconds,
-            memory_s=None,
-            links_s={},
-            devices=8,
-            tokens_per_step=800,
-            model_flops_per_device=1.0,
-            peak_flops=1.0,
-        ),
-        method="",
-        planned_in_s=0,
-    )
+def plan(peak: int) -> Plan:
+    step = {"devices": 8, "tokens_per_step": 800, "model_flops_per_device": 1.0, "peak_flops": 1.0}
+    values: dict[str, Any] = {
+        **{"on": "h100:8", "hardware": "8 x NVIDIA H100", "devices": 8, "backend": "native", "settings": {}},
+        **{"parameters": 1, "method": "", "planned_in_s": 0},
+        "memory": {"parts": {"weights": peak}, "limit_bytes": LIMIT},
+        "work": {"matmul_flops": {}, "memory_bytes": 0, "collectives": {}, "sent_bytes": {}},
+        "time": {"compute_s": 1.0, "memory_s": None, "links_s": {}, **step},
+    }
+    return Plan.model_validate(values)
 
 
 def plan_of(settings: Settings) -> Plan:
@@ -60,11 +49,7 @@ def plan_of(settings: Settings) -> Plan:
 
 def test_larger_micro_batches_are_left_out_where_a_smaller_one_has_no_room() -> None:
     axes = {"memory.gradient_checkpointing": ["none", "full"], "train.micro_batch": ["1", "2", "4", "8", "16"]}
-    settings = [
-        (tried.settings["memory.gradient_checkpointing"], tried.settings["train.micro_batch"])
-        for tried in sweep(grid(axes), plan_of)
-    ]
-    assert settings == [
+    assert [tuple(tried.settings.values()) for tried in sweep(grid(axes), plan_of)] == [
         *(("none", size) for size in ("1", "2", "4")),  # 4 x 30 is too much, and the last that is tried
         *(("full", size) for size in ("1", "2", "4", "8", "16")),
     ]
@@ -76,48 +61,38 @@ def test_what_is_refused_is_kept_with_its_reason() -> None:
             raise ConfigError("two is refused")
         return plan_of(settings)
 
-    assert [tried.refusal for tried in sweep(grid({"train.micro_batch": ["1", "2", "3"]}), refuses)] == [
-        "",
-        "two is refused",
-        "",
-    ]
+    results = sweep(grid({"train.micro_batch": ["1", "2", "3"]}), refuses)
+    assert [tried.refusal for tried in results] == [None, "two is refused", None]
 
 
-def test_the_nearest_that_fits_costs_least() -> None:
-    """Each measure alone before the next: 8 rows of 30 are too many, of 10 they fit."""
-    (tried,) = nearest_that_fits(config(), plan_of, offload=False)
-    assert tried.fits
-    assert tried.settings == {"memory.gradient_checkpointing": "full"}
-
-
-def test_measures_are_laid_one_over_the_other() -> None:
+def test_measures_are_laid_one_over_the_other_and_the_nearest_that_fits_costs_least() -> None:
     def larger(settings: Settings) -> Plan:
         return plan(4 * plan_of(settings).memory.peak_bytes)
 
     results = list(nearest_that_fits(config(), larger, offload=False))
     assert [tried.fits for tried in results] == [False, False, True]
     assert results[-1].settings == {"memory.gradient_checkpointing": "full", "train.micro_batch": "2"}
+    (tried,) = nearest_that_fits(config(), plan_of, offload=False)  # 8 rows of 30 are too many, of 10 they fit
+    assert (tried.fits, tried.settings) == (True, {"memory.gradient_checkpointing": "full"})
 
 
 @pytest.mark.parametrize("offload", [True, False])
 def test_none_fits(offload: bool) -> None:
-    tried: list[Settings] = []
-
-    def never(settings: Settings) -> Plan:
-        tried.append(settings)
-        return plan(LIMIT + 1)
-
-    assert not any(tried.fits for tried in nearest_that_fits(config(), never, offload=offload))
-    assert ("memory.cpu_offload" in tried[-1]) == offload
-    assert tried[-1]["train.micro_batch"] == "1"
+    results = list(nearest_that_fits(config(), lambda settings: plan(LIMIT + 1), offload=offload))
+    assert not any(tried.fits for tried in results)
+    assert ("memory.cpu_offload" in results[-1].settings) == offload
+    assert results[-1].settings["train.micro_batch"] == "1"
 
 
-def test_the_usual_grid_divides_the_batch() -> None:
+def test_the_usual_grid_divides_the_batch_and_has_the_configs_own_strategy() -> None:
     points = usual_grid(config(global_batch=48, micro_batch=3), 8, scan=True)
     assert len(points) == 2 * (3 + 2) * 3  # scanned layers are recomputed all or none
     assert [point["train.micro_batch"] for point in points[:4]] == ["1", "2", "3", "1"]
     assert {point["compile.scan_layers"] for point in points} == {"false", "true"}
     assert {point["sharding.strategy"] for point in usual_grid(config(), 1, scan=False)} == {"NO_SHARD"}
+    hybrid = config(sharding={"strategy": "HYBRID_SHARD"})
+    strategies = {point["sharding.strategy"] for point in usual_grid(hybrid, 8, scan=False)}
+    assert strategies == {"SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD"}
 
 
 @pytest.mark.parametrize(
@@ -140,20 +115,17 @@ def test_no_setting_of_the_usual_grid_is_refused(
         require_supported(tried, engine=engine, device=device, devices=8, hosts=1)
 
 
-def test_a_strategy_of_its_own_is_in_the_usual_grid() -> None:
-    hybrid = config(sharding={"strategy": "HYBRID_SHARD"})
-    strategies = {point["sharding.strategy"] for point in usual_grid(hybrid, 8, scan=False)}
-    assert strategies == {"SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD"}
-
-
 def test_a_row_for_each_plan() -> None:
-    from portable_fsdp.plan.report import sweep_text
-
-    rows = sweep_text(
-        [Tried({"train.micro_batch": "8"}, plan(2**30)), Tried({"train.micro_batch": "1"}, plan(5))],
-        ["train.micro_batch"],
-    )
-    assert [line.split() for line in rows.splitlines()[1:]] == [
+    peaks = {"8": 2**30, "1": 5}
+    tried = [Tried(settings={"train.micro_batch": rows}, plan=plan(peak)) for rows, peak in peaks.items()]
+    assert [line.split() for line in sweep_text(tried, ["train.micro_batch"]).splitlines()[1:]] == [
         ["8", "1.00", "does", "not", "fit", "100", "compute"],
         ["1", "0.00", "fits", "100", "compute"],
     ]
+
+
+def test_a_plan_without_a_bound() -> None:
+    known = plan(5)
+    unknown = known.model_copy(update={"time": known.time.model_copy(update={"compute_s": None})})
+    assert "time of a step: no bound" in text(unknown)
+    assert "bound by compute" in text(known)

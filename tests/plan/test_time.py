@@ -6,7 +6,7 @@ import pytest
 
 from portable_fsdp.plan.result import Time, Work
 from portable_fsdp.plan.target import parse_target
-from portable_fsdp.plan.time import bound, compare, over_links
+from portable_fsdp.plan.time import MeasuredStep, bound, compare, measured_steps, over_links
 from portable_fsdp.runtime.errors import UsageError
 
 
@@ -94,16 +94,20 @@ def rows_of(times: list[float], tokens: int = 131_072, mfu: float | None = 0.4) 
     return [{"step": n, "seconds": seconds, "tokens": tokens, "mfu": mfu} for n, seconds in enumerate(times, start=1)]
 
 
+def steps_of(times: list[float], mfu: float | None = 0.4) -> list[MeasuredStep]:
+    return measured_steps(rows_of(times, mfu=mfu), 131_072)
+
+
 def test_a_run_is_compared_by_its_median_without_the_first_steps() -> None:
     time = planned("h100:8")
-    comparison = compare(time, rows_of([90.0, 9.0, 9.0, 9.0, 9.0, 2.0, 30.0, 2.5]))
+    comparison = compare(time, steps_of([90.0, 9.0, 9.0, 9.0, 9.0, 2.0, 30.0, 2.5]))
     assert (comparison.steps, comparison.seconds, comparison.mfu) == (3, 2.5, 0.4)
     assert comparison.tokens_per_second == pytest.approx(131_072 / 2.5)
     assert time.seconds is not None
     assert comparison.ratio == pytest.approx(2.5 / time.seconds)
-    short = compare(time, rows_of([9.0, 2.0], mfu=None))
+    short = compare(time, steps_of([9.0, 2.0], mfu=None))
     assert (short.steps, short.seconds, short.tokens_per_second, short.mfu) == (1, 2.0, 65_536.0, None)
-    assert compare(planned("cpu:2"), rows_of([9.0])).ratio is None
+    assert compare(planned("cpu:2"), steps_of([9.0])).ratio is None
 
 
 @pytest.mark.parametrize(
@@ -117,4 +121,4 @@ def test_a_run_is_compared_by_its_median_without_the_first_steps() -> None:
 )
 def test_what_cannot_be_compared_is_refused(rows: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        compare(planned("h100:8"), rows)
+        measured_steps(rows, 131_072)

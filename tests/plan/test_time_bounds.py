@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from textbook import ON_CHIP_BYTES, Step, model_flops, work_of
 
 from portable_fsdp.plan import time as time_module
-from portable_fsdp.plan.hardware import Hardware, Link
+from portable_fsdp.plan.hardware import Figure, Hardware
 from portable_fsdp.plan.planner import Apart
 from portable_fsdp.plan.result import Time
 from portable_fsdp.plan.target import Target, parse_target
@@ -181,23 +181,25 @@ def test_models_have_as_many_parameters_as_their_sources_say() -> None:
         assert shape.counted() == pytest.approx(shape.parameters, rel=0.02 if name.startswith("maxtext") else 0.001)
 
 
-def _with_ici(hardware: Hardware, factor: float) -> Hardware:
+def _with_link(name: str, change: Callable[[Figure], Figure]) -> Callable[[Hardware], Hardware]:
+    return lambda h: replace(h, links={**h.links, name: change(h.links[name])} if name in h.links else h.links)
+
+
+def _slower(link: Figure) -> Figure:
+    return link._replace(value=link.value / 10)
+
+
+def _with_slower_ici(hardware: Hardware) -> Hardware:
     chip = hardware.chip
-    if chip is None or chip.link is None:
-        return hardware
-    return replace(hardware, chip=replace(chip, link=chip.link._replace(value=chip.link.value * factor)))
-
-
-def _slower(link: Link | None) -> Link | None:
-    return link and link._replace(bytes_per_s=link.bytes_per_s / 10)
+    return replace(hardware, chip=replace(chip, link=_slower(chip.link))) if chip and chip.link else hardware
 
 
 CHANGES: dict[str, tuple[Callable[[Hardware], Hardware], set[str]]] = {
-    "slower in a host": (lambda h: replace(h, in_host=_slower(h.in_host)), {"h100:8", "a100-80gb:8", "a100-80gb:16"}),
-    "slower network": (lambda h: replace(h, network=_slower(h.network)), {"a100-80gb:16"}),
-    "slower ici": (lambda h: _with_ici(h, 0.1), {"v5e:8x16"}),
+    "slower in a host": (_with_link("nvlink", _slower), {"h100:8", "a100-80gb:8", "a100-80gb:16"}),
+    "slower network": (_with_link("network", _slower), {"a100-80gb:16"}),
+    "slower ici": (_with_slower_ici, {"v5e:8x16"}),
     # H100s add up faster than any ring could.
-    "no switches": (lambda h: replace(h, in_host=h.in_host and h.in_host._replace(in_switch=False)), {"h100:8"}),
+    "no switches": (_with_link("nvlink", lambda link: link._replace(in_switch=False)), {"h100:8"}),
 }
 
 

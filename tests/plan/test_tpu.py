@@ -38,7 +38,7 @@ def step() -> TracedProgram:
 # ---------------------------------------------------------------------------------------------------------- tracing
 
 
-def test_all_state_is_an_argument_that_is_updated_in_place(step: TracedProgram) -> None:
+def test_all_state_is_an_argument_that_is_updated_in_place_with_the_engines_shardings(step: TracedProgram) -> None:
     state = [argument for argument in step.arguments if argument.output is not None]
     moments = [a for a in state if part_of(a.name) == "optimizer"]
     weights = [a for a in state if part_of(a.name) == "weights"]
@@ -47,9 +47,7 @@ def test_all_state_is_an_argument_that_is_updated_in_place(step: TracedProgram) 
     assert {a.name.partition("/")[0] for a in moments} == {"exp_avg", "exp_avg_sq"}
     assert len({a.output for a in state}) == len(state)
     assert max(a.output for a in state if a.output is not None) < len(step.outputs)
-
-
-def test_shardings_are_those_of_the_engine(step: TracedProgram) -> None:
+    assert TRACED.validate_json(TRACED.dump_json(Traced({"train_step": step}, MODEL))).programs == {"train_step": step}
     arguments = {argument.name: argument for argument in step.arguments}
     assert arguments["model.embed_tokens.weight"].sharding == "{devices=[8,1]<=[8]}"
     assert arguments["exp_avg/model.norm.weight"].sharding == "{devices=[8]<=[8]}"
@@ -99,11 +97,6 @@ def test_what_the_trainer_refuses_a_plan_refuses_in_the_same_words() -> None:
     wrong = config.model.model_copy(update={"architecture": {"model_type": "lama"}})
     with pytest.raises(ConfigError, match=r"model.architecture.model_type: expected .*found 'lama'"):
         trace_apart(config.model_copy(update={"model": wrong}), 8)
-
-
-def test_programs_come_back_from_their_file(step: TracedProgram) -> None:
-    traced_step = Traced({"train_step": step}, MODEL)
-    assert TRACED.validate_json(TRACED.dump_json(traced_step)) == traced_step
 
 
 # ------------------------------------------------------------------------------------------------ the whole of a plan
@@ -175,9 +168,6 @@ def test_run_and_plan_have_the_same_options() -> None:
         assert compiler_options(arguments) == plan
         assert plan == {**plan, **COMPILER_OPTIONS, **compiler_options(own)}
     assert compiler_options(libtpu_arguments({})) == COMPILER_OPTIONS
-
-
-def test_options_are_read_as_libtpu_reads_them() -> None:
     assert compiler_options("--a=1 -b=x=y  c --d") == {"a": "1", "b": "x=y", "c": "true", "d": "true"}
 
 
@@ -194,13 +184,21 @@ def test_the_users_own_options_reach_the_compiler(step: TracedProgram, monkeypat
 # ---------------------------------------------------------------------------------------------------------- refusals
 
 
-def test_a_slice_that_is_none_is_refused(step: TracedProgram) -> None:
-    with pytest.raises(BackendError, match=r"plan for v6e:3x3: expected a slice that libtpu .* knows"):
-        compile_for(step, "v6e:3x3")
-    with pytest.raises(BackendError, match="it has 4 devices, the program is for 8"):
-        compile_for(step, "v6e:2x2")
-    with pytest.raises(BackendError, match="tpu7x needs a newer libtpu"):
-        compile_for(step, "tpu7x:2x2x1")
+@pytest.mark.parametrize(
+    ("slice_", "limit_s", "message"),
+    [
+        ("v6e:3x3", 900, "plan for v6e:3x3: expected a slice that libtpu .* knows"),
+        ("v6e:2x2", 900, "it has 4 devices, the program is for 8"),
+        ("tpu7x:2x2x1", 900, "tpu7x needs a newer libtpu"),
+        ("v6e:2x4", 0.1, "the time limit stopped it"),
+    ],
+)
+def test_a_slice_that_is_none_and_a_compiler_that_hangs_are_refused(
+    step: TracedProgram, slice_: str, limit_s: float, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(BackendError, match=message):
+        compile_for(step, slice_, limit_s=limit_s)
 
 
 def test_a_compiler_that_fails_leaves_a_report(
@@ -215,12 +213,6 @@ def test_a_compiler_that_fails_leaves_a_report(
     assert (report / "program.hlo.pb").read_bytes() == step.hlo[:1000]
     assert (report / "log").read_text().splitlines()[-1][:100] in str(failure.value)
     assert list(report.glob("tpu_driver.*.log.*")) != []  # libtpu's own log, which would stay in /tmp/tpu_logs
-
-
-def test_a_compiler_that_hangs_is_stopped(step: TracedProgram, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(BackendError, match="the time limit stopped it"):
-        compile_for(step, "v6e:2x4", limit_s=0.1)
 
 
 @pytest.mark.parametrize("missing", ["libtpu", "jax", "torch_xla"])

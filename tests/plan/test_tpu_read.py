@@ -104,13 +104,9 @@ def test_arguments_are_told_apart_by_their_names(compiled: Compiled) -> None:
     assert (compiled.argument_bytes, compiled.temporary_bytes, compiled.output_bytes) == (6272, 6144, 16)
 
 
-def test_peak_is_when_most_of_main_memory_is_used(compiled: Compiled) -> None:
+def test_the_peak_of_main_memory_and_its_biggest_buffers_have_names_and_origins(compiled: Compiled) -> None:
     """Not at 0, where the compiler's own sum over all memories has it; what hands its place on counts once."""
-    assert compiled.live_bytes == 4096 + 1024
-    assert compiled.at == "silu in backward"
-
-
-def test_biggest_buffers_have_names_and_origins(compiled: Compiled) -> None:
+    assert (compiled.live_bytes, compiled.at) == (4096 + 1024, "silu in backward")
     assert [(b.name, b.bytes, b.where) for b in compiled.biggest] == [
         ("exp_avg/model.norm.weight", 4096, ""),
         ("silu bf16[512]", 4096, "backward"),
@@ -118,17 +114,14 @@ def test_biggest_buffers_have_names_and_origins(compiled: Compiled) -> None:
         ("mm bf16[64,8]", 1024, "model.layers.3.mlp"),
         ("batch.input_ids", 128, ""),
     ]
-
-
-def test_an_operation_outside_of_modules_has_its_line() -> None:
+    # Outside of modules an operation has its line.
     later = BUFFERS.replace("early{}:0-0", "early{}:0-4").replace("big{}:1-4", "big{}:0-0")
     compiled = read_compiled(PROGRAM, "v6e:2x4", TEXT, later)
     assert ("add bf16[2048]", "portable_fsdp/models/loss.py:29") in [(b.name, b.where) for b in compiled.biggest]
 
 
 def test_state_that_is_not_donated_is_noted(compiled: Compiled) -> None:
-    assert compiled.undonated == ()
-    assert notes_of({"train_step": compiled}) == []
+    assert (compiled.undonated, compiled.host_transfers, notes_of({"train_step": compiled})) == ((), (), [])
     kept = read_compiled(PROGRAM, "v6e:2x4", TEXT.replace(", {2}: (1, {}, may-alias)", ""), BUFFERS)
     assert kept.undonated == ("exp_avg/model.norm.weight",)
     assert "not updated in place" in notes_of({"train_step": kept})[0]
@@ -143,8 +136,7 @@ def test_state_that_is_not_donated_is_noted(compiled: Compiled) -> None:
         '  %c = f32[] custom-call(%x), custom_call_target="xla_python_cpu_callback"',
     ],
 )
-def test_waits_for_the_host_are_noted(compiled: Compiled, line: str) -> None:
-    assert compiled.host_transfers == ()
+def test_waits_for_the_host_are_noted(line: str) -> None:
     waits = read_compiled(PROGRAM, "v6e:2x4", TEXT.replace("  %big", f"{line}\n  %big"), BUFFERS)
     assert len(waits.host_transfers) == 1
     assert "waits for the host" in notes_of({"train_step": waits})[0]
