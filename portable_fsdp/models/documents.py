@@ -7,8 +7,7 @@ document to the next (Mamba), an attention of the model's own (Bloom), positions
 import copy
 import math
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -62,19 +61,10 @@ def require_documents_apart(model: Any, build: Callable[[Any], Any], *, eager: b
 
     `build(config)` gives a model of that transformers config on the host, with random weights, in float32.
     """
-    problem = ""
-    for config in _small(model.config):
-        try:
-            with torch.random.fork_rng(devices=[]), torch.no_grad():
-                torch.manual_seed(0)
-                copied = build(config).eval()
-                _spread(copied)
-                alone = _alone(copied)
-        except Exception as error:  # this model refuses the sizes
-            problem = f"a small copy can't be tried ({type(error).__name__}: {error})"
-            continue
-        problem = _problem(copied, alone, eager)
-        break
+    with torch.no_grad(), warnings.catch_warnings():
+        # torch's, of attention over blocks, which on the CPU runs by its formula.
+        warnings.filterwarnings("ignore", message=r"flex_attention called without torch\.compile", category=UserWarning)
+        problem = _problem(model, build, eager)
     if problem:
         raise ConfigError(
             "data.packing=documents: expected a model that gives documents in one row the logits that they have alone, "
@@ -82,34 +72,37 @@ def require_documents_apart(model: Any, build: Callable[[Any], Any], *, eager: b
         )
 
 
-def _problem(model: Any, alone: Tensor, eager: bool) -> str:
+def _problem(model: Any, build: Callable[[Any], Any], eager: bool) -> str:
+    problem = ""
+    for config in _small(model.config):
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                copied = build(config).eval()
+                _spread(copied)
+                # In rows of their own, one after the other.
+                alone = torch.cat([copied(input_ids=ids, use_cache=False).logits for ids in _documents()], dim=1)
+        except Exception as error:  # this model refuses the sizes
+            problem = f"a small copy can't be tried ({type(error).__name__}: {error})"
+        else:
+            return _difference(copied, alone, eager)
+    return problem
+
+
+def _difference(model: Any, alone: Tensor, eager: bool) -> str:
+    """What is wrong with the logits of both documents in one row; empty where they are those of `alone`."""
     attention, windows = model.config._attn_implementation, (None, _WINDOW)
     make = document_arguments(attention, torch.float32, eager=eager, packs=True, windows=windows)
     numbers = [*(number for number, length in enumerate(_LENGTHS, 1) for _ in range(length)), *[0] * _PADDING]
     positions = [place for length in (*_LENGTHS, _PADDING) for place in range(length)]
     ids = torch.cat([*_documents(), torch.zeros(1, _PADDING, dtype=torch.int64)], dim=1)
     try:
-        with torch.no_grad(), _dense_blocks():
-            arguments = make(ids, torch.tensor([positions]), torch.tensor([numbers])) if make else {}
-            packed = model(input_ids=ids, use_cache=False, **arguments).logits
+        arguments = make(ids, torch.tensor([positions]), torch.tensor([numbers])) if make else {}
+        packed = model(input_ids=ids, use_cache=False, **arguments).logits
     except Exception as error:
         return f"it takes no mask of documents ({type(error).__name__}: {error})"
     difference = float((packed[:, : sum(_LENGTHS)] - alone).abs().max() / alone.abs().max())
     return "" if difference < _BOUND else f"logits differ by {difference:.2g} of the largest, expected {_BOUND:g}"
-
-
-def _alone(model: Any) -> Tensor:
-    """The logits of each document in a row of its own, one after the other."""
-    with _dense_blocks():
-        return torch.cat([model(input_ids=document, use_cache=False).logits for document in _documents()], dim=1)
-
-
-@contextmanager
-def _dense_blocks() -> Generator[None]:
-    """torch warns that on the CPU attention over blocks runs by its formula."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r"flex_attention called without torch\.compile", category=UserWarning)
-        yield
 
 
 def _documents() -> list[Tensor]:

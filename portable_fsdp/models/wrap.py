@@ -25,7 +25,7 @@ def find_layers(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
     if not layers:
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
         counts = Counter(type(module).__name__ for members in lists for module in members)
-        blocks = [name for name, count in counts.items() if count > 1] or _classes_of_units(model)
+        blocks = [name for name, count in counts.items() if count > 1] or sorted({*_possible_units(model).values()})
         raise ConfigError(
             f"{type(model).__name__}: expected at least one layer of the class(es) {sorted(classes) or '(none named)'},"
             f" found none.\n  Set sharding.wrap_classes to the class of its blocks: {' or '.join(blocks)}."
@@ -84,7 +84,7 @@ def modules_of_own_dtype(model: nn.Module, precision: Precision) -> dict[str, st
     weight is cast once. Raises ConfigError for a pattern whose modules earlier ones have named, for a module that holds
     one of another dtype, and for a shared weight of two dtypes.
     """
-    names = [name for name, module in model.named_modules() if name and _can_be_unit(module)]
+    names = list(_possible_units(model))
     dtypes: dict[str, str] = {}
     for pattern, dtype in precision.modules.items():
         before = len(dtypes)
@@ -177,18 +177,14 @@ def _has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def _can_be_unit(module: nn.Module) -> bool:
-    """A rotary embedding has no parameters: there is nothing to gather."""
-    return _has_forward(module) and any(True for _ in module.parameters())
-
-
-def _classes_of_units(model: nn.Module) -> list[str]:
-    """Classes of modules that can be a unit or a layer."""
-    return sorted({type(module).__name__ for name, module in model.named_modules() if name and _can_be_unit(module)})
+def _possible_units(model: nn.Module) -> dict[str, str]:
+    """FQN -> class of each module that runs and holds parameters: a rotary embedding has none, nothing to gather."""
+    modules = {name: module for name, module in model.named_modules() if name and _has_forward(module)}
+    return {name: type(m).__name__ for name, m in modules.items() if any(True for _ in m.parameters())}
 
 
 def _check_classes(model: nn.Module, classes: Iterable[str]) -> None:
-    known = _classes_of_units(model)
+    known = sorted({*_possible_units(model).values()})
     wrong = [name for name in classes if name not in known]
     if wrong:
         raise ConfigError(
@@ -198,8 +194,7 @@ def _check_classes(model: nn.Module, classes: Iterable[str]) -> None:
 
 
 def _of_classes(model: nn.Module, classes: Collection[str]) -> list[str]:
-    modules = [(name, module) for name, module in model.named_modules() if name and _can_be_unit(module)]
-    return [name for name, module in modules if type(module).__name__ in classes]
+    return [name for name, kind in _possible_units(model).items() if kind in classes]
 
 
 def _of_patterns(model: nn.Module, patterns: Iterable[str]) -> list[str]:

@@ -121,21 +121,15 @@ def test_a_run_that_starts_later_goes_on_where_the_other_was() -> None:
         assert resumed.consumed == 72  # the whole global batches, not this shard's rows
 
 
-def test_what_was_made_ahead_is_not_consumed() -> None:
+def test_the_thread_makes_some_steps_ahead_and_no_more() -> None:
     rows = NumberedRows(50)
     with batches(rows) as feed:
         wait_until_full(rows)
+        time.sleep(0.05)
+        assert rows.calls == STEPS_AHEAD
         assert feed.consumed == 0
         next(feed)
         assert feed.consumed == 12
-
-
-def test_the_thread_makes_some_steps_ahead_and_no_more() -> None:
-    rows = NumberedRows(50)
-    with batches(rows):
-        wait_until_full(rows)
-        time.sleep(0.05)
-        assert rows.calls == STEPS_AHEAD
 
 
 def test_an_error_in_the_thread_comes_where_its_step_is_asked_for() -> None:

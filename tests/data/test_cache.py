@@ -142,8 +142,8 @@ sys.path[:0] = sys.argv[3].split(":")
 from test_cache import Texts, documents, recipe, tokenized
 source = Texts(*(str(number) for number in range(2000)), slow_s=float(sys.argv[2]))
 print("ready", flush=True)
-found = tokenized(Path(sys.argv[1]), recipe(source))
-print(source.reads, len(documents(found)), flush=True)
+entry = tokenized(Path(sys.argv[1]), recipe(source))
+print(source.reads, len(documents(entry)), flush=True)
 """
 
 

@@ -48,22 +48,13 @@ def numbers(rows: Rows, indices: Sequence[int] | None = None) -> list[int]:
 # ---------------------------------------------------------------------------------------------- what was there before
 
 
-def test_python_docs_become_rows_of_bytes() -> None:
-    corpus = build_data(Data(seq_len=256))
-    assert corpus.tokenizer.vocab_size == 256
-    assert len(corpus.rows) > 400_000 // 256
-    assert corpus.eval_rows is None
-    last = corpus.rows.rows(np.array([len(corpus.rows) - 1]))
-    assert last["input_ids"].shape == (1, 256)
-    assert set(last) == {"input_ids", "labels"}
-
-
 def test_a_stream_and_its_fingerprint_are_those_of_earlier_releases(tmp_path: Path) -> None:
     """Pinned: checkpoints hold it, and another one would refuse their resume."""
     for name, text in (("a", "ab"), ("b", ""), ("c", "cdefg")):
         (tmp_path / f"{name}.txt").write_text(text)
     corpus = build_data(data(tmp_path / "*.txt", source="text", seq_len=4, cache_dir=str(tmp_path / "cache")))
     batch = corpus.rows.rows(np.arange(len(corpus.rows)))
+    assert set(batch) == {"input_ids", "labels"}
     assert batch["input_ids"].flatten().tolist() == [*b"ab\0\0cdef"]
     assert batch["labels"].flatten().tolist() == [*b"b\0\0cdefg"]
     assert corpus.fingerprint == ("04bb859e5d3ed009b42886fdec53ac07", "95f64cad147d23ee983871c230125b12")
@@ -110,18 +101,16 @@ def test_documents_with_nothing_to_predict_are_left_out(tmp_path: Path, caplog: 
         build_data(data(write(tmp_path / "none.jsonl", ["", ""]), packing="none"))
 
 
-def completions(path: Path, *lengths: int) -> Data:
-    path.write_text("".join(json.dumps({"prompt": "p", "completion": "c" * length}) + "\n" for length in lengths))
-    return data(path, format="prompt_completion")
-
-
 def test_a_completion_longer_than_a_row_is_named_or_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    keys = completions(tmp_path / "a.jsonl", 5, 62, 63, 200)
-    with pytest.raises(
-        DataError, match=r"a\.jsonl:3: expected at most 64 tokens \(data\.seq_len\), found 65; too long: 2 doc"
-    ) as error:
+    columns = {"prompt": "text", "completion": "completion"}
+    texts = [{"text": "p", "completion": "c" * length} for length in (5, 62, 63, 200)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(each) + "\n" for each in texts))
+    keys = data(tmp_path / "a.jsonl", format="prompt_completion", columns=columns)
+    message = (
+        r"a\.jsonl:3: expected at most 64 tokens \(data\.seq_len\), found 65; too long: 2 doc.*\n.*longest has 202"
+    )
+    with pytest.raises(DataError, match=message):
         build_data(keys)
-    assert "the longest has 202" in str(error.value)
     with caplog.at_level(logging.INFO, "portable_fsdp"):
         corpus = build_data(keys.model_copy(update={"on_error": "skip"}))
     assert any("2 documents" in line and "too long" in line and "a.jsonl:3" in line for line in caplog.messages)

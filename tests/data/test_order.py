@@ -57,13 +57,6 @@ def test_the_arrays_equal_the_definition(seed: int, rows: int) -> None:
     assert sample_indices(seed, positions, rows).dtype == np.int64
 
 
-def test_a_sample_does_not_depend_on_what_is_asked_with_it() -> None:
-    positions = np.array([5, 1999, 3, 1000, 5])
-    alone = [int(sample_indices(1, positions[i : i + 1], 1000)[0]) for i in range(5)]
-    assert sample_indices(1, positions, 1000).tolist() == alone
-    assert positions.tolist() == [5, 1999, 3, 1000, 5]
-
-
 def test_another_seed_or_epoch_is_another_order() -> None:
     orders = [epoch_order(seed, epoch, 1000) for seed, epoch in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0))]
     for i, order in enumerate(orders):

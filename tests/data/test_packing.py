@@ -113,19 +113,11 @@ def test_a_fingerprint_follows_everything_that_rows_are_made_of() -> None:
     counted = np.ones(9, np.bool_)
     fewer = counted.copy()
     fewer[3] = False
-    seen = {
-        rows.fingerprint()
-        for rows in (
-            documents(3, 4, 2, seq_len=6),
-            documents(3, 4, 2, seq_len=7),
-            documents(4, 3, 2, seq_len=6),
-            documents(3, 4, 2, seq_len=6, several=False),
-            documents(3, 4, 2, seq_len=6, counted=counted),
-            documents(3, 4, 2, seq_len=6, counted=fewer),
-        )
-    }
-    assert len(seen) == 6
-    assert documents(3, 4, 2, seq_len=6).fingerprint() in seen
+    others = [documents(3, 4, 2, seq_len=7), documents(4, 3, 2, seq_len=6)]
+    others += [documents(3, 4, 2, seq_len=6, **keys) for keys in ({"several": False}, {"counted": counted})]
+    rows = [documents(3, 4, 2, seq_len=6), *others, documents(3, 4, 2, seq_len=6, counted=fewer)]
+    assert len({each.fingerprint() for each in rows}) == 6
+    assert documents(3, 4, 2, seq_len=6).fingerprint() == rows[0].fingerprint()
 
 
 # --------------------------------------------------------------------------------------------------------- mixture

@@ -169,16 +169,11 @@ def test_a_line_without_end_is_refused_by_its_number(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_sharegpts_conversations_are_messages(tmp_path: Path, kind: str) -> None:
     turns = [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]
-    path = tmp_path / f"a.{kind}"
-    if kind == "jsonl":
-        lines(path, {"conversations": turns})
-    else:
-        pq.write_table(pa.Table.from_pylist([{"conversations": turns}]), path)
-    (example,) = read(source=kind, path=path, format="chat")
+    lines(tmp_path / "a.jsonl", {"conversations": turns})
+    pq.write_table(pa.Table.from_pylist([{"conversations": turns}]), tmp_path / "a.parquet")
+    (example,) = read(source=kind, path=tmp_path / f"a.{kind}", format="chat")
     assert isinstance(example, Example)
-    assert messages_of(example.fields["messages"]) == [
-        {"role": "user", "content": "x"},
-        {"role": "assistant", "content": "y"},
-    ]
+    messages = messages_of(example.fields["messages"])
+    assert [(message["role"], message["content"]) for message in messages] == [("user", "x"), ("assistant", "y")]
     with pytest.raises(ValueError, match="expected turns from human, user, gpt"):
         messages_of([{"from": "bing", "value": "x"}])

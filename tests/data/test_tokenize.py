@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from portable_fsdp.config.schema import Model
@@ -71,20 +71,13 @@ def test_a_folder_of_transformers_opens_and_saves(tmp_path: Path) -> None:
         assert ids.dtype == np.uint16
 
 
-def test_nothing_is_put_around_a_folder_tokenizers_text(tmp_path: Path) -> None:
-    from tokenizers import processors
-
+def test_a_bare_tokenizer_json_names_no_end_and_nothing_is_put_around_a_text(tmp_path: Path) -> None:
     tokenizer = word_tokenizer()
     tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 300)])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert load_tokenizer(str(tmp_path)).encode("a b").tolist() == [1, 2]
-
-
-def test_a_bare_tokenizer_json_opens_and_names_no_end(tmp_path: Path) -> None:
-    word_tokenizer().save(str(tmp_path / "tokenizer.json"))
-    tokenizer = load_tokenizer(str(tmp_path))
-    assert tokenizer.encode("b c").tolist() == [2, 3]
-    assert tokenizer.end_of_text is None
+    opened = load_tokenizer(str(tmp_path))
+    assert opened.encode("a b").tolist() == [1, 2]
+    assert opened.end_of_text is None
 
 
 def test_what_is_not_a_tokenizer_is_refused(tmp_path: Path) -> None:

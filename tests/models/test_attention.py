@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from small_models import ARCHITECTURES, SEQ_LEN, Operators, build, logits, materialise, shake, stock_model, token_ids
+from small_models import ARCHITECTURES, Operators, build, logits, materialise, shake, stock_model, token_ids
 from torch import Tensor, nn
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
@@ -58,18 +58,6 @@ def test_a_block_mask_keeps_packed_documents_apart(form: str, option: dict[str, 
     for part in (slice(0, cut), slice(cut, 10)):
         alone, _ = static_attention(CAUSAL, query[:, :, part], key[:, :, part], value[:, :, part], **option)
         torch.testing.assert_close(out[:, part], alone)
-
-
-def test_a_model_takes_a_4d_mask_with_its_positions() -> None:
-    model = materialise(build("llama"))
-    shake(model)
-    ids, cut = token_ids(1), 10
-    document = (torch.arange(SEQ_LEN) >= cut).long()
-    mask = (document[:, None] == document[None])[None, None]
-    positions = torch.cat([torch.arange(cut), torch.arange(SEQ_LEN - cut)])[None]
-    packed = logits(model, ids, attention_mask=mask, position_ids=positions)
-    apart = torch.cat([logits(model, ids[:, :cut]), logits(model, ids[:, cut:])], dim=1)
-    torch.testing.assert_close(packed, apart, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("option", [{}, {"softcap": 2.0}], ids=str)

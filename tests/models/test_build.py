@@ -83,11 +83,7 @@ def test_ties_and_sizes() -> None:
     assert build("qwen3").size.hidden == 4 * 16
 
 
-FALCON = {"model_type": "falcon", "hidden_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2} | {
-    "vocab_size": VOCABULARY,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+FALCON = {key: value for key, value in ARCHITECTURES["falcon"].items() if key != "num_kv_heads"}
 
 
 @pytest.mark.parametrize(
