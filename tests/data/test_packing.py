@@ -114,8 +114,8 @@ def test_a_fingerprint_follows_everything_that_rows_are_made_of() -> None:
     fewer = counted.copy()
     fewer[3] = False
     others = [documents(3, 4, 2, seq_len=7), documents(4, 3, 2, seq_len=6)]
-    others += [documents(3, 4, 2, seq_len=6, **keys) for keys in ({"several": False}, {"counted": counted})]
-    rows = [documents(3, 4, 2, seq_len=6), *others, documents(3, 4, 2, seq_len=6, counted=fewer)]
+    others += [documents(3, 4, 2, seq_len=6, counted=each) for each in (counted, fewer)]
+    rows = [documents(3, 4, 2, seq_len=6), *others, documents(3, 4, 2, seq_len=6, several=False)]
     assert len({each.fingerprint() for each in rows}) == 6
     assert documents(3, 4, 2, seq_len=6).fingerprint() == rows[0].fingerprint()
 
