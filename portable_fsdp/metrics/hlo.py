@@ -7,13 +7,25 @@ the loop turns. XLA's own cost analysis counts a loop's body once.
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from graphlib import TopologicalSorter
+from typing import NamedTuple
 
-Computations = dict[str, list[str]]
-"""Name -> instructions, one a line; the entry's name is ENTRY."""
+
+class Instruction(NamedTuple):
+    """`name = type operation(operands)rest`: a line of the program."""
+
+    name: str
+    type: str
+    operation: str
+    operands: str
+    rest: str  # after the operands: attributes and metadata
+
+
+Computations = dict[str, list[Instruction]]
+"""Name -> instructions; the entry's name is ENTRY."""
 
 ENTRY = "ENTRY"
 
@@ -21,16 +33,10 @@ _ITEM_BYTES = {
     **{"pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2},
     **{"s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8, "c64": 8},
 }
-_COLLECTIVE = re.compile(
-    r"\s*(?:ROOT )?%?[\w.\-]+ = (?P<type>.*?) "
-    r"(?P<kind>all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?P<start>-start)?\("
-)
+_INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\(([^)]*)\)?(.*)")
+_COLLECTIVE = re.compile(r"(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?")
 _CALLEES = re.compile(
     r"\b(?:calls|body|condition|to_apply|branch_computations|called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
-)
-_KERNEL = re.compile(
-    r"\s*(?:ROOT )?%?[\w.\-]+ = (?P<type>.*?) custom-call\((?P<operands>[^)]*)\), "
-    r'custom_call_target="tpu_custom_call"'
 )
 _MEGASCALE = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
 
@@ -50,24 +56,18 @@ class Moved:
         return Moved(self.calls * times, self.bytes * times, self.sent_bytes * times)
 
 
-def collectives(hlo_text: str, devices: int) -> dict[str, Moved]:
-    """Kind (all_gather, all_reduce, reduce_scatter, all_to_all, collective_permute) -> what one run moves.
+def collectives_by_dtype(hlo_text: str, devices: int) -> dict[str, Moved]:
+    """Kind (all_gather, all_reduce, reduce_scatter, all_to_all, collective_permute) and dtype that crosses, as
+    `all_gather bf16` -> what one run moves.
+
+    A call that moves tensors of several dtypes counts under `all_reduce bf16+f32`. An all-reduce that the TPU compiler
+    fused with the slice that follows it is a reduce_scatter, which it sends as.
 
     Args:
         hlo_text: an HloModule after optimization, as XLA writes it.
         devices: that the program is partitioned over: the size of a group that the text leaves open.
-
-    An all-reduce that the TPU compiler fused with the slice that follows it is a reduce_scatter, which it sends as.
     """
-    return _summed((kind, moved) for kind, _, moved in _moves(hlo_text, devices))
-
-
-def collectives_by_dtype(hlo_text: str, devices: int) -> dict[str, Moved]:
-    """As `collectives`, with the dtype that crosses in the key: `all_gather bf16`.
-
-    A call that moves tensors of several dtypes counts under `all_reduce bf16+f32`.
-    """
-    return _summed((f"{kind} {dtype}", moved) for kind, dtype, moved in _moves(hlo_text, devices))
+    return _summed(_moves(hlo_text, devices))
 
 
 def matmul_flops(hlo_text: str) -> dict[str, int]:
@@ -78,8 +78,8 @@ def matmul_flops(hlo_text: str) -> dict[str, int]:
     """
     computations, runs = _read(hlo_text)
     flops: Counter[str] = Counter()
-    for name, lines in computations.items():
-        for dtypes, count in _products(lines):
+    for name, instructions in computations.items():
+        for dtypes, count in _products(instructions):
             flops[dtypes] += runs[name] * count
     return dict(flops)
 
@@ -91,16 +91,13 @@ def flash_attention_flops(hlo_text: str) -> dict[str, int]:
     (scores, values). Backward has two kernels that both compute the scores again: three products for queries, four for
     keys and values. Operands and results tell them apart. The blocks on the diagonal, computed whole, count half.
     """
-    computations, runs = _read(hlo_text)
     flops: Counter[str] = Counter()
-    for name, lines in computations.items():
-        for call in filter(None, map(_KERNEL.match, lines)):
-            shapes = _shapes(call["type"])
-            if not shapes or len(shapes[0][1]) != 4:
-                continue
-            (dtype, (rows, heads, tokens, width)), is_forward = shapes[0], call["operands"].count("%") <= 5
+    for runs, call in _instructions(hlo_text):
+        shapes = _shapes(call.type) if 'custom_call_target="tpu_custom_call"' in call.rest else []
+        if shapes and len(shapes[0][1]) == 4:
+            (dtype, (rows, heads, tokens, width)), is_forward = shapes[0], call.operands.count("%") <= 5
             products = 2 if is_forward else 3 if len(shapes) == 1 else 4
-            flops[dtype] += runs[name] * products * rows * heads * tokens * tokens * width
+            flops[dtype] += runs * products * rows * heads * tokens * tokens * width
     return dict(flops)
 
 
@@ -109,16 +106,20 @@ def host_transfers(hlo_text: str) -> list[str]:
 
     Traffic between TPU slices crosses hosts too, but is no such transfer: see `between_slices`.
     """
-    transfers: list[str] = []
-    for name, operation, rest in re.findall(
-        r"^\s*(?:ROOT )?%?([\w.\-]+) = .*? (infeed|outfeed|send|recv|custom-call)\((.*)", hlo_text, re.MULTILINE
-    ):
-        target = re.search(r'custom_call_target="([^"]*)"', rest)
-        calls_back = target is not None and re.search("callback|host", target.group(1), re.IGNORECASE)
-        sends = operation in ("send", "recv") and _MEGASCALE not in rest
-        if calls_back or sends or operation in ("infeed", "outfeed"):
-            transfers.append(name)
-    return transfers
+    return [instruction.name for _, instruction in _instructions(hlo_text) if _is_with_host(instruction)]
+
+
+def _is_with_host(instruction: Instruction) -> bool:
+    match instruction.operation:
+        case "infeed" | "outfeed":
+            return True
+        case "send" | "recv":
+            return _MEGASCALE not in instruction.rest
+        case "custom-call":
+            target = re.search(r'custom_call_target="([^"]*)"', instruction.rest)
+            return target is not None and re.search("callback|host", target[1], re.IGNORECASE) is not None
+        case _:
+            return False
 
 
 def between_slices(hlo_text: str, slices: int) -> dict[str, Moved]:
@@ -127,21 +128,17 @@ def between_slices(hlo_text: str, slices: int) -> dict[str, Moved]:
     The compiler splits such a collective: a collective of the program within the slice, and a `send` to the runtime,
     which does the rest over the network. `sent_bytes` is that of a ring of `slices`.
     """
-    computations, runs = _read(hlo_text)
     share = {"all_gather": slices - 1, "all_reduce": 2 * (slices - 1) / slices, "one_to_one": 1}
     moves: list[tuple[str, Moved]] = []
-    for name, lines in computations.items():
-        for line in lines:
-            match = re.match(r"\s*%?[\w.\-]+ = \((.*?)\) send\(", line)
-            if match is None or _MEGASCALE not in line:
-                continue
-            kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', line)
-            kind = kind.group(1).lower() if kind else "one_to_one"
-            (dtype, shape), *_ = _shapes(match.group(1))
-            size = runs[name] * _ITEM_BYTES[dtype] * math.prod(shape)
+    for runs, instruction in _instructions(hlo_text):
+        if instruction.operation == "send" and _MEGASCALE in instruction.rest:
+            match = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.rest)
+            kind = match[1].lower() if match else "one_to_one"
+            (dtype, shape), *_ = _shapes(instruction.type)
+            size = runs * _ITEM_BYTES[dtype] * math.prod(shape)
             sent = round(size * share.get(kind, (slices - 1) / slices))
-            moves.append((f"{kind} {dtype}", Moved(runs[name], size * slices if kind == "all_gather" else size, sent)))
-    return _summed(iter(moves))
+            moves.append((f"{kind} {dtype}", Moved(runs, size * slices if kind == "all_gather" else size, sent)))
+    return _summed(moves)
 
 
 def aliased_parameters(hlo_text: str) -> set[int]:
@@ -162,18 +159,25 @@ def _read(hlo_text: str) -> tuple[Computations, Counter[str]]:
     return computations, times_run(computations)
 
 
+def _instructions(hlo_text: str) -> Iterator[tuple[int, Instruction]]:
+    """Every instruction, and how often it runs."""
+    computations, runs = _read(hlo_text)
+    for name, instructions in computations.items():
+        yield from ((runs[name], instruction) for instruction in instructions)
+
+
 def read_computations(hlo_text: str) -> Computations:
     """The computations of a module; raises ValueError for a text that has no entry."""
     computations: Computations = {}
-    lines: list[str] | None = None
+    instructions: list[Instruction] | None = None
     for line in hlo_text.splitlines():
         start = re.match(r"(ENTRY )?%?([\w.\-]+) ", line) if line.endswith("{") else None
         if start and not line.startswith("HloModule"):
-            lines = computations[ENTRY if start.group(1) else start.group(2)] = []
+            instructions = computations[ENTRY if start.group(1) else start.group(2)] = []
         elif line.startswith("}"):
-            lines = None
-        elif lines is not None:
-            lines.append(line)
+            instructions = None
+        elif instructions is not None and (match := _INSTRUCTION.match(line)):
+            instructions.append(Instruction(*match.groups()))
     if ENTRY not in computations:
         raise ValueError(f"expected the text of an HLO module with an ENTRY, found {hlo_text[:80]!r}")
     return computations
@@ -181,7 +185,14 @@ def read_computations(hlo_text: str) -> Computations:
 
 def times_run(computations: Computations) -> Counter[str]:
     """How often each computation runs when the program runs once."""
-    calls = {name: _calls(lines, computations) for name, lines in computations.items()}
+    calls = {
+        name: [
+            (callee, _trip_count(instruction, computations) if instruction.operation == "while" else 1)
+            for instruction in instructions
+            for callee in _callees(instruction)
+        ]
+        for name, instructions in computations.items()
+    }
     runs: Counter[str] = Counter({ENTRY: 1})
     callees = {name: {callee for callee, _ in called} for name, called in calls.items()}
     for name in reversed(tuple(TopologicalSorter(callees).static_order())):  # callers before what they call
@@ -190,32 +201,24 @@ def times_run(computations: Computations) -> Counter[str]:
     return runs
 
 
-def _calls(lines: list[str], computations: Computations) -> list[tuple[str, int]]:
-    """The computations that the instructions call, and how often in one run of them."""
-    return [
-        (callee, _trip_count(line, computations) if " while(" in line else 1)
-        for line in lines
-        for callee in _callees(line)
-    ]
-
-
-def _callees(line: str) -> Iterator[str]:
+def _callees(instruction: Instruction) -> Iterator[str]:
     """Of `calls=%name`, or `calls={%name, %other}`."""
-    for names in _CALLEES.findall(line):
+    for names in _CALLEES.findall(instruction.rest):
         yield from (name.strip().lstrip("%") for name in names.strip("{}").split(","))
 
 
-def _trip_count(line: str, computations: Computations) -> int:
+def _trip_count(loop: Instruction, computations: Computations) -> int:
     """The count that the compiler noted; the TPU compiler notes none, so else the bound in the loop's condition."""
-    known = re.search(r'known_trip_count\D*"?(\d+)', line)
+    known = re.search(r'known_trip_count\D*"?(\d+)', loop.rest)
     if known:
         return int(known.group(1))
-    condition = re.search(r"condition=%?([\w.\-]+)", line)
+    condition = re.search(r"condition=%?([\w.\-]+)", loop.rest)
     todo = [condition.group(1)] if condition else []
     bounds: list[int] = []
     while todo:
         for inner in computations.get(todo.pop(), []):
-            bounds += [int(number) for number in re.findall(r"= [su]32\[\]\S* constant\((\d+)\)", inner)]
+            if inner.operation == "constant" and re.match(r"[su]32\[\]", inner.type) and inner.operands.isdecimal():
+                bounds.append(int(inner.operands))
             todo += _callees(inner)
     return max(bounds, default=1)
 
@@ -223,54 +226,54 @@ def _trip_count(line: str, computations: Computations) -> int:
 # ----------------------------------------------------------------------------------------------------- collectives
 
 
-def _summed(moves: Iterator[tuple[str, Moved]]) -> dict[str, Moved]:
+def _summed(moves: Iterable[tuple[str, Moved]]) -> dict[str, Moved]:
     totals: defaultdict[str, Moved] = defaultdict(Moved)
     for key, moved in moves:
         totals[key] += moved
     return dict(sorted(totals.items()))
 
 
-def _moves(hlo_text: str, devices: int) -> Iterator[tuple[str, str, Moved]]:
-    """Kind, dtype, and what it moves in all its turns, for each collective of the program."""
+def _moves(hlo_text: str, devices: int) -> Iterator[tuple[str, Moved]]:
+    """Kind and dtype, and what it moves in all its turns, for each collective of the program."""
     computations, runs = _read(hlo_text)
     seen: set[str] = set()
-    for name, lines in computations.items():
-        for line in lines:
-            match = _COLLECTIVE.match(line)
-            if match is None or _is_repeated(match["kind"], line, seen):
+    for name, instructions in computations.items():
+        for instruction in instructions:
+            match = _COLLECTIVE.fullmatch(instruction.operation)
+            if match is None or _is_repeated(match[1], instruction.rest, seen):
                 continue
-            kind, members = match["kind"], _group_size(line, devices)
-            shapes = _shapes(match["type"])
-            if match["start"] and kind == "all-gather":  # (pieces that go in, full tensors that come out)
+            kind, members = match[1], _group_size(instruction.rest, devices)
+            shapes = _shapes(instruction.type)
+            if match[2] and kind == "all-gather":  # (pieces that go in, full tensors that come out)
                 shapes = shapes[len(shapes) // 2 :]
-            elif match["start"] and kind == "collective-permute":  # (in, out, and two flags)
+            elif match[2] and kind == "collective-permute":  # (in, out, and two flags)
                 shapes = shapes[:1]
             full = sum(_ITEM_BYTES[dtype] * math.prod(shape) for dtype, shape in shapes)
             full *= members if kind == "reduce-scatter" else 1
             if kind == "all-reduce" and name.startswith("all-reduce-scatter"):
                 kind = "reduce-scatter"
             moved = Moved(runs[name], runs[name] * full, runs[name] * _sent(kind, full, members))
-            yield kind.replace("-", "_"), "+".join(sorted({dtype for dtype, _ in shapes})), moved
+            yield f"{kind.replace('-', '_')} {'+'.join(sorted({dtype for dtype, _ in shapes}))}", moved
 
 
-def _is_repeated(kind: str, line: str, seen: set[str]) -> bool:
+def _is_repeated(kind: str, attributes: str, seen: set[str]) -> bool:
     """Whether another part of the same collective was there before.
 
     The TPU compiler spreads one over several fusions, which then name the same channel. Channel 1 is that of every
     reduce-scatter written by hand, and tells nothing.
     """
-    channel = re.search(r"channel_id=(\d+)", line)
-    if channel is None or channel.group(1) == "1":
+    channel = re.search(r"channel_id=(\d+)", attributes)
+    if channel is None or channel[1] == "1":
         return False
-    key = f"{kind} {channel.group(1)}"
+    key = f"{kind} {channel[1]}"
     repeated = key in seen
     seen.add(key)
     return repeated
 
 
-def _group_size(line: str, devices: int) -> int:
+def _group_size(attributes: str, devices: int) -> int:
     """Devices that take part together: `replica_groups=[2,4]<=[8]`, `{{0,1},{2,3}}`, or all."""
-    group = re.search(r"replica_groups=(?:\[\d+,(\d+)\]|\{\{([\d,]+)\})", line)
+    group = re.search(r"replica_groups=(?:\[\d+,(\d+)\]|\{\{([\d,]+)\})", attributes)
     if group is None:
         return devices
     return int(group.group(1)) if group.group(1) else len(group.group(2).split(","))
@@ -292,36 +295,31 @@ def _shapes(type_text: str) -> list[tuple[str, list[int]]]:
     return [(dtype, [int(size) for size in sizes.split(",") if size]) for dtype, sizes in parts if dtype in _ITEM_BYTES]
 
 
-def _products(lines: list[str]) -> Iterator[tuple[str, int]]:
+def _products(instructions: list[Instruction]) -> Iterator[tuple[str, int]]:
     """Dtypes of the factors and floating point operations of each matrix product of a computation."""
     arrays: dict[str, tuple[str, list[int]]] = {}
-    for line in lines:
-        match = re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = (\w+\[[\d,]*\])\S* ([\w\-]+)\(([^)]*)\)", line)
-        if match is None:
-            continue
-        name, type_text, operation, operands = match.groups()
-        for array in _shapes(type_text):
-            arrays[name] = array
-        if operation not in ("dot", "convolution"):
-            continue
-        left, right = (arrays[operand] for operand in re.findall(r"%([\w.\-]+)", operands)[:2])
-        summed = _contracted(line, right[1]) if operation == "dot" else _convolved(line, right[1])
-        yield f"{left[0]} x {right[0]}", 2 * math.prod(arrays[name][1]) * summed
+    for name, type_text, operation, operands, rest in instructions:
+        if shapes := [] if type_text.startswith("(") else _shapes(type_text):
+            arrays[name] = shapes[0]
+        if operation in ("dot", "convolution"):
+            left, right = (arrays[operand] for operand in re.findall(r"%([\w.\-]+)", operands)[:2])
+            summed = _contracted(rest, right[1]) if operation == "dot" else _convolved(rest, right[1])
+            yield f"{left[0]} x {right[0]}", 2 * math.prod(arrays[name][1]) * summed
 
 
-def _contracted(line: str, right: list[int]) -> int:
-    dimensions = re.search(r"rhs_contracting_dims=\{([\d,]*)\}", line)
+def _contracted(attributes: str, right: list[int]) -> int:
+    dimensions = re.search(r"rhs_contracting_dims=\{([\d,]*)\}", attributes)
     return math.prod(right[int(axis)] for axis in dimensions.group(1).split(",") if axis) if dimensions else 1
 
 
-def _convolved(line: str, right: list[int]) -> int:
+def _convolved(attributes: str, right: list[int]) -> int:
     """Elements summed for one of the result: input features, and window dimensions that aren't batch in disguise.
 
     The TPU compiler writes batched products as convolutions whose window is padded, strided or dilated: each position
     of the result then meets one of the window's, and nothing is summed over it.
     """
-    labels = re.search(r"dim_labels=\w+_(\w+)->", line)
-    spread = re.search(r"window=\{[^}]*(?:pad|lhs_dilate|stride)", line)
+    labels = re.search(r"dim_labels=\w+_(\w+)->", attributes)
+    spread = re.search(r"window=\{[^}]*(?:pad|lhs_dilate|stride)", attributes)
     kernel = labels.group(1) if labels else ""
     return math.prod(
         size for size, label in zip(right, kernel, strict=False) if label == "i" or (label.isdigit() and not spread)

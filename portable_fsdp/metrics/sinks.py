@@ -10,22 +10,31 @@ import statistics
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, cast
 
 from portable_fsdp.runtime.errors import UsageError
 from portable_fsdp.runtime.files import write_text_atomically
 
 
-class MetricsFile:
-    """metrics.jsonl: one row a step, in the order of the steps. One writer at a time."""
+class _LinesFile:
+    """A file of JSON objects, one a line. One writer at a time."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         _cut_torn_line(path)
 
+    def _append(self, row: Mapping[str, object]) -> None:
+        # Opened for each line: truncate_after replaces the file, and a handle would write into the old one.
+        with self._path.open("a", encoding="utf-8", newline="") as file:
+            file.write(_line(row))
+
+
+class MetricsFile(_LinesFile):
+    """metrics.jsonl: one row a step, in the order of the steps."""
+
     def write(self, row: Mapping[str, object]) -> None:
         """Append one row; it is with the operating system when this returns."""
-        _append(self._path, row)
+        self._append(row)
 
     def truncate_after(self, step: int) -> None:
         """Drop the rows of later steps, which a resumed run repeats; atomic.
@@ -43,17 +52,13 @@ class MetricsFile:
             write_text_atomically(self._path, "".join(_line(row) for row in kept))
 
 
-class EventsFile:
-    """events.jsonl: start, save, resume, compile, preemption, stop, each with its time. One writer at a time."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        _cut_torn_line(path)
+class EventsFile(_LinesFile):
+    """events.jsonl: start, save, resume, compile, preemption, stop, each with its time."""
 
     def write(self, event: str, /, **fields: object) -> None:
         """Append one event with `time` in UTC (ISO 8601, milliseconds). Paths become text."""
         time = datetime.now(UTC).isoformat(timespec="milliseconds")
-        _append(self._path, {"time": time, "event": event, **fields})
+        self._append({"time": time, "event": event, **fields})
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -91,12 +96,6 @@ def _cut_torn_line(path: Path) -> None:
         write_text_atomically(path, lines + newline + ("" if _parse(tail) is None else f"{tail}\n"))
 
 
-def _append(path: Path, row: Mapping[str, object]) -> None:
-    # Opened for each line: truncate_after replaces the file, and a handle would go on writing into the old one.
-    with path.open("a", encoding="utf-8", newline="") as file:
-        file.write(_line(row))
-
-
 def _line(row: Mapping[str, object]) -> str:
     return json.dumps(_without_nan(row), default=str, allow_nan=False) + "\n"
 
@@ -111,27 +110,19 @@ def _without_nan(value: object) -> object:
     return value
 
 
-class ProcessLoads(TypedDict):
+def processes_row(seconds: Sequence[float], memory_bytes: Sequence[float]) -> dict[str, object]:
     """How evenly the processes are loaded, as each saw it at the start of this step; by process index.
 
-    All wait for the slowest process of a step, so `seconds` show a straggler only by its work outside collectives (its
-    data, its host). An imbalance is the greatest value over the median; 1 is even.
+    All wait for the slowest process of a step, so `seconds` (wall time of the last step that had ended) show a
+    straggler only by its work outside collectives: its data, its host. `memory_bytes`: the peak of a process's fullest
+    device. NaN is unknown. An imbalance is the greatest value over the median; 1 is even.
     """
-
-    seconds: list[float | None]  # wall time of the last step that had ended; None in the first
-    memory_bytes: list[float | None]  # peak of its fullest device; None where the engine doesn't tell
-    seconds_imbalance: float | None
-    memory_imbalance: float | None
-
-
-def processes_row(seconds: Sequence[float], memory_bytes: Sequence[float]) -> ProcessLoads:
-    """From one value a process; NaN stands for one that is unknown."""
-    return ProcessLoads(
-        seconds=[value if math.isfinite(value) else None for value in seconds],
-        memory_bytes=[value if math.isfinite(value) else None for value in memory_bytes],
-        seconds_imbalance=_imbalance(seconds),
-        memory_imbalance=_imbalance(memory_bytes),
-    )
+    return {
+        "seconds": list(seconds),
+        "memory_bytes": list(memory_bytes),
+        "seconds_imbalance": _imbalance(seconds),
+        "memory_imbalance": _imbalance(memory_bytes),
+    }
 
 
 def _imbalance(values: Sequence[float]) -> float | None:

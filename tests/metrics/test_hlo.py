@@ -6,7 +6,6 @@ import pytest
 
 from portable_fsdp.metrics.hlo import (
     Moved,
-    collectives,
     collectives_by_dtype,
     matmul_flops,
     read_computations,
@@ -115,25 +114,24 @@ def test_computations_stand_in_any_order() -> None:
     assert turned != TPU
     assert times_run(read_computations(turned)) == times_run(read_computations(TPU))
     assert matmul_flops(turned) == matmul_flops(TPU)
-    assert collectives(turned, 8) == collectives(TPU, 8)
+    assert collectives_by_dtype(turned, 8) == collectives_by_dtype(TPU, 8)
 
 
 def test_collectives_as_the_tpu_compiler_writes_them() -> None:
     gather, scatter, reduce = 8 * 16 * 256 * 2, 2 * 1024 * 256 * 2, 2 * 256 * 4
-    assert collectives(TPU, 8) == {
-        "all_gather": Moved(3, 3 * gather, 3 * gather * 7 // 8),  # spread over two fusions: once a turn
-        "all_reduce": Moved(1, reduce, 2 * reduce * 3 // 4),  # within groups of four, sent twice
-        "reduce_scatter": Moved(1, scatter, scatter * 7 // 8),  # an all-reduce fused with its slice
+    assert collectives_by_dtype(TPU, 8) == {
+        "all_gather bf16": Moved(3, 3 * gather, 3 * gather * 7 // 8),  # spread over two fusions: once a turn
+        "all_reduce f32": Moved(1, reduce, 2 * reduce * 3 // 4),  # within groups of four, sent twice
+        "reduce_scatter bf16": Moved(1, scatter, scatter * 7 // 8),  # an all-reduce fused with its slice
     }
-    assert list(collectives_by_dtype(TPU, 8)) == ["all_gather bf16", "all_reduce f32", "reduce_scatter bf16"]
 
 
 def test_kinds_as_the_cpu_writes_them() -> None:
-    full, moved = 64 * 64 * 4, collectives(CPU, 4)
-    assert moved["all_gather"] == Moved(2, 2 * full, 2 * full * 3 // 4)  # both, though one is asynchronous
-    assert moved["reduce_scatter"] == Moved(2, full, full // 2)  # groups of two, both on channel 1
-    assert moved["collective_permute"] == Moved(1, full, full)
-    assert moved["all_reduce"] == Moved(1, full, 2 * full * 3 // 4)  # no groups: all devices
+    full, moved = 64 * 64 * 4, collectives_by_dtype(CPU, 4)
+    assert moved["all_gather f32"] == Moved(2, 2 * full, 2 * full * 3 // 4)  # both, though one is asynchronous
+    assert moved["reduce_scatter f32"] == Moved(2, full, full // 2)  # groups of two, both on channel 1
+    assert moved["collective_permute f32"] == Moved(1, full, full)
+    assert moved["all_reduce f32"] == Moved(1, full, 2 * full * 3 // 4)  # no groups: all devices
 
 
 def test_matrix_products() -> None:

@@ -37,6 +37,10 @@ def test_nan_and_infinities_become_null(path: Path) -> None:
 
 def test_resume_replaces_the_steps_it_repeats(path: Path) -> None:
     metrics = MetricsFile(path)
+    metrics.truncate_after(3)
+    assert not path.exists()
+    with pytest.raises(FileNotFoundError):
+        read_jsonl(path)
     for step in (1, 2, 3, 4):
         metrics.write({"step": step})
     metrics.truncate_after(2)
@@ -66,25 +70,18 @@ def test_a_torn_last_line_is_dropped(path: Path, text: str) -> None:
     assert steps(path) == [*TORN[text], 3]
 
 
-def test_a_file_that_is_not_there(path: Path) -> None:
-    MetricsFile(path).truncate_after(3)
-    assert not path.exists()
-    with pytest.raises(FileNotFoundError):
-        read_jsonl(path)
-
-
-@pytest.mark.parametrize("broken", ['{"step": 2, "l', "[2]", ""])
-def test_a_broken_line_elsewhere_is_an_error(path: Path, broken: str) -> None:
+@pytest.mark.parametrize(
+    ("broken", "problem"),
+    [
+        *((line, r"metrics\.jsonl:2: expected one JSON object a line") for line in ('{"step": 2, "l', "[2]", "")),
+        ('{"event": "save"}', "row 2: expected an integer `step`, found None"),
+    ],
+)
+def test_a_broken_line_elsewhere_is_an_error(path: Path, broken: str, problem: str) -> None:
     path.write_text(f'{{"step": 1}}\n{broken}\n{{"step": 3}}\n')
-    with pytest.raises(UsageError, match=r"metrics\.jsonl:2: expected one JSON object a line"):
+    with pytest.raises(UsageError, match=problem):
         MetricsFile(path).truncate_after(2)
     assert path.read_text().endswith('{"step": 3}\n')
-
-
-def test_rows_without_a_step_are_not_metrics(path: Path) -> None:
-    path.write_text('{"step": 1}\n{"event": "save"}\n')
-    with pytest.raises(UsageError, match="row 2: expected an integer `step`, found None"):
-        MetricsFile(path).truncate_after(2)
 
 
 def test_events_carry_their_time(tmp_path: Path) -> None:
@@ -98,9 +95,9 @@ def test_events_carry_their_time(tmp_path: Path) -> None:
     assert event == {"event": "save", "step": 5, "path": str(tmp_path), "name": None}
 
 
-def test_imbalance_is_the_greatest_over_the_median() -> None:
-    nan = float("nan")
-    assert processes_row([2.0, 3.0, 1.0], [nan, 5.0, 5.0]) == {
+def test_imbalance_is_the_greatest_over_the_median(path: Path) -> None:
+    MetricsFile(path).write(processes_row([2.0, 3.0, 1.0], [float("nan"), 5.0, 5.0]))
+    assert read_jsonl(path)[0] == {
         "seconds": [2.0, 3.0, 1.0],
         "memory_bytes": [None, 5.0, 5.0],
         "seconds_imbalance": 1.5,
