@@ -6,9 +6,9 @@ contract (C1 to C7) against every backend.
 """
 
 import resource
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
@@ -17,6 +17,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from portable_fsdp.runtime.closing import Closing
 from portable_fsdp.runtime.host import host_memory_bytes
@@ -125,22 +126,11 @@ class Traffic(NamedTuple):
     bytes: int
 
 
-class Pending(ABC):
+class Pending(NamedTuple):
     """Metrics on their way to the host."""
 
-    @abstractmethod
-    def result(self) -> dict[str, Tensor]:
-        """Wait for them. The only place where a run waits for the device."""
-
-
-class OnDevice(Pending):
-    """Values that stay on the device until a step later."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-
-    def result(self) -> dict[str, Tensor]:
-        return {name: value.cpu() for name, value in self._metrics.items()}
+    result: Callable[[], dict[str, Tensor]]
+    """Waits for them. The only place where a run waits for the device."""
 
 
 class Backend(Closing):
@@ -182,13 +172,13 @@ class Backend(Closing):
     def compile(self, fn: Callable[..., Metrics], name: str) -> Callable[..., Metrics]:
         """One program of `fn` (batches in, device tensors out), or `fn` itself where the engine is eager."""
 
-    @abstractmethod
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         """Around a micro batch's forward and backward; gradients cross devices in the last one."""
+        return nullcontext()
 
-    @abstractmethod
     def evaluate(self) -> AbstractContextManager[None]:
         """Around a forward that no backward follows: no gradients. The model rests afterwards as it did before."""
+        return torch.no_grad()
 
     @abstractmethod
     def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
@@ -198,9 +188,9 @@ class Backend(Closing):
     def sum(self, tensor: Tensor) -> Tensor:
         """Element by element over data shards, on device, in the shape and dtype of `tensor`. *collective*"""
 
-    @abstractmethod
     def fetch(self, metrics: Metrics) -> Pending:
         """Start the copy to the host; the result is read later, so that the device never waits for the host."""
+        return Pending(lambda: {name: value.cpu() for name, value in metrics.items()})
 
     def agree(self, value: T) -> T:
         """Process 0's `value` (anything that pickles), on all processes. *collective*
@@ -367,3 +357,8 @@ def rows_of_shard(rows: int, index: int, count: int) -> slice:
     """
     step = -(-rows // count)
     return slice(min(index * step, rows), min((index + 1) * step, rows))
+
+
+def cast_floats(values: Any, dtype: torch.dtype) -> Any:
+    """`values`, nested in any way, with floating point tensors in `dtype`."""
+    return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, values)

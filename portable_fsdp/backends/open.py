@@ -5,7 +5,7 @@ import importlib.util
 from functools import cache
 from typing import TYPE_CHECKING, cast
 
-from portable_fsdp.backends.options import EngineOptions, Package
+from portable_fsdp.backends.options import EngineOptions
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.host import tpu_chips
@@ -36,8 +36,7 @@ def engines_on(device: str) -> tuple[str, ...]:
 
 def usual_engine(device: str) -> str:
     """What --backend=auto is on a device."""
-    packages = ((engine, options_of(engine).packages.get(device)) for engine in ENGINES)
-    installed = (engine for engine, package in packages if package is not None and _is_installed(package))
+    installed = (engine for engine in engines_on(device) if _is_installed(options_of(engine).packages[device].name))
     return next(installed, None) or engine_made_for(device)
 
 
@@ -65,13 +64,23 @@ def resolve(device: str, backend: str) -> tuple[str, str]:
     if device not in options.packages:
         raise BackendError(f"backend {backend} on {device}: {options.other_devices[device]}")
     package = options.packages[device]
-    if not _is_installed(package):
+    if not _is_installed(package.name):
         raise BackendError(
             f"backend {backend} on {device}: expected the package {package.name}, found none installed.\n"
             f"  {package.way}"
         )
-    require_present(device)
+    if not count_devices(device):
+        raise BackendError(_NO_DEVICE[device])
     return device, backend
+
+
+_NO_DEVICE = {
+    "cuda": "--device=cuda: expected a GPU, found none (torch.cuda.is_available() is False).\n"
+    "  Check nvidia-smi and that torch is a CUDA build, or use --device=cpu.",
+    "tpu": "--device=tpu: expected TPU chips, found none on this host (no /dev/accel* and no /dev/vfio/*).\n"
+    "  Run this on a TPU VM, on all its workers at once (launch/tpu_vm.sh); to try the same engine here:\n"
+    "  --device=cpu --backend=xla --num_devices=4",
+}
 
 
 def open_backend(
@@ -92,8 +101,8 @@ def local_processes(device: str, backend: str, num_devices: int | None) -> int:
     return options_of(backend).processes(device, num_devices, count_devices)
 
 
-def _is_installed(package: Package) -> bool:
-    return importlib.util.find_spec(package.name) is not None
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def count_devices(device: str) -> int:
@@ -104,23 +113,6 @@ def count_devices(device: str) -> int:
 
             return torch.cuda.device_count() if torch.cuda.is_available() else 0
         case "tpu":
-            packages = ("torch_xla", "torch_tpu")
-            return len(tpu_chips()) if any(importlib.util.find_spec(name) is not None for name in packages) else 0
+            return len(tpu_chips()) if any(map(_is_installed, ("torch_xla", "torch_tpu"))) else 0
         case _:
             return 1
-
-
-def require_present(device: str) -> None:
-    """Raises BackendError where this host has no such device."""
-    if count_devices(device):
-        return
-    if device == "cuda":
-        raise BackendError(
-            "--device=cuda: expected a GPU, found none (torch.cuda.is_available() is False).\n"
-            "  Check nvidia-smi and that torch is a CUDA build, or use --device=cpu."
-        )
-    raise BackendError(
-        "--device=tpu: expected TPU chips, found none on this host (no /dev/accel* and no /dev/vfio/*).\n"
-        "  Run this on a TPU VM, on all its workers at once (launch/tpu_vm.sh); to try the same engine here:\n"
-        "  --device=cpu --backend=xla --num_devices=4"
-    )

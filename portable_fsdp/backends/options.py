@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 from portable_fsdp.config.rules import Rule
 
+ProcessCount = Callable[[str, int | None, Callable[[str], int]], int]
+"""(device, requested devices, count of a device on this host) -> processes of a plain start on one host."""
+
 
 class Package(NamedTuple):
     """What must be installed for an engine on a device."""
@@ -19,7 +22,6 @@ class Package(NamedTuple):
 class EngineOptions:
     """One engine. `support.py` adds the rules and effects that all engines share (`config/rules.py`)."""
 
-    name: str
     engine: str  # "module:class", imported when the engine is opened
     packages: Mapping[str, Package]  # device -> what it needs there; the devices that it has
     made_for: tuple[str, ...]  # devices for which it is the default engine
@@ -27,8 +29,7 @@ class EngineOptions:
     rules: tuple[Rule, ...]
     effects: Mapping[str, str]
     """`section.key`, `section.key|key` or `section.key=value|value` -> what the engine does with it."""
-    processes: Callable[[str, int | None, Callable[[str], int]], int]
-    """(device, requested devices, count of a device on this host) -> processes of a plain start on one host."""
+    processes: ProcessCount
     launcher_counts_devices: bool  # the launcher starts one process a device; else only the engine knows the number
     delegated: Mapping[str, str] = field(default_factory=dict[str, str])  # as `effects`; the engine decides by itself
     other_devices: Mapping[str, str] = field(default_factory=dict[str, str])  # device -> why not, and the way out

@@ -13,12 +13,12 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from threading import Lock
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from portable_fsdp.backends.base import Backend, MemoryStats, Metrics, OnDevice, Pending, Rank, process_memory
+from portable_fsdp.backends.base import Backend, MemoryStats, Metrics, Piece, Rank, process_memory
 from portable_fsdp.backends.pjrt_options import libtpu_arguments
 from portable_fsdp.backends.support import require_supported
 from portable_fsdp.config.layout import check_batch, mesh_axes
@@ -70,6 +70,8 @@ def _solve_triangular(a: Tensor, b: Tensor, *, upper: bool, left: bool = True, u
 class PjrtBackend(Backend):
     """An engine of torch_xla. Its constructor counts devices, then calls `_open`."""
 
+    _programs: "Compiles"
+
     def _open(self, device: str, config: Config, rank: Rank, count: int, hosts: int) -> None:
         """Check `config` on `count` devices of `hosts` hosts, and set all that both engines set alike."""
         import torch_xla
@@ -91,8 +93,18 @@ class PjrtBackend(Backend):
     def close(self) -> None:
         self._bridge._xla_set_mat_mul_precision(self._matmul_before)
 
-    def fetch(self, metrics: Metrics) -> Pending:
-        return OnDevice(metrics)
+    def compile(self, fn: Callable[..., Metrics], name: str) -> Callable[..., Metrics]:
+        return self._programs.compile(fn, name)
+
+    @property
+    def compilations(self) -> int:
+        return self._programs.compilations
+
+    def _whole_piece(self, tensor: Tensor) -> list[Piece]:
+        """What isn't sharded, of which process 0 writes a copy."""
+        if self.process.index != 0:
+            return []
+        return [Piece((0,) * tensor.dim(), tensor.detach().to("cpu", copy=True))]
 
     def _memory_of(self, device: str) -> MemoryStats:
         if os.environ["PJRT_DEVICE"] == "CPU":
@@ -116,6 +128,15 @@ def require_devices(engine: str, device: str, num_devices: int | None, count: in
         raise BackendError(
             f"backend {engine} on {device}: expected --num_devices={num_devices} devices, found {count}.\n  {way}"
         )
+
+
+class Compiles(Protocol):
+    """Makes programs of functions, as `Backend.compile`, and counts them."""
+
+    @property
+    def compilations(self) -> int: ...
+
+    def compile(self, fn: Callable[..., Metrics], name: str) -> Callable[..., Metrics]: ...
 
 
 class Programs:
@@ -190,12 +211,8 @@ def _shapes(argument: Any) -> Any:
     return tuple(argument.shape) if isinstance(argument, Tensor) else argument
 
 
-def _nothing_around(_: list[Tensor]) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
 def recomputed(
-    forward: Forward, trains: bool, again: Callable[[list[Tensor]], AbstractContextManager[None]] = _nothing_around
+    forward: Forward, trains: bool, again: Callable[[list[Tensor]], AbstractContextManager[None]] | None = None
 ) -> Forward:
     """`forward` under torch_xla's gradient checkpointing; XLA would merge torch's second run with the first.
 
@@ -213,7 +230,7 @@ def recomputed(
             args_, kwargs_ = values[: len(args)], dict(zip(names, values[len(args) :], strict=True))
             if not torch.is_grad_enabled():  # the first run
                 return forward(*args_, **kwargs_)
-            with again([value for value in values if is_float(value)]):
+            with again([value for value in values if is_float(value)]) if again else nullcontext():
                 return forward(*args_, **kwargs_)
 
         return checkpoint(positional, *_with_gradient(values), use_reentrant=True, preserve_rng_state=False)

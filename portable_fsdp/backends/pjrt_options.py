@@ -5,36 +5,28 @@ Imports neither torch nor torch_xla: plans use the compiler options without them
 
 from collections.abc import Mapping
 
-from portable_fsdp.backends.options import Package
+from portable_fsdp.backends.options import EngineOptions, Package, ProcessCount
 from portable_fsdp.config.rules import Refused, Rule
 
 RULES = (
-    Refused(
-        "model.attention",
-        "on XLA",
-        "transformers then reads a mask on the host in every step, which is a second program and a wait",
-        "--backend=native",
-        when=lambda c, p: c.model.attention in ("sdpa", "eager"),
-    ),
-    Refused(
-        "model.attention",
-        "on XLA",
-        "torch has no kernel of flex_attention for it",
-        "--backend=native",
-        when=lambda c, p: c.model.attention == "flex",
-    ),
-    Refused(
-        "model.experts",
-        "on XLA",
-        "it sorts tokens by expert: shapes that are known only while the step runs, and XLA compiles before",
-        "--backend=native",
-        when=lambda c, p: c.model.experts == "grouped_mm",
-    ),
-    Refused(
-        "sharding.reshard_after_forward",
-        "on XLA",
-        "weights are sharded over all devices of a replica, or gathered, and nothing between",
-        "--backend=native",
+    *(
+        Refused(option, "on XLA", reason, "--backend=native")
+        for option, reason in (
+            (
+                "model.attention=sdpa|eager",
+                "transformers then reads a mask on the host in every step, which is a second program and a wait",
+            ),
+            ("model.attention=flex", "torch has no kernel of flex_attention for it"),
+            (
+                "model.experts=grouped_mm",
+                "it sorts tokens by expert: shapes that are known only while the step runs, and XLA compiles before",
+            ),
+            (
+                "sharding.reshard_after_forward",
+                "weights are sharded over all devices of a replica, or gathered, and nothing between",
+            ),
+            ("memory.cpu_offload", "torch_xla keeps parameters and optimizer state in device memory"),
+        )
     ),
     Rule(
         "memory.save_ops",
@@ -42,12 +34,6 @@ RULES = (
         lambda c, p: bool(c.memory.save_ops),
         "torch_xla's checkpoint recomputes all of a layer",
         ("memory.save_ops=[] and memory.gradient_checkpointing=full and memory.every=null", "--backend=native"),
-    ),
-    Refused(
-        "memory.cpu_offload",
-        "on XLA",
-        "torch_xla keeps parameters and optimizer state in device memory",
-        "--backend=native",
     ),
 )
 
@@ -67,15 +53,38 @@ DELEGATED = {
     "compile.enabled|backend": "XLA compiles the whole step in any case",
 }
 
-PACKAGES = {
-    device: Package("torch_xla", f"In a checkout of portable_fsdp: pip install '.[{extra}]'")
-    for device, extra in (("cpu", "xla"), ("tpu", "tpu"))
-}
 
-NO_CUDA = {
-    "cuda": "torch_xla dropped its CUDA support with release 2.8.\n"
-    "  Use --backend=native (FSDP2 on NCCL) on GPUs; the config and the checkpoints are the same."
-}
+class TorchXlaOptions(EngineOptions):
+    """What an engine of torch_xla declares by itself; the rest is the same for both."""
+
+    def __init__(
+        self,
+        engine: str,
+        *,
+        made_for: tuple[str, ...],
+        rules: tuple[Rule, ...],
+        effects: Mapping[str, str],
+        processes: ProcessCount,
+    ) -> None:
+        super().__init__(
+            engine=engine,
+            packages={
+                device: Package("torch_xla", f"In a checkout of portable_fsdp: pip install '.[{extra}]'")
+                for device, extra in (("cpu", "xla"), ("tpu", "tpu"))
+            },
+            made_for=made_for,
+            example_device="tpu",
+            rules=(*RULES, *rules),
+            effects={**EFFECTS, **effects},
+            delegated=DELEGATED,
+            processes=processes,
+            launcher_counts_devices=False,
+            other_devices={
+                "cuda": "torch_xla dropped its CUDA support with release 2.8.\n"
+                "  Use --backend=native (FSDP2 on NCCL) on GPUs; the config and the checkpoints are the same."
+            },
+        )
+
 
 COMPILER_OPTIONS = {
     # Windowed einsum hides gathers in loops of point-to-point copies, which makes them uncountable and costs memory.

@@ -32,18 +32,17 @@ def require_supported(config: Config, *, engine: str, device: str, devices: int 
     the devices don't divide; alone that is a ConfigError.
     """
     deployment = Deployment(engine, device, devices, hosts)
-    counted = f" ({devices} device(s) of {hosts} host(s))" if devices is not None else ""
-    where = f"backend {engine} on {device}{counted}"
+    where = f"backend {engine} on {device}"
+    where += f" ({devices} device(s) of {hosts} host(s))" if devices is not None else ""
     problems = [
         f"{where}: {rule.option}={yaml_value(value_of(config, rule.option))} {rule.case}: "
         + _reason(rule, config, deployment)
         for rule in refusals(config, deployment)
     ]
-    batch = _batch_problem(config, devices)
+    if batch := _batch_problem(config, devices):
+        raise (BackendError if problems else ConfigError)("\n".join([batch, *problems]))
     if problems:
-        raise BackendError("\n".join([batch, *problems] if batch else problems))
-    if batch:
-        raise ConfigError(batch)
+        raise BackendError("\n".join(problems))
 
 
 def refusals(config: Config, deployment: Deployment) -> tuple[Rule, ...]:
@@ -71,9 +70,8 @@ def _verdict(config: Config, engine: str, option: str, reasons: list[str] | None
     effect = rows.get(f"{option}={yaml_value(value)}") or rows[option]  # of this very value, else of any
     known_later = [rule for rule in rules_of(engine) if rule.option == option and rule.when is None]
     cases = "; ".join(f"refused {rule.case}" for rule in known_later if value != default_of(option))
-    return Verdict(
-        option, value, effect.kind, effect.what + (f"; {cases}: checked when the model is built" if cases else "")
-    )
+    later = f"; {cases}: checked when the model is built" if cases else ""
+    return Verdict(option, value, effect.kind, effect.what + later)
 
 
 @cache

@@ -40,11 +40,20 @@ class Rule:
 
 
 class Refused(Rule):
-    """A rule whose first way out is the option's default; without `when` it refuses every other value."""
+    """A rule whose first way out is the option's default.
 
-    def __init__(self, option: str, case: str, reason: str, *other_ways: str, when: When | None = None) -> None:
+    It refuses every other value of `section.key`, or only words of it (`section.key=word|word`); with `when`, in that
+    case alone.
+    """
+
+    def __init__(self, option: str, case: str, reason: str, *other_ways: str, when: When = lambda c, p: True) -> None:
+        option, _, words = option.partition("=")
         default = default_of(option)
-        is_refused = when or (lambda config, _: value_of(config, option) != default)
+
+        def is_refused(config: Config, place: Deployment) -> bool:
+            value = value_of(config, option)
+            return (value in words.split("|") if words else value != default) and when(config, place)
+
         super().__init__(option, case, is_refused, reason, (f"{option}={yaml_value(default)}", *other_ways))
 
 

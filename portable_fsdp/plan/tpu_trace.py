@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from portable_fsdp.backends.base import Batch, Metrics, optimizer_tensors, state_key
 from portable_fsdp.backends.xla.engine import XlaBackend
-from portable_fsdp.backends.xla.layouts import ROWS, Spec
-from portable_fsdp.backends.xla.tensors import Fetch
+from portable_fsdp.backends.xla.tensors import ROWS, Fetch, Spec
 from portable_fsdp.config.schema import Config
 from portable_fsdp.plan.model import empty_batch, facts_of
 from portable_fsdp.plan.tpu_program import TRACED, Argument, Program, Traced

@@ -2,16 +2,18 @@
 
 import json
 import random
+from collections.abc import Callable
 from functools import cache
 from itertools import product
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from portable_fsdp.backends.open import DEVICES, ENGINES, engines_on
 from portable_fsdp.backends.support import effects_of, refusals, require_supported, rules_of, verdicts, ways_out
-from portable_fsdp.config.describe import option_names, section_model, yaml_value
+from portable_fsdp.config.describe import option_names, section_model, value_of, yaml_value
 from portable_fsdp.config.rules import Deployment
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import BackendError, ConfigError
@@ -124,11 +126,9 @@ def walk_at(place: Deployment) -> list[tuple[Settings, Config]]:
 
 def follow(settings: Settings, place: Deployment, way: str) -> tuple[Settings, Deployment]:
     """What a way out says to do: `a.b=1 and --backend=native`."""
-    said = parsed(way)
-    engine = said.get("--backend", place.engine)
-    return settings | {name: value for name, value in said.items() if name != "--backend"}, place._replace(
-        engine=engine
-    )
+    changes = dict(parsed(way))
+    place = place._replace(engine=changes.pop("--backend", place.engine))
+    return settings | changes, place
 
 
 @cache
@@ -159,39 +159,30 @@ def test_walk_tries_every_option_that_a_rule_asks_for() -> None:
 @pytest.mark.parametrize("place", FEW, ids=str)
 def test_each_option_has_one_verdict_wherever_it_runs(place: Deployment) -> None:
     for _, config in walk():
-        found = verdicts(config, place)
-        assert tuple(verdict.option for verdict in found) == option_names()
-        refused = {verdict.option for verdict in found if verdict.kind == "refused"}
+        judged = verdicts(config, place)
+        assert tuple(verdict.option for verdict in judged) == option_names()
+        refused = {verdict.option for verdict in judged if verdict.kind == "refused"}
         assert refused == {rule.option for rule in refusals(config, place)}
-        assert all(verdict.text for verdict in found)
+        assert all(verdict.text for verdict in judged)
 
 
 @pytest.mark.parametrize("place", [place for place in FEW if place.devices], ids=str)
 def test_a_refusal_says_key_reason_and_way_out(place: Deployment) -> None:
     for _, config in walk():
-        found = refusals(config, place)
+        rules, message = refusals(config, place), ""
         try:
             support(config, place)
         except BackendError as error:
-            said = str(error)
-            assert len(said.splitlines()) == 2 * len(found)
-            for rule in found:
-                section, key = rule.option.split(".")
-                value = yaml_value(getattr(getattr(config, section), key))
-                assert f"{rule.option}={value} {rule.case}: {rule.reason}.\n  Set " in said
-                assert all(way in said for way in ways_out(rule, config, place))
-        else:
-            assert not found
+            message = str(error)
+        assert len(message.splitlines()) == 2 * len(rules)
+        for rule in rules:
+            value = yaml_value(value_of(config, rule.option))
+            assert f"{rule.option}={value} {rule.case}: {rule.reason}.\n  Set " in message
+            assert all(way in message for way in ways_out(rule, config, place))
 
 
 def support(config: Config, place: Deployment) -> None:
-    require_supported(
-        config,
-        engine=place.engine,
-        device=place.device,
-        devices=cast(int, place.devices),
-        hosts=cast(int, place.hosts),
-    )
+    require_supported(config, engine=place.engine, device=place.device, devices=place.devices, hosts=place.hosts)
 
 
 @pytest.mark.slow
@@ -210,10 +201,10 @@ def test_every_way_out_leads_out(place: Deployment) -> None:
 def test_the_first_ways_out_lead_to_a_config_that_runs(place: Deployment) -> None:
     for settings, _ in walk_at(place):
         after, there, steps = settings, place, 0
-        while found := refusals(config_of(after), there):
-            after, there = follow(after, there, ways_out(found[0], config_of(after), there)[0])
+        while rules := refusals(config_of(after), there):
+            after, there = follow(after, there, ways_out(rules[0], config_of(after), there)[0])
             steps += 1
-            assert steps < 30, f"{settings} goes in circles at {found[0]}"
+            assert steps < 30, f"{settings} goes in circles at {rules[0]}"
 
 
 def test_every_refusal_is_met_by_the_walk_and_none_by_the_defaults() -> None:
@@ -255,10 +246,10 @@ def test_a_batch_that_the_devices_do_not_divide_is_refused_in_the_words_of_the_l
 def test_a_verdict_says_what_only_the_model_can_refuse() -> None:
     place = Deployment("xla", "cpu", 4, 1)
 
-    def said(settings: Settings) -> dict[str, str]:
-        return {verdict.option: verdict.text for verdict in verdicts(config_of(settings), place)}
-
-    plain, scanned = said({}), said({"compile.scan_layers": True})
+    plain, scanned = (
+        {verdict.option: verdict.text for verdict in verdicts(config_of(settings), place)}
+        for settings in ({}, {"compile.scan_layers": True})
+    )
     assert not [text for text in plain.values() if "when the model is built" in text]
     assert scanned["compile.scan_layers"].endswith(
         "; refused for layers that differ (gemma2): checked when the model is built"
@@ -266,51 +257,19 @@ def test_a_verdict_says_what_only_the_model_can_refuse() -> None:
     assert [option for option in plain if plain[option] != scanned[option]] == ["compile.scan_layers"]
 
 
-@pytest.mark.parametrize(
-    ("settings", "place", "said"),
-    [
-        (
-            {"memory.cpu_offload": True, "precision.reduce": "bfloat16"},
-            Deployment("xla", "cpu", 4, 1),
-            "backend xla on cpu (4 device(s) of 1 host(s)): precision.reduce=bfloat16 with precision.compute=float32: "
-            "the reduction would drop digits of float32 gradients.\n"
-            "  Set precision.reduce=auto, or precision.compute=bfloat16.\n"
-            "backend xla on cpu (4 device(s) of 1 host(s)): memory.cpu_offload=true on XLA: torch_xla keeps parameters "
-            "and optimizer state in device memory.\n"
-            "  Set memory.cpu_offload=false, or --backend=native.",
-        ),
-        (
-            {"memory.cpu_offload": True},
-            Deployment("xla", "tpu", 8, 2),
-            "backend xla on tpu (8 device(s) of 2 host(s)): memory.cpu_offload=true on XLA: torch_xla keeps parameters "
-            "and optimizer state in device memory.\n  Set memory.cpu_offload=false.",
-        ),
-        (
-            {"sharding.strategy": "HYBRID_SHARD"},
-            Deployment("native", "cuda", 8, 1),
-            "backend native on cuda (8 device(s) of 1 host(s)): sharding.replicas=null with a hybrid strategy and "
-            "one replica: one replica (null: one per host) is FULL_SHARD, or SHARD_GRAD_OP for "
-            "HYBRID_SHARD_ZERO2.\n"
-            "  Set sharding.replicas=2, or sharding.strategy=FULL_SHARD.",
-        ),
-        (
-            {"sharding.strategy": "HYBRID_SHARD_ZERO2", "sharding.replicas": 3},
-            Deployment("native", "cuda", 16, 4),
-            "backend native on cuda (16 device(s) of 4 host(s)): sharding.replicas=3 that do not divide the devices: "
-            "all replicas (null: one per host) have the same number of devices.\n"
-            "  Set sharding.replicas=4, or sharding.strategy=SHARD_GRAD_OP and sharding.replicas=null.",
-        ),
-        (
-            {"sharding.reshard_after_forward": 5},
-            Deployment("native", "cuda", 8, 1),
-            "backend native on cuda (8 device(s) of 1 host(s)): sharding.reshard_after_forward=5 that does not divide "
-            "the devices of a replica, or is all of them: after forward each group of so many devices keeps the whole "
-            "model between them.\n"
-            "  Set sharding.reshard_after_forward=4, or sharding.reshard_after_forward=null.",
-        ),
-    ],
-)
-def test_the_words_of_a_refusal(settings: Settings, place: Deployment, said: str) -> None:
-    with pytest.raises(BackendError) as caught:
-        support(config_of(settings), place)
-    assert str(caught.value) == said
+REFUSALS: list[tuple[Settings, Deployment]] = [
+    ({"memory.cpu_offload": True, "precision.reduce": "bfloat16"}, Deployment("xla", "cpu", 4, 1)),
+    ({"memory.cpu_offload": True}, Deployment("xla", "tpu", 8, 2)),
+    ({"sharding.strategy": "HYBRID_SHARD"}, Deployment("native", "cuda", 8, 1)),
+    ({"sharding.strategy": "HYBRID_SHARD_ZERO2", "sharding.replicas": 3}, Deployment("native", "cuda", 16, 4)),
+    ({"sharding.reshard_after_forward": 5}, Deployment("native", "cuda", 8, 1)),
+]
+
+
+def test_the_words_of_refusals(assert_golden: Callable[[Path, str], None]) -> None:
+    messages: list[str] = []
+    for settings, place in REFUSALS:
+        with pytest.raises(BackendError) as refusal:
+            support(config_of(settings), place)
+        messages.append(f"{settings}\n{refusal.value}\n")
+    assert_golden(Path(__file__).parent / "goldens/refusals.txt", "\n".join(messages))

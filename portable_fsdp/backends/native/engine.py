@@ -43,18 +43,6 @@ COLLECTIVES = {  # in the words of torch -> of the contract
 }
 
 
-class _HostCopy(base.Pending):
-    """Values on their way to pinned memory while the device computes; `ready` marks the end of the copy."""
-
-    def __init__(self, sizes: dict[str, torch.Size], values: Tensor, ready: torch.cuda.Event) -> None:
-        self._sizes, self._values, self._ready = sizes, values, ready
-
-    def result(self) -> dict[str, Tensor]:
-        self._ready.synchronize()
-        parts = self._values.split([size.numel() for size in self._sizes.values()])
-        return {name: part.view(size) for (name, size), part in zip(self._sizes.items(), parts, strict=True)}
-
-
 class NativeBackend(base.Backend):
     """FSDP2 on the process group that torchrun (or a plain start) describes."""
 
@@ -100,19 +88,16 @@ class NativeBackend(base.Backend):
             if peers:
                 peers.leave(error)
         finally:
-            self.close()
+            _set_matmul_precision(self._matmul_before)
+            if dist.is_initialized():
+                for group in self._mesh.get_all_groups():  # each of gloo's has threads that poll
+                    if group is not dist.group.WORLD:
+                        dist.destroy_process_group(group)
+                if self._owns_group:
+                    dist.destroy_process_group()
 
     def close(self) -> None:
-        if self._peers:
-            self._peers.leave(None)
-        _set_matmul_precision(self._matmul_before)
-        if not dist.is_initialized():
-            return
-        for group in self._mesh.get_all_groups():  # each of gloo's has threads that poll
-            if group is not dist.group.WORLD:
-                dist.destroy_process_group(group)
-        if self._owns_group:
-            dist.destroy_process_group()
+        self.__exit__(None, None, None)
 
     def shard_model(self, model: nn.Module, policy: base.ShardPolicy, fill: base.Fill | None) -> nn.Module:
         mesh = self._shard if self.axes["replicate"] == 1 else self._mesh
@@ -152,13 +137,11 @@ class NativeBackend(base.Backend):
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in pinned.items()}
 
     def compile(self, fn: Callable[..., base.Metrics], name: str) -> Callable[..., base.Metrics]:
-        return fn if name == "evaluate" or not self._counts_collectives else self._counting_once()(fn)
+        def counted(*args: Any) -> base.Metrics:
+            with nullcontext() if self._first_step_is_over else self._counter:
+                return fn(*args)
 
-    @contextmanager
-    def _counting_once(self) -> Generator[None]:
-        """Around each program: counts its collectives until the first step is over."""
-        with nullcontext() if self._first_step_is_over else self._counter:
-            yield
+        return fn if name == "evaluate" or not self._counts_collectives else counted
 
     @contextmanager
     def accumulate(self, last: bool) -> Generator[None]:
@@ -209,13 +192,20 @@ class NativeBackend(base.Backend):
 
     def fetch(self, metrics: base.Metrics) -> base.Pending:
         if self.device.type != "cuda":
-            return base.OnDevice({name: value.clone() for name, value in metrics.items()})
+            return super().fetch({name: value.clone() for name, value in metrics.items()})
+        sizes = {name: value.shape for name, value in metrics.items()}
         values = torch.cat([value.float().flatten() for value in metrics.values()])
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        host.copy_(values, non_blocking=True)
+        host.copy_(values, non_blocking=True)  # while the device computes
         ready = torch.cuda.Event()
         ready.record()
-        return _HostCopy({name: value.shape for name, value in metrics.items()}, host, ready)
+
+        def result() -> dict[str, Tensor]:
+            ready.synchronize()
+            parts = host.split([size.numel() for size in sizes.values()])
+            return {name: part.view(size) for (name, size), part in zip(sizes.items(), parts, strict=True)}
+
+        return base.Pending(result)
 
     def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, base.TensorState]:
         buffers = base.persistent_buffers(model)  # statistics of the rows that a process sees may differ

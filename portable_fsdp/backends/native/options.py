@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from portable_fsdp.backends.options import EngineOptions, Package
 from portable_fsdp.config.rules import Deployment, Refused, Rule, is_hybrid, parts, shards_of_a_replica
-from portable_fsdp.config.schema import Compile, Config
+from portable_fsdp.config.schema import Config
 
 
 def _reshards(config: Config) -> bool:
@@ -24,17 +24,17 @@ def _reshard_that_fits(config: Config, place: Deployment) -> tuple[str, ...]:
 
 RULES = (
     Refused(
-        "model.attention",
+        "model.attention=flex",
         "on another device than cuda",
         "torch has no backward of flex_attention there",
-        when=lambda c, p: c.model.attention == "flex" and p.device != "cuda",
+        when=lambda c, p: p.device != "cuda",
     ),
     Refused(
-        "model.attention",
+        "model.attention=flex",
         "with another compile.backend than inductor",
         "without inductor's kernel all scores would be in memory",
         "compile.backend=inductor",
-        when=lambda c, p: c.model.attention == "flex" and c.compile.enabled and c.compile.backend != "inductor",
+        when=lambda c, p: c.compile.enabled and c.compile.backend != "inductor",
     ),
     Rule(
         "model.attention",
@@ -45,7 +45,7 @@ RULES = (
     ),
     Rule(
         "model.attention",
-        "flex for a model that doesn't give its layers what forward is told (stablelm), or has no attention (mamba2)",
+        "flex for a model that hides its forward's arguments from its layers (stablelm), or has no attention (mamba2)",
         None,
         "the masks of a forward would not reach the layers; model.attention=auto",
     ),
@@ -63,7 +63,7 @@ RULES = (
         "sharding.reshard_after_forward",
         "that does not divide the devices of a replica, or is all of them",
         _reshard_does_not_fit,
-        "after forward each group of so many devices keeps the whole model between them",
+        "after forward, each group of this many devices holds one whole model",
         _reshard_that_fits,
     ),
     Refused(
@@ -71,7 +71,7 @@ RULES = (
         "without compile.enabled",
         "nothing is compiled by it",
         "compile.enabled=true",
-        when=lambda c, p: not c.compile.enabled and c.compile.backend != Compile.model_fields["backend"].default,
+        when=lambda c, p: not c.compile.enabled,
     ),
     Rule(
         "compile.backend",
@@ -137,7 +137,6 @@ def _processes(device: str, requested: int | None, count: Callable[[str], int]) 
 _TORCH = Package("torch", "In a checkout of portable_fsdp: pip install '.'")
 
 OPTIONS = EngineOptions(
-    name="native",
     engine="portable_fsdp.backends.native.engine:NativeBackend",
     packages={
         "cpu": _TORCH,

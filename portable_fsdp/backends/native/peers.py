@@ -189,12 +189,11 @@ class Peers:
         beats = self._all_heartbeats()
         if 0 in beats and beats[0].verdict:
             return beats[0].verdict
-        match = re.search(r"\[([0-9a-f.:]+)\]:\d+", _first_line(error))
-        lost = [index for index, beat in beats.items() if match and match[1] in beat.addresses and index != self._index]
-        if lost:
-            peer = f"{' or '.join(f'process {index}' for index in lost)} on {beats[lost[0]].host}"
-        else:
-            peer = f"a process at {match[1]}" if match else "another process"
+        peer = "another process"
+        if match := re.search(r"\[([0-9a-f.:]+)\]:\d+", _first_line(error)):
+            lost = [index for index, beat in beats.items() if match[1] in beat.addresses and index != self._index]
+            peer = " or ".join(f"process {index}" for index in lost) or f"a process at {match[1]}"
+            peer += f" on {beats[lost[0]].host}" if lost else ""
         return (
             f"process {self._index} on {self._self.host} lost its connection to {peer}, after {self._steps} step(s) of "
             "this start.\n  If that process ended by itself, its last message says why. "
@@ -253,15 +252,13 @@ class Peers:
             if beat.verdict:
                 self._end(beat.verdict, prints=self._self.local_rank == 0)
             if peer.silent_s >= self._timeout_s:
+                verdict = _verdict(index, beat, self._timeout_s)
+                if self._index == 0:
+                    self._verdict = verdict
+                    self._send()
+                    self._over.wait(2 * self._round_s)  # the others read it, and this process may hold the store
                 is_first_here = (beat.host, beat.local_rank) == (self._self.host, 0)
-                self._give_up(_verdict(index, beat, self._timeout_s), is_first_here or self._self.local_rank == 0)
-
-    def _give_up(self, verdict: str, prints: bool) -> None:
-        if self._index == 0:
-            self._verdict = verdict
-            self._send()
-            self._over.wait(2 * self._round_s)  # the others read it, and this process may hold the store
-        self._end(verdict, prints=prints)
+                self._end(verdict, prints=is_first_here or self._self.local_rank == 0)
 
     def _end(self, message: str, *, prints: bool) -> None:
         """End this process, whose main thread waits in a collective. One process of a host prints."""
@@ -275,11 +272,10 @@ class Peers:
         """Warn when the run waits although no process is lost."""
         missing = ", ".join(str(index) for index, peer in self._peers.items() if peer.beat is None)
         if missing and self._joining.is_due(elapsed_s):
-            unread = ", ".join(str(index) for index, peer in self._peers.items() if peer.unreadable)
-            why = (
-                f" (can't read the heartbeat of process {unread}: another version of portable_fsdp?)" if unread else ""
-            )
-            self._warn(f"waiting for process {missing}, not come after {self._joining.waited_s:.0f} s{why}")
+            message = f"waiting for process {missing}, not come after {self._joining.waited_s:.0f} s"
+            if unread := ", ".join(str(index) for index, peer in self._peers.items() if peer.unreadable):
+                message += f" (can't read the heartbeat of process {unread}: another version of portable_fsdp?)"
+            self._warn(message)
         if missing or self._index != 0:
             return
         beats = {index: peer.beat for index, peer in self._peers.items() if peer.beat}
@@ -289,12 +285,12 @@ class Peers:
             self._most_steps, self._stepping = most, _Reminder(self._timeout_s)
         elif self._stepping.is_due(elapsed_s):
             waited = f"{self._stepping.waited_s:.0f} s although all processes are alive"
-            self._warn(
-                f"no step finished for {waited}: {most} step(s) are done since the start, and {furthest_behind(beats)}"
-                if most
-                else f"the first step has not ended after {waited}: before it the run tokenizes data, loads weights and"
-                " compiles programs"
-            )
+            if most:
+                done = f"{most} step(s) are done since the start"
+                self._warn(f"no step finished for {waited}: {done}, and {furthest_behind(beats)}")
+            else:
+                before = "before it the run tokenizes data, loads weights and compiles programs"
+                self._warn(f"the first step has not ended after {waited}: {before}")
 
     def _warn(self, message: str) -> None:
         print(printable(message), file=sys.stderr, flush=True)  # it quotes what others wrote to the store

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from portable_fsdp.backends.base import ShardPolicy, parameter_slots
+from portable_fsdp.backends.base import ShardPolicy, cast_floats, parameter_slots
 from portable_fsdp.runtime.errors import BackendError
 
 ROOT = ""
@@ -69,9 +68,8 @@ def shard_units(model: nn.Module, policy: ShardPolicy, mesh: DeviceMesh) -> list
                 layer.forward, backend=policy.compile_backend, fullgraph=not holds_units, dynamic=False
             )
     for name in (*reversed(units), ROOT):
-        for dtype, names in groups[name].items():
+        for dtype, names in (*groups[name].items(), (_dtype_of(name, policy), [name])):
             _fully_shard(model, names, shared, policy, mesh, dtype, is_root=name == ROOT)
-        _fully_shard(model, [name], shared, policy, mesh, _dtype_of(name, policy), is_root=name == ROOT)
     _require_sharded(model, shared)
     return _gather_order(model, policy, units, groups)
 
@@ -104,19 +102,9 @@ def _groups(policy: ShardPolicy, units: list[str]) -> dict[str, dict[torch.dtype
 def _cast_around(module: nn.Module, dtype: torch.dtype, back: torch.dtype | None) -> None:
     """The module takes `dtype` and gives `back`. By hooks: of a list of modules, FSDP2 casts for the first only."""
 
-    def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _cast_floats(args, dtype), _cast_floats(kwargs, dtype)
-
-    def cast_outputs(_: nn.Module, __: Any, output: Any) -> Any:
-        return _cast_floats(output, back)
-
-    module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
+    module.register_forward_pre_hook(lambda _, args, kwargs: cast_floats((args, kwargs), dtype), with_kwargs=True)
     if back is not None:
-        module.register_forward_hook(cast_outputs)
-
-
-def _cast_floats(values: Any, dtype: torch.dtype | None) -> Any:
-    return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, values)
+        module.register_forward_hook(lambda _, __, output: cast_floats(output, back))
 
 
 # -------------------------------------------------------------------------------------- recomputation, compilation

@@ -106,32 +106,29 @@ def _use_readable_kernels() -> None:
     """
     import torch_xla.experimental.custom_kernel
 
-    kernels = cast(Any, torch_xla.experimental.custom_kernel)
-    if not isinstance(kernels.trace_pallas, _Lowering):
-        kernels.trace_pallas = _Lowering(kernels.to_jax_shape_dtype_struct)
+    cast(Any, torch_xla.experimental.custom_kernel).trace_pallas = _trace_pallas
 
 
-class _Lowering:
-    """`trace_pallas(kernel, *args, **kwargs)` -> (what XLA's custom call takes, the tensors among `args`)."""
+_KERNELS: dict[tuple[Any, str], str] = {}  # lowered: a kernel has few shapes, and lowering one takes a second
 
-    def __init__(self, abstract: Callable[[Tensor], Any]) -> None:
-        self._abstract = abstract
-        self._lowered: dict[tuple[Any, str], str] = {}
 
-    def __call__(
-        self,
-        kernel: Callable[..., Any],
-        *args: Any,
-        static_argnums: Any = None,
-        static_argnames: Any = None,
-        use_cache: bool = False,  # always kept: a kernel has few shapes, and lowering one takes a second
-        **kwargs: Any,
-    ) -> tuple[str, list[Tensor]]:
-        shapes = [self._abstract(argument) if isinstance(argument, Tensor) else argument for argument in args]
-        key = kernel, str((shapes, kwargs))
-        if key not in self._lowered:
-            self._lowered[key] = _lowered(kernel, static_argnums, static_argnames, shapes, kwargs)
-        return self._lowered[key], [argument for argument in args if isinstance(argument, Tensor)]
+def _trace_pallas(
+    kernel: Callable[..., Any],
+    *args: Any,
+    static_argnums: Any = None,
+    static_argnames: Any = None,
+    use_cache: bool = False,
+    **kwargs: Any,
+) -> tuple[str, list[Tensor]]:
+    """What XLA's custom call takes, and the tensors among `args`."""
+    from torch_xla.experimental.custom_kernel import to_jax_shape_dtype_struct
+
+    abstract = cast(Callable[[Tensor], Any], to_jax_shape_dtype_struct)
+    shapes = [abstract(argument) if isinstance(argument, Tensor) else argument for argument in args]
+    key = kernel, str((shapes, kwargs))
+    if key not in _KERNELS:
+        _KERNELS[key] = _lowered(kernel, static_argnums, static_argnames, shapes, kwargs)
+    return _KERNELS[key], [argument for argument in args if isinstance(argument, Tensor)]
 
 
 def _lowered(

@@ -1,6 +1,6 @@
 """XLA: torch_xla SPMD. One process drives all devices of its host; the program is global, XLA partitions it.
 
-`shard_model` reads top to bottom: what the model's forwards do (`model.py`), then weights, uploaded shard by shard.
+`shard_model` reads top to bottom: what the model's forwards do (`_wrap_forwards`), then its weights, shard by shard.
 Environment variables that torch_xla reads at import are set here, before it is imported.
 """
 
@@ -8,7 +8,7 @@ Environment variables that torch_xla reads at import are set here, before it is 
 # pyright: reportPrivateUsage=false
 
 import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -19,11 +19,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from portable_fsdp.backends import base
-from portable_fsdp.backends.pjrt import PjrtBackend, require_devices, set_environment
-from portable_fsdp.backends.xla.forward import Copies
-from portable_fsdp.backends.xla.layouts import Layouts, Spec, by_rows
-from portable_fsdp.backends.xla.model import wrap_forwards
-from portable_fsdp.backends.xla.tensors import DeviceTensors, Fetch, Tensors
+from portable_fsdp.backends.pjrt import PjrtBackend, recomputed, require_devices, set_environment
+from portable_fsdp.backends.xla.attention import with_flash_attention
+from portable_fsdp.backends.xla.forward import (
+    Copies,
+    finish_backward,
+    in_own_dtype,
+    is_inside,
+    keep_rows_split,
+    uses_by_block,
+    weight_uses,
+)
+from portable_fsdp.backends.xla.reduce import replace_forwards, summed_in_float32
+from portable_fsdp.backends.xla.scan import LayerLoop
+from portable_fsdp.backends.xla.tensors import ROWS, DeviceTensors, Fetch, Layouts, Spec, Tensors, by_rows
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.process import detect_launch
@@ -53,7 +62,7 @@ class XlaBackend(PjrtBackend):
         self._sum_in_float32 = config.precision.reduce == "float32"
         self._shards = self.axes["shard"]
         self.mesh: Any = spmd.Mesh(np.arange(count), tuple(self.axes.values()), tuple(self.axes))
-        self._tensors = tensors or DeviceTensors(
+        self._programs = self._tensors = tensors or DeviceTensors(
             self.mesh, self._shards, self.process.count, flash_attention=device == "tpu"
         )
         self._copies: Copies | None = None
@@ -70,17 +79,7 @@ class XlaBackend(PjrtBackend):
     # ------------------------------------------------------------------------------------------- model, optimizer
 
     def shard_model(self, model: nn.Module, policy: base.ShardPolicy, fill: base.Fill | None) -> nn.Module:
-        gathers = not policy.reshard_after_forward and self._shards > 1
-        barrier = self._bridge._xla_optimization_barrier_
-        self._copies = wrap_forwards(
-            model,
-            policy,
-            Layouts(self.mesh),
-            barrier,
-            keep=gathers,
-            flash=self._tensors.flash_attention,
-            sum_in_float32=self._sum_in_float32,
-        )
+        self._wrap_forwards(model, policy)
         for fqn, shared in base.parameter_slots(model).items():
             weight = cast(Tensor, shared[0].module._parameters[shared[0].leaf])
             fetch = None if fill is None else partial(fill, fqn)
@@ -93,6 +92,46 @@ class XlaBackend(PjrtBackend):
                     module._buffers[leaf] = self._tensor(buffer.shape, buffer.dtype, buffer.__getitem__, sharded=False)
         self._model = model
         return model
+
+    def _wrap_forwards(self, model: nn.Module, policy: base.ShardPolicy) -> None:
+        """Innermost first: attention, a dtype of its own, compute copies, recompute; then hooks on what a block gives.
+
+        Raises BackendError for layers that can't be scanned, and for weights whose gradients can't be summed in float32
+        as precision.reduce asks for.
+        """
+        layouts, barrier = Layouts(self.mesh), self._bridge._xla_optimization_barrier_
+        keeps_copies = not policy.reshard_after_forward and self._shards > 1
+        head = cast(Any, model).get_output_embeddings()
+        for name in policy.layers if self._tensors.flash_attention else ():
+            layer = model.get_submodule(name)
+            layer.forward = with_flash_attention(layer.forward, self.mesh, ROWS)
+        for name, dtype in policy.modules.items():
+            module = model.get_submodule(name)
+            module.forward = in_own_dtype(module.forward, dtype, None if module is head else policy.compute)
+        uses = weight_uses(model, policy)
+        if self._sum_in_float32:
+            uses = summed_in_float32(uses)
+        scanned = policy.layers if policy.scan_layers else ()
+        in_loop = {fqn: use for fqn, use in uses.items() if is_inside(fqn, scanned)}
+        outside = {fqn: use for fqn, use in uses.items() if fqn not in in_loop}
+        if scanned:
+            LayerLoop(model, policy, in_loop, layouts, gather=keeps_copies)
+        self._copies = copies = Copies(layouts.gathered, barrier, keeps_copies)
+        replace_forwards(uses, copies, layouts.shard)
+        blocks = {name for name in (*policy.units, *policy.recompute) if not is_inside(name, scanned)}
+        for name, owned in uses_by_block(outside, blocks).items():
+            block = model.get_submodule(name)
+            block.forward = copies.run_with(owned, block.forward)
+            if name in policy.recompute:
+                trains = any(weight.requires_grad for weight in block.parameters())
+                block.forward = recomputed(block.forward, trains, copies.again)
+            if name in policy.units and block is not head:
+                keep_rows_split(block, layouts.split_rows)
+        if head is not None:  # unit or not: else the logits would be split by words
+            keep_rows_split(head, layouts.split_rows)
+        for name in () if scanned else policy.layers:
+            finish_backward(model.get_submodule(name), barrier)
+        model.forward = copies.gathered_for(list(outside.values()), model.forward)
 
     def build_optimizer(self, make: base.MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         def zeros(parameter: nn.Parameter, twin: Tensor, _: dict[str, Any]) -> Tensor:
@@ -127,19 +166,11 @@ class XlaBackend(PjrtBackend):
     def place(self, batch: base.Batch) -> base.Batch:
         return {name: self._tensors.place(tensor, by_rows(tensor)) for name, tensor in batch.items()}
 
-    def compile(self, fn: Callable[..., base.Metrics], name: str) -> Callable[..., base.Metrics]:
-        return self._tensors.compile(fn, name)
-
     @contextmanager
     def accumulate(self, last: bool) -> Generator[None]:
         yield  # one global program: there is no gradient that has not crossed
         if self._copies is not None:
-            self._copies.release()
-
-    @contextmanager
-    def evaluate(self) -> Generator[None]:
-        with torch.no_grad():
-            yield  # without gradients the model's forward itself gives back what it gathered
+            self._copies.release()  # without gradients the model's forward itself gives back what it gathered
 
     def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
         parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
@@ -166,8 +197,7 @@ class XlaBackend(PjrtBackend):
     def _pieces(self, tensor: Tensor) -> list[base.Piece]:
         """Copies on the host of what the devices of this process hold."""
         if tensor.device.type == "cpu" or not self._bridge._get_xla_sharding_spec(tensor):
-            mine = self.process.index == 0
-            return [base.Piece((0,) * tensor.dim(), tensor.detach().to("cpu", copy=True))] if mine else []
+            return self._whole_piece(tensor)
         pieces: list[base.Piece] = []
         (shards,) = self._bridge._get_local_shards([tensor])
         (where,) = self._bridge._get_local_shard_replica_and_indices([tensor])
@@ -190,10 +220,6 @@ class XlaBackend(PjrtBackend):
             # Not _replace_xla_tensor: after a step has run, the next forward would still see the old values.
             old.data = new
         self._tensors.wait()
-
-    @property
-    def compilations(self) -> int:
-        return self._tensors.compilations
 
     def memory(self) -> base.MemoryStats | None:
         try:

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
+from portable_fsdp.backends.base import ShardPolicy, cast_floats
 from portable_fsdp.backends.pjrt import Forward, is_float, wants_gradient
 
 Mark = Callable[[Tensor], None]
@@ -45,13 +46,13 @@ class Use(NamedTuple):
         return id(self.weight), self.dtype
 
 
-def weight_uses(model: nn.Module, compute: torch.dtype, modules: Mapping[str, torch.dtype]) -> dict[str, Use]:
-    """FQN -> use, tied weights under each of their FQNs; `modules` compute in a dtype of their own."""
+def weight_uses(model: nn.Module, policy: ShardPolicy) -> dict[str, Use]:
+    """FQN -> use, tied weights under each of their FQNs."""
     uses: dict[str, Use] = {}
     for fqn, _ in model.named_parameters(remove_duplicate=False):
         owner, _, leaf = fqn.rpartition(".")
-        own = [dtype for name, dtype in modules.items() if fqn.startswith(f"{name}.")]
-        uses[fqn] = Use(model.get_submodule(owner), leaf, own[0] if own else compute)
+        dtype = next((own for name, own in policy.modules.items() if is_inside(fqn, (name,))), policy.compute)
+        uses[fqn] = Use(model.get_submodule(owner), leaf, dtype)
     return uses
 
 
@@ -60,15 +61,20 @@ def uses_by_block(uses: Mapping[str, Use], blocks: Iterable[str]) -> dict[str, l
     by_depth = sorted({"", *blocks}, key=len, reverse=True)
     owned: dict[str, list[Use]] = {block: [] for block in by_depth}
     for fqn, use in uses.items():
-        owned[next(block for block in by_depth if not block or fqn.startswith(f"{block}."))].append(use)
+        owned[next(block for block in by_depth if not block or is_inside(fqn, (block,)))].append(use)
     return owned
+
+
+def is_inside(name: str, modules: Iterable[str]) -> bool:
+    """Whether a module or weight is one of `modules`, or inside one."""
+    return any(f"{name}.".startswith(f"{module}.") for module in modules)
 
 
 class Copies:
     """Weights in their compute dtype replace the masters while a block runs; gradients reach the masters.
 
     A block casts at use; XLA gathers for forward and again for backward. With `keep` one gathered copy of each weight
-    lives from `gather_all` until `release`, after backward. Blocks then use leaves of autograd, whose gradients
+    lives from the model's forward until `release`, after backward. Blocks then use leaves of autograd, whose gradients
     `release` passes on: without leaves a recomputed layer would reach the masters in an order that depends on how many
     operations autograd has numbered in its threads, and XLA compiles again for each order of results.
     """
@@ -80,7 +86,7 @@ class Copies:
         self._here: dict[tuple[int, torch.dtype], Tensor] = {}  # of the blocks that are running
         self._runs_again_on: list[Tensor] | None = None
 
-    def gather_all(self, uses: Iterable[Use]) -> None:
+    def _gather_all(self, uses: Iterable[Use]) -> None:
         """At the start of a forward, while autograd records."""
         if self._keep:
             distinct = list(_distinct(uses))
@@ -106,7 +112,7 @@ class Copies:
             self._runs_again_on = None
 
     @contextmanager
-    def in_place(self, uses: list[Use]) -> Generator[None]:
+    def _in_place(self, uses: list[Use]) -> Generator[None]:
         copies = self._kept or {use.key: cast_weight(use) for use in _distinct(uses)}
         if self._runs_again_on is not None and not self._kept:
             # Without a barrier XLA would merge the gathers of both runs, and keep the weights in between.
@@ -124,6 +130,28 @@ class Copies:
     def of(self, use: Use) -> Tensor:
         """The copy of a weight that a running block holds `apart`."""
         return self._here[use.key]
+
+    def run_with(self, uses: list[Use], forward: Forward) -> Forward:
+        """A block's `forward` with the compute copies of `uses` in place."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self._in_place(uses):
+                return forward(*args, **kwargs)
+
+        return run
+
+    def gathered_for(self, uses: list[Use], forward: Forward) -> Forward:
+        """The model's `forward`: gathered copies live until after backward, or without gradients until its end."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._gather_all(uses)
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                if not torch.is_grad_enabled():
+                    self.release()
+
+        return run
 
 
 def _distinct(uses: Iterable[Use]) -> Iterable[Use]:
@@ -148,26 +176,13 @@ def swapped(uses: Sequence[Use], tensors: Sequence[Tensor]) -> Generator[None]:
             use.module._parameters[use.leaf] = master
 
 
-def run_with(forward: Forward, copies: Copies, uses: list[Use]) -> Forward:
-    """`forward` with the compute copies of `uses` in place."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with copies.in_place(uses):
-            return forward(*args, **kwargs)
-
-    return run
-
-
 def in_own_dtype(forward: Forward, dtype: torch.dtype, result: torch.dtype | None) -> Forward:
     """`forward` with what it takes cast to `dtype`, and what it gives to `result` (None: left as it is)."""
 
-    def to(dtype: torch.dtype) -> Callable[[Any], Any]:
-        return lambda value: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-
     def run(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree_map(to(dtype), (args, kwargs))
+        args, kwargs = cast_floats((args, kwargs), dtype)
         output = forward(*args, **kwargs)
-        return output if result is None else tree_map(to(result), output)
+        return output if result is None else cast_floats(output, result)
 
     return run
 

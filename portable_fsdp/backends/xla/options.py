@@ -1,7 +1,6 @@
 """What xla (torch_xla SPMD) does with each option. No torch here."""
 
-from portable_fsdp.backends import pjrt_options
-from portable_fsdp.backends.options import EngineOptions
+from portable_fsdp.backends.pjrt_options import TorchXlaOptions
 from portable_fsdp.config.rules import Refused, Rule, dtypes, is_selective
 
 RULES = (
@@ -12,19 +11,19 @@ RULES = (
         "all turns of the loop run one program, with one dtype for each weight",
     ),
     Refused(
-        "precision.reduce",
+        "precision.reduce=float32",
         "with weights that rest in bfloat16",
         "a gradient has the dtype of its weight",
         "precision.master=float32",
         "--backend=native",
-        when=lambda c, p: c.precision.reduce == "float32" and c.precision.master == "bfloat16",
+        when=lambda c, p: c.precision.master == "bfloat16",
     ),
     Refused(
-        "precision.reduce",
+        "precision.reduce=float32",
         "with scan_layers and a lower compute dtype",
         "the loop's gradients have the dtype of the copies that it takes",
         "compile.scan_layers=false",
-        when=lambda c, p: c.precision.reduce == "float32" and c.compile.scan_layers and dtypes(c) != {"float32"},
+        when=lambda c, p: c.compile.scan_layers and dtypes(c) != {"float32"},
     ),
     Rule(
         "precision.reduce",
@@ -33,11 +32,11 @@ RULES = (
         "XLA sums a gradient in the dtype in which it is computed; precision.modules gives those layers float32",
     ),
     Refused(
-        "precision.reduce",
+        "precision.reduce=bfloat16",
         "with modules in float32",
         "XLA sums the gradients of those modules in their compute dtype",
         "precision.modules={}",
-        when=lambda c, p: c.precision.reduce == "bfloat16" and "float32" in c.precision.modules.values(),
+        when=lambda c, p: "float32" in c.precision.modules.values(),
     ),
     Rule(
         "compile.scan_layers",
@@ -54,14 +53,14 @@ RULES = (
         "with units by size",
         "the loop gathers a layer as one unit",
         "sharding.wrap=TRANSFORMER_BASED_WRAP and sharding.min_num_params=null",
-        when=lambda c, p: c.compile.scan_layers and c.sharding.wrap == "SIZE_BASED_WRAP",
+        when=lambda c, p: c.sharding.wrap == "SIZE_BASED_WRAP",
     ),
     Refused(
         "compile.scan_layers",
         "with units by name",
         "the loop gathers a layer as one unit",
         "sharding.wrap_modules=[]",
-        when=lambda c, p: c.compile.scan_layers and bool(c.sharding.wrap_modules),
+        when=lambda c, p: bool(c.sharding.wrap_modules),
     ),
     Rule(
         "compile.scan_layers",
@@ -92,16 +91,10 @@ EFFECTS = {
     "compile.scan_layers=true": "torch_xla's scan: one program for all layers",
 }
 
-OPTIONS = EngineOptions(
-    name="xla",
-    engine="portable_fsdp.backends.xla.engine:XlaBackend",
-    packages=pjrt_options.PACKAGES,
+OPTIONS = TorchXlaOptions(
+    "portable_fsdp.backends.xla.engine:XlaBackend",
     made_for=("tpu",),
-    example_device="tpu",
-    rules=(*pjrt_options.RULES, *RULES),
-    effects={**pjrt_options.EFFECTS, **EFFECTS},
-    delegated=pjrt_options.DELEGATED,
+    rules=RULES,
+    effects=EFFECTS,
     processes=lambda device, requested, count: 1,  # which drives all devices of the host
-    launcher_counts_devices=False,
-    other_devices=pjrt_options.NO_CUDA,
 )

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from portable_fsdp.backends.pjrt import Forward
 from portable_fsdp.backends.xla.forward import Copies, Mark, Use
-from portable_fsdp.backends.xla.layouts import laid_out
+from portable_fsdp.backends.xla.tensors import laid_out
 from portable_fsdp.runtime.errors import BackendError
 
 

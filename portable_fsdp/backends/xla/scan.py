@@ -7,7 +7,7 @@ a slice of each. The first layer's forward runs them all, the others hand on wha
 # The first layer's weights are replaced in its modules' tables while the loop's body is traced.
 # pyright: reportPrivateUsage=false
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import zip_longest
 from typing import Any, cast
 
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from portable_fsdp.backends.base import ShardPolicy
 from portable_fsdp.backends.pjrt import is_float
 from portable_fsdp.backends.xla.forward import Use, cast_weight, swapped
-from portable_fsdp.backends.xla.layouts import Layouts
+from portable_fsdp.backends.xla.tensors import Layouts
 from portable_fsdp.runtime.errors import BackendError
 
 
@@ -28,24 +29,14 @@ class LayerLoop:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        names: Sequence[str],
-        units: Collection[str],
-        uses: dict[str, Use],
-        layouts: Layouts,
-        *,
-        gather: bool,
-        recompute: bool,
+        self, model: nn.Module, policy: ShardPolicy, uses: dict[str, Use], layouts: Layouts, *, gather: bool
     ) -> None:
-        _require_list(model, names)
-        _require_no_units_inside(names, units)
-        layers = {name: model.get_submodule(name) for name in names}
-        _require_alike(layers)
+        layers = {name: model.get_submodule(name) for name in policy.layers}
         by_layer = {name: _uses_in(name, uses) for name in layers}
-        _require_equal_dtypes(by_layer)
+        for problem in _problems(model, policy, layers, by_layer):
+            raise _refusal(problem)
         self._weights = [list(of_layer.values()) for of_layer in by_layer.values()]  # in one order
-        self._layouts, self._gather, self._recompute = layouts, gather, recompute
+        self._layouts, self._gather, self._recompute = layouts, gather, bool(policy.recompute)
         self._body = next(iter(layers.values())).forward
         self._names = list(layers)
         # By whether autograd records: how the layers were called, and the body for that. scan keeps the first program
@@ -116,41 +107,31 @@ def _partition(recompute: bool) -> tuple[Any, float]:
     return (min_cut_rematerialization_partition, 0.0) if recompute else (default_partition, 1.0)
 
 
-def _require_list(model: nn.Module, names: Sequence[str]) -> None:
-    holder, _, first = names[0].rpartition(".")
-    is_list = isinstance(model.get_submodule(holder), nn.ModuleList)
-    if len(names) > 1 and is_list and list(names) == [f"{holder}.{int(first) + turn}" for turn in range(len(names))]:
-        return
-    listed = f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
-    actual = f"{listed} ({type(model.get_submodule(names[0])).__name__})"
-    raise _refusal(f"it expects two or more that follow one another in a list of the model, and found {actual}")
-
-
-def _require_no_units_inside(names: Sequence[str], units: Collection[str]) -> None:
-    for unit in units:
-        for name in (name for name in names if unit.startswith(f"{name}.")):
-            raise _refusal(f"{unit} is a unit inside {name}: the loop gathers a layer as one")
-
-
-def _require_alike(layers: dict[str, nn.Module]) -> None:
+def _problems(
+    model: nn.Module, policy: ShardPolicy, layers: dict[str, nn.Module], by_layer: dict[str, dict[str, Use]]
+) -> Iterator[str]:
+    """Why the layers can't be turns of one loop."""
     (first, layer), *others = layers.items()
+    holder, _, number = first.rpartition(".")
+    follow = number.isdecimal() and list(layers) == [f"{holder}.{int(number) + turn}" for turn in range(len(layers))]
+    if not (others and follow and isinstance(model.get_submodule(holder), nn.ModuleList)):
+        listed = f"{', '.join(list(layers)[:3])}{', ...' if len(layers) > 3 else ''} ({type(layer).__name__})"
+        yield f"it expects two or more that follow one another in a list of the model, and found {listed}"
+    for unit in policy.units:
+        for name in (name for name in layers if unit.startswith(f"{name}.")):
+            yield f"{unit} is a unit inside {name}: the loop gathers a layer as one"
     for name, other in others:
         for difference in _differences(layer, other):
-            raise _refusal(f"{name} is unlike {first}: {difference}")
+            yield f"{name} is unlike {first}: {difference}"
+        # The first layer's forward, with the casts of `precision.modules` in it, runs them all.
+        for leaf, use in by_layer[first].items():
+            if (dtype := by_layer[name][leaf].dtype) != use.dtype:
+                yield f"{name}.{leaf} computes in {dtype}, and {first}.{leaf} in {use.dtype}"
 
 
 def _uses_in(layer: str, uses: dict[str, Use]) -> dict[str, Use]:
     """Name in the layer -> the use of that weight."""
     return {fqn.removeprefix(f"{layer}."): use for fqn, use in uses.items() if fqn.startswith(f"{layer}.")}
-
-
-def _require_equal_dtypes(by_layer: dict[str, dict[str, Use]]) -> None:
-    """The first layer's forward, with the casts of `precision.modules` in it, runs them all."""
-    (first, uses), *others = by_layer.items()
-    for name, others_uses in others:
-        for leaf, use in uses.items():
-            if (other := others_uses[leaf].dtype) != use.dtype:
-                raise _refusal(f"{name}.{leaf} computes in {other}, and {first}.{leaf} in {use.dtype}")
 
 
 def _refusal(reason: str) -> BackendError:

@@ -1,33 +1,42 @@
-"""Where tensors and programs of an XLA step are: on devices, or nowhere, for a plan of devices that aren't here.
+"""Where tensors and programs of an XLA step are: over a mesh of devices, or nowhere, for a plan of absent devices.
 
-`XlaBackend` works on either; `plan/tpu_trace.py` has the other one.
+`XlaBackend` works on either; `plan/tpu_trace.py` has the other one. A tensor lies by rows of the batch, as shards of a
+weight, or whole on each device.
 """
 
 # Shards are reached through torch_xla's private bridge only.
 # pyright: reportPrivateUsage=false
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.backends.base import Metrics, Region, full_region, shard_region
-from portable_fsdp.backends.pjrt import Programs
-from portable_fsdp.backends.xla.layouts import Spec
+from portable_fsdp.backends.base import Region, full_region, shard_region
+from portable_fsdp.backends.pjrt import Compiles, Programs
+
+ROWS = ("replicate", "shard")  # mesh axes over which the rows of a batch go
+
+Spec = tuple[Any, ...]
+"""Of each dimension: the mesh axis, or axes, over which it is split, or None."""
+
+
+def by_rows(tensor: Tensor) -> Spec:
+    """The partition of a tensor whose dimension 0 is rows of the batch; a scalar is everywhere."""
+    return (ROWS, *(None for _ in tensor.shape[1:])) if tensor.dim() else ()
+
 
 Fetch = Callable[[Region], Tensor]
 """A piece of a global tensor, on the host."""
 
 
-class Tensors(Protocol):
+class Tensors(Compiles, Protocol):
     """Makes global tensors and the programs that run on them."""
 
     flash_attention: bool
     """Whether attention is the TPU's kernel; else torch's own formula."""
-
-    @property
-    def compilations(self) -> int: ...
 
     def make(self, shape: Sequence[int], dtype: torch.dtype, spec: Spec, fetch: Fetch | None) -> Tensor:
         """A global tensor with the partition `spec`, whose pieces `fetch` gives; None where they don't matter."""
@@ -37,20 +46,19 @@ class Tensors(Protocol):
         """A tensor of this host's rows, as part of a global one."""
         ...
 
-    def compile(self, fn: Callable[..., Metrics], name: str) -> Callable[..., Metrics]: ...
-
     def wait(self) -> None:
         """For all programs that were started."""
         ...
 
 
-class DeviceTensors:
+class DeviceTensors(Programs):
     """On the devices of this process, as parts of a mesh over all processes."""
 
     def __init__(self, mesh: Any, shards: int, processes: int, *, flash_attention: bool) -> None:
         import torch_xla
         import torch_xla.distributed.spmd as spmd
 
+        super().__init__("xla")
         self.flash_attention = flash_attention
         self._xla: Any = torch_xla
         self._bridge: Any = cast(Any, torch_xla)._XLAC
@@ -58,11 +66,6 @@ class DeviceTensors:
         self._mesh, self._shards, self._processes = mesh, shards, processes
         # Global numbers, in the order in which shards are given: a host's own need not follow one another.
         self._local_devices = [int(name.split(":")[1]) for name in self._bridge._xla_get_runtime_devices()]
-        self._programs = Programs("xla")
-
-    @property
-    def compilations(self) -> int:
-        return self._programs.compilations
 
     def make(self, shape: Sequence[int], dtype: torch.dtype, spec: Spec, fetch: Fetch | None) -> Tensor:
         """Each device gets its rows (all rows if not sharded), and no more. Compiles nothing.
@@ -86,8 +89,59 @@ class DeviceTensors:
         (placed,) = self._bridge._xla_tensors_from_aten([tensor], ["xla:0"], [sharding.xla_spec(tensor)])
         return placed
 
-    def compile(self, fn: Callable[..., Metrics], name: str) -> Callable[..., Metrics]:
-        return self._programs.compile(fn, name)
-
     def wait(self) -> None:
         self._xla.sync(wait=True)
+
+
+class Layouts:
+    """Gives tensors a layout, in place: an annotation, from which XLA's partitioner derives all the others."""
+
+    def __init__(self, mesh: Any) -> None:
+        import torch_xla.distributed.spmd as spmd
+
+        self.mesh = mesh
+        self._spmd: Any = spmd
+
+    def split_rows(self, tensor: Tensor) -> None:
+        self._spmd.mark_sharding(tensor, self.mesh, by_rows(tensor))
+
+    def split_rows_in_loop(self, tensor: Tensor) -> Tensor:
+        """As an operation that gives a new tensor: what is traced for a loop can't be annotated in place."""
+        return self._spmd.xla_sharding.mark_sharding_with_gradients(tensor, self.mesh, by_rows(tensor))
+
+    def shard(self, tensor: Tensor, dim: int = 0) -> None:
+        spec = tuple("shard" if at == dim else None for at in range(tensor.dim()))
+        self._spmd.mark_sharding(tensor, self.mesh, spec)
+
+    def replicate(self, tensor: Tensor) -> None:
+        self._spmd.mark_sharding(tensor, self.mesh, (None,) * tensor.dim())
+
+    def gathered(self, weight: Tensor) -> Tensor:
+        """The whole weight on each device; its gradient is sharded."""
+        return cast(Tensor, _LaidOut.apply(weight, self.shard, self.replicate))
+
+    def stacked(self, weights: list[Tensor], gather: bool) -> Tensor:
+        """`[len(weights), ...]`, each of them sharded (or whole) as it was; gradients are sharded."""
+        layout = partial(self.shard, dim=1)
+        return cast(Tensor, _LaidOut.apply(torch.stack(weights), layout, self.replicate if gather else None))
+
+
+def laid_out(tensor: Tensor, mark: Callable[[Tensor], None]) -> Tensor:
+    """The same values in the layout that `mark` gives: in place, and so to a tensor of its own."""
+    tensor = tensor * 1
+    mark(tensor)
+    return tensor
+
+
+class _LaidOut(torch.autograd.Function):
+    """A tensor laid out as shards, then perhaps whole; its gradient as shards. Two, so that a gather follows a cast."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, shard: Callable[[Tensor], None], replicate: Any) -> Tensor:
+        ctx.shard = shard
+        sharded = laid_out(tensor, shard)
+        return sharded if replicate is None else laid_out(sharded, replicate)
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Any) -> Any:
+        return laid_out(cast(Tensor, outputs[0]), ctx.shard), None, None

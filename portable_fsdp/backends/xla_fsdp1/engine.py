@@ -10,17 +10,16 @@ import functools
 import math
 import os
 import pickle
-from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from portable_fsdp.backends import base
-from portable_fsdp.backends.pjrt import PjrtBackend, Programs, require_devices, set_environment
+from portable_fsdp.backends.pjrt import Forward, PjrtBackend, Programs, recomputed, require_devices, set_environment
 from portable_fsdp.backends.xla_fsdp1.shards import Shard, check_rows, shards_of
-from portable_fsdp.backends.xla_fsdp1.units import wrap_forwards
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.process import detect_launch
@@ -67,10 +66,9 @@ class XlaFsdp1Backend(PjrtBackend):
         if self._by_rows:
             check_rows(places)
         self._put_zeros(places)
-        units = wrap_forwards(model, policy, self._unit_maker(policy))
-        self._units, self._root = units, units[-1]
-        self._reduce = policy.reduce
-        self._shards = shards_of(units, places, self._index)
+        self._units, self._reduce = self._wrap_forwards(model, policy), policy.reduce
+        self._root = self._units[-1]
+        self._shards = shards_of(self._units, places, self._index)
         for shard in self._shards.values():
             shard.parameter.data = self._upload(shard.collect(fill, torch.float32))
             if not self._settings.flatten_parameters:  # else there is no shard of one parameter to be found there
@@ -93,11 +91,34 @@ class XlaFsdp1Backend(PjrtBackend):
             for place in shared:
                 place.module._parameters[place.leaf] = full
 
-    def _unit_maker(self, policy: base.ShardPolicy) -> Callable[[nn.Module], Any]:
+    def _wrap_forwards(self, model: nn.Module, policy: base.ShardPolicy) -> list[Any]:
+        """Put units behind the forwards of modules, so that no name changes: inner ones first, the root last.
+
+        A unit takes all parameters that none before it took. A layer that is a unit is gathered before it runs for the
+        first time, and again before it runs in backward.
+        """
+        recompute = {name: model.get_submodule(name) for name in policy.recompute}
+        trains = {name for name, layer in recompute.items() if any(p.requires_grad for p in layer.parameters())}
+        units: list[Any] = []
+        bodies: dict[str, _Body] = {}
+        for name in (*reversed(policy.units), ""):
+            module = model.get_submodule(name)
+            body = bodies[name] = _Body(module, [] if name else units)
+            units.append(self._unit(body, policy))
+            body.run = module.forward  # only now: the unit has given linear modules a forward of its own
+            module.forward = functools.partial(units[-1])
+        for name, layer in recompute.items():
+            if name in bodies:
+                bodies[name].run = recomputed(bodies[name].run, name in trains)
+            else:
+                layer.forward = recomputed(layer.forward, name in trains)
+        return units
+
+    def _unit(self, body: nn.Module, policy: base.ShardPolicy) -> Any:
         from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
 
-        return functools.partial(
-            XlaFullyShardedDataParallel,
+        unit = cast(Any, XlaFullyShardedDataParallel)(
+            body,
             reshard_after_forward=bool(policy.reshard_after_forward),
             flatten_parameters=self._settings.flatten_parameters,
             shard_param_on_dim_0=self._by_rows,
@@ -109,6 +130,10 @@ class XlaFsdp1Backend(PjrtBackend):
             pin_layout_in_collective_ops=self._pin_layout,
             execute_sharding_on_init=False,
         )
+        # C1: gradients are summed. set_gradient_divide_factors(1, 1) would move the mean into the reduction.
+        unit.gradient_predivide_factor = unit.gradient_postdivide_factor = 1.0
+        unit.reduce_scatter_op = _ReduceScatter(unit.reduce_scatter_op, policy.reduce)
+        return unit
 
     def _upload(self, host: Tensor) -> Tensor:
         (placed,) = self._bridge._xla_tensors_from_aten([host], [str(self.device)], None)
@@ -159,12 +184,8 @@ class XlaFsdp1Backend(PjrtBackend):
         placed = self._bridge._xla_tensors_from_aten(list(batch.values()), [str(self.device)] * len(batch), None)
         return dict(zip(batch, placed, strict=True))
 
-    def compile(self, fn: Callable[..., base.Metrics], name: str) -> Callable[..., base.Metrics]:
-        return self._programs.compile(fn, name)
-
-    def accumulate(self, last: bool) -> AbstractContextManager[None]:
-        # Shards are reduced in every micro batch, since whole gradients would undo FULL_SHARD; replicas once a step.
-        return nullcontext()
+    # `accumulate` is the default: shards are reduced in every micro batch, since whole gradients would undo FULL_SHARD;
+    # replicas once a step.
 
     @contextmanager
     def evaluate(self) -> Generator[None]:
@@ -229,14 +250,10 @@ class XlaFsdp1Backend(PjrtBackend):
                 pieces = functools.partial(self._pieces, shard, span.fqn, flat)
                 states[key_of(span.fqn)] = base.TensorState(span.shape, tensor.dtype, pieces)
         for key, tensor in self._uncut(model, optimizer).items():
-            states[key] = base.TensorState(tuple(tensor.shape), tensor.dtype, functools.partial(self._whole, tensor))
+            states[key] = base.TensorState(
+                tuple(tensor.shape), tensor.dtype, functools.partial(self._whole_piece, tensor)
+            )
         return states
-
-    def _whole(self, tensor: Tensor) -> list[base.Piece]:
-        """What isn't sharded, of which process 0 writes a copy."""
-        if self.process.index != 0:
-            return []
-        return [base.Piece((0,) * tensor.dim(), tensor.detach().to("cpu", copy=True))]
 
     def _pieces(self, shard: Shard, fqn: str, flat: Callable[[], Tensor]) -> list[base.Piece]:
         """Those of one parameter, from the flat shard that holds it."""
@@ -285,12 +302,40 @@ class XlaFsdp1Backend(PjrtBackend):
     def _states(self, shard: Shard, optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
         return list(base.tensors_of(optimizer.state.get(shard.parameter, {})).items())
 
-    @property
-    def compilations(self) -> int:
-        return self._programs.compilations
-
     def memory(self) -> base.MemoryStats:
         return self._memory_of(str(self.device))
+
+
+class _Body(nn.Module):
+    """What a unit wraps: a module under the forward that it had, so that the module itself stays where it is.
+
+    The root's holds all units too, since the root looks for them among its own modules.
+    """
+
+    run: Forward
+
+    def __init__(self, module: nn.Module, inner: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.module = module
+        self.inner = nn.ModuleList(inner)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(*args, **kwargs)
+
+
+class _ReduceScatter:
+    """The engine's, in the dtype asked for.
+
+    torch_xla 2.9 gives it float32 whatever `fp32_reduce_scatter` says: a full parameter stays float32 to autograd,
+    which casts the gradient to that, and only its values are of the compute dtype.
+    """
+
+    def __init__(self, scatter: Any, dtype: torch.dtype) -> None:
+        self.flush = scatter.flush
+        self._scatter, self._dtype = scatter, dtype
+
+    def __call__(self, gradient: Tensor, done: Callable[[Tensor], None]) -> None:
+        self._scatter(gradient.to(self._dtype), done)
 
 
 def _flat_on_host(tensor: Tensor) -> Tensor:

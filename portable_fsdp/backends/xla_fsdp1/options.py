@@ -1,7 +1,6 @@
 """What xla_fsdp1 (XlaFullyShardedDataParallel) does with each option. No torch here."""
 
-from portable_fsdp.backends import pjrt_options
-from portable_fsdp.backends.options import EngineOptions
+from portable_fsdp.backends.pjrt_options import TorchXlaOptions
 from portable_fsdp.config.rules import Refused, Rule
 
 RULES = (
@@ -10,33 +9,28 @@ RULES = (
         "on xla_fsdp1",
         "XlaFullyShardedDataParallel takes float32 weights only",
         "--backend=xla",
-        when=lambda c, p: c.precision.master == "bfloat16" and c.precision.compute != "float32",
+        when=lambda c, p: c.precision.compute != "float32",
     ),
     Refused(
-        "precision.frozen",
+        "precision.frozen=bfloat16",
         "on xla_fsdp1",
         "XlaFullyShardedDataParallel takes float32 weights only",
         "--backend=xla",
-        when=lambda c, p: c.precision.frozen == "bfloat16" and bool(c.model.freeze or c.model.lora),
+        when=lambda c, p: bool(c.model.freeze or c.model.lora),
     ),
-    Refused(
-        "precision.modules",
-        "on xla_fsdp1",
-        "XlaFullyShardedDataParallel casts a whole unit to one compute dtype",
-        "--backend=xla",
-    ),
-    Refused(
-        "compile.scan_layers",
-        "on xla_fsdp1",
-        "a unit's weights are gathered by its own module, one layer after the other",
-        "--backend=xla",
+    *(
+        Refused(option, "on xla_fsdp1", reason, "--backend=xla")
+        for option, reason in (
+            ("precision.modules", "XlaFullyShardedDataParallel casts a whole unit to one compute dtype"),
+            ("compile.scan_layers", "a unit's weights are gathered by its own module, one layer after the other"),
+        )
     ),
     Refused(
         "xla_fsdp1.flatten_parameters",
         "with weight decay or optimizer groups",
         "a unit's parameters are one tensor, which has one weight decay and one learning rate",
         "optim.weight_decay=0 and optim.groups=[]",
-        when=lambda c, p: c.xla_fsdp1.flatten_parameters and bool(c.optim.weight_decay or c.optim.groups),
+        when=lambda c, p: bool(c.optim.weight_decay or c.optim.groups),
     ),
     Refused(
         "xla_fsdp1.shard_param_on_dim_0",
@@ -74,17 +68,11 @@ EFFECTS = {
     "xla_fsdp1.buffer_dtype": "dtype of floating buffers",
 }
 
-OPTIONS = EngineOptions(
-    name="xla_fsdp1",
-    engine="portable_fsdp.backends.xla_fsdp1.engine:XlaFsdp1Backend",
-    packages=pjrt_options.PACKAGES,
+OPTIONS = TorchXlaOptions(
+    "portable_fsdp.backends.xla_fsdp1.engine:XlaFsdp1Backend",
     made_for=(),
-    example_device="tpu",
-    rules=(*pjrt_options.RULES, *RULES),
-    effects={**pjrt_options.EFFECTS, **EFFECTS},
-    delegated=pjrt_options.DELEGATED,
+    rules=RULES,
+    effects=EFFECTS,
     # One a chip. PJRT's CPU devices can't talk across processes.
     processes=lambda device, requested, count: count(device) if device == "tpu" else 1,
-    launcher_counts_devices=False,
-    other_devices=pjrt_options.NO_CUDA,
 )

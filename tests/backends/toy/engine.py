@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -51,20 +50,11 @@ class ToyBackend(base.Backend):
     def compile(self, fn: Callable[..., base.Metrics], name: str) -> Callable[..., base.Metrics]:
         return torch.autocast("cpu", self._compute, enabled=self._compute != torch.float32)(fn)
 
-    def accumulate(self, last: bool) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def evaluate(self) -> AbstractContextManager[None]:
-        return torch.no_grad()
-
     def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
         return nn.utils.clip_grad_norm_(model.parameters(), math.inf if limit is None else limit)
 
     def sum(self, tensor: Tensor) -> Tensor:
         return tensor
-
-    def fetch(self, metrics: base.Metrics) -> base.Pending:
-        return base.OnDevice(metrics)
 
     def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, base.TensorState]:
         return {key: _state(tensor) for key, tensor in base.checkpoint_tensors(model, optimizer).items()}
