@@ -15,34 +15,30 @@ _SIZES = {"hidden_size": 72, "num_hidden_layers": 2, "num_attention_heads": 6, "
 _COMMON = _SIZES | {"max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
 _GROUPED = _COMMON | {"intermediate_size": 150, "num_key_value_heads": 2}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "llama": _COMMON | {"model_type": "llama", "intermediate_size": 150, "num_key_value_heads": 2},
-    "llama_tied": _COMMON
-    | {"model_type": "llama", "intermediate_size": 150, "num_key_value_heads": 3, "tie_word_embeddings": True},
-    "qwen3": _COMMON | {"model_type": "qwen3", "intermediate_size": 150, "num_key_value_heads": 2, "head_dim": 12},
+    "llama": _GROUPED | {"model_type": "llama"},
+    "llama_tied": _GROUPED | {"model_type": "llama", "num_key_value_heads": 3, "tie_word_embeddings": True},
+    "qwen3": _GROUPED | {"model_type": "qwen3", "head_dim": 12},
     "gpt2": {"model_type": "gpt2", "n_embd": 72, "n_layer": 2, "n_head": 6, "vocab_size": VOCABULARY}
     | {"n_positions": 64, "bos_token_id": 1, "eos_token_id": 2},
     "opt": _COMMON | {"model_type": "opt", "ffn_dim": 150, "word_embed_proj_dim": 72},
-    "mixtral": _COMMON
-    | {"model_type": "mixtral", "intermediate_size": 64, "num_key_value_heads": 2, "num_local_experts": 4},
+    "mixtral": _GROUPED | {"model_type": "mixtral", "intermediate_size": 64, "num_local_experts": 4},
     # Gemma 2: window, two softcaps, scaled embeddings (a buffer), biases of none; the second layer sees all.
-    "gemma2": _COMMON
-    | {"model_type": "gemma2", "intermediate_size": 150, "num_key_value_heads": 2, "head_dim": 12, "sliding_window": 7},
+    "gemma2": _GROUPED | {"model_type": "gemma2", "head_dim": 12, "sliding_window": 7},
     # Two layers with a window and one that sees all, each kind with its own rotary frequencies.
-    "gemma3_text": _COMMON
-    | {"model_type": "gemma3_text", "intermediate_size": 150, "num_key_value_heads": 2, "head_dim": 12}
-    | {"num_hidden_layers": 3, "sliding_window": 7}
+    "gemma3_text": _GROUPED
+    | {"model_type": "gemma3_text", "head_dim": 12, "num_hidden_layers": 3, "sliding_window": 7}
     | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
-    "qwen3_moe": _COMMON
-    | {"model_type": "qwen3_moe", "intermediate_size": 150, "num_key_value_heads": 2}
-    | {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "decoder_sparse_step": 1},
+    "qwen3_moe": _GROUPED
+    | {"model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2}
+    | {"moe_intermediate_size": 40, "decoder_sparse_step": 1},
     # Sinks, biases of the experts, transposed expert weights.
-    "gpt_oss": _COMMON
-    | {"model_type": "gpt_oss", "intermediate_size": 50, "num_key_value_heads": 2, "head_dim": 12, "sliding_window": 7}
+    "gpt_oss": _GROUPED
+    | {"model_type": "gpt_oss", "intermediate_size": 50, "head_dim": 12, "sliding_window": 7}
     | {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["sliding_attention", "full_attention"]}
     | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     # Latent attention, a dense layer and one of experts: grouped ones, one shared, and a persistent buffer.
-    "deepseek_v3": _COMMON
-    | {"model_type": "deepseek_v3", "intermediate_size": 150, "num_key_value_heads": 6, "q_lora_rank": 24}
+    "deepseek_v3": _GROUPED
+    | {"model_type": "deepseek_v3", "num_key_value_heads": 6, "q_lora_rank": 24}
     | {"kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "n_routed_experts": 4}
     | {"num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 40}
     | {"first_k_dense_replace": 1, "n_shared_experts": 1},
@@ -57,8 +53,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     | {"bos_token_id": 1, "eos_token_id": 2},
     "falcon": _COMMON | {"model_type": "falcon", "num_kv_heads": 1, "alibi": False},
     "falcon_alibi": _COMMON | {"model_type": "falcon", "num_kv_heads": 1, "alibi": True},
-    "stablelm": _COMMON
-    | {"model_type": "stablelm", "intermediate_size": 150, "num_attention_heads": 3, "num_key_value_heads": 3},
+    "stablelm": _GROUPED | {"model_type": "stablelm", "num_attention_heads": 3, "num_key_value_heads": 3},
     "starcoder2": _GROUPED | {"model_type": "starcoder2", "sliding_window": 7},
     "granite": _GROUPED
     | {"model_type": "granite", "attention_multiplier": 0.4, "embedding_multiplier": 3.0}

@@ -1,8 +1,8 @@
 """The groups of worker processes, started when first asked for and shared by all tests of this folder.
 
 Each process takes 0.7 GiB and more, together 8 GiB, which the tests of other folders need for processes of their own.
-Hence one process of the suite runs the whole folder (tests/conftest.py), the groups end with its last test, and before
-that where memory gets scarce.
+Hence one process of the suite runs all tests on torch_xla, and one all others (tests/conftest.py). The groups end with
+the last test of the folder, and before that where memory gets scarce.
 """
 
 from collections.abc import Callable, Iterator

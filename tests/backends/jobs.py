@@ -5,9 +5,10 @@ These run on every engine; native_jobs.py and xla_jobs.py have those of one.
 
 import math
 import os
-from contextlib import nullcontext
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from fault_injection import Instants, patched
 from memory import Peak, anonymous
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from portable_fsdp.backends.base import Backend, Pending, TensorState, parameter_slots
 from portable_fsdp.backends.open import open_backend
@@ -112,6 +114,14 @@ class Run:
         return _pieces(self.backend.state(self.model, self.optimizer))
 
 
+@contextmanager
+def running(case: Case) -> Generator[Run]:
+    """A run of the case, whose backend is open meanwhile."""
+    backend, config = open_case(case)
+    with backend:
+        yield Run(backend, config)
+
+
 def _numbers(pending: Pending) -> dict[str, Any]:
     return {name: value.tolist() for name, value in pending.result().items()}
 
@@ -123,9 +133,8 @@ def _names(model: torch.nn.Module, places: list[Any]) -> list[str]:
 
 def train(case: Case, stop_in: int | None = None) -> dict[str, Any]:
     """One whole run; all that tests assert about it."""
-    backend, config = open_case(case)
-    with backend:
-        run = Run(backend, config)
+    with running(case) as run:
+        backend = run.backend
         initial = run.state()
         before = backend.compilations
         metrics = run.train(1, case.steps, stop_in)
@@ -152,9 +161,8 @@ def train(case: Case, stop_in: int | None = None) -> dict[str, Any]:
 def losses_of_documents(case: Case) -> dict[str, Any]:
     """The loss of each document of a global batch with the initial weights, by steps that change nothing, as each
     row's documents come; then a whole run."""
-    backend, config = open_case(case)
-    with backend:
-        run = Run(backend, config)
+    with running(case) as run:
+        backend = run.backend
         count, rows = backend.data_shard.count, GLOBAL_BATCH // backend.data_shard.count
         before = backend.compilations
         losses: list[float] = []
@@ -191,9 +199,8 @@ def _load(checkpoints: Checkpoints, run: Run) -> tuple[Path, Resumed]:
 
 def write(case: Case, folder: str, at: int) -> dict[str, Any]:
     """Train to step `at`, save, and go on to the end."""
-    backend, config = open_case(case)
-    with backend:
-        run = Run(backend, config)
+    with running(case) as run:
+        backend = run.backend
         checkpoints, before = _checkpoints(folder, run), backend.compilations
         first = run.train(1, at)
         checkpoints.save(at, run.model, run.optimizer, (0, at * GLOBAL_BATCH))
@@ -222,9 +229,7 @@ def read(case: Case, folders: dict[str, str], at: int) -> dict[str, Any]:
 
 def save_by_instants(case: Case, folder: str, kept: str) -> dict[str, Any]:
     """Save step 1, then step 2 in the background, which gives up step 1: the files at every instant are in `kept`."""
-    backend, config = open_case(case)
-    with backend:
-        run = Run(backend, config)
+    with running(case) as run:
         settings = schema.Checkpoint(keep=1, async_save=True)
         checkpoints = _checkpoints(folder, run, settings)
         states: dict[int, Pieces] = {}
@@ -269,14 +274,12 @@ def save_unequal_replicas(case: Case, folder: str, key: str, settings: dict[str,
 
     Then load what is found and save that step 3.
     """
-    backend, config = open_case(case)
-    with backend:
-        run = Run(backend, config)
+    with running(case) as run:
         checkpoints = _checkpoints(folder, run, schema.Checkpoint(**settings))
         run.train(1, 1)
         checkpoints.save(1, run.model, run.optimizer, (0, GLOBAL_BATCH))
         checkpoints.wait()
-        change_a_replica(backend, run.model, key)
+        change_a_replica(run.backend, run.model, key)
         run.train(2, 2)
         message, left = "", list[str]()
         try:
@@ -320,9 +323,7 @@ def change_a_replica(backend: Backend, model: torch.nn.Module, key: str) -> None
 
 def save_untrained(case: Case, folder: str) -> None:
     """The state that training starts from."""
-    backend, config = open_case(case)
-    with backend:
-        run = Run(backend, config)
+    with running(case) as run:
         _checkpoints(folder, run).save(1, run.model, run.optimizer, (0, 0))
 
 
@@ -339,8 +340,8 @@ def memory_of_a_load(case: Case, folder: str) -> dict[str, int]:
         return {
             "before": loading.before - before,
             "grown": loading.grown,
-            "shards": sum(piece.data.nbytes for one in state.values() for piece in one.pieces()),
-            "largest": max(math.prod(one.shape) * one.dtype.itemsize for one in state.values()),
+            "shards": sum(piece.data.nbytes for tensor in state.values() for piece in tensor.pieces()),
+            "largest": max(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in state.values()),
         }
 
 
@@ -378,28 +379,39 @@ def host_reads(case: Case) -> dict[str, int]:
         return {"reads": step.reads}
 
 
+class Collective(NamedTuple):
+    """One on the wire."""
+
+    name: str
+    dtype: str
+    bytes: int  # of its larger side
+    members: int  # how many times those of its smaller side: for a gather, the devices that it runs over
+
+
 class Operators(TorchDispatchMode):
-    """Of what runs inside it: how often a tensor is read on the host, and the names of the collectives."""
+    """Of what runs inside it: how often a tensor is read on the host, and the collectives."""
 
     def __init__(self) -> None:
         super().__init__()
         self.reads = 0
-        self.collectives: list[str] = []
+        self.collectives: list[Collective] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.reads += func is torch.ops.aten._local_scalar_dense.default
         if func.namespace == "c10d":
-            self.collectives.append(func.name())
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+            sizes = [tensor.nbytes for tensor in tensors]
+            dtype = str(tensors[0].dtype).removeprefix("torch.")
+            self.collectives.append(Collective(func.name(), dtype, max(sizes), max(sizes) // max(1, min(sizes))))
         return func(*args, **(kwargs or {}))
 
 
 def evaluated(case: Case, rows: int, early: bool) -> dict[str, Any]:
     """Two runs of a case: with evaluations over `rows` rows after steps 2 and 5 (`early`: before too), and without."""
-    backend, config = open_case(case)
-    with backend:
-        run = Run(backend, config)
+    with running(case) as run:
+        backend = run.backend
         before = backend.compilations
-        evaluator = Evaluator(backend, run.model, CaseRows(rows), config.train)
+        evaluator = Evaluator(backend, run.model, CaseRows(rows), run.config.train)
         untrained = evaluator() if early else None
         metrics = run.train(1, 2)
         counted = backend.collectives
@@ -420,7 +432,7 @@ def evaluated(case: Case, rows: int, early: bool) -> dict[str, Any]:
         }
         with Operators() as last:
             evaluator()
-        plain = Run(backend, config)
+        plain = Run(backend, run.config)
         metrics = plain.train(1, 2)
         at = plain.state()
         sent = _three_more(plain, metrics)
@@ -428,7 +440,7 @@ def evaluated(case: Case, rows: int, early: bool) -> dict[str, Any]:
         return {**answer, "reads": last.reads, "plain": without}
 
 
-def _three_more(run: Run, metrics: list[dict[str, float]]) -> list[str]:
+def _three_more(run: Run, metrics: list[dict[str, float]]) -> list[Collective]:
     """The collectives on the wire. Where XLA makes them nobody looks: under a mode of torch's it is another program."""
     with nullcontext() if run.backend.expected_compilations else Operators() as operators:
         metrics += run.train(3, 5)

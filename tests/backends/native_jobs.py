@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 from cases import Case, CaseRows
-from jobs import Run, open_case
+from jobs import Operators, open_case, running
 from live_storages import Measured, measure
 
 from portable_fsdp.backends.base import ShardPolicy
@@ -23,40 +23,20 @@ def live_storages(config: Config) -> Measured:
 
 
 def collectives(case: Case) -> dict[str, Any]:
-    """The collectives of the first two steps: as the backend counts them, as torch does, and each one on the wire.
-
-    One on the wire: its name, dtype, bytes of its larger side, and how many times those of its smaller one, which for a
-    gather is the number of devices that it runs over.
-    """
+    """The collectives of the first two steps: as the backend counts them, as torch does, and each one on the wire."""
     from torch.distributed.tensor.debug import CommDebugMode
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
 
-    class Wire(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.seen: list[tuple[str, str, int, int]] = []
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func.namespace == "c10d":
-                tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-                sizes = [tensor.nbytes for tensor in tensors]
-                self.seen.append((func.name(), str(tensors[0].dtype), max(sizes), max(sizes) // min(sizes)))
-            return func(*args, **(kwargs or {}))
-
-    backend, config = open_case(case)
-    with backend:
-        run = Run(backend, config)
-        before = backend.collectives
+    with running(case) as run:
+        before = run.backend.collectives
         out: list[dict[str, Any]] = []
         for step in (1, 2):
             # torch's counter loses its way in the modules when they run twice.
             counted = CommDebugMode() if run.accumulation == 1 else None
-            with counted or nullcontext(), Wire() as wire:
+            with counted or nullcontext(), Operators() as wire:
                 run.train(step, step)
             comms = {str(op): count for op, count in counted.get_comm_counts().items()} if counted else None
-            out.append({"torch": comms, "wire": wire.seen})
-        return {"before": before, "backend": backend.collectives, "steps": out}
+            out.append({"torch": comms, "wire": wire.collectives})
+        return {"before": before, "backend": run.backend.collectives, "steps": out}
 
 
 def resting(case: Case) -> dict[str, Any]:
@@ -67,12 +47,10 @@ def resting(case: Case) -> dict[str, Any]:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         return {"bytes": local.nbytes, "shape": tuple(tensor.shape), "device": str(local.device)}
 
-    backend, config = open_case(case)
-    with backend:
-        run = Run(backend, config)
+    with running(case) as run:
         run.train(1, 1)
         rows = CaseRows().rows(torch.arange(2).numpy())
-        with backend.accumulate(True):
+        with run.backend.accumulate(True):
             run.model(rows["input_ids"], rows["labels"])[0].backward()
         named = dict(run.model.named_parameters())
         states = {
@@ -114,12 +92,10 @@ def kept_for_backward(case: Case) -> dict[str, int]:
             storages = [new(reference.cdata) for reference in self.storages.values() if not reference.expired()]
             return sum(storage.nbytes() for storage in storages)
 
-    backend, config = open_case(case)
-    with backend:
-        run = Run(backend, config)
+    with running(case) as run:
         rows = CaseRows().rows(torch.arange(4).numpy())
         weights = [cast(Any, weight).to_local() for weight in run.model.parameters()]
-        with FlopCounterMode(display=False) as flops, Made(weights) as made, backend.accumulate(True):
+        with FlopCounterMode(display=False) as flops, Made(weights) as made, run.backend.accumulate(True):
             loss, _ = run.model(rows["input_ids"], rows["labels"])
             kept = made.alive()
             loss.backward()
@@ -168,11 +144,10 @@ def order_of_gathers(policy: dict[str, Any], frozen: tuple[int, ...] = ()) -> li
         with profile(activities=[ProfilerActivity.CPU]) as trace:
             step()
     events = sorted(trace.events() or [], key=lambda event: event.time_range.start)
-    said = [_said(event.name) for event in events]
-    return [text for text in said if text]
+    return [word for event in events if (word := _word(event.name))]
 
 
-def _said(name: str) -> str:
+def _word(name: str) -> str:
     for event, word in (("FSDP::all_gather", "gather "), ("FSDP::post_backward_reduce", "reduce ")):
         if name == event or name.startswith(f"{event} ("):
             return word + (name.partition("(")[2].rstrip(")") or "root")
@@ -188,9 +163,7 @@ def programs(case: Case) -> dict[str, Any]:
 
     torch._dynamo.reset()
     counters.clear()
-    backend, config = open_case(case)
-    with backend:
-        run = Run(backend, config)
+    with running(case) as run:
         losses = [metrics["loss"] for metrics in run.train(1, 3)]
     return {
         "programs": counters["stats"]["unique_graphs"],
@@ -201,15 +174,13 @@ def programs(case: Case) -> dict[str, Any]:
 
 def matmul_precision(case: Case) -> list[str]:
     """torch's setting before a backend opens, while it is open, and after."""
-    found: list[str] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch 2.9 names a newer setting
-        found.append(torch.get_float32_matmul_precision())
+        before = torch.get_float32_matmul_precision()
         backend, _ = open_case(case)
         with backend:
-            found.append(torch.get_float32_matmul_precision())
-        found.append(torch.get_float32_matmul_precision())
-    return found
+            during = torch.get_float32_matmul_precision()
+        return [before, during, torch.get_float32_matmul_precision()]
 
 
 def at_scale(sizes: dict[str, int], devices: int) -> dict[str, Any]:

@@ -15,9 +15,18 @@ Run = Callable[[Group, Case], list[dict[str, Any]]]
 
 # Relative bounds of DESIGN.md's "equal curves"; rounding alone reaches 4e-6 at 40 steps.
 FP32_20_STEPS, FP32_50_STEPS, BF16_20_STEPS = 1e-5, 5e-5, 2e-3
-MODELS = {"llama": 50, "llama_tied": 50, "qwen3": 50, "gpt2": 50, "opt": 50, "gemma2": 20}
-"""Steps. All but the first two are for the proofs: test_architectures.py trains them for 20 in the suite."""
 SGD = {"name": "sgd", "lr": 0.5, "weight_decay": 0.0}
+SUITE = {
+    "llama": Case(steps=50),
+    "llama_tied": Case("llama_tied", steps=50),
+    "sgd": Case(optim=SGD, max_grad_norm=None),
+    "micro batches of 1": Case(micro_batch=1),
+}
+PROOFS = {
+    # test_architectures.py trains these for 20 steps in the suite
+    **{model: Case(model, steps=20 if model == "gemma2" else 50) for model in ("qwen3", "gpt2", "opt", "gemma2")},
+    **{f"micro batches of {rows}": Case(micro_batch=rows) for rows in (2, 3, 6, 12)},
+}
 
 
 def assert_equal_curves(answers: list[dict[str, Any]], case: Case, bound: float | None = None) -> None:
@@ -35,17 +44,11 @@ def assert_equal_curves(answers: list[dict[str, Any]], case: Case, bound: float 
     assert truth.losses[-1] < truth.losses[0] - 0.05, "the run learnt nothing: its curve would show no fault"
 
 
-@pytest.mark.parametrize(
-    "model", [name if "llama" in name else pytest.param(name, marks=pytest.mark.proof) for name in MODELS]
-)
-def test_fp32_equals_a_plain_loop(group: Group, run: Run, model: str) -> None:
-    case = Case(model=model, steps=MODELS[model])
-    assert_equal_curves(run(group, case), case)
-
-
-def test_fp32_sgd_equals_a_plain_loop(group: Group, run: Run) -> None:
-    case = Case(optim=SGD, max_grad_norm=None)
-    assert_equal_curves(run(group, case), case)
+@pytest.mark.parametrize("name", [*SUITE, *(pytest.param(name, marks=pytest.mark.proof) for name in PROOFS)])
+def test_fp32_equals_a_plain_loop(group: Group, run: Run, name: str) -> None:
+    case = (SUITE | PROOFS)[name]
+    if case.micro_batch is None or GLOBAL_BATCH % (case.micro_batch * group.devices) == 0:
+        assert_equal_curves(run(group, case), case)
 
 
 def test_bf16_equals_fp32_within_rounding(group: Group, run: Run) -> None:
@@ -72,13 +75,6 @@ def test_all_in_bfloat16_learns_and_stays_bfloat16(group: Group, workers: Callab
     # A norm taken in bfloat16 is 5 % off.
     assert metrics[0]["grad_norm"] == pytest.approx(truth.grad_norms[0], rel=1e-2)
     assert losses[-1] < losses[0] - 0.05
-
-
-@pytest.mark.parametrize("micro_batch", [1, *(pytest.param(rows, marks=pytest.mark.proof) for rows in (2, 3, 6, 12))])
-def test_accumulation_does_not_change_the_curve(group: Group, run: Run, micro_batch: int) -> None:
-    if GLOBAL_BATCH % (micro_batch * group.devices) == 0:
-        case = Case(micro_batch=micro_batch)
-        assert_equal_curves(run(group, case), case)
 
 
 def test_a_wrong_divisor_would_be_seen(run: Run) -> None:

@@ -172,12 +172,12 @@ def test_the_wire_carries_the_dtypes_asked_for(name: str, workers: GetWorkers) -
     wire = workers(Group("native", 2)).run("collectives", case=Case(steps=2, settings=settings))[0]["steps"][0]["wire"]
 
     def dtypes(op: str) -> set[str]:
-        return {dtype.removeprefix("torch.") for kind, dtype, *_ in wire if kind == op}
+        return {dtype for kind, dtype, *_ in wire if kind == op}
 
     assert (dtypes("c10d::_allgather_base_"), dtypes("c10d::_reduce_scatter_base_")) == (gathered, reduced)
     if name == "norms in fp32":
         gathers = [(dtype, size) for kind, dtype, size, _ in wire if kind == "c10d::_allgather_base_"]
-        norms = sum(size for dtype, size in gathers if dtype == "torch.float32")
+        norms = sum(size for dtype, size in gathers if dtype == "float32")
         assert norms == 4 * 72 * (2 * 2 * 2 + 1)  # two norms a layer, gathered twice, and the root's
 
 

@@ -50,8 +50,8 @@ class Engine(NamedTuple):
 
     devices: tuple[int, ...]  # a group of workers of each number
     in_suite: tuple[int, ...]  # those of every commit; the others are for the proofs: minutes each
-    begin: str  # a function of this module, called in each process before the first job
     jobs: str = ""  # a module of jobs of its own
+    begin: Callable[[], None] = lambda: None  # in each process, before the first job
     environment: Callable[[int], dict[str, str]] = lambda devices: {}
     process_a_device: bool = False
     compiles: bool = False  # steps become programs, which a process keeps
@@ -71,10 +71,6 @@ def _begin_toy() -> None:
     from portable_fsdp.backends import open as table
 
     table.ENGINES["toy"] = toy.OPTIONS
-
-
-def _nothing() -> None:
-    pass
 
 
 def _on_loopback(devices: int) -> dict[str, str]:
@@ -103,10 +99,10 @@ def _in_order(devices: int) -> dict[str, str]:
 
 
 ENGINES = {
-    "native": Engine((1, 2, 3), (3,), "_begin_native", "native_jobs", _on_loopback, process_a_device=True),
-    "xla": Engine((1, 3, 4), (3,), "_nothing", "xla_jobs", _on_pjrt, compiles=True, needs_xla=True),
-    "xla_fsdp1": Engine((2,), (), "_nothing", "xla_jobs", _in_order, compiles=True, needs_xla=True, threads=True),
-    "toy": Engine((1,), (1,), "_begin_toy", process_a_device=True),
+    "native": Engine((1, 2, 3), (3,), "native_jobs", _begin_native, _on_loopback, process_a_device=True),
+    "xla": Engine((1, 3, 4), (3,), "xla_jobs", environment=_on_pjrt, compiles=True, needs_xla=True),
+    "xla_fsdp1": Engine((2,), (), "xla_jobs", environment=_in_order, compiles=True, needs_xla=True, threads=True),
+    "toy": Engine((1,), (1,), begin=_begin_toy, process_a_device=True),
 }
 """3 is a number that divides no size of the models."""
 
@@ -117,11 +113,8 @@ def marked(group: Group, *more: Any, in_suite: bool | None = None) -> Any:
     """The parameters of a test that runs on a group; `in_suite` overrides that of the group."""
     marks = [pytest.mark.xla] * group.engine.needs_xla
     proof = [] if (group.in_suite if in_suite is None else in_suite) else [pytest.mark.proof]
-    return pytest.param(group, *more, marks=[*marks, *proof], id="-".join([str(group), *_names(more)]))
-
-
-def _names(values: tuple[Any, ...]) -> list[str]:
-    return [value for value in values if isinstance(value, str)][:1]
+    names = [value for value in more if isinstance(value, str)][:1]
+    return pytest.param(group, *more, marks=[*marks, *proof], id="-".join([str(group), *names]))
 
 
 def _serve(pipe: Connection, environment: dict[str, str], backend: str) -> None:
@@ -130,7 +123,7 @@ def _serve(pipe: Connection, environment: dict[str, str], backend: str) -> None:
 
     torch.set_num_threads(1)
     engine = ENGINES[backend]
-    globals()[engine.begin]()
+    engine.begin()
     import jobs
 
     known = {**vars(jobs), **(vars(importlib.import_module(engine.jobs)) if engine.jobs else {})}

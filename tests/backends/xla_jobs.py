@@ -8,17 +8,16 @@ from typing import Any, cast
 
 import torch
 from cases import GLOBAL_BATCH, Case, CaseRows
-from jobs import Run, open_case
+from jobs import open_case, running
 
 from portable_fsdp.backends.base import ShardPolicy
-from portable_fsdp.metrics.hlo import collectives as collectives_of_program
+from portable_fsdp.metrics.hlo import collectives_by_dtype
 
 
 def xla_run(case: Case, folder: str) -> dict[str, Any]:
     """A whole run: its metrics, what each device holds after it, and the programs that XLA wrote into `folder`."""
-    backend, config = open_case(case)
-    with backend:
-        run = Run(backend, config)
+    with running(case) as run:
+        backend = run.backend
         metrics = run.train(1, case.steps)
         held = {fqn: _on_devices(parameter) for fqn, parameter in run.model.named_parameters()}
         for fqn, parameter in run.model.named_parameters():
@@ -60,19 +59,19 @@ def _on_devices(tensor: torch.Tensor) -> tuple[tuple[int, ...], list[tuple[int, 
 
 def _programs(folder: Path, devices: int) -> dict[str, Any]:
     """Name -> what stands in the program after partitioning. Empties the folder: another process names files alike."""
-    found: dict[str, Any] = {}
+    programs: dict[str, Any] = {}
     for path in folder.iterdir():
         text = path.read_text(errors="ignore")
         path.unlink()
         if path.name.endswith("cpu_after_optimizations.txt"):
             gathers = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", text)
-            found[path.name.split(".")[1]] = {
-                "collectives": collectives_of_program(text, devices),
+            programs[path.name.split(".")[1]] = {
+                "collectives": collectives_by_dtype(text, devices),
                 "gathered": [tuple(int(size) for size in shape.split(",")) for shape in gathers],
                 "dots": text.count(" dot("),
                 "loops": text.count(" while("),
             }
-    return found
+    return programs
 
 
 class _Products(torch.nn.Module):
@@ -115,7 +114,7 @@ def xla_gradients(reduce: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
             return {fqn: cast(torch.Tensor, weight.grad) for fqn, weight in weights.items()}
 
         placed = backend.place({"ids": ids, "x": x, **factors})
-        found = backend.fetch(
+        gradient_of = backend.fetch(
             backend.compile(gradients, "gradients")(
                 placed["ids"], placed["x"], {name: placed[name] for name in factors}
             )
@@ -123,11 +122,11 @@ def xla_gradients(reduce: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     one_hot = torch.nn.functional.one_hot(ids, 11)
     flat = {name: factor.double().flatten(0, 1) for name, factor in {**factors, "x": x, "ids": one_hot}.items()}
     return {
-        "table": (found["table.weight"], flat["ids"].T @ flat["table"]),
-        "linear": (found["linear.weight"], flat["linear"].T @ flat["x"]),
-        "bias": (found["linear.bias"], flat["linear"].sum(0)),
-        "conv1d": (found["conv1d.weight"], flat["x"].T @ flat["conv1d"]),
-        "conv1d_bias": (found["conv1d.bias"], flat["conv1d"].sum(0)),
+        "table": (gradient_of["table.weight"], flat["ids"].T @ flat["table"]),
+        "linear": (gradient_of["linear.weight"], flat["linear"].T @ flat["x"]),
+        "bias": (gradient_of["linear.bias"], flat["linear"].sum(0)),
+        "conv1d": (gradient_of["conv1d.weight"], flat["x"].T @ flat["conv1d"]),
+        "conv1d_bias": (gradient_of["conv1d.bias"], flat["conv1d"].sum(0)),
     }
 
 
@@ -136,13 +135,13 @@ def xla_matmul_precision(case: Case) -> tuple[list[str], str]:
     import torch_xla
 
     bridge: Any = cast(Any, torch_xla)._XLAC
-    found = [bridge._xla_get_mat_mul_precision()]
+    before = bridge._xla_get_mat_mul_precision()
     backend, _ = open_case(case)
     with backend:
-        found.append(bridge._xla_get_mat_mul_precision())
+        during = bridge._xla_get_mat_mul_precision()
         square = torch.ones(4, 4).to(backend.device)
         product = bridge._get_xla_tensors_hlo([square @ square])
-    return [*found, bridge._xla_get_mat_mul_precision()], product
+    return [before, during, bridge._xla_get_mat_mul_precision()], product
 
 
 # ------------------------------------------------------------------------------------------------ the engine xla_fsdp1
@@ -152,17 +151,15 @@ def fsdp1_program(case: Case) -> dict[str, Any]:
     """What forward and backward of a step would run, read from the traced program; nothing of it runs."""
     import torch_xla
 
-    backend, config = open_case(case)
-    with backend:
-        run = Run(backend, config)
-        rows = backend.place(CaseRows().rows(torch.arange(2).numpy()))
+    with running(case) as run:
+        rows = run.backend.place(CaseRows().rows(torch.arange(2).numpy()))
         parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
         before = {parameter: parameter.detach().cpu() for parameter in parameters}
         run.model(rows["input_ids"], rows["labels"])[0].backward()
         text: str = cast(Any, torch_xla)._XLAC._get_xla_tensors_hlo([p.grad for p in parameters])
         for parameter in parameters:  # barriers made them results of what shall not run
             parameter.grad = None
-            parameter.data = backend.place({"as before": before[parameter]})["as before"]
+            parameter.data = run.backend.place({"as before": before[parameter]})["as before"]
         out: dict[str, Any] = {
             name: len(re.findall(rf" {name}\(", text)) for name in ("all-gather", "reduce-scatter", "all-reduce", "dot")
         }

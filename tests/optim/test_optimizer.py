@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from portable_fsdp.config.schema import Optim
 from portable_fsdp.optim.optimizer import (
-    SGD,
     AdamW,
     make_optimizer,
     parameter_groups,
@@ -25,6 +24,9 @@ SHAPES = {
     "scale": (),
     "experts": (2, 3, 4),
 }
+# A large eps and decay: their places in the formula then show.
+ADAMW = Optim(lr=0.01, betas=(0.8, 0.9), eps=0.1, weight_decay=0.5)
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def parameters() -> tuple[nn.Parameter, nn.Parameter]:
@@ -129,21 +131,18 @@ def test_each_group_takes_its_share_of_the_learning_rate(compiled: bool) -> None
     torch.testing.assert_close(vector.detach(), before[1] - 0.125)
 
 
-def test_adamw_is_torchs_with_the_configs_numbers() -> None:
+def test_eager_optimizers_are_torchs_with_the_configs_numbers() -> None:
     config = Optim(lr=0.01, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.5)
-    ours = take_steps(make_optimizer(config)(groups(*parameters(), 0.5), False))
+    adamw = take_steps(make_optimizer(config)(groups(*parameters(), 0.5), False))
     by_hand = torch.optim.AdamW(groups(*parameters(), 0.5), lr=0.01, betas=(0.8, 0.9), eps=1e-3)
-    torch.testing.assert_close(ours, take_steps(by_hand), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_sgd_without_decay_is_torchs_and_that_of_a_compiled_step(momentum: float) -> None:
-    make = make_optimizer(Optim(name="sgd", lr=0.1, momentum=momentum))
-    torchs = torch.optim.SGD(groups(*parameters(), 0.0), lr=0.1, momentum=momentum)
-    actual = take_steps(make(groups(*parameters(), 0.0), False))
-    torch.testing.assert_close(actual, take_steps(torchs), rtol=1e-6, atol=1e-7)
-    eager, compiled = (take_steps(make(groups(*parameters(), 0.5), is_compiled)) for is_compiled in (False, True))
-    torch.testing.assert_close(compiled, eager, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(adamw, take_steps(by_hand), rtol=0, atol=0)
+    for momentum in (0.0, 0.9):
+        make = make_optimizer(Optim(name="sgd", lr=0.1, momentum=momentum))
+        sgd = take_steps(make(groups(*parameters(), 0.0), False))
+        torchs = torch.optim.SGD(groups(*parameters(), 0.0), lr=0.1, momentum=momentum)
+        torch.testing.assert_close(sgd, take_steps(torchs), rtol=1e-6, atol=1e-7)
+        eager, compiled = (take_steps(make(groups(*parameters(), 0.5), is_compiled)) for is_compiled in (False, True))
+        torch.testing.assert_close(compiled, eager, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -159,18 +158,24 @@ def test_sgds_decay_is_decoupled_from_its_momentum(momentum: float) -> None:
     assert torch.equal(vector.detach(), before[1])
 
 
-def test_sgd_keeps_momentum_where_there_is_some_and_skips_what_has_no_gradient() -> None:
+@pytest.mark.parametrize(
+    ("momentum", "state"), [(0.9, {"momentum_buffer": (3, 4)}), (0.0, {}), (None, dict.fromkeys(MOMENTS, (3, 4)))]
+)
+def test_state_is_that_of_the_formula_and_what_has_no_gradient_is_left_alone(
+    momentum: float | None, state: dict[str, tuple[int, ...]]
+) -> None:
+    """Momentum None: AdamW of a compiled step."""
     matrix, vector = parameters()
-    optimizer = SGD(groups(matrix, vector, 0.1), lr=0.1, momentum=0.9)
+    config = ADAMW if momentum is None else Optim(name="sgd", lr=0.1, momentum=momentum)
+    optimizer = make_optimizer(config)(groups(matrix, vector, 0.1), momentum is None)
     matrix.grad = torch.ones_like(matrix)
     before = vector.detach().clone()
+    bring_numbers(optimizer, 0.1)
     optimizer.step()
-    assert {name: tensor.shape for name, tensor in optimizer.state[matrix].items()} == {"momentum_buffer": (3, 4)}
+    shapes = {name: tuple(tensor.shape) for name, tensor in optimizer.state.get(matrix, {}).items() if tensor.dim()}
+    assert shapes == state
     assert vector not in optimizer.state
     assert torch.equal(vector.detach(), before)
-    plain = SGD(groups(matrix, vector, 0.1), lr=0.1, momentum=0.0)
-    plain.step()
-    assert not plain.state
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
@@ -194,9 +199,6 @@ def test_the_numbers_of_a_compiled_step_are_tensors_that_it_takes_as_inputs(name
 
 
 # ------------------------------------------------------------------------------------ AdamW of a step that is compiled
-
-# A large eps and decay: their places in the formula then show.
-ADAMW = Optim(lr=0.01, betas=(0.8, 0.9), eps=0.1, weight_decay=0.5)
 
 
 def shared() -> list[dict[str, Any]]:
@@ -255,17 +257,6 @@ def test_parameters_of_different_counts_are_corrected_by_their_own() -> None:
     take_steps(torchs, 5, lr=0.01)
     assert_equal(ours, torchs)
     assert [float(state["step"]) for state in ours.state.values()] == [11.0, 5.0]
-
-
-def test_what_has_no_gradient_is_left_alone_by_a_compiled_adamw() -> None:
-    matrix, vector = parameters()
-    optimizer = make_optimizer(ADAMW)(groups(matrix, vector, 0.5), True)
-    before = vector.detach().clone()
-    matrix.grad = torch.ones_like(matrix)
-    bring_numbers(optimizer, 0.01)
-    optimizer.step()
-    assert torch.equal(vector.detach(), before)
-    assert vector not in optimizer.state
 
 
 def test_bias_corrections_of_long_runs_keep_their_names_apart() -> None:
