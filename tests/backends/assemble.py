@@ -27,8 +27,8 @@ def assemble(states: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return whole
 
 
-def assert_equal_states(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_equal_states(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     """Bit for bit, keys and dtypes included."""
-    assert found.keys() == expected.keys()
-    differ = [k for k in expected if found[k].dtype != expected[k].dtype or not torch.equal(found[k], expected[k])]
+    assert actual.keys() == expected.keys()
+    differ = [k for k in expected if actual[k].dtype != expected[k].dtype or not torch.equal(actual[k], expected[k])]
     assert not differ, f"{len(differ)} of {len(expected)} tensors differ: {differ[:3]}"

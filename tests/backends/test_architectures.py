@@ -51,11 +51,11 @@ def open_plainly(folder: Path, case: Case) -> nn.Module:
 def assert_holds(opened: nn.Module, trained: dict[str, torch.Tensor]) -> None:
     """Bit for bit the weights and buffers that were saved, ties kept, and nothing else."""
     weights = {key: tensor for key, tensor in trained.items() if "/" not in key}  # else of the optimizer
-    found = opened.state_dict()
-    assert len({tensor.data_ptr() for tensor in found.values()}) == len(weights)
+    state = opened.state_dict()
+    assert len({tensor.data_ptr() for tensor in state.values()}) == len(weights)
     for key, tensor in weights.items():
-        assert found[key].dtype == tensor.dtype
-        assert torch.equal(found[key], tensor), key
+        assert state[key].dtype == tensor.dtype
+        assert torch.equal(state[key], tensor), key
 
 
 # One of each kind: tied and untied, biases, windows, softcaps, learnt positions, experts, sinks, latent attention.

@@ -175,7 +175,10 @@ def assert_evaluation_changes_nothing(answers: list[dict[str, Any]]) -> None:
     for moment in ("at", "final"):
         plain = assemble([answer["plain"][moment] for answer in answers])
         assert_equal_states(assemble([answer[moment] for answer in answers]), plain)
-    weights = {"untrained": reference(Case(steps=1)).initial, "evaluation": assemble([one["at"] for one in answers])}
+    weights = {
+        "untrained": reference(Case(steps=1)).initial,
+        "evaluation": assemble([answer["at"] for answer in answers]),
+    }
     for name, evaluation in ((name, answers[0][name]) for name in weights if answers[0][name] is not None):
         assert all(answer[name] == evaluation for answer in answers)
         loss, tokens = evaluate(Case(), weights[name], CaseRows(53))

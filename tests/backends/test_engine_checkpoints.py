@@ -121,9 +121,9 @@ def test_every_instant_of_a_save_resumes_elsewhere(
     assert 5 < committed.count(2) < len(instants) - 20, "instants before the commit, and of the retention after it"
     answers = workers(reader).run("resume_each", case=case, folders=[str(path) for path in instants], expected=expected)
     for answer in answers:
-        assert [one["differ"] for one in answer] == [[]] * len(instants)
-        assert [one["step"] for one in answer] == committed
-        assert [one["position"] for one in answer] == [(0, step * GLOBAL_BATCH) for step in committed]
+        assert [folder["differ"] for folder in answer] == [[]] * len(instants)
+        assert [folder["step"] for folder in answer] == committed
+        assert [folder["position"] for folder in answer] == [(0, step * GLOBAL_BATCH) for step in committed]
     for instant in instants:
         assert [path.name for path in instant.iterdir()] == ["step-00000003"], "debris"
         [path] = committed_steps(instant)

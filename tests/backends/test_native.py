@@ -59,10 +59,10 @@ def test_each_device_rests_its_share(name: str, workers: GetWorkers) -> None:
     answers = workers(FOUR).run("resting", case=Case(steps=1, settings=strategy.settings))
     for kind in ("parameters", "gradients", "state"):
         for key, first in answers[0][kind].items():
-            found = [answer[kind][key]["bytes"] for answer in answers]
+            sizes = [answer[kind][key]["bytes"] for answer in answers]
             # Each replica holds each row once.
-            assert sum(found) == 4 * _size(first["shape"]) * 4 // strategy.shards, f"{kind} {key}"
-            assert max(found) <= 4 * _size(first["shape"], strategy.shards) // strategy.shards, f"{kind} {key}"
+            assert sum(sizes) == 4 * _size(first["shape"]) * 4 // strategy.shards, f"{kind} {key}"
+            assert max(sizes) <= 4 * _size(first["shape"], strategy.shards) // strategy.shards, f"{kind} {key}"
     assert answers[0]["parameters"].keys() == answers[0]["gradients"].keys()
     assert {key.split("/")[1] for key in answers[0]["state"]} == answers[0]["parameters"].keys()
 
@@ -196,9 +196,9 @@ def test_recomputation_keeps_less_and_computes_more(workers: GetWorkers) -> None
     none, full = kept(DEEP), kept(FULL)
     assert full["bytes"] <= 0.3 * none["bytes"]
     every = [kept({**SELECTIVE, "memory.every": number}) for number in (2, 3, 4)]
-    by_bytes = [full["bytes"], *(one["bytes"] for one in every), none["bytes"]]
+    by_bytes = [full["bytes"], *(run["bytes"] for run in every), none["bytes"]]
     assert by_bytes == sorted(set(by_bytes))
-    by_flops = [none["flops"], *(one["flops"] for one in reversed(every)), full["flops"]]
+    by_flops = [none["flops"], *(run["flops"] for run in reversed(every)), full["flops"]]
     assert by_flops == sorted(set(by_flops))
     matmul, attention, both = (kept({**SELECTIVE, "memory.save_ops": ops}) for ops in SAVED)
     assert full["bytes"] < attention["bytes"] < matmul["bytes"] < both["bytes"] < none["bytes"]
@@ -212,43 +212,37 @@ SAVED: tuple[list[str], ...] = (["matmul"], ["attention"], ["matmul", "attention
 
 # ---------------------------------------------------------------------------------------------------------- prefetch
 
-FORWARD = {
-    # units ahead -> order, for a model whose layers run from 3 down to 0; the last one is gathered again in backward
-    0: "c3 g3 c2 g2 c1 g1 c0 g0",
-    1: "g3 c3 g2 c2 g1 c1 g0 c0",
-    2: "g3 g2 c3 g1 c2 g0 c1 c0",
-}
-BACKWARD = {
-    ("BACKWARD_PRE", 1): "g0 g1 b r0 g2 b r1 g3 b r2 b r3 rroot",
-    ("BACKWARD_PRE", 2): "g0 g1 g2 b r0 g3 b r1 b r2 b r3 rroot",
-    ("BACKWARD_POST", 1): "g0 b g1 r0 b g2 r1 b g3 r2 b r3 rroot",
-    ("BACKWARD_POST", 2): "g0 b g1 g2 r0 b g3 r1 b r2 b r3 rroot",
-    ("NO_PREFETCH", 1): "g0 b r0 g1 b r1 g2 b r2 g3 b r3 rroot",
-}
+# The order in which a step gathers, computes forward and backward, and reduces a model whose layers run from 3 down to
+# 0: "g3 c3" is gather and compute of layer 3. The layer that ran last is gathered again in backward.
+FORWARD = [
+    "c3 g3 c2 g2 c1 g1 c0 g0",  # by units ahead
+    "g3 c3 g2 c2 g1 c1 g0 c0",
+    "g3 g2 c3 g1 c2 g0 c1 c0",
+]
+PRE, PRE_2 = "g0 g1 b r0 g2 b r1 g3 b r2 b r3 rroot", "g0 g1 g2 b r0 g3 b r1 b r2 b r3 rroot"
+POST, POST_2 = "g0 b g1 r0 b g2 r1 b g3 r2 b r3 rroot", "g0 b g1 g2 r0 b g3 r1 b r2 b r3 rroot"
+NO_PREFETCH = "g0 b r0 g1 b r1 g2 b r2 g3 b r3 rroot"
+ORDERS: list[tuple[str, int, str, int, str]] = [  # ..., forward_prefetch, backward_prefetch, its units, order
+    ("plain", 0, "BACKWARD_PRE", 1, PRE),
+    ("one ahead", 1, "BACKWARD_PRE", 1, PRE),
+    ("two ahead", 2, "BACKWARD_PRE", 1, PRE),
+    ("two ahead in backward", 0, "BACKWARD_PRE", 2, PRE_2),
+    ("post", 0, "BACKWARD_POST", 1, POST),
+    ("post, two", 0, "BACKWARD_POST", 2, POST_2),
+    ("none", 0, "NO_PREFETCH", 1, NO_PREFETCH),
+    ("recomputed", 1, "BACKWARD_PRE", 2, PRE_2),
+]
 
 
-def _short(order: list[str]) -> str:
-    """`gather layers.3` -> g3."""
-    return " ".join(word[0] + word[1:].partition(" ")[2].replace("layers.", "") for word in order)
-
-
-@pytest.mark.parametrize("ahead", FORWARD)
-def test_units_are_gathered_ahead_in_the_order_in_which_they_run(ahead: int, workers: GetWorkers) -> None:
-    for order in workers(Group("native", 2)).run("order_of_gathers", policy={"forward_prefetch": ahead}):
-        assert _short(order) == f"groot {FORWARD[ahead]} {BACKWARD['BACKWARD_PRE', 1]}"
-
-
-@pytest.mark.parametrize(("when", "units"), BACKWARD)
-def test_units_are_gathered_in_backward_when_asked_for(when: str, units: int, workers: GetWorkers) -> None:
-    policy = {"backward_prefetch": when, "backward_prefetch_units": units}
-    for order in workers(Group("native", 2)).run("order_of_gathers", policy=policy):
-        assert _short(order) == f"groot {FORWARD[0]} {BACKWARD[when, units]}"
-
-
-def test_recomputed_units_are_gathered_ahead_too(workers: GetWorkers) -> None:
-    policy = {"forward_prefetch": 1, "backward_prefetch_units": 2, "recompute": ("layers.2", "layers.0")}
-    for order in workers(Group("native", 2)).run("order_of_gathers", policy=policy):
-        assert _short(order) == f"groot {FORWARD[1]} {BACKWARD['BACKWARD_PRE', 2]}"
+@pytest.mark.parametrize(("name", "forward", "when", "units", "backward"), ORDERS, ids=[name for name, *_ in ORDERS])
+def test_units_are_gathered_ahead_in_the_order_in_which_they_run(
+    name: str, forward: int, when: str, units: int, backward: str, workers: GetWorkers
+) -> None:
+    recompute = ("layers.2", "layers.0") if name == "recomputed" else ()
+    prefetch = {"forward_prefetch": forward, "backward_prefetch": when, "backward_prefetch_units": units}
+    for order in workers(Group("native", 2)).run("order_of_gathers", policy={**prefetch, "recompute": recompute}):
+        short = (word[0] + word[1:].partition(" ")[2].replace("layers.", "") for word in order)  # gather layers.3 -> g3
+        assert " ".join(short) == f"groot {FORWARD[forward]} {backward}"
 
 
 # ----------------------------------------------------------------------------------------------- compilation, matmul
@@ -269,8 +263,8 @@ def test_equal_layers_are_one_program_without_breaks(recomputation: Settings, wo
 
 
 def test_matmul_precision_is_set_while_open(workers: GetWorkers) -> None:
-    for wanted, inside in (("highest", "highest"), ("high", "high"), ("default", "medium")):
-        case = Case(settings={"precision.matmul": wanted})
+    for precision, inside in (("highest", "highest"), ("high", "high"), ("default", "medium")):
+        case = Case(settings={"precision.matmul": precision})
         assert workers(Group("native", 1)).run("matmul_precision", case=case) == [["highest", inside, "highest"]]
 
 

@@ -160,7 +160,7 @@ def rows_with_each_value(engine: str) -> list[dict[str, str]]:
     left = {value for _, values in taken for value in values}
     few: list[dict[str, str]] = []
     while left:
-        row, values = max(taken, key=lambda one: len(left & one[1]))
+        row, values = max(taken, key=lambda row: len(left & row[1]))
         few.append(row)
         left -= values
     return few

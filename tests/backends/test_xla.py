@@ -1,13 +1,12 @@
 """XLA SPMD: what each option does to the curve, to the bytes of a device, and to the program that XLA compiled.
 
-One run of each case answers all three. Its program is read after partitioning: XLA_FLAGS, which a process reads once,
-makes a worker of its own write them.
+One run of each case answers all three. Its program is read after partitioning, as a worker writes it whose XLA_FLAGS
+say so.
 """
 
 import re
 from collections.abc import Callable, Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,32 +69,16 @@ Answer = dict[str, Any]
 GetAnswer = Callable[[str], Answer]
 
 
-class _Dumping:
-    """Workers whose XLA writes its programs into a folder."""
-
-    def __init__(self, group: Group, folder: Path) -> None:
-        self._group, self._folder, self._workers = group, folder, None
-
-    def run(self, job: str, **arguments: Any) -> Answer:
-        flags = f"--xla_dump_to={self._folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=train_step|micro_batch"
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("XLA_FLAGS", flags)  # read by a process when it starts, which the first job lets it do
-            self._workers = self._workers or Workers(self._group)
-            return self._workers.run(job, folder=str(self._folder), **arguments)[0]
-
-    def close(self) -> None:
-        if self._workers is not None:
-            self._workers.close()
-
-
 @pytest.fixture(scope="module")
 def answer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GetAnswer]:
     """What the run of a case says, run once."""
-    workers = _Dumping(Group("xla", DEVICES), tmp_path_factory.mktemp("programs"))
+    folder = tmp_path_factory.mktemp("programs")
+    flags = f"--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=train_step|micro_batch"
+    workers = Workers(Group("xla", DEVICES), xla_flags=flags)
 
     @cache
     def get(name: str) -> Answer:
-        return workers.run("xla_run", case=CASES[name])
+        return workers.run("xla_run", case=CASES[name], folder=str(folder))[0]
 
     yield get
     workers.close()

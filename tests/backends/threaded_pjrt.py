@@ -102,7 +102,7 @@ class Devices:
         answers: list[Any] = [None] * len(self._devices)
         failures: list[BaseException] = []
 
-        def one(rank: int) -> None:
+        def run_on(rank: int) -> None:
             self._bridge._xla_set_default_device(self._devices[rank])
             try:
                 answers[rank] = job()
@@ -112,7 +112,7 @@ class Devices:
                 failures.append(error)
                 self._gate.barrier.abort()
 
-        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(self._devices))]
+        threads = [threading.Thread(target=run_on, args=(rank,)) for rank in range(len(self._devices))]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -162,8 +162,8 @@ class JobFailed(Exception):
 
 
 class Workers:
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    def __init__(self, group: Group, xla_flags: str = "") -> None:
+        self._group, self._xla_flags = group, xla_flags
         self._jobs = 0
         self._start()
 
@@ -177,6 +177,8 @@ class Workers:
             here, there = context.Pipe()
             environment = {"USE_TORCH_XLA": "0", "OMP_NUM_THREADS": "1", "GROUP_BACKEND": group.backend}
             environment |= group.engine.environment(group.devices)
+            if self._xla_flags:
+                environment["XLA_FLAGS"] += f" {self._xla_flags}"
             if group.engine.process_a_device:
                 environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(group.processes)}
                 environment |= {"MASTER_PORT": str(port)}
