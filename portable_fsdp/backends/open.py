@@ -41,8 +41,8 @@ def usual_engine(device: str) -> str:
 
 
 def engine_made_for(device: str) -> str:
-    """The engine of a device that isn't here."""
-    return next(engine for engine in ENGINES if device in options_of(engine).made_for)
+    """The engine of a device that isn't here: the first that one of our extras installs."""
+    return next(engine for engine in engines_on(device) if options_of(engine).packages[device].is_ours)
 
 
 def require_names(device: str, backend: str) -> None:

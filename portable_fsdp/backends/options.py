@@ -24,7 +24,6 @@ class EngineOptions:
 
     engine: str  # "module:class", imported when the engine is opened
     packages: Mapping[str, Package]  # device -> what it needs there; the devices that it has
-    made_for: tuple[str, ...]  # devices for which it is the default engine
     example_device: str  # `explain` shows its options on this device by default
     rules: tuple[Rule, ...]
     effects: Mapping[str, str]

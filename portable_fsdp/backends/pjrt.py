@@ -43,18 +43,13 @@ def set_environment(device: str) -> None:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
-def _lower_triangular_solves() -> None:
+@cache  # which keeps the library: its implementation ends with it
+def _lower_triangular_solves() -> torch.library.Library:
     """Let XLA solve triangular systems in this process, for linear attention (Qwen3-Next).
 
     torch_xla 2.9.0 lowers torch.triangular_solve, but would run its successor torch.linalg.solve_triangular on the host
-    in each step. Call after torch_xla's import, from any thread, any number of times.
+    in each step. Call after torch_xla's import, from one thread at a time, any number of times.
     """
-    with _LOWERING:
-        _lowered()
-
-
-@cache  # which keeps the library: its implementation ends with it
-def _lowered() -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")
     library.impl("linalg_solve_triangular", _solve_triangular, "XLA")
     return library
@@ -86,7 +81,8 @@ class PjrtBackend(Backend):
         self._accumulation = check_batch(config, count)
         # The step, or a micro batch and the update; and the evaluation, if the run has one.
         self.expected_compilations = 1 + (self._accumulation > 1) + (config.train.eval_every is not None)
-        _lower_triangular_solves()
+        with _LOWERING:
+            _lower_triangular_solves()
         self._matmul_before = self._bridge._xla_get_mat_mul_precision()
         self._bridge._xla_set_mat_mul_precision(config.precision.matmul)
 

@@ -61,7 +61,6 @@ class TorchXlaOptions(EngineOptions):
         self,
         engine: str,
         *,
-        made_for: tuple[str, ...],
         rules: tuple[Rule, ...],
         effects: Mapping[str, str],
         processes: ProcessCount,
@@ -72,7 +71,6 @@ class TorchXlaOptions(EngineOptions):
                 device: Package("torch_xla", f"In a checkout of portable_fsdp: pip install '.[{extra}]'")
                 for device, extra in (("cpu", "xla"), ("tpu", "tpu"))
             },
-            made_for=made_for,
             example_device="tpu",
             rules=(*RULES, *rules),
             effects={**EFFECTS, **effects},

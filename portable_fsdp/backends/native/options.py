@@ -40,7 +40,7 @@ RULES = (
         "model.attention",
         "with memory.save_ops",
         lambda c, p: c.model.attention == "flex" and bool(c.memory.save_ops),
-        "what is compiled shows torch no operators to choose from",
+        "a compiled layer shows torch no operators to choose from",
         ("memory.save_ops=[] and memory.gradient_checkpointing=full and memory.every=null", "model.attention=auto"),
     ),
     Rule(
@@ -145,7 +145,6 @@ OPTIONS = EngineOptions(
             "torch_tpu", "It is TorchTPU, for torch 2.11 and newer. Use --backend=xla on TPUs.", is_ours=False
         ),
     },
-    made_for=("cpu", "cuda"),
     example_device="cuda",
     rules=RULES,
     effects=EFFECTS,

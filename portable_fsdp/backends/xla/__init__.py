@@ -1,5 +1,5 @@
 """XLA: torch_xla SPMD. One process drives all devices of its host; the program is global, XLA partitions it.
 
-Read `engine.py` first (the contract), then `model.py` (in which order things are applied to a model's forwards), made
-of `forward.py` (casts, recompute), `tensors.py` (the mesh), `scan.py` (one program for all layers) and `attention.py`.
+Read `engine.py` first: the contract, and in which order things are applied to a model's forwards. They are in
+`forward.py` (casts, recompute), `tensors.py` (the mesh), `scan.py` (one program for all layers) and `attention.py`.
 """

@@ -65,7 +65,6 @@ class XlaBackend(PjrtBackend):
         self._programs = self._tensors = tensors or DeviceTensors(
             self.mesh, self._shards, self.process.count, flash_attention=device == "tpu"
         )
-        self._copies: Copies | None = None
         self._owns_group = self.process.count > 1 and not dist.is_initialized()
         if self._owns_group:
             dist.init_process_group("gloo", init_method="xla://")
@@ -169,8 +168,7 @@ class XlaBackend(PjrtBackend):
     @contextmanager
     def accumulate(self, last: bool) -> Generator[None]:
         yield  # one global program: there is no gradient that has not crossed
-        if self._copies is not None:
-            self._copies.release()  # without gradients the model's forward itself gives back what it gathered
+        self._copies.release()  # without gradients the model's forward itself gives back what it gathered
 
     def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
         parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]

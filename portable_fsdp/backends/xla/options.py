@@ -93,7 +93,6 @@ EFFECTS = {
 
 OPTIONS = TorchXlaOptions(
     "portable_fsdp.backends.xla.engine:XlaBackend",
-    made_for=("tpu",),
     rules=RULES,
     effects=EFFECTS,
     processes=lambda device, requested, count: 1,  # which drives all devices of the host

@@ -70,7 +70,6 @@ EFFECTS = {
 
 OPTIONS = TorchXlaOptions(
     "portable_fsdp.backends.xla_fsdp1.engine:XlaFsdp1Backend",
-    made_for=(),
     rules=RULES,
     effects=EFFECTS,
     # One a chip. PJRT's CPU devices can't talk across processes.

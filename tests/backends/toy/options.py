@@ -12,7 +12,6 @@ _REFUSED = [option for option in _OWN if option not in _TAKEN and option.startsw
 OPTIONS = EngineOptions(
     engine="toy.engine:ToyBackend",
     packages={"cpu": Package("torch", "pip install torch")},
-    made_for=(),
     example_device="cpu",
     rules=tuple(Refused(option, "on toy", "one process runs it eagerly") for option in _REFUSED),
     effects=dict.fromkeys(_OWN, "as it is"),
