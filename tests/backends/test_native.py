@@ -219,18 +219,18 @@ FORWARD = [
     "g3 c3 g2 c2 g1 c1 g0 c0",
     "g3 g2 c3 g1 c2 g0 c1 c0",
 ]
-PRE, PRE_2 = "g0 g1 b r0 g2 b r1 g3 b r2 b r3 rroot", "g0 g1 g2 b r0 g3 b r1 b r2 b r3 rroot"
-POST, POST_2 = "g0 b g1 r0 b g2 r1 b g3 r2 b r3 rroot", "g0 b g1 g2 r0 b g3 r1 b r2 b r3 rroot"
-NO_PREFETCH = "g0 b r0 g1 b r1 g2 b r2 g3 b r3 rroot"
+ORDER_PRE, ORDER_PRE_2 = "g0 g1 b r0 g2 b r1 g3 b r2 b r3 rroot", "g0 g1 g2 b r0 g3 b r1 b r2 b r3 rroot"
+ORDER_POST, ORDER_POST_2 = "g0 b g1 r0 b g2 r1 b g3 r2 b r3 rroot", "g0 b g1 g2 r0 b g3 r1 b r2 b r3 rroot"
+ORDER_NONE = "g0 b r0 g1 b r1 g2 b r2 g3 b r3 rroot"
 ORDERS: list[tuple[str, int, str, int, str]] = [  # ..., forward_prefetch, backward_prefetch, its units, order
-    ("plain", 0, "BACKWARD_PRE", 1, PRE),
-    ("one ahead", 1, "BACKWARD_PRE", 1, PRE),
-    ("two ahead", 2, "BACKWARD_PRE", 1, PRE),
-    ("two ahead in backward", 0, "BACKWARD_PRE", 2, PRE_2),
-    ("post", 0, "BACKWARD_POST", 1, POST),
-    ("post, two", 0, "BACKWARD_POST", 2, POST_2),
-    ("none", 0, "NO_PREFETCH", 1, NO_PREFETCH),
-    ("recomputed", 1, "BACKWARD_PRE", 2, PRE_2),
+    ("plain", 0, "BACKWARD_PRE", 1, ORDER_PRE),
+    ("one ahead", 1, "BACKWARD_PRE", 1, ORDER_PRE),
+    ("two ahead", 2, "BACKWARD_PRE", 1, ORDER_PRE),
+    ("two ahead in backward", 0, "BACKWARD_PRE", 2, ORDER_PRE_2),
+    ("post", 0, "BACKWARD_POST", 1, ORDER_POST),
+    ("post, two", 0, "BACKWARD_POST", 2, ORDER_POST_2),
+    ("none", 0, "NO_PREFETCH", 1, ORDER_NONE),
+    ("recomputed", 1, "BACKWARD_PRE", 2, ORDER_PRE_2),
 ]
 
 

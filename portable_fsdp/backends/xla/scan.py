@@ -150,7 +150,7 @@ def _differences(first: nn.Module, other: nn.Module) -> Iterator[str]:
             yield f"{path or there} is a {type(module).__name__}, and a {type(twin).__name__}"
             return
         ours, theirs = _plain(module), _plain(twin)
-        for key in (key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)):
+        for key in sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)):
             yield f"{f'{path}.{key}'.lstrip('.')} is {ours.get(key)}, and {theirs.get(key)}"
 
 
