@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, cast
 
 import torch
@@ -79,14 +78,12 @@ class NativeBackend(base.Backend):
         self._first_step_is_over = False
         self._matmul_before = _set_matmul_precision(MATMUL[config.precision.matmul])
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         """Raises TrainingError for what the network between processes ended the run with."""
         peers, self._peers = self._peers, None
         try:
             if peers:
-                peers.leave(error)
+                peers.leave(raised[1])
         finally:
             _set_matmul_precision(self._matmul_before)
             if dist.is_initialized():
