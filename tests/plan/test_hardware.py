@@ -135,10 +135,6 @@ XPK = {
 }
 
 
-def test_a_type_is_the_shape_most_like_a_cube() -> None:
-    assert {name: parse_target(name).shape for name in XPK} == XPK
-
-
 LINKS = {
     **{"v5p:4x4x4": 6, "v5p:8x8x16": 6},  # rings on all axes
     "v5p:2x2x1": 2,  # a square of 4 chips has 4 links, each of which two chips share
@@ -156,7 +152,8 @@ GIGABYTES_PER_S = {
 }
 
 
-def test_links_and_bandwidths() -> None:
+def test_a_type_is_the_shape_most_like_a_cube_and_links_have_their_bandwidths() -> None:
+    assert {name: parse_target(name).shape for name in XPK} == XPK
     for text, links in LINKS.items():
         target = parse_target(text)
         assert target.hardware.chip is not None

@@ -107,17 +107,17 @@ def test_small_steps_stay_on_the_chip_and_replicas_divide_the_devices() -> None:
         work_of(replace(LLAMA_8B, strategy="HYBRID_SHARD", replicas=3), parse_target("h100:8"))
 
 
-@pytest.mark.parametrize("text", ["h100:8", "h100:64", "v5p:2x2x4", "v6e-256", "2*v5e-256", "tpu7x:4x4x4", "l4:8"])
-def test_more_work_never_takes_less(text: str) -> None:
+def test_more_work_never_takes_less() -> None:
     base = replace(LLAMA_8B, sequences=1024)
-    seconds = bound_of(base, text).bounds
     changes: list[dict[str, Any]] = [
         *[{"sequences": 2048}, {"gradient_checkpointing": "full"}, {"accumulation": 2}, {"reduce": "float32"}],
         *[{"keys_per_token": 8192.0}, {"state_bytes": 16.0}],
     ]
-    for change in changes:
-        more = bound_of(replace(base, **change), text).bounds
-        assert all(more[name] >= seconds[name] for name in seconds), change
+    for text in ("h100:8", "h100:64", "v5p:2x2x4", "v6e-256", "2*v5e-256", "tpu7x:4x4x4", "l4:8"):
+        seconds = bound_of(base, text).bounds
+        for change in changes:
+            more = bound_of(replace(base, **change), text).bounds
+            assert all(more[name] >= seconds[name] for name in seconds), (text, change)
 
 
 # ----------------------------------------------------------------------------------------- the compiler's counts

@@ -11,16 +11,16 @@ from portable_fsdp.runtime.files import cache_folder
 TEXTS = {"program": "ENTRY é" * 1000, "buffers": "allocation 0: size 4"}
 
 
-def test_keys_tell_parts_apart() -> None:
+def test_an_entry_comes_back_as_it_was_by_a_key_of_its_parts(tmp_path: Path) -> None:
     assert key_of(b"ab", b"c") == key_of(b"ab", b"c")
     assert len({key_of(b"ab", b"c"), key_of(b"a", b"bc"), key_of(b"abc"), key_of(b"abc", b"")}) == 4
-
-
-def test_an_entry_comes_back_as_it_was(tmp_path: Path) -> None:
     assert load(tmp_path, "a") is None
     save(tmp_path / "new", "a", TEXTS)
     assert load(tmp_path / "new", "a") == TEXTS
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["a.gz"]
+    (tmp_path / "file").write_text("")  # no folder, so nothing is kept there
+    save(tmp_path / "file", "a", TEXTS)
+    assert load(tmp_path / "file", "a") is None
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
@@ -41,12 +41,6 @@ def test_the_longest_unused_go_first(tmp_path: Path) -> None:
     assert load(tmp_path, "a") is not None  # used now
     save(tmp_path, "d", {"program": os.urandom(1000).hex()}, largest_bytes=3000)
     assert sorted(path.stem for path in tmp_path.iterdir()) == ["a", "d"]
-
-
-def test_a_folder_that_cannot_be_written_to_keeps_nothing(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    save(tmp_path / "file", "a", TEXTS)
-    assert load(tmp_path / "file", "a") is None
 
 
 def test_it_lies_in_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
