@@ -96,11 +96,11 @@ def test_events_carry_their_time(tmp_path: Path) -> None:
 
 
 def test_imbalance_is_the_greatest_over_the_median(path: Path) -> None:
-    MetricsFile(path).write(processes_row([2.0, 3.0, 1.0], [float("nan"), 5.0, 5.0]))
+    MetricsFile(path).write(processes_row([2.0, 6.0, 1.0], [float("nan"), 5.0, 5.0]))
     assert read_jsonl(path)[0] == {
-        "seconds": [2.0, 3.0, 1.0],
+        "seconds": [2.0, 6.0, 1.0],
         "memory_bytes": [None, 5.0, 5.0],
-        "seconds_imbalance": 1.5,
+        "seconds_imbalance": 3.0,  # over the mean it would be 2
         "memory_imbalance": None,
     }
     assert processes_row([4.0, 4.0], [1.0, 3.0])["memory_imbalance"] == 1.5
