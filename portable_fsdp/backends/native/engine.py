@@ -134,11 +134,13 @@ class NativeBackend(base.Backend):
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in pinned.items()}
 
     def compile(self, fn: Callable[..., base.Metrics], name: str) -> Callable[..., base.Metrics]:
-        def counted(*args: Any) -> base.Metrics:
-            with nullcontext() if self._first_step_is_over else self._counter:
-                return fn(*args)
+        return fn if name == "evaluate" or not self._counts_collectives else self._counting_once()(fn)
 
-        return fn if name == "evaluate" or not self._counts_collectives else counted
+    @contextmanager
+    def _counting_once(self) -> Generator[None]:
+        """Around each program: counts its collectives until the first step is over."""
+        with nullcontext() if self._first_step_is_over else self._counter:
+            yield
 
     @contextmanager
     def accumulate(self, last: bool) -> Generator[None]:
