@@ -38,6 +38,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__all__":  # of `import *`
+        return [name for names in _HOMES.values() for name in names]
     for module, names in _HOMES.items():
         if name in names:
             return getattr(importlib.import_module(f"{__name__}.{module}"), name)

@@ -37,9 +37,14 @@ def test_each_command_has_one_line_and_a_module() -> None:
 
 def test_a_command_is_its_module() -> None:
     """Same output, errors and exit code; flags anywhere; a misspelt command or flag names the nearest."""
-    for words in (["explain", "--device=cpu", "optim.lr"], ["checkpoint", "list", "/none"], ["plan", "--onn=h100:8"]):
+    for code, *words in (
+        (0, "explain", "--device=cpu", "optim.lr"),
+        (2, "checkpoint", "list", "/none"),
+        (2, "plan", "--onn=h100:8"),
+    ):
         ours, module = run("-m", "portable_fsdp", *words), run("-m", f"portable_fsdp.{words[0]}", *words[1:])
         assert (ours.returncode, ours.stdout, ours.stderr) == (module.returncode, module.stdout, module.stderr)
+        assert (module.returncode, "Traceback" in module.stderr) == (code, False)
     assert "unknown flag --onn; nearest: --on\n" in ours.stderr
     wrong = run("-m", "portable_fsdp", "explan")
     assert (wrong.returncode, wrong.stdout) == (2, "")

@@ -76,6 +76,7 @@ BREAKERS: dict[Rule, list[dict[str, Module]]] = {
     banned_imports: [
         invented(backends__xla="from portable_fsdp.models.loss import loss", models__loss=""),
         invented(data__order="import torch.distributed as dist"),
+        invented(train__loop="def f():\n    from portable_fsdp.formats import dcp", formats__dcp=""),
         invented(models__loss="from torch import distributed"),
         invented(metrics__meter="import torch\ndef f():\n    return torch.distributed.get_rank()"),
         invented(optim__optimizer="def f():\n    import torch_xla.runtime"),

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import portable_fsdp
 
@@ -24,6 +25,9 @@ NAMES = [
 
 def test_the_public_names_are_these_and_lead_somewhere() -> None:
     assert sorted(name for names in portable_fsdp._HOMES.values() for name in names) == NAMES
+    starred: dict[str, Any] = {}
+    exec("from portable_fsdp import *", starred)
+    assert set(NAMES) == starred.keys() - {"__builtins__"}
     assert all(callable(getattr(portable_fsdp, name)) for name in NAMES)
 
 

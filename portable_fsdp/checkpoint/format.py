@@ -350,7 +350,9 @@ def check_manifest(manifest: Manifest, name: str) -> None:
             if not least:
                 raise ValueError(f"file {file.name!r}: no tensor uses it")
             if least > file.bytes:
-                raise ValueError(f"file {file.name!r}: expected {least} bytes for its tensors, found {file.bytes}")
+                raise ValueError(
+                    f"file {file.name!r}: expected at least {least} bytes for its tensors, found {file.bytes}"
+                )
         for key, tensor in manifest.left_out.items():
             _check_kind(key, tensor)
             if key in manifest.tensors or folder_of(key) != "model" or tensor.files or tensor.offsets or tensor.sizes:

@@ -207,7 +207,9 @@ class Checkpoints(Closing):
             left_out = {key: tensors.pop(key) for key in list(tensors) if key in self._base.names}
             base = base.model_copy(update={"tensors": left_out})
         return new_manifest(
-            *(self._backend.device_name, self._backend.name, self._backend.process.count),
+            device=self._backend.device_name,
+            backend=self._backend.name,
+            process_count=self._backend.process.count,
             step=step,
             config=self._config,
             model_config=self._model_config,

@@ -162,9 +162,9 @@ def _stored(key: str, entry: Any, data: int) -> Stored:
         ):
             dtype = next(name for name, known in SAFETENSORS_DTYPES.items() if known == code)
             stored = Stored(TensorEntry(shape=tuple(shape), dtype=dtype), data + start)
-            if stop - start == stored.entry.nbytes and is_too_large(stored.entry.shape):  # for a manifest too
-                raise ValueError(f"{key:.200}: expected at most 2**59 elements, found shape {shape}")
             if stop - start == stored.entry.nbytes:
+                if is_too_large(stored.entry.shape):  # for a manifest too
+                    raise ValueError(f"{key:.200}: expected at most 2**59 elements, found shape {shape}")
                 return stored
         case _:
             pass

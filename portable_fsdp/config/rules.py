@@ -158,8 +158,8 @@ class _Without(Refused):
 
         def is_refused(config: Config, _: Deployment) -> bool:
             actual = value_of(config, needed)
-            is_set = actual is not None if takes_any else actual == value
-            return not is_set and value_of(config, option) != default
+            is_missing = actual is None if takes_any else actual != value
+            return is_missing and value_of(config, option) != default
 
         ways = [setting + beside] if value else []
         super().__init__(option, f"without {needed if takes_any else setting}", reason, *ways, when=is_refused)

@@ -80,7 +80,7 @@ class Batches(Closing):
         return divmod(self.consumed, len(self._rows))
 
     def close(self) -> None:
-        """End the thread, and wait for it; drops the steps made ahead. May be called twice."""
+        """End the thread after the step in work, and wait for it; drops the others. May be called twice."""
         self._is_closed = True
         self._pool.shutdown(cancel_futures=True)
         self._ahead.clear()

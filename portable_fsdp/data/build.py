@@ -103,7 +103,9 @@ class _Builder:
 
     def _tokenized(self, sources: Sequence[DocumentSource], *, is_held_out: bool) -> list[_SourceRows]:
         share = self._share
-        taken = "" if share is None else f"{share}" if is_held_out else f"all but {share}"
+        taken = ""
+        if share is not None:
+            taken = f"{share}" if is_held_out else f"all but {share}"
 
         def takes(number: int) -> bool:
             return share is None or share_of_numbers(number, share) == is_held_out

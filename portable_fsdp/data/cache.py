@@ -14,13 +14,14 @@ import logging
 import os
 import shutil
 import sys
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import numpy as np
 import xxhash
@@ -162,16 +163,23 @@ def _cannot_write(folder: Path, error: OSError) -> DataError:
     )
 
 
+def _is_taken(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 @contextmanager
 def _locked(path: Path) -> Generator[bool]:
     """Wait until no other process makes the entry; False where the file system has no locks."""
     with path.open("a") as file:  # closing unlocks it; the file stays, since another process may wait for it
         try:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not _is_taken(file):
                 log.info("data: another process tokenizes this corpus; waiting for it (%s)", path)
-                fcntl.flock(file, fcntl.LOCK_EX)
+                while not _is_taken(file):  # polled: NFS lets a blocked lock wait for up to 30 s
+                    time.sleep(0.1)
             is_locked = True
         except OSError as error:
             if error.errno not in _NO_LOCKS_HERE:

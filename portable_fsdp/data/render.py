@@ -152,7 +152,8 @@ def _completion(template: ChatTemplate | None, tokenizer: Tokenizer, example: Ex
 def _completions(tokenizer: Tokenizer, items: Sequence[tuple[Example, Any]]) -> list[Rendered | Broken]:
     """Some tokenizers put the end of text after any text, also after the prompt, which goes on."""
     pairs = [item for _, item in items if not isinstance(item, Rendered)]
-    encoded = tokenizer.encode_all([text for texts in zip(*pairs, strict=True) for text in texts], special_tokens=True)
+    texts = [*(prompt for prompt, _ in pairs), *(whole for _, whole in pairs)]
+    encoded = tokenizer.encode_all(texts, special_tokens=True)
     prompts, wholes = iter(encoded[: len(pairs)]), iter(encoded[len(pairs) :])
     rendered: list[Rendered | Broken] = []
     for example, item in items:

@@ -122,6 +122,7 @@ class FolderTokenizer:
 
 
 Tokenizer = ByteTokenizer | FolderTokenizer
+"""What packing and export need of a tokenizer; `ByteTokenizer` says what each member means."""
 
 
 def load_tokenizer(name: str, pretrained: str | None = None, gguf_file: str | None = None) -> Tokenizer:

@@ -73,7 +73,7 @@ def export_checkpoint(checkpoint: Path, name: str, target: Path, options: Export
         reader.verify(folder=EXPORTS[name], advance=options.advance)
         with new_file(target) if is_file else new_folder(target, reader.manifest) as unfinished:
             write(unfinished)
-            if options.save_tokenizer is not None:
+            if options.save_tokenizer is not None and not is_file:
                 options.save_tokenizer(unfinished)
 
 

@@ -54,13 +54,16 @@ def import_checkpoint(
     if not keys:
         raise CheckpointError(f"{path}: expected tensors ({kind}), found none")
     tensors = {key: as_dtype(source.tensors[old], None if "/" in key else dtype) for key, old in keys.items()}
-    final = format.step_folder(checkpoints_of(folder), source.step)
     try:
+        final = format.step_folder(checkpoints_of(folder), source.step)
         with _new_checkpoint(final) as (attempt, unfinished):
-            read = lambda key: source.read(keys[key])  # noqa: E731
-            files, entries = _write(unfinished, attempt, tensors, read, advance, max_file_bytes)
+            files, entries = _write(
+                unfinished, attempt, tensors, lambda key: source.read(keys[key]), advance, max_file_bytes
+            )
             manifest = new_manifest(
-                *("cpu", f"{format.IMPORT}{kind}", 1),
+                device="cpu",
+                backend=f"{format.IMPORT}{kind}",
+                process_count=1,
                 step=source.step,
                 config={},
                 model_config=model_config,

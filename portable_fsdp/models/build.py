@@ -21,7 +21,7 @@ from portable_fsdp.config.patterns import matching
 from portable_fsdp.models import experts
 from portable_fsdp.models.architecture import config_to_json, last_line, read_architecture
 from portable_fsdp.models.attention import FLEX, STATIC, static_attention
-from portable_fsdp.models.documents import document_arguments, require_documents_apart
+from portable_fsdp.models.documents import DocumentArguments, document_arguments, require_documents_apart
 from portable_fsdp.models.loss import Loss, attach_loss
 from portable_fsdp.models.weights import ModelSize, RandomWeights, TensorFile, WeightFill, fill_buffers, size_of
 from portable_fsdp.runtime.errors import ConfigError
@@ -102,10 +102,10 @@ def build_model(
     documents = document_arguments(attention, compute, eager=eager, packs=packs_documents, windows=windows)
 
     built = BuiltModel(bare, RandomWeights(twin, seed, master), as_given, size_of(bare))
-    experts.choose(bare, model.experts, compute.itemsize)
+    built = with_experts(built, model.experts, compute)
     built = with_values(built, twin, master, pretrained, model.allow, rows_before)
-    attach_loss(bare, DTYPES.get(precision.output), eager, loss, documents)  # auto: none of them
-    bare.train()
+    # DTYPES has no "auto", which changes nothing.
+    built = with_loss(built, DTYPES.get(precision.output), eager, loss, documents)
     if model.lora is not None:
         built = with_adapters(built, model.lora, seed, master, pretrained, rows_before is not None)
     built = with_frozen(built, model.freeze, DTYPES.get(precision.frozen))
@@ -115,6 +115,11 @@ def build_model(
 
 
 # ---------------------------------------------------------------------------------------------- the transformations
+
+
+def with_experts(built: BuiltModel, implementation: str, compute: torch.dtype) -> BuiltModel:
+    experts.choose(built.model, implementation, compute.itemsize)
+    return built
 
 
 def with_values(
@@ -144,6 +149,18 @@ def with_values(
             f"{sorted(unset)[0]}, which it only makes with the model.\n  Start from a folder that holds it "
             "(model.pretrained), or take another model."
         )
+    return built
+
+
+def with_loss(
+    built: BuiltModel,
+    output: torch.dtype | None,
+    eager: bool,
+    loss: Loss | None,
+    documents: DocumentArguments | None,
+) -> BuiltModel:
+    attach_loss(built.model, output, eager, loss, documents)
+    built.model.train()
     return built
 
 
@@ -211,10 +228,14 @@ def _grow(config: Any, vocabulary: int, file: TensorFile, keeps_ids: Callable[[]
     return before
 
 
+def _int(config: Any, name: str) -> int | None:
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) else None
+
+
 def _check_config(config: Any, seq_len: int, vocabulary: int) -> None:
-    names = ("max_position_embeddings", "num_attention_heads", "num_key_value_heads", "vocab_size")
-    values = [value if isinstance(value := getattr(config, name, None), int) else None for name in names]
-    positions, heads, kv_heads, ids = values
+    positions, ids = _int(config, "max_position_embeddings"), _int(config, "vocab_size")
+    heads, kv_heads = _int(config, "num_attention_heads"), _int(config, "num_key_value_heads")
     if positions is not None and positions > 0:
         _check_positions(positions, seq_len)
     if heads is not None and kv_heads and heads % kv_heads:

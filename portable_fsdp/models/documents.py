@@ -73,6 +73,7 @@ def require_documents_apart(model: Any, build: Callable[[Any], Any], *, eager: b
 
 
 def _problem(model: Any, build: Callable[[Any], Any], eager: bool) -> str:
+    """Why small copies of `model` can't keep documents apart; empty where the first that can be tried does."""
     problem = ""
     for config in _small(model.config):
         try:

@@ -163,12 +163,12 @@ def _picture(name: str) -> Path:
     path = Path(name)
     folder = path.absolute().parent
     for is_wrong, expected in (
-        (path.suffix not in (".png", ".pdf", ".svg"), "a file that ends in .png, .pdf or .svg"),
-        (path.is_dir(), "a file, found a folder"),
-        (not folder.is_dir(), f"a folder that exists, found none: {folder}"),
-        (not os.access(path if path.exists() else folder, os.W_OK), "a place where this user may write"),
+        (lambda: path.suffix not in (".png", ".pdf", ".svg"), "a file that ends in .png, .pdf or .svg"),
+        (path.is_dir, "a file, found a folder"),
+        (lambda: not folder.is_dir(), f"a folder that exists, found none: {folder}"),
+        (lambda: not os.access(path if path.exists() else folder, os.W_OK), "a place where this user may write"),
     ):
-        if is_wrong:
+        if is_wrong():
             raise UsageError(f"--save={name}: expected {expected}.")
     report.require_matplotlib()
     return path

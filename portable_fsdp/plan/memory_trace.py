@@ -214,13 +214,13 @@ class Recorder(TorchDispatchMode):
             return NotImplemented  # it comes back with the local tensors
         kwargs = kwargs or {}
         name, sections = func.name(), self.moments.sections
-        if name.startswith("profiler::_record_function_enter"):
-            sections.append(str(args[0]))
-        elif name.startswith("profiler::_record_function_"):
-            del sections[-1:]
-        out = func(*args, **kwargs)
         if name.startswith("profiler::_record_function_"):
-            return out
+            if name.startswith("profiler::_record_function_enter"):
+                sections.append(str(args[0]))
+            else:
+                del sections[-1:]
+            return func(*args, **kwargs)
+        out = func(*args, **kwargs)
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._see(leaf, name)

@@ -65,7 +65,8 @@ class Work(_Result):
 
     matmul_flops: dict[str, float]  # dtype of the factors -> operations; a multiply and an add are two
     memory_bytes: float  # that must at least cross between the device's memory and its processor
-    collectives: dict[str, Moved]  # kind and dtype: `all_gather bfloat16`
+    collectives: dict[str, Moved]
+    """Kind and dtype (`all_gather bfloat16`) -> calls, bytes of full tensors, sent_bytes of one device in a ring."""
     sent_bytes: dict[str, float]  # link (`ici`, `nvlink`, `network`) -> bytes that one device sends over it
 
 

@@ -223,7 +223,9 @@ def _failure(problem: str, folder: Path, ended: Ended) -> str:
     try:
         reports.mkdir(parents=True, exist_ok=True)
         kept = tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=reports)
-        shutil.copytree(folder, kept, ignore=shutil.ignore_patterns("dump"), dirs_exist_ok=True)
+        shutil.copytree(
+            folder, kept, ignore=shutil.ignore_patterns("dump"), ignore_dangling_symlinks=True, dirs_exist_ok=True
+        )
         Path(kept, "log").write_text(ended.log)
     except OSError as error:
         kept = f"could not be kept ({error})"

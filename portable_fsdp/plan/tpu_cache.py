@@ -44,7 +44,7 @@ def save(folder: Path, key: str, texts: Mapping[str, str], largest_bytes: int = 
             entry.write_bytes(gzip.compress(json.dumps(texts).encode(), compresslevel=1))
             entry.replace(folder / f"{key}.gz")
         used = 0
-        entries = [(path.stat(), path) for path in folder.glob("*.gz")]
+        entries = [(path.stat(), path) for path in folder.iterdir() if path.is_file()]
         for stat, path in sorted(entries, key=lambda pair: -pair[0].st_mtime_ns):
             used += stat.st_size
             if used > largest_bytes:

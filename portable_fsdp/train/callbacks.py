@@ -117,8 +117,8 @@ class Callbacks:
     """All callbacks of a run, on process 0; on the other processes none."""
 
     def __init__(self, ours: Sequence[Callback], yours: Sequence[Callback], backend: Backend) -> None:
-        is_first = backend.process.index == 0
-        self._ours, self._all = ours, [*ours, *yours] if is_first else []
+        self._ours = ours
+        self._all = [*ours, *yours] if backend.process.index == 0 else []
 
     def call(self, hook: Callable[[Callback, T], None], data: T) -> None:
         """`call(Callback.on_step, end)`: of all of them. What one of ours raises, as for a full disk, ends the run."""

@@ -128,7 +128,7 @@ HEADERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a shape that isn't its bytes": lambda header: header["gate"].update(shape=[2**40]),
     "a missing key": lambda header: header["gate"].pop("dtype"),
 }
-"""Some of `HOSTILE` of test_foreign_hostile.py, which has the same parser."""
+"""What our reader makes of them; test_foreign_hostile.py has more for the same parser."""
 
 
 @pytest.mark.parametrize("name", HEADERS)

@@ -79,6 +79,8 @@ HOSTILE = {
     "hole": (safetensors({"a": entry([1], 4, 8)}, bytes(8)), "a hole or an overlap"),
     "overlap": (safetensors({"a": entry([1], 0, 4), "b": entry([1], 0, 4)}, bytes(4)), "a hole or an overlap"),
     "more_data": (safetensors({"a": entry([1], 0, 4)}, bytes(5)), "expected .* bytes by the header, found"),
+    "large_and_empty": (safetensors({"a": entry([0, 2**62, 2**62], 0, 0)}), r"at most 2\*\*59 elements"),
+    "an_unknown_key": (safetensors({"a": {**entry([1], 0, 4), "file": "/etc/passwd"}}, bytes(4)), "that fit them"),
     "many_sizes": (of_a([1] * 17, 0, 4), "at most 16 sizes"),
     "a_slash": (safetensors({"../../x": entry([1], 0, 4)}, bytes(4)), "expected the name of a tensor"),
     "an_escape": (safetensors({"a\u001b[2J": entry([1], 0, 4)}, bytes(4)), "expected the name of a tensor"),

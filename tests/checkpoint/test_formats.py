@@ -291,13 +291,12 @@ def test_an_import_that_fails_leaves_nothing(
 
 def test_an_import_removes_what_a_killed_one_left_and_nothing_else(tmp_path: Path, hub: Path) -> None:
     checkpoints = tmp_path / "checkpoints"
-    killed, others = (commit.begin(checkpoints / "step-00000000", run) for run in (IMPORTED, "other"))
+    _, others = (commit.begin(checkpoints / "step-00000000", run) for run in (IMPORTED, "other"))
     another = commit.begin(checkpoints / "step-00000012", IMPORTED)  # may be at work
     import_checkpoint(hub, tmp_path)
     left = [f"step-00000000.tmp-{others[:8]}", f"step-00000012.tmp-{another[:8]}"]
     assert storage.names(checkpoints) == ["step-00000000", *left]
     assert storage.names(checkpoints / left[0]) == [commit.MARK, "model", "optimizer"]
-    assert killed != others
 
 
 def test_two_imports_at_once_into_a_store(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,8 +336,10 @@ def test_a_file_that_a_store_lost_or_cut_is_noticed_before_the_commit(
 
 def test_a_target_that_cant_be_written_is_named(tmp_path: Path, hub: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"import to .*file/run: can't be written"):
-        import_checkpoint(hub, tmp_path / "file" / "run")
+    (tmp_path / "loop").symlink_to("loop")
+    for run in ("file/run", "loop"):  # the second can't be listed either
+        with pytest.raises(CheckpointError, match=rf"import to .*{run}: can't be written"):
+            import_checkpoint(hub, tmp_path / run)
 
 
 def test_no_run_deletes_an_import(tmp_path: Path, hub: Path) -> None:

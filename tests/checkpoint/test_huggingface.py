@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -198,10 +197,14 @@ def test_a_model_that_transformers_does_not_know(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_file_leaves_nothing(tmp_path: Path) -> None:
-    with suppress(KeyboardInterrupt), new_file(tmp_path / "m.safetensors") as path:
-        storage.part_of(path).touch()
-        path.touch()
-        raise KeyboardInterrupt
+    def interrupted() -> None:
+        with new_file(tmp_path / "m.safetensors") as path:
+            storage.part_of(path).touch()
+            path.touch()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 from plain_backend import PlainBackend, bits, flip_last_byte, named_tensors, save_once, small_model, what_is_written
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -127,6 +128,9 @@ def test_the_shares_of_all_processes_are_all_files(tmp_path: Path) -> None:
     path = save_once(tmp_path, count=2, devices=2)
     files = sorted(p.relative_to(path) for p in path.rglob("*.safetensors"))
     assert len(files) == 8
+    with Reader(path) as reader:  # other programs compute it too
+        for entry in reader.manifest.files:
+            assert entry.xxh3_128 == xxhash.xxh3_128((path / entry.name).read_bytes()).hexdigest()
     for file in files:
         flip_last_byte(path / file)
         assert sum(raises(Rank(index, 3)) for index in range(3)) == 1

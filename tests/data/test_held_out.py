@@ -23,8 +23,9 @@ def test_files_that_are_held_out_are_not_trained_on(tmp_path: Path, caplog: pyte
     assert numbers(corpus.rows) == [1, 2]
     assert numbers(corpus.eval_rows) == [3]
     alone = build_data(data(tmp_path / "a.jsonl", packing="none"))
-    held = build_data(data(tmp_path / "a.jsonl", packing="none", eval_split=str(held_out)))
-    assert held.fingerprint == alone.fingerprint != corpus.eval_rows.fingerprint()
+    beside = build_data(data(tmp_path / "a.jsonl", packing="none", eval_split=str(held_out)))
+    assert beside.fingerprint == alone.fingerprint
+    assert corpus.rows.fingerprint() != corpus.eval_rows.fingerprint()
     assert (
         sum(f"not trained on, though data.path names it too: {held_out} and 1 more" in line for line in caplog.messages)
         == 1

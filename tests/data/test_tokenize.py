@@ -1,5 +1,6 @@
 """Bytes equal their exported tokenizer; a folder's opens or says why not, and is compared with the model's own."""
 
+import json
 import logging
 import random
 import subprocess
@@ -171,3 +172,13 @@ def test_another_models_tokenizer_is_refused_unless_allowed(tmp_path: Path, capl
     with caplog.at_level(logging.INFO):
         require_own_ids(Model(pretrained=str(tmp_path / "empty")), "bytes")
     assert caplog.messages == [f"model.pretrained: {tmp_path}/empty: no tokenizer to compare data.tokenizer=bytes with"]
+
+
+def test_code_beside_a_tokenizer_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    word_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "own.py").write_text("raise SystemExit('ran')")
+    settings = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    monkeypatch.setattr("builtins.input", lambda prompt: "y")  # transformers would ask whether to run it
+    with pytest.raises(DataError, match=r"data\.tokenizer: .*: transformers can't open it: .*custom code"):
+        load_tokenizer(str(tmp_path))

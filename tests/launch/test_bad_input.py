@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, models
 
 from portable_fsdp.checkpoint.format import hash_file
 from portable_fsdp.metrics.sinks import read_jsonl
+from portable_fsdp.runtime.host import tpu_chips
 
 SCREEN = 25  # lines
 MACHINE = re.compile(r"[\d,.]+ [GM]iB")
@@ -105,7 +106,7 @@ def test_bad_input_is_refused(
     ("device", "expected", "way_out", "is_there"),
     [
         ("cuda", "a GPU", "use --device=cpu", torch.cuda.is_available()),
-        ("tpu", "TPU chips", "--device=cpu --backend=xla", any(Path("/dev").glob("accel[0-9]*"))),
+        ("tpu", "TPU chips", "--device=cpu --backend=xla", bool(tpu_chips())),
     ],
 )
 def test_a_device_that_is_not_there(

@@ -130,7 +130,7 @@ def check_run(console: Started, run: Path, *, backend: str, devices: int) -> Non
     tokens = AutoTokenizer.from_pretrained(run / "export")("The value of an object", return_tensors="pt")["input_ids"]
     assert tokens.tolist() == [list(b"The value of an object")]
     with torch.no_grad():
-        assert model(tokens, labels=tokens).loss < 5.45
+        assert model(tokens, labels=tokens).loss < 5.3
 
 
 def test_the_same_command_again_finds_nothing_to_do(
@@ -141,7 +141,8 @@ def test_the_same_command_again_finds_nothing_to_do(
     assert launch("--device=cpu", "--config=tiny.yaml") == 0
     assert "step 6 of 6 is saved already: nothing left to train" in capsys.readouterr().err
     after = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
-    assert {path for path in after if after[path] != before.get(path)} <= {finished / "events.jsonl"}
+    changed = {path for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
+    assert changed <= {finished / "events.jsonl"}
 
 
 FINISHED_OR_NOT = {

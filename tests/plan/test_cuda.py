@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import MethodType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -357,12 +358,12 @@ def _left_behind(config: Config) -> tuple[list[str], bool]:
             "hooks": len(torch.nn.modules.module._global_forward_hooks),
         }
 
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        os.environ[name] = "7"  # a plan inside a launched process has ranks of its own
-    first = plans([config], GPUS)
-    before = look()  # torch and transformers set some of it by themselves when they are first used
-    second = plans([config], GPUS)
-    after = look()
+    launch = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    with patch.dict(os.environ, dict.fromkeys(launch, "7")):  # a plan inside a launched process has ranks of its own
+        first = plans([config], GPUS)
+        before = look()  # torch and transformers set some of it by themselves when they are first used
+        second = plans([config], GPUS)
+        after = look()
     return [key for key in before if before[key] != after[key]], first == second
 
 

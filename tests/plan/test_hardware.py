@@ -54,6 +54,16 @@ def test_targets() -> None:
         assert math.prod(units for _, units in target.levels) == target.devices
 
 
+def test_targets_in_words() -> None:
+    words = {
+        "cpu:2": "2 processes on the CPU",
+        "v2-32": "16 chips, 32 devices of TPU v2 on 4 hosts",
+        "2*v5e:4x4": "32 chips of TPU v5 lite in 2 slices on 8 hosts",
+        "h100:8": "8 x NVIDIA H100 80GB HBM3 on 1 host",
+    }
+    assert {name: parse_target(name).in_words for name in words} == words
+
+
 @pytest.mark.parametrize(
     ("texts", "message"),
     [

@@ -157,6 +157,7 @@ def test_what_does_not_fit_comes_with_what_would_and_a_picture(plan: Planner, tm
         (["--on=h100:8", "train.micro_batch=3"], "train.global_batch: expected a multiple"),
         (["--on=h100:8", "train.mikro_batch=3"], "micro_batch"),
         (["--on=h100:8", "--save=plan.txt"], "expected a file that ends in"),
+        (["--on=h100:8", "--save=" + "a" * 300], "expected a file that ends in"),
         (["--on=h100:8", "--save=absent/plan.png"], "expected a folder that exists"),
         (["--on=h100:8", "--save=FOLDER/plan.png"], "found a folder"),
         (["--on=h100:8", "--compare=absent"], "found no metrics.jsonl"),

@@ -8,7 +8,7 @@ import pytest
 from portable_fsdp.backends.support import require_supported
 from portable_fsdp.config.load import config_text, load_config
 from portable_fsdp.config.schema import Config
-from portable_fsdp.plan.report import sweep_text, text
+from portable_fsdp.plan.report import draw, sweep_text, text
 from portable_fsdp.plan.result import Plan
 from portable_fsdp.plan.sweep import Settings, Tried, grid, nearest_that_fits, sweep, usual_grid
 from portable_fsdp.runtime.errors import ConfigError
@@ -129,3 +129,18 @@ def test_a_plan_without_a_bound() -> None:
     unknown = known.model_copy(update={"time": known.time.model_copy(update={"compute_s": None})})
     assert "time of a step: no bound" in text(unknown)
     assert "bound by compute" in text(known)
+
+
+def test_a_plan_without_a_bound_or_a_limit(tmp_path: Path) -> None:
+    known = plan(5)
+    unknown = known.model_copy(
+        update={
+            "time": known.time.model_copy(update={"compute_s": None}),
+            "memory": known.memory.model_copy(update={"limit_bytes": None}),
+        }
+    )
+    assert "time of a step: no bound" in text(unknown)
+    assert "0.00 GiB: unknown" in text(unknown)
+    assert "bound by compute" in text(known)
+    draw([unknown, known], ["a", "b"], tmp_path / "plan.svg")
+    assert (tmp_path / "plan.svg").stat().st_size > 1000

@@ -20,7 +20,7 @@ from portable_fsdp.metrics.sinks import read_jsonl
 from portable_fsdp.runtime.errors import TrainingError
 from portable_fsdp.train.callbacks import Callback, EvaluationEnd, RunEnd, RunStart, StepEnd
 from portable_fsdp.train.loop import train
-from portable_fsdp.train.records import Console
+from portable_fsdp.train.records import Console, RunFiles
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(portable_fsdp.__file__).parent
@@ -120,6 +120,15 @@ def test_callbacks_that_raise_are_dropped_and_harm_nothing(
     assert sorted(messages) == sorted(raised)
     assert caplog.text.count("KeyError: 'a bug'") == len(hooks)
     assert [row["step"] for row in read_jsonl(Path("run/metrics.jsonl"))] == [1, 2, 3, 4]
+
+
+def test_what_our_own_files_raise_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(files: RunFiles, step: StepEnd) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(RunFiles, "on_step", full)
+    with pytest.raises(OSError, match="No space left"):
+        train(config(), device="cpu", backend="toy")
 
 
 def test_a_loss_that_is_not_finite_reaches_the_callbacks() -> None:

@@ -102,6 +102,7 @@ def test_the_rows_are_those_and_the_cut_into_batches_changes_nothing(
     assert (actual.tokens, actual.loss) == (expected.tokens, pytest.approx(expected.loss, rel=1e-6))
     assert {len(batch) for batch in rows.requested} == {size}  # one shape
     assert list(chain.from_iterable(rows.requested))[: len(chosen)] == chosen
+    assert len(rows.requested) == -(-len(chosen) // size)
 
 
 def test_a_request_to_stop_ends_it(opened: Opened) -> None:

@@ -78,12 +78,12 @@ class NativeBackend(base.Backend):
         self._first_step_is_over = False
         self._matmul_before = _set_matmul_precision(MATMUL[config.precision.matmul])
 
-    def __exit__(self, *raised: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Raises TrainingError for what the network between processes ended the run with."""
         peers, self._peers = self._peers, None
         try:
             if peers:
-                peers.leave(raised[1])
+                peers.leave(error)
         finally:
             _set_matmul_precision(self._matmul_before)
             if dist.is_initialized():
