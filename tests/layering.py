@@ -19,7 +19,7 @@ FLOORS = [
     {"config"},
     {"models", "data", "optim", "metrics"},
     {"checkpoint", "backends"},
-    {"train", "formats", "plan", "convert", "doctor"},
+    {"train", "formats", "plan", "convert", "doctor", "report"},
 ]
 """From the bottom; what stands directly in the package, the commands, is on top of them."""
 

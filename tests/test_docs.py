@@ -29,6 +29,7 @@ from portable_fsdp.convert.table import ACCELERATE, find_anywhere, key_table
 from portable_fsdp.doctor import __main__ as doctor
 from portable_fsdp.plan import __main__ as plan
 from portable_fsdp.plan.target import parse_target
+from portable_fsdp.report import __main__ as report
 from portable_fsdp.runtime.errors import ConfigError, UsageError
 
 DOCS = ROOT / "docs"
@@ -44,6 +45,7 @@ def text_of(name: str) -> str:
 # ------------------------------------------------------------------------------------------------ commands and links
 
 PARSED = {"portable_fsdp.doctor": doctor, "portable_fsdp.checkpoint": checkpoint, "portable_fsdp.sample": sample}
+PARSED["portable_fsdp.report"] = report
 TARGETS = "|".join(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE))
 JOBSETS = {yaml.safe_load(file.read_text())["metadata"]["name"] for file in ROOT.glob("launch/gke_*.yaml")}
 # The other commands; a file of ours in them must exist.

@@ -358,6 +358,15 @@ class XlaFsdp1(Section):
     )
 
 
+Tracker = Literal["aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
+
+
+class Observe(Section):
+    trackers: tuple[Tracker, ...] = Field(
+        default=(), description="experiment trackers that get the metrics, by accelerate's classes", strict=False
+    )
+
+
 class Config(Section):
     """A whole run. `load_config` reads it from YAML and overrides."""
 
@@ -371,4 +380,5 @@ class Config(Section):
     memory: Memory = Memory()
     compile: Compile = Compile()
     checkpoint: Checkpoint = Checkpoint()
+    observe: Observe = Observe()
     xla_fsdp1: XlaFsdp1 = XlaFsdp1()

@@ -35,7 +35,8 @@ def outcome_of(answers: Answers, raw: Raw) -> KeyOutcome:
             is_off = raw.lower() in (*OFF, answers.also) if isinstance(raw, str) else not raw
             return KeyOutcome(ignore="turned off") if is_off else answers
         case "names":
-            return _setting(answers, _names(raw))
+            names = _names(raw)
+            return (answers.words.get(names[0].lower()) if len(names) == 1 else None) or _setting(answers, names)
         case "several":
             return _several(answers, raw)
         case _:

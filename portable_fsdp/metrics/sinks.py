@@ -7,13 +7,22 @@ torn line off. NaN and infinities, which JSON lacks, are written as null.
 import json
 import math
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from portable_fsdp.runtime.errors import UsageError
 from portable_fsdp.runtime.files import write_text_atomically
+
+
+class LostSteps(NamedTuple):
+    """Steps that ran after the checkpoint that a run resumes from, and that it repeats."""
+
+    steps: int
+    seconds: float
+    until: str | None  # when the last one ended, in UTC (ISO 8601)
 
 
 class _LinesFile:
@@ -36,20 +45,22 @@ class MetricsFile(_LinesFile):
         """Append one row; it is with the operating system when this returns."""
         self._append(row)
 
-    def truncate_after(self, step: int) -> None:
-        """Drop the rows of later steps, which a resumed run repeats; atomic.
+    def truncate_after(self, step: int) -> LostSteps | None:
+        """Drop the rows of later steps, which a resumed run repeats, and return what they took; atomic.
 
         Raises UsageError for a line that is no row of metrics.
         """
         if not self._path.exists():
-            return
+            return None
         rows = read_jsonl(self._path)
         for number, row in enumerate(rows, start=1):
             if not isinstance(row.get("step"), int):
                 raise UsageError(f"{self._path}: row {number}: expected an integer `step`, found {row.get('step')!r}.")
-        kept = [row for row in rows if row["step"] <= step]
-        if len(kept) < len(rows):
-            write_text_atomically(self._path, "".join(_line(row) for row in kept))
+        dropped = [row for row in rows if row["step"] > step]
+        if not dropped:
+            return None
+        write_text_atomically(self._path, "".join(_line(row) for row in rows if row["step"] <= step))
+        return LostSteps(len(dropped), sum(row.get("seconds") or 0 for row in dropped), dropped[-1].get("time"))
 
 
 class EventsFile(_LinesFile):
@@ -57,8 +68,12 @@ class EventsFile(_LinesFile):
 
     def write(self, event: str, /, **fields: object) -> None:
         """Append one event with `time` in UTC (ISO 8601, milliseconds). Paths become text."""
-        time = datetime.now(UTC).isoformat(timespec="milliseconds")
-        self._append({"time": time, "event": event, **fields})
+        self._append({"time": utc_text(time.time()), "event": event, **fields})
+
+
+def utc_text(seconds: float) -> str:
+    """Seconds since 1970 as both files write times: in UTC (ISO 8601, milliseconds)."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

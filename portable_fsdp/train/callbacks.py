@@ -65,6 +65,7 @@ class StepEnd:
     mfu: float | None  # 0 to 1
     memory_bytes: int | None  # peak of the fullest device of process 0
     seconds: float  # wall time, without an evaluation after it
+    ended: float  # seconds since 1970
     data_seconds: float  # of them, waiting for rows
     steps: int  # of the whole run
     elapsed: float  # seconds since this start began to train

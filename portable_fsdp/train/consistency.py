@@ -17,8 +17,7 @@ from portable_fsdp.data.build import Corpus, build_data
 from portable_fsdp.models.architecture import check_architecture
 from portable_fsdp.runtime.collective_errors import on_each_process, on_process_0
 from portable_fsdp.runtime.errors import ConfigError
-from portable_fsdp.train.early_checks import require_writable
-from portable_fsdp.train.export import require_room
+from portable_fsdp.train.early_checks import require_trackers, require_writable
 
 
 def require_folders_and_model(config: Config, backend: Backend) -> None:
@@ -32,7 +31,10 @@ def require_folders_and_model(config: Config, backend: Backend) -> None:
 
 def _require_folders(config: Config) -> None:
     require_writable(Path(config.run.dir))
+    require_trackers(config)
     if config.checkpoint.export:
+        from portable_fsdp.train.export import require_room
+
         require_room(config)
 
 

@@ -30,6 +30,7 @@ def check_paths(config: Config) -> None:
     """Raises ConfigError or DataError for a run.dir that can't be written to, and for a model, a tokenizer or files of
     data that aren't there; CheckpointError for a checkpoint.resume that isn't there."""
     require_writable(Path(config.run.dir))
+    require_trackers(config)
     if config.model.architecture is not None:
         architecture_mapping(config.model.architecture)
     if config.model.pretrained is not None:
@@ -114,6 +115,14 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, float) and math.isinf(value):
         return {"__float__": "Infinity" if value > 0 else "-Infinity"}
     return value
+
+
+def require_trackers(config: Config) -> None:
+    """Raises ConfigError for trackers that aren't installed."""
+    if config.observe.trackers:
+        from portable_fsdp.metrics.trackers import require_installed
+
+        require_installed(config.observe.trackers)
 
 
 def require_writable(folder: Path) -> None:

@@ -44,9 +44,8 @@ from portable_fsdp.train.callbacks import Callback, Callbacks, EvaluationEnd, Ou
 from portable_fsdp.train.consistency import open_data, require_folders_and_model, require_same_model
 from portable_fsdp.train.decision import Decision, Limits, Votes, decide, is_patience_over
 from portable_fsdp.train.evaluate import Evaluator, updated_history
-from portable_fsdp.train.export import export_run
 from portable_fsdp.train.measures import InFlight, Measures, NotFiniteError, run_start
-from portable_fsdp.train.records import Console, RunFiles
+from portable_fsdp.train.records import RunFiles, console_callbacks
 from portable_fsdp.train.save_triggers import SaveTriggers
 
 log = logging.getLogger("portable_fsdp")
@@ -234,7 +233,7 @@ def _train(
             Measures(engine, start),
             SaveTriggers(start.folder, config.checkpoint.every_minutes),
             stop,
-            Callbacks([RunFiles(), Console()], callbacks, engine),
+            Callbacks([RunFiles(), *console_callbacks(), *_trackers(config)], callbacks, engine),
             step=start.step,
             history=_earlier_history(resumed, evaluator),
             last_checkpoint=resumed.path if resumed else None,
@@ -245,8 +244,18 @@ def _train(
         return EXIT_STOPPED
     newest = step_folder(checkpoints.folder, run.step) if run.step > start.step else run.last_checkpoint
     if config.checkpoint.export and newest is not None:
+        from portable_fsdp.train.export import export_run
+
         export_run(config, engine, corpus.tokenizer, newest, run.history)
     return EXIT_FINISHED
+
+
+def _trackers(config: Config) -> list[Callback]:
+    if not config.observe.trackers:
+        return []
+    from portable_fsdp.train.trackers import Trackers
+
+    return [Trackers()]
 
 
 def _earlier_history(resumed: Resumed | None, evaluator: Evaluator | None) -> Evaluated | None:

@@ -76,7 +76,9 @@ class Measures:
         metrics = late.metrics.result()
         stop, by_process = metrics.pop("votes").tensor_split([1])
         seconds, memory_bytes, saves = by_process.view(-1, 3).unbind(dim=1)
-        self._seconds = (until or time.perf_counter()) - late.began
+        now = time.perf_counter()
+        until = until or now
+        self._seconds = until - late.began
         memory, step, start = self._backend.memory(), late.step, self._start
         tokens_per_second = start.tokens / self._seconds
         flops = None if start.flops_per_token is None else start.flops_per_token * tokens_per_second / start.devices
@@ -90,6 +92,7 @@ class Measures:
             mfu=None if flops is None or start.peak_flops is None else flops / start.peak_flops,
             memory_bytes=memory.peak_bytes if memory else None,
             seconds=self._seconds,
+            ended=time.time() - (now - until),
             data_seconds=late.waited,
             steps=start.steps,
             elapsed=self.elapsed,

@@ -1,12 +1,23 @@
-"""Our own callbacks: the files of a run's folder, and the console."""
+"""Our own callbacks: the files of a run's folder, and the lines that a run prints."""
 
 import json
 import logging
+import platform
+import socket
+import sys
+from contextlib import suppress
 from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+
+import psutil
 
 from portable_fsdp.checkpoint.manager import Saved
+from portable_fsdp.config.describe import default_of, option_names, shortened, value_of, yaml_value
 from portable_fsdp.config.load import config_text
-from portable_fsdp.metrics.sinks import EventsFile, MetricsFile, processes_row
+from portable_fsdp.config.schema import Config
+from portable_fsdp.metrics.goodput import Pace, duration, goodput
+from portable_fsdp.metrics.sinks import EventsFile, MetricsFile, processes_row, read_jsonl, utc_text
+from portable_fsdp.runtime.errors import UsageError
 from portable_fsdp.runtime.files import write_text_atomically
 from portable_fsdp.train.callbacks import Callback, EvaluationEnd, RunEnd, RunStart, StepEnd
 
@@ -24,7 +35,7 @@ class RunFiles(Callback):
         self._folder = start.folder
         self._folder.mkdir(parents=True, exist_ok=True)
         self._metrics = MetricsFile(self._folder / "metrics.jsonl")
-        self._metrics.truncate_after(start.step)  # first: it refuses a file that something else has written to
+        lost = self._metrics.truncate_after(start.step)  # first: it refuses a file that something else has written to
         self._events = EventsFile(self._folder / "events.jsonl")
         (self._folder / "STOPPED").unlink(missing_ok=True)
         write_text_atomically(self._folder / "config.yaml", config_text(start.config))
@@ -36,6 +47,11 @@ class RunFiles(Callback):
             device=start.device,
             devices=start.devices,
             processes=start.processes,
+            steps=start.steps,
+            parameters=start.parameters,
+            began=utc_text(psutil.Process().create_time()),
+            environment=_environment(),
+            **({"lost": lost._asdict()} if lost else {}),
         )
         if (resumed := start.resumed) is not None:
             self._events.write(
@@ -50,7 +66,7 @@ class RunFiles(Callback):
     def on_step(self, step: StepEnd) -> None:
         if (kinds := step.collectives) is not None:
             self._events.write("collectives", **{kind: traffic._asdict() for kind, traffic in kinds.items()})
-        row = {name: getattr(step, name) for name in _KEYS.split()}
+        row = {name: getattr(step, name) for name in _KEYS.split()} | {"time": utc_text(step.ended)}
         if step.is_logged:
             row["processes"] = processes_row(step.process_seconds, step.process_memory_bytes)
         if (evaluation := step.evaluation) is not None:
@@ -65,6 +81,7 @@ class RunFiles(Callback):
 
     def on_end(self, end: RunEnd) -> None:
         if end.outcome in ("finished", "failed"):
+            self._events.write("finish" if end.outcome == "finished" else "fail", step=end.step)
             return
         self._events.write("stop", step=end.step, reason=end.reason, **end.values)
         if end.outcome == "stopped":
@@ -72,10 +89,29 @@ class RunFiles(Callback):
             write_text_atomically(self._folder / "STOPPED", content + "\n")
 
 
+def _environment() -> dict[str, str]:
+    """Host and versions, for whoever reads the run later."""
+    versions = {"host": socket.gethostname(), "python": platform.python_version()}
+    for package in ("portable_fsdp", "torch", "torch_xla", "transformers"):
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return versions
+
+
+def console_callbacks() -> list[Callback]:
+    """For this process's standard error: lines, and on a terminal a live display below them."""
+    if not sys.stderr.isatty():
+        return [Console()]
+    from portable_fsdp.train.live_display import LiveDisplay
+
+    return [Console(), LiveDisplay()]
+
+
 class Console(Callback):
     """A line for what happens; of steps every `train.log_every`."""
 
     def on_start(self, start: RunStart) -> None:
+        self._start, self._pace = start, Pace()
         if (resumed := start.resumed) is not None:
             if resumed.weights_only:
                 log.info("a new run from the weights of %s", resumed.path)
@@ -88,10 +124,12 @@ class Console(Callback):
             f"{start.engine} on {start.devices} x {start.device} ({start.processes} process(es)): "
             f"{start.parameters:,} parameters{trained}, {start.steps} steps of {start.tokens:,} tokens"
         )
+        log.info("run folder: %s; %s", start.folder, _own_settings(start.config))
 
     def on_step(self, step: StepEnd) -> None:
+        left = self._pace.time_left(step.seconds, step.steps - step.step)
         if step.is_logged:
-            log.info(_step_line(step))
+            log.info(_step_line(step) + ("" if left is None else f"  eta: {duration(left)}"))
         if step.evaluation is not None:
             _log_evaluation(step.evaluation)
 
@@ -107,11 +145,20 @@ class Console(Callback):
             log.info("stopped after step %d (%s); rerun the same command to resume", end.step, end.reason)
         if end.outcome == "no improvement":
             log.info("ended after step %d: %s; the best was step %d", end.step, end.reason, end.best_step)
+        if end.outcome != "failed":
+            log.info("%s", _summary(self._start, end))
+
+
+def _own_settings(config: Config) -> str:
+    """Options that differ from their default, but for those that only name the run."""
+    changed = [option for option in option_names() if value_of(config, option) != default_of(option)]
+    settings = [f"{option}={shortened(yaml_value(value_of(config, option)))}" for option in changed]
+    return " ".join(setting for setting in settings if not setting.startswith("run.dir="))
 
 
 def _step_line(step: StepEnd) -> str:
     """In torchtitan's words, without what is unknown: tps is total over all devices, tflops is per device."""
-    line = f"step: {step.step}  loss: {step.loss:.4f}  grad_norm: {step.grad_norm:.4f}"
+    line = f"step: {step.step}/{step.steps}  loss: {step.loss:.4f}  grad_norm: {step.grad_norm:.4f}"
     if step.memory_bytes is not None:
         share = f"({step.memory_bytes / step.memory_limit:.0%})" if step.memory_limit else ""
         line += f"  memory: {step.memory_bytes / 2**30:.2f}GiB{share}"
@@ -124,4 +171,18 @@ def _log_evaluation(evaluation: EvaluationEnd) -> None:
     log.info(
         f"step: {evaluation.step}  eval_loss: {evaluation.loss:.4f}  perplexity: {evaluation.perplexity:.2f}  "
         f"tokens: {evaluation.tokens:,}  seconds: {evaluation.seconds:.1f}{'  best so far' * evaluation.is_best}"
+    )
+
+
+def _summary(start: RunStart, end: RunEnd) -> str:
+    """Two lines: what this start did, and the whole run's goodput with the command that shows more."""
+    steps = end.step - start.step
+    best = "" if end.best_step is None else f"; best evaluation at step {end.best_step}"
+    accounts = None
+    with suppress(OSError, UsageError):  # something else has written to these files: no reason to fail now
+        accounts = goodput(read_jsonl(start.folder / "events.jsonl"), read_jsonl(start.folder / "metrics.jsonl"))
+    share = "" if accounts is None else f"; goodput {accounts.share:.0%} of {duration(accounts.wall_seconds)}"
+    return (
+        f"{steps:,} steps, {steps * start.tokens:,} tokens in {duration(end.elapsed)}{best}{share}\n"
+        f"  python -m portable_fsdp.report {start.folder} draws the curves and where the time went"
     )

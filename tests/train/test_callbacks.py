@@ -3,7 +3,7 @@
 import inspect
 import re
 from collections.abc import Iterator
-from dataclasses import is_dataclass, replace
+from dataclasses import is_dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,7 +20,7 @@ from portable_fsdp.metrics.sinks import read_jsonl
 from portable_fsdp.runtime.errors import TrainingError
 from portable_fsdp.train.callbacks import Callback, EvaluationEnd, RunEnd, RunStart, StepEnd
 from portable_fsdp.train.loop import train
-from portable_fsdp.train.records import Console, RunFiles
+from portable_fsdp.train.records import RunFiles
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(portable_fsdp.__file__).parent
@@ -175,43 +175,3 @@ def test_the_example_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> Non
     exec(compile(program, "library.md", "exec"), names)
     assert names["exit_code"] == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if "/" in line] == ["1/2", "2/2"]
-
-
-STEP = StepEnd(
-    step=10,
-    loss=2.3125,
-    grad_norm=0.9,
-    lr=3e-4,
-    tokens=6200,
-    tokens_per_second=3100.0,
-    mfu=0.0775,
-    memory_bytes=3 * 2**29,
-    seconds=2.0,
-    data_seconds=0.25,
-    steps=20,
-    elapsed=25.0,
-    device_flops=7.75e12,
-    is_logged=True,
-    memory_limit=15 * 2**30,
-    process_seconds=(2.0,),
-    process_memory_bytes=(1.0,),
-    collectives=None,
-)
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, "memory: 1.50GiB(10%)  tps: 3,100  tflops: 7.75  mfu: 7.8%"),
-        ({"memory_limit": None, "mfu": None}, "memory: 1.50GiB  tps: 3,100  tflops: 7.75"),
-        ({"memory_bytes": None, "mfu": None, "device_flops": None}, "tps: 3,100"),
-    ],
-)
-def test_the_console_line_leaves_out_what_is_unknown(
-    changes: dict[str, Any], expected: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    step = replace(STEP, **changes)
-    with caplog.at_level("INFO"):
-        Console().on_step(step)
-        Console().on_step(replace(step, is_logged=False))
-    assert caplog.messages == ["step: 10  loss: 2.3125  grad_norm: 0.9000  " + expected]

@@ -78,8 +78,9 @@ class NativeBackend(base.Backend):
         self._first_step_is_over = False
         self._matmul_before = _set_matmul_precision(MATMUL[config.precision.matmul])
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(self, *raised: Any) -> None:
         """Raises TrainingError for what the network between processes ended the run with."""
+        _, error, _ = raised
         peers, self._peers = self._peers, None
         try:
             if peers:

@@ -1,0 +1,155 @@
+"""Goodput: the share of a run's wall time, over all its starts, that went into steps that count.
+
+Everything comes from the run's own files. A start's events say when its process began and which steps it repeats;
+the rows of metrics.jsonl say how long each step took that still counts.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import pairwise
+from typing import Any
+
+PARTS = {
+    "steps": "steps that count",
+    "compile": "first step of a start, beyond a usual one: compilation, warm-up",
+    "data": "waiting for rows",
+    "evaluation": "evaluation",
+    "save": "waiting for a save",
+    "start": "from process start to the first step: imports, data, model, load",
+    "lost": "steps that a restart repeated",
+    "other": "between steps: callbacks, checks",
+    "stopped": "between a requested end and the next start",
+    "waiting": "between a failure or kill and the next start, with the steps that no file recorded",
+}
+"""Each part of the wall time: its name, and what it holds."""
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Seconds by part, which add up to the wall time between the first process start and the last sign of life."""
+
+    wall_seconds: float
+    parts: Mapping[str, float]
+
+    @property
+    def share(self) -> float:
+        """0 to 1; 0 where no time has passed."""
+        return self.parts["steps"] / self.wall_seconds if self.wall_seconds > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of the run: its events, and the rows of its steps that still count."""
+
+    start: Mapping[str, Any]  # the event
+    events: Sequence[Mapping[str, Any]]  # the start among them
+    rows: Sequence[Mapping[str, Any]]
+
+    @property
+    def began(self) -> float:
+        """When its process started, in seconds since 1970."""
+        return _seconds_of(self.start.get("began") or self.start["time"])
+
+    @property
+    def last_seen(self) -> float:
+        """When it last wrote a line, in seconds since 1970; steps that were repeated later count."""
+        times = [record["time"] for record in (*self.events, *self.rows[-1:]) if record.get("time")]
+        return max(map(_seconds_of, times))
+
+    @property
+    def was_asked_to_end(self) -> bool:
+        """It finished, or stopped as requested: whatever follows is nobody's failure."""
+        return any(event["event"] in ("stop", "finish") for event in self.events)
+
+
+def attempts(events: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> list[Attempt]:
+    """All starts of a run, in order. `rows`: of metrics.jsonl, by step. Lines before the first start are left out."""
+    at = [index for index, event in enumerate(events) if event["event"] == "start"]
+    found = []
+    for first, following in pairwise([*at, len(events)]):
+        # A later start drops the rows of the steps that it repeats: the last one that began before a step made it.
+        repeated_from = min((events[index]["step"] for index in at if index > first), default=None)
+        after = events[first]["step"]
+        kept = [row for row in rows if after < row["step"] and (repeated_from is None or row["step"] <= repeated_from)]
+        found.append(Attempt(events[first], events[first:following], kept))
+    return found
+
+
+def goodput(events: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> Goodput | None:
+    """The accounts of a run, from events.jsonl and metrics.jsonl; None before its first start."""
+    starts = attempts(events, rows)
+    if not starts:
+        return None
+    parts = dict.fromkeys(PARTS, 0.0)
+    usual = _usual_step(rows)
+    for attempt, following in zip(starts, [*starts[1:], None], strict=True):
+        spent = _parts_of(attempt, usual)
+        lost = (following.start.get("lost") or {}) if following else {}
+        spent["lost"] = float(lost.get("seconds") or 0)
+        until: str | None = lost.get("until")
+        ended = attempt.last_seen if until is None else max(attempt.last_seen, _seconds_of(until))
+        spent["other"] = ended - attempt.began - sum(spent.values())
+        if following is not None:
+            spent["stopped" if attempt.was_asked_to_end else "waiting"] = following.began - ended
+        for part, seconds in spent.items():
+            parts[part] += seconds
+    return Goodput(sum(parts.values()), parts)
+
+
+def _parts_of(attempt: Attempt, usual_step: float) -> dict[str, float]:
+    computing = [row["seconds"] - row["data_seconds"] for row in attempt.rows]
+    first = 0.0
+    if attempt.rows and attempt.rows[0]["step"] == attempt.start["step"] + 1:
+        first = max(0.0, computing[0] - statistics.median(computing[1:] or [usual_step]))
+    return {
+        "start": _seconds_of(attempt.start["time"]) - attempt.began,
+        "steps": sum(computing) - first,
+        "compile": first,
+        "data": sum(row["data_seconds"] for row in attempt.rows),
+        "evaluation": _sum_of(attempt.events, "evaluation", "seconds"),
+        "save": _sum_of(attempt.events, "save", "blocked_seconds"),
+    }
+
+
+def _usual_step(rows: Sequence[Mapping[str, Any]]) -> float:
+    return statistics.median([row["seconds"] - row["data_seconds"] for row in rows] or [0.0])
+
+
+def _sum_of(events: Sequence[Mapping[str, Any]], kind: str, key: str) -> float:
+    return sum(float(event.get(key) or 0) for event in events if event["event"] == kind)
+
+
+def _seconds_of(time: str) -> float:
+    return datetime.fromisoformat(time).timestamp()
+
+
+def duration(seconds: float) -> str:
+    """`1 d 2 h`, `3 h 4 min`, `5 min 6 s`, `7.8 s`: the two largest units."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    units = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+    first = next(index for index, (size, _) in enumerate(units) if seconds >= size)
+    (size, unit), (small, small_unit) = units[first], units[first + 1]
+    return f"{int(seconds // size)} {unit} {int(seconds % size // small)} {small_unit}"
+
+
+class Pace:
+    """How long the rest of a run takes, by a running mean of its steps, without the first one, which compiles."""
+
+    _WEIGHT = 0.05
+    """Of the newest step: about the last 20 count."""
+
+    def __init__(self) -> None:
+        self._mean: float | None = None
+        self._is_first = True
+
+    def time_left(self, seconds: float, steps: int) -> float | None:
+        """Seconds that `steps` more steps take, after one that took `seconds`; None while nothing is known."""
+        if self._is_first:
+            self._is_first = False
+            return None
+        mean = seconds if self._mean is None else self._mean
+        self._mean = mean + self._WEIGHT * (seconds - mean)
+        return self._mean * steps

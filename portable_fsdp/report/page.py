@@ -1,0 +1,179 @@
+"""The report as one HTML file that opens offline: bokeh draws, jinja2 writes the page (`page.html`)."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import yaml
+from bokeh.embed import components
+from bokeh.layouts import gridplot
+from bokeh.models import ColumnDataSource, NumeralTickFormatter, Range1d, Span, TabPanel, Tabs
+from bokeh.plotting import figure
+from bokeh.resources import Resources
+from jinja2 import Environment, PackageLoader
+
+from portable_fsdp.metrics.goodput import PARTS, duration
+from portable_fsdp.report.read import Numbers, RunRecord
+from portable_fsdp.report.summary import accounts, config_differences, engine, figures, starts
+from portable_fsdp.version import __version__
+
+_MOST_POINTS = 1500
+"""Points of a curve: about two for each pixel of its width; the extremes of what lies between them are kept."""
+
+_RUN_COLOURS = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#dc2626", "#0891b2")
+_ENGINE_COLOURS = ("#64748b", "#d97706", "#0d9488", "#7c3aed")
+_PART_COLOURS = {
+    "steps": "#16a34a",
+    "compile": "#0891b2",
+    "data": "#eab308",
+    "evaluation": "#2563eb",
+    "save": "#7c3aed",
+    "start": "#64748b",
+    "lost": "#dc2626",
+    "other": "#94a3b8",
+    "stopped": "#cbd5e1",
+    "waiting": "#f97316",
+}
+
+
+class _Chart(NamedTuple):
+    title: str
+    keys: tuple[str, ...]  # of a row of metrics.jsonl
+    format: str = ""  # of the axis, as numeral.js writes it
+    scale: float = 1.0
+    from_zero: bool = True
+
+
+_CHARTS = (
+    _Chart("loss (nats per token)", ("loss",), from_zero=False),
+    _Chart("gradient norm before clipping", ("grad_norm",), from_zero=False),
+    _Chart("learning rate", ("lr",)),
+    _Chart("tokens per second, all devices", ("tokens_per_second",), "0.[0]a"),
+    _Chart("MFU", ("mfu",), "0.[0]%"),
+    _Chart("peak memory of the fullest device (GiB)", ("memory_bytes",), "0.[00]", 2**-30),
+    _Chart("seconds of a step", ("seconds",)),
+    _Chart("seconds waiting for rows", ("data_seconds",)),
+    _Chart("slowest process over the median", ("processes", "seconds_imbalance")),
+    _Chart("fullest process over the median", ("processes", "memory_imbalance")),
+)
+
+
+def page(runs: Sequence[RunRecord]) -> str:
+    """The HTML of a report on one run, or on several side by side."""
+    script, charts = components(_tabs(runs))
+    environment = Environment(loader=PackageLoader("portable_fsdp.report", "."), autoescape=True)
+    return environment.get_template("page.html").render(
+        title=", ".join(run.name for run in runs),
+        bokeh="\n".join(Resources(mode="inline", components=["bokeh"]).js_raw),
+        script=script,
+        charts=charts,
+        runs=[_run_values(run, colour) for run, colour in zip(runs, _colours(runs), strict=True)],
+        differences=config_differences(runs) if len(runs) > 1 else [],
+        version=__version__,
+    )
+
+
+def _run_values(run: RunRecord, colour: str) -> dict[str, Any]:
+    parts = [(name, seconds, share, _PART_COLOURS[name], PARTS[name]) for name, seconds, share in accounts(run)]
+    first = run.attempts[-1].start if run.attempts else {}
+    return {
+        "name": run.name,
+        "folder": str(run.folder),
+        "colour": colour,
+        "figures": figures(run),
+        "parts": [
+            {"name": n, "seconds": duration(s), "percent": 100 * share, "colour": c, "about": about}
+            for n, s, share, c, about in parts
+        ],
+        "starts": starts(run),
+        "saves": [[str(e["step"]), str(e["time"])[:19].replace("T", " "), _name_of(e)] for e in run.of_kind("save")][
+            -20:
+        ],
+        "environment": list((first.get("environment") or {}).items()),
+        "config": yaml.safe_dump(dict(run.config), sort_keys=False, default_flow_style=None, width=100),
+        "samples": [{"step": s["step"], "prompt": s.get("prompt", ""), "text": s.get("text", "")} for s in run.samples],
+        "skipped": run.skipped,
+    }
+
+
+def _name_of(save: Any) -> str:
+    return Path(str(save.get("path", ""))).name
+
+
+def _colours(runs: Sequence[RunRecord]) -> list[str]:
+    return [_RUN_COLOURS[index % len(_RUN_COLOURS)] for index in range(len(runs))]
+
+
+def _tabs(runs: Sequence[RunRecord]) -> Tabs:
+    """The charts twice: over steps and over hours."""
+    by_step = _grid(runs, lambda run: run.steps, "step")
+    by_hour = _grid(runs, lambda run: run.hours, "hours of training")
+    panels = [TabPanel(child=by_step, title="over steps"), TabPanel(child=by_hour, title="over time")]
+    return Tabs(tabs=panels, sizing_mode="stretch_width")
+
+
+def _grid(runs: Sequence[RunRecord], x_of: Callable[[RunRecord], Numbers], label: str) -> Any:
+    """The charts that have data. All share the range of x, so that zooming in one zooms all."""
+    ends = [x_of(run)[-1] for run in runs if run.rows]
+    shared = Range1d(start=0, end=max(ends, default=1.0) * 1.01 or 1.0)
+    charts = [figure_ for chart in _CHARTS if (figure_ := _draw(chart, runs, x_of, shared, label)) is not None]
+    return gridplot(charts, ncols=2, sizing_mode="stretch_width", toolbar_location="right")
+
+
+def _draw(
+    chart: _Chart, runs: Sequence[RunRecord], x_of: Callable[[RunRecord], Numbers], shared: Range1d, label: str
+) -> Any:
+    columns = [run.column(*chart.keys) * chart.scale for run in runs]
+    if not any(np.isfinite(values).any() for values in columns):
+        return None
+    plot: Any = figure(
+        height=260,
+        sizing_mode="stretch_width",
+        title=chart.title,
+        x_range=shared,
+        x_axis_label=label,
+        tools="xbox_zoom,xpan,xwheel_zoom,reset,hover,save",
+        active_drag="xbox_zoom",
+    )
+    if chart.format:
+        plot.yaxis.formatter = NumeralTickFormatter(format=chart.format)
+    if chart.from_zero:
+        plot.y_range.start = 0
+    plot.hover.tooltips = [("run", "$name"), (label, "@x{0.[000]}"), (chart.title, "@y{0.[00000]}")]
+    for run, values, colour in zip(runs, columns, _colours(runs), strict=True):
+        x = x_of(run)
+        known = np.isfinite(values)
+        source = ColumnDataSource(dict(zip("xy", thinned(x[known], values[known]), strict=True)))
+        plot.line("x", "y", source=source, color=colour, line_width=1.5, name=run.name)
+        _mark_starts(plot, run, x)
+        if chart.keys == ("loss",):
+            _draw_evaluations(plot, run, x, colour)
+    return plot
+
+
+def _mark_starts(plot: Any, run: RunRecord, x: Numbers) -> None:
+    """A line where a start took over from the one before, in the colour of its engine."""
+    engines = list(dict.fromkeys(engine(attempt.start) for attempt in run.attempts))
+    for attempt in run.attempts[1:]:
+        if attempt.rows:
+            at = x[np.searchsorted(run.steps, attempt.rows[0]["step"])]
+            colour = _ENGINE_COLOURS[engines.index(engine(attempt.start)) % len(_ENGINE_COLOURS)]
+            plot.add_layout(Span(location=float(at), dimension="height", line_color=colour, line_dash="dashed"))
+
+
+def _draw_evaluations(plot: Any, run: RunRecord, x: Numbers, colour: str) -> None:
+    losses = run.column("eval_loss")
+    if (known := np.isfinite(losses)).any():
+        source = ColumnDataSource({"x": x[known], "y": losses[known]})
+        plot.scatter("x", "y", source=source, color=colour, size=7, marker="diamond", name=f"{run.name}, evaluation")
+
+
+def thinned(x: Numbers, y: Numbers) -> tuple[Numbers, Numbers]:
+    """At most `_MOST_POINTS` points of a curve: of each stretch its least and its greatest value, in order."""
+    if len(x) <= _MOST_POINTS:
+        return x, y
+    stretches = np.array_split(np.arange(len(x)), _MOST_POINTS // 2)
+    ends = [(part[np.argmin(y[part])], part[np.argmax(y[part])]) for part in stretches]
+    kept = np.unique(np.array(ends).ravel())
+    return x[kept], y[kept]

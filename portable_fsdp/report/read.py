@@ -1,0 +1,144 @@
+"""A run's folder as data. The run may still be under way, or have ended in any way; damaged lines are left out."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+
+from portable_fsdp.metrics.goodput import Attempt, Goodput, attempts, goodput
+from portable_fsdp.runtime.errors import UsageError, printable
+
+JsonObject = Mapping[str, Any]
+Numbers = NDArray[np.float64]
+
+_MOST_SAMPLES = 50
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What the files of one run say."""
+
+    folder: Path
+    config: Mapping[str, Any]  # by dotted key
+    rows: Sequence[JsonObject]  # of metrics.jsonl, by step
+    events: Sequence[JsonObject]
+    samples: Sequence[JsonObject]  # the newest, of samples.jsonl
+    skipped: int  # damaged lines
+
+    @property
+    def name(self) -> str:
+        """`run.name`, or the folder's."""
+        return str(self.config.get("run.name") or self.folder.resolve().name)
+
+    @cached_property
+    def attempts(self) -> list[Attempt]:
+        """The starts of this run."""
+        return attempts(self.events, self.rows)
+
+    @cached_property
+    def goodput(self) -> Goodput | None:
+        return goodput(self.events, self.rows)
+
+    @cached_property
+    def steps(self) -> Numbers:
+        return self.column("step")
+
+    def column(self, *keys: str) -> Numbers:
+        """One number a row, NaN where there is none: `column("loss")`, `column("processes", "seconds_imbalance")`."""
+        return np.array([_number(row, keys) for row in self.rows], dtype=np.float64)
+
+    @cached_property
+    def hours(self) -> Numbers:
+        """Hours of training at the end of each row's step: what its start and the starts before it spent in steps."""
+        return np.cumsum(np.nan_to_num(self.column("seconds"))) / 3600
+
+    def of_kind(self, kind: str) -> list[JsonObject]:
+        """The events of one kind."""
+        return [event for event in self.events if event["event"] == kind]
+
+    @property
+    def status(self) -> str:
+        """How it ended, as far as its files know."""
+        last = self.attempts[-1] if self.attempts else None
+        ends = [event for event in (last.events if last else ()) if event["event"] in ("finish", "stop", "fail")]
+        if not ends:
+            return "under way, or killed"
+        end = ends[-1]
+        if end["event"] == "finish":
+            return f"finished at step {end['step']}"
+        verb = "stopped" if end["event"] == "stop" else "failed"
+        return f"{verb} after step {end['step']} ({end.get('reason', 'unknown')})"
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Read the folder of a run. Raises UsageError for one that isn't."""
+    if not (folder / "events.jsonl").is_file():
+        inside = f"; runs inside it: {names}" if (names := _runs_inside(folder)) else ""
+        raise UsageError(f"{folder}: expected the folder of a run, with an events.jsonl, found none{inside}.")
+    rows, bad_rows = _records(folder / "metrics.jsonl", "step")
+    events, bad_events = _records(folder / "events.jsonl", "event")
+    samples, bad_samples = _records(folder / "samples.jsonl", "step")
+    by_step = {int(row["step"]): row for row in rows if "seconds" in row and "data_seconds" in row}
+    events = [event for event in events if isinstance(event.get("time"), str)]
+    rows = [by_step[step] for step in sorted(by_step)]
+    skipped = bad_rows + bad_events + bad_samples
+    return RunRecord(folder, _config(folder / "config.yaml"), rows, events, samples[-_MOST_SAMPLES:], skipped)
+
+
+def _runs_inside(folder: Path) -> str:
+    found = sorted(path.parent.name for path in folder.glob("*/events.jsonl")) if folder.is_dir() else []
+    return printable(", ".join(found[:5]))
+
+
+def _records(path: Path, key: str) -> tuple[list[JsonObject], int]:
+    """The objects of a file of JSON lines that have `key`, and how many other lines it has; a torn last one is none."""
+    if not path.is_file():
+        return [], 0
+    records: list[JsonObject] = []
+    skipped = 0
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            record = _parse(line)
+            if record is not None and key in record:
+                records.append(record)
+            else:
+                skipped += line.endswith("\n")
+    return records, skipped
+
+
+def _parse(line: str) -> JsonObject | None:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return cast(JsonObject, value) if isinstance(value, dict) else None
+
+
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        value: object = yaml.load(
+            path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        )
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        return {}
+    return dict(_flat(value, ""))
+
+
+def _flat(value: object, prefix: str) -> list[tuple[str, Any]]:
+    if not isinstance(value, dict):
+        return [(prefix, value)] if prefix else []
+    inner = cast(dict[object, object], value).items()
+    return [pair for key, part in inner for pair in _flat(part, f"{prefix}.{key}" if prefix else str(key))]
+
+
+def _number(row: JsonObject, keys: Sequence[str]) -> float:
+    value: Any = row
+    for key in keys:
+        value = cast(JsonObject, value).get(key) if isinstance(value, Mapping) else None
+    return float(value) if isinstance(value, int | float) else float("nan")

@@ -1,0 +1,123 @@
+"""The figures of a run: what the head of the page and the Markdown say."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from portable_fsdp.metrics.goodput import PARTS, duration
+from portable_fsdp.report.read import Numbers, RunRecord
+
+Table = list[tuple[str, str]]
+
+
+def figures(run: RunRecord) -> Table:
+    """Name and value, for people; what the files don't know is left out."""
+    losses, evaluations = _known(run.column("loss")), run.of_kind("evaluation")
+    trained: Table = []
+    if run.rows:
+        trained.append(("steps", _steps_text(run)))
+        trained.append(("tokens", f"{int(np.nansum(run.column('tokens'))):,}"))
+    if len(losses):
+        trained.append(("loss", f"{losses[0]:.4f} → {losses[-1]:.4f}"))
+    if evaluations:
+        best = min(evaluations, key=lambda event: float(event.get("loss") or np.inf))
+        trained.append(("best eval loss", f"{float(best['loss']):.4f} (step {best['step']})"))
+    return [("status", run.status), *trained, *_speed(run), *_time(run)]
+
+
+def _steps_text(run: RunRecord) -> str:
+    done, total = int(run.steps[-1]), (run.attempts[-1].start.get("steps") if run.attempts else None)
+    return f"{done:,} of {total:,}" if isinstance(total, int) else f"{done:,}"
+
+
+def _speed(run: RunRecord) -> Table:
+    """Medians: the first step of a start compiles."""
+    medians = (
+        ("tokens per second", "tokens_per_second", lambda value: f"{value:,.0f}"),
+        ("MFU", "mfu", lambda value: f"{value:.1%}"),
+    )
+    values = [(name, _known(run.column(key)), text) for name, key, text in medians]
+    rows = [(name, f"{text(float(np.median(known)))} (median)") for name, known, text in values if len(known)]
+    memory = _known(run.column("memory_bytes"))
+    return [*rows, ("peak memory", f"{memory.max() / 2**30:.2f} GiB")] if len(memory) else rows
+
+
+def _time(run: RunRecord) -> Table:
+    if run.goodput is None:
+        return []
+    rows = [("wall time", duration(run.goodput.wall_seconds)), ("goodput", f"{run.goodput.share:.1%}")]
+    return [*rows, ("starts", str(len(run.attempts)))]
+
+
+def accounts(run: RunRecord) -> list[tuple[str, float, float]]:
+    """Each part of the wall time that isn't empty: its name, seconds, and share (0 to 1); the largest first."""
+    if run.goodput is None or run.goodput.wall_seconds <= 0:
+        return []
+    parts = sorted(run.goodput.parts.items(), key=lambda part: -part[1])
+    return [(name, seconds, seconds / run.goodput.wall_seconds) for name, seconds in parts if round(seconds, 3) > 0]
+
+
+def starts(run: RunRecord) -> list[list[str]]:
+    """A row for each start: when, from which step, on what, to which step, its end."""
+    rows = [["started (UTC)", "from step", "engine", "last step", "end"]]
+    for number, attempt in enumerate(run.attempts, start=1):
+        end = [event for event in attempt.events if event["event"] in ("finish", "stop", "fail")]
+        last = str(attempt.rows[-1]["step"]) if attempt.rows else "-"
+        ending = f"{end[-1]['event']} {end[-1].get('reason', '')}".strip() if end else "no end recorded"
+        is_newest = number == len(run.attempts)
+        rows.append(
+            [
+                str(attempt.start["time"])[:19].replace("T", " "),
+                str(attempt.start.get("step", "?")),
+                engine(attempt.start),
+                last,
+                "-" if is_newest and not end else ending,
+            ]
+        )
+    return rows
+
+
+def engine(start: Mapping[str, object]) -> str:
+    """`native, 2 x cpu` of a start event."""
+    return f"{start.get('backend', '?')}, {start.get('devices', '?')} x {start.get('device', '?')}"
+
+
+def config_differences(runs: Sequence[RunRecord]) -> list[list[str]]:
+    """Keys that the runs set differently: a row each, a column for each run."""
+    keys = dict.fromkeys(key for run in runs for key in run.config)
+    differing = [key for key in keys if len({repr(run.config.get(key)) for run in runs}) > 1]
+    return [["key", *(run.name for run in runs)]] + [
+        [key, *(str(run.config.get(key, "-")) for run in runs)] for key in differing
+    ]
+
+
+def markdown(runs: Sequence[RunRecord]) -> str:
+    """The figures of each run, where its time went, and what differs between their configs, as Markdown."""
+    parts: list[str] = []
+    for run in runs:
+        parts += [
+            f"## {_cell(run.name)}",
+            _markdown_table([["", ""], *([name, value] for name, value in figures(run))]),
+        ]
+        if spent := accounts(run):
+            body = [[name, duration(seconds), f"{share:.1%}", PARTS[name]] for name, seconds, share in spent]
+            parts.append(_markdown_table([["time in", "spent", "share", "what it is"], *body]))
+        if run.skipped:
+            parts.append(f"{run.skipped} damaged lines were left out.")
+    differing = config_differences(runs)
+    if len(runs) > 1 and len(differing) > 1:
+        parts += ["## What differs", _markdown_table(differing)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(map(_cell, row)) + " |" for row in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", r"\|").replace("\n", " ")
+
+
+def _known(column: Numbers) -> Numbers:
+    return column[np.isfinite(column)]

@@ -1,0 +1,183 @@
+"""Send a run's metrics to an experiment tracker, by accelerate's classes: while it runs, or afterwards.
+
+A run starts one such process for each tracker (`train/trackers.py`), so that a tracker that raises or hangs touches no
+training, and accelerate, which would start XLA in a worker, never meets one. It reads the files of the run's folder, as
+a later `report RUN --track=NAME` does, and keeps in `trackers/NAME.json` which step it has sent.
+"""
+
+import json
+import os
+import select
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import psutil
+
+from portable_fsdp.report.read import JsonObject, read_run
+from portable_fsdp.runtime.errors import PortableFSDPError
+from portable_fsdp.runtime.files import write_text_atomically
+
+FOLDER = "trackers"
+_PROJECT = "portable_fsdp"
+_POLL_S = 1.0
+_SYSTEM_EVERY_S = 10.0
+
+
+class TrackerError(PortableFSDPError):
+    """What a tracker's library raised."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """How far a tracker is; `id` is its own name of the run, by which a resumed run goes on in one curve."""
+
+    id: str
+    step: int = 0  # the last one sent; steps that a resumed run repeats are not sent again
+    config: bool = False
+
+
+_OWN_IDS = {"mlflow": lambda run: run.info.run_id, "aim": lambda run: run.hash, "clearml": lambda task: task.id}
+"""Trackers that choose the id of a run themselves."""
+
+
+def arguments(name: str, folder: Path, run: str, sent: Sent) -> dict[str, Any]:
+    """Those of accelerate's class for a tracker, by which it writes below `folder` and goes on in the run's own curve.
+
+    Raises KeyError for a name that accelerate doesn't have.
+    """
+    project = {"run_name": _PROJECT}
+    return {
+        "aim": {"run_name": run, "logging_dir": str(folder), "run_hash": sent.id or None},
+        "clearml": {**project, "task_name": run, "continue_last_task": sent.id or False},
+        "comet_ml": {**project, "experiment_key": sent.id, "mode": "get_or_create"},
+        # dvclive would make a commit of its own in the user's repository.
+        "dvclive": {"dir": str(folder / name), "resume": True, "save_dvc_exp": False, "dvcyaml": None},
+        "mlflow": {"experiment_name": _PROJECT, "run_name": run, "run_id": sent.id or None},
+        "swanlab": {**project, "experiment_name": run, "id": sent.id, "resume": "allow", "logdir": str(folder)},
+        "tensorboard": {"run_name": name, "logging_dir": str(folder)},
+        "trackio": {**project, "name": run, "resume": "allow"},
+        "wandb": {**project, "name": run, "id": sent.id, "resume": "allow", "dir": str(folder)},
+    }[name]
+
+
+def track(run: Path, name: str, *, follow: bool) -> int:
+    """Send what is new; with `follow` go on until standard input ends. Returns the last step sent.
+
+    Raises UsageError for a folder that is no run, TrackerError for what the tracker's library raises.
+    """
+    record = read_run(run)
+    folder = run / FOLDER
+    folder.mkdir(exist_ok=True)
+    state = folder / f"{name}.json"
+    sent = _read_state(state) or Sent("" if name in _OWN_IDS else uuid.uuid4().hex)
+    try:
+        tracker = _open(name, folder, record.name, sent)
+        if name in _OWN_IDS:
+            sent = replace(sent, id=str(_OWN_IDS[name](tracker.tracker)))
+        if not sent.config:
+            tracker.store_init_configuration({key: _plain(value) for key, value in record.config.items()})
+            sent = replace(sent, config=True)
+        for row in _rows(run / "metrics.jsonl", sent.step, follow=follow):
+            if row:
+                tracker.log(_values(row), step=row["step"])
+                sent = replace(sent, step=row["step"])
+            else:  # nothing new for now
+                _write_state(state, sent)
+                tracker.log(_system(), step=sent.step)
+        tracker.finish()
+    except Exception as error:
+        raise TrackerError(f"tracker {name}: {type(error).__name__}: {error}") from error
+    finally:
+        _write_state(state, sent)
+    return sent.step
+
+
+def _open(name: str, folder: Path, run_name: str, sent: Sent) -> Any:
+    os.environ["USE_TORCH_XLA"] = "0"  # else accelerate starts XLA wherever torch_xla can be imported
+    from accelerate.state import PartialState
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    PartialState(cpu=True)
+    tracker = cast(dict[str, Any], LOGGER_TYPE_TO_CLASS)[name](**arguments(name, folder, run_name, sent))
+    tracker.start()
+    return tracker
+
+
+def _rows(path: Path, after: int, *, follow: bool) -> Iterator[JsonObject | None]:
+    """Rows of later steps than `after`, each step once, and None after each `_SYSTEM_EVERY_S` of waiting."""
+    offset, waited = 0, time.monotonic()
+    while True:
+        is_last = not follow or _parent_is_gone(0 if offset == 0 else _POLL_S)
+        offset, rows = _new_rows(path, offset)
+        for row in rows:
+            if row["step"] > after:
+                after = row["step"]
+                yield row
+        if is_last:
+            return
+        if time.monotonic() - waited > _SYSTEM_EVERY_S:
+            waited = time.monotonic()
+            yield None
+
+
+def _new_rows(path: Path, offset: int) -> tuple[int, list[JsonObject]]:
+    """Whole rows from `offset` on, and the offset behind them. A resumed run writes a shorter file anew."""
+    try:
+        with path.open("rb") as file:
+            if file.seek(0, os.SEEK_END) < offset:
+                offset = 0
+            file.seek(offset)
+            content = file.read()
+    except FileNotFoundError:
+        return 0, []
+    whole = content[: content.rfind(b"\n") + 1]
+    rows: list[JsonObject] = []
+    for line in whole.splitlines():
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict) and isinstance(cast(JsonObject, row).get("step"), int):
+            rows.append(cast(JsonObject, row))
+    return offset + len(whole), rows
+
+
+def _parent_is_gone(seconds: float) -> bool:
+    """Whether standard input has ended, which the run holds open while it lives, after waiting at most so long."""
+    ready, _, _ = select.select([sys.stdin], [], [], seconds)
+    return bool(ready) and not os.read(sys.stdin.fileno(), 4096)
+
+
+def _values(row: JsonObject) -> dict[str, float]:
+    """The numbers of a row, as trackers group them: `train/loss`, `eval/loss`, `processes/seconds_imbalance`."""
+    flat: dict[str, Any] = {f"train/{key}": value for key, value in row.items() if not key.startswith("eval_")}
+    flat |= {f"eval/{key[5:]}": value for key, value in row.items() if key.startswith("eval_")}
+    loads = row.get("processes")
+    flat |= {f"processes/{key}": value for key, value in loads.items()} if isinstance(loads, Mapping) else {}
+    numbers = {key: value for key, value in flat.items() if isinstance(value, int | float)}
+    return {key: value for key, value in numbers.items() if key != "train/step"}
+
+
+def _system() -> dict[str, float]:
+    memory = psutil.virtual_memory()
+    return {"system/cpu_percent": psutil.cpu_percent(), "system/memory_percent": memory.percent}
+
+
+def _plain(value: object) -> str | int | float | bool:
+    return value if isinstance(value, str | int | float | bool) else json.dumps(value, default=str)
+
+
+def _read_state(path: Path) -> Sent | None:
+    try:
+        return Sent(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _write_state(path: Path, sent: Sent) -> None:
+    write_text_atomically(path, json.dumps(asdict(sent)) + "\n")

@@ -1,0 +1,76 @@
+"""`observe.trackers`: a process for each tracker, which reads the run's files; see report/track.py.
+
+A tracker that fails or hangs is dropped with one line, and costs a step nothing.
+"""
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from portable_fsdp.runtime.process import LAUNCH_VARIABLES
+from portable_fsdp.train.callbacks import Callback, RunEnd, RunStart, StepEnd
+
+log = logging.getLogger("portable_fsdp")
+
+END_S = 20.0
+"""Seconds that a run waits at its end for its trackers."""
+
+
+class _Running(NamedTuple):
+    process: subprocess.Popen[bytes]
+    output: Path
+
+
+class Trackers(Callback):
+    """Starts the trackers of a run, notices those that failed, and lets them finish at its end."""
+
+    def on_start(self, start: RunStart) -> None:
+        self._folder, self._running = start.folder, dict[str, _Running]()
+        for name in start.config.observe.trackers:
+            self._running[name] = _start(start.folder, name)
+
+    def on_step(self, step: StepEnd) -> None:
+        if step.is_logged:
+            self._drop_failed()
+
+    def on_end(self, end: RunEnd) -> None:
+        for running in self._running.values():
+            if running.process.stdin:
+                running.process.stdin.close()  # they send the rest, and end
+        for name, running in list(self._running.items()):
+            try:
+                running.process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                running.process.kill()
+                running.process.wait()
+                log.warning("tracker %s: not done after %.0f s; %s", name, END_S, self._later(name))
+                del self._running[name]
+        self._drop_failed()
+
+    def _drop_failed(self) -> None:
+        for name, running in list(self._running.items()):
+            if running.process.poll():
+                lines = running.output.read_text(encoding="utf-8", errors="replace").splitlines()
+                log.warning("tracker dropped: %s; %s", lines[-1] if lines else name, self._later(name))
+                del self._running[name]
+
+    def _later(self, name: str) -> str:
+        return f"python -m portable_fsdp.report {self._folder} --track={name} sends what is missing"
+
+
+def _start(run: Path, name: str) -> _Running:
+    output = run / "logs" / f"tracker-{name}.log"
+    output.parent.mkdir(exist_ok=True)
+    # A process by itself, of no launcher's job, without a device.
+    environ = {key: value for key, value in os.environ.items() if key not in LAUNCH_VARIABLES}
+    environ |= {"USE_TORCH_XLA": "0", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "portable_fsdp.report", str(run), f"--track={name}", "--follow"]
+    with output.open("ab") as file:
+        # A session of its own: Ctrl-C is for the run, which then lets its trackers finish.
+        process = subprocess.Popen(
+            command, env=environ, stdin=subprocess.PIPE, stdout=file, stderr=file, start_new_session=True
+        )
+    return _Running(process, output)

@@ -1,0 +1,133 @@
+"""`python -m portable_fsdp.report`: the page, the Markdown, and files that are damaged or missing."""
+
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from documented import ROOT, commands
+from invented_run import write_run
+
+from portable_fsdp.report.__main__ import main
+from portable_fsdp.report.page import thinned
+from portable_fsdp.report.read import read_run
+
+GOLDENS = Path(__file__).parent / "goldens"
+
+
+class Page(HTMLParser):
+    """The text that a reader sees, and the addresses that the page would load."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text, self.addresses, self._hidden = "", list[str](), False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._hidden = tag in ("script", "style")
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href")]
+
+    def handle_endtag(self, tag: str) -> None:
+        self._hidden = False
+
+    def handle_data(self, data: str) -> None:
+        self.text += "" if self._hidden else data
+
+
+def test_a_page_of_two_runs_that_opens_offline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = write_run(tmp_path / "first"), write_run(tmp_path / "second", lr=0.002)
+    assert main([str(first), str(second)]) == 0
+    assert capsys.readouterr().out == f"wrote {first}/report.html\n"
+    content = (first / "report.html").read_text(encoding="utf-8")
+    page = Page(content)
+    assert page.addresses == []
+    for words in ("finished at step 40", "40 of 40", "xla, 2 x cpu", "optim.lr", "0.002", "step-00000040", "2.9.0"):
+        assert words in page.text, words
+    assert "Where the time went" in page.text
+    assert len(content) < 5_000_000
+
+
+def test_values_of_a_run_are_text_and_never_markup(tmp_path: Path) -> None:
+    attack = "</script><img src=x onerror=alert(1)>"
+    run = write_run(tmp_path / "run", model={"pretrained": attack})
+    assert main([str(run), f"--out={tmp_path}/page.html"]) == 0
+    content = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "<img" not in content
+    assert attack in Page(content).text
+
+
+def test_markdown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], assert_golden: Callable[[Path, str], None]
+) -> None:
+    assert main([str(write_run(tmp_path / "a")), str(write_run(tmp_path / "b|c", lr=0.002)), "--markdown"]) == 0
+    assert_golden(GOLDENS / "two_runs.md", capsys.readouterr().out)
+
+
+@pytest.mark.slow  # one of them sends to a tracker, for which accelerate imports torch
+def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("demo", "other"):
+        write_run(Path("runs", name))
+    shown = [*commands((ROOT / "docs/watching.md").read_text(encoding="utf-8"), "watching.md")]
+    assert len(shown) == 4
+    for command in shown:
+        assert command.words[:3] == ["python", "-m", "portable_fsdp.report"]
+        assert main(command.words[3:]) == 0, command.where
+    assert Path("runs/demo/report.html").is_file()
+    assert Path("both.html").is_file()
+    assert Path("runs/demo/trackers/tensorboard.json").is_file()
+
+
+def test_damaged_lines_are_left_out_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run")
+    with (run / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"step": 41, "loss"\n[1, 2]\n{"loss": 1}\n' + "[" * 5000 + "\n" + '{"step": 42, "lo')  # torn
+    with (run / "events.jsonl").open("ab") as file:
+        file.write(b"\xff\xfe\n")
+    assert read_run(run).skipped == 5
+    assert main([str(run), "--markdown"]) == 0
+    out = capsys.readouterr().out
+    assert "5 damaged lines were left out." in out
+    assert "40 of 40" in out
+
+
+def test_a_run_under_way_without_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run")
+    events = (run / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    (run / "events.jsonl").write_text(events[0] + "\n", encoding="utf-8")
+    (run / "metrics.jsonl").unlink()
+    (run / "config.yaml").write_text(": [", encoding="utf-8")
+    assert main([str(run), "--markdown"]) == 0
+    assert "under way, or killed" in capsys.readouterr().out
+    assert main([str(run)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["{folder}"],
+            "{folder}: expected the folder of a run, with an events.jsonl, found none; runs inside it: run.",
+        ),
+        (["{folder}/none"], "{folder}/none: expected the folder of a run, with an events.jsonl, found none."),
+        (["{folder}/run", "--out={folder}/none/page.html"], "--out: {folder}/none/page.html can't be written: "),
+        (["{folder}/run", "--makdown"], "unknown flag --makdown; nearest: --markdown"),
+        ([], "the following arguments are required: RUN"),
+    ],
+)
+def test_bad_input(tmp_path: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "run")
+    assert main([word.format(folder=tmp_path) for word in arguments]) == 2
+    assert message.format(folder=tmp_path) in capsys.readouterr().err
+
+
+def test_a_long_curve_keeps_its_ends_and_extremes() -> None:
+    x = np.arange(100_000, dtype=np.float64)
+    y = np.sin(x / 5000)
+    y[[31_415, 70_000]] = 50, -50
+    kept_x, kept_y = thinned(x, y)
+    assert len(kept_x) <= 1500
+    assert np.all(np.diff(kept_x) > 0)
+    assert (kept_y.max(), kept_y.min()) == (50, -50)
+    np.testing.assert_array_equal(y[kept_x.astype(int)], kept_y)

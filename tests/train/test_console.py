@@ -1,0 +1,124 @@
+"""What a run prints: its lines, its summary, and the live display on a terminal."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from portable_fsdp.metrics.goodput import Pace
+from portable_fsdp.train.callbacks import StepEnd
+from portable_fsdp.train.records import Console, console_callbacks
+
+STEP = StepEnd(
+    step=10,
+    loss=2.3125,
+    grad_norm=0.9,
+    lr=3e-4,
+    tokens=6200,
+    tokens_per_second=3100.0,
+    mfu=0.0775,
+    memory_bytes=3 * 2**29,
+    seconds=2.0,
+    ended=1.7e9,
+    data_seconds=0.25,
+    steps=20,
+    elapsed=25.0,
+    device_flops=7.75e12,
+    is_logged=True,
+    memory_limit=15 * 2**30,
+    process_seconds=(2.0,),
+    process_memory_bytes=(1.0,),
+    collectives=None,
+)
+
+ARCHITECTURE = {
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+CONFIG = {
+    "run": {"dir": "run"},
+    "model": {"architecture": ARCHITECTURE},
+    "data": {"source": "python_docs", "seq_len": 32, "eval_split": "2%"},
+    "train": {"steps": 30, "global_batch": 2, "log_every": 10, "eval_every": 30},
+    "optim": {"lr": 0.003},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "memory: 1.50GiB(10%)  tps: 3,100  tflops: 7.75  mfu: 7.8%"),
+        ({"memory_limit": None, "mfu": None}, "memory: 1.50GiB  tps: 3,100  tflops: 7.75"),
+        ({"memory_bytes": None, "mfu": None, "device_flops": None}, "tps: 3,100"),
+    ],
+)
+def test_a_line_leaves_out_what_is_unknown(
+    changes: dict[str, Any], expected: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    step, console = replace(STEP, **changes), Console()
+    console._pace = Pace()  # pyright: ignore[reportPrivateUsage]
+    with caplog.at_level("INFO"):
+        console.on_step(step)
+        console.on_step(replace(step, step=11, is_logged=False))
+        console.on_step(replace(step, step=12))
+    line = "  loss: 2.3125  grad_norm: 0.9000  " + expected
+    assert caplog.messages == [f"step: 10/20{line}", f"step: 12/20{line}  eta: 16.0 s"]
+
+
+def test_the_time_left_follows_the_newest_steps_and_leaves_out_the_first() -> None:
+    pace, left = Pace(), 0.0
+    assert pace.time_left(100, 999) is None
+    assert pace.time_left(1, 998) == pytest.approx(998)
+    for steps in range(997, 897, -1):
+        left = pace.time_left(3, steps) or 0.0
+    assert left == pytest.approx(3 * 898, rel=0.01)
+    assert pace.time_left(3, 0) == 0
+
+
+def test_without_a_terminal_there_is_no_live_display() -> None:
+    assert [type(callback) for callback in console_callbacks()] == [Console]
+
+
+@pytest.mark.slow
+def test_on_a_terminal_lines_scroll_above_a_live_line(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(CONFIG), encoding="utf-8")
+    ours, theirs = pty.openpty()
+    environ = {**os.environ, "TERM": "xterm", "COLUMNS": "160", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "portable_fsdp.launch", "--device=cpu", "--config=config.yaml"]
+    with subprocess.Popen(command, cwd=tmp_path, env=environ, stderr=theirs) as process:
+        os.close(theirs)
+        output = _read_all(ours)
+        assert process.wait(60) == 0, output
+    plain = re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", output).replace("\r", "\n")
+    assert output.rfind("\x1b[?25h") > output.rfind("\x1b[?25l") > 0, "the cursor was hidden, and comes back"
+    assert re.search(r"^step +\d+/30 .*loss \d", plain, re.MULTILINE), plain
+    lines = plain.splitlines()
+    for beginning in ("step: 10/30  loss: ", "step: 30  eval_loss: ", "saved ", "30 steps, 1,920 tokens in "):
+        assert any(line.strip().startswith(beginning) for line in lines), (beginning, plain)
+    assert "run folder: run; " in plain
+    assert "data.seq_len=32" in plain
+    assert "goodput" in lines[[line.startswith("30 steps, ") for line in lines].index(True)]
+
+
+def _read_all(descriptor: int) -> str:
+    """Until the other end is closed, which a pseudo-terminal tells as an error."""
+    chunks: list[bytes] = []
+    try:
+        while chunk := os.read(descriptor, 65536):
+            chunks.append(chunk)
+    except OSError:
+        pass
+    os.close(descriptor)
+    return b"".join(chunks).decode()
