@@ -120,7 +120,7 @@ def test_a_job_of_two_nodes_that_is_stopped_and_goes_on(shell: Shell, tmp_path: 
     arguments = tiny(tmp_path, "train.steps=40", "checkpoint.every=10", "checkpoint.keep=9", "train.log_every=1")
     command = [shell.programs / "sbatch", LAUNCH / "slurm.sbatch", *arguments]
     with started(command, tmp_path, **shell.environment(**variables)) as job:
-        job.wait_until(lambda: "step: 3 " in job.err)
+        job.wait_until(lambda: "step: 3/" in job.err)
         os.kill(int((shell.cloud / "batch.pid").read_text()), signal.SIGUSR1)
         assert job.wait() == 0, job.err
     assert committed(tmp_path / "run")[-1] == 40
@@ -194,7 +194,7 @@ def test_a_run_goes_on_after_its_tpu_was_taken_away(
     assert f"at step {before}" in run.out or f"step-{before:08d}" in run.out, "it went on from the last save"
     assert committed_in(bucket)[-1] == 40
     assert launch(*arguments, f"run.dir={alone}") == 0
-    last_losses = [line.split()[3] for line in run.out.splitlines() if line.startswith("step: 40 ")]
+    last_losses = [line.split()[3] for line in run.out.splitlines() if line.startswith("step: 40/")]
     assert float(last_losses[0]) == pytest.approx(losses(alone)[-1], abs=1e-4)
 
 
@@ -206,7 +206,7 @@ def test_a_run_on_a_tpu_vm_outlives_its_connection_and_stops_on_request(
     script = checkout / "launch/tpu_vm.sh"
     arguments = tiny(tmp_path, "train.steps=100000", "train.log_every=1", "checkpoint.every=null")
     with started([script, "run", *arguments], tmp_path, **environment) as first:
-        first.wait_until(lambda: "step: 2 " in first.out)
+        first.wait_until(lambda: "step: 2/" in first.out)
         pids = {process.pid for process in worker_processes(cloud)}
         for process in psutil.Process(first.pid).children(recursive=True):
             if process.pid not in pids:  # of the connection
