@@ -6,8 +6,9 @@ device never waits for the host; they are read before a save, so that nothing th
 
 import logging
 import math
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,7 +46,7 @@ from portable_fsdp.train.consistency import open_data, require_folders_and_model
 from portable_fsdp.train.decision import Decision, Limits, Votes, decide, is_patience_over
 from portable_fsdp.train.evaluate import Evaluator, updated_history
 from portable_fsdp.train.measures import InFlight, Measures, NotFiniteError, run_start
-from portable_fsdp.train.records import RunFiles, console_callbacks
+from portable_fsdp.train.records import Console, RunFiles
 from portable_fsdp.train.save_triggers import SaveTriggers
 
 log = logging.getLogger("portable_fsdp")
@@ -233,7 +234,7 @@ def _train(
             Measures(engine, start),
             SaveTriggers(start.folder, config.checkpoint.every_minutes),
             stop,
-            Callbacks([RunFiles(), *console_callbacks(), *_trackers(config)], callbacks, engine),
+            Callbacks([RunFiles(), Console()], [*_displays(config), *callbacks], engine),
             step=start.step,
             history=_earlier_history(resumed, evaluator),
             last_checkpoint=resumed.path if resumed else None,
@@ -250,12 +251,16 @@ def _train(
     return EXIT_FINISHED
 
 
-def _trackers(config: Config) -> list[Callback]:
-    if not config.observe.trackers:
-        return []
-    from portable_fsdp.train.trackers import Trackers
+def _displays(config: Config) -> Iterator[Callback]:
+    """Ours that a run can do without: one that raises is dropped, as people's own are."""
+    if sys.stderr.isatty():
+        from portable_fsdp.train.live_display import LiveDisplay
 
-    return [Trackers()]
+        yield LiveDisplay()
+    if config.observe.trackers:
+        from portable_fsdp.train.trackers import Trackers
+
+        yield Trackers()
 
 
 def _earlier_history(resumed: Resumed | None, evaluator: Evaluator | None) -> Evaluated | None:

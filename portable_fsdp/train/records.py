@@ -4,7 +4,6 @@ import json
 import logging
 import platform
 import socket
-import sys
 from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -96,15 +95,6 @@ def _environment() -> dict[str, str]:
         with suppress(PackageNotFoundError):
             versions[package] = version(package)
     return versions
-
-
-def console_callbacks() -> list[Callback]:
-    """For this process's standard error: lines, and on a terminal a live display below them."""
-    if not sys.stderr.isatty():
-        return [Console()]
-    from portable_fsdp.train.live_display import LiveDisplay
-
-    return [Console(), LiveDisplay()]
 
 
 class Console(Callback):

@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,9 +41,10 @@ class Trackers(Callback):
         for running in self._running.values():
             if running.process.stdin:
                 running.process.stdin.close()  # they send the rest, and end
+        deadline = time.monotonic() + END_S
         for name, running in list(self._running.items()):
             try:
-                running.process.wait(END_S)
+                running.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 running.process.kill()
                 running.process.wait()

@@ -14,7 +14,7 @@ import yaml
 
 from portable_fsdp.metrics.goodput import Pace
 from portable_fsdp.train.callbacks import StepEnd
-from portable_fsdp.train.records import Console, console_callbacks
+from portable_fsdp.train.records import Console
 
 STEP = StepEnd(
     step=10,
@@ -85,10 +85,6 @@ def test_the_time_left_follows_the_newest_steps_and_leaves_out_the_first() -> No
         left = pace.time_left(3, steps) or 0.0
     assert left == pytest.approx(3 * 898, rel=0.01)
     assert pace.time_left(3, 0) == 0
-
-
-def test_without_a_terminal_there_is_no_live_display() -> None:
-    assert [type(callback) for callback in console_callbacks()] == [Console]
 
 
 @pytest.mark.slow
