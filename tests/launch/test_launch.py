@@ -35,9 +35,11 @@ STARTS: dict[str, list[str]] = {
 KEYS = [
     *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", "memory_bytes", "seconds"),
     "data_seconds",
+    "time",
 ]
 CONSOLE_LINE = (
-    r"step: \d+  loss: \d+\.\d+  grad_norm: \d+\.\d+  memory: \d+\.\d+GiB\(\d+%\)  tps: [\d,]+  tflops: \d+\.\d+"
+    r"step: \d+/6  loss: \d+\.\d+  grad_norm: \d+\.\d+  memory: \d+\.\d+GiB\(\d+%\)  tps: [\d,]+  tflops: \d+\.\d+"
+    r"(  eta: \d+\.\d s)?"
 )
 
 
@@ -120,7 +122,7 @@ def check_run(console: Started, run: Path, *, backend: str, devices: int) -> Non
         collectives = others.pop(0)
         assert collectives["event"] == "collectives"
         assert ("all_gather" in collectives) == (devices > 1)
-    assert [(event["event"], event["step"]) for event in others] == [("save", 4), ("save", 6)]
+    assert [(event["event"], event["step"]) for event in others] == [("save", 4), ("save", 6), ("finish", 6)]
     lines = [line for line in console.err.splitlines() if line.startswith("step: ")]
     assert len(lines) == 4, console.err  # 1, 2, 4 and 6
     assert all(re.fullmatch(CONSOLE_LINE, line) for line in lines), lines
@@ -205,7 +207,7 @@ def test_flags_may_follow_overrides_and_a_resumed_run_tells_its_collectives_too(
     run = folder / "here/runs/x"
     assert committed(run) == [1, 2]
     kinds = [event["event"] for event in read_jsonl(run / "events.jsonl")]
-    assert kinds == ["start", "collectives", "save", "start", "resume", "collectives", "save"]
+    assert kinds == ["start", "collectives", "save", "finish", "start", "resume", "collectives", "save", "finish"]
 
 
 CONFIGS = {
