@@ -4,6 +4,7 @@ import json
 import logging
 import platform
 import socket
+import time
 from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -48,7 +49,7 @@ class RunFiles(Callback):
             processes=start.processes,
             steps=start.steps,
             parameters=start.parameters,
-            began=utc_text(psutil.Process().create_time()),
+            began=utc_text(_process_start()),
             environment=_environment(),
             **({"lost": lost._asdict()} if lost else {}),
         )
@@ -86,6 +87,12 @@ class RunFiles(Callback):
         if end.outcome == "stopped":
             content = json.dumps({"reason": end.reason, "step": end.step})
             write_text_atomically(self._folder / "STOPPED", content + "\n")
+
+
+def _process_start() -> float:
+    """Seconds since 1970. psutil counts from a boot time of whole seconds, the kernel's clock since boot doesn't."""
+    after_boot = psutil.Process().create_time() - psutil.boot_time()
+    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - after_boot)
 
 
 def _environment() -> dict[str, str]:
