@@ -61,20 +61,21 @@ class Attempt:
     @property
     def was_asked_to_end(self) -> bool:
         """It finished, or stopped as requested: whatever follows is nobody's failure."""
-        return any(event["event"] in ("stop", "finish") for event in self.events)
+        ends = [event for event in self.events if event["event"] in ("stop", "finish")]
+        return bool(ends) and ends[-1].get("reason") != "not finite"
 
 
 def attempts(events: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> list[Attempt]:
     """All starts of a run, in order. `rows`: of metrics.jsonl, by step. Lines before the first start are left out."""
-    at = [index for index, event in enumerate(events) if event["event"] == "start"]
-    found = []
-    for first, following in pairwise([*at, len(events)]):
-        # A later start drops the rows of the steps that it repeats: the last one that began before a step made it.
-        repeated_from = min((events[index]["step"] for index in at if index > first), default=None)
+    starts = [index for index, event in enumerate(events) if event["event"] == "start"]
+    result: list[Attempt] = []
+    for first, following in pairwise([*starts, len(events)]):
+        # A step that a later start repeated belongs to that start.
+        repeated_from = min((events[index]["step"] for index in starts if index > first), default=None)
         after = events[first]["step"]
         kept = [row for row in rows if after < row["step"] and (repeated_from is None or row["step"] <= repeated_from)]
-        found.append(Attempt(events[first], events[first:following], kept))
-    return found
+        result.append(Attempt(events[first], events[first:following], kept))
+    return result
 
 
 def goodput(events: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> Goodput | None:
@@ -99,7 +100,7 @@ def goodput(events: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any
 
 
 def _parts_of(attempt: Attempt, usual_step: float) -> dict[str, float]:
-    computing = [row["seconds"] - row["data_seconds"] for row in attempt.rows]
+    computing = [row["seconds"] - _waited(row) for row in attempt.rows]
     first = 0.0
     if attempt.rows and attempt.rows[0]["step"] == attempt.start["step"] + 1:
         first = max(0.0, computing[0] - statistics.median(computing[1:] or [usual_step]))
@@ -107,14 +108,18 @@ def _parts_of(attempt: Attempt, usual_step: float) -> dict[str, float]:
         "start": _seconds_of(attempt.start["time"]) - attempt.began,
         "steps": sum(computing) - first,
         "compile": first,
-        "data": sum(row["data_seconds"] for row in attempt.rows),
+        "data": sum(map(_waited, attempt.rows)),
         "evaluation": _sum_of(attempt.events, "evaluation", "seconds"),
         "save": _sum_of(attempt.events, "save", "blocked_seconds"),
     }
 
 
 def _usual_step(rows: Sequence[Mapping[str, Any]]) -> float:
-    return statistics.median([row["seconds"] - row["data_seconds"] for row in rows] or [0.0])
+    return statistics.median([row["seconds"] - _waited(row) for row in rows] or [0.0])
+
+
+def _waited(row: Mapping[str, Any]) -> float:
+    return row.get("data_seconds") or 0.0  # rows of older releases have none
 
 
 def _sum_of(events: Sequence[Mapping[str, Any]], kind: str, key: str) -> float:

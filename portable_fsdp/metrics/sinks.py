@@ -64,7 +64,7 @@ class MetricsFile(_LinesFile):
 
 
 class EventsFile(_LinesFile):
-    """events.jsonl: start, save, resume, compile, preemption, stop, each with its time."""
+    """events.jsonl: start, resume, collectives, evaluation, save, stop, finish, fail, with times."""
 
     def write(self, event: str, /, **fields: object) -> None:
         """Append one event with `time` in UTC (ISO 8601, milliseconds). Paths become text."""

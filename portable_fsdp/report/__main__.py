@@ -24,7 +24,7 @@ def _parser() -> CommandParser:
         "--out", type=Path, metavar="FILE", help="the HTML file (default: report.html in the first RUN)"
     )
     parser.add_argument("--track", metavar="NAME", help=f"send metrics to a tracker instead: {', '.join(PACKAGES)}")
-    parser.switch("--follow", "with --track: go on while standard input is open, as a run does")
+    parser.switch("--follow", "with --track: keep sending until standard input closes, as a run does")
     parser.switch("--markdown", "print the figures as Markdown instead, for a terminal or a pull request")
     return parser
 
@@ -35,9 +35,14 @@ def main(argv: list[str]) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    runs = [read_run(folder) for folder in options.runs]
+    chosen = [flag for flag in ("track", "markdown", "out") if getattr(options, flag)]
+    if len(chosen) > 1 or (options.follow and not options.track):
+        raise UsageError("expected one of --out, --markdown and --track, and --follow only with --track.")
+    if options.out is not None and options.out.suffix not in (".html", ".htm"):
+        raise UsageError(f"--out: expected a file that ends in .html, found {options.out}.")
     if options.track:
         return _track(options)
+    runs = [read_run(folder) for folder in options.runs]
     if options.markdown:
         to_stdout(markdown(runs).rstrip())
         return EXIT_FINISHED
@@ -49,7 +54,7 @@ def _report(options: argparse.Namespace) -> int:
         ) from None
     target: Path = options.out or options.runs[0] / "report.html"
     try:
-        write_text_atomically(target, page(runs))
+        write_text_atomically(target, page(runs).encode(errors="replace").decode())  # a lone surrogate has no bytes
     except OSError as error:
         raise UsageError(f"--out: {target} can't be written: {error.strerror}") from None
     to_stdout(f"wrote {target}")

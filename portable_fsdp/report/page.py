@@ -76,7 +76,7 @@ def page(runs: Sequence[RunRecord]) -> str:
 
 def _run_values(run: RunRecord, colour: str) -> dict[str, Any]:
     parts = [(name, seconds, share, _PART_COLOURS[name], PARTS[name]) for name, seconds, share in accounts(run)]
-    first = run.attempts[-1].start if run.attempts else {}
+    newest = run.attempts[-1].start if run.attempts else {}
     return {
         "name": run.name,
         "folder": str(run.folder),
@@ -90,7 +90,7 @@ def _run_values(run: RunRecord, colour: str) -> dict[str, Any]:
         "saves": [[str(e["step"]), str(e["time"])[:19].replace("T", " "), _name_of(e)] for e in run.of_kind("save")][
             -20:
         ],
-        "environment": list((first.get("environment") or {}).items()),
+        "environment": list((newest.get("environment") or {}).items()),
         "config": yaml.safe_dump(dict(run.config), sort_keys=False, default_flow_style=None, width=100),
         "samples": [{"step": s["step"], "prompt": s.get("prompt", ""), "text": s.get("text", "")} for s in run.samples],
         "skipped": run.skipped,

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -11,6 +12,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
+from portable_fsdp.config import yaml_text
 from portable_fsdp.metrics.goodput import Attempt, Goodput, attempts, goodput
 from portable_fsdp.runtime.errors import UsageError, printable
 
@@ -33,8 +35,9 @@ class RunRecord:
 
     @property
     def name(self) -> str:
-        """`run.name`, or the folder's."""
-        return str(self.config.get("run.name") or self.folder.resolve().name)
+        """`run.name` if it has one, and the folder's."""
+        folder, name = self.folder.resolve().name, self.config.get("run.name")
+        return folder if name in (None, folder) else f"{name} ({folder})"
 
     @cached_property
     def attempts(self) -> list[Attempt]:
@@ -84,16 +87,16 @@ def read_run(folder: Path) -> RunRecord:
     rows, bad_rows = _records(folder / "metrics.jsonl", "step")
     events, bad_events = _records(folder / "events.jsonl", "event")
     samples, bad_samples = _records(folder / "samples.jsonl", "step")
-    by_step = {int(row["step"]): row for row in rows if "seconds" in row and "data_seconds" in row}
-    events = [event for event in events if isinstance(event.get("time"), str)]
-    rows = [by_step[step] for step in sorted(by_step)]
-    skipped = bad_rows + bad_events + bad_samples
+    whole_rows, whole_events = list(filter(_is_row, rows)), list(filter(_is_event, events))
+    by_step = {row["step"]: row for row in whole_rows}
+    skipped = bad_rows + bad_events + bad_samples + len(rows) - len(whole_rows) + len(events) - len(whole_events)
+    events, rows = whole_events, [by_step[step] for step in sorted(by_step)]
     return RunRecord(folder, _config(folder / "config.yaml"), rows, events, samples[-_MOST_SAMPLES:], skipped)
 
 
 def _runs_inside(folder: Path) -> str:
-    found = sorted(path.parent.name for path in folder.glob("*/events.jsonl")) if folder.is_dir() else []
-    return printable(", ".join(found[:5]))
+    names = sorted(path.parent.name for path in folder.glob("*/events.jsonl")) if folder.is_dir() else []
+    return printable(", ".join(names[:5]))
 
 
 def _records(path: Path, key: str) -> tuple[list[JsonObject], int]:
@@ -112,6 +115,45 @@ def _records(path: Path, key: str) -> tuple[list[JsonObject], int]:
     return records, skipped
 
 
+def _is_row(row: JsonObject) -> bool:
+    needed = _is_step(row["step"]) and _is_number(row.get("seconds"))
+    return needed and _is_number(row.get("data_seconds", 0.0)) and _is_time_or_none(row.get("time"))
+
+
+def _is_event(event: JsonObject) -> bool:
+    """Whether the fields that the report reads have their types."""
+    lost, environment = event.get("lost") or {}, event.get("environment") or {}
+    if not isinstance(lost, Mapping) or not isinstance(environment, Mapping):
+        return False
+    times = (event.get("time"), event.get("began"), lost.get("until"))
+    numbers = (event.get("seconds"), event.get("blocked_seconds"), lost.get("seconds"))
+    needs_step = event["event"] in ("start", "save", "evaluation", "finish", "stop", "fail")
+    return (
+        event.get("time") is not None
+        and all(map(_is_time_or_none, times))
+        and all(number is None or _is_number(number) for number in numbers)
+        and (not needs_step or _is_step(event.get("step")))
+        and (event["event"] != "evaluation" or _is_number(event.get("loss")))
+    )
+
+
+def _is_step(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and abs(value) < 1e300  # NaN isn't
+
+
+def _is_time_or_none(value: object) -> bool:
+    if value is None:
+        return True
+    try:
+        return isinstance(value, str) and datetime.fromisoformat(value).tzinfo is not None
+    except ValueError:
+        return False
+
+
 def _parse(line: str) -> JsonObject | None:
     try:
         value = json.loads(line)
@@ -121,13 +163,12 @@ def _parse(line: str) -> JsonObject | None:
 
 
 def _config(path: Path) -> dict[str, Any]:
+    """By dotted key; empty for a file that is missing or isn't what a run writes. Aliases and depth are bounded."""
     try:
-        value: object = yaml.load(
-            path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-        )
+        _, value = yaml_text.parse(path.read_text(encoding="utf-8"))
+        return dict(_flat(value, ""))
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
         return {}
-    return dict(_flat(value, ""))
 
 
 def _flat(value: object, prefix: str) -> list[tuple[str, Any]]:
@@ -141,4 +182,4 @@ def _number(row: JsonObject, keys: Sequence[str]) -> float:
     value: Any = row
     for key in keys:
         value = cast(JsonObject, value).get(key) if isinstance(value, Mapping) else None
-    return float(value) if isinstance(value, int | float) else float("nan")
+    return float(value) if _is_number(value) else float("nan")

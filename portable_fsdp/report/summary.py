@@ -6,6 +6,7 @@ import numpy as np
 
 from portable_fsdp.metrics.goodput import PARTS, duration
 from portable_fsdp.report.read import Numbers, RunRecord
+from portable_fsdp.runtime.errors import printable
 
 Table = list[tuple[str, str]]
 
@@ -116,7 +117,7 @@ def _markdown_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", r"\|").replace("\n", " ")
+    return printable(text).replace("|", r"\|").replace("\n", " ")
 
 
 def _known(column: Numbers) -> Numbers:

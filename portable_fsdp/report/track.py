@@ -19,7 +19,7 @@ from typing import Any, cast
 import psutil
 
 from portable_fsdp.report.read import JsonObject, read_run
-from portable_fsdp.runtime.errors import PortableFSDPError
+from portable_fsdp.runtime.errors import PortableFSDPError, UsageError
 from portable_fsdp.runtime.files import write_text_atomically
 
 FOLDER = "trackers"
@@ -34,7 +34,7 @@ class TrackerError(PortableFSDPError):
 
 @dataclass(frozen=True)
 class Sent:
-    """How far a tracker is; `id` is its own name of the run, by which a resumed run goes on in one curve."""
+    """How far a tracker is; `id` is its own name of the run, by which a resumed run stays one curve."""
 
     id: str
     step: int = 0  # the last one sent; steps that a resumed run repeats are not sent again
@@ -46,7 +46,7 @@ _OWN_IDS = {"mlflow": lambda run: run.info.run_id, "aim": lambda run: run.hash, 
 
 
 def arguments(name: str, folder: Path, run: str, sent: Sent) -> dict[str, Any]:
-    """Those of accelerate's class for a tracker, by which it writes below `folder` and goes on in the run's own curve.
+    """Those of accelerate's class for a tracker, by which it writes below `folder`, and to the run's own curve.
 
     Raises KeyError for a name that accelerate doesn't have.
     """
@@ -66,14 +66,17 @@ def arguments(name: str, folder: Path, run: str, sent: Sent) -> dict[str, Any]:
 
 
 def track(run: Path, name: str, *, follow: bool) -> int:
-    """Send what is new; with `follow` go on until standard input ends. Returns the last step sent.
+    """Send what is new; with `follow` keep sending until standard input ends. Returns the last step sent.
 
     Raises UsageError for a folder that is no run, TrackerError for what the tracker's library raises.
     """
     record = read_run(run)
     folder = run / FOLDER
-    folder.mkdir(exist_ok=True)
     state = folder / f"{name}.json"
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--track: {folder} can't be made: {error.strerror}") from None
     sent = _read_state(state) or Sent("" if name in _OWN_IDS else uuid.uuid4().hex)
     try:
         tracker = _open(name, folder, record.name, sent)
@@ -110,9 +113,10 @@ def _open(name: str, folder: Path, run_name: str, sent: Sent) -> Any:
 
 def _rows(path: Path, after: int, *, follow: bool) -> Iterator[JsonObject | None]:
     """Rows of later steps than `after`, each step once, and None after each `_SYSTEM_EVERY_S` of waiting."""
-    offset, waited = 0, time.monotonic()
+    offset, waited, pause = 0, time.monotonic(), 0.0
     while True:
-        is_last = not follow or _parent_is_gone(0 if offset == 0 else _POLL_S)
+        is_last = not follow or _parent_is_gone(pause)
+        pause = _POLL_S
         offset, rows = _new_rows(path, offset)
         for row in rows:
             if row["step"] > after:

@@ -88,7 +88,7 @@ class RunEnd:
 
     outcome: Outcome
     step: int  # the last one that is done
-    reason: str  # "SIGTERM", "no improvement in 3 evaluations", or the outcome
+    reason: str  # "SIGTERM", "no improvement in 3 evaluations", an error's first line, or the outcome
     elapsed: float  # seconds
     last_checkpoint: Path | None
     best_step: int | None  # by evaluation loss

@@ -7,9 +7,11 @@ from typing import Any
 
 from rich.console import Console as Terminal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column
 
 from portable_fsdp.metrics.goodput import Pace, duration
 from portable_fsdp.train.callbacks import Callback, RunEnd, RunStart, StepEnd
+from portable_fsdp.train.records import steps_left
 
 log = logging.getLogger("portable_fsdp")
 
@@ -23,10 +25,12 @@ class LiveDisplay(Callback):
             MofNCompleteColumn(),
             BarColumn(20),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[now]}"),
+            TextColumn("{task.fields[now]}", table_column=Column(ratio=1, no_wrap=True)),  # it alone is cut short
         )
-        self._pace, self._eval = Pace(), ""
-        self._progress = Progress(*columns, console=Terminal(stderr=True), refresh_per_second=4, transient=True)
+        self._start, self._pace, self._eval = start, Pace(), ""
+        self._progress = Progress(
+            *columns, console=Terminal(stderr=True), refresh_per_second=4, transient=True, expand=True
+        )
         self._task = self._progress.add_task("", total=start.steps, completed=start.step, now="")
         self._progress.start()
         self._restore = _log_through_stderr()
@@ -34,7 +38,7 @@ class LiveDisplay(Callback):
     def on_step(self, step: StepEnd) -> None:
         if step.evaluation is not None:
             self._eval = f" (eval {step.evaluation.loss:.4f})"
-        left = self._pace.time_left(step.seconds, step.steps - step.step)
+        left = self._pace.time_left(step.seconds, steps_left(step, self._start))
         parts = [
             "" if left is None else f"eta {duration(left)}",
             f"loss {step.loss:.4f}{self._eval}",

@@ -286,7 +286,7 @@ def _train_observed(run: _Run) -> Outcome:
         if isinstance(error, PortableFSDPError):
             error.run_has_started = True
         values = error.values if isinstance(error, NotFiniteError) else {}
-        end = _end_of(run, "not finite" if values else "failed", values)
+        end = _end_of(run, "not finite" if values else "failed", values, error)
         with suppress(Exception):  # the disk may be full: the run's own error goes first
             run.callbacks.call(Callback.on_end, end)
         raise
@@ -306,8 +306,10 @@ def _train_what_is_left(run: _Run) -> Outcome:
     return "finished"
 
 
-def _end_of(run: _Run, outcome: Outcome, values: Mapping[str, float]) -> RunEnd:
+def _end_of(run: _Run, outcome: Outcome, values: Mapping[str, float], error: BaseException | None = None) -> RunEnd:
     reasons = {"stopped": run.stop.reason or "a signal to another process", "no improvement": _patience(run)}
+    if error is not None and not values:
+        reasons["failed"] = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
     reason = reasons.get(outcome, outcome)
     best_step = run.history.best_step if run.history else None
     return RunEnd(outcome, run.step, reason, run.measures.elapsed, run.last_checkpoint, best_step, values)

@@ -17,13 +17,15 @@ from portable_fsdp.config.load import config_text
 from portable_fsdp.config.schema import Config
 from portable_fsdp.metrics.goodput import Pace, duration, goodput
 from portable_fsdp.metrics.sinks import EventsFile, MetricsFile, processes_row, read_jsonl, utc_text
-from portable_fsdp.runtime.errors import UsageError
 from portable_fsdp.runtime.files import write_text_atomically
 from portable_fsdp.train.callbacks import Callback, EvaluationEnd, RunEnd, RunStart, StepEnd
 
 log = logging.getLogger("portable_fsdp")
 
-_KEYS = "step loss grad_norm lr tokens tokens_per_second mfu memory_bytes seconds data_seconds"
+_KEYS = (
+    *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", "memory_bytes", "seconds"),
+    "data_seconds",
+)
 """Keys of metrics.jsonl, which people's scripts read; `processes` and `eval_*` where they are known."""
 
 
@@ -66,7 +68,7 @@ class RunFiles(Callback):
     def on_step(self, step: StepEnd) -> None:
         if (kinds := step.collectives) is not None:
             self._events.write("collectives", **{kind: traffic._asdict() for kind, traffic in kinds.items()})
-        row = {name: getattr(step, name) for name in _KEYS.split()} | {"time": utc_text(step.ended)}
+        row = {name: getattr(step, name) for name in _KEYS} | {"time": utc_text(step.ended)}
         if step.is_logged:
             row["processes"] = processes_row(step.process_seconds, step.process_memory_bytes)
         if (evaluation := step.evaluation) is not None:
@@ -80,8 +82,11 @@ class RunFiles(Callback):
         self._events.write("save", **save._asdict())
 
     def on_end(self, end: RunEnd) -> None:
-        if end.outcome in ("finished", "failed"):
-            self._events.write("finish" if end.outcome == "finished" else "fail", step=end.step)
+        if end.outcome == "finished":
+            self._events.write("finish", step=end.step)
+            return
+        if end.outcome == "failed":
+            self._events.write("fail", step=end.step, reason=end.reason)
             return
         self._events.write("stop", step=end.step, reason=end.reason, **end.values)
         if end.outcome == "stopped":
@@ -91,6 +96,8 @@ class RunFiles(Callback):
 
 def _process_start() -> float:
     """Seconds since 1970. psutil counts from a boot time of whole seconds, the kernel's clock since boot doesn't."""
+    if not hasattr(time, "CLOCK_BOOTTIME"):  # not Linux
+        return psutil.Process().create_time()
     after_boot = psutil.Process().create_time() - psutil.boot_time()
     return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - after_boot)
 
@@ -124,7 +131,7 @@ class Console(Callback):
         log.info("run folder: %s; %s", start.folder, _own_settings(start.config))
 
     def on_step(self, step: StepEnd) -> None:
-        left = self._pace.time_left(step.seconds, step.steps - step.step)
+        left = self._pace.time_left(step.seconds, steps_left(step, self._start))
         if step.is_logged:
             log.info(_step_line(step) + ("" if left is None else f"  eta: {duration(left)}"))
         if step.evaluation is not None:
@@ -138,12 +145,19 @@ class Console(Callback):
         log.info("saved %s in %.1f s (training waited %.1f s)", save.path, save.seconds, save.blocked_seconds)
 
     def on_end(self, end: RunEnd) -> None:
+        if end.outcome == "finished" and end.step < self._start.steps:
+            log.info("ended after step %d of %d, as train.stop_at says", end.step, self._start.steps)
         if end.outcome == "stopped":
             log.info("stopped after step %d (%s); rerun the same command to resume", end.step, end.reason)
         if end.outcome == "no improvement":
             log.info("ended after step %d: %s; the best was step %d", end.step, end.reason, end.best_step)
         if end.outcome != "failed":
             log.info("%s", _summary(self._start, end))
+
+
+def steps_left(step: StepEnd, start: RunStart) -> int:
+    """Of this start, which `train.stop_at` may end early."""
+    return min(step.steps, start.config.train.stop_at or step.steps) - step.step
 
 
 def _own_settings(config: Config) -> str:
@@ -176,7 +190,7 @@ def _summary(start: RunStart, end: RunEnd) -> str:
     steps = end.step - start.step
     best = "" if end.best_step is None else f"; best evaluation at step {end.best_step}"
     accounts = None
-    with suppress(OSError, UsageError):  # something else has written to these files: no reason to fail now
+    with suppress(Exception):  # a figure is no reason to fail a run that has ended: others may have changed the files
         accounts = goodput(read_jsonl(start.folder / "events.jsonl"), read_jsonl(start.folder / "metrics.jsonl"))
     share = "" if accounts is None else f"; goodput {accounts.share:.0%} of {duration(accounts.wall_seconds)}"
     return (

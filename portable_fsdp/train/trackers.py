@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ END_S = 20.0
 class _Running(NamedTuple):
     process: subprocess.Popen[bytes]
     output: Path
+    begin: int  # bytes that earlier starts wrote to it
 
 
 class Trackers(Callback):
@@ -55,12 +57,19 @@ class Trackers(Callback):
     def _drop_failed(self) -> None:
         for name, running in list(self._running.items()):
             if running.process.poll():
-                lines = running.output.read_text(encoding="utf-8", errors="replace").splitlines()
-                log.warning("tracker dropped: %s; %s", lines[-1] if lines else name, self._later(name))
+                reason = _last_line(running) or f"exit code {running.process.returncode}"
+                log.warning("tracker %s dropped: %s; %s", name, reason, self._later(name))
                 del self._running[name]
 
     def _later(self, name: str) -> str:
         return f"python -m portable_fsdp.report {self._folder} --track={name} sends what is missing"
+
+
+def _last_line(running: _Running) -> str:
+    with suppress(OSError):  # someone may have deleted it
+        text = running.output.read_bytes()[running.begin :].decode(errors="replace")
+        return next(reversed(text.splitlines()), "")
+    return ""
 
 
 def _start(run: Path, name: str) -> _Running:
@@ -71,8 +80,9 @@ def _start(run: Path, name: str) -> _Running:
     environ |= {"USE_TORCH_XLA": "0", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "portable_fsdp.report", str(run), f"--track={name}", "--follow"]
     with output.open("ab") as file:
+        begin = file.tell()
         # A session of its own: Ctrl-C is for the run, which then lets its trackers finish.
         process = subprocess.Popen(
             command, env=environ, stdin=subprocess.PIPE, stdout=file, stderr=file, start_new_session=True
         )
-    return _Running(process, output)
+    return _Running(process, output, begin)

@@ -68,6 +68,12 @@ def test_time_after_a_requested_end_is_not_waiting() -> None:
     assert parts(events, rows) == pytest.approx({"start": 2, "steps": 2, "stopped": 100})
 
 
+def test_time_after_a_loss_that_is_not_finite_is_waiting() -> None:
+    rows = steps(1, [1.0], ready=1) + steps(2, [1.0], ready=103)
+    stop = {"event": "stop", "time": at(2), "step": 1, "reason": "not finite"}
+    assert parts([start(0, 1), stop, start(102, 103, step=1)], rows)["waiting"] == pytest.approx(100)
+
+
 def test_steps_repeated_twice_count_once() -> None:
     """Two kills; each start resumes from step 1, and only the last one's steps count."""
     rows = steps(1, [1.0], ready=0) + steps(2, [1.0, 1.0], ready=20)
@@ -82,7 +88,7 @@ def test_steps_repeated_twice_count_once() -> None:
 
 
 def test_files_of_older_runs_lack_began_lost_and_row_times() -> None:
-    rows = [{"step": 1, "seconds": 1.0, "data_seconds": 0.0}]
+    rows = [{"step": 1, "seconds": 1.0}]
     events = [{"event": "start", "time": at(0), "step": 0}, {"event": "save", "time": at(2), "blocked_seconds": None}]
     assert parts(events, rows) == pytest.approx({"steps": 1, "other": 1})
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -92,6 +93,61 @@ def test_damaged_lines_are_left_out_and_counted(tmp_path: Path, capsys: pytest.C
     assert "40 of 40" in out
 
 
+DAMAGE = {
+    "metrics.jsonl": [
+        *('{"step": null, "seconds": 1}', '{"step": "a", "seconds": 1}', '{"step": 1e999, "seconds": 1}'),
+        *('{"step": 41}', '{"step": 41, "seconds": null}', '{"step": 41, "seconds": NaN}', f'{{"step": 1{"0" * 400}}}'),
+        *('{"step": 41, "seconds": 1, "time": "yesterday"}', '{"step": 41, "seconds": 1, "data_seconds": "a"}'),
+    ],
+    "events.jsonl": [
+        *('{"event": "start"}', '{"event": 3, "time": 4}', '{"event": "start", "time": "2026-01-01T00:00:00+00:00"}'),
+        '{"event": "start", "step": 1, "began": 5, "time": "2026-01-01T00:00:00+00:00"}',
+        '{"event": "start", "step": 1, "lost": [1], "time": "2026-01-01T00:00:00+00:00"}',
+        '{"event": "start", "step": 1, "environment": [1], "time": "2026-01-01T00:00:00+00:00"}',
+        '{"event": "evaluation", "step": 1, "loss": null, "time": "2026-01-01T00:00:00+00:00"}',
+        '{"event": "save", "step": 1, "blocked_seconds": "a", "time": "2026-01-01T00:00:00+00:00"}',
+        '{"event": "finish", "step": 1, "time": "2026-01-01"}',
+    ],
+}
+
+
+@pytest.mark.parametrize(("name", "line"), [(name, line) for name, lines in DAMAGE.items() for line in lines])
+def test_a_line_that_is_no_record_is_left_out(
+    tmp_path: Path, name: str, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run")
+    assert main([str(run), "--markdown"]) == 0
+    before = capsys.readouterr().out
+    with (run / name).open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
+    assert main([str(run), "--markdown"]) == 0
+    assert capsys.readouterr().out == before + "\n1 damaged lines were left out.\n"
+
+
+BOMB = "a: &a [1,1,1,1,1,1,1,1]\n" + "".join(
+    f"{name}: &{name} [{', '.join(['*' + before] * 9)}]\n" for before, name in pairwise("abcdefghijklm")
+)
+
+
+@pytest.mark.parametrize("text", [": [", BOMB, "a: &a [*a]", "[" * 5000, "!!python/object/apply:os.getpid []", "\0"])
+def test_a_config_that_no_run_wrote_is_left_out(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run")
+    (run / "config.yaml").write_text(text, encoding="utf-8")
+    assert read_run(run).config == {}
+    assert main([str(run), "--markdown"]) == 0
+    assert capsys.readouterr().out.startswith("## run\n")
+
+
+def test_runs_of_one_name_are_told_apart_and_names_are_printable(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = write_run(tmp_path / "first", run={"name": "quick\x1b[2Jstart"})
+    assert main([str(first), "--markdown"]) == 0
+    heading = capsys.readouterr().out.splitlines()[0]
+    assert heading.isprintable()
+    assert heading.endswith("start (first)")
+
+
 def test_a_run_under_way_without_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "run")
     events = (run / "events.jsonl").read_text(encoding="utf-8").splitlines()
@@ -112,6 +168,9 @@ def test_a_run_under_way_without_a_step(tmp_path: Path, capsys: pytest.CaptureFi
         ),
         (["{folder}/none"], "{folder}/none: expected the folder of a run, with an events.jsonl, found none."),
         (["{folder}/run", "--out={folder}/none/page.html"], "--out: {folder}/none/page.html can't be written: "),
+        (["{folder}/run", "--out={folder}/page"], "--out: expected a file that ends in .html, found {folder}/page."),
+        (["{folder}/run", "--markdown", "--out=a.html"], "expected one of --out, --markdown and --track"),
+        (["{folder}/run", "--follow"], "--follow only with --track"),
         (["{folder}/run", "--makdown"], "unknown flag --makdown; nearest: --markdown"),
         ([], "the following arguments are required: RUN"),
     ],

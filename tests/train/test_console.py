@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
+from portable_fsdp.config.schema import Config
 from portable_fsdp.metrics.goodput import Pace
-from portable_fsdp.train.callbacks import StepEnd
+from portable_fsdp.train.callbacks import RunStart, StepEnd
 from portable_fsdp.train.records import Console
 
 STEP = StepEnd(
@@ -36,6 +37,25 @@ STEP = StepEnd(
     process_seconds=(2.0,),
     process_memory_bytes=(1.0,),
     collectives=None,
+)
+
+START = RunStart(
+    config=Config.model_validate(
+        {"model": {"architecture": {"model_type": "llama"}}, "train": {"steps": 20, "stop_at": 16}}
+    ),
+    folder=Path("run"),
+    engine="native",
+    device="cpu",
+    devices=1,
+    processes=1,
+    step=0,
+    steps=20,
+    tokens=6200,
+    parameters=1,
+    trained_parameters=1,
+    flops_per_token=None,
+    peak_flops=None,
+    resumed=None,
 )
 
 ARCHITECTURE = {
@@ -68,13 +88,14 @@ def test_a_line_leaves_out_what_is_unknown(
     changes: dict[str, Any], expected: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     step, console = replace(STEP, **changes), Console()
-    console._pace = Pace()  # pyright: ignore[reportPrivateUsage]
+    console.on_start(START)
+    caplog.clear()
     with caplog.at_level("INFO"):
         console.on_step(step)
         console.on_step(replace(step, step=11, is_logged=False))
         console.on_step(replace(step, step=12))
     line = "  loss: 2.3125  grad_norm: 0.9000  " + expected
-    assert caplog.messages == [f"step: 10/20{line}", f"step: 12/20{line}  eta: 16.0 s"]
+    assert caplog.messages == [f"step: 10/20{line}", f"step: 12/20{line}  eta: 8.0 s"]
 
 
 def test_the_time_left_follows_the_newest_steps_and_leaves_out_the_first() -> None:

@@ -79,4 +79,4 @@ def test_a_tracker_that_fails_is_dropped(
     (tmp_path / "trackers/tensorboard").write_text("a file where it wants a folder")
     assert train(config(tmp_path, trackers=["tensorboard"]), device="cpu") == 0
     assert losses(tmp_path) == undisturbed
-    assert "tracker dropped: tracker tensorboard: FileExistsError: " in capsys.readouterr().err
+    assert "tracker tensorboard dropped: tracker tensorboard: FileExistsError: " in capsys.readouterr().err
