@@ -35,6 +35,7 @@ def test_each_command_has_one_line_and_a_module() -> None:
         assert importlib.util.find_spec(f"portable_fsdp.{name}")
 
 
+@pytest.mark.slow
 def test_a_command_is_its_module() -> None:
     """Same output, errors and exit code; flags anywhere; a misspelt command or flag names the nearest."""
     for code, *words in (

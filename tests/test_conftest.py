@@ -87,6 +87,7 @@ def test_what_is_cleaned_up_passes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["-n1"]], ids=["one process", "xdist"])
 def test_files_of_a_killed_process_go_with_the_suite(options: list[str], tmp_path: Path) -> None:
     above = tmp_path / "above"

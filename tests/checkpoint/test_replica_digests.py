@@ -91,7 +91,7 @@ def test_replicas_that_differ_are_saved_by_name(tmp_path: Path, caplog: pytest.L
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
-@pytest.mark.parametrize("count", [1, 3, 4, 1000, (1 << 22) + 7])
+@pytest.mark.parametrize("count", [1, 3, 4, 1000, pytest.param((1 << 22) + 7, marks=pytest.mark.slow)])
 def test_a_sum_of_bits_tells_any_bit_and_any_place(dtype: torch.dtype, count: int) -> None:
     """What digests of tensors on a device are made of."""
     generator = torch.Generator().manual_seed(count)

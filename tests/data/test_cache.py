@@ -160,6 +160,7 @@ def wait_for_temporary(folder: Path) -> Path:
     return entry[0]
 
 
+@pytest.mark.slow
 def test_of_several_processes_at_once_one_tokenizes(tmp_path: Path) -> None:
     makers = [start(tmp_path, 0.0005) for _ in range(3)]
     output = [maker.communicate(timeout=120)[0].split() for maker in makers]
@@ -167,6 +168,7 @@ def test_of_several_processes_at_once_one_tokenizes(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["k", "k.lock"]
 
 
+@pytest.mark.slow
 def test_a_maker_that_is_killed_leaves_nothing_that_is_taken_for_whole(tmp_path: Path) -> None:
     maker = start(tmp_path, 0.05)
     left = wait_for_temporary(tmp_path)

@@ -88,10 +88,11 @@ def test_without_torch(site: Path) -> None:
             "--force-reinstall",
         ),
         ("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)", "signal SIGSEGV", "--force-reinstall"),
-        (
+        pytest.param(
             "import time\ntime.sleep(1000)",
             "took longer than 3 s: this machine is busy",
             "time python -c 'import torch' shows how long; --limit_s=6 waits longer",
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["raises", "crashes", "hangs"],

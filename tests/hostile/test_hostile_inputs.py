@@ -6,6 +6,7 @@ import pytest
 from harness import FAMILIES, attempt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hostile_inputs_end_with_one_error_or_a_legal_value(family: str, tmp_path: Path) -> None:
     accepted = 0

@@ -166,6 +166,7 @@ def test_three_calls_from_the_loop_to_the_optimizer(engine: str, micro_batch: in
     assert stacks == [["update", "step"]] * 2  # so optimizer.step is the third call
 
 
+@pytest.mark.slow
 def test_the_example_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> None:
     page = (ROOT / "docs/library.md").read_text()
     [block] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
