@@ -11,7 +11,6 @@ from documented import ROOT, commands
 from invented_run import write_run
 
 from portable_fsdp.report.__main__ import main
-from portable_fsdp.report.page import thinned
 from portable_fsdp.report.read import read_run
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -36,6 +35,7 @@ class Page(HTMLParser):
         self.text += "" if self._hidden else data
 
 
+@pytest.mark.slow  # as each that draws a page: bokeh takes a second
 def test_a_page_of_two_runs_that_opens_offline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = write_run(tmp_path / "first"), write_run(tmp_path / "second", lr=0.002)
     assert main([str(first), str(second)]) == 0
@@ -49,6 +49,7 @@ def test_a_page_of_two_runs_that_opens_offline(tmp_path: Path, capsys: pytest.Ca
     assert len(content) < 5_000_000
 
 
+@pytest.mark.slow
 def test_values_of_a_run_are_text_and_never_markup(tmp_path: Path) -> None:
     attack = "</script><img src=x onerror=alert(1)>"
     run = write_run(tmp_path / "run", model={"pretrained": attack})
@@ -148,6 +149,7 @@ def test_runs_of_one_name_are_told_apart_and_names_are_printable(
     assert heading.endswith("start (first)")
 
 
+@pytest.mark.slow
 def test_a_run_under_way_without_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "run")
     events = (run / "events.jsonl").read_text(encoding="utf-8").splitlines()
@@ -167,7 +169,11 @@ def test_a_run_under_way_without_a_step(tmp_path: Path, capsys: pytest.CaptureFi
             "{folder}: expected the folder of a run, with an events.jsonl, found none; runs inside it: run.",
         ),
         (["{folder}/none"], "{folder}/none: expected the folder of a run, with an events.jsonl, found none."),
-        (["{folder}/run", "--out={folder}/none/page.html"], "--out: {folder}/none/page.html can't be written: "),
+        pytest.param(
+            ["{folder}/run", "--out={folder}/none/page.html"],
+            "--out: {folder}/none/page.html can't be written: ",
+            marks=pytest.mark.slow,
+        ),
         (["{folder}/run", "--out={folder}/page"], "--out: expected a file that ends in .html, found {folder}/page."),
         (["{folder}/run", "--markdown", "--out=a.html"], "expected one of --out, --markdown and --track"),
         (["{folder}/run", "--follow"], "--follow only with --track"),
@@ -181,7 +187,10 @@ def test_bad_input(tmp_path: Path, arguments: list[str], message: str, capsys: p
     assert message.format(folder=tmp_path) in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_long_curve_keeps_its_ends_and_extremes() -> None:
+    from portable_fsdp.report.page import thinned  # here: bokeh takes a second
+
     x = np.arange(100_000, dtype=np.float64)
     y = np.sin(x / 5000)
     y[[31_415, 70_000]] = 50, -50
