@@ -106,10 +106,12 @@ def _colours(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def _tabs(runs: Sequence[RunRecord]) -> Tabs:
-    """The charts twice: over steps and over hours."""
+    """The charts twice: over steps and over time."""
     by_step = _grid(runs, lambda run: run.steps, "step")
-    by_hour = _grid(runs, lambda run: run.hours, "hours of training")
-    panels = [TabPanel(child=by_step, title="over steps"), TabPanel(child=by_hour, title="over time")]
+    longest = max((run.hours[-1] for run in runs if run.rows), default=0.0)
+    units, unit = (1, "hours") if longest >= 1 else (60, "minutes")
+    by_time = _grid(runs, lambda run: run.hours * units, f"{unit} of training")
+    panels = [TabPanel(child=by_step, title="over steps"), TabPanel(child=by_time, title="over time")]
     return Tabs(tabs=panels, sizing_mode="stretch_width")
 
 
@@ -145,7 +147,8 @@ def _draw(
         x = x_of(run)
         known = np.isfinite(values)
         source = ColumnDataSource(dict(zip("xy", thinned(x[known], values[known]), strict=True)))
-        plot.line("x", "y", source=source, color=colour, line_width=1.5, name=run.name)
+        legend = {"legend_label": run.name} if len(runs) > 1 and chart.keys == ("loss",) else {}
+        plot.line("x", "y", source=source, color=colour, line_width=1.5, name=run.name, **legend)
         _mark_starts(plot, run, x)
         if chart.keys == ("loss",):
             _draw_evaluations(plot, run, x, colour)
