@@ -34,7 +34,7 @@ def summary(path: Path, manifest: format.Manifest) -> str:
         f"checkpoint  {path}",
         f"step        {manifest.step} (data: epoch {manifest.data.epoch}, position {manifest.data.position})",
         f"written by  {_writer_text(manifest.written_by.model_dump())}",
-        f"saved       {_time_text(manifest.saved_at)} UTC",
+        f"saved       {time_text(manifest.saved_at)} UTC",
     ]
     if manifest.evaluation is not None:
         step, last = manifest.step, manifest.evaluation
@@ -84,7 +84,7 @@ def listing_text(rows: Sequence[Mapping[str, Any]]) -> str:
         evaluation = row["evaluation"]
         loss = f"{evaluation['loss']:.4f}" if evaluation and evaluation["step"] == row["step"] else ""
         best = "best" if bests.get(path.parent) == row["step"] else ""
-        facts = (_time_text(row["saved"]), size_text(row["bytes"]), f"{row['parameters']:,}", f"{loss} {best}".strip())
+        facts = (time_text(row["saved"]), size_text(row["bytes"]), f"{row['parameters']:,}", f"{loss} {best}".strip())
         lines.append((path.name, *facts, _writer_text(row["written_by"])))
     if not evaluated:
         return table([(*line[:4], line[5]) for line in lines], right=(2, 3))
@@ -133,7 +133,7 @@ def size_text(size: int) -> str:
     return f"{size / 2**20:,.1f} MiB"
 
 
-def _time_text(saved: str) -> str:
+def time_text(saved: str) -> str:
     return saved[:19].replace("T", " ")
 
 

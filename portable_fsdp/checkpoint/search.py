@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 from portable_fsdp.backends.base import Backend
 from portable_fsdp.checkpoint import commit, storage
@@ -37,15 +37,8 @@ def as_checkpoint_error(subject: str, error: Exception) -> CheckpointError:
 
 
 def together(backend: Backend, subject: str, work: Callable[[], T]) -> T:
-    """`work()` on this process, once all have finished theirs; raises the first error on all. *collective*"""
-    result: T | None = None
-    failure: Exception | None = None
-    try:
-        result = work()
-    except Exception as error:
-        failure = error
-    collective_errors.raise_together(backend, failure, partial(as_checkpoint_error, subject))
-    return cast(T, result)
+    """As `collective_errors.together`, with CheckpointErrors about `subject`. *collective*"""
+    return collective_errors.together(backend, work, partial(as_checkpoint_error, subject))
 
 
 class Search:

@@ -393,7 +393,7 @@ EFFECTS = {
     "checkpoint.async_save": "a thread writes host copies of this process's shards",
     "checkpoint.keep|keep_every": "process 0 deletes after a newer commit",
     "checkpoint.load|allow|verify": "the same checks on every engine",
-    "observe.trackers": "each in a process of its own that reads the files of process 0",
+    "observe.trackers": "one process each, which reads the files of process 0",
     "model.attention": "our function of static arguments (static); transformers' own (sdpa, eager)",
     "model.attention=auto": "static where the model takes it, else the model's own",
     "model.experts": "all experts on all tokens (dense); the chosen weights gathered (batched_mm)",

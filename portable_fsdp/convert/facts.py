@@ -1,4 +1,4 @@
-"""What a foreign file says, key by key, and the options of ours that follow; `read.py` and `rules.py` fill it in."""
+"""Keys of a foreign file, and the options of this project that follow; `read.py` and `rules.py` fill it in."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ class KeyEntry(NamedTuple):
     raw: Raw
     line: int  # 0: a variable
     where: str  # file:line, or the launcher
-    option: str = ""  # of ours, or a fact (`~name`), that it sets
+    option: str = ""  # ours, or a fact (`~name`), that it sets
     value: object = None  # of that option
     remark: str = ""  # on the option; why a key sets nothing
     fact: str = ""  # of the launcher's: num_processes, num_machines, machine_rank, use_cpu, device

@@ -150,7 +150,7 @@ def _completion(template: ChatTemplate | None, tokenizer: Tokenizer, example: Ex
 
 
 def _completions(tokenizer: Tokenizer, items: Sequence[tuple[Example, Any]]) -> list[Rendered | Broken]:
-    """Some tokenizers put the end of text after any text, also after the prompt, which goes on."""
+    """Some tokenizers put the end of text after any text, also after the prompt, which the completion continues."""
     pairs = [item for _, item in items if not isinstance(item, Rendered)]
     texts = [*(prompt for prompt, _ in pairs), *(whole for _, whole in pairs)]
     encoded = tokenizer.encode_all(texts, special_tokens=True)

@@ -5,6 +5,7 @@ the rows of metrics.jsonl say how long each step took that still counts.
 """
 
 import statistics
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -28,7 +29,7 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Goodput:
-    """Seconds by part, which add up to the wall time between the first process start and the last sign of life."""
+    """Seconds by part; they add up to the wall time from the first process start to the last line written."""
 
     wall_seconds: float
     parts: Mapping[str, float]
@@ -59,22 +60,27 @@ class Attempt:
         return max(map(_seconds_of, times))
 
     @property
+    def end(self) -> Mapping[str, Any] | None:
+        """The event that says how it ended; None while it runs, and after a kill."""
+        ends = [event for event in self.events if event["event"] in ("finish", "stop", "fail")]
+        return ends[-1] if ends else None
+
+    @property
     def was_asked_to_end(self) -> bool:
         """It finished, or stopped as requested: whatever follows is nobody's failure."""
-        ends = [event for event in self.events if event["event"] in ("stop", "finish")]
-        return bool(ends) and ends[-1].get("reason") != "not finite"
+        return self.end is not None and self.end["event"] != "fail" and self.end.get("reason") != "not finite"
 
 
 def attempts(events: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> list[Attempt]:
     """All starts of a run, in order. `rows`: of metrics.jsonl, by step. Lines before the first start are left out."""
     starts = [index for index, event in enumerate(events) if event["event"] == "start"]
+    steps = [row["step"] for row in rows]
     result: list[Attempt] = []
-    for first, following in pairwise([*starts, len(events)]):
-        # A step that a later start repeated belongs to that start.
-        repeated_from = min((events[index]["step"] for index in starts if index > first), default=None)
-        after = events[first]["step"]
-        kept = [row for row in rows if after < row["step"] and (repeated_from is None or row["step"] <= repeated_from)]
-        result.append(Attempt(events[first], events[first:following], kept))
+    end = len(rows)  # a step that a later start repeated belongs to that start
+    for first, following in reversed([*pairwise([*starts, len(events)])]):
+        begin = min(bisect_right(steps, events[first]["step"]), end)
+        result.insert(0, Attempt(events[first], events[first:following], rows[begin:end]))
+        end = begin
     return result
 
 

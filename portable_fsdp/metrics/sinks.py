@@ -82,21 +82,22 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     Raises FileNotFoundError, and UsageError for any other line that is not a JSON object.
     """
     *lines, tail = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    rows = [_parse(line) for line in lines]
+    rows = [parse_line(line) for line in lines]
     if None in rows:
         number = rows.index(None) + 1
         raise UsageError(
             f"{path}:{number}: expected one JSON object a line, found {lines[number - 1][:60]!r}.\n"
             "  The file was changed by something else: mend that line, or move the file away."
         )
-    last = _parse(tail)
+    last = parse_line(tail)
     return [row for row in [*rows, last] if row is not None]
 
 
-def _parse(line: str) -> dict[str, Any] | None:
+def parse_line(line: str | bytes) -> dict[str, Any] | None:
+    """The JSON object of a line; None for anything else."""
     try:
         value: object = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return cast(dict[str, Any], value) if isinstance(value, dict) else None
 
@@ -108,7 +109,7 @@ def _cut_torn_line(path: Path) -> None:
     text = path.read_text(encoding="utf-8", errors="replace")
     if text and not text.endswith("\n"):
         lines, newline, tail = text.rpartition("\n")
-        write_text_atomically(path, lines + newline + ("" if _parse(tail) is None else f"{tail}\n"))
+        write_text_atomically(path, lines + newline + ("" if parse_line(tail) is None else f"{tail}\n"))
 
 
 def _line(row: Mapping[str, object]) -> str:

@@ -1,7 +1,7 @@
 """The train step on a TPU slice that isn't there: its memory, collectives and work, from the TPU's own compiler.
 
 `plan_tpu` has the trainer's own step traced (`tpu_trace.py`) and compiled by libtpu for the slice (`tpu_compiler.py`),
-each in a process of its own, and reads what the compiler wrote (`tpu_read.py`). It stops the compiler once buffers are
+each in a separate process, and reads what the compiler wrote (`tpu_read.py`). It stops the compiler once buffers are
 assigned: code generation, which follows, takes most of the time and can only fail. Imports no torch.
 """
 

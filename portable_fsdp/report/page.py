@@ -1,7 +1,6 @@
 """The report as one HTML file that opens offline: bokeh draws, jinja2 writes the page (`page.html`)."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +14,7 @@ from jinja2 import Environment, PackageLoader
 
 from portable_fsdp.metrics.goodput import PARTS, duration
 from portable_fsdp.report.read import Numbers, RunRecord
-from portable_fsdp.report.summary import accounts, config_differences, engine, figures, starts
+from portable_fsdp.report.summary import accounts, config_differences, engine, figures, saves, starts
 from portable_fsdp.version import __version__
 
 _MOST_POINTS = 1500
@@ -75,7 +74,6 @@ def page(runs: Sequence[RunRecord]) -> str:
 
 
 def _run_values(run: RunRecord, colour: str) -> dict[str, Any]:
-    parts = [(name, seconds, share, _PART_COLOURS[name], PARTS[name]) for name, seconds, share in accounts(run)]
     newest = run.attempts[-1].start if run.attempts else {}
     return {
         "name": run.name,
@@ -83,22 +81,22 @@ def _run_values(run: RunRecord, colour: str) -> dict[str, Any]:
         "colour": colour,
         "figures": figures(run),
         "parts": [
-            {"name": n, "seconds": duration(s), "percent": 100 * share, "colour": c, "about": about}
-            for n, s, share, c, about in parts
+            {
+                "name": name,
+                "seconds": duration(seconds),
+                "percent": 100 * share,
+                "colour": _PART_COLOURS[name],
+                "about": PARTS[name],
+            }
+            for name, seconds, share in accounts(run)
         ],
         "starts": starts(run),
-        "saves": [[str(e["step"]), str(e["time"])[:19].replace("T", " "), _name_of(e)] for e in run.of_kind("save")][
-            -20:
-        ],
+        "saves": saves(run),
         "environment": list((newest.get("environment") or {}).items()),
         "config": yaml.safe_dump(dict(run.config), sort_keys=False, default_flow_style=None, width=100),
         "samples": [{"step": s["step"], "prompt": s.get("prompt", ""), "text": s.get("text", "")} for s in run.samples],
         "skipped": run.skipped,
     }
-
-
-def _name_of(save: Any) -> str:
-    return Path(str(save.get("path", ""))).name
 
 
 def _colours(runs: Sequence[RunRecord]) -> list[str]:

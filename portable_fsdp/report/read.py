@@ -1,6 +1,5 @@
 """A run's folder as data. The run may still be under way, or have ended in any way; damaged lines are left out."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 
 from portable_fsdp.config import yaml_text
 from portable_fsdp.metrics.goodput import Attempt, Goodput, attempts, goodput
+from portable_fsdp.metrics.sinks import parse_line
 from portable_fsdp.runtime.errors import UsageError, printable
 
 JsonObject = Mapping[str, Any]
@@ -36,8 +36,7 @@ class RunRecord:
     @property
     def name(self) -> str:
         """`run.name` if it has one, and the folder's."""
-        folder, name = self.folder.resolve().name, self.config.get("run.name")
-        return folder if name in (None, folder) else f"{name} ({folder})"
+        return name_of(self.folder, self.config)
 
     @cached_property
     def attempts(self) -> list[Attempt]:
@@ -68,22 +67,32 @@ class RunRecord:
     @property
     def status(self) -> str:
         """How it ended, as far as its files know."""
-        last = self.attempts[-1] if self.attempts else None
-        ends = [event for event in (last.events if last else ()) if event["event"] in ("finish", "stop", "fail")]
-        if not ends:
+        end = self.attempts[-1].end if self.attempts else None
+        if end is None:
             return "under way, or killed"
-        end = ends[-1]
         if end["event"] == "finish":
             return f"finished at step {end['step']}"
         verb = "stopped" if end["event"] == "stop" else "failed"
         return f"{verb} after step {end['step']} ({end.get('reason', 'unknown')})"
 
 
-def read_run(folder: Path) -> RunRecord:
-    """Read the folder of a run. Raises UsageError for one that isn't."""
+def name_of(folder: Path, config: Mapping[str, Any]) -> str:
+    """`run.name` if the config has one, and the folder's."""
+    last, name = folder.resolve().name, config.get("run.name")
+    return last if name in (None, last) else f"{name} ({last})"
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """A run's config by dotted key. Raises UsageError for a folder that is no run's."""
     if not (folder / "events.jsonl").is_file():
         inside = f"; runs inside it: {names}" if (names := _runs_inside(folder)) else ""
         raise UsageError(f"{folder}: expected the folder of a run, with an events.jsonl, found none{inside}.")
+    return _config(folder / "config.yaml")
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Read the folder of a run. Raises UsageError for one that isn't."""
+    config = read_config(folder)
     rows, bad_rows = _records(folder / "metrics.jsonl", "step")
     events, bad_events = _records(folder / "events.jsonl", "event")
     samples, bad_samples = _records(folder / "samples.jsonl", "step")
@@ -91,7 +100,7 @@ def read_run(folder: Path) -> RunRecord:
     by_step = {row["step"]: row for row in whole_rows}
     skipped = bad_rows + bad_events + bad_samples + len(rows) - len(whole_rows) + len(events) - len(whole_events)
     events, rows = whole_events, [by_step[step] for step in sorted(by_step)]
-    return RunRecord(folder, _config(folder / "config.yaml"), rows, events, samples[-_MOST_SAMPLES:], skipped)
+    return RunRecord(folder, config, rows, events, samples[-_MOST_SAMPLES:], skipped)
 
 
 def _runs_inside(folder: Path) -> str:
@@ -107,7 +116,7 @@ def _records(path: Path, key: str) -> tuple[list[JsonObject], int]:
     skipped = 0
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
-            record = _parse(line)
+            record = parse_line(line)
             if record is not None and key in record:
                 records.append(record)
             else:
@@ -152,14 +161,6 @@ def _is_time_or_none(value: object) -> bool:
         return isinstance(value, str) and datetime.fromisoformat(value).tzinfo is not None
     except ValueError:
         return False
-
-
-def _parse(line: str) -> JsonObject | None:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return cast(JsonObject, value) if isinstance(value, dict) else None
 
 
 def _config(path: Path) -> dict[str, Any]:

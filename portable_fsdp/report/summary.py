@@ -1,12 +1,16 @@
 """The figures of a run: what the head of the page and the Markdown say."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
+from portable_fsdp.checkpoint.report import time_text
 from portable_fsdp.metrics.goodput import PARTS, duration
 from portable_fsdp.report.read import Numbers, RunRecord
 from portable_fsdp.runtime.errors import printable
+
+_MOST_SAVES = 20
 
 Table = list[tuple[str, str]]
 
@@ -62,20 +66,25 @@ def starts(run: RunRecord) -> list[list[str]]:
     """A row for each start: when, from which step, on what, to which step, its end."""
     rows = [["started (UTC)", "from step", "engine", "last step", "end"]]
     for number, attempt in enumerate(run.attempts, start=1):
-        end = [event for event in attempt.events if event["event"] in ("finish", "stop", "fail")]
         last = str(attempt.rows[-1]["step"]) if attempt.rows else "-"
-        ending = f"{end[-1]['event']} {end[-1].get('reason', '')}".strip() if end else "no end recorded"
-        is_newest = number == len(run.attempts)
+        end = attempt.end
+        unknown = "-" if number == len(run.attempts) else "no end recorded"
         rows.append(
             [
-                str(attempt.start["time"])[:19].replace("T", " "),
+                time_text(attempt.start["time"]),
                 str(attempt.start.get("step", "?")),
                 engine(attempt.start),
                 last,
-                "-" if is_newest and not end else ending,
+                unknown if end is None else f"{end['event']} {end.get('reason', '')}".strip(),
             ]
         )
     return rows
+
+
+def saves(run: RunRecord) -> list[list[str]]:
+    """Step, time and name of the newest checkpoints."""
+    newest = run.of_kind("save")[-_MOST_SAVES:]
+    return [[str(e["step"]), time_text(e["time"]), Path(str(e.get("path", ""))).name] for e in newest]
 
 
 def engine(start: Mapping[str, object]) -> str:

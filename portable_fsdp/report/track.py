@@ -18,7 +18,8 @@ from typing import Any, cast
 
 import psutil
 
-from portable_fsdp.report.read import JsonObject, read_run
+from portable_fsdp.metrics.sinks import parse_line
+from portable_fsdp.report.read import JsonObject, name_of, read_config
 from portable_fsdp.runtime.errors import PortableFSDPError, UsageError
 from portable_fsdp.runtime.files import write_text_atomically
 
@@ -55,7 +56,7 @@ def arguments(name: str, folder: Path, run: str, sent: Sent) -> dict[str, Any]:
         "aim": {"run_name": run, "logging_dir": str(folder), "run_hash": sent.id or None},
         "clearml": {**project, "task_name": run, "continue_last_task": sent.id or False},
         "comet_ml": {**project, "experiment_key": sent.id, "mode": "get_or_create"},
-        # dvclive would make a commit of its own in the user's repository.
+        # Without these dvclive commits to the user's repository.
         "dvclive": {"dir": str(folder / name), "resume": True, "save_dvc_exp": False, "dvcyaml": None},
         "mlflow": {"experiment_name": _PROJECT, "run_name": run, "run_id": sent.id or None},
         "swanlab": {**project, "experiment_name": run, "id": sent.id, "resume": "allow", "logdir": str(folder)},
@@ -70,7 +71,7 @@ def track(run: Path, name: str, *, follow: bool) -> int:
 
     Raises UsageError for a folder that is no run, TrackerError for what the tracker's library raises.
     """
-    record = read_run(run)
+    config = read_config(run)
     folder = run / FOLDER
     state = folder / f"{name}.json"
     try:
@@ -79,11 +80,11 @@ def track(run: Path, name: str, *, follow: bool) -> int:
         raise UsageError(f"--track: {folder} can't be made: {error.strerror}") from None
     sent = _read_state(state) or Sent("" if name in _OWN_IDS else uuid.uuid4().hex)
     try:
-        tracker = _open(name, folder, record.name, sent)
+        tracker = _open(name, folder, name_of(run, config), sent)
         if name in _OWN_IDS:
             sent = replace(sent, id=str(_OWN_IDS[name](tracker.tracker)))
         if not sent.config:
-            tracker.store_init_configuration({key: _plain(value) for key, value in record.config.items()})
+            tracker.store_init_configuration({key: _plain(value) for key, value in config.items()})
             sent = replace(sent, config=True)
         for row in _rows(run / "metrics.jsonl", sent.step, follow=follow):
             if row:
@@ -142,12 +143,9 @@ def _new_rows(path: Path, offset: int) -> tuple[int, list[JsonObject]]:
     whole = content[: content.rfind(b"\n") + 1]
     rows: list[JsonObject] = []
     for line in whole.splitlines():
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(row, dict) and isinstance(cast(JsonObject, row).get("step"), int):
-            rows.append(cast(JsonObject, row))
+        row = parse_line(line)
+        if row is not None and isinstance(row.get("step"), int):
+            rows.append(row)
     return offset + len(whole), rows
 
 

@@ -31,13 +31,7 @@ def on_process_0(
 
     `as_error` makes the error that the other processes raise.
     """
-    result: T | None = None
-    failure: Exception | None = None
-    if processes.process.index == 0:
-        try:
-            result = work()
-        except Exception as error:
-            failure = error
+    result, failure = _attempt(work) if processes.process.index == 0 else (None, None)
     result, error = processes.agree((result, None if failure is None else as_error(failure)))
     if error is not None:
         _raise(error, failure)
@@ -49,12 +43,7 @@ def on_each_process(processes: Processes, work: Callable[[], T]) -> T:
 
     Raises its own exception; else the error of the first process that failed, with its number.
     """
-    result: T | None = None
-    failure: Exception | None = None
-    try:
-        result = work()
-    except Exception as error:
-        failure = error
+    result, failure = _attempt(work)
     errors = processes.gather(None if failure is None else as_error_of_all(failure))
     for index, error in enumerate(errors):
         if failure is not None:
@@ -64,14 +53,21 @@ def on_each_process(processes: Processes, work: Callable[[], T]) -> T:
     return cast(T, result)
 
 
-def raise_together(
-    processes: Processes, failure: Exception | None, as_error: Callable[[Exception], PortableFSDPError]
-) -> None:
-    """Raise the failure of the first process that has one on all of them. *collective*"""
+def together(processes: Processes, work: Callable[[], T], as_error: Callable[[Exception], PortableFSDPError]) -> T:
+    """`work()` on this process, once all have finished theirs; raises the first process's error on all. *collective*"""
+    result, failure = _attempt(work)
     own = None if failure is None else as_error(failure)
     first = next((error for error in processes.gather(own) if error is not None), None)
     if first is not None:
         _raise(first, failure if str(own) == str(first) else None)
+    return cast(T, result)
+
+
+def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return work(), None
+    except Exception as error:
+        return None, error
 
 
 def _raise(error: PortableFSDPError, failure: Exception | None) -> None:

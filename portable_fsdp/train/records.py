@@ -23,7 +23,15 @@ from portable_fsdp.train.callbacks import Callback, EvaluationEnd, RunEnd, RunSt
 log = logging.getLogger("portable_fsdp")
 
 _KEYS = (
-    *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", "memory_bytes", "seconds"),
+    "step",
+    "loss",
+    "grad_norm",
+    "lr",
+    "tokens",
+    "tokens_per_second",
+    "mfu",
+    "memory_bytes",
+    "seconds",
     "data_seconds",
 )
 """Keys of metrics.jsonl, which people's scripts read; `processes` and `eval_*` where they are known."""

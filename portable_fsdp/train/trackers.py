@@ -81,7 +81,7 @@ def _start(run: Path, name: str) -> _Running:
     command = [sys.executable, "-m", "portable_fsdp.report", str(run), f"--track={name}", "--follow"]
     with output.open("ab") as file:
         begin = file.tell()
-        # A session of its own: Ctrl-C is for the run, which then lets its trackers finish.
+        # In another session: Ctrl-C reaches the run alone, which then lets its trackers finish.
         process = subprocess.Popen(
             command, env=environ, stdin=subprocess.PIPE, stdout=file, stderr=file, start_new_session=True
         )

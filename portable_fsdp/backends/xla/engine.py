@@ -93,7 +93,7 @@ class XlaBackend(PjrtBackend):
         return model
 
     def _wrap_forwards(self, model: nn.Module, policy: base.ShardPolicy) -> None:
-        """Innermost first: attention, a dtype of its own, compute copies, recompute; then hooks on what a block gives.
+        """Innermost first: attention, modules in another dtype, compute copies, recompute; then hooks on block outputs.
 
         Raises BackendError for layers that can't be scanned, and for weights whose gradients can't be summed in float32
         as precision.reduce asks for.

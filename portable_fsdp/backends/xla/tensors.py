@@ -127,7 +127,7 @@ class Layouts:
 
 
 def laid_out(tensor: Tensor, mark: Callable[[Tensor], None]) -> Tensor:
-    """The same values in the layout that `mark` gives: in place, and so to a tensor of its own."""
+    """The same values in a new tensor, with the layout that `mark` gives it in place."""
     tensor = tensor * 1
     mark(tensor)
     return tensor

@@ -105,7 +105,7 @@ class XlaFsdp1Backend(PjrtBackend):
             module = model.get_submodule(name)
             body = bodies[name] = _Body(module, [] if name else units)
             units.append(self._unit(body, policy))
-            body.run = module.forward  # only now: the unit has given linear modules a forward of its own
+            body.run = module.forward  # only now: the unit has replaced the forward of linear modules
             module.forward = functools.partial(units[-1])
         for name, layer in recompute.items():
             if name in bodies:
