@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from portable_fsdp.runtime.command import IMPORT_HELP, CommandParser, Once, number_of, run_command
 from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, ConfigError
+from portable_fsdp.runtime.logs import KeptOutput
 from portable_fsdp.runtime.process import detect_launch, end_with_agent
 
 if TYPE_CHECKING:
@@ -46,16 +47,17 @@ def main(argv: list[str]) -> int:
 
     def launch(options: argparse.Namespace) -> int:
         end_with_agent(os.environ)
-        return _launch(options, argv)
+        return _launch(options, argv, output)
 
     try:
-        return run_command(_parser(), argv, launch, say=_say)
+        with KeptOutput() as output:
+            return run_command(_parser(), argv, launch, say=_say)
     except KeyboardInterrupt:
         _say("interrupted")
         return EXIT_FAILED
 
 
-def _launch(options: argparse.Namespace, argv: list[str]) -> int:
+def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) -> int:
     from portable_fsdp.backends.open import local_processes, options_of, resolve
     from portable_fsdp.backends.support import require_supported
     from portable_fsdp.train.early_checks import check_paths, nothing_left
@@ -99,7 +101,15 @@ def _launch(options: argparse.Namespace, argv: list[str]) -> int:
         print(*lines, sep="\n", file=sys.stderr, flush=True)
     from portable_fsdp.train.loop import train
 
-    return train(loaded.config, device=device, backend=backend, num_devices=num_devices, check_devices=check_devices)
+    output.hold_stdout()
+    return train(
+        loaded.config,
+        device=device,
+        backend=backend,
+        num_devices=num_devices,
+        check_devices=check_devices,
+        keep_output=output.begin,
+    )
 
 
 def _read(options: argparse.Namespace) -> "Loaded":

@@ -128,6 +128,12 @@ def expected(schema: FieldInfo) -> str:
     return f"{words} or null" if NoneType in get_args(schema.annotation) else words
 
 
+def expected_key(schema: FieldInfo) -> str:
+    """The keys that a field's mapping takes: `text | prompt`, or `text`."""
+    is_mapping = get_origin(schema.annotation) is dict
+    return _type_words(get_args(schema.annotation)[0]) if is_mapping else "text"
+
+
 def typing_hint(schema: FieldInfo, value: object) -> str:
     """A hint for a word that YAML reads as a boolean or number, and for one item in place of a list."""
     if _item(schema.annotation) and not _listed_section(schema.annotation) and isinstance(value, str):

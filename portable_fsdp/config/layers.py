@@ -13,6 +13,7 @@ from portable_fsdp.config.describe import (
     Key,
     deepest_field,
     expected,
+    expected_key,
     key_name,
     nearest,
     shortened,
@@ -160,6 +161,10 @@ class LayeredValues:
                 self.add_problem(self.origin(key), key, f"unknown key.\n  {_unknown_key_hint(key)}.")
             elif detail["type"] == "missing" and len(key) == len(detail["loc"]):  # else a list that is too short
                 self.add_problem(self.origin(key), key, f"expected {expected(schema)}, found no such key.")
+            elif detail["loc"][-1] == "[key]":
+                name = detail["loc"][-2]
+                text = f"expected {expected_key(schema)} as each key, found the key {shortened(repr(name))}."
+                self.add_problem(self.origin((*key, str(name))), key, text)
             elif detail["type"] == "value_error":
                 # A rule over several keys: an override in the section is the likely cause.
                 text = detail["msg"].removeprefix("Value error, ")

@@ -68,6 +68,7 @@ class StepEnd:
     ended: float  # seconds since 1970
     data_seconds: float  # of them, waiting for rows
     steps: int  # of the whole run
+    seconds_left: float | None  # of this start, without evaluations and saves; None while nothing is known
     elapsed: float  # seconds since this start began to train
     device_flops: float | None  # model FLOP/s of one device
     is_logged: bool  # every train.log_every-th step, and the first

@@ -1,17 +1,21 @@
 """On a terminal: the newest figures in one line that stays at its bottom, while other lines scroll above it."""
 
 import logging
+import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
 
 from rich.console import Console as Terminal
+from rich.file_proxy import FileProxy
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
-from portable_fsdp.metrics.goodput import Pace, duration
+from portable_fsdp.metrics.goodput import duration
+from portable_fsdp.runtime.logs import stderr_file
 from portable_fsdp.train.callbacks import Callback, RunEnd, RunStart, StepEnd
-from portable_fsdp.train.records import steps_left
 
 log = logging.getLogger("portable_fsdp")
 
@@ -27,20 +31,27 @@ class LiveDisplay(Callback):
             TimeElapsedColumn(),
             TextColumn("{task.fields[now]}", table_column=Column(ratio=1, no_wrap=True)),  # it alone is cut short
         )
-        self._start, self._pace, self._eval = start, Pace(), ""
+        self._eval = ""
+        self._file = os.fdopen(os.dup(2), "w", encoding="utf-8", errors="replace")  # the run's logs take stderr itself
+        terminal = Terminal(file=self._file)
         self._progress = Progress(
-            *columns, console=Terminal(stderr=True), refresh_per_second=4, transient=True, expand=True
+            *columns,
+            console=terminal,
+            refresh_per_second=4,
+            transient=True,
+            expand=True,
+            redirect_stdout=False,  # rich would fold long lines at the terminal's width
+            redirect_stderr=False,
         )
         self._task = self._progress.add_task("", total=start.steps, completed=start.step, now="")
         self._progress.start()
-        self._restore = _log_through_stderr()
+        self._restore = _print_above(terminal, stderr_file(start.folder, 0))
 
     def on_step(self, step: StepEnd) -> None:
         if step.evaluation is not None:
             self._eval = f" (eval {step.evaluation.loss:.4f})"
-        left = self._pace.time_left(step.seconds, steps_left(step, self._start))
         parts = [
-            "" if left is None else f"eta {duration(left)}",
+            "" if step.seconds_left is None else f"eta {duration(step.seconds_left)}",
             f"loss {step.loss:.4f}{self._eval}",
             f"{step.tokens_per_second:,.0f} tokens/s",
             "" if step.mfu is None else f"MFU {step.mfu:.1%}",
@@ -51,17 +62,42 @@ class LiveDisplay(Callback):
         self._progress.update(self._task, completed=step.step, now="  ".join(filter(None, parts)))
 
     def on_end(self, end: RunEnd) -> None:
-        self._progress.stop()
         self._restore()
+        self._progress.stop()
+        self._file.close()
 
 
-def _log_through_stderr() -> Callable[[], None]:
-    """While a display is live rich replaces sys.stderr, to print above it; log handlers have kept the one before."""
+class _LinesAbove(FileProxy):
+    """Prints whole lines above the display as they are, and appends them to `copy` where that file is there."""
+
+    def __init__(self, terminal: Terminal, stream: IO[str], copy: Path | None = None) -> None:
+        super().__init__(terminal, stream)
+        self._terminal, self._copy, self._rest = terminal, copy, ""
+
+    def write(self, text: str) -> int:
+        whole, newline, self._rest = (self._rest + text).rpartition("\n")
+        if newline:
+            self._terminal.out(whole, highlight=False)
+            with suppress(OSError):
+                if self._copy and self._copy.exists():
+                    with self._copy.open("a", encoding="utf-8", errors="replace") as file:
+                        file.write(f"{whole}\n")
+        return len(text)
+
+
+def _print_above(terminal: Terminal, copy: Path) -> Callable[[], None]:
+    """Send what Python prints, and the handlers that kept stderr, above the display; returns what undoes that."""
+    stdout, stderr = sys.stdout, sys.stderr
     handlers: list[Any] = [handler for handler in log.handlers if isinstance(handler, logging.StreamHandler)]
-    before = [handler.setStream(sys.stderr) for handler in handlers]
+    if stdout.isatty():
+        sys.stdout = _LinesAbove(terminal, stdout)
+    sys.stderr = _LinesAbove(terminal, stderr, copy)
+    for handler in handlers:
+        handler.setStream(sys.stderr)
 
     def restore() -> None:
-        for handler, stream in zip(handlers, before, strict=True):
-            handler.setStream(stream or sys.stderr)
+        sys.stdout, sys.stderr = stdout, stderr
+        for handler in handlers:
+            handler.setStream(stderr)
 
     return restore

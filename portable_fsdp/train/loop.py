@@ -32,6 +32,7 @@ from portable_fsdp.runtime.errors import (
     TrainingError,
 )
 from portable_fsdp.runtime.lock import sole_run
+from portable_fsdp.runtime.logs import run_log
 from portable_fsdp.runtime.process import Stopped, StopRequest
 from portable_fsdp.train.build import (
     Training,
@@ -189,11 +190,13 @@ def train(
     num_devices: int | None = None,
     check_devices: Callable[[int], None] = lambda devices: None,
     callbacks: Sequence[Callback] = (),
+    keep_output: Callable[[Path, int], None] = lambda run, process: None,
 ) -> int:
     """Run the config on an engine, resuming what `checkpoint.resume` finds; returns the exit code of `launch`.
 
     Every process of the run calls it. `check_devices` gets the number of devices as soon as the engine has counted
-    them, and may raise. `callbacks` observe the run, see `train/callbacks.py`. Raises the errors of runtime/errors.py.
+    them, and may raise. `callbacks` observe the run, see `train/callbacks.py`. `keep_output` gets the run's
+    folder, once it is there, and this process's index. Raises the errors of runtime/errors.py.
     """
     with StopRequest() as stop:
         try:
@@ -201,19 +204,32 @@ def train(
             with opened as engine, ExitStack() as held:
                 check_devices(engine.data_parallel_size)
                 configure_log(engine.process.index)
+                run_file = held.enter_context(run_log(engine.process.index))
                 require_folders_and_model(config, engine)
                 corpus = open_data(config, engine)
                 steps = total_steps(config, len(corpus.rows))
                 # Against other runs, from before the search for a checkpoint.
                 on_process_0(engine, lambda: held.enter_context(sole_run(Path(config.run.dir))))
-                return _train(config, engine, corpus, steps, stop, callbacks)
+
+                def begin_logs(run: Path) -> None:
+                    if engine.process.index == 0:
+                        run_file.open(run)
+                    keep_output(run, engine.process.index)
+
+                return _train(config, engine, corpus, steps, stop, callbacks, begin_logs)
         except Stopped as request:
             log.error("stopped before the first step (%s): nothing to save", request)
             return EXIT_FAILED
 
 
 def _train(
-    config: Config, engine: Backend, corpus: Corpus, steps: int, stop: StopRequest, callbacks: Sequence[Callback]
+    config: Config,
+    engine: Backend,
+    corpus: Corpus,
+    steps: int,
+    stop: StopRequest,
+    callbacks: Sequence[Callback],
+    begin_logs: Callable[[Path], None],
 ) -> int:
     training = build_training(config, engine, corpus.tokenizer)
     require_same_model(engine, training.built.config)
@@ -240,6 +256,7 @@ def _train(
             last_checkpoint=resumed.path if resumed else None,
         )
         on_process_0(engine, lambda: run.callbacks.call(Callback.on_start, start))
+        begin_logs(start.folder)
         outcome = _train_observed(run)
     if outcome == "stopped":
         return EXIT_STOPPED

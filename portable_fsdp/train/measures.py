@@ -11,6 +11,7 @@ from portable_fsdp.backends.base import Backend, Batch, Pending
 from portable_fsdp.checkpoint.manager import Resumed
 from portable_fsdp.config.schema import Config
 from portable_fsdp.metrics.flops import model_flops_per_token, peak_flops
+from portable_fsdp.metrics.goodput import Pace
 from portable_fsdp.models.weights import ModelSize
 from portable_fsdp.runtime.errors import TrainingError
 from portable_fsdp.train.callbacks import RunStart, StepEnd
@@ -49,6 +50,7 @@ class Measures:
         self._backend, self._start = backend, start
         self._began = time.perf_counter()
         self._seconds = math.nan  # of the last step that ended
+        self._pace, self._last = Pace(), start.config.train.stop_at or start.steps
 
     @property
     def elapsed(self) -> float:
@@ -95,6 +97,7 @@ class Measures:
             ended=time.time() - (now - until),
             data_seconds=late.waited,
             steps=start.steps,
+            seconds_left=self._pace.time_left(self._seconds, min(start.steps, self._last) - step),
             elapsed=self.elapsed,
             is_logged=step == 1 or step % start.config.train.log_every == 0,
             device_flops=flops,

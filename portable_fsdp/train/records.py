@@ -15,7 +15,7 @@ from portable_fsdp.checkpoint.manager import Saved
 from portable_fsdp.config.describe import default_of, option_names, shortened, value_of, yaml_value
 from portable_fsdp.config.load import config_text
 from portable_fsdp.config.schema import Config
-from portable_fsdp.metrics.goodput import Pace, duration, goodput
+from portable_fsdp.metrics.goodput import duration, goodput
 from portable_fsdp.metrics.sinks import EventsFile, MetricsFile, processes_row, read_jsonl, utc_text
 from portable_fsdp.runtime.files import write_text_atomically
 from portable_fsdp.train.callbacks import Callback, EvaluationEnd, RunEnd, RunStart, StepEnd
@@ -123,7 +123,7 @@ class Console(Callback):
     """A line for what happens; of steps every `train.log_every`."""
 
     def on_start(self, start: RunStart) -> None:
-        self._start, self._pace = start, Pace()
+        self._start = start
         if (resumed := start.resumed) is not None:
             if resumed.weights_only:
                 log.info("a new run from the weights of %s", resumed.path)
@@ -139,9 +139,8 @@ class Console(Callback):
         log.info("run folder: %s; %s", start.folder, _own_settings(start.config))
 
     def on_step(self, step: StepEnd) -> None:
-        left = self._pace.time_left(step.seconds, steps_left(step, self._start))
         if step.is_logged:
-            log.info(_step_line(step) + ("" if left is None else f"  eta: {duration(left)}"))
+            log.info(_step_line(step))
         if step.evaluation is not None:
             _log_evaluation(step.evaluation)
 
@@ -163,11 +162,6 @@ class Console(Callback):
             log.info("%s", _summary(self._start, end))
 
 
-def steps_left(step: StepEnd, start: RunStart) -> int:
-    """Of this start, which `train.stop_at` may end early."""
-    return min(step.steps, start.config.train.stop_at or step.steps) - step.step
-
-
 def _own_settings(config: Config) -> str:
     """Options that differ from their default, but for those that only name the run."""
     changed = [option for option in option_names() if value_of(config, option) != default_of(option)]
@@ -183,7 +177,8 @@ def _step_line(step: StepEnd) -> str:
         line += f"  memory: {step.memory_bytes / 2**30:.2f}GiB{share}"
     line += f"  tps: {step.tokens_per_second:,.0f}"
     line += "" if step.device_flops is None else f"  tflops: {step.device_flops / 1e12:,.2f}"
-    return line + ("" if step.mfu is None else f"  mfu: {step.mfu:.1%}")
+    line += "" if step.mfu is None else f"  mfu: {step.mfu:.1%}"
+    return line + ("" if step.seconds_left is None else f"  eta: {duration(step.seconds_left)}")
 
 
 def _log_evaluation(evaluation: EvaluationEnd) -> None:

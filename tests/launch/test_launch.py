@@ -104,7 +104,11 @@ def names_in(folder: Path) -> list[str]:
 
 def check_run(console: Started, run: Path, *, backend: str, devices: int) -> None:
     """All that a finished run of six steps leaves, in its folder and on the console."""
-    assert names_in(run) == ["checkpoints", "config.yaml", "events.jsonl", "export", "metrics.jsonl"]
+    assert names_in(run) == ["checkpoints", "config.yaml", "events.jsonl", "export", "logs", "metrics.jsonl"]
+    processes = devices if backend == "native" else 1
+    assert names_in(run / "logs") == ["run.log", *(f"stderr-{index}.log" for index in range(processes))]
+    assert "Gloo" not in console.out + console.err
+    assert re.search(r"^20\S+ INFO step: 6/6  loss: ", (run / "logs/run.log").read_text(), re.MULTILINE)
     assert load_config(run / "config.yaml") == load_config(run.parent / "tiny.yaml", ["checkpoint.export=true"])
     assert committed(run) == [4, 6]
     assert names_in(run / "checkpoints/step-00000006") == ["manifest.json", "model", "optimizer"]

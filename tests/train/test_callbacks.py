@@ -1,6 +1,7 @@
 """Callbacks see a run in plain data, in order; one that raises is dropped. The loop is near the optimizer."""
 
 import inspect
+import logging
 import re
 from collections.abc import Iterator
 from dataclasses import is_dataclass
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from transformers.utils import logging as transformers_log
 
 import portable_fsdp
 from portable_fsdp.backends.open import ENGINES, options_of
@@ -18,6 +20,7 @@ from portable_fsdp.checkpoint.manager import Saved
 from portable_fsdp.config.schema import Config
 from portable_fsdp.metrics.sinks import read_jsonl
 from portable_fsdp.runtime.errors import TrainingError
+from portable_fsdp.runtime.logs import run_log
 from portable_fsdp.train.callbacks import Callback, EvaluationEnd, RunEnd, RunStart, StepEnd
 from portable_fsdp.train.loop import train
 from portable_fsdp.train.records import RunFiles
@@ -176,3 +179,17 @@ def test_the_example_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> Non
     exec(compile(program, "library.md", "exec"), names)
     assert names["exit_code"] == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if "/" in line] == ["1/2", "2/2"]
+
+
+def test_transformers_warns_in_the_log_instead_of_on_the_terminal(tmp_path: Path) -> None:
+    noise = transformers_log.get_logger("transformers.some_module")
+    of_transformers = logging.getLogger("transformers")
+    before = list(of_transformers.handlers)
+    with run_log(1):
+        noise.warning("not kept")
+    with run_log(0) as log_file:
+        noise.warning("held until the folder is there")
+        log_file.open(tmp_path)
+        assert of_transformers.handlers == [log_file]
+    assert (tmp_path / "logs/run.log").read_text().endswith(" WARNING held until the folder is there\n")
+    assert of_transformers.handlers == before

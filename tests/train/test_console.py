@@ -30,6 +30,7 @@ STEP = StepEnd(
     ended=1.7e9,
     data_seconds=0.25,
     steps=20,
+    seconds_left=8.0,
     elapsed=25.0,
     device_flops=7.75e12,
     is_logged=True,
@@ -91,7 +92,7 @@ def test_a_line_leaves_out_what_is_unknown(
     console.on_start(START)
     caplog.clear()
     with caplog.at_level("INFO"):
-        console.on_step(step)
+        console.on_step(replace(step, seconds_left=None))
         console.on_step(replace(step, step=11, is_logged=False))
         console.on_step(replace(step, step=12))
     line = "  loss: 2.3125  grad_norm: 0.9000  " + expected
@@ -112,7 +113,7 @@ def test_the_time_left_follows_the_newest_steps_and_leaves_out_the_first() -> No
 def test_on_a_terminal_lines_scroll_above_a_live_line(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(CONFIG), encoding="utf-8")
     ours, theirs = pty.openpty()
-    environ = {**os.environ, "TERM": "xterm", "COLUMNS": "160", "OMP_NUM_THREADS": "1"}
+    environ = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "portable_fsdp.launch", "--device=cpu", "--config=config.yaml"]
     with subprocess.Popen(command, cwd=tmp_path, env=environ, stderr=theirs) as process:
         os.close(theirs)
@@ -121,7 +122,13 @@ def test_on_a_terminal_lines_scroll_above_a_live_line(tmp_path: Path) -> None:
     plain = re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", output).replace("\r", "\n")
     assert output.rfind("\x1b[?25h") > output.rfind("\x1b[?25l") > 0, "the cursor was hidden, and comes back"
     assert re.search(r"^step +\d+/30 .*loss \d", plain, re.MULTILINE), plain
-    lines = plain.splitlines()
+    lines = [line.rstrip() for line in plain.splitlines()]
+    logged = re.findall(r"^20\S+ [A-Z]+ (.*)$", (tmp_path / "run/logs/run.log").read_text(), re.MULTILINE)
+    assert max(map(len, logged)) > 80
+    assert [line for line in logged if line not in lines] == [], "each stands on a line of its own, unwrapped"
+    kept = (tmp_path / "run/logs/stderr-0.log").read_text()
+    assert "\x1b" not in kept
+    assert [line for line in logged if line.startswith("step: ") and line not in kept.splitlines()] == []
     for beginning in ("step: 10/30  loss: ", "step: 30  eval_loss: ", "saved ", "30 steps, 1,920 tokens in "):
         assert any(line.strip().startswith(beginning) for line in lines), (beginning, plain)
     assert "run folder: run; " in plain
