@@ -143,7 +143,7 @@ class Backend(Closing):
     data_shard: Rank
     data_parallel_size: int  # devices
     axes: Mapping[str, int]  # of the mesh, as `config/layout.py` gives them: name -> devices along it
-    expected_compilations: int  # of the train step and the evaluation in a whole run; 0 where nothing compiles
+    expected_compilations: int  # of the train step, evaluation and samples in a whole run; 0 where nothing compiles
 
     @abstractmethod
     def close(self) -> None:
@@ -224,7 +224,7 @@ class Backend(Closing):
 
     @property
     def compilations(self) -> int:
-        """Programs of the train step and the evaluation compiled so far; none where the engine is eager."""
+        """Programs of the train step, evaluation and samples compiled so far; none where the engine is eager."""
         return 0
 
     @property

@@ -79,8 +79,9 @@ class PjrtBackend(Backend):
         self.data_parallel_size = count
         self.axes = mesh_axes(config, count, hosts)
         self._accumulation = check_batch(config, count)
-        # The step, or a micro batch and the update; and the evaluation, if the run has one.
-        self.expected_compilations = 1 + (self._accumulation > 1) + (config.train.eval_every is not None)
+        # The step, or a micro batch and the update; and evaluation and samples, if the run has them.
+        others = (config.train.eval_every, config.train.sample_every)
+        self.expected_compilations = 1 + (self._accumulation > 1) + sum(every is not None for every in others)
         with _LOWERING:
             _lower_triangular_solves()
         self._matmul_before = self._bridge._xla_get_mat_mul_precision()

@@ -192,6 +192,8 @@ _NEEDS = (
     _Without("train.eval_on_start", "train.eval_every", "without eval_every the run never evaluates"),
     _Without("train.eval_batches", "train.eval_every", "without eval_every the run never evaluates"),
     _Without("train.patience", "train.eval_every", "without eval_every the run never evaluates"),
+    _Without("train.sample_prompts", "train.sample_every", "without sample_every the run never samples"),
+    _Without("train.sample_tokens", "train.sample_every", "without sample_every the run never samples"),
     _Without("checkpoint.keep_every", "checkpoint.keep=1", "without keep, every checkpoint is kept"),
     _Without("checkpoint.merge_adapters", "model.lora", "there are no adapters to merge"),
 )
@@ -339,6 +341,13 @@ RULES = (
         ("memory.save_ops=[]", "memory.every=null"),
     ),
     Refused(
+        "train.sample_every",
+        "without train.sample_prompts",
+        "there is no text to continue",
+        "train.sample_prompts=['The ']",
+        when=lambda c, p: not c.train.sample_prompts,
+    ),
+    Refused(
         "checkpoint.load",
         "without a checkpoint in checkpoint.resume",
         "auto resumes all of the run's own state",
@@ -383,6 +392,9 @@ EFFECTS = {
         "forward only, on the same rows on every engine; the best checkpoint is kept"
     ),
     "train.patience": "all processes see each evaluation and stop after the same step",
+    "train.sample_every|sample_prompts|sample_tokens": (
+        "greedy, forward only, with the weights as they are sharded; one program"
+    ),
     "optim.name|betas|eps|momentum": "torch's optimizer on the shards",
     "optim.weight_decay|groups": "optimizer groups by name and shape",
     "optim.lr|schedule|warmup_steps|min_lr_ratio|decay_ratio": "the learning rate of each step, computed on the host",

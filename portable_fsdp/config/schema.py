@@ -147,6 +147,16 @@ class Train(Section):
     stop_at: int | None = Field(
         default=None, ge=1, description="stop at this step; the schedule still spans train.steps"
     )
+    sample_every: int | None = Field(
+        default=None,
+        ge=1,
+        description="steps between texts that the model writes after train.sample_prompts, and after the last step; "
+        "null: never",
+    )
+    sample_prompts: tuple[str, ...] = Field(
+        default=(), description="beginnings of texts, which the model continues", strict=False
+    )
+    sample_tokens: int = Field(default=64, ge=1, description="tokens after each prompt, at most")
 
     @model_validator(mode="after")
     def _one_length(self) -> "Train":

@@ -64,6 +64,10 @@ class ByteTokenizer:
         """Ids of each text, several at once; `special_tokens`: with those that the tokenizer puts around a text."""
         return [self.encode(text) for text in texts]
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, without special tokens."""
+        return bytes(number for number in ids if 0 < number < 256).decode(errors="replace")
+
     def save(self, folder: Path) -> None:
         """Write a folder that transformers' `AutoTokenizer.from_pretrained` opens; `folder` may exist."""
         transformers = _transformers()
@@ -116,6 +120,9 @@ class FolderTokenizer:
             list(texts), add_special_tokens=special_tokens, return_attention_mask=False, verbose=False
         )
         return [np.array(ids, dtype=dtype) for ids in encoded["input_ids"]]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
 
     def save(self, folder: Path) -> None:
         self._tokenizer.save_pretrained(folder)

@@ -16,7 +16,7 @@ PARTS = {
     "steps": "steps that count",
     "compile": "first step of a start, beyond a usual one: compilation, warm-up",
     "data": "waiting for rows",
-    "evaluation": "evaluation",
+    "evaluation": "evaluation, samples",
     "save": "waiting for a save",
     "start": "from process start to the first step: imports, data, model, load",
     "lost": "steps that a restart repeated",
@@ -115,7 +115,7 @@ def _parts_of(attempt: Attempt, usual_step: float) -> dict[str, float]:
         "steps": sum(computing) - first,
         "compile": first,
         "data": sum(map(_waited, attempt.rows)),
-        "evaluation": _sum_of(attempt.events, "evaluation", "seconds"),
+        "evaluation": sum(_sum_of(attempt.events, kind, "seconds") for kind in ("evaluation", "samples")),
         "save": _sum_of(attempt.events, "save", "blocked_seconds"),
     }
 

@@ -39,7 +39,7 @@ class _LinesFile:
 
 
 class MetricsFile(_LinesFile):
-    """metrics.jsonl: one row a step, in the order of the steps."""
+    """metrics.jsonl, one row a step, and samples.jsonl, one a text, both in the order of the steps."""
 
     def write(self, row: Mapping[str, object]) -> None:
         """Append one row; it is with the operating system when this returns."""
@@ -64,7 +64,7 @@ class MetricsFile(_LinesFile):
 
 
 class EventsFile(_LinesFile):
-    """events.jsonl: start, resume, collectives, evaluation, save, stop, finish, fail, with times."""
+    """events.jsonl: start, resume, collectives, evaluation, samples, save, stop, finish, fail, with times."""
 
     def write(self, event: str, /, **fields: object) -> None:
         """Append one event with `time` in UTC (ISO 8601, milliseconds). Paths become text."""

@@ -99,8 +99,9 @@ def attach_loss(
 
     The loss takes the logits in the dtype `output`; None: the head's own. `positions` and `segments`, int64 `[batch,
     seq]`, tell the documents of a row apart; `documents` turns them into arguments of the model's forward. Without it
-    they are unused: a row's only document comes first, and sees nothing of the padding behind it. This replaces the
-    forward of this instance, so that the model stays its own root: no wrapper, no changed name.
+    they are unused: a row's only document comes first, and sees nothing of the padding behind it. Without labels the
+    forward returns the logits, `[batch, seq, vocabulary]`. This replaces the forward of this instance, so that the
+    model stays its own root: no wrapper, no changed name.
     """
 
     loss = loss or partial(cross_entropy_sum, chunked=chunked)
@@ -108,12 +109,12 @@ def attach_loss(
     def forward_with_loss(
         self: nn.Module,
         input_ids: Tensor,
-        labels: Tensor,
+        labels: Tensor | None,
         positions: Tensor | None = None,
         segments: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor] | Tensor:
         more = {} if documents is None else documents(input_ids, positions, segments)
         logits: Tensor = cast(Any, type(self)).forward(self, input_ids=input_ids, use_cache=False, **more).logits
-        return loss(logits if output is None else logits.to(output), labels)
+        return logits if labels is None else loss(logits if output is None else logits.to(output), labels)
 
     model.forward = MethodType(forward_with_loss, model)

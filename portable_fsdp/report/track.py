@@ -45,6 +45,9 @@ class Sent:
 _OWN_IDS = {"mlflow": lambda run: run.info.run_id, "aim": lambda run: run.hash, "clearml": lambda task: task.id}
 """Trackers that choose the id of a run themselves."""
 
+_TAKE_TEXTS = ("comet_ml", "dvclive", "swanlab", "tensorboard", "trackio", "wandb")
+"""Trackers whose class in accelerate takes texts beside numbers."""
+
 
 def arguments(name: str, folder: Path, run: str, sent: Sent) -> dict[str, Any]:
     """Those of accelerate's class for a tracker, by which it writes below `folder`, and to the run's own curve.
@@ -86,9 +89,10 @@ def track(run: Path, name: str, *, follow: bool) -> int:
         if not sent.config:
             tracker.store_init_configuration({key: _plain(value) for key, value in config.items()})
             sent = replace(sent, config=True)
+        texts = _Texts(run / "samples.jsonl" if name in _TAKE_TEXTS else None)
         for row in _rows(run / "metrics.jsonl", sent.step, follow=follow):
             if row:
-                tracker.log(_values(row), step=row["step"])
+                tracker.log({**_values(row), **texts.of(row["step"])}, step=row["step"])
                 sent = replace(sent, step=row["step"])
             else:  # nothing new for now
                 _write_state(state, sent)
@@ -147,6 +151,22 @@ def _new_rows(path: Path, offset: int) -> tuple[int, list[JsonObject]]:
         if row is not None and isinstance(row.get("step"), int):
             rows.append(row)
     return offset + len(whole), rows
+
+
+class _Texts:
+    """The samples of each step, which a run writes before the step's row."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path, self._offset, self._ahead = path, 0, list[JsonObject]()
+
+    def of(self, step: int) -> dict[str, str]:
+        """`samples/1`, ... -> text. Steps come in their order."""
+        if self._path is None:
+            return {}
+        self._offset, rows = _new_rows(self._path, self._offset)
+        self._ahead = [row for row in (*self._ahead, *rows) if row["step"] >= step]
+        texts = [str(row.get("text")) for row in self._ahead if row["step"] == step]
+        return {f"samples/{number}": text for number, text in enumerate(texts, start=1)}
 
 
 def _parent_is_gone(seconds: float) -> bool:

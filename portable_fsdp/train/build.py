@@ -7,6 +7,7 @@ import logging
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -28,6 +29,9 @@ from portable_fsdp.train.early_checks import checkpoint_folder, saved_config
 from portable_fsdp.train.evaluate import Evaluator
 from portable_fsdp.train.memory_need import memory_need, require_memory
 from portable_fsdp.train.step import Step, train_step
+
+if TYPE_CHECKING:  # a run without samples doesn't load it
+    from portable_fsdp.train.sampling import Sampler
 
 log = logging.getLogger("portable_fsdp")
 
@@ -138,6 +142,16 @@ def build_evaluator(config: Config, backend: Backend, training: Training, corpus
         log.warning("data.eval_split: %d rows are held out and not used: set train.eval_every", len(corpus.eval_rows))
         return None
     return Evaluator(backend, training.model, corpus.eval_rows, config.train)
+
+
+def build_sampler(config: Config, backend: Backend, training: Training, tokenizer: Tokenizer) -> "Sampler | None":
+    """Continues `train.sample_prompts`; None without `train.sample_every`. Raises ConfigError for a prompt that doesn't
+    fit."""
+    if config.train.sample_every is None:
+        return None
+    from portable_fsdp.train.sampling import Sampler
+
+    return Sampler(backend, training.model, tokenizer, config.train, config.data.seq_len)
 
 
 def open_checkpoints(config: Config, backend: Backend, training: Training, corpus: Corpus) -> Checkpoints:

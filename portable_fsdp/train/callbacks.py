@@ -53,6 +53,16 @@ class EvaluationEnd:
 
 
 @dataclass(frozen=True)
+class SamplesEnd:
+    """Texts that the model wrote after `step`, each with its prompt at its beginning."""
+
+    step: int
+    prompts: tuple[str, ...]
+    texts: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
 class StepEnd:
     """A step whose loss is finite, with the evaluation that followed it."""
 
@@ -107,6 +117,9 @@ class Callback:
 
     def on_evaluate(self, evaluation: EvaluationEnd) -> None:
         """After each evaluation; `on_step` of the same step follows."""
+
+    def on_samples(self, samples: SamplesEnd) -> None:
+        """After the samples of each `train.sample_every` steps; `on_step` of the same step follows."""
 
     def on_save(self, save: Saved) -> None:
         """After each commit; that of a background save is seen at the end of a later step."""

@@ -15,6 +15,7 @@ class Limits:
     save_every: int | None
     eval_every: int | None
     patience: int | None  # evaluations
+    sample_every: int | None = None
 
 
 class Votes(NamedTuple):
@@ -34,17 +35,18 @@ class Decision:
     evaluate: bool
     save: bool
     end: Outcome | None  # "stopped", "no improvement" or "finished"
+    sample: bool = False  # before the save
 
     @property
     def reads_metrics(self) -> bool:
         """Whether the metrics of the step itself must be read first: nothing that isn't finite is ever saved."""
-        return self.evaluate or self.save
+        return self.evaluate or self.sample or self.save
 
 
 def decide(limits: Limits, step: int, votes: Votes, history: Evaluated | None) -> Decision:
     """Decide what follows `step`; ask again once its votes have been read, and once it has been evaluated.
 
-    A stop request goes first: it skips the evaluation and saves. The last step is saved, and so is the best one.
+    A stop request goes first: it skips evaluation and samples, and saves. The last step is saved, and so is the best.
     """
     is_last = step >= limits.last
     end: Outcome | None = "finished" if is_last else None
@@ -57,6 +59,9 @@ def decide(limits: Limits, step: int, votes: Votes, history: Evaluated | None) -
         evaluate=not votes.stop and limits.eval_every is not None and (is_last or step % limits.eval_every == 0),
         save=votes.save or is_best or end is not None or _is_due(step, limits.save_every),
         end=end,
+        sample=not votes.stop
+        and limits.sample_every is not None
+        and (end is not None or _is_due(step, limits.sample_every)),
     )
 
 

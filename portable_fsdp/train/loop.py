@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from portable_fsdp.backends.base import Backend, Batch
 from portable_fsdp.backends.open import open_backend
@@ -37,18 +37,31 @@ from portable_fsdp.runtime.process import Stopped, StopRequest
 from portable_fsdp.train.build import (
     Training,
     build_evaluator,
+    build_sampler,
     build_training,
     open_batches,
     open_checkpoints,
     total_steps,
 )
-from portable_fsdp.train.callbacks import Callback, Callbacks, EvaluationEnd, Outcome, RunEnd, RunStart, StepEnd
+from portable_fsdp.train.callbacks import (
+    Callback,
+    Callbacks,
+    EvaluationEnd,
+    Outcome,
+    RunEnd,
+    RunStart,
+    SamplesEnd,
+    StepEnd,
+)
 from portable_fsdp.train.consistency import open_data, require_folders_and_model, require_same_model
 from portable_fsdp.train.decision import Decision, Limits, Votes, decide, is_patience_over
 from portable_fsdp.train.evaluate import Evaluator, updated_history
 from portable_fsdp.train.measures import InFlight, Measures, NotFiniteError, run_start
 from portable_fsdp.train.records import Console, RunFiles
 from portable_fsdp.train.save_triggers import SaveTriggers
+
+if TYPE_CHECKING:  # a run without samples doesn't load it
+    from portable_fsdp.train.sampling import Sampler
 
 log = logging.getLogger("portable_fsdp")
 
@@ -62,6 +75,7 @@ class _Run:
     corpus: Corpus
     training: Training
     evaluator: Evaluator | None
+    sampler: "Sampler | None"
     checkpoints: Checkpoints
     limits: Limits
     measures: Measures
@@ -112,7 +126,7 @@ def _read(run: _Run, late: InFlight, until: float | None = None) -> tuple[StepEn
 
 
 def _finish(run: _Run, in_flight: InFlight, votes: Votes, position: tuple[int, int]) -> Decision:
-    """Wait for the step itself; evaluate and save as decided once its own votes are known."""
+    """Wait for the step itself; evaluate, sample and save as decided once its own votes are known."""
     end, own_votes = _read(run, in_flight)
     votes |= own_votes
     decision = decide(run.limits, end.step, votes, run.history)
@@ -121,6 +135,9 @@ def _finish(run: _Run, in_flight: InFlight, votes: Votes, position: tuple[int, i
         votes |= Votes(stop=evaluation is None)
         decision = decide(run.limits, end.step, votes, run.history)
         end = replace(end, evaluation=evaluation)
+    if decision.sample:
+        votes |= Votes(stop=not _sample(run, end.step))
+        decision = decide(run.limits, end.step, votes, run.history)
     run.callbacks.call(Callback.on_step, end)
     if decision.save:
         _save(run, position, wait=decision.end is not None)
@@ -141,6 +158,17 @@ def _evaluate(run: _Run, step: int) -> EvaluationEnd | None:
     end = EvaluationEnd(step, loss, perplexity, tokens, time.perf_counter() - began, is_best)
     run.callbacks.call(Callback.on_evaluate, end)
     return end
+
+
+def _sample(run: _Run, step: int) -> bool:
+    """False where a stop request came before its end."""
+    began = time.perf_counter()
+    texts = cast("Sampler", run.sampler)(lambda: _wants_stop(run))
+    if texts is None:
+        return False
+    prompts = run.start.config.train.sample_prompts
+    run.callbacks.call(Callback.on_samples, SamplesEnd(step, prompts, tuple(texts), time.perf_counter() - began))
+    return True
 
 
 def _save(run: _Run, position: tuple[int, int], *, wait: bool) -> None:
@@ -234,6 +262,7 @@ def _train(
     training = build_training(config, engine, corpus.tokenizer)
     require_same_model(engine, training.built.config)
     evaluator = build_evaluator(config, engine, training, corpus)
+    sampler = build_sampler(config, engine, training, corpus.tokenizer)
     with open_checkpoints(config, engine, training, corpus) as checkpoints:
         point = checkpoints.find(config.checkpoint.resume)
         resumed = None if point is None else checkpoints.load(point, training.model, training.optimizer)
@@ -245,8 +274,9 @@ def _train(
             corpus,
             training,
             evaluator,
+            sampler,
             checkpoints,
-            Limits(last, config.checkpoint.every, eval_every, config.train.patience),
+            Limits(last, config.checkpoint.every, eval_every, config.train.patience, config.train.sample_every),
             Measures(engine, start),
             SaveTriggers(start.folder, config.checkpoint.every_minutes),
             stop,

@@ -17,8 +17,9 @@ from portable_fsdp.config.load import config_text
 from portable_fsdp.config.schema import Config
 from portable_fsdp.metrics.goodput import duration, goodput
 from portable_fsdp.metrics.sinks import EventsFile, MetricsFile, processes_row, read_jsonl, utc_text
+from portable_fsdp.runtime.errors import printable
 from portable_fsdp.runtime.files import write_text_atomically
-from portable_fsdp.train.callbacks import Callback, EvaluationEnd, RunEnd, RunStart, StepEnd
+from portable_fsdp.train.callbacks import Callback, EvaluationEnd, RunEnd, RunStart, SamplesEnd, StepEnd
 
 log = logging.getLogger("portable_fsdp")
 
@@ -38,7 +39,7 @@ _KEYS = (
 
 
 class RunFiles(Callback):
-    """config.yaml, metrics.jsonl, events.jsonl, STOPPED."""
+    """config.yaml, metrics.jsonl, samples.jsonl, events.jsonl, STOPPED."""
 
     def on_start(self, start: RunStart) -> None:
         """Makes the folder and drops the rows of steps that run again."""
@@ -46,6 +47,8 @@ class RunFiles(Callback):
         self._folder.mkdir(parents=True, exist_ok=True)
         self._metrics = MetricsFile(self._folder / "metrics.jsonl")
         lost = self._metrics.truncate_after(start.step)  # first: it refuses a file that something else has written to
+        self._samples = MetricsFile(self._folder / "samples.jsonl")
+        self._samples.truncate_after(start.step)
         self._events = EventsFile(self._folder / "events.jsonl")
         (self._folder / "STOPPED").unlink(missing_ok=True)
         write_text_atomically(self._folder / "config.yaml", config_text(start.config))
@@ -85,6 +88,11 @@ class RunFiles(Callback):
 
     def on_evaluate(self, evaluation: EvaluationEnd) -> None:
         self._events.write("evaluation", **asdict(evaluation))
+
+    def on_samples(self, samples: SamplesEnd) -> None:
+        for prompt, text in zip(samples.prompts, samples.texts, strict=True):
+            self._samples.write({"step": samples.step, "prompt": prompt, "text": text})
+        self._events.write("samples", step=samples.step, seconds=samples.seconds)
 
     def on_save(self, save: Saved) -> None:
         self._events.write("save", **save._asdict())
@@ -147,6 +155,10 @@ class Console(Callback):
     def on_evaluate(self, evaluation: EvaluationEnd) -> None:
         if evaluation.step == 0:  # no step follows that would show it
             _log_evaluation(evaluation)
+
+    def on_samples(self, samples: SamplesEnd) -> None:
+        for text in samples.texts:
+            log.info("step: %d  sample: %s", samples.step, printable(text).replace("\n", r"\n"))
 
     def on_save(self, save: Saved) -> None:
         log.info("saved %s in %.1f s (training waited %.1f s)", save.path, save.seconds, save.blocked_seconds)

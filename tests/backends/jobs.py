@@ -5,7 +5,7 @@ These run on every engine; native_jobs.py and xla_jobs.py have those of one.
 
 import math
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -27,12 +27,14 @@ from portable_fsdp.config import schema
 from portable_fsdp.config.rules import Deployment
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.batches import Batches
+from portable_fsdp.data.tokenize import ByteTokenizer
 from portable_fsdp.models.build import build_model
 from portable_fsdp.optim.schedule import learning_rate
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 from portable_fsdp.train.build import build_training
 from portable_fsdp.train.consistency import require_same
 from portable_fsdp.train.evaluate import Evaluator
+from portable_fsdp.train.sampling import Sampler
 
 Pieces = dict[str, tuple[tuple[int, ...], str, list[tuple[tuple[int, ...], torch.Tensor]]]]
 
@@ -406,22 +408,33 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Ids(ByteTokenizer):
+    """Shows each id of a text, also those that are no bytes."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
+
 def evaluated(case: Case, rows: int, early: bool) -> dict[str, Any]:
-    """Two runs of a case: with evaluations over `rows` rows after steps 2 and 5 (`early`: before too), and without."""
+    """Two runs of a case: with evaluations over `rows` rows and samples after steps 2 and 5 (`early`: before too), and
+    without."""
     with running(case) as run:
         backend = run.backend
         before = backend.compilations
         evaluator = Evaluator(backend, run.model, CaseRows(rows), run.config.train)
+        sampler = Sampler(backend, run.model, Ids(), run.config.train, SEQ_LEN)
         untrained = evaluator() if early else None
         metrics = run.train(1, 2)
         counted = backend.collectives
-        evaluation = evaluator()
+        evaluation, texts = evaluator(), sampler()
         at = run.state()
         sent = _three_more(run, metrics)
         evaluator()
+        sampler()
         answer = {
             "untrained": untrained,
             "evaluation": evaluation,
+            "texts": texts,
             "at": at,
             "metrics": metrics,
             "sent": sent,

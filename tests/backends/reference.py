@@ -104,6 +104,22 @@ def evaluate(case: Case, weights: dict[str, torch.Tensor], rows: CaseRows) -> tu
     return total / tokens, tokens
 
 
+def generate(case: Case, weights: dict[str, torch.Tensor]) -> list[str]:
+    """The ids that transformers generates after each of train.sample_prompts, whose ids are their bytes."""
+    model, train = _model(case).eval(), case.config(1).train
+    with torch.no_grad():
+        for fqn, parameter in model.named_parameters():
+            parameter.copy_(weights[fqn])
+    texts: list[str] = []
+    for prompt in train.sample_prompts:
+        ids = torch.tensor([list(prompt.encode())])
+        [text] = cast(Any, model).generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=train.sample_tokens
+        )
+        texts.append(" ".join(map(str, text.tolist())))
+    return texts
+
+
 _trained: dict[str, Reference] = {}
 
 

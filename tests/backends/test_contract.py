@@ -9,7 +9,7 @@ import pytest
 import torch
 from assemble import assemble, assert_equal_states
 from cases import GLOBAL_BATCH, Case, CaseRows
-from reference import evaluate, reference
+from reference import evaluate, generate, reference
 from workers import Group, JobFailed, Workers
 
 Run = Callable[[Group, Case], list[dict[str, Any]]]
@@ -136,7 +136,9 @@ def test_c7_bias_corrections_of_exactly_1_are_no_new_program(group: Group, run: 
     }
 
 
-EVALUATED = {"data.eval_split": "5%", "train.eval_every": 2}
+PROMPTS = ["The ", "def f(", "a", "0123456789abcdef", "Grüße", "of a", "of a"]
+SAMPLED = {"train.sample_every": 2, "train.sample_prompts": PROMPTS, "train.sample_tokens": 8}
+EVALUATED = {"data.eval_split": "5%", "train.eval_every": 2, **SAMPLED}
 
 
 @pytest.mark.parametrize(
@@ -153,8 +155,8 @@ def test_an_evaluation_changes_nothing(group: Group, workers: GetWorkers, settin
     answers = workers(group).run("evaluated", case=evaluated_case(settings), rows=53, early=not group.engine.compiles)
     assert_evaluation_changes_nothing(answers)
     counts = {(answer["compilations"], answer["expected_compilations"]) for answer in answers}
-    if group.engine.threads and counts == {(4, 2)}:
-        pytest.xfail("with two devices step and evaluation are compiled once more after the first evaluation")
+    if group.engine.threads and counts == {(5, 3)}:
+        pytest.xfail("with two devices the step is compiled again after an evaluation, and evaluations after another")
     # Less where an earlier job of the worker compiled the same program, which is kept as long as the process.
     kept = group.engine.compiles and all(actual < expected for actual, expected in counts)
     assert kept or all(actual == expected for actual, expected in counts)
@@ -165,7 +167,8 @@ def evaluated_case(settings: dict[str, Any]) -> Case:
 
 
 def assert_evaluation_changes_nothing(answers: list[dict[str, Any]]) -> None:
-    """And its loss, over 53 rows, whose last batch isn't full, is that of a plain loop."""
+    """Nor do samples. Its loss, over 53 rows, whose last batch isn't full, is that of a plain loop, and the samples are
+    what transformers generates."""
     for answer in answers:
         plain = answer["plain"]
         assert answer["metrics"] == plain["metrics"]
@@ -175,6 +178,9 @@ def assert_evaluation_changes_nothing(answers: list[dict[str, Any]]) -> None:
     for moment in ("at", "final"):
         plain = assemble([answer["plain"][moment] for answer in answers])
         assert_equal_states(assemble([answer[moment] for answer in answers]), plain)
+    texts = generate(evaluated_case({}), assemble([answer["at"] for answer in answers]))
+    assert all(answer["texts"] == texts for answer in answers)
+    assert len({text.split()[-1] for text in texts}) > 1
     weights = {
         "untrained": reference(Case(steps=1)).initial,
         "evaluation": assemble([answer["at"] for answer in answers]),

@@ -42,6 +42,7 @@ OPTION_GROUPS = [
     "optim.name optim.groups optim.momentum optim.betas optim.eps",
     "optim.schedule optim.min_lr_ratio optim.decay_ratio",
     "data.eval_split train.eval_every train.eval_on_start train.eval_batches train.patience",
+    "train.sample_every train.sample_prompts train.sample_tokens",
     "train.micro_batch train.max_grad_norm",
     "checkpoint.keep checkpoint.keep_every checkpoint.resume checkpoint.load",
     "xla_fsdp1.flatten_parameters xla_fsdp1.shard_param_on_dim_0 xla_fsdp1.pin_layout_in_collective_ops "
@@ -72,6 +73,9 @@ VALUES: dict[str, list[Any]] = {
     "train.eval_every": [None, 2],
     "train.eval_batches": [None, 3],
     "train.patience": [None, 1],
+    "train.sample_every": [None, 2],
+    "train.sample_prompts": [[], ["a"]],
+    "train.sample_tokens": [64, 8],
     "train.micro_batch": [1, 2],
     "train.max_grad_norm": [None, 1.0],
     "checkpoint.keep": [None, 2],

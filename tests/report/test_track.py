@@ -43,6 +43,19 @@ def test_a_run_arrives_whole_and_once(tmp_path: Path, capsys: pytest.CaptureFixt
     assert [step for step, _ in curve(run, "processes/seconds_imbalance")] == [10, 20, 30, 40]
 
 
+def test_samples_arrive_as_texts_of_their_steps(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    samples = [{"step": step, "prompt": "a", "text": f"a {number}"} for step in (5, 12) for number in (1, 2)]
+    (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples), encoding="utf-8")
+    assert main([str(run), "--track=tensorboard"]) == 0
+    events = EventAccumulator(str(run / "trackers/tensorboard"))
+    events.Reload()
+    for number in (1, 2):
+        texts = events.Tensors(f"samples/{number}/text_summary")
+        sent = [(text.step, text.tensor_proto.string_val) for text in texts]
+        assert sent == [(step, [f"a {number}".encode()]) for step in (5, 12)]
+
+
 def test_a_tracker_follows_a_run_that_is_killed_and_resumes(tmp_path: Path) -> None:
     """Steps 11 to 20 are repeated, as after a kill; the tracker ends with the run, whose end of the pipe closes."""
     run = write_run(tmp_path / "run")

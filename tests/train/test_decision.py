@@ -10,6 +10,7 @@ from portable_fsdp.train.decision import Decision, Limits, Votes, decide
 
 LIMITS = Limits(last=10, save_every=4, eval_every=3, patience=2)
 SELDOM = Limits(last=10, save_every=None, eval_every=None, patience=None)
+SAMPLES = Limits(last=10, save_every=None, eval_every=None, patience=None, sample_every=4)
 STOP, SAVE, NONE = Votes(stop=True), Votes(save=True), Votes()
 
 
@@ -34,6 +35,9 @@ def history(best_step: int, without: int) -> Evaluated:
         (LIMITS, 10, NONE, history(1, 2), Decision(evaluate=True, save=True, end="no improvement")),
         (SELDOM, 9, NONE, history(1, 9), Decision(evaluate=False, save=False, end=None)),
         (SELDOM, 10, NONE, None, Decision(evaluate=False, save=True, end="finished")),
+        (SAMPLES, 4, NONE, None, Decision(evaluate=False, save=False, end=None, sample=True)),
+        (SAMPLES, 4, STOP, None, Decision(evaluate=False, save=True, end="stopped")),
+        (SAMPLES, 10, NONE, None, Decision(evaluate=False, save=True, end="finished", sample=True)),
     ],
 )
 def test_what_follows_a_step(
@@ -41,7 +45,7 @@ def test_what_follows_a_step(
 ) -> None:
     decision = decide(limits, step, votes, evaluations)
     assert decision == expected
-    assert decision.reads_metrics == (expected.evaluate or expected.save)
+    assert decision.reads_metrics == (expected.evaluate or expected.sample or expected.save)
 
 
 def test_votes_of_two_steps_count_together() -> None:

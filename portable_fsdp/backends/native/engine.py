@@ -135,7 +135,8 @@ class NativeBackend(base.Backend):
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in pinned.items()}
 
     def compile(self, fn: Callable[..., base.Metrics], name: str) -> Callable[..., base.Metrics]:
-        return fn if name == "evaluate" or not self._counts_collectives else self._counting_once()(fn)
+        is_counted = self._counts_collectives and name not in ("evaluate", "sample")
+        return self._counting_once()(fn) if is_counted else fn
 
     @contextmanager
     def _counting_once(self) -> Generator[None]:

@@ -1,0 +1,107 @@
+"""Texts that the model writes while it trains: greedy, with its weights as they lie on the devices.
+
+One program gives the next token of each row; the host appends it, and runs the program again. Rows have one shape, so
+XLA compiles it once. It keeps no keys and values: the forward is the one that trains, on every engine.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from portable_fsdp.backends.base import Backend, Batch, Metrics
+from portable_fsdp.config import schema
+from portable_fsdp.data.tokenize import Tokenizer
+from portable_fsdp.runtime.errors import ConfigError
+
+_BLOCK = 128
+"""Rows are a multiple of it long, as attention's kernels want them, or as long as the rows that train."""
+
+
+class Sampler:
+    """Continues the prompts of `train`, in rows of at most `seq_len` tokens."""
+
+    def __init__(
+        self, backend: Backend, model: nn.Module, tokenizer: Tokenizer, train: schema.Train, seq_len: int
+    ) -> None:
+        """Raises ConfigError for a prompt without tokens, or too long for its texts to fit into a row."""
+        self._backend, self._tokenizer, self._tokens = backend, tokenizer, train.sample_tokens
+        self._prompts = [ids.tolist() for ids in tokenizer.encode_all(train.sample_prompts, special_tokens=True)]
+        for prompt, ids in zip(train.sample_prompts, self._prompts, strict=True):
+            _require_room(prompt, len(ids), train.sample_tokens, seq_len)
+        longest = max(map(len, self._prompts)) + train.sample_tokens
+        self._length = min(seq_len, -(-longest // _BLOCK) * _BLOCK)
+        devices = backend.data_parallel_size
+        self._rows = devices * min(train.micro_batch, -(-len(self._prompts) // devices))  # of all processes
+        self._ends = _end_ids(model)
+
+        def sample(batch: Batch) -> Metrics:
+            with backend.evaluate():
+                tokens = model(batch["input_ids"], None).argmax(dim=-1)
+            newest = (tokens * batch["is_last"]).sum(dim=1, keepdim=True)
+            by_row = (newest * batch["is_row"]).sum(dim=0).float()  # exact: ids are below 2**24
+            return {"tokens": backend.sum(torch.cat([by_row, batch["stop"].sum()[None]]))}
+
+        self._next = backend.compile(sample, "sample")
+
+    def __call__(self, stop: Callable[[], bool] = lambda: False) -> list[str] | None:
+        """A text for each prompt, which it begins with, the same on all processes; None once any of them was asked to
+        `stop`. *collective*"""
+        texts: list[str] = []
+        for begin in range(0, len(self._prompts), self._rows):
+            rows = [list(prompt) for prompt in self._prompts[begin : begin + self._rows]]
+            if not self._continue(rows, stop):
+                return None
+            texts += map(self._tokenizer.decode, rows)
+        return texts
+
+    def _continue(self, rows: Sequence[list[int]], stop: Callable[[], bool]) -> bool:
+        """Append to each row until its text ends; False where it was stopped."""
+        unfinished = list(range(len(rows)))
+        for _ in range(self._tokens):
+            placed = self._backend.place(self._batch(rows, stop()))
+            *ids, stops = self._backend.fetch(self._next(placed)).result()["tokens"].tolist()
+            if stops:
+                return False
+            for number in unfinished:
+                rows[number].append(int(ids[number]))
+            unfinished = [number for number in unfinished if rows[number][-1] not in self._ends]
+            if not unfinished:
+                break
+        return True
+
+    def _batch(self, rows: Sequence[list[int]], stop: bool) -> Batch:
+        """This process's rows: int64 `[rows, length]` `input_ids` and `is_last`, 1 at a row's last token; int64
+        `[rows, rows of all]` `is_row`; float32 `[rows]` `stop`."""
+        ids = torch.full((self._rows, self._length), self._tokenizer.padding)
+        is_last = torch.zeros_like(ids)
+        for number, row in enumerate(rows):
+            ids[number, : len(row)] = torch.tensor(row)
+            is_last[number, len(row) - 1] = 1
+        shard = self._backend.data_shard
+        own = slice(self._rows * shard.index // shard.count, self._rows * (shard.index + 1) // shard.count)
+        is_row = torch.eye(self._rows, dtype=torch.int64)[own]
+        return {
+            "input_ids": ids[own],
+            "is_last": is_last[own],
+            "is_row": is_row,
+            "stop": torch.full((len(is_row),), float(stop)),
+        }
+
+
+def _require_room(prompt: str, length: int, tokens: int, seq_len: int) -> None:
+    if length == 0:
+        raise ConfigError(f"train.sample_prompts: expected text, found {prompt!r}, which has no tokens.")
+    if length + tokens > seq_len:
+        raise ConfigError(
+            f"train.sample_prompts: expected at most {seq_len - tokens} tokens in each (data.seq_len - "
+            f"train.sample_tokens), found {length} in {prompt[:40]!r}.\n"
+            "  Shorten it, or lower train.sample_tokens."
+        )
+
+
+def _end_ids(model: nn.Module) -> set[int]:
+    """Ids that end a text, as transformers' `generate` takes them from the model's config."""
+    end: Any = getattr(cast(Any, model).generation_config, "eos_token_id", None)
+    return set(end) if isinstance(end, list) else {end} - {None}
