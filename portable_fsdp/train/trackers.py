@@ -57,6 +57,8 @@ class Trackers(Callback):
     def _drop_failed(self) -> None:
         for name, running in list(self._running.items()):
             if running.process.poll():
+                if running.process.stdin:
+                    running.process.stdin.close()
                 reason = _last_line(running) or f"exit code {running.process.returncode}"
                 log.warning("tracker %s dropped: %s; %s", name, reason, self._later(name))
                 del self._running[name]
