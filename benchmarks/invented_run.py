@@ -1,4 +1,5 @@
-"""Writes the files of an invented run: two starts on different engines, evaluations, saves, loads every tenth step."""
+"""Writes the files of an invented run: two starts on different engines, a straggler, evaluations, saves, loads every
+tenth step."""
 
 import json
 from collections.abc import Mapping
@@ -28,11 +29,13 @@ def write_run(folder: Path, steps: int = 40, lr: float = 0.001, **config: Mappin
             clock += seconds
             row = {"step": step, "loss": 4 - step / steps, "grad_norm": 1.5, "lr": lr, "tokens": 2048}
             row |= {"tokens_per_second": 2048 / seconds, "mfu": None, "memory_bytes": 2**30, "seconds": seconds}
-            row |= {"data_seconds": 0.25, "time": _text(clock)}
+            row |= {"data_seconds": 0.25, "imbalance": 1.5, "time": _text(clock)}
             if step % 10 == 0:
                 row["processes"] = {"seconds_imbalance": 1.5, "memory_imbalance": 1.0}
                 row["eval_loss"] = 4.5 - step / steps
             rows.append(row)
+        if first == 0:
+            add("straggler", step=12, process=1, host="host2", ratio=1.75, slow=9, steps=10)
         clock += 2
         add("evaluation", step=first + half, loss=4.5 - (first + half) / steps, seconds=2.0)
         clock += 1

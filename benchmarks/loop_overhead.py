@@ -110,13 +110,14 @@ class OurStep:
 
     def __call__(self) -> None:
         self._step += 1
-        began = time.perf_counter()
+        began = self._measures.begin_step()
         lr = learning_rate(self._config.optim, self._step, self._steps)
         rows = next(self._batches)
         waited = time.perf_counter() - began
         votes = Votes(self._stop.requested, self._backend.process.index == 0 and self._triggers.due)
         placed = [self._backend.place(batch) for batch in self._measures.with_votes(rows, votes)]
-        metrics = self._backend.fetch(self._training.step(placed, lr))
+        with self._measures.timed("step"):
+            metrics = self._backend.fetch(self._training.step(placed, lr))
         previous, self._in_flight = self._in_flight, InFlight(self._step, lr, began, waited, metrics)
         if previous is not None:
             end, _ = self._measures.read(previous, until=began)

@@ -235,6 +235,13 @@ class Backend(Closing):
         """
         return None
 
+    def compute_seconds(self) -> float | None:
+        """A part of the last step in which this process computed and waited for no other, to compare processes by.
+
+        Called once before each step; never waits, so a device tells a step late. NaN: not yet. None: can't tell.
+        """
+        return None
+
     @abstractmethod
     def memory(self) -> MemoryStats | None:
         """Peak and present use of the fullest device of this process; None where the engine doesn't tell."""

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple, cast
 from portable_fsdp.runtime.errors import UsageError
 from portable_fsdp.runtime.files import write_text_atomically
 
+_Loads = Sequence[float]  # of each process
+
 
 class LostSteps(NamedTuple):
     """Steps that ran after the checkpoint that a run resumes from, and that it repeats."""
@@ -64,7 +66,7 @@ class MetricsFile(_LinesFile):
 
 
 class EventsFile(_LinesFile):
-    """events.jsonl: start, resume, collectives, evaluation, samples, save, stop, finish, fail, with times."""
+    """events.jsonl: start, resume, collectives, evaluation, samples, save, straggler, stop, finish, fail, with times."""
 
     def write(self, event: str, /, **fields: object) -> None:
         """Append one event with `time` in UTC (ISO 8601, milliseconds). Paths become text."""
@@ -126,18 +128,24 @@ def _without_nan(value: object) -> object:
     return value
 
 
-def processes_row(seconds: Sequence[float], memory_bytes: Sequence[float]) -> dict[str, object]:
+def processes_row(
+    hosts: Sequence[str], seconds: _Loads, own_seconds: _Loads, data_seconds: _Loads, memory_bytes: _Loads
+) -> dict[str, object]:
     """How evenly the processes are loaded, as each saw it at the start of this step; by process index.
 
-    All wait for the slowest process of a step, so `seconds` (wall time of the last step that had ended) show a
-    straggler only by its work outside collectives: its data, its host. `memory_bytes`: the peak of a process's fullest
-    device. NaN is unknown. An imbalance is the greatest value over the median; 1 is even.
+    `seconds`: wall time of the last step that had ended; `own_seconds` leave out waiting for others, which makes wall
+    times even (train/stragglers.py). `memory_bytes`: the peak of a process's fullest device. NaN is unknown. An
+    imbalance is the greatest value over the median, 1 is even; of hosts: of their mean own times, None for one host.
     """
+    by_host = {host: [own for own, of in zip(own_seconds, hosts, strict=True) if of == host] for host in set(hosts)}
     return {
         "seconds": list(seconds),
+        "own_seconds": list(own_seconds),
+        "data_seconds": list(data_seconds),
         "memory_bytes": list(memory_bytes),
         "seconds_imbalance": _imbalance(seconds),
         "memory_imbalance": _imbalance(memory_bytes),
+        "host_imbalance": _imbalance([statistics.fmean(own) for own in by_host.values()]) if len(by_host) > 1 else None,
     }
 
 

@@ -8,7 +8,7 @@ from portable_fsdp.backends.base import Batch
 from portable_fsdp.config.data import Data
 from portable_fsdp.models.build import BuiltModel
 from portable_fsdp.plan.result import ModelFacts
-from portable_fsdp.train.measures import flops_per_token
+from portable_fsdp.train.measures import VOTES, flops_per_token
 
 
 def facts_of(built: BuiltModel, seq_len: int) -> ModelFacts:
@@ -28,5 +28,5 @@ def empty_batch(data: Data, rows: int, processes: int, device: str) -> Batch:
     return {
         **{name: torch.empty((rows, data.seq_len), dtype=torch.int64, device=device) for name in names},
         "tokens": torch.empty(rows, device=device),
-        "votes": torch.empty((rows, 1 + 3 * processes), device=device),
+        "votes": torch.empty((rows, 1 + VOTES * processes), device=device),
     }

@@ -53,7 +53,7 @@ _CHARTS = (
     _Chart("peak memory of the fullest device (GiB)", ("memory_bytes",), "0.[00]", 2**-30),
     _Chart("seconds of a step", ("seconds",)),
     _Chart("seconds waiting for rows", ("data_seconds",)),
-    _Chart("slowest process over the median", ("processes", "seconds_imbalance")),
+    _Chart("own time of the slowest process over the median", ("imbalance",)),
     _Chart("fullest process over the median", ("processes", "memory_imbalance")),
 )
 

@@ -136,13 +136,14 @@ def _is_event(event: JsonObject) -> bool:
         return False
     times = (event.get("time"), event.get("began"), lost.get("until"))
     numbers = (event.get("seconds"), event.get("blocked_seconds"), lost.get("seconds"))
-    needs_step = event["event"] in ("start", "save", "evaluation", "finish", "stop", "fail")
+    needs_step = event["event"] in ("start", "save", "evaluation", "straggler", "finish", "stop", "fail")
     return (
         event.get("time") is not None
         and all(map(_is_time_or_none, times))
         and all(number is None or _is_number(number) for number in numbers)
         and (not needs_step or _is_step(event.get("step")))
         and (event["event"] != "evaluation" or _is_number(event.get("loss")))
+        and (event["event"] != "straggler" or (_is_step(event.get("process")) and _is_number(event.get("ratio"))))
     )
 
 

@@ -11,6 +11,7 @@ from portable_fsdp.report.read import Numbers, RunRecord
 from portable_fsdp.runtime.errors import printable
 
 _MOST_SAVES = 20
+_MOST_STRAGGLERS = 8
 
 Table = list[tuple[str, str]]
 
@@ -27,7 +28,7 @@ def figures(run: RunRecord) -> Table:
     if evaluations:
         best = min(evaluations, key=lambda event: float(event.get("loss") or np.inf))
         trained.append(("best eval loss", f"{float(best['loss']):.4f} (step {best['step']})"))
-    return [("status", run.status), *trained, *_speed(run), *_time(run)]
+    return [("status", run.status), *trained, *_speed(run), *_time(run), *_stragglers(run)]
 
 
 def _steps_text(run: RunRecord) -> str:
@@ -52,6 +53,15 @@ def _time(run: RunRecord) -> Table:
         return []
     rows = [("wall time", duration(run.goodput.wall_seconds)), ("goodput", f"{run.goodput.share:.1%}")]
     return [*rows, ("starts", str(len(run.attempts)))]
+
+
+def _stragglers(run: RunRecord) -> Table:
+    events = run.of_kind("straggler")[-_MOST_STRAGGLERS:]
+    where = [f"process {event['process']} on {event.get('host', '?')}" for event in events]
+    return [
+        ("straggler", f"{process}: {event['ratio']:.1f}x the median, at step {event['step']}")
+        for process, event in zip(where, events, strict=True)
+    ]
 
 
 def accounts(run: RunRecord) -> list[tuple[str, float, float]]:

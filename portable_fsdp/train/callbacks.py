@@ -14,6 +14,7 @@ from typing import Literal, TypeVar
 from portable_fsdp.backends.base import Backend, Traffic
 from portable_fsdp.checkpoint.manager import Resumed, Saved
 from portable_fsdp.config.schema import Config
+from portable_fsdp.train.stragglers import Straggler
 
 log = logging.getLogger("portable_fsdp")
 
@@ -30,6 +31,7 @@ class RunStart:
     device: str  # as its driver names it
     devices: int
     processes: int
+    hosts: tuple[str, ...]  # of each process
     step: int  # the last one done before this start; 0 in a new run
     steps: int  # of the whole run
     tokens: int  # of a global batch
@@ -84,7 +86,11 @@ class StepEnd:
     is_logged: bool  # every train.log_every-th step, and the first
     memory_limit: int | None  # bytes of one device
     process_seconds: tuple[float, ...]  # of each process's previous step; NaN in the first
+    process_own_seconds: tuple[float, ...]  # of them without waiting for others; NaN in the first
+    process_data_seconds: tuple[float, ...]  # of them waiting for rows; NaN in the first
     process_memory_bytes: tuple[float, ...]  # NaN where the engine doesn't tell
+    imbalance: float | None  # of own times: the slowest process over the median; None for one process
+    stragglers: tuple[Straggler, ...]  # those that this step makes known, each once a start
     collectives: Mapping[str, Traffic] | None  # in the first step of a start: what each step sends
     evaluation: EvaluationEnd | None = None
     last_checkpoint: Path | None = None  # committed by this start, or resumed from

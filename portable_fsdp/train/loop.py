@@ -92,10 +92,12 @@ def _train_steps(run: _Run) -> Outcome:
     config, in_flight = run.start.config, None
     with open_batches(config, run.engine, run.training, run.corpus, run.start.resumed) as batches:
         for step in range(run.step + 1, run.limits.last + 1):
-            began = time.perf_counter()
+            began = run.measures.begin_step()
             rows = next(batches)
             waited, lr = time.perf_counter() - began, learning_rate(config.optim, step, run.start.steps)
-            metrics = run.engine.fetch(run.training.step(_placed(run, rows), lr))
+            placed = _placed(run, rows)
+            with run.measures.timed("step"):
+                metrics = run.engine.fetch(run.training.step(placed, lr))
             run.stop.begin_steps()
             previous, in_flight = in_flight, InFlight(step, lr, began, waited, metrics)
             votes = Votes()
@@ -147,7 +149,8 @@ def _finish(run: _Run, in_flight: InFlight, votes: Votes, position: tuple[int, i
 def _evaluate(run: _Run, step: int) -> EvaluationEnd | None:
     """None where a stop request came before its end."""
     evaluator, began = cast(Evaluator, run.evaluator), time.perf_counter()
-    evaluation = evaluator(lambda: _wants_stop(run))
+    with run.measures.timed("wait"):
+        evaluation = evaluator(lambda: _wants_stop(run))
     if evaluation is None:
         return None
     loss, perplexity, tokens = evaluation.loss, evaluation.perplexity, evaluation.tokens
@@ -175,9 +178,10 @@ def _save(run: _Run, position: tuple[int, int], *, wait: bool) -> None:
     """`position`: of the data. `wait`: until the commit."""
     run.triggers.began(run.step)
     try:
-        run.checkpoints.save(run.step, run.training.model, run.training.optimizer, position, run.history)
-        if wait:
-            run.checkpoints.wait()
+        with run.measures.timed("wait"):
+            run.checkpoints.save(run.step, run.training.model, run.training.optimizer, position, run.history)
+            if wait:
+                run.checkpoints.wait()
     except CheckpointError as error:  # not the user's mistake any more: the run has started
         raise TrainingError(str(error)) from error
 

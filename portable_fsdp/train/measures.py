@@ -1,9 +1,13 @@
 """What the processes tell each other with each step, and the step's metrics: one device vector, read a step late."""
 
 import math
+import socket
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -16,6 +20,10 @@ from portable_fsdp.models.weights import ModelSize
 from portable_fsdp.runtime.errors import TrainingError
 from portable_fsdp.train.callbacks import RunStart, StepEnd
 from portable_fsdp.train.decision import Votes
+from portable_fsdp.train.stragglers import StragglerWatch, imbalance
+
+VOTES = 5
+"""Columns of each process in the votes."""
 
 
 @dataclass(frozen=True)
@@ -49,25 +57,45 @@ class Measures:
     def __init__(self, backend: Backend, start: RunStart) -> None:
         self._backend, self._start = backend, start
         self._began = time.perf_counter()
-        self._seconds = math.nan  # of the last step that ended
         self._pace, self._last = Pace(), start.config.train.stop_at or start.steps
+        self._seconds = self._waited = self._own = math.nan  # of the last step that ended
+        self._began_step, self._elsewhere = math.nan, {"step": 0.0, "wait": 0.0}
+        self._watch = StragglerWatch(start.hosts)
 
     @property
     def elapsed(self) -> float:
         """Seconds since this start began to train."""
         return time.perf_counter() - self._began
 
+    def begin_step(self) -> float:
+        """Begin a step and end the one before: its own time is known. Returns now, in seconds of perf_counter."""
+        now, compute = time.perf_counter(), self._backend.compute_seconds()
+        self._own = now - self._began_step - self._elsewhere["wait"]
+        if compute is not None:
+            self._own += compute - self._elsewhere["step"]
+        self._began_step, self._elsewhere = now, {"step": 0.0, "wait": 0.0}
+        return now
+
+    @contextmanager
+    def timed(self, part: Literal["step", "wait"]) -> Generator[None]:
+        """Around the engine's step, and around all else that may wait for the device or for other processes."""
+        began = time.perf_counter()
+        yield
+        self._elsewhere[part] += time.perf_counter() - began
+
     def with_votes(self, batches: list[Batch], votes: Votes) -> list[Batch]:
-        """Adds `votes`, float32 [rows, 1 + 3 * processes], zeros but for row 0: this process's request to stop, and in
-        its three columns the seconds of its last step, its memory, its request to save.
+        """Adds `votes`, float32 [rows, 1 + VOTES * processes], zeros but for row 0: this process's request to stop, and
+        in its columns the seconds of its last step, of them on its own and waiting for rows; its memory; its request to
+        save.
 
         The step sums them over all rows, so all processes learn of them in the same step.
         """
         index, memory = self._backend.process.index, self._backend.memory()
-        rows = torch.zeros(len(batches[0]["tokens"]), 1 + 3 * self._backend.process.count)
+        rows = torch.zeros(len(batches[0]["tokens"]), 1 + VOTES * self._backend.process.count)
         rows[0, 0] = votes.stop
         peak = memory.peak_bytes if memory else math.nan
-        rows[0, 1 + 3 * index :][:3] = torch.tensor([self._seconds, peak, float(votes.save)])
+        values = [self._seconds, self._own, self._waited, peak, float(votes.save)]
+        rows[0, 1 + VOTES * index :][:VOTES] = torch.tensor(values)
         return [{**batch, "votes": rows} for batch in batches]
 
     def read(self, late: InFlight, until: float | None = None) -> tuple[StepEnd, Votes]:
@@ -75,12 +103,13 @@ class Measures:
 
         All processes read the same values. The step took until the next one began, or until now.
         """
-        metrics = late.metrics.result()
+        with self.timed("wait"):
+            metrics = late.metrics.result()
         stop, by_process = metrics.pop("votes").tensor_split([1])
-        seconds, memory_bytes, saves = by_process.view(-1, 3).unbind(dim=1)
+        seconds, own, data, memory_bytes, saves = by_process.view(-1, VOTES).unbind(dim=1)
         now = time.perf_counter()
         until = until or now
-        self._seconds = until - late.began
+        self._seconds, self._waited = until - late.began, late.waited
         memory, step, start = self._backend.memory(), late.step, self._start
         tokens_per_second = start.tokens / self._seconds
         flops = None if start.flops_per_token is None else start.flops_per_token * tokens_per_second / start.devices
@@ -103,13 +132,18 @@ class Measures:
             device_flops=flops,
             memory_limit=memory.limit_bytes if memory else None,
             process_seconds=tuple(seconds.tolist()),
+            process_own_seconds=tuple(own.tolist()),
+            process_data_seconds=tuple(data.tolist()),
             process_memory_bytes=tuple(memory_bytes.tolist()),
+            imbalance=imbalance(own.tolist()),
+            stragglers=self._watch.add(own.tolist(), self._seconds),
             collectives=self._backend.collectives if step == start.step + 1 else None,
         )
         return end, Votes(bool(stop > 0), bool((saves > 0).any()))
 
 
 def run_start(config: Config, engine: Backend, size: ModelSize, steps: int, resumed: Resumed | None) -> RunStart:
+    """*collective*"""
     return RunStart(
         config=config,
         folder=Path(config.run.dir),
@@ -117,6 +151,7 @@ def run_start(config: Config, engine: Backend, size: ModelSize, steps: int, resu
         device=engine.device_name,
         devices=engine.data_parallel_size,
         processes=engine.process.count,
+        hosts=tuple(engine.gather(socket.gethostname())),
         step=resumed.step if resumed else 0,
         steps=steps,
         tokens=config.train.global_batch * config.data.seq_len,

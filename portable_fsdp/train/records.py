@@ -34,6 +34,7 @@ _KEYS = (
     "memory_bytes",
     "seconds",
     "data_seconds",
+    "imbalance",
 )
 """Keys of metrics.jsonl, which people's scripts read; `processes` and `eval_*` where they are known."""
 
@@ -43,7 +44,7 @@ class RunFiles(Callback):
 
     def on_start(self, start: RunStart) -> None:
         """Makes the folder and drops the rows of steps that run again."""
-        self._folder = start.folder
+        self._folder, self._hosts = start.folder, start.hosts
         self._folder.mkdir(parents=True, exist_ok=True)
         self._metrics = MetricsFile(self._folder / "metrics.jsonl")
         lost = self._metrics.truncate_after(start.step)  # first: it refuses a file that something else has written to
@@ -60,6 +61,7 @@ class RunFiles(Callback):
             device=start.device,
             devices=start.devices,
             processes=start.processes,
+            hosts=start.hosts,
             steps=start.steps,
             parameters=start.parameters,
             began=utc_text(_process_start()),
@@ -81,10 +83,18 @@ class RunFiles(Callback):
             self._events.write("collectives", **{kind: traffic._asdict() for kind, traffic in kinds.items()})
         row = {name: getattr(step, name) for name in _KEYS} | {"time": utc_text(step.ended)}
         if step.is_logged:
-            row["processes"] = processes_row(step.process_seconds, step.process_memory_bytes)
+            row["processes"] = processes_row(
+                self._hosts,
+                step.process_seconds,
+                step.process_own_seconds,
+                step.process_data_seconds,
+                step.process_memory_bytes,
+            )
         if (evaluation := step.evaluation) is not None:
             row |= {f"eval_{name}": getattr(evaluation, name) for name in ("loss", "perplexity", "tokens")}
         self._metrics.write(row)
+        for straggler in step.stragglers:
+            self._events.write("straggler", step=step.step, **straggler._asdict())
 
     def on_evaluate(self, evaluation: EvaluationEnd) -> None:
         self._events.write("evaluation", **asdict(evaluation))
@@ -149,6 +159,8 @@ class Console(Callback):
     def on_step(self, step: StepEnd) -> None:
         if step.is_logged:
             log.info(_step_line(step))
+        for straggler in step.stragglers:
+            log.warning("step: %d  %s", step.step, straggler)
         if step.evaluation is not None:
             _log_evaluation(step.evaluation)
 

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from portable_fsdp.backends.base import Backend
 from portable_fsdp.config.schema import Config
 from portable_fsdp.train.build import build_training
+from portable_fsdp.train.measures import VOTES
 
 STEPS = 2
 
@@ -44,7 +45,7 @@ def measure(backend: Backend, config: Config) -> Measured:
 def _batch(config: Config, processes: int) -> dict[str, Tensor]:
     rows, length = config.train.micro_batch, config.data.seq_len
     ids = torch.randint(256, (rows, length))
-    votes = {"votes": torch.zeros(rows, 1 + 3 * processes)}
+    votes = {"votes": torch.zeros(rows, 1 + VOTES * processes)}
     batch = {"input_ids": ids, "labels": ids, "tokens": torch.full((rows,), float(length)), **votes}
     if config.data.resolved_packing == "documents":
         places = torch.arange(length).expand(rows, -1)

@@ -1,11 +1,14 @@
 """Jobs of the native engine: collectives, bytes, and the order of things, as torch's own counters see them."""
 
 import os
+import time
 import warnings
 from contextlib import nullcontext
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from cases import Case, CaseRows
 from jobs import Operators, open_case, running
 from live_storages import Measured, measure
@@ -218,3 +221,27 @@ def at_scale(sizes: dict[str, int], devices: int) -> dict[str, Any]:
         }
     dist.destroy_process_group()
     return answer
+
+
+def train_with_a_slow_process(config: Config, slow: int | None, place: str, seconds: float) -> None:
+    """A whole run. Process `slow` sleeps in each step: in its layers' forward, or as it waits for rows."""
+    from torch.nn.modules.module import register_module_forward_pre_hook
+
+    from portable_fsdp.data.batches import Batches
+    from portable_fsdp.train.loop import train
+
+    def sleep(module: Any, _: Any) -> None:
+        if place == "forward" and type(module).__name__ == "LlamaMLP" and dist.get_rank() == slow:
+            time.sleep(seconds)
+
+    def late(batches: Batches) -> Any:
+        time.sleep(seconds)
+        return following(batches)
+
+    following, hook = Batches.__next__, register_module_forward_pre_hook(sleep)
+    is_late = place == "rows" and dist.get_rank() == slow
+    try:
+        with patch.object(Batches, "__next__", late) if is_late else nullcontext():
+            assert train(config, device="cpu", backend="native") == 0
+    finally:
+        hook.remove()

@@ -43,7 +43,16 @@ def test_a_page_of_two_runs_that_opens_offline(tmp_path: Path, capsys: pytest.Ca
     content = (first / "report.html").read_text(encoding="utf-8")
     page = Page(content)
     assert page.addresses == []
-    for words in ("finished at step 40", "40 of 40", "xla, 2 x cpu", "optim.lr", "0.002", "step-00000040", "2.9.0"):
+    for words in (
+        "finished at step 40",
+        "40 of 40",
+        "xla, 2 x cpu",
+        "optim.lr",
+        "0.002",
+        "step-00000040",
+        "2.9.0",
+        "on host2",
+    ):
         assert words in page.text, words
     assert "Where the time went" in page.text
     assert len(content) < 5_000_000
@@ -107,6 +116,8 @@ DAMAGE = {
         '{"event": "start", "step": 1, "environment": [1], "time": "2026-01-01T00:00:00+00:00"}',
         '{"event": "evaluation", "step": 1, "loss": null, "time": "2026-01-01T00:00:00+00:00"}',
         '{"event": "save", "step": 1, "blocked_seconds": "a", "time": "2026-01-01T00:00:00+00:00"}',
+        '{"event": "straggler", "step": 1, "process": "a", "ratio": 2, "time": "2026-01-01T00:00:00+00:00"}',
+        '{"event": "straggler", "step": 1, "process": 1, "ratio": null, "time": "2026-01-01T00:00:00+00:00"}',
         '{"event": "finish", "step": 1, "time": "2026-01-01"}',
     ],
 }

@@ -36,7 +36,11 @@ STEP = StepEnd(
     is_logged=True,
     memory_limit=15 * 2**30,
     process_seconds=(2.0,),
+    process_own_seconds=(1.5,),
+    process_data_seconds=(0.25,),
     process_memory_bytes=(1.0,),
+    imbalance=None,
+    stragglers=(),
     collectives=None,
 )
 
@@ -49,6 +53,7 @@ START = RunStart(
     device="cpu",
     devices=1,
     processes=1,
+    hosts=("host1",),
     step=0,
     steps=20,
     tokens=6200,

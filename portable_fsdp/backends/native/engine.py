@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from portable_fsdp.backends import base
+from portable_fsdp.backends.native.compute_time import ComputeTime
 from portable_fsdp.backends.native.peers import Peers
 from portable_fsdp.backends.native.prefetch import Prefetch
 from portable_fsdp.backends.native.units import local_part, materialise, reshard_all, shard_units
@@ -76,6 +77,7 @@ class NativeBackend(base.Backend):
         # torch.compile makes no program, or one for each layer, while a dispatch mode is on.
         self._counts_collectives = not config.compile.enabled and config.model.attention != "flex"
         self._first_step_is_over = False
+        self._compute_time: ComputeTime | None = None
         self._matmul_before = _set_matmul_precision(MATMUL[config.precision.matmul])
 
     def __exit__(self, *raised: Any) -> None:
@@ -104,6 +106,7 @@ class NativeBackend(base.Backend):
         self._root = units[0].unit
         if fill is None:
             return model
+        self._compute_time = ComputeTime(model, policy.units, self.device)
         materialise(model, policy, self.device)
         with torch.no_grad():
             for fqn, parameter in model.named_parameters():
@@ -232,6 +235,9 @@ class NativeBackend(base.Backend):
         if not self._first_step_is_over or not self._counts_collectives:
             return None
         return dict(self._counter.traffic)
+
+    def compute_seconds(self) -> float | None:
+        return self._compute_time.take() if self._compute_time else None
 
     def memory(self) -> base.MemoryStats:
         if self.device.type == "cuda":

@@ -1,0 +1,64 @@
+"""Which process the others wait for. All end a step together, so they are compared by the time that each spends alone:
+
+what a process does in a step while no other can hold it up. It waits for rows, prepares the step, computes, and runs
+callbacks. Where the engine can't tell its computing from waiting, dispatching the step stands for it.
+"""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+WINDOW, ENOUGH, RATIO = 10, 9, 1.3
+"""A straggler takes `RATIO` times the median or more in `ENOUGH` of the last `WINDOW` steps."""
+
+SHARE = 0.05
+"""Of a step. Less time than that above the median delays nobody, whatever its ratio."""
+
+
+class Straggler(NamedTuple):
+    """A process that was slow in `slow` of the last `steps` steps."""
+
+    process: int
+    host: str
+    ratio: float  # of its own time to the median; the median over the slow steps
+    slow: int
+    steps: int
+
+    def __str__(self) -> str:
+        slower = f"{self.ratio:.1f}x slower than the median in {self.slow} of the last {self.steps} steps"
+        return f"process {self.process} on {self.host} is {slower}"
+
+
+class StragglerWatch:
+    """Names each straggler once."""
+
+    def __init__(self, hosts: Sequence[str]) -> None:
+        """`hosts`: of each process."""
+        self._hosts = hosts
+        self._ratios = [deque[float](maxlen=WINDOW) for _ in hosts]
+        self._named = set[int]()
+
+    def add(self, own: Sequence[float], seconds: float) -> tuple[Straggler, ...]:
+        """A step: each process's own time, and the whole step's. Returns the stragglers that nobody has named yet."""
+        if imbalance(own) is None:
+            return ()
+        median, new = statistics.median_low(own), list[Straggler]()
+        for process, (value, ratios) in enumerate(zip(own, self._ratios, strict=True)):
+            ratios.append(value / median if value - median >= SHARE * seconds else 1.0)
+            slow = [ratio for ratio in ratios if ratio >= RATIO]
+            if len(slow) >= ENOUGH and process not in self._named:
+                self._named.add(process)
+                new.append(Straggler(process, self._hosts[process], statistics.median(slow), len(slow), len(ratios)))
+        return tuple(new)
+
+
+def imbalance(own: Sequence[float]) -> float | None:
+    """The slowest process's own time over the median (of two processes: over the faster); 1 is even.
+
+    None for one process, and where a time is unknown.
+    """
+    if len(own) < 2 or not all(math.isfinite(value) and value > 0 for value in own):
+        return None
+    return max(own) / statistics.median_low(own)
