@@ -166,7 +166,8 @@ def _evaluate(run: _Run, step: int) -> EvaluationEnd | None:
 def _sample(run: _Run, step: int) -> bool:
     """False where a stop request came before its end."""
     began = time.perf_counter()
-    texts = cast("Sampler", run.sampler)(lambda: _wants_stop(run))
+    with run.measures.timed("wait"):
+        texts = cast("Sampler", run.sampler)(lambda: _wants_stop(run))
     if texts is None:
         return False
     prompts = run.start.config.train.sample_prompts
