@@ -23,8 +23,9 @@ FLOORS = [
 ]
 """From the bottom; what stands directly in the package, the commands, is on top of them."""
 
-SIDEWAYS = {("checkpoint", "backends"), ("plan", "train")}
-"""Imports on one floor: a checkpoint knows the contract's types; the planner plans the trainer's own step."""
+SIDEWAYS = {("checkpoint", "backends"), ("plan", "train"), ("formats", "report")}
+"""Imports on one floor: a checkpoint knows the contract's types; the planner plans the trainer's own step; an export's
+model card has the report's figures."""
 
 ON_DEMAND = {("config", "convert"), ("train", "formats")}
 """Imports that a function may hold: `config` reads another tool's file where there is one, and a run may export."""

@@ -28,7 +28,7 @@ from portable_fsdp.checkpoint.format import (
 )
 from portable_fsdp.checkpoint.storage import exists, locate
 from portable_fsdp.checkpoint.write_errors import with_cause
-from portable_fsdp.formats import EXPORTS, FORMATS, require_source
+from portable_fsdp.formats import EXPORTS, FORMATS, OF_TRANSFORMERS, require_source
 from portable_fsdp.runtime.command import CommandParser, at_least, to_stdout
 from portable_fsdp.runtime.errors import (
     EXIT_FAILED,
@@ -46,7 +46,6 @@ log = logging.getLogger("portable_fsdp")
 
 _EXIT_INTERRUPTED = 130  # 128 + SIGINT
 _DTYPES = ("float32", "bfloat16", "float16")
-_OF_TRANSFORMERS = ("huggingface", "peft")  # formats with a place for adapters and a tokenizer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -238,7 +237,7 @@ def _require_format(options: argparse.Namespace, manifest: Manifest) -> None:
     """Raises `CheckpointError` for a format that has no place for what is requested, or for adapters alone."""
     if options.base is not None and options.format != "huggingface":
         raise CheckpointError(f"--base {options.base}: expected --format huggingface, found {options.format}")
-    if options.format in _OF_TRANSFORMERS:
+    if options.format in OF_TRANSFORMERS:
         return
     if options.tokenizer not in (None, "none"):
         raise CheckpointError(
@@ -255,7 +254,7 @@ def _tokenizer(options: argparse.Namespace, manifest: Manifest) -> Callable[[Pat
     """Writes the tokenizer that goes with the model; None where there is none, or no place for it."""
     from portable_fsdp.data.tokenize import load_tokenizer
 
-    if options.format not in _OF_TRANSFORMERS:
+    if options.format not in OF_TRANSFORMERS:
         return None
     name = options.tokenizer or manifest.config.get("data", {}).get("tokenizer")
     if name is None:

@@ -17,6 +17,9 @@ EXPORTS = {"huggingface": "model/", "dcp": "", "torch": "model/", "safetensors":
 SINGLE_FILE = ("torch", "safetensors")
 """Exports that are one file; the others are folders."""
 
+OF_TRANSFORMERS = {"huggingface": "transformers", "peft": "peft"}
+"""Exports with a place for adapters, a tokenizer and a model card -> the library that opens them."""
+
 MODULES = {"safetensors": "safetensors_file", "torch": "torch_file"}
 """Format -> its module in this package, where that has another name."""
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from portable_fsdp.checkpoint.format import TensorEntry, folder_of
 from portable_fsdp.checkpoint.storage import require_regular
 from portable_fsdp.checkpoint.store import Advance, Reader, no_progress
-from portable_fsdp.formats import EXPORTS, MODULES, SINGLE_FILE
+from portable_fsdp.formats import EXPORTS, MODULES, OF_TRANSFORMERS, SINGLE_FILE
+from portable_fsdp.formats.model_card import write_card
 from portable_fsdp.formats.target import new_file, new_folder, require_new, require_replaceable
 from portable_fsdp.runtime.errors import CheckpointError
 
@@ -31,13 +32,15 @@ FLOAT_DTYPES = ("float64", "float32", "bfloat16", "float16")
 @dataclass(frozen=True)
 class ExportOptions:
     """`dtype`: of the model's floating-point tensors; None: as saved. `save_tokenizer`: for folders of transformers.
-    `base`: of adapters, a folder or a hub id; None: where the run read it. No file exceeds `max_file_bytes`."""
+    `base`: of adapters, a folder or a hub id; None: where the run read it. No file exceeds `max_file_bytes`. `run`: the
+    run's folder, for the model card; None: the one that holds the checkpoints."""
 
     dtype: str | None = None
     save_tokenizer: SaveTokenizer | None = None
     advance: Advance = no_progress
     base: str | None = None
     max_file_bytes: int = 5_000_000_000
+    run: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,9 @@ def export_checkpoint(checkpoint: Path, name: str, target: Path, options: Export
             write(unfinished)
             if options.save_tokenizer is not None and not is_file:
                 options.save_tokenizer(unfinished)
+            if name in OF_TRANSFORMERS:
+                run = options.run or checkpoint.parent.parent
+                write_card(unfinished, reader.manifest, OF_TRANSFORMERS[name], run)
 
 
 def weights_of(reader: Reader, dtype: str | None = None) -> dict[str, TensorEntry]:

@@ -31,7 +31,7 @@ def export_run(config: Config, backend: Backend, tokenizer: Tokenizer, newest: P
     def export() -> None:
         checkpoint, reason = best_checkpoint(newest, history)
         # The base may have moved since the checkpoint was saved.
-        options = ExportOptions(save_tokenizer=tokenizer.save, base=config.model.pretrained)
+        options = ExportOptions(save_tokenizer=tokenizer.save, base=config.model.pretrained, run=Path(config.run.dir))
         export_checkpoint(checkpoint, kind, folder, options)
         log.info("exported %s%s to %s", checkpoint, reason, folder)
 

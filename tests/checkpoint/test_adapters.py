@@ -113,6 +113,7 @@ def test_peft_opens_the_adapters(tmp_path: Path, name: str) -> None:
     export(path, "peft", tmp_path / "export", save_tokenizer=lambda folder: (folder / "tokenizer.json").touch())
     (tmp_path / "away").rename(tmp_path / "base")
     assert sorted(file.name for file in (tmp_path / "export").iterdir()) == [
+        "README.md",
         "adapter_config.json",
         "adapter_model.safetensors",
         "portable_fsdp.json",

@@ -60,7 +60,14 @@ def test_an_export_opens_with_equal_weights(tmp_path: Path, name: str, tied: boo
     config = json.loads((tmp_path / "export" / "config.json").read_text())
     assert (config["architectures"], config["dtype"]) == ([type(model).__name__], "float32")
     assert GenerationConfig.from_pretrained(tmp_path / "export").eos_token_id == model.generation_config.eos_token_id
-    files = ["config.json", "generation_config.json", "model.safetensors", "portable_fsdp.json", "tokenizer.json"]
+    files = [
+        "README.md",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "portable_fsdp.json",
+        "tokenizer.json",
+    ]
     assert names(tmp_path / "export") == files
 
 
