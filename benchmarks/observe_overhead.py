@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc_per_node=1 benchmarks/observe_overhead.py --pairs 120
 
-Steps of `loop_overhead.py`, but of one row (256 tokens), alternate A B B A in one process, with a line on the console and a row of imbalance after
-each step (`log_every: 1`, ten times as often as usual). TensorBoard's own process runs beside it and isn't counted, nor
-is the live line, which needs a terminal. Goodput is computed once, at the end of a run.
+Steps of `loop_overhead.py`, but of one row (256 tokens), alternate A B B A in one process, with a line on the console
+and a row of imbalance after each step (`log_every: 1`, ten times as often as usual). TensorBoard's own process runs
+beside it and isn't counted, nor is the live line, which needs a terminal. Goodput is computed once, at a run's end.
 """
 
 import argparse
