@@ -149,7 +149,7 @@ def test_a_tracker_that_fails_is_dropped(
     monkeypatch.setattr("portable_fsdp.train.trackers.END_S", 120.0)
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("WANDB_API_KEY", "too short")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:////no/such/folder/mlflow.db")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "no-such-scheme://host")
     (tmp_path / "trackers").mkdir()
     (tmp_path / "trackers/tensorboard").write_text("a file where it wants a folder")
     assert train(config(tmp_path, trackers=[name]), device="cpu") == 0
