@@ -116,12 +116,14 @@ def _read(options: argparse.Namespace) -> "Loaded":
     """The config that the flags name, after the checks that need no device."""
     from portable_fsdp.config.load import read_config
     from portable_fsdp.optim.schedule import check_schedule
+    from portable_fsdp.train.early_checks import check_profile
 
     if options.config is None:
         raise ConfigError("--config: expected a YAML file, found none, as in --config=configs/quickstart.yaml.")
     loaded = read_config(options.config, options.overrides, options.imports, os.environ)
     if loaded.config.train.steps is not None:  # else the steps follow from the data
         check_schedule(loaded.config.optim, loaded.config.train.steps)
+        check_profile(loaded.config, loaded.config.train.steps)
     return loaded
 
 

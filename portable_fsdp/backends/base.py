@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
 import psutil
 import torch
@@ -21,6 +22,9 @@ from torch.utils._pytree import tree_map_only
 
 from portable_fsdp.runtime.closing import Closing
 from portable_fsdp.runtime.host import host_memory_bytes
+
+if TYPE_CHECKING:
+    from portable_fsdp.metrics.profile import Operation
 
 T = TypeVar("T")
 
@@ -245,6 +249,14 @@ class Backend(Closing):
     @abstractmethod
     def memory(self) -> MemoryStats | None:
         """Peak and present use of the fullest device of this process; None where the engine doesn't tell."""
+
+    @abstractmethod
+    def start_trace(self, folder: Path) -> Callable[[], "list[Operation]"]:
+        """Record what this process and its devices do, until the function that it returns is called.
+
+        That one writes the engine's own trace into `folder` and returns what ran. Neither waits for a device, compiles,
+        or needs the other processes.
+        """
 
 
 # ------------------------------------------------------------------------------- what every engine asks of a model

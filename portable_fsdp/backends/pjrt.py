@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from threading import Lock
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from portable_fsdp.backends.support import require_supported
 from portable_fsdp.config.layout import check_batch, mesh_axes
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import BackendError
+
+if TYPE_CHECKING:
+    from portable_fsdp.metrics.profile import Operation
 
 log = logging.getLogger("portable_fsdp")
 
@@ -96,6 +99,11 @@ class PjrtBackend(Backend):
     @property
     def compilations(self) -> int:
         return self._programs.compilations
+
+    def start_trace(self, folder: Path) -> Callable[[], "list[Operation]"]:
+        from portable_fsdp.backends.pjrt_profile import start_trace
+
+        return start_trace(folder)
 
     def _whole_piece(self, tensor: Tensor) -> list[Piece]:
         """What isn't sharded, of which process 0 writes a copy."""

@@ -406,6 +406,7 @@ EFFECTS = {
     "checkpoint.keep|keep_every": "process 0 deletes after a newer commit",
     "checkpoint.load|allow|verify": "the same checks on every engine",
     "observe.trackers": "one process each, which reads the files of process 0",
+    "observe.profile": "process 0 records itself and its devices",
     "model.attention": "our function of static arguments (static); transformers' own (sdpa, eager)",
     "model.attention=auto": "static where the model takes it, else the model's own",
     "model.experts": "all experts on all tokens (dense); the chosen weights gathered (batched_mm)",

@@ -371,9 +371,27 @@ class XlaFsdp1(Section):
 Tracker = Literal["aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
 
 
+class Profile(Section):
+    """A profile of some steps."""
+
+    steps: tuple[int, int] = Field(description="the first and the last step to profile", strict=False)
+
+    @field_validator("steps")
+    @classmethod
+    def _in_order(cls, steps: tuple[int, int]) -> tuple[int, int]:
+        if not 1 <= steps[0] <= steps[1]:
+            raise ValueError(f"expected the first and the last step, as [20, 23], found {list(steps)}")
+        return steps
+
+
 class Observe(Section):
     trackers: tuple[Tracker, ...] = Field(
         default=(), description="experiment trackers that get the metrics, by accelerate's classes", strict=False
+    )
+    profile: Profile | None = Field(
+        default=None,
+        description="steps whose trace and summary go to run.dir/profile; null: none, but for those that a file "
+        "PROFILE asks for",
     )
 
 

@@ -95,6 +95,7 @@ def _run_values(run: RunRecord, colour: str) -> dict[str, Any]:
         "environment": list((newest.get("environment") or {}).items()),
         "config": yaml.safe_dump(dict(run.config), sort_keys=False, default_flow_style=None, width=100),
         "samples": [{"step": s["step"], "prompt": s.get("prompt", ""), "text": s.get("text", "")} for s in run.samples],
+        "profiles": run.profiles,
         "skipped": run.skipped,
     }
 

@@ -20,6 +20,7 @@ JsonObject = Mapping[str, Any]
 Numbers = NDArray[np.float64]
 
 _MOST_SAMPLES = 50
+_MOST_BYTES = 20_000  # of a profile's summary
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,12 @@ class RunRecord:
     def of_kind(self, kind: str) -> list[JsonObject]:
         """The events of one kind."""
         return [event for event in self.events if event["event"] == kind]
+
+    @cached_property
+    def profiles(self) -> list[str]:
+        """The summaries of profiled steps, by step."""
+        paths = sorted(self.folder.glob("profile/step-*/summary.txt"), key=lambda path: path.stat().st_mtime)
+        return [path.read_bytes()[:_MOST_BYTES].decode(errors="replace") for path in paths[-_MOST_SAMPLES:]]
 
     @property
     def status(self) -> str:

@@ -122,6 +122,8 @@ def markdown(runs: Sequence[RunRecord]) -> str:
         if spent := accounts(run):
             body = [[name, duration(seconds), f"{share:.1%}", PARTS[name]] for name, seconds, share in spent]
             parts.append(_markdown_table([["time in", "spent", "share", "what it is"], *body]))
+        for text in run.profiles:
+            parts.append("\n".join(f"    {printable(line)}" for line in text.splitlines()))
         if run.skipped:
             parts.append(f"{run.skipped} damaged lines were left out.")
     differing = config_differences(runs)

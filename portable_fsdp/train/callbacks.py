@@ -9,12 +9,15 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from portable_fsdp.backends.base import Backend, Traffic
 from portable_fsdp.checkpoint.manager import Resumed, Saved
 from portable_fsdp.config.schema import Config
 from portable_fsdp.train.stragglers import Straggler
+
+if TYPE_CHECKING:
+    from portable_fsdp.metrics.profile import ProfileSummary
 
 log = logging.getLogger("portable_fsdp")
 
@@ -96,6 +99,16 @@ class StepEnd:
     last_checkpoint: Path | None = None  # committed by this start, or resumed from
 
 
+@dataclass(frozen=True)
+class ProfileEnd:
+    """A profile of process 0, of the steps `first` to `last`."""
+
+    first: int
+    last: int
+    folder: Path  # of the trace, and summary.txt
+    summary: "ProfileSummary"
+
+
 Outcome = Literal["finished", "stopped", "no improvement", "not finite", "failed"]
 
 
@@ -129,6 +142,9 @@ class Callback:
 
     def on_save(self, save: Saved) -> None:
         """After each commit; that of a background save is seen at the end of a later step."""
+
+    def on_profile(self, profile: ProfileEnd) -> None:
+        """After each profile of steps, between two steps."""
 
     def on_end(self, end: RunEnd) -> None:
         """Once, after the last save, also where the run fails; not where the process is killed."""

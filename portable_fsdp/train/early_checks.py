@@ -117,6 +117,19 @@ def _as_json(value: Any) -> Any:
     return value
 
 
+def check_profile(config: Config, steps: int, resumed_step: int = 0, *, is_new: bool = True) -> None:
+    """Raises ConfigError for an observe.profile past the last of `steps`, or before the step that a run resumes from
+    unless the run had it before (`is_new`): then the same command resumes it all the same."""
+    if config.observe.profile is None:
+        return
+    (begin, end), last = config.observe.profile.steps, min(steps, config.train.stop_at or steps)
+    if end > last or (is_new and begin <= resumed_step):
+        raise ConfigError(
+            f"observe.profile.steps: expected steps from {resumed_step + 1} to {last}, found [{begin}, {end}].\n"
+            "  Choose among those, or profile the next steps of a run under way: touch RUN/PROFILE."
+        )
+
+
 def require_trackers(config: Config) -> None:
     """Raises ConfigError for trackers that aren't installed."""
     if config.observe.trackers:

@@ -55,8 +55,10 @@ from portable_fsdp.train.callbacks import (
 )
 from portable_fsdp.train.consistency import open_data, require_folders_and_model, require_same_model
 from portable_fsdp.train.decision import Decision, Limits, Votes, decide, is_patience_over
+from portable_fsdp.train.early_checks import check_profile
 from portable_fsdp.train.evaluate import Evaluator, updated_history
 from portable_fsdp.train.measures import InFlight, Measures, NotFiniteError, run_start
+from portable_fsdp.train.profiles import Profiles
 from portable_fsdp.train.records import Console, RunFiles
 from portable_fsdp.train.save_triggers import SaveTriggers
 
@@ -82,6 +84,7 @@ class _Run:
     triggers: SaveTriggers
     stop: StopRequest
     callbacks: Callbacks
+    profiles: Profiles
     step: int  # the last one that is done
     history: Evaluated | None  # of the evaluations so far
     last_checkpoint: Path | None
@@ -92,6 +95,8 @@ def _train_steps(run: _Run) -> Outcome:
     config, in_flight = run.start.config, None
     with open_batches(config, run.engine, run.training, run.corpus, run.start.resumed) as batches:
         for step in range(run.step + 1, run.limits.last + 1):
+            with run.measures.timed("wait"):
+                ended = run.profiles.before_step(step, in_flight and in_flight.metrics)
             began = run.measures.begin_step()
             rows = next(batches)
             waited, lr = time.perf_counter() - began, learning_rate(config.optim, step, run.start.steps)
@@ -102,7 +107,7 @@ def _train_steps(run: _Run) -> Outcome:
             previous, in_flight = in_flight, InFlight(step, lr, began, waited, metrics)
             votes = Votes()
             if previous is not None:
-                end, votes = _read(run, previous, until=began)
+                end, votes = _read(run, previous, until=ended)
                 run.callbacks.call(Callback.on_step, end)
             decision = decide(run.limits, step, votes, run.history)
             if decision.reads_metrics:
@@ -272,7 +277,10 @@ def _train(
         point = checkpoints.find(config.checkpoint.resume)
         resumed = None if point is None else checkpoints.load(point, training.model, training.optimizer)
         start = run_start(config, engine, training.built.size, steps, resumed)
+        is_new = resumed is None or any(change.name == "observe.profile" for change in resumed.changes)
+        check_profile(config, steps, start.step, is_new=is_new)
         last, eval_every = min(steps, config.train.stop_at or steps), config.train.eval_every if evaluator else None
+        observers = Callbacks([RunFiles(), Console()], [*_displays(config), *callbacks], engine)
         run = _Run(
             start,
             engine,
@@ -285,7 +293,8 @@ def _train(
             Measures(engine, start),
             SaveTriggers(start.folder, config.checkpoint.every_minutes),
             stop,
-            Callbacks([RunFiles(), Console()], [*_displays(config), *callbacks], engine),
+            observers,
+            Profiles(engine, start, observers),
             step=start.step,
             history=_earlier_history(resumed, evaluator),
             last_checkpoint=resumed.path if resumed else None,
@@ -332,6 +341,7 @@ def _train_observed(run: _Run) -> Outcome:
         try:
             outcome = _train_what_is_left(run)
         finally:  # an error may come between a commit and its event, and a save be under way by then
+            run.profiles.close(run.step)
             run.checkpoints.close()
             _note_commits(run)
     except (Exception, Stopped) as error:  # Stopped: before the first step has ended

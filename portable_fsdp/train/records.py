@@ -19,7 +19,7 @@ from portable_fsdp.metrics.goodput import duration, goodput
 from portable_fsdp.metrics.sinks import EventsFile, MetricsFile, processes_row, read_jsonl, utc_text
 from portable_fsdp.runtime.errors import printable
 from portable_fsdp.runtime.files import write_text_atomically
-from portable_fsdp.train.callbacks import Callback, EvaluationEnd, RunEnd, RunStart, SamplesEnd, StepEnd
+from portable_fsdp.train.callbacks import Callback, EvaluationEnd, ProfileEnd, RunEnd, RunStart, SamplesEnd, StepEnd
 
 log = logging.getLogger("portable_fsdp")
 
@@ -107,6 +107,13 @@ class RunFiles(Callback):
     def on_save(self, save: Saved) -> None:
         self._events.write("save", **save._asdict())
 
+    def on_profile(self, profile: ProfileEnd) -> None:
+        figures = profile.summary._asdict()
+        collectives = {kind.name: kind._asdict() for kind in figures.pop("collectives")}
+        shares = {name: value for name, value in figures.items() if isinstance(value, float)}
+        steps = {"step": profile.last, "first_step": profile.first}
+        self._events.write("profile", **steps, path=profile.folder, **shares, collectives=collectives)
+
     def on_end(self, end: RunEnd) -> None:
         if end.outcome == "finished":
             self._events.write("finish", step=end.step)
@@ -174,6 +181,13 @@ class Console(Callback):
 
     def on_save(self, save: Saved) -> None:
         log.info("saved %s in %.1f s (training waited %.1f s)", save.path, save.seconds, save.blocked_seconds)
+
+    def on_profile(self, profile: ProfileEnd) -> None:
+        summary, path = profile.summary, profile.folder / "summary.txt"
+        busy, exposed = summary.busy / summary.wall, summary.exposed / summary.wall
+        log.info(
+            f"profile of {profile.first}-{profile.last}: busy {busy:.0%}, exposed communication {exposed:.0%}: {path}"
+        )
 
     def on_end(self, end: RunEnd) -> None:
         if end.outcome == "finished" and end.step < self._start.steps:

@@ -160,6 +160,22 @@ def train(case: Case, stop_in: int | None = None) -> dict[str, Any]:
         }
 
 
+def traced(case: Case, first: int, folder: str) -> dict[str, Any]:
+    """A run of which process 0 records the steps from `first` on."""
+    with running(case) as run:
+        before = run.backend.compilations
+        metrics = run.train(1, first - 1)
+        stop = run.backend.start_trace(Path(folder)) if run.backend.process.index == 0 else list
+        metrics += run.train(first, case.steps)
+        return {
+            "metrics": metrics,
+            "operations": stop(),
+            "compilations": run.backend.compilations - before,
+            "expected_compilations": run.backend.expected_compilations,
+            "collectives": run.backend.collectives,
+        }
+
+
 def losses_of_documents(case: Case) -> dict[str, Any]:
     """The loss of each document of a global batch with the initial weights, by steps that change nothing, as each
     row's documents come; then a whole run."""

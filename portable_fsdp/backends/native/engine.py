@@ -10,7 +10,8 @@ import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,9 @@ from portable_fsdp.config.layout import mesh_axes
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.process import detect_launch
+
+if TYPE_CHECKING:
+    from portable_fsdp.metrics.profile import Operation
 
 # torch's default. It ends a run whose live processes all wait; a lost process ends it after run.peer_timeout_s.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
@@ -246,6 +250,11 @@ class NativeBackend(base.Backend):
                 torch.cuda.max_memory_allocated(self.device), torch.cuda.memory_allocated(self.device), total
             )
         return base.process_memory()
+
+    def start_trace(self, folder: Path) -> Callable[[], "list[Operation]"]:
+        from portable_fsdp.backends.native.profile import start_trace
+
+        return start_trace(folder, COLLECTIVES)
 
     def _region(self, tensor: Tensor) -> base.Region:
         """What this process holds of a tensor: some rows of it, or all."""

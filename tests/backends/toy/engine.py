@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from portable_fsdp.backends import base
 from portable_fsdp.backends.support import require_supported
 from portable_fsdp.config.layout import mesh_axes
 from portable_fsdp.config.schema import Config
+from portable_fsdp.metrics.profile import Operation
 
 
 class ToyBackend(base.Backend):
@@ -65,6 +67,9 @@ class ToyBackend(base.Backend):
 
     def memory(self) -> base.MemoryStats:
         return base.process_memory()
+
+    def start_trace(self, folder: Path) -> Callable[[], list[Operation]]:
+        return list
 
 
 def _state(tensor: Tensor) -> base.TensorState:

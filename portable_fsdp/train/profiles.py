@@ -1,0 +1,84 @@
+"""Profiles of steps: those of `observe.profile`, and the next ones when a file `PROFILE` appears (`touch RUN/PROFILE`).
+
+Process 0 records itself between two steps, without the others. A profile that fails is dropped with one line.
+"""
+
+import logging
+import shutil
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from portable_fsdp.backends.base import Backend, Pending
+from portable_fsdp.train.callbacks import Callback, Callbacks, ProfileEnd, RunStart
+
+if TYPE_CHECKING:
+    from portable_fsdp.metrics.profile import Operation
+
+log = logging.getLogger("portable_fsdp")
+
+_STEPS = 3  # that one file asks for
+
+
+class Profiles:
+    """Starts and ends the profiles of process 0; does nothing on the others."""
+
+    def __init__(self, engine: Backend, start: RunStart, callbacks: Callbacks) -> None:
+        self._engine, self._start, self._callbacks = engine, start, callbacks
+        first, last = start.config.observe.profile.steps if start.config.observe.profile else (0, 0)
+        self._planned = max(first, start.step + 1), last  # what is left of it
+        self._file = start.folder / "PROFILE"
+        self._is_on = engine.process.index == 0
+        self._stop: Callable[[], list[Operation]] | None = None
+
+    def before_step(self, step: int, previous: Pending | None) -> float:
+        """Between two steps: waits for the `previous` one where a profile ends or begins. Returns when it ended, in
+        seconds of time.perf_counter."""
+        under_way = self._stop is not None
+        if not self._is_on or (step <= self._steps[1] if under_way else self._due(step) is None):
+            return time.perf_counter()
+        if previous is not None:
+            previous.result()
+        ended = time.perf_counter()
+        self.close(step - 1)
+        if self._is_on and (steps := self._due(step)):
+            self._try(lambda: self._begin(steps))
+        return ended
+
+    def close(self, step: int) -> None:
+        """End the profile that is under way, if any; `step` was its last, and is over."""
+        if self._stop is not None:
+            self._try(lambda: self._finish(step))
+
+    def _due(self, step: int) -> tuple[int, int] | None:
+        if step == self._planned[0] <= self._planned[1]:
+            return self._planned
+        return (step, step + _STEPS - 1) if self._file.is_file() else None
+
+    def _begin(self, steps: tuple[int, int]) -> None:
+        self._steps = steps
+        self._folder = self._start.folder / "profile" / f"step-{steps[0]}-{steps[1]}"
+        shutil.rmtree(self._folder, ignore_errors=True)  # of an earlier start
+        self._folder.mkdir(parents=True)
+        self._stop = self._engine.start_trace(self._folder)
+        self._began = time.perf_counter()
+
+    def _finish(self, step: int) -> None:
+        from portable_fsdp.metrics.profile import summarize, summary_text
+
+        stop, self._stop, wall = self._stop, None, time.perf_counter() - self._began
+        assert stop is not None
+        summary = summarize(stop(), wall)
+        run, first = self._start, self._steps[0]
+        title = f"steps {first} to {step}: {wall:.4f} s of process 0, {run.engine} on {run.devices} x {run.device}"
+        (self._folder / "summary.txt").write_text(summary_text(summary, title), encoding="utf-8")
+        self._callbacks.call(Callback.on_profile, ProfileEnd(first, step, self._folder, summary))
+        if self._steps != self._planned:
+            self._file.unlink(missing_ok=True)
+
+    def _try(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:
+            self._is_on, self._stop = False, None
+            log.warning("no more profiles in this run: %s: %s", type(error).__name__, error)

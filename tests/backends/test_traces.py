@@ -1,0 +1,70 @@
+"""Real traces: what each engine records of steps, and that recording changes neither losses nor programs."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_contract import ADAMW
+from workers import GROUPS, Group, Workers, marked
+
+from portable_fsdp.backends.native.engine import COLLECTIVES
+from portable_fsdp.backends.native.profile import operations
+from portable_fsdp.metrics.profile import Operation, summarize
+
+GetWorkers = Callable[[Group], Workers]
+STEPS = 3  # recorded ones
+
+
+def traced(group: Group, workers: GetWorkers, folder: Path) -> list[dict[str, Any]]:
+    return workers(group).run("traced", case=replace(ADAMW, steps=2 + STEPS), first=3, folder=str(folder))
+
+
+@pytest.mark.parametrize("group", [marked(group) for group in GROUPS])
+def test_a_trace_changes_neither_losses_nor_programs(group: Group, workers: GetWorkers, tmp_path: Path) -> None:
+    [plain, *_] = workers(group).run("train", case=replace(ADAMW, steps=2 + STEPS))
+    answers = traced(group, workers, tmp_path)
+    for answer in answers:
+        assert [step["loss"] for step in answer["metrics"]] == [step["loss"] for step in plain["metrics"]]
+        assert answer["compilations"] <= answer["expected_compilations"]  # fewer: programs of an earlier job
+    recorded: list[Operation] = answers[0]["operations"]
+    summary = summarize(recorded, 100.0)
+    modules = {total.name.rpartition(".")[0] or total.name for total in summary.modules}
+    if group.engine.compiles:
+        assert "train_step" in modules
+        assert {"all_gather", "all_reduce"} <= {total.name for total in summary.collectives} or group.devices == 1
+        assert list(tmp_path.rglob("*.xplane.pb"))
+    elif answers[0]["collectives"] is not None:
+        assert {"model.layers", "(root)", "(optimizer)"} <= modules
+        counted = {kind: (STEPS * calls, STEPS * size) for kind, (calls, size) in answers[0]["collectives"].items()}
+        assert {kind: (calls, size) for kind, calls, _, size in summary.collectives} == counted
+        assert (tmp_path / "memory.csv").read_text().count("\n") > 100
+    assert 0 < summary.exposed <= summary.communication < summary.busy < 100 or group.devices == 1
+
+
+def kernel(name: str, start: float, correlation: int, stream: int, **more: Any) -> dict[str, Any]:
+    args = {"device": 0, "stream": stream, "correlation": correlation, **more}
+    return {"ph": "X", "cat": "kernel", "name": name, "ts": start, "dur": 10.0, "tid": stream, "args": args}
+
+
+def on_host(name: str, start: float, category: str, **args: Any) -> dict[str, Any]:
+    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": 1.0, "tid": 77, "args": args}
+
+
+def test_kernels_of_a_gpu_belong_to_the_unit_that_launched_them() -> None:
+    """Written by hand after traces of torch 2.9: no test has a GPU."""
+    gather = {"Collective name": "_allgather_base", "In msg nelems": 100, "Out msg nelems": 800, "dtype": "BFloat16"}
+    events = [
+        on_host("FSDP::pre_forward (layers.3)", 0.0, "user_annotation"),
+        on_host("aten::mm", 5.0, "cpu_op"),
+        on_host("cudaLaunchKernel", 5.5, "cuda_runtime", correlation=1),
+        on_host("FSDP::post_forward (layers.3)", 9.0, "user_annotation"),
+        on_host("cudaLaunchKernel", 12.0, "cuda_runtime", correlation=2),
+        kernel("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 20.0, 2, 31, **gather),
+        kernel("nvjet_tst_128x256", 30.0, 1, 7),
+    ]
+    collective, product = operations(events, COLLECTIVES)
+    assert (collective.name, collective.kind, collective.bytes) == ("all_gather", "communication", 1600)
+    assert (product.kind, product.module, product.stream, product.device) == ("compute", "layers.3", "7", "cuda:0")
+    assert product.seconds == pytest.approx(1e-5)
