@@ -66,7 +66,7 @@ class MetricsFile(_LinesFile):
 
 
 class EventsFile(_LinesFile):
-    """events.jsonl: start, resume, collectives, evaluation, samples, save, profile, straggler, and each end, by time."""
+    """events.jsonl: start, resume, collectives, evaluation, samples, save, profile, straggler, each end, by time."""
 
     def write(self, event: str, /, **fields: object) -> None:
         """Append one event with `time` in UTC (ISO 8601, milliseconds). Paths become text."""
