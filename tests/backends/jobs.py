@@ -160,13 +160,13 @@ def train(case: Case, stop_in: int | None = None) -> dict[str, Any]:
         }
 
 
-def traced(case: Case, first: int, folder: str) -> dict[str, Any]:
-    """A run of which process 0 records the steps from `first` on."""
+def traced(case: Case, first: int, last: int, folder: str) -> dict[str, Any]:
+    """A run until step `last`, of which process 0 records the steps from `first` on."""
     with running(case) as run:
         before = run.backend.compilations
         metrics = run.train(1, first - 1)
         stop = run.backend.start_trace(Path(folder)) if run.backend.process.index == 0 else list
-        metrics += run.train(first, case.steps)
+        metrics += run.train(first, last)
         return {
             "metrics": metrics,
             "operations": stop(),

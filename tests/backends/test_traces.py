@@ -1,32 +1,27 @@
 """Real traces: what each engine records of steps, and that recording changes neither losses nor programs."""
 
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_contract import ADAMW
-from workers import GROUPS, Group, Workers, marked
+from test_contract import ADAMW, GetWorkers, Run
+from workers import GROUPS, Group, marked
 
 from portable_fsdp.backends.native.engine import COLLECTIVES
 from portable_fsdp.backends.native.profile import operations
 from portable_fsdp.metrics.profile import Operation, summarize
 
-GetWorkers = Callable[[Group], Workers]
 STEPS = 3  # recorded ones
 
 
-def traced(group: Group, workers: GetWorkers, folder: Path) -> list[dict[str, Any]]:
-    return workers(group).run("traced", case=replace(ADAMW, steps=2 + STEPS), first=3, folder=str(folder))
-
-
 @pytest.mark.parametrize("group", [marked(group) for group in GROUPS])
-def test_a_trace_changes_neither_losses_nor_programs(group: Group, workers: GetWorkers, tmp_path: Path) -> None:
-    [plain, *_] = workers(group).run("train", case=replace(ADAMW, steps=2 + STEPS))
-    answers = traced(group, workers, tmp_path)
+def test_a_trace_changes_neither_losses_nor_programs(
+    group: Group, workers: GetWorkers, run: Run, tmp_path: Path
+) -> None:
+    losses = [step["loss"] for step in run(group, ADAMW)[0]["metrics"]]
+    answers = workers(group).run("traced", case=ADAMW, first=3, last=2 + STEPS, folder=str(tmp_path))
     for answer in answers:
-        assert [step["loss"] for step in answer["metrics"]] == [step["loss"] for step in plain["metrics"]]
+        assert [step["loss"] for step in answer["metrics"]] == losses[: 2 + STEPS]
         assert answer["compilations"] <= answer["expected_compilations"]  # fewer: programs of an earlier job
     recorded: list[Operation] = answers[0]["operations"]
     summary = summarize(recorded, 100.0)
