@@ -11,6 +11,10 @@ BY_FILE := -n 2 --dist loadfile --no-loadscope-reorder
 RUN := .venv/bin/python
 LAUNCH_DEMO := $(RUN) -m portable_fsdp.launch --device=cpu --config=configs/quickstart.yaml
 LATEST := .venv-latest/bin/python
+# XLA's CPU plugin, which stands in for libtpu in tests/torchtpu.
+TORCHTPU := .venv-torchtpu/bin/python
+TPU_STAND_IN := lammps-jax-pjrt-cpu==0.11.2
+ON_TORCHTPU := $(addprefix tests/backends/test_,torchtpu.py contract.py curves.py packed_documents.py)
 ON_TORCH := tests/backends tests/checkpoint tests/models tests/optim tests/plan/test_cuda.py tests/train tests/launch/test_launch.py
 
 # The same of configs/finetune_smollm2.yaml. The package holds the model's GGUF file; nothing of it is run or installed.
@@ -20,7 +24,7 @@ LAUNCH_FINETUNE := $(RUN) -m portable_fsdp.launch --device=cpu --config=configs/
 SAMPLE := $(RUN) -m portable_fsdp.sample
 PROMPT := --prompt="The with statement is used to" --count=2 --tokens=40
 
-.PHONY: help env check types quick test proof demo demo-finetune docs env-latest test-latest clean
+.PHONY: help env check types quick test proof demo demo-finetune docs env-latest test-latest env-torchtpu test-torchtpu clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -73,8 +77,13 @@ env-latest: .venv-latest/.installed  ## the environment .venv-latest: the newest
 test-latest: env-latest  ## what rests on torch, with the newest one
 	$(LATEST) -m pytest $(BY_FILE) -m "not xla and not proof" $(ON_TORCH)
 
+env-torchtpu: .venv-torchtpu/.installed  ## the environment .venv-torchtpu: TorchTPU, and XLA's CPU plugin as its chip
+
+test-torchtpu: env env-torchtpu  ## native on the device "tpu" of TorchTPU, without a chip; checkpoints to and from xla
+	TEST_TORCHTPU=1 TORCH_DEVICE_BACKEND_AUTOLOAD=0 PYTHON_WITH_XLA=$(abspath $(RUN)) $(TORCHTPU) -m pytest $(BY_FILE) $(ON_TORCHTPU)
+
 clean:  ## removes environments, caches and build products; keeps runs/
-	rm -rf .venv .venv-latest build dist portable_fsdp.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv .venv-latest .venv-torchtpu build dist portable_fsdp.egg-info .pytest_cache .ruff_cache
 	find portable_fsdp tests examples docs benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp lies inside the environment, so that it goes with it.
@@ -88,4 +97,10 @@ clean:  ## removes environments, caches and build products; keeps runs/
 	test -x $(LATEST) || $(PYTHON) -m venv .venv-latest
 	$(LATEST) -m pip install --quiet 'torch==$(TORCH_LATEST)'
 	$(LATEST) -m pip install --quiet --editable '.[test]' 'torch==$(TORCH_LATEST)'
+	touch $@
+
+.venv-torchtpu/.installed: pyproject.toml
+	test -x $(TORCHTPU) || $(PYTHON) -m venv .venv-torchtpu
+	$(TORCHTPU) -m pip install --quiet 'torch==$(TORCH_LATEST)'
+	$(TORCHTPU) -m pip install --quiet --editable '.[test,torchtpu]' '$(TPU_STAND_IN)'
 	touch $@

@@ -5,6 +5,18 @@
 # (prints that of the TPU; nothing where there is none; fails where gcloud can't tell), on_workers NUMBERS COMMAND_LINE
 # and to_workers FILE TARGET.
 
+extra=${TPU_EXTRA:-tpu} # tpu: torch_xla; torchtpu: TorchTPU, which has to be told the hosts of the slice
+slice=
+# shellcheck disable=SC2016 # a worker expands it
+[[ $extra != torchtpu ]] || slice='attribute() {
+    curl --fail --silent --header "Metadata-Flavor: Google" \
+        "http://metadata.google.internal/computeMetadata/v1/instance/attributes/$1"
+}
+TPU_WORKER_ID=$(attribute agent-worker-number)
+TPU_WORKER_HOSTNAMES=$(attribute worker-network-endpoints | tr , "\n" | cut -d : -f 3 | paste -s -d ,)
+export TPU_WORKER_ID TPU_WORKER_HOSTNAMES
+'
+
 not_set_up=66 # answer of a worker that has no checkout yet
 unknown=67    # gcloud couldn't tell the state
 
@@ -38,7 +50,7 @@ rm -f portable_fsdp/build/installed
 tar --extract --gzip --file=portable_fsdp.tar.gz --directory=portable_fsdp
 cd portable_fsdp
 python3.11 -m venv .venv
-.venv/bin/python -m pip install --editable '.[tpu]' gcsfs
+.venv/bin/python -m pip install --editable '.[$extra]' gcsfs
 mkdir -p build
 touch build/installed"
 }
@@ -49,7 +61,7 @@ start() {
     local arguments
     arguments=$(printf ' %q' "$@")
     on_workers all "cd portable_fsdp 2> /dev/null && [ -e build/installed ] || exit $not_set_up
-log=build/run.log
+${slice}log=build/run.log
 touch \$log
 lines=\$(wc -l < \$log)
 if ! kill -0 \"\$(cat build/run.pid 2> /dev/null)\" 2> /dev/null; then

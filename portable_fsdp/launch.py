@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from portable_fsdp.runtime.command import IMPORT_HELP, CommandParser, Once, number_of, run_command
 from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, ConfigError
 from portable_fsdp.runtime.logs import KeptOutput
-from portable_fsdp.runtime.process import detect_launch, end_with_agent
+from portable_fsdp.runtime.process import Hosts, detect_launch, end_with_agent, tpu_workers
 
 if TYPE_CHECKING:
     from portable_fsdp.config.load import Loaded
@@ -26,7 +26,7 @@ DESCRIPTION = """Train a causal language model. With one process per GPU of this
 EXIT_CODES = "exit code: 0 finished, 2 usage or config error, 143 stopped after a committed save, 1 anything else"
 FLAGS = {
     "device": "auto | cpu | cuda | tpu (default auto: cuda, else tpu, else cpu)",
-    "backend": "auto | native | xla | xla_fsdp1 (default auto: native on cpu, cuda; xla on tpu)",
+    "backend": "auto | native | xla | xla_fsdp1 (default auto: native on cpu, cuda; on tpu the one installed)",
     "num_devices": "auto | N: devices of this host (default auto: all GPUs or TPU chips; one CPU device)",
 }
 
@@ -85,15 +85,17 @@ def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) ->
     # Under the others one process may drive several devices, which only the engine counts.
     is_counted = options_of(backend).launcher_counts_devices
     check_devices((processes if launch.is_alone else launch.world_size) if is_counted else None, "the launcher")
-    if launch.is_alone and device != "tpu":  # the other hosts of a slice would wait for this one
-        devices = processes if is_counted else num_devices
-        require_supported(loaded.config, engine=backend, device=device, devices=devices, hosts=1)
+    if launch.is_alone and (device != "tpu" or is_counted):  # else PJRT counts the hosts of a slice
+        hosts = max(1, len(tpu_workers(os.environ))) if device == "tpu" else 1
+        devices = processes * hosts if is_counted else num_devices
+        require_supported(loaded.config, engine=backend, device=device, devices=devices, hosts=hosts)
         check_paths(loaded.config)
         if message := nothing_left(loaded.config):
             print(message, file=sys.stderr)
             return EXIT_FINISHED
-    if processes > 1:
-        return _start(processes, argv, Path(loaded.config.run.dir))
+    meeting = options_of(backend).prepare_start(processes, os.environ) if launch.is_alone and device == "tpu" else None
+    if processes > 1 or meeting:
+        return _start(processes, argv, Path(loaded.config.run.dir), meeting)
 
     os.environ.update(launch.variables)
     if launch.rank == 0:
@@ -127,12 +129,12 @@ def _read(options: argparse.Namespace) -> "Loaded":
     return loaded
 
 
-def _start(processes: int, argv: list[str], run_dir: Path) -> int:
+def _start(processes: int, argv: list[str], run_dir: Path, hosts: Hosts | None) -> int:
     """Run this very command in `processes` processes of this host; returns their exit code."""
     from portable_fsdp.runtime.elastic import run_processes
 
     since = time.time()
-    code = run_processes(processes, "portable_fsdp.launch", argv)
+    code = run_processes(processes, "portable_fsdp.launch", argv, hosts)
     stopped = run_dir / "STOPPED"
     if code == EXIT_STOPPED and not (stopped.is_file() and stopped.stat().st_mtime >= since):
         _say("stopped before a save: torch's launcher gives its processes 30 s for the step at hand and the save.")

@@ -106,7 +106,6 @@ def check_launch(arguments: list[str], where: str, processes: int | None = None)
     if values.device != "auto":
         assert values.backend == "auto" or values.backend in engines_on(values.device), where
         engine = usual_engine(values.device) if values.backend == "auto" else values.backend
-        assert options_of(engine).packages[values.device].is_ours, f"{where}: needs a package that no extra installs"
         explain._require_accepted(loaded, explain.Deployment(engine, values.device, processes, None))
 
 
@@ -141,7 +140,6 @@ python -m portable_fsdp.launch --device=gpu --config=configs/quickstart.yaml
 python -m portable_fsdp.launch --config=configs/none.yaml
 python -m portable_fsdp.launch --config=configs/quickstart.yaml optim.learning_rate=1
 python -m portable_fsdp.launch --num_devices=5 --config=configs/quickstart.yaml
-python -m portable_fsdp.launch --device=tpu --backend=native --config=configs/llama_1b.yaml
 python -m portable_fsdp.launch --device=cuda --config=configs/llama_1b.yaml compile.scan_layers=true
 NNODES=2 launch/torchrun.sh --config=configs/none.yaml
 launch/tpu_vm.sh start

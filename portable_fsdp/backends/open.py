@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 from portable_fsdp.backends.options import EngineOptions
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import BackendError
-from portable_fsdp.runtime.host import tpu_chips
+from portable_fsdp.runtime.host import keep_torch_tpu_out, tpu_chips
 
 if TYPE_CHECKING:
     from portable_fsdp.backends.base import Backend
@@ -41,8 +41,8 @@ def usual_engine(device: str) -> str:
 
 
 def engine_made_for(device: str) -> str:
-    """The engine of a device that isn't here: the first that one of our extras installs."""
-    return next(engine for engine in engines_on(device) if options_of(engine).packages[device].is_ours)
+    """The usual engine of a device that isn't here."""
+    return next(engine for engine in engines_on(device) if options_of(engine).packages[device].is_usual)
 
 
 def require_names(device: str, backend: str) -> None:
@@ -56,6 +56,7 @@ def require_names(device: str, backend: str) -> None:
 def resolve(device: str, backend: str) -> tuple[str, str]:
     """The device and the engine that `auto` stands for; raises BackendError for what is absent or can't be."""
     require_names(device, backend)
+    keep_torch_tpu_out()
     if device == "auto":
         device = next((kind for kind in ("cuda", "tpu") if count_devices(kind)), "cpu")
     if backend == "auto":
@@ -69,8 +70,9 @@ def resolve(device: str, backend: str) -> tuple[str, str]:
             f"backend {backend} on {device}: expected the package {package.name}, found none installed.\n"
             f"  {package.way}"
         )
+    package.check()
     if not count_devices(device):
-        raise BackendError(_NO_DEVICE[device])
+        raise BackendError(_NO_DEVICE[device].format(backend=backend))
     return device, backend
 
 
@@ -79,7 +81,7 @@ _NO_DEVICE = {
     "  Check nvidia-smi and that torch is a CUDA build, or use --device=cpu.",
     "tpu": "--device=tpu: expected TPU chips, found none on this host (no /dev/accel* and no /dev/vfio/*).\n"
     "  Run this on a TPU VM, on all its workers at once (launch/tpu_vm.sh); to try the same engine here:\n"
-    "  --device=cpu --backend=xla --num_devices=4",
+    "  --device=cpu --backend={backend} --num_devices=4",
 }
 
 

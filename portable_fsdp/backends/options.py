@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from portable_fsdp.config.rules import Rule
+from portable_fsdp.runtime.process import Hosts
 
 ProcessCount = Callable[[str, int | None, Callable[[str], int]], int]
 """(device, requested devices, count of a device on this host) -> processes of a plain start on one host."""
@@ -15,7 +16,8 @@ class Package(NamedTuple):
 
     name: str
     way: str  # to get it, a sentence
-    is_ours: bool = True  # one of our extras installs it
+    is_usual: bool = True  # a plan or a way out may assume it; users of the other engines of a device know them
+    check: Callable[[], None] = lambda: None  # raises BackendError where it can't work as it is installed
 
 
 @dataclass(frozen=True)
@@ -30,5 +32,7 @@ class EngineOptions:
     """`section.key`, `section.key|key` or `section.key=value|value` -> what the engine does with it."""
     processes: ProcessCount
     launcher_counts_devices: bool  # the launcher starts one process a device; else only the engine knows the number
+    prepare_start: Callable[[int, Mapping[str, str]], Hosts | None] = lambda processes, environ: None
+    """(processes of this host, environment), in the process that starts them -> where several hosts meet."""
     delegated: Mapping[str, str] = field(default_factory=dict[str, str])  # as `effects`; the engine decides by itself
     other_devices: Mapping[str, str] = field(default_factory=dict[str, str])  # device -> why not, and the way out

@@ -121,8 +121,7 @@ def ways_out(rule: Rule, config: Config, deployment: Deployment) -> tuple[str, .
     """Those that lead somewhere on this device."""
     ways = rule.ways(config, deployment) if callable(rule.ways) else rule.ways
     packages = {engine: options_of(engine).packages.get(deployment.device) for engine in ENGINES}
-    # Users of an engine that none of our extras installs know it.
-    elsewhere = {f"--backend={name}" for name, package in packages.items() if package is None or not package.is_ours}
+    elsewhere = {f"--backend={name}" for name, package in packages.items() if package is None or not package.is_usual}
     return tuple(way for way in ways if way not in elsewhere)
 
 

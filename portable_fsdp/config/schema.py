@@ -293,8 +293,9 @@ class Memory(Section):
 
 class Compile(Section):
     enabled: bool = Field(default=False, description="torch.compile each layer; XLA always compiles")
-    backend: Literal["inductor", "aot_eager", "eager"] = Field(
-        default="inductor", description="torch.compile's backend; inductor needs a GPU here"
+    backend: Literal["auto", "inductor", "aot_eager", "eager"] = Field(
+        default="auto",
+        description="torch.compile's backend; auto: inductor on cuda, TorchTPU's own on tpu; inductor needs a GPU here",
     )
     scan_layers: bool = Field(
         default=False, description="XLA: compile one layer and loop over it, instead of one copy per layer"

@@ -91,6 +91,7 @@ def _check_host(run_dir: Path, limit_s: float, launch: Launch | None) -> dict[st
             "python": lambda: packages.check_python(sys.version_info[:3]),
             "torch": lambda: packages.check_package("torch"),
             "torch_xla": lambda: packages.check_torch_xla(len(chips)),
+            "torch_tpu": lambda: packages.check_torch_tpu(len(chips)),
             "transformers": lambda: packages.check_package("transformers"),
             "packages": lambda: packages.check_others(shown=("torch", "transformers")),
             "extras": packages.check_extras,

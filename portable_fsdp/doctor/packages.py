@@ -12,7 +12,7 @@ from typing import NamedTuple
 from portable_fsdp.doctor.finding import Finding, failed, ok, warning
 
 OURS = "portable-fsdp"
-EXTRAS = ("xla", "tpu", "plan")
+EXTRAS = ("xla", "tpu", "torchtpu", "plan")
 OLDEST_PYTHON = (3, 11)
 INSTALL = "pip install '.'"
 _MATCHES = {
@@ -135,6 +135,17 @@ def check_torch_xla(chips: int) -> Finding:
     if torch is None or release(torch)[:2] != release(version)[:2]:
         return failed(f"{version}, built for another torch than {torch or 'none'}", "pip install '.[xla]'")
     return ok(f"{version}, built for torch {torch}")
+
+
+def check_torch_tpu(chips: int) -> Finding:
+    """TorchTPU has a range of torch versions, and needs libtpu; `chips`: TPU chips of this host."""
+    version = installed("torch_tpu")
+    if version is None:
+        return ok("not installed: only --device=tpu --backend=native needs it")
+    required = [part for part in requirements("torch_tpu") if part.name in ("torch", "libtpu")]
+    if problem := unmet(required):
+        return failed(f"{version}: {problem}", "in a new environment: pip install '.[torchtpu]'")
+    return ok(f"{version}; torch {installed('torch')} and libtpu {installed('libtpu')} fit it, {chips} chip(s) here")
 
 
 def check_extras() -> Finding:

@@ -81,7 +81,8 @@ def seeded(seed: int, fqn: str) -> Generator[None]:
     """While torch's generator on the host is seeded by (seed, FQN) alone."""
     digest = hashlib.sha256(f"{seed}/{fqn}".encode()).digest()
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        # Not torch.manual_seed: it seeds the devices too, and TorchTPU takes no negative seed.
+        torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
         yield
 
 

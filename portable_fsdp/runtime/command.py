@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from portable_fsdp.runtime.errors import EXIT_FINISHED, EXIT_USAGE, ConfigError, PortableFSDPError
+from portable_fsdp.runtime.host import keep_torch_tpu_out
 
 NOTHING_STARTED = "Nothing was started."
 
@@ -168,6 +169,7 @@ def run_command(
     `say` prints the message of a PortableFSDPError, and `Nothing was started.` below that of a usage error, unless a
     run had begun to train: an engine refuses some models only when it compiles the step.
     """
+    keep_torch_tpu_out()
     try:
         options = parser.parse_intermixed_args(argv)
     except SystemExit as end:  # argparse's, after --help or a flag that it doesn't take

@@ -1,5 +1,6 @@
 """What this host has: its TPU chips, and memory for its processes, limited by a container's or a job's cgroup."""
 
+import importlib.util
 import os
 import socket
 from collections.abc import Iterator
@@ -9,6 +10,16 @@ from pathlib import Path
 def tpu_chips(devices: Path = Path("/dev")) -> list[Path]:
     """Their device files."""
     return sorted([*devices.glob("accel[0-9]*"), *(devices / "vfio").glob("[0-9]*")])
+
+
+def keep_torch_tpu_out() -> None:
+    """Before torch is imported: it then doesn't load the packages that give it devices, if torch_tpu is one of them.
+
+    The engine loads torch_tpu itself, on a TPU. On a host without a chip, or on its CPU, a torch that has loaded it
+    hangs in the first backward: autograd starts a thread for each device, and that one's opens the TPU (0.2.0).
+    """
+    if importlib.util.find_spec("torch_tpu") is not None:
+        os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 
 
 def host_memory_bytes(root: Path = Path("/")) -> int:

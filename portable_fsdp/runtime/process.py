@@ -13,7 +13,7 @@ from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from portable_fsdp.runtime.errors import EXIT_FAILED, ConfigError
 from portable_fsdp.runtime.tasks import Tasks, integer, read_tasks
@@ -44,6 +44,15 @@ class Launch:
     def is_alone(self) -> bool:
         """No launcher counts this host's processes, and there is no address where they could meet."""
         return self.kind in ("plain", "tpu_vm")
+
+
+class Hosts(NamedTuple):
+    """The hosts of one run: how many, which one this is, and where they meet."""
+
+    hosts: int
+    rank: int
+    address: str
+    port: int
 
 
 def detect_launch(environ: Mapping[str, str]) -> Launch:

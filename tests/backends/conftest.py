@@ -5,6 +5,7 @@ Hence one process of the suite runs all tests on torch_xla, and one all others (
 the last test of the folder, and before that where memory gets scarce.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 import psutil
 import pytest
 from workers import GROUPS, Group, Workers, marked
+
+collect_ignore = [] if os.environ.get("TEST_TORCHTPU") else ["test_torchtpu.py"]
 
 ROOM = 8 * 2**30
 """Bytes. With less of the machine's memory left, groups that wait are ended before another begins."""

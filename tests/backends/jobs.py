@@ -43,7 +43,9 @@ def open_case(case: Case) -> tuple[Backend, Config]:
     """On all devices of this process group."""
     devices = _devices()
     config = case.config(devices)
-    return open_backend(config, device="cpu", backend=os.environ["GROUP_BACKEND"], num_devices=devices), config
+    return open_backend(
+        config, device=os.environ["GROUP_DEVICE"], backend=os.environ["GROUP_BACKEND"], num_devices=devices
+    ), config
 
 
 def _devices() -> int:
@@ -479,7 +481,7 @@ def _three_more(run: Run, metrics: list[dict[str, float]]) -> list[Collective]:
 def is_refused(case: Case) -> bool:
     """By the engine's own table."""
     devices = _devices()
-    place = Deployment(os.environ["GROUP_BACKEND"], "cpu", devices, 1)
+    place = Deployment(os.environ["GROUP_BACKEND"], os.environ["GROUP_DEVICE"], devices, 1)
     return any(verdict.kind == "refused" for verdict in verdicts(case.config(devices), place))
 
 

@@ -1,5 +1,6 @@
 """Jobs of the native engine: collectives, bytes, and the order of things, as torch's own counters see them."""
 
+import logging.handlers
 import os
 import time
 import warnings
@@ -245,3 +246,25 @@ def train_with_a_slow_process(config: Config, slow: int | None, place: str, seco
             assert train(config, device="cpu", backend="native") == 0
     finally:
         hook.remove()
+
+
+def programs_of_steps(case: Case) -> dict[str, Any]:
+    """On TorchTPU: how many programs each step compiled, and the warnings, also after an operation of another shape."""
+    handler = logging.handlers.BufferingHandler(1000)
+    handler.setLevel(logging.WARNING)
+    said = handler.buffer
+    logger = logging.getLogger("portable_fsdp")
+    logger.addHandler(handler)
+    try:
+        with running(case) as run:
+            programs, new = cast(Any, run.backend)._programs, list[int]()
+            for step in range(1, case.steps + 1):
+                before = programs.count
+                run.train(step, step)
+                new.append(programs.count - before)
+            before = len(said)
+            torch.ones(7, 11, 13, device="tpu").cos().sum().item()
+            run.train(case.steps, case.steps)
+    finally:
+        logger.removeHandler(handler)
+    return {"programs": programs.count, "new": new, "warnings": before, "warnings_of_another_shape": len(said) - before}

@@ -282,7 +282,13 @@ def _at_scale(name: str, devices: int) -> dict[str, Any]:
     sizes = {**LLAMA[name], "num_key_value_heads": 8}
     script = f"import json, native_jobs; print(json.dumps(native_jobs.at_scale({sizes}, {devices})))"
     launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(devices), "LOCAL_WORLD_SIZE": "8"}
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "GROUP_BACKEND": "native", "USE_TORCH_XLA": "0"}
+    where = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+        "GROUP_BACKEND": "native",
+        "GROUP_DEVICE": "cpu",
+        "USE_TORCH_XLA": "0",
+    }
     done = subprocess.run(
         [sys.executable, "-c", script],
         cwd=Path(__file__).parent,

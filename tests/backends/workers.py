@@ -50,6 +50,7 @@ class Engine(NamedTuple):
 
     devices: tuple[int, ...]  # a group of workers of each number
     in_suite: tuple[int, ...]  # those of every commit; the others are for the proofs: minutes each
+    device: str = "cpu"
     jobs: str = ""  # a module of jobs of its own
     begin: Callable[[], None] = lambda: None  # in each process, before the first job
     environment: Callable[[int], dict[str, str]] = lambda devices: {}
@@ -63,6 +64,18 @@ def _begin_native() -> None:
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
+
+
+def _begin_torchtpu() -> None:
+    import rig
+
+    rig.install()
+    from portable_fsdp.backends.native import torchtpu
+
+    torchtpu.load()
+    import torch.distributed as dist
+
+    dist.init_process_group("cpu:gloo,tpu:tpu_dist")
 
 
 def _begin_toy() -> None:
@@ -99,14 +112,20 @@ def _in_order(devices: int) -> dict[str, str]:
 
 
 ENGINES = {
-    "native": Engine((1, 2, 3), (3,), "native_jobs", _begin_native, _on_loopback, process_a_device=True),
-    "xla": Engine((1, 3, 4), (3,), "xla_jobs", environment=_on_pjrt, compiles=True, needs_xla=True),
-    "xla_fsdp1": Engine((2,), (), "xla_jobs", environment=_in_order, compiles=True, needs_xla=True, threads=True),
+    "native": Engine((1, 2, 3), (3,), "cpu", "native_jobs", _begin_native, _on_loopback, process_a_device=True),
+    "xla": Engine((1, 3, 4), (3,), jobs="xla_jobs", environment=_on_pjrt, compiles=True, needs_xla=True),
+    "xla_fsdp1": Engine((2,), (), jobs="xla_jobs", environment=_in_order, compiles=True, needs_xla=True, threads=True),
     "toy": Engine((1,), (1,), begin=_begin_toy, process_a_device=True),
+    "torchtpu": Engine((1, 2), (1, 2), "tpu", "native_jobs", _begin_torchtpu, _on_loopback, process_a_device=True),
 }
 """3 is a number that divides no size of the models."""
 
-GROUPS = [Group(name, devices) for name, engine in ENGINES.items() for devices in engine.devices]
+GROUPS = [
+    Group(name, devices)
+    for name, engine in ENGINES.items()
+    for devices in engine.devices
+    if (name == "torchtpu") == bool(os.environ.get("TEST_TORCHTPU"))  # make test-torchtpu: its environment has no other
+]
 
 
 def marked(group: Group, *more: Any, in_suite: bool | None = None) -> Any:
@@ -119,11 +138,11 @@ def marked(group: Group, *more: Any, in_suite: bool | None = None) -> Any:
 
 def _serve(pipe: Connection, environment: dict[str, str], backend: str) -> None:
     os.environ.update(environment)
+    engine = ENGINES[backend]
+    engine.begin()
     import torch
 
     torch.set_num_threads(1)
-    engine = ENGINES[backend]
-    engine.begin()
     import jobs
 
     known = {**vars(jobs), **(vars(importlib.import_module(engine.jobs)) if engine.jobs else {})}
@@ -175,7 +194,8 @@ class Workers:
         self._processes, self._pipes = [], []
         for rank in range(group.processes):
             here, there = context.Pipe()
-            environment = {"USE_TORCH_XLA": "0", "OMP_NUM_THREADS": "1", "GROUP_BACKEND": group.backend}
+            environment = {"USE_TORCH_XLA": "0", "OMP_NUM_THREADS": "1", "GROUP_DEVICE": group.engine.device}
+            environment |= {"GROUP_BACKEND": "native" if group.backend == "torchtpu" else group.backend}
             environment |= group.engine.environment(group.devices)
             if self._xla_flags:
                 environment["XLA_FLAGS"] += f" {self._xla_flags}"

@@ -35,6 +35,7 @@ STARTS: dict[str, list[str]] = {
 KEYS = [
     *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", "memory_bytes", "seconds"),
     "data_seconds",
+    "imbalance",
     "time",
 ]
 CONSOLE_LINE = (

@@ -152,7 +152,7 @@ def test_a_dockerfile_fits_the_project(path: Path) -> None:
     lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
     text = re.sub(r"\\\n\s*", "", "\n".join(lines))
     instructions = [(word, rest) for word, _, rest in (line.partition(" ") for line in text.splitlines())]
-    assert {word for word, _ in instructions} <= {"FROM", "RUN", "WORKDIR", "COPY", "ENV", "CMD"}
+    assert {word for word, _ in instructions} <= {"FROM", "ARG", "RUN", "WORKDIR", "COPY", "ENV", "CMD"}
     (first, base), (last, command) = instructions[0], instructions[-1]
     assert (first, last) == ("FROM", "CMD")
     assert json.loads(command)[:2] == ["python", "-m"]
@@ -166,8 +166,12 @@ def test_a_dockerfile_fits_the_project(path: Path) -> None:
 
 @pytest.mark.parametrize("path", [*DOCKERFILES, *SKY_TASKS, LAUNCH / "tpu_workers.sh"], ids=lambda path: path.name)
 def test_the_extras_that_are_installed_exist(path: Path) -> None:
-    [line] = re.findall(r"pip install (?:--[a-z-]+ )*(.*)", path.read_text())
-    ours, *others = shlex.split(line.rstrip('"'))
+    text = path.read_text()
+    [line] = re.findall(r"pip install (?:--[a-z-]+ )*(.*)", text)
+    if default := re.search(r"(?:ARG EXTRA=|EXTRA: |TPU_EXTRA:-)(\w+)", text):
+        assert "torchtpu" in text
+        line = re.sub(r"\$extra|\$EXTRA", default[1], line)
+    ours, *others = shlex.split(line.removesuffix('"') if line.count('"') % 2 else line)
     extra = re.fullmatch(r"\.(?:\[(\w+)\])?", ours)
     assert extra
     assert extra[1] is None or extra[1] in PROJECT["optional-dependencies"]

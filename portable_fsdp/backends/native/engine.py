@@ -1,4 +1,4 @@
-"""Native: FSDP2 (`fully_shard`), one process per device. gloo on CPU, NCCL on CUDA.
+"""Native: FSDP2 (`fully_shard`), one process per device. gloo on CPU, NCCL on CUDA, TorchTPU's tpu_dist on TPUs.
 
 `shard_model` reads top to bottom: the units (`units.py`), what is gathered ahead (`prefetch.py`), then
 memory and weights. With `memory.cpu_offload` parameters, gradients and optimizer state rest on the host: FSDP2 copies
@@ -25,14 +25,16 @@ from portable_fsdp.backends import base
 from portable_fsdp.backends.native.compute_time import ComputeTime
 from portable_fsdp.backends.native.peers import Peers
 from portable_fsdp.backends.native.prefetch import Prefetch
-from portable_fsdp.backends.native.units import local_part, materialise, reshard_all, shard_units
+from portable_fsdp.backends.native.units import local_part, materialise, move_buffers, reshard_all, shard_units
 from portable_fsdp.backends.support import require_supported
 from portable_fsdp.config.layout import mesh_axes
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import BackendError
+from portable_fsdp.runtime.host import tpu_chips
 from portable_fsdp.runtime.process import detect_launch
 
 if TYPE_CHECKING:
+    from portable_fsdp.backends.native.torchtpu import TpuPrograms
     from portable_fsdp.metrics.profile import Operation
 
 # torch's default. It ends a run whose live processes all wait; a lost process ends it after run.peer_timeout_s.
@@ -61,8 +63,17 @@ class NativeBackend(base.Backend):
         hosts = max(1, count // int(os.environ.get("LOCAL_WORLD_SIZE", count)))
         _check_launch(device, num_devices, count, launch.local_rank)
         require_supported(config, engine="native", device=device, devices=count, hosts=hosts)
-        self.device = torch.device(device, launch.local_rank) if device != "cpu" else torch.device("cpu")
+        self.device = torch.device(device, launch.local_rank) if device == "cuda" else torch.device("cpu")
         self.device_name = device
+        self._programs: TpuPrograms | None = None
+        if device == "tpu":
+            from portable_fsdp.backends.native import torchtpu
+
+            if self._owns_group:
+                torchtpu.check_launch(os.environ, count, len(tpu_chips()))
+            torchtpu.load()
+            self.device, self._programs = torch.device("tpu"), torchtpu.TpuPrograms()  # the only one that a process has
+            self.device_name = cast(Any, torch).tpu.get_device_name()
         if device == "cuda":
             torch.cuda.set_device(self.device)
             self.device_name = torch.cuda.get_device_name(self.device)
@@ -92,6 +103,8 @@ class NativeBackend(base.Backend):
             if peers:
                 peers.leave(error)
         finally:
+            if self._programs:
+                self._programs.expect_others()
             _set_matmul_precision(self._matmul_before)
             if dist.is_initialized():
                 for group in self._mesh.get_all_groups():  # each of gloo's has threads that poll
@@ -105,6 +118,7 @@ class NativeBackend(base.Backend):
 
     def shard_model(self, model: nn.Module, policy: base.ShardPolicy, fill: base.Fill | None) -> nn.Module:
         mesh = self._shard if self.axes["replicate"] == 1 else self._mesh
+        move_buffers(model, self.device)
         units = shard_units(model, policy, mesh)
         self._prefetch = Prefetch(units, policy)
         self._root = units[0].unit
@@ -134,12 +148,14 @@ class NativeBackend(base.Backend):
         self._first_step_is_over = True
         if self._peers:
             self._peers.note_step()
+        if self._programs:
+            self._programs.note_step()
 
     def place(self, batch: base.Batch) -> base.Batch:
-        if self.device.type == "cpu":
-            return batch
-        pinned = {name: tensor.pin_memory() for name, tensor in batch.items()}
-        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in pinned.items()}
+        if self.device.type == "cuda":
+            pinned = {name: tensor.pin_memory() for name, tensor in batch.items()}
+            return {name: tensor.to(self.device, non_blocking=True) for name, tensor in pinned.items()}
+        return {name: tensor.to(self.device) for name, tensor in batch.items()}
 
     def compile(self, fn: Callable[..., base.Metrics], name: str) -> Callable[..., base.Metrics]:
         is_counted = self._counts_collectives and name not in ("evaluate", "sample")
@@ -162,6 +178,8 @@ class NativeBackend(base.Backend):
     @contextmanager
     def evaluate(self) -> Generator[None]:
         self._prefetch.before_forward()
+        if self._programs:
+            self._programs.expect_others()
         try:
             with torch.no_grad():
                 yield
@@ -243,12 +261,17 @@ class NativeBackend(base.Backend):
     def compute_seconds(self) -> float | None:
         return self._compute_time.take() if self._compute_time else None
 
-    def memory(self) -> base.MemoryStats:
+    def memory(self) -> base.MemoryStats | None:
         if self.device.type == "cuda":
             total = torch.cuda.get_device_properties(self.device).total_memory
             return base.MemoryStats(
                 torch.cuda.max_memory_allocated(self.device), torch.cuda.memory_allocated(self.device), total
             )
+        if self.device.type == "tpu":
+            accelerator = cast(Any, torch.accelerator)  # of torch 2.11 and newer
+            _, total = accelerator.get_memory_info(self.device)
+            peak, now = accelerator.max_memory_allocated(self.device), accelerator.memory_allocated(self.device)
+            return base.MemoryStats(peak, now, total) if total else None
         return base.process_memory()
 
     def start_trace(self, folder: Path) -> Callable[[], "list[Operation]"]:
@@ -275,7 +298,7 @@ class NativeBackend(base.Backend):
 
 
 def _init_process_group(device: str, where: torch.device, process: base.Rank, peers: Peers | None) -> None:
-    backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}.get(device)
+    backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "tpu": "cpu:gloo,tpu:tpu_dist"}[device]
     try:
         dist.init_process_group(
             backend,
@@ -283,7 +306,7 @@ def _init_process_group(device: str, where: torch.device, process: base.Rank, pe
             rank=process.index,
             world_size=process.count,
             timeout=COLLECTIVE_TIMEOUT,
-            device_id=where if peers and device != "cpu" else None,
+            device_id=where if peers and device == "cuda" else None,
         )
     except Exception as error:
         if peers:

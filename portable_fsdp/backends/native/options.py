@@ -1,10 +1,17 @@
 """What native (FSDP2) does with each option. No torch here."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from portable_fsdp.backends.options import EngineOptions, Package
 from portable_fsdp.config.rules import Deployment, Refused, Rule, is_hybrid, parts, shards_of_a_replica
 from portable_fsdp.config.schema import Config
+from portable_fsdp.runtime.process import Hosts
+
+
+def _compiler(config: Config, place: Deployment) -> str:
+    """What compile.backend=auto is on a device."""
+    backend = config.compile.backend
+    return ("tpu" if place.device == "tpu" else "inductor") if backend == "auto" else backend
 
 
 def _reshards(config: Config) -> bool:
@@ -34,7 +41,7 @@ RULES = (
         "with another compile.backend than inductor",
         "without inductor's kernel all scores would be in memory",
         "compile.backend=inductor",
-        when=lambda c, p: c.compile.enabled and c.compile.backend != "inductor",
+        when=lambda c, p: c.compile.enabled and _compiler(c, p) != "inductor",
     ),
     Rule(
         "model.attention",
@@ -76,9 +83,21 @@ RULES = (
     Rule(
         "compile.backend",
         "on cpu",
-        lambda c, p: c.compile.enabled and c.compile.backend == "inductor" and p.device == "cpu",
+        lambda c, p: c.compile.enabled and _compiler(c, p) == "inductor" and p.device == "cpu",
         "inductor would build C++ for this host, which is neither tried nor fast",
         ("compile.backend=aot_eager", "compile.enabled=false"),
+    ),
+    Refused(
+        "compile.backend=inductor",
+        "on tpu",
+        "TorchTPU has a compiler of its own, and refuses inductor",
+        when=lambda c, p: p.device == "tpu",
+    ),
+    Refused(
+        "memory.cpu_offload",
+        "on tpu",
+        "it needs pinned host memory and copies beside the computation, neither of which TorchTPU 0.2.0 promises",
+        when=lambda c, p: p.device == "tpu",
     ),
     Refused(
         "compile.scan_layers",
@@ -125,13 +144,26 @@ EFFECTS = {
     "memory.save_ops": "a selective checkpoint keeps the outputs of these operations",
     "memory.cpu_offload=true": "CPUOffloadPolicy: the optimizer steps on the host",
     "compile.enabled|backend": "torch.compile of each layer",
+    "compile.backend=auto": "inductor; on tpu TorchTPU's own",
     "compile.enabled=false": "layers run eagerly",
 }
 
 
 def _processes(device: str, requested: int | None, count: Callable[[str], int]) -> int:
     """One a device; on CPU one by default."""
-    return requested or (count(device) if device == "cuda" else 1)
+    return requested or (1 if device == "cpu" else count(device))
+
+
+def _prepare_start(processes: int, environ: Mapping[str, str]) -> Hosts | None:
+    from portable_fsdp.backends.native import torchtpu
+
+    return torchtpu.prepare_start(processes, environ)
+
+
+def _check_torch_tpu() -> None:
+    from portable_fsdp.backends.native import torchtpu
+
+    torchtpu.check_installation()
 
 
 _TORCH = Package("torch", "In a checkout of portable_fsdp: pip install '.'")
@@ -142,7 +174,11 @@ OPTIONS = EngineOptions(
         "cpu": _TORCH,
         "cuda": _TORCH,
         "tpu": Package(
-            "torch_tpu", "It is TorchTPU, for torch 2.11 and newer. Use --backend=xla on TPUs.", is_ours=False
+            "torch_tpu",
+            "In a checkout of portable_fsdp, in a new environment: pip install '.[torchtpu]'. With torch_xla: "
+            "--backend=xla.",
+            is_usual=False,
+            check=_check_torch_tpu,
         ),
     },
     example_device="cuda",
@@ -150,4 +186,5 @@ OPTIONS = EngineOptions(
     effects=EFFECTS,
     processes=_processes,
     launcher_counts_devices=True,
+    prepare_start=_prepare_start,
 )

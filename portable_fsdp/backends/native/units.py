@@ -64,9 +64,9 @@ def shard_units(model: nn.Module, policy: ShardPolicy, mesh: DeviceMesh) -> list
             layer.forward = MethodType(_recomputed(type(layer).forward, policy.save_ops, holds_units), layer)
         if name in policy.layers and policy.compile_backend is not None:
             # Shapes are static, FSDP2's hooks stay outside. Those of a unit inside break the graph; else it is one.
-            layer.forward = torch.compile(
-                layer.forward, backend=policy.compile_backend, fullgraph=not holds_units, dynamic=False
-            )
+            # torch's default is inductor; torch_tpu makes its own compiler the default.
+            backend: dict[str, Any] = {} if policy.compile_backend == "auto" else {"backend": policy.compile_backend}
+            layer.forward = torch.compile(layer.forward, **backend, fullgraph=not holds_units, dynamic=False)
     for name in (*reversed(units), ROOT):
         for dtype, names in (*groups[name].items(), (_dtype_of(name, policy), [name])):
             _fully_shard(model, names, shared, policy, mesh, dtype, is_root=name == ROOT)
@@ -222,13 +222,21 @@ def _gather_order(
     return chain
 
 
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """With their values. Before `shard_units`: fully_shard would move them by `.data`, which no TPU tensor takes."""
+    for fqn, buffer in list(model.named_buffers(remove_duplicate=False)):
+        if not buffer.is_meta:
+            owner, _, leaf = fqn.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, buffer.to(device))
+
+
 def materialise(model: nn.Module, policy: ShardPolicy, device: torch.device) -> None:
-    """Memory for the parameters (on meta until now) where they rest; buffers move to the device with their values."""
+    """Memory for the parameters (on meta until now) where they rest."""
     rest_on = torch.device("cpu") if policy.cpu_offload else device
 
     def allocate(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, nn.Parameter):
-            return tensor.to(device)
+            return tensor
         return torch.empty_like(tensor, device=rest_on) if tensor.is_meta else tensor  # a tied one comes twice
 
     cast(Any, model)._apply(allocate)

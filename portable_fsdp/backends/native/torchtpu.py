@@ -1,0 +1,155 @@
+"""TorchTPU (the package torch_tpu) under native: what a TPU needs around FSDP2. Imports no torch.
+
+It gives torch the device "tpu" and the process group backend `tpu_dist`. Each process drives one chip, and libtpu has
+to know the whole slice before the first tensor: from TORCH_TPU_* variables, set by the process that starts the others.
+"""
+
+import logging
+import os
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any, cast
+
+from packaging.requirements import Requirement
+
+from portable_fsdp.runtime.errors import BackendError
+from portable_fsdp.runtime.host import tpu_chips
+from portable_fsdp.runtime.process import Hosts, problem_of_tpu_worker, tpu_workers
+
+PACKAGE = "torch_tpu"
+WARM_UP_STEPS = 3  # operations compile when they first run, and a step is read and logged one step later
+
+log = logging.getLogger("portable_fsdp")
+
+
+def check_installation() -> None:
+    """Raises BackendError where torch_tpu can't work with what is installed beside it. Reads metadata only."""
+    ours, other = _version(PACKAGE), _version("torch_xla")
+    if other is not None:
+        raise BackendError(
+            f"backend native on tpu: torch_tpu {ours} and torch_xla {other} are both installed, and each needs another "
+            f"torch (found {_version('torch')}).\n  Give each an environment of its own: pip install '.[torchtpu]' in "
+            "one, pip install '.[tpu]' in the other."
+        )
+    for requirement in map(Requirement, metadata.requires(PACKAGE) or []):
+        found = _version(requirement.name)
+        if found is None or not requirement.specifier.contains(found, prereleases=True):
+            raise BackendError(
+                f"backend native on tpu: torch_tpu {ours} needs {requirement}, found {found or 'none'}.\n"
+                "  In a new environment: pip install '.[torchtpu]'"
+            )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+# ---------------------------------------------------------------------------------------------------------- the start
+
+
+def prepare_start(processes: int, environ: Mapping[str, str]) -> Hosts | None:
+    """Set this process's environment for `processes` processes on each host, before they start.
+
+    Returns where the hosts of a slice meet; None for one host. Raises BackendError for several slices, and where the
+    environment contradicts itself or doesn't say which host this is.
+    """
+    hosts = tpu_workers(environ)
+    if int(environ.get("MEGASCALE_NUM_SLICES") or 1) > 1:
+        raise BackendError(
+            "backend native on tpu: expected one slice, found MEGASCALE_NUM_SLICES="
+            f"{environ['MEGASCALE_NUM_SLICES']}.\n  Use --backend=xla, in an environment with torch_xla."
+        )
+    if problem := problem_of_tpu_worker(environ):
+        raise BackendError(f"environment: {problem}.\n  Set the TPU_* variables as the TPU VM does, or unset them.")
+    if len(hosts) > 1:
+        if not environ.get("TPU_WORKER_ID"):
+            raise BackendError(
+                f"environment: TPU_WORKER_HOSTNAMES names {len(hosts)} hosts, and no TPU_WORKER_ID says which one this "
+                "is.\n  Set it to the host's place in that list, from 0 (launch/tpu_vm.sh does)."
+            )
+        os.environ.setdefault("JOB_COMPLETION_INDEX", environ["TPU_WORKER_ID"])
+    if len(hosts) < 2 and processes == len(tpu_chips()) == 1:
+        return None  # libtpu finds the only chip
+    load()
+    import torch
+
+    try:
+        cast(Any, torch).tpu.distributed.set_tpu_launch_env(nnodes=len(hosts) or 1, nproc_per_node=processes)
+    except ValueError as error:
+        raise BackendError(f"backend native on tpu: torch_tpu can't prepare {processes} processes: {error}") from error
+    if len(hosts) < 2:
+        return None
+    return Hosts(len(hosts), int(os.environ["NODE_RANK"]), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+
+
+def check_launch(environ: Mapping[str, str], world_size: int, chips: int) -> None:
+    """Raises BackendError where this host's chips and processes are not one to one: libtpu would abort, or wait."""
+    addresses = [name for name in environ.get("TORCH_TPU_SLICEBUILDER_ADDRESSES", "").split(",") if name]
+    if len(addresses) == world_size or (not addresses and world_size == chips == 1):
+        return
+    raise BackendError(
+        "backend native on tpu: expected a process for each chip, and in TORCH_TPU_SLICEBUILDER_ADDRESSES an address "
+        f"for each process, found {world_size} process(es), {chips} chip(s) on this host and {len(addresses)} "
+        "address(es).\n  Leave the launcher out: `python -m portable_fsdp.launch --device=tpu --backend=native` on "
+        "each host sets them, and starts a process for each chip."
+    )
+
+
+def load() -> None:
+    """Give torch its device "tpu", as torch itself would at import (`runtime/host.py` says why it doesn't).
+
+    Raises BackendError where torch_tpu finds no chip.
+    """
+    (entry,) = metadata.entry_points(group="torch.backends", name=PACKAGE)
+    entry.load()()
+    import torch
+
+    if not hasattr(torch, "tpu") or "tpu" not in str(torch._C._get_privateuse1_backend_name()):  # pyright: ignore
+        raise BackendError(
+            f"backend native on tpu: torch_tpu {_version(PACKAGE)} finds no chip on this host: it looks for TPUs of v4 "
+            "and newer behind VFIO (/dev/vfio/*).\n  Start a TPU VM with a newer image, or use --backend=xla in an "
+            "environment with torch_xla."
+        )
+
+
+# ------------------------------------------------------------------------------------------------------- the programs
+
+
+class TpuPrograms:
+    """Counts the programs that TorchTPU compiles, and warns of new ones in a step that should have none.
+
+    Shapes of a step never change, so after the first steps each operation has its program. A new one is printed as
+    StableHLO by TorchTPU itself, with its operation and shapes.
+    """
+
+    def __init__(self) -> None:
+        from torch_tpu._internal.device import _device_module  # pyright: ignore
+
+        self._device: Any = cast(Any, _device_module).TpuDeviceModule
+        self._steps, self._before, self._has_warned = 0, 0, False
+
+    @property
+    def count(self) -> int:
+        """Compiled so far in this process."""
+        return int(self._device._get_cache_stats().num_compilations)
+
+    def note_step(self) -> None:
+        """After each step."""
+        self._steps, before, self._before = self._steps + 1, self._before, self.count
+        if self._steps > WARM_UP_STEPS and self._before > before and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "TorchTPU compiled %d new program(s) in or after a step whose shapes are those of the steps before; "
+                "the StableHLO above names them: an operation with new shapes or numbers in a callback, a loss or a "
+                "layer. Each takes seconds.",
+                self._before - before,
+            )
+        self._device._set_dump_on_cache_miss(self._steps >= WARM_UP_STEPS)
+
+    def expect_others(self) -> None:
+        """Something other than a step runs, an evaluation say: what it compiles is no step's."""
+        self._steps = min(self._steps, WARM_UP_STEPS - 1)
+        self._device._set_dump_on_cache_miss(False)
