@@ -49,12 +49,13 @@ def _facts(manifest: Manifest, pretrained: str) -> Table:
     """Of local files the name alone: where they lay is nobody's business."""
     data, evaluation, by = manifest.config.get("data", {}), manifest.evaluation, manifest.written_by
     sources = [
-        (str(source.get("source") or ""), str(source.get("path") or "")) for source in data.get("mixture") or [data]
+        f"{source.get('source') or ''} {_public(str(source.get('path') or ''))}".strip()
+        for source in data.get("mixture") or [data]
     ]
     return [
         ("model", str((manifest.architecture or {}).get("model_type", ""))),
         ("fine-tuned from", _public(pretrained)),
-        ("data", ", ".join(f"{source} {_public(path)}".strip() for source, path in sources)),
+        ("data", ", ".join(sources)),
         ("checkpoint", f"step {manifest.step:,}"),
         ("eval loss at its save", f"{evaluation.loss:.4f} (step {evaluation.step})" if evaluation else ""),
         ("saved by", f"{by.backend} on {by.device}, torch {by.torch}, portable_fsdp {by.portable_fsdp}"),

@@ -81,20 +81,14 @@ def _run_values(run: RunRecord, colour: str) -> dict[str, Any]:
         "colour": colour,
         "figures": figures(run),
         "parts": [
-            {
-                "name": name,
-                "seconds": duration(seconds),
-                "percent": 100 * share,
-                "colour": _PART_COLOURS[name],
-                "about": PARTS[name],
-            }
+            (name, duration(seconds), 100 * share, _PART_COLOURS[name], PARTS[name])
             for name, seconds, share in accounts(run)
         ],
         "starts": starts(run),
         "saves": saves(run),
         "environment": list((newest.get("environment") or {}).items()),
         "config": yaml.safe_dump(dict(run.config), sort_keys=False, default_flow_style=None, width=100),
-        "samples": [{"step": s["step"], "prompt": s.get("prompt", ""), "text": s.get("text", "")} for s in run.samples],
+        "samples": run.samples,
         "profiles": run.profiles,
         "skipped": run.skipped,
     }

@@ -1,5 +1,6 @@
 """A run's folder as data. The run may still be under way, or have ended in any way; damaged lines are left out."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -100,13 +101,11 @@ def read_config(folder: Path) -> dict[str, Any]:
 def read_run(folder: Path) -> RunRecord:
     """Read the folder of a run. Raises UsageError for one that isn't."""
     config = read_config(folder)
-    rows, bad_rows = _records(folder / "metrics.jsonl", "step")
-    events, bad_events = _records(folder / "events.jsonl", "event")
-    samples, bad_samples = _records(folder / "samples.jsonl", "step")
-    whole_rows, whole_events = list(filter(_is_row, rows)), list(filter(_is_event, events))
-    by_step = {row["step"]: row for row in whole_rows}
-    skipped = bad_rows + bad_events + bad_samples + len(rows) - len(whole_rows) + len(events) - len(whole_events)
-    events, rows = whole_events, [by_step[step] for step in sorted(by_step)]
+    rows, bad_rows, _ = read_records(folder / "metrics.jsonl", "step", "seconds")
+    events, bad_events, _ = read_records(folder / "events.jsonl", "event", "time")
+    samples, bad_samples, _ = read_records(folder / "samples.jsonl", "step")
+    by_step = {row["step"]: row for row in rows}
+    rows, skipped = [by_step[step] for step in sorted(by_step)], bad_rows + bad_events + bad_samples
     return RunRecord(folder, config, rows, events, samples[-_MOST_SAMPLES:], skipped)
 
 
@@ -115,43 +114,31 @@ def _runs_inside(folder: Path) -> str:
     return printable(", ".join(names[:5]))
 
 
-def _records(path: Path, key: str) -> tuple[list[JsonObject], int]:
-    """The objects of a file of JSON lines that have `key`, and how many other lines it has; a torn last one is none."""
+def read_records(path: Path, *needed: str, offset: int = 0) -> tuple[list[JsonObject], int, int]:
+    """The objects from byte `offset` on that have the `needed` keys, how many other lines there are, and the offset
+    behind them. A torn last line is none; a file that has become shorter is read from its beginning."""
+    records, skipped = list[JsonObject](), 0
     if not path.is_file():
-        return [], 0
-    records: list[JsonObject] = []
-    skipped = 0
-    with path.open(encoding="utf-8", errors="replace") as lines:
+        return records, skipped, 0
+    with path.open("rb") as lines:
+        offset = lines.seek(offset if offset <= os.fstat(lines.fileno()).st_size else 0)
         for line in lines:
             record = parse_line(line)
-            if record is not None and key in record:
+            if record is not None and _is_whole(record, needed):
                 records.append(record)
+            elif line.endswith(b"\n"):
+                skipped += 1
             else:
-                skipped += line.endswith("\n")
-    return records, skipped
+                break
+            offset += len(line)
+    return records, skipped, offset
 
 
-def _is_row(row: JsonObject) -> bool:
-    needed = _is_step(row["step"]) and _is_number(row.get("seconds"))
-    return needed and _is_number(row.get("data_seconds", 0.0)) and _is_time_or_none(row.get("time"))
-
-
-def _is_event(event: JsonObject) -> bool:
-    """Whether the fields that the report reads have their types."""
-    lost, environment = event.get("lost") or {}, event.get("environment") or {}
-    if not isinstance(lost, Mapping) or not isinstance(environment, Mapping):
-        return False
-    times = (event.get("time"), event.get("began"), lost.get("until"))
-    numbers = (event.get("seconds"), event.get("blocked_seconds"), lost.get("seconds"))
-    needs_step = event["event"] in ("start", "save", "evaluation", "straggler", "finish", "stop", "fail")
-    return (
-        event.get("time") is not None
-        and all(map(_is_time_or_none, times))
-        and all(number is None or _is_number(number) for number in numbers)
-        and (not needs_step or _is_step(event.get("step")))
-        and (event["event"] != "evaluation" or _is_number(event.get("loss")))
-        and (event["event"] != "straggler" or (_is_step(event.get("process")) and _is_number(event.get("ratio"))))
-    )
+def _is_whole(record: JsonObject, needed: Sequence[str]) -> bool:
+    """Whether all that the report reads of it is there and has its type; null is unknown."""
+    known = {key: value for key, value in record.items() if value is not None}
+    has_all = known.keys() >= {*needed, *_NEEDED.get(str(record.get("event")), ())}
+    return has_all and all(check(known[key]) for check, keys in _CHECKS.items() for key in keys if key in known)
 
 
 def _is_step(value: object) -> bool:
@@ -162,13 +149,32 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and abs(value) < 1e300  # NaN isn't
 
 
-def _is_time_or_none(value: object) -> bool:
-    if value is None:
-        return True
+def _is_time(value: object) -> bool:
     try:
         return isinstance(value, str) and datetime.fromisoformat(value).tzinfo is not None
     except ValueError:
         return False
+
+
+def _is_object(value: object) -> bool:
+    return isinstance(value, Mapping) and _is_whole(cast(JsonObject, value), ())
+
+
+_NEEDED = {
+    "start": ("step",),
+    "save": ("step",),
+    "evaluation": ("step", "loss"),
+    "straggler": ("step", "process", "ratio"),
+    "finish": ("step",),
+    "stop": ("step",),
+    "fail": ("step",),
+}
+_CHECKS = {
+    _is_step: ("step", "process"),
+    _is_number: ("seconds", "data_seconds", "blocked_seconds", "ratio", "loss"),
+    _is_time: ("time", "began", "until"),
+    _is_object: ("lost", "environment"),
+}
 
 
 def _config(path: Path) -> dict[str, Any]:

@@ -18,50 +18,30 @@ Table = list[tuple[str, str]]
 
 def figures(run: RunRecord) -> Table:
     """Name and value, for people; what the files don't know is left out."""
-    losses, evaluations = _known(run.column("loss")), run.of_kind("evaluation")
-    trained: Table = []
+    rows: Table = [("status", run.status)]
     if run.rows:
-        trained.append(("steps", _steps_text(run)))
-        trained.append(("tokens", f"{int(np.nansum(run.column('tokens'))):,}"))
-    if len(losses):
-        trained.append(("loss", f"{losses[0]:.4f} → {losses[-1]:.4f}"))
-    if evaluations:
-        best = min(evaluations, key=lambda event: float(event.get("loss") or np.inf))
-        trained.append(("best eval loss", f"{float(best['loss']):.4f} (step {best['step']})"))
-    return [("status", run.status), *trained, *_speed(run), *_time(run), *_stragglers(run)]
-
-
-def _steps_text(run: RunRecord) -> str:
-    done, total = int(run.steps[-1]), (run.attempts[-1].start.get("steps") if run.attempts else None)
-    return f"{done:,} of {total:,}" if isinstance(total, int) else f"{done:,}"
-
-
-def _speed(run: RunRecord) -> Table:
-    """Medians: the first step of a start compiles."""
-    medians = (
-        ("tokens per second", "tokens_per_second", lambda value: f"{value:,.0f}"),
-        ("MFU", "mfu", lambda value: f"{value:.1%}"),
-    )
-    values = [(name, _known(run.column(key)), text) for name, key, text in medians]
-    rows = [(name, f"{text(float(np.median(known)))} (median)") for name, known, text in values if len(known)]
-    memory = _known(run.column("memory_bytes"))
-    return [*rows, ("peak memory", f"{memory.max() / 2**30:.2f} GiB")] if len(memory) else rows
-
-
-def _time(run: RunRecord) -> Table:
-    if run.goodput is None:
-        return []
-    rows = [("wall time", duration(run.goodput.wall_seconds)), ("goodput", f"{run.goodput.share:.1%}")]
-    return [*rows, ("starts", str(len(run.attempts)))]
-
-
-def _stragglers(run: RunRecord) -> Table:
-    events = run.of_kind("straggler")[-_MOST_STRAGGLERS:]
-    where = [f"process {event['process']} on {event.get('host', '?')}" for event in events]
-    return [
-        ("straggler", f"{process}: {event['ratio']:.1f}x the median, at step {event['step']}")
-        for process, event in zip(where, events, strict=True)
-    ]
+        total = run.attempts[-1].start.get("steps") if run.attempts else None
+        done = f"{run.rows[-1]['step']:,}"
+        rows.append(("steps", f"{done} of {total:,}" if isinstance(total, int) else done))
+        rows.append(("tokens", f"{int(np.nansum(run.column('tokens'))):,}"))
+    if len(losses := _known(run, "loss")):
+        rows.append(("loss", f"{losses[0]:.4f} → {losses[-1]:.4f}"))
+    if evaluations := run.of_kind("evaluation"):
+        best = min(evaluations, key=lambda event: event["loss"])
+        rows.append(("best eval loss", f"{best['loss']:.4f} (step {best['step']})"))
+    if len(speeds := _known(run, "tokens_per_second")):  # medians: the first step of a start compiles
+        rows.append(("tokens per second", f"{np.median(speeds):,.0f} (median)"))
+    if len(shares := _known(run, "mfu")):
+        rows.append(("MFU", f"{np.median(shares):.1%} (median)"))
+    if len(memory := _known(run, "memory_bytes")):
+        rows.append(("peak memory", f"{memory.max() / 2**30:.2f} GiB"))
+    if run.goodput is not None:
+        rows.append(("wall time", duration(run.goodput.wall_seconds)))
+        rows += [("goodput", f"{run.goodput.share:.1%}"), ("starts", str(len(run.attempts)))]
+    for event in run.of_kind("straggler")[-_MOST_STRAGGLERS:]:
+        process = f"process {event['process']} on {event.get('host', '?')}"
+        rows.append(("straggler", f"{process}: {event['ratio']:.1f}x the median, at step {event['step']}"))
+    return rows
 
 
 def accounts(run: RunRecord) -> list[tuple[str, float, float]]:
@@ -75,16 +55,14 @@ def accounts(run: RunRecord) -> list[tuple[str, float, float]]:
 def starts(run: RunRecord) -> list[list[str]]:
     """A row for each start: when, from which step, on what, to which step, its end."""
     rows = [["started (UTC)", "from step", "engine", "last step", "end"]]
-    for number, attempt in enumerate(run.attempts, start=1):
-        last = str(attempt.rows[-1]["step"]) if attempt.rows else "-"
-        end = attempt.end
-        unknown = "-" if number == len(run.attempts) else "no end recorded"
+    for attempt in run.attempts:
+        end, unknown = attempt.end, "-" if attempt is run.attempts[-1] else "no end recorded"
         rows.append(
             [
                 time_text(attempt.start["time"]),
-                str(attempt.start.get("step", "?")),
+                str(attempt.start["step"]),
                 engine(attempt.start),
-                last,
+                str(attempt.rows[-1]["step"]) if attempt.rows else "-",
                 unknown if end is None else f"{end['event']} {end.get('reason', '')}".strip(),
             ]
         )
@@ -106,19 +84,15 @@ def config_differences(runs: Sequence[RunRecord]) -> list[list[str]]:
     """Keys that the runs set differently: a row each, a column for each run."""
     keys = dict.fromkeys(key for run in runs for key in run.config)
     differing = [key for key in keys if len({repr(run.config.get(key)) for run in runs}) > 1]
-    return [["key", *(run.name for run in runs)]] + [
-        [key, *(str(run.config.get(key, "-")) for run in runs)] for key in differing
-    ]
+    values = [[key, *(str(run.config.get(key, "-")) for run in runs)] for key in differing]
+    return [["key", *(run.name for run in runs)], *values]
 
 
 def markdown(runs: Sequence[RunRecord]) -> str:
     """The figures of each run, where its time went, and what differs between their configs, as Markdown."""
     parts: list[str] = []
     for run in runs:
-        parts += [
-            f"## {_cell(run.name)}",
-            _markdown_table([["", ""], *([name, value] for name, value in figures(run))]),
-        ]
+        parts += [f"## {_cell(run.name)}", _markdown_table([("", ""), *figures(run)])]
         if spent := accounts(run):
             body = [[name, duration(seconds), f"{share:.1%}", PARTS[name]] for name, seconds, share in spent]
             parts.append(_markdown_table([["time in", "spent", "share", "what it is"], *body]))
@@ -141,5 +115,6 @@ def _cell(text: str) -> str:
     return printable(text).replace("|", r"\|").replace("\n", " ")
 
 
-def _known(column: Numbers) -> Numbers:
+def _known(run: RunRecord, key: str) -> Numbers:
+    column = run.column(key)
     return column[np.isfinite(column)]

@@ -11,15 +11,14 @@ import select
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import psutil
 
-from portable_fsdp.metrics.sinks import parse_line
-from portable_fsdp.report.read import JsonObject, name_of, read_config
+from portable_fsdp.report.read import JsonObject, name_of, read_config, read_records
 from portable_fsdp.runtime.errors import PortableFSDPError, UsageError
 from portable_fsdp.runtime.files import write_text_atomically
 
@@ -89,10 +88,13 @@ def track(run: Path, name: str, *, follow: bool) -> int:
         if not sent.config:
             tracker.store_init_configuration({key: _plain(value) for key, value in config.items()})
             sent = replace(sent, config=True)
-        texts = _Texts(run / "samples.jsonl" if name in _TAKE_TEXTS else None)
+        samples, offset = list[JsonObject](), 0  # a run writes them before the row of their step
         for row in _rows(run / "metrics.jsonl", sent.step, follow=follow):
             if row:
-                tracker.log({**_values(row), **texts.of(row["step"])}, step=row["step"])
+                new, _, offset = read_records(run / "samples.jsonl", "step", offset=offset)
+                samples = [sample for sample in (*samples, *new) if sample["step"] >= row["step"]]
+                texts = _texts(samples, row["step"]) if name in _TAKE_TEXTS else {}
+                tracker.log({**_values(row), **texts}, step=row["step"])
                 sent = replace(sent, step=row["step"])
             else:  # nothing new for now
                 _write_state(state, sent)
@@ -122,7 +124,7 @@ def _rows(path: Path, after: int, *, follow: bool) -> Iterator[JsonObject | None
     while True:
         is_last = not follow or _parent_is_gone(pause)
         pause = _POLL_S
-        offset, rows = _new_rows(path, offset)
+        rows, _, offset = read_records(path, "step", offset=offset)
         for row in rows:
             if row["step"] > after:
                 after = row["step"]
@@ -132,41 +134,6 @@ def _rows(path: Path, after: int, *, follow: bool) -> Iterator[JsonObject | None
         if time.monotonic() - waited > _SYSTEM_EVERY_S:
             waited = time.monotonic()
             yield None
-
-
-def _new_rows(path: Path, offset: int) -> tuple[int, list[JsonObject]]:
-    """Whole rows from `offset` on, and the offset behind them. A resumed run writes a shorter file anew."""
-    try:
-        with path.open("rb") as file:
-            if file.seek(0, os.SEEK_END) < offset:
-                offset = 0
-            file.seek(offset)
-            content = file.read()
-    except FileNotFoundError:
-        return 0, []
-    whole = content[: content.rfind(b"\n") + 1]
-    rows: list[JsonObject] = []
-    for line in whole.splitlines():
-        row = parse_line(line)
-        if row is not None and isinstance(row.get("step"), int):
-            rows.append(row)
-    return offset + len(whole), rows
-
-
-class _Texts:
-    """The samples of each step, which a run writes before the step's row."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._path, self._offset, self._ahead = path, 0, list[JsonObject]()
-
-    def of(self, step: int) -> dict[str, str]:
-        """`samples/1`, ... -> text. Steps come in their order."""
-        if self._path is None:
-            return {}
-        self._offset, rows = _new_rows(self._path, self._offset)
-        self._ahead = [row for row in (*self._ahead, *rows) if row["step"] >= step]
-        texts = [str(row.get("text")) for row in self._ahead if row["step"] == step]
-        return {f"samples/{number}": text for number, text in enumerate(texts, start=1)}
 
 
 def _parent_is_gone(seconds: float) -> bool:
@@ -183,6 +150,12 @@ def _values(row: JsonObject) -> dict[str, float]:
     flat |= {f"processes/{key}": value for key, value in loads.items()} if isinstance(loads, Mapping) else {}
     numbers = {key: value for key, value in flat.items() if isinstance(value, int | float)}
     return {key: value for key, value in numbers.items() if key != "train/step"}
+
+
+def _texts(samples: Sequence[JsonObject], step: int) -> dict[str, str]:
+    """`samples/1`, ... -> text."""
+    texts = [str(sample.get("text")) for sample in samples if sample["step"] == step]
+    return {f"samples/{number}": text for number, text in enumerate(texts, start=1)}
 
 
 def _system() -> dict[str, float]:
