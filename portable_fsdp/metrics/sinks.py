@@ -6,7 +6,6 @@ torn line off. NaN and infinities, which JSON lacks, are written as null.
 
 import json
 import math
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -15,8 +14,6 @@ from typing import Any, NamedTuple, cast
 
 from portable_fsdp.runtime.errors import UsageError
 from portable_fsdp.runtime.files import write_text_atomically
-
-_Loads = Sequence[float]  # of each process
 
 
 class LostSteps(NamedTuple):
@@ -126,30 +123,3 @@ def _without_nan(value: object) -> object:
     if isinstance(value, list | tuple):
         return [_without_nan(inner) for inner in cast(Sequence[object], value)]
     return value
-
-
-def processes_row(
-    hosts: Sequence[str], seconds: _Loads, own_seconds: _Loads, data_seconds: _Loads, memory_bytes: _Loads
-) -> dict[str, object]:
-    """How evenly the processes are loaded, as each saw it at the start of this step; by process index.
-
-    `seconds`: wall time of the last step that had ended; `own_seconds` leave out waiting for others, which makes wall
-    times even (train/stragglers.py). `memory_bytes`: the peak of a process's fullest device. NaN is unknown. An
-    imbalance is the greatest value over the median, 1 is even; of hosts: of their mean own times, None for one host.
-    """
-    by_host = {host: [own for own, of in zip(own_seconds, hosts, strict=True) if of == host] for host in set(hosts)}
-    return {
-        "seconds": list(seconds),
-        "own_seconds": list(own_seconds),
-        "data_seconds": list(data_seconds),
-        "memory_bytes": list(memory_bytes),
-        "seconds_imbalance": _imbalance(seconds),
-        "memory_imbalance": _imbalance(memory_bytes),
-        "host_imbalance": _imbalance([statistics.fmean(own) for own in by_host.values()]) if len(by_host) > 1 else None,
-    }
-
-
-def _imbalance(values: Sequence[float]) -> float | None:
-    if not all(math.isfinite(value) and value > 0 for value in values):
-        return None
-    return max(values) / statistics.median(values)

@@ -3,10 +3,9 @@
 import logging
 import os
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from rich.console import Console as Terminal
 from rich.file_proxy import FileProxy
@@ -24,18 +23,16 @@ class LiveDisplay(Callback):
     """Drawn by rich, a few times a second."""
 
     def on_start(self, start: RunStart) -> None:
-        columns = (
+        self._eval, self._undo = "", ExitStack()
+        # Another descriptor: the run's logs take that of stderr itself.
+        file = self._undo.enter_context(os.fdopen(os.dup(2), "w", encoding="utf-8", errors="replace"))
+        terminal = Terminal(file=file)
+        self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
             BarColumn(20),
             TimeElapsedColumn(),
             TextColumn("{task.fields[now]}", table_column=Column(ratio=1, no_wrap=True)),  # it alone is cut short
-        )
-        self._eval = ""
-        self._file = os.fdopen(os.dup(2), "w", encoding="utf-8", errors="replace")  # the run's logs take stderr itself
-        terminal = Terminal(file=self._file)
-        self._progress = Progress(
-            *columns,
             console=terminal,
             refresh_per_second=4,
             transient=True,
@@ -44,8 +41,14 @@ class LiveDisplay(Callback):
             redirect_stderr=False,
         )
         self._task = self._progress.add_task("", total=start.steps, completed=start.step, now="")
-        self._progress.start()
-        self._restore = _print_above(terminal, stderr_file(start.folder, 0))
+        self._undo.enter_context(self._progress)
+        if sys.stdout.isatty():
+            self._undo.enter_context(redirect_stdout(_LinesAbove(terminal, sys.stdout)))
+        above: Any = _LinesAbove(terminal, sys.stderr, stderr_file(start.folder, 0))
+        self._undo.enter_context(redirect_stderr(above))
+        for handler in log.handlers:  # which kept stderr
+            if isinstance(handler, logging.StreamHandler):
+                self._undo.callback(handler.setStream, cast(Any, handler).setStream(above))
 
     def on_step(self, step: StepEnd) -> None:
         if step.evaluation is not None:
@@ -62,9 +65,7 @@ class LiveDisplay(Callback):
         self._progress.update(self._task, completed=step.step, now="  ".join(filter(None, parts)))
 
     def on_end(self, end: RunEnd) -> None:
-        self._restore()
-        self._progress.stop()
-        self._file.close()
+        self._undo.close()
 
 
 class _LinesAbove(FileProxy):
@@ -83,21 +84,3 @@ class _LinesAbove(FileProxy):
                     with self._copy.open("a", encoding="utf-8", errors="replace") as file:
                         file.write(f"{whole}\n")
         return len(text)
-
-
-def _print_above(terminal: Terminal, copy: Path) -> Callable[[], None]:
-    """Send what Python prints, and the handlers that kept stderr, above the display; returns what undoes that."""
-    stdout, stderr = sys.stdout, sys.stderr
-    handlers: list[Any] = [handler for handler in log.handlers if isinstance(handler, logging.StreamHandler)]
-    if stdout.isatty():
-        sys.stdout = _LinesAbove(terminal, stdout)
-    sys.stderr = _LinesAbove(terminal, stderr, copy)
-    for handler in handlers:
-        handler.setStream(sys.stderr)
-
-    def restore() -> None:
-        sys.stdout, sys.stderr = stdout, stderr
-        for handler in handlers:
-            handler.setStream(stderr)
-
-    return restore

@@ -135,7 +135,7 @@ class Measures:
             process_own_seconds=tuple(own.tolist()),
             process_data_seconds=tuple(data.tolist()),
             process_memory_bytes=tuple(memory_bytes.tolist()),
-            imbalance=imbalance(own.tolist()),
+            imbalance=imbalance(own.tolist()) if len(own) > 1 else None,
             stragglers=self._watch.add(own.tolist(), self._seconds),
             collectives=self._backend.collectives if step == start.step + 1 else None,
         )

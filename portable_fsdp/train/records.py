@@ -4,7 +4,10 @@ import json
 import logging
 import platform
 import socket
+import statistics
 import time
+from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -16,10 +19,11 @@ from portable_fsdp.config.describe import default_of, option_names, shortened, v
 from portable_fsdp.config.load import config_text
 from portable_fsdp.config.schema import Config
 from portable_fsdp.metrics.goodput import duration, goodput
-from portable_fsdp.metrics.sinks import EventsFile, MetricsFile, processes_row, read_jsonl, utc_text
+from portable_fsdp.metrics.sinks import EventsFile, MetricsFile, read_jsonl, utc_text
 from portable_fsdp.runtime.errors import printable
 from portable_fsdp.runtime.files import write_text_atomically
 from portable_fsdp.train.callbacks import Callback, EvaluationEnd, ProfileEnd, RunEnd, RunStart, SamplesEnd, StepEnd
+from portable_fsdp.train.stragglers import imbalance
 
 log = logging.getLogger("portable_fsdp")
 
@@ -83,13 +87,7 @@ class RunFiles(Callback):
             self._events.write("collectives", **{kind: traffic._asdict() for kind, traffic in kinds.items()})
         row = {name: getattr(step, name) for name in _KEYS} | {"time": utc_text(step.ended)}
         if step.is_logged:
-            row["processes"] = processes_row(
-                self._hosts,
-                step.process_seconds,
-                step.process_own_seconds,
-                step.process_data_seconds,
-                step.process_memory_bytes,
-            )
+            row["processes"] = processes_row(step, self._hosts)
         if (evaluation := step.evaluation) is not None:
             row |= {f"eval_{name}": getattr(evaluation, name) for name in ("loss", "perplexity", "tokens")}
         self._metrics.write(row)
@@ -115,16 +113,33 @@ class RunFiles(Callback):
         self._events.write("profile", **steps, path=profile.folder, **shares, collectives=collectives)
 
     def on_end(self, end: RunEnd) -> None:
-        if end.outcome == "finished":
-            self._events.write("finish", step=end.step)
-            return
-        if end.outcome == "failed":
-            self._events.write("fail", step=end.step, reason=end.reason)
-            return
-        self._events.write("stop", step=end.step, reason=end.reason, **end.values)
+        kind = {"finished": "finish", "failed": "fail"}.get(end.outcome, "stop")
+        reason = {} if kind == "finish" else {"reason": end.reason}
+        self._events.write(kind, step=end.step, **reason, **end.values)
         if end.outcome == "stopped":
             content = json.dumps({"reason": end.reason, "step": end.step})
             write_text_atomically(self._folder / "STOPPED", content + "\n")
+
+
+def processes_row(step: StepEnd, hosts: Sequence[str]) -> dict[str, object]:
+    """How evenly the processes are loaded, by process index, as each saw it at the start of this step.
+
+    Own seconds leave out waiting for others, which makes wall times even (train/stragglers.py). An imbalance is the
+    greatest value over the median; of `hosts`: of their mean own times, None for one host.
+    """
+    by_host = defaultdict[str, list[float]](list)
+    for host, own in zip(hosts, step.process_own_seconds, strict=True):
+        by_host[host].append(own)
+    means = [statistics.fmean(own) for own in by_host.values()]
+    return {
+        "seconds": step.process_seconds,
+        "own_seconds": step.process_own_seconds,
+        "data_seconds": step.process_data_seconds,
+        "memory_bytes": step.process_memory_bytes,
+        "seconds_imbalance": imbalance(step.process_seconds, statistics.median),
+        "memory_imbalance": imbalance(step.process_memory_bytes, statistics.median),
+        "host_imbalance": imbalance(means, statistics.median) if len(means) > 1 else None,
+    }
 
 
 def _process_start() -> float:

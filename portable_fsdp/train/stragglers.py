@@ -7,7 +7,7 @@ callbacks. Where the engine can't tell its computing from waiting, dispatching t
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 WINDOW, ENOUGH, RATIO = 10, 9, 1.3
@@ -54,11 +54,10 @@ class StragglerWatch:
         return tuple(new)
 
 
-def imbalance(own: Sequence[float]) -> float | None:
-    """The slowest process's own time over the median (of two processes: over the faster); 1 is even.
-
-    None for one process, and where a time is unknown.
-    """
-    if len(own) < 2 or not all(math.isfinite(value) and value > 0 for value in own):
+def imbalance(
+    values: Sequence[float], median: Callable[[Sequence[float]], float] = statistics.median_low
+) -> float | None:
+    """The greatest value over the `median` (of two values: over the smaller); 1 is even. None: some are unknown."""
+    if not all(math.isfinite(value) and value > 0 for value in values):
         return None
-    return max(own) / statistics.median_low(own)
+    return max(values) / median(values)

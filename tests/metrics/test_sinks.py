@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from portable_fsdp.metrics.sinks import EventsFile, MetricsFile, processes_row, read_jsonl
+from portable_fsdp.metrics.sinks import EventsFile, MetricsFile, read_jsonl
 from portable_fsdp.runtime.errors import UsageError
 
 
@@ -93,20 +93,3 @@ def test_events_carry_their_time(tmp_path: Path) -> None:
     assert time.utcoffset() == timedelta(0)
     assert abs(datetime.now(UTC) - time) < timedelta(minutes=1)
     assert event == {"event": "save", "step": 5, "path": str(tmp_path), "name": None}
-
-
-def test_imbalance_is_the_greatest_over_the_median(path: Path) -> None:
-    hosts, own = ["host1", "host1", "host2"], [1.0, 3.0, 1.0]
-    MetricsFile(path).write(processes_row(hosts, [2.0, 6.0, 1.0], own, [0.0, 0.5, 0.0], [float("nan"), 5.0, 5.0]))
-    assert read_jsonl(path)[0] == {
-        "seconds": [2.0, 6.0, 1.0],
-        "own_seconds": [1.0, 3.0, 1.0],
-        "data_seconds": [0.0, 0.5, 0.0],
-        "memory_bytes": [None, 5.0, 5.0],
-        "seconds_imbalance": 3.0,  # over the mean it would be 2
-        "memory_imbalance": None,
-        "host_imbalance": pytest.approx(4 / 3),  # 2 s and 1 s, and 1.5 s between them
-    }
-    even = [1.0, 1.0]
-    row = processes_row(["host1", "host1"], [4.0, 4.0], even, even, [1.0, 3.0])
-    assert (row["memory_imbalance"], row["host_imbalance"]) == (1.5, None)

@@ -15,7 +15,7 @@ import yaml
 from portable_fsdp.config.schema import Config
 from portable_fsdp.metrics.goodput import Pace
 from portable_fsdp.train.callbacks import RunStart, StepEnd
-from portable_fsdp.train.records import Console
+from portable_fsdp.train.records import Console, processes_row
 
 STEP = StepEnd(
     step=10,
@@ -112,6 +112,24 @@ def test_the_time_left_follows_the_newest_steps_and_leaves_out_the_first() -> No
         left = pace.time_left(3, steps) or 0.0
     assert left == pytest.approx(3 * 898, rel=0.01)
     assert pace.time_left(3, 0) == 0
+
+
+def test_imbalance_of_processes_is_the_greatest_over_the_median() -> None:
+    nan = float("nan")
+    step = replace(STEP, process_seconds=(2.0, 6.0, 1.0), process_own_seconds=(1.0, 3.0, 1.0))
+    step = replace(step, process_data_seconds=(0.0, 0.5, 0.0), process_memory_bytes=(nan, 5.0, 5.0))
+    assert processes_row(step, ["host1", "host1", "host2"]) == {
+        "seconds": (2.0, 6.0, 1.0),
+        "own_seconds": (1.0, 3.0, 1.0),
+        "data_seconds": (0.0, 0.5, 0.0),
+        "memory_bytes": (nan, 5.0, 5.0),
+        "seconds_imbalance": 3.0,  # over the mean it would be 2
+        "memory_imbalance": None,
+        "host_imbalance": pytest.approx(4 / 3),  # 2 s and 1 s, and 1.5 s between them
+    }
+    two = replace(STEP, process_memory_bytes=(1.0, 3.0), process_own_seconds=(1.0, 1.0))
+    row = processes_row(two, ["host1", "host1"])
+    assert (row["memory_imbalance"], row["host_imbalance"]) == (1.5, None)
 
 
 @pytest.mark.slow

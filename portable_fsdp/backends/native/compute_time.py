@@ -16,8 +16,8 @@ class ComputeTime:
     def __init__(self, model: nn.Module, units: Sequence[str], device: torch.device) -> None:
         """Once the units are FSDP2's, whose hooks wait for gathered parameters: these hooks run inside them."""
         self._is_cuda = device.type == "cuda"
-        self._marks: list[Any] = []  # beginning and end of each forward of this step
-        self._steps = deque[list[Any]]()
+        # Beginning and end of each forward, by step; the newest step last. A device has finished the one before it.
+        self._steps = deque[list[Any]]([] for _ in range(1 + self._is_cuda))
         innermost = [name for name in units if not any(other.startswith(f"{name}.") for other in units)]
         for module in map(model.get_submodule, innermost or [""]):
             module.register_forward_pre_hook(self._mark)
@@ -25,17 +25,15 @@ class ComputeTime:
 
     def _mark(self, *_: Any) -> None:
         if torch.is_grad_enabled():  # no evaluation
-            self._marks.append(torch.cuda.Event(enable_timing=True) if self._is_cuda else time.perf_counter())
+            mark: Any = torch.cuda.Event(enable_timing=True) if self._is_cuda else time.perf_counter()
             if self._is_cuda:
-                self._marks[-1].record()
+                mark.record()
+            self._steps[-1].append(mark)
 
     def take(self) -> float:
-        """Seconds of the last step; on CUDA of the one before it, which the device has finished. NaN: none yet."""
-        if self._marks:
-            self._steps.append(self._marks)
-            self._marks = []
-        if len(self._steps) <= self._is_cuda:
-            return math.nan
+        """Seconds of the last step; on CUDA of the one before it. NaN: none yet."""
+        self._steps.append([])
         marks = self._steps.popleft()
         pairs = zip(marks[::2], marks[1::2], strict=True)
-        return sum(begin.elapsed_time(end) / 1000 if self._is_cuda else end - begin for begin, end in pairs)
+        times = [begin.elapsed_time(end) / 1000 if self._is_cuda else end - begin for begin, end in pairs]
+        return sum(times) if times else math.nan
