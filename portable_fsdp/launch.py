@@ -44,14 +44,9 @@ def _parser() -> CommandParser:
 
 def main(argv: list[str]) -> int:
     """Run with the arguments after the program's name; returns the exit code."""
-
-    def launch(options: argparse.Namespace) -> int:
-        end_with_agent(os.environ)
-        return _launch(options, argv, output)
-
     try:
         with KeptOutput() as output:
-            return run_command(_parser(), argv, launch, say=_say)
+            return run_command(_parser(), argv, lambda options: _launch(options, argv, output), say=_say)
     except KeyboardInterrupt:
         _say("interrupted")
         return EXIT_FAILED
@@ -62,6 +57,7 @@ def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) ->
     from portable_fsdp.backends.support import require_supported
     from portable_fsdp.train.early_checks import check_paths, nothing_left
 
+    end_with_agent(os.environ)
     loaded = _read(options)
     num_devices, launch = number_of("num_devices", options.num_devices), detect_launch(os.environ)
     device, backend = resolve(options.device, options.backend)

@@ -76,8 +76,7 @@ def page(runs: Sequence[RunRecord]) -> str:
 def _run_values(run: RunRecord, colour: str) -> dict[str, Any]:
     newest = run.attempts[-1].start if run.attempts else {}
     return {
-        "name": run.name,
-        "folder": str(run.folder),
+        "record": run,
         "colour": colour,
         "figures": figures(run),
         "parts": [
@@ -88,9 +87,6 @@ def _run_values(run: RunRecord, colour: str) -> dict[str, Any]:
         "saves": saves(run),
         "environment": list((newest.get("environment") or {}).items()),
         "config": yaml.safe_dump(dict(run.config), sort_keys=False, default_flow_style=None, width=100),
-        "samples": run.samples,
-        "profiles": run.profiles,
-        "skipped": run.skipped,
     }
 
 

@@ -29,12 +29,21 @@ class Sampler:
         self._backend, self._tokenizer, self._tokens = backend, tokenizer, train.sample_tokens
         self._prompts = [ids.tolist() for ids in tokenizer.encode_all(train.sample_prompts, special_tokens=True)]
         for prompt, ids in zip(train.sample_prompts, self._prompts, strict=True):
-            _require_room(prompt, len(ids), train.sample_tokens, seq_len)
+            if not ids:
+                raise ConfigError(f"train.sample_prompts: expected text, found {prompt!r}, which has no tokens.")
+            if len(ids) + train.sample_tokens > seq_len:
+                raise ConfigError(
+                    f"train.sample_prompts: expected at most {seq_len - train.sample_tokens} tokens in each "
+                    f"(data.seq_len - train.sample_tokens), found {len(ids)} in {prompt[:40]!r}.\n"
+                    "  Shorten it, or lower train.sample_tokens."
+                )
         longest = max(map(len, self._prompts)) + train.sample_tokens
         self._length = min(seq_len, -(-longest // _BLOCK) * _BLOCK)
         devices = backend.data_parallel_size
         self._rows = devices * min(train.micro_batch, -(-len(self._prompts) // devices))  # of all processes
-        self._ends = _end_ids(model)
+        # As transformers' `generate` takes them from the model's config: an id, several, or None.
+        ends: Any = getattr(cast(Any, model).generation_config, "eos_token_id", None)
+        self._ends = set[int | None](ends if isinstance(ends, list) else [ends])
 
         def sample(batch: Batch) -> Metrics:
             with backend.evaluate():
@@ -51,25 +60,19 @@ class Sampler:
         texts: list[str] = []
         for begin in range(0, len(self._prompts), self._rows):
             rows = [list(prompt) for prompt in self._prompts[begin : begin + self._rows]]
-            if not self._continue(rows, stop):
-                return None
+            unfinished = list(range(len(rows)))
+            for _ in range(self._tokens):
+                placed = self._backend.place(self._batch(rows, stop()))
+                *ids, stops = self._backend.fetch(self._next(placed)).result()["tokens"].tolist()
+                if stops:
+                    return None
+                for number in unfinished:
+                    rows[number].append(int(ids[number]))
+                unfinished = [number for number in unfinished if rows[number][-1] not in self._ends]
+                if not unfinished:
+                    break
             texts += map(self._tokenizer.decode, rows)
         return texts
-
-    def _continue(self, rows: Sequence[list[int]], stop: Callable[[], bool]) -> bool:
-        """Append to each row until its text ends; False where it was stopped."""
-        unfinished = list(range(len(rows)))
-        for _ in range(self._tokens):
-            placed = self._backend.place(self._batch(rows, stop()))
-            *ids, stops = self._backend.fetch(self._next(placed)).result()["tokens"].tolist()
-            if stops:
-                return False
-            for number in unfinished:
-                rows[number].append(int(ids[number]))
-            unfinished = [number for number in unfinished if rows[number][-1] not in self._ends]
-            if not unfinished:
-                break
-        return True
 
     def _batch(self, rows: Sequence[list[int]], stop: bool) -> Batch:
         """This process's rows: int64 `[rows, length]` `input_ids` and `is_last`, 1 at a row's last token; int64
@@ -88,20 +91,3 @@ class Sampler:
             "is_row": is_row,
             "stop": torch.full((len(is_row),), float(stop)),
         }
-
-
-def _require_room(prompt: str, length: int, tokens: int, seq_len: int) -> None:
-    if length == 0:
-        raise ConfigError(f"train.sample_prompts: expected text, found {prompt!r}, which has no tokens.")
-    if length + tokens > seq_len:
-        raise ConfigError(
-            f"train.sample_prompts: expected at most {seq_len - tokens} tokens in each (data.seq_len - "
-            f"train.sample_tokens), found {length} in {prompt[:40]!r}.\n"
-            "  Shorten it, or lower train.sample_tokens."
-        )
-
-
-def _end_ids(model: nn.Module) -> set[int]:
-    """Ids that end a text, as transformers' `generate` takes them from the model's config."""
-    end: Any = getattr(cast(Any, model).generation_config, "eos_token_id", None)
-    return set(end) if isinstance(end, list) else {end} - {None}

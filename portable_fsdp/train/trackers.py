@@ -10,7 +10,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple, cast
 
 from portable_fsdp.runtime.process import LAUNCH_VARIABLES
 from portable_fsdp.train.callbacks import Callback, RunEnd, RunStart, StepEnd
@@ -23,6 +23,7 @@ END_S = 20.0
 
 class _Running(NamedTuple):
     process: subprocess.Popen[bytes]
+    pipe: IO[bytes]  # its stdin
     output: Path
     begin: int  # bytes that earlier starts wrote to it
 
@@ -31,9 +32,8 @@ class Trackers(Callback):
     """Starts the trackers of a run, notices those that failed, and lets them finish at its end."""
 
     def on_start(self, start: RunStart) -> None:
-        self._folder, self._running = start.folder, dict[str, _Running]()
-        for name in start.config.observe.trackers:
-            self._running[name] = _start(start.folder, name)
+        self._folder = start.folder
+        self._running = {name: _start(start.folder, name) for name in start.config.observe.trackers}
 
     def on_step(self, step: StepEnd) -> None:
         if step.is_logged:
@@ -41,8 +41,7 @@ class Trackers(Callback):
 
     def on_end(self, end: RunEnd) -> None:
         for running in self._running.values():
-            if running.process.stdin:
-                running.process.stdin.close()  # they send the rest, and end
+            running.pipe.close()  # they send the rest, and end
         deadline = time.monotonic() + END_S
         for name, running in list(self._running.items()):
             try:
@@ -50,21 +49,18 @@ class Trackers(Callback):
             except subprocess.TimeoutExpired:
                 running.process.kill()
                 running.process.wait()
-                log.warning("tracker %s: not done after %.0f s; %s", name, END_S, self._later(name))
-                del self._running[name]
+                self._drop(name, f": not done after {END_S:.0f} s")
         self._drop_failed()
 
     def _drop_failed(self) -> None:
         for name, running in list(self._running.items()):
-            if running.process.poll():
-                if running.process.stdin:
-                    running.process.stdin.close()
-                reason = _last_line(running) or f"exit code {running.process.returncode}"
-                log.warning("tracker %s dropped: %s; %s", name, reason, self._later(name))
-                del self._running[name]
+            if code := running.process.poll():
+                self._drop(name, f" dropped: {_last_line(running) or f'exit code {code}'}")
 
-    def _later(self, name: str) -> str:
-        return f"python -m portable_fsdp.report {self._folder} --track={name} sends what is missing"
+    def _drop(self, name: str, reason: str) -> None:
+        self._running.pop(name).pipe.close()
+        later = f"python -m portable_fsdp.report {self._folder} --track={name} sends what is missing"
+        log.warning("tracker %s%s; %s", name, reason, later)
 
 
 def _last_line(running: _Running) -> str:
@@ -87,4 +83,4 @@ def _start(run: Path, name: str) -> _Running:
         process = subprocess.Popen(
             command, env=environ, stdin=subprocess.PIPE, stdout=file, stderr=file, start_new_session=True
         )
-    return _Running(process, output, begin)
+    return _Running(process, cast(IO[bytes], process.stdin), output, begin)

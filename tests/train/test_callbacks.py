@@ -183,6 +183,7 @@ def test_the_example_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_transformers_warns_in_the_log_instead_of_on_the_terminal(tmp_path: Path) -> None:
     noise = transformers_log.get_logger("transformers.some_module")
+    transformers_log.set_verbosity_warning()  # other tests of this process may have lowered it
     of_transformers = logging.getLogger("transformers")
     before, on_the_terminal = set(of_transformers.handlers), transformers_log._default_handler
     with run_log(1):

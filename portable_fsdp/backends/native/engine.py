@@ -22,10 +22,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from portable_fsdp.backends import base
-from portable_fsdp.backends.native.compute_time import ComputeTime
 from portable_fsdp.backends.native.peers import Peers
 from portable_fsdp.backends.native.prefetch import Prefetch
-from portable_fsdp.backends.native.units import local_part, materialise, move_buffers, reshard_all, shard_units
+from portable_fsdp.backends.native.units import (
+    ComputeTime,
+    local_part,
+    materialise,
+    move_buffers,
+    reshard_all,
+    shard_units,
+)
 from portable_fsdp.backends.support import require_supported
 from portable_fsdp.config.layout import mesh_axes
 from portable_fsdp.config.schema import Config

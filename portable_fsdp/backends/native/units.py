@@ -5,7 +5,10 @@ gradient checkpointing, compilation of what that left, then the units, inner one
 Forwards of instances are replaced and hooks are added; no wrapper changes a name.
 """
 
-from collections.abc import Callable, Mapping
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from types import MethodType
 from typing import Any, NamedTuple, cast
@@ -245,3 +248,33 @@ def materialise(model: nn.Module, policy: ShardPolicy, device: torch.device) -> 
 def local_part(tensor: Tensor) -> Tensor:
     """What this process holds of a tensor: its memory, not a copy."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+class ComputeTime:
+    """How long a process computes by itself: the forwards of training in the innermost units, inside FSDP2's hooks,
+    which gather. (In backward the collectives of units wait for other processes.)"""
+
+    def __init__(self, model: nn.Module, units: Sequence[str], device: torch.device) -> None:
+        """Once the units are FSDP2's: the hooks run inside those that are there already."""
+        self._is_cuda = device.type == "cuda"
+        # Beginning and end of each forward, by step; the newest step last. A device has finished the one before it.
+        self._steps = deque[list[Any]]([] for _ in range(1 + self._is_cuda))
+        innermost = [name for name in units if not any(other.startswith(f"{name}.") for other in units)]
+        for module in map(model.get_submodule, innermost or [""]):
+            module.register_forward_pre_hook(self._mark)
+            module.register_forward_hook(self._mark, prepend=True)
+
+    def _mark(self, *_: Any) -> None:
+        if torch.is_grad_enabled():  # no evaluation
+            mark: Any = torch.cuda.Event(enable_timing=True) if self._is_cuda else time.perf_counter()
+            if self._is_cuda:
+                mark.record()
+            self._steps[-1].append(mark)
+
+    def take(self) -> float:
+        """Seconds of the last step; on CUDA of the one before it. NaN: none yet."""
+        self._steps.append([])
+        marks = self._steps.popleft()
+        pairs = zip(marks[::2], marks[1::2], strict=True)
+        times = [begin.elapsed_time(end) / 1000 if self._is_cuda else end - begin for begin, end in pairs]
+        return sum(times) if times else math.nan
