@@ -14,7 +14,7 @@ LATEST := .venv-latest/bin/python
 # XLA's CPU plugin, which stands in for libtpu in tests/torchtpu.
 TORCHTPU := .venv-torchtpu/bin/python
 TPU_STAND_IN := lammps-jax-pjrt-cpu==0.11.2
-ON_TORCHTPU := $(addprefix tests/backends/test_,torchtpu.py contract.py curves.py packed_documents.py)
+ON_TORCHTPU := $(addprefix tests/backends/test_,torchtpu.py torchtpu_start.py contract.py packed_documents.py)
 ON_TORCH := tests/backends tests/checkpoint tests/models tests/optim tests/plan/test_cuda.py tests/train tests/launch/test_launch.py
 
 # The same of configs/finetune_smollm2.yaml. The package holds the model's GGUF file; nothing of it is run or installed.

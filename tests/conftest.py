@@ -66,7 +66,7 @@ def assert_golden(request: pytest.FixtureRequest) -> Callable[[Path, str], None]
 @pytest.hookimpl(optionalhook=True)  # there is none to ask where xdist is switched off
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling:
     """Which process of the suite runs a test: one for each file, and two for tests/backends, whose files share workers:
-    one for its tests on torch_xla, one for all others.
+    one for its tests on torch_xla, one for all others. (Those of TorchTPU are a run of their own: make test-torchtpu.)
 
     Not `--dist loadgroup`: xdist 3.8 writes the groups where pytest 9.2 doesn't read them, and spreads every test.
     """
@@ -76,7 +76,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
 class ByFile(LoadFileScheduling):
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
-        if not file.startswith("tests/backends/"):
+        if not file.startswith("tests/backends/") or "torchtpu" in file:
             return file
         return "tests/backends on torch_xla" if "xla" in nodeid else "tests/backends"  # by file, or by parameter
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from workers import GROUPS, Group, Workers, marked
 
-collect_ignore = [] if os.environ.get("TEST_TORCHTPU") else ["test_torchtpu.py"]
+collect_ignore = [] if os.environ.get("TEST_TORCHTPU") else ["test_torchtpu.py", "test_torchtpu_start.py"]
 
 ROOM = 8 * 2**30
 """Bytes. With less of the machine's memory left, groups that wait are ended before another begins."""
