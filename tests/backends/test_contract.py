@@ -209,7 +209,11 @@ def test_every_process_feeds_its_rows_and_memory_is_measured(group: Group, run: 
     assert [answer["data_shard"] for answer in answers] == [(i, len(answers)) for i in range(len(answers))]
     for answer in answers:
         assert answer["devices"] == group.devices
-        assert answer["memory"].peak_bytes >= answer["memory"].now_bytes * 0.9 > 0
+        memory = answer["memory"]
+        if group.backend == "torchtpu":
+            assert memory is None  # XLA's CPU plugin tells none
+        else:
+            assert memory.peak_bytes >= memory.now_bytes * 0.9 > 0
 
 
 REFUSALS = [

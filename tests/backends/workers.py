@@ -116,7 +116,7 @@ ENGINES = {
     "xla": Engine((1, 3, 4), (3,), jobs="xla_jobs", environment=_on_pjrt, compiles=True, needs_xla=True),
     "xla_fsdp1": Engine((2,), (), jobs="xla_jobs", environment=_in_order, compiles=True, needs_xla=True, threads=True),
     "toy": Engine((1,), (1,), begin=_begin_toy, process_a_device=True),
-    "torchtpu": Engine((1, 2), (1, 2), "tpu", "native_jobs", _begin_torchtpu, _on_loopback, process_a_device=True),
+    "torchtpu": Engine((1,), (1,), "tpu", "native_jobs", _begin_torchtpu, _on_loopback, process_a_device=True),
 }
 """3 is a number that divides no size of the models."""
 
