@@ -36,6 +36,9 @@ def _parser() -> CommandParser:
         metavar="WHERE",
         help="TPU slices: v5p:2x2x4, v6e-16, v5litepod-256, 2*v6e-256; GPUs: h100:8, a100-40gb:16; cpu:2",
     )
+    parser.add_argument(
+        "--backend", default="auto", metavar="ENGINE", help="on TPUs xla (auto), or native: TorchTPU, a lower bound"
+    )
     parser.switch("--sweep", "plan other settings too, and say which fit and which is fastest at best")
     parser.add_argument(
         "--over",
@@ -80,11 +83,15 @@ def _plan(options: argparse.Namespace, apart: Apart) -> int:
         return load_config(options.config, [*options.overrides, *(f"{key}={value}" for key, value in settings.items())])
 
     def plan_of(settings: Settings) -> Plan:
-        return make_plan(config_of(settings), target, apart, to_stderr)
+        return make_plan(config_of(settings), target, apart, to_stderr, backend=options.backend)
 
     kind = target.hardware.kind
     if is_sweep:
-        points = grid(_axes(options.over)) if options.over else usual_grid(config, target.devices, scan=kind == "tpu")
+        points = (
+            grid(_axes(options.over))
+            if options.over
+            else usual_grid(config, target.devices, scan=kind == "tpu" and options.backend != "native")
+        )
         for settings in points:
             config_of(settings)  # refuses an unknown key before the first plan
         return _sweep(points, plan_of, as_json=options.json, picture=picture)
@@ -92,7 +99,7 @@ def _plan(options: argparse.Namespace, apart: Apart) -> int:
     if not options.json:
         to_stdout(report.text(plan))
     measures: list[Tried] = []
-    if plan.memory.verdict == "does not fit":
+    if plan.memory.verdict == "does not fit" and not plan.memory.is_least:  # no lower bound shows that anything fits
         measures = list(nearest_that_fits(config, plan_of, offload=kind == "cuda"))
     comparison = None if measured is None else compare(plan.time, measured)
     if options.json:

@@ -1,4 +1,4 @@
-"""The train step on GPUs that aren't there (or on CPUs): the memory that it takes of one device, and its work.
+"""The native train step on GPUs and TPUs that aren't there (or on CPUs): a device's memory, and its work.
 
 `plan_memory` runs the trainer's own step (the native backend, `train.build.build_training`) for rank 0 of any number of
 ranks, on fake tensors and a fake process group, in one process. It says what lives at the peak, in which module, and
@@ -30,7 +30,7 @@ from portable_fsdp.config.schema import Compile, Config
 from portable_fsdp.metrics.hlo import Moved
 from portable_fsdp.models import flex
 from portable_fsdp.plan.allocator import CachingAllocator
-from portable_fsdp.plan.kernels import gpu_attention, gpu_flex
+from portable_fsdp.plan.kernels import gpu_attention, gpu_flex, tpu_attention
 from portable_fsdp.plan.memory_trace import Block, Calls, Collective, Events, MemoryPart, Recorder, peak
 from portable_fsdp.plan.model import empty_batch, facts_of
 from portable_fsdp.plan.result import Buffer, DeviceMemory, EnginePlan, Work
@@ -48,13 +48,22 @@ COMMUNICATOR_BYTES = 24 * 2 * (10 + 2) * 2**20
 L2_BYTES = 126 * 10**6
 """Of B200, the most that a GPU here keeps on its chip (jax-ml.github.io/scaling-book/gpus)."""
 
+VMEM_BYTES = 170 * 2**20
+"""Of v4 with CMEM and spMEM, the most that a TPU here keeps on its chip (arXiv 2304.01433, table 4)."""
+
+TPU_NOTE = (
+    "memory is a lower bound: what operations read and leave, one at a time, as TorchTPU runs them. Not known: scratch "
+    "and code of their programs, tpu_dist's buffers, gaps of the allocator. A product by a gathered weight may take "
+    "the weight's bytes again (1,002 MiB for a head of 128,256 x 4,096 in libtpu 0.0.52's program on v6e)."
+)
+
 STEPS = 2  # the first one sets what the second gathers ahead
 MICRO_BATCHES = 3  # the first, one that adds to what the first left, and the last; those between are alike
 BIGGEST = 10
 
 
 def plan_memory(config: Config, target: Target) -> EnginePlan:
-    """What a step of `config` takes of the fullest device of `target`, GPUs or CPUs, and the work of each of them.
+    """What a step of `config` takes of the fullest device of `target`, and the work of each device.
 
     Nothing runs and no weight is made. It takes seconds, which grow with the layers and hardly with the devices. A
     config that compiles is planned as if it ran eagerly, and the plan says so: fused kernels keep less.
@@ -64,6 +73,8 @@ def plan_memory(config: Config, target: Target) -> EnginePlan:
       torch gives back unused segments there.
     - `communication buffers`: NCCL's, by rule: COMMUNICATOR_BYTES for each communicator that the step uses.
     The CUDA context (about half a GiB) is in neither: `Target.limit_bytes` leaves it out.
+
+    On TPUs memory is a lower bound (TPU_NOTE), of tensors in their tiles (tpu_layout.py).
 
     Work counts products by the formulas of torch.utils.flop_counter, causal attention by half; float32 ones as `tf32`
     where precision.matmul allows it. `memory_bytes`: see `least_traffic`. `sent_bytes` has the least that a device must
@@ -97,14 +108,18 @@ def plan_memory(config: Config, target: Target) -> EnginePlan:
         at=(blocks[-1].where if blocks else "") + (" (planned as if it ran eagerly)" if is_compiled else ""),
         biggest=tuple(Buffer(name=block.name, bytes=block.bytes, where=block.where) for block in biggest),
         host_bytes=_host_bytes(training) if recorder.is_gpu else 0,
+        is_least=recorder.is_tpu,
     )
+    on_chip = VMEM_BYTES if recorder.is_tpu else L2_BYTES
     frozen = {fqn for fqn, weight in training.model.named_parameters() if not weight.requires_grad}
+    traffic = least_traffic(blocks, frozen, is_compiled=is_compiled, on_chip=on_chip)
+    notes = ("planned as if it ran eagerly: what is compiled keeps less.",) if is_compiled else ()
     return EnginePlan(
         facts_of(training.built, config.data.seq_len),
         memory,
-        _work(recorder, config, target, least_traffic(blocks, frozen, is_compiled=is_compiled)),
+        _work(recorder, config, target, traffic),
         f"The trainer's own step, on fake tensors with torch {importlib.metadata.version('torch')}; not run.",
-        ("planned as if it ran eagerly: what is compiled keeps less.",) if is_compiled else (),
+        (*notes, TPU_NOTE) if recorder.is_tpu else notes,
     )
 
 
@@ -123,15 +138,18 @@ def _record(config: Config, target: Target) -> tuple[Recorder, Training]:
     """The planned steps; `Recorder.calls` are those of the last one."""
     config = _planned(config, target.devices)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    is_gpu = target.hardware.kind == "cuda"
-    recorder = Recorder(fake, stand_in() if is_gpu else torch.device("cpu"), is_gpu=is_gpu)
+    kind = target.hardware.kind
+    device = torch.device("cpu") if kind == "cpu" else stand_in()
+    recorder = Recorder(fake, device, is_gpu=kind == "cuda", is_tpu=kind == "tpu")
     with ExitStack() as held:
         held.enter_context(_ranks(target.devices, target.devices_per_host))
         backend = held.enter_context(planned_backend(config, fake, recorder))
         held.enter_context(_seen_by(recorder))
         training = build_training(config, backend, vocabulary=1, fill=False)
         _name(recorder, training)
-        if is_gpu:
+        if recorder.is_tpu:
+            held.enter_context(patch.object(F, "scaled_dot_product_attention", tpu_attention))
+        if recorder.is_gpu:
             held.enter_context(patch.object(F, "scaled_dot_product_attention", gpu_attention))
             held.enter_context(patch.object(flex, "flex_attention", gpu_flex))
         held.enter_context(fake)
@@ -159,7 +177,7 @@ def planned_backend(config: Config, fake: FakeTensorMode, recorder: Recorder) ->
 
 
 class _Planned:
-    """The native backend with fake tensors, and a stand-in for its GPU; it does itself what isn't here."""
+    """The native backend with fake tensors, and a stand-in for its GPU or TPU; it does itself what isn't here."""
 
     def __init__(self, backend: NativeBackend, fake: FakeTensorMode, recorder: Recorder) -> None:
         self._backend, self._fake, self._recorder = backend, fake, recorder
@@ -185,8 +203,8 @@ class _Planned:
             optimizer = make(groups, compiled)
             on_gpu = all(parameter.device == stand_in() for group in groups for parameter in group["params"])
             for group in optimizer.param_groups:
-                if "fused" in group and on_gpu:
-                    group["fused"] = True  # as make_optimizer does where all parameters are on a GPU
+                if "fused" in group and on_gpu:  # as make_optimizer does on a GPU, and torch's default on a TPU
+                    group["foreach" if self._recorder.is_tpu else "fused"] = True
             return optimizer
 
         with self._fake, self._recorder, self._recorder.making("optimizer", "the optimizer"):
@@ -233,7 +251,7 @@ def _host_bytes(training: Training) -> int:
 
 
 def stand_in() -> torch.device:
-    """The device that stands for a GPU: torch computes there as on the CPU, and takes it for another device.
+    """The device that stands for a GPU or a TPU: torch computes there as on the CPU, and takes it for another device.
 
     So copies to it are made and mixing the two fails, as on a GPU. Fake tensors on "cuda" itself end the process where
     there is no driver.
@@ -289,16 +307,18 @@ def peak_reserved(events: Events, capacity: int | None = None) -> int:
     return allocator.peak_reserved
 
 
-def least_traffic(blocks: Iterable[Block], frozen: Collection[str], *, is_compiled: bool) -> float:
+def least_traffic(
+    blocks: Iterable[Block], frozen: Collection[str], *, is_compiled: bool, on_chip: int = L2_BYTES
+) -> float:
     """Bytes that cross the memory's interface: twice `blocks`, which live at the peak, once written and once read.
 
-    Leaves out `frozen` weights (FQNs; of a table a few rows are read), what may stay in L2_BYTES, and in a step that
+    Leaves out `frozen` weights (FQNs; of a table a few rows are read), what may stay `on_chip`, and in a step that
     compiles all that doesn't rest, because fused kernels spare it.
     """
     counted = [block for block in blocks if block.name not in frozen and not block.name.endswith("workspace")]
     if is_compiled:
         counted = [block for block in counted if block.part in ("weights", "gradients", "optimizer")]
-    return 2.0 * max(0, sum(block.bytes for block in counted) - L2_BYTES)
+    return 2.0 * max(0, sum(block.bytes for block in counted) - on_chip)
 
 
 def _work(record: Recorder, config: Config, target: Target, memory_bytes: float) -> Work:

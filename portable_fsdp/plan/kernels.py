@@ -111,6 +111,26 @@ def gpu_attention(
     )[0]
 
 
+def tpu_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch's scaled_dot_product_attention, as TorchTPU's splash kernel holds memory: it keeps no scores.
+
+    It keeps factors, result and a float32 number a row, as flash attention does (torch_tpu 0.2.0,
+    _internal/ops/splash_attention.py), in every dtype. What TorchTPU does with a mask isn't known: a mask's own bytes
+    count, scores don't.
+    """
+    del attn_mask, enable_gqa
+    return _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+
+
 def gpu_flex(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, return_aux: Any, **_: Any) -> Any:
     """torch's flex_attention, whose kernel keeps what flash attention's does: factors, result and a number a row.
 

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from portable_fsdp.backends.native.engine import COLLECTIVES
 from portable_fsdp.plan.kernels import CUBLAS_WORKSPACE_BYTES, matrix_products, workspace_bytes
+from portable_fsdp.plan.tpu_layout import tiled_bytes
 
 MemoryPart = Literal[
     "weights", "gradients", "optimizer", "gathered weights", "activations", "loss and logits", "temporaries"
@@ -152,16 +153,19 @@ class Moments:
 class Recorder(TorchDispatchMode):
     """Notes what is made and freed on `device` in tensors of `fake`, and the work that runs.
 
-    `is_gpu`: add the memory that a GPU's kernels take for themselves (kernels.py).
+    `is_gpu`: add the memory that a GPU's kernels take for themselves (kernels.py). `is_tpu`: bytes as a TPU lays out
+    tensors (tpu_layout.py).
     """
 
-    def __init__(self, fake: FakeTensorMode, device: torch.device, *, is_gpu: bool) -> None:
+    def __init__(
+        self, fake: FakeTensorMode, device: torch.device, *, is_gpu: bool = False, is_tpu: bool = False
+    ) -> None:
         super().__init__()
         self.moments = Moments()
         self.events: Events = []
         self.calls: list[Calls] = []
         self.streams: list[Any] = []  # in the order of their first use; held, so that no two have one id
-        self._fake, self.device, self.is_gpu = fake, device, is_gpu
+        self._fake, self.device, self.is_gpu, self.is_tpu = fake, device, is_gpu, is_tpu
         self._known: tuple[MemoryPart, str] | None = None
         self._live: dict[int, tuple[Any, Block]] = {}  # by the storage's address
         self._weights: Mapping[str, set[int]] = {}  # module -> elements of its parameters
@@ -196,13 +200,14 @@ class Recorder(TorchDispatchMode):
     def resized(self, storage: Any) -> None:
         """FSDP2 frees gathered weights, and makes room for them again, by `resize_`, which no dispatch mode sees."""
         entry = self._live.get(storage._cdata)
-        if entry is None or entry[1].bytes == storage.nbytes():
+        bytes_ = self._flat_bytes(storage)
+        if entry is None or entry[1].bytes == bytes_:
             return
         reference, block = entry
         if block.bytes:
             block.part = "gathered weights"
             self.events.append((block, False))
-        again = Block(storage.nbytes(), self._stream(), "gathered weights", block.name, self.moments.describe())
+        again = Block(bytes_, self._stream(), "gathered weights", block.name, self.moments.describe())
         self._live[storage._cdata] = (reference, again)
         if again.bytes:
             self.events.append((again, True))
@@ -241,10 +246,15 @@ class Recorder(TorchDispatchMode):
             return
         moment, module = self.moments.now()
         part, where = self._known or (self._part(tensor, moment, module), _words(moment, module))
-        block = Block(storage.nbytes(), self._stream(), part, op, where)
+        is_whole = self.is_tpu and tensor.nbytes == storage.nbytes()
+        bytes_ = tiled_bytes(tensor.shape, tensor.element_size()) if is_whole else self._flat_bytes(storage)
+        block = Block(bytes_, self._stream(), part, op, where)
         self._live[key] = (weakref.ref(storage, lambda _: self._freed(key)), block)
         if block.bytes:
             self.events.append((block, True))
+
+    def _flat_bytes(self, storage: Any) -> int:
+        return tiled_bytes((storage.nbytes(),), 1) if self.is_tpu else storage.nbytes()
 
     def _freed(self, key: int) -> None:
         _, block = self._live.pop(key)

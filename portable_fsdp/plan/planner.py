@@ -28,6 +28,8 @@ SETTINGS = (
 )
 """Keys on which memory and time depend most."""
 
+SHARED_LINKS = "two devices share a chip's links: what crosses ici isn't bounded."  # counted by device, some in a chip
+
 
 class Apart:
     """Runs functions in one other process, one at a time; it starts with the first, and stays for the next.
@@ -78,20 +80,45 @@ def _start(parent: int, folder: str) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
-def make_plan(config: Config, target: Target, apart: Apart, progress: Progress = lambda stage: None) -> Plan:
+PLANNED = {"cpu": ("native",), "cuda": ("native",), "tpu": ("xla", "native")}
+"""The engines that have a planner, by device; the usual one first."""
+
+
+def make_plan(
+    config: Config,
+    target: Target,
+    apart: Apart,
+    progress: Progress = lambda stage: None,
+    *,
+    backend: str = "auto",
+) -> Plan:
     """Plan one step of `config` on `target`; takes seconds to a minute, and needs none of the hardware.
 
+    `backend`: an engine, or `auto`.
     What the trainer would refuse there is refused here, by the same checks. Raises ConfigError, BackendError.
     """
     began = perf_counter()
     kind = target.hardware.kind
-    engine = engine_made_for(kind)
+    engine = engine_made_for(kind) if backend == "auto" else backend
+    if engine not in PLANNED[kind]:
+        raise BackendError(
+            f"plan on {target.text}: expected --backend={' or '.join(PLANNED[kind])}, found {backend}: no other engine "
+            f"has a planner for {kind}."
+        )
+    if kind == "tpu" and engine == "native" and target.slices > 1:
+        raise BackendError(f"plan on {target.text}: backend native trains on one slice only.\n  Use --backend=xla.")
+    if kind == "tpu" and engine == "native" and config.compile.enabled:
+        raise BackendError(
+            f"plan on {target.text}: compile.enabled=true: TorchTPU's compiler makes its programs on a chip only, and "
+            "they keep less than the eager step.\n  Plan with compile.enabled=false, or --backend=xla."
+        )
     require_supported(config, engine=engine, device=kind, devices=target.devices, hosts=target.hosts)
-    if kind == "tpu":
+    if engine == "xla":
         planned = plan_tpu(config, target, progress)
     else:
         progress("running a step on fake tensors")
         planned: EnginePlan = apart(_plan_memory, config, target)
+    shares_links = target.devices > target.chips and planned.work.sent_bytes.pop("ici", 0)
     model, tokens = planned.model, config.train.global_batch * config.data.seq_len
     flops = None if model.flops_per_token is None else model.flops_per_token * tokens / target.devices
     compute = config.precision.compute
@@ -107,7 +134,7 @@ def make_plan(config: Config, target: Target, apart: Apart, progress: Progress =
         work=planned.work,
         time=time,
         method=planned.method,
-        notes=(*planned.notes, *_notes(config, target, planned, time)),
+        notes=(*planned.notes, *((SHARED_LINKS,) if shares_links else ()), *_notes(config, target, planned, time)),
         planned_in_s=perf_counter() - began,
     )
 

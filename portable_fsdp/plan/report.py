@@ -75,11 +75,12 @@ def comparison_text(run: Comparison) -> str:
 
 def _memory_lines(memory: DeviceMemory) -> list[str]:
     limit = memory.limit_bytes
+    least = "at least " if memory.is_least else ""
     of = "" if limit is None else f" of {limit / _GIB:.2f}"
     share = "" if limit is None else f" ({memory.peak_bytes / limit:.0%})"
     most = max(limit or 0, memory.peak_bytes)
     rows = [(name, f"{size / _GIB:.3f}", _bar(size, most)) for name, size in memory.parts.items() if size]
-    lines = [f"memory of the fullest device: {memory.peak_bytes / _GIB:.2f}{of} GiB{share}: {memory.verdict}"]
+    lines = [f"memory of the fullest device: {least}{memory.peak_bytes / _GIB:.2f}{of} GiB{share}: {memory.verdict}"]
     lines.append(table(rows, right=(1,), indent="  "))
     if memory.host_bytes:
         lines.append(f"  offloaded to the host, for each device: {memory.host_bytes / _GIB:.2f} GiB")

@@ -41,6 +41,7 @@ class DeviceMemory(_Result):
     at: str = ""  # the moment and the module of the peak; empty where it isn't known
     biggest: tuple[Buffer, ...] = ()  # the largest first
     host_bytes: int = 0  # offloaded to the host, for one device's process
+    is_least: bool = False  # a lower bound: the device needs more, unknown how much
     rematerialised: int = 0  # instructions that the compiler repeats by itself, because memory was short
 
     @computed_field
@@ -57,6 +58,8 @@ class DeviceMemory(_Result):
             return "unknown"
         if self.peak_bytes > self.limit_bytes:
             return "does not fit"
+        if self.is_least:
+            return "unknown"
         return "fits by recomputing" if self.rematerialised else "fits"
 
 

@@ -60,8 +60,6 @@ def plan_tpu(config: Config, target: Target, progress: Progress = lambda stage: 
             stop.set()  # Ctrl-C reaches this thread alone
     work = work_of(compiled, config.train.global_batch // (config.train.micro_batch * target.devices))
     notes = notes_of(compiled)
-    if target.devices > target.chips and work.sent_bytes.pop("ici", 0):  # counted by device, some of it within a chip
-        notes.append("two devices share a chip's links: what crosses ici isn't bounded.")
     method = f"The trainer's own step, compiled by {compiler_version()} for this slice; not run."
     return EnginePlan(model, memory_of(compiled, _limit(target.limit_bytes)), work, method, tuple(notes))
 
@@ -203,7 +201,11 @@ def _refusal(topology: str, folder: Path, ended: Ended) -> str:
             "  LIBTPU_INIT_ARGS or the plan sets it; a run would refuse it too. Remove it."
         )
     if ended.how == "failed" and (unknown := re.search(_SLICE, ended.log)):
-        newer = "\n  tpu7x needs a newer libtpu: 0.0.51 knows it." if topology.startswith("tpu7x") else ""
+        newer = (
+            "\n  tpu7x needs a newer libtpu: 0.0.51 knows it. --backend=native plans without."
+            if topology.startswith("tpu7x")
+            else ""
+        )
         return (
             f"expected a slice that {compiler_version()} knows, found: {unknown[1]}{newer}\n"
             "  It knows v4, v5e, v5p and v6e: a colon, then the torus in chips, as in v6e:2x4 and v5p:2x2x4."
