@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from portable_fsdp.backends.open import engine_made_for
 from portable_fsdp.config.load import load_config
 from portable_fsdp.config.schema import Config
 from portable_fsdp.metrics.sinks import read_jsonl
@@ -90,7 +91,9 @@ def _plan(options: argparse.Namespace, apart: Apart) -> int:
         points = (
             grid(_axes(options.over))
             if options.over
-            else usual_grid(config, target.devices, scan=kind == "tpu" and options.backend != "native")
+            else usual_grid(
+                config, target.devices, scan=kind == "tpu" and options.backend in ("auto", engine_made_for(kind))
+            )
         )
         for settings in points:
             config_of(settings)  # refuses an unknown key before the first plan

@@ -105,15 +105,15 @@ def make_plan(
             f"plan on {target.text}: expected --backend={' or '.join(PLANNED[kind])}, found {backend}: no other engine "
             f"has a planner for {kind}."
         )
-    if kind == "tpu" and engine == "native" and target.slices > 1:
+    if kind == "tpu" and engine != engine_made_for(kind) and target.slices > 1:
         raise BackendError(f"plan on {target.text}: backend native trains on one slice only.\n  Use --backend=xla.")
-    if kind == "tpu" and engine == "native" and config.compile.enabled:
+    if kind == "tpu" and engine != engine_made_for(kind) and config.compile.enabled:
         raise BackendError(
             f"plan on {target.text}: compile.enabled=true: TorchTPU's compiler makes its programs on a chip only, and "
             "they keep less than the eager step.\n  Plan with compile.enabled=false, or --backend=xla."
         )
     require_supported(config, engine=engine, device=kind, devices=target.devices, hosts=target.hosts)
-    if engine == "xla":
+    if kind == "tpu" and engine == engine_made_for(kind):
         planned = plan_tpu(config, target, progress)
     else:
         progress("running a step on fake tensors")
