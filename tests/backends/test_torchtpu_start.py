@@ -49,7 +49,8 @@ def start(
     # 120 s for the last step and the save: on a busy machine torch's own 30 s are few.
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "120"}
     if chips is not None:
-        environment |= {"PYTHONPATH": f"{ROOT}:{ROOT}/tests/torchtpu", "TEST_TORCHTPU_CHIPS": str(chips)}
+        paths = [ROOT, ROOT / "tests/torchtpu", ROOT / "tests/torchtpu/at_start"]
+        environment |= {"PYTHONPATH": os.pathsep.join(map(str, paths)), "TEST_TORCHTPU_CHIPS": str(chips)}
     command = [sys.executable, "-m", "portable_fsdp.launch", "--config=tiny.yaml", *arguments]
     with (folder / log).open("w") as file:
         return subprocess.Popen(

@@ -1,7 +1,7 @@
 """TorchTPU on this host's CPU, for tests: what stands in for chips, `tpu_dist` and the kernels that only a TPU has.
 
 `install` first, before torch is imported; then the product loads torch_tpu as it does on a TPU. A program that a test
-starts gets all this by `sitecustomize.py`, with this folder on its PYTHONPATH. Nothing of it is in the package.
+starts gets all this by `at_start/sitecustomize.py`, with both folders on its PYTHONPATH. The package has none of it.
 
 What XLA's CPU plugin (of lammps-jax-pjrt-cpu 0.11.2) doesn't compile of torch_tpu 0.2.0's programs, and what stands in:
 - the fusion emitters abort on calls between computations: switched off by XLA_FLAGS;

@@ -1,5 +1,0 @@
-"""Python runs this at its start where the folder is on PYTHONPATH."""
-
-import rig
-
-rig.install()
