@@ -46,10 +46,10 @@ class Read(Protocol):
 Batch = dict[str, Tensor]
 """Named tensors whose dimension 0 is rows of this process's data shard.
 
-int64 [rows, seq]: `input_ids`; `labels` (the token after each of `input_ids`, or -100); for rows of documents also
-`positions` (in the document) and `segments` (number of the document from 1; 0: padding). float32 [rows]: `tokens`
-(counted labels of the row over all micro batches of the step); `stop` in an evaluation. float32 [rows, n]: `votes`,
-which the step sums over all rows."""
+Of text, int64 [rows, seq]: `input_ids`; `labels` (the token after each of `input_ids`, or -100); for rows of documents
+also `positions` (in the document) and `segments` (number of the document from 1; 0: padding). Else what the user's
+dataset gives. float32 [rows]: `tokens` (losses of the row over all micro batches of the step); `stop` in an evaluation.
+float32 [rows, n]: `votes`, which the step sums over all rows."""
 
 Metrics = dict[str, Tensor]
 """Named float32 device tensors of no or one dimension, equal on all processes."""
@@ -184,6 +184,12 @@ class Backend(Closing):
         """Around a forward that no backward follows: no gradients. The model rests afterwards as it did before."""
         return torch.no_grad()
 
+    def scale_gradients(self, model: nn.Module, factor: Tensor) -> None:
+        """Multiply all gradients by a 0-dim tensor of the device, the same on all processes."""
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
     @abstractmethod
     def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
         """Clip to the global norm `limit` (None: don't); return the norm before, 0-dim, on device. *collective*"""
@@ -260,6 +266,12 @@ class Backend(Closing):
 
 
 # ------------------------------------------------------------------------------- what every engine asks of a model
+
+
+def output_head(model: nn.Module) -> nn.Module | None:
+    """The module that makes the logits of a model of transformers; None: no other model has one known by a name."""
+    get = getattr(model, "get_output_embeddings", None)
+    return None if get is None else get()
 
 
 class ParameterSlot(NamedTuple):

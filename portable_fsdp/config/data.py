@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal, Self
 from annotated_types import Ge, Lt
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from portable_fsdp.runtime.factory import FACTORY_PATTERN
+
 
 def _float_from_yaml(value: object) -> object:
     """YAML 1.1 reads `3e-4` (no dot) as a string; take it as the number."""
@@ -78,7 +80,7 @@ class Documents(Section):
         needs_path = self.source not in ("python_docs", "python_source")
         if needs_path != (self.path is not None):
             raise ValueError("path goes with source: text, jsonl, parquet or huggingface, and with no other source")
-        if self.split is not None and self.source != "huggingface":
+        if self.split is not None and self.source != "huggingface" and not getattr(self, "factory", None):
             raise ValueError("split goes with source: huggingface, and with no other source")
         has_columns = self.source in ("jsonl", "parquet", "huggingface")
         if not has_columns and (self.format != "text" or self.columns):
@@ -101,6 +103,12 @@ class MixtureSource(Documents):
 
 
 class Data(Documents):
+    factory: str | None = Field(
+        default=None,
+        description="a dataset of your own: `module:function`, called with the split (data.split, else `train`), which "
+        "returns a torch Dataset of dicts of tensors, or that and a collate function",
+        pattern=FACTORY_PATTERN,
+    )
     mixture: tuple[MixtureSource, ...] = Field(
         default=(),
         description="several sources instead of one; their weights are their shares of the rows",
@@ -140,7 +148,13 @@ class Data(Documents):
 
     @model_validator(mode="after")
     def _keys_go_together(self) -> Self:
-        own = [name for name in Documents.model_fields if getattr(self, name) != Documents.model_fields[name].default]
+        fields = Data.model_fields
+        if self.factory is not None:
+            of_text = [n for n in fields if n not in ("factory", "split", "eval_split", "cache_dir")]
+            if given := [name for name in of_text if getattr(self, name) != fields[name].default]:
+                raise ValueError(f"{given[0]} goes with text; data.factory makes the rows by itself")
+            return self
+        own = [name for name in Documents.model_fields if getattr(self, name) != fields[name].default]
         if self.mixture and own:
             raise ValueError(f"mixture stands instead of {', '.join(Documents.model_fields)}: each part has its own")
         if self.packing == "stream" and any(part.format != "text" for part in self.mixture or (self,)):

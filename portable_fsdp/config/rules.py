@@ -340,6 +340,40 @@ RULES = (
         "selective picks layers or operations, not both",
         ("memory.save_ops=[]", "memory.every=null"),
     ),
+    Rule(
+        "train.task",
+        "of transformers' own tasks but causal_lm, without data.factory",
+        lambda c, p: c.data.factory is None and c.train.task != "causal_lm" and ":" not in c.train.task,
+        "text has no labels but the next tokens",
+        ("data.factory=MODULE:FUNCTION", "train.task=causal_lm"),
+    ),
+    Rule(
+        "train.task",
+        "causal_lm with model.factory",
+        lambda c, p: c.model.factory is not None and c.train.task == "causal_lm",
+        "it needs a model of transformers",
+        ("train.task=MODULE:FUNCTION", "train.task=image_classification"),
+    ),
+    *(
+        Refused(option, "with model.factory", reason, when=lambda c, p: c.model.factory is not None)
+        for option, reason in (
+            ("model.attention", "the model brings its attention"),
+            ("model.experts", "the model brings its experts"),
+            ("model.lora", "adapters are put into models of transformers"),
+        )
+    ),
+    Refused(
+        "precision.output",
+        "with a task other than causal_lm",
+        "the task's own function makes the loss of the logits",
+        when=lambda c, p: c.train.task != "causal_lm",
+    ),
+    Refused(
+        "train.sample_every",
+        "without text",
+        "samples continue texts, by a causal language model and its tokenizer",
+        when=lambda c, p: c.train.task != "causal_lm" or c.data.factory is not None,
+    ),
     Refused(
         "train.sample_every",
         "without train.sample_prompts",
@@ -376,6 +410,9 @@ EFFECTS = {
     "run.name": "written into events.jsonl",
     "run.seed": "weights are a function of (seed, name), rows of (seed, epoch, position)",
     "model.architecture|pretrained|gguf_file|allow": "built on meta; each process initializes or reads its slices",
+    "model.factory": "built on meta; each process initializes its slices, as the function's own operations do",
+    "train.task": "one loss for all engines; the step divides its sum by the count over the global batch",
+    "data.factory": "the same rows on every engine; augmentation is seeded by row and epoch",
     "model.freeze": "no gradient, no optimizer state",
     "model.lora": "peft's layers; adapters are sharded, trained and saved like other weights",
     "data.source|path|split|format|columns|chat_template_kwargs": "the same documents on every engine",

@@ -8,6 +8,12 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from portable_fsdp.config.data import Data, DecayRate, Float, Section
+from portable_fsdp.runtime.factory import FACTORY_PATTERN
+
+TASK_NAMES = (
+    *("causal_lm", "seq2seq_lm", "masked_lm"),
+    *("sequence_classification", "token_classification", "image_classification"),
+)
 
 
 class Run(Section):
@@ -68,6 +74,12 @@ class Model(Section):
         description="local folder in Hugging Face format with safetensors weights, or a hub id: org/name, "
         "org/name@revision",
     )
+    factory: str | None = Field(
+        default=None,
+        description="a model of your own: `module:function`, which returns a torch.nn.Module; modules are found in the "
+        "config's folder and on PYTHONPATH",
+        pattern=FACTORY_PATTERN,
+    )
     gguf_file: str | None = Field(
         default=None,
         description="GGUF file in model.pretrained (llama, qwen2, qwen3); the run takes its weights (dequantised), "
@@ -103,8 +115,8 @@ class Model(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> "Model":
-        if (self.architecture is None) == (self.pretrained is None):
-            raise ValueError("give exactly one of model.architecture and model.pretrained")
+        if sum(source is not None for source in (self.architecture, self.pretrained, self.factory)) != 1:
+            raise ValueError("give exactly one of model.architecture, model.pretrained and model.factory")
         if isinstance(self.architecture, dict) and not isinstance(self.architecture.get("model_type"), str):
             raise ValueError("model.architecture needs a `model_type` (llama, qwen3, gpt2, ...)")
         for key in ("gguf_file", "allow"):
@@ -114,6 +126,13 @@ class Model(Section):
 
 
 class Train(Section):
+    task: str = Field(
+        default="causal_lm",
+        description="how a batch becomes a loss: causal_lm, seq2seq_lm, masked_lm, sequence_classification, "
+        "token_classification, image_classification; or `module:function`, called with the model and the batch, which "
+        "returns the sum of the losses and their count",
+        pattern=f"^({'|'.join(TASK_NAMES)})$|{FACTORY_PATTERN}",
+    )
     steps: int | None = Field(default=None, ge=1, description="optimizer updates in the whole run")
     epochs: Float | None = Field(
         default=None,

@@ -5,30 +5,46 @@ With global batch G, step k of a run that begins at `start` samples takes the po
 """
 
 from collections import deque
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count as count_from
 from typing import Self
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
-from portable_fsdp.data.packing import IGNORED, Rows
+from portable_fsdp.data.packing import Rows, count_labels
 from portable_fsdp.runtime.closing import Closing
 from portable_fsdp.runtime.errors import ConfigError
 
 STEPS_AHEAD = 3
 
+Check = Callable[[Mapping[str, Tensor], NDArray[np.int64]], None]
+"""(batch, numbers of its rows); raises DataError for rows that a step can't take."""
+
+RowCounts = Callable[[Mapping[str, Tensor]], Tensor]
+
 
 class Batches(Closing):
     """Endless iterator over the steps of one data shard; close it, or use it as a context manager.
 
-    Each `next()` gives `accumulation` micro batches: the tensors of their rows (int64 `[rows, seq_len]`), and `tokens`
-    float32 `[rows]`: the counted labels of row r summed over all micro batches of the step, the same in each of them.
-    Their sum over the data shards is the token count of the global batch.
+    Each `next()` gives `accumulation` micro batches: the tensors of their rows, and `tokens`, float32 `[rows]`: the
+    losses of row r summed over all micro batches of the step, the same in each of them. Their sum over the data shards
+    is the count of the global batch.
     """
 
     def __init__(
-        self, rows: Rows, *, seed: int, global_batch: int, shard: tuple[int, int], accumulation: int, start: int = 0
+        self,
+        rows: Rows,
+        *,
+        seed: int,
+        global_batch: int,
+        shard: tuple[int, int],
+        accumulation: int,
+        start: int = 0,
+        check: Check = lambda batch, numbers: None,
+        count_losses: RowCounts = count_labels,
     ) -> None:
         """Args:
         rows: the corpus, at least one row.
@@ -37,6 +53,8 @@ class Batches(Closing):
         shard: (index, count): which part of the global batch this process feeds.
         accumulation: micro batches in a step.
         start: samples consumed before the first step.
+        check: of each batch; the thread calls it.
+        count_losses: float32 [rows]: the losses of each row of a batch.
 
         Raises ConfigError if the global batch can't be cut into equal micro batches.
         """
@@ -49,7 +67,7 @@ class Batches(Closing):
             )
         self.consumed = start
         """Samples consumed, including those of the last step that `next()` gave."""
-        self._rows = rows
+        self._rows, self._check, self._count_losses = rows, check, count_losses
         self._seed = seed
         self._global_batch = global_batch
         self._shard_rows = global_batch // count
@@ -91,10 +109,11 @@ class Batches(Closing):
     def _step(self, first: int) -> list[dict[str, Tensor]]:
         """The micro batches that begin at position `first`."""
         positions = np.arange(first, first + self._shard_rows)
-        batch = self._rows.rows(self._rows.order(self._seed, positions))
+        numbers = self._rows.order(self._seed, positions)
+        batch = self._rows.rows(numbers)
+        self._check(batch, numbers)
         size = self._shard_rows // self._accumulation
-        counted = (batch["labels"] != IGNORED).sum(dim=1).view(self._accumulation, size)
-        tokens = counted.sum(dim=0).float()
+        tokens = self._count_losses(batch).view(self._accumulation, size).sum(dim=0)
         return [
             {**{name: tensor[begin : begin + size] for name, tensor in batch.items()}, "tokens": tokens}
             for begin in range(0, self._shard_rows, size)

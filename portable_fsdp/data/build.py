@@ -35,7 +35,8 @@ class Corpus:
     """The rows to train on, those held out, and the tokenizer that made them."""
 
     rows: Rows
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
+    """None with `data.factory`."""
     eval_rows: Rows | None = None
     """None without `data.eval_split`."""
 
@@ -43,15 +44,21 @@ class Corpus:
     def fingerprint(self) -> tuple[str, str]:
         """128-bit XXH3 hashes in hexadecimal: of the rows to train on (tokens, in their order, and the cut), of the
         tokenizer."""
-        return self.rows.fingerprint(), xxhash.xxh3_128_hexdigest(self.tokenizer.description.encode())
+        description = self.tokenizer.description if self.tokenizer else ""
+        return self.rows.fingerprint(), xxhash.xxh3_128_hexdigest(description.encode())
 
 
 def build_data(data: keys.Data, model: Model | None = None) -> Corpus:
-    """Read, tokenize and pack the corpus. Every process calls it; one of a host tokenizes, the others map its files.
+    """Read, tokenize and pack the corpus, or open that of `data.factory`. Every process calls it; one of a host tokenizes, the others map its files.
 
     `model`: the section whose tokenizer `data.tokenizer: auto` means; without it that is `bytes`. Raises DataError for
     an unreadable file or tokenizer, for a document that `data.on_error` doesn't skip, and for a part without rows.
     """
+    if data.factory is not None:
+        from portable_fsdp.data.datasets import open_datasets
+
+        rows, held_out = open_datasets(data)
+        return Corpus(rows, None, held_out)
     pretrained, gguf_file = (model.pretrained, model.gguf_file) if model else (None, None)
     tokenizer = load_tokenizer(data.tokenizer, pretrained, gguf_file)
     if tokenizer.end_of_text is None:

@@ -73,7 +73,7 @@ class Mixture:
     def indices(self, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """The row of each position, numbered through all sources: 1-D int64, as `sample_indices`."""
         block = positions // sum(self.shares)
-        slot = sample_indices(_seed_of(seed, 0), positions, sum(self.shares))
+        slot = sample_indices(seed_of(seed, 0), positions, sum(self.shares))
         ends = np.cumsum(np.array(self.shares, np.int64))
         source = np.searchsorted(ends, slot, side="right")
         rank = slot - (ends - np.array(self.shares, np.int64))[source]
@@ -82,7 +82,7 @@ class Mixture:
         for number, (size, share) in enumerate(zip(self.sizes, self.shares, strict=True)):
             own = source == number
             given = block[own] * share + rank[own]
-            rows[own] = first_rows[number] + sample_indices(_seed_of(seed, number + 1), given, size)
+            rows[own] = first_rows[number] + sample_indices(seed_of(seed, number + 1), given, size)
         return rows
 
 
@@ -91,7 +91,7 @@ def share_of_numbers(number: int, share: float) -> bool:
     return int(_mix(np.array([number], np.uint64))[0]) < share * 2**64
 
 
-def _seed_of(seed: int, number: int) -> int:
+def seed_of(seed: int, number: int) -> int:
     """A seed for each of several orders of one run."""
     return int(_mix(_mix(np.array([seed & WORD], np.uint64)) + np.uint64(number))[0])
 

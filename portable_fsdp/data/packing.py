@@ -8,7 +8,7 @@ Labels are shifted here, once; models, losses and engines take `labels[r, t]` as
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -27,14 +27,19 @@ IGNORED = -100
 """The label that no loss counts."""
 
 
+ENDLESS = 2**62
+"""The length of rows that come as a stream: their position stays in one epoch."""
+
+
 class Rows(Protocol):
     """A corpus cut into rows, and the order in which they come."""
 
     def __len__(self) -> int: ...
 
     def rows(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
-        """`input_ids` and `labels`, int64 `[len(indices), seq_len]`. Rows of documents also have `positions`, which
-        restart at 0 in each, and `segments`: 1, 2, ... by document, 0 for padding. One thread calls it."""
+        """The tensors of these rows, dimension 0 first. Of text: `input_ids` and `labels`, int64 `[len(indices),
+        seq_len]`; rows of documents also have `positions`, which restart at 0 in each, and `segments`: 1, 2, ... by
+        document, 0 for padding. One thread calls it."""
         ...
 
     def order(self, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -44,6 +49,17 @@ class Rows(Protocol):
     def fingerprint(self) -> str:
         """128-bit XXH3 hash in hexadecimal of everything that determines the rows."""
         ...
+
+
+def count_labels(batch: Mapping[str, Tensor]) -> Tensor:
+    """float32 [rows]: the labels of each row that a loss counts."""
+    labels = batch["labels"]
+    return (labels != IGNORED).view(len(labels), -1).sum(dim=1).float()
+
+
+def count_rows(batch: Mapping[str, Tensor]) -> Tensor:
+    """float32 [rows]: 1 each, where only the loss itself can tell what it counts."""
+    return torch.ones(len(next(iter(batch.values()))))
 
 
 def _make_again(purpose: str, make: Callable[[], str]) -> str:

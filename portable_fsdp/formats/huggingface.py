@@ -15,6 +15,7 @@ from portable_fsdp.formats.base import FLOAT_DTYPES, ExportOptions, ForeignCheck
 from portable_fsdp.formats.names import config_object, config_of, import_transformers
 from portable_fsdp.formats.peft import merged, opened_folder
 from portable_fsdp.formats.safetensors_file import groups, read_header, read_tensor, write_file
+from portable_fsdp.models.tasks import CAUSAL_LM, Task, find_task
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 from portable_fsdp.runtime.files import write_text_atomically
 from portable_fsdp.runtime.hub import local_folder
@@ -25,24 +26,27 @@ log = logging.getLogger("portable_fsdp")
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 GENERATION = "generation_config.json"
+GENERATING = ("causal_lm", "seq2seq_lm")
+"""Tasks whose models generate text."""
 
 
 def export(reader: Reader, options: ExportOptions) -> Callable[[Path], None]:
     """The model as a Hugging Face folder, adapters (LoRA) merged into their layers: of these it holds two in float32.
 
-    Raises `CheckpointError`: a base that isn't there, a model that isn't of transformers.
+    Of a model of `model.factory` the weights alone, for `load_state_dict`. Raises `CheckpointError`: a base that isn't there, a model that isn't of transformers.
     """
     saved, read = merged(reader, options.base)
     tensors = {key: as_dtype(tensor, options.dtype) for key, tensor in saved.items()}
     config = _model_config(reader.manifest, reader.folder.name, tensors)
 
     def write(folder: Path) -> None:
-        config.save_pretrained(folder)
+        if config is not None:
+            config.save_pretrained(folder)
         own = _generation_config(reader.manifest)
-        if own is None:
-            import_transformers().GenerationConfig.from_model_config(config).save_pretrained(folder)
-        else:
+        if own is not None:
             (folder / GENERATION).write_bytes(own.read_bytes())
+        elif config is not None and _task_of(reader.manifest).name in GENERATING:
+            import_transformers().GenerationConfig.from_model_config(config).save_pretrained(folder)
         _write_weights(read, tensors, folder, options)
 
     return write
@@ -84,19 +88,28 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 
 def _model_config(manifest: Manifest, name: str, tensors: dict[str, TensorEntry]) -> Any:
-    """transformers' config of the saved model, with what `from_pretrained` needs: architectures and dtype."""
+    """transformers' config of the saved model, with what `from_pretrained` needs: architectures and dtype. None: the
+    model is none of transformers."""
+    if manifest.config.get("model", {}).get("factory") is not None:
+        return None
     if manifest.architecture is None:
         raise CheckpointError(
             f"checkpoint {name}: expected a model_config (transformers), found null: can't be exported"
         )
     config = config_object(manifest.architecture, f"checkpoint {name}")
-    causal = import_transformers().MODEL_FOR_CAUSAL_LM_MAPPING
-    if not config.architectures and type(config) in causal:
-        config.architectures = [causal[type(config)].__name__]
+    known = getattr(import_transformers(), str(_task_of(manifest).mapping), {})
+    if not config.architectures and type(config) in known:
+        config.architectures = [known[type(config)].__name__]
     floating = {tensor.dtype for tensor in tensors.values() if tensor.dtype in FLOAT_DTYPES}
     if len(floating) == 1:
         config.dtype = floating.pop()
     return config
+
+
+def _task_of(manifest: Manifest) -> Task:
+    """A built-in one; the code of others isn't run."""
+    name = str(manifest.config.get("train", {}).get("task", CAUSAL_LM.name))
+    return CAUSAL_LM if ":" in name else find_task(name)
 
 
 def _generation_config(manifest: Manifest) -> Path | None:

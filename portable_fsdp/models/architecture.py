@@ -22,6 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
+from portable_fsdp.models.tasks import CAUSAL_LM, Task
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.strict_json import parse_json
 
@@ -78,30 +79,30 @@ def architecture_mapping(architecture: Mapping[str, Any] | str) -> dict[str, Any
     return cast(dict[str, Any], values)
 
 
-def read_architecture(architecture: Mapping[str, Any] | str) -> Any:
-    """The transformers config of a causal language model, with all values as `from_pretrained` would have them.
+def read_architecture(architecture: Mapping[str, Any] | str, task: Task = CAUSAL_LM) -> Any:
+    """The transformers config of a model for `task`, with all values as `from_pretrained` would have them.
 
     Logs the keys that have no effect. Raises ConfigError for keys that nothing reads (see above), for missing sizes,
     and for what transformers refuses.
     """
-    config, remarks = _checked(architecture)
+    config, remarks = _checked(architecture, task)
     for remark in remarks:
         log.warning("model.architecture: %s", remark)
     return config
 
 
-def check_architecture(architecture: Mapping[str, Any] | str) -> None:
+def check_architecture(architecture: Mapping[str, Any] | str, task: Task = CAUSAL_LM) -> None:
     """Raises what `read_architecture` raises, and logs nothing."""
-    _checked(architecture)
+    _checked(architecture, task)
 
 
-def _checked(architecture: Mapping[str, Any] | str) -> tuple[Any, list[str]]:
+def _checked(architecture: Mapping[str, Any] | str, task: Task) -> tuple[Any, list[str]]:
     """The config, and remarks on keys without effect."""
     values = architecture_mapping(architecture)
     is_file = isinstance(architecture, str)
     where = f"model.architecture: {architecture}: " if is_file else "model.architecture."
     is_published = is_file or not _MARKS.isdisjoint(values)
-    kind = _class_of(str(values["model_type"]), where)
+    kind = _class_of(str(values["model_type"]), where, task)
     dropout = [key for key, value in values.items() if "drop" in key and type(value) in (int, float) and value]
     if dropout and not is_published:
         raise ConfigError(
@@ -140,15 +141,15 @@ def last_line(error: Exception) -> str:
     return lines[-1].strip() if lines else type(error).__name__
 
 
-def _class_of(model_type: str, where: str) -> Any:
+def _class_of(model_type: str, where: str, task: Task) -> Any:
+    from transformers.models.auto import modeling_auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    causal = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    if model_type not in causal:
-        near = difflib.get_close_matches(model_type, causal, n=3)
+    known = list(getattr(modeling_auto, f"{task.mapping}_NAMES"))
+    if model_type not in known:
+        near = difflib.get_close_matches(model_type, known, n=3)
         raise ConfigError(
-            f"{where}model_type: expected a causal language model of transformers, found {model_type!r}."
+            f"{where}model_type: expected {task.models} of transformers, found {model_type!r}."
             + (f"\n  nearest: {', '.join(near)}." if near else "")
         )
     return CONFIG_MAPPING[model_type]

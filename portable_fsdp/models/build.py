@@ -1,5 +1,7 @@
 """Builds the model on the meta device and says where its weights come from.
 
+Read `build_model` first. A model of `model.factory` comes from `factory.py`; those of transformers are made here.
+
 `build_model` gives a model whose parameters hold no memory and a `fill(fqn, slices)` (`weights.py`) that makes any
 piece of any weight on the host. A backend pulls the pieces that its devices need, one at a time, so that no host holds
 the model twice.
@@ -23,6 +25,7 @@ from portable_fsdp.models.architecture import config_to_json, last_line, read_ar
 from portable_fsdp.models.attention import FLEX, STATIC, static_attention
 from portable_fsdp.models.documents import DocumentArguments, document_arguments, require_documents_apart
 from portable_fsdp.models.loss import Loss, attach_loss
+from portable_fsdp.models.tasks import CAUSAL_LM, Task
 from portable_fsdp.models.weights import ModelSize, RandomWeights, TensorFile, WeightFill, fill_buffers, size_of
 from portable_fsdp.runtime.errors import ConfigError
 
@@ -39,12 +42,12 @@ class BuiltModel:
     """A model on meta (its buffers are real, on the host), its weights, and its transformers config.
 
     The config is as it was given: with the dropout and the cache that training switches off. It is JSON, of which
-    `config_from_json` makes an equal config.
+    `config_from_json` makes an equal config. None: a model of `model.factory`, not of transformers.
     """
 
     model: nn.Module
     fill: WeightFill
-    config: dict[str, Any]
+    config: dict[str, Any] | None
     size: ModelSize
     base: "Base | None" = None  # of `model.lora`, where it comes from `model.pretrained`
 
@@ -60,44 +63,51 @@ def build_model(
     loss: Loss | None = None,
     keeps_ids: Callable[[], bool] = lambda: False,
     packs_documents: bool = False,
+    task: Task = CAUSAL_LM,
 ) -> BuiltModel:
-    """Build the causal language model that the config names, ready to be sharded.
+    """Build the model that the config names, ready to be sharded.
 
     Args:
         model, precision: the config's sections. Weights rest in `master`, those that don't train in `frozen`, and the
             loss takes logits in `output`; what happens between is the backend's.
         seed: of the initial weights; not used with `model.pretrained`.
-        seq_len: tokens in a row, which the model's positions must hold.
-        vocabulary: ids of the tokenizer, which the model's embedding must hold.
+        seq_len: tokens in a row, which a causal model's positions must hold.
+        vocabulary: ids of the tokenizer, which the model's embedding must hold; 0 where there is none.
         eager: operations run one by one, not as one compiled step: the loss goes by chunks, and a mask is made once.
         loss: in place of `loss.cross_entropy_sum`.
         keeps_ids: whether the tokenizer has all tokens of `model.pretrained`'s own under their ids, so that the model
             may grow where the tokenizer has more. Called only then.
         packs_documents: several documents share a row; forward gets their `positions` and `segments`.
+        task: says which model of transformers a config means, and who computes the loss: of a causal model it is part
+            of the forward.
 
     Raises ConfigError for a config that names no model that fits, a pattern that names nothing in it, and a model that
     wouldn't keep packed documents apart.
     """
+    precision = precision or schema.Precision()
+    if model.factory is not None:
+        return _of_factory(model, precision, seed)
     # transformers and accelerate would import torch_xla wherever it is installed; we choose the engine ourselves.
     os.environ.setdefault("USE_TORCH_XLA", "0")
     pretrained = None
     if model.pretrained is not None:
         from portable_fsdp.models.pretrained import open_pretrained
 
-        pretrained = open_pretrained(model)
-    config = read_architecture(model.architecture or {}) if pretrained is None else pretrained.config
+        pretrained = open_pretrained(model, task)
+    config = read_architecture(model.architecture or {}, task) if pretrained is None else pretrained.config
     rows_before = None if pretrained is None else _grow(config, vocabulary, pretrained.file, keeps_ids)
     _check_config(config, seq_len, vocabulary)
     as_given = config_to_json(config)
     _switch_off(config)
-    bare, twin = _on_meta(config, model.attention), _on_meta(config, model.attention)
-    _check_causal(bare)
-    _check_forward(twin, seq_len)
+    make = partial(_made, attention=model.attention, task=task)
+    bare, twin = _on_meta(config, make), _on_meta(config, make)
+    if is_causal_lm := task.name == CAUSAL_LM.name:
+        _check_causal(bare)
+        _check_forward(twin, seq_len)
     windows = _windows(twin, seq_len) if model.attention == "flex" else ()
-    precision = precision or schema.Precision()
     master, compute = DTYPES[precision.master], DTYPES[precision.compute]
     if packs_documents:
-        require_documents_apart(bare, partial(_made, attention=model.attention), eager=eager)
+        require_documents_apart(bare, make, eager=eager)
     attention = bare.config._attn_implementation
     documents = document_arguments(attention, compute, eager=eager, packs=packs_documents, windows=windows)
 
@@ -105,13 +115,24 @@ def build_model(
     built = with_experts(built, model.experts, compute)
     built = with_values(built, twin, master, pretrained, model.allow, rows_before)
     # DTYPES has no "auto", which changes nothing.
-    built = with_loss(built, DTYPES.get(precision.output), eager, loss, documents)
+    if is_causal_lm:
+        built = with_loss(built, DTYPES.get(precision.output), eager, loss, documents)
+    built.model.train()
     if model.lora is not None:
         built = with_adapters(built, model.lora, seed, master, pretrained, rows_before is not None)
     built = with_frozen(built, model.freeze, DTYPES.get(precision.frozen))
     if model.lora is not None and pretrained is not None:
         built = with_base(built, model, pretrained)
     return replace(built, size=size_of(built.model))
+
+
+def _of_factory(model: schema.Model, precision: schema.Precision, seed: int) -> BuiltModel:
+    from portable_fsdp.models.factory import open_factory, plain_size
+
+    module, fill = open_factory(str(model.factory), seed, DTYPES[precision.master])
+    built = BuiltModel(module, fill, None, plain_size(module))
+    built = with_frozen(built, model.freeze, DTYPES.get(precision.frozen))
+    return replace(built, size=plain_size(module))
 
 
 # ---------------------------------------------------------------------------------------------- the transformations
@@ -160,7 +181,6 @@ def with_loss(
     documents: DocumentArguments | None,
 ) -> BuiltModel:
     attach_loss(built.model, output, eager, loss, documents)
-    built.model.train()
     return built
 
 
@@ -271,11 +291,11 @@ def _switch_off(config: Any) -> None:
             setattr(config, key, 0.0)
 
 
-def _made(config: Any, attention: str) -> Any:
+def _made(config: Any, attention: str, task: Task) -> Any:
     """The model of a copy of the config, its experts in static shapes."""
-    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers import AttentionInterface
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto import modeling_auto
 
     ALL_EXPERTS_FUNCTIONS.register(experts.DENSE, experts.dense_experts)
     AttentionInterface.register(STATIC, static_attention)
@@ -283,15 +303,16 @@ def _made(config: Any, attention: str) -> Any:
         from portable_fsdp.models.flex import block_attention
 
         AttentionInterface.register(FLEX, block_attention)
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    kind: Any = getattr(modeling_auto, str(task.mapping))[type(config)]
+    kind = kind[0] if isinstance(kind, tuple) else kind
     chosen = {"attn_implementation": _attention(kind, attention), "experts_implementation": experts.DENSE}
-    return AutoModelForCausalLM.from_config(copy.deepcopy(config), **chosen, dtype=torch.float32)
+    return kind._from_config(copy.deepcopy(config), **chosen, dtype=torch.float32)
 
 
-def _on_meta(config: Any, attention: str) -> Any:
+def _on_meta(config: Any, make: Callable[[Any], Any]) -> Any:
     try:
         with torch.device("meta"):
-            return _made(config, attention)
+            return make(config)
     except Exception as error:  # an activation's name, heads of 0: each fails in a way of its own
         raise _misfit(f"{type(config).__name__}: no model can be built from it", error) from error
 

@@ -21,6 +21,7 @@ from portable_fsdp.models.architecture import last_line
 from portable_fsdp.models.conversion import ConvertedTensors
 from portable_fsdp.models.gguf import GgufFile
 from portable_fsdp.models.safetensors_folder import SafetensorsFolder
+from portable_fsdp.models.tasks import CAUSAL_LM, Task
 from portable_fsdp.models.weights import FLOATS, RandomWeights, TensorFile, TensorSlices, WeightFill
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.hub import MODEL_FILES, local_folder
@@ -64,7 +65,7 @@ def fingerprint(file: TensorFile) -> str:
     return digest.hexdigest()
 
 
-def open_pretrained(model: schema.Model) -> Pretrained:
+def open_pretrained(model: schema.Model, task: Task = CAUSAL_LM) -> Pretrained:
     """Open what `model.pretrained` names, downloading it first if it is on the hub. Raises ConfigError."""
     name = cast(str, model.pretrained)
     if model.gguf_file is not None:
@@ -72,7 +73,7 @@ def open_pretrained(model: schema.Model) -> Pretrained:
         gguf = GgufFile(_gguf_path(folder, model.gguf_file))
         return Pretrained(gguf.config, gguf)
     folder = local_folder("model.pretrained", name, MODEL_FILES)
-    return Pretrained(_config(folder), SafetensorsFolder(folder))
+    return Pretrained(_config(folder, task), SafetensorsFolder(folder))
 
 
 def _gguf_path(folder: Path, name: str) -> Path:
@@ -86,9 +87,9 @@ def _gguf_path(folder: Path, name: str) -> Path:
     )
 
 
-def _config(folder: Path) -> Any:
+def _config(folder: Path, task: Task) -> Any:
     from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto import modeling_auto
 
     path = folder / "config.json"
     if not path.is_file():
@@ -105,10 +106,9 @@ def _config(folder: Path) -> Any:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers validates with exceptions of many classes, all about this file
         raise ConfigError(f"model.pretrained: {path}: {last_line(error)}") from error
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if type(config) not in getattr(modeling_auto, str(task.mapping)):
         raise ConfigError(
-            f"model.pretrained: {path}: expected a causal language model of transformers, found "
-            f"model_type {config.model_type!r}."
+            f"model.pretrained: {path}: expected {task.models} of transformers, found model_type {config.model_type!r}."
         )
     quantised = getattr(config, "quantization_config", None)
     if quantised is not None:

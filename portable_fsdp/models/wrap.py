@@ -14,23 +14,33 @@ from portable_fsdp.runtime.errors import ConfigError
 def find_layers(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
     """FQNs of the model's repeated blocks, in the order of definition: those that are recomputed, scanned, compiled.
 
-    They are the modules of `sharding.wrap_classes`, else of transformers' `_no_split_modules`; a layer inside a layer
-    belongs to the outer one, and neither the embedding nor the head is one. Raises ConfigError for a class of
+    They are the modules of `sharding.wrap_classes`, else of transformers' `_no_split_modules`, else of the classes that
+    lists hold several times; a layer inside a layer belongs to the outer one, and neither the embedding nor the head is
+    one. A model that isn't of transformers may have none. Raises ConfigError for a class of
     `wrap_classes` that can't be a unit, and where the model has no layer.
     """
     _check_classes(model, sharding.wrap_classes)
     classes = set(sharding.wrap_classes) or set(getattr(model, "_no_split_modules", None) or ())
+    if not classes and not hasattr(model, "_no_split_modules"):  # no model of transformers
+        classes = set(_repeated(model))
+        if not classes:
+            return ()
     tables = _tables(model)
     layers = _outermost(name for name in _of_classes(model, classes) if name not in tables)
     if not layers:
-        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        counts = Counter(type(module).__name__ for members in lists for module in members)
-        blocks = [name for name, count in counts.items() if count > 1] or sorted({*_possible_units(model).values()})
+        blocks = _repeated(model) or sorted({*_possible_units(model).values()})
         raise ConfigError(
             f"{type(model).__name__}: expected at least one layer of the class(es) {sorted(classes) or '(none named)'},"
             f" found none.\n  Set sharding.wrap_classes to the class of its blocks: {' or '.join(blocks)}."
         )
     return tuple(layers)
+
+
+def _repeated(model: nn.Module) -> list[str]:
+    """Classes of blocks that a list of modules holds several times; a block has modules inside it."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
+    counts = Counter(type(m).__name__ for members in lists for m in members if any(True for _ in m.children()))
+    return [name for name, count in counts.items() if count > 1]
 
 
 def find_units(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
@@ -68,6 +78,11 @@ def recomputed_layers(layers: Sequence[str], memory: Memory) -> tuple[str, ...]:
     """Those of `layers` that gradient checkpointing runs again. Raises ConfigError for an `every` above their count."""
     if memory.gradient_checkpointing == "none":
         return ()
+    if not layers:
+        raise ConfigError(
+            "memory.gradient_checkpointing: expected a model with repeated blocks, found none.\n  Name their classes in "
+            "sharding.wrap_classes, or set memory.gradient_checkpointing=none."
+        )
     every = memory.every or 1
     if every > len(layers):
         raise ConfigError(

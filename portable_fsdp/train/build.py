@@ -18,15 +18,18 @@ from portable_fsdp.config.layout import check_batch
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.batches import Batches
 from portable_fsdp.data.build import Corpus
+from portable_fsdp.data.packing import ENDLESS, Rows, count_labels, count_rows
 from portable_fsdp.data.tokenize import Tokenizer, keeps_ids, require_own_ids
 from portable_fsdp.models.build import DTYPES, BuiltModel, build_model
 from portable_fsdp.models.loss import Loss
+from portable_fsdp.models.tasks import Task, find_task
 from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dtype, recomputed_layers
 from portable_fsdp.optim.optimizer import make_optimizer, parameter_groups
 from portable_fsdp.optim.schedule import check_schedule
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.train.early_checks import checkpoint_folder, saved_config
 from portable_fsdp.train.evaluate import Evaluator
+from portable_fsdp.train.examples import Example, try_rows
 from portable_fsdp.train.memory_need import memory_need, require_memory
 from portable_fsdp.train.step import Step, train_step
 
@@ -44,24 +47,33 @@ class Training:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     step: Step
+    task: Task
+    example: Example | None  # of `data.factory`
     accumulation: int  # micro batches in a step
     ties: dict[str, str]  # FQN -> the first FQN of the same weight
 
 
 def build_training(
-    config: Config, backend: Backend, vocabulary: Tokenizer | int, *, fill: bool = True, loss: Loss | None = None
+    config: Config,
+    backend: Backend,
+    vocabulary: Tokenizer | int | None,
+    *,
+    fill: bool = True,
+    loss: Loss | None = None,
+    rows: Rows | None = None,
 ) -> Training:
     """Model, optimizer and step, in that order; writes nothing. *collective*
 
-    `vocabulary`: the corpus's tokenizer, or the number of its ids where no model.pretrained has ids of its own.
-    Without `fill` the weights are placeholders that hold no memory. `loss`: in place of the model's, see `build_model`.
-    Raises ConfigError for what the model or the devices don't take.
+    `vocabulary`: the corpus's tokenizer (None: it has none), or the number of its ids where no model.pretrained has ids
+    of its own. Without `fill` the weights are placeholders that hold no memory. `loss`: in place of the model's, see `build_model`.
+    `rows`: the corpus's, some of which are tried on the model; text needs no trial. Raises ConfigError for what the model or the devices don't take.
     """
     accumulation, eager = check_batch(config, backend.data_parallel_size), backend.expected_compilations == 0
-    size, tokenizer = (vocabulary, None) if isinstance(vocabulary, int) else (vocabulary.vocab_size, vocabulary)
-    if tokenizer is None and fill and config.model.pretrained is not None:
+    size, tokenizer = (vocabulary, None) if isinstance(vocabulary, int) else (0, vocabulary)
+    if isinstance(vocabulary, int) and fill and config.model.pretrained is not None:
         raise TypeError("build_training: expected corpus.tokenizer, to compare its ids with those of model.pretrained")
     if tokenizer is not None:
+        size = tokenizer.vocab_size
         require_own_ids(config.model, config.data.tokenizer, tokenizer)
     built = build_model(
         config.model,
@@ -72,8 +84,12 @@ def build_training(
         eager=eager,
         loss=loss,
         keeps_ids=lambda: tokenizer is not None and keeps_ids(config.model, config.data.tokenizer, tokenizer),
-        packs_documents=config.data.resolved_packing == "documents",
+        packs_documents=config.data.factory is None and config.data.resolved_packing == "documents",
+        task=(task := find_task(config.train.task, eager=eager)),
     )
+    example = None
+    if rows is not None and (config.data.factory is not None or not task.counts_labels):
+        example = try_rows(rows, config.train.micro_batch, built.model, task, has_fixed_shapes=not eager)
     shapes = {fqn: tuple(weight.shape) for fqn, weight in built.model.named_parameters() if weight.requires_grad}
     frozen = [fqn for fqn, weight in built.model.named_parameters() if not weight.requires_grad]
     ties = _ties(built.model)
@@ -83,8 +99,9 @@ def build_training(
         require_memory(config, backend, memory_need(built.model, make, groups, eager=eager))
     model = backend.shard_model(built.model, policy, built.fill if fill else None)
     optimizer = backend.build_optimizer(make, groups)
-    step = train_step(backend, model, optimizer, accumulation=accumulation, max_grad_norm=config.train.max_grad_norm)
-    return Training(built, model, optimizer, step, accumulation, ties)
+    limit = config.train.max_grad_norm
+    step = train_step(backend, model, optimizer, accumulation=accumulation, max_grad_norm=limit, task=task)
+    return Training(built, model, optimizer, step, task, example, accumulation, ties)
 
 
 def _ties(model: nn.Module) -> dict[str, str]:
@@ -122,6 +139,11 @@ def total_steps(config: Config, rows: int) -> int:
     Raises ConfigError when the epochs don't fill one step, or the schedule doesn't fit into the steps.
     """
     train = config.train
+    if train.steps is None and rows >= ENDLESS:
+        raise ConfigError(
+            "train.epochs: expected train.steps, since the dataset of data.factory is a stream without a length.\n"
+            "  Set train.steps and train.epochs=null."
+        )
     # The decimal as written: 0.29 epochs of 100 rows are 29 rows, which binary floats would make 28.
     steps = train.steps or math.floor(Fraction(str(train.epochs)) * rows / train.global_batch)
     if steps < 1:
@@ -141,13 +163,15 @@ def build_evaluator(config: Config, backend: Backend, training: Training, corpus
     if config.train.eval_every is None:
         log.warning("data.eval_split: %d rows are held out and not used: set train.eval_every", len(corpus.eval_rows))
         return None
-    return Evaluator(backend, training.model, corpus.eval_rows, config.train)
+    return Evaluator(backend, training.model, corpus.eval_rows, config.train, training.task)
 
 
-def build_sampler(config: Config, backend: Backend, training: Training, tokenizer: Tokenizer) -> "Sampler | None":
+def build_sampler(
+    config: Config, backend: Backend, training: Training, tokenizer: Tokenizer | None
+) -> "Sampler | None":
     """Continues `train.sample_prompts`; None without `train.sample_every`. Raises ConfigError for a prompt that doesn't
     fit."""
-    if config.train.sample_every is None:
+    if config.train.sample_every is None or tokenizer is None:  # a rule refuses samples without text
         return None
     from portable_fsdp.train.sampling import Sampler
 
@@ -180,4 +204,6 @@ def open_batches(
         shard=(backend.data_shard.index, backend.data_shard.count),
         accumulation=training.accumulation,
         start=epoch * len(corpus.rows) + samples,
+        check=training.example.check if training.example else lambda batch, numbers: None,
+        count_losses=count_labels if training.task.counts_labels else count_rows,
     )

@@ -7,7 +7,7 @@ costs no time. A callback of yours that raises is logged and gets no more calls;
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -52,9 +52,10 @@ class EvaluationEnd:
     step: int
     loss: float  # mean over the counted tokens, nats
     perplexity: float
-    tokens: int  # counted
+    tokens: int  # counted; of a task without tokens: rows
     seconds: float
     is_best: bool
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])  # means, by the task: `accuracy`
 
 
 @dataclass(frozen=True)

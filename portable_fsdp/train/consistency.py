@@ -15,6 +15,7 @@ from portable_fsdp.backends.base import Backend
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.build import Corpus, build_data
 from portable_fsdp.models.architecture import check_architecture
+from portable_fsdp.models.tasks import find_task
 from portable_fsdp.runtime.collective_errors import on_each_process, on_process_0
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.train.early_checks import require_trackers, require_writable
@@ -26,7 +27,7 @@ def require_folders_and_model(config: Config, backend: Backend) -> None:
     on_process_0(backend, lambda: _require_folders(config))
     if (architecture := config.model.architecture) is not None:
         os.environ.setdefault("USE_TORCH_XLA", "0")  # as build_model does, before transformers is imported
-        on_each_process(backend, lambda: check_architecture(architecture))
+        on_each_process(backend, lambda: check_architecture(architecture, find_task(config.train.task)))
 
 
 def _require_folders(config: Config) -> None:
@@ -57,12 +58,13 @@ def require_same_data(backend: Backend, corpus: Corpus) -> None:
     require_same(backend, {"data.tokenizer": tokenizer, "data": rows, "data.eval_split": held_out})
 
 
-def require_same_model(backend: Backend, config: Mapping[str, Any]) -> None:
+def require_same_model(backend: Backend, config: Mapping[str, Any] | None) -> None:
     """Raises ConfigError on all processes where one has another commit of `model.pretrained`, or another config.json.
     *collective*
 
-    `config`: transformers', of the model as it was opened.
+    `config`: transformers', of the model as it was opened; None: it is none of transformers.
     """
+    config = config or {}
     opened = Path(str(config.get("_name_or_path", "")))
     rest = {key: value for key, value in config.items() if key not in ("_name_or_path", "transformers_version")}
     facts = {

@@ -1,13 +1,15 @@
-"""Evaluation: the mean loss over the rows that are held out, and the history of a run's evaluations.
+"""Evaluation: the mean loss and metrics over the rows that are held out, and the history of a run's evaluations.
 
-The sum of the losses over the counted tokens is divided by their number: neither the number of devices nor that of
-batches changes it. All batches have one shape, `train.micro_batch` rows a device; rows that count nothing fill up the
-last. Results are read a batch late and added up on the host.
+Sums over all that the task counts are divided by the count: neither the number of devices nor that of batches changes
+them. All batches have one shape, `train.micro_batch` rows a device; rows that count nothing fill up the last, or, where
+only the loss itself can tell what counts, the rows of an incomplete batch are left out. Results are read a batch late
+and added up on the host.
 """
 
+import logging
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -17,15 +19,19 @@ from portable_fsdp.backends.base import Backend, Batch, Metrics, Pending
 from portable_fsdp.checkpoint.format import Evaluated
 from portable_fsdp.config import schema
 from portable_fsdp.data.packing import IGNORED, Rows
-from portable_fsdp.train.step import forward
+from portable_fsdp.models.tasks import CAUSAL_LM, Task
+from portable_fsdp.runtime.errors import ConfigError
+
+log = logging.getLogger("portable_fsdp")
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The mean loss in nats, and the tokens that were counted."""
+    """The mean loss (of cross entropy in nats), what was counted (tokens, or rows), and the means of the task's metrics."""
 
     loss: float
     tokens: int
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def perplexity(self) -> float:
@@ -39,21 +45,32 @@ class Evaluation:
 class Evaluator:
     """Evaluates a model, over the same rows each time."""
 
-    def __init__(self, backend: Backend, model: nn.Module, rows: Rows, train: schema.Train) -> None:
-        """Over all `rows` in their order, or train.eval_batches * train.global_batch of them, evenly spread."""
+    def __init__(
+        self, backend: Backend, model: nn.Module, rows: Rows, train: schema.Train, task: Task = CAUSAL_LM
+    ) -> None:
+        """Over all `rows` in their order, or train.eval_batches * train.global_batch of them, evenly spread.
+
+        Raises ConfigError where they don't fill one batch of a task that can't leave out rows.
+        """
         limit = len(rows) if train.eval_batches is None else train.eval_batches * train.global_batch
         count = min(len(rows), limit)
         self._backend = backend
         self._rows = rows
-        self._chosen = np.arange(count, dtype=np.int64) * len(rows) // count
         self._batch = train.micro_batch * backend.data_parallel_size
+        if not task.counts_labels:
+            count = _whole_batches(count, self._batch)
+        self._chosen = np.arange(count, dtype=np.int64) * len(rows) // count
         self.fingerprint = f"{count} of {rows.fingerprint()}"
         """Of the rows evaluated over: losses over others can't be compared."""
 
+        self._metrics: tuple[str, ...] = ()
+
         def evaluate(batch: Batch) -> Metrics:
             with backend.evaluate():
-                loss_sum, tokens = forward(model, batch)
-            return {"sums": backend.sum(torch.stack([loss_sum.float(), tokens.float(), batch["stop"].sum()]))}
+                loss_sum, count, metrics = task.scores(model, batch)
+            self._metrics = tuple(metrics)
+            sums = [loss_sum, count, *metrics.values(), batch["stop"].sum()]
+            return {"sums": backend.sum(torch.stack([value.float() for value in sums]))}
 
         self._evaluate = backend.compile(evaluate, "evaluate")
 
@@ -65,12 +82,16 @@ class Evaluator:
             previous, pending = pending, self._backend.fetch(self._evaluate(self._backend.place(batch)))
             if previous is not None:
                 sums.append(previous.result()["sums"].tolist())
-                if sums[-1][2] > 0:
+                if sums[-1][-1] > 0:
                     break
         assert pending is not None  # there is at least one row
         sums.append(pending.result()["sums"].tolist())
-        losses, tokens, stops = zip(*sums, strict=True)
-        return None if any(stops) else Evaluation(math.fsum(losses) / math.fsum(tokens), round(math.fsum(tokens)))
+        *totals, stops = map(math.fsum, zip(*sums, strict=True))
+        loss, count, *metrics = totals
+        if stops:
+            return None
+        means = {name: value / count for name, value in zip(self._metrics, metrics, strict=True)}
+        return Evaluation(loss / count, round(count), means)
 
     def _batches(self, stop: Callable[[], bool]) -> Iterator[Batch]:
         """This process's rows of each batch."""
@@ -79,8 +100,20 @@ class Evaluator:
         for begin in range(shard.index * size, shard.index * size + count, self._batch):
             positions = np.arange(begin, begin + size)
             batch = self._rows.rows(self._chosen[np.minimum(positions, count - 1)])
-            labels = batch["labels"].masked_fill(torch.from_numpy(positions >= count)[:, None], IGNORED)
-            yield {**batch, "labels": labels, "stop": torch.full((size,), float(stop()))}
+            if (filled := torch.from_numpy(positions >= count)).any():
+                batch["labels"][filled] = IGNORED
+            yield {**batch, "stop": torch.full((size,), float(stop()))}
+
+
+def _whole_batches(rows: int, batch: int) -> int:
+    if rows < batch:
+        raise ConfigError(
+            f"data.eval_split: expected at least one batch of {batch} rows (train.micro_batch on each device), found "
+            f"{rows}.\n  Hold out more, or lower train.micro_batch."
+        )
+    if rows % batch:
+        log.info("evaluations leave out %d of %d rows, which don't fill a batch of %d", rows % batch, rows, batch)
+    return rows - rows % batch
 
 
 def updated_history(history: Evaluated | None, step: int, loss: float, rows: str) -> Evaluated:

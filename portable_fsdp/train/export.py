@@ -21,7 +21,9 @@ def require_room(config: Config) -> None:
     require_replaceable(_folder(config))
 
 
-def export_run(config: Config, backend: Backend, tokenizer: Tokenizer, newest: Path, history: Evaluated | None) -> None:
+def export_run(
+    config: Config, backend: Backend, tokenizer: Tokenizer | None, newest: Path, history: Evaluated | None
+) -> None:
     """Export the best checkpoint by its evaluation, the newest where there was none. *collective*"""
     from portable_fsdp.formats.base import ExportOptions, export_checkpoint
 
@@ -31,7 +33,8 @@ def export_run(config: Config, backend: Backend, tokenizer: Tokenizer, newest: P
     def export() -> None:
         checkpoint, reason = best_checkpoint(newest, history)
         # The base may have moved since the checkpoint was saved.
-        options = ExportOptions(save_tokenizer=tokenizer.save, base=config.model.pretrained, run=Path(config.run.dir))
+        save = tokenizer.save if tokenizer else None
+        options = ExportOptions(save_tokenizer=save, base=config.model.pretrained, run=Path(config.run.dir))
         export_checkpoint(checkpoint, kind, folder, options)
         log.info("exported %s%s to %s", checkpoint, reason, folder)
 

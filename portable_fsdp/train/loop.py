@@ -158,12 +158,19 @@ def _evaluate(run: _Run, step: int) -> EvaluationEnd | None:
         evaluation = evaluator(lambda: _wants_stop(run))
     if evaluation is None:
         return None
-    loss, perplexity, tokens = evaluation.loss, evaluation.perplexity, evaluation.tokens
-    _require_finite(run, step, {"eval_loss": loss})
+    _require_finite(run, step, {"eval_loss": evaluation.loss})
     if step > 0:  # the initial weights are never the best
-        run.history = updated_history(run.history, step, loss, evaluator.fingerprint)
+        run.history = updated_history(run.history, step, evaluation.loss, evaluator.fingerprint)
     is_best = run.history is not None and run.history.best_step == step
-    end = EvaluationEnd(step, loss, perplexity, tokens, time.perf_counter() - began, is_best)
+    end = EvaluationEnd(
+        step,
+        evaluation.loss,
+        evaluation.perplexity,
+        evaluation.tokens,
+        time.perf_counter() - began,
+        is_best,
+        evaluation.metrics,
+    )
     run.callbacks.call(Callback.on_evaluate, end)
     return end
 
@@ -269,14 +276,15 @@ def _train(
     callbacks: Sequence[Callback],
     begin_logs: Callable[[Path], None],
 ) -> int:
-    training = build_training(config, engine, corpus.tokenizer)
+    training = build_training(config, engine, corpus.tokenizer, rows=corpus.rows)
     require_same_model(engine, training.built.config)
     evaluator = build_evaluator(config, engine, training, corpus)
     sampler = build_sampler(config, engine, training, corpus.tokenizer)
     with open_checkpoints(config, engine, training, corpus) as checkpoints:
         point = checkpoints.find(config.checkpoint.resume)
         resumed = None if point is None else checkpoints.load(point, training.model, training.optimizer)
-        start = run_start(config, engine, training.built.size, steps, resumed)
+        cost = training.example.cost if training.example else None
+        start = run_start(config, engine, training.built.size, steps, resumed, cost)
         is_new = resumed is None or any(change.name == "observe.profile" for change in resumed.changes)
         check_profile(config, steps, start.step, is_new=is_new)
         last, eval_every = min(steps, config.train.stop_at or steps), config.train.eval_every if evaluator else None

@@ -20,6 +20,7 @@ from portable_fsdp.models.weights import ModelSize
 from portable_fsdp.runtime.errors import TrainingError
 from portable_fsdp.train.callbacks import RunStart, StepEnd
 from portable_fsdp.train.decision import Votes
+from portable_fsdp.train.examples import RowCost
 from portable_fsdp.train.stragglers import StragglerWatch, imbalance
 
 VOTES = 5
@@ -142,8 +143,20 @@ class Measures:
         return end, Votes(bool(stop > 0), bool((saves > 0).any()))
 
 
-def run_start(config: Config, engine: Backend, size: ModelSize, steps: int, resumed: Resumed | None) -> RunStart:
-    """*collective*"""
+def run_start(
+    config: Config,
+    engine: Backend,
+    size: ModelSize,
+    steps: int,
+    resumed: Resumed | None,
+    cost: RowCost | None = None,
+) -> RunStart:
+    """`cost`: of a row, where it isn't text of `data.seq_len` tokens. *collective*"""
+    if cost is None:
+        seq_len = config.data.seq_len
+        flops, tokens = flops_per_token(size, seq_len), seq_len
+    else:
+        flops, tokens = None if cost.flops is None else cost.flops / cost.tokens, cost.tokens
     return RunStart(
         config=config,
         folder=Path(config.run.dir),
@@ -154,10 +167,10 @@ def run_start(config: Config, engine: Backend, size: ModelSize, steps: int, resu
         hosts=tuple(engine.gather(socket.gethostname())),
         step=resumed.step if resumed else 0,
         steps=steps,
-        tokens=config.train.global_batch * config.data.seq_len,
+        tokens=config.train.global_batch * tokens,
         parameters=size.parameters,
         trained_parameters=size.trained_parameters,
-        flops_per_token=flops_per_token(size, config.data.seq_len),
+        flops_per_token=flops,
         peak_flops=peak_flops(engine.device_name, config.precision.compute),
         resumed=resumed,
     )

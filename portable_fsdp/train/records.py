@@ -90,12 +90,14 @@ class RunFiles(Callback):
             row["processes"] = processes_row(step, self._hosts)
         if (evaluation := step.evaluation) is not None:
             row |= {f"eval_{name}": getattr(evaluation, name) for name in ("loss", "perplexity", "tokens")}
+            row |= {f"eval_{name}": value for name, value in evaluation.metrics.items()}
         self._metrics.write(row)
         for straggler in step.stragglers:
             self._events.write("straggler", step=step.step, **straggler._asdict())
 
     def on_evaluate(self, evaluation: EvaluationEnd) -> None:
-        self._events.write("evaluation", **asdict(evaluation))
+        figures = asdict(evaluation)
+        self._events.write("evaluation", **{**figures, **figures.pop("metrics")})
 
     def on_samples(self, samples: SamplesEnd) -> None:
         for prompt, text in zip(samples.prompts, samples.texts, strict=True):
@@ -235,8 +237,12 @@ def _step_line(step: StepEnd) -> str:
 
 
 def _log_evaluation(evaluation: EvaluationEnd) -> None:
+    scores = evaluation.metrics or {"perplexity": evaluation.perplexity}
+    words = "  ".join(
+        f"{name}: {value:.4f}" if name != "perplexity" else f"{name}: {value:.2f}" for name, value in scores.items()
+    )
     log.info(
-        f"step: {evaluation.step}  eval_loss: {evaluation.loss:.4f}  perplexity: {evaluation.perplexity:.2f}  "
+        f"step: {evaluation.step}  eval_loss: {evaluation.loss:.4f}  {words}  "
         f"tokens: {evaluation.tokens:,}  seconds: {evaluation.seconds:.1f}{'  best so far' * evaluation.is_best}"
     )
 

@@ -1,7 +1,8 @@
 """The train step: the algorithm and nothing else. One for all engines.
 
-The loss is a sum over the global batch divided by its token count, so that gradients are sums too and neither the
-number of devices nor that of micro batches changes them.
+The loss is a sum over the global batch divided by its count, so that gradients are sums too and neither the number of
+devices nor that of micro batches changes them. Where only the loss itself can tell the count (a task of the user's own),
+the number of rows stands for it in backward, and gradients are corrected once all counts are known.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,15 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from portable_fsdp.backends.base import Backend, Batch, Metrics
+from portable_fsdp.models.tasks import CAUSAL_LM, Task
 from portable_fsdp.optim.optimizer import set_step_numbers, step_numbers
 
 Step = Callable[[Sequence[Batch], float], Metrics]
 
-
-def forward(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """(loss_sum, token_count) of a placed batch, as the model's loss gives them."""
-    documents = [batch["positions"], batch["segments"]] if "segments" in batch else []
-    return model(batch["input_ids"], batch["labels"], *documents)
+Sums = dict[str, Tensor]
+"""`loss` and `share`, 0-dim: the losses and their count so far, over the count that is expected of the step."""
 
 
 def train_step(
@@ -28,35 +27,41 @@ def train_step(
     *,
     accumulation: int,
     max_grad_norm: float | None,
+    task: Task = CAUSAL_LM,
 ) -> Step:
     """Make the step of a run: `step(batches, lr)` with `accumulation` placed micro batches, one optimizer update.
 
-    It returns `loss` (mean over the counted tokens of the global batch, before the update), `grad_norm` (before
+    It returns `loss` (mean over all that the task counts in the global batch, before the update), `grad_norm` (before
     clipping) and, where the batches hold `votes` [rows, n], their sum over the rows of all data shards [n]: device
     tensors that nobody has waited for. One micro batch makes one program; several make two, `micro_batch` and `update`.
     """
 
-    def forward_backward(batch: Batch, loss: Tensor, last: bool) -> Tensor:
-        tokens = backend.sum(batch["tokens"].sum())
+    def forward_backward(batch: Batch, sums: Sums, last: bool) -> Sums:
+        """`sums` with those of this batch."""
+        expected = backend.sum(batch["tokens"].sum())
         with backend.accumulate(last):
-            loss_sum, _ = forward(model, batch)
-            mean = loss_sum / tokens
+            loss_sum, count, _ = task.scores(model, batch)
+            mean = loss_sum / expected
             mean.backward()
-        return loss + mean.detach()
+        return {"loss": sums["loss"] + mean.detach(), "share": sums["share"] + count.detach() / expected}
 
-    def micro_batch(batch: Batch, loss: Tensor, last: bool) -> Metrics:
-        return {"loss": forward_backward(batch, loss, last)}
+    def micro_batch(batch: Batch, sums: Sums, last: bool) -> Metrics:
+        return forward_backward(batch, sums, last)
 
-    def update(batch: Batch, loss: Tensor) -> Metrics:
+    def update(batch: Batch, sums: Sums) -> Metrics:
         """`batch`: the whole step's rows; after several micro batches only the votes of the last."""
         if accumulation == 1:
-            loss = forward_backward(batch, loss, last=True)
+            sums = forward_backward(batch, sums, last=True)
+        votes = [batch["votes"].sum(dim=0)] if "votes" in batch else []
+        totals = backend.sum(torch.cat([torch.stack([sums["loss"], sums["share"]]), *votes]))
+        loss, share = totals[0], totals[1]
+        if not task.counts_labels:
+            loss = loss / share
+            backend.scale_gradients(model, 1 / share)
         grad_norm = backend.clip_grad_norm(model, max_grad_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=accumulation == 1)
-        votes = [batch["votes"].sum(dim=0)] if "votes" in batch else []
-        totals = backend.sum(torch.cat([loss[None], *votes]))
-        return {"loss": totals[0], "grad_norm": grad_norm, **({"votes": totals[1:]} if votes else {})}
+        return {"loss": loss, "grad_norm": grad_norm, **({"votes": totals[2:]} if votes else {})}
 
     run_micro_batch = backend.compile(micro_batch, "micro_batch")
     run_update = backend.compile(update, "train_step" if accumulation == 1 else "update")
@@ -64,13 +69,13 @@ def train_step(
     def step(batches: Sequence[Batch], lr: float) -> Metrics:
         numbers = step_numbers(optimizer, lr)
         tensors = {name: torch.tensor(number) for name, number in numbers.items()}
-        placed = backend.place({"loss": torch.zeros(()), **tensors})
+        placed = backend.place({"loss": torch.zeros(()), "share": torch.zeros(()), **tensors})
         set_step_numbers(optimizer, numbers, placed)
-        loss, last = placed["loss"], batches[-1]
+        sums, last = {name: placed[name] for name in ("loss", "share")}, batches[-1]
         if accumulation == 1:
-            return run_update(last, loss)
+            return run_update(last, sums)
         for number, batch in enumerate(batches, start=1):
-            loss = run_micro_batch(batch, loss, number == accumulation)["loss"]
-        return run_update({"votes": last["votes"]} if "votes" in last else {}, loss)
+            sums = run_micro_batch(batch, sums, number == accumulation)
+        return run_update({"votes": last["votes"]} if "votes" in last else {}, sums)
 
     return step

@@ -192,6 +192,9 @@ class NativeBackend(base.Backend):
         finally:
             reshard_all(self._root)
 
+    def scale_gradients(self, model: nn.Module, factor: Tensor) -> None:
+        _scale([local_part(p.grad) for p in model.parameters() if p.grad is not None], factor)
+
     def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
         # On local shards, in float32, and reduced on the device: with cpu_offload gradients lie on the host.
         gradients = [local_part(p.grad) for p in model.parameters() if p.grad is not None]

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from portable_fsdp.backends.base import ShardPolicy, cast_floats, parameter_slots
+from portable_fsdp.backends.base import ShardPolicy, cast_floats, output_head, parameter_slots
 from portable_fsdp.runtime.errors import BackendError
 
 ROOT = ""
@@ -56,7 +56,7 @@ def shard_units(model: nn.Module, policy: ShardPolicy, mesh: DeviceMesh) -> list
     shared = _shared_weights(model)
     units = [name for name in policy.units if _has_weights(model, name, shared)]
     groups = _groups(policy, units)
-    head = cast(Any, model).get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = output_head(model)
     for name, dtype in policy.modules.items():
         module = model.get_submodule(name)
         _cast_around(module, dtype, None if module is head else policy.compute)

@@ -100,7 +100,7 @@ class XlaBackend(PjrtBackend):
         """
         layouts, barrier = Layouts(self.mesh), self._bridge._xla_optimization_barrier_
         keeps_copies = not policy.reshard_after_forward and self._shards > 1
-        head = cast(Any, model).get_output_embeddings()
+        head = base.output_head(model)
         for name in policy.layers if self._tensors.flash_attention else ():
             layer = model.get_submodule(name)
             layer.forward = with_flash_attention(layer.forward, self.mesh, ROWS)

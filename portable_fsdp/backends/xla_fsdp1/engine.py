@@ -196,6 +196,10 @@ class XlaFsdp1Backend(PjrtBackend):
             for unit in self._units:  # the root keeps its full parameters for backward; by the policy, all of them do
                 unit._free_full_params()
 
+    def scale_gradients(self, model: nn.Module, factor: Tensor) -> None:
+        for parameter in self._root.params_with_grad:
+            cast(Tensor, parameter.grad).mul_(factor)
+
     def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
         if self._replicas > 1:
             self._sum_over_replicas()

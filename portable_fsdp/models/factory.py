@@ -1,0 +1,199 @@
+"""`model.factory`: any nn.Module, built on meta, its initial values made one weight at a time.
+
+The factory runs once, under `torch.device("meta")`, where it takes no memory; a `Recording` keeps what it does to each
+tensor. A weight's value is what the same operations make on the host. So whatever the constructor does counts
+(`nn.init`, a loop over parameters, a copy of another weight), and no host holds the whole model. Each random operation
+is seeded by (seed, FQN of the weight that it fills, its number there): a value depends on no other weight.
+"""
+
+# Buffers are replaced in a module's own table: torch has no public way.
+# pyright: reportPrivateUsage=false
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from portable_fsdp.models.weights import ModelSize, TensorSlices, seeded
+from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.runtime.factory import call_factory
+
+
+class _Call(NamedTuple):
+    """An operation that wrote to storages of the meta device."""
+
+    operator: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+    reads: frozenset[int]  # storages
+    writes: frozenset[int]
+
+
+class Recording(TorchDispatchMode):
+    """While it is on, operations on meta tensors are kept, and their tensors with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[_Call] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("generator") is not None:
+            raise ValueError("initial values follow run.seed: leave `generator` out")
+        result = func(*args, **kwargs)
+        reads = frozenset(_storage(tensor) for tensor in _on_meta((args, kwargs)))
+        writes = frozenset(_storage(tensor) for tensor in _on_meta(result)) - reads
+        if func._schema.is_mutable:
+            writes |= reads  # also of arguments that it only reads: those are computed too, to no harm
+        if writes:
+            self._calls.append(_Call(func, args, kwargs, result, reads, writes))
+        return result
+
+    def names(self, owners: Mapping[int, str]) -> list[str]:
+        """A name for each call: the owner of a storage that it writes, and how many wrote there before."""
+        counts: Counter[str] = Counter()
+        names: list[str] = []
+        for call in self._calls:
+            owner = next((owners[storage] for storage in sorted(call.writes) if storage in owners), "")
+            names.append(f"{owner}#{counts[owner]}")
+            counts[owner] += 1
+        return names
+
+    def value(self, tensor: Tensor, seed: int, names: Sequence[str]) -> Tensor:
+        """What the recorded calls make of a meta tensor, on the host; random ones seeded by (seed, their name)."""
+        needed, numbers = {_storage(tensor)}, list[int]()
+        for number in reversed(range(len(self._calls))):
+            if self._calls[number].writes & needed:
+                numbers.append(number)
+                needed |= self._calls[number].reads
+        made: dict[int, Tensor] = {}
+        with torch.no_grad():
+            for number in reversed(numbers):
+                call = self._calls[number]
+                args, kwargs = tree_map_only(Tensor, lambda t: _real(t, made), (call.args, call.kwargs))
+                if "device" in kwargs:
+                    kwargs = {**kwargs, "device": torch.device("cpu")}
+                is_random = torch.Tag.nondeterministic_seeded in call.operator.tags
+                with seeded(seed, names[number]) if is_random else nullcontext():
+                    result = call.operator(*args, **kwargs)
+                for meta, real in zip(_on_meta(call.result), _tensors(result), strict=True):
+                    made.setdefault(_storage(meta), real)
+        return _real(tensor, made).clone()
+
+
+class _Constants(TorchFunctionMode):
+    """Values that the host knows stay known: on meta `torch.tensor([1.0])` would forget them."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") is None:
+            return func(*args, **{**kwargs, "device": "cpu"}).to("meta")  # a copy, which is recorded
+        return func(*args, **kwargs)
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+
+
+def _on_meta(values: Any) -> Iterator[Tensor]:
+    return (tensor for tensor in _tensors(values) if tensor.device.type == "meta")
+
+
+def _storage(tensor: Tensor) -> int:
+    """Stays the same while the recording keeps a tensor of it."""
+    return tensor.untyped_storage()._cdata
+
+
+def _real(tensor: Tensor, made: dict[int, Tensor]) -> Tensor:
+    """A view of the same place in what was made on the host."""
+    if tensor.device.type != "meta":
+        return tensor
+    base = made[_storage(tensor)]
+    return base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+class RecordedWeights:
+    """`fill` of a factory's model; see `weights.RandomWeights`."""
+
+    def __init__(self, values: dict[str, Tensor], recording: Recording, seed: int, dtype: torch.dtype) -> None:
+        self._values, self._recording, self._seed, self._dtype = values, recording, seed, dtype
+        self._names = recording.names({_storage(value): fqn for fqn, value in reversed(values.items())})
+        self._last: tuple[str, Tensor] | None = None
+
+    def __call__(self, fqn: str, slices: TensorSlices) -> Tensor:
+        if self._last is None or self._last[0] != fqn:
+            value = self.draw(fqn)
+            self._last = (fqn, value.to(self._dtype) if value.is_floating_point() else value)
+        return self._last[1][slices].clone()
+
+    def draw(self, fqn: str) -> Tensor:
+        """All of it, as the factory makes it."""
+        return self._recording.value(self._values[fqn], self._seed, self._names)
+
+
+def open_factory(name: str, seed: int, master: torch.dtype) -> tuple[nn.Module, RecordedWeights]:
+    """The module, its parameters on meta in the dtype `master` and its buffers on the host, and its initial values.
+
+    Raises ConfigError with the user's line for a factory that fails or returns no module, for a parameter off meta, and
+    for what reads a value while it builds.
+    """
+    recording = Recording()
+    with recording, torch.device("meta"), _Constants():
+        model = call_factory("model.factory", name)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model.factory: expected {name} to return a torch.nn.Module, found {type(cast(object, model)).__name__}."
+        )
+    named = [*model.named_parameters(), *model.named_buffers()]
+    for fqn, parameter in model.named_parameters():
+        if parameter.device.type != "meta":
+            raise ConfigError(
+                f"model.factory: {name}: expected parameters on the meta device, found {fqn} on {parameter.device}.\n"
+                "  Make it with torch's functions and without a device (torch.zeros, torch.nn.init): values from "
+                "files or NumPy belong in a checkpoint (checkpoint.load=weights_only)."
+            )
+    for owner, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and value.device.type == "meta":
+                raise ConfigError(
+                    f"model.factory: {name}: expected tensors that are parameters or buffers, found "
+                    f"{f'{owner}.{name}'.lstrip('.')}, an attribute that no device would get.\n"
+                    f'  Write self.register_buffer("{name}", ..., persistent=False).'
+                )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(f"model.factory: {name}: expected a parameter that trains, found none.")
+    fill = RecordedWeights({fqn: tensor.detach() for fqn, tensor in named}, recording, seed, master)
+    for fqn, buffer in list(model.named_buffers()):
+        if buffer.device.type == "meta":
+            owner, _, leaf = fqn.rpartition(".")
+            model.get_submodule(owner)._buffers[leaf] = fill.draw(fqn)
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(master)
+    model.train()
+    return model, fill
+
+
+def plain_size(model: nn.Module) -> ModelSize:
+    """The sizes of any module; its FLOPs are counted, not computed from sizes."""
+    weights = list(model.parameters())
+    return ModelSize(
+        parameters=sum(weight.numel() for weight in weights),
+        frozen_parameters=sum(weight.numel() for weight in weights if not weight.requires_grad),
+        trained_parameters=sum(weight.numel() for weight in weights if weight.requires_grad),
+        embedding_parameters=0,
+        layers=0,
+        hidden=0,
+        has_experts=False,
+    )

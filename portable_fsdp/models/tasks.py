@@ -1,0 +1,165 @@
+"""Tasks: how a batch becomes a loss, `train.task`.
+
+A task is a function of the model and a placed batch. It returns the sum of the losses, their count, and in evaluation
+perhaps sums of metrics. The step divides by the count over the global batch, so neither the number of devices nor that
+of micro batches changes the curve.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from portable_fsdp.models.loss import cross_entropy_sum
+from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.runtime.factory import described, load_factory
+
+Tensors = dict[str, Tensor]
+
+Scores = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Mapping[str, Tensor]]
+"""0-dim tensors: the sum of the losses, how many were summed, and sums of metrics, whose means over the count an
+evaluation reports."""
+
+TaskFunction = Callable[[nn.Module, Tensors], Scores]
+
+RESERVED = ("tokens", "votes", "stop")
+"""Keys of a placed batch that belong to the run; a task doesn't see them."""
+
+_HIDDEN = -1e30  # far below any score, and finite: a row that is all padding gives no NaN
+
+
+@dataclass(frozen=True)
+class Task:
+    name: str
+    function: TaskFunction
+    mapping: str | None = None
+    """Which model of transformers a config means: an attribute of its module modeling_auto; None: no transformers."""
+    counts_labels: bool = True
+    """The count is that of labels other than -100, so that it is known before the forward. Else it is what the function
+    returns, and gradients are divided by it after the backward."""
+
+    @property
+    def models(self) -> str:
+        """For messages: what `mapping` has."""
+        return "a causal language model" if self.function is causal_lm else f"a model for train.task={self.name}"
+
+    def scores(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
+        """(loss_sum, count, sums of metrics) of a placed batch."""
+        scores = self.function(model, {name: value for name, value in batch.items() if name not in RESERVED})
+        return (*scores, {}) if len(scores) == 2 else scores
+
+
+def causal_lm(model: nn.Module, batch: Tensors) -> Scores:
+    """The model's forward has the loss, see `loss.attach_loss`."""
+    documents = [batch["positions"], batch["segments"]] if "segments" in batch else []
+    return model(batch["input_ids"], batch["labels"], *documents)
+
+
+def of_labels(model: nn.Module, batch: Tensors, chunked: bool = True) -> Scores:
+    """Cross entropy of logits `[rows, ..., classes]` with int64 labels `[rows, ...]`, and in evaluation the accuracy.
+
+    The other tensors of the batch are the arguments of the model's forward, which returns logits or an output of
+    transformers that has them. `chunked`: see `cross_entropy_sum`.
+    """
+    labels, logits = batch["labels"], _logits(model, batch)
+    rows = len(labels)
+    scores = cross_entropy_sum(logits.view(rows, -1, logits.shape[-1]), labels.view(rows, -1), chunked)
+    if torch.is_grad_enabled():
+        return scores
+    return (*scores, {"accuracy": (logits.argmax(dim=-1) == labels).sum().float()})
+
+
+def _logits(model: nn.Module, batch: Tensors) -> Tensor:
+    arguments = {name: value for name, value in batch.items() if name != "labels"}
+    if "attention_mask" in arguments:
+        arguments |= _padding_bias(model, arguments.pop("attention_mask"))
+    output = model(**arguments)
+    return output if isinstance(output, Tensor) else output.logits
+
+
+def seq2seq_lm(model: nn.Module, batch: Tensors, chunked: bool = True) -> Scores:
+    """The decoder gets the labels shifted by one, as the model's class does it."""
+    shifted = cast(Any, model).prepare_decoder_input_ids_from_labels(labels=batch["labels"])
+    return of_labels(model, {**batch, "decoder_input_ids": shifted}, chunked)
+
+
+def _padding_bias(model: nn.Module, mask: Tensor) -> dict[str, Tensor]:
+    """`attention_mask`, `[rows, 1, 1, seq]`: 0 where the `[rows, seq]` mask is 1. Nothing for a causal model, which
+    doesn't see the padding behind a row."""
+    if any(getattr(module, "is_causal", False) is True for module in model.modules()) and not _is_encoder(model):
+        return {}
+    hidden = torch.zeros(mask.shape, device=mask.device).masked_fill(mask == 0, _HIDDEN)
+    return {"attention_mask": hidden[:, None, None]}
+
+
+def _is_encoder(model: nn.Module) -> bool:
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+CAUSAL_LM = Task("causal_lm", causal_lm, "MODEL_FOR_CAUSAL_LM_MAPPING")
+
+_TASKS = (
+    CAUSAL_LM,
+    Task("seq2seq_lm", seq2seq_lm, "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING"),
+    Task("masked_lm", of_labels, "MODEL_FOR_MASKED_LM_MAPPING"),
+    Task("sequence_classification", of_labels, "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING"),
+    Task("token_classification", of_labels, "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING"),
+    Task("image_classification", of_labels, "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING"),
+)
+
+
+def find_task(name: str, *, eager: bool = True) -> Task:
+    """`train.task`. `eager`: operations run one by one. Raises ConfigError for a function that can't be imported."""
+    for task in _TASKS:
+        if task.name == name:
+            function: Any = task.function
+            return task if task is CAUSAL_LM else replace(task, function=partial(function, chunked=eager))
+    return Task(name, load_factory("train.task", name), counts_labels=False)
+
+
+def check_scores(task: Task, model: nn.Module, batch: Mapping[str, Tensor]) -> None:
+    """Run a batch through a model, both on meta: what doesn't fit shows before the first step.
+
+    What reads a value on the host can't be followed there, and isn't refused. Raises ConfigError for what the function
+    raises, with the line, and for what it may not return.
+    """
+    try:
+        scores: object = task.function(model, dict(batch))
+    except Exception as error:
+        if _reads_a_value(error):
+            return
+        shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in batch.items())
+        raise ConfigError(
+            f"train.task: {task.name} failed on {type(model).__name__} and a batch of {shapes}:\n  {described(error)}"
+        ) from error
+    parts = cast("tuple[object, ...]", scores) if isinstance(scores, tuple) else (scores,)
+    numbers = [part for part in parts[:2] if isinstance(part, Tensor) and part.dim() == 0]
+    if len(parts) not in (2, 3) or len(numbers) != 2 or not all(isinstance(part, Mapping) for part in parts[2:]):
+        actual = ", ".join(f"tensor {list(p.shape)}" if isinstance(p, Tensor) else type(p).__name__ for p in parts)
+        raise ConfigError(
+            f"train.task: expected {task.name} to return (loss_sum, count), two tensors without dimensions, and perhaps "
+            f"a dict of sums of metrics, found {actual}.\n  Sum the losses of all rows, and count them: return "
+            "losses.sum(), torch.ones_like(losses).sum()."
+        )
+
+
+def count_classes(task: Task, model: nn.Module, batch: Mapping[str, Tensor]) -> int | None:
+    """The classes that the task's logits have, by a batch and a model on meta; None where only the task knows."""
+    if not task.counts_labels:
+        return None
+    try:
+        if task.name == "seq2seq_lm":
+            batch = {**batch, "decoder_input_ids": batch["labels"]}
+        return _logits(model, dict(batch)).shape[-1]
+    except Exception as error:
+        if _reads_a_value(error):
+            return None
+        raise
+
+
+def _reads_a_value(error: Exception) -> bool:
+    """Of a tensor on meta, which has none."""
+    return isinstance(error, NotImplementedError) or "meta tensors" in str(error) or "data-dependent" in str(error)

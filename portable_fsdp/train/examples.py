@@ -1,0 +1,96 @@
+"""What a few rows show before the first step: that the task takes them, what they cost, and which later rows may differ.
+
+Text has one shape and ids of its tokenizer. Rows of `data.factory` are the user's own.
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from portable_fsdp.data.batches import Check
+from portable_fsdp.data.packing import IGNORED, Rows
+from portable_fsdp.models.tasks import CAUSAL_LM, Task, check_scores, count_classes
+from portable_fsdp.runtime.errors import DataError
+
+Columns = Mapping[str, Tensor]
+
+
+class RowCost(NamedTuple):
+    """Of a row: tokens (1 where rows have none), and model FLOPs of forward and backward, where torch can count them."""
+
+    tokens: int
+    flops: float | None
+
+
+class Example(NamedTuple):
+    cost: RowCost
+    check: Check
+
+
+def try_rows(rows: Rows, count: int, model: nn.Module, task: Task, *, has_fixed_shapes: bool) -> Example:
+    """Run `count` rows through a copy of `model` (parameters on meta), which takes neither memory nor time.
+
+    `has_fixed_shapes`: the engine compiles a program for each shape. Raises ConfigError and DataError.
+    """
+    batch = rows.rows(np.arange(count) % len(rows))
+    tokens = batch["input_ids"].shape[1] if "input_ids" in batch and batch["input_ids"].dim() == 2 else 1
+    if task.counts_labels:
+        _require_labels(task, batch)
+    if task.name == CAUSAL_LM.name:
+        classes, flops = getattr(getattr(model, "config", None), "vocab_size", None), None
+    else:
+        twin, on_meta = copy.deepcopy(model).to("meta"), {name: value.to("meta") for name, value in batch.items()}
+        with FlopCounterMode(display=False) as counter:
+            check_scores(task, twin, on_meta)
+        # Backward computes twice what forward does: the gradients of inputs and of weights.
+        flops = 3.0 * counter.get_total_flops() / count or None
+        classes = count_classes(task, twin, on_meta)
+    shapes = {name: value.shape[1:] for name, value in batch.items()} if has_fixed_shapes else None
+
+    def check(batch: Columns, numbers: NDArray[np.int64]) -> None:
+        if shapes is not None and (actual := {name: value.shape[1:] for name, value in batch.items()}) != shapes:
+            name = next(name for name in {**shapes, **actual} if actual.get(name) != shapes.get(name))
+            raise DataError(
+                f"data.factory: expected rows of one shape, for which XLA compiles one program; found {name} "
+                f"{list(shapes.get(name, ()))} first, {list(actual.get(name, ()))} in row {numbers[0] % len(rows)}.\n"
+                "  Pad or resize the rows to one shape, or train with --backend=native."
+            )
+        if classes is not None:
+            _require_range(batch["labels"], classes, numbers % len(rows))
+
+    check(batch, np.arange(count))
+    return Example(RowCost(tokens, flops), check)
+
+
+def _require_labels(task: Task, batch: Columns) -> None:
+    labels = batch.get("labels")
+    if labels is None or labels.is_floating_point():
+        found = f"found {', '.join(batch)}" if labels is None else f"found {labels.dtype}"
+        raise DataError(
+            f"data.factory: train.task={task.name} expects rows with integer `labels`, {found}.\n"
+            "  Name them so in the dataset, or write a function of your own: train.task=module:function."
+        )
+    ids = batch.get("input_ids")
+    if task.name == CAUSAL_LM.name and ids is not None and ids.shape == labels.shape:
+        counted = labels != IGNORED
+        if counted.any() and bool((ids == labels)[counted].all()):
+            raise DataError(
+                "data.factory: expected labels[t] to be the token after input_ids[t], found labels that equal "
+                "input_ids.\n  Shift them: input_ids=tokens[:-1], labels=tokens[1:]."
+            )
+
+
+def _require_range(labels: Tensor, classes: int, numbers: NDArray[np.int64]) -> None:
+    wrong = ((labels < 0) & (labels != IGNORED)) | (labels >= classes)
+    if wrong.any():
+        row = int(wrong.view(len(labels), -1).any(dim=1).nonzero()[0])
+        value = int(labels[row][wrong[row]].flatten()[0])
+        raise DataError(
+            f"data.factory: expected labels from 0 to {classes - 1} (the classes of the model), or {IGNORED} for none, "
+            f"found {value} in row {numbers[row]}.\n  Give the model more classes, or correct the labels."
+        )
