@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from portable_fsdp.checkpoint.manager import Checkpoints as Checkpoints
     from portable_fsdp.config.load import load_config as load_config
     from portable_fsdp.data.build import build_data as build_data
+    from portable_fsdp.models.attention import register_static_attention as register_static_attention
     from portable_fsdp.models.build import build_model as build_model
     from portable_fsdp.optim.schedule import learning_rate as learning_rate
     from portable_fsdp.runtime.command import errors_as_sentences as errors_as_sentences
@@ -29,6 +30,7 @@ _HOMES = {
     "checkpoint.manager": ("Checkpoints",),
     "config.load": ("load_config",),
     "data.build": ("build_data",),
+    "models.attention": ("register_static_attention",),
     "models.build": ("build_model",),
     "optim.schedule": ("learning_rate",),
     "runtime.command": ("errors_as_sentences",),

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 STATIC = "portable_fsdp_static"
 FLEX = "portable_fsdp_flex"  # attention over blocks, see flex.py
+MASKED = "portable_fsdp_masked"  # transformers' own SDPA under masks that are made without a read on the host
 
 _MASKED = -1e30  # far below any score, and finite: a fully masked row gives no NaN
 
@@ -29,6 +30,7 @@ def static_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attend causally. Takes what transformers' `AttentionInterface` passes.
@@ -45,6 +47,8 @@ def static_attention(
 
     Returns: `[batch, seq, heads, head_dim]`, and None for the weights.
     """
+    if position_bias is not None:
+        raise NotImplementedError(f"{type(module).__name__} adds a bias by position, which static attention has not")
     query, key = query.to(value.dtype), key.to(value.dtype)
     causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
     length = query.shape[-2]
@@ -73,6 +77,37 @@ def static_attention(
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+def register_static_attention() -> str:
+    """Make `static_attention` known to transformers; returns its name, for `attn_implementation` of a model's config.
+
+    A model of your own factory that uses layers of transformers needs it on XLA, where transformers' own attentions read
+    a mask on the host.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(STATIC, static_attention)
+    return STATIC
+
+
+def register_masked_attention() -> str:
+    """Make an attention for encoders known to transformers; returns its name.
+
+    Its masks are transformers' own too, with windows both ways, as biases. transformers' SDPA leaves a mask out where a
+    read on the host shows that nothing is padded.
+    """
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import AttentionMaskInterface, eager_mask
+
+    def mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+        kwargs["allow_is_bidirectional_skip"] = attention_mask is None  # known without a read
+        return eager_mask(*args, attention_mask=attention_mask, **kwargs)
+
+    AttentionInterface.register(MASKED, sdpa_attention_forward)
+    AttentionMaskInterface.register(MASKED, mask)
+    return MASKED
 
 
 def document_bias(segments: Tensor, dtype: torch.dtype) -> Tensor:

@@ -22,10 +22,10 @@ from portable_fsdp.config import schema
 from portable_fsdp.config.patterns import matching
 from portable_fsdp.models import experts
 from portable_fsdp.models.architecture import config_to_json, last_line, read_architecture
-from portable_fsdp.models.attention import FLEX, STATIC, static_attention
+from portable_fsdp.models.attention import FLEX, STATIC, register_masked_attention, register_static_attention
 from portable_fsdp.models.documents import DocumentArguments, document_arguments, require_documents_apart
 from portable_fsdp.models.loss import Loss, attach_loss
-from portable_fsdp.models.tasks import CAUSAL_LM, Task
+from portable_fsdp.models.tasks import CAUSAL_LM, Task, is_decoder_only
 from portable_fsdp.models.weights import ModelSize, RandomWeights, TensorFile, WeightFill, fill_buffers, size_of
 from portable_fsdp.runtime.errors import ConfigError
 
@@ -293,20 +293,32 @@ def _switch_off(config: Any) -> None:
 
 def _made(config: Any, attention: str, task: Task) -> Any:
     """The model of a copy of the config, its experts in static shapes."""
-    from transformers import AttentionInterface
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     from transformers.models.auto import modeling_auto
 
     ALL_EXPERTS_FUNCTIONS.register(experts.DENSE, experts.dense_experts)
-    AttentionInterface.register(STATIC, static_attention)
+    register_static_attention()
     if attention == "flex":
+        from transformers import AttentionInterface
+
         from portable_fsdp.models.flex import block_attention
 
         AttentionInterface.register(FLEX, block_attention)
     kind: Any = getattr(modeling_auto, str(task.mapping))[type(config)]
     kind = kind[0] if isinstance(kind, tuple) else kind
     chosen = {"attn_implementation": _attention(kind, attention), "experts_implementation": experts.DENSE}
-    return kind._from_config(copy.deepcopy(config), **chosen, dtype=torch.float32)
+    made = kind._from_config(copy.deepcopy(config), **chosen, dtype=torch.float32)
+    if task.name == CAUSAL_LM.name or is_decoder_only(made):
+        return made
+    if attention in ("static", "flex"):
+        raise ConfigError(
+            f"model.attention: expected a model whose attention is causal for {attention}, found {kind.__name__}.\n"
+            "  Set model.attention=auto."
+        )
+    if attention == "auto":
+        chosen["attn_implementation"] = register_masked_attention() if kind._supports_sdpa else "eager"
+        made = kind._from_config(copy.deepcopy(config), **chosen, dtype=torch.float32)
+    return made
 
 
 def _on_meta(config: Any, make: Callable[[Any], Any]) -> Any:

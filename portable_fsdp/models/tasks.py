@@ -28,8 +28,6 @@ TaskFunction = Callable[[nn.Module, Tensors], Scores]
 RESERVED = ("tokens", "votes", "stop")
 """Keys of a placed batch that belong to the run; a task doesn't see them."""
 
-_HIDDEN = -1e30  # far below any score, and finite: a row that is all padding gives no NaN
-
 
 @dataclass(frozen=True)
 class Task:
@@ -74,8 +72,8 @@ def of_labels(model: nn.Module, batch: Tensors, chunked: bool = True) -> Scores:
 
 def _logits(model: nn.Module, batch: Tensors) -> Tensor:
     arguments = {name: value for name, value in batch.items() if name != "labels"}
-    if "attention_mask" in arguments:
-        arguments |= _padding_bias(model, arguments.pop("attention_mask"))
+    if is_decoder_only(model):  # no position sees the padding behind a row
+        arguments.pop("attention_mask", None)
     output = model(**arguments)
     return output if isinstance(output, Tensor) else output.logits
 
@@ -86,17 +84,10 @@ def seq2seq_lm(model: nn.Module, batch: Tensors, chunked: bool = True) -> Scores
     return of_labels(model, {**batch, "decoder_input_ids": shifted}, chunked)
 
 
-def _padding_bias(model: nn.Module, mask: Tensor) -> dict[str, Tensor]:
-    """`attention_mask`, `[rows, 1, 1, seq]`: 0 where the `[rows, seq]` mask is 1. Nothing for a causal model, which
-    doesn't see the padding behind a row."""
-    if any(getattr(module, "is_causal", False) is True for module in model.modules()) and not _is_encoder(model):
-        return {}
-    hidden = torch.zeros(mask.shape, device=mask.device).masked_fill(mask == 0, _HIDDEN)
-    return {"attention_mask": hidden[:, None, None]}
-
-
-def _is_encoder(model: nn.Module) -> bool:
-    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+def is_decoder_only(model: nn.Module) -> bool:
+    """Whether each position of a row sees those before it alone."""
+    has_encoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    return not has_encoder and any(getattr(module, "is_causal", False) is True for module in model.modules())
 
 
 CAUSAL_LM = Task("causal_lm", causal_lm, "MODEL_FOR_CAUSAL_LM_MAPPING")

@@ -1,6 +1,7 @@
 """Functions of the user's own that a config names: `module:function`."""
 
 import importlib
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -26,6 +27,8 @@ def load_factory(key: str, name: str) -> Callable[..., Any]:
     Modules are found in the config's folder and on PYTHONPATH. Raises ConfigError where the module can't be imported or
     has no such function.
     """
+    # transformers, which the module may import, would import torch_xla wherever it is installed.
+    os.environ.setdefault("USE_TORCH_XLA", "0")
     module_name, _, attribute = name.partition(":")
     try:
         is_there = find_spec(module_name) is not None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -29,7 +30,7 @@ from portable_fsdp.optim.schedule import check_schedule
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.train.early_checks import checkpoint_folder, saved_config
 from portable_fsdp.train.evaluate import Evaluator
-from portable_fsdp.train.examples import Example, try_rows
+from portable_fsdp.train.examples import Example, tokens_of, try_rows
 from portable_fsdp.train.memory_need import memory_need, require_memory
 from portable_fsdp.train.step import Step, train_step
 
@@ -75,21 +76,23 @@ def build_training(
     if tokenizer is not None:
         size = tokenizer.vocab_size
         require_own_ids(config.model, config.data.tokenizer, tokenizer)
+    task, seq_len, first = find_task(config.train.task, eager=eager), config.data.seq_len, None
+    if rows is not None and (config.data.factory is not None or not task.counts_labels):
+        first = rows.rows(np.arange(config.train.micro_batch) % len(rows))
+        seq_len = tokens_of(first)
     built = build_model(
         config.model,
         config.precision,
         seed=config.run.seed,
-        seq_len=config.data.seq_len,
+        seq_len=seq_len,
         vocabulary=size,
         eager=eager,
         loss=loss,
         keeps_ids=lambda: tokenizer is not None and keeps_ids(config.model, config.data.tokenizer, tokenizer),
         packs_documents=config.data.factory is None and config.data.resolved_packing == "documents",
-        task=(task := find_task(config.train.task, eager=eager)),
+        task=task,
     )
-    example = None
-    if rows is not None and (config.data.factory is not None or not task.counts_labels):
-        example = try_rows(rows, config.train.micro_batch, built.model, task, has_fixed_shapes=not eager)
+    example = None if first is None else try_rows(first, built.model, task, has_fixed_shapes=not eager)
     shapes = {fqn: tuple(weight.shape) for fqn, weight in built.model.named_parameters() if weight.requires_grad}
     frozen = [fqn for fqn, weight in built.model.named_parameters() if not weight.requires_grad]
     ties = _ties(built.model)

@@ -1,7 +1,4 @@
-"""What a few rows show before the first step: that the task takes them, what they cost, and which later rows may differ.
-
-Text has one shape and ids of its tokenizer. Rows of `data.factory` are the user's own.
-"""
+"""Tries the first rows of `data.factory` on the task before the first step, and checks that later rows are like them."""
 
 import copy
 from collections.abc import Mapping
@@ -13,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from portable_fsdp.data.batches import Check
-from portable_fsdp.data.packing import IGNORED, Rows
+from portable_fsdp.data.packing import IGNORED
 from portable_fsdp.models.tasks import CAUSAL_LM, Task, check_scores, count_classes
 from portable_fsdp.runtime.errors import DataError
 
@@ -21,7 +18,7 @@ Columns = Mapping[str, Tensor]
 
 
 class RowCost(NamedTuple):
-    """Of a row: tokens (1 where rows have none), and model FLOPs of forward and backward, where torch can count them."""
+    """Of a row: tokens (1 where rows have none), and model FLOPs of forward and backward where torch counts them."""
 
     tokens: int
     flops: float | None
@@ -32,13 +29,17 @@ class Example(NamedTuple):
     check: Check
 
 
-def try_rows(rows: Rows, count: int, model: nn.Module, task: Task, *, has_fixed_shapes: bool) -> Example:
-    """Run `count` rows through a copy of `model` (parameters on meta), which takes neither memory nor time.
+def tokens_of(batch: Columns) -> int:
+    """Tokens of each row: the length of `input_ids`, or 1 where rows have none."""
+    ids = batch.get("input_ids")
+    return ids.shape[1] if ids is not None and ids.dim() == 2 else 1
+
+
+def try_rows(batch: Columns, model: nn.Module, task: Task, *, has_fixed_shapes: bool) -> Example:
+    """Run the corpus's first rows through a copy of `model` (parameters on meta): it takes no memory, and little time.
 
     `has_fixed_shapes`: the engine compiles a program for each shape. Raises ConfigError and DataError.
     """
-    batch = rows.rows(np.arange(count) % len(rows))
-    tokens = batch["input_ids"].shape[1] if "input_ids" in batch and batch["input_ids"].dim() == 2 else 1
     if task.counts_labels:
         _require_labels(task, batch)
     if task.name == CAUSAL_LM.name:
@@ -48,7 +49,7 @@ def try_rows(rows: Rows, count: int, model: nn.Module, task: Task, *, has_fixed_
         with FlopCounterMode(display=False) as counter:
             check_scores(task, twin, on_meta)
         # Backward computes twice what forward does: the gradients of inputs and of weights.
-        flops = 3.0 * counter.get_total_flops() / count or None
+        flops = 3.0 * counter.get_total_flops() / len(next(iter(batch.values()))) or None
         classes = count_classes(task, twin, on_meta)
     shapes = {name: value.shape[1:] for name, value in batch.items()} if has_fixed_shapes else None
 
@@ -57,14 +58,14 @@ def try_rows(rows: Rows, count: int, model: nn.Module, task: Task, *, has_fixed_
             name = next(name for name in {**shapes, **actual} if actual.get(name) != shapes.get(name))
             raise DataError(
                 f"data.factory: expected rows of one shape, for which XLA compiles one program; found {name} "
-                f"{list(shapes.get(name, ()))} first, {list(actual.get(name, ()))} in row {numbers[0] % len(rows)}.\n"
+                f"{list(shapes.get(name, ()))} first, {list(actual.get(name, ()))} from row {numbers[0]} on.\n"
                 "  Pad or resize the rows to one shape, or train with --backend=native."
             )
         if classes is not None:
-            _require_range(batch["labels"], classes, numbers % len(rows))
+            _require_range(batch["labels"], classes, numbers)
 
-    check(batch, np.arange(count))
-    return Example(RowCost(tokens, flops), check)
+    check(batch, np.arange(len(next(iter(batch.values())))))
+    return Example(RowCost(tokens_of(batch), flops), check)
 
 
 def _require_labels(task: Task, batch: Columns) -> None:

@@ -24,14 +24,16 @@ from portable_fsdp.backends.open import open_backend
 from portable_fsdp.backends.support import verdicts
 from portable_fsdp.checkpoint.manager import Checkpoints, Resumed
 from portable_fsdp.config import schema
+from portable_fsdp.config.load import load_config
 from portable_fsdp.config.rules import Deployment
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.batches import Batches
+from portable_fsdp.data.build import build_data
 from portable_fsdp.data.tokenize import ByteTokenizer
 from portable_fsdp.models.build import build_model
 from portable_fsdp.optim.schedule import learning_rate
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
-from portable_fsdp.train.build import build_training
+from portable_fsdp.train.build import build_evaluator, build_training, open_batches, open_checkpoints
 from portable_fsdp.train.consistency import require_same
 from portable_fsdp.train.evaluate import Evaluator
 from portable_fsdp.train.sampling import Sampler
@@ -491,3 +493,35 @@ def opened(case: Case, *, build: bool = False) -> None:
     with backend:
         if build:
             build_training(config, backend, vocabulary=256)
+
+
+def train_task(path: str, overrides: Sequence[str], last: int, folder: str) -> dict[str, Any]:
+    """The run of a config file until step `last`, from its newest checkpoint in `folder` if there is one."""
+    config = load_config(path, [*overrides, f"run.dir={folder}"])
+    device, backend = os.environ["GROUP_DEVICE"], os.environ["GROUP_BACKEND"]
+    with open_backend(config, device=device, backend=backend, num_devices=_devices()) as engine:
+        corpus = build_data(config.data, config.model)
+        training = build_training(config, engine, corpus.tokenizer, rows=corpus.rows)
+        before, losses = engine.compilations, list[float]()
+        with open_checkpoints(config, engine, training, corpus) as checkpoints:
+            point = checkpoints.find("auto")
+            resumed = checkpoints.load(point, training.model, training.optimizer) if point else None
+            loaded = _pieces(engine.state(training.model, training.optimizer))
+            with open_batches(config, engine, training, corpus, resumed) as batches:
+                for step in range(resumed.step + 1 if resumed else 1, last + 1):
+                    placed = [engine.place(batch) for batch in next(batches)]
+                    lr = learning_rate(config.optim, step, config.train.steps or 0)
+                    losses.append(engine.fetch(training.step(placed, lr)).result()["loss"].item())
+                position = batches.position
+            evaluator = build_evaluator(config, engine, training, corpus)
+            evaluation = None if evaluator is None else evaluator()
+            compilations = engine.compilations - before
+            checkpoints.save(last, training.model, training.optimizer, position)
+            checkpoints.wait()
+        return {
+            "losses": losses,
+            "evaluation": evaluation,
+            "compilations": (compilations, engine.expected_compilations),
+            "loaded": loaded,
+            "saved": _pieces(engine.state(training.model, training.optimizer)),
+        }

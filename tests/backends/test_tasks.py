@@ -1,0 +1,181 @@
+"""Any module, dataset and loss (model.factory, data.factory, train.task), against a plain PyTorch loop in one process.
+
+Of ours the loop has the initial weights and the order of the rows. Models of transformers compute their own loss.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from assemble import assemble, assert_equal_states
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoConfig
+from transformers.models.auto import modeling_auto
+from workers import Group, Workers, marked
+
+from portable_fsdp.config.load import load_config
+from portable_fsdp.config.schema import Config
+from portable_fsdp.data.build import build_data
+from portable_fsdp.models.build import build_model
+from portable_fsdp.models.tasks import find_task
+from portable_fsdp.optim.schedule import learning_rate
+
+ROOT = Path(__file__).parents[2]
+STEPS = 8
+SIZES = "hidden_size: 48, num_hidden_layers: 2, num_attention_heads: 4, intermediate_size: 96, vocab_size: 64"
+TOKENS = "pad_token_id: 1, cls_token_id: 2, sep_token_id: 2, bos_token_id: 2, eos_token_id: 2"
+
+
+@dataclass(frozen=True)
+class Example:
+    """A config, and the mean loss of a batch as a plain loop computes it."""
+
+    config: str
+    loss: Callable[[nn.Module, dict[str, Tensor]], Tensor]
+    settings: tuple[str, ...] = ()
+
+
+def of_classifier(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch["images"]), batch["labels"])
+
+
+def of_some_rows(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    weights = (batch["labels"] % 3).float()
+    losses = F.cross_entropy(model(batch["images"]), batch["labels"], reduction="none")
+    return (weights * losses).sum() / weights.sum()
+
+
+def of_pairs(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Direct preference optimization, from the models' own logits."""
+    sums: dict[str, Tensor] = {}
+    for name in ("policy", "reference"):
+        for kind in ("chosen", "rejected"):
+            ids = batch[kind]
+            logits = model.get_submodule(name)(input_ids=ids).logits[:, :-1].log_softmax(dim=-1)
+            sums[f"{name} {kind}"] = logits.gather(2, ids[:, 1:, None]).sum(dim=(1, 2))
+    margin = sums["policy chosen"] - sums["reference chosen"] - sums["policy rejected"] + sums["reference rejected"]
+    return -F.logsigmoid(0.1 * margin).mean()
+
+
+def of_transformers(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(**batch).loss
+
+
+def of_texts(kind: str, more: str, task: str, rows: str) -> Example:
+    architecture = f"model.architecture={{model_type: {kind}, {SIZES}, {more}}}"
+    settings = (architecture, f"train.task={task}", f"data.factory=task_rows:{rows}")
+    return Example("examples/seq2seq.yaml", of_transformers, settings)
+
+
+EXAMPLES = {
+    "classifier": Example("examples/image_classifier.yaml", of_classifier),
+    "own_count": Example(
+        "examples/image_classifier.yaml",
+        of_some_rows,
+        ("train.task=task_rows:some_rows", "train.micro_batch=2", "data.eval_split=null", "train.eval_every=null"),
+    ),
+    "dpo": Example("examples/dpo.yaml", of_pairs),
+    "vit": Example("examples/vit.yaml", of_transformers),
+    "t5": Example("examples/seq2seq.yaml", of_transformers),
+    "bert": of_texts("bert", "num_labels: 3, max_position_embeddings: 32", "sequence_classification", "rows"),
+    "roberta": of_texts(
+        "roberta", "num_labels: 3, max_position_embeddings: 32, pad_token_id: 1", "token_classification", "words"
+    ),
+    "modernbert": of_texts(
+        "modernbert", f"local_attention: 4, global_attn_every_n_layers: 2, {TOKENS}", "masked_lm", "masked"
+    ),
+}
+
+
+def config_of(example: Example) -> Config:
+    return load_config(ROOT / example.config, [*example.settings, "optim.weight_decay=0.0"])
+
+
+def plain_losses(example: Example) -> list[float]:
+    config = config_of(example)
+    corpus = build_data(config.data, config.model)
+    task = find_task(config.train.task)
+    built = build_model(config.model, seed=config.run.seed, seq_len=12, vocabulary=0, task=task)
+    model = built.model
+    if isinstance(config.model.architecture, dict):
+        architecture = dict(config.model.architecture)
+        settings = AutoConfig.for_model(architecture.pop("model_type"), **architecture)
+        for key in ("dropout_rate", "hidden_dropout_prob", "attention_probs_dropout_prob"):
+            if hasattr(settings, key):
+                setattr(settings, key, 0.0)
+        kind: Any = getattr(modeling_auto, str(task.mapping))[type(settings)]
+        model = kind._from_config(settings, attn_implementation="eager")
+    else:
+        buffers = dict(model.named_buffers())
+        model.to_empty(device="cpu")
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(built.fill(name, tuple(slice(0, size) for size in parameter.shape)))
+    trained = [parameter for parameter in model.train().parameters() if parameter.requires_grad]
+    optim = config.optim
+    optimizer = torch.optim.AdamW(trained, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=0.0)
+    losses: list[float] = []
+    for step in range(1, STEPS + 1):
+        positions = np.arange((step - 1) * config.train.global_batch, step * config.train.global_batch)
+        batch = corpus.rows.rows(corpus.rows.order(config.run.seed, positions))
+        loss = example.loss(model, batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, config.train.max_grad_norm or torch.inf)
+        optimizer.param_groups[0]["lr"] = learning_rate(optim, step, config.train.steps or 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+GetWorkers = Callable[[Group], Workers]
+
+NATIVE, XLA = Group("native", 2), Group("xla", 3)
+IN_SUITE = ("classifier", "own_count", "dpo", "t5")
+
+
+@pytest.mark.parametrize(
+    ("group", "name"),
+    [
+        *(marked(NATIVE, name, in_suite=True) for name in EXAMPLES),
+        *(marked(XLA, name, in_suite=name in IN_SUITE) for name in EXAMPLES),
+    ],
+)
+def test_a_task_has_the_losses_of_a_plain_loop(
+    workers: GetWorkers, group: Group, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))  # where load_config puts the config's folder
+    example = EXAMPLES[name]
+    settings = [*example.settings, "optim.weight_decay=0.0"]
+    answers = workers(group).run(
+        "train_task", path=str(ROOT / example.config), overrides=settings, last=STEPS, folder=str(tmp_path)
+    )
+    expected = plain_losses(example)
+    for answer in answers:
+        assert answer["losses"] == pytest.approx(expected, rel=1e-5)
+        actual, known = answer["compilations"]
+        assert actual == known
+        if answer["evaluation"] is not None:
+            assert 0 <= answer["evaluation"].metrics["accuracy"] <= 1
+
+
+@pytest.mark.xla
+def test_a_task_resumes_on_another_engine_bit_for_bit(
+    workers: GetWorkers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path = str(ROOT / EXAMPLES["dpo"].config)
+    settings = ["optim.weight_decay=0.0"]
+    run = {"path": path, "overrides": settings, "folder": str(tmp_path)}
+    before = workers(NATIVE).run("train_task", **run, last=4)
+    after = workers(XLA).run("train_task", **run, last=STEPS)
+    assert_equal_states(assemble([a["saved"] for a in before]), assemble([a["loaded"] for a in after]))
+    assert [*before[0]["losses"], *after[0]["losses"]] == pytest.approx(plain_losses(EXAMPLES["dpo"]), rel=1e-5)
