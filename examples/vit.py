@@ -1,4 +1,4 @@
-"""Images for the vision transformer of vit.yaml: any dataset whose rows are dicts of tensors, as those of `datasets`."""
+"""Images for the vision transformer of vit.yaml: any dataset whose rows are dicts of tensors."""
 
 import torch
 from torch import Tensor

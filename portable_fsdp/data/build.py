@@ -49,7 +49,8 @@ class Corpus:
 
 
 def build_data(data: keys.Data, model: Model | None = None) -> Corpus:
-    """Read, tokenize and pack the corpus, or open that of `data.factory`. Every process calls it; one of a host tokenizes, the others map its files.
+    """Read, tokenize and pack the corpus, or open that of `data.factory`. Every process calls it; one of a host
+    tokenizes, the others map its files.
 
     `model`: the section whose tokenizer `data.tokenizer: auto` means; without it that is `bytes`. Raises DataError for
     an unreadable file or tokenizer, for a document that `data.on_error` doesn't skip, and for a part without rows.

@@ -2,7 +2,7 @@
 
 The factory is called with a split and returns the dataset, or that and a collate function. An item is a dict of tensors
 (or numbers and arrays, as torch's default_collate takes them). A map-style dataset comes in the same order as every
-corpus; before an item is read, the generators of torch, NumPy and Python are seeded by its row and epoch, so that random
+corpus. Before an item is read, the generators of torch, NumPy and Python are seeded by its row and epoch, so random
 augmentation is the same on any number of devices, and after a resume.
 """
 
@@ -50,7 +50,7 @@ class _Items:
         if not isinstance(batch, Mapping) or not batch:
             raise DataError(
                 f"data.factory: {self._name}: expected items that are dicts of tensors, found a batch of type "
-                f"{type(batch).__name__}.\n  Return a dict from __getitem__, as {{'x': x, 'labels': y}}, or collate to one."
+                f"{type(batch).__name__}.\n  Return a dict from __getitem__, as {{'x': x, 'labels': y}}."
             )
         tensors = dict(cast("Mapping[str, object]", batch))
         for key, value in tensors.items():
@@ -177,7 +177,10 @@ def _hash(kind: str, batches: Iterable[dict[str, Tensor]]) -> str:
 
 
 def open_datasets(data: keys.Data) -> tuple[Rows, Rows | None]:
-    """The rows of `data.factory` to train on, and those held out by `data.eval_split`. Raises ConfigError, DataError."""
+    """The rows of `data.factory` to train on, and those that `data.eval_split` holds out.
+
+    Raises ConfigError where the factory fails, DataError for what it may not return and for a part without rows.
+    """
     name, split = str(data.factory), data.split or "train"
     dataset, collate = _made(name, split)
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):

@@ -33,7 +33,8 @@ GENERATING = ("causal_lm", "seq2seq_lm")
 def export(reader: Reader, options: ExportOptions) -> Callable[[Path], None]:
     """The model as a Hugging Face folder, adapters (LoRA) merged into their layers: of these it holds two in float32.
 
-    Of a model of `model.factory` the weights alone, for `load_state_dict`. Raises `CheckpointError`: a base that isn't there, a model that isn't of transformers.
+    Of a model of `model.factory` the weights alone, for `load_state_dict`. Raises `CheckpointError`: a base that isn't
+    there, a model that isn't of transformers.
     """
     saved, read = merged(reader, options.base)
     tensors = {key: as_dtype(tensor, options.dtype) for key, tensor in saved.items()}

@@ -82,8 +82,7 @@ def static_attention(
 def register_static_attention() -> str:
     """Make `static_attention` known to transformers; returns its name, for `attn_implementation` of a model's config.
 
-    A model of your own factory that uses layers of transformers needs it on XLA, where transformers' own attentions read
-    a mask on the host.
+    A factory that builds a causal model of transformers needs it on XLA: transformers' own read a mask on the host.
     """
     from transformers import AttentionInterface
 

@@ -12,6 +12,7 @@ is seeded by (seed, FQN of the weight that it fills, its number there): a value 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -25,13 +26,34 @@ from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.factory import call_factory
 
 
+@dataclass(frozen=True)
+class _View:
+    """Where a meta tensor lay when it was used: a parameter's `data` may be replaced later."""
+
+    storage: torch.UntypedStorage  # kept, so that its address stays its own
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Any:
+        """The tensor itself where it isn't on meta."""
+        if tensor.device.type != "meta":
+            return tensor
+        return cls(tensor.untyped_storage(), tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def among(self, made: Mapping[int, Tensor]) -> Tensor:
+        """The same place in what was made on the host."""
+        return made[self.storage._cdata].as_strided(self.shape, self.stride, self.offset)
+
+
 class _Call(NamedTuple):
-    """An operation that wrote to storages of the meta device."""
+    """An operation that wrote to storages of the meta device; `_View`s stand for their tensors."""
 
     operator: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    result: Any
+    results: list[_View]
     reads: frozenset[int]  # storages
     writes: frozenset[int]
 
@@ -55,7 +77,9 @@ class Recording(TorchDispatchMode):
         if func._schema.is_mutable:
             writes |= reads  # also of arguments that it only reads: those are computed too, to no harm
         if writes:
-            self._calls.append(_Call(func, args, kwargs, result, reads, writes))
+            args, kwargs = tree_map_only(Tensor, _View.of, (args, kwargs))
+            results = [_View.of(tensor) for tensor in _on_meta(result)]
+            self._calls.append(_Call(func, args, kwargs, results, reads, writes))
         return result
 
     def names(self, owners: Mapping[int, str]) -> list[str]:
@@ -79,15 +103,15 @@ class Recording(TorchDispatchMode):
         with torch.no_grad():
             for number in reversed(numbers):
                 call = self._calls[number]
-                args, kwargs = tree_map_only(Tensor, lambda t: _real(t, made), (call.args, call.kwargs))
+                args, kwargs = tree_map_only(_View, lambda view: view.among(made), (call.args, call.kwargs))
                 if "device" in kwargs:
                     kwargs = {**kwargs, "device": torch.device("cpu")}
                 is_random = torch.Tag.nondeterministic_seeded in call.operator.tags
                 with seeded(seed, names[number]) if is_random else nullcontext():
                     result = call.operator(*args, **kwargs)
-                for meta, real in zip(_on_meta(call.result), _tensors(result), strict=True):
-                    made.setdefault(_storage(meta), real)
-        return _real(tensor, made).clone()
+                for view, real in zip(call.results, _tensors(result), strict=True):
+                    made.setdefault(view.storage._cdata, real)
+        return cast(_View, _View.of(tensor)).among(made).clone()
 
 
 class _Constants(TorchFunctionMode):
@@ -113,14 +137,6 @@ def _on_meta(values: Any) -> Iterator[Tensor]:
 def _storage(tensor: Tensor) -> int:
     """Stays the same while the recording keeps a tensor of it."""
     return tensor.untyped_storage()._cdata
-
-
-def _real(tensor: Tensor, made: dict[int, Tensor]) -> Tensor:
-    """A view of the same place in what was made on the host."""
-    if tensor.device.type != "meta":
-        return tensor
-    base = made[_storage(tensor)]
-    return base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 class RecordedWeights:

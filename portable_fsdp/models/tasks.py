@@ -131,8 +131,8 @@ def check_scores(task: Task, model: nn.Module, batch: Mapping[str, Tensor]) -> N
     if len(parts) not in (2, 3) or len(numbers) != 2 or not all(isinstance(part, Mapping) for part in parts[2:]):
         actual = ", ".join(f"tensor {list(p.shape)}" if isinstance(p, Tensor) else type(p).__name__ for p in parts)
         raise ConfigError(
-            f"train.task: expected {task.name} to return (loss_sum, count), two tensors without dimensions, and perhaps "
-            f"a dict of sums of metrics, found {actual}.\n  Sum the losses of all rows, and count them: return "
+            f"train.task: expected {task.name} to return (loss_sum, count), two tensors without dimensions, and perhaps"
+            f" a dict of sums of metrics, found {actual}.\n  Sum the losses of all rows, and count them: return "
             "losses.sum(), torch.ones_like(losses).sum()."
         )
 

@@ -80,8 +80,8 @@ def recomputed_layers(layers: Sequence[str], memory: Memory) -> tuple[str, ...]:
         return ()
     if not layers:
         raise ConfigError(
-            "memory.gradient_checkpointing: expected a model with repeated blocks, found none.\n  Name their classes in "
-            "sharding.wrap_classes, or set memory.gradient_checkpointing=none."
+            "memory.gradient_checkpointing: expected a model with repeated blocks, found none.\n"
+            "  Name their classes in sharding.wrap_classes, or set memory.gradient_checkpointing=none."
         )
     every = memory.every or 1
     if every > len(layers):

@@ -66,8 +66,9 @@ def build_training(
     """Model, optimizer and step, in that order; writes nothing. *collective*
 
     `vocabulary`: the corpus's tokenizer (None: it has none), or the number of its ids where no model.pretrained has ids
-    of its own. Without `fill` the weights are placeholders that hold no memory. `loss`: in place of the model's, see `build_model`.
-    `rows`: the corpus's, some of which are tried on the model; text needs no trial. Raises ConfigError for what the model or the devices don't take.
+    of its own. Without `fill` the weights are placeholders that hold no memory. `loss`: in place of the causal model's,
+    see `build_model`. `rows`: the corpus's, the first of which are tried on the model; text needs no trial. Raises
+    ConfigError for what the model or the devices don't take, DataError for rows that the task doesn't.
     """
     accumulation, eager = check_batch(config, backend.data_parallel_size), backend.expected_compilations == 0
     size, tokenizer = (vocabulary, None) if isinstance(vocabulary, int) else (0, vocabulary)

@@ -27,7 +27,7 @@ log = logging.getLogger("portable_fsdp")
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The mean loss (of cross entropy in nats), what was counted (tokens, or rows), and the means of the task's metrics."""
+    """The mean loss (cross entropy in nats), the count of tokens or rows, and the means of the task's metrics."""
 
     loss: float
     tokens: int

@@ -1,4 +1,4 @@
-"""Tries the first rows of `data.factory` on the task before the first step, and checks that later rows are like them."""
+"""Tries the first rows of `data.factory` on the task before the first step; checks that later rows are like them."""
 
 import copy
 from collections.abc import Mapping

@@ -1,8 +1,8 @@
 """The train step: the algorithm and nothing else. One for all engines.
 
 The loss is a sum over the global batch divided by its count, so that gradients are sums too and neither the number of
-devices nor that of micro batches changes them. Where only the loss itself can tell the count (a task of the user's own),
-the number of rows stands for it in backward, and gradients are corrected once all counts are known.
+devices nor that of micro batches changes them. Where only the loss itself can tell the count (the user's own task), the
+number of rows stands for it in backward, and gradients are corrected once all counts are known.
 """
 
 from collections.abc import Callable, Sequence

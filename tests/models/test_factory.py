@@ -1,0 +1,130 @@
+"""model.factory: the weights that a run gets are what the factory's own operations make, one at a time."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from portable_fsdp.config.schema import Model, Precision
+from portable_fsdp.models.build import BuiltModel, build_model
+from portable_fsdp.runtime.errors import ConfigError
+
+MODULE = """
+import copy
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(7, 32) * 0.02)
+        self.zero = nn.Parameter(torch.zeros(3))
+        self.register_buffer("frequencies", 1 / (100 ** (torch.arange(4).float() / 4)))
+        self.register_buffer("table", torch.tensor([1.0, 2.0, 4.0]), persistent=False)
+        self.norm = nn.BatchNorm1d(5)
+        self.orthogonal = nn.Linear(32, 32)
+        nn.init.orthogonal_(self.orthogonal.weight)
+        self.encoder = nn.TransformerEncoderLayer(32, 4, 64)
+        for name, parameter in self.named_parameters():
+            if name.endswith("linear2.weight"):
+                nn.init.normal_(parameter, std=0.5)
+        self.head, self.tied = nn.Linear(32, 9), nn.Linear(32, 9)
+        self.tied.weight = self.head.weight
+        with torch.no_grad():
+            self.head.weight[:4].fill_(3.0)
+        self.copied = copy.deepcopy(self.orthogonal)
+
+def model(): return Net()
+def module_of_text(): return "no module"
+def fails(): raise RuntimeError("the planned failure")
+def reads(): return nn.Linear(2, int(torch.ones(1).item()))
+def off_meta():
+    module = nn.Linear(2, 2)
+    module.weight = nn.Parameter(torch.ones(2, 2, device="cpu"))
+    return module
+def attribute():
+    module = nn.Linear(2, 2)
+    module.scale = torch.ones(2)
+    return module
+def frozen(): return nn.Linear(2, 2).requires_grad_(False)
+def generator(): return nn.Parameter(torch.randn(2, generator=torch.Generator()))
+number = 3
+"""
+
+
+@pytest.fixture
+def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., BuiltModel]:
+    name = f"factory_{abs(hash(tmp_path)):x}"  # Python keeps modules by name
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def build(function: str, module: str = name, seed: int = 0, master: str = "float32") -> BuiltModel:
+        precision = Precision.model_validate({"master": master, "compute": master})
+        return build_model(Model(factory=f"{module}:{function}"), precision, seed=seed, seq_len=1, vocabulary=0)
+
+    return build
+
+
+def values(built: BuiltModel) -> dict[str, Tensor]:
+    parameters = dict(built.model.named_parameters())
+    whole = {n: built.fill(n, tuple(slice(0, s) for s in p.shape)) for n, p in reversed(parameters.items())}
+    return whole | dict(built.model.named_buffers())
+
+
+def test_weights_are_what_the_constructor_makes(build: Callable[..., BuiltModel]) -> None:
+    built = build("model")
+    assert all(parameter.is_meta for parameter in built.model.parameters())
+    drawn = values(built)
+    torch.testing.assert_close(drawn["orthogonal.weight"] @ drawn["orthogonal.weight"].T, torch.eye(32))
+    assert torch.equal(drawn["copied.weight"], drawn["orthogonal.weight"])
+    assert drawn["encoder.linear2.weight"].std() == pytest.approx(0.5, rel=0.1)
+    assert drawn["encoder.linear1.weight"].std() == pytest.approx(0.1, rel=0.1)  # torch's own
+    assert drawn["position"].std() == pytest.approx(0.02, rel=0.2)
+    assert (drawn["head.weight"][:4] == 3).all()
+    assert drawn["head.weight"][4:].std() == pytest.approx(0.1, rel=0.2)
+    assert "tied.weight" not in drawn
+    assert torch.equal(drawn["zero"], torch.zeros(3))
+    assert torch.equal(drawn["frequencies"], 1 / (100 ** (torch.arange(4).float() / 4)))
+    assert torch.equal(drawn["table"], torch.tensor([1.0, 2.0, 4.0]))
+    assert torch.equal(drawn["norm.running_var"], torch.ones(5))
+    assert drawn["norm.num_batches_tracked"] == 0
+
+
+def test_weights_depend_on_seed_and_name_alone(build: Callable[..., BuiltModel]) -> None:
+    first, again, other = (values(build("model", seed=seed)) for seed in (0, 0, 1))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["head.bias"], other["head.bias"])
+    assert not torch.equal(first["encoder.linear1.bias"], first["encoder.linear1.weight"][:, 0])
+    rounded = values(build("model", master="bfloat16"))
+    assert torch.equal(rounded["position"], first["position"].bfloat16())
+    part = build("model").fill("position", (slice(2, 4), slice(0, 32)))
+    assert torch.equal(part, first["position"][2:4])
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("module_of_text", "to return a torch.nn.Module, found str"),
+        ("fails", "RuntimeError: the planned failure"),
+        ("reads", "Tensor.item() cannot be called on meta tensors"),
+        ("off_meta", "expected parameters on the meta device, found weight on cpu"),
+        ("attribute", 'Write self.register_buffer("scale"'),
+        ("frozen", "expected a parameter that trains, found none"),
+        ("generator", "leave `generator` out"),
+        ("number", "expected a function, found number = 3"),
+        ("missing", "found none named missing.\n  It has: Net, model, module_of_text"),
+    ],
+)
+def test_a_wrong_factory_is_refused_with_its_line(build: Callable[..., BuiltModel], function: str, words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        build(function)
+    assert words in str(error.value)
+    if function in ("fails", "reads"):
+        assert f"def {function}()" in str(error.value)
+
+
+def test_a_module_that_is_not_there(build: Callable[..., BuiltModel]) -> None:
+    with pytest.raises(ConfigError, match=r"beside the config, or its folder on PYTHONPATH"):
+        build("model", module="not_there")
