@@ -46,7 +46,7 @@ class Evaluator:
         self._backend = backend
         self._rows = rows
         self._chosen = np.arange(count, dtype=np.int64) * len(rows) // count
-        self._batch = train.micro_batch * backend.data_parallel_size
+        self._batch = train.resolved_micro_batch * backend.data_parallel_size
         self.fingerprint = f"{count} of {rows.fingerprint()}"
         """Of the rows evaluated over: losses over others can't be compared."""
 
