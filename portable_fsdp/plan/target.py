@@ -97,7 +97,7 @@ def parse_target(text: str) -> Target:
         if device_name in (hardware.device_name, f"TPU {hardware.name}") and devices.isdecimal():
             if (chip := hardware.chip) is None:
                 return _host_target(text, hardware, int(devices))
-            return parse_target(f"{chip.google}-{int(devices) // chip.devices * chip.cores}")
+            return replace(parse_target(f"{chip.google}-{int(devices) // chip.devices * chip.cores}"), text=text)
     match = re.fullmatch(r"(?:(\d+)\*)?([a-z][a-z0-9]*(?:-\d+gb)?)(?:([:-])([0-9x]+))?", text.strip().lower())
     if match is None:
         raise _unknown(text, text.strip().lower())
