@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from portable_fsdp.backends.open import ENGINES, options_of
 from portable_fsdp.config.describe import default_of, option_names, section_model, value_of, yaml_value
-from portable_fsdp.config.layout import check_batch
+from portable_fsdp.config.layout import check_batch, with_micro_batch
 from portable_fsdp.config.rules import EFFECTS, RULES, Deployment, Effect, Kind, Refused, Rule, effects
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import BackendError, ConfigError
@@ -87,7 +87,8 @@ def _batch_problem(config: Config, devices: int | None) -> str | None:
     """The message of `check_batch`, where it raises one."""
     try:
         if devices is not None:
-            check_batch(config, devices)
+            is_auto = config.train.micro_batch == "auto"  # then as many rows as divide; any number of devices has one
+            check_batch(with_micro_batch(config, 1) if is_auto else config, devices)
     except ConfigError as error:
         return str(error)
     return None

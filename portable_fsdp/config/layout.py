@@ -12,16 +12,18 @@ def check_batch(config: Config, data_parallel_size: int) -> int:
     Raises ConfigError when that leaves a remainder, and names the nearest batch sizes that fit.
     """
     train = config.train
-    rows = train.micro_batch * data_parallel_size
+    micro_batch = train.resolved_micro_batch
+    rows = micro_batch * data_parallel_size
     if train.global_batch % rows == 0:
         return train.global_batch // rows
     below = train.global_batch // rows * rows
     global_batches = [str(size) for size in (below, below + rows) if size > 0]
     fits = f"train.global_batch={' or '.join(global_batches)}"
-    if micro_batches := _micro_batches_that_fit(train.global_batch, train.micro_batch, data_parallel_size):
-        fits += f", or train.micro_batch={' or '.join(map(str, micro_batches))}"
+    divisors = micro_batches(train.global_batch, data_parallel_size)
+    if near := [d for d in divisors if d < micro_batch][-1:] + [d for d in divisors if d > micro_batch][:1]:
+        fits += f", or train.micro_batch={' or '.join(map(str, near))}"
     raise ConfigError(
-        f"train.global_batch: expected a multiple of train.micro_batch * devices = {train.micro_batch} * "
+        f"train.global_batch: expected a multiple of train.micro_batch * devices = {micro_batch} * "
         f"{data_parallel_size} = {rows} sequences, found {train.global_batch}.\n  Set {fits}."
     )
 
@@ -41,13 +43,15 @@ def mesh_axes(config: Config, devices: int, hosts: int) -> dict[str, int]:
     return {"replicate": replicas, "shard": devices // replicas}
 
 
-def _micro_batches_that_fit(global_batch: int, micro_batch: int, devices: int) -> list[int]:
-    """The divisors of a device's share of the global batch next below and above `micro_batch`."""
+def micro_batches(global_batch: int, devices: int) -> list[int]:
+    """The divisors of a device's share of the global batch, ascending; none where the devices leave a remainder."""
     share, rest = divmod(global_batch, devices)
     if rest:
         return []
     small = [size for size in range(1, math.isqrt(share) + 1) if share % size == 0]
-    divisors = sorted({*small, *(share // size for size in small)})
-    below = [size for size in divisors if size < micro_batch]
-    above = [size for size in divisors if size > micro_batch]
-    return below[-1:] + above[:1]
+    return sorted({*small, *(share // size for size in small)})
+
+
+def with_micro_batch(config: Config, size: int) -> Config:
+    """The config with `size` as its train.micro_batch."""
+    return config.model_copy(update={"train": config.train.model_copy(update={"micro_batch": size})})

@@ -423,6 +423,7 @@ EFFECTS = {
     "train.steps|epochs|stop_at": "the same steps on every engine",
     "train.global_batch": "the same rows in each step on any number of devices",
     "train.micro_batch": "each device processes this many rows at a time",
+    "train.micro_batch=auto": "process 0 plans the largest that fits, or keeps the run's own when it resumes",
     "train.max_grad_norm": "norm of all gradients over all devices, computed on the device",
     "train.log_every": "metrics.jsonl gets every step, the console every n-th",
     "train.eval_every|eval_on_start|eval_batches": (

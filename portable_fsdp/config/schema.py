@@ -3,11 +3,13 @@
 Where it runs (`--device`, `--backend`, `--num_devices`) is a flag of the launcher and never stands here.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from annotated_types import Ge
 from pydantic import Field, field_validator, model_validator
 
 from portable_fsdp.config.data import Data, DecayRate, Float, Section
+from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.factory import FACTORY_PATTERN
 
 TASK_NAMES = (
@@ -141,7 +143,10 @@ class Train(Section):
         "sources",
     )
     global_batch: int = Field(default=8, ge=1, description="sequences per step, over all devices and micro batches")
-    micro_batch: int = Field(default=1, ge=1, description="sequences per device in one forward and backward pass")
+    micro_batch: Annotated[int, Ge(1)] | Literal["auto"] = Field(
+        default=1,
+        description="sequences per device in one forward and backward pass; auto: the largest that fits, by a plan",
+    )
     max_grad_norm: Float | None = Field(
         default=1.0, gt=0, description="global gradient norm to clip to; null: no clipping"
     )
@@ -176,6 +181,13 @@ class Train(Section):
         default=(), description="beginnings of texts, which the model continues", strict=False
     )
     sample_tokens: int = Field(default=64, ge=1, description="tokens after each prompt, at most")
+
+    @property
+    def resolved_micro_batch(self) -> int:
+        """`micro_batch`, once it is a number. Raises ConfigError for `auto`, which `train.loop.train` resolves."""
+        if self.micro_batch == "auto":
+            raise ConfigError("train.micro_batch: expected a number, found auto.\n  plan --largest-batch prints one.")
+        return self.micro_batch
 
     @model_validator(mode="after")
     def _one_length(self) -> "Train":

@@ -15,15 +15,25 @@ from portable_fsdp.metrics.sinks import read_jsonl
 from portable_fsdp.plan import report
 from portable_fsdp.plan.planner import Apart, make_plan
 from portable_fsdp.plan.result import Plan
-from portable_fsdp.plan.sweep import PlanOf, Settings, Tried, grid, nearest_that_fits, sweep, usual_grid
-from portable_fsdp.plan.target import parse_target
+from portable_fsdp.plan.sweep import (
+    PlanOf,
+    Settings,
+    Tried,
+    grid,
+    largest_that_fits,
+    nearest_that_fits,
+    sweep,
+    usual_grid,
+)
+from portable_fsdp.plan.target import parse_target, with_memory
 from portable_fsdp.plan.time import MeasuredStep, compare, measured_steps
-from portable_fsdp.runtime.command import CommandParser, Once, run_command, to_stderr, to_stdout
+from portable_fsdp.runtime.command import CommandParser, Once, at_least, run_command, to_stderr, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FINISHED, EXIT_USAGE, ConfigError, UsageError
+from portable_fsdp.runtime.process import end_with_parent
 
 DESCRIPTION = """Does it fit, how many bytes on a device, how long at best: on hardware that you don't have."""
-EXIT_CODES = """exit code: 0 for a plan, whether it fits or not; 2 usage or config error, or each plan of a sweep
-is refused; 1 anything else; 130 for Ctrl-C"""
+EXIT_CODES = """exit code: 0 for a plan, whether it fits or not; 2 usage or config error, each plan of a sweep is
+refused, or no micro batch fits; 1 anything else; 130 for Ctrl-C"""
 
 _EXIT_INTERRUPTED = 130  # 128 + SIGINT
 
@@ -39,6 +49,10 @@ def _parser() -> CommandParser:
     )
     parser.add_argument(
         "--backend", default="auto", metavar="ENGINE", help="on TPUs xla (auto), or native: TorchTPU, a lower bound"
+    )
+    parser.switch("--largest_batch", "find the largest train.micro_batch that fits, and plan it")
+    parser.add_argument(
+        "--memory", metavar="GiB", type=at_least(0, float), help="of a device, in place of the known figure"
     )
     parser.switch("--sweep", "plan other settings too, and say which fit and which is fastest at best")
     parser.add_argument(
@@ -72,9 +86,11 @@ def _plan(options: argparse.Namespace, apart: Apart) -> int:
     if options.config is None or options.on is None:
         raise ConfigError("plan: expected --config=FILE and --on=WHERE, as --on=v5p:2x2x4 or --on=h100:8.")
     is_sweep = options.sweep or bool(options.over)
-    if options.compare is not None and is_sweep:
-        raise UsageError("--compare: expected one plan, found --sweep or --over.\n  Compare with a plan of its own.")
+    if is_sweep and (options.compare is not None or options.largest_batch):
+        raise UsageError("--compare, --largest-batch: expected one plan, found --sweep or --over.\n  Leave that out.")
     target = parse_target(options.on)
+    if options.memory is not None:
+        target = with_memory(target, options.memory)
     config = load_config(options.config, options.overrides)
     picture = None if options.save is None else _picture(options.save)
     tokens = config.train.global_batch * config.data.seq_len
@@ -98,25 +114,31 @@ def _plan(options: argparse.Namespace, apart: Apart) -> int:
         for settings in points:
             config_of(settings)  # refuses an unknown key before the first plan
         return _sweep(points, plan_of, as_json=options.json, picture=picture)
-    plan = plan_of({})
+    is_search = options.largest_batch or config.train.micro_batch == "auto"
+    best = largest_that_fits(config, target.devices, plan_of, _note) if is_search else Tried(settings={})
+    plan = best.plan or plan_of({})
     if not options.json:
+        if best.fits:
+            to_stdout(f"the largest that fits: {report.words(best, list(best.settings))}\n")
         to_stdout(report.text(plan))
     measures: list[Tried] = []
     if plan.memory.verdict == "does not fit" and not plan.memory.is_least:  # no lower bound shows that anything fits
-        measures = list(nearest_that_fits(config, plan_of, offload=kind == "cuda"))
+        planned, further = config_of(best.settings), lambda more: plan_of(best.settings | more)
+        measures = list(nearest_that_fits(planned, further, offload=kind == "cuda"))
     comparison = None if measured is None else compare(plan.time, measured)
     if options.json:
         beside = None if comparison is None else comparison.model_dump(mode="json")
         rest = {"measures": [tried.model_dump(mode="json") for tried in measures], "measured": beside}
-        to_stdout(json.dumps(plan.model_dump(mode="json") | rest))
+        largest = {"largest_micro_batch": plan.settings["train.micro_batch"] if best.fits else None}
+        to_stdout(json.dumps(plan.model_dump(mode="json") | rest | largest))
     else:
         if comparison is not None:
             to_stdout(report.comparison_text(comparison))
-        if measures:
-            to_stdout(report.measures_text(measures))
+    if measures:
+        (to_stderr if options.json else to_stdout)(report.measures_text(measures))
     if picture is not None:
         report.draw([plan], [plan.on], picture)
-    return EXIT_FINISHED
+    return EXIT_USAGE if is_search and not best.fits else EXIT_FINISHED
 
 
 def _sweep(points: list[Settings], plan_of: PlanOf, *, as_json: bool, picture: Path | None) -> int:
@@ -149,6 +171,10 @@ def _sweep(points: list[Settings], plan_of: PlanOf, *, as_json: bool, picture: P
     if not is_complete:
         return _EXIT_INTERRUPTED
     return EXIT_FINISHED if planned else EXIT_USAGE
+
+
+def _note(tried: Tried) -> None:
+    to_stderr(report.line(tried, list(tried.settings)))
 
 
 def _rank(tried: Tried) -> tuple[bool, float, int]:
@@ -191,6 +217,8 @@ def _measured(folder: Path, tokens: int) -> list[MeasuredStep]:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] and sys.argv[1].isdecimal():  # a run's child, see runtime/child.py
+        end_with_parent(int(sys.argv.pop(1)))
     for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C does: no child and no file is left
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     sys.exit(main(sys.argv[1:]))

@@ -164,7 +164,7 @@ def _record(config: Config, target: Target) -> tuple[Recorder, Training]:
 
 def _batch(config: Config, devices: int) -> Batch:
     """A micro batch of one rank, on the host."""
-    return empty_batch(config.data, config.train.micro_batch, devices, "cpu")
+    return empty_batch(config.data, config.train.resolved_micro_batch, devices, "cpu")
 
 
 @contextmanager

@@ -1,15 +1,18 @@
-"""Which settings fit: a grid over the keys that decide memory and time, and the nearest setting that fits."""
+"""Which settings fit: a grid over the keys that decide memory and time, and the nearest or largest that fits."""
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from pydantic import BaseModel
 
+from portable_fsdp.config.layout import check_batch, micro_batches, with_micro_batch
 from portable_fsdp.config.schema import Config
 from portable_fsdp.plan.result import Plan
-from portable_fsdp.runtime.errors import PortableFSDPError
+from portable_fsdp.runtime.errors import BackendError, PortableFSDPError
 
 MODES = ("none", "selective", "full")
+FREE = 0.05  # share of a device's memory for what a plan can't see: code, drivers, gaps
 
 Settings = dict[str, str]
 """Key of the config -> value, as an override writes it."""
@@ -37,7 +40,7 @@ def usual_grid(config: Config, devices: int, *, scan: bool) -> list[Settings]:
     Scanned layers are recomputed all or none, since all turns of the loop run one program.
     """
     rows = max(config.train.global_batch // devices, 1)
-    micro_batches = {size for size in (1, 2, 4, 8) if rows % size == 0} | {config.train.micro_batch}
+    micro_batches = {size for size in (1, 2, 4, 8) if rows % size == 0} | ({config.train.micro_batch} - {"auto"})
     layers = [({"compile.scan_layers": "false"} if scan else {}) | checkpointing(config, mode) for mode in MODES]
     if scan:
         layers += [{"compile.scan_layers": "true"} | checkpointing(config, mode) for mode in ("none", "full")]
@@ -94,10 +97,37 @@ def nearest_that_fits(config: Config, plan_of: PlanOf, *, offload: bool) -> Iter
             return
 
 
+def largest_that_fits(config: Config, devices: int, plan_of: PlanOf, note: Callable[[Tried], None]) -> Tried:
+    """The plan of the largest `train.micro_batch` that fits and leaves FREE; else of 1, whether it fits or not.
+
+    Bisects the divisors of a device's rows: at most 2 + log2 of their number plans, each given to `note`. Raises
+    ConfigError where the devices don't divide the global batch, BackendError for a plan without a verdict, and what
+    planning the result raises.
+    """
+    check_batch(with_micro_batch(config, 1), devices)
+    *smaller, largest = sizes = micro_batches(config.train.global_batch, devices)
+    tried: dict[int, Tried] = {}
+
+    def has_room(size: int) -> bool:
+        tried[size] = _try({"train.micro_batch": str(size)}, plan_of)
+        note(tried[size])
+        plan = tried[size].plan
+        if plan is not None and plan.memory.verdict == "unknown":
+            why = "is a lower bound" if plan.memory.is_least else "of a device isn't known; give --memory"
+            raise BackendError(f"plan on {plan.on}: no plan can say that a train.micro_batch fits: memory {why}.")
+        return plan is not None and plan.memory.peak_bytes <= (1 - FREE) * (plan.memory.limit_bytes or 0)
+
+    if has_room(largest):  # first: one micro batch a step needs no sums of gradients, and may need less than half of it
+        return tried[largest]
+    fitting = bisect_left(smaller, True, key=lambda size: not has_room(size))
+    best = tried[sizes[max(0, fitting - 1)]]
+    return best if best.plan is not None else best.model_copy(update={"plan": plan_of(best.settings)})
+
+
 def _measures(config: Config, *, offload: bool) -> Iterator[Settings]:
     if config.memory.gradient_checkpointing != "full":
         yield checkpointing(config, "full")
-    size = config.train.micro_batch
+    size = config.train.resolved_micro_batch
     while size > 1:
         size = size // 2 if size % 2 == 0 else 1
         yield {"train.micro_batch": str(size)}

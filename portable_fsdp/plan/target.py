@@ -4,7 +4,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from portable_fsdp.plan.hardware import OTHER_NAMES, Figure, Hardware, Shape, TpuChip, known_hardware
 from portable_fsdp.runtime.errors import ConfigError
@@ -87,10 +87,17 @@ def parse_target(text: str) -> Target:
     - Google's accelerator type: `v6e-16` and `v5litepod-16` are 16 chips, `v5p-32` and `v4-32` too: they count cores;
     - several TPU slices: their number and `*` before one of these, `2*v6e-256`;
     - GPUs: `h100:8`, all of them together; `h100` is one;
-    - processes on a CPU: `cpu:2`.
+    - processes on a CPU: `cpu:2`;
+    - devices as their driver names them, all together: `NVIDIA H100 80GB HBM3:8`, `TPU v6e:8`.
 
     Raises ConfigError, with the nearest names, for hardware that isn't known and a shape that isn't sold.
     """
+    device_name, _, devices = text.rpartition(":")
+    for hardware in known_hardware():
+        if device_name in (hardware.device_name, f"TPU {hardware.name}") and devices.isdecimal():
+            if (chip := hardware.chip) is None:
+                return _host_target(text, hardware, int(devices))
+            return replace(parse_target(f"{chip.google}-{int(devices) // chip.devices * chip.cores}"), text=text)
     match = re.fullmatch(r"(?:(\d+)\*)?([a-z][a-z0-9]*(?:-\d+gb)?)(?:([:-])([0-9x]+))?", text.strip().lower())
     if match is None:
         raise _unknown(text, text.strip().lower())
@@ -103,6 +110,11 @@ def parse_target(text: str) -> Target:
         elif name == hardware.name and count is None and mark != "-" and "x" not in (rest or ""):
             return _host_target(text, hardware, int(rest or 1))
     raise _unknown(text, name)
+
+
+def with_memory(target: Target, gib: float) -> Target:
+    """The target with devices of this much memory, of which a program may have all."""
+    return replace(target, hardware=replace(target.hardware, program=Figure(gib * 2**30, "as it was given")))
 
 
 # ------------------------------------------------------------------------------------------------------- TPU slices

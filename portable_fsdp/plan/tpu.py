@@ -58,7 +58,7 @@ def plan_tpu(config: Config, target: Target, progress: Progress = lambda stage: 
             compiled = {name: future.result() for name, future in pending.items()}
         finally:
             stop.set()  # Ctrl-C reaches this thread alone
-    work = work_of(compiled, config.train.global_batch // (config.train.micro_batch * target.devices))
+    work = work_of(compiled, config.train.global_batch // (config.train.resolved_micro_batch * target.devices))
     notes = notes_of(compiled)
     method = f"The trainer's own step, compiled by {compiler_version()} for this slice; not run."
     return EnginePlan(model, memory_of(compiled, _limit(target.limit_bytes)), work, method, tuple(notes))

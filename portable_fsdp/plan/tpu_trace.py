@@ -56,7 +56,7 @@ def trace(config: Config, devices: int) -> Traced:
         tracer.begin(training, backend.axes)
         model = facts_of(training.built, config.data.seq_len)
         name_operations(training.model, tracer.scope)
-        batch = empty_batch(config.data, config.train.micro_batch * devices, backend.process.count, "meta")
+        batch = empty_batch(config.data, config.train.resolved_micro_batch * devices, backend.process.count, "meta")
         training.step([backend.place(batch) for _ in range(training.accumulation)], config.optim.lr)
         return Traced(tracer.programs, model)
 

@@ -79,7 +79,7 @@ def build_training(
         require_own_ids(config.model, config.data.tokenizer, tokenizer)
     task, seq_len, first = find_task(config.train.task, eager=eager), config.data.seq_len, None
     if rows is not None and (config.data.factory is not None or not task.counts_labels):
-        first = rows.rows(np.arange(config.train.micro_batch) % len(rows))
+        first = rows.rows(np.arange(config.train.resolved_micro_batch) % len(rows))
         seq_len = tokens_of(first)
     built = build_model(
         config.model,

@@ -245,6 +245,10 @@ def train(
     """
     with StopRequest() as stop:
         try:
+            if config.train.micro_batch == "auto":
+                from portable_fsdp.train.batch_size import with_resolved_micro_batch
+
+                config = with_resolved_micro_batch(config, device=device, backend=backend, num_devices=num_devices)
             opened = open_backend(config, device=device, backend=backend, num_devices=num_devices)
             with opened as engine, ExitStack() as held:
                 check_devices(engine.data_parallel_size)

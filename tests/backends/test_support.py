@@ -76,7 +76,7 @@ VALUES: dict[str, list[Any]] = {
     "train.sample_every": [None, 2],
     "train.sample_prompts": [[], ["a"]],
     "train.sample_tokens": [64, 8],
-    "train.micro_batch": [1, 2],
+    "train.micro_batch": [1, 2, "auto"],
     "train.max_grad_norm": [None, 1.0],
     "checkpoint.keep": [None, 2],
     "checkpoint.keep_every": [None, 4],

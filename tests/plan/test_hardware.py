@@ -42,6 +42,10 @@ TARGETS = {  # topology, chips, devices, hosts
     "a100-40gb:16": (None, 16, 16, 2),
     "v100-16gb:64": (None, 64, 64, 8),
     "cpu:2": (None, 2, 2, 1),
+    "NVIDIA H100 80GB HBM3:16": (None, 16, 16, 2),  # as drivers name them
+    **dict.fromkeys(("TPU v5 lite:8", "TPU v5e:8"), ("v5e:2x4", 8, 8, 1)),
+    "TPU v4:16": ("v4:2x2x4", 16, 16, 4),
+    "TPU v3:8": ("v3:2x2", 4, 8, 1),
 }
 
 
@@ -88,7 +92,7 @@ def test_targets_in_words() -> None:
         (["cpu:0"], "nearest: cpu:1"),
         (["2*h100:8"], "found 'h100'"),
         (["0*v6e-4"], "found 'v6e'"),
-        (["rtx4090"], "known: v2, v3, v4,"),
+        (["rtx4090", "NVIDIA GeForce RTX 4090:1"], "known: v2, v3, v4,"),
         ([""], "found ''"),
         (["h100:8:8"], "found 'h100:8:8'"),
     ],

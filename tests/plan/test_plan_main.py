@@ -147,6 +147,20 @@ def test_what_does_not_fit_comes_with_what_would_and_a_picture(plan: Planner, tm
     assert (tmp_path / "plan.png").stat().st_size > 5000
 
 
+@pytest.mark.proof
+def test_the_largest_micro_batch_is_that_of_plans_of_all(plan: Planner) -> None:
+    """Each device has 8 rows, which fit into all of its memory."""
+    where = ("--on=NVIDIA H100 80GB HBM3:2", "--memory=2.08", "data.seq_len=1024", "train.micro_batch=auto")
+    plans = planned(plan, *where, "--over=train.micro_batch=1,2,4,8")["plans"]
+    sizes = [int(tried["settings"]["train.micro_batch"]) for tried in plans]
+    memory = [tried["plan"]["memory"] for tried in plans]
+    assert {each["limit_bytes"] for each in memory} == {int(2.08 * 2**30) - 2**29}
+    fitting = [size for size, m in zip(sizes, memory, strict=True) if m["peak_bytes"] <= 0.95 * m["limit_bytes"]]
+    assert (sizes, fitting, memory[-1]["verdict"]) == ([1, 2, 4, 8], [1, 2, 4], "fits")
+    result = planned(plan, *where)
+    assert (result["largest_micro_batch"], result["settings"]["train.micro_batch"]) == (4, 4)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -162,6 +176,9 @@ def test_what_does_not_fit_comes_with_what_would_and_a_picture(plan: Planner, tm
         (["--on=h100:8", "--save=FOLDER/plan.png"], "found a folder"),
         (["--on=h100:8", "--compare=absent"], "found no metrics.jsonl"),
         (["--on=h100:8", "--compare=absent", "--sweep"], "expected one plan"),
+        (["--on=h100:8", "--largest-batch", "--sweep"], "expected one plan"),
+        (["--on=h100:3", "--largest-batch"], "train.global_batch: expected a multiple"),
+        (["--on=h100:8", "--largest-batch", "--memory=-1"], "expected a number of at least 0"),
         (["--on=h100:8", "--over=micro_batch"], "expected a key with values"),
         (["--on=h100:8", "--over=train.micro_batch=1,,2"], "expected a key with values"),
         (["--on=h100:8", "--over=train.mikro_batch=1"], "micro_batch"),

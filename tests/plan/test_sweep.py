@@ -1,5 +1,6 @@
 """The grid, and the nearest setting that fits, over plans whose memory is a formula."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,17 @@ from portable_fsdp.config.load import config_text, load_config
 from portable_fsdp.config.schema import Config
 from portable_fsdp.plan.report import draw, sweep_text, text
 from portable_fsdp.plan.result import Plan
-from portable_fsdp.plan.sweep import Settings, Tried, grid, nearest_that_fits, sweep, usual_grid
-from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.plan.sweep import (
+    FREE,
+    Settings,
+    Tried,
+    grid,
+    largest_that_fits,
+    nearest_that_fits,
+    sweep,
+    usual_grid,
+)
+from portable_fsdp.runtime.errors import BackendError, ConfigError
 
 LIMIT = 100
 
@@ -74,6 +84,54 @@ def test_measures_are_laid_one_over_the_other_and_the_nearest_that_fits_costs_le
     assert results[-1].settings == {"memory.gradient_checkpointing": "full", "train.micro_batch": "2"}
     (tried,) = nearest_that_fits(config(), plan_of, offload=False)  # 8 rows of 30 are too many, of 10 they fit
     assert (tried.fits, tried.settings) == (True, {"memory.gradient_checkpointing": "full"})
+
+
+@pytest.mark.parametrize("limit", [None, 4, 5, 7, 12, 20, 45, 70, 400])
+@pytest.mark.parametrize("sums", [0, 30])
+@pytest.mark.parametrize("global_batch", [8, 24, 96, 840, 2**15])
+def test_the_largest_micro_batch_is_that_of_plans_of_all_with_few_plans(
+    limit: int | None, sums: int, global_batch: int
+) -> None:
+    """Of 8 devices. A row takes 1; several micro batches a step take `sums` more, for sums of gradients."""
+    share = global_batch // 8
+    divisors = [size for size in range(1, share + 1) if share % size == 0]
+
+    def peak(size: int) -> int:
+        return 3 + size + sums * (size < share)
+
+    def planned(settings: Settings) -> Plan:
+        made = plan(peak(int(settings["train.micro_batch"])))
+        return made.model_copy(update={"memory": made.memory.model_copy(update={"limit_bytes": limit})})
+
+    noted: list[Tried] = []
+    if limit is None:
+        with pytest.raises(BackendError, match="memory of a device isn't known"):
+            largest_that_fits(config(global_batch=global_batch), 8, planned, noted.append)
+        return
+    best = largest_that_fits(config(global_batch=global_batch), 8, planned, noted.append)
+    expected = max((size for size in divisors if peak(size) <= (1 - FREE) * limit), default=1)
+    assert best.settings == {"train.micro_batch": str(expected)}
+    assert best.fits == (peak(expected) <= limit)
+    assert len(noted) <= 2 + math.log2(len(divisors))
+
+
+def test_a_search_needs_devices_that_divide_the_batch_and_an_upper_bound() -> None:
+    with pytest.raises(ConfigError, match="expected a multiple"):
+        largest_that_fits(config(global_batch=12), 8, plan_of, lambda tried: None)
+
+    def least(settings: Settings) -> Plan:
+        made = plan(LIMIT // 2)
+        return made.model_copy(update={"memory": made.memory.model_copy(update={"is_least": True})})
+
+    with pytest.raises(BackendError, match="memory is a lower bound"):
+        largest_that_fits(config(), 8, least, lambda tried: None)
+
+    def refuses_many_rows(settings: Settings) -> Plan:
+        if int(settings["train.micro_batch"]) > 1:
+            raise BackendError("the step does not fit: RESOURCE_EXHAUSTED")
+        return plan(1)
+
+    assert largest_that_fits(config(), 8, refuses_many_rows, lambda tried: None).settings["train.micro_batch"] == "1"
 
 
 @pytest.mark.parametrize("offload", [True, False])

@@ -93,6 +93,7 @@ RULES = (
         "TorchTPU has a compiler of its own, and refuses inductor",
         when=lambda c, p: p.device == "tpu",
     ),
+    Refused("train.micro_batch=auto", "on tpu", "a plan is a lower bound there", when=lambda c, p: p.device == "tpu"),
     Refused(
         "memory.cpu_offload",
         "on tpu",

@@ -69,6 +69,7 @@ RULES = (
         "a turn of the loop is a layer, gathered as one unit",
     ),
     Rule("compile.scan_layers", "for layers that differ (gemma2)", None, "all turns run one program"),
+    Refused("train.micro_batch=auto", "on cpu", "plans of a CPU are native's", when=lambda c, p: p.device == "cpu"),
 )
 
 EFFECTS = {

@@ -25,6 +25,7 @@ RULES = (
             ("compile.scan_layers", "a unit's weights are gathered by its own module, one layer after the other"),
         )
     ),
+    Refused("train.micro_batch=auto", "on xla_fsdp1", "it has no planner", "--backend=xla"),
     Refused(
         "xla_fsdp1.flatten_parameters",
         "with weight decay or optimizer groups",

@@ -1,0 +1,91 @@
+"""`train.micro_batch: auto` to a number: the run's own when it resumes, else the largest that fits, by a plan.
+
+A training run imports no planner: process 0 starts `plan --largest-batch` as a child. The global batch stays, and with
+it the curve.
+"""
+
+import json
+import logging
+import os
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from portable_fsdp.backends.base import Backend
+from portable_fsdp.backends.open import open_backend, resolve
+from portable_fsdp.backends.support import require_supported
+from portable_fsdp.config.layout import micro_batches, with_micro_batch
+from portable_fsdp.config.load import config_text, load_config
+from portable_fsdp.config.schema import Config
+from portable_fsdp.metrics.sinks import read_jsonl
+from portable_fsdp.runtime.child import Child
+from portable_fsdp.runtime.collective_errors import on_process_0
+from portable_fsdp.runtime.command import configure_log
+from portable_fsdp.runtime.errors import ConfigError, UsageError
+from portable_fsdp.runtime.host import host_identity
+
+log = logging.getLogger("portable_fsdp")
+
+LIMIT_S = 1500  # of all plans; the other processes wait in a collective, which lasts at most 30 minutes
+DECIDE_MEMORY = ("model", "data", "optim", "sharding", "precision", "memory", "compile")
+# How variables begin that would make the planner one process of the run.
+LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_RANK", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "TPU_WORKER_")
+
+
+def with_resolved_micro_batch(config: Config, *, device: str, backend: str, num_devices: int | None) -> Config:
+    """The config with a number in place of `auto`, the same on all processes. *collective*
+
+    Opens the engine with 1 and closes it again: an engine's programs depend on the number. Raises BackendError where
+    the engine has no planner, ConfigError where no plan gives a number.
+    """
+    device, backend = resolve(device, backend)
+    require_supported(config, engine=backend, device=device, devices=None, hosts=None)
+    config = with_micro_batch(config, 1)
+    with open_backend(config, device=device, backend=backend, num_devices=num_devices) as engine:
+        configure_log(engine.process.index)
+        memory, hosts = engine.memory(), engine.gather(host_identity())
+        sharing = hosts.count(host_identity()) if device == "cpu" else 1
+        limit_bytes = min(engine.gather(((memory and memory.limit_bytes) or 0) // sharing))
+        size = on_process_0(engine, lambda: _kept(config, engine) or _planned(config, engine, limit_bytes))
+        return with_micro_batch(config, size)
+
+
+def _kept(config: Config, engine: Backend) -> int | None:
+    """The number in this run's folder, where neither devices nor what decides memory have changed."""
+    path, devices = Path(config.run.dir, "config.yaml"), engine.data_parallel_size
+    now = {"backend": engine.name, "device": engine.device_name, "devices": devices}
+    if config.checkpoint.resume == "none" or not path.is_file():
+        return None
+    with suppress(UsageError, LookupError, OSError):  # of another release, or torn: a new plan
+        saved = load_config(path)
+        size, start = saved.train.resolved_micro_batch, {}
+        for event in read_jsonl(path.with_name("events.jsonl")):
+            start = event if event["event"] == "start" else start
+        is_same = all(getattr(saved, name) == getattr(config, name) for name in DECIDE_MEMORY)
+        if is_same and now.items() <= start.items() and size in micro_batches(config.train.global_batch, devices):
+            log.info("train.micro_batch: %d, as this run had it (%s)", size, path)
+            return size
+    return None
+
+
+def _planned(config: Config, engine: Backend, limit_bytes: int) -> int:
+    """`limit_bytes`: of a device; 0: unknown. Raises ConfigError with the planner's own words."""
+    on = f"{engine.device_name}:{engine.data_parallel_size}"
+    log.info("train.micro_batch: planning the largest that fits on %s", on)
+    words = [f"--on={on}", f"--backend={engine.name}", "--largest-batch", "--json"]
+    words += [f"--memory={limit_bytes / 2**30}"] if limit_bytes else []
+    words += [f"sharding.replicas={engine.axes['replicate']}"] * config.sharding.strategy.startswith("HYBRID")
+    environment = {name: "" for name in os.environ if name.startswith(LAUNCHERS)}
+    with tempfile.TemporaryDirectory(prefix="portable_fsdp_plan") as folder:
+        path = Path(folder, "config.yaml")
+        path.write_text(config_text(config), encoding="utf-8")
+        with Child("portable_fsdp.plan", f"--config={path}", *words, environment=environment) as child:
+            ended = child.wait(LIMIT_S)
+    if ended.how != "finished":
+        raise ConfigError(
+            f"train.micro_batch: auto: no plan gave a number ({ended.how}, exit code {ended.code}):\n"
+            f"{ended.last_lines}\n  Change what it names, or set train.micro_batch to a number."
+        )
+    size = json.loads(ended.output)["largest_micro_batch"]
+    log.info("train.micro_batch: %d, the largest that fits by plan", size)
+    return size
