@@ -1,0 +1,72 @@
+"""Functions of the user's own that a config names: `module:function`."""
+
+import importlib
+import sys
+import traceback
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from portable_fsdp.runtime.errors import ConfigError
+
+FACTORY_PATTERN = r"^[^\s:]+:[^\s:]+$"
+
+
+def search_folder(folder: Path) -> None:
+    """Find modules in `folder` first, as Python does in the folder of a script."""
+    path = str(folder.absolute())
+    if path not in sys.path:
+        sys.path.insert(0, path)
+
+
+def load_factory(key: str, name: str) -> Callable[..., Any]:
+    """The function that `name`, `module:function`, names. `key` is where the config has it, for messages.
+
+    Modules are found in the config's folder and on PYTHONPATH. Raises ConfigError where the module can't be imported or
+    has no such function.
+    """
+    module_name, _, attribute = name.partition(":")
+    try:
+        is_there = find_spec(module_name) is not None
+    except ModuleNotFoundError:  # of the package around it
+        is_there = False
+    if not is_there:
+        raise ConfigError(
+            f"{key}: expected a module in the config's folder or on PYTHONPATH, found none named {module_name}.\n"
+            f"  Put {module_name.replace('.', '/')}.py beside the config, or its folder on PYTHONPATH."
+        )
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise ConfigError(f"{key}: {module_name} can't be imported: {described(error)}") from error
+    try:
+        function = getattr(module, attribute)
+    except AttributeError:
+        names = ", ".join(n for n, v in vars(module).items() if callable(v) and not n.startswith("_")) or "none"
+        raise ConfigError(
+            f"{key}: expected a function in {module.__file__}, found none named {attribute}.\n  It has: {names}."
+        ) from None
+    if not callable(function):
+        raise ConfigError(f"{key}: expected a function, found {attribute} = {function!r} in {module.__file__}.")
+    return function
+
+
+def call_factory(key: str, name: str, *arguments: Any) -> Any:
+    """What the function returns. Raises ConfigError with the line of the user's code where it raises."""
+    function = load_factory(key, name)
+    try:
+        return function(*arguments)
+    except Exception as error:
+        raise ConfigError(f"{key}: {name} failed: {described(error)}") from error
+
+
+def described(error: Exception) -> str:
+    """The error's class, its message, and the last line of the user's code that it passed through."""
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg}\n  in {error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    libraries = ("site-packages", "dist-packages", "importlib", "<frozen", str(Path(__file__).parent.parent))
+    own = [frame for frame in frames if not any(part in frame.filename for part in libraries)] or frames
+    text = " ".join(str(error).split())[:500]
+    return f"{type(error).__name__}: {text}\n  in {own[-1].filename}:{own[-1].lineno}: {own[-1].line}"
