@@ -152,6 +152,7 @@ def test_dependencies_are_what_is_imported() -> None:
         "peft",
         "bokeh",
         "jinja2",
+        "bitsandbytes",
     }  # extras
     names = {
         "absl": "absl-py",

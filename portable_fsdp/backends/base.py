@@ -341,8 +341,8 @@ def optimizer_state_twins(
         raise BackendError(
             f"optim: expected an optimizer whose step reads no value of a tensor, found {type(optimizer).__name__}, "
             f"which can't step without values: {error}\n  in {frame.filename}:{frame.lineno}: {frame.line}\n"
-            "  In each step the host would wait for the device, and XLA couldn't compile it.\n  Compute with tensors there, "
-            "or take another optimizer: optim.name=adamw."
+            "  In each step the host would wait for the device, and XLA couldn't compile it.\n"
+            "  Compute with tensors there, or take another optimizer: optim.name=adamw."
         ) from error
     return {fqn: tensors_of(optimizer.state[twin]) for fqn, twin in twins.items()}
 

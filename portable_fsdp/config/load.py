@@ -17,6 +17,7 @@ from portable_fsdp.config.layers import LayeredValues
 from portable_fsdp.config.schema import Config
 from portable_fsdp.config.yaml_text import NULL_TAG, Dumper, line_of, parse, problem_of
 from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.runtime.factory import search_folder
 from portable_fsdp.runtime.process import detect_launch, is_by_accelerate
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ def read_config(
 
         imported = lay_under(layers, roots, environ or {}, is_config=bool(foreign))
     config = _validated(layers)
+    if config.optim.factory:
+        search_folder(Path(path).parent)
     options = {name: tuple(name.split(".")) for name in option_names()}
     origins = {name: layers.origin(key).where for name, key in options.items() if layers.is_set(key)}
     return Loaded(config, origins, imported)

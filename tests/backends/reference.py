@@ -78,8 +78,8 @@ def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum)
     if optim.name == "adafactor":  # as transformers' Trainer makes it
         return transformers.Adafactor(groups, lr=optim.lr, scale_parameter=False, relative_step=False)
-    if optim.name == "lion":
-        return PlainLion(groups, moments)
+    if optim.name == "lion" or optim.factory is not None:  # own_optimizers.py
+        return PlainLion(groups, moments | ({"betas": (0.9, 0.99)} if optim.factory else {}))
     if optim.name == "muon":
         tables = [getattr(model, way)() for way in ("get_input_embeddings", "get_output_embeddings")]
         outer = {id(table.weight) for table in tables}
