@@ -337,7 +337,9 @@ def optimizer_state_twins(
     try:
         optimizer.step()
     except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
+        inside = str(Path(torch.__file__).parent)
+        frames = traceback.extract_tb(error.__traceback__)
+        frame = [f for f in frames if f"{inside}/optim" in f.filename or not f.filename.startswith(inside)][-1]
         raise BackendError(
             f"optim: expected an optimizer whose step reads no value of a tensor, found {type(optimizer).__name__}, "
             f"which can't step without values: {error}\n  in {frame.filename}:{frame.lineno}: {frame.line}\n"

@@ -79,7 +79,9 @@ def _trial(
         optimizer = make([{"params": list(weights), "weight_decay": weight_decay, "lr_share": 1.0}], False)
         optimizer.param_groups[0]["lr"] = lr
         for weight, state in zip(weights, zeros or [], strict=False):
-            optimizer.state[weight] = {key: torch.zeros_like(value) for key, value in state.items()}
+            optimizer.state[weight] = {
+                key: torch.zeros_like(value) for key, value in state.items() if value is not None
+            }
         for _ in range(steps):
             for weight in weights:
                 weight.grad = torch.randn(weight.shape, generator=generator)

@@ -27,7 +27,7 @@ class Stepping(torch.optim.Optimizer):
     def __init__(self, groups: Groups, lr: float | Tensor) -> None:
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
 
-    @torch.no_grad()
+    @torch.no_grad()  # pyright: ignore[reportUntypedFunctionDecorator]
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         for group in self.param_groups:
             for parameter in group["params"]:

@@ -93,7 +93,7 @@ def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
 class PlainLion(torch.optim.Optimizer):
     """Program 1 of arXiv 2302.06675."""
 
-    @torch.no_grad()
+    @torch.no_grad()  # pyright: ignore[reportUntypedFunctionDecorator]
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         for group in self.param_groups:
             lr, (beta1, beta2) = group["lr"], group["betas"]
@@ -107,7 +107,7 @@ class PlainLion(torch.optim.Optimizer):
 class PlainMuon(torch.optim.Optimizer):
     """torch.optim.Muon(adjust_lr_fn="match_rms_adamw"), but in float32, of matrices; AdamW of the rest."""
 
-    @torch.no_grad()
+    @torch.no_grad()  # pyright: ignore[reportUntypedFunctionDecorator]
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         for group in self.param_groups:
             lr, (beta1, beta2), mu = group["lr"], group["betas"], group["momentum"]

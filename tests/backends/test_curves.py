@@ -25,8 +25,8 @@ SUITE = {
     "sgd": Case(optim=SGD, max_grad_norm=None),
     "micro batches of 1": Case(micro_batch=1),
     # State of other shapes than the weights'; products of whole matrices.
-    "adafactor": Case(optim=ADAFACTOR),
-    "muon": Case("llama_tied", optim=MUON),
+    "adafactor": Case(steps=12, optim=ADAFACTOR),
+    "muon": Case("llama_tied", steps=12, optim=MUON),
 }
 PROOFS = {
     "adam": Case(optim={"name": "adam", "lr": 1e-3, "weight_decay": 0.01}),
