@@ -70,7 +70,7 @@ def _trial(
     steps: int = 2,
     lr: float = 1e-2,
     weight_decay: float = 0.25,
-    zeros: list[dict[str, Tensor]] | None = None,
+    zeros: list[dict[str, Any]] | None = None,
 ) -> Trial:
     """`zeros`: state whose shapes and dtypes that of the trial has from the start, as zeros."""
     generator = torch.Generator().manual_seed(0)
