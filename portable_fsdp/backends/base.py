@@ -6,6 +6,7 @@ contract (C1 to C7) against every backend.
 """
 
 import resource
+import traceback
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from portable_fsdp.runtime.closing import Closing
+from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.host import host_memory_bytes
 
 if TYPE_CHECKING:
@@ -326,18 +328,36 @@ def name_groups(groups: list[dict[str, Any]], parameters: Mapping[str, Tensor]) 
 
 
 def optimizer_state_twins(
-    make: MakeOptimizer, groups: list[dict[str, Any]], parameters: Mapping[str, nn.Parameter]
+    make: MakeOptimizer,
+    groups: list[dict[str, Any]],
+    parameters: Mapping[str, nn.Parameter],
+    *,
+    compiled: bool = False,
 ) -> dict[str, dict[str, Tensor]]:
     """FQN -> state name -> a tensor with the shape and dtype of that state, its values arbitrary.
 
     It lies on the host if the optimizer keeps that state there (step counts), else on meta. The same optimizer takes a
-    step on meta twins, which works for any torch optimizer whose state starts at zero.
+    step on meta twins, which works for any torch optimizer whose state starts at zero. Raises BackendError, with the
+    line, for one whose step reads a tensor's value: meta tensors have none.
     """
     twins = {fqn: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta")) for fqn, p in parameters.items()}
     for twin in twins.values():
         twin.grad = torch.zeros_like(twin)
-    optimizer = make(name_groups(groups, twins), False)
-    optimizer.step()
+    optimizer = make(name_groups(groups, twins), compiled)
+    for group in optimizer.param_groups if compiled else ():
+        group["lr"] = torch.empty((), device="meta")
+    try:
+        optimizer.step()
+    except Exception as error:
+        inside = str(Path(torch.__file__).parent)
+        frames = traceback.extract_tb(error.__traceback__)
+        frame = [f for f in frames if f"{inside}/optim" in f.filename or not f.filename.startswith(inside)][-1]
+        raise BackendError(
+            f"optim: expected an optimizer whose step reads no value of a tensor, found {type(optimizer).__name__}, "
+            f"which can't step without values: {error}\n  in {frame.filename}:{frame.lineno}: {frame.line}\n"
+            "  In each step the host would wait for the device, and XLA couldn't compile it.\n"
+            "  Compute with tensors there, or take another optimizer: optim.name=adamw."
+        ) from error
     return {fqn: tensors_of(optimizer.state[twin]) for fqn, twin in twins.items()}
 
 
@@ -352,7 +372,7 @@ def zero_optimizer(
     """The optimizer with all its state. `zeros(parameter, twin, group)` lays out each tensor of it."""
     optimizer = make(name_groups(groups, parameters), compiled)
     group_of = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-    for fqn, state in optimizer_state_twins(make, groups, parameters).items():
+    for fqn, state in optimizer_state_twins(make, groups, parameters, compiled=compiled).items():
         parameter = parameters[fqn]
         for name, twin in state.items():
             optimizer.state[parameter][name] = zeros(parameter, twin, group_of[id(parameter)])

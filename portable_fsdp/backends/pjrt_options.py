@@ -25,6 +25,7 @@ RULES = (
                 "sharding.reshard_after_forward",
                 "weights are sharded over all devices of a replica, or gathered, and nothing between",
             ),
+            ("optim.name=adamw8bit", "bitsandbytes has no kernel for it"),
             ("memory.cpu_offload", "torch_xla keeps parameters and optimizer state in device memory"),
         )
     ),

@@ -75,7 +75,8 @@ def read_config(
 
         imported = lay_under(layers, roots, environ or {}, is_config=bool(foreign))
     config = _validated(layers)
-    if config.model.factory or config.data.factory or ":" in config.train.task:
+    names = (config.model.factory, config.data.factory, config.optim.factory)
+    if any(names) or ":" in config.train.task:
         search_folder(Path(path).parent)
     options = {name: tuple(name.split(".")) for name in option_names()}
     origins = {name: layers.origin(key).where for name, key in options.items() if layers.is_set(key)}

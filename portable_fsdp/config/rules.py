@@ -165,6 +165,17 @@ class _Without(Refused):
         super().__init__(option, f"without {needed if takes_any else setting}", reason, *ways, when=is_refused)
 
 
+class _OfOptimizers(Refused):
+    """For an option that only these optimizers read."""
+
+    def __init__(self, option: str, *names: str) -> None:
+        def is_refused(config: Config, _: Deployment) -> bool:
+            return config.optim.factory is not None or config.optim.name not in names
+
+        case = f"with another optimizer than {', '.join(names)}"
+        super().__init__(option, case, "no other optimizer has it", when=is_refused)
+
+
 _NEEDS = (
     _Without("sharding.min_num_params", "sharding.wrap=SIZE_BASED_WRAP", "only SIZE_BASED_WRAP chooses units by size"),
     _Without(
@@ -172,9 +183,9 @@ _NEEDS = (
         "sharding.backward_prefetch=BACKWARD_PRE",
         "BACKWARD_POST gathers one unit ahead, NO_PREFETCH none",
     ),
-    _Without("optim.momentum", "optim.name=sgd", "AdamW has betas", " and optim.betas=[0.9, 0.95] and optim.eps=1e-8"),
-    _Without("optim.betas", "optim.name=adamw", "SGD has momentum instead", " and optim.momentum=0.0"),
-    _Without("optim.eps", "optim.name=adamw", "SGD has momentum instead", " and optim.momentum=0.0"),
+    _OfOptimizers("optim.momentum", "sgd", "muon"),
+    _OfOptimizers("optim.betas", "adamw", "adam", "lion", "muon", "adamw8bit"),
+    _OfOptimizers("optim.eps", "adamw", "adam", "muon", "adamw8bit"),
     _Without("optim.decay_ratio", "optim.schedule=wsd", "only wsd has a separate decay"),
     _Without(
         "memory.every",
@@ -270,6 +281,20 @@ RULES = (
         lambda c, p: c.sharding.min_num_params is None and c.sharding.wrap == "SIZE_BASED_WRAP",
         "SIZE_BASED_WRAP needs the smallest size of a unit; torch's policy uses 100000000",
         ("sharding.min_num_params=100000000", "sharding.wrap=TRANSFORMER_BASED_WRAP"),
+    ),
+    Refused(
+        "optim.name",
+        "with optim.factory",
+        "the factory makes the optimizer",
+        "optim.factory=null",
+        when=lambda c, p: c.optim.factory is not None,
+    ),
+    Rule(
+        "optim.momentum",
+        "of Muon",
+        lambda c, p: (c.optim.name, c.optim.factory, c.optim.momentum) == ("muon", None, 0.0),
+        "without momentum Muon would orthogonalize each step's gradient alone",
+        ("optim.momentum=0.95", "optim.name=adamw"),
     ),
     Refused(
         "optim.min_lr_ratio",
@@ -433,7 +458,8 @@ EFFECTS = {
     "train.sample_every|sample_prompts|sample_tokens": (
         "greedy, forward only, with the weights as they are sharded; one program"
     ),
-    "optim.name|betas|eps|momentum": "torch's optimizer on the shards",
+    "optim.name|betas|eps|momentum": "the same formula on sharded weights; state is sharded like its weight",
+    "optim.factory": "your optimizer on sharded weights; one whose step reads the device is refused",
     "optim.weight_decay|groups": "optimizer groups by name and shape",
     "optim.lr|schedule|warmup_steps|min_lr_ratio|decay_ratio": "the learning rate of each step, computed on the host",
     "checkpoint.merge_adapters": "W + alpha / r * B A on the host, from the checkpoint",

@@ -205,14 +205,25 @@ class OptimGroup(Section):
 
 
 class Optim(Section):
-    name: Literal["adamw", "sgd"] = Field(default="adamw", description="optimizer")
+    name: Literal["adamw", "adam", "sgd", "adafactor", "lion", "muon", "adamw8bit"] = Field(
+        default="adamw",
+        description="optimizer; muon: hidden matrices by Muon, the rest by AdamW; adamw8bit: moments in 8 bits, by "
+        "bitsandbytes",
+    )
+    factory: str | None = Field(
+        default=None,
+        description="your own optimizer, as module:function (docs/optimizers.md)",
+        pattern=FACTORY_PATTERN,
+    )
     lr: Float = Field(default=3e-4, gt=0, description="peak learning rate")
     betas: tuple[DecayRate, DecayRate] = Field(
-        default=(0.9, 0.95), description="AdamW's decay rates of both moments", strict=False
+        default=(0.9, 0.95), description="decay rates of both moments of AdamW and Adam; Lion's betas", strict=False
     )
-    eps: Float = Field(default=1e-8, gt=0, description="AdamW's epsilon")
-    momentum: Float = Field(default=0.0, ge=0, lt=1, description="SGD's momentum")
-    weight_decay: Float = Field(default=0.1, ge=0, description="decoupled weight decay, of matrices only")
+    eps: Float = Field(default=1e-8, gt=0, description="epsilon of AdamW and Adam")
+    momentum: Float = Field(default=0.0, ge=0, lt=1, description="momentum of SGD and Muon")
+    weight_decay: Float = Field(
+        default=0.1, ge=0, description="weight decay of matrices, decoupled; adam: added to the gradient"
+    )
     schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
         default="cosine", description="learning rate after warmup; wsd: warmup, stable, decay"
     )

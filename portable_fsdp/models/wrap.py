@@ -225,6 +225,12 @@ def _of_patterns(model: nn.Module, patterns: Iterable[str]) -> list[str]:
     return chosen
 
 
+def table_weights(model: nn.Module) -> list[str]:
+    """FQNs of the weights of all embeddings and of the head, as far as the model names it."""
+    names = {*_tables(model), *(name for name, module in model.named_modules() if isinstance(module, nn.Embedding))}
+    return [fqn for fqn, _ in model.named_parameters() if fqn.rpartition(".")[0] in names]
+
+
 def _tables(model: nn.Module) -> list[str]:
     """FQNs of the embedding and of the head, as far as the model has them."""
     ways: list[Any] = [getattr(model, way, None) for way in ("get_input_embeddings", "get_output_embeddings")]

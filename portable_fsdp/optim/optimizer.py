@@ -1,4 +1,4 @@
-"""Optimizers: AdamW, torch's own or one for compiled steps, and an SGD with the same decoupled weight decay.
+"""Groups of parameters, the optimizer that the config names, and the numbers of each step.
 
 A backend makes the optimizer once its parameters are laid out: `make_optimizer` gives it the function to call. The loop
 tells it the numbers of each step (`step_numbers`, `set_step_numbers`): a compiled step takes them as inputs.
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from portable_fsdp.config.patterns import matching
 from portable_fsdp.config.schema import Optim, OptimGroup
+from portable_fsdp.optim.counting import SGD, AdamW, CountingOptimizer
 from portable_fsdp.runtime.errors import ConfigError
 
 
@@ -21,25 +22,31 @@ def parameter_groups(
     *,
     ties: Mapping[str, str] | None = None,
     frozen: Collection[str] = (),
+    tables: Collection[str] = (),
 ) -> list[dict[str, Any]]:
     """The parameters that train, by what an update does to them; no group is empty.
 
     A group's `params` are FQNs in the order of `named_shapes`. The first of `optim.groups` that matches gives
     `weight_decay` and `lr_share` (its learning rate as a share of the schedule's). By default tensors of two or more
     dimensions decay, embedding tables included; biases and norm weights don't. `ties`: further FQN of a tied weight ->
-    its first; any of them may match. `frozen`: FQNs of weights that don't train. Raises ConfigError for a group of
+    its first; any of them may match. `frozen`: FQNs of weights that don't train. Where optim.name is muon, `is_hidden`
+    marks the groups of matrices that aren't `tables` (embeddings and the head). Raises ConfigError for a group of
     `optim.groups` that takes nothing.
     """
     first = {fqn: fqn for fqn in (*named_shapes, *frozen)} | dict(ties or {})
     own = _own_group(first, named_shapes.keys(), optim)
-    grouped: dict[tuple[float, float], list[str]] = {}
+    grouped: dict[tuple[float, float, bool], list[str]] = {}
     for fqn, shape in named_shapes.items():
         group = own.get(fqn, OptimGroup(match=fqn))
         default = optim.weight_decay if len(shape) >= 2 else 0.0
         decay = default if group.weight_decay is None else group.weight_decay
         share = 1.0 if group.lr is None else group.lr / optim.lr
-        grouped.setdefault((decay, share), []).append(fqn)
-    return [{"params": fqns, "weight_decay": decay, "lr_share": share} for (decay, share), fqns in grouped.items()]
+        is_hidden = optim.name == "muon" and len(shape) == 2 and fqn not in tables
+        grouped.setdefault((decay, share, is_hidden), []).append(fqn)
+    return [
+        {"params": fqns, "weight_decay": decay, "lr_share": share} | ({"is_hidden": True} if is_hidden else {})
+        for (decay, share, is_hidden), fqns in grouped.items()
+    ]
 
 
 def _own_group(first: Mapping[str, str], trained: Collection[str], optim: Optim) -> dict[str, OptimGroup]:
@@ -64,34 +71,59 @@ def _own_group(first: Mapping[str, str], trained: Collection[str], optim: Optim)
     return own
 
 
-def make_optimizer(optim: Optim) -> Callable[[list[dict[str, Any]], bool], torch.optim.Optimizer]:
+def make_optimizer(
+    optim: Optim, compute: torch.dtype = torch.float32
+) -> Callable[[list[dict[str, Any]], bool], torch.optim.Optimizer]:
     """`make(groups, compiled)`, which makes the config's optimizer from groups of parameters.
 
-    A compiled step may hold no number that changes with the step: lr is then a float32 tensor, and AdamW the one below.
-    The state of either AdamW has the same names, shapes and dtypes.
+    A compiled step may hold no number that changes with the step: lr is then a float32 tensor, and AdamW the one of
+    counting.py, whose state has the names, shapes and dtypes of torch's. `compute`: the dtype of Muon's iteration.
+    Raises ConfigError for a package that is missing, and for a factory that can't be used.
     """
+    if optim.factory is not None:
+        from portable_fsdp.optim.factory import from_factory
 
-    def make(groups: list[dict[str, Any]], compiled: bool) -> torch.optim.Optimizer:
-        lr = torch.tensor(optim.lr) if compiled else optim.lr
-        if optim.name == "sgd":
-            return SGD(groups, lr=lr, momentum=optim.momentum)
-        if isinstance(lr, Tensor):
-            return AdamW(groups, lr=lr, betas=optim.betas, eps=optim.eps)
-        parameters = [cast(Tensor, parameter) for group in groups for parameter in group["params"]]
-        on_cuda = all(parameter.device.type == "cuda" for parameter in parameters)
-        # fused=None: torch's default, which refuses no device
-        return torch.optim.AdamW(groups, lr=lr, betas=optim.betas, eps=optim.eps, fused=True if on_cuda else None)
+        return from_factory(optim, optim.factory)
+    if optim.name == "adamw8bit":
+        from portable_fsdp.optim.adamw8bit import from_bitsandbytes
 
-    return make
+        return from_bitsandbytes(optim)
+    return lambda groups, compiled: _make(optim, compute, groups, compiled)
+
+
+def _make(optim: Optim, compute: torch.dtype, groups: list[dict[str, Any]], compiled: bool) -> torch.optim.Optimizer:
+    lr = torch.tensor(optim.lr) if compiled else optim.lr
+    if optim.name == "sgd":
+        return SGD(groups, lr=lr, momentum=optim.momentum)
+    if optim.name == "lion":
+        from portable_fsdp.optim.lion import Lion
+
+        return Lion(groups, lr=lr, betas=optim.betas)
+    if optim.name == "adafactor":
+        from portable_fsdp.optim.adafactor import Adafactor
+
+        return Adafactor(groups, lr=lr)
+    if optim.name == "muon":
+        from portable_fsdp.optim.muon import Muon
+
+        return Muon(groups, lr=lr, betas=optim.betas, eps=optim.eps, momentum=optim.momentum, compute=compute)
+    if isinstance(lr, Tensor):
+        return AdamW(groups, lr=lr, betas=optim.betas, eps=optim.eps, decoupled=optim.name == "adamw")
+    parameters = [cast(Tensor, parameter) for group in groups for parameter in group["params"]]
+    on_cuda = all(parameter.device.type == "cuda" for parameter in parameters)
+    torchs = torch.optim.AdamW if optim.name == "adamw" else torch.optim.Adam
+    # fused=None: torch's default, which refuses no device
+    return torchs(groups, lr=lr, betas=optim.betas, eps=optim.eps, fused=True if on_cuda else None)
 
 
 def step_numbers(optimizer: torch.optim.Optimizer, lr: float) -> dict[str, float]:
-    """The host's numbers of the next step by name, for `set_step_numbers`: shares of `lr`, AdamW's bias corrections.
+    """The host's numbers of the next step by name, for `set_step_numbers`: shares of `lr`, and `corrections`.
 
     Names may change with the step; how many there are doesn't while the same parameters train.
     """
     rates = {_rate(group): lr * _share(group) for group in optimizer.param_groups}
-    return rates | optimizer.corrections() if isinstance(optimizer, AdamW) else rates
+    compiled = _compiled(optimizer)
+    return rates | compiled.corrections() if compiled else rates
 
 
 def set_step_numbers(
@@ -102,11 +134,17 @@ def set_step_numbers(
     A compiled step reads these tensors as inputs. A copy into an old tensor would be a program of its own, and a number
     of Python could become part of the program.
     """
+    if compiled := _compiled(optimizer):
+        compiled.placed = placed
     for group in optimizer.param_groups:
         rate = _rate(group)
         group["lr"] = placed[rate] if isinstance(group["lr"], Tensor) else numbers[rate]
-    if isinstance(optimizer, AdamW):
-        optimizer.placed = placed
+
+
+def _compiled(optimizer: torch.optim.Optimizer) -> CountingOptimizer | None:
+    """The optimizer, if it is one of ours in a compiled step."""
+    is_compiled = any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups)
+    return optimizer if is_compiled and isinstance(optimizer, CountingOptimizer) else None
 
 
 def _share(group: dict[str, Any]) -> float:
@@ -115,94 +153,3 @@ def _share(group: dict[str, Any]) -> float:
 
 def _rate(group: dict[str, Any]) -> str:
     return f"lr * {_share(group)}"
-
-
-def _correction(beta: float, count: int) -> str:
-    return f"1 - {beta} ** {count}"
-
-
-class AdamW(torch.optim.Optimizer):
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2), as torch's, for a compiled step.
-
-    m = b1 * m + (1 - b1) * gradient; v = b2 * v + (1 - b2) * gradient^2; in the t-th step of a parameter
-    parameter = parameter * (1 - lr * w) - lr * m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps).
-
-    Step counts rest on the host. torch's `capturable` AdamW keeps them on the device and corrects by each, which nearly
-    doubles compile time. Here parameters of equal counts share two inputs, which `set_step_numbers` sets.
-    """
-
-    def __init__(self, groups: list[dict[str, Any]], *, lr: Tensor, betas: tuple[float, float], eps: float) -> None:
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-        self.placed: Mapping[str, Tensor] = {}
-
-    def corrections(self) -> dict[str, float]:
-        """The bias corrections of the next step by name, for each count and beta that there is."""
-        return {
-            _correction(beta, count): 1 - beta**count
-            for group in self.param_groups
-            for count in self._by_count(group)
-            for beta in group["betas"]
-        }
-
-    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update every parameter that has a gradient. There is no closure: nothing here evaluates a loss again."""
-        with torch.no_grad():
-            for group in self.param_groups:
-                shrink = 1 - group["lr"] * group["weight_decay"]
-                for count, parameters in self._by_count(group).items():
-                    first, second = (self.placed[_correction(beta, count)] for beta in group["betas"])
-                    size, root = group["lr"] / first, second.sqrt()
-                    for parameter in parameters:
-                        if parameter.grad is not None:
-                            self._update(parameter, parameter.grad, group, shrink, size, root)
-
-    def _by_count(self, group: dict[str, Any]) -> dict[int, list[Tensor]]:
-        """A group's parameters by the number that their next step has, from 1."""
-        grouped: dict[int, list[Tensor]] = {}
-        for parameter in group["params"]:
-            count = int(self.state.get(parameter, {}).get("step", 0)) + 1
-            grouped.setdefault(count, []).append(parameter)
-        return grouped
-
-    def _update(
-        self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], shrink: Tensor, size: Tensor, root: Tensor
-    ) -> None:
-        state, (beta1, beta2) = self.state[parameter], group["betas"]
-        if not state:
-            state["step"] = torch.zeros(())
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-        state["step"] += 1
-        mean = state["exp_avg"].lerp_(gradient, 1 - beta1)
-        square = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        if group["weight_decay"]:
-            parameter.mul_(shrink)
-        parameter.sub_(size * mean / (square.sqrt() / root + group["eps"]))
-
-
-class SGD(torch.optim.Optimizer):
-    """SGDW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 1), weight decay w scaled by lr as in torch's AdamW:
-    b = m * b + gradient; parameter = parameter * (1 - lr * w) - lr * b.
-
-    torch's SGD couples the decay to the gradient, and reads a device's learning rate back to the host in each step.
-    """
-
-    def __init__(self, groups: list[dict[str, Any]], *, lr: float | Tensor, momentum: float) -> None:
-        super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
-
-    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update every parameter that has a gradient. There is no closure: nothing here evaluates a loss again."""
-        with torch.no_grad():
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        self._update(parameter, parameter.grad, group)
-
-    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        if group["momentum"]:
-            state = self.state[parameter]
-            if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(parameter)
-            gradient = state["momentum_buffer"].mul_(group["momentum"]).add_(gradient)
-        if group["weight_decay"]:
-            parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.sub_(gradient * group["lr"])

@@ -19,7 +19,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 
 from portable_fsdp.backends.base import Backend, Batch, Fill, MakeOptimizer, ShardPolicy, state_key
@@ -278,8 +278,8 @@ def _ranks(devices: int, devices_per_host: int) -> Generator[None]:
 
 @contextmanager
 def _seen_by(recorder: Recorder) -> Generator[None]:
-    """Storages that are resized, which no dispatch mode sees; and AdamW's counts, which a fake tensor can't tell."""
-    resize = torch.UntypedStorage.resize_
+    """Storages that are resized, which no dispatch mode sees; and step counts, which a fake tensor can't tell."""
+    resize, item = torch.UntypedStorage.resize_, torch.Tensor.item
 
     def resized(storage: Any, size: int) -> Any:
         result = resize(storage, size)
@@ -288,7 +288,7 @@ def _seen_by(recorder: Recorder) -> Generator[None]:
 
     with (
         patch.object(torch.UntypedStorage, "resize_", resized),
-        patch("torch.optim.adam._get_value", lambda _: 1.0),
+        patch.object(torch.Tensor, "item", lambda value: 1.0 if isinstance(value, FakeTensor) else item(value)),
     ):
         yield
 

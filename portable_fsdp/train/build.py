@@ -24,7 +24,7 @@ from portable_fsdp.data.tokenize import Tokenizer, keeps_ids, require_own_ids
 from portable_fsdp.models.build import DTYPES, BuiltModel, build_model
 from portable_fsdp.models.loss import Loss
 from portable_fsdp.models.tasks import Task, find_task
-from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dtype, recomputed_layers
+from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dtype, recomputed_layers, table_weights
 from portable_fsdp.optim.optimizer import make_optimizer, parameter_groups
 from portable_fsdp.optim.schedule import check_schedule
 from portable_fsdp.runtime.errors import ConfigError
@@ -97,8 +97,8 @@ def build_training(
     shapes = {fqn: tuple(weight.shape) for fqn, weight in built.model.named_parameters() if weight.requires_grad}
     frozen = [fqn for fqn, weight in built.model.named_parameters() if not weight.requires_grad]
     ties = _ties(built.model)
-    groups = parameter_groups(shapes, config.optim, ties=ties, frozen=frozen)
-    policy, make = shard_policy(config, built.model), make_optimizer(config.optim)
+    groups = parameter_groups(shapes, config.optim, ties=ties, frozen=frozen, tables=table_weights(built.model))
+    policy, make = shard_policy(config, built.model), make_optimizer(config.optim, DTYPES[config.precision.compute])
     if fill:  # the planner has other hardware
         require_memory(config, backend, memory_need(built.model, make, groups, eager=eager))
     model = backend.shard_model(built.model, policy, built.fill if fill else None)

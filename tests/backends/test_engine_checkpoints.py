@@ -69,13 +69,15 @@ OTHERS = [
     Case(model="gpt2", steps=12, strategy="NO_SHARD"),
     Case(model="qwen3", steps=12, optim={"name": "sgd", "lr": 0.2, "momentum": 0.9, "weight_decay": 0.0}),
     Case(model="gemma2", steps=12, compute="bfloat16"),
+    Case(model="mixtral", steps=12, optim={"name": "adafactor", "lr": 3e-3}),
+    Case(model="llama_tied", steps=12, optim={"name": "muon", "lr": 3e-3, "momentum": 0.95}),
     Case(model="llama_tied", steps=12, settings={"xla_fsdp1.shard_param_on_dim_0": False}),
 ]
 
 
 @proof
 @pytest.mark.xla
-@pytest.mark.parametrize("case", OTHERS, ids=["replicated", "momentum", "bfloat16", "cut flat"])
+@pytest.mark.parametrize("case", OTHERS, ids=["replicated", "momentum", "bfloat16", "adafactor", "muon", "cut flat"])
 @pytest.mark.parametrize("writer", GROUPS, ids=str)
 def test_states_of_other_optimizers_strategies_and_dtypes_travel(
     case: Case, writer: Group, workers: GetWorkers, tmp_path: Path

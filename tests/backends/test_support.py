@@ -39,7 +39,7 @@ OPTION_GROUPS = [
     "memory.cpu_offload",
     "model.attention model.experts model.freeze model.lora precision.frozen model.gguf_file checkpoint.export "
     "checkpoint.merge_adapters",
-    "optim.name optim.groups optim.momentum optim.betas optim.eps",
+    "optim.name optim.factory optim.groups optim.momentum optim.betas optim.eps",
     "optim.schedule optim.min_lr_ratio optim.decay_ratio",
     "data.eval_split train.eval_every train.eval_on_start train.eval_batches train.patience",
     "train.sample_every train.sample_prompts train.sample_tokens",
@@ -63,6 +63,7 @@ VALUES: dict[str, list[Any]] = {
     "model.lora": [None, {"r": 4}],
     "model.gguf_file": ["a.gguf"],
     "checkpoint.export": [True],
+    "optim.factory": [None, "module:function"],
     "optim.groups": [[], [{"match": "*"}]],
     "optim.momentum": [0.0, 0.9],
     "optim.betas": [[0.9, 0.95], [0.9, 0.999]],

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from portable_fsdp.config.schema import Optim
+from portable_fsdp.optim.counting import AdamW
 from portable_fsdp.optim.optimizer import (
-    AdamW,
     make_optimizer,
     parameter_groups,
     set_step_numbers,

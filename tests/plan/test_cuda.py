@@ -404,3 +404,13 @@ def test_a_thousand_ranks_in_little_memory() -> None:
     assert memory.parts["weights"] == pytest.approx(4 * parameters / 1024, rel=0.01)
     assert memory.verdict == "fits"
     assert gibibytes < 3
+
+
+@pytest.mark.proof
+def test_the_state_of_each_optimizer_is_planned(apart: Apart) -> None:
+    """Bytes a parameter: two moments, one, row and column means, and one of matrices but two of the rest."""
+    names = {"adamw": 8.0, "adam": 8.0, "lion": 4.0, "adafactor": 0.0125, "muon": 4 + 4 * 2 * 4096 * 512 / PARAMETERS}
+    momentum = {"muon": 0.95}
+    configs = [step(**EIGHT, optim__name=name, optim__momentum=momentum.get(name, 0.0)) for name in names]
+    for (name, bytes_each), (memory, _) in zip(names.items(), apart(plans, configs, GPUS), strict=True):
+        assert memory.parts["optimizer"] * DEVICES / PARAMETERS == pytest.approx(bytes_each, rel=5e-3), name

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import zeros as distributed_zeros
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -112,6 +113,7 @@ class NativeBackend(base.Backend):
             if self._programs:
                 self._programs.expect_others()
             _set_matmul_precision(self._matmul_before)
+            _forget_layouts()
             if dist.is_initialized():
                 for group in self._mesh.get_all_groups():  # each of gloo's has threads that poll
                     if group is not dist.group.WORLD:
@@ -143,7 +145,12 @@ class NativeBackend(base.Backend):
         def zeros(parameter: nn.Parameter, twin: Tensor, group: dict[str, Any]) -> Tensor:
             if twin.shape == parameter.shape:
                 return torch.zeros_like(parameter, dtype=twin.dtype)
-            return torch.zeros(twin.shape, dtype=twin.dtype, device=parameter.device if group.get("fused") else "cpu")
+            if twin.dim() and isinstance(parameter, DTensor):  # by rows too, whatever its shape
+                mesh, placements = parameter.device_mesh, parameter.placements
+                state = distributed_zeros(twin.shape, dtype=twin.dtype, device_mesh=mesh, placements=placements)
+                return state.to(parameter.device)
+            on_device = group.get("fused") or twin.device.type != "cpu"
+            return torch.zeros(twin.shape, dtype=twin.dtype, device=parameter.device if on_device else "cpu")
 
         parameters = dict(cast(nn.Module, self._root).named_parameters())
         optimizer = base.zero_optimizer(make, groups, parameters, zeros, compiled=False)
@@ -359,6 +366,12 @@ def _scale(tensors: list[Tensor], factor: Tensor) -> None:
     factor = factor.to(tensors[0].device)
     for tensor in tensors:
         tensor.mul_(factor)
+
+
+def _forget_layouts() -> None:
+    """DTensor caches layouts with their mesh: an equal mesh, opened later, would get one whose groups have ended."""
+    cast(Any, DTensor)._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+    getattr(cast(Any, torch)._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()  # of newer torch
 
 
 def _is_empty(region: base.Region) -> bool:

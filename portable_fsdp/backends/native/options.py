@@ -101,6 +101,19 @@ RULES = (
         when=lambda c, p: p.device == "tpu",
     ),
     Refused(
+        "optim.name=adamw8bit",
+        "on tpu",
+        "bitsandbytes has no kernel for it",
+        when=lambda c, p: p.device == "tpu",
+    ),
+    Refused(
+        "optim.name=adafactor|muon",
+        "with memory.cpu_offload",
+        "its sums over shards would cross the network from host memory",
+        "memory.cpu_offload=false",
+        when=lambda c, p: c.memory.cpu_offload,
+    ),
+    Refused(
         "compile.scan_layers",
         "on native",
         "a loop over layers is a program of XLA's; torch.compile shares one program between equal layers by itself",

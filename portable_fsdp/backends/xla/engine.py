@@ -152,7 +152,7 @@ class XlaBackend(PjrtBackend):
         def zeros_of(region: base.Region) -> Tensor:
             return torch.zeros([part.stop - part.start for part in region], dtype=twin.dtype)
 
-        return self._tensor(twin.shape, twin.dtype, zeros_of, sharded=twin.shape == like.shape)
+        return self._tensor(twin.shape, twin.dtype, zeros_of, sharded=twin.shape[:1] == like.shape[:1])
 
     def _tensor(self, shape: Sequence[int], dtype: torch.dtype, fetch: Fetch | None, sharded: bool = True) -> Tensor:
         """A global tensor, sharded by rows or whole on each device."""

@@ -22,6 +22,8 @@ RULES = (
         Refused(option, "on xla_fsdp1", reason, "--backend=xla")
         for option, reason in (
             ("precision.modules", "XlaFullyShardedDataParallel casts a whole unit to one compute dtype"),
+            ("optim.name=adafactor|muon", "it takes whole matrices, and a device has flat parts of them"),
+            ("optim.factory", "an optimizer may take whole matrices, and a device has flat parts of them"),
             ("compile.scan_layers", "a unit's weights are gathered by its own module, one layer after the other"),
         )
     ),
