@@ -1,50 +1,52 @@
-"""The certificate as Markdown."""
+"""The certificate as Markdown: the verdict first, then each place, then the steps."""
 
 from portable_fsdp.config.schema import Config
-from portable_fsdp.parity.record import Certificate, Deviation, loss_bound, norm_bound
+from portable_fsdp.parity.record import Certificate, Deviation, bounds
 
 
 def markdown(certificate: Certificate) -> str:
-    """The verdict first, then each place, then the steps."""
-    config, records = Config.model_validate(certificate.config, strict=False), certificate.records
-    steps = len(records[0].losses)
-    lines = [f"# Parity: {certificate.verdict}", "", f"{steps} steps of run.seed={config.run.seed}, {_dtypes(config)}."]
-    lines += [f"Bounds: {loss_bound(config, steps):g} for losses, {norm_bound(config):g} for gradient norms."]
-    lines += ["", "| place | device | versions |", "|---|---|---|"]
-    for record in records:
-        versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
-        lines.append(f"| {record.place} | {record.device_name} | {versions} |")
-    for item in certificate.deviations:
-        lines += ["", f"## {item.place} beside {records[0].place}", "", *_summary(item)]
+    config, records, deviations = (
+        Config.model_validate_json(certificate.config),
+        certificate.records,
+        certificate.deviations,
+    )
+    limit, steps = bounds(config), len(records[0].losses)
+    loss_bound = limit.loss if steps <= 20 else limit.loss_after_20
     names = [str(record.place) for record in records]
-    lines += [
+    lines = [
+        f"# Parity: {certificate.verdict}",
         "",
-        "## Steps",
+        f"{steps} steps, seed {config.run.seed}, {config.precision.compute}. Relative bounds: {loss_bound:g} "
+        f"for losses, {limit.norm:g} for gradient norms.",
         "",
-        f"| step | {' | '.join(f'loss {n} | norm {n}' for n in names)} | largest difference |",
+        "| place | device | versions |",
+        "|---|---|---|",
+        *(
+            f"| {name} | {record.device_name} | {', '.join(map(' '.join, record.versions.items()))} |"
+            for name, record in zip(names, records, strict=True)
+        ),
+        *(line for item in deviations for line in ("", f"## {item.place} beside {names[0]}", "", *_findings(item))),
+        "",
+        f"| step | {' | '.join(f'loss, {name} | gradient norm, {name}' for name in names)} | loss differs by |",
+        "|---" * (2 + 2 * len(names)) + "|",
     ]
-    lines.append("|---" * (2 + 2 * len(names)) + "|")
     for at in range(steps):
         cells = [f"{record.losses[at]:.7f} | {record.grad_norms[at]:.6f}" for record in records]
-        worst = max((item.losses[at] for item in certificate.deviations), default=0.0)
+        worst = max((item.losses[at] for item in deviations), default=0.0)
         lines.append(f"| {at + 1} | {' | '.join(cells)} | {worst:.1e} |")
     return "\n".join(lines) + "\n"
 
 
-def _summary(item: Deviation) -> list[str]:
-    worst = [f"{max(values):.1e} (step {values.index(max(values)) + 1})" for values in (item.losses, item.grad_norms)]
-    lines = [f"- largest relative difference of losses: {worst[0]}; of gradient norms: {worst[1]}"]
-    if item.first_step is not None:
-        lines.append(f"- first step beyond a bound: {item.first_step}")
+def _findings(item: Deviation) -> list[str]:
+    loss, norm = (
+        f"{max(values):.1e} (step {values.index(max(values)) + 1})" for values in (item.losses, item.grad_norms)
+    )
+    lines = [f"- largest relative difference: {loss} of a loss, {norm} of a gradient norm"]
+    lines.append(f"- first step beyond a bound: {item.first_step or 'none'}")
     if culprit := item.culprit:
         lines += [
-            f"- **{culprit.what}**",
-            f"- in step {culprit.step}, {culprit.kind}: {culprit.relative:.1e}, at most {culprit.before:.1e} before it",
-            f"- parameter whose update in that step differs most: {culprit.parameter}",
+            f"- **{culprit.what}** (step {culprit.step}, {culprit.kind}: {culprit.relative:.1e}, at most "
+            f"{culprit.before:.1e} before it)",
+            f"- its update in that step differs most: {culprit.parameter}",
         ]
     return [*lines, f"- {item.remark}"] if item.remark else lines
-
-
-def _dtypes(config: Config) -> str:
-    precision = config.precision
-    return f"{precision.compute} over {precision.master} weights, matmul {precision.matmul}"

@@ -1,39 +1,38 @@
-"""What a place is told to do, what it writes, and the certificate of several: JSON, by pydantic. No torch here."""
+"""What a worker is given and writes, and the certificate, as JSON; and the bounds of the verdict. No torch here."""
 
 import math
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
 from portable_fsdp.config.schema import Config
 
-Kind = Literal["data", "weights", "forward", "backward", "gradient", "update"]
-EXACT_STEPS, LAST_STEP = 20, 50
-_NOT_FINITE = ConfigDict(ser_json_inf_nan="strings")  # JSON has no number for them
+Stage = Literal["data", "weights", "forward", "backward", "gradient", "update"]
 
 
-def loss_bound(config: Config, step: int) -> float:
-    """The relative difference of losses that the project promises (docs/parity.md) up to a step."""
-    if not is_float32(config):
-        return 2e-3
-    return 1e-5 if step <= EXACT_STEPS else 5e-5
+class Bounds(NamedTuple):
+    """Relative differences of losses up to step 20 and up to the last step, as README.md promises them, and of gradient
+    norms, as the project's own tests of curves hold them."""
+
+    loss: float
+    loss_after_20: float
+    norm: float
+    steps: int
 
 
-def norm_bound(config: Config) -> float:
-    """Of gradient norms, for which there is no promise: what the project's own tests of curves hold."""
-    return 2e-3 if is_float32(config) else 1e-1
-
-
-def is_float32(config: Config) -> bool:
-    """Whether no operation has fewer digits."""
+def bounds(config: Config) -> Bounds:
     precision = config.precision
     dtypes = {precision.master, precision.compute, precision.reduce, precision.output, *precision.modules.values()}
-    return dtypes <= {"float32", "auto"} and precision.matmul == "highest"
+    if dtypes <= {"float32", "auto"} and precision.matmul == "highest":
+        return Bounds(1e-5, 5e-5, 2e-3, 50)
+    return Bounds(2e-3, 2e-3, 1e-1, 20)
 
 
-class Place(BaseModel):
-    """An engine with a number of devices."""
+class _Json(BaseModel):
+    model_config = ConfigDict(ser_json_inf_nan="strings")  # JSON has no number for them
 
+
+class Place(_Json):
     device: str
     engine: str
     devices: int
@@ -42,85 +41,78 @@ class Place(BaseModel):
         return f"{self.engine}:{self.devices}"
 
 
-class PlaceTask(BaseModel):
-    """Of one worker."""
-
-    place: Place
+class RunTask(_Json):
     config: str  # JSON
     steps: int
-    records: bool  # each module's tensors too
-    processes: int
+    records: bool = False  # each module's tensors too
+
+
+class PlaceTask(_Json):
+    place: Place
+    runs: list[RunTask]
     module: str  # the worker
-    out: str
+    out: str  # a file of as many lines, PlaceRecords
 
 
-class RunRecord(BaseModel):
-    """What one place computed."""
-
-    model_config = _NOT_FINITE
+class PlaceRecord(_Json):
+    """What one place computed. Lists are by step; `state` has one more, from before the first step."""
 
     place: Place
     device_name: str
     versions: dict[str, str]
     losses: list[float] = []
     grad_norms: list[float] = []
-    modules: list[dict[str, list[float]]] = []  # by step; see StepRecorder
-    state: list[dict[str, list[float]]] = []  # before the first step, and after each
+    modules: list[dict[str, list[float]]] = []
+    state: list[dict[str, list[float]]] = []
 
 
-class Culprit(BaseModel):
+class Culprit(_Json):
     """The first thing that differs although all that it depends on agrees."""
 
-    model_config = _NOT_FINITE
-
     step: int
-    kind: Kind
-    layer: str  # the module's name; empty: the model's own forward, or all parameters
+    kind: Stage
+    layer: str  # the module's name; empty: the model itself, or all parameters
     parameter: str  # whose update in that step differs most
     what: str
-    key: str  # of the record
     relative: float
     before: float  # the largest difference of what comes before it
 
 
-class Deviation(BaseModel):
-    """Of one place from the first."""
-
-    model_config = _NOT_FINITE
+class Deviation(_Json):
+    """Relative differences of one place from the first, by step."""
 
     place: Place
-    losses: list[float]  # relative differences by step
+    losses: list[float]
     grad_norms: list[float]
     first_step: int | None  # beyond a bound
     culprit: Culprit | None = None
     remark: str = ""
 
 
-class Certificate(BaseModel):
-    """Written as certificate.json; certificate.md is the same for people."""
-
-    model_config = _NOT_FINITE
-
+class Certificate(_Json):
     schema_version: Literal[1] = 1
     verdict: Literal["equal", "differs", "not compared"]
-    config: dict[str, Any]
-    records: list[RunRecord]
+    config: str  # JSON
+    records: list[PlaceRecord]
     deviations: list[Deviation]
 
 
-def relative(first: float, second: float) -> float:
-    """|a - b| / max(|a|, |b|); infinite unless both are finite."""
-    if not (math.isfinite(first) and math.isfinite(second)):
+def deviation(config: Config, first: PlaceRecord, other: PlaceRecord) -> Deviation:
+    """Raises ValueError for records of different lengths."""
+    limit, first_step = bounds(config), None
+    losses, norms = ([*map(_relative, *pair)] for pair in _pairs(first, other))
+    for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=1):
+        if loss > (limit.loss if step <= 20 else limit.loss_after_20) or norm > limit.norm:
+            first_step = first_step or step
+    return Deviation(place=other.place, losses=losses, grad_norms=norms, first_step=first_step)
+
+
+def _pairs(first: PlaceRecord, other: PlaceRecord) -> tuple[tuple[list[float], list[float]], ...]:
+    return (first.losses, other.losses), (first.grad_norms, other.grad_norms)
+
+
+def _relative(first: float, other: float) -> float:
+    """Infinite unless both are finite."""
+    if not (math.isfinite(first) and math.isfinite(other)):
         return math.inf
-    return abs(first - second) / (max(abs(first), abs(second)) or 1.0)
-
-
-def deviation(config: Config, first: RunRecord, other: RunRecord) -> Deviation:
-    losses = [relative(*pair) for pair in zip(first.losses, other.losses, strict=True)]
-    norms = [relative(*pair) for pair in zip(first.grad_norms, other.grad_norms, strict=True)]
-    beyond = (
-        step
-        for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=1)
-        if loss > loss_bound(config, step) or norm > norm_bound(config)
-    )
-    return Deviation(place=other.place, losses=losses, grad_norms=norms, first_step=next(beyond, None))
+    return abs(first - other) / (max(abs(first), abs(other)) or 1.0)

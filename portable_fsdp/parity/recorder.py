@@ -4,15 +4,16 @@ A tensor becomes its number of elements, its sum of squares and projections on f
 rows, so data shards and micro batches add up, and they leave the step's program as one more output of it.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from portable_fsdp.backends.base import Backend, Metrics, Piece
+from portable_fsdp.backends.base import Backend, Metrics
 from portable_fsdp.train.build import Training
 
 PROJECTIONS = 8
@@ -24,17 +25,17 @@ Statistics = dict[str, list[float]]
 
 
 @cache
-def signs(size: int) -> Tensor:
+def signs(size: int, device: torch.device) -> Tensor:
     """float32 [size, PROJECTIONS] of +1 and -1, the same in every process."""
     bits = torch.randint(0, 2, (size, PROJECTIONS), generator=torch.Generator().manual_seed(size))
-    return bits * 2.0 - 1.0
+    return (bits * 2.0 - 1.0).to(device)
 
 
 def statistics(tensor: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """[2 + PROJECTIONS] in the dtype of `weights`, [size, PROJECTIONS] for each of the last dimensions.
+    """[2 + PROJECTIONS] in the dtype of `weights`, which are [size, PROJECTIONS] for each of the last dimensions.
 
-    Sums over the dimensions in front of these. The projection is on the product of the weights: a random sign for each
-    element, so that its square is about the sum of squares (Johnson-Lindenstrauss, in the form of Achlioptas, 2003).
+    Sums over the dimensions in front of these. The product of the weights is a random sign for each element; a
+    projection's expected square is the sum of squares (Achlioptas, 2003, Database-friendly random projections).
     """
     values = tensor.detach().to(weights[0].dtype).clamp(-_LARGE, _LARGE)
     total = values @ weights[-1]
@@ -45,7 +46,7 @@ def statistics(tensor: Tensor, weights: Sequence[Tensor]) -> Tensor:
 
 
 class StepRecorder:
-    """Hooks on all modules of a training, and an engine for `train_step` that returns what they see.
+    """Hooks on all modules of a training, and an engine for `train_step` whose programs return what the hooks see.
 
     Keys are `direction|place|module|call|leaf`: `forward|in`, `forward|out`, `backward|out` (the gradient of the
     output), `backward|in`. `call` counts a module's calls in a micro batch. Left out are tensors of fewer than two
@@ -54,28 +55,27 @@ class StepRecorder:
 
     def __init__(self, engine: Backend, training: Training) -> None:
         self._engine = engine
-        self._weights: dict[int, Tensor] = {}
         self._seen: dict[str, Tensor] = {}
-        self._total: Statistics = {}
-        self._calls: dict[str, int] = {}
+        self._calls = Counter[str]()
         self._records_forward = True
+        self.total: Statistics = {}  # of all programs, until someone empties it
         for name, module in training.model.named_modules():
             module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
-            module.register_forward_hook(partial(self._leave, name) if name else self._end_forward)
+            module.register_forward_hook(partial(self._leave, name))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
     def compile(self, fn: Callable[..., Metrics], name: str) -> Callable[..., Metrics]:
-        """As the engine's, with the statistics as outputs of the program."""
+        """As the engine's; adds to `total`."""
         keys: list[str] = []
 
         def recorded(*args: Any) -> Metrics:
-            self._seen, self._calls, self._records_forward = {}, {}, True
+            self._seen, self._calls, self._records_forward = {}, Counter(), True
             metrics = fn(*args)
-            seen, self._seen = self._seen, {}
-            keys[:] = seen
-            return {**metrics, "seen": self._engine.sum(torch.stack(list(seen.values())))} if seen else metrics
+            keys[:], seen = self._seen, [*self._seen.values()]
+            self._seen = {}  # a tensor that lives when a program of XLA's ends is one of its outputs
+            return {**metrics, "seen": self._engine.sum(torch.stack(seen))} if seen else metrics
 
         program = self._engine.compile(recorded, name)
 
@@ -83,22 +83,21 @@ class StepRecorder:
             metrics = dict(program(*args))
             if "seen" in metrics:
                 rows = self._engine.fetch({"seen": metrics.pop("seen")}).result()["seen"].tolist()
-                add(self._total, dict(zip(keys, rows, strict=True)))
+                _add(self.total, dict(zip(keys, rows, strict=True)))
             return metrics
 
         return run
 
-    def take(self) -> Statistics:
-        """Of all micro batches since the last call."""
-        total, self._total = self._total, {}
-        return total
-
     def _enter(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        self._calls[name] = self._calls.get(name, -1) + 1
+        self._calls[name] += 1
         return self._noted("in", name, (args, kwargs))
 
     def _leave(self, name: str, _: nn.Module, __: Any, output: Any) -> Any:
-        return self._noted("out", name, output)
+        if name:
+            return self._noted("out", name, output)
+        # What runs from now on is gradient checkpointing: the same again, whose gradients count on XLA.
+        self._records_forward, self._calls = False, Counter()
+        return output
 
     def _noted(self, place: str, name: str, value: Any) -> Any:
         """The same, as aliases: the gradient of each is that of this use alone, and comes after those of its users."""
@@ -106,55 +105,35 @@ class StepRecorder:
         prefix = f"{place}|{name}|{self._calls[name]}"
         return tree_unflatten([self._note(f"{prefix}|{at}", leaf) for at, leaf in enumerate(leaves)], structure)
 
-    def _end_forward(self, *_: Any) -> None:
-        """What runs from now on is gradient checkpointing: the same again, whose gradients count on XLA."""
-        self._records_forward, self._calls = False, {}
-
     def _note(self, key: str, leaf: Any) -> Any:
-        is_input_of_model = key.startswith("in||")
-        if not isinstance(leaf, Tensor) or leaf.dim() < 2 or not (leaf.is_floating_point() or is_input_of_model):
+        if not isinstance(leaf, Tensor) or leaf.dim() < 2 or not (leaf.is_floating_point() or key.startswith("in||")):
             return leaf
         if self._records_forward:
-            self._add(f"forward|{key}", leaf)
+            self._add_to_seen(f"forward|{key}", leaf)
         if leaf.requires_grad and torch.is_grad_enabled():
             leaf = leaf.view_as(leaf)
-            leaf.register_hook(partial(self._add, f"backward|{key}"))
+            leaf.register_hook(partial(self._add_to_seen, f"backward|{key}"))
         return leaf
 
-    def _add(self, key: str, tensor: Tensor) -> None:
-        values = statistics(tensor, [self._on_device(size) for size in tensor.shape[1:]])
+    def _add_to_seen(self, key: str, tensor: Tensor) -> None:
+        values = statistics(tensor, [signs(size, self._engine.device) for size in tensor.shape[1:]])
         self._seen[key] = values + self._seen[key] if key in self._seen else values
 
-    def _on_device(self, size: int) -> Tensor:
-        if size not in self._weights:
-            self._weights[size] = signs(size).to(self._engine.device)
-        return self._weights[size]
 
-
-def add(total: Statistics, more: Mapping[str, list[float]]) -> None:
+def _add(total: Statistics, more: Mapping[str, list[float]]) -> None:
     for key, values in more.items():
         total[key] = [a + b for a, b in zip(total[key], values, strict=True)] if key in total else values
 
 
 def state_statistics(engine: Backend, training: Training) -> Statistics:
-    """Of each tensor of a checkpoint, in float64, by its key; every dimension has its signs. *collective*"""
+    """In float64, of each tensor of a checkpoint but numbers, by its key; all dimensions have signs. *collective*"""
     mine: Statistics = {}
     for key, state in engine.state(training.model, training.optimizer).items():
-        mine[key] = [0.0] * (2 + PROJECTIONS)
-        for piece in (piece for piece in state.pieces() if not piece.replica):
-            add(mine, {key: _of_piece(piece, state.shape)})
+        for piece in (piece for piece in state.pieces() if state.shape and not piece.replica):
+            where = zip(state.shape, piece.offset, piece.data.shape, strict=True)
+            weights = [signs(size, torch.device("cpu"))[at : at + length].double() for size, at, length in where]
+            _add(mine, {key: statistics(piece.data.cpu(), weights).tolist()})
     total: Statistics = {}
     for part in engine.gather(mine):
-        add(total, part)
+        _add(total, part)
     return total
-
-
-def _of_piece(piece: Piece, shape: Sequence[int]) -> list[float]:
-    data = piece.data.detach().cpu().double()
-    if not data.dim():
-        data, shape = data[None], (1,)
-    offsets = piece.offset or (0,)
-    parts = [
-        signs(size)[at : at + length].double() for size, at, length in zip(shape, offsets, data.shape, strict=True)
-    ]
-    return cast(list[float], statistics(data, parts).tolist())

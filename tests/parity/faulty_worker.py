@@ -1,4 +1,4 @@
-"""A worker with one wrong operation in one layer of one engine: FAULT=ENGINE:NAME; `python -m faulty_worker ...`.
+"""A worker with one wrong operation in one layer of one place: FAULT=ENGINE:DEVICES:NAME python -m faulty_worker ...
 
 Each fault is planted in the laid-out model before its first step, as a bug of an engine would be.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from portable_fsdp.parity import worker
-from portable_fsdp.parity.record import PlaceTask
+from portable_fsdp.parity.record import Culprit, PlaceTask
 from portable_fsdp.train.build import Training
 
 LAYER = "model.layers.1"
@@ -27,6 +27,10 @@ class Fault(NamedTuple):
     layer: str
     kind: str
     parameter: str = ""
+
+    def is_named(self, culprit: Culprit) -> bool:
+        named = (culprit.layer, culprit.kind) == (self.layer, self.kind)
+        return named and self.parameter in ("", culprit.parameter)
 
 
 class _WrongGradient(torch.autograd.Function):
@@ -70,7 +74,9 @@ def _mask(model: Any, _: Training) -> None:
     """Each token sees the one after it too."""
     from transformers import AttentionInterface
 
-    def shifted(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> tuple[Tensor, None]:
+    def shifted(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
+    ) -> tuple[Tensor, None]:
         groups = query.shape[1] // key.shape[1]
         key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
         scores = query @ key.mT * options["scaling"]
@@ -108,7 +114,9 @@ def _row(ids: Tensor, rows: Tensor) -> Tensor:
 
 
 FAULTS = {
-    "q_proj scaled": Fault(_after(f"{LAYER}.self_attn.q_proj", lambda _, y: y * 1.001), f"{LAYER}.self_attn.q_proj", "forward"),
+    "q_proj scaled": Fault(
+        _after(f"{LAYER}.self_attn.q_proj", lambda _, y: y * 1.001), f"{LAYER}.self_attn.q_proj", "forward"
+    ),
     "norm epsilon": Fault(_epsilon, f"{LAYER}.input_layernorm", "forward"),
     "mask off by one": Fault(_mask, f"{LAYER}.self_attn", "forward"),
     "gradient of the mlp": Fault(
@@ -121,19 +129,27 @@ FAULTS = {
     ),
     "activation": Fault(_activation, f"{LAYER}.mlp.act_fn", "forward"),
     "embedding row": Fault(_after("model.embed_tokens", _row), "model.embed_tokens", "forward"),
-    "head bias": Fault(_after("lm_head", lambda _, y: y + torch.linspace(0, 0.01, y.shape[-1], device=y.device)), "lm_head", "forward"),
+    "head bias": Fault(
+        _after("lm_head", lambda _, y: y + torch.linspace(0, 0.01, y.shape[-1], device=y.device)), "lm_head", "forward"
+    ),
     "rotary angle": Fault(_angle, "model.rotary_emb", "forward"),
     "residual dropped": Fault(_after(LAYER, lambda x, y: y - x), LAYER, "forward"),
-    "decay of a norm": Fault(_decay, f"{LAYER}.post_attention_layernorm", "update", f"{LAYER}.post_attention_layernorm.weight"),
+    "decay of a norm": Fault(
+        _decay, f"{LAYER}.post_attention_layernorm", "update", f"{LAYER}.post_attention_layernorm.weight"
+    ),
     "weight": Fault(_weight, f"{LAYER}.mlp.up_proj", "weights", f"{LAYER}.mlp.up_proj.weight"),
 }
 
 
+def plant(name: str | None, training: Training) -> None:
+    if name is not None:
+        FAULTS[name].plant(training.model, training)
+
+
 def main(argv: list[str]) -> int:
-    engine, _, name = os.environ["FAULT"].partition(":")
-    task = PlaceTask.model_validate_json(Path(argv[1]).read_bytes())
-    is_wrong = engine == task.place.engine
-    return worker.main(argv, lambda training: FAULTS[name].plant(training.model, training) if is_wrong else None)
+    place, _, name = os.environ.get("FAULT", "").rpartition(":")
+    is_wrong = place == str(PlaceTask.model_validate_json(Path(argv[1]).read_bytes()).place)
+    return worker.main(argv, lambda training: plant(name if is_wrong else None, training))
 
 
 if __name__ == "__main__":
