@@ -39,9 +39,7 @@ Writes certificate.md and certificate.json. Where one layer computes something e
 EXIT_CODES = "exit code: 0 equal within the bounds, 1 different, or a place failed, 2 usage or config error, 130 Ctrl-C"
 
 ROUNDING = "the difference grows little by little, as rounding does"
-COMPILER = (
-    "it's gone with each layer recorded, without compile.enabled and scan_layers: a compiler makes the difference"
-)
+COMPILER = "a compiler makes it: it's gone where layers are recorded, without compile.enabled and scan_layers"
 
 _LIMIT_S = 24 * 3600.0
 _WORKER = "portable_fsdp.parity.worker"
@@ -86,16 +84,14 @@ def _made(options: argparse.Namespace, worker: str) -> tuple[Certificate, Path]:
     if len(files) != 1 or options.on is None:
         raise UsageError("parity: expected one CONFIG and --on=PLACES, as in run.yaml --on=native:2,xla:4.")
     if not detect_launch(os.environ).is_alone:
-        raise UsageError(
-            "parity: expected a plain start, found a launcher: parity starts each place's processes itself."
-        )
+        raise UsageError("parity: expected a plain start, found a launcher: parity starts all processes itself.")
     config = read_config(files[0], overrides, options.imports, os.environ).config
     config = _with(config, checkpoint={"resume": "none"}, observe={"trackers": (), "profile": None})
     places = _places(options.on, options.device, config)
     if options.steps > bounds(config).steps:
         raise UsageError(f"--steps: expected at most {bounds(config).steps} (docs/parity.md), found {options.steps}.")
     check_paths(config)
-    folder = _folder(options.out or Path(f"{config.run.dir}-parity"))
+    folder = _folder(options.out or Path(f"{Path(config.run.dir)}-parity"))
     return certify(config, places, options.steps, worker), folder
 
 
@@ -139,7 +135,7 @@ def certify(config: Config, places: Sequence[Place], steps: int, worker: str = _
     with TemporaryDirectory(prefix="portable_fsdp_parity_") as folder:
 
         def run(place: Place, runs: list[RunTask]) -> list[PlaceRecord]:
-            return _run(PlaceTask(place=place, runs=runs, module=worker, out=f"{folder}/record"))
+            return run_place(PlaceTask(place=place, runs=runs, module=worker, out=f"{folder}/record"))
 
         ran: list[list[PlaceRecord]] = []
         for place in places:
@@ -161,11 +157,10 @@ def certify(config: Config, places: Sequence[Place], steps: int, worker: str = _
     return _certificate(config, records, deviations)
 
 
-def _run(task: PlaceTask) -> list[PlaceRecord]:
+def run_place(task: PlaceTask) -> list[PlaceRecord]:
+    """In processes of its own. Raises UsageError for what the place refuses, TrainingError for what fails there."""
     recorded = max((run.steps for run in task.runs if run.records), default=0)
-    to_stderr(
-        f"{task.place} on {task.place.device}: {task.runs[0].steps} step(s), with each module recorded: {recorded}"
-    )
+    to_stderr(f"{task.place} on {task.place.device}: {task.runs[0].steps} step(s), {recorded} with modules recorded")
     path, out, refusal = (Path(f"{task.out}{suffix}") for suffix in (".task", "", ".error"))
     out.unlink(missing_ok=True)
     path.write_text(task.model_dump_json())

@@ -4,7 +4,7 @@ Events stand in the order in which they happened: what an event depends on comes
 little, a wrong operation is a jump: a difference beyond the bound, and JUMP times that of every event before it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -28,6 +28,9 @@ _SENTENCES = {
 Values = Mapping[str, Any]
 """Key -> array of elements, sum of squares, projections."""
 
+Pair = Sequence[Values]
+"""Of the first place and another."""
+
 
 class Jump(NamedTuple):
     """Where a difference stands out; no key: in all parameters alike."""
@@ -43,55 +46,33 @@ def find_culprit(first: PlaceRecord, other: PlaceRecord, bound: float) -> Culpri
     for step in range(1, len(first.modules) + 1):
         modules = [_arrays(record.modules[step - 1]) for record in (first, other)]
         old, new = ([_arrays(record.state[at]) for record in (first, other)] for at in (step - 1, step))
-        updates = {
-            key: _relative(*(_update(before[key], after[key]) for before, after in zip(old, new, strict=True)))
-            for key in _parameters(old)
-        }
-        for jump in _jumps(modules, old, new, updates, bound, is_first=step == 1):
+        changes = [{key: _update(old[i][key], new[i][key]) for key in _parameters(old)} for i in (0, 1)]
+        updates = _differences(changes, list(changes[0]))
+        for jump in _jumps(step, modules, old, new, updates, bound):
             layer, what = _words(jump, modules[0])
             named = jump.key if jump.kind in _SENTENCES else ""
             parameter = named or max(updates, key=lambda key: updates[key])
-            return Culprit(
-                step=step,
-                kind=jump.kind,
-                layer=layer,
-                parameter=parameter,
-                what=what,
-                relative=jump.relative,
-                before=jump.before,
-            )
+            return Culprit(step=step, layer=layer, parameter=parameter, what=what, **jump._asdict())
     return None
 
 
 def _jumps(
-    modules: list[Values],
-    old: list[Values],
-    new: list[Values],
-    updates: Mapping[str, float],
-    bound: float,
-    is_first: bool,
+    step: int, modules: Pair, old: Pair, new: Pair, updates: Mapping[str, float], bound: float
 ) -> Iterator[Jump]:
-    weights = {key: _relative(old[0][key], old[1][key]) for key in _parameters(old)}
-    if is_first:
-        yield from _outlier("weights", weights, bound)
+    weights = _parameters(old)
+    if step == 1:
+        yield from _outlier("weights", _differences(old, weights), bound)
     drift = _relative(*(sum(state[key] for key in weights) for state in old))
     for kind in ("forward", "backward"):
-        keys = [key for key in modules[0] if key in modules[1] and key.startswith(kind)]
-        floor = _floor(modules[0], keys)
-        before = drift
-        for key in keys:
-            first, other = modules[0][key], modules[1][key]
-            if kind == "forward":  # each data shard may have the whole tensor: then its copies add up as rows do
-                least = min(first[0], other[0])
-                relative = _relative(first * (least / first[0]), other * (least / other[0]))
-            else:
-                relative = _relative(first, other, floor)
+        keys, before = [key for key in modules[0] if key in modules[1] and key.startswith(kind)], drift
+        small = _SMALL if kind == "backward" else 0.0
+        parts = modules if small else [{key: _once(part[key], modules, key) for key in keys} for part in modules]
+        for key, relative in _differences(parts, keys, small).items():
             if not relative <= max(bound, JUMP * before):
                 yield Jump("data" if "|in||" in key else kind, key, relative, before)
             before = max(before, relative)
     moments = [key for key in new[0] if "/" in key and key in new[1]]
-    floor = _floor(new[0], moments)
-    yield from _outlier("gradient", {key: _relative(new[0][key], new[1][key], floor) for key in moments}, bound)
+    yield from _outlier("gradient", _differences(new, moments, _SMALL), bound)
     yield from _outlier("update", updates, bound)
 
 
@@ -106,15 +87,21 @@ def _outlier(kind: Stage, differences: Mapping[str, float], bound: float) -> Ite
         yield Jump(kind, key.rpartition("/")[2], differences[key], typical)
 
 
-def _floor(values: Values, keys: list[str]) -> float:
-    return _SMALL**2 * max((values[key][1] for key in keys), default=0.0)
+def _once(value: Any, modules: Pair, key: str) -> Any:
+    """In a forward each data shard may have the same tensor, whose copies have added up as rows do."""
+    return value * (min(part[key][0] for part in modules) / value[0])
+
+
+def _differences(parts: Pair, keys: list[str], small: float = 0.0) -> dict[str, float]:
+    floor = small**2 * max((parts[0][key][1] for key in keys), default=0.0)
+    return {key: _relative(parts[0][key], parts[1][key], floor) for key in keys}
 
 
 def _arrays(values: Mapping[str, list[float]]) -> Values:
     return {key: np.array(row) for key, row in values.items()}
 
 
-def _parameters(state: list[Values]) -> list[str]:
+def _parameters(state: Pair) -> list[str]:
     return [key for key in state[0] if "/" not in key and key in state[1]]
 
 

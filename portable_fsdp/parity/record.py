@@ -74,6 +74,7 @@ class Culprit(_Json):
     layer: str  # the module's name; empty: the model itself, or all parameters
     parameter: str  # whose update in that step differs most
     what: str
+    key: str  # of the recorded tensor
     relative: float
     before: float  # the largest difference of what comes before it
 

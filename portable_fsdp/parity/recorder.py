@@ -106,7 +106,9 @@ class StepRecorder:
         return tree_unflatten([self._note(f"{prefix}|{at}", leaf) for at, leaf in enumerate(leaves)], structure)
 
     def _note(self, key: str, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.dim() < 2 or not (leaf.is_floating_point() or key.startswith("in||")):
+        if not isinstance(leaf, Tensor) or leaf.dim() < 2 or not leaf.numel():
+            return leaf
+        if not leaf.is_floating_point() and not key.startswith("in||"):
             return leaf
         if self._records_forward:
             self._add_to_seen(f"forward|{key}", leaf)

@@ -1,9 +1,10 @@
-"""A worker with one wrong operation in one layer of one place: FAULT=ENGINE:DEVICES:NAME python -m faulty_worker ...
+"""A worker with one wrong operation in one layer of one place: FAULT=ENGINE:DEVICES:NAME,... python -m faulty_worker ...
 
 Each fault is planted in the laid-out model before its first step, as a bug of an engine would be.
 """
 
 import copy
+import itertools
 import os
 import sys
 from collections.abc import Callable
@@ -147,9 +148,11 @@ def plant(name: str | None, training: Training) -> None:
 
 
 def main(argv: list[str]) -> int:
-    place, _, name = os.environ.get("FAULT", "").rpartition(":")
+    """One fault a run, in turn."""
+    place, _, names = os.environ.get("FAULT", "").rpartition(":")
     is_wrong = place == str(PlaceTask.model_validate_json(Path(argv[1]).read_bytes()).place)
-    return worker.main(argv, lambda training: plant(name if is_wrong else None, training))
+    turns = itertools.cycle(names.split(","))
+    return worker.main(argv, lambda training: plant(next(turns) if is_wrong else None, training))
 
 
 if __name__ == "__main__":
