@@ -2,7 +2,7 @@
 
 python benchmarks/parity_faults.py [--on=native:2,xla:4] [--only=NAME,...]
 
-Each fault is in the last place of --on. Prints one row a fault, and ends with 1 unless parity names each.
+Each fault is in the second place of --on. Prints one row a fault, and ends with 1 unless parity names each.
 """
 
 import argparse
@@ -10,7 +10,7 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -67,7 +67,7 @@ def write_config(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def planted(fault: str) -> Iterator[None]:
+def planted(fault: str) -> Generator[None]:
     """The environment of a faulty worker; `fault`: ENGINE:DEVICES:NAME,..., or nothing."""
     before = dict(os.environ)
     path = f"{FAULTY}:{os.environ.get('PYTHONPATH', '')}"
@@ -124,7 +124,7 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(FAULTS))
     options = parser.parse_args()
     print(
-        "| planted | largest difference of a loss | first step beyond a bound | certificate | named |\n|---|---|---|---|---|",
+        "| planted | loss differs by | first step beyond a bound | certificate | named |\n|---|---|---|---|---|",
         flush=True,
     )
     named: list[bool] = []

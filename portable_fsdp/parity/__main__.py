@@ -168,8 +168,9 @@ def run_place(task: PlaceTask) -> list[PlaceRecord]:
         ended = child.wait(_LIMIT_S)
     if ended.how == "finished" and out.is_file():
         return [PlaceRecord.model_validate_json(line) for line in out.read_text().splitlines()]
-    reason = refusal.read_text() if refusal.is_file() else f"exit code {ended.code}\n{ended.last_lines}"
-    raise (UsageError if ended.code == EXIT_USAGE else TrainingError)(f"{task.place}: {reason}")
+    if not refusal.is_file():  # not ours, whatever its exit code says: MKL ends a process with 2
+        raise TrainingError(f"{task.place}: exit code {ended.code}\n{ended.last_lines}")
+    raise (UsageError if ended.code == EXIT_USAGE else TrainingError)(f"{task.place}: {refusal.read_text()}")
 
 
 def _certificate(config: Config, records: list[PlaceRecord], deviations: list[Deviation]) -> Certificate:
