@@ -20,6 +20,7 @@ COMMANDS = {
     "plan": "memory and time on hardware that you don't have",
     "checkpoint": "list, show, verify, compare, export, import and prune checkpoints",
     "sample": "print what an exported model writes",
+    "parity": "run the first steps on several engines and name the layer where they part",
     "report": "draw what happened in a run, or send its metrics to a tracker",
     "doctor": "check this host: packages, devices, network, disk",
     "examples": "write the example configs and launch scripts into a new folder",

@@ -27,6 +27,7 @@ from portable_fsdp.config.rules import Deployment
 from portable_fsdp.config.schema import Config, Lora
 from portable_fsdp.convert.table import ACCELERATE, find_anywhere, key_table
 from portable_fsdp.doctor import __main__ as doctor
+from portable_fsdp.parity import __main__ as parity
 from portable_fsdp.plan import __main__ as plan
 from portable_fsdp.plan.target import parse_target
 from portable_fsdp.report import __main__ as report
@@ -84,6 +85,13 @@ def check(command: Command) -> None:
             parse_target(values.on)
             load_config(ROOT / values.config, values.overrides)
             plan._axes(values.over)
+        case ["python", "-m", "portable_fsdp.parity", *arguments]:
+            values = parity._parser().parse_intermixed_args(arguments)
+            if not values.compare:
+                [path, *overrides] = values.words
+                for engine, devices in (place.split(":") for place in values.on.split(",")):
+                    require_names(values.device, engine)
+                    check_batch(load_config(ROOT / path, overrides), int(devices))
         case ["python", "-m", module, *arguments] if module in PARSED:
             PARSED[module]._parser().parse_args(arguments)
         case ["python", "examples/own_loop.py", path, device, backend, *overrides]:
@@ -161,6 +169,7 @@ python -m portable_fsdp.explain nonsense.key
 python -m portable_fsdp.explain --write=ours.yaml
 python -m portable_fsdp.doctor --jason
 python -m portable_fsdp.plan --config=configs/llama_1b.yaml --on=h1000:8
+python -m portable_fsdp.parity configs/quickstart.yaml --on=native:5 --device=cpu
 python -m portable_fsdp.nothing
 python examples/own_loop.py configs/quickstart.yaml gpu native
 curl localhost

@@ -52,6 +52,7 @@ BREAKERS: dict[Rule, list[dict[str, Module]]] = {
         invented(backends__native="import portable_fsdp.checkpoint.store", checkpoint__store=""),
         invented(train__loop="from portable_fsdp.plan import report", plan__report=""),
         invented(train__loop="from portable_fsdp import launch", launch=""),
+        invented(train__loop="def f():\n    from portable_fsdp.parity import worker", parity__worker=""),
         invented(config__load="from portable_fsdp.convert import read", convert__read=""),
         invented(doctor__host="from portable_fsdp.launch import main", launch=""),
         invented(train__loop="def f():\n    from portable_fsdp.doctor import host", doctor__host=""),
@@ -181,7 +182,7 @@ def test_no_command_imports_torch_before_it_has_read_its_arguments() -> None:
 FILES, LINES = 100, 15_300
 """Of ours, that a plain native training run may load."""
 
-TOOLS = ("convert", "doctor", "formats", "plan", "report")
+TOOLS = ("convert", "doctor", "formats", "parity", "plan", "report")
 
 LOADED_BY_A_RUN = """
 import sys

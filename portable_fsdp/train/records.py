@@ -69,7 +69,7 @@ class RunFiles(Callback):
             steps=start.steps,
             parameters=start.parameters,
             began=utc_text(_process_start()),
-            environment=_environment(),
+            environment=environment(),
             **({"lost": lost._asdict()} if lost else {}),
         )
         if (resumed := start.resumed) is not None:
@@ -152,7 +152,7 @@ def _process_start() -> float:
     return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - after_boot)
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Host and versions, for whoever reads the run later."""
     versions = {"host": socket.gethostname(), "python": platform.python_version()}
     for package in ("portable_fsdp", "torch", "torch_xla", "transformers"):

@@ -1,0 +1,202 @@
+"""Is it the same run there? `python -m portable_fsdp.parity --config=run.yaml --on=native:2,xla:4 --steps=20`."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from pydantic import ValidationError
+
+from portable_fsdp.backends.open import count_devices, resolve
+from portable_fsdp.backends.support import require_supported
+from portable_fsdp.config.load import read_config
+from portable_fsdp.config.schema import Config
+from portable_fsdp.parity.certificate import markdown
+from portable_fsdp.parity.culprit import find_culprit
+from portable_fsdp.parity.record import (
+    Certificate,
+    Deviation,
+    Place,
+    PlaceRecord,
+    PlaceTask,
+    RunTask,
+    bounds,
+    deviation,
+)
+from portable_fsdp.runtime.child import Child
+from portable_fsdp.runtime.command import IMPORT_HELP, CommandParser, Once, at_least, run_command, to_stderr, to_stdout
+from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE, TrainingError, UsageError
+from portable_fsdp.runtime.files import write_text_atomically
+from portable_fsdp.runtime.process import detect_launch
+from portable_fsdp.train.early_checks import check_paths
+
+DESCRIPTION = """Run the first steps of a config on several engines or numbers of devices; compare them step by step.
+
+Writes certificate.md and certificate.json. Where one layer computes something else, names it."""
+EXIT_CODES = "exit code: 0 equal within the bounds, 1 different, or a place failed, 2 usage or config error, 130 Ctrl-C"
+
+ROUNDING = "the difference grows little by little, as rounding does"
+COMPILER = "a compiler makes it: it's gone where layers are recorded, without compile.enabled and scan_layers"
+
+_LIMIT_S = 24 * 3600.0
+_WORKER = "portable_fsdp.parity.worker"
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser("parity", DESCRIPTION, epilog=EXIT_CODES)
+    add = parser.add_argument
+    add("words", nargs="*", metavar="CONFIG key=value", help="as --config, and overrides of its keys")
+    add("--config", action=Once, metavar="FILE", help="YAML file, as for portable_fsdp.launch")
+    add("--import", action="append", default=[], dest="imports", metavar="FILE", help=IMPORT_HELP)
+    add("--on", metavar="PLACES", help="ENGINE:DEVICES,... as native:2,xla:4; the others are compared with the first")
+    add("--device", default="auto", help="auto | cpu | cuda | tpu, for all places (default auto, as for launch)")
+    add("--steps", type=at_least(1, int), default=20, metavar="N", help="(default 20)")
+    add("--out", type=Path, metavar="FOLDER", help="for the certificate (default: beside run.dir, RUN-parity)")
+    add("--compare", nargs=2, type=Path, metavar="JSON", help="compare two certificates: of two environments")
+    return parser
+
+
+def main(argv: list[str], worker: str = _WORKER) -> int:
+    """Run with the arguments after the program's name; returns the exit code. `worker`: the module of each place."""
+
+    def parity(options: argparse.Namespace) -> int:
+        certificate, folder = _compared(options) if options.compare else _made(options, worker)
+        text = markdown(certificate)
+        if folder is not None:
+            write_text_atomically(folder / "certificate.json", certificate.model_dump_json(indent=1))
+            write_text_atomically(folder / "certificate.md", text)
+        to_stdout(text)
+        return EXIT_FAILED if certificate.verdict == "differs" else EXIT_FINISHED
+
+    try:
+        return run_command(_parser(), argv, parity)
+    except KeyboardInterrupt:
+        to_stderr("interrupted")
+        return 130  # 128 + SIGINT
+
+
+def _made(options: argparse.Namespace, worker: str) -> tuple[Certificate, Path]:
+    overrides = [word for word in options.words if "=" in word]
+    files = [*(word for word in options.words if "=" not in word), *filter(None, [options.config])]
+    if len(files) != 1 or options.on is None:
+        raise UsageError("parity: expected one CONFIG and --on=PLACES, as in run.yaml --on=native:2,xla:4.")
+    if not detect_launch(os.environ).is_alone:
+        raise UsageError("parity: expected a plain start, found a launcher: parity starts all processes itself.")
+    config = read_config(files[0], overrides, options.imports, os.environ).config
+    config = _with(config, checkpoint={"resume": "none"}, observe={"trackers": (), "profile": None})
+    places = _places(options.on, options.device, config)
+    if options.steps > bounds(config).steps:
+        raise UsageError(f"--steps: expected at most {bounds(config).steps} (docs/parity.md), found {options.steps}.")
+    check_paths(config)
+    folder = _folder(options.out or Path(f"{Path(config.run.dir)}-parity"))
+    return certify(config, places, options.steps, worker), folder
+
+
+def _with(config: Config, **sections: dict[str, Any]) -> Config:
+    changed = {name: getattr(config, name).model_copy(update=keys) for name, keys in sections.items()}
+    return config.model_copy(update=changed)
+
+
+def _places(text: str, device: str, config: Config) -> list[Place]:
+    """Raises UsageError for places that can't run the config, before one is started."""
+    places: list[Place] = []
+    for name in text.split(","):
+        engine, _, number = name.partition(":")
+        if not engine or not number.isdecimal() or int(number) < 1:
+            raise UsageError(f"--on={text}: expected ENGINE:DEVICES,..., as native:2,xla:4, found {name!r}.")
+        where, engine = resolve(device, engine)
+        if where != "cpu" and int(number) > (count := count_devices(where)):
+            raise UsageError(f"--on={text}: expected at most the {count} devices of this host, found {name!r}.")
+        require_supported(config, engine=engine, device=where, devices=int(number), hosts=1)
+        places.append(Place(device=where, engine=engine, devices=int(number)))
+    return places
+
+
+def _folder(path: Path) -> Path:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out: expected a folder that can be made, found {path}: {error.strerror}.") from None
+    return path
+
+
+def certify(config: Config, places: Sequence[Place], steps: int, worker: str = _WORKER) -> Certificate:
+    """Run the first steps of a config on each place, and compare with the first place.
+
+    Then step 1 again with each module recorded: a wrong layer may change no loss by more than the bound. If that shows
+    none, all steps up to the first that differs. torch.compile and scan, which run many modules as one, are off there.
+    """
+    apart = _with(config, compile={"enabled": False, "scan_layers": False}).model_dump_json()
+    plain = RunTask(config=config.model_dump_json(), steps=steps)
+    first_step = [RunTask(config=apart, steps=1, records=True)] if len(places) > 1 else []
+    with TemporaryDirectory(prefix="portable_fsdp_parity_") as folder:
+
+        def run(place: Place, runs: list[RunTask]) -> list[PlaceRecord]:
+            return run_place(PlaceTask(place=place, runs=runs, module=worker, out=f"{folder}/record"))
+
+        ran: list[list[PlaceRecord]] = []
+        for place in places:
+            try:
+                ran.append(run(place, [plain, *first_step]))
+            except UsageError as error:
+                error.run_has_started = bool(ran)
+                raise
+        records, bound = [record for record, *_ in ran], bounds(config).loss
+        deviations = [deviation(config, records[0], record) for record in records[1:]]
+        for item, (_, recorded) in zip(deviations, ran[1:], strict=True):
+            item.culprit = find_culprit(ran[0][1], recorded, bound)
+            if item.culprit is None and item.first_step is not None:
+                again = [RunTask(config=apart, steps=item.first_step, records=True)]
+                [[reference], [other]] = (run(place, again) for place in (places[0], item.place))
+                item.culprit = find_culprit(reference, other, bound)
+                is_gone = deviation(config, reference, other).first_step is None
+                item.remark = "" if item.culprit else f"no layer stands out: {COMPILER if is_gone else ROUNDING}"
+    return _certificate(config, records, deviations)
+
+
+def run_place(task: PlaceTask) -> list[PlaceRecord]:
+    """In processes of its own. Raises UsageError for what the place refuses, TrainingError for what fails there."""
+    recorded = max((run.steps for run in task.runs if run.records), default=0)
+    to_stderr(f"{task.place} on {task.place.device}: {task.runs[0].steps} step(s), {recorded} with modules recorded")
+    path, out, refusal = (Path(f"{task.out}{suffix}") for suffix in (".task", "", ".error"))
+    out.unlink(missing_ok=True)
+    path.write_text(task.model_dump_json())
+    with Child(task.module, str(path)) as child:
+        ended = child.wait(_LIMIT_S)
+    if ended.how == "finished" and out.is_file():
+        return [PlaceRecord.model_validate_json(line) for line in out.read_text().splitlines()]
+    if not refusal.is_file():  # not ours, whatever its exit code says: MKL ends a process with 2
+        raise TrainingError(f"{task.place}: exit code {ended.code}\n{ended.last_lines}")
+    raise (UsageError if ended.code == EXIT_USAGE else TrainingError)(f"{task.place}: {refusal.read_text()}")
+
+
+def _certificate(config: Config, records: list[PlaceRecord], deviations: list[Deviation]) -> Certificate:
+    differs = any(item.first_step is not None for item in deviations)
+    verdict = "differs" if differs else "equal" if deviations else "not compared"
+    return Certificate(verdict=verdict, config=config.model_dump_json(), records=records, deviations=deviations)
+
+
+def _compared(options: argparse.Namespace) -> tuple[Certificate, Path | None]:
+    """The first place of one certificate with each place of the other."""
+    if options.on or options.config or options.words:
+        raise UsageError("--compare: expected two certificates and nothing to run, found --on, a config or overrides.")
+    try:
+        first, other = (Certificate.model_validate_json(path.read_bytes()) for path in options.compare)
+        configs = [Config.model_validate_json(certificate.config) for certificate in (first, other)]
+    except (OSError, ValidationError) as error:
+        raise UsageError(f"--compare: expected two files certificate.json of parity, found: {error}") from None
+    values = [_with(config, run={"dir": "", "name": None}).model_dump() for config in configs]
+    differing = [name for name in Config.model_fields if values[0][name] != values[1][name]]
+    if differing or len(first.records[0].losses) != len(other.records[0].losses):
+        found = f"other {', '.join(differing)}" if differing else "another number of steps"
+        raise UsageError(f"--compare: expected the same steps of one config, found {found} in {options.compare[1]}.")
+    deviations = [deviation(configs[0], first.records[0], record) for record in other.records]
+    records = [first.records[0], *other.records]
+    return _certificate(configs[0], records, deviations), _folder(options.out) if options.out else None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

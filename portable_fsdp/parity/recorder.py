@@ -1,0 +1,141 @@
+"""Records what a step computes, by module, as statistics that engines and numbers of devices share.
+
+A tensor becomes its number of elements, its sum of squares and projections on fixed random signs. These are sums over
+rows, so data shards and micro batches add up, and they leave the step's program as one more output of it.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from portable_fsdp.backends.base import Backend, Metrics
+from portable_fsdp.train.build import Training
+
+PROJECTIONS = 8
+_LARGE = 1e15
+"""Masks hold infinities, which no sum survives. The square of this is a float32."""
+
+Statistics = dict[str, list[float]]
+"""Key -> elements, sum of squares, PROJECTIONS projections; keys in the order in which the tensors appear."""
+
+
+@cache
+def signs(size: int, device: torch.device) -> Tensor:
+    """float32 [size, PROJECTIONS] of +1 and -1, the same in every process."""
+    bits = torch.randint(0, 2, (size, PROJECTIONS), generator=torch.Generator().manual_seed(size))
+    return (bits * 2.0 - 1.0).to(device)
+
+
+def statistics(tensor: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """[2 + PROJECTIONS] in the dtype of `weights`, which are [size, PROJECTIONS] for each of the last dimensions.
+
+    Sums over the dimensions in front of these. The product of the weights is a random sign for each element; a
+    projection's expected square is the sum of squares (Achlioptas, 2003, Database-friendly random projections).
+    """
+    values = tensor.detach().to(weights[0].dtype).clamp(-_LARGE, _LARGE)
+    total = values @ weights[-1]
+    for weight in reversed(weights[:-1]):
+        total = (total * weight).sum(-2)
+    projections = total.reshape(-1, PROJECTIONS).sum(0)
+    return torch.cat([torch.full_like(projections[:1], values.numel()), values.square().sum()[None], projections])
+
+
+class StepRecorder:
+    """Hooks on all modules of a training, and an engine for `train_step` whose programs return what the hooks see.
+
+    Keys are `direction|place|module|call|leaf`: `forward|in`, `forward|out`, `backward|out` (the gradient of the
+    output), `backward|in`. `call` counts a module's calls in a micro batch. Left out are tensors of fewer than two
+    dimensions, those of integers except the model's own inputs, and the model's output, a sum over a process's rows.
+    """
+
+    def __init__(self, engine: Backend, training: Training) -> None:
+        self._engine = engine
+        self._seen: dict[str, Tensor] = {}
+        self._calls = Counter[str]()
+        self._records_forward = True
+        self.total: Statistics = {}  # of all programs, until someone empties it
+        for name, module in training.model.named_modules():
+            module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
+            module.register_forward_hook(partial(self._leave, name))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def compile(self, fn: Callable[..., Metrics], name: str) -> Callable[..., Metrics]:
+        """As the engine's; adds to `total`."""
+        keys: list[str] = []
+
+        def recorded(*args: Any) -> Metrics:
+            self._seen, self._calls, self._records_forward = {}, Counter(), True
+            metrics = fn(*args)
+            keys[:], seen = self._seen, [*self._seen.values()]
+            self._seen = {}  # a tensor that lives when a program of XLA's ends is one of its outputs
+            return {**metrics, "seen": self._engine.sum(torch.stack(seen))} if seen else metrics
+
+        program = self._engine.compile(recorded, name)
+
+        def run(*args: Any) -> Metrics:
+            metrics = dict(program(*args))
+            if "seen" in metrics:
+                rows = self._engine.fetch({"seen": metrics.pop("seen")}).result()["seen"].tolist()
+                _add(self.total, dict(zip(keys, rows, strict=True)))
+            return metrics
+
+        return run
+
+    def _enter(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._calls[name] += 1
+        return self._noted("in", name, (args, kwargs))
+
+    def _leave(self, name: str, _: nn.Module, __: Any, output: Any) -> Any:
+        if name:
+            return self._noted("out", name, output)
+        # What runs from now on is gradient checkpointing: the same again, whose gradients count on XLA.
+        self._records_forward, self._calls = False, Counter()
+        return output
+
+    def _noted(self, place: str, name: str, value: Any) -> Any:
+        """The same, as aliases: the gradient of each is that of this use alone, and comes after those of its users."""
+        leaves, structure = tree_flatten(value)
+        prefix = f"{place}|{name}|{self._calls[name]}"
+        return tree_unflatten([self._note(f"{prefix}|{at}", leaf) for at, leaf in enumerate(leaves)], structure)
+
+    def _note(self, key: str, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.dim() < 2 or not leaf.numel():
+            return leaf
+        if not leaf.is_floating_point() and not key.startswith("in||"):
+            return leaf
+        if self._records_forward:
+            self._add_to_seen(f"forward|{key}", leaf)
+        if leaf.requires_grad and torch.is_grad_enabled():
+            leaf = leaf.view_as(leaf)
+            leaf.register_hook(partial(self._add_to_seen, f"backward|{key}"))
+        return leaf
+
+    def _add_to_seen(self, key: str, tensor: Tensor) -> None:
+        values = statistics(tensor, [signs(size, self._engine.device) for size in tensor.shape[1:]])
+        self._seen[key] = values + self._seen[key] if key in self._seen else values
+
+
+def _add(total: Statistics, more: Mapping[str, list[float]]) -> None:
+    for key, values in more.items():
+        total[key] = [a + b for a, b in zip(total[key], values, strict=True)] if key in total else values
+
+
+def state_statistics(engine: Backend, training: Training) -> Statistics:
+    """In float64, of each tensor of a checkpoint but numbers, by its key; all dimensions have signs. *collective*"""
+    mine: Statistics = {}
+    for key, state in engine.state(training.model, training.optimizer).items():
+        for piece in (piece for piece in state.pieces() if state.shape and not piece.replica):
+            where = zip(state.shape, piece.offset, piece.data.shape, strict=True)
+            weights = [signs(size, torch.device("cpu"))[at : at + length].double() for size, at, length in where]
+            _add(mine, {key: statistics(piece.data.cpu(), weights).tolist()})
+    total: Statistics = {}
+    for part in engine.gather(mine):
+        _add(total, part)
+    return total

@@ -1,0 +1,136 @@
+"""`python -m portable_fsdp.parity`: equal runs, planted faults by name, and input that no place can run."""
+
+import json
+from pathlib import Path
+
+import pytest
+from faulty_worker import FAULTS, plant
+from parity_faults import certified, rows, write_config
+
+from portable_fsdp.config.load import load_config
+from portable_fsdp.parity.__main__ import main
+from portable_fsdp.parity.culprit import find_culprit
+from portable_fsdp.parity.record import Place, PlaceRecord, RunTask
+from portable_fsdp.parity.worker import run
+
+
+@pytest.mark.slow
+def test_equal_runs_get_a_certificate_and_two_certificates_are_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Layouts differ (two micro batches beside one), with gradient checkpointing; nothing is written to run.dir."""
+    more = ["memory.gradient_checkpointing=full", "train.micro_batch=4", "--steps=3"]
+    equal = certified(tmp_path, "--on=native:1,native:2", *more)
+    assert (equal.exit_code, equal.certificate.verdict) == (0, "equal")
+    [found] = equal.certificate.deviations
+    assert (len(found.losses), found.first_step, found.culprit) == (3, None, None)
+    assert max(found.losses) < 1e-6
+    assert equal.text.startswith("# Parity: equal\n")
+    assert (tmp_path / "out/certificate.md").read_text() == equal.text.rstrip("\n") + "\n"
+    assert "transformers 5." in equal.text
+    assert not (tmp_path / "run").exists()
+
+    first, other, changed = (tmp_path / name for name in ("a.json", "b.json", "c.json"))
+    first.write_text(equal.certificate.model_dump_json())
+    records = equal.certificate.records
+    other.write_text(equal.certificate.model_copy(update={"records": records[1:]}).model_dump_json())
+    assert main(["--compare", str(first), str(other)]) == 0
+    assert "native:2 beside native:1" in capsys.readouterr().out
+    values = json.loads(other.read_text())
+    values["records"][0]["losses"][1] *= 1 + 1e-4
+    changed.write_text(json.dumps(values))
+    assert main(["--compare", str(first), str(changed), f"--out={tmp_path}/compared"]) == 1
+    assert "first step beyond a bound: 2" in (tmp_path / "compared/certificate.md").read_text()
+    values["config"] = values["config"].replace('"lr":0.002', '"lr":0.003')
+    changed.write_text(json.dumps(values))
+    capsys.readouterr()
+    assert main(["--compare", str(first), str(changed)]) == 2
+    assert "found other optim in" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_faults_are_named_by_what_they_change(tmp_path: Path) -> None:
+    """Forward, backward and optimizer, in this process; nothing is named where nothing is wrong."""
+    task = RunTask(config=load_config(write_config(tmp_path)).model_dump_json(), steps=1, records=True)
+
+    def record(name: str | None) -> PlaceRecord:
+        return run(Place(device="cpu", engine="native", devices=1), task, lambda training: plant(name, training))
+
+    right = record(None)
+    assert find_culprit(right, record(None), 1e-5) is None
+    for name in ("mask off by one", "gradient of k_proj", "decay of a norm"):
+        culprit = find_culprit(right, record(name), 1e-5)
+        assert culprit is not None, name
+        assert FAULTS[name].is_named(culprit), culprit
+
+
+@pytest.mark.slow
+@pytest.mark.xla
+def test_a_wrong_gradient_on_xla_is_named(tmp_path: Path) -> None:
+    result = certified(tmp_path, "--on=native:1,xla:2", "--steps=6", fault="xla:2:gradient of the mlp")
+    assert (result.exit_code, result.certificate.verdict) == (1, "differs")
+    [found] = result.certificate.deviations
+    assert found.culprit is not None
+    assert FAULTS["gradient of the mlp"].is_named(found.culprit), found.culprit
+    assert found.culprit.before < 1e-5 < found.culprit.relative
+
+
+@pytest.mark.proof
+@pytest.mark.xla
+@pytest.mark.timeout(3600)
+def test_each_planted_fault_is_named() -> None:
+    """benchmarks/results/parity_faults.md has the table."""
+    assert len(FAULTS) >= 10
+    for is_named, row in rows("native:2,xla:4", list(FAULTS)):
+        assert is_named, row
+
+
+WRONG = {
+    "--on=native:2,xla": "--on=native:2,xla: expected ENGINE:DEVICES,..., as native:2,xla:4, found 'xla'.",
+    "--on=native:0": "found 'native:0'",
+    "--on=native:2,": "found ''",
+    "--on=jax:2": "--backend=jax: expected one of auto, native, xla, xla_fsdp1.",
+    "--on=native:2,native:3": "train.global_batch: expected a multiple of train.micro_batch * devices = 2 * 3 = 6",
+    "--on=native:1 --steps=51": "--steps: expected at most 50",
+    "--on=native:1 --steps=21 precision.compute=bfloat16": "--steps: expected at most 20",
+    "--on=native:1 --steps=0": "expected a whole number of at least 1, found 0",
+    "--on=xla:1 --device=cuda": "backend xla on cuda: torch_xla dropped its CUDA support",
+    "--on=native:1,native:2 xla_fsdp1.flatten_parameters=true": "backend native on cpu (1 device(s) of 1",
+    "--on=native:1 data.path=/none.txt": "/none.txt",
+    "--on=native:1 optim.lrr=1": "nearest: optim.lr",
+    "--on=native:1 other.yaml": "expected one CONFIG and --on=PLACES",
+    "": "expected one CONFIG and --on=PLACES",
+    "--compare a.json b.json --on=native:1": "nothing to run",
+    "--on=native:1 --out=/proc/none": "--out: expected a folder that can be made",
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_what_no_place_can_run_is_refused_before_any_starts(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    device = [] if "--device" in words else ["--device=cpu"]
+    config = [] if "--compare" in words else [str(write_config(tmp_path))]
+    assert main([*config, *device, *words.split()]) == 2
+    shown = capsys.readouterr()
+    assert WRONG[words] in shown.err
+    assert (shown.out, "step(s)" in shown.err) == ("", False)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_launcher_and_files_that_are_no_certificates_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.json").write_text('{"verdict": "equal"}')
+    assert main(["--compare", f"{tmp_path}/a.json", f"{tmp_path}/none.json"]) == 2
+    assert "expected two files certificate.json" in capsys.readouterr().err
+    for name, value in {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "x",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert main([str(write_config(tmp_path)), "--on=native:1", "--device=cpu"]) == 2
+    assert "expected a plain start, found a launcher" in capsys.readouterr().err
