@@ -103,7 +103,7 @@ def _steps(config: Config, count: int, document: int, device: str) -> tuple[list
 
 def _batch(config: Config, document: int, seed: int) -> Batch:
     """Rows of documents of about the same length, the last of a row cut off; 7 positions of padding."""
-    rows, length = config.train.micro_batch, config.data.seq_len
+    rows, length = config.train.resolved_micro_batch, config.data.seq_len
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, VOCABULARY, (rows, length), generator=generator)
     starts = torch.rand((rows, length), generator=generator) < 1 / document

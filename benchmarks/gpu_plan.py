@@ -195,7 +195,7 @@ def measured(config: Config, device: str) -> dict[str, Any]:
         if device == "cpu":
             return {"device": "cpu", "live_bytes": measure(backend, config).peak_bytes}
         training = build_training(config, backend, vocabulary=1)
-        rows, length = config.train.micro_batch, config.data.seq_len
+        rows, length = config.train.resolved_micro_batch, config.data.seq_len
         ids = torch.randint(256, (rows, length))
         batch = {"input_ids": ids, "labels": ids, "tokens": torch.full((rows,), float(length))}
         batch |= {"votes": torch.zeros(rows, 4)}

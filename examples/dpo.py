@@ -48,8 +48,9 @@ class Pairs(Dataset[dict[str, Tensor]]):
 
 def model() -> nn.Module:
     sizes: dict[str, Any] = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 64}
-    attention = pf.register_static_attention()  # transformers' own would read a mask on the host, which XLA can't
-    return Preference(LlamaConfig(**sizes, num_attention_heads=4, attn_implementation=attention))
+    # transformers' own attention would read a mask on the host, which XLA can't.
+    sizes |= {"num_attention_heads": 4, "attn_implementation": pf.register_static_attention()}
+    return Preference(LlamaConfig(**sizes))
 
 
 def data(split: str) -> Pairs:

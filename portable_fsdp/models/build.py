@@ -42,12 +42,12 @@ class BuiltModel:
     """A model on meta (its buffers are real, on the host), its weights, and its transformers config.
 
     The config is as it was given: with the dropout and the cache that training switches off. It is JSON, of which
-    `config_from_json` makes an equal config. None: a model of `model.factory`, not of transformers.
+    `config_from_json` makes an equal config. Empty: a model of `model.factory`, not of transformers.
     """
 
     model: nn.Module
     fill: WeightFill
-    config: dict[str, Any] | None
+    config: dict[str, Any]
     size: ModelSize
     base: "Base | None" = None  # of `model.lora`, where it comes from `model.pretrained`
 
@@ -130,7 +130,7 @@ def _of_factory(model: schema.Model, precision: schema.Precision, seed: int) -> 
     from portable_fsdp.models.factory import open_factory, plain_size
 
     module, fill = open_factory(str(model.factory), seed, DTYPES[precision.master])
-    built = BuiltModel(module, fill, None, plain_size(module))
+    built = BuiltModel(module, fill, {}, plain_size(module))
     built = with_frozen(built, model.freeze, DTYPES.get(precision.frozen))
     return replace(built, size=plain_size(module))
 

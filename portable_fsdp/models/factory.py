@@ -40,7 +40,7 @@ class _View:
         """The tensor itself where it isn't on meta."""
         if tensor.device.type != "meta":
             return tensor
-        return cls(tensor.untyped_storage(), tensor.shape, tensor.stride(), tensor.storage_offset())
+        return cls(tensor.untyped_storage(), tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def among(self, made: Mapping[int, Tensor]) -> Tensor:
         """The same place in what was made on the host."""
@@ -51,8 +51,7 @@ class _Call(NamedTuple):
     """An operation that wrote to storages of the meta device; `_View`s stand for their tensors."""
 
     operator: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    inputs: tuple[tuple[Any, ...], dict[str, Any]]
     results: list[_View]
     reads: frozenset[int]  # storages
     writes: frozenset[int]
@@ -68,7 +67,7 @@ class Recording(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs = kwargs or dict[str, Any]()
         if kwargs.get("generator") is not None:
             raise ValueError("initial values follow run.seed: leave `generator` out")
         result = func(*args, **kwargs)
@@ -77,9 +76,9 @@ class Recording(TorchDispatchMode):
         if func._schema.is_mutable:
             writes |= reads  # also of arguments that it only reads: those are computed too, to no harm
         if writes:
-            args, kwargs = tree_map_only(Tensor, _View.of, (args, kwargs))
+            inputs = tree_map_only(Tensor, _View.of, (args, kwargs))
             results = [_View.of(tensor) for tensor in _on_meta(result)]
-            self._calls.append(_Call(func, args, kwargs, results, reads, writes))
+            self._calls.append(_Call(func, inputs, results, reads, writes))
         return result
 
     def names(self, owners: Mapping[int, str]) -> list[str]:
@@ -103,7 +102,7 @@ class Recording(TorchDispatchMode):
         with torch.no_grad():
             for number in reversed(numbers):
                 call = self._calls[number]
-                args, kwargs = tree_map_only(_View, lambda view: view.among(made), (call.args, call.kwargs))
+                args, kwargs = tree_map_only(_View, lambda view: view.among(made), call.inputs)
                 if "device" in kwargs:
                     kwargs = {**kwargs, "device": torch.device("cpu")}
                 is_random = torch.Tag.nondeterministic_seeded in call.operator.tags

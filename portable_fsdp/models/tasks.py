@@ -118,7 +118,7 @@ def check_scores(task: Task, model: nn.Module, batch: Mapping[str, Tensor]) -> N
     raises, with the line, and for what it may not return.
     """
     try:
-        scores: object = task.function(model, dict(batch))
+        scores = cast(object, task.function(model, dict(batch)))
     except Exception as error:
         if _reads_a_value(error):
             return

@@ -60,7 +60,7 @@ def run(place: Place, task: RunTask, prepare: Callable[["Training"], None]) -> P
     with open_backend(config, device=place.device, backend=place.engine, num_devices=place.devices) as engine:
         configure_log(engine.process.index)
         corpus = open_data(config, engine)
-        training = build_training(config, engine, corpus.tokenizer)
+        training = build_training(config, engine, corpus.tokenizer, rows=corpus.rows)
         prepare(training)
         record = PlaceRecord(place=place, device_name=engine.device_name, versions=environment())
         step, total = training.step, total_steps(config, len(corpus.rows))

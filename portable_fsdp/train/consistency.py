@@ -58,13 +58,12 @@ def require_same_data(backend: Backend, corpus: Corpus) -> None:
     require_same(backend, {"data.tokenizer": tokenizer, "data": rows, "data.eval_split": held_out})
 
 
-def require_same_model(backend: Backend, config: Mapping[str, Any] | None) -> None:
+def require_same_model(backend: Backend, config: Mapping[str, Any]) -> None:
     """Raises ConfigError on all processes where one has another commit of `model.pretrained`, or another config.json.
     *collective*
 
-    `config`: transformers', of the model as it was opened; None: it is none of transformers.
+    `config`: transformers', of the model as it was opened; empty where it is none of transformers.
     """
-    config = config or {}
     opened = Path(str(config.get("_name_or_path", "")))
     rest = {key: value for key, value in config.items() if key not in ("_name_or_path", "transformers_version")}
     facts = {

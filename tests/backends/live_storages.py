@@ -43,7 +43,7 @@ def measure(backend: Backend, config: Config) -> Measured:
 
 
 def _batch(config: Config, processes: int) -> dict[str, Tensor]:
-    rows, length = config.train.micro_batch, config.data.seq_len
+    rows, length = config.train.resolved_micro_batch, config.data.seq_len
     ids = torch.randint(256, (rows, length))
     votes = {"votes": torch.zeros(rows, 1 + VOTES * processes)}
     batch = {"input_ids": ids, "labels": ids, "tokens": torch.full((rows,), float(length)), **votes}

@@ -3,6 +3,7 @@
 Of ours the loop has the initial weights and the order of the rows. Models of transformers compute their own loss.
 """
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -138,6 +139,13 @@ def plain_losses(example: Example) -> list[float]:
 
 GetWorkers = Callable[[Group], Workers]
 
+
+def _keep_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """load_config puts the config's folder into both."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+
+
 NATIVE, XLA = Group("native", 2), Group("xla", 3)
 IN_SUITE = ("classifier", "own_count", "dpo", "t5")
 
@@ -152,7 +160,7 @@ IN_SUITE = ("classifier", "own_count", "dpo", "t5")
 def test_a_task_has_the_losses_of_a_plain_loop(
     workers: GetWorkers, group: Group, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "path", list(sys.path))  # where load_config puts the config's folder
+    _keep_paths(monkeypatch)
     example = EXAMPLES[name]
     settings = [*example.settings, "optim.weight_decay=0.0"]
     answers = workers(group).run(
@@ -171,7 +179,7 @@ def test_a_task_has_the_losses_of_a_plain_loop(
 def test_a_task_resumes_on_another_engine_bit_for_bit(
     workers: GetWorkers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    _keep_paths(monkeypatch)
     path = str(ROOT / EXAMPLES["dpo"].config)
     settings = ["optim.weight_decay=0.0"]
     run = {"path": path, "overrides": settings, "folder": str(tmp_path)}

@@ -161,6 +161,7 @@ def test_chats_are_packed_with_their_turns(make_tokenizer: MakeTokenizer, tmp_pa
     corpus = build_data(data(path, format="chat", tokenizer=str(tmp_path / "tokenizer"), seq_len=128))
     batch = corpus.rows.rows(np.arange(len(corpus.rows)))
     labels = batch["labels"][batch["labels"] != IGNORED].tolist()
+    assert corpus.tokenizer is not None
     answer = corpus.tokenizer.encode("Yes<|im_end|>\n").tolist()
     assert labels == answer * 6
     assert int(batch["segments"].max()) > 1
@@ -264,7 +265,7 @@ def test_a_share_of_a_stream_is_held_out(lines: Path) -> None:
 def read_steps(rows: Rows, start: int, steps: int, *, shards: int, accumulation: int) -> list[int]:
     """The documents of some steps of 12 rows, as all data shards see them together."""
     drawn: list[int] = []
-    keys = {"seed": 3, "global_batch": 12, "accumulation": accumulation, "start": start}
+    keys: dict[str, Any] = {"seed": 3, "global_batch": 12, "accumulation": accumulation, "start": start}
     for shard in range(shards):
         with Batches(rows, shard=(shard, shards), **keys) as batches:
             for _ in range(steps):
@@ -338,10 +339,15 @@ def test_an_automatic_tokenizer_is_the_models_own(make_tokenizer: MakeTokenizer,
         return build_data(data(lines, **keys), Model(pretrained=folder))
 
     assert corpus().fingerprint == corpus(tokenizer=folder).fingerprint
-    assert corpus().tokenizer.vocab_size == made.vocab_size > 256
-    assert corpus(tokenizer="bytes").tokenizer.vocab_size == 256
+
+    def size(corpus: Corpus) -> int:
+        assert corpus.tokenizer is not None
+        return corpus.tokenizer.vocab_size
+
+    assert size(corpus()) == made.vocab_size > 256
+    assert size(corpus(tokenizer="bytes")) == 256
     own = Model(architecture={"model_type": "llama"})
-    assert build_data(data(lines), own).tokenizer.vocab_size == build_data(data(lines)).tokenizer.vocab_size == 256
+    assert size(build_data(data(lines), own)) == size(build_data(data(lines))) == 256
 
 
 def test_a_tokenizer_of_the_hub_that_is_not_in_the_cache_is_refused(lines: Path) -> None:
