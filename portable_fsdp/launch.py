@@ -19,6 +19,7 @@ from portable_fsdp.runtime.process import Hosts, detect_launch, end_with_agent, 
 
 if TYPE_CHECKING:
     from portable_fsdp.config.load import Loaded
+    from portable_fsdp.config.schema import Config
 
 DESCRIPTION = """Train a causal language model. With one process per GPU of this host:
 
@@ -91,7 +92,7 @@ def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) ->
             return EXIT_FINISHED
     meeting = options_of(backend).prepare_start(processes, os.environ) if launch.is_alone and device == "tpu" else None
     if processes > 1 or meeting:
-        return _start(processes, argv, Path(loaded.config.run.dir), meeting)
+        return _start(processes, argv, loaded.config, meeting)
 
     os.environ.update(launch.variables)
     if launch.rank == 0:
@@ -125,17 +126,30 @@ def _read(options: argparse.Namespace) -> "Loaded":
     return loaded
 
 
-def _start(processes: int, argv: list[str], run_dir: Path, hosts: Hosts | None) -> int:
+def _start(processes: int, argv: list[str], config: "Config", hosts: Hosts | None) -> int:
     """Run this very command in `processes` processes of this host; returns their exit code."""
     from portable_fsdp.runtime.elastic import run_processes
 
     since = time.time()
     code = run_processes(processes, "portable_fsdp.launch", argv, hosts)
-    stopped = run_dir / "STOPPED"
+    stopped = Path(config.run.dir, "STOPPED")
     if code == EXIT_STOPPED and not (stopped.is_file() and stopped.stat().st_mtime >= since):
-        _say("stopped before a save: torch's launcher gives its processes 30 s for the step at hand and the save.")
+        saved = _saved_since(since, config)
+        problem = f"killed before it had ended; its newest checkpoint is {saved}" if saved else "stopped before a save"
+        _say(f"{problem}: torch's launcher gives its processes 30 s for the step at hand and the save.")
         return EXIT_FAILED
     return code
+
+
+def _saved_since(since: float, config: "Config") -> str | None:
+    """The newest checkpoint, if it was saved after `since` (seconds since 1970), and lies in no object store."""
+    from portable_fsdp.checkpoint.format import committed_steps
+    from portable_fsdp.checkpoint.storage import is_object_store
+    from portable_fsdp.train.early_checks import checkpoint_folder
+
+    folder = checkpoint_folder(config)
+    newest = [] if is_object_store(folder) else committed_steps(folder)[:1]
+    return next((path.name for path in newest if path.stat().st_mtime >= since), None)
 
 
 def _settings_of_environment(loaded: "Loaded") -> Iterator[str]:

@@ -18,6 +18,7 @@ PARTS = {
     "data": "waiting for rows",
     "evaluation": "evaluation, samples",
     "save": "waiting for a save",
+    "profile": "starting and writing profiles",
     "start": "from process start to the first step: imports, data, model, load",
     "lost": "steps that a restart repeated",
     "other": "between steps: callbacks, checks",
@@ -117,6 +118,7 @@ def _parts_of(attempt: Attempt, usual_step: float) -> dict[str, float]:
         "data": sum(map(_waited, attempt.rows)),
         "evaluation": sum(_sum_of(attempt.events, kind, "seconds") for kind in ("evaluation", "samples")),
         "save": _sum_of(attempt.events, "save", "blocked_seconds"),
+        "profile": _sum_of(attempt.events, "profile", "seconds"),
     }
 
 

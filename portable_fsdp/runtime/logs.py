@@ -137,6 +137,21 @@ class KeptOutput:
             self._undo.callback(_redirect(2, pipe.fileno()))
 
 
+@contextmanager
+def stderr_into(path: Path) -> Generator[None]:
+    """What C code writes to stderr meanwhile is appended to a file alone; to both if that can't be opened."""
+    try:
+        with path.open("ab") as file:
+            undo = _redirect(2, file.fileno())
+    except OSError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        undo()
+
+
 def _redirect(descriptor: int, to: int) -> Callable[[], object]:
     """Returns what undoes it."""
     before = os.dup(descriptor)

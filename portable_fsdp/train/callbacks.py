@@ -107,6 +107,7 @@ class ProfileEnd:
     last: int
     folder: Path  # of the trace, and summary.txt
     summary: "ProfileSummary"
+    seconds: float  # to start it and to write it, beyond the steps
 
 
 Outcome = Literal["finished", "stopped", "no improvement", "not finite", "failed"]

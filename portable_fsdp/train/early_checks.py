@@ -25,6 +25,9 @@ from portable_fsdp.models.architecture import architecture_mapping
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError, DataError
 from portable_fsdp.runtime.hub import is_hub_id, require_folder_or_hub_id
 
+MOST_PROFILED = 20
+"""Steps of one profile."""
+
 
 def check_paths(config: Config) -> None:
     """Raises ConfigError or DataError for a run.dir that can't be written to, and for a model, a tokenizer or files of
@@ -123,6 +126,12 @@ def check_profile(config: Config, steps: int, resumed_step: int = 0, *, is_new: 
     if config.observe.profile is None:
         return
     (begin, end), last = config.observe.profile.steps, min(steps, config.train.stop_at or steps)
+    if end - begin >= MOST_PROFILED:
+        raise ConfigError(
+            f"observe.profile.steps: expected at most {MOST_PROFILED} steps, found {end - begin + 1}: "
+            f"[{begin}, {end}].\n"
+            "  Each step makes tens of thousands of events, which the run waits for. Three steps show the same."
+        )
     if end > last or (is_new and begin <= resumed_step):
         raise ConfigError(
             f"observe.profile.steps: expected steps from {resumed_step + 1} to {last}, found [{begin}, {end}].\n"

@@ -136,6 +136,8 @@ def _finish(run: _Run, in_flight: InFlight, votes: Votes, position: tuple[int, i
     """Wait for the step itself; evaluate, sample and save as decided once its own votes are known."""
     end, own_votes = _read(run, in_flight)
     votes |= own_votes
+    with run.measures.timed("wait"):
+        run.profiles.after_step(end.step)
     decision = decide(run.limits, end.step, votes, run.history)
     if decision.evaluate:
         evaluation = _evaluate(run, end.step)
@@ -294,7 +296,7 @@ def _train(
             SaveTriggers(start.folder, config.checkpoint.every_minutes),
             stop,
             observers,
-            Profiles(engine, start, observers),
+            Profiles(engine, start, observers, stop),
             step=start.step,
             history=_earlier_history(resumed, evaluator),
             last_checkpoint=resumed.path if resumed else None,
@@ -341,7 +343,7 @@ def _train_observed(run: _Run) -> Outcome:
         try:
             outcome = _train_what_is_left(run)
         finally:  # an error may come between a commit and its event, and a save be under way by then
-            run.profiles.close(run.step)
+            run.profiles.drop()  # if the run ends before its last step
             run.checkpoints.close()
             _note_commits(run)
     except (Exception, Stopped) as error:  # Stopped: before the first step has ended

@@ -55,7 +55,8 @@ class RunFiles(Callback):
         self._samples = MetricsFile(self._folder / "samples.jsonl")
         self._samples.truncate_after(start.step)
         self._events = EventsFile(self._folder / "events.jsonl")
-        (self._folder / "STOPPED").unlink(missing_ok=True)
+        for name in ("STOPPED", "PROFILE"):
+            (self._folder / name).unlink(missing_ok=True)
         write_text_atomically(self._folder / "config.yaml", config_text(start.config))
         self._events.write(
             "start",
@@ -109,7 +110,7 @@ class RunFiles(Callback):
         figures = profile.summary._asdict()
         collectives = {kind.name: kind._asdict() for kind in figures.pop("collectives")}
         shares = {name: value for name, value in figures.items() if isinstance(value, float)}
-        steps = {"step": profile.last, "first_step": profile.first}
+        steps = {"step": profile.last, "first_step": profile.first, "seconds": profile.seconds}
         self._events.write("profile", **steps, path=profile.folder, **shares, collectives=collectives)
 
     def on_end(self, end: RunEnd) -> None:
@@ -201,7 +202,8 @@ class Console(Callback):
         summary, path = profile.summary, profile.folder / "summary.txt"
         busy, exposed = summary.busy / summary.wall, summary.exposed / summary.wall
         log.info(
-            f"profile of {profile.first}-{profile.last}: busy {busy:.0%}, exposed communication {exposed:.0%}: {path}"
+            f"profile of {profile.first}-{profile.last}: busy {busy:.0%}, exposed communication {exposed:.0%}, "
+            f"written in {duration(profile.seconds)}: {path}"
         )
 
     def on_end(self, end: RunEnd) -> None:
