@@ -128,28 +128,22 @@ def _read(options: argparse.Namespace) -> "Loaded":
 
 def _start(processes: int, argv: list[str], config: "Config", hosts: Hosts | None) -> int:
     """Run this very command in `processes` processes of this host; returns their exit code."""
+    from portable_fsdp.checkpoint.format import committed_steps
+    from portable_fsdp.checkpoint.storage import is_object_store
     from portable_fsdp.runtime.elastic import run_processes
+    from portable_fsdp.train.early_checks import checkpoint_folder
 
     since = time.time()
     code = run_processes(processes, "portable_fsdp.launch", argv, hosts)
     stopped = Path(config.run.dir, "STOPPED")
     if code == EXIT_STOPPED and not (stopped.is_file() and stopped.stat().st_mtime >= since):
-        saved = _saved_since(since, config)
-        problem = f"killed before it had ended; its newest checkpoint is {saved}" if saved else "stopped before a save"
+        folder = checkpoint_folder(config)
+        newest = [] if is_object_store(folder) else committed_steps(folder)[:1]
+        saved = [path.name for path in newest if path.stat().st_mtime >= since]
+        problem = f"killed before it had ended; {saved[0]} is saved" if saved else "stopped before a save"
         _say(f"{problem}: torch's launcher gives its processes 30 s for the step at hand and the save.")
         return EXIT_FAILED
     return code
-
-
-def _saved_since(since: float, config: "Config") -> str | None:
-    """The newest checkpoint, if it was saved after `since` (seconds since 1970), and lies in no object store."""
-    from portable_fsdp.checkpoint.format import committed_steps
-    from portable_fsdp.checkpoint.storage import is_object_store
-    from portable_fsdp.train.early_checks import checkpoint_folder
-
-    folder = checkpoint_folder(config)
-    newest = [] if is_object_store(folder) else committed_steps(folder)[:1]
-    return next((path.name for path in newest if path.stat().st_mtime >= since), None)
 
 
 def _settings_of_environment(loaded: "Loaded") -> Iterator[str]:

@@ -25,7 +25,7 @@ PARTS = {
     "stopped": "between a requested end and the next start",
     "waiting": "between a failure or kill and the next start, with the steps that no file recorded",
 }
-"""Each part of the wall time: its name, and what it holds."""
+"""Name of each part of the wall time -> the time that counts as it."""
 
 
 @dataclass(frozen=True)
@@ -149,20 +149,25 @@ def duration(seconds: float) -> str:
 
 
 class Pace:
-    """How long the rest of a run takes, by a running mean of its steps, without the first one, which compiles."""
+    """How long the rest of a run takes: a running mean of its steps, and the mean time between them, which evaluations
+    and saves take. The first step, which compiles, doesn't count."""
 
     _WEIGHT = 0.05
     """Of the newest step: about the last 20 count."""
 
     def __init__(self) -> None:
         self._mean: float | None = None
-        self._is_first = True
+        self._began: float | None = None
+        self._count, self._in_steps = 0, 0.0
 
-    def time_left(self, seconds: float, steps: int) -> float | None:
-        """Seconds that `steps` more steps take, after one that took `seconds`; None while nothing is known."""
-        if self._is_first:
-            self._is_first = False
+    def time_left(self, seconds: float, steps: int, now: float) -> float | None:
+        """Seconds that `steps` more steps take, after one that took `seconds` and ended at `now`, by any clock in
+        seconds; None while nothing is known."""
+        if self._began is None:
+            self._began = now
             return None
+        self._count, self._in_steps = self._count + 1, self._in_steps + seconds
         mean = seconds if self._mean is None else self._mean
         self._mean = mean + self._WEIGHT * (seconds - mean)
-        return self._mean * steps
+        between = max(0.0, now - self._began - self._in_steps) / self._count
+        return (self._mean + between) * steps

@@ -104,7 +104,8 @@ def markdown(runs: Sequence[RunRecord]) -> str:
         if spent := accounts(run):
             body = [[name, duration(seconds), f"{share:.1%}", PARTS[name]] for name, seconds, share in spent]
             parts.append(_markdown_table([["time in", "spent", "share", "what it is"], *body]))
-        tables = (starts(run), [["step", "saved (UTC)", "checkpoint"], *saves(run)], [["", ""], *environment(run)])
+        checkpoints = [["step", "saved (UTC)", "checkpoint"], *saves(run)]
+        tables = starts(run), checkpoints, [["environment", "version"], *environment(run)]
         parts += [_markdown_table(table) for table in tables if len(table) > 1]
         for sample in run.samples[-_MOST_SHOWN:]:
             parts.append(f"Sample of step {sample['step']}:\n\n{_quoted(str(sample.get('text')))}")

@@ -139,17 +139,11 @@ class KeptOutput:
 
 @contextmanager
 def stderr_into(path: Path) -> Generator[None]:
-    """What C code writes to stderr meanwhile is appended to a file alone; to both if that can't be opened."""
-    try:
-        with path.open("ab") as file:
-            undo = _redirect(2, file.fileno())
-    except OSError:
+    """What C code writes to stderr meanwhile is appended to this file alone, if it can be opened."""
+    with ExitStack() as undo:
+        with suppress(OSError):
+            undo.callback(_redirect(2, undo.enter_context(path.open("ab")).fileno()))
         yield
-        return
-    try:
-        yield
-    finally:
-        undo()
 
 
 def _redirect(descriptor: int, to: int) -> Callable[[], object]:

@@ -25,9 +25,6 @@ from portable_fsdp.models.architecture import architecture_mapping
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError, DataError
 from portable_fsdp.runtime.hub import is_hub_id, require_folder_or_hub_id
 
-MOST_PROFILED = 20
-"""Steps of one profile."""
-
 
 def check_paths(config: Config) -> None:
     """Raises ConfigError or DataError for a run.dir that can't be written to, and for a model, a tokenizer or files of
@@ -126,10 +123,9 @@ def check_profile(config: Config, steps: int, resumed_step: int = 0, *, is_new: 
     if config.observe.profile is None:
         return
     (begin, end), last = config.observe.profile.steps, min(steps, config.train.stop_at or steps)
-    if end - begin >= MOST_PROFILED:
+    if end - begin >= 20:
         raise ConfigError(
-            f"observe.profile.steps: expected at most {MOST_PROFILED} steps, found {end - begin + 1}: "
-            f"[{begin}, {end}].\n"
+            f"observe.profile.steps: expected at most 20 steps, found {end - begin + 1}: [{begin}, {end}].\n"
             "  Each step makes tens of thousands of events, which the run waits for. Three steps show the same."
         )
     if end > last or (is_new and begin <= resumed_step):
@@ -144,7 +140,8 @@ def require_trackers(config: Config) -> None:
     if config.observe.trackers:
         from portable_fsdp.metrics.trackers import require_installed
 
-        require_installed(config.observe.trackers)
+        later = "leave it out; `python -m portable_fsdp.report RUN --track=NAME` sends a run's metrics later"
+        require_installed(config.observe.trackers, "observe.trackers", later)
 
 
 def require_writable(folder: Path) -> None:

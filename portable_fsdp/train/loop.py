@@ -375,8 +375,8 @@ def _end_of(run: _Run, outcome: Outcome, values: Mapping[str, float], error: Bas
     if error is not None and not values:
         reasons["failed"] = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
     reason = reasons.get(outcome, outcome)
-    best_step = run.history.best_step if run.history else None
-    return RunEnd(outcome, run.step, reason, run.measures.elapsed, run.last_checkpoint, best_step, values)
+    best = (run.history.best_step, run.history.best_loss) if run.history else (None, None)
+    return RunEnd(outcome, run.step, reason, run.measures.elapsed, run.last_checkpoint, *best, values)
 
 
 def _patience(run: _Run) -> str:

@@ -8,7 +8,6 @@ import logging
 import shutil
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from portable_fsdp.backends.base import Backend, Pending
@@ -32,7 +31,7 @@ class Profiles:
         self._last = min(start.steps, start.config.train.stop_at or start.steps)
         first, last = start.config.observe.profile.steps if start.config.observe.profile else (0, 0)
         self._planned = max(first, start.step + 1), last  # what is left of it
-        self._file = start.folder / "PROFILE"
+        self._file, self._noise = start.folder / "PROFILE", stderr_file(start.folder, 0)
         self._is_on = engine.process.index == 0
         self._stop: Callable[[], Callable[[], list[Operation]]] | None = None
 
@@ -72,7 +71,7 @@ class Profiles:
         self._folder = self._start.folder / "profile" / f"step-{steps[0]}-{steps[1]}"
         shutil.rmtree(self._folder, ignore_errors=True)  # of an earlier start
         self._folder.mkdir(parents=True)
-        with self._quiet():
+        with stderr_into(self._noise):
             self._stop = self._engine.start_trace(self._folder)
         self._began = time.perf_counter()
         self._cost = self._began - began
@@ -83,7 +82,7 @@ class Profiles:
         ended, stop, (first, last) = time.perf_counter(), self._stop, self._steps
         self._stop, wall = None, ended - self._began
         assert stop is not None
-        with self._quiet():
+        with stderr_into(self._noise):
             read = stop()
         if drop or self._request.requested:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -94,10 +93,6 @@ class Profiles:
         (self._folder / "summary.txt").write_text(summary_text(summary, title), encoding="utf-8")
         seconds = self._cost + time.perf_counter() - ended
         self._callbacks.call(Callback.on_profile, ProfileEnd(first, last, self._folder, summary, seconds))
-
-    def _quiet(self) -> AbstractContextManager[None]:
-        """Profilers complain to stderr, as of a missing GPU."""
-        return stderr_into(stderr_file(self._start.folder, 0))
 
     def _try(self, work: Callable[[], None]) -> None:
         try:

@@ -33,7 +33,12 @@ class Trackers(Callback):
 
     def on_start(self, start: RunStart) -> None:
         self._folder = start.folder
-        self._running = {name: _start(start.folder, name) for name in start.config.observe.trackers}
+        self._running: dict[str, _Running] = {}
+        for name in start.config.observe.trackers:
+            try:
+                self._running[name] = _start(start.folder, name)
+            except OSError as error:
+                self._warn(name, f" can't start: {error}")
 
     def on_step(self, step: StepEnd) -> None:
         if step.is_logged:
@@ -59,6 +64,9 @@ class Trackers(Callback):
 
     def _drop(self, name: str, reason: str) -> None:
         self._running.pop(name).pipe.close()
+        self._warn(name, reason)
+
+    def _warn(self, name: str, reason: str) -> None:
         later = f"python -m portable_fsdp.report {self._folder} --track={name} sends what is missing"
         log.warning("tracker %s%s; %s", name, reason, later)
 
