@@ -19,7 +19,6 @@ from portable_fsdp.runtime.process import Hosts, detect_launch, end_with_agent, 
 
 if TYPE_CHECKING:
     from portable_fsdp.config.load import Loaded
-    from portable_fsdp.config.schema import Config
 
 DESCRIPTION = """Train a causal language model. With one process per GPU of this host:
 
@@ -92,7 +91,7 @@ def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) ->
             return EXIT_FINISHED
     meeting = options_of(backend).prepare_start(processes, os.environ) if launch.is_alone and device == "tpu" else None
     if processes > 1 or meeting:
-        return _start(processes, argv, loaded.config, meeting)
+        return _start(processes, argv, Path(loaded.config.run.dir), meeting)
 
     os.environ.update(launch.variables)
     if launch.rank == 0:
@@ -126,22 +125,18 @@ def _read(options: argparse.Namespace) -> "Loaded":
     return loaded
 
 
-def _start(processes: int, argv: list[str], config: "Config", hosts: Hosts | None) -> int:
+def _start(processes: int, argv: list[str], run_dir: Path, hosts: Hosts | None) -> int:
     """Run this very command in `processes` processes of this host; returns their exit code."""
-    from portable_fsdp.checkpoint.format import committed_steps
-    from portable_fsdp.checkpoint.storage import is_object_store
     from portable_fsdp.runtime.elastic import run_processes
-    from portable_fsdp.train.early_checks import checkpoint_folder
 
     since = time.time()
     code = run_processes(processes, "portable_fsdp.launch", argv, hosts)
-    stopped = Path(config.run.dir, "STOPPED")
+    stopped = run_dir / "STOPPED"
     if code == EXIT_STOPPED and not (stopped.is_file() and stopped.stat().st_mtime >= since):
-        folder = checkpoint_folder(config)
-        newest = [] if is_object_store(folder) else committed_steps(folder)[:1]
-        saved = [path.name for path in newest if path.stat().st_mtime >= since]
-        problem = f"killed before it had ended; {saved[0]} is saved" if saved else "stopped before a save"
-        _say(f"{problem}: torch's launcher gives its processes 30 s for the step at hand and the save.")
+        _say(
+            "killed before it had ended: torch's launcher gives its processes 30 s for the step at hand and the save.\n"
+            "  Rerun the same command: it resumes from the newest checkpoint, if there is one."
+        )
         return EXIT_FAILED
     return code
 

@@ -177,7 +177,7 @@ def test_no_command_imports_torch_before_it_has_read_its_arguments() -> None:
     assert done.stdout.strip() == "[]"
 
 
-FILES, LINES = 93, 14_540
+FILES, LINES = 93, 14_575
 """Of ours, that a plain native training run may load."""
 
 TOOLS = ("convert", "doctor", "formats", "plan", "report")

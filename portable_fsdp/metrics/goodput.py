@@ -149,25 +149,15 @@ def duration(seconds: float) -> str:
 
 
 class Pace:
-    """How long the rest of a run takes: a running mean of its steps, and the mean time between them, which evaluations
-    and saves take. The first step, which compiles, doesn't count."""
-
-    _WEIGHT = 0.05
-    """Of the newest step: about the last 20 count."""
+    """How long the rest of a run takes, by the mean time from step to step, which evaluations and saves add to."""
 
     def __init__(self) -> None:
-        self._mean: float | None = None
-        self._began: float | None = None
-        self._count, self._in_steps = 0, 0.0
+        self._began, self._count = 0.0, -1
 
-    def time_left(self, seconds: float, steps: int, now: float) -> float | None:
-        """Seconds that `steps` more steps take, after one that took `seconds` and ended at `now`, by any clock in
-        seconds; None while nothing is known."""
-        if self._began is None:
+    def time_left(self, now: float, steps: int) -> float | None:
+        """Seconds that `steps` more steps take after one that ended at `now`; None after the first one, which compiles."""
+        self._count += 1
+        if self._count == 0:
             self._began = now
             return None
-        self._count, self._in_steps = self._count + 1, self._in_steps + seconds
-        mean = seconds if self._mean is None else self._mean
-        self._mean = mean + self._WEIGHT * (seconds - mean)
-        between = max(0.0, now - self._began - self._in_steps) / self._count
-        return (self._mean + between) * steps
+        return (now - self._began) / self._count * steps

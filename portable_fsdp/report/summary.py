@@ -10,9 +10,8 @@ from portable_fsdp.metrics.goodput import PARTS, duration
 from portable_fsdp.report.read import Numbers, RunRecord
 from portable_fsdp.runtime.errors import printable
 
-_MOST_SAVES = 20
+_MOST_SAVES = 20  # and samples, in Markdown
 _MOST_STRAGGLERS = 8
-_MOST_SHOWN = 8  # samples in Markdown
 
 Table = list[tuple[str, str]]
 
@@ -107,7 +106,7 @@ def markdown(runs: Sequence[RunRecord]) -> str:
         checkpoints = [["step", "saved (UTC)", "checkpoint"], *saves(run)]
         tables = starts(run), checkpoints, [["environment", "version"], *environment(run)]
         parts += [_markdown_table(table) for table in tables if len(table) > 1]
-        for sample in run.samples[-_MOST_SHOWN:]:
+        for sample in run.samples[-_MOST_SAVES:]:
             parts.append(f"Sample of step {sample['step']}:\n\n{_quoted(str(sample.get('text')))}")
         for text in run.profiles:
             parts.append(_quoted(text))

@@ -343,7 +343,7 @@ def _train_observed(run: _Run) -> Outcome:
         try:
             outcome = _train_what_is_left(run)
         finally:  # an error may come between a commit and its event, and a save be under way by then
-            run.profiles.drop()  # if the run ends before its last step
+            run.profiles.after_step(run.step, is_last=True)
             run.checkpoints.close()
             _note_commits(run)
     except (Exception, Stopped) as error:  # Stopped: before the first step has ended

@@ -49,15 +49,10 @@ class Profiles:
             self._try(lambda: self._begin(steps))
         return ended
 
-    def after_step(self, step: int) -> None:
-        """End the profile under way, if any, unless it goes beyond `step`, whose metrics have been read."""
-        if self._stop is not None and step >= self._steps[1]:
-            self._try(self._end)
-
-    def drop(self) -> None:
-        """End the profile under way, if any, without a summary."""
-        if self._stop is not None:
-            self._try(lambda: self._end(drop=True))
+    def after_step(self, step: int, *, is_last: bool = False) -> None:
+        """End a profile that doesn't go beyond `step`, which has ended. With the run's last step, drop it if it does."""
+        if self._stop is not None and (is_last or step >= self._steps[1]):
+            self._try(lambda: self._end(drop=is_last))
 
     def _due(self, step: int) -> tuple[int, int] | None:
         if step == self._planned[0] <= self._planned[1]:
@@ -76,7 +71,7 @@ class Profiles:
         self._began = time.perf_counter()
         self._cost = self._began - began
 
-    def _end(self, *, drop: bool = False) -> None:
+    def _end(self, *, drop: bool) -> None:
         from portable_fsdp.metrics.profile import summarize, summary_text
 
         ended, stop, (first, last) = time.perf_counter(), self._stop, self._steps

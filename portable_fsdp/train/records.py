@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import platform
 import socket
 import statistics
@@ -165,7 +164,7 @@ class Console(Callback):
     """A line for what happens; of steps every `train.log_every`."""
 
     def on_start(self, start: RunStart) -> None:
-        self._start, self._loss = start, math.nan
+        self._start = start
         if (resumed := start.resumed) is not None:
             if resumed.weights_only:
                 log.info("a new run from the weights of %s", resumed.path)
@@ -181,7 +180,6 @@ class Console(Callback):
         log.info("run folder: %s; %s", start.folder, _own_settings(start.config))
 
     def on_step(self, step: StepEnd) -> None:
-        self._loss = step.loss
         if step.is_logged:
             log.info(_step_line(step))
         for straggler in step.stragglers:
@@ -216,7 +214,7 @@ class Console(Callback):
         if end.outcome == "no improvement":
             log.info("ended after step %d: %s; the best was step %d", end.step, end.reason, end.best_step)
         if end.outcome != "failed":
-            log.info("%s", _summary(self._start, end, self._loss))
+            log.info("%s", _summary(self._start, end))
 
 
 def _own_settings(config: Config) -> str:
@@ -245,26 +243,18 @@ def _log_evaluation(evaluation: EvaluationEnd) -> None:
     )
 
 
-def _summary(start: RunStart, end: RunEnd, loss: float) -> str:
+def _summary(start: RunStart, end: RunEnd) -> str:
     """What this start did and the whole run's goodput, where things lie, and the command that shows more."""
-    steps, config = end.step - start.step, start.config
-    last = "" if math.isnan(loss) else f"; last loss {loss:.4f}"
+    steps, last, share = end.step - start.step, "", ""
     best = "" if end.best_step is None else f"; best eval loss {end.best_loss:.4f} (step {end.best_step})"
-    accounts = None
     with suppress(Exception):  # a figure is no reason to fail a run that has ended: others may have changed the files
-        accounts = goodput(read_jsonl(start.folder / "events.jsonl"), read_jsonl(start.folder / "metrics.jsonl"))
-    share = (
-        ""
-        if accounts is None
-        else (f"; goodput {accounts.share:.0%} of {duration(accounts.wall_seconds)} since the first process started")
-    )
-    places = [
-        f"last checkpoint: {end.last_checkpoint or 'none'}",
-        *([f"export: {start.folder / 'export'}"] if config.checkpoint.export and end.outcome != "stopped" else []),
-        *([f"trackers: {start.folder / 'trackers'}"] if config.observe.trackers else []),
-    ]
+        rows = read_jsonl(start.folder / "metrics.jsonl")
+        if accounts := goodput(read_jsonl(start.folder / "events.jsonl"), rows):
+            share = f"; goodput {accounts.share:.0%} of {duration(accounts.wall_seconds)} since the first process start"
+        last = f"; last loss {rows[-1]['loss']:.4f}"
+    trackers = f"; trackers: {start.folder / 'trackers'}" if start.config.observe.trackers else ""
     return (
         f"{steps:,} steps, {steps * start.tokens:,} tokens in {duration(end.elapsed)} of training{last}{best}{share}\n"
-        f"  {'; '.join(places)}\n"
+        f"  last checkpoint: {end.last_checkpoint or 'none'}{trackers}\n"
         f"  python -m portable_fsdp.report {start.folder} draws the curves and where the time went"
     )

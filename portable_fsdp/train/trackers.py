@@ -38,7 +38,7 @@ class Trackers(Callback):
             try:
                 self._running[name] = _start(start.folder, name)
             except OSError as error:
-                self._warn(name, f" can't start: {error}")
+                log.warning("tracker %s can't start: %s", name, error)
 
     def on_step(self, step: StepEnd) -> None:
         if step.is_logged:
@@ -64,9 +64,6 @@ class Trackers(Callback):
 
     def _drop(self, name: str, reason: str) -> None:
         self._running.pop(name).pipe.close()
-        self._warn(name, reason)
-
-    def _warn(self, name: str, reason: str) -> None:
         later = f"python -m portable_fsdp.report {self._folder} --track={name} sends what is missing"
         log.warning("tracker %s%s; %s", name, reason, later)
 
