@@ -155,7 +155,7 @@ class Pace:
         self._began, self._count = 0.0, -1
 
     def time_left(self, now: float, steps: int) -> float | None:
-        """Seconds that `steps` more steps take after one that ended at `now`; None after the first one, which compiles."""
+        """Seconds of `steps` more steps after one that ended at `now`; None after the first one, which compiles."""
         self._count += 1
         if self._count == 0:
             self._began = now

@@ -72,7 +72,7 @@ def arguments(name: str, folder: Path, run: str, sent: Sent) -> dict[str, Any]:
 def track(run: Path, name: str, *, follow: bool) -> int:
     """Send what is new; with `follow` keep sending until standard input ends. Returns the last step sent.
 
-    Raises UsageError for a folder that is no run and while another process sends, TrackerError for its library's errors.
+    Raises UsageError for a folder that is no run and while another process sends, TrackerError for a library's error.
     """
     config, folder = read_config(run), run / FOLDER
     try:

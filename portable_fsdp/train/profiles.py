@@ -50,7 +50,7 @@ class Profiles:
         return ended
 
     def after_step(self, step: int, *, is_last: bool = False) -> None:
-        """End a profile that doesn't go beyond `step`, which has ended. With the run's last step, drop it if it does."""
+        """End a profile that doesn't go beyond `step`, which has ended; after the run's last step drop any."""
         if self._stop is not None and (is_last or step >= self._steps[1]):
             self._try(lambda: self._end(drop=is_last))
 
