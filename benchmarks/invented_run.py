@@ -46,7 +46,7 @@ def write_run(folder: Path, steps: int = 40, lr: float = 0.001, **config: Mappin
         clock += 60
     _write(folder / "metrics.jsonl", rows)
     _write(folder / "events.jsonl", events)
-    values = {"run": {"name": folder.name}, "optim": {"lr": lr}, **config}
+    values = {"run": {"name": folder.name, "dir": str(folder)}, "optim": {"lr": lr}, **config}
     (folder / "config.yaml").write_text(json.dumps(values), encoding="utf-8")  # YAML holds JSON
     return folder
 
