@@ -31,7 +31,9 @@ def write_run(folder: Path, steps: int = 40, lr: float = 0.001, **config: Mappin
             row |= {"tokens_per_second": 2048 / seconds, "mfu": None, "memory_bytes": 2**30, "seconds": seconds}
             row |= {"data_seconds": 0.25, "imbalance": 1.5, "time": _text(clock)}
             if step % 10 == 0:
-                row["processes"] = {"seconds_imbalance": 1.5, "memory_imbalance": 1.0}
+                loads = {"seconds": [1.0, 1.0], "own_seconds": [0.5, 0.75], "data_seconds": [0.25, 0.25]}
+                loads["memory_bytes"] = [2**30, 2**30]
+                row["processes"] = {**loads, "seconds_imbalance": 1.5, "memory_imbalance": 1.0, "host_imbalance": None}
                 row["eval_loss"] = 4.5 - step / steps
             rows.append(row)
         if first == 0:
@@ -44,7 +46,7 @@ def write_run(folder: Path, steps: int = 40, lr: float = 0.001, **config: Mappin
         clock += 60
     _write(folder / "metrics.jsonl", rows)
     _write(folder / "events.jsonl", events)
-    values = {"run": {"name": folder.name}, "optim": {"lr": lr}, **config}
+    values = {"run": {"name": folder.name, "dir": str(folder)}, "optim": {"lr": lr}, **config}
     (folder / "config.yaml").write_text(json.dumps(values), encoding="utf-8")  # YAML holds JSON
     return folder
 

@@ -133,7 +133,10 @@ def _start(processes: int, argv: list[str], run_dir: Path, hosts: Hosts | None) 
     code = run_processes(processes, "portable_fsdp.launch", argv, hosts)
     stopped = run_dir / "STOPPED"
     if code == EXIT_STOPPED and not (stopped.is_file() and stopped.stat().st_mtime >= since):
-        _say("stopped before a save: torch's launcher gives its processes 30 s for the step at hand and the save.")
+        _say(
+            "killed before it had ended: torch's launcher gives its processes 30 s for the step at hand and the save.\n"
+            "  Rerun the same command: it resumes from the newest checkpoint, if there is one."
+        )
         return EXIT_FAILED
     return code
 

@@ -259,11 +259,11 @@ class Backend(Closing):
         """Peak and present use of the fullest device of this process; None where the engine doesn't tell."""
 
     @abstractmethod
-    def start_trace(self, folder: Path) -> Callable[[], "list[Operation]"]:
+    def start_trace(self, folder: Path) -> Callable[[], Callable[[], "list[Operation]"]]:
         """Record what this process and its devices do, until the function that it returns is called.
 
-        That one writes the engine's own trace into `folder` and returns what ran. Neither waits for a device, compiles,
-        or needs the other processes.
+        That one writes the engine's own trace into `folder` and returns a function that reads it, which takes seconds,
+        and returns what ran. None of them waits for a device, compiles, or needs the other processes.
         """
 
 

@@ -100,7 +100,7 @@ class PjrtBackend(Backend):
     def compilations(self) -> int:
         return self._programs.compilations
 
-    def start_trace(self, folder: Path) -> Callable[[], "list[Operation]"]:
+    def start_trace(self, folder: Path) -> Callable[[], Callable[[], "list[Operation]"]]:
         from portable_fsdp.backends.pjrt_profile import start_trace
 
         return start_trace(folder)

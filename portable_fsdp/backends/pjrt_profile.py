@@ -10,15 +10,15 @@ from portable_fsdp.metrics.profile import Operation
 _COLLECTIVE = re.compile(r"%?(all-gather|all-reduce|reduce-scatter|all-to-all|collective-[a-z]+)\b")
 
 
-def start_trace(folder: Path) -> Callable[[], list[Operation]]:
-    """Record this process and its devices; the function that it returns writes the trace, for xprof, and reads it."""
+def start_trace(folder: Path) -> Callable[[], Callable[[], list[Operation]]]:
+    """Record this process and its devices, as base.Backend.start_trace says; the trace is for xprof."""
     import torch_xla.debug.profiler as profiler
 
     cast(Any, profiler).start_trace(str(folder))
 
-    def stop() -> list[Operation]:
+    def stop() -> Callable[[], list[Operation]]:
         cast(Any, profiler).stop_trace()
-        return [operation for path in folder.rglob("*.xplane.pb") for operation in operations(path)]
+        return lambda: [operation for path in folder.rglob("*.xplane.pb") for operation in operations(path)]
 
     return stop
 

@@ -424,6 +424,9 @@ class Profile(Section):
     def _in_order(cls, steps: tuple[int, int]) -> tuple[int, int]:
         if not 1 <= steps[0] <= steps[1]:
             raise ValueError(f"expected the first and the last step, as [20, 23], found {list(steps)}")
+        if steps[1] - steps[0] >= 20:
+            reason = "the run waits while each step's tens of thousands of events are written"
+            raise ValueError(f"expected at most 20 steps, found {list(steps)}: {reason}")
         return steps
 
 

@@ -15,7 +15,7 @@ from portable_fsdp.formats.base import FLOAT_DTYPES, ExportOptions, ForeignCheck
 from portable_fsdp.formats.names import config_object, config_of, import_transformers
 from portable_fsdp.formats.peft import merged, opened_folder
 from portable_fsdp.formats.safetensors_file import groups, read_header, read_tensor, write_file
-from portable_fsdp.models.tasks import CAUSAL_LM, Task, find_task
+from portable_fsdp.models.architecture import mapping_of
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 from portable_fsdp.runtime.files import write_text_atomically
 from portable_fsdp.runtime.hub import local_folder
@@ -46,7 +46,7 @@ def export(reader: Reader, options: ExportOptions) -> Callable[[Path], None]:
         own = _generation_config(reader.manifest)
         if own is not None:
             (folder / GENERATION).write_bytes(own.read_bytes())
-        elif config is not None and _task_of(reader.manifest).name in GENERATING:
+        elif config is not None and _task_of(reader.manifest) in GENERATING:
             import_transformers().GenerationConfig.from_model_config(config).save_pretrained(folder)
         _write_weights(read, tensors, folder, options)
 
@@ -88,6 +88,10 @@ def _weight_map(folder: Path) -> dict[str, str]:
     return {key: file_inside(folder, name).name for key, name in cast(dict[str, object], weight_map).items()}
 
 
+def _task_of(manifest: Manifest) -> str:
+    return str(manifest.config.get("train", {}).get("task", "causal_lm"))
+
+
 def _model_config(manifest: Manifest, name: str, tensors: dict[str, TensorEntry]) -> Any:
     """transformers' config of the saved model, with what `from_pretrained` needs: architectures and dtype. None: the
     model is none of transformers."""
@@ -98,19 +102,13 @@ def _model_config(manifest: Manifest, name: str, tensors: dict[str, TensorEntry]
             f"checkpoint {name}: expected a model_config (transformers), found null: can't be exported"
         )
     config = config_object(manifest.architecture, f"checkpoint {name}")
-    known = getattr(import_transformers(), str(_task_of(manifest).mapping), {})
+    known = getattr(import_transformers(), mapping_of(_task_of(manifest)))
     if not config.architectures and type(config) in known:
         config.architectures = [known[type(config)].__name__]
     floating = {tensor.dtype for tensor in tensors.values() if tensor.dtype in FLOAT_DTYPES}
     if len(floating) == 1:
         config.dtype = floating.pop()
     return config
-
-
-def _task_of(manifest: Manifest) -> Task:
-    """A built-in one; the code of others isn't run."""
-    name = str(manifest.config.get("train", {}).get("task", CAUSAL_LM.name))
-    return CAUSAL_LM if ":" in name else find_task(name)
 
 
 def _generation_config(manifest: Manifest) -> Path | None:

@@ -18,13 +18,14 @@ PARTS = {
     "data": "waiting for rows",
     "evaluation": "evaluation, samples",
     "save": "waiting for a save",
+    "profile": "starting and writing profiles",
     "start": "from process start to the first step: imports, data, model, load",
     "lost": "steps that a restart repeated",
     "other": "between steps: callbacks, checks",
     "stopped": "between a requested end and the next start",
     "waiting": "between a failure or kill and the next start, with the steps that no file recorded",
 }
-"""Each part of the wall time: its name, and what it holds."""
+"""Name of each part of the wall time -> the time that counts as it."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,7 @@ def _parts_of(attempt: Attempt, usual_step: float) -> dict[str, float]:
         "data": sum(map(_waited, attempt.rows)),
         "evaluation": sum(_sum_of(attempt.events, kind, "seconds") for kind in ("evaluation", "samples")),
         "save": _sum_of(attempt.events, "save", "blocked_seconds"),
+        "profile": _sum_of(attempt.events, "profile", "seconds"),
     }
 
 
@@ -147,20 +149,15 @@ def duration(seconds: float) -> str:
 
 
 class Pace:
-    """How long the rest of a run takes, by a running mean of its steps, without the first one, which compiles."""
-
-    _WEIGHT = 0.05
-    """Of the newest step: about the last 20 count."""
+    """How long the rest of a run takes, by the mean time from step to step, which evaluations and saves add to."""
 
     def __init__(self) -> None:
-        self._mean: float | None = None
-        self._is_first = True
+        self._began, self._count = 0.0, -1
 
-    def time_left(self, seconds: float, steps: int) -> float | None:
-        """Seconds that `steps` more steps take, after one that took `seconds`; None while nothing is known."""
-        if self._is_first:
-            self._is_first = False
+    def time_left(self, now: float, steps: int) -> float | None:
+        """Seconds of `steps` more steps after one that ended at `now`; None after the first one, which compiles."""
+        self._count += 1
+        if self._count == 0:
+            self._began = now
             return None
-        mean = seconds if self._mean is None else self._mean
-        self._mean = mean + self._WEIGHT * (seconds - mean)
-        return self._mean * steps
+        return (now - self._began) / self._count * steps

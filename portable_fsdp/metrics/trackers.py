@@ -1,4 +1,4 @@
-"""The experiment trackers that accelerate knows, and what each needs. Imports none of them."""
+"""The experiment trackers that accelerate knows, with the package of each. Imports none of them."""
 
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, distribution
@@ -19,15 +19,12 @@ PACKAGES = {
 """Names as accelerate has them -> distributions, one of which must be installed; the first is the one to install."""
 
 
-def require_installed(names: Iterable[str]) -> None:
-    """Raises ConfigError for trackers whose package isn't installed."""
+def require_installed(names: Iterable[str], key: str, way_out: str) -> None:
+    """Raises ConfigError for trackers whose package isn't installed. `key` named them; `way_out` does without them."""
     missing = [name for name in names if not any(map(_is_installed, PACKAGES[name]))]
     if missing:
         packages = " ".join(PACKAGES[name][0] for name in missing)
-        raise ConfigError(
-            f"observe.trackers: {', '.join(missing)}: not installed: pip install {packages}\n"
-            "  or leave it out; `python -m portable_fsdp.report RUN --track=NAME` sends a run's metrics later."
-        )
+        raise ConfigError(f"{key}: {', '.join(missing)}: not installed: pip install {packages}\n  or {way_out}.")
 
 
 def _is_installed(package: str) -> bool:

@@ -22,7 +22,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
-from portable_fsdp.models.tasks import CAUSAL_LM, Task
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.strict_json import parse_json
 
@@ -33,6 +32,15 @@ _MARKS = frozenset(
     | {"tokenizer_class", "is_llama_config"}  # of conversions from other tools
 )
 """Keys of config.json files that nobody types, since they change nothing in training."""
+
+_MAPPINGS = {
+    "causal_lm": "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "seq2seq_lm": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+    "masked_lm": "MODEL_FOR_MASKED_LM_MAPPING",
+    "sequence_classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
+    "token_classification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING",
+    "image_classification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
+}
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "ffn_dim", "num_hidden_layers", "num_attention_heads")
 """By transformers' common names; a class may have its own (`n_embd`) in `attribute_map`."""
@@ -79,7 +87,18 @@ def architecture_mapping(architecture: Mapping[str, Any] | str) -> dict[str, Any
     return cast(dict[str, Any], values)
 
 
-def read_architecture(architecture: Mapping[str, Any] | str, task: Task = CAUSAL_LM) -> Any:
+def mapping_of(task: str) -> str:
+    """Which mapping of transformers' modeling_auto a task trains the models of; a function of the user's own: causal
+    language models."""
+    return _MAPPINGS.get(task, _MAPPINGS["causal_lm"])
+
+
+def models_of(task: str) -> str:
+    """For messages."""
+    return f"a model for train.task={task}" if task in _MAPPINGS and task != "causal_lm" else "a causal language model"
+
+
+def read_architecture(architecture: Mapping[str, Any] | str, task: str = "causal_lm") -> Any:
     """The transformers config of a model for `task`, with all values as `from_pretrained` would have them.
 
     Logs the keys that have no effect. Raises ConfigError for keys that nothing reads (see above), for missing sizes,
@@ -91,12 +110,12 @@ def read_architecture(architecture: Mapping[str, Any] | str, task: Task = CAUSAL
     return config
 
 
-def check_architecture(architecture: Mapping[str, Any] | str, task: Task = CAUSAL_LM) -> None:
+def check_architecture(architecture: Mapping[str, Any] | str, task: str = "causal_lm") -> None:
     """Raises what `read_architecture` raises, and logs nothing."""
     _checked(architecture, task)
 
 
-def _checked(architecture: Mapping[str, Any] | str, task: Task) -> tuple[Any, list[str]]:
+def _checked(architecture: Mapping[str, Any] | str, task: str) -> tuple[Any, list[str]]:
     """The config, and remarks on keys without effect."""
     values = architecture_mapping(architecture)
     is_file = isinstance(architecture, str)
@@ -141,15 +160,15 @@ def last_line(error: Exception) -> str:
     return lines[-1].strip() if lines else type(error).__name__
 
 
-def _class_of(model_type: str, where: str, task: Task) -> Any:
+def _class_of(model_type: str, where: str, task: str) -> Any:
     from transformers.models.auto import modeling_auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    known = list(getattr(modeling_auto, f"{task.mapping}_NAMES"))
+    known = list(getattr(modeling_auto, f"{mapping_of(task)}_NAMES"))
     if model_type not in known:
         near = difflib.get_close_matches(model_type, known, n=3)
         raise ConfigError(
-            f"{where}model_type: expected {task.models} of transformers, found {model_type!r}."
+            f"{where}model_type: expected {models_of(task)} of transformers, found {model_type!r}."
             + (f"\n  nearest: {', '.join(near)}." if near else "")
         )
     return CONFIG_MAPPING[model_type]

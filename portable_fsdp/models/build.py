@@ -21,7 +21,7 @@ from torch import nn
 from portable_fsdp.config import schema
 from portable_fsdp.config.patterns import matching
 from portable_fsdp.models import experts
-from portable_fsdp.models.architecture import config_to_json, last_line, read_architecture
+from portable_fsdp.models.architecture import config_to_json, last_line, mapping_of, read_architecture
 from portable_fsdp.models.attention import FLEX, STATIC, register_masked_attention, register_static_attention
 from portable_fsdp.models.documents import DocumentArguments, document_arguments, require_documents_apart
 from portable_fsdp.models.loss import Loss, attach_loss
@@ -93,8 +93,8 @@ def build_model(
     if model.pretrained is not None:
         from portable_fsdp.models.pretrained import open_pretrained
 
-        pretrained = open_pretrained(model, task)
-    config = read_architecture(model.architecture or {}, task) if pretrained is None else pretrained.config
+        pretrained = open_pretrained(model, task.name)
+    config = read_architecture(model.architecture or {}, task.name) if pretrained is None else pretrained.config
     rows_before = None if pretrained is None else _grow(config, vocabulary, pretrained.file, keeps_ids)
     _check_config(config, seq_len, vocabulary)
     as_given = config_to_json(config)
@@ -304,7 +304,7 @@ def _made(config: Any, attention: str, task: Task) -> Any:
         from portable_fsdp.models.flex import block_attention
 
         AttentionInterface.register(FLEX, block_attention)
-    kind: Any = getattr(modeling_auto, str(task.mapping))[type(config)]
+    kind: Any = getattr(modeling_auto, mapping_of(task.name))[type(config)]
     kind = kind[0] if isinstance(kind, tuple) else kind
     chosen = {"attn_implementation": _attention(kind, attention), "experts_implementation": experts.DENSE}
     made = kind._from_config(copy.deepcopy(config), **chosen, dtype=torch.float32)

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 
 from portable_fsdp.config import schema
 from portable_fsdp.config.patterns import matches
-from portable_fsdp.models.architecture import last_line
+from portable_fsdp.models.architecture import last_line, mapping_of, models_of
 from portable_fsdp.models.conversion import ConvertedTensors
 from portable_fsdp.models.gguf import GgufFile
 from portable_fsdp.models.safetensors_folder import SafetensorsFolder
-from portable_fsdp.models.tasks import CAUSAL_LM, Task
 from portable_fsdp.models.weights import FLOATS, RandomWeights, TensorFile, TensorSlices, WeightFill
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.hub import MODEL_FILES, local_folder
@@ -65,7 +64,7 @@ def fingerprint(file: TensorFile) -> str:
     return digest.hexdigest()
 
 
-def open_pretrained(model: schema.Model, task: Task = CAUSAL_LM) -> Pretrained:
+def open_pretrained(model: schema.Model, task: str = "causal_lm") -> Pretrained:
     """Open what `model.pretrained` names, downloading it first if it is on the hub. Raises ConfigError."""
     name = cast(str, model.pretrained)
     if model.gguf_file is not None:
@@ -87,7 +86,7 @@ def _gguf_path(folder: Path, name: str) -> Path:
     )
 
 
-def _config(folder: Path, task: Task) -> Any:
+def _config(folder: Path, task: str) -> Any:
     from transformers import AutoConfig
     from transformers.models.auto import modeling_auto
 
@@ -106,9 +105,10 @@ def _config(folder: Path, task: Task) -> Any:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers validates with exceptions of many classes, all about this file
         raise ConfigError(f"model.pretrained: {path}: {last_line(error)}") from error
-    if type(config) not in getattr(modeling_auto, str(task.mapping)):
+    if type(config) not in getattr(modeling_auto, mapping_of(task)):
         raise ConfigError(
-            f"model.pretrained: {path}: expected {task.models} of transformers, found model_type {config.model_type!r}."
+            f"model.pretrained: {path}: expected {models_of(task)} of transformers, found model_type "
+            f"{config.model_type!r}."
         )
     quantised = getattr(config, "quantization_config", None)
     if quantised is not None:

@@ -6,13 +6,14 @@ of micro batches changes the curve.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from portable_fsdp.config.schema import TASK_NAMES
 from portable_fsdp.models.loss import cross_entropy_sum
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.factory import described, load_factory
@@ -33,16 +34,9 @@ RESERVED = ("tokens", "votes", "stop")
 class Task:
     name: str
     function: TaskFunction
-    mapping: str | None = None
-    """Which model of transformers a config means: an attribute of its module modeling_auto; None: no transformers."""
     counts_labels: bool = True
     """The count is that of labels other than -100, so that it is known before the forward. Else it is what the function
     returns, and gradients are divided by it after the backward."""
-
-    @property
-    def models(self) -> str:
-        """For messages: what `mapping` has."""
-        return "a causal language model" if self.function is causal_lm else f"a model for train.task={self.name}"
 
     def scores(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
         """(loss_sum, count, sums of metrics) of a placed batch."""
@@ -90,24 +84,17 @@ def is_decoder_only(model: nn.Module) -> bool:
     return not has_encoder and any(getattr(module, "is_causal", False) is True for module in model.modules())
 
 
-CAUSAL_LM = Task("causal_lm", causal_lm, "MODEL_FOR_CAUSAL_LM_MAPPING")
+CAUSAL_LM = Task("causal_lm", causal_lm)
 
-_TASKS = (
-    CAUSAL_LM,
-    Task("seq2seq_lm", seq2seq_lm, "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING"),
-    Task("masked_lm", of_labels, "MODEL_FOR_MASKED_LM_MAPPING"),
-    Task("sequence_classification", of_labels, "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING"),
-    Task("token_classification", of_labels, "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING"),
-    Task("image_classification", of_labels, "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING"),
-)
+_FUNCTIONS: dict[str, Callable[..., Scores]] = {"seq2seq_lm": seq2seq_lm}
 
 
 def find_task(name: str, *, eager: bool = True) -> Task:
     """`train.task`. `eager`: operations run one by one. Raises ConfigError for a function that can't be imported."""
-    for task in _TASKS:
-        if task.name == name:
-            function: Any = task.function
-            return task if task is CAUSAL_LM else replace(task, function=partial(function, chunked=eager))
+    if name == CAUSAL_LM.name:
+        return CAUSAL_LM
+    if name in TASK_NAMES:
+        return Task(name, partial(_FUNCTIONS.get(name, of_labels), chunked=eager))
     return Task(name, load_factory("train.task", name), counts_labels=False)
 
 

@@ -35,12 +35,12 @@ def main(argv: list[str]) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    chosen = [flag for flag in ("track", "markdown", "out") if getattr(options, flag)]
+    chosen = [flag for flag in ("track", "markdown", "out") if getattr(options, flag) not in (None, False)]
     if len(chosen) > 1 or (options.follow and not options.track):
         raise UsageError("expected one of --out, --markdown and --track, and --follow only with --track.")
     if options.out is not None and options.out.suffix not in (".html", ".htm"):
         raise UsageError(f"--out: expected a file that ends in .html, found {options.out}.")
-    if options.track:
+    if options.track is not None:
         return _track(options)
     runs = [read_run(folder) for folder in options.runs]
     if options.markdown:
@@ -64,7 +64,7 @@ def _report(options: argparse.Namespace) -> int:
 def _track(options: argparse.Namespace) -> int:
     if options.track not in PACKAGES:
         raise UsageError(f"--track: expected one of {', '.join(PACKAGES)}, found {options.track}.")
-    require_installed([options.track])
+    require_installed([options.track], "--track", "send to another tracker: metrics.jsonl holds the same rows")
     for run in options.runs:
         to_stdout(f"{run}: sent up to step {track(run, options.track, follow=options.follow)}")
     return EXIT_FINISHED

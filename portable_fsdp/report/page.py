@@ -14,7 +14,7 @@ from jinja2 import Environment, PackageLoader
 
 from portable_fsdp.metrics.goodput import PARTS, duration
 from portable_fsdp.report.read import Numbers, RunRecord
-from portable_fsdp.report.summary import accounts, config_differences, engine, figures, saves, starts
+from portable_fsdp.report.summary import accounts, config_differences, engine, environment, figures, saves, starts
 from portable_fsdp.version import __version__
 
 _MOST_POINTS = 1500
@@ -28,6 +28,7 @@ _PART_COLOURS = {
     "data": "#eab308",
     "evaluation": "#2563eb",
     "save": "#7c3aed",
+    "profile": "#db2777",
     "start": "#64748b",
     "lost": "#dc2626",
     "other": "#94a3b8",
@@ -74,7 +75,6 @@ def page(runs: Sequence[RunRecord]) -> str:
 
 
 def _run_values(run: RunRecord, colour: str) -> dict[str, Any]:
-    newest = run.attempts[-1].start if run.attempts else {}
     return {
         "record": run,
         "colour": colour,
@@ -85,7 +85,7 @@ def _run_values(run: RunRecord, colour: str) -> dict[str, Any]:
         ],
         "starts": starts(run),
         "saves": saves(run),
-        "environment": list((newest.get("environment") or {}).items()),
+        "environment": environment(run),
         "config": yaml.safe_dump(dict(run.config), sort_keys=False, default_flow_style=None, width=100),
     }
 

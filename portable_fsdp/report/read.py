@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +21,7 @@ JsonObject = Mapping[str, Any]
 Numbers = NDArray[np.float64]
 
 _MOST_SAMPLES = 50
+_MOST_PROFILES = 10
 _MOST_BYTES = 20_000  # of a profile's summary
 
 
@@ -33,7 +34,8 @@ class RunRecord:
     rows: Sequence[JsonObject]  # of metrics.jsonl, by step
     events: Sequence[JsonObject]
     samples: Sequence[JsonObject]  # the newest, of samples.jsonl
-    skipped: int  # damaged lines
+    skipped: Mapping[str, int]  # damaged lines, by the name of their file
+    _columns: dict[tuple[str, ...], Numbers] = field(default_factory=dict[tuple[str, ...], Numbers], repr=False)
 
     @property
     def name(self) -> str:
@@ -55,7 +57,12 @@ class RunRecord:
 
     def column(self, *keys: str) -> Numbers:
         """One number a row, NaN where there is none: `column("loss")`, `column("processes", "seconds_imbalance")`."""
-        return np.array([_number(row, keys) for row in self.rows], dtype=np.float64)
+        if keys not in self._columns:
+            values: list[Any] = [*self.rows]
+            for key in keys:  # a Mapping would be slow to ask for
+                values = [value.get(key) if type(value) is dict else None for value in values]
+            self._columns[keys] = np.array([value if _is_number(value) else np.nan for value in values], dtype=float)
+        return self._columns[keys]
 
     @cached_property
     def hours(self) -> Numbers:
@@ -70,7 +77,13 @@ class RunRecord:
     def profiles(self) -> list[str]:
         """The summaries of profiled steps, by step."""
         paths = sorted(self.folder.glob("profile/step-*/summary.txt"), key=lambda path: path.stat().st_mtime)
-        return [path.read_bytes()[:_MOST_BYTES].decode(errors="replace") for path in paths[-_MOST_SAMPLES:]]
+        return [path.read_bytes()[:_MOST_BYTES].decode(errors="replace") for path in paths[-_MOST_PROFILES:]]
+
+    @property
+    def damage(self) -> str:
+        """A sentence about damaged lines; empty where there are none."""
+        total, files = sum(self.skipped.values()), ", ".join(name for name, count in self.skipped.items() if count)
+        return f"{total} damaged line{'s were' if total > 1 else ' was'} left out: {files}" if total else ""
 
     @property
     def status(self) -> str:
@@ -105,7 +118,8 @@ def read_run(folder: Path) -> RunRecord:
     events, bad_events, _ = read_records(folder / "events.jsonl", "event", "time")
     samples, bad_samples, _ = read_records(folder / "samples.jsonl", "step")
     by_step = {row["step"]: row for row in rows}
-    rows, skipped = [by_step[step] for step in sorted(by_step)], bad_rows + bad_events + bad_samples
+    skipped = {"metrics.jsonl": bad_rows, "events.jsonl": bad_events, "samples.jsonl": bad_samples}
+    rows = [by_step[step] for step in sorted(by_step)]
     return RunRecord(folder, config, rows, events, samples[-_MOST_SAMPLES:], skipped)
 
 
@@ -146,7 +160,7 @@ def _is_step(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and abs(value) < 1e300  # NaN isn't
+    return (type(value) is float or isinstance(value, int | float)) and abs(value) < 1e300  # NaN isn't
 
 
 def _is_time(value: object) -> bool:
@@ -191,10 +205,3 @@ def _flat(value: object, prefix: str) -> list[tuple[str, Any]]:
         return [(prefix, value)] if prefix else []
     inner = cast(dict[object, object], value).items()
     return [pair for key, part in inner for pair in _flat(part, f"{prefix}.{key}" if prefix else str(key))]
-
-
-def _number(row: JsonObject, keys: Sequence[str]) -> float:
-    value: Any = row
-    for key in keys:
-        value = cast(JsonObject, value).get(key) if isinstance(value, Mapping) else None
-    return float(value) if _is_number(value) else float("nan")

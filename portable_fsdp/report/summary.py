@@ -10,7 +10,7 @@ from portable_fsdp.metrics.goodput import PARTS, duration
 from portable_fsdp.report.read import Numbers, RunRecord
 from portable_fsdp.runtime.errors import printable
 
-_MOST_SAVES = 20
+_MOST_SAVES = 20  # and samples, in Markdown
 _MOST_STRAGGLERS = 8
 
 Table = list[tuple[str, str]]
@@ -18,7 +18,8 @@ Table = list[tuple[str, str]]
 
 def figures(run: RunRecord) -> Table:
     """Name and value, for people; what the files don't know is left out."""
-    rows: Table = [("status", run.status)]
+    engines = dict.fromkeys(engine(attempt.start) for attempt in run.attempts)
+    rows: Table = [("status", run.status), ("engine", " → ".join(engines) or "?")]
     if run.rows:
         total = run.attempts[-1].start.get("steps") if run.attempts else None
         done = f"{run.rows[-1]['step']:,}"
@@ -75,6 +76,12 @@ def saves(run: RunRecord) -> list[list[str]]:
     return [[str(e["step"]), time_text(e["time"]), Path(str(e.get("path", ""))).name] for e in newest]
 
 
+def environment(run: RunRecord) -> list[list[str]]:
+    """Host and versions of the newest start."""
+    newest = run.attempts[-1].start if run.attempts else {}
+    return [[str(name), str(value)] for name, value in (newest.get("environment") or {}).items()]
+
+
 def engine(start: Mapping[str, object]) -> str:
     """`native, 2 x cpu` of a start event."""
     return f"{start.get('backend', '?')}, {start.get('devices', '?')} x {start.get('device', '?')}"
@@ -82,28 +89,37 @@ def engine(start: Mapping[str, object]) -> str:
 
 def config_differences(runs: Sequence[RunRecord]) -> list[list[str]]:
     """Keys that the runs set differently: a row each, a column for each run."""
-    keys = dict.fromkeys(key for run in runs for key in run.config)
+    keys = dict.fromkeys(key for run in runs for key in run.config if key != "run.dir")  # it always differs
     differing = [key for key in keys if len({repr(run.config.get(key)) for run in runs}) > 1]
     values = [[key, *(str(run.config.get(key, "-")) for run in runs)] for key in differing]
     return [["key", *(run.name for run in runs)], *values]
 
 
 def markdown(runs: Sequence[RunRecord]) -> str:
-    """The figures of each run, where its time went, and what differs between their configs, as Markdown."""
+    """All but the curves and the whole config, as Markdown."""
     parts: list[str] = []
     for run in runs:
         parts += [f"## {_cell(run.name)}", _markdown_table([("", ""), *figures(run)])]
         if spent := accounts(run):
             body = [[name, duration(seconds), f"{share:.1%}", PARTS[name]] for name, seconds, share in spent]
             parts.append(_markdown_table([["time in", "spent", "share", "what it is"], *body]))
+        checkpoints = [["step", "saved (UTC)", "checkpoint"], *saves(run)]
+        tables = starts(run), checkpoints, [["environment", "version"], *environment(run)]
+        parts += [_markdown_table(table) for table in tables if len(table) > 1]
+        for sample in run.samples[-_MOST_SAVES:]:
+            parts.append(f"Sample of step {sample['step']}:\n\n{_quoted(str(sample.get('text')))}")
         for text in run.profiles:
-            parts.append("\n".join(f"    {printable(line)}" for line in text.splitlines()))
-        if run.skipped:
-            parts.append(f"{run.skipped} damaged lines were left out.")
+            parts.append(_quoted(text))
+        if run.damage:
+            parts.append(run.damage)
     differing = config_differences(runs)
     if len(runs) > 1 and len(differing) > 1:
         parts += ["## What differs", _markdown_table(differing)]
     return "\n\n".join(parts) + "\n"
+
+
+def _quoted(text: str) -> str:
+    return "\n".join(f"    {printable(line)}" for line in text.splitlines())
 
 
 def _markdown_table(rows: Sequence[Sequence[str]]) -> str:

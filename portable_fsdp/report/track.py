@@ -5,6 +5,7 @@ training, and accelerate, which would start XLA in a worker, never meets one. It
 a later `report RUN --track=NAME` does, and keeps in `trackers/NAME.json` which step it has sent.
 """
 
+import fcntl
 import json
 import os
 import select
@@ -71,15 +72,24 @@ def arguments(name: str, folder: Path, run: str, sent: Sent) -> dict[str, Any]:
 def track(run: Path, name: str, *, follow: bool) -> int:
     """Send what is new; with `follow` keep sending until standard input ends. Returns the last step sent.
 
-    Raises UsageError for a folder that is no run, TrackerError for what the tracker's library raises.
+    Raises UsageError for a folder that is no run and while another process sends, TrackerError for a library's error.
     """
-    config = read_config(run)
-    folder = run / FOLDER
-    state = folder / f"{name}.json"
+    config, folder = read_config(run), run / FOLDER
     try:
         folder.mkdir(exist_ok=True)
+        with (folder / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return _send(run, name, config, follow=follow)
+    except BlockingIOError:
+        raise UsageError(f"--track: {run}: the run itself or another command is sending; wait for it.") from None
     except OSError as error:
-        raise UsageError(f"--track: {folder} can't be made: {error.strerror}") from None
+        raise UsageError(f"--track: {folder} can't be written to: {error.strerror}") from None
+
+
+def _send(run: Path, name: str, config: dict[str, Any], *, follow: bool) -> int:
+    folder = run / FOLDER
+    state, began = folder / f"{name}.json", time.monotonic()
+    psutil.cpu_percent()  # the first value is 0
     sent = _read_state(state) or Sent("" if name in _OWN_IDS else uuid.uuid4().hex)
     try:
         tracker = _open(name, folder, name_of(run, config), sent)
@@ -89,16 +99,18 @@ def track(run: Path, name: str, *, follow: bool) -> int:
             tracker.store_init_configuration({key: _plain(value) for key, value in config.items()})
             sent = replace(sent, config=True)
         samples, offset = list[JsonObject](), 0  # a run writes them before the row of their step
-        for row in _rows(run / "metrics.jsonl", sent.step, follow=follow):
-            if row:
+        for rows in _batches(run / "metrics.jsonl", sent.step, follow=follow):
+            for row in rows:
                 new, _, offset = read_records(run / "samples.jsonl", "step", offset=offset)
                 samples = [sample for sample in (*samples, *new) if sample["step"] >= row["step"]]
                 texts = _texts(samples, row["step"]) if name in _TAKE_TEXTS else {}
                 tracker.log({**_values(row), **texts}, step=row["step"])
                 sent = replace(sent, step=row["step"])
-            else:  # nothing new for now
+            if rows:
                 _write_state(state, sent)
+            if time.monotonic() - began > _SYSTEM_EVERY_S:
                 tracker.log(_system(), step=sent.step)
+                began = time.monotonic()
         tracker.finish()
     except Exception as error:
         raise TrackerError(f"tracker {name}: {type(error).__name__}: {error}") from error
@@ -118,22 +130,16 @@ def _open(name: str, folder: Path, run_name: str, sent: Sent) -> Any:
     return tracker
 
 
-def _rows(path: Path, after: int, *, follow: bool) -> Iterator[JsonObject | None]:
-    """Rows of later steps than `after`, each step once, and None after each `_SYSTEM_EVERY_S` of waiting."""
-    offset, waited, pause = 0, time.monotonic(), 0.0
-    while True:
+def _batches(path: Path, after: int, *, follow: bool) -> Iterator[list[JsonObject]]:
+    """New rows of later steps than `after`, each step once, as they come; with `follow` every `_POLL_S`."""
+    offset, pause, is_last = 0, 0.0, False
+    while not is_last:
         is_last = not follow or _parent_is_gone(pause)
         pause = _POLL_S
         rows, _, offset = read_records(path, "step", offset=offset)
-        for row in rows:
-            if row["step"] > after:
-                after = row["step"]
-                yield row
-        if is_last:
-            return
-        if time.monotonic() - waited > _SYSTEM_EVERY_S:
-            waited = time.monotonic()
-            yield None
+        new = {row["step"]: row for row in rows if row["step"] > after}
+        after = max(new, default=after)
+        yield [new[step] for step in sorted(new)]
 
 
 def _parent_is_gone(seconds: float) -> bool:

@@ -137,6 +137,15 @@ class KeptOutput:
             self._undo.callback(_redirect(2, pipe.fileno()))
 
 
+@contextmanager
+def stderr_into(path: Path) -> Generator[None]:
+    """What C code writes to stderr meanwhile is appended to this file alone, if it can be opened."""
+    with ExitStack() as undo:
+        with suppress(OSError):
+            undo.callback(_redirect(2, undo.enter_context(path.open("ab")).fileno()))
+        yield
+
+
 def _redirect(descriptor: int, to: int) -> Callable[[], object]:
     """Returns what undoes it."""
     before = os.dup(descriptor)

@@ -84,7 +84,7 @@ class StepEnd:
     ended: float  # seconds since 1970
     data_seconds: float  # of them, waiting for rows
     steps: int  # of the whole run
-    seconds_left: float | None  # of this start, without evaluations and saves; None while nothing is known
+    seconds_left: float | None  # of this start, evaluations and saves as often as so far; None while nothing is known
     elapsed: float  # seconds since this start began to train
     device_flops: float | None  # model FLOP/s of one device
     is_logged: bool  # every train.log_every-th step, and the first
@@ -108,6 +108,7 @@ class ProfileEnd:
     last: int
     folder: Path  # of the trace, and summary.txt
     summary: "ProfileSummary"
+    seconds: float  # to start it and to write it, beyond the steps
 
 
 Outcome = Literal["finished", "stopped", "no improvement", "not finite", "failed"]
@@ -123,6 +124,7 @@ class RunEnd:
     elapsed: float  # seconds
     last_checkpoint: Path | None
     best_step: int | None  # by evaluation loss
+    best_loss: float | None  # that one
     values: Mapping[str, float]  # those that are not finite
 
 

@@ -15,7 +15,6 @@ from portable_fsdp.backends.base import Backend
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.build import Corpus, build_data
 from portable_fsdp.models.architecture import check_architecture
-from portable_fsdp.models.tasks import find_task
 from portable_fsdp.runtime.collective_errors import on_each_process, on_process_0
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.train.early_checks import require_trackers, require_writable
@@ -27,7 +26,7 @@ def require_folders_and_model(config: Config, backend: Backend) -> None:
     on_process_0(backend, lambda: _require_folders(config))
     if (architecture := config.model.architecture) is not None:
         os.environ.setdefault("USE_TORCH_XLA", "0")  # as build_model does, before transformers is imported
-        on_each_process(backend, lambda: check_architecture(architecture, find_task(config.train.task)))
+        on_each_process(backend, lambda: check_architecture(architecture, config.train.task))
 
 
 def _require_folders(config: Config) -> None:

@@ -135,7 +135,8 @@ def require_trackers(config: Config) -> None:
     if config.observe.trackers:
         from portable_fsdp.metrics.trackers import require_installed
 
-        require_installed(config.observe.trackers)
+        later = "leave it out; `python -m portable_fsdp.report RUN --track=NAME` sends a run's metrics later"
+        require_installed(config.observe.trackers, "observe.trackers", later)
 
 
 def require_writable(folder: Path) -> None:

@@ -12,6 +12,7 @@ from rich.file_proxy import FileProxy
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
+from portable_fsdp.checkpoint.format import step_of
 from portable_fsdp.metrics.goodput import duration
 from portable_fsdp.runtime.logs import stderr_file
 from portable_fsdp.train.callbacks import Callback, RunEnd, RunStart, StepEnd
@@ -30,7 +31,7 @@ class LiveDisplay(Callback):
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
-            BarColumn(20),
+            *([BarColumn(20)] if terminal.width >= 100 else []),
             TimeElapsedColumn(),
             TextColumn("{task.fields[now]}", table_column=Column(ratio=1, no_wrap=True)),  # it alone is cut short
             console=terminal,
@@ -53,14 +54,15 @@ class LiveDisplay(Callback):
     def on_step(self, step: StepEnd) -> None:
         if step.evaluation is not None:
             self._eval = f" (eval {step.evaluation.loss:.4f})"
-        parts = [
+        saved = step.last_checkpoint and step_of(step.last_checkpoint)
+        parts = [  # the most important first: the terminal's width cuts the last ones off
             "" if step.seconds_left is None else f"eta {duration(step.seconds_left)}",
             f"loss {step.loss:.4f}{self._eval}",
+            "" if saved is None else f"saved {saved}",
             f"{step.tokens_per_second:,.0f} tokens/s",
             "" if step.mfu is None else f"MFU {step.mfu:.1%}",
             "" if step.memory_bytes is None else f"{step.memory_bytes / 2**30:.2f} GiB",
             f"data {step.data_seconds:.2f} s",
-            "" if step.last_checkpoint is None else f"saved {step.last_checkpoint.name}",
         ]
         self._progress.update(self._task, completed=step.step, now="  ".join(filter(None, parts)))
 

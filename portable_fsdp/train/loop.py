@@ -136,6 +136,8 @@ def _finish(run: _Run, in_flight: InFlight, votes: Votes, position: tuple[int, i
     """Wait for the step itself; evaluate, sample and save as decided once its own votes are known."""
     end, own_votes = _read(run, in_flight)
     votes |= own_votes
+    with run.measures.timed("wait"):
+        run.profiles.after_step(end.step)
     decision = decide(run.limits, end.step, votes, run.history)
     if decision.evaluate:
         evaluation = _evaluate(run, end.step)
@@ -306,7 +308,7 @@ def _train(
             SaveTriggers(start.folder, config.checkpoint.every_minutes),
             stop,
             observers,
-            Profiles(engine, start, observers),
+            Profiles(engine, start, observers, stop),
             step=start.step,
             history=_earlier_history(resumed, evaluator),
             last_checkpoint=resumed.path if resumed else None,
@@ -353,7 +355,7 @@ def _train_observed(run: _Run) -> Outcome:
         try:
             outcome = _train_what_is_left(run)
         finally:  # an error may come between a commit and its event, and a save be under way by then
-            run.profiles.close(run.step)
+            run.profiles.after_step(run.step, is_last=True)
             run.checkpoints.close()
             _note_commits(run)
     except (Exception, Stopped) as error:  # Stopped: before the first step has ended
@@ -385,8 +387,8 @@ def _end_of(run: _Run, outcome: Outcome, values: Mapping[str, float], error: Bas
     if error is not None and not values:
         reasons["failed"] = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
     reason = reasons.get(outcome, outcome)
-    best_step = run.history.best_step if run.history else None
-    return RunEnd(outcome, run.step, reason, run.measures.elapsed, run.last_checkpoint, best_step, values)
+    best = (run.history.best_step, run.history.best_loss) if run.history else (None, None)
+    return RunEnd(outcome, run.step, reason, run.measures.elapsed, run.last_checkpoint, *best, values)
 
 
 def _patience(run: _Run) -> str:

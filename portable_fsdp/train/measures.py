@@ -127,7 +127,7 @@ class Measures:
             ended=time.time() - (now - until),
             data_seconds=late.waited,
             steps=start.steps,
-            seconds_left=self._pace.time_left(self._seconds, min(start.steps, self._last) - step),
+            seconds_left=self._pace.time_left(until, min(start.steps, self._last) - step),
             elapsed=self.elapsed,
             is_logged=step == 1 or step % start.config.train.log_every == 0,
             device_flops=flops,

@@ -55,7 +55,8 @@ class RunFiles(Callback):
         self._samples = MetricsFile(self._folder / "samples.jsonl")
         self._samples.truncate_after(start.step)
         self._events = EventsFile(self._folder / "events.jsonl")
-        (self._folder / "STOPPED").unlink(missing_ok=True)
+        for name in ("STOPPED", "PROFILE"):
+            (self._folder / name).unlink(missing_ok=True)
         write_text_atomically(self._folder / "config.yaml", config_text(start.config))
         self._events.write(
             "start",
@@ -111,7 +112,7 @@ class RunFiles(Callback):
         figures = profile.summary._asdict()
         collectives = {kind.name: kind._asdict() for kind in figures.pop("collectives")}
         shares = {name: value for name, value in figures.items() if isinstance(value, float)}
-        steps = {"step": profile.last, "first_step": profile.first}
+        steps = {"step": profile.last, "first_step": profile.first, "seconds": profile.seconds}
         self._events.write("profile", **steps, path=profile.folder, **shares, collectives=collectives)
 
     def on_end(self, end: RunEnd) -> None:
@@ -203,7 +204,8 @@ class Console(Callback):
         summary, path = profile.summary, profile.folder / "summary.txt"
         busy, exposed = summary.busy / summary.wall, summary.exposed / summary.wall
         log.info(
-            f"profile of {profile.first}-{profile.last}: busy {busy:.0%}, exposed communication {exposed:.0%}: {path}"
+            f"profile of {profile.first}-{profile.last}: busy {busy:.0%}, exposed communication {exposed:.0%}, "
+            f"written in {duration(profile.seconds)}: {path}"
         )
 
     def on_end(self, end: RunEnd) -> None:
@@ -248,14 +250,17 @@ def _log_evaluation(evaluation: EvaluationEnd) -> None:
 
 
 def _summary(start: RunStart, end: RunEnd) -> str:
-    """Two lines: what this start did, and the whole run's goodput with the command that shows more."""
-    steps = end.step - start.step
-    best = "" if end.best_step is None else f"; best evaluation at step {end.best_step}"
-    accounts = None
+    """What this start did and the whole run's goodput, where things lie, and the command that shows more."""
+    steps, last, share = end.step - start.step, "", ""
+    best = "" if end.best_step is None else f"; best eval loss {end.best_loss:.4f} (step {end.best_step})"
     with suppress(Exception):  # a figure is no reason to fail a run that has ended: others may have changed the files
-        accounts = goodput(read_jsonl(start.folder / "events.jsonl"), read_jsonl(start.folder / "metrics.jsonl"))
-    share = "" if accounts is None else f"; goodput {accounts.share:.0%} of {duration(accounts.wall_seconds)}"
+        rows = read_jsonl(start.folder / "metrics.jsonl")
+        if accounts := goodput(read_jsonl(start.folder / "events.jsonl"), rows):
+            share = f"; goodput {accounts.share:.0%} of {duration(accounts.wall_seconds)} since the first process start"
+        last = f"; last loss {rows[-1]['loss']:.4f}"
+    trackers = f"; trackers: {start.folder / 'trackers'}" if start.config.observe.trackers else ""
     return (
-        f"{steps:,} steps, {steps * start.tokens:,} tokens in {duration(end.elapsed)}{best}{share}\n"
+        f"{steps:,} steps, {steps * start.tokens:,} tokens in {duration(end.elapsed)} of training{last}{best}{share}\n"
+        f"  last checkpoint: {end.last_checkpoint or 'none'}{trackers}\n"
         f"  python -m portable_fsdp.report {start.folder} draws the curves and where the time went"
     )

@@ -27,6 +27,8 @@ class Sampler:
     ) -> None:
         """Raises ConfigError for a prompt without tokens, or too long for its texts to fit into a row."""
         self._backend, self._tokenizer, self._tokens = backend, tokenizer, train.sample_tokens
+        if train.sample_tokens >= seq_len:
+            raise ConfigError(f"train.sample_tokens: expected less than data.seq_len={seq_len}, found {self._tokens}.")
         self._prompts = [ids.tolist() for ids in tokenizer.encode_all(train.sample_prompts, special_tokens=True)]
         for prompt, ids in zip(train.sample_prompts, self._prompts, strict=True):
             if not ids:

@@ -1,7 +1,8 @@
-"""Which process the others wait for. All end a step together, so they are compared by the time that each spends alone:
+"""Names the process that the others wait for.
 
-what a process does in a step while no other can hold it up. It waits for rows, prepares the step, computes, and runs
-callbacks. Where the engine can't tell its computing from waiting, dispatching the step stands for it.
+All processes end a step together, so wall time doesn't tell them apart. Each one's own time does: the part of a step in
+which it waits for no other, but for rows, prepares the step, computes, or runs callbacks. Where the engine can't tell
+computing from waiting, the time to dispatch the step stands for it.
 """
 
 import math

@@ -33,7 +33,12 @@ class Trackers(Callback):
 
     def on_start(self, start: RunStart) -> None:
         self._folder = start.folder
-        self._running = {name: _start(start.folder, name) for name in start.config.observe.trackers}
+        self._running: dict[str, _Running] = {}
+        for name in start.config.observe.trackers:
+            try:
+                self._running[name] = _start(start.folder, name)
+            except OSError as error:
+                log.warning("tracker %s can't start: %s", name, error)
 
     def on_step(self, step: StepEnd) -> None:
         if step.is_logged:

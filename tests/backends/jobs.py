@@ -169,11 +169,11 @@ def traced(case: Case, first: int, last: int, folder: str) -> dict[str, Any]:
     with running(case) as run:
         before = run.backend.compilations
         metrics = run.train(1, first - 1)
-        stop = run.backend.start_trace(Path(folder)) if run.backend.process.index == 0 else list
+        stop = run.backend.start_trace(Path(folder)) if run.backend.process.index == 0 else lambda: list
         metrics += run.train(first, last)
         return {
             "metrics": metrics,
-            "operations": stop(),
+            "operations": stop()(),
             "compilations": run.backend.compilations - before,
             "expected_compilations": run.backend.expected_compilations,
             "collectives": run.backend.collectives,

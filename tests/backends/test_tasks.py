@@ -23,6 +23,7 @@ from workers import Group, Workers, marked
 from portable_fsdp.config.load import load_config
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.build import build_data
+from portable_fsdp.models.architecture import mapping_of
 from portable_fsdp.models.build import build_model
 from portable_fsdp.models.tasks import find_task
 from portable_fsdp.optim.schedule import learning_rate
@@ -110,7 +111,7 @@ def plain_losses(example: Example) -> list[float]:
         for key in ("dropout_rate", "hidden_dropout_prob", "attention_probs_dropout_prob"):
             if hasattr(settings, key):
                 setattr(settings, key, 0.0)
-        kind: Any = getattr(modeling_auto, str(task.mapping))[type(settings)]
+        kind: Any = getattr(modeling_auto, mapping_of(task.name))[type(settings)]
         model = kind._from_config(settings, attn_implementation="eager")
     else:
         buffers = dict(model.named_buffers())

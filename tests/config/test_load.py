@@ -164,6 +164,7 @@ REFUSED_OVERRIDES = [
     *(f"data={{mixture: [{{{JSONL}, weight: 0.0}}]}}", "data={mixture: [{source: jsonl}]}"),
     *(f"data={{mixture: [{{{JSONL}}}], eval_split: b.jsonl}}", "data={eval_split: validation}"),
     *(f"data={{{JSONL}, eval_split: 0%}}", f"data={{{JSONL}, eval_split: 100%}}"),
+    *("report_to=tensorboard", "observe={profile: {steps: [1, 21]}}"),
 ]
 """Each with a good file; lists and mappings are named to the item."""
 

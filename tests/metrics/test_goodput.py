@@ -45,9 +45,11 @@ def test_one_start() -> None:
         {"event": "evaluation", "time": at(24), "seconds": 3.0},
         {"event": "samples", "time": at(24.25), "seconds": 0.25},
         {"event": "save", "time": at(25.25), "blocked_seconds": 1.0, "seconds": 4.0},
-        {"event": "finish", "time": at(25.75), "step": 4},
+        {"event": "profile", "time": at(27.25), "seconds": 2.0},
+        {"event": "finish", "time": at(27.75), "step": 4},
     ]
-    expected = {"start": 10, "steps": 6, "compile": 3, "data": 2, "evaluation": 3.25, "save": 1, "other": 0.5}
+    expected = {"start": 10, "steps": 6, "compile": 3, "data": 2, "evaluation": 3.25, "save": 1, "profile": 2}
+    expected["other"] = 0.5
     assert parts(events, rows) == pytest.approx(expected)
 
 

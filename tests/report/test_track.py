@@ -56,7 +56,7 @@ def test_samples_arrive_as_texts_of_their_steps(tmp_path: Path) -> None:
         assert sent == [(step, [f"a {number}".encode()]) for step in (5, 12)]
 
 
-def test_a_tracker_follows_a_run_that_is_killed_and_resumes(tmp_path: Path) -> None:
+def test_a_tracker_follows_a_run_that_is_killed_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Steps 11 to 20 are repeated, as after a kill; the tracker ends with the run, whose end of the pipe closes."""
     run = write_run(tmp_path / "run")
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
@@ -64,8 +64,11 @@ def test_a_tracker_follows_a_run_that_is_killed_and_resumes(tmp_path: Path) -> N
     with subprocess.Popen([*FOLLOW, str(run)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             _wait_until_sent(run, 20)
+            assert main([str(run), "--track=tensorboard"]) == 2  # else it would send all again
+            assert "the run itself or another command is sending; wait for it" in capsys.readouterr().err
             (run / "metrics.jsonl").write_text("".join(lines[:10]), encoding="utf-8")
             time.sleep(1.5)  # it looks every second
+            assert json.loads((run / "trackers/tensorboard.json").read_text())["step"] == 20
             with (run / "metrics.jsonl").open("a", encoding="utf-8") as file:
                 file.write("".join(lines[10:]))
             out, _ = process.communicate(timeout=60)
@@ -108,7 +111,8 @@ def test_a_disk_without_room_ends_the_tracker_with_a_sentence(tmp_path: Path) ->
     ("flag", "message"),
     [
         ("--track=tensorbord", "--track: expected one of aim, clearml, comet_ml, dvclive, mlflow, "),
-        ("--track=comet_ml", "observe.trackers: comet_ml: not installed: pip install comet-ml"),
+        ("--track=comet_ml", "--track: comet_ml: not installed: pip install comet-ml\n  or send to another tracker"),
+        ("--track=", "--track: expected one of aim, "),
     ],
 )
 def test_a_tracker_that_is_not_there(

@@ -77,7 +77,7 @@ CONFIG = {
     "run": {"dir": "run"},
     "model": {"architecture": ARCHITECTURE},
     "data": {"source": "python_docs", "seq_len": 32, "eval_split": "2%"},
-    "train": {"steps": 30, "global_batch": 2, "log_every": 10, "eval_every": 30},
+    "train": {"steps": 30, "global_batch": 2, "log_every": 10, "eval_every": 15},
     "optim": {"lr": 0.003},
 }
 
@@ -104,14 +104,16 @@ def test_a_line_leaves_out_what_is_unknown(
     assert caplog.messages == [f"step: 10/20{line}", f"step: 12/20{line}  eta: 8.0 s"]
 
 
-def test_the_time_left_follows_the_newest_steps_and_leaves_out_the_first() -> None:
-    pace, left = Pace(), 0.0
-    assert pace.time_left(100, 999) is None
-    assert pace.time_left(1, 998) == pytest.approx(998)
-    for steps in range(997, 897, -1):
-        left = pace.time_left(3, steps) or 0.0
-    assert left == pytest.approx(3 * 898, rel=0.01)
-    assert pace.time_left(3, 0) == 0
+def test_the_time_left_counts_evaluations_and_saves_and_leaves_out_the_first_step() -> None:
+    """Steps of 2 s, and 10 s after every fifth one; the first takes 100 s."""
+    pace, left, now = Pace(), list[float | None](), 98.0
+    for step in range(1, 52):
+        now += 2
+        left.append(pace.time_left(now, 100 - step))
+        now += 10 * (step % 5 == 0)
+    assert left[:2] == [None, 98 * 2]
+    assert left[50] == pytest.approx(49 * (2 + 10 / 5))
+    assert pace.time_left(now, 0) == 0
 
 
 def test_imbalance_of_processes_is_the_greatest_over_the_median() -> None:
@@ -146,6 +148,8 @@ def test_on_a_terminal_lines_scroll_above_a_live_line(tmp_path: Path) -> None:
     assert output.rfind("\x1b[?25h") > output.rfind("\x1b[?25l") > 0, "the cursor was hidden, and comes back"
     assert re.search(r"^step +\d+/30 .*loss \d", plain, re.MULTILINE), plain
     lines = [line.rstrip() for line in plain.splitlines()]
+    live = [line for line in lines if re.match(r"step +30/30 ", line)]
+    assert re.search(r"eta \S+ s  loss \d+\.\d{4} \(eval \d+\.\d{4}\)  saved 15  ", live[-1]), live
     logged = re.findall(r"^20\S+ [A-Z]+ (.*)$", (tmp_path / "run/logs/run.log").read_text(), re.MULTILINE)
     assert max(map(len, logged)) > 80
     assert [line for line in logged if line not in lines] == [], "each stands on a line of its own, unwrapped"
@@ -156,7 +160,10 @@ def test_on_a_terminal_lines_scroll_above_a_live_line(tmp_path: Path) -> None:
         assert any(line.strip().startswith(beginning) for line in lines), (beginning, plain)
     assert "run folder: run; " in plain
     assert "data.seq_len=32" in plain
-    assert "goodput" in lines[[line.startswith("30 steps, ") for line in lines].index(True)]
+    summary = [line.startswith("30 steps, ") for line in lines].index(True)
+    pattern = r"last loss \d\.\d{4}; best eval loss \d\.\d{4} \(step \d+\); goodput \d+% of .* since the first process"
+    assert re.search(pattern, lines[summary]), lines[summary]
+    assert "  last checkpoint: run/checkpoints/step-00000030" in lines
 
 
 def _read_all(descriptor: int) -> str:

@@ -1,10 +1,13 @@
 """`observe.profile` and the file PROFILE: which steps are profiled, and that no profile changes or stops a run."""
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from test_trackers import config, losses
 
 from portable_fsdp.backends.native.engine import NativeBackend
@@ -30,28 +33,38 @@ def changed(folder: Path, train: dict[str, Any], **observe: Any) -> Config:
     return Config.model_validate(values | {"train": values["train"] | train})
 
 
-class Ask(Callback):
-    """`touch RUN/PROFILE` after a step."""
+class After(Callback):
+    """Does something after a step, while the next one runs."""
 
-    def __init__(self, file: Path, step: int) -> None:
-        self._file, self._step = file, step
+    def __init__(self, step: int, act: Callable[[], object]) -> None:
+        self._step, self._act = step, act
 
     def on_step(self, step: StepEnd) -> None:
         if step.step == self._step:
-            self._file.touch()
+            self._act()
 
 
 def test_a_window_and_a_file(tmp_path: Path) -> None:
-    """The steps of the config, and the three that follow a file, which then goes; a report shows both."""
-    ask = Ask(tmp_path / "run/PROFILE", 6)
-    assert train(config(tmp_path / "run", profile={"steps": [2, 3]}), device="cpu", callbacks=[ask]) == 0
+    """The steps of the config, and those that follow a file, which then goes; a report shows both. A file that a kill
+    left behind counts for nothing, and no profile covers the save after its last step."""
+    file = tmp_path / "run/PROFILE"
+    file.parent.mkdir()
+    file.touch()
+    touch = [After(step, file.touch) for step in (5, 10)]
+    windowed = changed(tmp_path / "run", {}, profile={"steps": [2, 3]})
+    assert train(windowed, device="cpu", callbacks=touch) == 0
     assert train(config(tmp_path / "plain"), device="cpu") == 0
     assert losses(tmp_path / "run") == losses(tmp_path / "plain")
-    assert profiles(tmp_path / "run") == [(2, 3), (8, 10)]
+    assert profiles(tmp_path / "run") == [(2, 3), (7, 9), (12, 12)]
+    events = read_jsonl(tmp_path / "run/events.jsonl")
+    assert [event["event"] for event in events[-3:]] == ["profile", "save", "finish"]
+    accounts = read_run(tmp_path / "run").goodput
+    assert accounts is not None
+    assert accounts.parts["profile"] == sum(event["seconds"] for event in events if event["event"] == "profile") > 0
     assert not (tmp_path / "run/PROFILE").exists()
     files = {str(path.relative_to(tmp_path / "run/profile")) for path in tmp_path.glob("run/profile/*/*")}
     kept = ("memory.csv", "summary.txt", "trace.json.gz")
-    assert files == {f"{folder}/{name}" for folder in ("step-2-3", "step-8-10") for name in kept}
+    assert files == {f"{folder}/{name}" for folder in ("step-2-3", "step-7-9", "step-12-12") for name in kept}
     report = markdown([read_run(tmp_path / "run")])
     assert "    steps 2 to 3: " in report
     assert "    aten::mm" in report
@@ -67,8 +80,19 @@ def test_a_resumed_run_keeps_its_window_and_refuses_a_new_one_that_is_over(tmp_p
         train(config(tmp_path, profile={"steps": [5, 6]}), device="cpu")
     with pytest.raises(ConfigError, match=r"expected steps from 6 to 12, found \[7, 13\]"):
         train(config(tmp_path, profile={"steps": [7, 13]}), device="cpu")
+    with pytest.raises(ValidationError, match=r"expected at most 20 steps, found \[1, 21\]"):
+        config(tmp_path, profile={"steps": [1, 21]})
     assert (tmp_path / "events.jsonl").read_text() == before
     assert profiles(tmp_path) == [(1, 2)]
+
+
+def test_a_stop_request_drops_the_profile_under_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """To read it may take longer than the seconds that a launcher gives to a stopped run."""
+    stop = After(4, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert train(config(tmp_path, profile={"steps": [2, 7]}), device="cpu", callbacks=[stop]) == 143
+    assert "the profile of steps 2 to 7 is dropped: the run ends" in capsys.readouterr().err
+    assert [event["event"] for event in read_jsonl(tmp_path / "events.jsonl")][-2:] == ["save", "stop"]
+    assert (profiles(tmp_path), [*tmp_path.glob("profile/*")]) == ([], [])
 
 
 @pytest.mark.parametrize("fails_at", ["start", "end"])

@@ -85,6 +85,7 @@ def test_a_text_ends_with_an_end_and_a_request_to_stop_ends_all(tmp_path: Path) 
             {**SAMPLED, "sample_prompts": ["a" * 21]},
             r"expected at most 20 tokens in each \(data\.seq_len - train\.sample_tokens\), found 21 in 'aaaa",
         ),
+        ({**SAMPLED, "sample_tokens": 32}, r"train\.sample_tokens: expected less than data\.seq_len=32, found 32"),
     ],
 )
 def test_refused_before_the_first_step(tmp_path: Path, settings: dict[str, Any], message: str) -> None:

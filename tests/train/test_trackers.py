@@ -122,6 +122,15 @@ class ToTheTracker(Callback):
         self._act(tracker)
 
 
+def test_trackers_that_cannot_start_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """RUN/logs can't be made: each has a line, and no traceback."""
+    (tmp_path / "logs").write_text("a file")
+    assert train(config(tmp_path, trackers=["tensorboard"]), device="cpu") == 0
+    err = capsys.readouterr().err
+    assert "tracker tensorboard can't start: [Errno " in err
+    assert "Traceback" not in err
+
+
 @of_each_tracker
 def test_a_tracker_that_hangs_is_left_behind(
     name: str,

@@ -290,7 +290,7 @@ class NativeBackend(base.Backend):
             return base.MemoryStats(peak, now, total) if total else None
         return base.process_memory()
 
-    def start_trace(self, folder: Path) -> Callable[[], "list[Operation]"]:
+    def start_trace(self, folder: Path) -> Callable[[], Callable[[], "list[Operation]"]]:
         from portable_fsdp.backends.native.profile import start_trace
 
         return start_trace(folder, COLLECTIVES)

@@ -29,20 +29,29 @@ _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _MARK = re.compile(r"FSDP::(pre_forward|post_forward|pre_backward|post_backward_accumulate)(?: \((.*)\))?")
 
 
-def start_trace(folder: Path, kinds: Mapping[str, str]) -> Callable[[], list[Operation]]:
-    """Record this process; the function that it returns writes trace.json.gz and memory.csv, and reads the trace.
+def start_trace(folder: Path, kinds: Mapping[str, str]) -> Callable[[], Callable[[], list[Operation]]]:
+    """Record this process, as base.Backend.start_trace says, for trace.json.gz and memory.csv.
 
     `kinds`: names of torch's collectives -> those of the contract.
     """
+    older = torch.empty(1)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
     profiler = cast(Any, profile)(activities=activities, record_shapes=True, profile_memory=True)
     profiler.start()
+    del older  # torch says once that it doesn't know the size of such a tensor: here, and not during the steps
+    path = folder / "trace.json"
 
-    def stop() -> list[Operation]:
+    def stop() -> Callable[[], list[Operation]]:
         profiler.stop()
-        profiler.export_chrome_trace(str(folder / "trace.json.gz"))
-        with gzip.open(folder / "trace.json.gz", "rt", encoding="utf-8") as file:
-            events: list[TraceEvent] = sorted(json.load(file)["traceEvents"], key=lambda event: event["ts"])
+        profiler.export_chrome_trace(str(path))
+        return read
+
+    def read() -> list[Operation]:
+        content = path.read_bytes()
+        with gzip.open(folder / "trace.json.gz", "wb", compresslevel=1) as file:  # torch's level takes 20 times as long
+            file.write(content)
+        path.unlink()
+        events: list[TraceEvent] = sorted(json.loads(content)["traceEvents"], key=lambda event: event["ts"])
         _write_memory(folder / "memory.csv", [event for event in events if event["name"] == "[memory]"])
         return list(operations(events, kinds))
 

@@ -68,8 +68,8 @@ class ToyBackend(base.Backend):
     def memory(self) -> base.MemoryStats:
         return base.process_memory()
 
-    def start_trace(self, folder: Path) -> Callable[[], list[Operation]]:
-        return list
+    def start_trace(self, folder: Path) -> Callable[[], Callable[[], list[Operation]]]:
+        return lambda: list
 
 
 def _state(tensor: Tensor) -> base.TensorState:
