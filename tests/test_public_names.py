@@ -18,6 +18,7 @@ NAMES = [
     "open_backend",
     "open_batches",
     "open_checkpoints",
+    "register_static_attention",
     "total_steps",
     "train_step",
 ]

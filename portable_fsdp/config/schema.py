@@ -12,10 +12,8 @@ from portable_fsdp.config.data import Data, DecayRate, Float, Section
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.factory import FACTORY_PATTERN
 
-TASK_NAMES = (
-    *("causal_lm", "seq2seq_lm", "masked_lm"),
-    *("sequence_classification", "token_classification", "image_classification"),
-)
+TASKS = "causal_lm|seq2seq_lm|masked_lm|sequence_classification|token_classification|image_classification"
+"""Those of transformers."""
 
 
 class Run(Section):
@@ -133,7 +131,7 @@ class Train(Section):
         description="how a batch becomes a loss: causal_lm, seq2seq_lm, masked_lm, sequence_classification, "
         "token_classification, image_classification; or `module:function`, called with the model and the batch, which "
         "returns the sum of the losses and their count",
-        pattern=f"^({'|'.join(TASK_NAMES)})$|{FACTORY_PATTERN}",
+        pattern=f"^({TASKS})$|{FACTORY_PATTERN}",
     )
     steps: int | None = Field(default=None, ge=1, description="optimizer updates in the whole run")
     epochs: Float | None = Field(

@@ -27,7 +27,7 @@ from portable_fsdp.runtime.factory import call_factory
 
 
 @dataclass(frozen=True)
-class _View:
+class _MetaView:
     """Where a meta tensor lay when it was used: a parameter's `data` may be replaced later."""
 
     storage: torch.UntypedStorage  # kept, so that its address stays its own
@@ -48,11 +48,11 @@ class _View:
 
 
 class _Call(NamedTuple):
-    """An operation that wrote to storages of the meta device; `_View`s stand for their tensors."""
+    """An operation that wrote to storages of the meta device; `_MetaView`s stand for their tensors."""
 
     operator: Any
     inputs: tuple[tuple[Any, ...], dict[str, Any]]
-    results: list[_View]
+    results: list[_MetaView]
     reads: frozenset[int]  # storages
     writes: frozenset[int]
 
@@ -76,8 +76,8 @@ class Recording(TorchDispatchMode):
         if func._schema.is_mutable:
             writes |= reads  # also of arguments that it only reads: those are computed too, to no harm
         if writes:
-            inputs = tree_map_only(Tensor, _View.of, (args, kwargs))
-            results = [_View.of(tensor) for tensor in _on_meta(result)]
+            inputs = tree_map_only(Tensor, _MetaView.of, (args, kwargs))
+            results = [_MetaView.of(tensor) for tensor in _on_meta(result)]
             self._calls.append(_Call(func, inputs, results, reads, writes))
         return result
 
@@ -102,7 +102,7 @@ class Recording(TorchDispatchMode):
         with torch.no_grad():
             for number in reversed(numbers):
                 call = self._calls[number]
-                args, kwargs = tree_map_only(_View, lambda view: view.among(made), call.inputs)
+                args, kwargs = tree_map_only(_MetaView, lambda view: view.among(made), call.inputs)
                 if "device" in kwargs:
                     kwargs = {**kwargs, "device": torch.device("cpu")}
                 is_random = torch.Tag.nondeterministic_seeded in call.operator.tags
@@ -110,7 +110,7 @@ class Recording(TorchDispatchMode):
                     result = call.operator(*args, **kwargs)
                 for view, real in zip(call.results, _tensors(result), strict=True):
                     made.setdefault(view.storage._cdata, real)
-        return cast(_View, _View.of(tensor)).among(made).clone()
+        return cast(_MetaView, _MetaView.of(tensor)).among(made).clone()
 
 
 class _Constants(TorchFunctionMode):

@@ -13,18 +13,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.config.schema import TASK_NAMES
+from portable_fsdp.config.schema import TASKS
 from portable_fsdp.models.loss import cross_entropy_sum
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.factory import described, load_factory
 
-Tensors = dict[str, Tensor]
+TaskBatch = dict[str, Tensor]
 
 Scores = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Mapping[str, Tensor]]
 """0-dim tensors: the sum of the losses, how many were summed, and sums of metrics, whose means over the count an
 evaluation reports."""
 
-TaskFunction = Callable[[nn.Module, Tensors], Scores]
+TaskFunction = Callable[[nn.Module, TaskBatch], Scores]
 
 RESERVED = ("tokens", "votes", "stop")
 """Keys of a placed batch that belong to the run; a task doesn't see them."""
@@ -44,13 +44,13 @@ class Task:
         return (*scores, {}) if len(scores) == 2 else scores
 
 
-def causal_lm(model: nn.Module, batch: Tensors) -> Scores:
+def causal_lm(model: nn.Module, batch: TaskBatch) -> Scores:
     """The model's forward has the loss, see `loss.attach_loss`."""
     documents = [batch["positions"], batch["segments"]] if "segments" in batch else []
     return model(batch["input_ids"], batch["labels"], *documents)
 
 
-def of_labels(model: nn.Module, batch: Tensors, chunked: bool = True) -> Scores:
+def of_labels(model: nn.Module, batch: TaskBatch, chunked: bool = True) -> Scores:
     """Cross entropy of logits `[rows, ..., classes]` with int64 labels `[rows, ...]`, and in evaluation the accuracy.
 
     The other tensors of the batch are the arguments of the model's forward, which returns logits or an output of
@@ -64,7 +64,7 @@ def of_labels(model: nn.Module, batch: Tensors, chunked: bool = True) -> Scores:
     return (*scores, {"accuracy": (logits.argmax(dim=-1) == labels).sum().float()})
 
 
-def _logits(model: nn.Module, batch: Tensors) -> Tensor:
+def _logits(model: nn.Module, batch: TaskBatch) -> Tensor:
     arguments = {name: value for name, value in batch.items() if name != "labels"}
     if is_decoder_only(model):  # no position sees the padding behind a row
         arguments.pop("attention_mask", None)
@@ -72,7 +72,7 @@ def _logits(model: nn.Module, batch: Tensors) -> Tensor:
     return output if isinstance(output, Tensor) else output.logits
 
 
-def seq2seq_lm(model: nn.Module, batch: Tensors, chunked: bool = True) -> Scores:
+def seq2seq_lm(model: nn.Module, batch: TaskBatch, chunked: bool = True) -> Scores:
     """The decoder gets the labels shifted by one, as the model's class does it."""
     shifted = cast(Any, model).prepare_decoder_input_ids_from_labels(labels=batch["labels"])
     return of_labels(model, {**batch, "decoder_input_ids": shifted}, chunked)
@@ -93,7 +93,7 @@ def find_task(name: str, *, eager: bool = True) -> Task:
     """`train.task`. `eager`: operations run one by one. Raises ConfigError for a function that can't be imported."""
     if name == CAUSAL_LM.name:
         return CAUSAL_LM
-    if name in TASK_NAMES:
+    if name in TASKS.split("|"):
         return Task(name, partial(_FUNCTIONS.get(name, of_labels), chunked=eager))
     return Task(name, load_factory("train.task", name), counts_labels=False)
 

@@ -44,7 +44,8 @@ class Child:
             stdin=subprocess.DEVNULL,
             stdout=self._files[0],
             stderr=self._files[1],
-            env={**os.environ, **(environment or {})},
+            # It finds modules where this process does: the user's factories lie beside the config.
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **(environment or {})},
             start_new_session=True,
         )
         self._cpu_s = 0.0

@@ -15,11 +15,10 @@ FACTORY_PATTERN = r"^[^\s:]+:[^\s:]+$"
 
 
 def search_folder(folder: Path) -> None:
-    """Find modules in `folder` first, as Python does for a script; so do the programs that this one starts."""
+    """Find modules in `folder` first, as Python does for a script."""
     path = str(folder.absolute())
     if path not in sys.path:
         sys.path.insert(0, path)
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (path, os.environ.get("PYTHONPATH"))))
 
 
 def load_factory(key: str, name: str) -> Callable[..., Any]:

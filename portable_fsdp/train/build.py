@@ -30,11 +30,11 @@ from portable_fsdp.optim.schedule import check_schedule
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.train.early_checks import checkpoint_folder, saved_config
 from portable_fsdp.train.evaluate import Evaluator
-from portable_fsdp.train.examples import Example, tokens_of, try_rows
 from portable_fsdp.train.memory_need import memory_need, require_memory
 from portable_fsdp.train.step import Step, train_step
 
-if TYPE_CHECKING:  # a run without samples doesn't load it
+if TYPE_CHECKING:  # text without samples loads neither
+    from portable_fsdp.train.row_trial import RowTrial
     from portable_fsdp.train.sampling import Sampler
 
 log = logging.getLogger("portable_fsdp")
@@ -49,7 +49,7 @@ class Training:
     optimizer: torch.optim.Optimizer
     step: Step
     task: Task
-    example: Example | None  # of `data.factory`
+    trial: "RowTrial | None"  # of `data.factory`
     accumulation: int  # micro batches in a step
     ties: dict[str, str]  # FQN -> the first FQN of the same weight
 
@@ -79,6 +79,8 @@ def build_training(
         require_own_ids(config.model, config.data.tokenizer, tokenizer)
     task, seq_len, first = find_task(config.train.task, eager=eager), config.data.seq_len, None
     if rows is not None and (config.data.factory is not None or not task.counts_labels):
+        from portable_fsdp.train.row_trial import tokens_of
+
         first = rows.rows(np.arange(config.train.resolved_micro_batch) % len(rows))
         seq_len = tokens_of(first)
     built = build_model(
@@ -93,7 +95,11 @@ def build_training(
         packs_documents=config.data.factory is None and config.data.resolved_packing == "documents",
         task=task,
     )
-    example = None if first is None else try_rows(first, built.model, task, has_fixed_shapes=not eager)
+    trial = None
+    if first is not None:
+        from portable_fsdp.train.row_trial import try_rows
+
+        trial = try_rows(first, built.model, task, has_fixed_shapes=not eager)
     shapes = {fqn: tuple(weight.shape) for fqn, weight in built.model.named_parameters() if weight.requires_grad}
     frozen = [fqn for fqn, weight in built.model.named_parameters() if not weight.requires_grad]
     ties = _ties(built.model)
@@ -105,7 +111,7 @@ def build_training(
     optimizer = backend.build_optimizer(make, groups)
     limit = config.train.max_grad_norm
     step = train_step(backend, model, optimizer, accumulation=accumulation, max_grad_norm=limit, task=task)
-    return Training(built, model, optimizer, step, task, example, accumulation, ties)
+    return Training(built, model, optimizer, step, task, trial, accumulation, ties)
 
 
 def _ties(model: nn.Module) -> dict[str, str]:
@@ -208,6 +214,6 @@ def open_batches(
         shard=(backend.data_shard.index, backend.data_shard.count),
         accumulation=training.accumulation,
         start=epoch * len(corpus.rows) + samples,
-        check=training.example.check if training.example else lambda batch, numbers: None,
+        check=training.trial.check if training.trial else lambda batch, numbers: None,
         count_losses=count_labels if training.task.counts_labels else count_rows,
     )

@@ -289,7 +289,7 @@ def _train(
     with open_checkpoints(config, engine, training, corpus) as checkpoints:
         point = checkpoints.find(config.checkpoint.resume)
         resumed = None if point is None else checkpoints.load(point, training.model, training.optimizer)
-        cost = training.example.cost if training.example else None
+        cost = training.trial.cost if training.trial else None
         start = run_start(config, engine, training.built.size, steps, resumed, cost)
         is_new = resumed is None or any(change.name == "observe.profile" for change in resumed.changes)
         check_profile(config, steps, start.step, is_new=is_new)

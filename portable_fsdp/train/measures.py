@@ -7,7 +7,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -20,8 +20,10 @@ from portable_fsdp.models.weights import ModelSize
 from portable_fsdp.runtime.errors import TrainingError
 from portable_fsdp.train.callbacks import RunStart, StepEnd
 from portable_fsdp.train.decision import Votes
-from portable_fsdp.train.examples import RowCost
 from portable_fsdp.train.stragglers import StragglerWatch, imbalance
+
+if TYPE_CHECKING:  # text doesn't load it
+    from portable_fsdp.train.row_trial import RowCost
 
 VOTES = 5
 """Columns of each process in the votes."""
@@ -149,7 +151,7 @@ def run_start(
     size: ModelSize,
     steps: int,
     resumed: Resumed | None,
-    cost: RowCost | None = None,
+    cost: "RowCost | None" = None,
 ) -> RunStart:
     """`cost`: of a row, where it isn't text of `data.seq_len` tokens. *collective*"""
     if cost is None:

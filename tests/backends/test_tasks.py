@@ -3,7 +3,6 @@
 Of ours the loop has the initial weights and the order of the rows. Models of transformers compute their own loss.
 """
 
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -141,12 +140,6 @@ def plain_losses(example: Example) -> list[float]:
 GetWorkers = Callable[[Group], Workers]
 
 
-def _keep_paths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """load_config puts the config's folder into both."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
-
-
 NATIVE, XLA = Group("native", 2), Group("xla", 3)
 IN_SUITE = ("classifier", "own_count", "dpo", "t5")
 
@@ -161,7 +154,7 @@ IN_SUITE = ("classifier", "own_count", "dpo", "t5")
 def test_a_task_has_the_losses_of_a_plain_loop(
     workers: GetWorkers, group: Group, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _keep_paths(monkeypatch)
+    monkeypatch.setattr(sys, "path", list(sys.path))  # load_config puts the config's folder there
     example = EXAMPLES[name]
     settings = [*example.settings, "optim.weight_decay=0.0"]
     answers = workers(group).run(
@@ -180,7 +173,7 @@ def test_a_task_has_the_losses_of_a_plain_loop(
 def test_a_task_resumes_on_another_engine_bit_for_bit(
     workers: GetWorkers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _keep_paths(monkeypatch)
+    monkeypatch.setattr(sys, "path", list(sys.path))  # load_config puts the config's folder there
     path = str(ROOT / EXAMPLES["dpo"].config)
     settings = ["optim.weight_decay=0.0"]
     run = {"path": path, "overrides": settings, "folder": str(tmp_path)}

@@ -14,8 +14,6 @@ from portable_fsdp.data.packing import IGNORED
 from portable_fsdp.models.tasks import CAUSAL_LM, Task, check_scores, count_classes
 from portable_fsdp.runtime.errors import DataError
 
-Columns = Mapping[str, Tensor]
-
 
 class RowCost(NamedTuple):
     """Of a row: tokens (1 where rows have none), and model FLOPs of forward and backward where torch counts them."""
@@ -24,18 +22,18 @@ class RowCost(NamedTuple):
     flops: float | None
 
 
-class Example(NamedTuple):
+class RowTrial(NamedTuple):
     cost: RowCost
     check: Check
 
 
-def tokens_of(batch: Columns) -> int:
+def tokens_of(batch: Mapping[str, Tensor]) -> int:
     """Tokens of each row: the length of `input_ids`, or 1 where rows have none."""
     ids = batch.get("input_ids")
     return ids.shape[1] if ids is not None and ids.dim() == 2 else 1
 
 
-def try_rows(batch: Columns, model: nn.Module, task: Task, *, has_fixed_shapes: bool) -> Example:
+def try_rows(batch: Mapping[str, Tensor], model: nn.Module, task: Task, *, has_fixed_shapes: bool) -> RowTrial:
     """Run the corpus's first rows through a copy of `model` (parameters on meta): it takes no memory, and little time.
 
     `has_fixed_shapes`: the engine compiles a program for each shape. Raises ConfigError and DataError.
@@ -53,7 +51,7 @@ def try_rows(batch: Columns, model: nn.Module, task: Task, *, has_fixed_shapes: 
         classes = count_classes(task, twin, on_meta)
     shapes = {name: value.shape[1:] for name, value in batch.items()} if has_fixed_shapes else None
 
-    def check(batch: Columns, numbers: NDArray[np.int64]) -> None:
+    def check(batch: Mapping[str, Tensor], numbers: NDArray[np.int64]) -> None:
         if shapes is not None and (actual := {name: value.shape[1:] for name, value in batch.items()}) != shapes:
             name = next(name for name in {**shapes, **actual} if actual.get(name) != shapes.get(name))
             raise DataError(
@@ -65,10 +63,10 @@ def try_rows(batch: Columns, model: nn.Module, task: Task, *, has_fixed_shapes: 
             _require_range(batch["labels"], classes, numbers)
 
     check(batch, np.arange(len(next(iter(batch.values())))))
-    return Example(RowCost(tokens_of(batch), flops), check)
+    return RowTrial(RowCost(tokens_of(batch), flops), check)
 
 
-def _require_labels(task: Task, batch: Columns) -> None:
+def _require_labels(task: Task, batch: Mapping[str, Tensor]) -> None:
     labels = batch.get("labels")
     if labels is None or labels.is_floating_point():
         found = f"found {', '.join(batch)}" if labels is None else f"found {labels.dtype}"
