@@ -5,6 +5,7 @@ memory and weights. With `memory.cpu_offload` parameters, gradients and optimize
 shards to the device to gather them, and reduced gradients back, and the optimizer runs on the host.
 """
 
+import logging
 import os
 import warnings
 from collections.abc import Callable, Generator
@@ -42,6 +43,8 @@ from portable_fsdp.runtime.process import detect_launch
 if TYPE_CHECKING:
     from portable_fsdp.backends.native.torchtpu import TpuPrograms
     from portable_fsdp.metrics.profile import Operation
+
+log = logging.getLogger("portable_fsdp")
 
 # torch's default. It ends a run whose live processes all wait; a lost process ends it after run.peer_timeout_s.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
@@ -105,12 +108,14 @@ class NativeBackend(base.Backend):
         """Raises TrainingError for what the network between processes ended the run with."""
         _, error, _ = raised
         peers, self._peers = self._peers, None
+        programs, self._programs = self._programs, None
         try:
             if peers:
                 peers.leave(error)
         finally:
-            if self._programs:
-                self._programs.expect_others()
+            if programs:
+                log.info("TorchTPU compiled %d programs in this process", programs.count)
+                programs.expect_others()
             _set_matmul_precision(self._matmul_before)
             if dist.is_initialized():
                 for group in self._mesh.get_all_groups():  # each of gloo's has threads that poll
@@ -130,7 +135,8 @@ class NativeBackend(base.Backend):
         self._root = units[0].unit
         if fill is None:
             return model
-        self._compute_time = ComputeTime(model, policy.units, self.device)
+        # On a TPU the host's clock would time dispatch alone, and TorchTPU's events wait for copies to the host alone.
+        self._compute_time = None if self.device.type == "tpu" else ComputeTime(model, policy.units, self.device)
         materialise(model, policy, self.device)
         with torch.no_grad():
             for fqn, parameter in model.named_parameters():
@@ -223,18 +229,14 @@ class NativeBackend(base.Backend):
         return total
 
     def fetch(self, metrics: base.Metrics) -> base.Pending:
-        if self.device.type != "cuda":
+        if self.device.type == "cpu":
             return super().fetch({name: value.clone() for name, value in metrics.items()})
         sizes = {name: value.shape for name, value in metrics.items()}
-        values = torch.cat([value.float().flatten() for value in metrics.values()])
-        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        host.copy_(values, non_blocking=True)  # while the device computes
-        ready = torch.cuda.Event()
-        ready.record()
+        values = torch.cat([value.float().flatten() for value in metrics.values()])  # one copy, one program on TPUs
+        read = _copy_beside(values) if values.is_cuda else values.cpu
 
         def result() -> dict[str, Tensor]:
-            ready.synchronize()
-            parts = host.split([size.numel() for size in sizes.values()])
+            parts = read().split([size.numel() for size in sizes.values()])
             return {name: part.view(size) for (name, size), part in zip(sizes.items(), parts, strict=True)}
 
         return base.Pending(result)
@@ -283,6 +285,8 @@ class NativeBackend(base.Backend):
     def start_trace(self, folder: Path) -> Callable[[], "list[Operation]"]:
         from portable_fsdp.backends.native.profile import start_trace
 
+        if self.device.type == "tpu":  # asked for in a run under way; observe.profile is refused
+            raise BackendError("torch.profiler records nothing of what TorchTPU runs on a chip")
         return start_trace(folder, COLLECTIVES)
 
     def _region(self, tensor: Tensor) -> base.Region:
@@ -346,6 +350,20 @@ def _check_launch(device: str, num_devices: int | None, world_size: int, local_r
             f"{torch.cuda.device_count()}.\n  Start at most that many processes: torchrun --nproc_per_node=gpu. "
             "Under srun each task is to see all GPUs of its host: --gpus-per-node, without --gpus-per-task."
         )
+
+
+def _copy_beside(values: Tensor) -> Callable[[], Tensor]:
+    """Starts a copy from a GPU while it computes; the function waits for it."""
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    ready = torch.cuda.Event()
+    ready.record()
+
+    def read() -> Tensor:
+        ready.synchronize()
+        return host
+
+    return read
 
 
 def _scale(tensors: list[Tensor], factor: Tensor) -> None:

@@ -1,11 +1,13 @@
 """What native (FSDP2) does with each option. No torch here."""
 
+import os
 from collections.abc import Callable, Mapping
 
 from portable_fsdp.backends.options import EngineOptions, Package
 from portable_fsdp.config.rules import Deployment, Refused, Rule, is_hybrid, parts, shards_of_a_replica
 from portable_fsdp.config.schema import Config
-from portable_fsdp.runtime.process import Hosts
+from portable_fsdp.runtime.host import tpu_chips
+from portable_fsdp.runtime.process import Hosts, detect_launch
 
 
 def _compiler(config: Config, place: Deployment) -> str:
@@ -100,6 +102,12 @@ RULES = (
         when=lambda c, p: p.device == "tpu",
     ),
     Refused(
+        "observe.profile",
+        "on tpu",
+        "torch.profiler records nothing of what TorchTPU 0.2.0 runs on a chip",
+        when=lambda c, p: p.device == "tpu",
+    ),
+    Refused(
         "compile.scan_layers",
         "on native",
         "a loop over layers is a program of XLA's; torch.compile shares one program between equal layers by itself",
@@ -154,16 +162,22 @@ def _processes(device: str, requested: int | None, count: Callable[[str], int]) 
     return requested or (1 if device == "cpu" else count(device))
 
 
-def _prepare_start(processes: int, environ: Mapping[str, str]) -> Hosts | None:
+def _prepare_start(device: str, processes: int, environ: Mapping[str, str]) -> Hosts | None:
+    if device != "tpu":
+        return None
     from portable_fsdp.backends.native import torchtpu
 
     return torchtpu.prepare_start(processes, environ)
 
 
 def _check_torch_tpu() -> None:
+    """Before torch is imported, which takes a minute on a cold host."""
     from portable_fsdp.backends.native import torchtpu
 
     torchtpu.check_installation()
+    launch, chips = detect_launch(os.environ), len(tpu_chips())
+    if chips and not launch.is_alone:  # alone it may be the parent of the others
+        torchtpu.check_launch(os.environ, launch.world_size, chips)
 
 
 _TORCH = Package("torch", "In a checkout of portable_fsdp: pip install '.'")
