@@ -33,15 +33,15 @@ OF_TORCH_TPU = ("TORCH_TPU_SLICEBUILDER_ADDRESSES", "TORCH_TPU_TOPOLOGY", "TORCH
 _kept: list[Any] = []
 
 
-def install() -> None:
+def install(*, quick: bool = True) -> None:
+    """`quick`: compile with few of LLVM's passes, which take longest and gain models this small nothing."""
     assert "torch" not in sys.modules, "the rig comes before torch"
     cpu_plugin.install()
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # no metadata server is asked
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     emitters = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
-    # What takes longest is LLVM; what it would gain in speed is nothing in models this small.
-    quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {emitters} {quick}".strip()
+    passes = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true" if quick else ""
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {emitters} {passes}".strip()
     _after_import("libtpu", lambda libtpu: setattr(libtpu, "configure_library_path", lambda: None))
     _after_import("torch_tpu._loader", _patch_loader)
     _after_import("torch_tpu._internal.distributed.distributed", _choose_port)

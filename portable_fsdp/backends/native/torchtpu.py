@@ -6,6 +6,7 @@ to know the whole slice before the first tensor: from TORCH_TPU_* variables, set
 
 import logging
 import os
+import warnings
 from collections.abc import Mapping
 from importlib import metadata
 from typing import Any, cast
@@ -28,8 +29,8 @@ def check_installation() -> None:
     if torch_xla is not None:
         raise BackendError(
             f"backend native on tpu: torch_tpu {version} and torch_xla {torch_xla} are both installed, and each needs "
-            f"another torch (found {_version('torch')}).\n  Give each an environment of its own: pip install '.[torchtpu]' in "
-            "one, pip install '.[tpu]' in the other."
+            f"another torch (found {_version('torch')}).\n  Give each an environment of its own: "
+            "pip install '.[torchtpu]' in one, pip install '.[tpu]' in the other."
         )
     for requirement in map(Requirement, metadata.requires(PACKAGE) or []):
         installed = _version(requirement.name)
@@ -126,6 +127,9 @@ def load() -> None:
             "and newer behind VFIO (/dev/vfio/*).\n  Start a TPU VM with a newer image, or use --backend=xla in an "
             "environment with torch_xla."
         )
+    # torch_tpu's version is pinned, so an experimental API can't change; precision.matmul chose the precision.
+    for message in ("<TorchTpu/ApiStage/", "<TorchTpu/Performance/> TPU is using HIGHEST precision as requested"):
+        warnings.filterwarnings("ignore", message)
 
 
 # ------------------------------------------------------------------------------------------------------- the programs
