@@ -75,6 +75,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def test_a_plain_start_drives_all_chips_stops_and_goes_on_elsewhere(folder: Path) -> None:
+    """Elsewhere is a CPU beside torch_tpu, which nothing but the launcher keeps out of torch."""
     process = start(folder, "--device=tpu", chips=2)
     until = time.monotonic() + 150
     rows = folder / "run" / "metrics.jsonl"
@@ -133,16 +134,12 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def test_cpu_trains_beside_torch_tpu_though_nobody_keeps_it_out(folder: Path) -> None:
-    assert end_of(start(folder, "--device=cpu", "train.steps=2", chips=None), 100) == 0
-    assert len(losses(folder)) == 2
-
-
 IMPORTS_TORCH_FIRST = """
 import torch, portable_fsdp
+from portable_fsdp.runtime.errors import BackendError
 try:
     portable_fsdp.open_backend(portable_fsdp.load_config("tiny.yaml"), device="cpu")
-except portable_fsdp.BackendError as error:
+except BackendError as error:
     print(error)
 """
 
@@ -181,7 +178,7 @@ def test_a_bad_start_is_one_sentence(name: str, folder: Path) -> None:
     chips, variables, message = BAD_STARTS[name]
     flags = [f"{name}={value}" for name, value in variables.items() if name.startswith("--")]
     environment = {name: value for name, value in variables.items() if not name.startswith("--")}
-    code = end_of(start(folder, "--device=tpu", *flags, chips=chips, **environment), 100)
+    code = end_of(start(folder, "--device=tpu", "train.global_batch=24", *flags, chips=chips, **environment), 100)
     text = (folder / "log").read_text()
     assert code == EXIT_USAGE, text
     assert message in text

@@ -5,7 +5,6 @@ memory and weights. With `memory.cpu_offload` parameters, gradients and optimize
 shards to the device to gather them, and reduced gradients back, and the optimizer runs on the host.
 """
 
-import logging
 import os
 import warnings
 from collections.abc import Callable, Generator
@@ -37,14 +36,11 @@ from portable_fsdp.backends.support import require_supported
 from portable_fsdp.config.layout import mesh_axes
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import BackendError
-from portable_fsdp.runtime.host import tpu_chips
 from portable_fsdp.runtime.process import detect_launch
 
 if TYPE_CHECKING:
     from portable_fsdp.backends.native.torchtpu import TpuPrograms
     from portable_fsdp.metrics.profile import Operation
-
-log = logging.getLogger("portable_fsdp")
 
 # torch's default. It ends a run whose live processes all wait; a lost process ends it after run.peer_timeout_s.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
@@ -78,11 +74,7 @@ class NativeBackend(base.Backend):
         if device == "tpu":
             from portable_fsdp.backends.native import torchtpu
 
-            if self._owns_group:
-                torchtpu.check_launch(os.environ, count, len(tpu_chips()))
-            torchtpu.load()
-            self.device, self._programs = torch.device("tpu"), torchtpu.TpuPrograms()  # the only one that a process has
-            self.device_name = cast(Any, torch).tpu.get_device_name()
+            self.device, self.device_name, self._programs = torchtpu.open_chip(count if self._owns_group else None)
         if device == "cuda":
             torch.cuda.set_device(self.device)
             self.device_name = torch.cuda.get_device_name(self.device)
@@ -108,14 +100,12 @@ class NativeBackend(base.Backend):
         """Raises TrainingError for what the network between processes ended the run with."""
         _, error, _ = raised
         peers, self._peers = self._peers, None
-        programs, self._programs = self._programs, None
         try:
             if peers:
                 peers.leave(error)
         finally:
-            if programs:
-                log.info("TorchTPU compiled %d programs in this process", programs.count)
-                programs.expect_others()
+            if self._programs:
+                self._programs.close()
             _set_matmul_precision(self._matmul_before)
             if dist.is_initialized():
                 for group in self._mesh.get_all_groups():  # each of gloo's has threads that poll
@@ -231,15 +221,9 @@ class NativeBackend(base.Backend):
     def fetch(self, metrics: base.Metrics) -> base.Pending:
         if self.device.type == "cpu":
             return super().fetch({name: value.clone() for name, value in metrics.items()})
-        sizes = {name: value.shape for name, value in metrics.items()}
-        values = torch.cat([value.float().flatten() for value in metrics.values()])  # one copy, one program on TPUs
-        read = _copy_beside(values) if values.is_cuda else values.cpu
+        from portable_fsdp.backends.native.packed import fetch_packed
 
-        def result() -> dict[str, Tensor]:
-            parts = read().split([size.numel() for size in sizes.values()])
-            return {name: part.view(size) for (name, size), part in zip(sizes.items(), parts, strict=True)}
-
-        return base.Pending(result)
+        return fetch_packed(metrics)
 
     def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, base.TensorState]:
         buffers = base.persistent_buffers(model)  # statistics of the rows that a process sees may differ
@@ -276,10 +260,9 @@ class NativeBackend(base.Backend):
                 torch.cuda.max_memory_allocated(self.device), torch.cuda.memory_allocated(self.device), total
             )
         if self.device.type == "tpu":
-            accelerator = cast(Any, torch.accelerator)  # of torch 2.11 and newer
-            _, total = accelerator.get_memory_info(self.device)
-            peak, now = accelerator.max_memory_allocated(self.device), accelerator.memory_allocated(self.device)
-            return base.MemoryStats(peak, now, total) if total else None
+            from portable_fsdp.backends.native import torchtpu
+
+            return torchtpu.memory(self.device)
         return base.process_memory()
 
     def start_trace(self, folder: Path) -> Callable[[], "list[Operation]"]:
@@ -350,20 +333,6 @@ def _check_launch(device: str, num_devices: int | None, world_size: int, local_r
             f"{torch.cuda.device_count()}.\n  Start at most that many processes: torchrun --nproc_per_node=gpu. "
             "Under srun each task is to see all GPUs of its host: --gpus-per-node, without --gpus-per-task."
         )
-
-
-def _copy_beside(values: Tensor) -> Callable[[], Tensor]:
-    """Starts a copy from a GPU while it computes; the function waits for it."""
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    host.copy_(values, non_blocking=True)
-    ready = torch.cuda.Event()
-    ready.record()
-
-    def read() -> Tensor:
-        ready.synchronize()
-        return host
-
-    return read
 
 
 def _scale(tensors: list[Tensor], factor: Tensor) -> None:

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from portable_fsdp.backends.options import EngineOptions, Package
 from portable_fsdp.config.rules import Deployment, Refused, Rule, is_hybrid, parts, shards_of_a_replica
 from portable_fsdp.config.schema import Config
-from portable_fsdp.runtime.host import tpu_chips
-from portable_fsdp.runtime.process import Hosts, detect_launch
+from portable_fsdp.runtime.process import Hosts
 
 
 def _compiler(config: Config, place: Deployment) -> str:
@@ -171,13 +170,9 @@ def _prepare_start(device: str, processes: int, environ: Mapping[str, str]) -> H
 
 
 def _check_torch_tpu() -> None:
-    """Before torch is imported, which takes a minute on a cold host."""
     from portable_fsdp.backends.native import torchtpu
 
-    torchtpu.check_installation()
-    launch, chips = detect_launch(os.environ), len(tpu_chips())
-    if chips and not launch.is_alone:  # alone it may be the parent of the others
-        torchtpu.check_launch(os.environ, launch.world_size, chips)
+    torchtpu.check(os.environ)
 
 
 _TORCH = Package("torch", "In a checkout of portable_fsdp: pip install '.'")

@@ -9,18 +9,31 @@ import os
 import warnings
 from collections.abc import Mapping
 from importlib import metadata
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from packaging.requirements import Requirement
 
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.host import tpu_chips
-from portable_fsdp.runtime.process import Hosts, problem_of_tpu_worker, tpu_workers
+from portable_fsdp.runtime.process import Hosts, detect_launch, problem_of_tpu_worker, tpu_workers
+
+if TYPE_CHECKING:
+    import torch
+
+    from portable_fsdp.backends.base import MemoryStats
 
 PACKAGE = "torch_tpu"
 WARM_UP_STEPS = 3  # operations compile when they first run, and a step is read and logged one step later
 
 log = logging.getLogger("portable_fsdp")
+
+
+def check(environ: Mapping[str, str]) -> None:
+    """What can be refused before torch is imported. Raises BackendError."""
+    check_installation()
+    launch, chips = detect_launch(environ), len(tpu_chips())
+    if chips and not launch.is_alone:  # alone it may be the parent of the others
+        check_launch(environ, launch.world_size, chips)
 
 
 def check_installation() -> None:
@@ -132,6 +145,31 @@ def load() -> None:
         warnings.filterwarnings("ignore", message)
 
 
+def open_chip(processes: int | None) -> "tuple[torch.device, str, TpuPrograms]":
+    """This process's chip, its name and its programs. `processes`: of the run; None in a process group of the caller's.
+
+    Raises BackendError where chips and processes don't fit, or no chip is found.
+    """
+    if processes is not None:
+        check_launch(os.environ, processes, len(tpu_chips()))
+    load()
+    import torch
+
+    return torch.device("tpu"), cast(Any, torch).tpu.get_device_name(), TpuPrograms()
+
+
+def memory(device: "torch.device") -> "MemoryStats | None":
+    """As `Backend.memory`."""
+    import torch
+
+    from portable_fsdp.backends.base import MemoryStats
+
+    accelerator = cast(Any, torch.accelerator)  # of torch 2.11 and newer
+    _, total = accelerator.get_memory_info(device)
+    peak, now = accelerator.max_memory_allocated(device), accelerator.memory_allocated(device)
+    return MemoryStats(peak, now, total) if total else None
+
+
 # ------------------------------------------------------------------------------------------------------- the programs
 
 
@@ -170,6 +208,11 @@ class TpuPrograms:
                 "layer. Each takes seconds.",
                 new,
             )
+
+    def close(self) -> None:
+        """At the end of a run."""
+        log.info("TorchTPU compiled %d programs in this process", self.count)
+        self.expect_others()
 
     def expect_others(self) -> None:
         """An evaluation or samples follow: what they compile belongs to no step. The next step ends a new warm-up."""
