@@ -14,6 +14,7 @@ LATEST := .venv-latest/bin/python
 # XLA's CPU plugin, which stands in for libtpu in tests/torchtpu.
 TORCHTPU := .venv-torchtpu/bin/python
 TPU_STAND_IN := lammps-jax-pjrt-cpu==0.11.2
+PYTEST_ON_TORCHTPU := TEST_TORCHTPU=1 TORCH_DEVICE_BACKEND_AUTOLOAD=0 PYTHON_WITH_XLA=$(abspath $(RUN)) $(TORCHTPU) -m pytest
 ON_TORCHTPU := $(addprefix tests/backends/test_,torchtpu.py torchtpu_start.py contract.py packed_documents.py)
 ON_TORCH := tests/backends tests/checkpoint tests/models tests/optim tests/plan/test_cuda.py tests/train tests/launch/test_launch.py
 
@@ -24,11 +25,11 @@ LAUNCH_FINETUNE := $(RUN) -m portable_fsdp.launch --device=cpu --config=configs/
 SAMPLE := $(RUN) -m portable_fsdp.sample
 PROMPT := --prompt="The with statement is used to" --count=2 --tokens=40
 
-.PHONY: help env check types quick test proof demo demo-finetune docs env-latest test-latest env-torchtpu test-torchtpu clean
+.PHONY: help env check types quick test proof demo demo-finetune docs env-latest test-latest env-torchtpu test-torchtpu proof-torchtpu clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
 
 env: .venv/.installed  ## the environment .venv: both engines, demo and development tools
 
@@ -80,7 +81,10 @@ test-latest: env-latest  ## what rests on torch, with the newest one
 env-torchtpu: .venv-torchtpu/.installed  ## the environment .venv-torchtpu: TorchTPU, and XLA's CPU plugin as its chip
 
 test-torchtpu: env env-torchtpu  ## native on the device "tpu" of TorchTPU, without a chip; checkpoints to and from xla
-	TEST_TORCHTPU=1 TORCH_DEVICE_BACKEND_AUTOLOAD=0 PYTHON_WITH_XLA=$(abspath $(RUN)) $(TORCHTPU) -m pytest $(BY_FILE) $(ON_TORCHTPU)
+	$(PYTEST_ON_TORCHTPU) $(BY_FILE) $(ON_TORCHTPU)
+
+proof-torchtpu: env env-torchtpu  ## what is too long for it
+	$(PYTEST_ON_TORCHTPU) -m proof $(ON_TORCHTPU)
 
 clean:  ## removes environments, caches and build products; keeps runs/
 	rm -rf .venv .venv-latest .venv-torchtpu build dist portable_fsdp.egg-info .pytest_cache .ruff_cache

@@ -5,16 +5,25 @@
 # (prints that of the TPU; nothing where there is none; fails where gcloud can't tell), on_workers NUMBERS COMMAND_LINE
 # and to_workers FILE TARGET.
 
-extra=${TPU_EXTRA:-tpu} # tpu: torch_xla; torchtpu: TorchTPU, which has to be told the hosts of the slice
-slice=
+extra=${TPU_EXTRA:-tpu} # what `setup` installs: tpu, torch_xla; torchtpu, TorchTPU
+
+# TorchTPU, where a worker has it, needs the hosts of the slice. Without them each host would train alone.
 # shellcheck disable=SC2016 # a worker expands it
-[[ $extra != torchtpu ]] || slice='attribute() {
-    curl --fail --silent --header "Metadata-Flavor: Google" \
-        "http://metadata.google.internal/computeMetadata/v1/instance/attributes/$1"
-}
-TPU_WORKER_ID=$(attribute agent-worker-number)
-TPU_WORKER_HOSTNAMES=$(attribute worker-network-endpoints | tr , "\n" | cut -d : -f 3 | paste -s -d ,)
-export TPU_WORKER_ID TPU_WORKER_HOSTNAMES
+slice='if [ -d .venv/lib/python3.11/site-packages/torch_tpu ]; then
+    attribute() {
+        curl --fail --silent --header "Metadata-Flavor: Google" \
+            "http://metadata.google.internal/computeMetadata/v1/instance/attributes/$1"
+    }
+    TPU_WORKER_ID=$(attribute agent-worker-number)
+    TPU_WORKER_HOSTNAMES=$(attribute worker-network-endpoints | tr , "\n" | cut -d : -f 3 | paste -s -d ,)
+    case ,$TPU_WORKER_ID,$TPU_WORKER_HOSTNAMES, in
+    *,,*)
+        echo "the metadata server names no hosts of this slice (agent-worker-number, worker-network-endpoints)" >&2
+        exit 1
+        ;;
+    esac
+    export TPU_WORKER_ID TPU_WORKER_HOSTNAMES
+fi
 '
 
 not_set_up=66 # answer of a worker that has no checkout yet
@@ -166,6 +175,10 @@ main() { # of the script that sources this
         shift
     fi
     [[ -n $name && -n $zone && $# -gt 0 ]] || usage
+    if [[ $extra != tpu && $extra != torchtpu ]]; then
+        say "TPU_EXTRA=$extra: expected tpu or torchtpu."
+        exit 2
+    fi
     $dry_run || command -v gcloud > /dev/null || { say "gcloud isn't installed" && exit 1; }
     local action=$1
     shift

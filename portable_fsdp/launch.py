@@ -89,7 +89,7 @@ def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) ->
         if message := nothing_left(loaded.config):
             print(message, file=sys.stderr)
             return EXIT_FINISHED
-    meeting = options_of(backend).prepare_start(processes, os.environ) if launch.is_alone and device == "tpu" else None
+    meeting = options_of(backend).prepare_start(device, processes, os.environ) if launch.is_alone else None
     if processes > 1 or meeting:
         return _start(processes, argv, Path(loaded.config.run.dir), meeting)
 

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import sys
 from functools import cache
 from typing import TYPE_CHECKING, cast
 
@@ -57,6 +58,11 @@ def resolve(device: str, backend: str) -> tuple[str, str]:
     """The device and the engine that `auto` stands for; raises BackendError for what is absent or can't be."""
     require_names(device, backend)
     keep_torch_tpu_out()
+    if "torch_tpu" in sys.modules and not tpu_chips():
+        raise BackendError(
+            "torch has loaded torch_tpu, on a host without TPU chips: its first backward would hang.\n"
+            "  Set TORCH_DEVICE_BACKEND_AUTOLOAD=0 in the environment of this program."
+        )
     if device == "auto":
         device = next((kind for kind in ("cuda", "tpu") if count_devices(kind)), "cpu")
     if backend == "auto":

@@ -32,7 +32,7 @@ class EngineOptions:
     """`section.key`, `section.key|key` or `section.key=value|value` -> what the engine does with it."""
     processes: ProcessCount
     launcher_counts_devices: bool  # the launcher starts one process a device; else only the engine knows the number
-    prepare_start: Callable[[int, Mapping[str, str]], Hosts | None] = lambda processes, environ: None
-    """(processes of this host, environment), in the process that starts them -> where several hosts meet."""
+    prepare_start: Callable[[str, int, Mapping[str, str]], Hosts | None] = lambda device, processes, environ: None
+    """(device, processes of this host, environment), in the process that starts them -> where several hosts meet."""
     delegated: Mapping[str, str] = field(default_factory=dict[str, str])  # as `effects`; the engine decides by itself
     other_devices: Mapping[str, str] = field(default_factory=dict[str, str])  # device -> why not, and the way out

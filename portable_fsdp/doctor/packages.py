@@ -149,13 +149,18 @@ def check_torch_tpu(chips: int) -> Finding:
 
 
 def check_extras() -> Finding:
-    """Each extra is complete or not installed; `xla` may also be there in part or in other versions: a warning."""
+    """Each extra is complete or not installed; `xla` may also be there in part or in other versions: a warning.
+
+    Beside torch_tpu nothing that brings torch_xla is advised: pip would replace its torch.
+    """
     states: list[str] = []
     mend = ""
     for extra in EXTRAS:
         required = requirements(OURS, extra)
         problem = unmet(required)
-        if required and not problem:
+        if extra != "torchtpu" and installed("torch_tpu") is not None:
+            states.append(f"{extra} not for this environment")
+        elif required and not problem:
             states.append(f"{extra} complete")
         elif extra == "xla" and any(installed(part.name) for part in required if part.name != "torch"):
             states.append(f"{extra}: {problem}")

@@ -38,6 +38,7 @@ PEAKS = (
     Peaks(("v100", "sxm2"), None, 15.7, None, "NVIDIA V100 data sheet, SXM2; no bfloat16 tensor cores"),
     Peaks(("v100", "pcie"), None, 14, None, "NVIDIA V100 data sheet, PCIe; no bfloat16 tensor cores"),
     Peaks(("tpu7x",), 1153.5, None, None, _CLOUD_TPU + "tpu7x: 2307; a chip is two devices"),
+    Peaks(("tpu", "v7"), 1153.5, None, None, _CLOUD_TPU + "tpu7x; the name that torch_tpu 0.2.0 gives it"),
     Peaks(("tpu", "v6e"), 918, None, None, _CLOUD_TPU + "v6e"),
     Peaks(("tpu", "v6", "lite"), 918, None, None, _CLOUD_TPU + "v6e; the name that PJRT gives it"),
     Peaks(("tpu", "v5p"), 459, None, None, _CLOUD_TPU + "v5p"),

@@ -80,10 +80,6 @@ def _start(parent: int, folder: str) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
-PLANNED = {"cpu": ("native",), "cuda": ("native",), "tpu": ("xla", "native")}
-"""The engines that have a planner, by device; the usual one first."""
-
-
 def make_plan(
     config: Config,
     target: Target,
@@ -100,24 +96,14 @@ def make_plan(
     began = perf_counter()
     kind = target.hardware.kind
     engine = engine_made_for(kind) if backend == "auto" else backend
-    if engine not in PLANNED[kind]:
+    planners = dict(PLANNERS[kind])
+    if engine not in planners:
         raise BackendError(
-            f"plan on {target.text}: expected --backend={' or '.join(PLANNED[kind])}, found {backend}: no other engine "
+            f"plan on {target.text}: expected --backend={' or '.join(planners)}, found {backend}: no other engine "
             f"has a planner for {kind}."
         )
-    if kind == "tpu" and engine != engine_made_for(kind) and target.slices > 1:
-        raise BackendError(f"plan on {target.text}: backend native trains on one slice only.\n  Use --backend=xla.")
-    if kind == "tpu" and engine != engine_made_for(kind) and config.compile.enabled:
-        raise BackendError(
-            f"plan on {target.text}: compile.enabled=true: TorchTPU's compiler makes its programs on a chip only, and "
-            "they keep less than the eager step.\n  Plan with compile.enabled=false, or --backend=xla."
-        )
     require_supported(config, engine=engine, device=kind, devices=target.devices, hosts=target.hosts)
-    if kind == "tpu" and engine == engine_made_for(kind):
-        planned = plan_tpu(config, target, progress)
-    else:
-        progress("running a step on fake tensors")
-        planned: EnginePlan = apart(_plan_memory, config, target)
+    planned = planners[engine](config, target, apart, progress)
     shares_links = target.devices > target.chips and planned.work.sent_bytes.pop("ici", 0)
     model, tokens = planned.model, config.train.global_batch * config.data.seq_len
     flops = None if model.flops_per_token is None else model.flops_per_token * tokens / target.devices
@@ -137,6 +123,35 @@ def make_plan(
         notes=(*planned.notes, *((SHARED_LINKS,) if shares_links else ()), *_notes(config, target, planned, time)),
         planned_in_s=perf_counter() - began,
     )
+
+
+def _compiled(config: Config, target: Target, apart: Apart, progress: Progress) -> EnginePlan:
+    return plan_tpu(config, target, progress)
+
+
+def _on_fake_tensors(config: Config, target: Target, apart: Apart, progress: Progress) -> EnginePlan:
+    progress("running a step on fake tensors")
+    return apart(_plan_memory, config, target)
+
+
+def _on_torchtpu(config: Config, target: Target, apart: Apart, progress: Progress) -> EnginePlan:
+    if target.slices > 1:
+        raise BackendError(f"plan on {target.text}: backend native trains on one slice only.\n  Use --backend=xla.")
+    if config.compile.enabled:
+        raise BackendError(
+            f"plan on {target.text}: compile.enabled=true: TorchTPU's compiler makes its programs on a chip only, and "
+            "they keep less than the eager step.\n  Plan with compile.enabled=false, or --backend=xla."
+        )
+    return _on_fake_tensors(config, target, apart, progress)
+
+
+Planner = Callable[[Config, Target, Apart, Progress], EnginePlan]
+PLANNERS: dict[str, tuple[tuple[str, Planner], ...]] = {
+    "cpu": (("native", _on_fake_tensors),),
+    "cuda": (("native", _on_fake_tensors),),
+    "tpu": (("xla", _compiled), ("native", _on_torchtpu)),
+}
+"""The engines that have a planner, by device; the usual one first."""
 
 
 def _plan_memory(config: Config, target: Target) -> EnginePlan:

@@ -182,7 +182,8 @@ def _require_installed(*packages: str) -> None:
     if missing:
         raise BackendError(
             f"plan for a TPU slice: expected the packages torch_xla, jax and libtpu, found no {', '.join(missing)}.\n"
-            "  In a checkout of portable_fsdp, on Linux on x86-64: pip install '.[plan]'. No TPU is needed."
+            "  In a new environment, in a checkout of portable_fsdp on Linux on x86-64: pip install '.[plan]'. No TPU "
+            "is needed. Here --backend=native plans the memory of FSDP2 on TorchTPU."
         )
 
 

@@ -17,11 +17,21 @@ from workers import GROUPS, Group, Workers, marked
 
 collect_ignore = [] if os.environ.get("TEST_TORCHTPU") else ["test_torchtpu.py", "test_torchtpu_start.py"]
 
+PROOFS_ON_TORCHTPU = ("known_from_the_config[torchtpu-1-1]", "[torchtpu-1-SHARD_GRAD_OP in micro batches]")
+"""Second cases, each half a minute of compiling operation by operation."""
+
 ROOM = 8 * 2**30
 """Bytes. With less of the machine's memory left, groups that wait are ended before another begins."""
 
 STARTED: dict[Group, Workers] = {}
 """The one used last is the last."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.name.endswith(PROOFS_ON_TORCHTPU):
+            item.add_marker(pytest.mark.proof)
 
 
 @pytest.fixture(scope="session")

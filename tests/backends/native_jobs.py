@@ -1,10 +1,11 @@
 """Jobs of the native engine: collectives, bytes, and the order of things, as torch's own counters see them."""
 
-import logging.handlers
+import logging
 import os
 import time
 import warnings
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -248,13 +249,22 @@ def train_with_a_slow_process(config: Config, slow: int | None, place: str, seco
         hook.remove()
 
 
-def programs_of_steps(case: Case) -> dict[str, Any]:
-    """On TorchTPU: how many programs each step compiled, and the warnings, also after an operation of another shape."""
-    handler = logging.handlers.BufferingHandler(1000)
-    handler.setLevel(logging.WARNING)
-    said = handler.buffer
-    logger = logging.getLogger("portable_fsdp")
+def programs_of_steps(case: Case, log: str) -> dict[str, Any]:
+    """On TorchTPU: how many programs each step compiled, and what stands in stderr after these steps, after an
+    evaluation of fewer rows and two more steps, and after an operation of another shape and one more step.
+
+    `log`: a file that is stderr meanwhile, TorchTPU's own lines included.
+    """
+    logger, handler = logging.getLogger("portable_fsdp"), logging.FileHandler(log)
     logger.addHandler(handler)
+    stderr = os.dup(2)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 2)
+    texts = list[str]()
+
+    def note() -> None:
+        texts.append(Path(log).read_text()[sum(map(len, texts)) :])
+
     try:
         with running(case) as run:
             programs, new = cast(Any, run.backend)._programs, list[int]()
@@ -262,9 +272,22 @@ def programs_of_steps(case: Case) -> dict[str, Any]:
                 before = programs.count
                 run.train(step, step)
                 new.append(programs.count - before)
-            before = len(said)
+            note()
+            rows = CaseRows().rows(torch.arange(3).numpy())
+            with run.backend.evaluate():
+                loss, _ = run.model(*(run.backend.place(rows)[name] for name in ("input_ids", "labels")))
+                loss.item()
+            run.train(case.steps, case.steps)
+            run.train(case.steps, case.steps)
+            note()
             torch.ones(7, 11, 13, device="tpu").cos().sum().item()
             run.train(case.steps, case.steps)
+            note()
+            count = programs.count
     finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(file)
         logger.removeHandler(handler)
-    return {"programs": programs.count, "new": new, "warnings": before, "warnings_of_another_shape": len(said) - before}
+        handler.close()
+    return {"programs": count, "new": new, "texts": texts}

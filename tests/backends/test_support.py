@@ -45,6 +45,7 @@ OPTION_GROUPS = [
     "train.sample_every train.sample_prompts train.sample_tokens",
     "train.micro_batch train.max_grad_norm",
     "checkpoint.keep checkpoint.keep_every checkpoint.resume checkpoint.load",
+    "observe.profile",
     "xla_fsdp1.flatten_parameters xla_fsdp1.shard_param_on_dim_0 xla_fsdp1.pin_layout_in_collective_ops "
     "xla_fsdp1.buffer_dtype",
 ]
@@ -82,6 +83,7 @@ VALUES: dict[str, list[Any]] = {
     "checkpoint.keep": [None, 2],
     "checkpoint.keep_every": [None, 4],
     "checkpoint.resume": ["auto", "a/checkpoint"],
+    "observe.profile": [None, {"steps": [2, 3]}],
     "xla_fsdp1.shard_param_on_dim_0": [None, False, True],
     "xla_fsdp1.pin_layout_in_collective_ops": [None, False, True],
 }

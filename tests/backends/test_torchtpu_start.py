@@ -4,6 +4,7 @@ Only `make test-torchtpu` collects this file: it needs an environment of its own
 """
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -74,6 +75,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def test_a_plain_start_drives_all_chips_stops_and_goes_on_elsewhere(folder: Path) -> None:
+    """Elsewhere is a CPU beside torch_tpu, which nothing but the launcher keeps out of torch."""
     process = start(folder, "--device=tpu", chips=2)
     until = time.monotonic() + 150
     rows = folder / "run" / "metrics.jsonl"
@@ -89,13 +91,27 @@ def test_a_plain_start_drives_all_chips_stops_and_goes_on_elsewhere(folder: Path
     assert (begin["backend"], begin["device"], begin["devices"]) == ("native", "TPU", 2)
     done = len(losses(folder))
     last = f"train.stop_at={done + 5}"
-    assert end_of(start(folder, "--device=cpu", "--num_devices=2", last, chips=None, log="resumed")) == 0
+    assert end_of(start(folder, "--device=cpu", last, chips=None, log="resumed")) == 0
     on_both = losses(folder)
     (alone := folder / "alone").mkdir()
     (alone / "tiny.yaml").write_text(yaml.safe_dump(TINY))
-    assert end_of(start(alone, "--device=cpu", "--num_devices=2", last, chips=None)) == 0
+    assert end_of(start(alone, "--device=cpu", last, chips=None)) == 0
     assert len(on_both) == done + 5
     assert on_both == pytest.approx(losses(alone), rel=1e-5)
+
+
+def test_a_process_on_the_only_chip_compiles_nothing_after_its_third_step(folder: Path) -> None:
+    """Nor does a save; TorchTPU would print a new program."""
+    overrides = ("train.steps=8", "checkpoint.every=5")
+    assert end_of(start(folder, "--device=tpu", *overrides, chips=1)) == 0, (folder / "log").read_text()[-3000:]
+    text = (folder / "log").read_text()
+    assert "dump-on-miss mode set to: true" in text
+    assert "new program" not in text
+    assert "module @" not in text
+    assert re.search(r"TorchTPU compiled \d{2,3} programs in this process", text)
+    assert len(losses(folder)) == 8
+    assert "get_device_name is experimental" not in text
+    assert "TPU is using HIGHEST precision" not in text
 
 
 def test_two_hosts_are_one_run(folder: Path, free_port: int) -> None:
@@ -118,13 +134,34 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def test_cpu_trains_beside_torch_tpu_though_nobody_keeps_it_out(folder: Path) -> None:
-    assert end_of(start(folder, "--device=cpu", "train.steps=2", chips=None), 100) == 0
-    assert len(losses(folder)) == 2
+IMPORTS_TORCH_FIRST = """
+import torch, portable_fsdp
+from portable_fsdp.runtime.errors import BackendError
+try:
+    portable_fsdp.open_backend(portable_fsdp.load_config("tiny.yaml"), device="cpu")
+except BackendError as error:
+    print(error)
+"""
+
+
+def test_a_program_that_lets_torch_load_torch_tpu_without_a_chip_is_refused(folder: Path) -> None:
+    """Its first backward would hang."""
+    variables = {name: value for name, value in os.environ.items() if name != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS_TORCH_FIRST],
+        env={**variables, "PYTHONPATH": str(ROOT)},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert "Set TORCH_DEVICE_BACKEND_AUTOLOAD=0" in done.stdout, done.stderr
 
 
 BAD_STARTS = {
     "no chip": (0, {}, "expected TPU chips, found none"),
+    "more processes than chips": (4, {"--num_devices": "8"}, "expected at most 4, the chips of this host"),
+    "chips that are no slice": (4, {"--num_devices": "3"}, "a number of chips that is a slice (1, 2, 4)"),
     "a launcher that doesn't tell libtpu the slice": (
         2,
         {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
@@ -139,7 +176,9 @@ BAD_STARTS = {
 @pytest.mark.parametrize("name", BAD_STARTS)
 def test_a_bad_start_is_one_sentence(name: str, folder: Path) -> None:
     chips, variables, message = BAD_STARTS[name]
-    code = end_of(start(folder, "--device=tpu", chips=chips, **variables), 100)
+    flags = [f"{name}={value}" for name, value in variables.items() if name.startswith("--")]
+    environment = {name: value for name, value in variables.items() if not name.startswith("--")}
+    code = end_of(start(folder, "--device=tpu", "train.global_batch=24", *flags, chips=chips, **environment), 100)
     text = (folder / "log").read_text()
     assert code == EXIT_USAGE, text
     assert message in text

@@ -90,6 +90,11 @@ def _on_loopback(devices: int) -> dict[str, str]:
     return {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
+def _on_chips(devices: int) -> dict[str, str]:
+    # As from a launcher that told libtpu the slice; the rig's chip doesn't read it.
+    return {**_on_loopback(devices), "TORCH_TPU_SLICEBUILDER_ADDRESSES": ",".join(["localhost:1"] * devices)}
+
+
 def _on_pjrt(devices: int) -> dict[str, str]:
     # Threads that wait for other devices (in a collective, or to free a buffer that a step still reads) must not be all
     # that there are; by default both pools have one a core.
@@ -116,7 +121,7 @@ ENGINES = {
     "xla": Engine((1, 3, 4), (3,), jobs="xla_jobs", environment=_on_pjrt, compiles=True, needs_xla=True),
     "xla_fsdp1": Engine((2,), (), jobs="xla_jobs", environment=_in_order, compiles=True, needs_xla=True, threads=True),
     "toy": Engine((1,), (1,), begin=_begin_toy, process_a_device=True),
-    "torchtpu": Engine((1,), (1,), "tpu", "native_jobs", _begin_torchtpu, _on_loopback, process_a_device=True),
+    "torchtpu": Engine((1,), (1,), "tpu", "native_jobs", _begin_torchtpu, _on_chips, process_a_device=True),
 }
 """3 is a number that divides no size of the models."""
 

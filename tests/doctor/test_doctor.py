@@ -134,6 +134,20 @@ def test_torch_xla_and_torch_tpu_cannot_share(site: Path) -> None:
     assert "beside torch_tpu 0.2.0" in lines["torch_xla"]["found"]
 
 
+def test_beside_torch_tpu_no_extra_with_torch_xla_is_advised(site: Path) -> None:
+    """jax, which plans need, may be there for other reasons."""
+    needs = ("torch>=2.9", 'jax==0.7.1; extra == "xla"', 'torch_tpu==0.2.0; extra == "torchtpu"')
+    install(site, "portable-fsdp", "0.1.0", requires=needs)
+    install(site, "torch", "2.13.0", "raise ImportError")
+    install(site, "torch_tpu", "0.2.0")
+    install(site, "jax", "0.9.2")
+    _, lines = examine(site=site)
+    assert lines["extras"]["state"] == "ok"
+    others = ", ".join(f"{extra} not for this environment" for extra in ("xla", "tpu"))
+    assert lines["extras"]["found"] == f"{others}, torchtpu complete, plan not for this environment"
+    assert "[xla]" not in json.dumps(lines)
+
+
 @pytest.mark.parametrize(("limit", "state"), [(100, "failed"), (512, "warning"), (1024, "ok")])
 def test_open_files(site: Path, limit: int, state: str) -> None:
     command = ["bash", "-c", f'ulimit -n {limit} && exec "$@"', "bash", *COMMAND]

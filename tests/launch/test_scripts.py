@@ -7,6 +7,7 @@ commands again; `shells.play` knows the variables before a command.
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -151,3 +152,47 @@ def test_a_worker_gets_the_checkout_and_every_argument_unharmed(shell: Shell, ch
     worker = shell.run(home, "bash", "-c", line, HOME=str(home))
     assert (worker.returncode, worker.stderr) == (0, "")
     assert shell.calls() == [["python", "-m", "portable_fsdp.launch", "--device=tpu", *arguments]]
+
+
+ENDPOINTS = "unknown:unknown:10.0.0.2,unknown:unknown:10.0.0.3"
+METADATA = """#!/bin/bash
+case ${@: -1} in
+*/agent-worker-number) echo -n 1 ;;
+*/worker-network-endpoints) %s ;;
+esac
+"""
+SAYS_THE_SLICE = """#!/bin/bash
+echo "worker $TPU_WORKER_ID of $TPU_WORKER_HOSTNAMES"
+"""
+
+
+@pytest.mark.parametrize(
+    ("has_torchtpu", "answer", "code", "output"),
+    [
+        (True, f"echo -n {ENDPOINTS}", 0, "worker 1 of 10.0.0.2,10.0.0.3\n"),
+        (True, "exit 22", 1, ""),
+        (True, "echo -n unknown:unknown:", 1, ""),
+        (False, "exit 22", 0, "worker  of \n"),
+    ],
+    ids=["the slice", "no attribute", "no addresses", "torch_xla asks nobody"],
+)
+def test_a_worker_with_torchtpu_names_the_slice_or_fails(
+    shell: Shell, checkout: Path, has_torchtpu: bool, answer: str, code: int, output: str
+) -> None:
+    (shell.cloud / "slice.json").write_text(json.dumps(["READY"]))
+    assert shell.run(ROOT, checkout / "launch/tpu_vm.sh", "run", "--config=c.yaml", **TPU).returncode == 0
+    [line] = [word for call in shell.calls() for word in call if word.startswith("--command=")]
+    for name in ("tr", "cut", "paste"):
+        (shell.programs / name).symlink_to(str(shutil.which(name)))
+    shell.install("curl", METADATA % answer)
+    home = shell.folder / "home"
+    python = home / "portable_fsdp/.venv/bin/python"
+    for folder in (python.parent, home / "portable_fsdp/build"):
+        folder.mkdir(parents=True)
+    (home / "portable_fsdp/build/installed").touch()
+    shell.install(python, SAYS_THE_SLICE)
+    if has_torchtpu:
+        (home / "portable_fsdp/.venv/lib/python3.11/site-packages/torch_tpu").mkdir(parents=True)
+    worker = shell.run(home, "bash", "-c", line.removeprefix("--command="), HOME=str(home))
+    assert (worker.returncode, worker.stdout) == (code, output), worker.stderr
+    assert ("the metadata server names no hosts of this slice" in worker.stderr) == (code == 1)

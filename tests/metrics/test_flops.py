@@ -31,6 +31,7 @@ KNOWN = {
     "TPU v5p": {"bfloat16": 459},
     "TPU v6 lite": {"bfloat16": 918},
     "TPU v6e": {"float32": None},
+    "TPU v7": {"bfloat16": 1153.5},
     "TPU7x": {"bfloat16": 1153.5},
     "cpu": {"float32": None},
     "": {"bfloat16": None},

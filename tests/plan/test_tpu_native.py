@@ -56,7 +56,7 @@ def test_a_lower_bound_over_the_limit_does_not_fit() -> None:
 @pytest.mark.parametrize(
     ("on", "backend", "settings", "message"),
     [
-        ("2*v6e-8", "native", {}, "trains on one slice only"),
+        ("2*v6e-4", "native", {}, "trains on one slice only"),
         ("v6e-8", "native", {"compile__enabled": True}, "Plan with compile.enabled=false"),
         ("v6e-8", "native", {"memory__cpu_offload": True}, "memory.cpu_offload=true"),
         ("v6e-8", "xla_fsdp1", {}, "expected --backend=xla or native, found xla_fsdp1"),

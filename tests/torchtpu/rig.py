@@ -33,22 +33,27 @@ OF_TORCH_TPU = ("TORCH_TPU_SLICEBUILDER_ADDRESSES", "TORCH_TPU_TOPOLOGY", "TORCH
 _kept: list[Any] = []
 
 
-def install() -> None:
+def install(*, quick: bool = True) -> None:
+    """`quick`: compile with few of LLVM's passes, which take longest and gain models this small nothing."""
     assert "torch" not in sys.modules, "the rig comes before torch"
     cpu_plugin.install()
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # no metadata server is asked
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     emitters = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {emitters}".strip()
+    passes = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true" if quick else ""
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {emitters} {passes}".strip()
     _after_import("libtpu", lambda libtpu: setattr(libtpu, "configure_library_path", lambda: None))
     _after_import("torch_tpu._loader", _patch_loader)
     _after_import("torch_tpu._internal.distributed.distributed", _choose_port)
     _after_import("portable_fsdp.runtime.host", _show_chips)
 
 
+def _chips() -> int:
+    return int(os.environ.get(CHIPS, "1"))
+
+
 def _show_chips(host: ModuleType) -> None:
-    count = int(os.environ.get(CHIPS, "1"))
-    chips = [Path(f"/dev/vfio/{number}") for number in range(count)]
+    chips = [Path(f"/dev/vfio/{number}") for number in range(_chips())]
     setattr(host, "tpu_chips", lambda: chips)  # noqa: B010 - a module has no such attribute to a type checker
 
 
@@ -58,21 +63,19 @@ def _choose_port(distributed: ModuleType) -> None:
     def set_tpu_launch_env(**counts: Any) -> None:
         if port := os.environ.get(PORT):
             os.environ["MASTER_PORT"] = port
-        # Without a chip TorchTPU doesn't know how they are wired.
-        os.environ.setdefault("TORCH_TPU_TOPOLOGY", f"1,{counts['nnodes'] * counts['nproc_per_node']},1")
         prepare(**counts)
 
     setattr(distributed, "set_tpu_launch_env", set_tpu_launch_env)  # noqa: B010 - as above
 
 
 def _patch_loader(loader: ModuleType) -> None:
-    """`load` finds a chip, and opens the client as of a process alone."""
-    loader.hardware.get_tpu_device_count = lambda: 1
+    """`load` finds chips, those of a v5p, and opens the client as of a process alone."""
+    loader.hardware._scan_pci_tpus = lambda: (_chips(), loader.hardware._V5P_TOPOLOGY)
     initialise = loader._init_device_impl
 
     def init_device(device: str) -> Any:
         answer = initialise(device)
-        if "RANK" in os.environ or CHIPS not in os.environ:  # else a parent, which only starts the others
+        if "RANK" in os.environ or _chips() == 1:  # else a parent, which only starts the others
             _open_client()
         return answer
 

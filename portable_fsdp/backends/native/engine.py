@@ -37,7 +37,6 @@ from portable_fsdp.backends.support import require_supported
 from portable_fsdp.config.layout import mesh_axes
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import BackendError
-from portable_fsdp.runtime.host import tpu_chips
 from portable_fsdp.runtime.process import detect_launch
 
 if TYPE_CHECKING:
@@ -76,11 +75,7 @@ class NativeBackend(base.Backend):
         if device == "tpu":
             from portable_fsdp.backends.native import torchtpu
 
-            if self._owns_group:
-                torchtpu.check_launch(os.environ, count, len(tpu_chips()))
-            torchtpu.load()
-            self.device, self._programs = torch.device("tpu"), torchtpu.TpuPrograms()  # the only one that a process has
-            self.device_name = cast(Any, torch).tpu.get_device_name()
+            self.device, self.device_name, self._programs = torchtpu.open_chip(count if self._owns_group else None)
         if device == "cuda":
             torch.cuda.set_device(self.device)
             self.device_name = torch.cuda.get_device_name(self.device)
@@ -111,7 +106,7 @@ class NativeBackend(base.Backend):
                 peers.leave(error)
         finally:
             if self._programs:
-                self._programs.expect_others()
+                self._programs.close()
             _set_matmul_precision(self._matmul_before)
             _forget_layouts()
             if dist.is_initialized():
@@ -132,7 +127,8 @@ class NativeBackend(base.Backend):
         self._root = units[0].unit
         if fill is None:
             return model
-        self._compute_time = ComputeTime(model, policy.units, self.device)
+        # On a TPU the host's clock would time dispatch alone, and TorchTPU's events wait for copies to the host alone.
+        self._compute_time = None if self.device.type == "tpu" else ComputeTime(model, policy.units, self.device)
         materialise(model, policy, self.device)
         with torch.no_grad():
             for fqn, parameter in model.named_parameters():
@@ -233,21 +229,11 @@ class NativeBackend(base.Backend):
         return total
 
     def fetch(self, metrics: base.Metrics) -> base.Pending:
-        if self.device.type != "cuda":
+        if self.device.type == "cpu":
             return super().fetch({name: value.clone() for name, value in metrics.items()})
-        sizes = {name: value.shape for name, value in metrics.items()}
-        values = torch.cat([value.float().flatten() for value in metrics.values()])
-        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        host.copy_(values, non_blocking=True)  # while the device computes
-        ready = torch.cuda.Event()
-        ready.record()
+        from portable_fsdp.backends.native.packed import fetch_packed
 
-        def result() -> dict[str, Tensor]:
-            ready.synchronize()
-            parts = host.split([size.numel() for size in sizes.values()])
-            return {name: part.view(size) for (name, size), part in zip(sizes.items(), parts, strict=True)}
-
-        return base.Pending(result)
+        return fetch_packed(metrics)
 
     def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, base.TensorState]:
         buffers = base.persistent_buffers(model)  # statistics of the rows that a process sees may differ
@@ -284,15 +270,16 @@ class NativeBackend(base.Backend):
                 torch.cuda.max_memory_allocated(self.device), torch.cuda.memory_allocated(self.device), total
             )
         if self.device.type == "tpu":
-            accelerator = cast(Any, torch.accelerator)  # of torch 2.11 and newer
-            _, total = accelerator.get_memory_info(self.device)
-            peak, now = accelerator.max_memory_allocated(self.device), accelerator.memory_allocated(self.device)
-            return base.MemoryStats(peak, now, total) if total else None
+            from portable_fsdp.backends.native import torchtpu
+
+            return torchtpu.memory(self.device)
         return base.process_memory()
 
     def start_trace(self, folder: Path) -> Callable[[], Callable[[], "list[Operation]"]]:
         from portable_fsdp.backends.native.profile import start_trace
 
+        if self.device.type == "tpu":  # asked for in a run under way; observe.profile is refused
+            raise BackendError("torch.profiler records nothing of what TorchTPU runs on a chip")
         return start_trace(folder, COLLECTIVES)
 
     def _region(self, tensor: Tensor) -> base.Region:

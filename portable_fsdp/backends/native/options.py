@@ -1,5 +1,6 @@
 """What native (FSDP2) does with each option. No torch here."""
 
+import os
 from collections.abc import Callable, Mapping
 
 from portable_fsdp.backends.options import EngineOptions, Package
@@ -114,6 +115,12 @@ RULES = (
         when=lambda c, p: c.memory.cpu_offload,
     ),
     Refused(
+        "observe.profile",
+        "on tpu",
+        "torch.profiler records nothing of what TorchTPU 0.2.0 runs on a chip",
+        when=lambda c, p: p.device == "tpu",
+    ),
+    Refused(
         "compile.scan_layers",
         "on native",
         "a loop over layers is a program of XLA's; torch.compile shares one program between equal layers by itself",
@@ -168,7 +175,9 @@ def _processes(device: str, requested: int | None, count: Callable[[str], int]) 
     return requested or (1 if device == "cpu" else count(device))
 
 
-def _prepare_start(processes: int, environ: Mapping[str, str]) -> Hosts | None:
+def _prepare_start(device: str, processes: int, environ: Mapping[str, str]) -> Hosts | None:
+    if device != "tpu":
+        return None
     from portable_fsdp.backends.native import torchtpu
 
     return torchtpu.prepare_start(processes, environ)
@@ -177,7 +186,7 @@ def _prepare_start(processes: int, environ: Mapping[str, str]) -> Hosts | None:
 def _check_torch_tpu() -> None:
     from portable_fsdp.backends.native import torchtpu
 
-    torchtpu.check_installation()
+    torchtpu.check(os.environ)
 
 
 _TORCH = Package("torch", "In a checkout of portable_fsdp: pip install '.'")
