@@ -180,7 +180,7 @@ def _unknown_key_hint(key: Key) -> str:
 
     if len(key) == 1 and (find(ACCELERATE, key[0]) or nested_place(ACCELERATE, key[0])):
         return "a key of accelerate's: give its file by --import=FILE"
-    if key and len(key) <= 2 and (option := option_meant(key[-1])):
+    if (len(key) == 1 or len(key) == 2) and (option := option_meant(key[-1])):
         return nearest(tuple(option.split(".")))
     return nearest(key)
 

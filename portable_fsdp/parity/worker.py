@@ -33,7 +33,7 @@ def main(argv: list[str], prepare: Callable[["Training"], None] = lambda trainin
     if launch.is_alone:
         end_with_parent(int(parent))
         processes = local_processes(place.device, place.engine, place.devices)
-        hosts = options_of(place.engine).prepare_start(processes, os.environ) if place.device == "tpu" else None
+        hosts = options_of(place.engine).prepare_start(place.device, processes, os.environ)
         if processes > 1 or hosts:
             return run_processes(processes, task.module, argv, hosts)
     end_with_agent(os.environ)
