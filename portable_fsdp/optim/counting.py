@@ -61,13 +61,46 @@ class CountingOptimizer(torch.optim.Optimizer):
         return grouped
 
 
-class AdamW(CountingOptimizer):
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2), as torch's, for a compiled step.
+def adamw_numbers(group: dict[str, Any], count: int) -> list[tuple[str, float]]:
+    """The bias corrections of a group's step `count`, by name."""
+    return [(f"1 - {beta} ** {count}", 1 - beta**count) for beta in group["betas"]]
+
+
+def adamw_prepare(group: dict[str, Any], first: Number, second: Number) -> tuple[Number, ...]:
+    """What `adamw_update` takes for all parameters of one group and count, from both corrections."""
+    return 1 - group["lr"] * group["weight_decay"], group["lr"] / first, second**0.5
+
+
+def adamw_update(
+    state: dict[str, Any],
+    parameter: Tensor,
+    gradient: Tensor,
+    group: dict[str, Any],
+    prepared: tuple[Number, ...],
+    decoupled: bool = True,
+) -> None:
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2), as torch's.
 
     m = b1 * m + (1 - b1) * gradient; v = b2 * v + (1 - b2) * gradient^2; in the t-th step of a parameter
     parameter = parameter * (1 - lr * w) - lr * m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps).
     Not `decoupled` it is torch's Adam: w * parameter is added to the gradient.
     """
+    (beta1, beta2), (shrink, size, root) = group["betas"], prepared
+    if not state:
+        state["step"] = torch.zeros(())
+        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+    state["step"] += 1
+    if group["weight_decay"] and not decoupled:
+        gradient = gradient + group["weight_decay"] * parameter
+    mean = state["exp_avg"].lerp_(gradient, 1 - beta1)
+    square = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    if group["weight_decay"] and decoupled:
+        parameter.mul_(shrink)
+    parameter.sub_(size * mean / (square.sqrt() / root + group["eps"]))
+
+
+class AdamW(CountingOptimizer):
+    """AdamW, or Adam, for a compiled step."""
 
     def __init__(
         self,
@@ -77,31 +110,18 @@ class AdamW(CountingOptimizer):
         betas: tuple[float, float],
         eps: float,
         decoupled: bool = True,
-        **defaults: Any,
     ) -> None:
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, **defaults})
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
         self._decoupled = decoupled
 
     def numbers(self, group: dict[str, Any], count: int) -> list[tuple[str, float]]:
-        return [(f"1 - {beta} ** {count}", 1 - beta**count) for beta in group["betas"]]
+        return adamw_numbers(group, count)
 
     def prepare(self, group: dict[str, Any], *numbers: Number) -> tuple[Number, ...]:
-        first, second = numbers
-        return 1 - group["lr"] * group["weight_decay"], group["lr"] / first, second**0.5
+        return adamw_prepare(group, *numbers)
 
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], *prepared: Number) -> None:
-        state, (beta1, beta2), (shrink, size, root) = self.state[parameter], group["betas"], prepared
-        if not state:
-            state["step"] = torch.zeros(())
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-        state["step"] += 1
-        if group["weight_decay"] and not self._decoupled:
-            gradient = gradient + group["weight_decay"] * parameter
-        mean = state["exp_avg"].lerp_(gradient, 1 - beta1)
-        square = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        if group["weight_decay"] and self._decoupled:
-            parameter.mul_(shrink)
-        parameter.sub_(size * mean / (square.sqrt() / root + group["eps"]))
+        adamw_update(self.state[parameter], parameter, gradient, group, prepared, self._decoupled)
 
 
 class SGD(CountingOptimizer):

@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from portable_fsdp.optim.counting import AdamW, Number
+from portable_fsdp.optim.counting import CountingOptimizer, Number, adamw_numbers, adamw_prepare, adamw_update
 
 COEFFICIENTS, ITERATIONS, EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7  # Jordan's, and torch.optim.Muon's
 
 
-class Muon(AdamW):
+class Muon(CountingOptimizer):
     """Muon (Jordan et al., kellerjordan.github.io/posts/muon) of groups with `is_hidden`, AdamW of the others.
 
     It is torch.optim.Muon(adjust_lr_fn="match_rms_adamw") (Liu et al., arXiv 2502.16982), so that one learning rate and
@@ -31,20 +31,21 @@ class Muon(AdamW):
         momentum: float,
         compute: torch.dtype,
     ) -> None:
-        super().__init__(groups, lr=lr, betas=betas, eps=eps, momentum=momentum, is_hidden=False)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "momentum": momentum, "is_hidden": False}
+        super().__init__(groups, defaults)
         self._compute = compute
 
     def numbers(self, group: dict[str, Any], count: int) -> list[tuple[str, float]]:
-        return [] if group["is_hidden"] else super().numbers(group, count)
+        return [] if group["is_hidden"] else adamw_numbers(group, count)
 
     def prepare(self, group: dict[str, Any], *numbers: Number) -> tuple[Number, ...]:
-        return () if group["is_hidden"] else super().prepare(group, *numbers)
+        return () if group["is_hidden"] else adamw_prepare(group, *numbers)
 
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], *prepared: Number) -> None:
-        if not group["is_hidden"]:
-            super().update(parameter, gradient, group, *prepared)
-            return
         state = self.state[parameter]
+        if not group["is_hidden"]:
+            adamw_update(state, parameter, gradient, group, prepared)
+            return
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         mean = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])

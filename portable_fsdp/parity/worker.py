@@ -66,8 +66,14 @@ def run(place: Place, task: RunTask, prepare: Callable[["Training"], None]) -> P
         step, total = training.step, total_steps(config, len(corpus.rows))
         recorder: Any = StepRecorder(engine, training) if task.records else None
         if recorder:
-            model, optimizer, limit = training.model, training.optimizer, config.train.max_grad_norm
-            step = train_step(recorder, model, optimizer, accumulation=training.accumulation, max_grad_norm=limit)
+            step = train_step(
+                recorder,
+                training.model,
+                training.optimizer,
+                accumulation=training.accumulation,
+                max_grad_norm=config.train.max_grad_norm,
+                task=training.task,
+            )
             record.state.append(state_statistics(engine, training))
         with open_batches(config, engine, training, corpus) as batches:
             for number in range(1, min(task.steps, total) + 1):

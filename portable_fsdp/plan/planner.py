@@ -19,7 +19,7 @@ from portable_fsdp.plan.result import EnginePlan, Plan, Progress, Time
 from portable_fsdp.plan.target import Target
 from portable_fsdp.plan.time import bound
 from portable_fsdp.plan.tpu import plan_tpu
-from portable_fsdp.runtime.errors import BackendError
+from portable_fsdp.runtime.errors import BackendError, ConfigError
 from portable_fsdp.runtime.process import end_with_parent
 
 SETTINGS = (
@@ -94,6 +94,11 @@ def make_plan(
     What the trainer would refuse there is refused here, by the same checks. Raises ConfigError, BackendError.
     """
     began = perf_counter()
+    if config.model.factory is not None or config.data.factory is not None:
+        raise ConfigError(
+            "plan: expected a model of transformers on text, found model.factory or data.factory, whose rows no plan "
+            "knows yet.\n  Measure a step instead: RUN/metrics.jsonl has its memory."
+        )
     kind = target.hardware.kind
     engine = engine_made_for(kind) if backend == "auto" else backend
     planners = dict(PLANNERS[kind])
