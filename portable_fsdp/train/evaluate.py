@@ -100,8 +100,8 @@ class Evaluator:
         for begin in range(shard.index * size, shard.index * size + count, self._batch):
             positions = np.arange(begin, begin + size)
             batch = self._rows.rows(self._chosen[np.minimum(positions, count - 1)])
-            if (filled := torch.from_numpy(positions >= count)).any():
-                batch["labels"][filled] = IGNORED
+            if (filled := positions >= count).any():
+                batch["labels"][torch.from_numpy(filled)] = IGNORED
             yield {**batch, "stop": torch.full((size,), float(stop()))}
 
 

@@ -39,7 +39,6 @@ def test_a_rate_that_is_read_is_refused_where_it_is_a_tensor(workers: GetWorkers
 @pytest.mark.proof
 def test_eight_bit_states_travel_and_learn(workers: GetWorkers, tmp_path: Path) -> None:
     """On gloo processes, by bitsandbytes' kernel for CPUs."""
-    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes (pip install bitsandbytes)")
     sizes = ARCHITECTURES["llama"] | {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
     case = Case(steps=12, optim={"name": "adamw8bit", "lr": 1e-3}, settings={"model.architecture": sizes})
     answers = workers(NATIVE).run("write", case=case, folder=str(tmp_path), at=6)
