@@ -1,6 +1,7 @@
 """Adam, Adafactor, Lion, Muon and optimizers of one's own: each does what its formula says, in eager and compiled
 steps."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
