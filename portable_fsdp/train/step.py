@@ -17,7 +17,8 @@ from portable_fsdp.optim.optimizer import set_step_numbers, step_numbers
 Step = Callable[[Sequence[Batch], float], Metrics]
 
 Sums = dict[str, Tensor]
-"""`loss` and `share`, 0-dim: the losses and their count so far, over the count that is expected of the step."""
+"""0-dim: `loss`, of the losses so far over the count that is expected of the step; where only the loss can tell the
+count, also `share`, of what was counted."""
 
 
 def train_step(
@@ -36,6 +37,8 @@ def train_step(
     tensors that nobody has waited for. One micro batch makes one program; several make two, `micro_batch` and `update`.
     """
 
+    summed = ("loss",) if task.counts_labels else ("loss", "share")
+
     def forward_backward(batch: Batch, sums: Sums, last: bool) -> Sums:
         """`sums` with those of this batch."""
         expected = backend.sum(batch["tokens"].sum())
@@ -43,7 +46,8 @@ def train_step(
             loss_sum, count, _ = task.scores(model, batch)
             mean = loss_sum / expected
             mean.backward()
-        return {"loss": sums["loss"] + mean.detach(), "share": sums["share"] + count.detach() / expected}
+        parts = {"loss": mean.detach(), "share": count.detach() / expected}
+        return {name: value + parts[name] for name, value in sums.items()}
 
     def micro_batch(batch: Batch, sums: Sums, last: bool) -> Metrics:
         return forward_backward(batch, sums, last)
@@ -53,15 +57,15 @@ def train_step(
         if accumulation == 1:
             sums = forward_backward(batch, sums, last=True)
         votes = [batch["votes"].sum(dim=0)] if "votes" in batch else []
-        totals = backend.sum(torch.cat([torch.stack([sums["loss"], sums["share"]]), *votes]))
-        loss, share = totals[0], totals[1]
+        totals = backend.sum(torch.cat([torch.stack([*sums.values()]), *votes]))
+        loss = totals[0]
         if not task.counts_labels:
-            loss = loss / share
-            backend.scale_gradients(model, 1 / share)
+            loss = loss / totals[1]
+            backend.scale_gradients(model, 1 / totals[1])
         grad_norm = backend.clip_grad_norm(model, max_grad_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=accumulation == 1)
-        return {"loss": loss, "grad_norm": grad_norm, **({"votes": totals[2:]} if votes else {})}
+        return {"loss": loss, "grad_norm": grad_norm, **({"votes": totals[len(sums) :]} if votes else {})}
 
     run_micro_batch = backend.compile(micro_batch, "micro_batch")
     run_update = backend.compile(update, "train_step" if accumulation == 1 else "update")
@@ -69,9 +73,9 @@ def train_step(
     def step(batches: Sequence[Batch], lr: float) -> Metrics:
         numbers = step_numbers(optimizer, lr)
         tensors = {name: torch.tensor(number) for name, number in numbers.items()}
-        placed = backend.place({"loss": torch.zeros(()), "share": torch.zeros(()), **tensors})
+        placed = backend.place({**{name: torch.zeros(()) for name in summed}, **tensors})
         set_step_numbers(optimizer, numbers, placed)
-        sums, last = {name: placed[name] for name in ("loss", "share")}, batches[-1]
+        sums, last = {name: placed[name] for name in summed}, batches[-1]
         if accumulation == 1:
             return run_update(last, sums)
         for number, batch in enumerate(batches, start=1):
