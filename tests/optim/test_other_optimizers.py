@@ -196,7 +196,7 @@ def test_a_factory_lies_beside_the_config(tmp_path: Path) -> None:
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # as Python finds none
+    monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)  # as where Python finds none
     with pytest.raises(ConfigError, match=r"optim\.name=adamw8bit: .*bitsandbytes.*\n  pip install bitsandbytes, or"):
         make_optimizer(Optim(name="adamw8bit"))
 
