@@ -120,7 +120,7 @@ class _Constants(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func == Tensor.is_meta.__get__:  # pyright: ignore[reportFunctionMemberAccess]
+        if func == cast(Any, Tensor).is_meta.__get__:
             return False  # torch.nn.init.orthogonal_ leaves meta tensors alone
         if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") is None:
             return func(*args, **{**kwargs, "device": "cpu"}).to("meta")  # a copy, which is recorded

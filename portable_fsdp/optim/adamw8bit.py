@@ -16,13 +16,13 @@ BLOCK, SMALLEST = 256, 4096  # values of one scale, and of the smallest tensor t
 def from_bitsandbytes(optim: Optim) -> Callable[[list[dict[str, Any]], bool], torch.optim.Optimizer]:
     """As `make_optimizer`, for optim.name=adamw8bit. Raises ConfigError without bitsandbytes."""
     try:
-        from bitsandbytes.functional import create_dynamic_map  # pyright: ignore
+        from bitsandbytes.functional import create_dynamic_map
     except ImportError as error:
         raise ConfigError(
             f"optim.name=adamw8bit: expected the package bitsandbytes, found {error}.\n"
             "  pip install bitsandbytes, or set optim.name=adamw."
         ) from None
-    maps = [cast(Tensor, create_dynamic_map(signed=signed)) for signed in (True, False)]
+    maps: list[Tensor] = [create_dynamic_map(signed=signed) for signed in (True, False)]
     return lambda groups, _: AdamW8bit(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, maps=maps)
 
 
