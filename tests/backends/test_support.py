@@ -89,6 +89,18 @@ VALUES: dict[str, list[Any]] = {
 }
 
 
+_OWN: dict[str, Any] = {"model.pretrained": None, "model.factory": "module:function"}
+OF_FACTORIES: list[dict[str, Any]] = [
+    _OWN,  # causal_lm is for models of transformers
+    {"train.task": "masked_lm"},
+    {**_OWN, "train.task": "module:function", "model.attention": "sdpa", "model.experts": "batched_mm"},
+    {**_OWN, "train.task": "module:function", "model.lora": {"r": 4}},
+    {"train.task": "module:function", "precision.compute": "bfloat16", "precision.output": "float32"},
+    {"data.factory": "module:function", "train.sample_every": 2, "train.sample_prompts": ["a"]},
+]
+"""Functions of the user's own stand instead of keys that the other groups have."""
+
+
 def _values(option: str) -> list[Any]:
     section, key = option.split(".")
     field = section_model(section).model_json_schema()["properties"][key]
@@ -123,7 +135,7 @@ def walk(groups: int = len(GROUPS)) -> list[tuple[Settings, Config]]:
     mixtures = [
         {option: draw.choice(values) for group in GROUPS for option, values in group.items()} for _ in range(99)
     ]
-    return [(settings, config_of(settings)) for settings in [*products, *mixtures]]
+    return [(settings, config_of(settings)) for settings in [*products, *OF_FACTORIES, *mixtures]]
 
 
 def walk_at(place: Deployment) -> list[tuple[Settings, Config]]:
@@ -158,7 +170,7 @@ def test_every_option_of_the_schema_has_one_effect_on_each_engine() -> None:
 
 
 def test_walk_tries_every_option_that_a_rule_asks_for() -> None:
-    tried = {option for group in GROUPS for option in group}
+    tried = {option for group in [*GROUPS, *OF_FACTORIES] for option in group}
     assert {rule.option for engine in ENGINES for rule in rules_of(engine) if rule.when} <= tried
 
 
