@@ -60,7 +60,8 @@ def test_a_plain_start_goes_on_without_the_shell_that_made_it(tmp_path: Path) ->
     words = [*PYTHON, "--device=cpu", "--config=tiny.yaml", "train.steps=60"]
     with started(["bash", "-c", '"$@" & wait', "bash", *words], tmp_path, **variables) as shell:
         shell.wait_until(lambda: (tmp_path / "run/metrics.jsonl").exists())
-        with started_by(shell) as [run]:
+        with started_by(shell) as children:
+            [run] = [child for child in children if child.ppid() == shell.pid]  # beside it: what copies its stderr
             shell.send_signal(signal.SIGKILL)
             shell.wait()
             assert psutil.wait_procs([run], timeout=60)[1] == []
