@@ -191,8 +191,8 @@ def _compared(options: argparse.Namespace) -> tuple[Certificate, Path | None]:
     values = [_with(config, run={"dir": "", "name": None}).model_dump() for config in configs]
     differing = [name for name in Config.model_fields if values[0][name] != values[1][name]]
     if differing or len(first.records[0].losses) != len(other.records[0].losses):
-        found = f"other {', '.join(differing)}" if differing else "another number of steps"
-        raise UsageError(f"--compare: expected the same steps of one config, found {found} in {options.compare[1]}.")
+        actual = f"other {', '.join(differing)}" if differing else "another number of steps"
+        raise UsageError(f"--compare: expected the same steps of one config, found {actual} in {options.compare[1]}.")
     deviations = [deviation(configs[0], first.records[0], record) for record in other.records]
     records = [first.records[0], *other.records]
     return _certificate(configs[0], records, deviations), _folder(options.out) if options.out else None

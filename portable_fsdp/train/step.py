@@ -46,8 +46,8 @@ def train_step(
             loss_sum, count, _ = task.scores(model, batch)
             mean = loss_sum / expected
             mean.backward()
-        parts = {"loss": mean.detach(), "share": count.detach() / expected}
-        return {name: value + parts[name] for name, value in sums.items()}
+        totals = {"loss": sums["loss"] + mean.detach()}
+        return totals if task.counts_labels else {**totals, "share": sums["share"] + count.detach() / expected}
 
     def micro_batch(batch: Batch, sums: Sums, last: bool) -> Metrics:
         return forward_backward(batch, sums, last)
