@@ -1,6 +1,7 @@
 """`python -m portable_fsdp.report RUN [RUN2 ...]`: writes report.html into the first run's folder, or to --out."""
 
 import argparse
+import gc
 import sys
 from pathlib import Path
 
@@ -43,6 +44,7 @@ def _report(options: argparse.Namespace) -> int:
     if options.track is not None:
         return _track(options)
     runs = [read_run(folder) for folder in options.runs]
+    gc.freeze()  # else every collection while drawing walks through all rows
     if options.markdown:
         to_stdout(markdown(runs).rstrip())
         return EXIT_FINISHED

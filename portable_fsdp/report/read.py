@@ -150,13 +150,18 @@ def read_records(path: Path, *needed: str, offset: int = 0) -> tuple[list[JsonOb
 
 def _is_whole(record: JsonObject, needed: Sequence[str]) -> bool:
     """Whether all that the report reads of it is there and has its type; null is unknown."""
-    known = {key: value for key, value in record.items() if value is not None}
-    has_all = known.keys() >= {*needed, *_NEEDED.get(str(record.get("event")), ())}
-    return has_all and all(check(known[key]) for check, keys in _CHECKS.items() for key in keys if key in known)
+    for key in (*needed, *_NEEDED.get(str(record.get("event")), ())):
+        if record.get(key) is None:
+            return False
+    for key, check in _CHECKS.items():
+        value = record.get(key)
+        if value is not None and not check(value):
+            return False
+    return True
 
 
 def _is_step(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
+    return type(value) is int and 0 <= value < 2**53
 
 
 def _is_number(value: object) -> bool:
@@ -184,10 +189,10 @@ _NEEDED = {
     "fail": ("step",),
 }
 _CHECKS = {
-    _is_step: ("step", "process"),
-    _is_number: ("seconds", "data_seconds", "blocked_seconds", "ratio", "loss"),
-    _is_time: ("time", "began", "until"),
-    _is_object: ("lost", "environment"),
+    **dict.fromkeys(("step", "process"), _is_step),
+    **dict.fromkeys(("seconds", "data_seconds", "blocked_seconds", "ratio", "loss"), _is_number),
+    **dict.fromkeys(("time", "began", "until"), _is_time),
+    **dict.fromkeys(("lost", "environment"), _is_object),
 }
 
 
