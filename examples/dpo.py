@@ -5,13 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn.functional import cross_entropy, logsigmoid
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import portable_fsdp as pf
-
-BETA = 0.1
 
 
 class Preference(nn.Module):
@@ -29,7 +27,7 @@ class Preference(nn.Module):
 
     def log_probability(self, model: nn.Module, ids: Tensor) -> Tensor:
         logits: Tensor = model(input_ids=ids[:, :-1], use_cache=False).logits
-        return -F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none").sum(dim=1)
+        return -cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none").sum(dim=1)
 
 
 class Pairs(Dataset[dict[str, Tensor]]):
@@ -40,10 +38,8 @@ class Pairs(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(index)
-        return {
-            "chosen": torch.randint(0, 32, (16,), generator=generator),
-            "rejected": torch.randint(0, 64, (16,), generator=generator),
-        }
+        draws = {"chosen": 32, "rejected": 64}
+        return {name: torch.randint(0, words, (16,), generator=generator) for name, words in draws.items()}
 
 
 def model() -> nn.Module:
@@ -59,5 +55,5 @@ def data(split: str) -> Pairs:
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     margin = model(batch["chosen"]) - model(batch["rejected"])
-    wins = (margin > 0).sum()
-    return -F.logsigmoid(BETA * margin).sum(), torch.ones_like(margin).sum(), {"accuracy": wins}
+    losses = -logsigmoid(0.1 * margin)  # beta
+    return losses.sum(), torch.ones_like(losses).sum(), {"accuracy": (margin > 0).sum()}

@@ -46,8 +46,7 @@ class Shapes(Dataset[dict[str, Tensor]]):
         return len(self.noise)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        label = index % 10
-        shift = int(torch.randint(-2, 3, ()))
+        label, shift = index % 10, int(torch.randint(-2, 3, ()))
         image = self.patterns[label].roll(shift, dims=-1) + 0.5 * self.noise[index]
         return {"images": image, "labels": torch.tensor(label)}
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from portable_fsdp.backends.open import open_backend as open_backend
     from portable_fsdp.checkpoint.manager import Checkpoints as Checkpoints
     from portable_fsdp.config.load import load_config as load_config
+    from portable_fsdp.config.load import make_config as make_config
     from portable_fsdp.data.build import build_data as build_data
     from portable_fsdp.models.attention import register_static_attention as register_static_attention
     from portable_fsdp.models.build import build_model as build_model
@@ -22,19 +23,20 @@ if TYPE_CHECKING:
     from portable_fsdp.train.build import build_training as build_training
     from portable_fsdp.train.build import open_batches as open_batches
     from portable_fsdp.train.build import open_checkpoints as open_checkpoints
+    from portable_fsdp.train.build import shard as shard
     from portable_fsdp.train.build import total_steps as total_steps
     from portable_fsdp.train.step import train_step as train_step
 
 _HOMES = {
     "backends.open": ("open_backend",),
     "checkpoint.manager": ("Checkpoints",),
-    "config.load": ("load_config",),
+    "config.load": ("load_config", "make_config"),
     "data.build": ("build_data",),
     "models.attention": ("register_static_attention",),
     "models.build": ("build_model",),
     "optim.schedule": ("learning_rate",),
     "runtime.command": ("errors_as_sentences",),
-    "train.build": ("build_evaluator", "build_training", "open_batches", "open_checkpoints", "total_steps"),
+    "train.build": ("build_evaluator", "build_training", "open_batches", "open_checkpoints", "shard", "total_steps"),
     "train.step": ("train_step",),
 }
 

@@ -182,6 +182,13 @@ class Backend(Closing):
         """Around a micro batch's forward and backward; gradients cross devices in the last one."""
         return nullcontext()
 
+    def unshard(self, module: nn.Module) -> None:
+        """Start to gather a unit's weights ahead of its forward. *collective*
+
+        For a loop that knows what comes next; a forward gathers what isn't there. Nothing happens where the engine
+        compiles: the compiler schedules gathers.
+        """
+
     def evaluate(self) -> AbstractContextManager[None]:
         """Around a forward that no backward follows: no gradients. The model rests afterwards as it did before."""
         return torch.no_grad()

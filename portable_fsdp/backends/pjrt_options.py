@@ -51,6 +51,7 @@ EFFECTS = {
 DELEGATED = {
     "run.peer_timeout_s": "PJRT finds a lost process by its own timeouts, gloo after 30 minutes",
     "sharding.forward_prefetch|backward_prefetch|backward_prefetch_units": "XLA's scheduler starts gathers",
+    "sharding.sync_each_micro_batch": "the program of a micro batch sums its gradients",
     "compile.enabled|backend": "XLA compiles the whole step in any case",
 }
 

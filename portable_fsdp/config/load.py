@@ -14,7 +14,7 @@ from yaml.nodes import MappingNode, Node, ScalarNode
 
 from portable_fsdp.config.describe import option_names
 from portable_fsdp.config.layers import LayeredValues
-from portable_fsdp.config.schema import Config
+from portable_fsdp.config.schema import Config, Model, Train
 from portable_fsdp.config.yaml_text import NULL_TAG, Dumper, line_of, parse, problem_of
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.factory import search_folder
@@ -56,6 +56,43 @@ def load_config(
         count = detect_launch(environ).world_size  # one process may drive any number of devices
         check_launcher_facts(loaded.imports, processes=count if count > 1 else None, environ=environ)
     return loaded.config
+
+
+def make_config(**sections: Mapping[str, Any]) -> Config:
+    """The config of a Python loop, without a file: `make_config(optim={"lr": 1e-3}, train={"steps": 100})`.
+
+    A class or function at the top of a module may stand where a config has `module:function` (model.factory,
+    data.factory, train.task, optim.factory). Two sections may be left out: `model` by a loop that lays out its own
+    (`shard`), and `train` by one that makes its own batches, each step of which has one micro batch. Raises ConfigError
+    with all problems in one message.
+    """
+    layers = LayeredValues(Path("make_config"))
+    for section, values in sections.items():
+        for key, value in values.items():
+            name = f"{section}.{key}"
+            layers.override(f"{name}={yaml.dump(_named(name, value), Dumper=Dumper, default_flow_style=True)}")
+    stand_ins: dict[str, Any] = {"model": {"factory": "none:none"}, "train": {"steps": 1}}
+    layers.values = stand_ins | layers.values
+    config = _validated(layers)
+    absent: dict[str, Any] = {"model": Model.model_construct(), "train": Train.model_construct(global_batch=0)}
+    return config.model_copy(update={name: section for name, section in absent.items() if name not in sections})
+
+
+def _named(option: str, value: object) -> object:
+    """`module:function` of a class or function; what else stands in a config as it is."""
+    if isinstance(value, Mapping):
+        return {key: _named(option, inner) for key, inner in cast(Mapping[str, object], value).items()}
+    if isinstance(value, Path):
+        return str(value)
+    if not callable(value):
+        return list(cast(tuple[object, ...], value)) if isinstance(value, tuple) else value
+    name = getattr(value, "__qualname__", type(value).__qualname__)
+    if not name.isidentifier():
+        raise ConfigError(
+            f"make_config: {option}: expected a class or function at the top of a module, found {name}.\n"
+            "  Other processes import it by its name: move it out of what it stands in."
+        )
+    return f"{value.__module__}:{name}"
 
 
 def read_config(

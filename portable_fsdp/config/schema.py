@@ -281,6 +281,11 @@ class Sharding(Section):
         description="gather the next units in backward before the current unit's gradients, after them, or on demand",
     )
     backward_prefetch_units: int = Field(default=1, ge=1, description="units to gather ahead in backward")
+    sync_each_micro_batch: bool = Field(
+        default=True,
+        description="sum gradients over shards after each micro batch; false: once a step, and whole gradients stay in "
+        "memory until then",
+    )
 
 
 DType = Literal["float32", "bfloat16", "float16"]

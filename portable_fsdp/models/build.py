@@ -28,6 +28,7 @@ from portable_fsdp.models.loss import Loss, attach_loss
 from portable_fsdp.models.tasks import CAUSAL_LM, Task, is_decoder_only
 from portable_fsdp.models.weights import ModelSize, RandomWeights, TensorFile, WeightFill, fill_buffers, size_of
 from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.runtime.factory import call_factory
 
 if TYPE_CHECKING:  # a run without model.pretrained loads neither
     from portable_fsdp.models.pretrained import Base, Pretrained
@@ -129,7 +130,8 @@ def build_model(
 def _of_factory(model: schema.Model, precision: schema.Precision, seed: int) -> BuiltModel:
     from portable_fsdp.models.factory import open_factory, plain_size
 
-    module, fill = open_factory(str(model.factory), seed, DTYPES[precision.master])
+    make = partial(call_factory, "model.factory", str(model.factory))
+    module, fill = open_factory(f"model.factory: {model.factory}", make, seed, DTYPES[precision.master])
     built = BuiltModel(module, fill, {}, plain_size(module))
     built = with_frozen(built, model.freeze, DTYPES.get(precision.frozen))
     return replace(built, size=plain_size(module))

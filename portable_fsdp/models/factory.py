@@ -10,7 +10,7 @@ is seeded by (seed, FQN of the weight that it fills, its number there): a value 
 # pyright: reportPrivateUsage=false
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from portable_fsdp.models.weights import ModelSize, TensorSlices, seeded
 from portable_fsdp.runtime.errors import ConfigError
-from portable_fsdp.runtime.factory import call_factory
 
 
 @dataclass(frozen=True)
@@ -159,37 +158,39 @@ class RecordedWeights:
         return self._recording.value(self._values[fqn], self._seed, self._names)
 
 
-def open_factory(name: str, seed: int, master: torch.dtype) -> tuple[nn.Module, RecordedWeights]:
+def open_factory(
+    name: str, make: Callable[[], Any], seed: int, master: torch.dtype
+) -> tuple[nn.Module, RecordedWeights]:
     """The module, its parameters on meta in the dtype `master` and its buffers on the host, and its initial values.
 
-    Raises ConfigError with the user's line for a factory that fails or returns no module, for a parameter off meta, and
-    for what reads a value while it builds.
+    `make` returns the module; `name` begins the messages. Raises ConfigError where it returns no module or a
+    parameter off meta.
     """
     recording = Recording()
     with recording, torch.device("meta"), _Constants():
-        model = call_factory("model.factory", name)
+        model = make()
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"model.factory: expected {name} to return a torch.nn.Module, found {type(cast(object, model)).__name__}."
+            f"{name}: expected it to return a torch.nn.Module, found {type(cast(object, model)).__name__}."
         )
     named = [*model.named_parameters(), *model.named_buffers()]
     for fqn, parameter in model.named_parameters():
         if parameter.device.type != "meta":
             raise ConfigError(
-                f"model.factory: {name}: expected parameters on the meta device, found {fqn} on {parameter.device}.\n"
+                f"{name}: expected parameters on the meta device, found {fqn} on {parameter.device}.\n"
                 "  Make it with torch's functions and without a device (torch.zeros, torch.nn.init): values from "
                 "files or NumPy belong in a checkpoint (checkpoint.load=weights_only)."
             )
     for owner, module in model.named_modules():
-        for name, value in vars(module).items():
+        for attribute, value in vars(module).items():
             if isinstance(value, Tensor) and value.device.type == "meta":
                 raise ConfigError(
-                    f"model.factory: {name}: expected tensors that are parameters or buffers, found "
-                    f"{f'{owner}.{name}'.lstrip('.')}, an attribute that no device would get.\n"
-                    f'  Write self.register_buffer("{name}", ..., persistent=False).'
+                    f"{name}: expected tensors that are parameters or buffers, found "
+                    f"{f'{owner}.{attribute}'.lstrip('.')}, an attribute that no device would get.\n"
+                    f'  Write self.register_buffer("{attribute}", ..., persistent=False).'
                 )
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(f"model.factory: {name}: expected a parameter that trains, found none.")
+        raise ConfigError(f"{name}: expected a parameter that trains, found none.")
     fill = RecordedWeights({fqn: tensor.detach() for fqn, tensor in named}, recording, seed, master)
     for fqn, buffer in list(model.named_buffers()):
         if buffer.device.type == "meta":

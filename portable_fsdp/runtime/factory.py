@@ -31,7 +31,7 @@ def load_factory(key: str, name: str) -> Callable[..., Any]:
     os.environ.setdefault("USE_TORCH_XLA", "0")
     module_name, _, attribute = name.partition(":")
     try:
-        is_there = find_spec(module_name) is not None
+        is_there = module_name in sys.modules or find_spec(module_name) is not None  # __main__ has no spec
     except ModuleNotFoundError:  # of the package around it
         is_there = False
     if not is_there:

@@ -5,6 +5,7 @@ The trainer, the planner, the tests and your own loop (examples/own_loop.py) bui
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from portable_fsdp.backends.base import Backend, ShardPolicy
+from portable_fsdp.backends.base import Backend, Fill, ShardPolicy
 from portable_fsdp.checkpoint.manager import Checkpoints, Fingerprint, Resumed
 from portable_fsdp.config.layout import check_batch
 from portable_fsdp.config.schema import Config
@@ -22,6 +23,7 @@ from portable_fsdp.data.build import Corpus
 from portable_fsdp.data.packing import ENDLESS, Rows, count_labels, count_rows
 from portable_fsdp.data.tokenize import Tokenizer, keeps_ids, require_own_ids
 from portable_fsdp.models.build import DTYPES, BuiltModel, build_model
+from portable_fsdp.models.factory import open_factory
 from portable_fsdp.models.loss import Loss
 from portable_fsdp.models.tasks import Task, find_task
 from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dtype, recomputed_layers, table_weights
@@ -100,18 +102,38 @@ def build_training(
         from portable_fsdp.train.row_trial import try_rows
 
         trial = try_rows(first, built.model, task, has_fixed_shapes=not eager)
-    shapes = {fqn: tuple(weight.shape) for fqn, weight in built.model.named_parameters() if weight.requires_grad}
-    frozen = [fqn for fqn, weight in built.model.named_parameters() if not weight.requires_grad]
     ties = _ties(built.model)
-    groups = parameter_groups(shapes, config.optim, ties=ties, frozen=frozen, tables=table_weights(built.model))
-    policy, make = shard_policy(config, built.model), make_optimizer(config.optim, DTYPES[config.precision.compute])
-    if fill:  # the planner has other hardware
-        require_memory(config, backend, memory_need(built.model, make, groups, eager=eager))
-    model = backend.shard_model(built.model, policy, built.fill if fill else None)
-    optimizer = backend.build_optimizer(make, groups)
+    model, optimizer = _laid_out(config, backend, built.model, built.fill if fill else None, ties)
     limit = config.train.max_grad_norm
     step = train_step(backend, model, optimizer, accumulation=accumulation, max_grad_norm=limit, task=task)
     return Training(built, model, optimizer, step, task, trial, accumulation, ties)
+
+
+def shard(make: Callable[[], nn.Module], config: Config, backend: Backend) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Lay out a module of your own and make its optimizer, as `sharding`, `precision`, `memory` and `optim` say.
+    *collective*
+
+    `make` returns the module; it runs on the meta device, and what it does to a weight runs again for each piece of
+    that weight where it is needed, seeded by run.seed and the weight's name. Raises ConfigError for what the model or
+    the devices don't take.
+    """
+    master = DTYPES[config.precision.master]
+    module, fill = open_factory(f"shard: {getattr(make, '__name__', 'make')}", make, config.run.seed, master)
+    return _laid_out(config, backend, module, fill, _ties(module))
+
+
+def _laid_out(
+    config: Config, backend: Backend, model: nn.Module, fill: Fill | None, ties: dict[str, str]
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model on meta, laid out on the engine, and its optimizer. Without `fill` neither holds memory."""
+    shapes = {fqn: tuple(weight.shape) for fqn, weight in model.named_parameters() if weight.requires_grad}
+    frozen = [fqn for fqn, weight in model.named_parameters() if not weight.requires_grad]
+    groups = parameter_groups(shapes, config.optim, ties=ties, frozen=frozen, tables=table_weights(model))
+    policy, make = shard_policy(config, model), make_optimizer(config.optim, DTYPES[config.precision.compute])
+    if fill is not None:  # the planner has other hardware
+        eager = backend.expected_compilations == 0
+        require_memory(config, backend, memory_need(model, make, groups, eager=eager))
+    return backend.shard_model(model, policy, fill), backend.build_optimizer(make, groups)
 
 
 def _ties(model: nn.Module) -> dict[str, str]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from portable_fsdp.backends.base import Backend, Batch, Metrics
-from portable_fsdp.models.tasks import CAUSAL_LM, Task
+from portable_fsdp.models.tasks import CAUSAL_LM, Task, TaskFunction
 from portable_fsdp.optim.optimizer import set_step_numbers, step_numbers
 
 Step = Callable[[Sequence[Batch], float], Metrics]
@@ -28,20 +28,30 @@ def train_step(
     *,
     accumulation: int,
     max_grad_norm: float | None,
-    task: Task = CAUSAL_LM,
+    task: Task | TaskFunction = CAUSAL_LM,
 ) -> Step:
     """Make the step of a run: `step(batches, lr)` with `accumulation` placed micro batches, one optimizer update.
+
+    `task`: how a batch becomes a loss. A function of your own may get batches without `tokens`, of any keys, with as
+    many rows in each micro batch.
 
     It returns `loss` (mean over all that the task counts in the global batch, before the update), `grad_norm` (before
     clipping) and, where the batches hold `votes` [rows, n], their sum over the rows of all data shards [n]: device
     tensors that nobody has waited for. One micro batch makes one program; several make two, `micro_batch` and `update`.
     """
-
+    task = task if isinstance(task, Task) else Task(task.__name__, task, counts_labels=False)
     summed = ("loss",) if task.counts_labels else ("loss", "share")
+
+    def expected_count(batch: Batch) -> Tensor:
+        """Of the step's losses, on all devices."""
+        if "tokens" in batch or task.counts_labels:
+            return backend.sum(batch["tokens"].sum())
+        rows = next(iter(batch.values()))
+        return backend.sum(rows.new_full(rows.shape[:1], accumulation, dtype=torch.float32).sum())
 
     def forward_backward(batch: Batch, sums: Sums, last: bool) -> Sums:
         """`sums` with those of this batch."""
-        expected = backend.sum(batch["tokens"].sum())
+        expected = expected_count(batch)
         with backend.accumulate(last):
             loss_sum, count, _ = task.scores(model, batch)
             mean = loss_sum / expected

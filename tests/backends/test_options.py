@@ -26,6 +26,7 @@ from portable_fsdp.runtime.errors import BackendError
 Settings = dict[str, Any]
 GetWorkers = Callable[[Group], Workers]
 
+SYNCED_ONCE: Settings = {"train.micro_batch": 1, "sharding.sync_each_micro_batch": False}
 OPTIONS: dict[str, dict[str, Settings]] = {
     "strategy": {
         "FULL_SHARD": {},
@@ -59,7 +60,7 @@ OPTIONS: dict[str, dict[str, Settings]] = {
         "none": {"sharding.backward_prefetch": "NO_PREFETCH"},
     },
     "memory": {"device": {}, "offload": {"memory.cpu_offload": True}},
-    "micro_batches": {"one": {}, "three": {"train.micro_batch": 1}},
+    "micro_batches": {"one": {}, "three": {"train.micro_batch": 1}, "synced_once": SYNCED_ONCE},
     "trained": {
         "all": {},
         "frozen": {"model.freeze": ["model.embed_tokens", "model.layers.0.mlp"]},

@@ -32,7 +32,8 @@ FEW = [place for place in PLACES if (place.devices, place.hosts) in ((1, 1), (8,
 OPTION_GROUPS = [
     "sharding.strategy sharding.replicas sharding.reshard_after_forward",
     "sharding.wrap sharding.wrap_classes sharding.wrap_modules sharding.min_num_params",
-    "sharding.forward_prefetch sharding.backward_prefetch sharding.backward_prefetch_units",
+    "sharding.forward_prefetch sharding.backward_prefetch sharding.backward_prefetch_units "
+    "sharding.sync_each_micro_batch",
     "precision.master precision.compute precision.reduce precision.output precision.modules",
     "precision.matmul",
     "memory.gradient_checkpointing memory.every memory.save_ops compile.scan_layers compile.enabled compile.backend",
@@ -239,6 +240,7 @@ def test_what_touches_numerics_or_memory_is_never_delegated() -> None:
         "sharding.forward_prefetch",
         "sharding.backward_prefetch",
         "sharding.backward_prefetch_units",
+        "sharding.sync_each_micro_batch",
         "compile.enabled",
         "compile.backend",
         "run.peer_timeout_s",

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import zeros as distributed_zeros
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -95,6 +96,7 @@ class NativeBackend(base.Backend):
         self._counts_collectives = not config.compile.enabled and config.model.attention != "flex"
         self._first_step_is_over = False
         self._compute_time: ComputeTime | None = None
+        self._syncs_each_micro_batch = config.sharding.sync_each_micro_batch
         self._matmul_before = _set_matmul_precision(MATMUL[config.precision.matmul])
 
     def __exit__(self, *raised: Any) -> None:
@@ -180,9 +182,16 @@ class NativeBackend(base.Backend):
     def accumulate(self, last: bool) -> Generator[None]:
         # Shards are reduced in every micro batch: keeping unsharded gradients until the last one would undo FULL_SHARD.
         # Replicas are reduced once, in the last one.
-        self._root.set_requires_all_reduce(last)
+        if self._syncs_each_micro_batch:
+            self._root.set_requires_all_reduce(last)
+        else:
+            self._root.set_requires_gradient_sync(last)
         self._prefetch.before_forward()
         yield
+
+    def unshard(self, module: nn.Module) -> None:
+        if isinstance(module, FSDPModule):
+            module.unshard(async_op=True)
 
     @contextmanager
     def evaluate(self) -> Generator[None]:

@@ -154,6 +154,8 @@ EFFECTS = {
     "sharding.backward_prefetch|backward_prefetch_units": (
         "units are gathered ahead in the reverse order of execution"
     ),
+    "sharding.sync_each_micro_batch": "set_requires_gradient_sync in the last micro batch of a step",
+    "sharding.sync_each_micro_batch=true": "a reduce-scatter in each micro batch, an all-reduce in the last",
     "sharding.backward_prefetch=NO_PREFETCH": "a unit is gathered in backward when it is needed",
     "precision.compute": "MixedPrecisionPolicy(param_dtype); weights are cast unit by unit",
     "precision.reduce": "MixedPrecisionPolicy(reduce_dtype)",

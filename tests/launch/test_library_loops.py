@@ -1,0 +1,137 @@
+"""Loops of one's own: the examples, as people start them, against plain PyTorch."""
+
+import re
+import runpy
+import shutil
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from cli import ROOT, finish
+from torch import Tensor, nn
+
+import portable_fsdp as pf
+from portable_fsdp.config.load import config_text
+from portable_fsdp.models.factory import open_factory
+from portable_fsdp.runtime.errors import ConfigError
+
+PYTHON = Path(sys.executable)
+STARTS = {
+    "native": [PYTHON.parent / "torchrun", "--standalone", "--nproc_per_node=2"],
+    "xla": [PYTHON],
+}
+
+
+def printed(out: str) -> list[float]:
+    return [float(number) for number in re.findall(r"^step \d+: error (\S+)$", out, re.MULTILINE)]
+
+
+def plain_losses(example: dict[str, Any]) -> list[float]:
+    """AdamW by hand on one device: the mean over the whole batch, decay on matrices, cosine to a tenth."""
+    module, fill = open_factory("test", example["Autoencoder"], 0, torch.float32)
+    weights = {fqn: fill(fqn, tuple(slice(0, size) for size in p.shape)) for fqn, p in module.named_parameters()}
+    model: nn.Module = example["Autoencoder"]()
+    model.load_state_dict(weights)
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95))
+    losses: list[float] = []
+    for step in range(1, 201):
+        batch: dict[str, Tensor] = example["rows"](step, 0, 1)
+        total, count = example["error"](model, batch)
+        loss = total / count
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = pf.learning_rate(pf.make_config(optim={"lr": 3e-3}).optim, step, 200)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses[49::50]
+
+
+@pytest.mark.parametrize(("engine", "devices"), [("native", ""), pytest.param("xla", "3", marks=pytest.mark.xla)])
+def test_rows_of_ones_own_train_as_in_plain_pytorch(engine: str, devices: str, tmp_path: Path) -> None:
+    """No batch, dataset or loss of theirs stands in a config."""
+    script = ROOT / "examples/own_rows.py"
+    run = finish([*STARTS[engine], script, "cpu", engine, *([devices] if devices else [])], tmp_path)
+    assert printed(run.out) == pytest.approx(plain_losses(runpy.run_path(str(script))), rel=1e-4)
+    assert len(printed(run.out)) == 4
+    assert (tmp_path / "runs/own_rows/step-00000200").is_dir(), list((tmp_path / "runs/own_rows").iterdir())
+
+
+def accuracies(out: str) -> list[float]:
+    return [float(number) for number in re.findall(r": accuracy (\S+)$", out, re.MULTILINE)]
+
+
+@pytest.mark.xla
+def test_a_loop_of_accelerate_and_the_ported_one_learn_the_same(tmp_path: Path) -> None:
+    """Their order of rows differs, so the accuracies on the test set are compared. The ported loop also resumes."""
+    theirs = finish([PYTHON, ROOT / "examples/accelerate_loop.py"], tmp_path, USE_TORCH_XLA="0")
+    script = ROOT / "examples/ported_loop.py"
+    ours = accuracies(finish([PYTHON, script, "cpu", "native"], tmp_path).out)
+    assert len(ours) == 2
+    assert min(ours[-1], accuracies(theirs.out)[-1]) > 0.95
+    shutil.rmtree(tmp_path / "runs/ported_loop/checkpoints/step-00000250")
+    resumed = finish([PYTHON, script, "cpu", "xla", "2"], tmp_path)
+    assert accuracies(resumed.out) == pytest.approx(ours[1:], abs=0.006)  # one row in 200
+
+
+def test_a_ported_loop_stays_short() -> None:
+    for name in ("ported_loop.py", "own_rows.py", "image_classifier.py", "vit.py", "seq2seq.py", "dpo.py"):
+        assert len((ROOT / "examples" / name).read_text().splitlines()) < 60, name
+
+
+class Module(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+
+def test_make_config_takes_classes_functions_and_values() -> None:
+    config = pf.make_config(
+        model={"factory": Module, "freeze": ("linear.bias",)},
+        train={"task": plain_losses, "steps": 3},
+        optim={"betas": (0.9, 0.99), "groups": [{"match": "*", "lr": 1e-3}]},
+        run={"dir": Path("runs/x")},
+    )
+    assert (config.model.factory, config.train.task) == (f"{__name__}:Module", f"{__name__}:plain_losses")
+    assert (config.optim.betas, config.optim.groups[0].lr, config.run.dir) == ((0.9, 0.99), 1e-3, "runs/x")
+    assert config_text(config)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"optim": {"lrr": 1e-3}}, "optim.lrr"),
+        ({"optim": {"lr": "fast"}}, "optim.lr: expected"),
+        ({"optimizer": {"lr": 1e-3}}, "optimizer"),
+        ({"model": {"factory": lambda: nn.Linear(1, 1)}}, "model.factory: expected a class or function at the top"),
+        ({"train": {"global_batch": 8}}, "exactly one of train.steps and train.epochs"),
+    ],
+)
+def test_a_mistake_in_make_config_is_named(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        pf.make_config(**sections)
+
+
+def test_unshard_starts_to_gather_a_unit() -> None:
+    config = pf.make_config()
+    with pf.open_backend(config, device="cpu", backend="native") as engine:
+        model, _ = pf.shard(Module, config, engine)
+        group = cast(Any, model)._get_fsdp_state()._fsdp_param_group  # FSDP2 has no public word for it
+        assert group._all_gather_result is None
+        engine.unshard(model)
+        assert group._all_gather_result is not None
+        engine.unshard(nn.Linear(1, 1))  # no unit
+        engine.sum(torch.ones(()))
+
+
+def test_shard_refuses_what_is_no_module() -> None:
+    config, message = pf.make_config(), r"shard: dict: expected it to return a torch\.nn\.Module"
+    with pf.open_backend(config, device="cpu", backend="native") as engine, pytest.raises(ConfigError, match=message):
+        pf.shard(dict, config, engine)  # pyright: ignore[reportArgumentType]
