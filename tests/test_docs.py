@@ -94,6 +94,10 @@ def check(command: Command) -> None:
                     check_batch(load_config(ROOT / path, overrides), int(devices))
         case ["python", "-m", module, *arguments] if module in PARSED:
             PARSED[module]._parser().parse_args(arguments)
+        case ["python", "examples/accelerate_loop.py"]:
+            pass
+        case ["python", "examples/own_rows.py" | "examples/ported_loop.py", device, backend, *_]:
+            require_names(device, backend)
         case ["python", "examples/own_loop.py", path, device, backend, *overrides]:
             require_names(device, backend)
             load_config(ROOT / path, overrides)

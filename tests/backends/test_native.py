@@ -16,6 +16,8 @@ from test_contract import assert_evaluation_changes_nothing, evaluated_case
 from test_curves import BF16_20_STEPS, assert_equal_curves
 from workers import Group, Workers
 
+from portable_fsdp.backends.base import Traffic
+
 GetWorkers = Callable[[Group], Workers]
 Run = Callable[[Group, Case], list[dict[str, Any]]]
 Settings = dict[str, Any]
@@ -128,6 +130,19 @@ def test_collectives_are_the_textbooks(name: str, micro_batches: int, workers: G
                 "c10d._reduce_scatter_base_": counted["reduce_scatter"].calls,
                 "c10d.allreduce_": counted["all_reduce"].calls,
             }
+
+
+@pytest.mark.parametrize("name", ["FULL_SHARD", "HYBRID_SHARD_ZERO2"])
+def test_gradients_synced_once_a_step_are_reduced_once(name: str, workers: GetWorkers) -> None:
+    """Of three micro batches; the curve is test_options.py's."""
+
+    def reduced(**settings: bool) -> Traffic:
+        strategy = STRATEGIES[name].settings | {f"sharding.{key}": value for key, value in settings.items()}
+        case = Case(steps=2, micro_batch=1, settings=strategy)
+        return workers(FOUR).run("collectives", case=case)[0]["backend"]["reduce_scatter"]
+
+    once, each = reduced(sync_each_micro_batch=False), reduced()
+    assert (3 * once.calls, 3 * once.bytes) == tuple(each)
 
 
 @pytest.mark.parametrize(("number", "in_backward"), [(None, 4), (2, 2)])

@@ -108,7 +108,8 @@ def test_a_documented_program_runs(command: Command, checkout: Path) -> None:
 
 def test_each_command_is_started_or_known_to_be_started_elsewhere() -> None:
     assert {script_of(command) for command in ALL} == {None, *SCRIPTS}
-    assert {started_by(command) for command in ALL} == {None, "portable_fsdp.explain", *TWO_STEPS}
+    loops = {f"examples/{name}.py" for name in ("accelerate_loop", "ported_loop", "own_rows")}  # test_library_loops.py
+    assert {started_by(command) for command in ALL} == {None, "portable_fsdp.explain", *TWO_STEPS, *loops}
 
 
 # ------------------------------------------------------------------------------------------------------- scripts
