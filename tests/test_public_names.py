@@ -15,10 +15,12 @@ NAMES = [
     "errors_as_sentences",
     "learning_rate",
     "load_config",
+    "make_config",
     "open_backend",
     "open_batches",
     "open_checkpoints",
     "register_static_attention",
+    "shard",
     "total_steps",
     "train_step",
 ]

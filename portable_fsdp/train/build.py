@@ -23,7 +23,6 @@ from portable_fsdp.data.build import Corpus
 from portable_fsdp.data.packing import ENDLESS, Rows, count_labels, count_rows
 from portable_fsdp.data.tokenize import Tokenizer, keeps_ids, require_own_ids
 from portable_fsdp.models.build import DTYPES, BuiltModel, build_model
-from portable_fsdp.models.factory import open_factory
 from portable_fsdp.models.loss import Loss
 from portable_fsdp.models.tasks import Task, find_task
 from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dtype, recomputed_layers, table_weights
@@ -117,6 +116,8 @@ def shard(make: Callable[[], nn.Module], config: Config, backend: Backend) -> tu
     that weight where it is needed, seeded by run.seed and the weight's name. Raises ConfigError for what the model or
     the devices don't take.
     """
+    from portable_fsdp.models.factory import open_factory
+
     master = DTYPES[config.precision.master]
     module, fill = open_factory(f"shard: {getattr(make, '__name__', 'make')}", make, config.run.seed, master)
     return _laid_out(config, backend, module, fill, _ties(module))
