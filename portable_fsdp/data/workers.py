@@ -8,7 +8,6 @@ that a fork would lose with their locks held.
 import os
 import signal
 from collections.abc import Callable, Iterator
-from itertools import count
 from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
 from typing import Any, cast
@@ -65,7 +64,7 @@ class _Begin:
 class StepLoader(Closing):
     """Steps in order, read by `data.workers` processes. One thread calls `read`, which starts them."""
 
-    def __init__(self, data: Data, read: ReadStep, firsts: Iterator[int] | count[int], *, process: int) -> None:
+    def __init__(self, data: Data, read: ReadStep, firsts: Iterator[int], *, process: int) -> None:
         """`firsts`: the position of each step. `process`: of the run, for the log."""
         self._loader: DataLoader[Any] = DataLoader(
             _Steps(data, read),

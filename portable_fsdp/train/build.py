@@ -215,7 +215,7 @@ def open_batches(
         shard=(backend.data_shard.index, backend.data_shard.count),
         accumulation=training.accumulation,
         start=epoch * len(corpus.rows) + samples,
-        check=training.trial.check if training.trial else lambda batch, numbers: None,
+        check=training.trial.check if training.trial else None,
         count_losses=count_labels if training.task.counts_labels else count_rows,
         data=config.data,
     )
