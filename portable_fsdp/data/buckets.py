@@ -45,12 +45,12 @@ class Buckets:
             row[_MASK] = torch.ones(len(row["input_ids"]), dtype=torch.int64)
         for key in self._sizes:
             if key not in row:
-                raise self._error(place, f"expected the key {key}, which data.buckets lists, found {', '.join(row)}")
+                raise self._error(place, f"expected the key {key} of data.buckets, found {', '.join(row)}")
             row[key] = self._tensor(row[key], key, place)
         if self.number(row) is None:
             actual = ", ".join(f"{key} {len(row[key])}" for key in self._sizes)
             largest = ", ".join(f"{key} {sizes[-1]}" for key, sizes in self._sizes.items())
-            raise self._error(place, f"is too long: {actual}; the last bucket holds {largest}")
+            raise self._error(place, f"expected at most {largest} (the last bucket), found {actual}")
         return row
 
     def _tensor(self, value: object, key: str, place: str) -> Tensor:

@@ -62,6 +62,10 @@ class _Items:
         chosen = [order[begin : begin + size] for begin in range(0, len(rows), size)]
         return [(part, self._in_bucket([rows[n] for n in part], numbers[part[-1]])) for part in chosen]
 
+    def as_they_are(self, items: list[Any], places: list[str]) -> dict[str, Tensor]:
+        """One row without padding: other sizes make no other data."""
+        return self.batch([self.buckets.opened(items[0], places[0])] if self.buckets else items)
+
     def in_each_bucket(self, items: list[Any], places: list[str]) -> list[dict[str, Tensor]]:
         """The rows padded or cut to each bucket; as they are without buckets."""
         if self.buckets is None:
@@ -165,8 +169,8 @@ class DatasetRows(Rows):
         """Of the number of rows, and of some of them: reading all may take hours."""
         count = len(self)
         chosen = np.unique(np.linspace(0, count - 1, min(count, _COMPARED)).astype(np.int64))
-        # As they are: other buckets make no other data.
-        return _hash(f"dataset {count}", (self._items.batch([self._item(int(number))]) for number in chosen))
+        rows = (self._items.as_they_are(*self._read(np.array([number]))) for number in chosen)
+        return _hash(f"dataset {count}", rows)
 
 
 class StreamRows(Rows):
@@ -238,8 +242,9 @@ class StreamRows(Rows):
 
     def fingerprint(self) -> str:
         """Of its first items."""
-        again = StreamRows(self._name, self._dataset, self._collate)
-        return _hash("stream", (again.rows(np.array([number])) for number in range(_COMPARED)))
+        again = StreamRows(self._name, self._dataset, self._collate, self._items.buckets)
+        rows = (again._items.as_they_are(*again._read(np.array([number]))) for number in range(_COMPARED))
+        return _hash("stream", rows)
 
 
 def _hash(kind: str, batches: Iterable[dict[str, Tensor]]) -> str:
