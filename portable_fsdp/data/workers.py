@@ -8,7 +8,7 @@ that a fork would lose with their locks held.
 import os
 import signal
 from collections.abc import Callable, Iterator
-from multiprocessing import active_children
+from multiprocessing import active_children, connection
 from multiprocessing.process import BaseProcess
 from typing import Any, cast
 
@@ -24,6 +24,8 @@ from portable_fsdp.runtime.errors import PortableFSDPError, TrainingError
 from portable_fsdp.runtime.process import end_with_parent
 
 ReadStep = Callable[[Rows, int], list[dict[str, Tensor]]]
+
+_END_S = 1.0
 
 STEPS_PER_WORKER = 2
 """That a worker reads before anybody asks for them."""
@@ -88,6 +90,8 @@ class StepLoader(Closing):
                 self._steps = self._started()
             step = next(self._steps)
         except Exception as error:
+            # A pipe breaks a moment before its process has ended.
+            connection.wait([process.sentinel for process in self._processes], _END_S)
             if ended := [process for process in self._processes if process.exitcode is not None]:
                 raise _lost(ended) from error
             raise
