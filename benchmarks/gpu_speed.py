@@ -27,7 +27,7 @@ from portable_fsdp.config.load import load_config
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.batches import Batches
 from portable_fsdp.data.order import sample_indices
-from portable_fsdp.data.packing import IGNORED
+from portable_fsdp.data.packing import IGNORED, Rows
 from portable_fsdp.data.tokenize import load_tokenizer
 from portable_fsdp.metrics.flops import model_flops_per_token, peak_flops
 from portable_fsdp.models.architecture import architecture_mapping
@@ -210,7 +210,7 @@ def initial_weights(job: Job) -> Path:
     return folder
 
 
-class SkewedRows:
+class SkewedRows(Rows):
     """Rows of random ids, low ones more often, so that there is something to learn. Labels are shifted as ours are."""
 
     def __init__(self, vocabulary: int, seq_len: int) -> None:

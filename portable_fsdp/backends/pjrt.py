@@ -82,9 +82,11 @@ class PjrtBackend(Backend):
         self.data_parallel_size = count
         self.axes = mesh_axes(config, count, hosts)
         self._accumulation = check_batch(config, count)
-        # The step, or a micro batch and the update; and evaluation and samples, if the run has them.
-        others = (config.train.eval_every, config.train.sample_every)
-        self.expected_compilations = 1 + (self._accumulation > 1) + sum(every is not None for every in others)
+        self._shapes = config.data.shapes
+        # The step, or a micro batch and the update; and evaluation and samples, if the run has them. One of what takes
+        # rows for each shape of theirs, if the run meets them all; the update takes none.
+        evaluates, samples = (every is not None for every in (config.train.eval_every, config.train.sample_every))
+        self.expected_compilations = self._shapes * (1 + evaluates) + (self._accumulation > 1) + samples
         with _LOWERING:
             _lower_triangular_solves()
         self._matmul_before = self._bridge._xla_get_mat_mul_precision()
@@ -94,7 +96,7 @@ class PjrtBackend(Backend):
         self._bridge._xla_set_mat_mul_precision(self._matmul_before)
 
     def compile(self, fn: Callable[..., Metrics], name: str) -> Callable[..., Metrics]:
-        return self._programs.compile(fn, name)
+        return self._programs.compile(fn, name, self._shapes)
 
     @property
     def compilations(self) -> int:
@@ -141,7 +143,9 @@ class Compiles(Protocol):
     @property
     def compilations(self) -> int: ...
 
-    def compile(self, fn: Callable[..., Metrics], name: str) -> Callable[..., Metrics]: ...
+    def compile(self, fn: Callable[..., Metrics], name: str, shapes: int = 1) -> Callable[..., Metrics]:
+        """`shapes`: that its inputs may have; each is a program."""
+        ...
 
 
 class Programs:
@@ -151,10 +155,10 @@ class Programs:
         self._engine = engine
         self.compilations = 0
 
-    def compile(self, fn: Callable[..., Metrics], name: str) -> Callable[..., Metrics]:
+    def compile(self, fn: Callable[..., Metrics], name: str, shapes: int = 1) -> Callable[..., Metrics]:
         import torch_xla
 
-        compiled = 0
+        compiled, compiled_for = 0, set[str]()
 
         def step(*args: Any) -> Metrics:
             nonlocal compiled
@@ -169,13 +173,16 @@ class Programs:
             new = _compile_count() - before
             self.compilations += new
             compiled += new
-            if new and compiled > 1:
+            if new:
+                compiled_for.add(str([_shapes(argument) for argument in args if isinstance(argument, dict)]))
+            if new and compiled > (expected := min(len(compiled_for), shapes)):
                 log.warning(
-                    "backend %s: program %r was compiled %d times, expected once. Shapes of its inputs now: %s. Cause: "
+                    "backend %s: program %r was compiled %d times, expected %s. Shapes of its inputs now: %s. Cause: "
                     "a shape or a Python number that changes with the step; XLA_SAVE_TENSORS_FILE=FILE shows programs.",
                     self._engine,
                     name,
                     compiled,
+                    "once" if expected == 1 else f"{expected} times, once for each shape of its rows",
                     [_shapes(argument) for argument in args],
                 )
             return out

@@ -1,10 +1,11 @@
 """The base of every section, and the section `data`: the documents of a run, and how they become rows."""
 
+import itertools
 import re
 from typing import Annotated, Any, Literal, Self
 
-from annotated_types import Ge, Lt
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from annotated_types import Ge, Le, Lt
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, field_validator, model_validator
 
 from portable_fsdp.runtime.factory import FACTORY_PATTERN
 
@@ -94,6 +95,11 @@ class Documents(Section):
         return self
 
 
+Size = Annotated[int, Ge(1), Le(2**20)]
+
+MOST_BUCKETS, MOST_WORKERS = 16, 64
+
+
 class MixtureSource(Documents):
     """One source of a mixture."""
 
@@ -108,6 +114,14 @@ class Data(Documents):
         description="a dataset of your own: `module:function`, called with the split (data.split, else `train`), which "
         "returns a torch Dataset of dicts of tensors, or that and a collate function",
         pattern=FACTORY_PATTERN,
+    )
+    buckets: dict[str, Annotated[tuple[Size, ...], Strict(False)]] = Field(
+        default={},
+        description="data.factory: pad these keys of a row along dimension 0 to the first sizes that hold all of them, "
+        "as `{input_ids: [64, 128], labels: [64, 128]}`; XLA compiles a program for each; {}: rows stay as they are",
+    )
+    workers: int = Field(
+        default=0, ge=0, le=MOST_WORKERS, description="data.factory: processes that read rows ahead; 0: a thread does"
     )
     mixture: tuple[MixtureSource, ...] = Field(
         default=(),
@@ -146,14 +160,43 @@ class Data(Documents):
             return self.packing
         return "stream" if all(part.format == "text" for part in self.mixture or (self,)) else "documents"
 
+    @property
+    def shapes(self) -> int:
+        """How many shapes batches may have, where engines compile a program for each."""
+        return len(next(iter(self.buckets.values()), ("one",)))
+
+    @field_validator("buckets")
+    @classmethod
+    def _sizes_ascend(cls, buckets: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        if not buckets:
+            return buckets
+        counts = {len(sizes) for sizes in buckets.values()}
+        if len(counts) > 1 or not 1 <= max(counts) <= MOST_BUCKETS:
+            actual = ", ".join(f"{len(sizes)} for {key}" for key, sizes in buckets.items())
+            raise ValueError(f"expected as many sizes for each key, 1 to {MOST_BUCKETS}, found {actual}")
+        by_bucket = list(zip(*buckets.values(), strict=True))
+        for smaller, larger in itertools.pairwise(by_bucket):
+            if smaller == larger or any(a > b for a, b in zip(smaller, larger, strict=True)):
+                names = ", ".join(buckets)
+                raise ValueError(
+                    f"expected sizes that ascend from bucket to bucket, found {list(larger)} after {list(smaller)} for "
+                    f"{names}: no row would go there first"
+                )
+        return buckets
+
     @model_validator(mode="after")
     def _keys_go_together(self) -> Self:
         fields = Data.model_fields
+        own_keys = ("factory", "buckets", "workers")
         if self.factory is not None:
-            of_text = [n for n in fields if n not in ("factory", "split", "eval_split", "cache_dir")]
+            of_text = [n for n in fields if n not in (*own_keys, "split", "eval_split", "cache_dir")]
             if given := [name for name in of_text if getattr(self, name) != fields[name].default]:
                 raise ValueError(f"{given[0]} goes with text; data.factory makes the rows by itself")
             return self
+        if self.buckets or self.workers:
+            name = "buckets" if self.buckets else "workers"
+            reason = "rows of text have one length, data.seq_len" if self.buckets else "a thread reads text fast enough"
+            raise ValueError(f"{name} goes with data.factory: {reason}")
         own = [name for name in Documents.model_fields if getattr(self, name) != fields[name].default]
         if self.mixture and own:
             raise ValueError(f"mixture stands instead of {', '.join(Documents.model_fields)}: each part has its own")

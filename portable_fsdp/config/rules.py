@@ -135,6 +135,12 @@ def shards_of_a_replica(config: Config, deployment: Deployment) -> int | None:
     return None if replicas is None or deployment.devices % replicas else deployment.devices // replicas
 
 
+def only_largest_bucket(config: Config, _: Deployment) -> tuple[str, ...]:
+    """The way out of several sizes."""
+    largest = {key: sizes[-1:] for key, sizes in config.data.buckets.items()}
+    return (f"data.buckets={yaml_value(largest)}", "--backend=native")
+
+
 def parts(whole: int | None) -> list[int]:
     """The divisors of `whole`, without 1 and itself."""
     return [part for part in range(2, whole or 0) if (whole or 0) % part == 0]
@@ -438,6 +444,8 @@ EFFECTS = {
     "model.factory": "built on meta; each process initializes its slices, as the function's own operations do",
     "train.task": "one loss for all engines; the step divides its sum by the count over the global batch",
     "data.factory": "the same rows on every engine; augmentation is seeded by row and epoch",
+    "data.buckets": "pads each micro batch to the bucket of its longest row; the same curve",
+    "data.workers": "processes that read ahead; the same batches",
     "model.freeze": "no gradient, no optimizer state",
     "model.lora": "peft's layers; adapters are sharded, trained and saved like other weights",
     "data.source|path|split|format|columns|chat_template_kwargs": "the same documents on every engine",

@@ -1,29 +1,58 @@
-"""Batches: the micro batches of each step that one data shard feeds, made ahead by a thread.
+"""Batches: the micro batches of each step that one data shard feeds, made ahead by a thread, or by `data.workers`.
 
 With global batch G, step k of a run that begins at `start` samples takes the positions [start + k * G, start + (k + 1)
-* G). Shard i of n takes the i-th n-th of them, and cuts it into equal micro batches; both cuts are contiguous.
+* G). Shard i of n takes the i-th n-th of them, and cuts it into equal micro batches; both cuts are contiguous, the
+second after a sort by size with `data.buckets`.
 """
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from itertools import count as count_from
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from portable_fsdp.config.data import Data
 from portable_fsdp.data.packing import Rows, count_labels
 from portable_fsdp.runtime.closing import Closing
 from portable_fsdp.runtime.errors import ConfigError
 
+if TYPE_CHECKING:  # a run without data.workers doesn't load it
+    from portable_fsdp.data.workers import StepLoader
+
 STEPS_AHEAD = 3
+_CLOSE_S = 5.0  # for the step in work of processes
 
 Check = Callable[[Mapping[str, Tensor], NDArray[np.int64]], None]
 """(batch, numbers of its rows); raises DataError for rows that a step can't take."""
 
 RowCounts = Callable[[Mapping[str, Tensor]], Tensor]
+
+
+@dataclass(frozen=True)
+class StepReader:
+    """Makes the micro batches of a step, in a thread or in another process: it pickles."""
+
+    seed: int
+    shard_rows: int
+    accumulation: int
+    check: Check | None
+    count_losses: RowCounts
+
+    def __call__(self, rows: Rows, first: int) -> list[dict[str, Tensor]]:
+        """Those that begin at position `first`."""
+        numbers = rows.order(self.seed, np.arange(first, first + self.shard_rows))
+        parts = rows.micro_batches(numbers, self.accumulation)
+        if self.check is not None:
+            for part in parts:
+                self.check(part.tensors, part.numbers)
+        tokens = torch.stack([self.count_losses(part.tensors) for part in parts]).sum(dim=0)
+        return [{**part.tensors, "tokens": tokens} for part in parts]
 
 
 class Batches(Closing):
@@ -43,8 +72,9 @@ class Batches(Closing):
         shard: tuple[int, int],
         accumulation: int,
         start: int = 0,
-        check: Check = lambda batch, numbers: None,
+        check: Check | None = None,
         count_losses: RowCounts = count_labels,
+        data: Data | None = None,
     ) -> None:
         """Args:
         rows: the corpus, at least one row.
@@ -53,8 +83,9 @@ class Batches(Closing):
         shard: (index, count): which part of the global batch this process feeds.
         accumulation: micro batches in a step.
         start: samples consumed before the first step.
-        check: of each batch; the thread calls it.
+        check: of each micro batch; whoever reads it calls it. With workers it must pickle, as `count_losses`.
         count_losses: float32 [rows]: the losses of each row of a batch.
+        data: of `data.factory`, whose `data.workers` read in place of the thread; each opens the rows by itself.
 
         Raises ConfigError if the global batch can't be cut into equal micro batches.
         """
@@ -67,12 +98,16 @@ class Batches(Closing):
             )
         self.consumed = start
         """Samples consumed, including those of the last step that `next()` gave."""
-        self._rows, self._check, self._count_losses = rows, check, count_losses
-        self._seed = seed
+        self._rows = rows
         self._global_batch = global_batch
-        self._shard_rows = global_batch // count
-        self._firsts = count_from(start + index * self._shard_rows, global_batch)
-        self._accumulation = accumulation
+        shard_rows = global_batch // count
+        self._read = StepReader(seed, shard_rows, accumulation, check, count_losses)
+        self._firsts = count_from(start + index * shard_rows, global_batch)
+        self._loader: StepLoader | None = None
+        if data is not None and data.workers:
+            from portable_fsdp.data import workers
+
+            self._loader = workers.StepLoader(data, self._read, self._firsts, process=index)
         self._is_closed = False
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="portable_fsdp batches")
         self._ahead: deque[Future[list[dict[str, Tensor]]]] = deque()
@@ -98,23 +133,19 @@ class Batches(Closing):
         return divmod(self.consumed, len(self._rows))
 
     def close(self) -> None:
-        """End the thread after the step in work, and wait for it; drops the others. May be called twice."""
+        """End the thread after the step in work, and wait for it; drops the others. May be called twice.
+
+        Processes that read get a few seconds for that step, and are killed.
+        """
         self._is_closed = True
+        if self._loader is not None:
+            wait([step for step in self._ahead if not step.cancel()], _CLOSE_S)
+            self._loader.close()
         self._pool.shutdown(cancel_futures=True)
         self._ahead.clear()
 
     def _begin_step(self) -> None:
-        self._ahead.append(self._pool.submit(self._step, next(self._firsts)))
-
-    def _step(self, first: int) -> list[dict[str, Tensor]]:
-        """The micro batches that begin at position `first`."""
-        positions = np.arange(first, first + self._shard_rows)
-        numbers = self._rows.order(self._seed, positions)
-        batch = self._rows.rows(numbers)
-        self._check(batch, numbers)
-        size = self._shard_rows // self._accumulation
-        tokens = self._count_losses(batch).view(self._accumulation, size).sum(dim=0)
-        return [
-            {**{name: tensor[begin : begin + size] for name, tensor in batch.items()}, "tokens": tokens}
-            for begin in range(0, self._shard_rows, size)
-        ]
+        if self._loader is not None:
+            self._ahead.append(self._pool.submit(self._loader.read))
+        else:
+            self._ahead.append(self._pool.submit(self._read, self._rows, next(self._firsts)))

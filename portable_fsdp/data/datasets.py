@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
 from portable_fsdp.config import data as keys
+from portable_fsdp.data.buckets import Buckets, Row, uneven_key
 from portable_fsdp.data.order import sample_indices, seed_of, share_of_numbers
-from portable_fsdp.data.packing import ENDLESS, Rows
+from portable_fsdp.data.packing import ENDLESS, MicroBatch, Rows
 from portable_fsdp.runtime.errors import DataError
 from portable_fsdp.runtime.factory import call_factory, described
 
@@ -39,14 +40,50 @@ _COMPARED = 16  # rows that a fingerprint reads
 class _Items:
     """Makes batches of items, and checks them."""
 
-    def __init__(self, name: str, collate: Collate) -> None:
-        self._name, self._collate = name, collate
+    def __init__(self, name: str, collate: Collate, buckets: Buckets | None) -> None:
+        self._name, self._collate, self.buckets = name, collate, buckets
+
+    def padded(self, items: list[Any], places: list[str]) -> dict[str, Tensor]:
+        """A batch in the first bucket that holds all rows. `places`: each row's, for messages."""
+        return self.cut(items, places, 1)[0][1]
+
+    def cut(self, items: list[Any], places: list[str], count: int) -> list[tuple[list[int], dict[str, Tensor]]]:
+        """`count` batches, each with the places of its rows in `items`. Rows of one bucket stay together: that saves
+        padding, and changes no sum over all."""
+        if self.buckets is None:
+            batch, size = self.batch(items), len(items) // count
+            return [
+                (list(range(begin, begin + size)), {key: value[begin : begin + size] for key, value in batch.items()})
+                for begin in range(0, len(items), size)
+            ]
+        rows = [self.buckets.opened(item, place) for item, place in zip(items, places, strict=True)]
+        numbers = [self.buckets.number(row) or 0 for row in rows]
+        order, size = sorted(range(len(rows)), key=numbers.__getitem__), len(rows) // count
+        chosen = [order[begin : begin + size] for begin in range(0, len(rows), size)]
+        return [(part, self._in_bucket([rows[n] for n in part], numbers[part[-1]])) for part in chosen]
+
+    def as_they_are(self, items: list[Any], places: list[str]) -> dict[str, Tensor]:
+        """One row without padding: other sizes make no other data."""
+        return self.batch([self.buckets.opened(items[0], places[0])] if self.buckets else items)
+
+    def in_each_bucket(self, items: list[Any], places: list[str]) -> list[dict[str, Tensor]]:
+        """The rows padded or cut to each bucket; as they are without buckets."""
+        if self.buckets is None:
+            return [self.batch(items)]
+        rows = [self.buckets.opened(item, place) for item, place in zip(items, places, strict=True)]
+        return [self._in_bucket(rows, number) for number in range(len(self.buckets))]
+
+    def _in_bucket(self, rows: list[Row], number: int) -> dict[str, Tensor]:
+        assert self.buckets is not None
+        return self.batch([self.buckets.padded(row, number) for row in rows])
 
     def batch(self, items: list[Any]) -> dict[str, Tensor]:
         try:
             batch: object = self._collate(items)
         except Exception as error:
-            raise DataError(f"data.factory: {self._name}: the rows don't make a batch: {described(error)}") from error
+            raise DataError(
+                f"data.factory: {self._name}: the rows don't make a batch: {described(error)}{self._way_out(items)}"
+            ) from error
         if not isinstance(batch, Mapping) or not batch:
             raise DataError(
                 f"data.factory: {self._name}: expected items that are dicts of tensors, found a batch of type "
@@ -62,6 +99,15 @@ class _Items:
                 )
         return {key: _narrow(cast(Tensor, value)) for key, value in tensors.items()}
 
+    def _way_out(self, items: list[Any]) -> str:
+        """Of rows that default_collate can't stack, if length is all that differs."""
+        uneven = uneven_key(items) if self._collate is default_collate else None
+        if uneven is None:
+            return ""
+        key, longest = uneven
+        way = f"List {key} in data.buckets too" if self.buckets else f"Set data.buckets={{{key}: [{longest}]}}"
+        return f"\n  {key} differs in length from row to row. {way}: it pads rows to a few sizes."
+
 
 def _narrow(value: Tensor) -> Tensor:
     """float32 where NumPy and Python give float64, which TPUs lack."""
@@ -71,9 +117,16 @@ def _narrow(value: Tensor) -> Tensor:
 class DatasetRows(Rows):
     """Rows of a map-style dataset. Row numbers count through epochs: number % length is the row."""
 
-    def __init__(self, name: str, dataset: Any, collate: Collate, chosen: NDArray[np.int64] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        dataset: Any,
+        collate: Collate,
+        chosen: NDArray[np.int64] | None = None,
+        buckets: Buckets | None = None,
+    ) -> None:
         """`chosen`: the rows that take part; None: all."""
-        self._dataset, self._chosen, self._items = dataset, chosen, _Items(name, collate)
+        self._dataset, self._chosen, self._items = dataset, chosen, _Items(name, collate, buckets)
         self._name = name
 
     def __len__(self) -> int:
@@ -81,11 +134,25 @@ class DatasetRows(Rows):
 
     def rows(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
         """The tensors of these rows, dimension 0 first as in `indices`."""
-        return self._items.batch([self._item(int(number)) for number in indices])
+        return self._items.padded(*self._read(indices))
+
+    def micro_batches(self, indices: NDArray[np.int64], count: int) -> list[MicroBatch]:
+        return [MicroBatch(indices[part], batch) for part, batch in self._items.cut(*self._read(indices), count)]
+
+    def of_each_shape(self, indices: NDArray[np.int64]) -> list[dict[str, Tensor]]:
+        return self._items.in_each_bucket(*self._read(indices))
+
+    def _read(self, indices: NDArray[np.int64]) -> tuple[list[Any], list[str]]:
+        """Items, and the name of each for messages."""
+        return [self._item(int(n)) for n in indices], [f"row {self._index(int(n))}" for n in indices]
+
+    def _index(self, number: int) -> int:
+        """In the dataset."""
+        place = number % len(self)
+        return place if self._chosen is None else int(self._chosen[place])
 
     def _item(self, number: int) -> Any:
-        place = number % len(self)
-        index = place if self._chosen is None else int(self._chosen[place])
+        index = self._index(number)
         seed = seed_of(number // len(self), index)
         torch.default_generator.manual_seed(seed)
         np.random.seed(seed % 2**32)
@@ -102,7 +169,8 @@ class DatasetRows(Rows):
         """Of the number of rows, and of some of them: reading all may take hours."""
         count = len(self)
         chosen = np.unique(np.linspace(0, count - 1, min(count, _COMPARED)).astype(np.int64))
-        return _hash(f"dataset {count}", (self.rows(np.array([number])) for number in chosen))
+        rows = (self._items.as_they_are(*self._read(np.array([number]))) for number in chosen)
+        return _hash(f"dataset {count}", rows)
 
 
 class StreamRows(Rows):
@@ -113,8 +181,9 @@ class StreamRows(Rows):
     reads and drops them.
     """
 
-    def __init__(self, name: str, dataset: Any, collate: Collate) -> None:
-        self._name, self._dataset, self._collate, self._items = name, dataset, collate, _Items(name, collate)
+    def __init__(self, name: str, dataset: Any, collate: Collate, buckets: Buckets | None = None) -> None:
+        self._name, self._dataset, self._collate = name, dataset, collate
+        self._items = _Items(name, collate, buckets)
         self._iterator: Iterator[Any] = iter(())
         self._next: int | None = None  # the number of the item that comes next
 
@@ -122,6 +191,16 @@ class StreamRows(Rows):
         return ENDLESS
 
     def rows(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
+        return self._items.padded(*self._read(indices))
+
+    def micro_batches(self, indices: NDArray[np.int64], count: int) -> list[MicroBatch]:
+        return [MicroBatch(indices[part], batch) for part, batch in self._items.cut(*self._read(indices), count)]
+
+    def of_each_shape(self, indices: NDArray[np.int64]) -> list[dict[str, Tensor]]:
+        return self._items.in_each_bucket(*self._read(indices))
+
+    def _read(self, indices: NDArray[np.int64]) -> tuple[list[Any], list[str]]:
+        """Items, and the name of each for messages."""
         if self._next is None or int(indices[0]) < self._next:
             self._seek(int(indices[0]))
         wanted, items = {int(number) for number in indices}, dict[int, Any]()
@@ -129,7 +208,7 @@ class StreamRows(Rows):
             number, item = self._take()
             if number in wanted:
                 items[number] = item
-        return self._items.batch([items[int(number)] for number in indices])
+        return [items[int(number)] for number in indices], [f"item {number}" for number in indices]
 
     def _seek(self, first: int) -> None:
         began = time.monotonic()
@@ -163,8 +242,9 @@ class StreamRows(Rows):
 
     def fingerprint(self) -> str:
         """Of its first items."""
-        again = StreamRows(self._name, self._dataset, self._collate)
-        return _hash("stream", (again.rows(np.array([number])) for number in range(_COMPARED)))
+        again = StreamRows(self._name, self._dataset, self._collate, self._items.buckets)
+        rows = (again._items.as_they_are(*again._read(np.array([number]))) for number in range(_COMPARED))
+        return _hash("stream", rows)
 
 
 def _hash(kind: str, batches: Iterable[dict[str, Tensor]]) -> str:
@@ -176,17 +256,29 @@ def _hash(kind: str, batches: Iterable[dict[str, Tensor]]) -> str:
     return digest.hexdigest()
 
 
+def open_training_rows(data: keys.Data) -> Rows:
+    """The rows to train on alone. Raises as `open_datasets`."""
+    share = None if data.eval_split is None else keys.share_held_out(data.eval_split)
+    return open_datasets(data if share is not None else data.model_copy(update={"eval_split": None}))[0]
+
+
 def open_datasets(data: keys.Data) -> tuple[Rows, Rows | None]:
     """The rows of `data.factory` to train on, and those that `data.eval_split` holds out.
 
     Raises ConfigError where the factory fails, DataError for what it may not return and for a part without rows.
     """
     name, split = str(data.factory), data.split or "train"
+    buckets = Buckets(name, data.buckets) if data.buckets else None
     dataset, collate = _made(name, split)
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
-        trained: Rows = StreamRows(name, dataset, collate)
+        if data.workers > 1:
+            raise DataError(
+                f"data.workers: expected at most 1 for a stream, found {data.workers}: each process would read all of "
+                "it.\n  Set data.workers=1, or give the dataset __len__ and __getitem__."
+            )
+        trained: Rows = StreamRows(name, dataset, collate, buckets)
     else:
-        trained = DatasetRows(name, dataset, collate)
+        trained = DatasetRows(name, dataset, collate, buckets=buckets)
         if len(trained) == 0:
             raise DataError(f"data.factory: {name}: expected at least one row in split {split!r}, found none.")
     if data.eval_split is None:
@@ -198,7 +290,7 @@ def open_datasets(data: keys.Data) -> tuple[Rows, Rows | None]:
             raise DataError(
                 f"data.eval_split: expected a dataset with a length, found a stream: {name}({data.eval_split!r})."
             )
-        return trained, DatasetRows(name, dataset, collate)
+        return trained, DatasetRows(name, dataset, collate, buckets=buckets)
     if isinstance(trained, StreamRows):
         raise DataError(
             f"data.eval_split: expected the name of a split, found {data.eval_split}: a stream has no share.\n"
@@ -212,8 +304,8 @@ def open_datasets(data: keys.Data) -> tuple[Rows, Rows | None]:
             f"{len(trained)} rows."
         )
     return (
-        DatasetRows(name, dataset, collate, numbers[~held_out]),
-        DatasetRows(name, dataset, collate, numbers[held_out]),
+        DatasetRows(name, dataset, collate, numbers[~held_out], buckets),
+        DatasetRows(name, dataset, collate, numbers[held_out], buckets),
     )
 
 

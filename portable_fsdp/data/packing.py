@@ -31,6 +31,12 @@ ENDLESS = 2**62
 """The length of rows that come as a stream: their position stays in one epoch."""
 
 
+class MicroBatch(NamedTuple):
+    numbers: Int64s
+    """Of its rows."""
+    tensors: dict[str, Tensor]
+
+
 class Rows(Protocol):
     """A corpus cut into rows, and the order in which they come."""
 
@@ -41,6 +47,16 @@ class Rows(Protocol):
         seq_len]`; rows of documents also have `positions`, which restart at 0 in each, and `segments`: 1, 2, ... by
         document, 0 for padding. One thread calls it."""
         ...
+
+    def micro_batches(self, indices: NDArray[np.int64], count: int) -> "list[MicroBatch]":
+        """These rows in `count` batches of one number of rows."""
+        batch, size = self.rows(indices), len(indices) // count
+        parts = [slice(begin, begin + size) for begin in range(0, len(indices), size)]
+        return [MicroBatch(indices[part], {name: value[part] for name, value in batch.items()}) for part in parts]
+
+    def of_each_shape(self, indices: NDArray[np.int64]) -> list[dict[str, Tensor]]:
+        """These rows in every shape that batches of a run may have, the largest last."""
+        return [self.rows(indices)]
 
     def order(self, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """The row of each position: a pure function."""
@@ -73,7 +89,7 @@ def _hash(*parts: NDArray[np.generic] | bytes) -> str:
     return digest.hexdigest()
 
 
-class PackedRows:
+class PackedRows(Rows):
     """Rows of `seq_len` positions, cut from a stream of tokens.
 
     Row r predicts the tokens r * seq_len + 1 to (r + 1) * seq_len: exactly one row predicts each token but the first. A
@@ -130,7 +146,7 @@ def cut(starts: Int64s, lengths: Int64s, seq_len: int) -> Pieces:
     return Pieces(starts[document] + offsets, np.minimum(rest, seq_len), rest > seq_len)
 
 
-class DocumentRows:
+class DocumentRows(Rows):
     """Rows of `seq_len` positions that hold whole documents (or pieces), each to itself, padded at the end."""
 
     def __init__(
@@ -216,7 +232,7 @@ def _ranges(starts: Int64s, lengths: Int64s) -> Int64s:
     return np.repeat(starts - (ends - lengths), lengths) + np.arange(int(ends[-1]) if len(ends) else 0)
 
 
-class MixedRows:
+class MixedRows(Rows):
     """The rows of several corpora, drawn by weight; row numbers count through them, one after the other."""
 
     def __init__(self, parts: Sequence[Rows], weights: Sequence[float]) -> None:

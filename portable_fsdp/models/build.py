@@ -65,6 +65,7 @@ def build_model(
     keeps_ids: Callable[[], bool] = lambda: False,
     packs_documents: bool = False,
     task: Task = CAUSAL_LM,
+    seq_len_key: str = "data.seq_len",
 ) -> BuiltModel:
     """Build the model that the config names, ready to be sharded.
 
@@ -81,6 +82,7 @@ def build_model(
         packs_documents: several documents share a row; forward gets their `positions` and `segments`.
         task: says which model of transformers a config means, and who computes the loss: of a causal model it is part
             of the forward.
+        seq_len_key: the key that `seq_len` comes from, for messages.
 
     Raises ConfigError for a config that names no model that fits, a pattern that names nothing in it, and a model that
     wouldn't keep packed documents apart.
@@ -97,14 +99,14 @@ def build_model(
         pretrained = open_pretrained(model, task.name)
     config = read_architecture(model.architecture or {}, task.name) if pretrained is None else pretrained.config
     rows_before = None if pretrained is None else _grow(config, vocabulary, pretrained.file, keeps_ids)
-    _check_config(config, seq_len, vocabulary)
+    _check_config(config, seq_len, vocabulary, seq_len_key)
     as_given = config_to_json(config)
     _switch_off(config)
     make = partial(_made, attention=model.attention, task=task)
     bare, twin = _on_meta(config, make), _on_meta(config, make)
     if is_causal_lm := task.name == CAUSAL_LM.name:
         _check_causal(bare)
-        _check_forward(twin, seq_len)
+        _check_forward(twin, seq_len, seq_len_key)
     windows = _windows(twin, seq_len) if model.attention == "flex" else ()
     master, compute = DTYPES[precision.master], DTYPES[precision.compute]
     if packs_documents:
@@ -255,11 +257,11 @@ def _int(config: Any, name: str) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def _check_config(config: Any, seq_len: int, vocabulary: int) -> None:
+def _check_config(config: Any, seq_len: int, vocabulary: int, seq_len_key: str) -> None:
     positions, ids = _int(config, "max_position_embeddings"), _int(config, "vocab_size")
     heads, kv_heads = _int(config, "num_attention_heads"), _int(config, "num_key_value_heads")
     if positions is not None and positions > 0:
-        _check_positions(positions, seq_len)
+        _check_positions(positions, seq_len, seq_len_key)
     if heads is not None and kv_heads and heads % kv_heads:
         raise ConfigError(
             f"model: expected num_key_value_heads that divides num_attention_heads={heads}, found {kv_heads}."
@@ -277,11 +279,11 @@ def _check_config(config: Any, seq_len: int, vocabulary: int) -> None:
         )
 
 
-def _check_positions(positions: int, seq_len: int) -> None:
+def _check_positions(positions: int, seq_len: int, seq_len_key: str) -> None:
     if positions < seq_len:
         raise ConfigError(
-            f"data.seq_len: expected at most {positions} (positions of the model), found {seq_len}.\n"
-            "  Lower data.seq_len, or take a model with more positions."
+            f"{seq_len_key}: expected at most {positions} (positions of the model), found {seq_len}.\n"
+            f"  Lower {seq_len_key}, or take a model with more positions."
         )
 
 
@@ -338,7 +340,7 @@ def _misfit(problem: str, error: Exception) -> ConfigError:
     )
 
 
-def _check_forward(model: Any, seq_len: int) -> None:
+def _check_forward(model: Any, seq_len: int, seq_len_key: str) -> None:
     """Run a row through a model that holds no memory: sizes that don't fit each other show here, not in step 1.
 
     A third of a second for 80 layers. What the model reads from its values (transformers looks for padding) can't be
@@ -347,14 +349,15 @@ def _check_forward(model: Any, seq_len: int) -> None:
     modules = dict(model.named_modules())
     for name, table in modules.items():
         if isinstance(table, nn.Embedding) and "position" in name and table.padding_idx is not None:
-            _check_positions(table.num_embeddings - table.padding_idx - 1, seq_len)  # RoBERTa counts from there
+            # RoBERTa counts from there.
+            _check_positions(table.num_embeddings - table.padding_idx - 1, seq_len, seq_len_key)
     try:
         with torch.no_grad(), torch.device("meta"):
             model(input_ids=torch.zeros(1, seq_len, dtype=torch.int64), use_cache=False)
     except Exception as error:
         if "meta tensors" not in str(error) and not isinstance(error, NotImplementedError):
             raise _misfit(
-                f"{type(model).__name__} can't run a row of {seq_len} tokens (data.seq_len)", error
+                f"{type(model).__name__} can't run a row of {seq_len} tokens ({seq_len_key})", error
             ) from error
         for name, module in modules.items():
             if "Experts" in type(module).__name__ and not experts.takes_implementation(module):

@@ -106,7 +106,7 @@ class Tracer:
     def wait(self) -> None:
         """Nothing runs."""
 
-    def compile(self, fn: Callable[..., Metrics], name: str) -> Callable[..., Metrics]:
+    def compile(self, fn: Callable[..., Metrics], name: str, shapes: int = 1) -> Callable[..., Metrics]:
         def step(*args: Any) -> Metrics:
             before = self._state()
             with torch.no_grad():  # a clone keeps the node of what is updated in place

@@ -78,12 +78,12 @@ def build_training(
     if tokenizer is not None:
         size = tokenizer.vocab_size
         require_own_ids(config.model, config.data.tokenizer, tokenizer)
-    task, seq_len, first = find_task(config.train.task, eager=eager), config.data.seq_len, None
+    task, seq_len, firsts = find_task(config.train.task, eager=eager), config.data.seq_len, None
     if rows is not None and (config.data.factory is not None or not task.counts_labels):
         from portable_fsdp.train.row_trial import tokens_of
 
-        first = rows.rows(np.arange(config.train.resolved_micro_batch) % len(rows))
-        seq_len = tokens_of(first)
+        firsts = rows.of_each_shape(np.arange(config.train.resolved_micro_batch) % len(rows))
+        seq_len = tokens_of(firsts[-1])
     built = build_model(
         config.model,
         config.precision,
@@ -95,12 +95,13 @@ def build_training(
         keeps_ids=lambda: tokenizer is not None and keeps_ids(config.model, config.data.tokenizer, tokenizer),
         packs_documents=config.data.factory is None and config.data.resolved_packing == "documents",
         task=task,
+        seq_len_key="data.buckets" if config.data.buckets else "data.seq_len",
     )
     trial = None
-    if first is not None:
+    if firsts is not None:
         from portable_fsdp.train.row_trial import try_rows
 
-        trial = try_rows(first, built.model, task, has_fixed_shapes=not eager)
+        trial = try_rows(firsts, built.model, task, has_fixed_shapes=not eager)
     ties = _ties(built.model)
     model, optimizer = _laid_out(config, backend, built.model, built.fill if fill else None, ties)
     limit = config.train.max_grad_norm
@@ -237,6 +238,7 @@ def open_batches(
         shard=(backend.data_shard.index, backend.data_shard.count),
         accumulation=training.accumulation,
         start=epoch * len(corpus.rows) + samples,
-        check=training.trial.check if training.trial else lambda batch, numbers: None,
+        check=training.trial.check if training.trial else None,
         count_losses=count_labels if training.task.counts_labels else count_rows,
+        data=config.data,
     )

@@ -1,7 +1,8 @@
 """Tries the first rows of `data.factory` on the task before the first step; checks that later rows are like them."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -33,37 +34,77 @@ def tokens_of(batch: Mapping[str, Tensor]) -> int:
     return ids.shape[1] if ids is not None and ids.dim() == 2 else 1
 
 
-def try_rows(batch: Mapping[str, Tensor], model: nn.Module, task: Task, *, has_fixed_shapes: bool) -> RowTrial:
+Shapes = dict[str, tuple[int, ...]]
+"""Of a batch's tensors, without the rows."""
+
+
+@dataclass(frozen=True)
+class RowCheck:
+    """Raises DataError for rows unlike the first. It pickles: `data.workers` call it in their processes."""
+
+    shapes: tuple[Shapes, ...] | None
+    """That rows may have; None: any."""
+    classes: int | None
+
+    def __call__(self, batch: Mapping[str, Tensor], numbers: NDArray[np.int64]) -> None:
+        if self.shapes is not None and (actual := _shapes(batch)) not in self.shapes:
+            raise _other_shape(self.shapes, actual, numbers)
+        if self.classes is not None:
+            _require_range(batch["labels"], self.classes, numbers)
+
+
+def try_rows(
+    batches: Sequence[Mapping[str, Tensor]], model: nn.Module, task: Task, *, has_fixed_shapes: bool
+) -> RowTrial:
     """Run the corpus's first rows through a copy of `model` (parameters on meta): it takes no memory, and little time.
 
+    `batches`: in every shape that a run may have, the largest last; the smallest and the largest are tried.
     `has_fixed_shapes`: the engine compiles a program for each shape. Raises ConfigError and DataError.
     """
+    largest, several = batches[-1], len(batches) > 1
     if task.counts_labels:
-        _require_labels(task, batch)
+        _require_labels(task, largest)
     if task.name == CAUSAL_LM.name:
         classes, flops = getattr(getattr(model, "config", None), "vocab_size", None), None
     else:
-        twin, on_meta = copy.deepcopy(model).to("meta"), {name: value.to("meta") for name, value in batch.items()}
+        twin, on_meta = copy.deepcopy(model).to("meta"), [_on_meta(batch) for batch in batches]
+        if several:
+            check_scores(task, twin, on_meta[0])
         with FlopCounterMode(display=False) as counter:
-            check_scores(task, twin, on_meta)
+            check_scores(task, twin, on_meta[-1])
         # Backward computes twice what forward does: the gradients of inputs and of weights.
-        flops = 3.0 * counter.get_total_flops() / len(next(iter(batch.values()))) or None
-        classes = count_classes(task, twin, on_meta)
-    shapes = {name: value.shape[1:] for name, value in batch.items()} if has_fixed_shapes else None
+        flops = 3.0 * counter.get_total_flops() / _rows(largest) or None
+        classes = count_classes(task, twin, on_meta[-1])
+    check = RowCheck(tuple(map(_shapes, batches)) if has_fixed_shapes else None, classes)
+    check(largest, np.arange(_rows(largest)))
+    # Rows of several lengths count as rows: no number of tokens, and of FLOPs, would be true of every step.
+    return RowTrial(RowCost(1, None) if several else RowCost(tokens_of(largest), flops), check)
 
-    def check(batch: Mapping[str, Tensor], numbers: NDArray[np.int64]) -> None:
-        if shapes is not None and (actual := {name: value.shape[1:] for name, value in batch.items()}) != shapes:
-            name = next(name for name in {**shapes, **actual} if actual.get(name) != shapes.get(name))
-            raise DataError(
-                f"data.factory: expected rows of one shape, for which XLA compiles one program; found {name} "
-                f"{list(shapes.get(name, ()))} first, {list(actual.get(name, ()))} from row {numbers[0]} on.\n"
-                "  Pad or resize the rows to one shape, or train with --backend=native."
-            )
-        if classes is not None:
-            _require_range(batch["labels"], classes, numbers)
 
-    check(batch, np.arange(len(next(iter(batch.values())))))
-    return RowTrial(RowCost(tokens_of(batch), flops), check)
+def _rows(batch: Mapping[str, Tensor]) -> int:
+    return len(next(iter(batch.values())))
+
+
+def _on_meta(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.to("meta") for name, value in batch.items()}
+
+
+def _shapes(batch: Mapping[str, Tensor]) -> Shapes:
+    return {name: tuple(value.shape[1:]) for name, value in batch.items()}
+
+
+def _other_shape(shapes: tuple[Shapes, ...], actual: Shapes, numbers: NDArray[np.int64]) -> DataError:
+    nearest = max(shapes, key=lambda shape: len(shape.items() & actual.items()))
+    name = next(name for name in {**nearest, **actual} if actual.get(name) != nearest.get(name))
+    of_buckets = len(shapes) > 1
+    expected = "the shapes of data.buckets, for each of which" if of_buckets else "one shape, for which"
+    before = "where a bucket is nearest" if of_buckets else "first"
+    return DataError(
+        f"data.factory: expected rows of {expected} XLA compiles one program; found {name} "
+        f"{list(nearest.get(name, ()))} {before}, {list(actual.get(name, ()))} from row {numbers[0]} on.\n"
+        f"  List {name} in data.buckets, which pads rows to a few sizes, resize the rows, or train with "
+        "--backend=native."
+    )
 
 
 def _require_labels(task: Task, batch: Mapping[str, Tensor]) -> None:

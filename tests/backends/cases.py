@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.order import sample_indices
+from portable_fsdp.data.packing import Rows
 
 VOCABULARY, SEQ_LEN, ROWS, GLOBAL_BATCH = 1009, 24, 60, 12
 _SIZES = {"hidden_size": 72, "num_hidden_layers": 2, "num_attention_heads": 6, "vocab_size": VOCABULARY}
@@ -112,7 +113,7 @@ class Case:
         return Config.model_validate(values)
 
 
-class CaseRows:
+class CaseRows(Rows):
     """Rows that can be learnt, with counted labels that differ from row to row (a mean of means would be wrong)."""
 
     def __init__(self, count: int = ROWS) -> None:

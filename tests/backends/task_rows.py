@@ -37,6 +37,22 @@ def masked(split: str) -> Texts:
     return Texts("masked")
 
 
+class Lengths(Dataset[dict[str, Tensor]]):
+    """Rows of 3 to 12 tokens; the first id tells how many."""
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        length = 3 + index % 10
+        ids = torch.randint(3, 40, (length,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": torch.cat([torch.tensor([40 + length]), ids[1:]]), "labels": ids % 3}
+
+
+def lengths(split: str) -> Lengths:
+    return Lengths()
+
+
 def some_rows(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Counts rows by their label, so that micro batches and devices count differently."""
     losses = F.cross_entropy(model(batch["images"]), batch["labels"], reduction="none")

@@ -98,6 +98,8 @@ OF_FACTORIES: list[dict[str, Any]] = [
     {**_OWN, "train.task": "module:function", "model.lora": {"r": 4}},
     {"train.task": "module:function", "precision.compute": "bfloat16", "precision.output": "float32"},
     {"data.factory": "module:function", "train.sample_every": 2, "train.sample_prompts": ["a"]},
+    {"data.factory": "module:function", "data.buckets": {"labels": [4]}, "data.workers": 2},
+    {"data.factory": "module:function", "data.buckets": {"input_ids": [4, 8], "labels": [4, 8]}},
 ]
 """Functions of the user's own stand instead of keys that the other groups have."""
 

@@ -68,11 +68,26 @@ def of_transformers(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model(**batch).loss
 
 
+def of_rows_alone(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Each row without its padding."""
+    sums, count = torch.zeros(()), 0
+    for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
+        length = int(ids[0]) - 40
+        logits = model(input_ids=ids[None, :length]).logits[0]
+        sums, count = sums + F.cross_entropy(logits, labels[:length], reduction="sum"), count + length
+    return sums / count
+
+
 def of_texts(kind: str, more: str, task: str, rows: str) -> Example:
     architecture = f"model.architecture={{model_type: {kind}, {SIZES}, {more}}}"
     settings = (architecture, f"train.task={task}", f"data.factory=task_rows:{rows}")
     return Example("examples/seq2seq.yaml", of_transformers, settings)
 
+
+SIZES_OF_ROWS = ("data.buckets={input_ids: [9, 12], labels: [9, 12]}", "data.eval_split=30%")
+BUCKETS = of_texts("bert", "num_labels: 3, max_position_embeddings: 12", "token_classification", "lengths")
+ONE_MICRO_BATCH = ("train.global_batch=4", "data.eval_split=null", "train.eval_every=null")
+IN_BUCKETS = Example(BUCKETS.config, of_rows_alone, (*BUCKETS.settings, *SIZES_OF_ROWS))
 
 EXAMPLES = {
     "classifier": Example("examples/image_classifier.yaml", of_classifier),
@@ -181,3 +196,42 @@ def test_a_task_resumes_on_another_engine_bit_for_bit(
     after = workers(XLA).run("train_task", **run, last=STEPS)
     assert_equal_states(assemble([a["saved"] for a in before]), assemble([a["loaded"] for a in after]))
     assert [*before[0]["losses"], *after[0]["losses"]] == pytest.approx(plain_losses(EXAMPLES["dpo"]), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("group", "settings", "programs"),
+    [
+        marked(Group("xla", 2), ONE_MICRO_BATCH, 2, in_suite=True),
+        marked(Group("xla", 2), (), 2 + 1 + 2, in_suite=True),  # micro batches, the update, evaluations
+        marked(NATIVE, (), 0, in_suite=True),
+    ],
+)
+def test_rows_in_buckets_have_the_losses_of_rows_without_padding(
+    workers: GetWorkers,
+    group: Group,
+    settings: tuple[str, ...],
+    programs: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))  # load_config puts the config's folder there
+    example = Example(IN_BUCKETS.config, IN_BUCKETS.loss, (*IN_BUCKETS.settings, *settings))
+    overrides = [*example.settings, "optim.weight_decay=0.0"]
+    answers = workers(group).run(
+        "train_task", path=str(ROOT / example.config), overrides=overrides, last=STEPS, folder=str(tmp_path)
+    )
+    expected = plain_losses(example)
+    for answer in answers:
+        assert answer["losses"] == pytest.approx(expected, rel=1e-5)
+        assert answer["compilations"] == (programs, programs)
+
+
+@pytest.mark.xla
+def test_buckets_resume_on_another_engine(workers: GetWorkers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))  # load_config puts the config's folder there
+    settings = [*IN_BUCKETS.settings, "optim.weight_decay=0.0"]
+    run = {"path": str(ROOT / IN_BUCKETS.config), "overrides": settings, "folder": str(tmp_path)}
+    before = workers(NATIVE).run("train_task", **run, last=4)
+    after = workers(Group("xla", 2)).run("train_task", **run, last=STEPS)
+    assert_equal_states(assemble([a["saved"] for a in before]), assemble([a["loaded"] for a in after]))
+    assert [*before[0]["losses"], *after[0]["losses"]] == pytest.approx(plain_losses(IN_BUCKETS), rel=1e-5)

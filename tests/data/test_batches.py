@@ -12,13 +12,13 @@ from torch import Tensor
 
 from portable_fsdp.data.batches import STEPS_AHEAD, Batches
 from portable_fsdp.data.order import sample_indices
-from portable_fsdp.data.packing import IGNORED
+from portable_fsdp.data.packing import IGNORED, Rows
 from portable_fsdp.runtime.errors import ConfigError
 
 SEQ_LEN = 6
 
 
-class NumberedRows:
+class NumberedRows(Rows):
     """Row r holds r everywhere, and r % (SEQ_LEN + 1) of its labels count. `fails_at`: the call that can't be read."""
 
     def __init__(self, count: int, fails_at: int | None = None) -> None:

@@ -1,7 +1,13 @@
 """data.factory: map-style datasets in the order of every corpus, streams in their own, and what is refused."""
 
 import logging
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +16,17 @@ import pytest
 import torch
 
 from portable_fsdp.config.data import Data
+from portable_fsdp.data.batches import Batches
 from portable_fsdp.data.build import Corpus, build_data
 from portable_fsdp.data.order import sample_indices
-from portable_fsdp.runtime.errors import ConfigError, DataError
+from portable_fsdp.data.packing import IGNORED, count_rows
+from portable_fsdp.runtime.errors import ConfigError, DataError, TrainingError
 
 MODULE = """
+import os
 import random
+import signal
+import sys
 import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset
@@ -28,6 +39,14 @@ class Numbers(Dataset):
             raise OSError("a broken file")
         noise = [torch.rand(()), torch.tensor(random.random()), torch.tensor(np.random.rand())]
         return {"x": torch.tensor([float(index)]), "noise": torch.stack(noise).float(), "labels": index % 3}
+
+class Words(Dataset):
+    # Rows of 3 to 12 tokens, with noise that their seeds determine.
+    def __len__(self): return 40
+    def __getitem__(self, index):
+        ids = torch.arange(1, 4 + index % 10)
+        noise = torch.rand(()) + random.random() + float(np.random.rand())
+        return {"input_ids": ids, "labels": ids, "own": ids[:2].float(), "noise": noise}
 
 class Stream(IterableDataset):
     def __init__(self, first=0): self.first = first
@@ -47,6 +66,19 @@ def tuples(split): return [(1, 2), (3, 4)]
 def uneven(split): return [{"x": torch.zeros(2)}, {"x": torch.zeros(3)}]
 def reserved(split): return [{"votes": torch.zeros(2)}] * 4
 def nothing(split): return 7
+def words(split):
+    assert not torch.utils.data.get_worker_info() or not {"torch_xla", "torch_tpu"} & set(sys.modules)
+    return Words()
+def masked(split): return [{"input_ids": [5, 6, 7], "attention_mask": [1, 1, 0], "labels": 1}] * 4
+def stacks(split): return Words(), lambda items: {"ids": torch.stack([item["input_ids"] for item in items])}
+def breaks_in_a_worker(split):
+    if torch.utils.data.get_worker_info():
+        raise OSError("no such disk")
+    return Words()
+def dies(split):
+    if torch.utils.data.get_worker_info():
+        os.kill(os.getpid(), signal.SIGKILL)
+    return Words()
 """
 
 
@@ -59,6 +91,7 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Cor
     def corpus(function: str, **keys: Any) -> Corpus:
         return build_data(Data(factory=f"{name}:{function}", **keys))
 
+    corpus.__name__ = name  # of the module
     return corpus
 
 
@@ -116,6 +149,14 @@ def test_rows_are_held_out_by_share_or_split(corpus: Callable[..., Corpus]) -> N
         ("empty_stream", {}, "found a stream without any"),
         ("tuples", {}, "expected items that are dicts of tensors, found a batch of type list"),
         ("uneven", {}, "the rows don't make a batch: RuntimeError: stack expects each tensor to be equal size"),
+        ("uneven", {}, "x differs in length from row to row. Set data.buckets={x: [3]}: it pads rows to a few sizes."),
+        ("words", {"buckets": {"input_ids": [12]}}, "List labels in data.buckets too"),
+        ("words", {"buckets": {"input_ids": [3]}}, "row 1: expected at most input_ids 3, attention_mask 3"),
+        ("words", {"buckets": {"input_ids": [9], "y": [2]}}, "row 0: expected the key y of data.buckets, found"),
+        ("words", {"buckets": {"noise": [9]}}, "row 0: noise: expected a tensor with a dimension"),
+        ("tuples", {"buckets": {"x": [9]}}, "row 0: expected a dict of tensors, found tuple"),
+        ("seeks", {"buckets": {"y": [9]}}, "item 0: expected the key y of data.buckets, found x"),
+        ("stream", {"workers": 2}, "expected at most 1 for a stream, found 2: each process"),
         ("reserved", {}, "and other names than stop, tokens, votes; found votes: [2, 2]"),
         ("broken", {}, "row 1000 can't be read: OSError: a broken file"),
         ("nothing", {}, "to return a Dataset, or a Dataset and a collate function, found int"),
@@ -132,6 +173,203 @@ def test_refused(corpus: Callable[..., Corpus], name: str, keys: dict[str, Any],
     with pytest.raises((DataError, ConfigError)) as error:
         read()
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["buckets", "workers"])
+def test_keys_of_datasets_are_refused_with_text(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name} goes with data\.factory"):
+        Data.model_validate({name: {"buckets": {"x": [4]}, "workers": 1}[name]})
+
+
+@pytest.mark.parametrize(
+    ("buckets", "words"),
+    [
+        ({"x": [4, 8], "y": [4]}, "expected as many sizes for each key, 1 to 16, found 2 for x, 1 for y"),
+        ({"x": list(range(1, 18))}, "1 to 16, found 17 for x"),
+        ({"x": []}, "1 to 16, found 0 for x"),
+        ({"x": [4, 8], "y": [9, 8]}, r"found \[8, 8\] after \[4, 9\] for x, y"),
+        ({"x": [4, 4]}, r"found \[4\] after \[4\]"),
+        ({"x": [0]}, "greater than or equal to 1"),
+    ],
+)
+def test_buckets_ascend(buckets: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Data.model_validate({"factory": "a:b", "buckets": buckets})
+
+
+# ----------------------------------------------------------------------------------------------------------- buckets
+
+SIZES = {"input_ids": [4, 8, 12], "labels": [4, 8, 12]}
+
+
+def test_rows_are_padded_before_they_are_collated(corpus: Callable[..., Corpus]) -> None:
+    batch = corpus("words", buckets=SIZES).rows.rows(np.array([0, 2]))  # of 3 and 5 tokens
+    ids = [[1, 2, 3, 0, 0, 0, 0, 0], [1, 2, 3, 4, 5, 0, 0, 0]]
+    assert batch["input_ids"].tolist() == ids
+    assert batch["labels"].tolist() == [[value or IGNORED for value in row] for row in ids]
+    assert batch["attention_mask"].tolist() == [[int(value > 0) for value in row] for row in ids]
+    assert (batch["attention_mask"].dtype, batch["own"].shape) == (torch.int64, (2, 2))
+    assert corpus("stacks", buckets=SIZES).rows.rows(np.array([0, 2]))["ids"].tolist() == ids
+    own = corpus("masked", buckets={"input_ids": [4]}).rows.rows(np.array([0]))
+    assert (own["attention_mask"].tolist(), own["labels"].tolist()) == ([[1, 1, 0, 0]], [1])
+    assert "attention_mask" not in corpus("words", buckets={"labels": [12]}).rows.of_each_shape(np.array([0]))[0]
+
+
+def test_micro_batches_take_the_bucket_of_their_longest_row(corpus: Callable[..., Corpus]) -> None:
+    rows = corpus("words", buckets=SIZES).rows
+    lengths = [11, 0, 5, 1, 9, 3]  # rows of 4, 3, 8, 4, 12 and 6 tokens
+    parts = rows.micro_batches(np.array(lengths), 3)
+    assert [part.numbers.tolist() for part in parts] == [[11, 0], [1, 5], [3, 9]]  # stable within a bucket
+    assert [part.tensors["labels"].shape[1] for part in parts] == [4, 8, 12]
+    whole = corpus("words", buckets={key: [12] for key in SIZES}).rows.micro_batches(np.array(lengths), 3)
+    assert [part.numbers.tolist() for part in whole] == [[11, 0], [5, 1], [9, 3]]
+    shapes = [batch["input_ids"].shape for batch in rows.of_each_shape(np.array([9, 0]))]
+    assert shapes == [(2, 4), (2, 8), (2, 12)]
+
+
+def test_other_sizes_are_no_other_data(corpus: Callable[..., Corpus]) -> None:
+    one = corpus("words", buckets={key: [12] for key in SIZES}).fingerprint
+    assert corpus("words", buckets=SIZES).fingerprint == one != corpus("masked", buckets={"input_ids": [4]}).fingerprint
+    assert corpus("stream", buckets={"x": [2]}).fingerprint == corpus("stream").fingerprint
+
+
+# ----------------------------------------------------------------------------------------------------------- workers
+
+Steps = list[list[dict[str, torch.Tensor]]]
+
+
+def open_steps(corpus: Corpus, data: Data, start: int = 0) -> Batches:
+    keys = {"seed": 3, "global_batch": 12, "shard": (1, 2), "accumulation": 3, "count_losses": count_rows}
+    return Batches(corpus.rows, **keys, start=start, data=data)  # pyright: ignore[reportArgumentType]
+
+
+def take(batches: Batches, count: int) -> Steps:
+    return [next(batches) for _ in range(count)]
+
+
+def assert_equal_steps(actual: Steps, expected: Steps) -> None:
+    assert len(actual) == len(expected)
+    for step, other in zip(actual, expected, strict=True):
+        for batch, same in zip(step, other, strict=True):
+            assert batch.keys() == same.keys()
+            assert all(torch.equal(batch[name], same[name]) for name in batch)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")
+@pytest.mark.parametrize(("name", "counts"), [("words", (1, 3)), ("seeks", (1,))])
+def test_workers_read_the_steps_of_the_thread(
+    corpus: Callable[..., Corpus], name: str, counts: tuple[int, ...]
+) -> None:
+    keys: dict[str, Any] = {"buckets": SIZES, "eval_split": "20%"} if name == "words" else {}
+    with open_steps(*opened(corpus, name, **keys)) as thread:
+        expected = [next(thread) for _ in range(6)]
+    if name == "words":
+        assert len({float(batch["noise"].sum()) for step in expected for batch in step}) == 18
+    for workers in counts:
+        for begun in (0, 2):  # from the start, and resumed after two steps
+            corpus_, data = opened(corpus, name, workers=workers, **keys)
+            with open_steps(corpus_, data, start=begun * 12) as batches:
+                assert_equal_steps([next(batches) for _ in range(6 - begun)], expected[begun:])
+                assert batches.consumed == 72
+            assert not active_children()
+
+
+def opened(corpus: Callable[..., Corpus], function: str, **keys: Any) -> tuple[Corpus, Data]:
+    """The corpus, and its section."""
+    made = corpus(function, **keys)
+    return made, Data(factory=f"{corpus.__name__}:{function}", **keys)
+
+
+@pytest.mark.slow
+def test_errors_of_a_worker_are_the_sentences_of_the_thread(corpus: Callable[..., Corpus]) -> None:
+    messages: list[str] = []
+    for workers in (0, 1):
+        keys = {"workers": workers, "buckets": {"input_ids": [11], "labels": [11]}}
+        with open_steps(*opened(corpus, "words", **keys)) as batches, pytest.raises(DataError) as error:
+            take(batches, 8)
+        messages.append(str(error.value))
+    assert "expected at most input_ids 11" in messages[0]
+    assert messages[0] == messages[1]
+    with open_steps(*opened(corpus, "breaks_in_a_worker", workers=1)) as batches, pytest.raises(ConfigError) as error:
+        next(batches)
+    assert "failed: OSError: no such disk" in str(error.value)
+    assert "Traceback" not in str(error.value)
+    assert not active_children()
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_ends_the_run_with_a_sentence(corpus: Callable[..., Corpus]) -> None:
+    with (
+        open_steps(*opened(corpus, "dies", workers=1, buckets=SIZES)) as batches,
+        pytest.raises(TrainingError) as error,
+    ):
+        next(batches)
+    assert "a process that reads data.factory ended by itself" in str(error.value)
+    assert "by SIGKILL" in str(error.value)
+    assert error.value.exit_code == 1
+    with open_steps(*opened(corpus, "words", workers=2, buckets=SIZES)) as batches:
+        next(batches)
+        first, _ = (process.pid or 0 for process in active_children())
+        os.kill(first, signal.SIGKILL)
+        with pytest.raises(TrainingError, match=f"{first} by SIGKILL"):
+            take(batches, 50)
+    assert not active_children()
+
+
+@pytest.mark.slow
+def test_workers_read_on_when_the_run_is_asked_to_stop(corpus: Callable[..., Corpus]) -> None:
+    """Ctrl-C and a scheduler's SIGTERM reach all processes; the run still trains its last step."""
+    with open_steps(*opened(corpus, "words", workers=1, buckets=SIZES)) as batches:
+        next(batches)
+        for process in active_children():
+            os.kill(process.pid or 0, signal.SIGINT)
+            os.kill(process.pid or 0, signal.SIGTERM)
+        for _ in range(12):
+            next(batches)
+
+
+PARENT = """
+import sys, time
+from multiprocessing import active_children
+sys.path.insert(0, sys.argv[1])
+from portable_fsdp.config.data import Data
+from portable_fsdp.data.batches import Batches
+from portable_fsdp.data.build import build_data
+from portable_fsdp.data.packing import count_rows
+if __name__ == "__main__":
+    data = Data(factory=f"{sys.argv[2]}:words", workers=2, buckets={"input_ids": [12], "labels": [12]})
+    batches = Batches(build_data(data).rows, seed=0, global_batch=4, shard=(0, 1), accumulation=1, data=data,
+        count_losses=count_rows)
+    next(batches)
+    print(*(process.pid for process in active_children()), flush=True)
+    time.sleep(100)
+"""
+
+
+@pytest.mark.slow
+def test_no_worker_survives_its_parent(corpus: Callable[..., Corpus], tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    command = [sys.executable, str(script), str(tmp_path), corpus.__name__]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as parent:
+        assert parent.stdout is not None
+        children = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(children) == 2
+        assert all(is_running(pid) for pid in children)
+        parent.kill()
+    deadline = time.monotonic() + 20
+    while any(is_running(pid) for pid in children):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state not in "ZX"
 
 
 def test_keys_of_text_are_refused_beside_it() -> None:

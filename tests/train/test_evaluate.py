@@ -14,13 +14,14 @@ from torch import Tensor
 from portable_fsdp.backends.base import Backend
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.config.schema import Config
+from portable_fsdp.data.packing import Rows
 from portable_fsdp.train.build import Training, build_training
 from portable_fsdp.train.evaluate import Evaluation, Evaluator, updated_history
 
 GLOBAL_BATCH = 4
 
 
-class HeldOut:
+class HeldOut(Rows):
     """Rows with different numbers of counted labels; keeps the numbers of those that were read."""
 
     def __init__(self, count: int) -> None:

@@ -1,7 +1,7 @@
 """What xla (torch_xla SPMD) does with each option. No torch here."""
 
 from portable_fsdp.backends.pjrt_options import TorchXlaOptions
-from portable_fsdp.config.rules import Refused, Rule, dtypes, is_selective
+from portable_fsdp.config.rules import Refused, Rule, dtypes, is_selective, only_largest_bucket
 
 RULES = (
     Rule(
@@ -69,6 +69,13 @@ RULES = (
         "a turn of the loop is a layer, gathered as one unit",
     ),
     Rule("compile.scan_layers", "for layers that differ (gemma2)", None, "all turns run one program"),
+    Rule(
+        "data.buckets",
+        "of several sizes on several hosts",
+        lambda c, p: c.data.shapes > 1 and (p.hosts or 1) > 1,
+        "each host reads other rows, and would choose another program than the rest",
+        only_largest_bucket,
+    ),
     Refused("train.micro_batch=auto", "on cpu", "plans of a CPU are native's", when=lambda c, p: p.device == "cpu"),
 )
 

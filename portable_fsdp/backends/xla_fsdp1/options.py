@@ -1,7 +1,7 @@
 """What xla_fsdp1 (XlaFullyShardedDataParallel) does with each option. No torch here."""
 
 from portable_fsdp.backends.pjrt_options import TorchXlaOptions
-from portable_fsdp.config.rules import Refused, Rule
+from portable_fsdp.config.rules import Refused, Rule, only_largest_bucket
 
 RULES = (
     Refused(
@@ -26,6 +26,13 @@ RULES = (
             ("optim.factory", "an optimizer may take whole matrices, and a device has flat parts of them"),
             ("compile.scan_layers", "a unit's weights are gathered by its own module, one layer after the other"),
         )
+    ),
+    Rule(
+        "data.buckets",
+        "of several sizes on several devices",
+        lambda c, p: c.data.shapes > 1 and (p.devices or 1) > 1,
+        "each device has a process, which reads other rows and would choose another program than the rest",
+        only_largest_bucket,
     ),
     Refused("train.micro_batch=auto", "on xla_fsdp1", "it has no planner", "--backend=xla"),
     Refused(
