@@ -110,10 +110,10 @@ def _make(optim: Optim, compute: torch.dtype, groups: list[dict[str, Any]], comp
     if isinstance(lr, Tensor):
         return AdamW(groups, lr=lr, betas=optim.betas, eps=optim.eps, decoupled=optim.name == "adamw")
     parameters = [cast(Tensor, parameter) for group in groups for parameter in group["params"]]
-    on_cuda = all(parameter.device.type == "cuda" for parameter in parameters)
+    has_fused = {parameter.device.type for parameter in parameters} in ({"cuda"}, {"cpu"})
     torchs = torch.optim.AdamW if optim.name == "adamw" else torch.optim.Adam
     # fused=None: torch's default, which refuses no device
-    return torchs(groups, lr=lr, betas=optim.betas, eps=optim.eps, fused=True if on_cuda else None)
+    return torchs(groups, lr=lr, betas=optim.betas, eps=optim.eps, fused=True if has_fused else None)
 
 
 def step_numbers(optimizer: torch.optim.Optimizer, lr: float) -> dict[str, float]:

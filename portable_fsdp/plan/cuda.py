@@ -204,7 +204,7 @@ class _Planned:
             on_gpu = all(parameter.device == stand_in() for group in groups for parameter in group["params"])
             for group in optimizer.param_groups:
                 if "fused" in group and on_gpu:  # as make_optimizer does on a GPU, and torch's default on a TPU
-                    group["foreach" if self._recorder.is_tpu else "fused"] = True
+                    group |= {"foreach": self._recorder.is_tpu, "fused": not self._recorder.is_tpu}
             return optimizer
 
         with self._fake, self._recorder, self._recorder.making("optimizer", "the optimizer"):

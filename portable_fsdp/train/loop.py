@@ -4,12 +4,13 @@ Everything that can be refused is refused before the first file is written. Metr
 device never waits for the host; they are read before a save, so that nothing that isn't finite is ever saved.
 """
 
+import gc
 import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -67,6 +68,8 @@ if TYPE_CHECKING:  # a run without samples doesn't load it
 
 log = logging.getLogger("portable_fsdp")
 
+_FULL_COLLECTION = 100  # steps; the others collect what is younger
+
 
 @dataclass
 class _Run:
@@ -93,7 +96,8 @@ class _Run:
 def _train_steps(run: _Run) -> Outcome:
     """Train until the last step, a stop request, or the end of patience; the last step is saved before it returns."""
     config, in_flight = run.start.config, None
-    with open_batches(config, run.engine, run.training, run.corpus, run.start.resumed) as batches:
+    opened = open_batches(config, run.engine, run.training, run.corpus, run.start.resumed)
+    with opened as batches, _no_collections():
         for step in range(run.step + 1, run.limits.last + 1):
             with run.measures.timed("wait"):
                 ended = run.profiles.before_step(step, in_flight and in_flight.metrics)
@@ -103,6 +107,7 @@ def _train_steps(run: _Run) -> Outcome:
             placed = _placed(run, rows)
             with run.measures.timed("step"):
                 metrics = run.engine.fetch(run.training.step(placed, lr))
+            gc.collect(2 if step % _FULL_COLLECTION == 0 else 1)  # while devices work
             run.stop.begin_steps()
             previous, in_flight = in_flight, InFlight(step, lr, began, waited, metrics)
             votes = Votes()
@@ -116,6 +121,20 @@ def _train_steps(run: _Run) -> Outcome:
             if decision.end is not None:
                 return decision.end
     raise AssertionError("the last step ends the loop")
+
+
+@contextmanager
+def _no_collections() -> Generator[None]:
+    """Python collects garbage when the loop says so: not in the middle of a step, for which other processes would wait,
+    and without what was there before the first step."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
 def _placed(run: _Run, rows: list[Batch]) -> list[Batch]:

@@ -100,17 +100,17 @@ def test_collectives_are_the_textbooks(name: str, micro_batches: int, workers: G
     answer = workers(FOUR).run("collectives", case=case)[0]
     shapes = {fqn: tuple(weight.shape) for fqn, weight in reference(Case(steps=1)).initial.items()}
     weights = 4 * sum(_size(shape, strategy.shards) for shape in shapes.values())
-    root = 4 * _size(shapes["model.norm.weight"], strategy.shards)  # stays gathered until backward
     groups = 5  # the embedding, two layers, the head, the root
     counted = answer["backend"]
-    gathers = strategy.gathers * (groups - 1) + 1 if strategy.gathers else 0
+    gathered = [name for name in shapes if name.startswith("model.layers.")]  # in backward too; the others once
+    again = 4 * sum(_size(shapes[name], strategy.shards) for name in gathered) * (strategy.gathers - 1)
+    gathers = groups + 2 * (strategy.gathers - 1) if strategy.gathers else 0
     sharded, replicas = strategy.shards > 1, strategy.reduces_replicas
     norm = sharded and replicas  # its parts are gathered, so that replicas add them up in one order
     assert answer["before"] is None
     assert counted.get("all_gather", (0, 0)) == (
         micro_batches * gathers + norm,
-        micro_batches * (strategy.gathers * (weights - root) + root if strategy.gathers else 0)
-        + 4 * strategy.shards * norm,
+        micro_batches * (weights + again if strategy.gathers else 0) + 4 * strategy.shards * norm,
     )
     assert counted.get("reduce_scatter", (0, 0)) == (
         (micro_batches * groups, micro_batches * weights) if sharded else (0, 0)

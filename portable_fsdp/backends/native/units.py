@@ -74,6 +74,8 @@ def shard_units(model: nn.Module, policy: ShardPolicy, mesh: DeviceMesh) -> list
         for dtype, names in (*groups[name].items(), (_dtype_of(name, policy), [name])):
             _fully_shard(model, names, shared, policy, mesh, dtype, is_root=name == ROOT)
     _require_sharded(model, shared)
+    for name in units:
+        _gather_once(model.get_submodule(name), head)
     return _gather_order(model, policy, units, groups)
 
 
@@ -184,6 +186,15 @@ def _fully_shard(
     group = cast(FSDPModule, modules[0])
     group.set_gradient_divide_factor(1.0)
     group.set_force_sum_reduction_for_comms(True)
+
+
+def _gather_once(unit: nn.Module, head: nn.Module | None) -> None:
+    """A head stays gathered between its forward and its backward, which follows at once. The backward of torch's own
+    embedding needs no weight."""
+    if unit is head:
+        cast(FSDPModule, unit).set_reshard_after_forward(False)
+    elif type(unit).forward is nn.Embedding.forward:
+        cast(FSDPModule, unit).set_unshard_in_backward(False)
 
 
 def _require_sharded(model: nn.Module, shared: Mapping[nn.Parameter, list[str]]) -> None:
