@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -25,6 +26,8 @@ class RowCost(NamedTuple):
 class RowTrial(NamedTuple):
     cost: RowCost
     check: Check
+    row: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    """Of the first rows: each tensor's shape, without the rows, and its dtype."""
 
 
 def tokens_of(batch: Mapping[str, Tensor]) -> int:
@@ -63,7 +66,8 @@ def try_rows(batch: Mapping[str, Tensor], model: nn.Module, task: Task, *, has_f
             _require_range(batch["labels"], classes, numbers)
 
     check(batch, np.arange(len(next(iter(batch.values())))))
-    return RowTrial(RowCost(tokens_of(batch), flops), check)
+    row = {name: (tuple(value.shape[1:]), value.dtype) for name, value in batch.items()}
+    return RowTrial(RowCost(tokens_of(batch), flops), check, row)
 
 
 def _require_labels(task: Task, batch: Mapping[str, Tensor]) -> None:
