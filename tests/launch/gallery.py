@@ -1,10 +1,20 @@
-"""The configs of configs/ for their tests: what makes each small, and what its head comment says of its plans."""
+"""The configs of configs/ for their tests: what makes each small, and what its head comment says of its plans.
 
+`python tests/launch/gallery.py [NAME ...]` plans anew and rewrites those lines: minutes for each config.
+"""
+
+import json
 import re
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cli import ROOT, SMALL_LLAMA
+
+from portable_fsdp.config.load import load_config
+from portable_fsdp.plan.planner import Apart, make_plan
+from portable_fsdp.plan.result import Plan
+from portable_fsdp.plan.target import parse_target
 
 CONFIGS = ROOT / "configs"
 GALLERY = sorted(CONFIGS.glob("*.yaml"))
@@ -50,18 +60,21 @@ class Stated(NamedTuple):
     limit_gib: float
     seconds: float
 
+    def __str__(self) -> str:
+        where = " ".join([self.on, *self.overrides])
+        return f"# plan {where}: {self.verdict}, {self.gib:.2f} of {self.limit_gib:.2f} GiB, {self.seconds:.3g} s"
 
-def stated_plans(config: Path) -> list[Stated]:
-    """Those of a config's head comment; fails for a line about a plan that has another form."""
-    plans: list[Stated] = []
+
+def stated_plans(config: Path) -> dict[str, Stated]:
+    """By their lines, those of a config's head comment; fails for a line about a plan that has another form."""
+    plans: dict[str, Stated] = {}
     for line in config.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("# plan "):
-            continue
-        form = r"# plan (\S+)((?: \S+=\S+)*): (fits|fits by recomputing), ([\d.]+) of ([\d.]+) GiB, ([\d.]+) s"
-        match = re.fullmatch(form, line)
-        assert match, f"{config.name}: {line}"
-        on, words, verdict, *numbers = match.groups()
-        plans.append(Stated(on, tuple(words.split()), verdict, *map(float, numbers)))
+        if line.startswith("# plan "):
+            form = r"# plan (\S+)((?: \S+=\S+)*): (fits|fits by recomputing), ([\d.]+) of ([\d.]+) GiB, ([\d.]+) s"
+            match = re.fullmatch(form, line)
+            assert match, f"{config.name}: {line}"
+            on, words, verdict, *numbers = match.groups()
+            plans[line] = Stated(on, tuple(words.split()), verdict, *map(float, numbers))
     return plans
 
 
@@ -77,3 +90,33 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
 }
 """The shapes of the models that configs load from the hub: a plan depends on nothing else of them."""
+
+
+def plan_again(config: Path, stated: Stated) -> Plan:
+    """The same target and overrides; a model of the hub by its shapes."""
+    overrides = list(stated.overrides)
+    if architecture := PUBLISHED.get(str(load_config(config).model.pretrained)):
+        overrides += ["model.pretrained=null", f"model.architecture={json.dumps(architecture)}"]
+        overrides += ["checkpoint.export=false"]  # adapters alone, which others couldn't open without their base
+    loaded = load_config(config, overrides)  # before the process that plans, which gets the path to its modules
+    with Apart() as apart:
+        return make_plan(loaded, parse_target(stated.on), apart)
+
+
+def as_stated(plan: Plan, overrides: tuple[str, ...]) -> Stated:
+    memory = plan.memory
+    gib, limit_gib = memory.peak_bytes / 2**30, (memory.limit_bytes or 0) / 2**30
+    return Stated(plan.on, overrides, memory.verdict, gib, limit_gib, plan.time.seconds or 0.0)
+
+
+def main(names: list[str]) -> None:
+    for config in (path for path in GALLERY if path.stem in (names or SMALL)):
+        for line, stated in stated_plans(config).items():
+            plan = plan_again(config, stated)
+            again = str(as_stated(plan, stated.overrides))
+            print(f"{config.stem}: {again} (planned in {plan.planned_in_s:.0f} s)", flush=True)
+            config.write_text(config.read_text(encoding="utf-8").replace(line, again), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

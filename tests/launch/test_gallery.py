@@ -3,22 +3,27 @@
 import importlib
 import json
 import math
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
-from cli import PYTHON, committed, finish, launch, losses
-from gallery import CONFIGS, GALLERY, PUBLISHED, SMALL, stated_plans
+from cli import PYTHON, ROOT, committed, finish, launch, losses
+from gallery import CONFIGS, GALLERY, PUBLISHED, SMALL, Stated, as_stated, plan_again, stated_plans
 from PIL import Image
 from test_pretrained_run import write_repository
-from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
 
 from portable_fsdp.config.load import load_config
 from portable_fsdp.metrics.sinks import read_jsonl
+from portable_fsdp.plan.target import parse_target
 
 pytestmark = pytest.mark.slow
 
-T5 = {**PUBLISHED["google-t5/t5-large"], "d_model": 32, "d_kv": 16, "d_ff": 64, "num_heads": 2}
-T5 |= {"num_layers": 2, "num_decoder_layers": 2}
+PAGE = (ROOT / "docs/gallery.md").read_text()
+
+SMALL_T5 = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_heads": 2, "num_layers": 2, "num_decoder_layers": 2}
+T5 = PUBLISHED["google-t5/t5-large"] | SMALL_T5
 CHAT = [{"role": "user", "content": "the hub"}, {"role": "assistant", "content": "the model reads"}]
 
 
@@ -51,8 +56,8 @@ def _write_images(folder: Path) -> None:
 def _write_t5(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer.save_pretrained(folder)
-    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": len(tokenizer)}
-    T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).save_pretrained(folder)
+    sizes: dict[str, Any] = {**T5, "vocab_size": len(tokenizer)}
+    AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(**sizes)).save_pretrained(folder)
 
 
 def _words(config: Path) -> list[str]:
@@ -98,7 +103,34 @@ def test_every_config_is_in_the_gallery_and_loads_as_it_stands() -> None:
             assert (CONFIGS / config.data.factory.partition(":")[0]).with_suffix(".py").is_file()
 
 
-def test_every_config_states_its_plans() -> None:
+def test_every_config_states_its_plans_and_the_page_has_them() -> None:
     """But those that start on CPUs."""
-    without = {path.stem for path in GALLERY if not stated_plans(path)}
-    assert without == {"quickstart", "finetune_smollm2"}
+    assert {path.stem for path in GALLERY if not stated_plans(path)} == {"quickstart", "finetune_smollm2"}
+    rows = re.findall(r"^\| \[(\w+)\]\(\.\./configs/(\w+)\.yaml\) \|.*\| (.*?) \|$", PAGE, re.MULTILINE)
+    assert [(name, file) for name, file, _ in rows] == [(name, name) for name in SMALL]
+    for name, _, cell in rows:
+        plans = stated_plans(CONFIGS / f"{name}.yaml").values()
+        assert cell == ", ".join(f"`{plan.on}`: {plan.gib:.1f} of {plan.limit_gib:.1f} GiB" for plan in plans)
+
+
+STATED = [(config, stated) for config in GALLERY for stated in stated_plans(config).values()]
+
+
+def is_slice(stated: Stated) -> bool:
+    return parse_target(stated.on).hardware.kind == "tpu"
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("config", "stated"),
+    [
+        pytest.param(config, stated, id=f"{config.stem}-{stated.on}", marks=[pytest.mark.xla] * is_slice(stated))
+        for config, stated in STATED
+    ],
+)
+def test_a_config_has_the_plan_that_it_states(config: Path, stated: Stated) -> None:
+    """Planned anew: the verdict, and memory and the bound of a step within 5 %."""
+    plan = as_stated(plan_again(config, stated), stated.overrides)
+    assert (plan.verdict, plan.limit_gib) == (stated.verdict, pytest.approx(stated.limit_gib, abs=0.01))
+    assert (plan.gib, plan.seconds) == (pytest.approx(stated.gib, rel=0.05), pytest.approx(stated.seconds, rel=0.05))
