@@ -109,6 +109,11 @@ def as_stated(plan: Plan, overrides: tuple[str, ...]) -> Stated:
     return Stated(plan.on, overrides, memory.verdict, gib, limit_gib, plan.time.seconds or 0.0)
 
 
+def cell_of(stated: Stated) -> str:
+    """As docs/gallery.md has it."""
+    return f"`{stated.on}`: {stated.gib:.1f} of {stated.limit_gib:.1f} GiB"
+
+
 def main(names: list[str]) -> None:
     for config in (path for path in GALLERY if path.stem in (names or SMALL)):
         for line, stated in stated_plans(config).items():

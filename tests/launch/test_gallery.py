@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from cli import PYTHON, ROOT, committed, finish, launch, losses
-from gallery import CONFIGS, GALLERY, PUBLISHED, SMALL, Stated, as_stated, plan_again, stated_plans
+from gallery import CONFIGS, GALLERY, PUBLISHED, SMALL, Stated, as_stated, cell_of, plan_again, stated_plans
 from PIL import Image
 from test_pretrained_run import write_repository
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
@@ -110,7 +110,7 @@ def test_every_config_states_its_plans_and_the_page_has_them() -> None:
     assert [(name, file) for name, file, _ in rows] == [(name, name) for name in SMALL]
     for name, _, cell in rows:
         plans = stated_plans(CONFIGS / f"{name}.yaml").values()
-        assert cell == ", ".join(f"`{plan.on}`: {plan.gib:.1f} of {plan.limit_gib:.1f} GiB" for plan in plans)
+        assert cell == (", ".join(map(cell_of, plans)) or "none"), name
 
 
 STATED = [(config, stated) for config in GALLERY for stated in stated_plans(config).values()]
