@@ -86,9 +86,7 @@ MORE_REAL = {
     "sgd": step(optim__name="sgd", optim__momentum=0.9),
     "one unit": step(sharding__wrap="NO_WRAP"),
     "vit": step_of_rows("images", "image_classification", {"architecture": VIT}),
-    "vit, recomputed": step_of_rows("images", "image_classification", {"architecture": VIT}, 64, **FULL, **BFLOAT16),
     "t5": step_of_rows("pairs", "seq2seq_lm", {"architecture": T5}, 8),
-    "t5, bfloat16": step_of_rows("pairs", "seq2seq_lm", {"architecture": T5}, 16, **BFLOAT16),
 }
 PARAMETERS = LAYERS * (512 * (512 + 256) * 2 + 3 * 512 * 1408 + 2 * 512) + 2 * 4096 * 512 + 512
 
