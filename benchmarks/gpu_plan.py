@@ -180,7 +180,7 @@ def tracked(config: Config, devices: int) -> int:
         with fake:
             tracker = FSDPMemTracker(cast(Any, training.model), training.optimizer)
             for _ in range(2):
-                batches = [backend.place(cuda._batch(config, devices)) for _ in range(training.accumulation)]
+                batches = [backend.place(cuda._batch(config, training, devices)) for _ in range(training.accumulation)]
                 with tracker:
                     training.step(batches, config.optim.lr)
                 found = cast(dict[Any, Any], tracker.get_tracker_snapshot("peak"))

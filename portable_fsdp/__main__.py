@@ -76,7 +76,7 @@ def _example_files() -> list[tuple[Path, Path]]:
     checkout = Path(__file__).parents[1]
     if (checkout / "pyproject.toml").is_file():
         paths = [path for folder in _EXAMPLES for path in sorted((checkout / folder).iterdir())]
-        return [(path.relative_to(checkout), path) for path in paths]
+        return [(path.relative_to(checkout), path) for path in paths if path.is_file()]  # not __pycache__
     files = [file for file in metadata.files("portable-fsdp") or () if _INSTALLED in file.as_posix()]
     return [(Path(file.as_posix().partition(f"{_INSTALLED}/")[2]), Path(str(file.locate()))) for file in files]
 

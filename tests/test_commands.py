@@ -65,6 +65,15 @@ def test_flags_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "/none" in capsys.readouterr().err
 
 
+def test_the_examples_of_a_checkout_are_its_configs_with_their_modules(tmp_path: Path) -> None:
+    (ROOT / "configs/__pycache__").mkdir(exist_ok=True)
+    done = run("-m", "portable_fsdp", "examples", str(tmp_path / "written"))
+    assert (done.returncode, done.stderr) == (0, "")
+    written = files_below(tmp_path / "written/configs")
+    assert written == [name for name in files_below(ROOT / "configs") if "__pycache__" not in name]
+    assert {Path(name).suffix for name in written} == {".yaml", ".py"}
+
+
 @pytest.mark.proof  # pip fetches setuptools
 def test_the_wheel_installs_one_command_and_the_examples(tmp_path: Path) -> None:
     project, prefix, written = tmp_path / "project", tmp_path / "prefix", tmp_path / "written"
@@ -93,7 +102,7 @@ def test_the_wheel_installs_one_command_and_the_examples(tmp_path: Path) -> None
     done = run(command, "examples", str(written), PYTHONPATH=str(site))
     assert done.returncode == 0, done.stderr
     for folder in ("configs", "launch"):
-        assert files_below(written / folder) == files_below(ROOT / folder)
+        assert files_below(written / folder) == [n for n in files_below(ROOT / folder) if "__pycache__" not in n]
     scripts = [path for path in (ROOT / "launch").iterdir() if os.access(path, os.X_OK)]
     assert all(os.access(written / "launch" / path.name, os.X_OK) for path in scripts)
     done = run(command, "examples", str(written), PYTHONPATH=str(site))

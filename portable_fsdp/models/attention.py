@@ -57,7 +57,7 @@ def static_attention(
         bias = _bias(length, causal, window, attention_mask, query.device)
         return _explicit(query, key, value, bias, dropout, scaling, softcap, s_aux), None
     mask = None
-    if attention_mask is not None:
+    if attention_mask is not None or window is not None:
         # Kernels that take a mask take no grouped heads: torch would choose its formula, with all scores in memory.
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)

@@ -93,8 +93,8 @@ def _plan(options: argparse.Namespace, apart: Apart) -> int:
         target = with_memory(target, options.memory)
     config = load_config(options.config, options.overrides)
     picture = None if options.save is None else _picture(options.save)
-    tokens = config.train.global_batch * config.data.seq_len
-    measured = None if options.compare is None else _measured(Path(options.compare), tokens)
+    tokens = None if config.data.factory else config.train.global_batch * config.data.seq_len  # else the plan says it
+    measured = _measured(options.compare, tokens) if options.compare and tokens else None
 
     def config_of(settings: Settings) -> Config:
         return load_config(options.config, [*options.overrides, *(f"{key}={value}" for key, value in settings.items())])
@@ -117,6 +117,8 @@ def _plan(options: argparse.Namespace, apart: Apart) -> int:
     is_search = options.largest_batch or config.train.micro_batch == "auto"
     best = largest_that_fits(config, target.devices, plan_of, _note) if is_search else Tried(settings={})
     plan = best.plan or plan_of({})
+    if options.compare and measured is None:
+        measured = _measured(options.compare, plan.time.tokens_per_step)
     if not options.json:
         if best.fits:
             to_stdout(f"the largest that fits: {report.words(best, list(best.settings))}\n")
@@ -210,7 +212,8 @@ def _picture(name: str) -> Path:
     return path
 
 
-def _measured(folder: Path, tokens: int) -> list[MeasuredStep]:
+def _measured(name: str, tokens: int) -> list[MeasuredStep]:
+    folder = Path(name)
     if not (folder / "metrics.jsonl").is_file():
         raise UsageError(f"--compare={folder}: expected a run's folder, found no metrics.jsonl in it.")
     return measured_steps(read_jsonl(folder / "metrics.jsonl"), tokens)

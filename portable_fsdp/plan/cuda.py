@@ -32,7 +32,7 @@ from portable_fsdp.models import flex
 from portable_fsdp.plan.allocator import CachingAllocator
 from portable_fsdp.plan.kernels import gpu_attention, gpu_flex, tpu_attention
 from portable_fsdp.plan.memory_trace import Block, Calls, Collective, Events, MemoryPart, Recorder, peak
-from portable_fsdp.plan.model import empty_batch, facts_of
+from portable_fsdp.plan.model import empty_batch, facts_of, rows_of
 from portable_fsdp.plan.result import Buffer, DeviceMemory, EnginePlan, Work
 from portable_fsdp.plan.target import Target
 from portable_fsdp.plan.time import over_links
@@ -115,7 +115,7 @@ def plan_memory(config: Config, target: Target) -> EnginePlan:
     traffic = least_traffic(blocks, frozen, is_compiled=is_compiled, on_chip=on_chip)
     notes = ("planned as if it ran eagerly: what is compiled keeps less.",) if is_compiled else ()
     return EnginePlan(
-        facts_of(training.built, config.data.seq_len),
+        facts_of(training, config.data.seq_len),
         memory,
         _work(recorder, config, target, traffic),
         f"The trainer's own step, on fake tensors with torch {importlib.metadata.version('torch')}; not run.",
@@ -145,7 +145,7 @@ def _record(config: Config, target: Target) -> tuple[Recorder, Training]:
         held.enter_context(_ranks(target.devices, target.devices_per_host))
         backend = held.enter_context(planned_backend(config, fake, recorder))
         held.enter_context(_seen_by(recorder))
-        training = build_training(config, backend, vocabulary=1, fill=False)
+        training = build_training(config, backend, vocabulary=1, fill=False, rows=rows_of(config))
         _name(recorder, training)
         if recorder.is_tpu:
             held.enter_context(patch.object(F, "scaled_dot_product_attention", tpu_attention))
@@ -156,15 +156,15 @@ def _record(config: Config, target: Target) -> tuple[Recorder, Training]:
         held.enter_context(recorder.watching(training.model))
         for _ in range(STEPS):
             recorder.calls.clear()
-            placed = [backend.place(_batch(config, target.devices)) for _ in range(training.accumulation)]
+            placed = [backend.place(_batch(config, training, target.devices)) for _ in range(training.accumulation)]
             backend.fetch(training.step(placed, config.optim.lr))
             del placed
     return recorder, training
 
 
-def _batch(config: Config, devices: int) -> Batch:
+def _batch(config: Config, training: Training, devices: int) -> Batch:
     """A micro batch of one rank, on the host."""
-    return empty_batch(config.data, config.train.resolved_micro_batch, devices, "cpu")
+    return empty_batch(config, training, config.train.resolved_micro_batch, devices, "cpu")
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from portable_fsdp.plan.result import EnginePlan, Plan, Progress, Time
 from portable_fsdp.plan.target import Target
 from portable_fsdp.plan.time import bound
 from portable_fsdp.plan.tpu import plan_tpu
-from portable_fsdp.runtime.errors import BackendError, ConfigError
+from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.process import end_with_parent
 
 SETTINGS = (
@@ -94,11 +94,6 @@ def make_plan(
     What the trainer would refuse there is refused here, by the same checks. Raises ConfigError, BackendError.
     """
     began = perf_counter()
-    if config.model.factory is not None or config.data.factory is not None:
-        raise ConfigError(
-            "plan: expected a model of transformers on text, found model.factory or data.factory, whose rows no plan "
-            "knows yet.\n  Measure a step instead: RUN/metrics.jsonl has its memory."
-        )
     kind = target.hardware.kind
     engine = engine_made_for(kind) if backend == "auto" else backend
     planners = dict(PLANNERS[kind])
@@ -110,7 +105,7 @@ def make_plan(
     require_supported(config, engine=engine, device=kind, devices=target.devices, hosts=target.hosts)
     planned = planners[engine](config, target, apart, progress)
     shares_links = target.devices > target.chips and planned.work.sent_bytes.pop("ici", 0)
-    model, tokens = planned.model, config.train.global_batch * config.data.seq_len
+    model, tokens = planned.model, config.train.global_batch * planned.model.tokens_per_row
     flops = None if model.flops_per_token is None else model.flops_per_token * tokens / target.devices
     compute = config.precision.compute
     time = bound(planned.work, target, tokens_per_step=tokens, model_flops_per_device=flops, compute=compute)
@@ -119,7 +114,7 @@ def make_plan(
         hardware=target.in_words,
         devices=target.devices,
         backend=engine,
-        settings={key: value_of(config, key) for key in SETTINGS},
+        settings={key: value_of(config, key) for key in SETTINGS if key != "data.seq_len" or not model.rows},
         parameters=model.parameters,
         memory=planned.memory,
         work=planned.work,
@@ -169,6 +164,9 @@ def _plan_memory(config: Config, target: Target) -> EnginePlan:
 def _notes(config: Config, target: Target, planned: EnginePlan, time: Time) -> Iterator[str]:
     """What a reader may misread the figures without."""
     model, memory = planned.model, planned.memory
+    if model.rows:
+        counted = "; each counts as one token" if model.tokens_per_row == 1 else ""
+        yield f"rows as data.factory gives them first: {model.rows}{counted}. Larger ones take more."
     shards = mesh_axes(config, target.devices, target.hosts)["shard"]
     thin = sum(elements for rows, elements in model.elements_by_rows.items() if rows < shards)
     if thin > model.parameters / 100:

@@ -24,7 +24,7 @@ from portable_fsdp.backends.base import Batch, Metrics, optimizer_tensors, state
 from portable_fsdp.backends.xla.engine import XlaBackend
 from portable_fsdp.backends.xla.tensors import ROWS, Fetch, Spec
 from portable_fsdp.config.schema import Config
-from portable_fsdp.plan.model import empty_batch, facts_of
+from portable_fsdp.plan.model import empty_batch, facts_of, rows_of
 from portable_fsdp.plan.tpu_program import TRACED, Argument, Program, Traced
 from portable_fsdp.runtime.errors import PortableFSDPError
 from portable_fsdp.runtime.process import end_with_parent
@@ -52,11 +52,12 @@ def trace(config: Config, devices: int) -> Traced:
     with _pretended(devices):
         tracer = Tracer()
         backend = XlaBackend("cpu", config, None, tracer)
-        training = build_training(config, backend, vocabulary=1, fill=False)
+        training = build_training(config, backend, vocabulary=1, fill=False, rows=rows_of(config))
         tracer.begin(training, backend.axes)
-        model = facts_of(training.built, config.data.seq_len)
+        model = facts_of(training, config.data.seq_len)
         name_operations(training.model, tracer.scope)
-        batch = empty_batch(config.data, config.train.resolved_micro_batch * devices, backend.process.count, "meta")
+        rows = config.train.resolved_micro_batch * devices
+        batch = empty_batch(config, training, rows, backend.process.count, "meta")
         training.step([backend.place(batch) for _ in range(training.accumulation)], config.optim.lr)
         return Traced(tracer.programs, model)
 

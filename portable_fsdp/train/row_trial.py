@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -26,6 +27,8 @@ class RowCost(NamedTuple):
 class RowTrial(NamedTuple):
     cost: RowCost
     check: Check
+    row: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    """Each tensor's shape, without the rows, and its dtype: of the first rows, in the largest of data.buckets."""
 
 
 def tokens_of(batch: Mapping[str, Tensor]) -> int:
@@ -78,7 +81,8 @@ def try_rows(
     check = RowCheck(tuple(map(_shapes, batches)) if has_fixed_shapes else None, classes)
     check(largest, np.arange(_rows(largest)))
     # Rows of several lengths count as rows: no number of tokens, and of FLOPs, would be true of every step.
-    return RowTrial(RowCost(1, None) if several else RowCost(tokens_of(largest), flops), check)
+    cost = RowCost(1, None) if several else RowCost(tokens_of(largest), flops)
+    return RowTrial(cost, check, {name: (tuple(value.shape[1:]), value.dtype) for name, value in largest.items()})
 
 
 def _rows(batch: Mapping[str, Tensor]) -> int:

@@ -7,6 +7,7 @@ its size. The planner, which is held against it, listens to allocations instead.
 import weakref
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -16,6 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from portable_fsdp.backends.base import Backend
 from portable_fsdp.config.schema import Config
+from portable_fsdp.data.build import build_data
+from portable_fsdp.data.packing import Rows
 from portable_fsdp.train.build import build_training
 from portable_fsdp.train.measures import VOTES
 
@@ -31,24 +34,28 @@ class Measured(NamedTuple):
 
 def measure(backend: Backend, config: Config) -> Measured:
     """Train so many steps; the weights and the optimizer's state are there before."""
-    training = build_training(config, backend, vocabulary=256)
+    rows = build_data(config.data).rows if config.data.factory else None
+    training = build_training(config, backend, vocabulary=256, rows=rows)
     state = [value for values in training.optimizer.state.values() for value in values.values()]
     with LiveStorages() as live:
         live.see([*training.model.parameters(), *training.model.buffers(), *state])
         for _ in range(STEPS):
-            batches = [backend.place(_batch(config, backend.process.count)) for _ in range(training.accumulation)]
+            made = [_batch(config, rows, backend.process.count) for _ in range(training.accumulation)]
+            batches = [backend.place(batch) for batch in made]
             backend.fetch(training.step(batches, 1e-3)).result()
     counted = backend.collectives or {}
     return Measured(live.peak, {kind: (traffic.calls, traffic.bytes) for kind, traffic in counted.items()})
 
 
-def _batch(config: Config, processes: int) -> dict[str, Tensor]:
-    rows, length = config.train.resolved_micro_batch, config.data.seq_len
-    ids = torch.randint(256, (rows, length))
-    votes = {"votes": torch.zeros(rows, 1 + VOTES * processes)}
-    batch = {"input_ids": ids, "labels": ids, "tokens": torch.full((rows,), float(length)), **votes}
+def _batch(config: Config, rows: Rows | None, processes: int) -> dict[str, Tensor]:
+    count, length = config.train.resolved_micro_batch, config.data.seq_len
+    votes = {"votes": torch.zeros(count, 1 + VOTES * processes)}
+    if rows is not None:
+        return {**rows.rows(np.arange(count)), "tokens": torch.ones(count), **votes}
+    ids = torch.randint(256, (count, length))
+    batch = {"input_ids": ids, "labels": ids, "tokens": torch.full((count,), float(length)), **votes}
     if config.data.resolved_packing == "documents":
-        places = torch.arange(length).expand(rows, -1)
+        places = torch.arange(length).expand(count, -1)
         batch |= {"positions": places % 100, "segments": places // 100 + 1}
     return batch
 

@@ -55,7 +55,8 @@ SMALL_LLAMA = [
     *("model.architecture.hidden_size=32", "model.architecture.intermediate_size=64", "model.architecture.head_dim=16"),
     *("model.architecture.num_hidden_layers=2", "model.architecture.num_attention_heads=2"),
     *("model.architecture.num_key_value_heads=1", "model.architecture.vocab_size=256"),
-    *("data.source=python_docs", "data.seq_len=32", "train.global_batch=4", "train.micro_batch=1"),
+    *("data.source=python_docs", "data.path=null", "data.tokenizer=bytes", "data.seq_len=32"),
+    *("train.global_batch=4", "train.micro_batch=1"),
 ]
 """What makes each of configs/ that has an architecture small."""
 

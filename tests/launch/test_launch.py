@@ -16,9 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from cli import PYTHON, SMALL_LLAMA, TORCHRUN, Started, committed, events, launch, losses, started, tiny_config
+from cli import PYTHON, TORCHRUN, Started, committed, events, launch, losses, started, tiny_config
 from documented import ROOT
-from test_pretrained_run import write_repository
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from portable_fsdp.checkpoint.format import read_manifest
@@ -213,23 +212,6 @@ def test_flags_may_follow_overrides_and_a_resumed_run_tells_its_collectives_too(
     assert committed(run) == [1, 2]
     kinds = [event["event"] for event in read_jsonl(run / "events.jsonl")]
     assert kinds == ["start", "collectives", "save", "finish", "start", "resume", "collectives", "save", "finish"]
-
-
-CONFIGS = {
-    "quickstart": ["train.global_batch=2", "data.seq_len=64"],
-    "llama_1b": SMALL_LLAMA,
-    "llama_8b": SMALL_LLAMA,
-    "finetune_smollm2": ["model.pretrained=model", "model.gguf_file=null", "data.seq_len=32", "train.eval_every=2"],
-}
-
-
-@pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
-def test_config_is_started(config: Path, folder: Path) -> None:
-    write_repository(folder / "model")
-    shrunk = [*CONFIGS[config.stem], "train.stop_at=2", "run.dir=run"]
-    assert launch("--device=cpu", f"--config={config}", *shrunk) == 0
-    assert len(losses(folder / "run")) == 2
-    assert committed(folder / "run") == [2]
 
 
 # -------------------------------------------------------------------------------------------------- stop, resume

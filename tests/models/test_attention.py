@@ -7,6 +7,7 @@ import pytest
 import torch
 from small_models import ARCHITECTURES, Operators, build, logits, materialise, shake, stock_model, token_ids
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from portable_fsdp.models.attention import static_attention
@@ -87,3 +88,21 @@ def test_nothing_is_read_on_the_host() -> None:
     with Operators() as operators:
         logits(model, token_ids())
     operators.require_no_reads()
+
+
+@pytest.mark.parametrize(("window", "grouped"), [(2, False), (None, True)])
+def test_a_mask_comes_with_as_many_key_heads_as_query_heads(
+    window: int | None, grouped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For grouped ones under a mask torch chooses its formula on GPUs, with all scores in memory."""
+    seen: list[tuple[bool, bool, int]] = []
+    attend = F.scaled_dot_product_attention
+
+    def record(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **settings: Any) -> torch.Tensor:
+        seen.append((settings["attn_mask"] is not None, settings["enable_gqa"], key.shape[1]))
+        return attend(query, key, value, **settings)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", record)
+    query, key = torch.ones(1, 4, 6, 8), torch.ones(1, 2, 6, 8)
+    static_attention(nn.Identity(), query, key, key, is_causal=True, sliding_window=window)
+    assert seen == [(window is not None, grouped, 2 if grouped else 4)]

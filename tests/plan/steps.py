@@ -34,6 +34,23 @@ def step(devices: int = 2, accumulation: int = 1, model: dict[str, Any] = LLAMA,
     return Config.model_validate(values)
 
 
+VIT: dict[str, Any] = {
+    **{"model_type": "vit", "hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 4},
+    **{"num_attention_heads": 6, "image_size": 64, "patch_size": 8, "num_labels": 10},
+}
+T5: dict[str, Any] = {
+    **{"model_type": "t5", "vocab_size": 4096, "d_model": 384, "d_kv": 64, "d_ff": 1024, "num_heads": 6},
+    **{"num_layers": 3, "num_decoder_layers": 3, "decoder_start_token_id": 0, "pad_token_id": 0},
+}
+
+
+def step_of_rows(rows: str, task: str, model: dict[str, Any], micro_batch: int = 32, **settings: Any) -> Config:
+    """As `step` for two devices, with rows of backends/planned_rows.py; `model`: keys of the section."""
+    config = step(train__task=task, train__micro_batch=micro_batch, train__global_batch=2 * micro_batch, **settings)
+    values = {**config.model_dump(), "model": model, "data": {"factory": f"planned_rows:{rows}"}}
+    return Config.model_validate(values)
+
+
 def gpus(devices: int, hosts: int = 1) -> Target:
     """H100s, as many on each host."""
     return replace(parse_target("h100"), devices=devices, hosts=hosts)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from programs import LLAMA_8B
-from steps import LLAMA, MIXTRAL, ROWS, SEQ_LEN, gpus, plans, step
+from steps import LLAMA, MIXTRAL, ROWS, SEQ_LEN, T5, VIT, gpus, plans, step, step_of_rows
 from test_options import DEVICES as OPTION_DEVICES
 from test_options import ROWS as ROWS_OF_OPTIONS
 from test_options import case_of, taken_by
@@ -59,7 +59,10 @@ MORE_PLANNED = {
     "experts": step(**EXPERTS),
     "grouped": step(**EXPERTS, model__experts="grouped_mm"),
 }
-REAL = {"two micro batches, recomputed": step(accumulation=2, memory__gradient_checkpointing="full")}
+REAL = {
+    "two micro batches, recomputed": step(accumulation=2, memory__gradient_checkpointing="full"),
+    "factory": step_of_rows("images", "image_classification", {"factory": "planned_rows:model"}, 64),
+}
 FULL: dict[str, Any] = {"memory__gradient_checkpointing": "full"}
 KEPT: dict[str, Any] = {"memory__gradient_checkpointing": "selective"}
 BFLOAT16: dict[str, Any] = {"precision__compute": "bfloat16"}
@@ -82,6 +85,8 @@ MORE_REAL = {
     "experts": step(model=MIXTRAL),
     "sgd": step(optim__name="sgd", optim__momentum=0.9),
     "one unit": step(sharding__wrap="NO_WRAP"),
+    "vit": step_of_rows("images", "image_classification", {"architecture": VIT}),
+    "t5": step_of_rows("pairs", "seq2seq_lm", {"architecture": T5}, 8),
 }
 PARAMETERS = LAYERS * (512 * (512 + 256) * 2 + 3 * 512 * 1408 + 2 * 512) + 2 * 4096 * 512 + 512
 

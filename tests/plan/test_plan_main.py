@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from steps import T5
 
 from portable_fsdp.plan.__main__ import main
 
@@ -71,6 +72,61 @@ def test_a_plan_on_gpus_of_a_config_json_beside_a_run(plan: Planner, tmp_path: P
     assert time["seconds"] == max(time["bounds"].values())
     assert result["settings"]["train.micro_batch"] == 1
     assert (measured["seconds"], measured["ratio"] > 100) == (2.0, True)
+
+
+def of_rows(folder: Path, task: str, rows: str, model: dict[str, Any]) -> str:
+    """The flag of a config for rows of backends/planned_rows.py."""
+    train = {"steps": 1, "task": task, "global_batch": 16}
+    config = {
+        **SMALL,
+        "model": model,
+        "data": {"factory": f"planned_rows:{rows}", "eval_split": "test"},
+        "train": train,
+    }
+    (folder / "rows.yaml").write_text(yaml.safe_dump(config))
+    return f"--config={folder / 'rows.yaml'}"
+
+
+def test_rows_of_a_factory_are_planned_like_its_first(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    flag = of_rows(tmp_path, "image_classification", "images", {"factory": "planned_rows:model"})
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"seconds": 1.0, "tokens": 16, "mfu": None}) + "\n")
+    assert main([flag, "--on=h100:2", "--json", f"--compare={tmp_path}"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    width, blocks, size = 128, 6, 16 * 16  # of planned_rows.Pictures
+    products = blocks * size * width * 9 * width + size * 48 * width + width * 10  # of an image
+    parameters = 48 * width + width + blocks * (9 * width**2 + 3 * width) + 10 * width + 10
+    assert result["parameters"] == parameters
+    assert result["memory"]["parts"]["weights"] == pytest.approx(4 * parameters / 2, rel=0.05)
+    assert result["memory"]["parts"]["optimizer"] == pytest.approx(8 * parameters / 2, rel=0.05)
+    assert result["work"]["matmul_flops"]["bfloat16"] == pytest.approx(8 * 3 * 2 * products, rel=0.02)  # 8 rows each
+    assert result["time"]["tokens_per_step"] == 16
+    assert result["time"]["model_flops_per_device"] == pytest.approx(8 * 3 * 2 * products, rel=0.02)
+    assert (result["measured"]["seconds"], "data.seq_len" in result["settings"]) == (1.0, False)
+    [note] = result["notes"]
+    assert "pixel_values float32 [3, 64, 64], labels int64 []; each counts as one token." in note
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"seconds": 1.0, "tokens": 17, "mfu": None}) + "\n")
+    assert main([flag, "--on=h100:2", f"--compare={tmp_path}"]) == 2
+    assert "expected a run with 16 tokens a step" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("where", ["--on=h100:2", pytest.param("--on=v6e-4", marks=pytest.mark.xla)])
+def test_a_t5_is_planned(capsys: pytest.CaptureFixture[str], tmp_path: Path, where: str) -> None:
+    assert main([of_rows(tmp_path, "seq2seq_lm", "pairs", {"architecture": T5}), where, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    rest = result["memory"]["parts"]["weights"] + result["memory"]["parts"]["optimizer"]
+    assert rest * result["devices"] == pytest.approx(12 * result["parameters"], rel=0.05)
+    assert result["time"]["tokens_per_step"] == 16 * 256
+    time = result["time"]
+    assert 0.9 < time["model_flops_per_device"] / time["peak_flops"] / time["bounds"]["compute"] < 1.2
+
+
+def test_a_factory_without_its_data_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for where in ("--on=h100:2", "--on=v6e-4"):
+        flag = of_rows(tmp_path, "image_classification", "absent", {"factory": "planned_rows:model"})
+        assert main([flag, where]) == 2
+        error = capsys.readouterr().err
+        assert "data.factory: expected a function in" in error
+        assert "Traceback" not in error
 
 
 @pytest.mark.proof

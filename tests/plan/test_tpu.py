@@ -27,7 +27,7 @@ pytestmark = pytest.mark.xla
 
 SMALL = Program("small", "v6e:2x4", seq_len=128)
 SLICE = parse_target("v6e:2x4")
-MODEL = ModelFacts(parameters=SMALL.parameters, flops_per_token=None, elements_by_rows={})
+MODEL = ModelFacts(parameters=SMALL.parameters, tokens_per_row=128, rows="", flops_per_token=None, elements_by_rows={})
 
 
 @pytest.fixture(scope="module")

@@ -121,6 +121,8 @@ class XlaBackend(PjrtBackend):
         for name, owned in uses_by_block(outside, blocks).items():
             block = model.get_submodule(name)
             block.forward = copies.run_with(owned, block.forward)
+            if name in ("", *policy.units):  # as FSDP2 does: it may take pixels
+                block.forward = in_own_dtype(block.forward, policy.compute, None)
             if name in policy.recompute:
                 trains = any(weight.requires_grad for weight in block.parameters())
                 block.forward = recomputed(block.forward, trains, copies.again)

@@ -1,0 +1,127 @@
+"""The configs of configs/ for their tests: what makes each small, and what its head comment says of its plans.
+
+`python tests/launch/gallery.py [NAME ...]` plans anew and rewrites those lines: minutes for each config.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cli import ROOT, SMALL_LLAMA
+
+from portable_fsdp.config.load import load_config
+from portable_fsdp.plan.planner import Apart, make_plan
+from portable_fsdp.plan.result import Plan
+from portable_fsdp.plan.target import parse_target
+
+CONFIGS = ROOT / "configs"
+GALLERY = sorted(CONFIGS.glob("*.yaml"))
+
+FEW_ROWS = ["train.global_batch=4", "train.micro_batch=1"]
+MIXTURE = [
+    *("model.architecture.num_experts=4", "model.architecture.num_experts_per_tok=2"),
+    "model.architecture.moe_intermediate_size=32",
+]
+CHATS = ["data.source=jsonl", "data.path=chats.jsonl", "data.split=null", "data.eval_split=20%", "data.seq_len=32"]
+OF_PRETRAINED = ["model.pretrained=model", *CHATS, *FEW_ROWS, "train.eval_every=2", "optim.warmup_steps=1"]
+
+SMALL: dict[str, list[str]] = {
+    "quickstart": ["train.global_batch=2", "data.seq_len=64"],
+    "llama_1b": SMALL_LLAMA,
+    "llama_8b": SMALL_LLAMA,
+    "llama_70b": SMALL_LLAMA,
+    "qwen3_8b": SMALL_LLAMA,
+    "qwen3_30b_a3b": [*SMALL_LLAMA, *MIXTURE],
+    "gemma3_4b": [*SMALL_LLAMA, "model.architecture.sliding_window=16"],
+    "finetune_smollm2": ["model.pretrained=model", "model.gguf_file=null", "data.seq_len=32", "train.eval_every=2"],
+    "sft_llama_8b": OF_PRETRAINED,
+    "lora_llama_8b": OF_PRETRAINED,
+    "vit_large": [
+        *("model.architecture.hidden_size=32", "model.architecture.intermediate_size=64", *FEW_ROWS),
+        *("model.architecture.num_hidden_layers=2", "model.architecture.num_attention_heads=2", "train.eval_every=2"),
+    ],
+    "t5_large": ["model.pretrained=t5", *FEW_ROWS, "train.eval_every=2", "train.eval_batches=2"],
+}
+"""What makes each config small; all else stays as it is."""
+
+
+class Stated(NamedTuple):
+    """`# plan h100:8 train.micro_batch=2: fits, 61.2 of 78.6 GiB, 8.60 s`: a target, overrides, and what a plan says.
+
+    The seconds are the lower bound of a step.
+    """
+
+    on: str
+    overrides: tuple[str, ...]
+    verdict: str
+    gib: float
+    limit_gib: float
+    seconds: float
+
+    def __str__(self) -> str:
+        where = " ".join([self.on, *self.overrides])
+        return f"# plan {where}: {self.verdict}, {self.gib:.2f} of {self.limit_gib:.2f} GiB, {self.seconds:.3g} s"
+
+
+def stated_plans(config: Path) -> dict[str, Stated]:
+    """By their lines, those of a config's head comment; fails for a line about a plan that has another form."""
+    plans: dict[str, Stated] = {}
+    for line in config.read_text(encoding="utf-8").splitlines():
+        if line.startswith("# plan "):
+            form = r"# plan (\S+)((?: \S+=\S+)*): (fits|fits by recomputing), ([\d.]+) of ([\d.]+) GiB, ([\d.]+) s"
+            match = re.fullmatch(form, line)
+            assert match, f"{config.name}: {line}"
+            on, words, verdict, *numbers = match.groups()
+            plans[line] = Stated(on, tuple(words.split()), verdict, *map(float, numbers))
+    return plans
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "meta-llama/Llama-3.1-8B-Instruct": {
+        **{"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336},
+        **{"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8},
+        **{"max_position_embeddings": 131072, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
+    },
+    "google-t5/t5-large": {
+        **{"model_type": "t5", "vocab_size": 32128, "d_model": 1024, "d_kv": 64, "d_ff": 4096, "num_heads": 16},
+        **{"num_layers": 24, "num_decoder_layers": 24, "decoder_start_token_id": 0, "pad_token_id": 0},
+    },
+}
+"""The shapes of the models that configs load from the hub: a plan depends on nothing else of them."""
+
+
+def plan_again(config: Path, stated: Stated) -> Plan:
+    """The same target and overrides; a model of the hub by its shapes."""
+    overrides = list(stated.overrides)
+    if architecture := PUBLISHED.get(str(load_config(config).model.pretrained)):
+        overrides += ["model.pretrained=null", f"model.architecture={json.dumps(architecture)}"]
+        overrides += ["checkpoint.export=false"]  # adapters alone, which others couldn't open without their base
+    loaded = load_config(config, overrides)  # before the process that plans, which gets the path to its modules
+    with Apart() as apart:
+        return make_plan(loaded, parse_target(stated.on), apart)
+
+
+def as_stated(plan: Plan, overrides: tuple[str, ...]) -> Stated:
+    memory = plan.memory
+    gib, limit_gib = memory.peak_bytes / 2**30, (memory.limit_bytes or 0) / 2**30
+    return Stated(plan.on, overrides, memory.verdict, gib, limit_gib, plan.time.seconds or 0.0)
+
+
+def cell_of(stated: Stated) -> str:
+    """As docs/gallery.md has it."""
+    return f"`{stated.on}`: {stated.gib:.1f} of {stated.limit_gib:.1f} GiB"
+
+
+def main(names: list[str]) -> None:
+    for config in (path for path in GALLERY if path.stem in (names or SMALL)):
+        for line, stated in stated_plans(config).items():
+            plan = plan_again(config, stated)
+            again = str(as_stated(plan, stated.overrides))
+            print(f"{config.stem}: {again} (planned in {plan.planned_in_s:.0f} s)", flush=True)
+            config.write_text(config.read_text(encoding="utf-8").replace(line, again), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

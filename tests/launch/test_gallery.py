@@ -1,0 +1,136 @@
+"""Each config of configs/ loads as it stands, and starts on small shapes with all its other keys."""
+
+import importlib
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli import PYTHON, ROOT, committed, finish, launch, losses
+from gallery import CONFIGS, GALLERY, PUBLISHED, SMALL, Stated, as_stated, cell_of, plan_again, stated_plans
+from PIL import Image
+from test_pretrained_run import write_repository
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
+
+from portable_fsdp.config.load import load_config
+from portable_fsdp.metrics.sinks import read_jsonl
+from portable_fsdp.plan.target import parse_target
+
+pytestmark = pytest.mark.slow
+
+PAGE = (ROOT / "docs/gallery.md").read_text()
+
+SMALL_T5 = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_heads": 2, "num_layers": 2, "num_decoder_layers": 2}
+T5 = PUBLISHED["google-t5/t5-large"] | SMALL_T5
+CHAT = [{"role": "user", "content": "the hub"}, {"role": "assistant", "content": "the model reads"}]
+
+
+@pytest.fixture
+def around(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder with what the configs find on the hub or on a disk, small."""
+    tokenizer = write_repository(folder / "model")
+    (folder / "chats.jsonl").write_text(f"{json.dumps({'messages': CHAT})}\n" * 40)
+    _write_images(folder / "data/imagenet")
+    _write_t5(folder / "t5", tokenizer)
+    (folder / "articles").mkdir()
+    for split in ("train", "validation"):
+        rows = [{"article": "the hub " * number, "highlights": "the model reads"} for number in range(1, 13)]
+        (folder / f"articles/{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    monkeypatch.syspath_prepend(CONFIGS)
+    summaries = importlib.import_module("t5_summaries")
+    monkeypatch.setattr(summaries, "TOKENIZER", "t5")
+    monkeypatch.setattr(summaries, "DATASET", ("articles",))
+    return folder
+
+
+def _write_images(folder: Path) -> None:
+    for split in ("train", "validation"):
+        for name, colour in (("blue", (0, 0, 255)), ("red", (255, 0, 0))):
+            (folder / split / name).mkdir(parents=True)
+            for number in range(4):
+                Image.new("RGB", (300 + number, 240), colour).save(folder / split / name / f"{number}.png")
+
+
+def _write_t5(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(folder)
+    sizes: dict[str, Any] = {**T5, "vocab_size": len(tokenizer)}
+    AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(**sizes)).save_pretrained(folder)
+
+
+def _words(config: Path) -> list[str]:
+    return [f"--config={config}", *SMALL[config.stem], "train.stop_at=2", "run.dir=run"]
+
+
+@pytest.mark.parametrize("config", GALLERY, ids=lambda path: path.stem)
+def test_config_is_started(config: Path, around: Path) -> None:
+    assert launch("--device=cpu", "--backend=native", *_words(config)) == 0
+    assert committed(around / "run") == [2]
+    assert all(math.isfinite(loss) for loss in losses(around / "run"))
+    rows = read_jsonl(around / "run/metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row["grad_norm"] > 0 and row["lr"] > 0 for row in rows)
+
+
+OTHERWISE_ON_XLA = {
+    "qwen3_30b_a3b": ["model.experts=auto"],  # grouped products are GPUs' alone
+    "t5_large": ["data.factory=t5_summaries:random", "model.pretrained=null", f"model.architecture={json.dumps(T5)}"],
+}
+EVERY_DAY = "vit_large"
+
+
+@pytest.mark.xla
+@pytest.mark.parametrize(
+    "name", [name if name == EVERY_DAY else pytest.param(name, marks=pytest.mark.proof) for name in SMALL]
+)
+def test_config_is_started_on_xla(name: str, around: Path) -> None:
+    """As on a slice, in a process of its own."""
+    words = [*_words(CONFIGS / f"{name}.yaml"), *OTHERWISE_ON_XLA.get(name, [])]
+    finish([*PYTHON, "--device=cpu", "--backend=xla", "--num_devices=2", *words], around)
+    assert len(losses(around / "run")) == 2
+
+
+def test_every_config_is_in_the_gallery_and_loads_as_it_stands() -> None:
+    assert [path.stem for path in GALLERY] == sorted(SMALL)
+    for path in GALLERY:
+        config = load_config(path)
+        assert config.run.name == path.stem
+        if config.model.pretrained is not None and path.stem != "finetune_smollm2":
+            assert config.model.pretrained in PUBLISHED
+        if config.data.factory is not None:
+            assert (CONFIGS / config.data.factory.partition(":")[0]).with_suffix(".py").is_file()
+
+
+def test_every_config_states_its_plans_and_the_page_has_them() -> None:
+    """But those that start on CPUs."""
+    assert {path.stem for path in GALLERY if not stated_plans(path)} == {"quickstart", "finetune_smollm2"}
+    rows = re.findall(r"^\| \[(\w+)\]\(\.\./configs/(\w+)\.yaml\) \|.*\| (.*?) \|$", PAGE, re.MULTILINE)
+    assert [(name, file) for name, file, _ in rows] == [(name, name) for name in SMALL]
+    for name, _, cell in rows:
+        plans = stated_plans(CONFIGS / f"{name}.yaml").values()
+        assert cell == (", ".join(map(cell_of, plans)) or "none"), name
+
+
+STATED = [(config, stated) for config in GALLERY for stated in stated_plans(config).values()]
+
+
+def is_slice(stated: Stated) -> bool:
+    return parse_target(stated.on).hardware.kind == "tpu"
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("config", "stated"),
+    [
+        pytest.param(config, stated, id=f"{config.stem}-{stated.on}", marks=[pytest.mark.xla] * is_slice(stated))
+        for config, stated in STATED
+    ],
+)
+def test_a_config_has_the_plan_that_it_states(config: Path, stated: Stated) -> None:
+    """Planned anew: the verdict, and memory and the bound of a step within 5 %."""
+    plan = as_stated(plan_again(config, stated), stated.overrides)
+    assert (plan.verdict, plan.limit_gib) == (stated.verdict, pytest.approx(stated.limit_gib, abs=0.01))
+    assert (plan.gib, plan.seconds) == (pytest.approx(stated.gib, rel=0.05), pytest.approx(stated.seconds, rel=0.05))
