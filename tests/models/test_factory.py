@@ -36,6 +36,8 @@ class Net(nn.Module):
             self.head.weight[:4].fill_(3.0)
         self.copied = copy.deepcopy(self.orthogonal)
 
+def pair(): return nn.ModuleDict({"first": nn.Linear(8, 8), "last": nn.Linear(8, 8)})
+def three(): return nn.ModuleDict({"first": nn.Linear(8, 8), "more": nn.Linear(4, 4), "last": nn.Linear(8, 8)})
 def model(): return Net()
 def module_of_text(): return "no module"
 def fails(): raise RuntimeError("the planned failure")
@@ -97,6 +99,10 @@ def test_weights_depend_on_seed_and_name_alone(build: Callable[..., BuiltModel])
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["head.bias"], other["head.bias"])
     assert not torch.equal(first["encoder.linear1.bias"], first["encoder.linear1.weight"][:, 0])
+    # Weights that stand before and after are drawn alike, with or without what stands between.
+    alone, among = values(build("pair")), values(build("three"))
+    assert not torch.equal(alone["first.weight"], alone["last.weight"])
+    assert torch.equal(alone["last.weight"], among["last.weight"])
     rounded = values(build("model", master="bfloat16"))
     assert torch.equal(rounded["position"], first["position"].bfloat16())
     part = build("model").fill("position", (slice(2, 4), slice(0, 32)))
