@@ -120,7 +120,7 @@ def test_weights_depend_on_seed_and_name_alone(build: Callable[..., BuiltModel])
         ("frozen", "expected a parameter that trains, found none"),
         ("generator", "leave `generator` out"),
         ("number", "expected a function, found number = 3"),
-        ("missing", "found none named missing.\n  It has: Net, model, module_of_text"),
+        ("missing", "found none named missing.\n  It has: Net, pair, three, model"),
     ],
 )
 def test_a_wrong_factory_is_refused_with_its_line(build: Callable[..., BuiltModel], function: str, words: str) -> None:
