@@ -1,7 +1,8 @@
 """What torch's caching allocator takes from the driver for a sequence of allocations, by its own rules.
 
 `torch.cuda.max_memory_reserved` isn't the sum of what lives: sizes are rounded, memory is taken in segments, each
-stream has a pool of its own, and a free piece serves only what fits into it. All of that is deterministic.
+stream has a pool of its own, and a free piece serves only what fits into it. All of that is deterministic. With
+expandable segments a pool has one segment, which grows by pages at its end.
 """
 
 from bisect import bisect_left, insort
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 MEBIBYTE = 2**20
 # c10/cuda/CUDACachingAllocator.h (torch 2.9): kMinBlockSize, kSmallSize, kSmallBuffer, kMinLargeAlloc, kLargeBuffer and
-# kRoundLarge, by their values; the environment variable PYTORCH_CUDA_ALLOC_CONF changes none of it by default.
+# kRoundLarge, by their values. Pages of expandable segments have the sizes of the two small segments.
 ROUND_BYTES = 512
 SMALL_BYTES = MEBIBYTE
 SMALL_SEGMENT_BYTES = 2 * MEBIBYTE
@@ -34,6 +35,10 @@ class _Piece:
     after: "_Piece | None" = None
 
 
+def _page(pool: _PoolKey) -> int:
+    return SMALL_SEGMENT_BYTES if pool[1] else LARGE_SEGMENT_BYTES
+
+
 def _by_fit(piece: _Piece) -> tuple[int, int]:
     return piece.bytes, piece.address
 
@@ -42,11 +47,13 @@ class CachingAllocator:
     """Follows `malloc` and `free`; `reserved` and `allocated` are in bytes, as torch.cuda.memory_stats has them.
 
     `capacity`: bytes that the driver can give. Where they run out, it first gives back all segments without a piece in
-    use, as torch does; then it takes the missing bytes all the same, for the caller to see.
+    use, as torch does (of an expandable one the free pages at its end; torch also gives those in the middle); then it
+    takes the missing bytes all the same, for the caller to see. `expandable`: as with expandable_segments:True.
     """
 
-    def __init__(self, capacity: int | None = None) -> None:
-        self._capacity = capacity
+    def __init__(self, capacity: int | None = None, *, expandable: bool = False) -> None:
+        self._capacity, self._expandable = capacity, expandable
+        self._ends: dict[_PoolKey, _Piece] = {}  # the last piece of each pool's expandable segment
         self._pools: defaultdict[_PoolKey, list[_Piece]] = defaultdict(list)  # free pieces, sorted `_by_fit`
         self._in_use: dict[Hashable, _Piece] = {}
         self._next_address = 0
@@ -83,35 +90,84 @@ class CachingAllocator:
         del free[bisect_left(free, _by_fit(piece), key=_by_fit)]
 
     def _segment(self, pool: _PoolKey, size: int) -> _Piece:
+        if self._expandable:
+            return self._grown(pool, size)
         if size <= SMALL_BYTES:
             taken = SMALL_SEGMENT_BYTES
         elif size < LARGE_BYTES:
             taken = LARGE_SEGMENT_BYTES
         else:
             taken = -(-size // SEGMENT_ROUND_BYTES) * SEGMENT_ROUND_BYTES
-        if self._capacity is not None and self.reserved + taken > self._capacity:
-            self._give_back()
-        self.reserved += taken
-        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        self._make_room(taken)
+        self._reserve(taken)
         address = self._next_address
         self._next_address += taken + SEGMENT_ROUND_BYTES  # never next to another segment
         return _Piece(pool, address, taken)
 
+    def _grown(self, pool: _PoolKey, size: int) -> _Piece:
+        """`try_allocate_expandable_block`: pages are mapped behind the last piece, and join it where it is free."""
+        self._make_room(self._missing(pool, size))
+        taken = self._missing(pool, size)  # the end may be shorter now
+        self._reserve(taken)
+        last = self._ends.get(pool)
+        if last is not None and last.is_free:
+            self._take(last)
+            last.bytes += taken
+            return last
+        address = (len(self._ends) + 1) << 50 if last is None else last.address + last.bytes
+        piece = self._ends[pool] = _Piece(pool, address, taken, before=last)
+        if last is not None:
+            last.after = piece
+        return piece
+
+    def _missing(self, pool: _PoolKey, size: int) -> int:
+        last = self._ends.get(pool)
+        free = last.bytes if last is not None and last.is_free else 0
+        return -(-(size - free) // _page(pool)) * _page(pool)
+
+    def _make_room(self, taken: int) -> None:
+        if self._capacity is not None and self.reserved + taken > self._capacity:
+            self._give_back()
+
+    def _reserve(self, taken: int) -> None:
+        self.reserved += taken
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+
     def _give_back(self) -> None:
+        if self._expandable:
+            return self._shorten()
         for free in self._pools.values():
             for piece in [piece for piece in free if piece.before is None and piece.after is None]:
                 self._take(piece)
                 self.reserved -= piece.bytes
 
+    def _shorten(self) -> None:
+        for pool, last in list(self._ends.items()):
+            if not last.is_free:
+                continue
+            self._take(last)
+            unmapped = last.bytes // _page(pool) * _page(pool)
+            self.reserved -= unmapped
+            last.bytes -= unmapped
+            if last.bytes:
+                self._put(last)
+            elif last.before is not None:
+                last.before.after = None
+                self._ends[pool] = last.before
+            else:
+                del self._ends[pool]
+
     def _split(self, piece: _Piece, size: int) -> None:
-        """Leave the rest of it free, from 512 bytes in the small pool and over 1 MiB in the large."""
+        """Leave the rest of it free, from 512 bytes in the small pool and in expandable segments, else over 1 MiB."""
         over = piece.bytes - size
-        if over < ROUND_BYTES if size <= SMALL_BYTES else over <= SMALL_BYTES:
+        if over < ROUND_BYTES if size <= SMALL_BYTES or self._expandable else over <= SMALL_BYTES:
             return
         rest = _Piece(piece.pool, piece.address + size, over, before=piece, after=piece.after)
         if piece.after is not None:
             piece.after.before = rest
         piece.after, piece.bytes = rest, size
+        if self._ends.get(piece.pool) is piece:
+            self._ends[piece.pool] = rest
         self._put(rest)
 
     def _join(self, first: _Piece, second: _Piece) -> _Piece:
@@ -123,4 +179,6 @@ class CachingAllocator:
         first.after = second.after
         if second.after is not None:
             second.after.before = first
+        elif self._expandable:
+            self._ends[first.pool] = first
         return first

@@ -22,6 +22,12 @@ def keep_torch_tpu_out() -> None:
         os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 
 
+def prefer_expandable_segments() -> None:
+    """Before CUDA starts: torch's allocator then grows segments in place of gaps. What the user set stays."""
+    if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+
+
 def host_memory_bytes(root: Path = Path("/")) -> int:
     """RAM and swap that all processes of this host may use together; what others use of it counts as free.
 

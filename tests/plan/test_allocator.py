@@ -11,8 +11,8 @@ Step = int | str | tuple[int, int]
 """Bytes to allocate, `free N` of the Nth allocation, or bytes and stream."""
 
 
-def after(steps: Sequence[Step], capacity: int | None = None) -> CachingAllocator:
-    allocator = CachingAllocator(capacity)
+def after(steps: Sequence[Step], capacity: int | None = None, *, expandable: bool = False) -> CachingAllocator:
+    allocator = CachingAllocator(capacity, expandable=expandable)
     count = 0
     for step in steps:
         if isinstance(step, str):
@@ -67,3 +67,25 @@ def test_free_pieces_are_used_again_and_unused_segments_go_back_where_memory_run
     allocator = after([M40, M40, "free 0", M50, M50], capacity=100 * MIB)  # too much
     assert allocator.reserved == allocator.peak_reserved == 140 * MIB
     assert allocator.peak_allocated == allocator.allocated == 140 * MIB
+
+
+EXPANDABLE: dict[str, tuple[Sequence[Step], int]] = {
+    "pages of 20 MiB": ([M5], 20),
+    "and of 2 MiB for small pieces": ([512, MIB, 512, MIB], 4),
+    "what is left of a page serves the next": ([30 * MIB, M8], 40),
+    "a free end grows by what is missing": ([M40, M40, "free 1", M60], 100),
+    "a gap doesn't serve what is larger": ([M40, M40, "free 0", M60], 140),
+    "but joins its neighbours": ([M40, M40, M40, "free 0", "free 1", 80 * MIB], 120),
+    "a rest of 512 bytes is a piece": ([11 * MIB, 9 * MIB], 20),
+    "streams have segments of their own": ([M5, (M5, 1)], 40),
+}
+
+
+def test_expandable_segments_grow_at_their_end() -> None:
+    """As `try_allocate_expandable_block` and `should_split` of c10/cuda/CUDACachingAllocator.cpp (torch 2.9)."""
+    for name, (steps, reserved) in EXPANDABLE.items():
+        assert after(steps, expandable=True).reserved == reserved * MIB, name
+    room = after([M40, M40, "free 1", (M40, 1)], capacity=90 * MIB, expandable=True)
+    assert (room.reserved, room.peak_reserved) == (80 * MIB, 80 * MIB)
+    none_left = after([M40, "free 0", (M40, 1)], capacity=50 * MIB, expandable=True)
+    assert none_left.reserved == 40 * MIB

@@ -38,6 +38,7 @@ from portable_fsdp.backends.support import require_supported
 from portable_fsdp.config.layout import mesh_axes
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import BackendError
+from portable_fsdp.runtime.host import prefer_expandable_segments
 from portable_fsdp.runtime.process import detect_launch
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ class NativeBackend(base.Backend):
 
             self.device, self.device_name, self._programs = torchtpu.open_chip(count if self._owns_group else None)
         if device == "cuda":
+            prefer_expandable_segments()
             torch.cuda.set_device(self.device)
             self.device_name = torch.cuda.get_device_name(self.device)
         self._peers: Peers | None = None
