@@ -1,7 +1,7 @@
 """The loss: cross entropy summed over the counted labels, in float32, with no float32 copy of all logits.
 
 Logits stay in the compute dtype. The loss upcasts one chunk of positions at a time, computes its gradient at once, and
-keeps that in the logits' dtype: it holds one logits-sized tensor until backward. An engine that compiles the whole step
+writes that over the logits: beside them it holds a chunk. An engine that compiles the whole step
 fuses the upcast itself and takes all positions at once: chunks would cost it a copy of all logits each (8B on
 v5p:2x2x4, 4 layers: 87.7 GiB of temporaries, not 3.2).
 """
@@ -21,6 +21,9 @@ Loss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 DocumentArguments = Callable[[Tensor, Tensor | None, Tensor | None], dict[str, Any]]
 """(input_ids, positions, segments), int64 `[batch, seq]` -> further arguments of the model's forward."""
+
+_VIEWS = ("UnsafeView", "View", "Slice")
+_KEEP_NO_OUTPUT = ("Mm", "Addmm", "Mul", "Div", "ToCopy")  # their backwards don't read what they returned
 
 CHUNK_BYTES = 256 * 2**20  # float32 logits upcast at once, per process
 
@@ -47,7 +50,7 @@ class _CrossEntropySum(torch.autograd.Function):
             total, ctx.gradient = _with_gradient(logits, labels)
             return total
         total = torch.zeros((), dtype=torch.float32, device=logits.device)
-        ctx.gradient = torch.empty_like(logits)
+        ctx.gradient = torch.empty_like(logits) if _may_be_kept(logits) else logits.detach()
         for start, stop in bounds:
             loss, ctx.gradient[:, start:stop] = _with_gradient(logits[:, start:stop], labels[:, start:stop])
             total = total + loss
@@ -59,6 +62,15 @@ class _CrossEntropySum(torch.autograd.Function):
         gradient = cast(Tensor, ctx.gradient)
         del ctx.gradient  # in place below: a second backward would be wrong, so it has none
         return gradient.mul_(scale), None, None
+
+
+def _may_be_kept(logits: Tensor) -> bool:
+    """Whether the backward of what made the logits, perhaps through views, may read them: as tanh's does."""
+    node: Any = logits.grad_fn
+    name = ""
+    while node is not None and (name := type(node).__name__.removesuffix("Backward0")) in _VIEWS:
+        node = node.next_functions[0][0]
+    return node is None or name not in _KEEP_NO_OUTPUT
 
 
 def _with_gradient(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,6 @@
 """The summed cross entropy against torch's own: values, gradients, and the memory it takes."""
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -54,6 +55,41 @@ def test_sum_count_and_gradient_equal_torchs(chunks: int, chunked: bool) -> None
     with torch.no_grad():
         without = cross_entropy_sum(logits, labels, chunked)
     torch.testing.assert_close(without, (total.detach(), count))
+
+
+HEADS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
+    "linear": (F.linear, True),
+    "linear with a bias": (lambda x, weight: F.linear(x, weight, weight[:, 0]), True),
+    "scaled": (lambda x, weight: F.linear(x, weight) * 0.5, True),
+    "softcap": (lambda x, weight: torch.tanh(F.linear(x, weight) / 3) * 3, True),
+    "rounded": (lambda x, weight: F.linear(x, weight).bfloat16(), True),
+    "tanh": (lambda x, weight: torch.tanh(F.linear(x, weight)), False),
+    "a view of tanh": (lambda x, weight: torch.tanh(F.linear(x, weight).flatten(0, 1)).view(ROWS, SEQ_LEN, -1), False),
+    "leaf": (lambda x, weight: x, False),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_the_gradient_is_written_over_logits_that_no_backward_reads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    head, is_over = HEADS[name]
+    _, labels = case()
+    monkeypatch.setattr(loss, "CHUNK_BYTES", ROWS * VOCABULARY * 4 * 5)
+
+    def gradients(summed: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, bool]:
+        x = torch.linspace(-1, 1, ROWS * SEQ_LEN * VOCABULARY).view(ROWS, SEQ_LEN, VOCABULARY).requires_grad_()
+        weight = torch.linspace(-1, 1, VOCABULARY**2).view(VOCABULARY, VOCABULARY).sin().requires_grad_()
+        logits = head(x, weight)
+        before = logits.detach().clone()
+        summed(logits, labels).backward()
+        assert x.grad is not None
+        return x.grad, not torch.equal(before, logits.detach())
+
+    ours, is_changed = gradients(lambda logits, labels: cross_entropy_sum(logits, labels)[0])
+    plain, _ = gradients(
+        lambda logits, labels: F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
+    )
+    torch.testing.assert_close(ours, plain)
+    assert is_changed == is_over
 
 
 def test_bfloat16_logits_are_summed_in_float32(chunks: int) -> None:
