@@ -90,21 +90,25 @@ clean:  ## removes environments, caches and build products; keeps runs/
 	rm -rf .venv .venv-latest .venv-torchtpu build dist portable_fsdp.egg-info .pytest_cache .ruff_cache
 	find portable_fsdp tests examples docs benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The stamp lies inside the environment, so that it goes with it.
+# The stamp lies inside the environment, so that it goes with it. The pip of Debian's Python 3.11 (23.0) tries versions
+# for ten minutes, today's doesn't.
 .venv/.installed: pyproject.toml
 	test -x $(RUN) || $(PYTHON) -m venv .venv
+	$(RUN) -m pip install --quiet --upgrade pip
 	$(RUN) -m pip install --quiet --editable '.[tpu,dev]'
 	touch $@
 
 # torch first: asked for by its exact version, pip doesn't look for another one afterwards.
 .venv-latest/.installed: pyproject.toml
 	test -x $(LATEST) || $(PYTHON) -m venv .venv-latest
+	$(LATEST) -m pip install --quiet --upgrade pip
 	$(LATEST) -m pip install --quiet 'torch==$(TORCH_LATEST)'
 	$(LATEST) -m pip install --quiet --editable '.[test]' 'torch==$(TORCH_LATEST)'
 	touch $@
 
 .venv-torchtpu/.installed: pyproject.toml
 	test -x $(TORCHTPU) || $(PYTHON) -m venv .venv-torchtpu
+	$(TORCHTPU) -m pip install --quiet --upgrade pip
 	$(TORCHTPU) -m pip install --quiet 'torch==$(TORCH_LATEST)'
 	$(TORCHTPU) -m pip install --quiet --editable '.[test,torchtpu]' '$(TPU_STAND_IN)'
 	touch $@
