@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from portable_fsdp.runtime.command import IMPORT_HELP, CommandParser, Once, number_of, run_command
 from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, ConfigError
-from portable_fsdp.runtime.host import prefer_expandable_segments
 from portable_fsdp.runtime.logs import KeptOutput
 from portable_fsdp.runtime.process import Hosts, detect_launch, end_with_agent, tpu_workers
 
@@ -59,7 +58,6 @@ def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) ->
     from portable_fsdp.train.early_checks import check_paths, nothing_left
 
     end_with_agent(os.environ)
-    prefer_expandable_segments()
     loaded = _read(options)
     num_devices, launch = number_of("num_devices", options.num_devices), detect_launch(os.environ)
     device, backend = resolve(options.device, options.backend)

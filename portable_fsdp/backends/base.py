@@ -19,6 +19,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
 from torch.utils._pytree import tree_map_only
 
 from portable_fsdp.runtime.closing import Closing
@@ -281,6 +282,17 @@ def output_head(model: nn.Module) -> nn.Module | None:
     """The module that makes the logits of a model of transformers; None: no other model has one known by a name."""
     get = getattr(model, "get_output_embeddings", None)
     return None if get is None else get()
+
+
+def dropouts(model: nn.Module) -> list[str]:
+    """FQNs of the modules that draw random numbers in training: torch's, and those with a number called dropout."""
+    names: list[str] = []
+    for name, module in model.named_modules():
+        rates = [value for attribute, value in vars(module).items() if "drop" in attribute]
+        rates += [module.p] if isinstance(module, _DropoutNd) else []
+        if any(isinstance(rate, float) and rate > 0 for rate in rates):
+            names.append(name or type(module).__name__)
+    return names
 
 
 class ParameterSlot(NamedTuple):

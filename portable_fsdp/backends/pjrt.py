@@ -8,7 +8,7 @@ Only functions import torch_xla: at import it reads the environment variables th
 import logging
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -16,9 +16,9 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from portable_fsdp.backends.base import Backend, MemoryStats, Metrics, Piece, Rank, process_memory
+from portable_fsdp.backends.base import Backend, MemoryStats, Metrics, Piece, Rank, dropouts, process_memory
 from portable_fsdp.backends.pjrt_options import libtpu_arguments
 from portable_fsdp.backends.support import require_supported
 from portable_fsdp.config.layout import check_batch, mesh_axes
@@ -221,6 +221,16 @@ def _shapes(argument: Any) -> Any:
     if isinstance(argument, dict):
         return {name: tuple(value.shape) for name, value in cast(dict[str, Tensor], argument).items()}
     return tuple(argument.shape) if isinstance(argument, Tensor) else argument
+
+
+def require_no_dropout(model: nn.Module, recompute: Sequence[str]) -> None:
+    """Raises BackendError where a module in `recompute` draws random numbers: a second run would draw others."""
+    if found := [f"{name}: {', '.join(drawn)}" for name in recompute if (drawn := dropouts(model.get_submodule(name)))]:
+        raise BackendError(
+            f"memory.gradient_checkpointing on XLA: expected layers without dropout, found it in {found[0]}: a second "
+            "run would draw other numbers.\n  Set the dropout to 0, or memory.gradient_checkpointing=none, or "
+            "--backend=native."
+        )
 
 
 def recomputed(

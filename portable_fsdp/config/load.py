@@ -6,6 +6,7 @@ whole, and each of its errors is rewritten in the words of the schema: expected,
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import yaml
@@ -68,9 +69,14 @@ def make_config(**sections: Mapping[str, Any]) -> Config:
     """
     layers = LayeredValues(Path("make_config"))
     for section, values in sections.items():
+        if not isinstance(cast(object, values), Mapping):
+            raise ConfigError(
+                f'make_config: {section}: expected a dict of keys, found {values!r:.80}.\n  As optim={{"lr": 1e-3}}.'
+            )
         for key, value in values.items():
             name = f"{section}.{key}"
-            layers.override(f"{name}={yaml.dump(_named(name, value), Dumper=Dumper, default_flow_style=True)}")
+            text = yaml.dump(_named(name, value), Dumper=Dumper, default_flow_style=True, width=10**6)
+            layers.override(f"{name}={text.removesuffix('...' + chr(10)).strip()}")
     stand_ins: dict[str, Any] = {"model": {"factory": "none:none"}, "train": {"steps": 1}}
     layers.values = stand_ins | layers.values
     config = _validated(layers)
@@ -84,13 +90,15 @@ def _named(option: str, value: object) -> object:
         return {key: _named(option, inner) for key, inner in cast(Mapping[str, object], value).items()}
     if isinstance(value, Path):
         return str(value)
-    if not callable(value):
-        return list(cast(tuple[object, ...], value)) if isinstance(value, tuple) else value
-    name = getattr(value, "__qualname__", type(value).__qualname__)
-    if not name.isidentifier():
+    if isinstance(value, list | tuple):
+        return [_named(option, inner) for inner in cast(Sequence[object], value)]
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    name = getattr(value, "__qualname__", "")
+    if not isinstance(value, type | FunctionType | BuiltinFunctionType) or not name.isidentifier():
         raise ConfigError(
-            f"make_config: {option}: expected a class or function at the top of a module, found {name}.\n"
-            "  Other processes import it by its name: move it out of what it stands in."
+            f"make_config: {option}: expected a value of YAML, or a class or function at the top of a module, found "
+            f"{value!r:.80}.\n  Other processes import it by its name: move it out of what it stands in."
         )
     return f"{value.__module__}:{name}"
 

@@ -9,7 +9,9 @@ augmentation is the same on any number of devices, and after a resume.
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
+from threading import Lock
 from typing import Any, cast
 
 import numpy as np
@@ -34,6 +36,7 @@ RESERVED = frozenset({"tokens", "votes", "stop"})
 """Keys of a batch that belong to the run."""
 
 _END = "the end of a stream"
+_READING = Lock()
 _COMPARED = 16  # rows that a fingerprint reads
 
 
@@ -114,6 +117,25 @@ def _narrow(value: Tensor) -> Tensor:
     return value.float() if value.dtype == torch.float64 else value
 
 
+@contextmanager
+def _seeded(seed: int) -> Generator[None]:
+    """The generators of torch (on the host), NumPy and Python, while a row is read; then they are as before.
+
+    Rows to train on and those of an evaluation are read by two threads, one row at a time.
+    """
+    with _READING:
+        before = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
+        try:
+            torch.default_generator.manual_seed(seed)
+            np.random.seed(seed % 2**32)
+            random.seed(seed)
+            yield
+        finally:
+            torch.default_generator.set_state(before[0])
+            np.random.set_state(before[1])
+            random.setstate(before[2])
+
+
 class DatasetRows(Rows):
     """Rows of a map-style dataset. Row numbers count through epochs: number % length is the row."""
 
@@ -153,12 +175,9 @@ class DatasetRows(Rows):
 
     def _item(self, number: int) -> Any:
         index = self._index(number)
-        seed = seed_of(number // len(self), index)
-        torch.default_generator.manual_seed(seed)
-        np.random.seed(seed % 2**32)
-        random.seed(seed)
         try:
-            return self._dataset[index]
+            with _seeded(seed_of(number // len(self), index)):
+                return self._dataset[index]
         except Exception as error:
             raise DataError(f"data.factory: {self._name}: row {index} can't be read: {described(error)}") from error
 
@@ -224,10 +243,11 @@ class StreamRows(Rows):
     def _take(self) -> tuple[int, Any]:
         assert self._next is not None
         try:
-            item = next(self._iterator, _END)
-            if item is _END:  # it begins again
-                self._iterator = iter(self._dataset)
+            with _seeded(seed_of(0, self._next)):
                 item = next(self._iterator, _END)
+                if item is _END:  # it begins again
+                    self._iterator = iter(self._dataset)
+                    item = next(self._iterator, _END)
         except Exception as error:
             raise DataError(
                 f"data.factory: {self._name}: item {self._next} can't be read: {described(error)}"

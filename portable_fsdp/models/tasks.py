@@ -41,6 +41,8 @@ class Task:
     def scores(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
         """(loss_sum, count, sums of metrics) of a placed batch."""
         scores = self.function(model, {name: value for name, value in batch.items() if name not in RESERVED})
+        if type(scores) is not tuple or len(scores) not in (2, 3):  # of the user's own
+            raise _no_scores(self.name, scores)
         return (*scores, {}) if len(scores) == 2 else scores
 
 
@@ -116,12 +118,17 @@ def check_scores(task: Task, model: nn.Module, batch: Mapping[str, Tensor]) -> N
     parts = cast("tuple[object, ...]", scores) if isinstance(scores, tuple) else (scores,)
     numbers = [part for part in parts[:2] if isinstance(part, Tensor) and part.dim() == 0]
     if len(parts) not in (2, 3) or len(numbers) != 2 or not all(isinstance(part, Mapping) for part in parts[2:]):
-        actual = ", ".join(f"tensor {list(p.shape)}" if isinstance(p, Tensor) else type(p).__name__ for p in parts)
-        raise ConfigError(
-            f"train.task: expected {task.name} to return (loss_sum, count), two tensors without dimensions, and perhaps"
-            f" a dict of sums of metrics, found {actual}.\n  Sum the losses of all rows, and count them: return "
-            "losses.sum(), torch.ones_like(losses).sum()."
-        )
+        raise _no_scores(task.name, scores)
+
+
+def _no_scores(name: str, scores: object) -> ConfigError:
+    parts = cast("tuple[object, ...]", scores) if isinstance(scores, tuple) else (scores,)
+    actual = ", ".join(f"tensor {list(p.shape)}" if isinstance(p, Tensor) else type(p).__name__ for p in parts)
+    return ConfigError(
+        f"train.task: expected {name} to return (loss_sum, count), two tensors without dimensions, and perhaps a dict "
+        f"of sums of metrics, found {actual}.\n  Sum the losses of all rows, and count them: return losses.sum(), "
+        "torch.ones_like(losses).sum()."
+    )
 
 
 def count_classes(task: Task, model: nn.Module, batch: Mapping[str, Tensor]) -> int | None:

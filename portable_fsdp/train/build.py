@@ -24,11 +24,12 @@ from portable_fsdp.data.packing import ENDLESS, Rows, count_labels, count_rows
 from portable_fsdp.data.tokenize import Tokenizer, keeps_ids, require_own_ids
 from portable_fsdp.models.build import DTYPES, BuiltModel, build_model
 from portable_fsdp.models.loss import Loss
-from portable_fsdp.models.tasks import Task, find_task
+from portable_fsdp.models.tasks import Task, find_task, is_decoder_only
 from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dtype, recomputed_layers, table_weights
 from portable_fsdp.optim.optimizer import make_optimizer, parameter_groups
 from portable_fsdp.optim.schedule import check_schedule
 from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.runtime.factory import described
 from portable_fsdp.train.early_checks import checkpoint_folder, saved_config
 from portable_fsdp.train.evaluate import Evaluator
 from portable_fsdp.train.memory_need import memory_need, require_memory
@@ -97,6 +98,12 @@ def build_training(
         task=task,
         seq_len_key="data.buckets" if config.data.buckets else "data.seq_len",
     )
+    takes_last = task.name == "sequence_classification" and is_decoder_only(built.model)
+    if config.data.buckets and takes_last and built.config.get("pad_token_id") != 0:
+        raise ConfigError(
+            "data.buckets: pads input_ids by 0, and this model takes the last token that isn't its pad_token_id.\n"
+            "  Set model.architecture.pad_token_id=0 where 0 is no token of the rows, or pad the rows yourself."
+        )
     trial = None
     if firsts is not None:
         from portable_fsdp.train.row_trial import try_rows
@@ -119,8 +126,17 @@ def shard(make: Callable[[], nn.Module], config: Config, backend: Backend) -> tu
     """
     from portable_fsdp.models.factory import open_factory
 
-    master = DTYPES[config.precision.master]
-    module, fill = open_factory(f"shard: {getattr(make, '__name__', 'make')}", make, config.run.seed, master)
+    name, master = f"shard: {getattr(make, '__name__', 'make')}", DTYPES[config.precision.master]
+    if isinstance(make, nn.Module):
+        raise ConfigError(f"shard: expected a function that makes the module, found a {type(make).__name__}.")
+
+    def made() -> nn.Module:
+        try:
+            return make()
+        except Exception as error:
+            raise ConfigError(f"{name} failed: {described(error)}") from error
+
+    module, fill = open_factory(name, made, config.run.seed, master)
     return _laid_out(config, backend, module, fill, _ties(module))
 
 

@@ -54,7 +54,7 @@ class Evaluator:
         """
         limit = len(rows) if train.eval_batches is None else train.eval_batches * train.global_batch
         count = min(len(rows), limit)
-        self._backend = backend
+        self._backend, self._model = backend, model
         self._rows = rows
         self._batch = train.resolved_micro_batch * backend.data_parallel_size
         if not task.counts_labels:
@@ -76,6 +76,15 @@ class Evaluator:
 
     def __call__(self, stop: Callable[[], bool] = lambda: False) -> Evaluation | None:
         """The evaluation, the same on all processes; None once any of them was asked to `stop`. *collective*"""
+        training = [module for module in self._model.modules() if module.training]
+        self._model.eval()
+        try:
+            return self._evaluated(stop)
+        finally:
+            for module in training:
+                module.training = True
+
+    def _evaluated(self, stop: Callable[[], bool]) -> Evaluation | None:
         sums: list[list[float]] = []
         pending: Pending | None = None
         for batch in self._batches(stop):

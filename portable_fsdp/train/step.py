@@ -39,7 +39,7 @@ def train_step(
     clipping) and, where the batches hold `votes` [rows, n], their sum over the rows of all data shards [n]: device
     tensors that nobody has waited for. One micro batch makes one program; several make two, `micro_batch` and `update`.
     """
-    task = task if isinstance(task, Task) else Task(task.__name__, task, counts_labels=False)
+    task = task if isinstance(task, Task) else Task(getattr(task, "__name__", "task"), task, counts_labels=False)
     summed = ("loss",) if task.counts_labels else ("loss", "share")
 
     def expected_count(batch: Batch) -> Tensor:
@@ -81,6 +81,8 @@ def train_step(
     run_update = backend.compile(update, "train_step" if accumulation == 1 else "update")
 
     def step(batches: Sequence[Batch], lr: float) -> Metrics:
+        if len(batches) != accumulation:
+            raise ValueError(f"step: expected {accumulation} micro batches (accumulation), found {len(batches)}")
         numbers = step_numbers(optimizer, lr)
         tensors = {name: torch.tensor(number) for name, number in numbers.items()}
         placed = backend.place({**{name: torch.zeros(()) for name in summed}, **tensors})

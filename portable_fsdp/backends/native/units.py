@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from portable_fsdp.backends.base import ShardPolicy, cast_floats, output_head, parameter_slots
+from portable_fsdp.backends.base import ShardPolicy, cast_floats, dropouts, output_head, parameter_slots
 from portable_fsdp.runtime.errors import BackendError
 
 ROOT = ""
@@ -53,6 +53,11 @@ def shard_units(model: nn.Module, policy: ShardPolicy, mesh: DeviceMesh) -> list
     A unit's parameters are gathered in one dtype, so modules inside it that compute in another one form a group of
     their own. A weight that several modules share belongs to the unit that holds them all; BackendError without one.
     """
+    if scalars := [fqn for fqn, weight in model.named_parameters() if weight.dim() == 0]:
+        raise BackendError(
+            f"backend native: expected parameters with a dimension, which FSDP2 cuts, found {scalars[0]} without one."
+            "\n  Give it the shape [1], or use --backend=xla."
+        )
     shared = _shared_weights(model)
     units = [name for name in policy.units if _has_weights(model, name, shared)]
     groups = _groups(policy, units)
@@ -64,7 +69,9 @@ def shard_units(model: nn.Module, policy: ShardPolicy, mesh: DeviceMesh) -> list
         layer = model.get_submodule(name)
         holds_units = any(_is_in(inner, name) for inner in (*units, *policy.modules))
         if name in policy.recompute:
-            layer.forward = MethodType(_recomputed(type(layer).forward, policy.save_ops, holds_units), layer)
+            layer.forward = MethodType(
+                _recomputed(type(layer).forward, policy.save_ops, holds_units, bool(dropouts(layer))), layer
+            )
         if name in policy.layers and policy.compile_backend is not None:
             # Shapes are static, FSDP2's hooks stay outside. Those of a unit inside break the graph; else it is one.
             # torch's default is inductor; torch_tpu makes its own compiler the default.
@@ -116,13 +123,15 @@ def _cast_around(module: nn.Module, dtype: torch.dtype, back: torch.dtype | None
 
 
 @cache  # equal layers get the same function, so that torch.compile makes one program for all of them
-def _recomputed(forward: Callable[..., Any], save_ops: tuple[str, ...], whole: bool) -> Callable[..., Any]:
+def _recomputed(forward: Callable[..., Any], save_ops: tuple[str, ...], whole: bool, draws: bool) -> Callable[..., Any]:
     """A layer's `forward` under gradient checkpointing; it keeps the outputs of `save_ops`.
+
+    `draws`: it has dropout, and draws the same numbers again.
 
     `whole`: run all of it again. By default torch stops the second run at the last tensor that backward needs, by an
     exception, which would leave a unit inside the layer in the middle of its forward.
     """
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "early_stop": not whole}
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws, "early_stop": not whole}
     if save_ops:
         kept = [getattr(torch.ops.aten, name).default for kind in save_ops for name in _OPS[kind]]
         options["context_fn"] = partial(create_selective_checkpoint_contexts, kept)

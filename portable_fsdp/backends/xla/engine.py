@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from portable_fsdp.backends import base
-from portable_fsdp.backends.pjrt import PjrtBackend, recomputed, require_devices, set_environment
+from portable_fsdp.backends.pjrt import PjrtBackend, recomputed, require_devices, require_no_dropout, set_environment
 from portable_fsdp.backends.xla.attention import with_flash_attention
 from portable_fsdp.backends.xla.forward import (
     Copies,
@@ -78,6 +78,7 @@ class XlaBackend(PjrtBackend):
     # ------------------------------------------------------------------------------------------- model, optimizer
 
     def shard_model(self, model: nn.Module, policy: base.ShardPolicy, fill: base.Fill | None) -> nn.Module:
+        require_no_dropout(model, policy.recompute)
         self._wrap_forwards(model, policy)
         for fqn, shared in base.parameter_slots(model).items():
             weight = cast(Tensor, shared[0].module._parameters[shared[0].leaf])

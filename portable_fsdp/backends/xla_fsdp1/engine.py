@@ -18,7 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from portable_fsdp.backends import base
-from portable_fsdp.backends.pjrt import Forward, PjrtBackend, Programs, recomputed, require_devices, set_environment
+from portable_fsdp.backends.pjrt import (
+    Forward,
+    PjrtBackend,
+    Programs,
+    recomputed,
+    require_devices,
+    require_no_dropout,
+    set_environment,
+)
 from portable_fsdp.backends.xla_fsdp1.shards import Shard, check_rows, shards_of
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import BackendError
@@ -61,6 +69,7 @@ class XlaFsdp1Backend(PjrtBackend):
     # ------------------------------------------------------------------------------------------- model, optimizer
 
     def shard_model(self, model: nn.Module, policy: base.ShardPolicy, fill: base.Fill | None) -> nn.Module:
+        require_no_dropout(model, policy.recompute)
         assert fill is not None
         places = base.parameter_slots(model)
         if self._by_rows:
