@@ -256,7 +256,10 @@ def _tokenizer(options: argparse.Namespace, manifest: Manifest) -> Callable[[Pat
 
     if options.format not in OF_TRANSFORMERS:
         return None
-    name = options.tokenizer or manifest.config.get("data", {}).get("tokenizer")
+    data = manifest.config.get("data", {})
+    if options.tokenizer is None and data.get("factory"):  # its rows are the user's own
+        return None
+    name = options.tokenizer or data.get("tokenizer")
     if name is None:
         log.warning("no tokenizer goes with it: the checkpoint, an import, names none. Take --tokenizer PATH.")
     if name in (None, "none"):

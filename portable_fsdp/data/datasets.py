@@ -9,6 +9,7 @@ augmentation is the same on any number of devices, and after a resume.
 import logging
 import random
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from threading import Lock
@@ -19,7 +20,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from portable_fsdp.config import data as keys
 from portable_fsdp.data.buckets import Buckets, Row, uneven_key
@@ -106,7 +107,7 @@ class _Items:
         """Of rows that default_collate can't stack, if length is all that differs."""
         uneven = uneven_key(items) if self._collate is default_collate else None
         if uneven is None:
-            return ""
+            return "\n  Give all rows the same keys and shapes, or return a collate function beside the dataset."
         key, longest = uneven
         way = f"List {key} in data.buckets too" if self.buckets else f"Set data.buckets={{{key}: [{longest}]}}"
         return f"\n  {key} differs in length from row to row. {way}: it pads rows to a few sizes."
@@ -136,7 +137,30 @@ def _seeded(seed: int) -> Generator[None]:
             random.setstate(before[2])
 
 
-class DatasetRows(Rows):
+class _OwnRows(Rows):
+    """Rows of the user's own, of whichever kind of dataset."""
+
+    _items: _Items
+
+    @abstractmethod
+    def _read(self, indices: NDArray[np.int64]) -> list[Any]:
+        """The items of these rows."""
+
+    def _named(self, indices: NDArray[np.int64]) -> tuple[list[Any], list[str]]:
+        return self._read(indices), [self.place(int(number)) for number in indices]
+
+    def rows(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
+        """The tensors of these rows, dimension 0 first as in `indices`."""
+        return self._items.padded(*self._named(indices))
+
+    def micro_batches(self, indices: NDArray[np.int64], count: int) -> list[MicroBatch]:
+        return [MicroBatch(indices[part], batch) for part, batch in self._items.cut(*self._named(indices), count)]
+
+    def of_each_shape(self, indices: NDArray[np.int64]) -> list[dict[str, Tensor]]:
+        return self._items.in_each_bucket(*self._named(indices))
+
+
+class DatasetRows(_OwnRows):
     """Rows of a map-style dataset. Row numbers count through epochs: number % length is the row."""
 
     def __init__(
@@ -154,19 +178,11 @@ class DatasetRows(Rows):
     def __len__(self) -> int:
         return len(self._dataset) if self._chosen is None else len(self._chosen)
 
-    def rows(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
-        """The tensors of these rows, dimension 0 first as in `indices`."""
-        return self._items.padded(*self._read(indices))
+    def _read(self, indices: NDArray[np.int64]) -> list[Any]:
+        return [self._item(int(number)) for number in indices]
 
-    def micro_batches(self, indices: NDArray[np.int64], count: int) -> list[MicroBatch]:
-        return [MicroBatch(indices[part], batch) for part, batch in self._items.cut(*self._read(indices), count)]
-
-    def of_each_shape(self, indices: NDArray[np.int64]) -> list[dict[str, Tensor]]:
-        return self._items.in_each_bucket(*self._read(indices))
-
-    def _read(self, indices: NDArray[np.int64]) -> tuple[list[Any], list[str]]:
-        """Items, and the name of each for messages."""
-        return [self._item(int(n)) for n in indices], [f"row {self._index(int(n))}" for n in indices]
+    def place(self, number: int) -> str:
+        return f"row {self._index(number)}"
 
     def _index(self, number: int) -> int:
         """In the dataset."""
@@ -188,11 +204,11 @@ class DatasetRows(Rows):
         """Of the number of rows, and of some of them: reading all may take hours."""
         count = len(self)
         chosen = np.unique(np.linspace(0, count - 1, min(count, _COMPARED)).astype(np.int64))
-        rows = (self._items.as_they_are(*self._read(np.array([number]))) for number in chosen)
+        rows = (self._items.as_they_are(*self._named(np.array([number]))) for number in chosen)
         return _hash(f"dataset {count}", rows)
 
 
-class StreamRows(Rows):
+class StreamRows(_OwnRows):
     """Rows of an iterable dataset, in its own order, which must be the same each time.
 
     Every process reads the whole stream and keeps its rows. A stream that ends begins again. To resume, the run calls
@@ -209,17 +225,10 @@ class StreamRows(Rows):
     def __len__(self) -> int:
         return ENDLESS
 
-    def rows(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
-        return self._items.padded(*self._read(indices))
+    def place(self, number: int) -> str:
+        return f"item {number}"
 
-    def micro_batches(self, indices: NDArray[np.int64], count: int) -> list[MicroBatch]:
-        return [MicroBatch(indices[part], batch) for part, batch in self._items.cut(*self._read(indices), count)]
-
-    def of_each_shape(self, indices: NDArray[np.int64]) -> list[dict[str, Tensor]]:
-        return self._items.in_each_bucket(*self._read(indices))
-
-    def _read(self, indices: NDArray[np.int64]) -> tuple[list[Any], list[str]]:
-        """Items, and the name of each for messages."""
+    def _read(self, indices: NDArray[np.int64]) -> list[Any]:
         if self._next is None or int(indices[0]) < self._next:
             self._seek(int(indices[0]))
         wanted, items = {int(number) for number in indices}, dict[int, Any]()
@@ -227,7 +236,7 @@ class StreamRows(Rows):
             number, item = self._take()
             if number in wanted:
                 items[number] = item
-        return [items[int(number)] for number in indices], [f"item {number}" for number in indices]
+        return [items[int(number)] for number in indices]
 
     def _seek(self, first: int) -> None:
         began = time.monotonic()
@@ -263,7 +272,7 @@ class StreamRows(Rows):
     def fingerprint(self) -> str:
         """Of its first items."""
         again = StreamRows(self._name, self._dataset, self._collate, self._items.buckets)
-        rows = (again._items.as_they_are(*again._read(np.array([number]))) for number in range(_COMPARED))
+        rows = (again._items.as_they_are(*again._named(np.array([number]))) for number in range(_COMPARED))
         return _hash("stream", rows)
 
 
@@ -331,6 +340,11 @@ def open_datasets(data: keys.Data) -> tuple[Rows, Rows | None]:
 
 def _made(name: str, split: str) -> tuple[Any, Collate]:
     made = call_factory("data.factory", name, split)
+    if isinstance(made, DataLoader):
+        raise DataError(
+            f"data.factory: expected {name} to return a Dataset, found a DataLoader.\n  Return its dataset: batches, "
+            "their order and workers are the run's (train.micro_batch, run.seed, data.workers)."
+        )
     parts = cast("Sequence[Any]", made) if isinstance(made, tuple) else (made, default_collate)
     if (
         len(parts) != 2

@@ -54,6 +54,10 @@ class Rows(Protocol):
         parts = [slice(begin, begin + size) for begin in range(0, len(indices), size)]
         return [MicroBatch(indices[part], {name: value[part] for name, value in batch.items()}) for part in parts]
 
+    def place(self, number: int) -> str:
+        """What messages call a row."""
+        return f"row {number}"
+
     def of_each_shape(self, indices: NDArray[np.int64]) -> list[dict[str, Tensor]]:
         """These rows in every shape that batches of a run may have, the largest last."""
         return [self.rows(indices)]

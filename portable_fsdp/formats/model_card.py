@@ -29,7 +29,7 @@ def write_card(folder: Path, manifest: Manifest, library: str, run: Path) -> Non
         record = None if is_object_store(run) else read_run(run)
     except (UsageError, OSError):
         record = None
-    front: dict[str, Any] = {"library_name": library, "tags": ["portable_fsdp"]}
+    front: dict[str, Any] = {"library_name": library if manifest.architecture else "pytorch", "tags": ["portable_fsdp"]}
     pretrained = str(manifest.config.get("model", {}).get("pretrained") or "")
     if is_hub_id(pretrained):
         front["base_model"] = pretrained.partition("@")[0]
@@ -48,10 +48,14 @@ def write_card(folder: Path, manifest: Manifest, library: str, run: Path) -> Non
 def _facts(manifest: Manifest, pretrained: str) -> Table:
     """Of local files the name alone: where they lay is nobody's business."""
     data, evaluation, by = manifest.config.get("data", {}), manifest.evaluation, manifest.written_by
-    sources = [
-        f"{source.get('source') or ''} {_public(str(source.get('path') or ''))}".strip()
-        for source in data.get("mixture") or [data]
-    ]
+    sources = (
+        [str(data["factory"])]
+        if data.get("factory")
+        else [
+            f"{source.get('source') or ''} {_public(str(source.get('path') or ''))}".strip()
+            for source in data.get("mixture") or [data]
+        ]
+    )
     return [
         ("model", str((manifest.architecture or {}).get("model_type", ""))),
         ("fine-tuned from", _public(pretrained)),

@@ -65,11 +65,11 @@ def call_factory(key: str, name: str, *arguments: Any) -> Any:
 
 
 def described(error: Exception) -> str:
-    """The error's class, its message, and the last line of the user's code that it passed through."""
+    """The error's class, its message, and the last line of the user's code that it passed through, if any."""
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg}\n  in {error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
     libraries = ("site-packages", "dist-packages", "importlib", "<frozen", str(Path(__file__).parent.parent))
-    own = [frame for frame in frames if not any(part in frame.filename for part in libraries)] or frames
-    text = " ".join(str(error).split())[:500]
-    return f"{type(error).__name__}: {text}\n  in {own[-1].filename}:{own[-1].lineno}: {own[-1].line}"
+    own = [frame for frame in frames if not any(part in frame.filename for part in libraries)]
+    text = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+    return f"{text}\n  in {own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else text

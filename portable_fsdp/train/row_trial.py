@@ -5,9 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -49,11 +47,11 @@ class RowCheck:
     """That rows may have; None: any."""
     classes: int | None
 
-    def __call__(self, batch: Mapping[str, Tensor], numbers: NDArray[np.int64]) -> None:
+    def __call__(self, batch: Mapping[str, Tensor], places: Sequence[str]) -> None:
         if self.shapes is not None and (actual := _shapes(batch)) not in self.shapes:
-            raise _other_shape(self.shapes, actual, numbers)
+            raise _other_shape(self.shapes, actual, places[0])
         if self.classes is not None:
-            _require_range(batch["labels"], self.classes, numbers)
+            _require_range(batch["labels"], self.classes, places)
 
 
 def try_rows(
@@ -79,7 +77,7 @@ def try_rows(
         flops = 3.0 * counter.get_total_flops() / _rows(largest) or None
         classes = count_classes(task, twin, on_meta[-1])
     check = RowCheck(tuple(map(_shapes, batches)) if has_fixed_shapes else None, classes)
-    check(largest, np.arange(_rows(largest)))
+    check(largest, [f"the first rows ({number})" for number in range(_rows(largest))])
     # Rows of several lengths count as rows: no number of tokens, and of FLOPs, would be true of every step.
     cost = RowCost(1, None) if several else RowCost(tokens_of(largest), flops)
     return RowTrial(cost, check, {name: (tuple(value.shape[1:]), value.dtype) for name, value in largest.items()})
@@ -97,7 +95,7 @@ def _shapes(batch: Mapping[str, Tensor]) -> Shapes:
     return {name: tuple(value.shape[1:]) for name, value in batch.items()}
 
 
-def _other_shape(shapes: tuple[Shapes, ...], actual: Shapes, numbers: NDArray[np.int64]) -> DataError:
+def _other_shape(shapes: tuple[Shapes, ...], actual: Shapes, first: str) -> DataError:
     nearest = max(shapes, key=lambda shape: len(shape.items() & actual.items()))
     name = next(name for name in {**nearest, **actual} if actual.get(name) != nearest.get(name))
     of_buckets = len(shapes) > 1
@@ -105,7 +103,7 @@ def _other_shape(shapes: tuple[Shapes, ...], actual: Shapes, numbers: NDArray[np
     before = "where a bucket is nearest" if of_buckets else "first"
     return DataError(
         f"data.factory: expected rows of {expected} XLA compiles one program; found {name} "
-        f"{list(nearest.get(name, ()))} {before}, {list(actual.get(name, ()))} from row {numbers[0]} on.\n"
+        f"{list(nearest.get(name, ()))} {before}, {list(actual.get(name, ()))} from {first} on.\n"
         f"  List {name} in data.buckets, which pads rows to a few sizes, resize the rows, or train with "
         "--backend=native."
     )
@@ -129,12 +127,12 @@ def _require_labels(task: Task, batch: Mapping[str, Tensor]) -> None:
             )
 
 
-def _require_range(labels: Tensor, classes: int, numbers: NDArray[np.int64]) -> None:
+def _require_range(labels: Tensor, classes: int, places: Sequence[str]) -> None:
     wrong = ((labels < 0) & (labels != IGNORED)) | (labels >= classes)
     if wrong.any():
         row = int(wrong.view(len(labels), -1).any(dim=1).nonzero()[0])
         value = int(labels[row][wrong[row]].flatten()[0])
         raise DataError(
             f"data.factory: expected labels from 0 to {classes - 1} (the classes of the model), or {IGNORED} for none, "
-            f"found {value} in row {numbers[row]}.\n  Give the model more classes, or correct the labels."
+            f"found {value} in {places[row]}.\n  Give the model more classes, or correct the labels."
         )

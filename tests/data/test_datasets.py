@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ import os
 import random
 import signal
 import sys
+import time
 import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset
@@ -55,6 +57,17 @@ class Stream(IterableDataset):
 class Seeks(Stream):
     def skip(self, count): return Seeks(self.first + count)
 
+class Slow(Dataset):
+    def __len__(self): return 20
+    def __getitem__(self, index):
+        time.sleep(0.002)  # in which another thread may draw
+        return {"x": torch.rand(3), "labels": index % 3}
+
+class Noisy(IterableDataset):
+    def __iter__(self): return ({"x": torch.rand(2) + random.random()} for _ in range(30))
+
+def slow(split): return Slow()
+def noisy(split): return Noisy()
 def numbers(split): return Numbers({"train": 20, "test": 6}[split])
 def doubled(split): return Numbers(20), lambda items: {"x": torch.stack([2 * item["x"] for item in items])}
 def broken(split): return Numbers(1001)
@@ -116,6 +129,28 @@ def test_augmentation_depends_on_row_and_epoch_alone(corpus: Callable[..., Corpu
     alone = torch.cat([column(numbers, 0, position, 1, "noise") for position in reversed(range(40))]).flip(0)
     assert torch.equal(together, alone)
     assert len({tuple(row) for row in together.tolist()}) == 40  # another one in the second epoch
+
+
+def test_threads_that_read_at_once_draw_as_one_alone_and_leave_the_generators_as_they_were(
+    corpus: Callable[..., Corpus],
+) -> None:
+    """An evaluation reads beside the thread of the next steps."""
+    trained, held_out = corpus("slow"), corpus("slow")
+    alone = column(trained, 0, 0, 20), column(held_out, 1, 20, 20)
+    torch.manual_seed(5)
+    expected = torch.rand(())
+    torch.manual_seed(5)
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(column, trained, 0, 0, 20), pool.submit(column, held_out, 1, 20, 20)]
+        read = [part.result() for part in both]
+    assert all(map(torch.equal, alone, read))
+    assert torch.equal(torch.rand(()), expected)
+
+
+def test_noise_in_a_stream_depends_on_the_item_alone(corpus: Callable[..., Corpus]) -> None:
+    first, again = column(corpus("noisy"), 0, 0, 8), column(corpus("noisy"), 0, 4, 4)
+    assert torch.equal(first[4:], again)
+    assert corpus("noisy").rows.fingerprint() == corpus("noisy").rows.fingerprint()
 
 
 @pytest.mark.parametrize(("name", "way"), [("stream", "read again"), ("seeks", "skipped")])

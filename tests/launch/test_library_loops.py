@@ -1,5 +1,6 @@
 """Loops of one's own: the examples, as people start them, against plain PyTorch."""
 
+import functools
 import re
 import runpy
 import shutil
@@ -110,7 +111,15 @@ def test_make_config_takes_classes_functions_and_values() -> None:
         ({"optim": {"lrr": 1e-3}}, "optim.lrr"),
         ({"optim": {"lr": "fast"}}, "optim.lr: expected"),
         ({"optimizer": {"lr": 1e-3}}, "optimizer"),
-        ({"model": {"factory": lambda: nn.Linear(1, 1)}}, "model.factory: expected a class or function at the top"),
+        (
+            {"model": {"factory": lambda: nn.Linear(1, 1)}},
+            "or a class or function at the top of a module, found <function",
+        ),
+        ({"optim": 1e-3}, "optim: expected a dict of keys, found 0.001"),
+        ({"train": None}, "train: expected a dict of keys, found None"),
+        ({"model": {"factory": Module()}}, "model.factory: expected a value of YAML, or a class or function"),
+        ({"model": {"factory": functools.partial(Module)}}, "found functools.partial"),
+        ({"precision": {"compute": torch.bfloat16}}, "precision.compute: expected a value of YAML"),
         ({"train": {"global_batch": 8}}, "exactly one of train.steps and train.epochs"),
     ],
 )
