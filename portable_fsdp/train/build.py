@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from portable_fsdp.backends.base import Backend, Fill, ShardPolicy
+from portable_fsdp.backends.base import Backend, Fill, ShardPolicy, dropouts
 from portable_fsdp.checkpoint.manager import Checkpoints, Fingerprint, Resumed
 from portable_fsdp.config.layout import check_batch
 from portable_fsdp.config.schema import Config
@@ -144,6 +144,14 @@ def _laid_out(
     config: Config, backend: Backend, model: nn.Module, fill: Fill | None, ties: dict[str, str]
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model on meta, laid out on the engine, and its optimizer. Without `fill` neither holds memory."""
+    norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    drawing = [*dropouts(model), *(name for name, module in model.named_modules() if isinstance(module, norms))]
+    if drawing and fill is not None:
+        log.warning(
+            "model: %s%s: dropout and batch norm make losses depend on the number of devices (docs/any_model.md)",
+            ", ".join(drawing[:3]),
+            ", ..." * (len(drawing) > 3),
+        )
     shapes = {fqn: tuple(weight.shape) for fqn, weight in model.named_parameters() if weight.requires_grad}
     frozen = [fqn for fqn, weight in model.named_parameters() if not weight.requires_grad]
     groups = parameter_groups(shapes, config.optim, ties=ties, frozen=frozen, tables=table_weights(model))
