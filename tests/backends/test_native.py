@@ -149,12 +149,12 @@ def test_gradients_synced_once_a_step_are_reduced_once(name: str, workers: GetWo
 def test_units_resharded_over_a_number_of_devices_are_gathered_from_those_in_backward(
     number: int | None, in_backward: int, workers: GetWorkers
 ) -> None:
-    """The embedding, two layers and the head, again in backward; the root in forward only."""
+    """Two layers, again in backward; the embedding, the head and the root in forward only."""
     case = Case(steps=2, settings={"sharding.reshard_after_forward": number})
     for answer in workers(FOUR).run("collectives", case=case):
         for step in answer["steps"]:
             over = [devices for kind, _, _, devices in step["wire"] if kind == "c10d::_allgather_base_"]
-            assert over == [4] * 5 + [in_backward] * 4
+            assert over == [4] * 5 + [in_backward] * 2
 
 
 def test_recomputation_gathers_no_unit_again(workers: GetWorkers) -> None:
