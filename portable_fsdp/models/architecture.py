@@ -285,6 +285,7 @@ def _known_to_code(kind: Any) -> frozenset[str]:
     bases = [base for base in kind.__mro__ if base.__module__.startswith("transformers.")]
     codes = [*map(inspect.getsource, bases), *_code_of_models(kind)]
     names = {name for code in codes for groups in _READS_OF_A_CONFIG.findall(code) for name in groups if name}
+    names |= {name for base in bases for name in re.findall(r"self\.(\w+) = ", inspect.getsource(base))}  # computed
     properties = {name for name, value in inspect.getmembers_static(kind) if isinstance(value, property)}
     named = {name for name in names if not callable(getattr(kind, name, None))}
     return frozenset({*named, *properties, "tie_word_embeddings"})  # which the base of all models asks for

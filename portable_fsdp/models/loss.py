@@ -23,7 +23,15 @@ DocumentArguments = Callable[[Tensor, Tensor | None, Tensor | None], dict[str, A
 """(input_ids, positions, segments), int64 `[batch, seq]` -> further arguments of the model's forward."""
 
 _VIEWS = ("UnsafeView", "View", "Slice")
-_KEEP_NO_OUTPUT = ("Mm", "Addmm", "Linear", "Add", "Mul", "Div", "ToCopy")  # their backwards don't read what they returned
+_KEEP_NO_OUTPUT = (
+    "Mm",
+    "Addmm",
+    "Linear",
+    "Add",
+    "Mul",
+    "Div",
+    "ToCopy",
+)  # their backwards don't read what they returned
 
 CHUNK_BYTES = 256 * 2**20  # float32 logits upcast at once, per process
 

@@ -123,7 +123,9 @@ def _cast_around(module: nn.Module, dtype: torch.dtype, back: torch.dtype | None
 
 
 @cache  # equal layers get the same function, so that torch.compile makes one program for all of them
-def _recomputed(forward: Callable[..., Any], save_ops: tuple[str, ...], whole: bool, draws: bool) -> Callable[..., Any]:
+def _recomputed(
+    forward: Callable[..., Any], save_ops: tuple[str, ...], whole: bool, draws: bool = False
+) -> Callable[..., Any]:
     """A layer's `forward` under gradient checkpointing; it keeps the outputs of `save_ops`.
 
     `draws`: it has dropout, and draws the same numbers again.
