@@ -26,8 +26,8 @@ with pf.errors_as_sentences():
         steps = pf.total_steps(config, len(corpus.rows))
         training = pf.build_training(config, engine, corpus.tokenizer, loss=smoothed)
         with pf.open_checkpoints(config, engine, training, corpus) as checkpoints:
-            found = checkpoints.find(config.checkpoint.resume)
-            resumed = checkpoints.load(found, training.model, training.optimizer) if found else None
+            point = checkpoints.find(config.checkpoint.resume)
+            resumed = checkpoints.load(point, training.model, training.optimizer) if point else None
             with pf.open_batches(config, engine, training, corpus, resumed) as batches:
                 for step in range(resumed.step + 1 if resumed else 1, steps + 1):
                     lr = pf.learning_rate(config.optim, step, steps)

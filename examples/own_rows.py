@@ -1,4 +1,4 @@
-"""A loop with rows and a loss of its own, of which no config knows: python THIS cpu xla 4, or by torchrun."""
+"""A training loop with its own rows and loss; its config sets the optimizer: python THIS cpu xla 4, or by torchrun."""
 
 import sys
 

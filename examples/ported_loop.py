@@ -29,8 +29,8 @@ def main(device: str = "auto", backend: str = "auto", devices: str = "") -> None
         evaluate = pf.build_evaluator(config, engine, training, corpus)
         steps = pf.total_steps(config, len(corpus.rows))
         with pf.open_checkpoints(config, engine, training, corpus) as checkpoints:
-            found = checkpoints.find("auto")
-            resumed = checkpoints.load(found, training.model, training.optimizer) if found else None
+            point = checkpoints.find("auto")
+            resumed = checkpoints.load(point, training.model, training.optimizer) if point else None
             with pf.open_batches(config, engine, training, corpus, resumed) as batches:
                 for step in range(resumed.step + 1 if resumed else 1, steps + 1):
                     lr = pf.learning_rate(config.optim, step, steps)

@@ -83,8 +83,8 @@ class PjrtBackend(Backend):
         self.axes = mesh_axes(config, count, hosts)
         self._accumulation = check_batch(config, count)
         self._shapes = config.data.shapes
-        # The step, or a micro batch and the update; and evaluation and samples, if the run has them. One of what takes
-        # rows for each shape of theirs, if the run meets them all; the update takes none.
+        # The step, or a micro batch and the update; and evaluation and samples, if the run has them. What takes rows is
+        # compiled for each of their shapes; the update takes none.
         evaluates, samples = (every is not None for every in (config.train.eval_every, config.train.sample_every))
         self.expected_compilations = self._shapes * (1 + evaluates) + (self._accumulation > 1) + samples
         with _LOWERING:

@@ -6,7 +6,7 @@ second after a sort by size with `data.buckets`.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import count as count_from
@@ -27,8 +27,8 @@ if TYPE_CHECKING:  # a run without data.workers doesn't load it
 STEPS_AHEAD = 3
 _CLOSE_S = 5.0  # for the step in work of processes
 
-Check = Callable[[Mapping[str, Tensor], Sequence[str]], None]
-"""(batch, names of its rows for messages); raises DataError for rows that a step can't take."""
+Check = Callable[[Mapping[str, Tensor], Callable[[int], str]], None]
+"""(batch, the name of each of its rows for messages); raises DataError for rows that a step can't take."""
 
 RowCounts = Callable[[Mapping[str, Tensor]], Tensor]
 
@@ -49,7 +49,7 @@ class StepReader:
         parts = rows.micro_batches(numbers, self.accumulation)
         if self.check is not None:
             for part in parts:
-                self.check(part.tensors, [rows.place(int(number)) for number in part.numbers])
+                self.check(part.tensors, lambda row, numbers=part.numbers: rows.place(int(numbers[row])))
         tokens = torch.stack([self.count_losses(part.tensors) for part in parts]).sum(dim=0)
         return [{**part.tensors, "tokens": tokens} for part in parts]
 

@@ -33,9 +33,6 @@ log = logging.getLogger("portable_fsdp")
 
 Collate = Callable[[list[Any]], Any]
 
-RESERVED = frozenset({"tokens", "votes", "stop"})
-"""Keys of a batch that belong to the run."""
-
 _END = "the end of a stream"
 _READING = Lock()
 _COMPARED = 16  # rows that a fingerprint reads
@@ -49,17 +46,14 @@ class _Items:
 
     def padded(self, items: list[Any], places: list[str]) -> dict[str, Tensor]:
         """A batch in the first bucket that holds all rows. `places`: each row's, for messages."""
+        if self.buckets is None:
+            return self.batch(items)
         return self.cut(items, places, 1)[0][1]
 
     def cut(self, items: list[Any], places: list[str], count: int) -> list[tuple[list[int], dict[str, Tensor]]]:
         """`count` batches, each with the places of its rows in `items`. Rows of one bucket stay together: that saves
         padding, and changes no sum over all."""
-        if self.buckets is None:
-            batch, size = self.batch(items), len(items) // count
-            return [
-                (list(range(begin, begin + size)), {key: value[begin : begin + size] for key, value in batch.items()})
-                for begin in range(0, len(items), size)
-            ]
+        assert self.buckets is not None
         rows = [self.buckets.opened(item, place) for item, place in zip(items, places, strict=True)]
         numbers = [self.buckets.number(row) or 0 for row in rows]
         order, size = sorted(range(len(rows)), key=numbers.__getitem__), len(rows) // count
@@ -95,11 +89,11 @@ class _Items:
             )
         tensors = dict(cast("Mapping[str, object]", batch))
         for key, value in tensors.items():
-            if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != len(items) or key in RESERVED:
+            if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != len(items) or key in keys.RESERVED:
                 actual = f"{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
                 raise DataError(
                     f"data.factory: {self._name}: expected tensors whose first dimension has the {len(items)} rows of "
-                    f"a batch, and other names than {', '.join(sorted(RESERVED))}; found {key}: {actual}."
+                    f"a batch, and other names than {', '.join(keys.RESERVED)}; found {key}: {actual}."
                 )
         return {key: _narrow(cast(Tensor, value)) for key, value in tensors.items()}
 
@@ -154,6 +148,8 @@ class _OwnRows(Rows):
         return self._items.padded(*self._named(indices))
 
     def micro_batches(self, indices: NDArray[np.int64], count: int) -> list[MicroBatch]:
+        if self._items.buckets is None:
+            return super().micro_batches(indices, count)
         return [MicroBatch(indices[part], batch) for part, batch in self._items.cut(*self._named(indices), count)]
 
     def of_each_shape(self, indices: NDArray[np.int64]) -> list[dict[str, Tensor]]:

@@ -48,18 +48,14 @@ def write_card(folder: Path, manifest: Manifest, library: str, run: Path) -> Non
 def _facts(manifest: Manifest, pretrained: str) -> Table:
     """Of local files the name alone: where they lay is nobody's business."""
     data, evaluation, by = manifest.config.get("data", {}), manifest.evaluation, manifest.written_by
-    sources = (
-        [str(data["factory"])]
-        if data.get("factory")
-        else [
-            f"{source.get('source') or ''} {_public(str(source.get('path') or ''))}".strip()
-            for source in data.get("mixture") or [data]
-        ]
-    )
+    sources = [
+        f"{source.get('source') or ''} {_public(str(source.get('path') or ''))}".strip()
+        for source in data.get("mixture") or [data]
+    ]
     return [
         ("model", str((manifest.architecture or {}).get("model_type", ""))),
         ("fine-tuned from", _public(pretrained)),
-        ("data", ", ".join(sources)),
+        ("data", data.get("factory") or ", ".join(sources)),
         ("checkpoint", f"step {manifest.step:,}"),
         ("eval loss at its save", f"{evaluation.loss:.4f} (step {evaluation.step})" if evaluation else ""),
         ("saved by", f"{by.backend} on {by.device}, torch {by.torch}, portable_fsdp {by.portable_fsdp}"),

@@ -283,9 +283,10 @@ def _mappings_in(kind: Any, config: Any, values: Mapping[str, Any]) -> Iterator[
 def _known_to_code(kind: Any) -> frozenset[str]:
     """Keys that transformers' code asks a config of this class for: the code of the class, its bases and its model."""
     bases = [base for base in kind.__mro__ if base.__module__.startswith("transformers.")]
-    codes = [*map(inspect.getsource, bases), *_code_of_models(kind)]
+    own = [*map(inspect.getsource, bases)]
+    codes = [*own, *_code_of_models(kind)]
     names = {name for code in codes for groups in _READS_OF_A_CONFIG.findall(code) for name in groups if name}
-    names |= {name for base in bases for name in re.findall(r"self\.(\w+) = ", inspect.getsource(base))}  # computed
+    names |= {name for code in own for name in re.findall(r"self\.(\w+) = ", code)}  # computed
     properties = {name for name, value in inspect.getmembers_static(kind) if isinstance(value, property)}
     named = {name for name in names if not callable(getattr(kind, name, None))}
     return frozenset({*named, *properties, "tie_word_embeddings"})  # which the base of all models asks for

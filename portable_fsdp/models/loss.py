@@ -1,9 +1,9 @@
 """The loss: cross entropy summed over the counted labels, in float32, with no float32 copy of all logits.
 
 Logits stay in the compute dtype. The loss upcasts one chunk of positions at a time, computes its gradient at once, and
-writes that over the logits: beside them it holds a chunk. An engine that compiles the whole step
-fuses the upcast itself and takes all positions at once: chunks would cost it a copy of all logits each (8B on
-v5p:2x2x4, 4 layers: 87.7 GiB of temporaries, not 3.2).
+writes that over the logits: beside them it holds a chunk. An engine that compiles the whole step fuses the upcast
+itself and takes all positions at once: chunks would cost it a copy of all logits each (8B on v5p:2x2x4, 4 layers: 87.7
+GiB of temporaries, not 3.2).
 """
 
 from collections.abc import Callable
@@ -23,15 +23,8 @@ DocumentArguments = Callable[[Tensor, Tensor | None, Tensor | None], dict[str, A
 """(input_ids, positions, segments), int64 `[batch, seq]` -> further arguments of the model's forward."""
 
 _VIEWS = ("UnsafeView", "View", "Slice")
-_KEEP_NO_OUTPUT = (
-    "Mm",
-    "Addmm",
-    "Linear",
-    "Add",
-    "Mul",
-    "Div",
-    "ToCopy",
-)  # their backwards don't read what they returned
+# Their backwards don't read what they returned.
+_KEEP_NO_OUTPUT = ("Mm", "Addmm", "Linear", "Add", "Mul", "Div", "ToCopy")
 
 CHUNK_BYTES = 256 * 2**20  # float32 logits upcast at once, per process
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from portable_fsdp.config.data import RESERVED
 from portable_fsdp.config.schema import TASKS
 from portable_fsdp.models.loss import cross_entropy_sum
 from portable_fsdp.runtime.errors import ConfigError
@@ -25,9 +26,6 @@ Scores = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Mapping[str, Tensor]]
 evaluation reports."""
 
 TaskFunction = Callable[[nn.Module, TaskBatch], Scores]
-
-RESERVED = ("tokens", "votes", "stop")
-"""Keys of a placed batch that belong to the run; a task doesn't see them."""
 
 
 @dataclass(frozen=True)

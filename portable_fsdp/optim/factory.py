@@ -1,14 +1,14 @@
 """Optimizers of the user's own (`optim.factory`), tried on the host before they train."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from portable_fsdp.config.schema import Optim
 from portable_fsdp.runtime.errors import ConfigError
-from portable_fsdp.runtime.factory import described, load_factory
+from portable_fsdp.runtime.factory import call_user, described, load_factory
 
 Make = Callable[[list[dict[str, Any]], bool], torch.optim.Optimizer]
 
@@ -23,12 +23,10 @@ def from_factory(optim: Optim, name: str) -> Make:
     function = load_factory("optim.factory", name)
 
     def make(groups: list[dict[str, Any]], compiled: bool) -> torch.optim.Optimizer:
-        try:
-            optimizer = function(groups, torch.tensor(optim.lr) if compiled else optim.lr)
-        except Exception as error:
-            raise ConfigError(f"optim.factory: {name} failed: {described(error)}") from error
+        lr = torch.tensor(optim.lr) if compiled else optim.lr
+        optimizer: object = call_user(f"optim.factory: {name}", function, groups, lr)
         if not isinstance(optimizer, torch.optim.Optimizer):
-            actual = type(cast(object, optimizer)).__name__
+            actual = type(optimizer).__name__
             raise ConfigError(f"optim.factory: expected a torch.optim.Optimizer from {name}, found {actual}.")
         return optimizer
 

@@ -1,8 +1,8 @@
 """What torch's caching allocator takes from the driver for a sequence of allocations, by its own rules.
 
 `torch.cuda.max_memory_reserved` isn't the sum of what lives: sizes are rounded, memory is taken in segments, each
-stream has a pool of its own, and a free piece serves only what fits into it. All of that is deterministic. With
-expandable segments a pool has one segment, which grows by pages at its end.
+stream has its own pool, and a free piece serves only what fits into it. All of this is deterministic. With expandable
+segments a pool has one segment, which grows by pages at its end.
 """
 
 from bisect import bisect_left, insort

@@ -57,11 +57,15 @@ def load_factory(key: str, name: str) -> Callable[..., Any]:
 
 def call_factory(key: str, name: str, *arguments: Any) -> Any:
     """What the function returns. Raises ConfigError with the line of the user's code where it raises."""
-    function = load_factory(key, name)
+    return call_user(f"{key}: {name}", load_factory(key, name), *arguments)
+
+
+def call_user(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function of the user's returns. Raises ConfigError, which begins with `name`, where it raises."""
     try:
         return function(*arguments)
     except Exception as error:
-        raise ConfigError(f"{key}: {name} failed: {described(error)}") from error
+        raise ConfigError(f"{name} failed: {described(error)}") from error
 
 
 def described(error: Exception) -> str:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,7 +30,7 @@ from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dt
 from portable_fsdp.optim.optimizer import make_optimizer, parameter_groups
 from portable_fsdp.optim.schedule import check_schedule
 from portable_fsdp.runtime.errors import ConfigError
-from portable_fsdp.runtime.factory import described
+from portable_fsdp.runtime.factory import call_user
 from portable_fsdp.train.early_checks import checkpoint_folder, saved_config
 from portable_fsdp.train.evaluate import Evaluator
 from portable_fsdp.train.memory_need import memory_need, require_memory
@@ -129,14 +130,7 @@ def shard(make: Callable[[], nn.Module], config: Config, backend: Backend) -> tu
     name, master = f"shard: {getattr(make, '__name__', 'make')}", DTYPES[config.precision.master]
     if isinstance(make, nn.Module):
         raise ConfigError(f"shard: expected a function that makes the module, found a {type(make).__name__}.")
-
-    def made() -> nn.Module:
-        try:
-            return make()
-        except Exception as error:
-            raise ConfigError(f"{name} failed: {described(error)}") from error
-
-    module, fill = open_factory(name, made, config.run.seed, master)
+    module, fill = open_factory(name, partial(call_user, name, make), config.run.seed, master)
     return _laid_out(config, backend, module, fill, _ties(module))
 
 

@@ -1,7 +1,7 @@
 """Tries the first rows of `data.factory` on the task before the first step; checks that later rows are like them."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -47,11 +47,11 @@ class RowCheck:
     """That rows may have; None: any."""
     classes: int | None
 
-    def __call__(self, batch: Mapping[str, Tensor], places: Sequence[str]) -> None:
+    def __call__(self, batch: Mapping[str, Tensor], place: Callable[[int], str]) -> None:
         if self.shapes is not None and (actual := _shapes(batch)) not in self.shapes:
-            raise _other_shape(self.shapes, actual, places[0])
+            raise _other_shape(self.shapes, actual, place(0))
         if self.classes is not None:
-            _require_range(batch["labels"], self.classes, places)
+            _require_range(batch["labels"], self.classes, place)
 
 
 def try_rows(
@@ -77,7 +77,7 @@ def try_rows(
         flops = 3.0 * counter.get_total_flops() / _rows(largest) or None
         classes = count_classes(task, twin, on_meta[-1])
     check = RowCheck(tuple(map(_shapes, batches)) if has_fixed_shapes else None, classes)
-    check(largest, [f"the first rows ({number})" for number in range(_rows(largest))])
+    check(largest, "the first rows ({})".format)
     # Rows of several lengths count as rows: no number of tokens, and of FLOPs, would be true of every step.
     cost = RowCost(1, None) if several else RowCost(tokens_of(largest), flops)
     return RowTrial(cost, check, {name: (tuple(value.shape[1:]), value.dtype) for name, value in largest.items()})
@@ -127,12 +127,12 @@ def _require_labels(task: Task, batch: Mapping[str, Tensor]) -> None:
             )
 
 
-def _require_range(labels: Tensor, classes: int, places: Sequence[str]) -> None:
+def _require_range(labels: Tensor, classes: int, place: Callable[[int], str]) -> None:
     wrong = ((labels < 0) & (labels != IGNORED)) | (labels >= classes)
     if wrong.any():
         row = int(wrong.view(len(labels), -1).any(dim=1).nonzero()[0])
         value = int(labels[row][wrong[row]].flatten()[0])
         raise DataError(
             f"data.factory: expected labels from 0 to {classes - 1} (the classes of the model), or {IGNORED} for none, "
-            f"found {value} in {places[row]}.\n  Give the model more classes, or correct the labels."
+            f"found {value} in {place(row)}.\n  Give the model more classes, or correct the labels."
         )

@@ -1,4 +1,4 @@
-"""A model and rows of one's own whose step is planned, and run: large enough that tens of MB are their tensors."""
+"""A plain model and its rows, for plans and runs of a step: their tensors take tens of MB."""
 
 import torch
 from torch import Tensor, nn

@@ -263,8 +263,12 @@ def test_micro_batches_take_the_bucket_of_their_longest_row(corpus: Callable[...
 
 
 def test_other_sizes_are_no_other_data(corpus: Callable[..., Corpus]) -> None:
-    one = corpus("words", buckets={key: [12] for key in SIZES}).fingerprint
-    assert corpus("words", buckets=SIZES).fingerprint == one != corpus("masked", buckets={"input_ids": [4]}).fingerprint
+    largest = corpus("words", buckets={key: [12] for key in SIZES}).fingerprint
+    assert (
+        corpus("words", buckets=SIZES).fingerprint
+        == largest
+        != corpus("masked", buckets={"input_ids": [4]}).fingerprint
+    )
     assert corpus("stream", buckets={"x": [2]}).fingerprint == corpus("stream").fingerprint
 
 

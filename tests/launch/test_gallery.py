@@ -86,7 +86,7 @@ EVERY_DAY = "vit_large"
     "name", [name if name == EVERY_DAY else pytest.param(name, marks=pytest.mark.proof) for name in SMALL]
 )
 def test_config_is_started_on_xla(name: str, around: Path) -> None:
-    """As on a slice, in a process of its own."""
+    """As on a slice, in a new process."""
     words = [*_words(CONFIGS / f"{name}.yaml"), *OTHERWISE_ON_XLA.get(name, [])]
     finish([*PYTHON, "--device=cpu", "--backend=xla", "--num_devices=2", *words], around)
     assert len(losses(around / "run")) == 2

@@ -1,4 +1,4 @@
-"""Loops of one's own: the examples, as people start them, against plain PyTorch."""
+"""Training loops of users: the examples, as people start them, against plain PyTorch."""
 
 import functools
 import re
@@ -57,7 +57,7 @@ def plain_losses(example: dict[str, Any]) -> list[float]:
 
 @pytest.mark.parametrize(("engine", "devices"), [("native", ""), pytest.param("xla", "3", marks=pytest.mark.xla)])
 def test_rows_of_ones_own_train_as_in_plain_pytorch(engine: str, devices: str, tmp_path: Path) -> None:
-    """No batch, dataset or loss of theirs stands in a config."""
+    """The config has no batch, dataset or loss."""
     script = ROOT / "examples/own_rows.py"
     run = finish([*STARTS[engine], script, "cpu", engine, *([devices] if devices else [])], tmp_path)
     assert printed(run.out) == pytest.approx(plain_losses(runpy.run_path(str(script))), rel=1e-4)

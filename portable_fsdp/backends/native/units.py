@@ -129,7 +129,6 @@ def _recomputed(
     """A layer's `forward` under gradient checkpointing; it keeps the outputs of `save_ops`.
 
     `draws`: it has dropout, and draws the same numbers again.
-
     `whole`: run all of it again. By default torch stops the second run at the last tensor that backward needs, by an
     exception, which would leave a unit inside the layer in the middle of its forward.
     """
