@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+Forward = Callable[..., Any]
+"""A module's."""
+
 Region = tuple[slice, ...]
 """One slice a dimension, with start and stop set: a piece of a global tensor."""
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.backends.base import Backend, MemoryStats, Metrics, Piece, Rank, dropouts, process_memory
+from portable_fsdp.backends.base import Backend, Forward, MemoryStats, Metrics, Piece, Rank, dropouts, process_memory
 from portable_fsdp.backends.pjrt_options import libtpu_arguments
 from portable_fsdp.backends.support import require_supported
 from portable_fsdp.config.layout import check_batch, mesh_axes
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("portable_fsdp")
 
 _LOWERING = Lock()  # devices may be threads
-
-Forward = Callable[..., Any]
 
 
 def set_environment(device: str) -> None:

@@ -39,6 +39,7 @@ from portable_fsdp.plan.time import over_links
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.process import LAUNCH_VARIABLES
 from portable_fsdp.train.build import Training, build_training
+from portable_fsdp.train.step import train_step
 
 # NCCL's buffers of one communicator: two connections a channel for a ring and two for a tree, each 10 MiB to receive
 # or 2 MiB to send into (sizes as logged on 8 H100s, github.com/NVIDIA/nccl/issues/1685; no more with more ranks than
@@ -57,7 +58,6 @@ TPU_NOTE = (
     "the weight's bytes again (1,002 MiB for a head of 128,256 x 4,096 in libtpu 0.0.52's program on v6e)."
 )
 
-STEPS = 2  # the first one sets what the second gathers ahead
 MICRO_BATCHES = 3  # the first, one that adds to what the first left, and the last; those between are alike
 BIGGEST = 10
 SHAPES_MODE = "torch.distributed.tensor._sharding_prop.detect_fake_mode"
@@ -157,10 +157,13 @@ def _record(config: Config, target: Target) -> tuple[Recorder, Training]:
             held.enter_context(patch.object(flex, "flex_attention", gpu_flex))
         held.enter_context(fake)
         held.enter_context(recorder.watching(training.model))
-        for _ in range(STEPS):
+        # A first step, of one micro batch, sets what a step gathers ahead.
+        limit, task = config.train.max_grad_norm, training.task
+        first = train_step(backend, training.model, training.optimizer, accumulation=1, max_grad_norm=limit, task=task)
+        for step, micro_batches in ((first, 1), (training.step, training.accumulation)):
             recorder.calls.clear()
-            placed = [backend.place(_batch(config, training, target.devices)) for _ in range(training.accumulation)]
-            backend.fetch(training.step(placed, config.optim.lr))
+            placed = [backend.place(_batch(config, training, target.devices)) for _ in range(micro_batches)]
+            backend.fetch(step(placed, config.optim.lr))
             del placed
     return recorder, training
 

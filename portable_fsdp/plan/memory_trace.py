@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from portable_fsdp.backends.native.engine import COLLECTIVES
+from portable_fsdp.backends.native.whole import CASTS, SUMS
 from portable_fsdp.plan.kernels import CUBLAS_WORKSPACE_BYTES, matrix_products, workspace_bytes
 from portable_fsdp.plan.tpu_layout import tiled_bytes
 
@@ -217,6 +218,8 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         if DTensor in types:
             return NotImplemented  # it comes back with the local tensors
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):  # half of all that is asked
+            return args[0].fake_device
         kwargs = kwargs or {}
         name, sections = func.name(), self.moments.sections
         if name.startswith("profiler::_record_function_"):
@@ -263,9 +266,9 @@ class Recorder(TorchDispatchMode):
 
     def _part(self, tensor: Tensor, moment: str, module: str) -> MemoryPart:
         section = self.moments.section
-        if section.startswith(("FSDP::all_gather", "FSDP::pre_forward", "FSDP::pre_backward")):
+        if section.startswith((CASTS, "FSDP::all_gather", "FSDP::pre_forward", "FSDP::pre_backward")):
             return "gathered weights"
-        if section.startswith("FSDP::post_backward"):
+        if section.startswith((SUMS, "FSDP::post_backward")):
             return "gradients"
         if moment == "optimizer" or not moment:
             return "temporaries"
@@ -273,8 +276,10 @@ class Recorder(TorchDispatchMode):
             return "loss and logits"
         if moment in ("forward", "recomputation"):
             return "activations"
-        # A gradient has the size of its weight, before FSDP2 sees it.
-        return "gradients" if tensor.numel() in self._weights.get(module, ()) else "temporaries"
+        # A gradient has the size of its weight, before FSDP2 sees it; that of a copy is cast for the weight itself.
+        is_cast = (node := _running_node()) is not None and node.name() == "ToCopyBackward0"
+        sizes = set[int]().union(*self._weights.values()) if is_cast else self._weights.get(module, ())
+        return "gradients" if tensor.numel() in sizes else "temporaries"
 
     def _stream(self) -> int:
         stream = torch.cpu.current_stream()  # where FSDP2 takes this device's streams from

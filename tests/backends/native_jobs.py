@@ -16,7 +16,9 @@ from jobs import Operators, open_case, running
 from live_storages import Measured, measure
 
 from portable_fsdp.backends.base import ShardPolicy
+from portable_fsdp.backends.native.units import local_part
 from portable_fsdp.backends.open import open_backend
+from portable_fsdp.config.load import make_config
 from portable_fsdp.config.schema import Config, Train
 from portable_fsdp.train.build import build_training
 
@@ -99,12 +101,64 @@ def kept_for_backward(case: Case) -> dict[str, int]:
 
     with running(case) as run:
         rows = CaseRows().rows(torch.arange(4).numpy())
-        weights = [cast(Any, weight).to_local() for weight in run.model.parameters()]
+        weights = [local_part(weight) for weight in run.model.parameters()]
         with FlopCounterMode(display=False) as flops, Made(weights) as made, run.backend.accumulate(True):
             loss, _ = run.model(rows["input_ids"], rows["labels"])
             kept = made.alive()
             loss.backward()
         return {"bytes": kept, "flops": flops.get_total_flops(), "attentions": made.attentions}
+
+
+def gradients_of_branches() -> dict[str, Any]:
+    """Of a model whose ranks take different branches, on replicas: of one micro batch, of two, and by hand."""
+    from torch import nn
+
+    from portable_fsdp.backends.native import whole
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.branches = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+            self.last = nn.Linear(8, 1)
+
+        def forward(self, inputs: torch.Tensor, branch: int) -> torch.Tensor:
+            return self.last(torch.tanh(self.branches[branch](inputs))).sum()
+
+    def fill(fqn: str, region: Any) -> torch.Tensor:
+        return torch.full([part.stop - part.start for part in region], 0.01 * len(fqn))
+
+    config = make_config(sharding={"strategy": "NO_SHARD"})
+    with patch.object(whole, "BUCKET_BYTES", 300), open_backend(config, device="cpu", backend="native") as backend:
+        with torch.device("meta"):
+            model: Any = Branches()
+        backend.shard_model(model, ShardPolicy(units=()), fill)
+        rank, ranks = backend.process.index, backend.process.count
+        rows = [[torch.full((1, 8), 0.1 * (1 + process + 2 * number)) for number in (0, 1)] for process in range(ranks)]
+
+        def gradients() -> dict[str, list[float]]:
+            return {fqn: p.grad.flatten().tolist() for fqn, p in model.named_parameters() if p.grad is not None}
+
+        with backend.accumulate(False):
+            model(rows[rank][0], rank).backward()
+        before = gradients()
+        with backend.accumulate(True):
+            model(rows[rank][1], rank).backward()
+        sums, buckets = gradients(), len(cast(Any, backend)._sums._buckets)
+        plain: Any = Branches()
+        for fqn, weight in plain.named_parameters():
+            weight.data.fill_(0.01 * len(fqn))
+        parts: list[list[torch.Tensor]] = []
+        for process in range(ranks):
+            plain.zero_grad()
+            for row in rows[process]:
+                plain(row, process).backward()
+            parts.append([torch.zeros_like(p) if p.grad is None else p.grad for p in plain.parameters()])
+        names = [fqn for fqn, _ in plain.named_parameters()]
+        expected = {
+            fqn: torch.stack(part).sum(0).flatten().tolist()
+            for fqn, part in zip(names, zip(*parts, strict=True), strict=True)
+        }
+        return {"before": before, "sums": sums, "expected": expected, "buckets": buckets}
 
 
 def order_of_gathers(policy: dict[str, Any], frozen: tuple[int, ...] = ()) -> list[str]:

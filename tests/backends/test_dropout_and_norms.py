@@ -147,6 +147,6 @@ def test_native_refuses_a_parameter_without_dimensions() -> None:
             super().__init__()
             self.scale = nn.Parameter(torch.tensor(2.0))
 
-    config = pf.make_config()
+    config = pf.make_config(memory={"cpu_offload": True})  # else one device has nothing to cut
     with pf.open_backend(config, device="cpu", backend="native") as engine, pytest.raises(BackendError, match="scale"):
         pf.shard(Scaled, config, engine)

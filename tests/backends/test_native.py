@@ -101,6 +101,7 @@ def test_collectives_are_the_textbooks(name: str, micro_batches: int, workers: G
     shapes = {fqn: tuple(weight.shape) for fqn, weight in reference(Case(steps=1)).initial.items()}
     weights = 4 * sum(_size(shape, strategy.shards) for shape in shapes.values())
     groups = 5  # the embedding, two layers, the head, the root
+    sums = groups if strategy.shards > 1 else 1  # without shards in buckets, which all weights fill but a part of
     counted = answer["backend"]
     gathered = [name for name in shapes if name.startswith("model.layers.")]  # in backward too; the others once
     again = 4 * sum(_size(shapes[name], strategy.shards) for name in gathered) * (strategy.gathers - 1)
@@ -120,7 +121,7 @@ def test_collectives_are_the_textbooks(name: str, micro_batches: int, workers: G
     reduced = micro_batches + (sharded and not replicas)
     numbers, bytes_of_numbers = reduced + 1, 4 * (reduced + 2 + 2 * FOUR.devices)
     assert counted["all_reduce"] == (
-        numbers + groups * replicas,  # replicas are reduced once a step, in the last micro batch
+        numbers + sums * replicas,  # replicas are reduced once a step, in the last micro batch
         bytes_of_numbers + weights // strategy.shards * replicas,
     )
     if sharded and micro_batches == 1:  # torch's own count knows groups of one process too
@@ -220,6 +221,30 @@ def test_recomputation_keeps_less_and_computes_more(workers: GetWorkers) -> None
     assert matmul["flops"] == both["flops"] == none["flops"] < attention["flops"] == full["flops"]
     assert none["attentions"] == attention["attentions"] == both["attentions"] == 12
     assert matmul["attentions"] == full["attentions"] == 24
+
+
+def test_on_one_device_no_copy_of_a_weight_is_kept_for_backward(workers: GetWorkers) -> None:
+    """But with SHARD_GRAD_OP, which keeps what FULL_SHARD makes again; also under recomputation."""
+
+    def kept(**settings: str) -> int:
+        case = Case(settings=DEEP | {"precision.compute": "bfloat16"} | settings)
+        return workers(Group("native", 1)).run("kept_for_backward", case=case)[0]["bytes"]
+
+    shapes = {fqn: tuple(weight.shape) for fqn, weight in reference(Case(steps=1, settings=DEEP)).initial.items()}
+    copies = 2 * sum(_size(shape) for shape in shapes.values() if len(shape) > 1)  # the products', in bfloat16
+    copies -= 2 * _size(shapes["model.embed_tokens.weight"])  # whose backward needs none
+    again, stays = kept(), kept(**{"sharding.strategy": "SHARD_GRAD_OP"})
+    assert again + copies <= stays <= again + 1.1 * copies
+    recomputed = kept(**{"memory.gradient_checkpointing": "full"})
+    assert recomputed <= 0.3 * again
+
+
+def test_replicas_sum_gradients_of_weights_that_only_some_use(workers: GetWorkers) -> None:
+    """Each replica's rows take another branch: all get the sums, in buckets of one order."""
+    for answer in workers(Group("native", 2)).run("gradients_of_branches"):
+        assert answer["buckets"] > 1
+        assert answer["sums"] == answer["expected"]
+        assert answer["before"] != answer["expected"]  # an earlier micro batch stays a process's own
 
 
 SAVED: tuple[list[str], ...] = (["matmul"], ["attention"], ["matmul", "attention"])

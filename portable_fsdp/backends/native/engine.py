@@ -1,8 +1,9 @@
 """Native: FSDP2 (`fully_shard`), one process per device. gloo on CPU, NCCL on CUDA, TorchTPU's tpu_dist on TPUs.
 
-`shard_model` reads top to bottom: the units (`units.py`), what is gathered ahead (`prefetch.py`), then
-memory and weights. With `memory.cpu_offload` parameters, gradients and optimizer state rest on the host: FSDP2 copies
-shards to the device to gather them, and reduced gradients back, and the optimizer runs on the host.
+`shard_model` reads top to bottom: the units (`units.py`) and what is gathered ahead (`prefetch.py`), or where nothing
+is sharded neither of them (`whole.py`), then memory and weights. With `memory.cpu_offload` parameters, gradients and
+optimizer state rest on the host: FSDP2 copies shards to the device to gather them, and reduced gradients back, and the
+optimizer runs on the host.
 """
 
 import os
@@ -34,6 +35,7 @@ from portable_fsdp.backends.native.units import (
     reshard_all,
     shard_units,
 )
+from portable_fsdp.backends.native.whole import GradientSums, use_in_place
 from portable_fsdp.backends.support import require_supported
 from portable_fsdp.config.layout import mesh_axes
 from portable_fsdp.config.schema import Config
@@ -98,6 +100,8 @@ class NativeBackend(base.Backend):
         self._counts_collectives = not config.compile.enabled and config.model.attention != "flex"
         self._first_step_is_over = False
         self._compute_time: ComputeTime | None = None
+        self._prefetch: Prefetch | None = None
+        self._sums: GradientSums | None = None
         self._syncs_each_micro_batch = config.sharding.sync_each_micro_batch
         self._matmul_before = _set_matmul_precision(MATMUL[config.precision.matmul])
 
@@ -124,11 +128,14 @@ class NativeBackend(base.Backend):
         self.__exit__(None, None, None)
 
     def shard_model(self, model: nn.Module, policy: base.ShardPolicy, fill: base.Fill | None) -> nn.Module:
-        mesh = self._shard if self.axes["replicate"] == 1 else self._mesh
         move_buffers(model, self.device)
-        units = shard_units(model, policy, mesh)
-        self._prefetch = Prefetch(units, policy)
-        self._root = units[0].unit
+        self._root = model
+        if self._shard.size() == 1 and not policy.cpu_offload:
+            use_in_place(model, policy)
+            self._reduce = policy.reduce
+        else:
+            units = shard_units(model, policy, self._shard if self.axes["replicate"] == 1 else self._mesh)
+            self._prefetch = Prefetch(units, policy)
         if fill is None:
             return model
         # On a TPU the host's clock would time dispatch alone, and TorchTPU's events wait for copies to the host alone.
@@ -152,7 +159,7 @@ class NativeBackend(base.Backend):
             on_device = group.get("fused") or twin.device.type != "cpu"
             return torch.zeros(twin.shape, dtype=twin.dtype, device=parameter.device if on_device else "cpu")
 
-        parameters = dict(cast(nn.Module, self._root).named_parameters())
+        parameters = dict(self._root.named_parameters())
         optimizer = base.zero_optimizer(make, groups, parameters, zeros, compiled=False)
         optimizer.register_step_post_hook(self._note_step)
         return optimizer
@@ -184,12 +191,22 @@ class NativeBackend(base.Backend):
     def accumulate(self, last: bool) -> Generator[None]:
         # Shards are reduced in every micro batch: keeping unsharded gradients until the last one would undo FULL_SHARD.
         # Replicas are reduced once, in the last one.
+        if not isinstance(self._root, FSDPModule):
+            if self._sums is None and self.process.count > 1:
+                self._sums = GradientSums(self._root, self._mesh["replicate"].get_group(), self._reduce)
+            with self._sums.summing() if self._sums and last else nullcontext():
+                yield
+            return
         if self._syncs_each_micro_batch:
             self._root.set_requires_all_reduce(last)
         else:
             self._root.set_requires_gradient_sync(last)
-        self._prefetch.before_forward()
+        self._gather_first()
         yield
+
+    def _gather_first(self) -> None:
+        if self._prefetch:
+            self._prefetch.before_forward()
 
     def unshard(self, module: nn.Module) -> None:
         if isinstance(module, FSDPModule):
@@ -197,7 +214,7 @@ class NativeBackend(base.Backend):
 
     @contextmanager
     def evaluate(self) -> Generator[None]:
-        self._prefetch.before_forward()
+        self._gather_first()
         if self._programs:
             self._programs.expect_others()
         try:

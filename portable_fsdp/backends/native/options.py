@@ -136,12 +136,12 @@ EFFECTS = {
     "model.attention=flex": "torch's flex_attention, compiled; masks once a forward for each window",
     "model.experts=grouped_mm": "tokens sorted by expert",
     "sharding.strategy=FULL_SHARD": (
-        "fully_shard over all devices: a unit is gathered in forward, and again in backward"
+        "fully_shard over all devices: a unit is gathered in forward, and again in backward; on one device nothing is"
     ),
     "sharding.strategy=SHARD_GRAD_OP": (
         "fully_shard over all devices: a unit is gathered in forward and kept until its backward"
     ),
-    "sharding.strategy=NO_SHARD": "a copy on each device; gradients are all-reduced",
+    "sharding.strategy=NO_SHARD": "a copy on each device, used where it lies; gradients are all-reduced in buckets",
     "sharding.strategy=HYBRID_SHARD|HYBRID_SHARD_ZERO2": (
         "fully_shard on the mesh (replicate, shard): reduce-scatter within a replica, all-reduce across"
     ),
@@ -157,7 +157,7 @@ EFFECTS = {
     "sharding.sync_each_micro_batch": "set_requires_gradient_sync in the last micro batch of a step",
     "sharding.sync_each_micro_batch=true": "a reduce-scatter in each micro batch, an all-reduce in the last",
     "sharding.backward_prefetch=NO_PREFETCH": "a unit is gathered in backward when it is needed",
-    "precision.compute": "MixedPrecisionPolicy(param_dtype); weights are cast unit by unit",
+    "precision.compute": "weights are cast unit by unit; over several devices by MixedPrecisionPolicy(param_dtype)",
     "precision.reduce": "MixedPrecisionPolicy(reduce_dtype)",
     "precision.reduce=auto": "float32",
     "precision.modules": "a group of fully_shard with its own param_dtype; inputs and outputs are cast",

@@ -61,28 +61,20 @@ def shard_units(model: nn.Module, policy: ShardPolicy, mesh: DeviceMesh) -> list
     shared = _shared_weights(model)
     units = [name for name in policy.units if _has_weights(model, name, shared)]
     groups = _groups(policy, units)
-    head = output_head(model)
-    for name, dtype in policy.modules.items():
-        module = model.get_submodule(name)
-        _cast_around(module, dtype, None if module is head else policy.compute)
+    cast_modules(model, policy)
     for name in dict.fromkeys((*policy.recompute, *policy.layers)):
         layer = model.get_submodule(name)
         holds_units = any(_is_in(inner, name) for inner in (*units, *policy.modules))
         if name in policy.recompute:
-            layer.forward = MethodType(
-                _recomputed(type(layer).forward, policy.save_ops, holds_units, bool(dropouts(layer))), layer
-            )
+            recompute(layer, policy, whole=holds_units)
         if name in policy.layers and policy.compile_backend is not None:
-            # Shapes are static, FSDP2's hooks stay outside. Those of a unit inside break the graph; else it is one.
-            # torch's default is inductor; torch_tpu makes its own compiler the default.
-            backend: dict[str, Any] = {} if policy.compile_backend == "auto" else {"backend": policy.compile_backend}
-            layer.forward = torch.compile(layer.forward, **backend, fullgraph=not holds_units, dynamic=False)
+            compile_layer(layer, policy.compile_backend, breaks=holds_units)
     for name in (*reversed(units), ROOT):
-        for dtype, names in (*groups[name].items(), (_dtype_of(name, policy), [name])):
+        for dtype, names in (*groups[name].items(), (dtype_of(name, policy), [name])):
             _fully_shard(model, names, shared, policy, mesh, dtype, is_root=name == ROOT)
     _require_sharded(model, shared)
     for name in units:
-        _gather_once(model.get_submodule(name), head)
+        _gather_once(model.get_submodule(name), output_head(model))
     return _gather_order(model, policy, units, groups)
 
 
@@ -93,7 +85,7 @@ def _is_in(name: str, outer: str) -> bool:
 # ------------------------------------------------------------------------------------------------------- the dtypes
 
 
-def _dtype_of(name: str, policy: ShardPolicy) -> torch.dtype:
+def dtype_of(name: str, policy: ShardPolicy) -> torch.dtype:
     """In which dtype a module computes: its own, or that of the module around it."""
     while name and name not in policy.modules:
         name = name.rpartition(".")[0]
@@ -106,13 +98,21 @@ def _groups(policy: ShardPolicy, units: list[str]) -> dict[str, dict[torch.dtype
     for name, dtype in policy.modules.items():
         # The innermost unit that the module lies in and is not; the root holds all.
         unit = max((unit for unit in units if _is_in(name, unit)), key=len, default=ROOT)
-        if name not in units and dtype != _dtype_of(unit, policy):
+        if name not in units and dtype != dtype_of(unit, policy):
             groups[unit].setdefault(dtype, []).append(name)
     return groups
 
 
-def _cast_around(module: nn.Module, dtype: torch.dtype, back: torch.dtype | None) -> None:
-    """The module takes `dtype` and gives `back`. By hooks: of a list of modules, FSDP2 casts for the first only."""
+def cast_modules(model: nn.Module, policy: ShardPolicy) -> None:
+    """Modules of another dtype take that, and give the model's. Hooks do it: of a list, FSDP2 casts for the first."""
+    head = output_head(model)
+    for name, dtype in policy.modules.items():
+        module = model.get_submodule(name)
+        cast_around(module, dtype, None if module is head else policy.compute)
+
+
+def cast_around(module: nn.Module, dtype: torch.dtype, back: torch.dtype | None) -> None:
+    """The module takes `dtype` and gives `back` (None: what it gives)."""
 
     module.register_forward_pre_hook(lambda _, args, kwargs: cast_floats((args, kwargs), dtype), with_kwargs=True)
     if back is not None:
@@ -122,10 +122,29 @@ def _cast_around(module: nn.Module, dtype: torch.dtype, back: torch.dtype | None
 # -------------------------------------------------------------------------------------- recomputation, compilation
 
 
-@cache  # equal layers get the same function, so that torch.compile makes one program for all of them
+def recompute(layer: nn.Module, policy: ShardPolicy, *, whole: bool, forward: Callable[..., Any] | None = None) -> None:
+    """Put a layer under gradient checkpointing. `forward(layer, ...)`: what runs in place of its class's forward."""
+    draws = bool(dropouts(layer))
+    run = recomputed(forward, policy.save_ops, whole, draws) if forward else None
+    layer.forward = MethodType(run or _recomputed(type(layer).forward, policy.save_ops, whole, draws), layer)
+
+
+def compile_layer(layer: nn.Module, backend: str, *, breaks: bool) -> None:
+    """Shapes are static, hooks stay outside. Those of a unit inside break the graph (`breaks`); else it is one."""
+    # torch's default is inductor; torch_tpu makes its own compiler the default.
+    options: dict[str, Any] = {} if backend == "auto" else {"backend": backend}
+    layer.forward = torch.compile(layer.forward, **options, fullgraph=not breaks, dynamic=False)
+
+
+@cache
 def _recomputed(
     forward: Callable[..., Any], save_ops: tuple[str, ...], whole: bool, draws: bool = False
 ) -> Callable[..., Any]:
+    """Equal layers get the same function, so that torch.compile makes one program for all of them."""
+    return recomputed(forward, save_ops, whole, draws)
+
+
+def recomputed(forward: Callable[..., Any], save_ops: tuple[str, ...], whole: bool, draws: bool) -> Callable[..., Any]:
     """A layer's `forward` under gradient checkpointing; it keeps the outputs of `save_ops`.
 
     `draws`: it has dropout, and draws the same numbers again.
@@ -218,9 +237,9 @@ def _require_sharded(model: nn.Module, shared: Mapping[nn.Parameter, list[str]])
             )
 
 
-def reshard_all(root: FSDPModule) -> None:
+def reshard_all(root: nn.Module) -> None:
     """Leave the units as backward would have left them, after a forward that none follows."""
-    for module in cast(nn.Module, root).modules():
+    for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
             group = cast(Any, module)._get_fsdp_state()._fsdp_param_group
@@ -257,6 +276,13 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 def materialise(model: nn.Module, policy: ShardPolicy, device: torch.device) -> None:
     """Memory for the parameters (on meta until now) where they rest."""
     rest_on = torch.device("cpu") if policy.cpu_offload else device
+    if not isinstance(model, FSDPModule):
+        for slots in parameter_slots(model).values():
+            meta = slots[0].module.get_parameter(slots[0].leaf)
+            weight = nn.Parameter(torch.empty_like(meta, device=rest_on), requires_grad=meta.requires_grad)
+            for slot in slots:
+                slot.module.register_parameter(slot.leaf, weight)
+        return
 
     def allocate(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, nn.Parameter):

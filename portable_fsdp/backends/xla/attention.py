@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from portable_fsdp.backends.pjrt import Forward
+from portable_fsdp.backends.base import Forward
 
 
 def with_flash_attention(forward: Forward, mesh: Any, rows: tuple[str, ...]) -> Forward:

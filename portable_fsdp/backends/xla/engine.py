@@ -20,16 +20,9 @@ from torch import Tensor, nn
 
 from portable_fsdp.backends import base
 from portable_fsdp.backends.pjrt import PjrtBackend, recomputed, require_devices, require_no_dropout, set_environment
+from portable_fsdp.backends.weight_uses import in_own_dtype, is_inside, uses_by_block, weight_uses
 from portable_fsdp.backends.xla.attention import with_flash_attention
-from portable_fsdp.backends.xla.forward import (
-    Copies,
-    finish_backward,
-    in_own_dtype,
-    is_inside,
-    keep_rows_split,
-    uses_by_block,
-    weight_uses,
-)
+from portable_fsdp.backends.xla.forward import Copies, finish_backward, keep_rows_split
 from portable_fsdp.backends.xla.reduce import replace_forwards, summed_in_float32
 from portable_fsdp.backends.xla.scan import LayerLoop
 from portable_fsdp.backends.xla.tensors import ROWS, DeviceTensors, Fetch, Layouts, Spec, Tensors, by_rows

@@ -4,70 +4,23 @@ Instances get a new forward, not a wrapper module: no name changes. XLA decides 
 module decides what XLA may keep: `Copies` of one step (SHARD_GRAD_OP), or barriers that force a second gather.
 """
 
-# Weights are replaced in a module's own table while its forward runs.
-# pyright: reportPrivateUsage=false
-
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from portable_fsdp.backends.base import ShardPolicy, cast_floats
-from portable_fsdp.backends.pjrt import Forward, is_float, wants_gradient
+from portable_fsdp.backends.base import Forward
+from portable_fsdp.backends.pjrt import is_float, wants_gradient
+from portable_fsdp.backends.weight_uses import Use, cast_weight, distinct, swapped
 
 Mark = Callable[[Tensor], None]
 """Lays a tensor out over the mesh, in place."""
 
 Barrier = Callable[[list[Tensor]], None]
 """XLA moves nothing across it, and merges nothing on one side with the same on the other; changes tensors in place."""
-
-
-class Use(NamedTuple):
-    """Where a weight is used, `module._parameters[leaf]`, and the dtype in which it computes there.
-
-    `apart`: the module's forward asks `Copies.of` for the copy, and gives the master its gradient itself (reduce.py).
-    """
-
-    module: nn.Module
-    leaf: str
-    dtype: torch.dtype
-    apart: bool = False
-
-    @property
-    def weight(self) -> nn.Parameter:
-        return cast(nn.Parameter, self.module._parameters[self.leaf])
-
-    @property
-    def key(self) -> tuple[int, torch.dtype]:
-        """Tied weights of one dtype share a copy."""
-        return id(self.weight), self.dtype
-
-
-def weight_uses(model: nn.Module, policy: ShardPolicy) -> dict[str, Use]:
-    """FQN -> use, tied weights under each of their FQNs."""
-    uses: dict[str, Use] = {}
-    for fqn, _ in model.named_parameters(remove_duplicate=False):
-        owner, _, leaf = fqn.rpartition(".")
-        dtype = next((own for name, own in policy.modules.items() if is_inside(fqn, (name,))), policy.compute)
-        uses[fqn] = Use(model.get_submodule(owner), leaf, dtype)
-    return uses
-
-
-def uses_by_block(uses: Mapping[str, Use], blocks: Iterable[str]) -> dict[str, list[Use]]:
-    """Block -> the weights that are in it and in no block inside it; "" is the model."""
-    by_depth = sorted({"", *blocks}, key=len, reverse=True)
-    owned: dict[str, list[Use]] = {block: [] for block in by_depth}
-    for fqn, use in uses.items():
-        owned[next(block for block in by_depth if not block or is_inside(fqn, (block,)))].append(use)
-    return owned
-
-
-def is_inside(name: str, modules: Iterable[str]) -> bool:
-    """Whether a module or weight is one of `modules`, or inside one."""
-    return any(f"{name}.".startswith(f"{module}.") for module in modules)
 
 
 class Copies:
@@ -89,10 +42,10 @@ class Copies:
     def _gather_all(self, uses: Iterable[Use]) -> None:
         """At the start of a forward, while autograd records."""
         if self._keep:
-            distinct = list(_distinct(uses))
-            self._gathered = [self._gather(cast_weight(use)) for use in distinct]
+            kept = list(distinct(uses))
+            self._gathered = [self._gather(cast_weight(use)) for use in kept]
             leaves = [copy.detach().requires_grad_(copy.requires_grad) for copy in self._gathered]
-            self._kept = {use.key: leaf for use, leaf in zip(distinct, leaves, strict=True)}
+            self._kept = {use.key: leaf for use, leaf in zip(kept, leaves, strict=True)}
 
     def release(self) -> None:
         """After backward. A tensor that is alive when a program ends is one of its outputs."""
@@ -113,7 +66,7 @@ class Copies:
 
     @contextmanager
     def _in_place(self, uses: list[Use]) -> Generator[None]:
-        copies = self._kept or {use.key: cast_weight(use) for use in _distinct(uses)}
+        copies = self._kept or {use.key: cast_weight(use) for use in distinct(uses)}
         if self._runs_again_on is not None and not self._kept:
             # Without a barrier XLA would merge the gathers of both runs, and keep the weights in between.
             copies = {key: copy * 1 for key, copy in copies.items()}
@@ -152,39 +105,6 @@ class Copies:
                     self.release()
 
         return run
-
-
-def _distinct(uses: Iterable[Use]) -> Iterable[Use]:
-    return {use.key: use for use in uses}.values()
-
-
-def cast_weight(use: Use) -> Tensor:
-    weight = use.weight.detach() if use.apart else use.weight
-    return weight.to(use.dtype) if weight.is_floating_point() else weight
-
-
-@contextmanager
-def swapped(uses: Sequence[Use], tensors: Sequence[Tensor]) -> Generator[None]:
-    """While `tensors` are what the modules find in place of their weights."""
-    masters = [use.weight for use in uses]
-    for use, tensor in zip(uses, tensors, strict=True):
-        use.module._parameters[use.leaf] = cast(nn.Parameter, tensor)
-    try:
-        yield
-    finally:
-        for use, master in zip(uses, masters, strict=True):
-            use.module._parameters[use.leaf] = master
-
-
-def in_own_dtype(forward: Forward, dtype: torch.dtype, result: torch.dtype | None) -> Forward:
-    """`forward` with what it takes cast to `dtype`, and what it gives to `result` (None: left as it is)."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = cast_floats((args, kwargs), dtype)
-        output = forward(*args, **kwargs)
-        return output if result is None else cast_floats(output, result)
-
-    return run
 
 
 def keep_rows_split(unit: nn.Module, mark_rows: Mark) -> None:

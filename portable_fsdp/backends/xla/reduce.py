@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from portable_fsdp.backends.pjrt import Forward
-from portable_fsdp.backends.xla.forward import Copies, Mark, Use
+from portable_fsdp.backends.base import Forward
+from portable_fsdp.backends.weight_uses import Use
+from portable_fsdp.backends.xla.forward import Copies, Mark
 from portable_fsdp.backends.xla.tensors import laid_out
 from portable_fsdp.runtime.errors import BackendError
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from portable_fsdp.backends.base import ShardPolicy
 from portable_fsdp.backends.pjrt import is_float
-from portable_fsdp.backends.xla.forward import Use, cast_weight, swapped
+from portable_fsdp.backends.weight_uses import Use, cast_weight, swapped
 from portable_fsdp.backends.xla.tensors import Layouts
 from portable_fsdp.runtime.errors import BackendError
 

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from portable_fsdp.backends import base
 from portable_fsdp.backends.pjrt import (
-    Forward,
     PjrtBackend,
     Programs,
     recomputed,
@@ -325,7 +324,7 @@ class _Body(nn.Module):
     The root's holds all units too, since the root looks for them among its own modules.
     """
 
-    run: Forward
+    run: base.Forward
 
     def __init__(self, module: nn.Module, inner: Sequence[nn.Module]) -> None:
         super().__init__()

@@ -1,0 +1,195 @@
+"""The wall time of a step beside transformers' Trainer on the same cores: native, XLA, in one process and over two.
+
+python benchmarks/step_beside_trainer.py [--steps=20] [--way=NAME ...] [--write]
+
+A Llama of 62 million parameters, vocabulary 32,000, 2 rows of 512 tokens, float32, AdamW, gradients clipped at 1. Each
+way lives in processes of its own, with two threads in all, and takes a step when its turn comes: what else the machine
+does falls on all. A step of ours is fetched before it counts as done. The Trainer's lies between two of its callbacks
+`on_step_begin`. A ratio is the median over rounds of ours / the Trainer's in the same round. `--write` writes
+results/step_beside_trainer.md.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+ARCHITECTURE: dict[str, Any] = {
+    **{"model_type": "llama", "vocab_size": 32_000, "hidden_size": 512, "intermediate_size": 1408},
+    **{"num_hidden_layers": 9, "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 512},
+    **{"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None, "tie_word_embeddings": False},
+}
+SEQ_LEN, ROWS, THREADS, WARM_UP = 512, 2, 2, 3
+TRAINER = "Trainer"
+WAYS: dict[str, tuple[str, int, tuple[str, ...]]] = {  # -> engine, processes or devices, overrides
+    "native": ("native", 1, ()),
+    "native, NO_SHARD": ("native", 1, ("sharding.strategy=NO_SHARD",)),
+    "xla": ("xla", 1, ()),
+    "native x 2": ("native", 2, ()),
+    "native x 2, NO_SHARD": ("native", 2, ("sharding.strategy=NO_SHARD",)),
+    "xla x 2": ("xla", 2, ()),
+}
+GOALS = {"native": 1.02, "native, NO_SHARD": 1.02, "xla": 1.05, "native x 2": 1.4, "xla x 2": 1.4}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--way", action="append", choices=[*WAYS], help="default: all")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve == TRAINER:
+        serve_trainer()
+    elif arguments.serve:
+        serve(*WAYS[arguments.serve])
+    else:
+        ways = arguments.way or [*WAYS]
+        seconds = measure([TRAINER, *ways], arguments.steps)
+        text = report(seconds)
+        print(text)
+        if arguments.write:
+            (Path(__file__).parent / "results" / "step_beside_trainer.md").write_text(text)
+
+
+# ---------------------------------------------------------------------------------------------------- the processes
+
+
+def take_turns() -> None:
+    """Wait for the parent's word."""
+    print("ready", flush=True)
+    if not sys.stdin.readline():
+        sys.exit(0)
+
+
+def serve_trainer() -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+    class Turns(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            take_turns()
+
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**ARCHITECTURE), attn_implementation="sdpa")
+    ids = torch.randint(256, (4096, SEQ_LEN))
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    with tempfile.TemporaryDirectory() as folder:
+        settings: dict[str, Any] = {
+            **{"output_dir": folder, "per_device_train_batch_size": ROWS, "max_steps": 2000, "learning_rate": 1e-4},
+            **{"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "logging_steps": 10_000},
+            **{"lr_scheduler_type": "constant", "weight_decay": 0.1, "max_grad_norm": 1.0},
+        }
+        arguments = TrainingArguments(**settings)
+        make: Any = Trainer  # its types want a Dataset of torch
+        make(model=model, args=arguments, train_dataset=rows, callbacks=[Turns()]).train()
+
+
+def serve(engine: str, devices: int, overrides: tuple[str, ...]) -> None:
+    import portable_fsdp as pf
+
+    values: dict[str, dict[str, Any]] = {
+        "model": {"architecture": ARCHITECTURE},
+        "data": {"source": "text", "path": str(ROOT / "portable_fsdp" / "**" / "*.py"), "seq_len": SEQ_LEN},
+        "train": {"steps": 2000, "global_batch": ROWS, "micro_batch": ROWS // devices},
+        "optim": {"lr": 1e-4, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.1},
+    }
+    for override in overrides:
+        key, _, value = override.partition("=")
+        section, _, name = key.partition(".")
+        values.setdefault(section, {})[name] = value
+    make: Any = pf.make_config
+    config = make(**values)
+    with pf.open_backend(config, device="cpu", backend=engine, num_devices=devices) as backend:
+        corpus = pf.build_data(config.data, config.model)
+        training = pf.build_training(config, backend, corpus.tokenizer)
+        with pf.open_batches(config, backend, training, corpus) as batches:
+            while True:
+                take_turns()
+                metrics = training.step([backend.place(batch) for batch in next(batches)], config.optim.lr)
+                backend.fetch(metrics).result()
+
+
+# ------------------------------------------------------------------------------------------------------ the parent
+
+
+def start(way: str) -> list[subprocess.Popen[str]]:
+    engine, devices, _ = WAYS.get(way, (TRAINER, 1, ()))
+    processes = devices if engine == "native" else 1
+    command = [sys.executable, __file__, f"--serve={way}"]
+    port = 20_000 + os.getpid() % 10_000 + len(way)
+    started: list[subprocess.Popen[str]] = []
+    for rank in range(processes):
+        environment = os.environ | {"OMP_NUM_THREADS": str(max(1, THREADS // processes)), "PYTHONPATH": str(ROOT)}
+        if way == TRAINER:
+            environment["USE_TORCH_XLA"] = "0"
+        if processes > 1:
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank)}
+            environment |= {"WORLD_SIZE": str(processes), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(processes)}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        started.append(subprocess.Popen(command, text=True, env=environment, **pipes))
+    return started
+
+
+def wait_for(processes: list[subprocess.Popen[str]]) -> None:
+    for process in processes:
+        assert process.stdout is not None
+        while line := process.stdout.readline():
+            if line.startswith("ready"):
+                break
+        else:
+            sys.exit(f"{process.args} ended")
+
+
+def measure(ways: list[str], steps: int) -> dict[str, list[float]]:
+    """Seconds of each way's step, round by round."""
+    running = {way: start(way) for way in ways}
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    try:
+        for processes in running.values():
+            wait_for(processes)
+        for turn in range(WARM_UP + steps):
+            for way in ways if turn % 2 else reversed(ways):
+                began = time.perf_counter()
+                for process in running[way]:
+                    assert process.stdin is not None
+                    process.stdin.write("go\n")
+                    process.stdin.flush()
+                wait_for(running[way])
+                if turn >= WARM_UP:
+                    seconds[way].append(time.perf_counter() - began)
+    finally:
+        for process in (process for processes in running.values() for process in processes):
+            process.kill()
+            process.wait()
+    return seconds
+
+
+def report(seconds: dict[str, list[float]]) -> str:
+    lines = [
+        "# A step beside transformers' Trainer",
+        "",
+        f"`python benchmarks/step_beside_trainer.py --write`: {len(seconds[TRAINER])} rounds, {THREADS} threads a way.",
+        f"torch {version('torch')}, transformers {version('transformers')}; {json.dumps(ARCHITECTURE)},",
+        f"{ROWS} rows of {SEQ_LEN} tokens, float32.",
+        "",
+        "| way | seconds, median | over the Trainer's | goal |",
+        "|---|---|---|---|",
+    ]
+    for way, own in seconds.items():
+        ratio = statistics.median(a / b for a, b in zip(own, seconds[TRAINER], strict=True))
+        goal = f"<= {GOALS[way]}" if way in GOALS else ""
+        lines.append(f"| {way} | {statistics.median(own):.2f} | {ratio:.3f} | {goal} |")
+    return "\n".join([*lines, ""])
+
+
+if __name__ == "__main__":
+    main()

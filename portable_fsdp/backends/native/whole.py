@@ -1,0 +1,193 @@
+"""Where the shard axis has one device (one GPU, or replicas): weights are used where they lie.
+
+FSDP2 would copy each unit's weights into a buffer and out of it, though there is nothing to gather. Here a weight that
+computes in another dtype than it rests in is cast when its block runs, and again in backward; one that doesn't is used
+as it is. Replicas sum their gradients in buckets, while backward goes on.
+"""
+
+# A storage's address has no public name.
+# pyright: reportPrivateUsage=false
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import record_function
+
+from portable_fsdp.backends.base import Forward, ShardPolicy
+from portable_fsdp.backends.native.units import (
+    ROOT,
+    cast_around,
+    cast_modules,
+    compile_layer,
+    dtype_of,
+    recompute,
+)
+from portable_fsdp.backends.weight_uses import (
+    Use,
+    cast_weight,
+    distinct,
+    is_inside,
+    swapped,
+    uses_by_block,
+    weight_uses,
+)
+
+# As torch's DistributedDataParallel (its bucket_cap_mb): large enough for a link, small enough to begin early.
+BUCKET_BYTES = 25 * 2**20
+CASTS = "portable_fsdp::cast_weights"  # sections in a profile, by which the planner tells parts
+SUMS = "portable_fsdp::sum_gradients"
+
+
+def use_in_place(model: nn.Module, policy: ShardPolicy) -> None:
+    """Casts, gradient checkpointing and compilation of `policy`, without units: nothing is gathered."""
+    cast_modules(model, policy)
+    for name in (*policy.units, ROOT):
+        cast_around(model.get_submodule(name), dtype_of(name, policy), None)
+    compiled = policy.layers if policy.compile_backend else ()
+    layers = {*policy.recompute, *compiled}
+    # A layer that runs again, or is a program, is one block: what is inside casts with it.
+    blocks = {name for name in (*policy.units, *layers) if not is_inside(name, layers - {name})}
+    casts, has_casts = _Casts(), False
+    for name, uses in uses_by_block(weight_uses(model, policy), blocks).items():
+        block = model.get_submodule(name)
+        uses = [use for use in uses if use.weight.is_floating_point() and use.weight.dtype != use.dtype]
+        has_casts = has_casts or bool(uses)
+        inside = name in policy.recompute and name not in compiled and bool(uses)
+        if name in policy.recompute:
+            forward = casts.run_with(uses, type(block).forward) if inside else None
+            recompute(block, policy, whole=False, forward=forward)
+        if name in compiled and policy.compile_backend is not None:
+            compile_layer(block, policy.compile_backend, breaks=False)
+        if uses and not inside:
+            block.forward = casts.run_with(uses, block.forward)
+    if has_casts and policy.reshard_after_forward:
+        model.forward = casts.forgotten(model.forward)
+
+
+class _Cast(NamedTuple):
+    """What autograd keeps in place of a copy, or of a view of it."""
+
+    weight: Tensor
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Casts:
+    """Weights in their compute dtype, while a block runs."""
+
+    def __init__(self) -> None:
+        self._running: dict[int, tuple[Tensor, torch.dtype]] = {}  # by the copy's storage: what it is a copy of
+
+    def run_with(self, uses: list[Use], forward: Forward) -> Forward:
+        """`forward` with copies in place of the weights of `uses`."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            masters = {use.key: use.weight for use in uses}
+            with record_function(CASTS):
+                copies = {use.key: cast_weight(use) for use in distinct(uses)}
+            known = {_storage(copy): (masters[key].detach(), copy.dtype) for key, copy in copies.items()}
+            self._running |= known
+            try:
+                with swapped(uses, [copies[use.key] for use in uses]):
+                    return forward(*args, **kwargs)
+            finally:
+                for key in known:
+                    del self._running[key]
+
+        return run
+
+    def forgotten(self, forward: Forward) -> Forward:
+        """The model's `forward`; autograd keeps no copy that runs in it, and backward casts again."""
+
+        def pack(tensor: Tensor) -> Tensor | _Cast:
+            weight, dtype = self._running.get(_storage(tensor), (None, tensor.dtype))
+            if weight is None:
+                return tensor
+            return _Cast(weight, dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+        def unpack(kept: Tensor | _Cast) -> Tensor:
+            if isinstance(kept, Tensor):
+                return kept
+            with record_function(CASTS):
+                copy = kept.weight.to(kept.dtype)
+            return copy.as_strided(kept.size, kept.stride, kept.offset)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with saved_tensors_hooks(pack, unpack):
+                return forward(*args, **kwargs)
+
+        return run
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class GradientSums:
+    """Sums the gradients of replicas, in buckets of equal order on all of them, while backward goes on.
+
+    A weight that a replica's rows don't use joins with zeros.
+    """
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+        self._group, self._dtype = group, dtype
+        self._buckets: list[list[nn.Parameter]] = []
+        self._missing: list[int] = []  # gradients of each bucket that aren't there yet
+        self._under_way: list[tuple[Any, Tensor, list[nn.Parameter]]] = []
+        self._started: int | None = None  # buckets; None: no last micro batch is under way
+        size = BUCKET_BYTES
+        # Backward reaches about the last weights first.
+        for parameter in reversed([p for p in model.parameters() if p.requires_grad]):
+            if size >= BUCKET_BYTES:
+                self._buckets.append([])
+                size = 0
+            self._buckets[-1].append(parameter)
+            size += parameter.numel() * dtype.itemsize
+            parameter.register_post_accumulate_grad_hook(partial(self._note, len(self._buckets) - 1))
+
+    @contextmanager
+    def summing(self) -> Generator[None]:
+        """Around the last micro batch; afterwards the gradients are the sums."""
+        self._missing, self._started = [len(bucket) for bucket in self._buckets], 0
+        try:
+            yield
+            while self._started < len(self._buckets):
+                self._start_next()
+            self._wait()
+        finally:
+            self._started = None
+            self._under_way.clear()
+
+    def _note(self, bucket: int, _: Tensor) -> None:
+        if self._started is None:
+            return
+        self._missing[bucket] -= 1
+        while self._started < len(self._buckets) and not self._missing[self._started]:
+            self._start_next()
+
+    def _start_next(self) -> None:
+        assert self._started is not None
+        bucket = self._buckets[self._started]
+        self._started += 1
+        with record_function(SUMS):
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+            flat = torch.cat([gradient.flatten().to(self._dtype) for gradient in gradients])
+            for parameter, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+                # The old gradient's memory is free from here on; in another dtype the new one is made when it is there.
+                parameter.grad = part.view_as(parameter) if part.dtype == parameter.dtype else None
+            self._under_way.append((dist.all_reduce(flat, group=self._group, async_op=True), flat, bucket))
+
+    def _wait(self) -> None:
+        for work, flat, bucket in self._under_way:
+            work.wait()
+            if any(parameter.grad is None for parameter in bucket):
+                for parameter, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+                    parameter.grad = part.view_as(parameter).to(parameter.dtype)

@@ -1,0 +1,96 @@
+"""Where each weight is used, and in which dtype it computes there: for engines that cast at use.
+
+Weights are replaced in a module's own table while its forward runs: no wrapper module, no changed name.
+"""
+
+# That table has no public name.
+# pyright: reportPrivateUsage=false
+
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from portable_fsdp.backends.base import Forward, ShardPolicy, cast_floats
+
+
+class Use(NamedTuple):
+    """Where a weight is used, `module._parameters[leaf]`, and the dtype in which it computes there.
+
+    `apart`: XLA's: the module's forward asks for the copy, and gives the master its gradient itself (xla/reduce.py).
+    """
+
+    module: nn.Module
+    leaf: str
+    dtype: torch.dtype
+    apart: bool = False
+
+    @property
+    def weight(self) -> nn.Parameter:
+        return cast(nn.Parameter, self.module._parameters[self.leaf])
+
+    @property
+    def key(self) -> tuple[int, torch.dtype]:
+        """Tied weights of one dtype share a copy."""
+        return id(self.weight), self.dtype
+
+
+def weight_uses(model: nn.Module, policy: ShardPolicy) -> dict[str, Use]:
+    """FQN -> use, tied weights under each of their FQNs."""
+    uses: dict[str, Use] = {}
+    for fqn, _ in model.named_parameters(remove_duplicate=False):
+        owner, _, leaf = fqn.rpartition(".")
+        dtype = next((own for name, own in policy.modules.items() if is_inside(fqn, (name,))), policy.compute)
+        uses[fqn] = Use(model.get_submodule(owner), leaf, dtype)
+    return uses
+
+
+def uses_by_block(uses: Mapping[str, Use], blocks: Iterable[str]) -> dict[str, list[Use]]:
+    """Block -> the weights that are in it and in no block inside it; "" is the model."""
+    by_depth = sorted({"", *blocks}, key=len, reverse=True)
+    owned: dict[str, list[Use]] = {block: [] for block in by_depth}
+    for fqn, use in uses.items():
+        owned[next(block for block in by_depth if not block or is_inside(fqn, (block,)))].append(use)
+    return owned
+
+
+def is_inside(name: str, modules: Iterable[str]) -> bool:
+    """Whether a module or weight is one of `modules`, or inside one."""
+    return any(f"{name}.".startswith(f"{module}.") for module in modules)
+
+
+def distinct(uses: Iterable[Use]) -> Iterable[Use]:
+    """One use of each weight and dtype."""
+    return {use.key: use for use in uses}.values()
+
+
+def cast_weight(use: Use) -> Tensor:
+    """The weight in the dtype of its use; the weight itself where it has that dtype."""
+    weight = use.weight.detach() if use.apart else use.weight
+    return weight.to(use.dtype) if weight.is_floating_point() else weight
+
+
+@contextmanager
+def swapped(uses: Sequence[Use], tensors: Sequence[Tensor]) -> Generator[None]:
+    """While `tensors` are what the modules find in place of their weights."""
+    masters = [use.weight for use in uses]
+    for use, tensor in zip(uses, tensors, strict=True):
+        use.module._parameters[use.leaf] = cast(nn.Parameter, tensor)
+    try:
+        yield
+    finally:
+        for use, master in zip(uses, masters, strict=True):
+            use.module._parameters[use.leaf] = master
+
+
+def in_own_dtype(forward: Forward, dtype: torch.dtype, result: torch.dtype | None) -> Forward:
+    """`forward` with what it takes cast to `dtype`, and what it gives to `result` (None: left as it is)."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = cast_floats((args, kwargs), dtype)
+        output = forward(*args, **kwargs)
+        return output if result is None else cast_floats(output, result)
+
+    return run
