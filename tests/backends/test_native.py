@@ -292,14 +292,22 @@ COMPILED = {"compile.enabled": True, "compile.backend": "aot_eager"}
 RECOMPUTED = {"memory.gradient_checkpointing": "full"}
 
 
-@pytest.mark.parametrize("recomputation", [{}, RECOMPUTED], ids=["plain", "recomputed"])
-def test_equal_layers_are_one_program_without_breaks(recomputation: Settings, workers: GetWorkers) -> None:
-    (plain,) = workers(Group("native", 1)).run("programs", case=Case(settings=TWELVE))
-    case = Case(settings={**TWELVE, **COMPILED, **recomputation})
-    (answer,) = workers(Group("native", 1)).run("programs", case=case)
+CAST = {"precision.compute": "bfloat16", "precision.modules": {"*norm*": "float32"}}
+
+
+@pytest.mark.parametrize(
+    ("devices", "settings", "tolerance"),
+    [(2, {}, 1e-5), (2, RECOMPUTED, 1e-5), (1, CAST | RECOMPUTED, 1e-3)],
+    ids=["plain", "recomputed", "one device, recomputed, of two dtypes"],
+)
+def test_equal_layers_are_one_program_without_breaks(
+    devices: int, settings: Settings, tolerance: float, workers: GetWorkers
+) -> None:
+    plain = workers(Group("native", devices)).run("programs", case=Case(settings=TWELVE | settings))[0]
+    answer = workers(Group("native", devices)).run("programs", case=Case(settings=TWELVE | COMPILED | settings))[0]
     assert (plain["programs"], answer["programs"]) == (0, 1)
     assert answer["breaks"] == {}
-    assert answer["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+    assert answer["losses"] == pytest.approx(plain["losses"], rel=tolerance)
 
 
 def test_matmul_precision_is_set_while_open(workers: GetWorkers) -> None:

@@ -20,7 +20,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from portable_fsdp.backends.base import ShardPolicy, cast_floats, dropouts, output_head, parameter_slots
+from portable_fsdp.backends.base import ShardPolicy, dropouts, output_head, parameter_slots
+from portable_fsdp.backends.weight_uses import in_own_dtype
 from portable_fsdp.runtime.errors import BackendError
 
 ROOT = ""
@@ -104,29 +105,34 @@ def _groups(policy: ShardPolicy, units: list[str]) -> dict[str, dict[torch.dtype
 
 
 def cast_modules(model: nn.Module, policy: ShardPolicy) -> None:
-    """Modules of another dtype take that, and give the model's. Hooks do it: of a list, FSDP2 casts for the first."""
+    """Modules of another dtype take that, and give the model's. Forwards do it: of a list, FSDP2 casts for the first
+    only, and hooks have numbers, for which torch.compile would make each layer a program."""
     head = output_head(model)
     for name, dtype in policy.modules.items():
         module = model.get_submodule(name)
-        cast_around(module, dtype, None if module is head else policy.compute)
+        back = None if module is head else policy.compute
+        module.forward = MethodType(_in_own_dtype(forward_of(module), dtype, back), module)
 
 
-def cast_around(module: nn.Module, dtype: torch.dtype, back: torch.dtype | None) -> None:
-    """The module takes `dtype` and gives `back` (None: what it gives)."""
+def forward_of(module: nn.Module) -> Callable[..., Any]:
+    """Of its class, or what replaced it, with the module as its first argument: equal for equal layers."""
+    forward = module.forward
+    return forward.__func__ if isinstance(forward, MethodType) else lambda _, *args, **named: forward(*args, **named)
 
-    module.register_forward_pre_hook(lambda _, args, kwargs: cast_floats((args, kwargs), dtype), with_kwargs=True)
-    if back is not None:
-        module.register_forward_hook(lambda _, __, output: cast_floats(output, back))
+
+@cache
+def _in_own_dtype(forward: Callable[..., Any], dtype: torch.dtype, back: torch.dtype | None) -> Callable[..., Any]:
+    return in_own_dtype(forward, dtype, back)
 
 
 # -------------------------------------------------------------------------------------- recomputation, compilation
 
 
 def recompute(layer: nn.Module, policy: ShardPolicy, *, whole: bool, forward: Callable[..., Any] | None = None) -> None:
-    """Put a layer under gradient checkpointing. `forward(layer, ...)`: what runs in place of its class's forward."""
+    """Put a layer under gradient checkpointing. `forward(layer, ...)`: what runs in place of its forward."""
     draws = bool(dropouts(layer))
     run = recomputed(forward, policy.save_ops, whole, draws) if forward else None
-    layer.forward = MethodType(run or _recomputed(type(layer).forward, policy.save_ops, whole, draws), layer)
+    layer.forward = MethodType(run or _recomputed(forward_of(layer), policy.save_ops, whole, draws), layer)
 
 
 def compile_layer(layer: nn.Module, backend: str, *, breaks: bool) -> None:

@@ -8,7 +8,7 @@ as it is. Replicas sum their gradients in buckets, while backward goes on.
 # A storage's address has no public name.
 # pyright: reportPrivateUsage=false
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import record_function
 
-from portable_fsdp.backends.base import Forward, ShardPolicy
+from portable_fsdp.backends.base import Forward, ShardPolicy, cast_floats
 from portable_fsdp.backends.native.units import (
     ROOT,
-    cast_around,
     cast_modules,
     compile_layer,
     dtype_of,
+    forward_of,
     recompute,
 )
 from portable_fsdp.backends.weight_uses import (
@@ -47,8 +47,6 @@ SUMS = "portable_fsdp::sum_gradients"
 def use_in_place(model: nn.Module, policy: ShardPolicy) -> None:
     """Casts, gradient checkpointing and compilation of `policy`, without units: nothing is gathered."""
     cast_modules(model, policy)
-    for name in (*policy.units, ROOT):
-        cast_around(model.get_submodule(name), dtype_of(name, policy), None)
     compiled = policy.layers if policy.compile_backend else ()
     layers = {*policy.recompute, *compiled}
     # A layer that runs again, or is a program, is one block: what is inside casts with it.
@@ -56,11 +54,13 @@ def use_in_place(model: nn.Module, policy: ShardPolicy) -> None:
     casts, has_casts = _Casts(), False
     for name, uses in uses_by_block(weight_uses(model, policy), blocks).items():
         block = model.get_submodule(name)
+        if name in (ROOT, *policy.units):  # as FSDP2 does: it may take pixels
+            block.register_forward_pre_hook(_casting(dtype_of(name, policy)), with_kwargs=True)
         uses = [use for use in uses if use.weight.is_floating_point() and use.weight.dtype != use.dtype]
         has_casts = has_casts or bool(uses)
         inside = name in policy.recompute and name not in compiled and bool(uses)
         if name in policy.recompute:
-            forward = casts.run_with(uses, type(block).forward) if inside else None
+            forward = casts.run_with(uses, forward_of(block)) if inside else None
             recompute(block, policy, whole=False, forward=forward)
         if name in compiled and policy.compile_backend is not None:
             compile_layer(block, policy.compile_backend, breaks=False)
@@ -68,6 +68,10 @@ def use_in_place(model: nn.Module, policy: ShardPolicy) -> None:
             block.forward = casts.run_with(uses, block.forward)
     if has_casts and policy.reshard_after_forward:
         model.forward = casts.forgotten(model.forward)
+
+
+def _casting(dtype: torch.dtype) -> Callable[..., Any]:
+    return lambda _, args, kwargs: cast_floats((args, kwargs), dtype)
 
 
 class _Cast(NamedTuple):
