@@ -5,6 +5,7 @@ import os
 import time
 import warnings
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
@@ -20,7 +21,7 @@ from portable_fsdp.backends.native.units import local_part
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.config.load import make_config
 from portable_fsdp.config.schema import Config, Train
-from portable_fsdp.train.build import build_training
+from portable_fsdp.train.build import build_training, shard_policy
 
 
 def live_storages(config: Config) -> Measured:
@@ -215,16 +216,26 @@ def _word(name: str) -> str:
     return "backward" if name == "MmBackward0" else ""
 
 
-def programs(case: Case) -> dict[str, Any]:
-    """What torch.compile made in three steps: programs, and breaks of their graphs with their reasons."""
+def programs(case: Case, inductor: str = "") -> dict[str, Any]:
+    """What torch.compile made in three steps: programs, and breaks of their graphs with their reasons.
+
+    `inductor`: a folder for its cache, for it in place of the case's compiler; a config on CPU is refused it.
+    """
     import torch._dynamo
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
     counters.clear()
-    with running(case) as run:
+
+    def policy(*arguments: Any) -> ShardPolicy:
+        return replace(shard_policy(*arguments), compile_backend="inductor")
+
+    environment = patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": inductor}) if inductor else nullcontext()
+    made = patch("portable_fsdp.train.build.shard_policy", policy) if inductor else nullcontext()
+    with environment, made, running(case) as run:
         losses = [metrics["loss"] for metrics in run.train(1, 3)]
     return {
+        "kernels": sum(path.suffix == ".so" for path in Path(inductor).rglob("*")) if inductor else 0,
         "programs": counters["stats"]["unique_graphs"],
         "breaks": dict(counters["graph_break"]),
         "losses": losses,

@@ -310,6 +310,18 @@ def test_equal_layers_are_one_program_without_breaks(
     assert answer["losses"] == pytest.approx(plain["losses"], rel=tolerance)
 
 
+@pytest.mark.proof  # it needs a C++ compiler
+@pytest.mark.timeout(300)
+def test_inductor_compiles_units_over_shards(workers: GetWorkers, tmp_path: Path) -> None:
+    """torch's default compiler, which builds kernels for GPUs, here builds C++; a start with it on CPU is refused."""
+    two_layers = Case(settings=COMPILED)
+    eager = workers(Group("native", 2)).run("programs", case=Case())[0]
+    answer = workers(Group("native", 2)).run("programs", case=two_layers, inductor=str(tmp_path))[0]
+    assert (answer["programs"], answer["breaks"]) == (1, {})
+    assert answer["kernels"] >= 2  # forward and backward
+    assert answer["losses"] == pytest.approx(eager["losses"], rel=1e-5)
+
+
 def test_matmul_precision_is_set_while_open(workers: GetWorkers) -> None:
     for precision, inside in (("highest", "highest"), ("high", "high"), ("default", "medium")):
         case = Case(settings={"precision.matmul": precision})
