@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from portable_fsdp.backends.base import ShardPolicy, dropouts, output_head, parameter_slots
+from portable_fsdp.backends.base import ShardPolicy, cast_floats, dropouts, output_head, parameter_slots
 from portable_fsdp.backends.weight_uses import in_own_dtype
 from portable_fsdp.runtime.errors import BackendError
 
@@ -105,13 +105,20 @@ def _groups(policy: ShardPolicy, units: list[str]) -> dict[str, dict[torch.dtype
 
 
 def cast_modules(model: nn.Module, policy: ShardPolicy) -> None:
-    """Modules of another dtype take that, and give the model's. Forwards do it: of a list, FSDP2 casts for the first
-    only, and hooks have numbers, for which torch.compile would make each layer a program."""
+    """Modules of another dtype take that, and give the model's; the head gives its own. FSDP2 wouldn't: of a list of
+    modules, it casts for the first only."""
     head = output_head(model)
     for name, dtype in policy.modules.items():
         module = model.get_submodule(name)
-        back = None if module is head else policy.compute
-        module.forward = MethodType(_in_own_dtype(forward_of(module), dtype, back), module)
+        if module is head:
+            cast_inputs(module, dtype)
+        else:  # no hooks: they have numbers, for which torch.compile would make each layer a program
+            module.forward = MethodType(_in_own_dtype(forward_of(module), dtype, policy.compute), module)
+
+
+def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
+    """By a hook."""
+    module.register_forward_pre_hook(lambda _, args, kwargs: cast_floats((args, kwargs), dtype), with_kwargs=True)
 
 
 def forward_of(module: nn.Module) -> Callable[..., Any]:

@@ -8,8 +8,8 @@ as it is. Replicas sum their gradients in buckets, while backward goes on.
 # A storage's address has no public name.
 # pyright: reportPrivateUsage=false
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import record_function
 
-from portable_fsdp.backends.base import Forward, ShardPolicy, cast_floats
+from portable_fsdp.backends.base import Forward, ShardPolicy
 from portable_fsdp.backends.native.units import (
     ROOT,
+    cast_inputs,
     cast_modules,
     compile_layer,
     dtype_of,
@@ -55,28 +56,25 @@ def use_in_place(model: nn.Module, policy: ShardPolicy) -> None:
     for name, uses in uses_by_block(weight_uses(model, policy), blocks).items():
         block = model.get_submodule(name)
         if name in (ROOT, *policy.units):  # as FSDP2 does: it may take pixels
-            block.register_forward_pre_hook(_casting(dtype_of(name, policy)), with_kwargs=True)
+            cast_inputs(block, dtype_of(name, policy))
         uses = [use for use in uses if use.weight.is_floating_point() and use.weight.dtype != use.dtype]
         has_casts = has_casts or bool(uses)
         inside = name in policy.recompute and name not in compiled and bool(uses)
         if name in policy.recompute:
-            forward = casts.run_with(uses, forward_of(block)) if inside else None
+            forward = casts.inside(uses, forward_of(block)) if inside else None
             recompute(block, policy, whole=False, forward=forward)
         if name in compiled and policy.compile_backend is not None:
             compile_layer(block, policy.compile_backend, breaks=False)
         if uses and not inside:
-            block.forward = casts.run_with(uses, block.forward)
+            casts.around(block, uses)
     if has_casts and policy.reshard_after_forward:
         model.forward = casts.forgotten(model.forward)
-
-
-def _casting(dtype: torch.dtype) -> Callable[..., Any]:
-    return lambda _, args, kwargs: cast_floats((args, kwargs), dtype)
 
 
 class _Cast(NamedTuple):
     """What autograd keeps in place of a copy, or of a view of it."""
 
+    storage: int
     weight: Tensor
     dtype: torch.dtype
     size: torch.Size
@@ -88,40 +86,63 @@ class _Casts:
     """Weights in their compute dtype, while a block runs."""
 
     def __init__(self) -> None:
-        self._running: dict[int, tuple[Tensor, torch.dtype]] = {}  # by the copy's storage: what it is a copy of
+        self._running: dict[int, tuple[Tensor, Tensor]] = {}  # by the copy's storage: the weight and the copy
 
-    def run_with(self, uses: list[Use], forward: Forward) -> Forward:
-        """`forward` with copies in place of the weights of `uses`."""
+    @contextmanager
+    def _in_place(self, uses: list[Use]) -> Generator[None]:
+        """While copies are what modules find in place of the weights of `uses`."""
+        masters = {use.key: use.weight for use in uses}
+        with record_function(CASTS):
+            copies = {use.key: cast_weight(use) for use in distinct(uses)}
+        running = {_storage(copy): (masters[key].detach(), copy.detach()) for key, copy in copies.items()}
+        self._running |= running
+        try:
+            with swapped(uses, [copies[use.key] for use in uses]):
+                yield
+        finally:
+            for key in running:
+                del self._running[key]
+
+    def inside(self, uses: list[Use], forward: Forward) -> Forward:
+        """`forward`, to be run again in backward, with the copies in place."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            masters = {use.key: use.weight for use in uses}
-            with record_function(CASTS):
-                copies = {use.key: cast_weight(use) for use in distinct(uses)}
-            known = {_storage(copy): (masters[key].detach(), copy.dtype) for key, copy in copies.items()}
-            self._running |= known
-            try:
-                with swapped(uses, [copies[use.key] for use in uses]):
-                    return forward(*args, **kwargs)
-            finally:
-                for key in known:
-                    del self._running[key]
+            with self._in_place(uses):
+                return forward(*args, **kwargs)
 
         return run
+
+    def around(self, block: nn.Module, uses: list[Use]) -> None:
+        """The copies are in place around a block's forward, whatever that is by then."""
+        entered: list[AbstractContextManager[None]] = []
+
+        def begin(*_: Any) -> None:
+            entered.append(self._in_place(uses))
+            entered[-1].__enter__()
+
+        def end(*_: Any) -> None:
+            entered.pop().__exit__(None, None, None)
+
+        block.register_forward_pre_hook(begin)
+        block.register_forward_hook(end, prepend=True, always_call=True)
 
     def forgotten(self, forward: Forward) -> Forward:
         """The model's `forward`; autograd keeps no copy that runs in it, and backward casts again."""
 
         def pack(tensor: Tensor) -> Tensor | _Cast:
-            weight, dtype = self._running.get(_storage(tensor), (None, tensor.dtype))
-            if weight is None:
+            storage = _storage(tensor)
+            if storage not in self._running:
                 return tensor
-            return _Cast(weight, dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+            weight = self._running[storage][0]
+            return _Cast(storage, weight, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
         def unpack(kept: Tensor | _Cast) -> Tensor:
             if isinstance(kept, Tensor):
                 return kept
-            with record_function(CASTS):
-                copy = kept.weight.to(kept.dtype)
+            weight, copy = self._running.get(kept.storage, (None, None))
+            if weight is not kept.weight or copy is None:  # else it is a gradient within the block's forward
+                with record_function(CASTS):
+                    copy = kept.weight.to(kept.dtype)
             return copy.as_strided(kept.size, kept.stride, kept.offset)
 
         def run(*args: Any, **kwargs: Any) -> Any:
