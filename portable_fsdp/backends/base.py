@@ -28,6 +28,7 @@ from portable_fsdp.runtime.host import host_memory_bytes
 
 if TYPE_CHECKING:
     from portable_fsdp.metrics.profile import Operation
+    from portable_fsdp.optim.loss_scale import LossScaler
 
 T = TypeVar("T")
 
@@ -151,6 +152,9 @@ class Backend(Closing):
     data_parallel_size: int  # devices
     axes: Mapping[str, int]  # of the mesh, as `config/layout.py` gives them: name -> devices along it
     expected_compilations: int  # of the train step, evaluation and samples in a whole run; 0 where nothing compiles
+    loss_scaler: "LossScaler | None" = (
+        None  # where a module computes in float16: gradients are multiples until they are clipped
+    )
 
     @abstractmethod
     def close(self) -> None:
@@ -202,7 +206,10 @@ class Backend(Closing):
 
     @abstractmethod
     def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
-        """Clip to the global norm `limit` (None: don't); return the norm before, 0-dim, on device. *collective*"""
+        """Undo loss scaling and clip to the global norm `limit` (None: don't).
+
+        Returns the norm between the two, 0-dim, on device. *collective*
+        """
 
     @abstractmethod
     def sum(self, tensor: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Mapping
 
 from portable_fsdp.backends.options import EngineOptions, Package
-from portable_fsdp.config.rules import Deployment, Refused, Rule, is_hybrid, parts, shards_of_a_replica
+from portable_fsdp.config.rules import Deployment, Refused, Rule, is_hybrid, parts, shards_of_a_replica, without_float16
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.process import Hosts
 
@@ -114,6 +114,9 @@ RULES = (
         "memory.cpu_offload=false",
         when=lambda c, p: c.memory.cpu_offload,
     ),
+    *without_float16(
+        "on tpu", "TPUs multiply in bfloat16, which needs no loss scaling", when=lambda c, p: p.device == "tpu"
+    ),
     Refused(
         "observe.profile",
         "on tpu",
@@ -158,6 +161,9 @@ EFFECTS = {
     "sharding.sync_each_micro_batch=true": "a reduce-scatter in each micro batch, an all-reduce in the last",
     "sharding.backward_prefetch=NO_PREFETCH": "a unit is gathered in backward when it is needed",
     "precision.compute": "MixedPrecisionPolicy(param_dtype); weights are cast unit by unit",
+    "precision.compute=float16": (
+        "MixedPrecisionPolicy(param_dtype), with dynamic loss scaling; a step whose gradients overflow changes nothing"
+    ),
     "precision.reduce": "MixedPrecisionPolicy(reduce_dtype)",
     "precision.reduce=auto": "float32",
     "precision.modules": "a group of fully_shard with its own param_dtype; inputs and outputs are cast",

@@ -1,9 +1,14 @@
 """What xla (torch_xla SPMD) does with each option. No torch here."""
 
 from portable_fsdp.backends.pjrt_options import TorchXlaOptions
-from portable_fsdp.config.rules import Refused, Rule, dtypes, is_selective, only_largest_bucket
+from portable_fsdp.config.rules import Refused, Rule, dtypes, is_selective, only_largest_bucket, without_float16
 
 RULES = (
+    *without_float16(
+        "on xla",
+        "float16 needs loss scaling, which only native has; bfloat16 has the range of float32",
+        "--backend=native",
+    ),
     Rule(
         "precision.modules",
         "of some layers only, with scan_layers",
