@@ -55,8 +55,8 @@ PEAKS = (
 def peak_flops(device_name: str, dtype: str) -> float | None:
     """Dense peak of one device in FLOP/s, by the name that its driver gives ("NVIDIA H100 80GB HBM3", "TPU v5p").
 
-    `dtype` is bfloat16, float16, float32 or tf32 (float32 matmuls rounded to TF32). None for what the table doesn't know:
-    another device or dtype, or a slice of a device (MIG); MFU is then unknown, never guessed.
+    `dtype` is bfloat16, float16, float32 or tf32 (float32 matmuls rounded to TF32). None for what the table doesn't
+    know: another device or dtype, or a slice of a device (MIG); MFU is then unknown, never guessed.
     """
     words = set(re.split(r"[^a-z0-9]+", device_name.lower()))
     if "mig" in words:
