@@ -112,27 +112,7 @@ def dtypes(config: Config) -> set[str]:
     return {config.precision.compute, *config.precision.modules.values()}
 
 
-def without_float16(case: str, reason: str, *other_ways: str, when: When = lambda c, p: True) -> tuple[Rule, Rule]:
-    """The rules of an engine that doesn't compute in float16, or not in the case `when`."""
-    return (
-        Rule(
-            "precision.compute",
-            case,
-            lambda c, p: c.precision.compute == "float16" and when(c, p),
-            reason,
-            ("precision.compute=bfloat16", *other_ways),
-        ),
-        Rule(
-            "precision.modules",
-            f"with float16 {case}",
-            lambda c, p: "float16" in c.precision.modules.values() and when(c, p),
-            reason,
-            lambda c, p: (*_modules_without_float16(c, p), *other_ways),
-        ),
-    )
-
-
-def _modules_without_float16(config: Config, _: Deployment) -> tuple[str, ...]:
+def modules_without_float16(config: Config, _: Deployment) -> tuple[str, ...]:
     modules = config.precision.modules.items()
     replaced = {name: "bfloat16" if dtype == "float16" else dtype for name, dtype in modules}
     return (f"precision.modules={yaml_value(replaced)}",)

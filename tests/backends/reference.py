@@ -205,7 +205,7 @@ def train_by_grad_scaler(case: Case, parts: int) -> Scaled:
     model, precision, out = _model(case), case.config(1).precision, Scaled([], [], ())
     optimizer = _optimizer(case, model)
     window = precision.loss_scale_window
-    scaler = torch.amp.GradScaler("cpu", init_scale=precision.loss_scale, growth_interval=window)
+    scaler = torch.GradScaler("cpu", init_scale=precision.loss_scale, growth_interval=window)
     for step in range(1, case.steps + 1):
         positions = torch.arange((step - 1) * GLOBAL_BATCH, step * GLOBAL_BATCH).numpy()
         batch = CaseRows().rows(sample_indices(case.seed, positions, len(CaseRows())))

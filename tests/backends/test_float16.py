@@ -105,3 +105,14 @@ def test_an_overflow_in_one_shard_skips_the_step_on_all_processes(
         assert not torch.equal(third["state"]["weight"], first["state"]["weight"])
         if name == "adamw":
             assert third["state"]["step"] == 2
+
+
+def test_c2_a_step_reads_nothing_of_the_device_and_sends_no_more(workers: GetWorkers) -> None:
+    sgd = {"name": "sgd", "lr": 0.5, "momentum": 0.9, "weight_decay": 0.0}
+    assert [answer["reads"] for answer in workers(TWO).run("host_reads", case=replace(CASE, optim=sgd))] == [0, 0]
+    sent = [
+        [(kind, bytes, world) for kind, _, bytes, world in answer["steps"][1]["wire"]]
+        for dtype in ("bfloat16", "float16")
+        for answer in workers(TWO).run("collectives", case=Case(compute=dtype))[:1]
+    ]
+    assert sent[0] == sent[1]

@@ -4,7 +4,15 @@ import os
 from collections.abc import Callable, Mapping
 
 from portable_fsdp.backends.options import EngineOptions, Package
-from portable_fsdp.config.rules import Deployment, Refused, Rule, is_hybrid, parts, shards_of_a_replica, without_float16
+from portable_fsdp.config.rules import (
+    Deployment,
+    Refused,
+    Rule,
+    is_hybrid,
+    modules_without_float16,
+    parts,
+    shards_of_a_replica,
+)
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.process import Hosts
 
@@ -114,8 +122,19 @@ RULES = (
         "memory.cpu_offload=false",
         when=lambda c, p: c.memory.cpu_offload,
     ),
-    *without_float16(
-        "on tpu", "TPUs multiply in bfloat16, which needs no loss scaling", when=lambda c, p: p.device == "tpu"
+    Rule(
+        "precision.compute",
+        "on tpu",
+        lambda c, p: c.precision.compute == "float16" and p.device == "tpu",
+        "TPUs multiply in bfloat16, which needs no loss scaling",
+        ("precision.compute=bfloat16",),
+    ),
+    Rule(
+        "precision.modules",
+        "with float16 on tpu",
+        lambda c, p: "float16" in c.precision.modules.values() and p.device == "tpu",
+        "TPUs multiply in bfloat16, which needs no loss scaling",
+        modules_without_float16,
     ),
     Refused(
         "observe.profile",

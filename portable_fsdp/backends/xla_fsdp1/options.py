@@ -1,13 +1,15 @@
 """What xla_fsdp1 (XlaFullyShardedDataParallel) does with each option. No torch here."""
 
 from portable_fsdp.backends.pjrt_options import TorchXlaOptions
-from portable_fsdp.config.rules import Refused, Rule, only_largest_bucket, without_float16
+from portable_fsdp.config.rules import Refused, Rule, only_largest_bucket
 
 RULES = (
-    *without_float16(
+    Rule(
+        "precision.compute",
         "on xla_fsdp1",
+        lambda c, p: c.precision.compute == "float16",
         "float16 needs loss scaling, which only native has; bfloat16 has the range of float32",
-        "--backend=native",
+        ("precision.compute=bfloat16", "--backend=native"),
     ),
     Refused(
         "precision.master",
