@@ -64,6 +64,23 @@ def test_optimizers_without_a_fused_step_skip_the_same_steps(
     assert skipped_steps(answer) == plain.skipped != ()
 
 
+@pytest.mark.parametrize(
+    ("devices", "settings"),
+    [
+        (2, {"memory.cpu_offload": True, "memory.gradient_checkpointing": "full"}),
+        (4, {"sharding.strategy": "HYBRID_SHARD", "sharding.replicas": 2, "model.freeze": ["model.embed_tokens"]}),
+    ],
+)
+def test_other_layouts_skip_the_same_steps(run: Run, devices: int, settings: dict[str, Any]) -> None:
+    case = replace(CASE, steps=12, settings=PLANTED | settings)
+    answer, *others = run(Group("native", devices), case)
+    plain = train_by_grad_scaler(case, parts=devices)
+    assert numbers(answer, "loss_scale") == plain.scales
+    assert numbers(answer, "loss") == pytest.approx(plain.losses, rel=BF16_20_STEPS)
+    assert skipped_steps(answer) == plain.skipped != ()
+    assert all(repr(other["metrics"]) == repr(answer["metrics"]) for other in others)
+
+
 def test_a_resume_is_bit_for_bit(workers: GetWorkers, tmp_path: Path) -> None:
     """Saved after skipped steps, in the middle of a window."""
     case = replace(CASE, steps=20)
