@@ -152,9 +152,7 @@ class Backend(Closing):
     data_parallel_size: int  # devices
     axes: Mapping[str, int]  # of the mesh, as `config/layout.py` gives them: name -> devices along it
     expected_compilations: int  # of the train step, evaluation and samples in a whole run; 0 where nothing compiles
-    loss_scaler: "LossScaler | None" = (
-        None  # where a module computes in float16: gradients are multiples until they are clipped
-    )
+    loss_scaler: "LossScaler | None" = None  # in float16: `clip_grad_norm` divides gradients by its scale
 
     @abstractmethod
     def close(self) -> None:

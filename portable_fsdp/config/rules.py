@@ -242,7 +242,7 @@ _OF_THE_MODEL = (
     (
         "optim.factory",
         "with float16, for an optimizer that can't skip a step on the device",
-        "those of torch with fused=True can",
+        "docs/optimizers.md says what it takes",
     ),
     ("memory.every", "that is more than the number of layers", "the model has fewer layers"),
 )

@@ -55,6 +55,6 @@ class LossScaler:
         if not getattr(optimizer, "_step_supports_amp_scaling", False):  # torch's word: its fused optimizers have it
             raise ConfigError(
                 f"precision.compute: float16 needs an optimizer that skips a step on the device, found "
-                f"{type(optimizer).__name__}.\n  Make one of torch's with fused=True, or set "
-                "precision.compute=bfloat16."
+                f"{type(optimizer).__name__}.\n  Let its step heed found_inf (docs/optimizers.md), or set "
+                "precision.compute=bfloat16 or optim.name=adamw."
             )

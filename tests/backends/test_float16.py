@@ -11,7 +11,7 @@ import torch
 from cases import Case
 from reference import reference, train_by_grad_scaler
 from test_curves import BF16_20_STEPS, FP32_20_STEPS
-from workers import Group, Workers, marked
+from workers import Group, JobFailed, Workers, marked
 
 Run = Callable[[Group, Case], list[dict[str, Any]]]
 GetWorkers = Callable[[Group], Workers]
@@ -133,3 +133,12 @@ def test_c2_a_step_reads_nothing_of_the_device_and_sends_no_more(workers: GetWor
         for answer in workers(TWO).run("collectives", case=Case(compute=dtype))[:1]
     ]
     assert sent[0] == sent[1]
+
+
+def test_an_optimizer_that_cannot_skip_is_refused(workers: GetWorkers) -> None:
+    """The config's own ones by a rule; what a factory makes once it is there."""
+    case = replace(CASE, optim={"factory": "own_optimizers:torchs_sgd", "lr": 1e-3, "weight_decay": 0.0})
+    with pytest.raises(JobFailed, match="skips a step on the device, found SGD") as failure:
+        workers(TWO).run("opened", case=case, build=True)
+    assert failure.value.kind == "ConfigError"
+    workers(TWO).run("opened", case=replace(case, optim=case.optim | {"factory": "own_optimizers:lion"}), build=True)
