@@ -28,6 +28,7 @@ from portable_fsdp.runtime.host import host_memory_bytes
 
 if TYPE_CHECKING:
     from portable_fsdp.metrics.profile import Operation
+    from portable_fsdp.optim.loss_scale import LossScaler
 
 T = TypeVar("T")
 
@@ -154,6 +155,7 @@ class Backend(Closing):
     data_parallel_size: int  # devices
     axes: Mapping[str, int]  # of the mesh, as `config/layout.py` gives them: name -> devices along it
     expected_compilations: int  # of the train step, evaluation and samples in a whole run; 0 where nothing compiles
+    loss_scaler: "LossScaler | None" = None  # in float16: `clip_grad_norm` divides gradients by its scale
 
     @abstractmethod
     def close(self) -> None:
@@ -205,7 +207,10 @@ class Backend(Closing):
 
     @abstractmethod
     def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
-        """Clip to the global norm `limit` (None: don't); return the norm before, 0-dim, on device. *collective*"""
+        """Undo loss scaling and clip to the global norm `limit` (None: don't).
+
+        Returns the norm between the two, 0-dim, on device. *collective*
+        """
 
     @abstractmethod
     def sum(self, tensor: Tensor) -> Tensor:

@@ -100,6 +100,14 @@ class Evaluated(StrictModel):
     without_improvement: int = Field(ge=0)  # evaluations since the best one
 
 
+class LossScale(StrictModel):
+    """Dynamic loss scaling of a float16 run, after the step."""
+
+    scale: float = Field(gt=0, allow_inf_nan=False)
+    finite_steps: int = Field(ge=0)  # in a row, since the scale last changed
+    skipped_steps: int = Field(ge=0)  # of the whole run
+
+
 class BaseFingerprint(StrictModel):
     """The weights of `model.pretrained` that a checkpoint of adapters leaves out. They have no pieces."""
 
@@ -125,8 +133,8 @@ class WrittenBy(StrictModel):
 
 class Manifest(StrictModel):
     """`manifest.json`. `architecture` is its key `model_config` (transformers' config), a name that pydantic reserves;
-    `ties` are further names of tensors; `saved_at` is in UTC (ISO 8601). `evaluation` and `base` are left out where
-    there is none, so that older releases read the rest."""
+    `ties` are further names of tensors; `saved_at` is in UTC (ISO 8601). `evaluation`, `loss_scale` and `base` are left
+    out where there is none, so that older releases read the rest."""
 
     format_version: int = Field(ge=1, le=1)
     step: int = Field(ge=0)
@@ -135,6 +143,7 @@ class Manifest(StrictModel):
     architecture: dict[str, Any] | None = Field(alias="model_config")
     data: DataPosition
     evaluation: Evaluated | None = None
+    loss_scale: LossScale | None = None
     base: BaseFingerprint | None = None
     ties: dict[str, str]
     written_by: WrittenBy
@@ -241,7 +250,7 @@ def run_of(manifest: Manifest) -> str:
 
 def manifest_text(manifest: Manifest) -> str:
     """Sealed JSON with one line per tensor and file, so that people can read it and `diff` shows the changes."""
-    without = {key for key in ("evaluation", "base") if getattr(manifest, key) is None}
+    without = {key for key in ("evaluation", "loss_scale", "base") if getattr(manifest, key) is None}
     parts: list[str] = []
     for key, value in manifest.model_dump(mode="json", by_alias=True, exclude=without).items():
         match key:

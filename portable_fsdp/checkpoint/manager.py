@@ -202,7 +202,7 @@ class Checkpoints(Closing):
         state: Mapping[str, TensorState],
     ) -> format.Manifest:
         """Without files and pieces, which the processes write."""
-        tensors, base = entries_without_pieces(state), self._fingerprint
+        tensors, base, scaler = entries_without_pieces(state), self._fingerprint, self._backend.loss_scaler
         if self._base is not None and base is not None:
             left_out = {key: tensors.pop(key) for key in list(tensors) if key in self._base.names}
             base = base.model_copy(update={"tensors": left_out})
@@ -215,6 +215,7 @@ class Checkpoints(Closing):
             model_config=self._model_config,
             data=format.DataPosition(epoch=position[0], position=position[1], **self._data._asdict()),
             evaluation=evaluation,
+            loss_scale=scaler and format.LossScale.model_validate(scaler.state()),
             base=base,
             ties=self._ties,
             files=(),
@@ -373,6 +374,8 @@ class Checkpoints(Closing):
             if not weights_only:
                 require_allowed(changes, allow, name)
             self._backend.load_state(model, optimizer, _read_from(reader, expected, self._base, weights_only))
+            if (scaler := self._backend.loss_scaler) and (saved := manifest.loss_scale) and not weights_only:
+                scaler.restore(**saved.model_dump())
         return Resumed(
             path=source.path,
             step=0 if weights_only else manifest.step,

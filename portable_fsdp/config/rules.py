@@ -112,7 +112,7 @@ def dtypes(config: Config) -> set[str]:
     return {config.precision.compute, *config.precision.modules.values()}
 
 
-def _modules_without_float16(config: Config, _: Deployment) -> tuple[str, ...]:
+def modules_without_float16(config: Config, _: Deployment) -> tuple[str, ...]:
     modules = config.precision.modules.items()
     replaced = {name: "bfloat16" if dtype == "float16" else dtype for name, dtype in modules}
     return (f"precision.modules={yaml_value(replaced)}",)
@@ -148,7 +148,6 @@ def parts(whole: int | None) -> list[int]:
 
 # ------------------------------------------------------------------------------------------------ refused everywhere
 
-_NO_LOSS_SCALING = "float16 needs loss scaling, which is not built: small gradients would become 0"
 _NO_MORE_DIGITS = "bfloat16 weights hold no more digits to compute with"
 
 
@@ -240,6 +239,11 @@ _OF_THE_MODEL = (
         "with a pattern that matches no module, or two dtypes for nested modules or for a tied weight",
         "each must match one, and a weight is cast to one dtype",
     ),
+    (
+        "optim.factory",
+        "with float16, for an optimizer that can't skip a step on the device",
+        "docs/optimizers.md says what it takes",
+    ),
     ("memory.every", "that is more than the number of layers", "the model has fewer layers"),
 )
 """Option, a case that only the built model shows, and the reason."""
@@ -311,10 +315,10 @@ RULES = (
     ),
     Refused(
         "precision.master",
-        "with precision.compute=float32",
+        "with precision.compute=float32 or float16",
         _NO_MORE_DIGITS,
         "precision.compute=bfloat16",
-        when=lambda c, p: c.precision.master == "bfloat16" and c.precision.compute == "float32",
+        when=lambda c, p: c.precision.master == "bfloat16" and c.precision.compute != "bfloat16",
     ),
     Refused(
         "precision.frozen",
@@ -322,19 +326,21 @@ RULES = (
         "it applies to weights that model.freeze or model.lora freezes",
         when=lambda c, p: c.precision.frozen != "auto" and not c.model.freeze and c.model.lora is None,
     ),
-    Rule(
-        "precision.compute",
-        "without loss scaling",
-        lambda c, p: c.precision.compute == "float16",
-        _NO_LOSS_SCALING,
-        ("precision.compute=bfloat16",),
+    *(
+        Refused(
+            f"precision.{key}",
+            "where nothing computes in float16",
+            "only float16 needs loss scaling",
+            "precision.compute=float16",
+            when=lambda c, p: "float16" not in dtypes(c),
+        )
+        for key in ("loss_scale", "loss_scale_window")
     ),
-    Rule(
-        "precision.modules",
-        "with float16",
-        lambda c, p: "float16" in c.precision.modules.values(),
-        _NO_LOSS_SCALING,
-        _modules_without_float16,
+    Refused(
+        "optim.name=adafactor|muon|adamw8bit",
+        "where something computes in float16",
+        "its step counts lie on the host, which would wait for the device to learn of an overflow",
+        when=lambda c, p: "float16" in dtypes(c),
     ),
     Rule(
         "precision.modules",
@@ -494,6 +500,7 @@ EFFECTS = {
     "precision.master": "dtype of weights and optimizer state at rest",
     "precision.frozen": "dtype at rest of frozen weights",
     "precision.frozen=auto": "as precision.master",
+    "precision.loss_scale|loss_scale_window": "loss scaling on the device: a step whose gradients overflow is skipped",
     "precision.output": "casts the logits before the loss; auto: no cast",
     "memory.gradient_checkpointing=none": "activations are kept",
     "memory.cpu_offload=false": "everything stays in device memory",

@@ -317,6 +317,14 @@ class Precision(Section):
         description="precision of float32 matrix products; highest: float32; high: TF32 on GPUs, three bfloat16 passes "
         "on TPUs; default: the device's fastest",
     )
+    loss_scale: Float = Field(
+        default=65536.0,
+        ge=1,
+        description="float16: first multiple of the loss that backward starts from; halved when gradients overflow",
+    )
+    loss_scale_window: int = Field(
+        default=2000, ge=1, description="float16: steps without overflow after which the loss scale is doubled"
+    )
 
 
 class Memory(Section):

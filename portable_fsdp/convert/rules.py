@@ -198,9 +198,10 @@ def _precision(facts: ForeignFacts) -> None:
         return
     if loaded is not None and loaded.value != mixed.value:
         facts.contradiction("precision.compute", mixed, loaded)
-    facts.set("precision.compute", mixed.value, mixed)
     fsdp = facts.value("~distributed") == "FSDP" or FSDP in facts.sections or bool(facts.value("~fsdp"))
     fsdp = fsdp and not facts.value("~xla")
+    in_float32 = fsdp and mixed.value == "float16" and "precision.reduce" not in facts.keys
+    facts.set("precision.compute", mixed.value, mixed, "gradients are summed in float32" if in_float32 else "")
     computes = facts.given.get("precision.compute", mixed.value)  # an override of that dtype is one of this, too
     if mixed.value == computes == "bfloat16" and fsdp and "precision.reduce" not in facts.keys:
         facts.set("precision.reduce", "bfloat16", mixed, "as accelerate does under FSDP")

@@ -84,11 +84,11 @@ def _setting(answers: Answers, value: object) -> KeyOutcome:
 
 
 def float16(answers: Answers) -> KeyOutcome:
-    """The refusal of that dtype, for an option of any."""
+    """That dtype, for an option of any."""
     [option] = answers.options
-    return KeyOutcome(
-        refuse="float16 needs a scaled loss, which is not built", way="set it to bfloat16", about=str(option)
-    )
+    if option == "precision.compute":
+        return KeyOutcome(set={option: "float16"}, remark=answers.remark)
+    return KeyOutcome(refuse="only products are computed in float16", way="set it to float32", about=str(option))
 
 
 def expected(answers: Answers) -> str:

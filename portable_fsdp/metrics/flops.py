@@ -18,6 +18,7 @@ class Peaks(NamedTuple):
     float32: float | None  # outside of tensor cores: PyTorch's float32 matmul unless TF32 is allowed
     tf32: float | None
     source: str
+    float16: float | None = None  # None: that of bfloat16, for which tensor cores have the same rate
 
 
 _CLOUD_TPU = "peak compute per chip (bf16), docs.cloud.google.com/tpu/docs/"
@@ -35,8 +36,8 @@ PEAKS = (
     Peaks(("a100",), 312, 19.5, 156, "NVIDIA A100 data sheet, dense, PCIe and SXM alike"),
     Peaks(("l40s",), 362, 91.6, 183, "NVIDIA L40S data sheet, dense"),
     Peaks(("l4",), 121, 30.3, 60, "NVIDIA L4 data sheet: BF16 242 and TF32 120 sparse, FP32 30.3"),
-    Peaks(("v100", "sxm2"), None, 15.7, None, "NVIDIA V100 data sheet, SXM2; no bfloat16 tensor cores"),
-    Peaks(("v100", "pcie"), None, 14, None, "NVIDIA V100 data sheet, PCIe; no bfloat16 tensor cores"),
+    Peaks(("v100", "sxm2"), None, 15.7, None, "NVIDIA V100 data sheet, SXM2; no bfloat16 tensor cores", 125),
+    Peaks(("v100", "pcie"), None, 14, None, "NVIDIA V100 data sheet, PCIe; no bfloat16 tensor cores", 112),
     Peaks(("tpu7x",), 1153.5, None, None, _CLOUD_TPU + "tpu7x: 2307; a chip is two devices"),
     Peaks(("tpu", "v7"), 1153.5, None, None, _CLOUD_TPU + "tpu7x; the name that torch_tpu 0.2.0 gives it"),
     Peaks(("tpu", "v6e"), 918, None, None, _CLOUD_TPU + "v6e"),
@@ -54,8 +55,8 @@ PEAKS = (
 def peak_flops(device_name: str, dtype: str) -> float | None:
     """Dense peak of one device in FLOP/s, by the name that its driver gives ("NVIDIA H100 80GB HBM3", "TPU v5p").
 
-    `dtype` is bfloat16, float32 or tf32 (float32 matmuls rounded to TF32). None for what the table doesn't know:
-    another device or dtype, or a slice of a device (MIG); MFU is then unknown, never guessed.
+    `dtype` is bfloat16, float16, float32 or tf32 (float32 matmuls rounded to TF32). None for what the table doesn't
+    know: another device or dtype, or a slice of a device (MIG); MFU is then unknown, never guessed.
     """
     words = set(re.split(r"[^a-z0-9]+", device_name.lower()))
     if "mig" in words:
@@ -63,7 +64,8 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
     row = next((row for row in PEAKS if words.issuperset(row.words)), None)
     if row is None:
         return None
-    tera = {"bfloat16": row.bfloat16, "float32": row.float32, "tf32": row.tf32}.get(dtype)
+    halves = {"bfloat16": row.bfloat16, "float16": row.float16 or row.bfloat16}
+    tera = {**halves, "float32": row.float32, "tf32": row.tf32}.get(dtype)
     return None if tera is None else tera * TERA
 
 

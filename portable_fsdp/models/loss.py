@@ -27,6 +27,9 @@ _VIEWS = ("UnsafeView", "View", "Slice")
 _KEEP_NO_OUTPUT = ("Mm", "Addmm", "Linear", "Add", "Mul", "Div", "ToCopy")
 
 CHUNK_BYTES = 256 * 2**20  # float32 logits upcast at once, per process
+FLOAT16_GAIN = 2.0**15
+"""Gradients of float16 logits, -1 to 1, are kept times this: forward knows no loss scale, and float16 nothing below
+6e-8, less than which most of a large vocabulary has."""
 
 
 def _chunks(logits: Tensor, chunked: bool) -> list[tuple[int, int]]:
@@ -62,6 +65,8 @@ class _CrossEntropySum(torch.autograd.Function):
         scale = cast(Tensor, outputs[0])
         gradient = cast(Tensor, ctx.gradient)
         del ctx.gradient  # in place below: a second backward would be wrong, so it has none
+        if gradient.dtype == torch.float16:
+            scale = scale / FLOAT16_GAIN
         return gradient.mul_(scale), None, None
 
 
@@ -78,7 +83,8 @@ def _with_gradient(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     leaf = logits.detach().requires_grad_()
     with torch.enable_grad():
         loss = _cross_entropy(leaf, labels)
-    return loss.detach(), torch.autograd.grad(loss, leaf)[0]
+        kept = loss * FLOAT16_GAIN if logits.dtype == torch.float16 else loss
+    return loss.detach(), torch.autograd.grad(kept, leaf)[0]
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, chunked: bool = True) -> tuple[Tensor, Tensor]:

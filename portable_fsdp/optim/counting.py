@@ -4,7 +4,7 @@ They run in eager and in compiled steps; of torch's own, only AdamW and Adam do 
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ Number = float | Tensor
 
 class CountingOptimizer(torch.optim.Optimizer):
     """Counts each parameter's steps on the host, in its state `step` if it has one, and reads nothing of the device.
+
+    Without `step`, it can skip a step on the device, as torch's fused optimizers do: `found_inf`, set by whoever scales
+    losses, is 1 in a step that changes nothing.
 
     torch's `capturable` optimizers count on the device and correct by each count, which nearly doubles compile time.
     Here parameters of equal counts share what follows from them: numbers, or inputs that `set_step_numbers` sets.
@@ -43,14 +46,23 @@ class CountingOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every parameter that has a gradient. There is no closure: nothing here evaluates a loss again."""
-        numbers = self.placed or self.corrections()
+        numbers, found_inf = self.placed or self.corrections(), cast(Tensor | None, getattr(self, "found_inf", None))
         with torch.no_grad():
             for group in self.param_groups:
                 for count, parameters in self._by_count(group).items():
                     prepared = self.prepare(group, *(numbers[name] for name, _ in self.numbers(group, count)))
                     for parameter in parameters:
-                        if parameter.grad is not None:
-                            self.update(parameter, parameter.grad, group, *prepared)
+                        if parameter.grad is None:
+                            continue
+                        before = [] if found_inf is None else [value.clone() for value in self._changed(parameter)]
+                        self.update(parameter, parameter.grad, group, *prepared)
+                        if found_inf is not None:
+                            for value, old in zip(self._changed(parameter), before, strict=True):
+                                value.copy_(torch.where(found_inf > 0, old, value))
+
+    def _changed(self, parameter: Tensor) -> list[Tensor]:
+        """What an update changes: a parameter and its state."""
+        return [parameter, *(value for value in self.state[parameter].values() if isinstance(value, Tensor))]
 
     def _by_count(self, group: dict[str, Any]) -> dict[int, list[Tensor]]:
         """A group's parameters by the number that their next step has, from 1."""
@@ -130,6 +142,8 @@ class SGD(CountingOptimizer):
 
     torch's SGD couples the decay to the gradient, and reads a device's learning rate back to the host in each step.
     """
+
+    _step_supports_amp_scaling = True
 
     def __init__(self, groups: list[dict[str, Any]], *, lr: Number, momentum: float) -> None:
         super().__init__(groups, {"lr": lr, "momentum": momentum})

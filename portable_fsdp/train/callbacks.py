@@ -6,6 +6,7 @@ costs no time. A callback of yours that raises is logged and gets no more calls;
 """
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,6 +99,13 @@ class StepEnd:
     collectives: Mapping[str, Traffic] | None  # in the first step of a start: what each step sends
     evaluation: EvaluationEnd | None = None
     last_checkpoint: Path | None = None  # committed by this start, or resumed from
+    loss_scale: float | None = None  # of this step; None: nothing computes in float16
+    skipped_steps: int | None = None  # of the run so far, since their gradients overflowed
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether gradients overflowed float16, so that no weight changed; `grad_norm` isn't finite then."""
+        return self.loss_scale is not None and not math.isfinite(self.grad_norm)
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ from portable_fsdp.train.consistency import open_data, require_folders_and_model
 from portable_fsdp.train.decision import Decision, Limits, Votes, decide, is_patience_over
 from portable_fsdp.train.early_checks import check_profile
 from portable_fsdp.train.evaluate import Evaluator, updated_history
-from portable_fsdp.train.measures import InFlight, Measures, NotFiniteError, run_start
+from portable_fsdp.train.measures import LEAST_LOSS_SCALE, InFlight, Measures, NotFiniteError, run_start
 from portable_fsdp.train.profiles import Profiles
 from portable_fsdp.train.records import Console, RunFiles
 from portable_fsdp.train.save_triggers import SaveTriggers
@@ -144,10 +144,13 @@ def _placed(run: _Run, rows: list[Batch]) -> list[Batch]:
 
 
 def _read(run: _Run, late: InFlight, until: float | None = None) -> tuple[StepEnd, Votes]:
-    """Wait for a step that must be finite."""
+    """Wait for a step that must be finite, or that float16 skipped."""
     end, votes = run.measures.read(late, until)
     run.step = end.step
-    _require_finite(run, end.step, {"loss": end.loss, "grad_norm": end.grad_norm})
+    values = {"loss": end.loss, "grad_norm": end.grad_norm}
+    if end.is_skipped and (end.loss_scale or 0) > LEAST_LOSS_SCALE:
+        del values["grad_norm"]  # the next steps have a smaller scale
+    _require_finite(run, end.step, values, end.loss_scale)
     return replace(end, last_checkpoint=run.last_checkpoint), votes
 
 
@@ -232,7 +235,7 @@ def _wants_stop(run: _Run) -> bool:
     return run.stop.requested or run.checkpoints.failed
 
 
-def _require_finite(run: _Run, step: int, values: dict[str, float]) -> None:
+def _require_finite(run: _Run, step: int, values: dict[str, float], loss_scale: float | None = None) -> None:
     """Raises NotFiniteError, on all processes alike."""
     if all(map(math.isfinite, values.values())):
         return
@@ -242,7 +245,7 @@ def _require_finite(run: _Run, step: int, values: dict[str, float]) -> None:
         newest = f"The last good checkpoint is {saved[0]}." if saved else "No checkpoint was saved before it."
     except Exception as error:  # of a store, of many classes
         newest = f"{run.checkpoints.folder} doesn't answer ({type(error).__name__}): look there for checkpoints."
-    raise NotFiniteError(step, values, newest)
+    raise NotFiniteError(step, values, newest, loss_scale)
 
 
 # ------------------------------------------------------------------------------------------------------- start and end

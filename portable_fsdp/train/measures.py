@@ -27,6 +27,8 @@ if TYPE_CHECKING:  # text doesn't load it
 
 VOTES = 5
 """Columns of each process in the votes."""
+LEAST_LOSS_SCALE = 1.0
+"""A run ends whose gradients overflow at this scale: DeepSpeed's min_loss_scale."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,15 @@ class InFlight:
 class NotFiniteError(TrainingError):
     """A loss or a gradient norm that is not finite."""
 
-    def __init__(self, step: int, values: dict[str, float], last_saved: str) -> None:
+    def __init__(self, step: int, values: dict[str, float], last_saved: str, loss_scale: float | None = None) -> None:
         expected = "evaluation loss" if "eval_loss" in values else "loss and gradient norm"
         actual = " and ".join(f"{name} {value}" for name, value in values.items())
+        float16 = ""
+        if loss_scale is not None:
+            actual += f" at a loss scale of {loss_scale:g}, in float16"
+            float16 = "  Set precision.compute=bfloat16, with checkpoint.allow='[precision.compute]'.\n"
         super().__init__(
-            f"step {step}: expected a finite {expected}, found {actual}.\n  {last_saved}\n"
+            f"step {step}: expected a finite {expected}, found {actual}.\n  {last_saved}\n{float16}"
             "  Lower optim.lr or clip harder (train.max_grad_norm), with\n"
             "  checkpoint.allow='[optim.lr, train.max_grad_norm]', or look at the rows of this step."
         )
@@ -141,6 +147,8 @@ class Measures:
             imbalance=imbalance(own.tolist()) if len(own) > 1 else None,
             stragglers=self._watch.add(own.tolist(), self._seconds),
             collectives=self._backend.collectives if step == start.step + 1 else None,
+            loss_scale=metrics["loss_scale"].item() if "loss_scale" in metrics else None,
+            skipped_steps=int(metrics["skipped_steps"].item()) if "skipped_steps" in metrics else None,
         )
         return end, Votes(bool(stop > 0), bool((saves > 0).any()))
 

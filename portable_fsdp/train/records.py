@@ -40,7 +40,8 @@ _KEYS = (
     "data_seconds",
     "imbalance",
 )
-"""Keys of metrics.jsonl, which people's scripts read; `processes` and `eval_*` where they are known."""
+"""Keys of metrics.jsonl, which people's scripts read; `processes`, `eval_*`, and in float16 `loss_scale` and
+`skipped_steps`, where they are known."""
 
 
 class RunFiles(Callback):
@@ -89,6 +90,8 @@ class RunFiles(Callback):
         row = {name: getattr(step, name) for name in _KEYS} | {"time": utc_text(step.ended)}
         if step.is_logged:
             row["processes"] = processes_row(step, self._hosts)
+        if step.loss_scale is not None:
+            row |= {"loss_scale": step.loss_scale, "skipped_steps": step.skipped_steps}
         if (evaluation := step.evaluation) is not None:
             row |= {f"eval_{name}": getattr(evaluation, name) for name in ("loss", "perplexity", "tokens")}
             row |= {f"eval_{name}": value for name, value in evaluation.metrics.items()}
@@ -229,6 +232,8 @@ def _own_settings(config: Config) -> str:
 def _step_line(step: StepEnd) -> str:
     """In torchtitan's words, without what is unknown: tps is total over all devices, tflops is per device."""
     line = f"step: {step.step}/{step.steps}  loss: {step.loss:.4f}  grad_norm: {step.grad_norm:.4f}"
+    if step.loss_scale is not None:
+        line += f"  loss_scale: {step.loss_scale:.0f}  skipped: {step.skipped_steps}"
     if step.memory_bytes is not None:
         share = f"({step.memory_bytes / step.memory_limit:.0%})" if step.memory_limit else ""
         line += f"  memory: {step.memory_bytes / 2**30:.2f}GiB{share}"

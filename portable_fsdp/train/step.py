@@ -37,10 +37,16 @@ def train_step(
 
     It returns `loss` (mean over all that the task counts in the global batch, before the update), `grad_norm` (before
     clipping) and, where the batches hold `votes` [rows, n], their sum over the rows of all data shards [n]: device
-    tensors that nobody has waited for. One micro batch makes one program; several make two, `micro_batch` and `update`.
+    tensors that nobody has waited for. In float16 also `loss_scale`, and `skipped_steps` so far: a step whose gradients
+    overflow changes no weight, and its `grad_norm` isn't finite.
+
+    One micro batch makes one program; several make two, `micro_batch` and `update`.
     """
     task = task if isinstance(task, Task) else Task(getattr(task, "__name__", "task"), task, counts_labels=False)
     summed = ("loss",) if task.counts_labels else ("loss", "share")
+    scaler = backend.loss_scaler
+    if scaler is not None:
+        scaler.require_skippable(optimizer)
 
     def expected_count(batch: Batch) -> Tensor:
         """Of the step's losses, on all devices."""
@@ -55,7 +61,7 @@ def train_step(
         with backend.accumulate(last):
             loss_sum, count, _ = task.scores(model, batch)
             mean = loss_sum / expected
-            mean.backward()
+            (mean if scaler is None else mean * scaler.scale).backward()
         totals = {"loss": sums["loss"] + mean.detach()}
         return totals if task.counts_labels else {**totals, "share": sums["share"] + count.detach() / expected}
 
@@ -73,9 +79,10 @@ def train_step(
             loss = loss / totals[1]
             backend.scale_gradients(model, 1 / totals[1])
         grad_norm = backend.clip_grad_norm(model, max_grad_norm)
+        scaling = {} if scaler is None else scaler.update(optimizer, grad_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=accumulation == 1)
-        return {"loss": loss, "grad_norm": grad_norm, **({"votes": totals[len(sums) :]} if votes else {})}
+        return {"loss": loss, "grad_norm": grad_norm, **scaling, **({"votes": totals[len(sums) :]} if votes else {})}
 
     run_micro_batch = backend.compile(micro_batch, "micro_batch")
     run_update = backend.compile(update, "train_step" if accumulation == 1 else "update")

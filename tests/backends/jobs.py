@@ -235,14 +235,14 @@ def write(case: Case, folder: str, at: int) -> dict[str, Any]:
         }
 
 
-def read(case: Case, folders: dict[str, str], at: int) -> dict[str, Any]:
+def read(case: Case, folders: dict[str, str], at: int, allow: tuple[str, ...] = ()) -> dict[str, Any]:
     """Load what each writer saved into one model, read it back, and train on from there."""
     backend, config = open_case(case)
     out: dict[str, Any] = {}
     with backend:
         run = Run(backend, config)
         for writer, folder in folders.items():
-            _, resumed = _load(_checkpoints(folder, run), run)
+            _, resumed = _load(_checkpoints(folder, run, schema.Checkpoint(allow=allow)), run)
             state = run.state()
             out[writer] = {"state": state, "position": resumed.position, "metrics": run.train(at + 1, case.steps)}
         out["compilations"] = backend.compilations

@@ -162,6 +162,34 @@ def gradients_of_branches() -> dict[str, Any]:
         return {"before": before, "sums": sums, "expected": expected, "buckets": buckets}
 
 
+def overflow_in_one_shard(case: Case) -> list[dict[str, Any]]:
+    """Three steps of one weight of four rows. In the second a row of process 0 makes the gradient of the last row of
+    the weight overflow, which the last process holds. What this process holds after each step, and the metrics."""
+    from torch import nn
+
+    from portable_fsdp.train.build import shard
+    from portable_fsdp.train.step import train_step
+
+    def weighted(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        outputs = model(batch["inputs"]) * batch["weights"]
+        return outputs.float().sum(), torch.tensor(float(len(outputs)))
+
+    backend, config = open_case(case)
+    out: list[dict[str, Any]] = []
+    with backend:
+        model, optimizer = shard(lambda: nn.Linear(3, 4, bias=False), config, backend)
+        step = train_step(backend, model, optimizer, accumulation=1, max_grad_norm=1.0, task=weighted)
+        [weight] = model.parameters()
+        for number in (1, 2, 3):
+            weights = torch.ones(1, 4)
+            weights[0, 3] = 8.0 if number == 2 and backend.process.index == 0 else 1.0
+            metrics = backend.fetch(step([backend.place({"inputs": torch.ones(1, 3), "weights": weights})], 1e-2))
+            state = {name: local_part(value).clone() for name, value in optimizer.state[weight].items()}
+            numbers = {name: value.item() for name, value in metrics.result().items()}
+            out.append({"state": {"weight": local_part(weight).clone(), **state}, "metrics": numbers})
+    return out
+
+
 def order_of_gathers(policy: dict[str, Any], frozen: tuple[int, ...] = ()) -> list[str]:
     """What a step after the first does, in order, of a model that runs its four layers from the last to the first.
 

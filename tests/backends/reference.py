@@ -4,7 +4,7 @@ The model is transformers' own with its own attention and experts, the loss torc
 """
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import peft
@@ -177,13 +177,55 @@ def generate(case: Case, weights: dict[str, torch.Tensor]) -> list[str]:
 _trained: dict[str, Reference] = {}
 
 
-def reference(case: Case) -> Reference:
-    """The float32 run of a case; what only concerns engines (strategy, precision, micro batches) doesn't change it."""
+def reference(case: Case, skipped: tuple[int, ...] = ()) -> Reference:
+    """The float32 run of a case; what only concerns engines (strategy, precision, micro batches) doesn't change it.
+
+    `skipped`: steps without an update.
+    """
     settings = {key: value for key, value in case.settings.items() if key in OF_THE_LOOP}
     plain = Case(case.model, case.steps, case.optim, case.max_grad_norm, seed=case.seed, settings=settings)
-    if repr(plain) not in _trained:
-        _trained[repr(plain)] = _train(plain)
-    return _trained[repr(plain)]
+    key = f"{plain} {skipped}"
+    if key not in _trained:
+        _trained[key] = _train(plain, skipped)
+    return _trained[key]
+
+
+class Scaled(NamedTuple):
+    """Of each step."""
+
+    losses: list[float]
+    scales: list[float]
+    skipped: tuple[int, ...]  # the steps without an update
+
+
+def train_by_grad_scaler(case: Case, parts: int) -> Scaled:
+    """Products in float16 of float32 weights, scaled by torch.amp.GradScaler. The rows of a step come in `parts`, one
+    after another, as the devices have them."""
+    torch.set_num_threads(1)
+    model, precision, out = _model(case), case.config(1).precision, Scaled([], [], ())
+    optimizer = _optimizer(case, model)
+    window = precision.loss_scale_window
+    scaler = torch.GradScaler("cpu", init_scale=precision.loss_scale, growth_interval=window)
+    for step in range(1, case.steps + 1):
+        positions = torch.arange((step - 1) * GLOBAL_BATCH, step * GLOBAL_BATCH).numpy()
+        batch = CaseRows().rows(sample_indices(case.seed, positions, len(CaseRows())))
+        count, loss, scale = (batch["labels"] != -100).sum(), 0.0, scaler.get_scale()
+        for ids, labels in zip(*(batch[name].chunk(parts) for name in ("input_ids", "labels")), strict=True):
+            halves = {name: weight.half() for name, weight in model.named_parameters()}
+            logits = torch.func.functional_call(model, halves, (ids,), {"use_cache": False}).logits
+            losses = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+            scaler.scale(losses / count).backward()
+            loss += losses.item() / count.item()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), case.max_grad_norm or float("inf"))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(case.config(1).optim, step, case.steps) * group["share"]
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        was_skipped = (step,) if scaler.get_scale() < scale else ()
+        out = Scaled([*out.losses, loss], [*out.scales, scale], (*out.skipped, *was_skipped))
+    return out
 
 
 def losses_of_documents(case: Case) -> list[float]:
@@ -200,7 +242,7 @@ def _together(batches: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]
     return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
 
-def _train(case: Case) -> Reference:
+def _train(case: Case, skipped: tuple[int, ...]) -> Reference:
     torch.set_num_threads(1)
     model = _model(case)
     optimizer = _optimizer(case, model)
@@ -213,7 +255,8 @@ def _train(case: Case) -> Reference:
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), case.max_grad_norm or float("inf"))
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(case.config(1).optim, step, case.steps) * group["share"]
-        optimizer.step()
+        if step not in skipped:
+            optimizer.step()
         optimizer.zero_grad()
         out.losses.append(loss.item())
         out.grad_norms.append(norm.item())

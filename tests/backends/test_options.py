@@ -51,6 +51,7 @@ OPTIONS: dict[str, dict[str, Settings]] = {
     "precision": {
         "float32": {},
         "bfloat16": {"precision.compute": "bfloat16"},
+        "float16": {"precision.compute": "float16"},
         "norms": {"precision.compute": "bfloat16", "precision.modules": {"*norm*": "float32"}},
     },
     "prefetch": {

@@ -35,7 +35,7 @@ OPTION_GROUPS = [
     "sharding.forward_prefetch sharding.backward_prefetch sharding.backward_prefetch_units "
     "sharding.sync_each_micro_batch",
     "precision.master precision.compute precision.reduce precision.output precision.modules",
-    "precision.matmul",
+    "precision.matmul precision.loss_scale precision.loss_scale_window",
     "memory.gradient_checkpointing memory.every memory.save_ops compile.scan_layers compile.enabled compile.backend",
     "memory.cpu_offload",
     "model.attention model.experts model.freeze model.lora precision.frozen model.gguf_file checkpoint.export "
@@ -59,6 +59,8 @@ VALUES: dict[str, list[Any]] = {
     "sharding.forward_prefetch": [0, 2],
     "sharding.backward_prefetch_units": [1, 2],
     "precision.modules": [{}, {"*norm*": "float32"}, {"*norm*": "bfloat16"}, {"a": "float16", "b": "float32"}],
+    "precision.loss_scale": [65536.0, 1024.0],
+    "precision.loss_scale_window": [2000, 100],
     "memory.every": [None, 1, 2],
     "memory.save_ops": [[], ["matmul"], ["matmul", "attention"]],
     "model.freeze": [[], ["*embed*"]],
@@ -97,6 +99,7 @@ OF_FACTORIES: list[dict[str, Any]] = [
     {**_OWN, "train.task": "module:function", "model.attention": "sdpa", "model.experts": "batched_mm"},
     {**_OWN, "train.task": "module:function", "model.lora": {"r": 4}},
     {"train.task": "module:function", "precision.compute": "bfloat16", "precision.output": "float32"},
+    {"precision.compute": "float16", "precision.loss_scale": 1024.0, "optim.name": "adafactor"},
     {"data.factory": "module:function", "train.sample_every": 2, "train.sample_prompts": ["a"]},
     {"data.factory": "module:function", "data.buckets": {"labels": [4]}, "data.workers": 2},
     {"data.factory": "module:function", "data.buckets": {"input_ids": [4, 8], "labels": [4, 8]}},

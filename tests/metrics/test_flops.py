@@ -11,7 +11,7 @@ KNOWN = {
     "NVIDIA H200": {"bfloat16": 989, "float8": None},
     "NVIDIA H200 NVL": {"bfloat16": 835.5},
     "NVIDIA H20": {"bfloat16": None},
-    "NVIDIA A100-SXM4-80GB": {"bfloat16": 312},
+    "NVIDIA A100-SXM4-80GB": {"bfloat16": 312, "float16": 312},
     "NVIDIA A100-PCIE-40GB": {"float32": 19.5},
     "NVIDIA A100-SXM-64GB": {"bfloat16": None},
     "NVIDIA A100-SXM4-40GB MIG 1g.5gb": {"bfloat16": None},
@@ -21,7 +21,7 @@ KNOWN = {
     "NVIDIA L40S": {"bfloat16": 362},
     "NVIDIA B200": {"bfloat16": 2250},
     "NVIDIA GB200": {"bfloat16": None},  # another power limit than B200
-    "Tesla V100-SXM2-16GB": {"float32": 15.7, "bfloat16": None},
+    "Tesla V100-SXM2-16GB": {"float32": 15.7, "bfloat16": None, "float16": 125},
     "TPU v3": {"bfloat16": 61.5},
     "TPU v4": {"bfloat16": 275},
     "TPU v4 lite": {"bfloat16": None},

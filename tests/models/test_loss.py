@@ -103,6 +103,20 @@ def test_bfloat16_logits_are_summed_in_float32(chunks: int) -> None:
     torch.testing.assert_close(logits.grad.float(), gradient, rtol=2**-7, atol=1e-6)
 
 
+def test_gradients_of_float16_logits_are_those_of_a_scaled_loss(chunks: int) -> None:
+    """Probabilities of 1e-8 to 1e-5, which float16 itself holds with few digits or none."""
+    logits = torch.linspace(-18, -11, 2 * 22 * 9).view(2, 22, 9)
+    logits[..., 0] = 0.0
+    labels = torch.zeros(2, 22, dtype=torch.int64)
+    gradients: list[Tensor] = []
+    for dtype in (torch.float16, torch.float64):
+        leaf = logits.half().to(dtype).requires_grad_()
+        total, count = cross_entropy_sum(leaf, labels)
+        (total / count * 2.0**16).backward()
+        gradients.append(cast(Tensor, leaf.grad).double())
+    assert torch.allclose(gradients[0][..., 1:], gradients[1][..., 1:], rtol=2e-3, atol=0)
+
+
 def test_no_counted_label_gives_zero_and_no_nan(chunks: int) -> None:
     logits, labels = case()
     total, count = cross_entropy_sum(logits, torch.full_like(labels, -100))

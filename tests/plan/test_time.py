@@ -44,7 +44,8 @@ def test_links_without_switches_that_reduce_take_the_whole_and_unknown_ones_are_
         ("h100", "float32", 1 / 67),
         ("h100", "tf32", 1 / 494.5),
         ("a100-40gb", "float16", 1 / 312),
-        ("v100-16gb", "float16", None),  # no figure for bfloat16 either
+        ("v100-16gb", "float16", 1 / 125),
+        ("v100-16gb", "bfloat16", None),
     ],
 )
 def test_dtypes(text: str, dtype: str, seconds: float | None) -> None:

@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import is_dataclass
@@ -14,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers.utils import logging as transformers_log
 
 import portable_fsdp
+from portable_fsdp.backends.native.engine import NativeBackend
 from portable_fsdp.backends.open import ENGINES, options_of
 from portable_fsdp.backends.support import effects_of, rules_of
 from portable_fsdp.checkpoint.manager import Saved
@@ -144,6 +146,23 @@ def test_a_loss_that_is_not_finite_reaches_the_callbacks() -> None:
     assert (end.outcome, end.reason, list(end.values)) == ("not finite", "not finite", ["loss", "grad_norm"])
     stop = read_jsonl(Path("run/events.jsonl"))[-1]
     assert (stop["event"], stop["step"], stop["reason"], stop["grad_norm"]) == ("stop", end.step, "not finite", None)
+
+
+def test_gradients_that_overflow_at_every_scale_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step is skipped, and shown, until the scale is 1."""
+    clip, recorder = NativeBackend.clip_grad_norm, Recorder()
+    monkeypatch.setattr(NativeBackend, "clip_grad_norm", lambda *args: clip(*args) * math.inf)
+    settings = config(precision={"compute": "float16", "loss_scale": 4.0}, checkpoint={"every": 1})
+    with pytest.raises(TrainingError) as raised:
+        train(settings, device="cpu", backend="native", callbacks=[recorder])
+    assert "step 3: expected a finite loss and gradient norm, found loss " in str(raised.value)
+    assert " and grad_norm inf at a loss scale of 1, in float16.\n  The last good checkpoint is " in str(raised.value)
+    assert "step-00000002.\n  Set precision.compute=bfloat16, with" in str(raised.value)
+    steps = [data for data in recorder.seen if isinstance(data, StepEnd)]
+    assert [(step.loss_scale, step.skipped_steps, step.is_skipped) for step in steps] == [(4, 1, True), (2, 2, True)]
+    rows = read_jsonl(Path("run/metrics.jsonl"))
+    assert [(row["loss_scale"], row["skipped_steps"], row["grad_norm"]) for row in rows] == [(4, 1, None), (2, 2, None)]
+    assert recorder.seen[-1].outcome == "not finite"
 
 
 @pytest.mark.parametrize("engine", ["native", "toy"])

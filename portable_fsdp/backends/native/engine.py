@@ -38,6 +38,7 @@ from portable_fsdp.backends.native.units import (
 from portable_fsdp.backends.native.whole import GradientSums, use_in_place
 from portable_fsdp.backends.support import require_supported
 from portable_fsdp.config.layout import mesh_axes
+from portable_fsdp.config.rules import dtypes
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.host import prefer_expandable_segments
@@ -104,6 +105,10 @@ class NativeBackend(base.Backend):
         self._sums: GradientSums | None = None
         self._syncs_each_micro_batch = config.sharding.sync_each_micro_batch
         self._matmul_before = _set_matmul_precision(MATMUL[config.precision.matmul])
+        if "float16" in dtypes(config):
+            from portable_fsdp.optim.loss_scale import LossScaler
+
+            self.loss_scaler = LossScaler(config.precision.loss_scale, config.precision.loss_scale_window, self.device)
 
     def __exit__(self, *raised: Any) -> None:
         """Raises TrainingError for what the network between processes ended the run with."""
@@ -234,8 +239,13 @@ class NativeBackend(base.Backend):
         if self._shard.size() > 1:
             squared = self._sum_over_shards(squared)
         norm = squared.sqrt()
+        factor = None if self.loss_scaler is None else 1 / self.loss_scaler.scale
+        norm = norm if factor is None else norm * factor
         if limit is not None:
-            _scale(gradients, (limit / (norm + 1e-6)).clamp(max=1.0))  # as torch.nn.utils.clip_grad_norm_
+            clip = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
+            factor = clip if factor is None else clip * factor
+        if factor is not None:
+            _scale(gradients, factor)
         return norm
 
     def _sum_over_shards(self, value: Tensor) -> Tensor:

@@ -4,7 +4,15 @@ import os
 from collections.abc import Callable, Mapping
 
 from portable_fsdp.backends.options import EngineOptions, Package
-from portable_fsdp.config.rules import Deployment, Refused, Rule, is_hybrid, parts, shards_of_a_replica
+from portable_fsdp.config.rules import (
+    Deployment,
+    Refused,
+    Rule,
+    is_hybrid,
+    modules_without_float16,
+    parts,
+    shards_of_a_replica,
+)
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.process import Hosts
 
@@ -114,6 +122,20 @@ RULES = (
         "memory.cpu_offload=false",
         when=lambda c, p: c.memory.cpu_offload,
     ),
+    Rule(
+        "precision.compute",
+        "on tpu",
+        lambda c, p: c.precision.compute == "float16" and p.device == "tpu",
+        "TPUs multiply in bfloat16, which needs no loss scaling",
+        ("precision.compute=bfloat16",),
+    ),
+    Rule(
+        "precision.modules",
+        "with float16 on tpu",
+        lambda c, p: "float16" in c.precision.modules.values() and p.device == "tpu",
+        "TPUs multiply in bfloat16, which needs no loss scaling",
+        modules_without_float16,
+    ),
     Refused(
         "observe.profile",
         "on tpu",
@@ -158,6 +180,7 @@ EFFECTS = {
     "sharding.sync_each_micro_batch=true": "a reduce-scatter in each micro batch, an all-reduce in the last",
     "sharding.backward_prefetch=NO_PREFETCH": "a unit is gathered in backward when it is needed",
     "precision.compute": "weights are cast unit by unit; over several devices by MixedPrecisionPolicy(param_dtype)",
+    "precision.compute=float16": "with dynamic loss scaling; a step whose gradients overflow changes nothing",
     "precision.reduce": "MixedPrecisionPolicy(reduce_dtype)",
     "precision.reduce=auto": "float32",
     "precision.modules": "a group of fully_shard with its own param_dtype; inputs and outputs are cast",

@@ -1,0 +1,60 @@
+"""Dynamic loss scaling: float16 rounds gradients below 6e-8 to 0, so backward starts from a multiple of the loss."""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from portable_fsdp.runtime.errors import ConfigError
+
+GROWTH, BACKOFF, LARGEST = 2.0, 0.5, 2.0**127
+
+
+class LossScaler:
+    """The rule of torch.amp.GradScaler (torch/amp/grad_scaler.py), on the device: nothing waits for it.
+
+    The scale is multiplied by BACKOFF after a step whose gradients aren't finite, and by GROWTH after each `window` of
+    finite steps. The optimizer skips the former: weights, moments and step counts stay as they are.
+    """
+
+    def __init__(self, scale: float, window: int, device: torch.device) -> None:
+        self._window, self._device = window, device
+        self.restore(scale, 0, 0)
+
+    def restore(self, scale: float, finite_steps: int, skipped_steps: int) -> None:
+        """`finite_steps`: in a row, since the scale last changed. `skipped_steps`: of the whole run."""
+        self.scale = torch.tensor(scale, device=self._device)  # these are replaced, never changed: metrics hold them
+        self._finite = torch.tensor(finite_steps, device=self._device)
+        self._skipped = torch.tensor(skipped_steps, device=self._device)
+
+    def state(self) -> dict[str, float]:
+        """The arguments of `restore`. Waits for the device."""
+        finite, skipped = int(self._finite.item()), int(self._skipped.item())
+        return {"scale": self.scale.item(), "finite_steps": finite, "skipped_steps": skipped}
+
+    def update(self, optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> dict[str, Tensor]:
+        """Tell the optimizer whether its next step is skipped, and set the scale of the step after it.
+
+        `grad_norm`: of all gradients, equal on all processes. Returns metrics: the scale of this step, and how many
+        steps were skipped so far.
+        """
+        overflows = ~grad_norm.isfinite()
+        device = optimizer.param_groups[0]["params"][0].device
+        cast(Any, optimizer).found_inf = overflows.float().to(device)  # waits with cpu_offload, as gradients did
+        used, finite = self.scale, self._finite + 1
+        is_full = finite == self._window
+        grown = torch.where(is_full, (used * GROWTH).clamp(max=LARGEST), used)
+        self.scale = torch.where(overflows, used * BACKOFF, grown)
+        self._finite = torch.where(overflows | is_full, 0, finite)
+        self._skipped = self._skipped + overflows
+        return {"loss_scale": used, "skipped_steps": self._skipped.float()}
+
+    @staticmethod
+    def require_skippable(optimizer: torch.optim.Optimizer) -> None:
+        """Raises ConfigError for an optimizer that can't skip a step without reading `found_inf` on the host."""
+        if not getattr(optimizer, "_step_supports_amp_scaling", False):  # torch's word: its fused optimizers have it
+            raise ConfigError(
+                f"precision.compute: float16 needs an optimizer that skips a step on the device, found "
+                f"{type(optimizer).__name__}.\n  Let its step heed found_inf (docs/optimizers.md), or set "
+                "precision.compute=bfloat16 or optim.name=adamw."
+            )

@@ -1,0 +1,144 @@
+"""Dynamic loss scaling against torch's own, across restarts, and with an overflow that one process alone sees."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import Case
+from reference import reference, train_by_grad_scaler
+from test_curves import BF16_20_STEPS, FP32_20_STEPS
+from workers import Group, JobFailed, Workers, marked
+
+Run = Callable[[Group, Case], list[dict[str, Any]]]
+GetWorkers = Callable[[Group], Workers]
+
+TWO = Group("native", 2)
+PLANTED = {"precision.loss_scale": 2.0**24, "precision.loss_scale_window": 4}
+"""The first steps overflow, and then the scale grows until a step does, again and again."""
+CASE = Case(steps=50, compute="float16", settings=PLANTED)
+
+
+def numbers(answer: dict[str, Any], name: str) -> list[float]:
+    return [metrics[name] for metrics in answer["metrics"]]
+
+
+def skipped_steps(answer: dict[str, Any]) -> tuple[int, ...]:
+    return tuple(step for step, norm in enumerate(numbers(answer, "grad_norm"), 1) if not math.isfinite(norm))
+
+
+def test_scales_and_skipped_steps_are_those_of_grad_scaler(run: Run) -> None:
+    answer, other = run(TWO, CASE)
+    plain = train_by_grad_scaler(CASE, parts=2)
+    assert numbers(answer, "loss_scale") == plain.scales
+    assert skipped_steps(answer) == plain.skipped
+    counts = [sum(step <= number for step in plain.skipped) for number in range(1, CASE.steps + 1)]
+    assert numbers(answer, "skipped_steps") == counts
+    assert repr(other["metrics"]) == repr(answer["metrics"])
+    assert 1 in plain.skipped
+    assert sum(step > 20 for step in plain.skipped) >= 3
+
+    losses = numbers(answer, "loss")
+    truth = reference(CASE, plain.skipped)
+    assert losses == pytest.approx(plain.losses, rel=BF16_20_STEPS)
+    assert losses == pytest.approx(truth.losses, rel=BF16_20_STEPS)
+    assert max(abs(a - b) / b for a, b in zip(losses, truth.losses, strict=True)) > FP32_20_STEPS
+    norms = zip(numbers(answer, "grad_norm"), truth.grad_norms, strict=True)
+    assert all(norm == pytest.approx(expected, rel=2e-2) for norm, expected in norms if math.isfinite(norm))
+    assert losses[-1] < losses[0] - 0.05
+
+
+@pytest.mark.parametrize("optim", [{"name": "sgd", "lr": 0.5, "momentum": 0.9}, {"name": "lion", "lr": 3e-4}])
+@pytest.mark.parametrize("micro_batch", [None, 2])
+def test_optimizers_without_a_fused_step_skip_the_same_steps(
+    run: Run, optim: dict[str, Any], micro_batch: int | None
+) -> None:
+    case = replace(CASE, steps=20, optim={**optim, "weight_decay": 0.0}, micro_batch=micro_batch)
+    answer, _ = run(TWO, case)
+    plain = train_by_grad_scaler(case, parts=12 // (micro_batch or 6))
+    assert numbers(answer, "loss_scale") == plain.scales
+    assert numbers(answer, "loss") == pytest.approx(plain.losses, rel=BF16_20_STEPS)
+    assert skipped_steps(answer) == plain.skipped != ()
+
+
+@pytest.mark.parametrize(
+    ("devices", "settings"),
+    [
+        (2, {"memory.cpu_offload": True, "memory.gradient_checkpointing": "full"}),
+        (4, {"sharding.strategy": "HYBRID_SHARD", "sharding.replicas": 2, "model.freeze": ["model.embed_tokens"]}),
+    ],
+)
+def test_other_layouts_skip_the_same_steps(run: Run, devices: int, settings: dict[str, Any]) -> None:
+    case = replace(CASE, steps=12, settings=PLANTED | settings)
+    answer, *others = run(Group("native", devices), case)
+    plain = train_by_grad_scaler(case, parts=devices)
+    assert numbers(answer, "loss_scale") == plain.scales
+    assert numbers(answer, "loss") == pytest.approx(plain.losses, rel=BF16_20_STEPS)
+    assert skipped_steps(answer) == plain.skipped != ()
+    assert all(repr(other["metrics"]) == repr(answer["metrics"]) for other in others)
+
+
+def test_a_resume_is_bit_for_bit(workers: GetWorkers, tmp_path: Path) -> None:
+    """Saved after skipped steps, in the middle of a window."""
+    case = replace(CASE, steps=20)
+    written = workers(TWO).run("write", case=case, folder=str(tmp_path), at=10)
+    skipped, scale = (written[0]["before"][-1][name] for name in ("skipped_steps", "loss_scale"))
+    assert skipped >= 2
+    assert scale < PLANTED["precision.loss_scale"]
+    read = workers(TWO).run("read", case=case, folders={"it": str(tmp_path)}, at=10)
+    assert repr(read[0]["it"]["metrics"]) == repr(written[0]["metrics"])
+    assert any(not math.isfinite(metrics["grad_norm"]) for metrics in written[0]["metrics"])
+
+
+@pytest.mark.parametrize("group", [marked(TWO, in_suite=True), marked(Group("xla", 3), in_suite=True)])
+def test_a_checkpoint_travels_between_dtypes(workers: GetWorkers, tmp_path: Path, group: Group) -> None:
+    scaled, plain = (replace(CASE, steps=9, settings=settings) for settings in (PLANTED, {}))
+    plain, keys = replace(plain, compute="float32"), ("precision.compute", *PLANTED)
+    workers(TWO).run("write", case=scaled, folder=str(tmp_path / "float16"), at=8)
+    read = workers(group).run("read", case=plain, folders={"it": str(tmp_path / "float16")}, at=8, allow=keys)
+    assert "loss_scale" not in read[0]["it"]["metrics"][0]
+    workers(group).run("write", case=plain, folder=str(tmp_path / "float32"), at=8)
+    read = workers(TWO).run("read", case=scaled, folders={"it": str(tmp_path / "float32")}, at=8, allow=keys)
+    assert read[0]["it"]["metrics"][0]["loss_scale"] == PLANTED["precision.loss_scale"]
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lion"])
+def test_an_overflow_in_one_shard_skips_the_step_on_all_processes(
+    workers: GetWorkers, name: str, strategy: str
+) -> None:
+    optim = {"name": name, "lr": 1e-2, **({"momentum": 0.9} if name == "sgd" else {})}
+    case = Case(compute="float16", optim=optim, strategy=strategy)
+    answers = workers(TWO).run("overflow_in_one_shard", case=case)
+    for first, second, third in answers:
+        assert [step["metrics"]["loss_scale"] for step in (first, second, third)] == [65536, 65536, 32768]
+        assert [step["metrics"]["skipped_steps"] for step in (first, second, third)] == [0, 1, 1]
+        assert first["state"].keys() == second["state"].keys()
+        for key, value in second["state"].items():
+            assert torch.equal(value, first["state"][key]), key
+        assert not torch.equal(third["state"]["weight"], first["state"]["weight"])
+        if name == "adamw":
+            assert third["state"]["step"] == 2
+
+
+def test_c2_a_step_reads_nothing_of_the_device_and_sends_no_more(workers: GetWorkers) -> None:
+    sgd = {"name": "sgd", "lr": 0.5, "momentum": 0.9, "weight_decay": 0.0}
+    assert [answer["reads"] for answer in workers(TWO).run("host_reads", case=replace(CASE, optim=sgd))] == [0, 0]
+    sent = [
+        [(kind, bytes, world) for kind, _, bytes, world in answer["steps"][1]["wire"]]
+        for dtype in ("bfloat16", "float16")
+        for answer in workers(TWO).run("collectives", case=Case(compute=dtype))[:1]
+    ]
+    assert sent[0] == sent[1]
+
+
+def test_an_optimizer_that_cannot_skip_is_refused(workers: GetWorkers) -> None:
+    """The config's own ones by a rule; what a factory makes once it is there."""
+    case = replace(CASE, optim={"factory": "own_optimizers:torchs_sgd", "lr": 1e-3, "weight_decay": 0.0})
+    with pytest.raises(JobFailed, match="skips a step on the device, found SGD") as failure:
+        workers(TWO).run("opened", case=case, build=True)
+    assert failure.value.kind == "ConfigError"
+    workers(TWO).run("opened", case=replace(case, optim=case.optim | {"factory": "own_optimizers:lion"}), build=True)
