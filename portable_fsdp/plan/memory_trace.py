@@ -168,7 +168,7 @@ class Recorder(TorchDispatchMode):
         self._fake, self.device, self.is_gpu, self.is_tpu = fake, device, is_gpu, is_tpu
         self._known: tuple[MemoryPart, str] | None = None
         self._live: dict[int, tuple[Any, Block]] = {}  # by the storage's address
-        self._weights: Mapping[str, set[int]] = {}  # module -> elements of its parameters
+        self._weights: Mapping[str, set[torch.Size]] = {}  # module -> shapes of its parameters
         self._has_workspace: set[bool] = set()
 
     @contextmanager
@@ -185,7 +185,7 @@ class Recorder(TorchDispatchMode):
     def watching(self, model: nn.Module) -> Generator[None]:
         """The modules of a model, from its first forward to its last backward."""
         self._weights = {
-            name: {parameter.numel() for parameter in module.parameters(recurse=False)}
+            name: {parameter.shape for parameter in module.parameters(recurse=False)}
             for name, module in model.named_modules()
         }
         with self, self.moments.watching(model):
@@ -269,12 +269,13 @@ class Recorder(TorchDispatchMode):
             return "gradients"
         if moment == "optimizer" or not moment:
             return "temporaries"
-        if self.moments.in_loss or module == LOSS:
-            return "loss and logits"
+        if self.moments.in_loss or module == LOSS:  # the head's gradient is taken with the loss
+            return "gradients" if tensor.shape in self._weights.get(module, ()) else "loss and logits"
         if moment in ("forward", "recomputation"):
             return "activations"
         # A gradient has the size of its weight, before FSDP2 sees it.
-        return "gradients" if tensor.numel() in self._weights.get(module, ()) else "temporaries"
+        sizes = {shape.numel() for shape in self._weights.get(module, ())}
+        return "gradients" if tensor.numel() in sizes else "temporaries"
 
     def _stream(self) -> int:
         stream = torch.cpu.current_stream()  # where FSDP2 takes this device's streams from
