@@ -168,8 +168,7 @@ def _loss_in_head(
     plain = head.forward
 
     def forward(hidden: Tensor) -> Tensor:
-        # Gradients here aren't divided by the number of tokens yet: float16 couldn't hold their sum.
-        if hidden.shape[:-1].numel() != labels.numel() or torch.float16 in (hidden.dtype, output):
+        if hidden.shape[:-1].numel() != labels.numel():
             return plain(hidden)
         trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
         chunk = _Chunk(plain, steps, output, trained, _is_linear(head) and head.weight.requires_grad)
