@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.amp.autocast_mode import is_autocast_available
 from torch.utils._pytree import tree_leaves
 
 from portable_fsdp.models.loss import (
@@ -106,6 +107,11 @@ def _takes_chunks(head: nn.Module | None) -> bool:
     return not any(module["_forward_hooks"] or module["_forward_pre_hooks"] for module in inner)
 
 
+def _is_autocast(device: str) -> bool:
+    """It would keep its copy of a weight, and with it the graph of the first chunk."""
+    return is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
 # ------------------------------------------------------------------------------------------------- the head's loss
 
 
@@ -151,8 +157,8 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outputs: Any) -> Any:
         gradients = cast(list[Tensor], ctx.gradients)
-        del ctx.gradients  # in place below: a second backward would be wrong, so it has none
-        return (None, None, None, *(gradient.mul_(outputs[0]) for gradient in gradients))
+        del ctx.gradients  # their memory, beside that of the gathered weight, takes the float32 copy that is summed
+        return (None, None, None, *(gradient * outputs[0] for gradient in gradients))
 
 
 @contextmanager
@@ -168,7 +174,7 @@ def _loss_in_head(
     plain = head.forward
 
     def forward(hidden: Tensor) -> Tensor:
-        if hidden.shape[:-1].numel() != labels.numel():
+        if hidden.shape[:-1].numel() != labels.numel() or _is_autocast(hidden.device.type):
             return plain(hidden)
         trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
         chunk = _Chunk(plain, steps, output, trained, _is_linear(head) and head.weight.requires_grad)

@@ -244,14 +244,18 @@ def test_where_a_model_does_something_unknown_with_its_logits_all_exist(name: st
     torch.testing.assert_close(model(ids, ids)[0], expected)
 
 
-def test_hooks_in_the_head_and_losses_of_ones_own_see_all_logits() -> None:
-    """A hook on an adapter would run once a chunk."""
+def test_hooks_in_the_head_autocast_and_losses_of_ones_own_get_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook on an adapter would run once a chunk; autocast would keep the first chunk's graph with its copy of W."""
+    monkeypatch.setattr(loss, "CHUNK_BYTES", 4 * MODEL_VOCABULARY * 9)
     model = materialise(build("llama", keys={"lora": LORA}))
     seen: list[Tensor] = []
     model.lm_head.lora_B.default.register_forward_hook(lambda _, __, out: seen.append(out))
     ids = token_ids()
     model(ids, ids)
     assert [tuple(out.shape) for out in seen] == [(*ids.shape, MODEL_VOCABULARY)]
+    with torch.autocast("cpu", torch.bfloat16):
+        total, _ = materialise(build("llama"))(ids, ids)
+        total.backward()
     own: Any = OneHead(AFTER["nothing"][1])
     attach_loss(own, steps=(), loss=lambda logits, labels: (logits.sum(), labels.numel() * torch.ones(())))
     assert own(ids, ids)[0] == OneHead.forward(own, ids, use_cache=False).logits.sum()
