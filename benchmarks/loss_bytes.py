@@ -21,7 +21,8 @@ from portable_fsdp.models.head_loss import attach_loss
 TOKENS, WIDTH, VOCABULARY = 8192, 4096, 128_256
 RESULT = Path(__file__).parent / "results/loss_bytes.md"
 FEW_READ = ("gather", "nll_loss_forward", "scatter_")  # a number a row
-ONLY_WRITTEN = ("nll_loss_backward", "empty_like")
+VIEWS = ("detach", "_unsafe_view")
+ONLY_WRITTEN = ("nll_loss_backward",)
 
 
 class Head(nn.Module):
@@ -49,27 +50,25 @@ class LogitBytes(TorchDispatchMode):
         logits = [_bytes_of_logits(value) for value in (args, out)]
         self.largest = max(self.largest, *map(max, logits))
         is_view = any(a.alias_info is not None and not a.alias_info.is_write for a in func._schema.arguments)
-        if any(map(any, logits)) and not is_view and func._overloadpacket not in flop_registry and name != "detach":
+        if any(map(any, logits)) and not is_view and func._overloadpacket not in flop_registry and name not in VIEWS:
             self.calls += 1
             read, written = map(sum, logits)
-            few = name in FEW_READ
-            self.moved += 0 if few else (0 if name in ONLY_WRITTEN else read) + (0 if name == "empty_like" else written)
-            if name == "copy_":  # it doesn't read what it overwrites
-                self.moved -= written
+            overwritten = written if name == "copy_" else 0  # and not read
+            self.moved += 0 if name in FEW_READ else written + (0 if name in ONLY_WRITTEN else read - overwritten)
         return out
 
 
 def _bytes_of_logits(values: Any) -> list[int]:
     tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-    return [0, *(t.nbytes for t in tensors if t.dim() > 1 and t.shape[-1] == VOCABULARY)]
+    return [0, *(t.nbytes for t in tensors if t.dim() > 1 and t.shape[-1] == VOCABULARY != t.numel() // WIDTH)]
 
 
 def main() -> None:
     rows = [
         "# Bytes of the loss",
         "",
-        f"Written by `python benchmarks/loss_bytes.py`: {TOKENS:,} tokens, a head of {WIDTH:,} x {VOCABULARY:,}, bfloat16,",
-        f"torch {torch.__version__}. Counted, not timed. Chunks hold 256 MiB of float32 logits.",
+        f"Written by `python benchmarks/loss_bytes.py`: {TOKENS:,} tokens, a head of {WIDTH:,} x {VOCABULARY:,},",
+        f"bfloat16, torch {torch.__version__}. Counted, not timed. Chunks hold 256 MiB of float32 logits.",
         "",
         "| way | bytes a logit | kernels | largest tensor |",
         "|---|---|---|---|",
