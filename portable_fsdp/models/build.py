@@ -24,7 +24,8 @@ from portable_fsdp.models import experts
 from portable_fsdp.models.architecture import config_to_json, last_line, mapping_of, read_architecture
 from portable_fsdp.models.attention import FLEX, STATIC, register_masked_attention, register_static_attention
 from portable_fsdp.models.documents import DocumentArguments, document_arguments, require_documents_apart
-from portable_fsdp.models.loss import Loss, attach_loss
+from portable_fsdp.models.head_loss import LogitSteps, attach_loss, trace_logits
+from portable_fsdp.models.loss import Loss
 from portable_fsdp.models.tasks import CAUSAL_LM, Task, is_decoder_only
 from portable_fsdp.models.weights import ModelSize, RandomWeights, TensorFile, WeightFill, fill_buffers, size_of
 from portable_fsdp.runtime.errors import ConfigError
@@ -104,9 +105,10 @@ def build_model(
     _switch_off(config)
     make = partial(_made, attention=model.attention, task=task)
     bare, twin = _on_meta(config, make), _on_meta(config, make)
+    steps = None
     if is_causal_lm := task.name == CAUSAL_LM.name:
         _check_causal(bare)
-        _check_forward(twin, seq_len, seq_len_key)
+        steps = _check_forward(twin, seq_len, seq_len_key)
     windows = _windows(twin, seq_len) if model.attention == "flex" else ()
     master, compute = DTYPES[precision.master], DTYPES[precision.compute]
     if packs_documents:
@@ -119,7 +121,7 @@ def build_model(
     built = with_values(built, twin, master, pretrained, model.allow, rows_before)
     # DTYPES has no "auto", which changes nothing.
     if is_causal_lm:
-        built = with_loss(built, DTYPES.get(precision.output), eager, loss, documents)
+        built = with_loss(built, DTYPES.get(precision.output), eager, loss, documents, steps)
     built.model.train()
     if model.lora is not None:
         built = with_adapters(built, model.lora, seed, master, pretrained, rows_before is not None)
@@ -183,8 +185,9 @@ def with_loss(
     eager: bool,
     loss: Loss | None,
     documents: DocumentArguments | None,
+    steps: LogitSteps | None,
 ) -> BuiltModel:
-    attach_loss(built.model, output, eager, loss, documents)
+    attach_loss(built.model, output, eager, loss, documents, steps)
     return built
 
 
@@ -340,8 +343,10 @@ def _misfit(problem: str, error: Exception) -> ConfigError:
     )
 
 
-def _check_forward(model: Any, seq_len: int, seq_len_key: str) -> None:
+def _check_forward(model: Any, seq_len: int, seq_len_key: str) -> LogitSteps | None:
     """Run a row through a model that holds no memory: sizes that don't fit each other show here, not in step 1.
+
+    Returns what it does with its logits, see `trace_logits`; None where that isn't known.
 
     A third of a second for 80 layers. What the model reads from its values (transformers looks for padding) can't be
     followed and isn't refused, save in experts that choose their tokens on the host.
@@ -353,7 +358,7 @@ def _check_forward(model: Any, seq_len: int, seq_len_key: str) -> None:
             _check_positions(table.num_embeddings - table.padding_idx - 1, seq_len, seq_len_key)
     try:
         with torch.no_grad(), torch.device("meta"):
-            model(input_ids=torch.zeros(1, seq_len, dtype=torch.int64), use_cache=False)
+            return trace_logits(model, torch.zeros(1, seq_len, dtype=torch.int64))
     except Exception as error:
         if "meta tensors" not in str(error) and not isinstance(error, NotImplementedError):
             raise _misfit(
@@ -366,6 +371,7 @@ def _check_forward(model: Any, seq_len: int, seq_len_key: str) -> None:
                     "asks the host which tokens it got.\n  Take a model whose experts transformers lets us choose "
                     "(mixtral, qwen3_moe, deepseek_v3, gpt_oss, ...)."
                 ) from error
+        return None
 
 
 def _windows(model: nn.Module, seq_len: int) -> tuple[int | None, ...]:

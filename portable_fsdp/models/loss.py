@@ -1,18 +1,16 @@
 """The loss: cross entropy summed over the counted labels, in float32, with no float32 copy of all logits.
 
-Logits stay in the compute dtype. The loss upcasts one chunk of positions at a time, computes its gradient at once, and
-writes that over the logits: beside them it holds a chunk. An engine that compiles the whole step fuses the upcast
-itself and takes all positions at once: chunks would cost it a copy of all logits each (8B on v5p:2x2x4, 4 layers: 87.7
-GiB of temporaries, not 3.2).
+`head_loss.py` takes it without logits of all tokens where it can. Here they exist, in the compute dtype. The loss
+upcasts one chunk of positions at a time, computes its gradient at once, and writes that over the logits: beside them it
+holds a chunk. An engine that compiles the whole step fuses the upcast itself and takes all positions at once: chunks
+would cost it a copy of all logits each (8B on v5p:2x2x4, 4 layers: 87.7 GiB of temporaries, not 3.2).
 """
 
 from collections.abc import Callable
-from functools import partial
-from types import MethodType
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 IGNORED = -100
@@ -32,12 +30,15 @@ FLOAT16_GAIN = 2.0**15
 6e-8, less than which most of a large vocabulary has."""
 
 
+def chunks(positions: int, logits: int) -> list[tuple[int, int]]:
+    """Bounds that cut `positions`, which have so many `logits` in all, into even chunks of CHUNK_BYTES at most."""
+    step = -(-positions // min(positions, -(-logits * 4 // CHUNK_BYTES)))
+    return [(start, min(start + step, positions)) for start in range(0, positions, step)]
+
+
 def _chunks(logits: Tensor, chunked: bool) -> list[tuple[int, int]]:
     """Bounds along the sequence."""
-    length = logits.shape[1]
-    count = min(length, -(-logits.numel() * 4 // CHUNK_BYTES)) if chunked else 1
-    step = -(-length // count)
-    return [(start, min(start + step, length)) for start in range(0, length, step)]
+    return chunks(logits.shape[1], logits.numel()) if chunked else [(0, logits.shape[1])]
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -106,34 +107,14 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, chunked: bool = True) -> t
     return cast(Tensor, _CrossEntropySum.apply(logits, labels, chunked)), count
 
 
-def attach_loss(
-    model: nn.Module,
-    output: torch.dtype | None = None,
-    chunked: bool = True,
-    loss: Loss | None = None,
-    documents: DocumentArguments | None = None,
-) -> None:
-    """Make `model(input_ids, labels, positions, segments)` return (loss_sum, token_count) of `loss`, or else of
-    `cross_entropy_sum`.
+def cross_entropy_with_gradient(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The summed cross entropy of logits [positions, vocabulary] without a graph, and its gradient in their dtype.
 
-    The loss takes the logits in the dtype `output`; None: the head's own. `positions` and `segments`, int64 `[batch,
-    seq]`, tell the documents of a row apart; `documents` turns them into arguments of the model's forward. Without it
-    they are unused: a row's only document comes first, and sees nothing of the padding behind it. Without labels the
-    forward returns the logits, `[batch, seq, vocabulary]`. This replaces the forward of this instance, so that the
-    model stays its own root: no wrapper, no changed name.
+    Beside the logits it holds two float32 tensors of their size.
     """
-
-    loss = loss or partial(cross_entropy_sum, chunked=chunked)
-
-    def forward_with_loss(
-        self: nn.Module,
-        input_ids: Tensor,
-        labels: Tensor | None,
-        positions: Tensor | None = None,
-        segments: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor] | Tensor:
-        more = {} if documents is None else documents(input_ids, positions, segments)
-        logits: Tensor = cast(Any, type(self)).forward(self, input_ids=input_ids, use_cache=False, **more).logits
-        return logits if labels is None else loss(logits if output is None else logits.to(output), labels)
-
-    model.forward = MethodType(forward_with_loss, model)
+    log_probabilities = F.log_softmax(logits, dim=-1, dtype=torch.float32)
+    loss = F.nll_loss(log_probabilities, labels, ignore_index=IGNORED, reduction="sum")
+    counted, at = (labels != IGNORED)[:, None], labels.clamp(min=0)[:, None]
+    probabilities = log_probabilities.exp_()
+    gradient = probabilities.scatter_(1, at, probabilities.gather(1, at) - 1).mul_(counted)
+    return loss, gradient.to(logits.dtype)

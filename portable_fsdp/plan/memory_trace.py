@@ -169,7 +169,7 @@ class Recorder(TorchDispatchMode):
         self._fake, self.device, self.is_gpu, self.is_tpu = fake, device, is_gpu, is_tpu
         self._known: tuple[MemoryPart, str] | None = None
         self._live: dict[int, tuple[Any, Block]] = {}  # by the storage's address
-        self._weights: Mapping[str, set[int]] = {}  # module -> elements of its parameters
+        self._weights: Mapping[str, set[torch.Size]] = {}  # module -> shapes of its parameters
         self._has_workspace: set[bool] = set()
 
     @contextmanager
@@ -186,7 +186,7 @@ class Recorder(TorchDispatchMode):
     def watching(self, model: nn.Module) -> Generator[None]:
         """The modules of a model, from its first forward to its last backward."""
         self._weights = {
-            name: {parameter.numel() for parameter in module.parameters(recurse=False)}
+            name: {parameter.shape for parameter in module.parameters(recurse=False)}
             for name, module in model.named_modules()
         }
         with self, self.moments.watching(model):
@@ -272,13 +272,14 @@ class Recorder(TorchDispatchMode):
             return "gradients"
         if moment == "optimizer" or not moment:
             return "temporaries"
-        if self.moments.in_loss or module == LOSS:
-            return "loss and logits"
+        if self.moments.in_loss or module == LOSS:  # the head's gradient is taken with the loss
+            return "gradients" if tensor.shape in self._weights.get(module, ()) else "loss and logits"
         if moment in ("forward", "recomputation"):
             return "activations"
         # A gradient has the size of its weight, before FSDP2 sees it; that of a copy is cast for the weight itself.
         is_cast = (node := _running_node()) is not None and node.name() == "ToCopyBackward0"
-        sizes = set[int]().union(*self._weights.values()) if is_cast else self._weights.get(module, ())
+        modules = self._weights if is_cast else (module,)
+        sizes = {shape.numel() for name in modules for shape in self._weights.get(name, ())}
         return "gradients" if tensor.numel() in sizes else "temporaries"
 
     def _stream(self) -> int:

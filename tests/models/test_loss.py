@@ -1,17 +1,21 @@
 """The summed cross entropy against torch's own: values, gradients, and the memory it takes."""
 
+import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
-from small_models import build, logits, materialise, token_ids
-from torch import Tensor
+from small_models import VOCABULARY as MODEL_VOCABULARY
+from small_models import Operators, build, families, logits, materialise, shake, token_ids
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from portable_fsdp.models import loss
-from portable_fsdp.models.loss import cross_entropy_sum
+from portable_fsdp.models import head_loss, loss
+from portable_fsdp.models.head_loss import attach_loss, trace_logits
+from portable_fsdp.models.loss import cross_entropy_sum, cross_entropy_with_gradient
 
 ROWS, SEQ_LEN, VOCABULARY = 3, 22, 37
 MEBIBYTE = 2**20
@@ -25,10 +29,14 @@ def case(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     return logits, labels
 
 
+def torchs_own_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+
+
 def torchs_own(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """The sum and its gradient, all in float32."""
     wide = logits.detach().float().requires_grad_()
-    total = F.cross_entropy(wide.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    total = torchs_own_sum(wide, labels)
     total.backward()
     assert wide.grad is not None
     return total.detach(), wide.grad
@@ -85,9 +93,7 @@ def test_the_gradient_is_written_over_logits_that_no_backward_reads(name: str, m
         return x.grad, not torch.equal(before, logits.detach())
 
     ours, is_changed = gradients(lambda logits, labels: cross_entropy_sum(logits, labels)[0])
-    plain, _ = gradients(
-        lambda logits, labels: F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
-    )
+    plain, _ = gradients(torchs_own_sum)
     torch.testing.assert_close(ours, plain)
     assert is_changed == is_over
 
@@ -150,16 +156,123 @@ def test_no_float32_copy_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gradient <= peak_extra_bytes(logits, labels) <= gradient + 5 * MEBIBYTE
 
 
-def test_a_model_returns_the_sum_over_its_own_logits() -> None:
-    model = materialise(build("llama"))
-    ids = token_ids()
+# ---------------------------------------------------------------------------------------- the head and the loss in one
+
+LORA: dict[str, Any] = {"r": 3, "alpha": 6, "targets": ["lm_head", "*.q_proj"]}
+TRAINED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "softcap, tied": ("gemma2", {"final_logit_softcapping": 2.0}, {}),
+    "scale": ("granite", {}, {}),
+    "bias": ("phi", {}, {}),
+    "frozen head": ("llama", {}, {"freeze": ["lm_head"]}),
+    "head alone": ("llama", {}, {"freeze": ["model"]}),
+    "adapters": ("llama", {}, {"lora": LORA}),
+}
+
+
+@pytest.mark.parametrize("name", ["one chunk", *TRAINED, *families()])
+def test_a_model_has_the_loss_and_gradients_of_all_logits_and_never_makes_them(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = 1 if name == "one chunk" else 5
+    family, changes, keys = TRAINED.get(name, (name if count > 1 else "llama", {}, {}))
+    model = materialise(build(family, keys=keys, **changes))
+    shake(model)
+    ids = token_ids(rows=3)
     labels = ids.roll(-1, dims=1)
-    labels[:, -1] = -100
-    total, count = model(ids, labels)
-    expected = F.cross_entropy(logits(model, ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-    torch.testing.assert_close(total / count, expected)
-    total.backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
+    labels[:, -1] = labels[0, :9] = -100
+    every_logit = ids.numel() * MODEL_VOCABULARY
+    monkeypatch.setattr(loss, "CHUNK_BYTES", -(-every_logit * 4 // count))
+
+    def gradients() -> dict[str, Tensor]:
+        trained = {fqn: weight for fqn, weight in model.named_parameters() if weight.requires_grad}
+        made = {fqn: weight.grad for fqn, weight in trained.items() if weight.grad is not None}
+        assert made.keys() == trained.keys()
+        model.zero_grad()
+        return made
+
+    with Operators() as operators:
+        total, tokens = model(ids, labels)
+        (total / 7).backward()
+    made = [math.prod(shape) for _, _, shape in operators.calls if shape and shape[-1] == MODEL_VOCABULARY]
+    assert (max(made) < every_logit) == (count > 1)
+    ours = gradients()
+    assert tokens == (labels != -100).sum()
+    plain = torchs_own_sum(logits(model, ids), labels)
+    torch.testing.assert_close(total.detach(), plain.detach())
+    (plain / 7).backward()
+    largest = max(gradient.abs().max().item() for gradient in ours.values())
+    torch.testing.assert_close(ours, gradients(), rtol=1e-4, atol=1e-6 * largest)
+    with torch.no_grad():
+        assert torch.equal(model(ids, None), logits(model, ids))
+        torch.testing.assert_close(model(ids, labels), (plain.detach(), tokens))
+
+
+class OneHead(nn.Module):
+    """Logits of a linear layer and whatever comes after it."""
+
+    def __init__(self, after: Callable[[nn.Linear, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.head, self.after = nn.Linear(4, MODEL_VOCABULARY), after
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.head
+
+    def forward(self, input_ids: Tensor, use_cache: bool) -> SimpleNamespace:
+        hidden = F.one_hot(input_ids % 4, 4).float()
+        return SimpleNamespace(logits=self.after(self.head, hidden))
+
+
+def changed_in_place(logits: Tensor) -> Tensor:
+    logits.view(-1).mul_(0.5)
+    return logits
+
+
+AFTER: dict[str, tuple[bool, Callable[[nn.Linear, Tensor], Tensor]]] = {
+    "nothing": (True, lambda head, x: head(x)),
+    "scales": (True, lambda head, x: 3 * (head(x) / 2).mul(0.7).float()),
+    "softcap": (True, lambda head, x: torch.tanh(torch.div(head(x).contiguous(), 3)) * 3),
+    "in place": (False, lambda head, x: head(x).mul_(2)),
+    "a view in place": (False, lambda head, x: changed_in_place(head(x))),
+    "rows of the vocabulary": (False, lambda head, x: head(x)[..., : MODEL_VOCABULARY - 8]),
+    "a tensor": (False, lambda head, x: head(x) * torch.arange(MODEL_VOCABULARY)),
+    "another dtype": (False, lambda head, x: head(x).to(torch.bfloat16)),
+    "rounded": (False, lambda head, x: torch.div(head(x), 0.1, rounding_mode="floor")),
+    "an inverse": (False, lambda head, x: 2 / head(x)),
+    "twice": (False, lambda head, x: head(x) + head(2 * x)),
+    "the second": (False, lambda head, x: (head(x), head(2 * x))[1]),
+    "another layer": (False, lambda head, x: F.linear(x, head.weight)),
+}
+
+
+@pytest.mark.parametrize("name", AFTER)
+def test_where_a_model_does_something_unknown_with_its_logits_all_exist(name: str) -> None:
+    is_known, after = AFTER[name]
+    with torch.device("meta"):
+        steps = trace_logits(OneHead(after), torch.zeros(1, 5, dtype=torch.int64))
+    assert (steps is not None) == is_known
+    model: Any = OneHead(after)
+    assert "forward" not in vars(model.head)
+    ids = token_ids() % 29
+    expected = torchs_own_sum(OneHead.forward(model, ids, use_cache=False).logits, ids)
+    attach_loss(model, steps=steps)
+    torch.testing.assert_close(model(ids, ids)[0], expected)
+
+
+def test_hooks_in_the_head_autocast_and_losses_of_ones_own_get_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook on an adapter would run once a chunk; autocast would keep the first chunk's graph with its copy of W."""
+    monkeypatch.setattr(loss, "CHUNK_BYTES", 4 * MODEL_VOCABULARY * 9)
+    model = materialise(build("llama", keys={"lora": LORA}))
+    seen: list[Tensor] = []
+    model.lm_head.lora_B.default.register_forward_hook(lambda _, __, out: seen.append(out))
+    ids = token_ids()
+    model(ids, ids)
+    assert [tuple(out.shape) for out in seen] == [(*ids.shape, MODEL_VOCABULARY)]
+    with torch.autocast("cpu", torch.bfloat16):
+        total, _ = materialise(build("llama"))(ids, ids)
+        total.backward()
+    own: Any = OneHead(AFTER["nothing"][1])
+    attach_loss(own, steps=(), loss=lambda logits, labels: (logits.sum(), labels.numel() * torch.ones(())))
+    assert own(ids, ids)[0] == OneHead.forward(own, ids, use_cache=False).logits.sum()
 
 
 OUTPUTS = [
@@ -176,11 +289,11 @@ def test_the_loss_takes_logits_in_the_dtype_of_output(
 ) -> None:
     seen: list[Tensor] = []
 
-    def spy(logits: Tensor, labels: Tensor, chunked: bool) -> tuple[Tensor, Tensor]:
+    def spy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         seen.append(logits)
-        return cross_entropy_sum(logits, labels, chunked)
+        return cross_entropy_with_gradient(logits, labels)
 
-    monkeypatch.setattr(loss, "cross_entropy_sum", spy)
+    monkeypatch.setattr(head_loss, "cross_entropy_with_gradient", spy)
     model = materialise(build("llama", precision={"master": master, "output": output}))
     ids = token_ids()
     total, count = model(ids, ids)

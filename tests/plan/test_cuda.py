@@ -32,6 +32,7 @@ from portable_fsdp.train import build
 
 Plans = dict[str, tuple[DeviceMemory, Work]]
 DEVICES, PER_HOST = 8, 4
+GIB = 2**30
 GPUS = gpus(DEVICES, hosts=2)
 LAYERS = 3
 SHALLOW = {**LLAMA, "num_hidden_layers": LAYERS}
@@ -238,12 +239,22 @@ def test_the_allocator_and_nccl_come_on_top(planned: Plans) -> None:
     assert _part(planned, "hybrid", "communication buffers") == 3 * COMMUNICATOR_BYTES
 
 
+def test_no_logits_of_all_tokens_are_planned(apart: Apart) -> None:
+    """Llama 3 8B's head at 8192 tokens: 3.9 GiB of float32 logits."""
+    model = {"model_type": "llama", "max_position_embeddings": 8192, **LLAMA_8B, "num_hidden_layers": 1}
+    config = step(devices=8, model=model, data__seq_len=8192, train__micro_batch=1, train__global_batch=8, **BFLOAT16)
+    ((memory, _),) = apart(plans, [config], gpus(8))
+    assert memory.at == "forward of lm_head"
+    assert 0.5 * GIB < memory.parts["loss and logits"] < 0.7 * GIB
+    assert memory.parts["gradients"] == 2 * 128_256 * 4096  # of the head, taken there
+
+
 def test_the_peak_has_a_moment_a_module_and_its_largest_tensors(planned: Plans) -> None:
     memory, _ = planned["plain"]
-    assert memory.at == "forward of the loss"
+    assert memory.at == "forward of lm_head"
     assert [buffer.bytes for buffer in memory.biggest] == sorted((b.bytes for b in memory.biggest), reverse=True)
     rows = 4 * ROWS * SEQ_LEN * 4096
-    assert ("aten::_log_softmax", rows, "forward of the loss") in [(b.name, b.bytes, b.where) for b in memory.biggest]
+    assert ("aten::_log_softmax", rows, "forward of lm_head") in [(b.name, b.bytes, b.where) for b in memory.biggest]
     assert planned["recomputed"][0].at.startswith("backward of model.layers.")
     whole, _ = planned["whole"]
     assert "exp_avg/model.embed_tokens.weight" in [buffer.name for buffer in whole.biggest]
@@ -337,8 +348,10 @@ def test_an_edit_of_loss_policy_or_step_shows(planned: Plans, apart: Apart) -> N
     loss, policy, step = apart(_edited, [_other_loss, _other_policy, _other_step])
     before = planned["plain"][1]
     logits = ROWS * SEQ_LEN * 4096
-    # In bfloat16, and in float32 log_softmax and two gradients; the other one needs no logits in backward.
-    assert _part(planned, "plain", "loss and logits") == pytest.approx((2 + 3 * 4) * logits, rel=0.01)
+    # In bfloat16, and in float32 with log_softmax, beside the gradient of what the head gets. The other one has
+    # log_softmax and two gradients in float32.
+    hidden = 2 * ROWS * SEQ_LEN * 512
+    assert _part(planned, "plain", "loss and logits") == pytest.approx((2 + 2 * 4) * logits + hidden, rel=0.01)
     assert loss[0].at == "backward of the loss"
     assert loss[0].parts["loss and logits"] == pytest.approx(3 * 4 * logits, rel=0.01)
     assert policy[0].parts["gathered weights"] > 2 * _part(planned, "plain", "gathered weights")
