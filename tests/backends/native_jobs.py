@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, CaseRows
@@ -21,6 +22,7 @@ from portable_fsdp.backends.native.units import local_part
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.config.load import make_config
 from portable_fsdp.config.schema import Config, Train
+from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.train.build import build_training, shard_policy
 
 
@@ -159,7 +161,20 @@ def gradients_of_branches() -> dict[str, Any]:
             fqn: torch.stack(part).sum(0).flatten().tolist()
             for fqn, part in zip(names, zip(*parts, strict=True), strict=True)
         }
-        return {"before": before, "sums": sums, "expected": expected, "buckets": buckets}
+        model.zero_grad()
+        with backend.accumulate(True):
+            model(rows[rank][0], rank).backward()
+            again = model(rows[rank][0], rank)
+            with pytest.raises(BackendError, match="found a second gradient"):
+                again.backward()
+        model.zero_grad()
+        model.last.requires_grad_(False)  # the hooks of an earlier step know it
+        for last, row in enumerate(rows[rank]):
+            with backend.accumulate(bool(last)):
+                model(row, rank).backward()
+        frozen = [fqn for fqn in expected if fqn.startswith("last.")]
+        later = gradients() | {fqn: expected[fqn] for fqn in frozen if fqn not in gradients()}
+        return {"before": before, "sums": sums, "later": later, "expected": expected, "buckets": buckets}
 
 
 def overflow_in_one_shard(case: Case) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from beside_trainer import TRAINER, Run, checked, report, said_by
 from cli import PROGRAMS, ROOT, TINY, finish, launch, started
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -26,6 +27,12 @@ def _result(folder: Path, name: str, *flags: str, limit_s: float = 280, processe
 
 
 @pytest.mark.proof
+def test_each_deliberate_mistake_has_its_place_in_the_code() -> None:
+    for mistake in yaml.safe_load((BENCHMARKS / "breaks.yaml").read_text(encoding="utf-8")):
+        source = (ROOT / "portable_fsdp" / mistake["file"]).read_text(encoding="utf-8")
+        assert source.count(mistake["old"]) == 1, mistake["what"]
+
+
 def test_loop_overhead_writes_its_table(tmp_path: Path) -> None:
     result, printed = _result(tmp_path, "loop_overhead", "--pairs=2", processes=2)
     assert (result["pairs"], result["config"]["processes"]) == (2, 2)

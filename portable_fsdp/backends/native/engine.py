@@ -197,9 +197,7 @@ class NativeBackend(base.Backend):
         # Shards are reduced in every micro batch: keeping unsharded gradients until the last one would undo FULL_SHARD.
         # Replicas are reduced once, in the last one.
         if not isinstance(self._root, FSDPModule):
-            if self._sums is None and self.process.count > 1:
-                self._sums = GradientSums(self._root, self._mesh["replicate"].get_group(), self._reduce)
-            with self._sums.summing() if self._sums and last else nullcontext():
+            with self._gradient_sums().summing() if last and self.process.count > 1 else nullcontext():
                 yield
             return
         if self._syncs_each_micro_batch:
@@ -208,6 +206,15 @@ class NativeBackend(base.Backend):
             self._root.set_requires_gradient_sync(last)
         self._gather_first()
         yield
+
+    def _gradient_sums(self) -> GradientSums:
+        """Of the replicas, for the weights that train now."""
+        trained = [parameter for parameter in self._root.parameters() if parameter.requires_grad]
+        if self._sums is None or [*map(id, trained)] != [*map(id, self._sums.parameters)]:
+            if self._sums:
+                self._sums.close()
+            self._sums = GradientSums(trained, self._mesh["replicate"].get_group(), self._reduce)
+        return self._sums
 
     def _gather_first(self) -> None:
         if self._prefetch:

@@ -11,13 +11,14 @@ as it is. Replicas sum their gradients in buckets, while backward goes on.
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import record_function
+from torch.utils.hooks import RemovableHandle
 
 from portable_fsdp.backends.base import Forward, ShardPolicy
 from portable_fsdp.backends.native.units import (
@@ -38,6 +39,7 @@ from portable_fsdp.backends.weight_uses import (
     uses_by_block,
     weight_uses,
 )
+from portable_fsdp.runtime.errors import BackendError
 
 # As torch's DistributedDataParallel (its bucket_cap_mb): large enough for a link, small enough to begin early.
 BUCKET_BYTES = 25 * 2**20
@@ -121,7 +123,8 @@ class _Casts:
             entered[-1].__enter__()
 
         def end(*_: Any) -> None:
-            entered.pop().__exit__(None, None, None)
+            if entered:  # else an earlier hook raised
+                entered.pop().__exit__(None, None, None)
 
         block.register_forward_pre_hook(begin)
         block.register_forward_hook(end, prepend=True, always_call=True)
@@ -162,26 +165,31 @@ class GradientSums:
     A weight that a replica's rows don't use joins with zeros.
     """
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
-        self._group, self._dtype = group, dtype
+    def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+        self.parameters, self._group, self._dtype = parameters, group, dtype
         self._buckets: list[list[nn.Parameter]] = []
-        self._missing: list[int] = []  # gradients of each bucket that aren't there yet
+        self._missing: list[set[nn.Parameter]] = []  # those of each bucket without a gradient yet
         self._under_way: list[tuple[Any, Tensor, list[nn.Parameter]]] = []
         self._started: int | None = None  # buckets; None: no last micro batch is under way
+        self._hooks: list[RemovableHandle] = []
         size = BUCKET_BYTES
-        # Backward reaches about the last weights first.
-        for parameter in reversed([p for p in model.parameters() if p.requires_grad]):
+        for parameter in reversed(parameters):  # backward reaches about the last weights first
             if size >= BUCKET_BYTES:
                 self._buckets.append([])
                 size = 0
             self._buckets[-1].append(parameter)
             size += parameter.numel() * dtype.itemsize
-            parameter.register_post_accumulate_grad_hook(partial(self._note, len(self._buckets) - 1))
+            note = partial(self._note, len(self._buckets) - 1)
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(note))
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
     @contextmanager
     def summing(self) -> Generator[None]:
         """Around the last micro batch; afterwards the gradients are the sums."""
-        self._missing, self._started = [len(bucket) for bucket in self._buckets], 0
+        self._missing, self._started = [set(bucket) for bucket in self._buckets], 0
         try:
             yield
             while self._started < len(self._buckets):
@@ -191,10 +199,15 @@ class GradientSums:
             self._started = None
             self._under_way.clear()
 
-    def _note(self, bucket: int, _: Tensor) -> None:
+    def _note(self, bucket: int, parameter: Tensor) -> None:
         if self._started is None:
             return
-        self._missing[bucket] -= 1
+        if parameter not in self._missing[bucket]:
+            raise BackendError(
+                "backend native: expected one backward in the last micro batch, in which replicas sum gradients, found "
+                "a second gradient of a weight.\n  Add up the losses, or run earlier backwards under accumulate(False)."
+            )
+        self._missing[bucket].remove(cast(nn.Parameter, parameter))
         while self._started < len(self._buckets) and not self._missing[self._started]:
             self._start_next()
 
@@ -205,14 +218,19 @@ class GradientSums:
         with record_function(SUMS):
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
             flat = torch.cat([gradient.flatten().to(self._dtype) for gradient in gradients])
-            for parameter, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+            for parameter, part in zip(bucket, _parts(flat, bucket), strict=True):
                 # The old gradient's memory is free from here on; in another dtype the new one is made when it is there.
-                parameter.grad = part.view_as(parameter) if part.dtype == parameter.dtype else None
+                parameter.grad = part if part.dtype == parameter.dtype else None
             self._under_way.append((dist.all_reduce(flat, group=self._group, async_op=True), flat, bucket))
 
     def _wait(self) -> None:
         for work, flat, bucket in self._under_way:
             work.wait()
-            if any(parameter.grad is None for parameter in bucket):
-                for parameter, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-                    parameter.grad = part.view_as(parameter).to(parameter.dtype)
+            for parameter, part in zip(bucket, _parts(flat, bucket), strict=True):
+                parameter.grad = part.to(parameter.dtype)
+
+
+def _parts(flat: Tensor, bucket: list[nn.Parameter]) -> list[Tensor]:
+    """Views with the shapes of the parameters."""
+    sizes = [parameter.numel() for parameter in bucket]
+    return [part.view_as(parameter) for part, parameter in zip(flat.split(sizes), bucket, strict=True)]
