@@ -25,6 +25,7 @@ from portable_fsdp.models.loss import (
     chunks,
     cross_entropy_sum,
     cross_entropy_with_gradient,
+    scaled,
 )
 
 LogitSteps = tuple[Callable[[Tensor], Tensor], ...]
@@ -158,7 +159,7 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, *outputs: Any) -> Any:
         gradients = cast(list[Tensor], ctx.gradients)
         del ctx.gradients  # their memory, beside that of the gathered weight, takes the float32 copy that is summed
-        return (None, None, None, *(gradient * outputs[0] for gradient in gradients))
+        return (None, None, None, *(scaled(grad, outputs[0], out=torch.empty_like(grad)) for grad in gradients))
 
 
 @contextmanager

@@ -68,7 +68,16 @@ class _CrossEntropySum(torch.autograd.Function):
         del ctx.gradient  # in place below: a second backward would be wrong, so it has none
         if gradient.dtype == torch.float16:
             scale = scale / FLOAT16_GAIN
-        return gradient.mul_(scale), None, None
+        return scaled(gradient, scale, out=gradient), None, None
+
+
+def scaled(gradient: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+    """`gradient` times a float32 tensor without dimensions, into `out` of its dtype.
+
+    On a GPU torch rounds such a factor to the gradient's dtype first, in float16 perhaps to 0. With a dimension it
+    doesn't.
+    """
+    return torch.mul(gradient, scale.reshape(1) if gradient.is_cuda else scale, out=out)
 
 
 def _may_be_kept(logits: Tensor) -> bool:

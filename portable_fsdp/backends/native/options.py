@@ -169,7 +169,7 @@ EFFECTS = {
     ),
     "sharding.reshard_after_forward": "fully_shard(reshard_after_forward=number)",
     "sharding.wrap|wrap_modules|min_num_params": (
-        "each unit is given to fully_shard, inner ones first, the whole model last"
+        "fully_shard of each unit, inner ones first, the whole model last; without shards units only cast"
     ),
     "sharding.forward_prefetch": "set_modules_to_forward_prefetch, in the order of execution",
     "sharding.forward_prefetch=0": "FSDP2's own: the next gather is queued while a unit computes",
@@ -181,9 +181,9 @@ EFFECTS = {
     "sharding.backward_prefetch=NO_PREFETCH": "a unit is gathered in backward when it is needed",
     "precision.compute": "weights are cast unit by unit; over several devices by MixedPrecisionPolicy(param_dtype)",
     "precision.compute=float16": "with dynamic loss scaling; a step whose gradients overflow changes nothing",
-    "precision.reduce": "MixedPrecisionPolicy(reduce_dtype)",
+    "precision.reduce": "MixedPrecisionPolicy(reduce_dtype), or the dtype of the buckets that replicas sum",
     "precision.reduce=auto": "float32",
-    "precision.modules": "a group of fully_shard with its own param_dtype; inputs and outputs are cast",
+    "precision.modules": "weights, inputs and outputs are cast; under fully_shard a group with its own param_dtype",
     "precision.matmul": "torch.set_float32_matmul_precision, while the backend is open",
     "memory.gradient_checkpointing=full|selective": "torch.utils.checkpoint around a layer's forward",
     "memory.every": "torch.utils.checkpoint around a layer's forward",

@@ -9,13 +9,14 @@ as it is. Replicas sum their gradients in buckets, while backward goes on.
 # pyright: reportPrivateUsage=false
 
 from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
@@ -54,13 +55,14 @@ def use_in_place(model: nn.Module, policy: ShardPolicy) -> None:
     layers = {*policy.recompute, *compiled}
     # A layer that runs again, or is a program, is one block: what is inside casts with it.
     blocks = {name for name in (*policy.units, *layers) if not is_inside(name, layers - {name})}
-    casts, has_casts = _Casts(), False
+    casts, known = _Casts(), set[tuple[nn.Module, str]]()
     for name, uses in uses_by_block(weight_uses(model, policy), blocks).items():
         block = model.get_submodule(name)
         if name in (ROOT, *policy.units):  # as FSDP2 does: it may take pixels
             cast_inputs(block, dtype_of(name, policy))
-        uses = [use for use in uses if use.weight.is_floating_point() and use.weight.dtype != use.dtype]
-        has_casts = has_casts or bool(uses)
+        # A module with several names belongs to the innermost of its blocks, which come first.
+        uses = [use for use in uses if _is_cast(use) and (use.module, use.leaf) not in known]
+        known |= {(use.module, use.leaf) for use in uses}
         inside = name in policy.recompute and name not in compiled and bool(uses)
         if name in policy.recompute:
             forward = casts.inside(uses, forward_of(block)) if inside else None
@@ -69,8 +71,24 @@ def use_in_place(model: nn.Module, policy: ShardPolicy) -> None:
             compile_layer(block, policy.compile_backend, breaks=False)
         if uses and not inside:
             casts.around(block, uses)
-    if has_casts and policy.reshard_after_forward:
-        model.forward = casts.forgotten(model.forward)
+        if uses:
+            cast(Any, block).__deepcopy__ = _refuse_copy
+    if known:
+        model.forward = casts.around_all(model.forward, keep=not policy.reshard_after_forward)
+        cast(Any, model).__deepcopy__ = _refuse_copy
+
+
+def _is_cast(use: Use) -> bool:
+    return use.weight.is_floating_point() and use.weight.dtype != use.dtype
+
+
+def _refuse_copy(_: Any) -> NoReturn:
+    """What is around a block's forward would give the copy the original's weights. FSDP2 refuses copies too."""
+    raise BackendError(
+        "backend native: expected no copy.deepcopy of a model that is laid out, whose copy would compute with the "
+        "original's weights.\n  Copy it before shard, or lay out two models and copy the weights: "
+        "other.load_state_dict(model.state_dict())."
+    )
 
 
 class _Cast(NamedTuple):
@@ -78,6 +96,7 @@ class _Cast(NamedTuple):
 
     storage: int
     weight: Tensor
+    version: int  # of the weight
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -89,6 +108,7 @@ class _Casts:
 
     def __init__(self) -> None:
         self._running: dict[int, tuple[Tensor, Tensor]] = {}  # by the copy's storage: the weight and the copy
+        self._entered: list[tuple[nn.Module, AbstractContextManager[None]]] = []  # blocks whose forward runs
 
     @contextmanager
     def _in_place(self, uses: list[Use]) -> Generator[None]:
@@ -115,33 +135,37 @@ class _Casts:
         return run
 
     def around(self, block: nn.Module, uses: list[Use]) -> None:
-        """The copies are in place around a block's forward, whatever that is by then."""
-        entered: list[AbstractContextManager[None]] = []
+        """The copies are in place around a block's forward, whatever replaces that later."""
 
         def begin(*_: Any) -> None:
-            entered.append(self._in_place(uses))
-            entered[-1].__enter__()
+            self._entered.append((block, self._in_place(uses)))
+            self._entered[-1][1].__enter__()
 
         def end(*_: Any) -> None:
-            if entered:  # else an earlier hook raised
-                entered.pop().__exit__(None, None, None)
+            if self._entered and self._entered[-1][0] is block:  # else an earlier hook raised
+                self._leave()
 
         block.register_forward_pre_hook(begin)
         block.register_forward_hook(end, prepend=True, always_call=True)
 
-    def forgotten(self, forward: Forward) -> Forward:
-        """The model's `forward`; autograd keeps no copy that runs in it, and backward casts again."""
+    def _leave(self) -> None:
+        self._entered.pop()[1].__exit__(None, None, None)
+
+    def around_all(self, forward: Forward, keep: bool) -> Forward:
+        """The model's `forward`. Without `keep` autograd keeps no copy that runs in it, and backward casts again."""
 
         def pack(tensor: Tensor) -> Tensor | _Cast:
             storage = _storage(tensor)
             if storage not in self._running:
                 return tensor
-            weight = self._running[storage][0]
-            return _Cast(storage, weight, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+            weight, offset = self._running[storage][0], int(tensor.storage_offset())
+            return _Cast(storage, weight, weight._version, tensor.dtype, tensor.size(), tensor.stride(), offset)
 
         def unpack(kept: Tensor | _Cast) -> Tensor:
             if isinstance(kept, Tensor):
                 return kept
+            if kept.weight._version != kept.version:
+                raise BackendError("backend native: expected the weights of the forward in its backward, found others.")
             weight, copy = self._running.get(kept.storage, (None, None))
             if weight is not kept.weight or copy is None:  # else it is a gradient within the block's forward
                 with record_function(CASTS):
@@ -149,8 +173,13 @@ class _Casts:
             return copy.as_strided(kept.size, kept.stride, kept.offset)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with saved_tensors_hooks(pack, unpack):
-                return forward(*args, **kwargs)
+            try:
+                with nullcontext() if keep else saved_tensors_hooks(pack, unpack):
+                    return forward(*args, **kwargs)
+            except BaseException:
+                while self._entered:  # after Ctrl-C torch calls no hook
+                    self._leave()
+                raise
 
         return run
 
@@ -162,14 +191,14 @@ def _storage(tensor: Tensor) -> int:
 class GradientSums:
     """Sums the gradients of replicas, in buckets of equal order on all of them, while backward goes on.
 
-    A weight that a replica's rows don't use joins with zeros.
+    To a weight that its rows don't use a replica adds zeros; one that no replica uses gets no gradient.
     """
 
     def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup, dtype: torch.dtype) -> None:
         self.parameters, self._group, self._dtype = parameters, group, dtype
         self._buckets: list[list[nn.Parameter]] = []
         self._missing: list[set[nn.Parameter]] = []  # those of each bucket without a gradient yet
-        self._under_way: list[tuple[Any, Tensor, list[nn.Parameter]]] = []
+        self._under_way: list[_Sum] = []
         self._started: int | None = None  # buckets; None: no last micro batch is under way
         self._hooks: list[RemovableHandle] = []
         size = BUCKET_BYTES
@@ -215,22 +244,42 @@ class GradientSums:
         assert self._started is not None
         bucket = self._buckets[self._started]
         self._started += 1
+        unused = [number for number, parameter in enumerate(bucket) if parameter.grad is None]
         with record_function(SUMS):
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
-            flat = torch.cat([gradient.flatten().to(self._dtype) for gradient in gradients])
+            users = gradients[0].new_ones(len(bucket), dtype=self._dtype)  # replicas with a gradient, once it is summed
+            for number in unused:
+                users[number].zero_()
+            flat = torch.cat([*(gradient.flatten().to(self._dtype) for gradient in gradients), users])
             for parameter, part in zip(bucket, _parts(flat, bucket), strict=True):
                 # The old gradient's memory is free from here on; in another dtype the new one is made when it is there.
                 parameter.grad = part if part.dtype == parameter.dtype else None
-            self._under_way.append((dist.all_reduce(flat, group=self._group, async_op=True), flat, bucket))
+            work = dist.all_reduce(flat, group=self._group, async_op=True)
+        self._under_way.append(_Sum(work, flat, bucket, unused))
 
     def _wait(self) -> None:
-        for work, flat, bucket in self._under_way:
+        for work, flat, bucket, unused in self._under_way:
             work.wait()
             for parameter, part in zip(bucket, _parts(flat, bucket), strict=True):
                 parameter.grad = part.to(parameter.dtype)
+            if unused:  # the host waits for the device; in a plan, where no number is known, replicas are alike
+                users = [0.0] * len(bucket) if isinstance(flat, FakeTensor) else flat[-len(bucket) :].tolist()
+                for number in unused:
+                    if not users[number]:
+                        bucket[number].grad = None
+
+
+class _Sum(NamedTuple):
+    """An all-reduce under way of a bucket's gradients, then of how many replicas have each."""
+
+    work: Any
+    flat: Tensor
+    bucket: list[nn.Parameter]
+    unused: list[int]  # of this replica
 
 
 def _parts(flat: Tensor, bucket: list[nn.Parameter]) -> list[Tensor]:
     """Views with the shapes of the parameters."""
     sizes = [parameter.numel() for parameter in bucket]
-    return [part.view_as(parameter) for part, parameter in zip(flat.split(sizes), bucket, strict=True)]
+    parts = flat[: sum(sizes)].split(sizes)
+    return [part.view_as(parameter) for part, parameter in zip(parts, bucket, strict=True)]

@@ -1,0 +1,103 @@
+"""Weights used where they lie, on one device of native: what a loop of one's own may do with such a model."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import portable_fsdp as pf
+from portable_fsdp.backends.base import Backend
+from portable_fsdp.runtime.errors import BackendError
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.product = nn.Linear(8, 8)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + torch.tanh(self.product(inputs))
+
+
+class Model(nn.Module):
+    """Layers, perhaps the same one several times, and weights of the root's own; `ends`: raised in its forward."""
+
+    def __init__(self, shared: bool = False, ends: BaseException | None = None) -> None:
+        super().__init__()
+        first = Layer()
+        self.layers = nn.ModuleList(first if shared else Layer() for _ in range(3))
+        self.last, self.ends = nn.Linear(8, 1), ends
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for layer in self.layers:
+            inputs = layer(inputs)
+        if self.ends is not None:
+            raise self.ends
+        return self.last(inputs)
+
+
+@pytest.fixture
+def engine() -> Iterator[tuple[Backend, Callable[..., Any]]]:
+    """Opens in bfloat16; the function lays out a model, recomputed or not."""
+    sections: dict[str, Any] = {"precision": {"compute": "bfloat16"}}
+    with pf.open_backend(pf.make_config(**sections), device="cpu", backend="native") as backend:
+
+        def laid_out(recomputed: bool = False, **model: Any) -> nn.Module:
+            memory = {"gradient_checkpointing": "full" if recomputed else "none"}
+            torch.manual_seed(0)
+            return pf.shard(lambda: Model(**model), pf.make_config(**sections, memory=memory), backend)[0]
+
+        yield backend, laid_out
+
+
+Engine = tuple[Backend, Callable[..., nn.Module]]
+INPUTS = torch.linspace(-1, 1, 16).view(2, 8)
+
+
+def _gradients(backend: Backend, model: nn.Module) -> dict[str, Tensor]:
+    model.zero_grad()
+    with backend.accumulate(True):
+        model(INPUTS).float().sum().backward()
+    return {fqn: weight.grad for fqn, weight in model.named_parameters() if weight.grad is not None}
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_a_layer_used_several_times_has_the_gradients_of_a_plain_model(engine: Engine, recomputed: bool) -> None:
+    backend, laid_out = engine
+    model, plain = laid_out(recomputed, shared=True), Model(shared=True)
+    plain.load_state_dict(model.state_dict())
+    plain = plain.bfloat16()
+    plain(INPUTS.bfloat16()).float().sum().backward()
+    gradients = _gradients(backend, model)
+    assert gradients.keys() == dict(plain.named_parameters()).keys()
+    for fqn, weight in plain.named_parameters():
+        assert weight.grad is not None
+        torch.testing.assert_close(gradients[fqn], weight.grad.float(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("ends", [ValueError("in the forward"), KeyboardInterrupt()], ids=type)
+def test_a_forward_that_ends_early_leaves_the_weights_in_their_place(engine: Engine, ends: BaseException) -> None:
+    backend, laid_out = engine
+    model: Any = laid_out(ends=ends)
+    with pytest.raises(type(ends)):
+        model(INPUTS)
+    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
+    assert all(isinstance(weight, nn.Parameter) for weight in model.parameters())
+    model.ends = None
+    assert _gradients(backend, model).keys() == dict(model.named_parameters()).keys()
+
+
+def test_a_copy_and_weights_that_change_before_backward_are_refused(engine: Engine) -> None:
+    _, laid_out = engine
+    model: Any = laid_out()
+    for part in (model, model.layers[0]):
+        with pytest.raises(BackendError, match="Copy it before shard"):
+            copy.deepcopy(part)
+    loss = model(INPUTS).float().sum()
+    with torch.no_grad():
+        model.layers[1].product.weight.zero_()
+    with pytest.raises(BackendError, match="expected the weights of the forward in its backward"):
+        loss.backward()
