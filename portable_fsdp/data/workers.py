@@ -25,7 +25,7 @@ from portable_fsdp.runtime.process import end_with_parent
 
 ReadStep = Callable[[Rows, int], list[dict[str, Tensor]]]
 
-_END_S = 1.0
+_END_S = 10.0  # on a busy host
 
 STEPS_PER_WORKER = 2
 """That a worker reads before anybody asks for them."""
