@@ -3,10 +3,10 @@
 python benchmarks/step_beside_trainer.py [--steps=20] [--way=NAME ...] [--write]
 
 A Llama of 62 million parameters, vocabulary 32,000, 2 rows of 512 tokens, float32, AdamW, gradients clipped at 1. Each
-way lives in processes of its own, with two threads in all, and takes a step when its turn comes: what else the machine
-does falls on all. A step of ours is fetched before it counts as done. The Trainer's lies between two of its callbacks
-`on_step_begin`. A ratio is the median over rounds of ours / the Trainer's in the same round. `--write` writes
-results/step_beside_trainer.md.
+way runs in its own processes, with two threads in all. The ways take steps in turn, so other load on the machine slows
+all of them. Our step ends when its metrics have been fetched; the Trainer's is the time between two calls of
+`on_step_begin`. A ratio is the median over rounds of our time divided by the Trainer's in the same round. `--write`
+writes results/step_beside_trainer.md.
 """
 
 import argparse

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from portable_fsdp.backends.options import EngineOptions, Package, ProcessCount
 from portable_fsdp.config.rules import Refused, Rule
 
+NO_LOSS_SCALING = "float16 needs loss scaling, which only native has; bfloat16 has the range of float32"
+
 RULES = (
     *(
         Refused(option, "on XLA", reason, "--backend=native")
@@ -28,6 +30,13 @@ RULES = (
             ("optim.name=adamw8bit", "bitsandbytes has no kernel for it"),
             ("memory.cpu_offload", "torch_xla keeps parameters and optimizer state in device memory"),
         )
+    ),
+    Rule(
+        "precision.compute",
+        "on XLA",
+        lambda c, p: c.precision.compute == "float16",
+        NO_LOSS_SCALING,
+        ("precision.compute=bfloat16", "--backend=native"),
     ),
     Rule(
         "memory.save_ops",

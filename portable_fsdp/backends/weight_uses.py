@@ -42,9 +42,15 @@ def weight_uses(model: nn.Module, policy: ShardPolicy) -> dict[str, Use]:
     uses: dict[str, Use] = {}
     for fqn, _ in model.named_parameters(remove_duplicate=False):
         owner, _, leaf = fqn.rpartition(".")
-        dtype = next((own for name, own in policy.modules.items() if is_inside(fqn, (name,))), policy.compute)
-        uses[fqn] = Use(model.get_submodule(owner), leaf, dtype)
+        uses[fqn] = Use(model.get_submodule(owner), leaf, dtype_of(owner, policy))
     return uses
+
+
+def dtype_of(name: str, policy: ShardPolicy) -> torch.dtype:
+    """In which dtype a module computes: its own, or that of the module around it."""
+    while name and name not in policy.modules:
+        name = name.rpartition(".")[0]
+    return policy.modules[name] if name else policy.compute
 
 
 def uses_by_block(uses: Mapping[str, Use], blocks: Iterable[str]) -> dict[str, list[Use]]:

@@ -291,6 +291,10 @@ class Sharding(Section):
 DType = Literal["float32", "bfloat16", "float16"]
 
 
+LEAST_LOSS_SCALE = 1
+"""A run ends whose gradients overflow at this scale: DeepSpeed's min_loss_scale."""
+
+
 class Precision(Section):
     master: Literal["float32", "bfloat16"] = Field(
         default="float32", description="dtype of weights and optimizer state at rest"
@@ -319,7 +323,7 @@ class Precision(Section):
     )
     loss_scale: Float = Field(
         default=65536.0,
-        ge=1,
+        ge=LEAST_LOSS_SCALE,
         description="float16: first multiple of the loss that backward starts from; halved when gradients overflow",
     )
     loss_scale_window: int = Field(

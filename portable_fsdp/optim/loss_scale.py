@@ -5,17 +5,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from portable_fsdp.config.schema import LEAST_LOSS_SCALE
 from portable_fsdp.runtime.errors import ConfigError
 
-GROWTH, BACKOFF, LEAST, LARGEST = 2.0, 0.5, 1.0, 2.0**127  # LEAST: as DeepSpeed's min_loss_scale
+GROWTH, BACKOFF, LARGEST = 2.0, 0.5, 2.0**127
 
 
 class LossScaler:
     """The rule of torch.amp.GradScaler (torch/amp/grad_scaler.py), on the device: nothing waits for it.
 
     The scale is multiplied by BACKOFF after a step whose gradients aren't finite, and by GROWTH after each `window` of
-    finite steps, within LEAST and LARGEST. The optimizer skips the former: weights, moments and step counts stay as
-    they are.
+    finite steps, between LEAST_LOSS_SCALE and LARGEST. The optimizer skips the former: weights, moments and step counts
+    stay as they are.
     """
 
     def __init__(self, scale: float, window: int, device: torch.device) -> None:
@@ -45,7 +46,7 @@ class LossScaler:
         used, finite = self.scale, self._finite + 1
         is_full = finite == self._window
         grown = torch.where(is_full, (used * GROWTH).clamp(max=LARGEST), used)
-        self.scale = torch.where(overflows, (used * BACKOFF).clamp(min=LEAST), grown)
+        self.scale = torch.where(overflows, (used * BACKOFF).clamp(min=LEAST_LOSS_SCALE), grown)
         self._finite = torch.where(overflows | is_full, 0, finite)
         self._skipped = self._skipped + overflows
         return {"loss_scale": used, "skipped_steps": self._skipped.float()}

@@ -279,8 +279,8 @@ class Recorder(TorchDispatchMode):
         # A gradient has the size of its weight, before FSDP2 sees it; that of a copy is cast for the weight itself.
         is_cast = (node := _running_node()) is not None and node.name() == "ToCopyBackward0"
         modules = self._weights if is_cast else (module,)
-        sizes = {shape.numel() for name in modules for shape in self._weights.get(name, ())}
-        return "gradients" if tensor.numel() in sizes else "temporaries"
+        shapes = (shape for name in modules for shape in self._weights.get(name, ()))
+        return "gradients" if any(shape.numel() == tensor.numel() for shape in shapes) else "temporaries"
 
     def _stream(self) -> int:
         stream = torch.cpu.current_stream()  # where FSDP2 takes this device's streams from

@@ -19,7 +19,7 @@ from portable_fsdp.backends.base import Backend, Batch
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.checkpoint.format import Evaluated, committed_steps, step_folder
 from portable_fsdp.checkpoint.manager import Checkpoints, Resumed
-from portable_fsdp.config.schema import Config
+from portable_fsdp.config.schema import LEAST_LOSS_SCALE, Config
 from portable_fsdp.data.build import Corpus
 from portable_fsdp.optim.schedule import learning_rate
 from portable_fsdp.runtime.collective_errors import on_process_0
@@ -58,7 +58,7 @@ from portable_fsdp.train.consistency import open_data, require_folders_and_model
 from portable_fsdp.train.decision import Decision, Limits, Votes, decide, is_patience_over
 from portable_fsdp.train.early_checks import check_profile
 from portable_fsdp.train.evaluate import Evaluator, updated_history
-from portable_fsdp.train.measures import LEAST_LOSS_SCALE, InFlight, Measures, NotFiniteError, run_start
+from portable_fsdp.train.measures import InFlight, Measures, NotFiniteError, run_start
 from portable_fsdp.train.profiles import Profiles
 from portable_fsdp.train.records import Console, RunFiles
 from portable_fsdp.train.save_triggers import SaveTriggers

@@ -27,8 +27,6 @@ if TYPE_CHECKING:  # text doesn't load it
 
 VOTES = 5
 """Columns of each process in the votes."""
-LEAST_LOSS_SCALE = 1.0
-"""A run ends whose gradients overflow at this scale: DeepSpeed's min_loss_scale."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Weights used where they lie, on one device of native: what a loop of one's own may do with such a model."""
+"""Weights used in place, on one device of native: what a training loop of your own may do with such a model."""
 
 import copy
 from collections.abc import Callable, Iterator

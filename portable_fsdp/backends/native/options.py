@@ -163,7 +163,7 @@ EFFECTS = {
     "sharding.strategy=SHARD_GRAD_OP": (
         "fully_shard over all devices: a unit is gathered in forward and kept until its backward"
     ),
-    "sharding.strategy=NO_SHARD": "a copy on each device, used where it lies; gradients are all-reduced in buckets",
+    "sharding.strategy=NO_SHARD": "a copy on each device, used in place; gradients are all-reduced in buckets",
     "sharding.strategy=HYBRID_SHARD|HYBRID_SHARD_ZERO2": (
         "fully_shard on the mesh (replicate, shard): reduce-scatter within a replica, all-reduce across"
     ),

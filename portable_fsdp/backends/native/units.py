@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from portable_fsdp.backends.base import ShardPolicy, cast_floats, dropouts, output_head, parameter_slots
-from portable_fsdp.backends.weight_uses import in_own_dtype
+from portable_fsdp.backends.weight_uses import dtype_of, in_own_dtype
 from portable_fsdp.runtime.errors import BackendError
 
 ROOT = ""
@@ -86,13 +86,6 @@ def _is_in(name: str, outer: str) -> bool:
 # ------------------------------------------------------------------------------------------------------- the dtypes
 
 
-def dtype_of(name: str, policy: ShardPolicy) -> torch.dtype:
-    """In which dtype a module computes: its own, or that of the module around it."""
-    while name and name not in policy.modules:
-        name = name.rpartition(".")[0]
-    return policy.modules[name] if name else policy.compute
-
-
 def _groups(policy: ShardPolicy, units: list[str]) -> dict[str, dict[torch.dtype, list[str]]]:
     """Unit -> dtype -> the modules inside it that compute in that dtype, where it isn't the unit's."""
     groups: dict[str, dict[torch.dtype, list[str]]] = {name: {} for name in (*units, ROOT)}
@@ -138,8 +131,8 @@ def _in_own_dtype(forward: Callable[..., Any], dtype: torch.dtype, back: torch.d
 def recompute(layer: nn.Module, policy: ShardPolicy, *, whole: bool, forward: Callable[..., Any] | None = None) -> None:
     """Put a layer under gradient checkpointing. `forward(layer, ...)`: what runs in place of its forward."""
     draws = bool(dropouts(layer))
-    run = recomputed(forward, policy.save_ops, whole, draws) if forward else None
-    layer.forward = MethodType(run or _recomputed(forward_of(layer), policy.save_ops, whole, draws), layer)
+    make = _recomputed.__wrapped__ if forward else _recomputed  # it would keep the layer alive
+    layer.forward = MethodType(make(forward or forward_of(layer), policy.save_ops, whole, draws), layer)
 
 
 def compile_layer(layer: nn.Module, backend: str, *, breaks: bool) -> None:
@@ -149,15 +142,10 @@ def compile_layer(layer: nn.Module, backend: str, *, breaks: bool) -> None:
     layer.forward = torch.compile(layer.forward, **options, fullgraph=not breaks, dynamic=False)
 
 
-@cache
+@cache  # equal layers get the same function, so that torch.compile makes one program for all of them
 def _recomputed(
     forward: Callable[..., Any], save_ops: tuple[str, ...], whole: bool, draws: bool = False
 ) -> Callable[..., Any]:
-    """Equal layers get the same function, so that torch.compile makes one program for all of them."""
-    return recomputed(forward, save_ops, whole, draws)
-
-
-def recomputed(forward: Callable[..., Any], save_ops: tuple[str, ...], whole: bool, draws: bool) -> Callable[..., Any]:
     """A layer's `forward` under gradient checkpointing; it keeps the outputs of `save_ops`.
 
     `draws`: it has dropout, and draws the same numbers again.

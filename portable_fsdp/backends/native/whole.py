@@ -1,8 +1,8 @@
-"""Where the shard axis has one device (one GPU, or replicas): weights are used where they lie.
+"""Where the shard axis has one device (one GPU, or replicas): weights are used in place.
 
-FSDP2 would copy each unit's weights into a buffer and out of it, though there is nothing to gather. Here a weight that
-computes in another dtype than it rests in is cast when its block runs, and again in backward; one that doesn't is used
-as it is. Replicas sum their gradients in buckets, while backward goes on.
+FSDP2 would copy each unit's weights into a buffer and out of it, though there is nothing to gather. Here a weight is
+cast when its block runs, and again in backward, if it computes in another dtype than that of the parameter. Replicas
+sum their gradients in buckets during backward.
 """
 
 # A storage's address has no public name.
@@ -27,7 +27,6 @@ from portable_fsdp.backends.native.units import (
     cast_inputs,
     cast_modules,
     compile_layer,
-    dtype_of,
     forward_of,
     recompute,
 )
@@ -35,6 +34,7 @@ from portable_fsdp.backends.weight_uses import (
     Use,
     cast_weight,
     distinct,
+    dtype_of,
     is_inside,
     swapped,
     uses_by_block,
@@ -189,7 +189,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 class GradientSums:
-    """Sums the gradients of replicas, in buckets of equal order on all of them, while backward goes on.
+    """Sums the gradients of replicas during backward, in buckets that have the same order on all replicas.
 
     To a weight that its rows don't use a replica adds zeros; one that no replica uses gets no gradient.
     """

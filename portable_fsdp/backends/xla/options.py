@@ -1,21 +1,14 @@
 """What xla (torch_xla SPMD) does with each option. No torch here."""
 
-from portable_fsdp.backends.pjrt_options import TorchXlaOptions
+from portable_fsdp.backends.pjrt_options import NO_LOSS_SCALING, TorchXlaOptions
 from portable_fsdp.config.rules import Refused, Rule, dtypes, is_selective, modules_without_float16, only_largest_bucket
 
 RULES = (
     Rule(
-        "precision.compute",
-        "on xla",
-        lambda c, p: c.precision.compute == "float16",
-        "float16 needs loss scaling, which only native has; bfloat16 has the range of float32",
-        ("precision.compute=bfloat16", "--backend=native"),
-    ),
-    Rule(
         "precision.modules",
         "with float16 on xla",
         lambda c, p: "float16" in c.precision.modules.values(),
-        "float16 needs loss scaling, which only native has; bfloat16 has the range of float32",
+        NO_LOSS_SCALING,
         modules_without_float16,
     ),
     Rule(

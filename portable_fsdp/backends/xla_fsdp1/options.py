@@ -4,13 +4,6 @@ from portable_fsdp.backends.pjrt_options import TorchXlaOptions
 from portable_fsdp.config.rules import Refused, Rule, only_largest_bucket
 
 RULES = (
-    Rule(
-        "precision.compute",
-        "on xla_fsdp1",
-        lambda c, p: c.precision.compute == "float16",
-        "float16 needs loss scaling, which only native has; bfloat16 has the range of float32",
-        ("precision.compute=bfloat16", "--backend=native"),
-    ),
     Refused(
         "precision.master",
         "on xla_fsdp1",
