@@ -117,6 +117,7 @@ class ShardPolicy:
     units: tuple[str, ...]
     layers: tuple[str, ...] = ()
     compute: torch.dtype = torch.float32
+    cast_inputs: bool = True  # of the model and of `units`
     reduce: torch.dtype = torch.float32
     modules: Mapping[str, torch.dtype] = field(default_factory=lambda: {})
     recompute: tuple[str, ...] = ()
@@ -128,6 +129,7 @@ class ShardPolicy:
     cpu_offload: bool = False
     compile_backend: str | None = None
     scan_layers: bool = False
+    attention: Callable[..., Tensor] | None = None  # that models call; an engine may run its kernel instead
 
 
 class Traffic(NamedTuple):

@@ -34,14 +34,23 @@ _LOWERING = Lock()  # devices may be threads
 
 
 def set_environment(device: str) -> None:
-    """What torch_xla reads when it is imported."""
+    """What torch_xla reads when it is imported, and libtpu when it is loaded."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # else each compilation prints that GSPMD is to be deprecated
     logging.getLogger("absl").setLevel(logging.ERROR)  # else jax's packages warn that TensorFlow is absent
     os.environ["PJRT_DEVICE"] = "TPU" if device == "tpu" else "CPU"
     if device == "tpu":
         os.environ["LIBTPU_INIT_ARGS"] = libtpu_arguments(os.environ)
+        # torch_xla's import asks the machine for its chips; libtpu, loaded with the first device, reads the arguments.
+        os.environ["LIBTPU_INIT_ARGS"] = libtpu_arguments(os.environ, _generation())
     if device == "cpu":  # else jax looks for a TPU where libtpu is installed, and complains
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def _generation() -> str:
+    """Of this machine's TPU, as libtpu names slices (v5e, v5p, v6e); empty where no chip is."""
+    from torch_xla._internal import tpu
+
+    return str(cast(Any, tpu).get_tpu_type()).replace("litepod", "e") if tpu.num_available_chips() else ""
 
 
 @cache  # which keeps the library: its implementation ends with it
@@ -231,13 +240,27 @@ def require_no_dropout(model: nn.Module, recompute: Sequence[str]) -> None:
         )
 
 
+class Keep(Protocol):
+    """Inside of it the first run of a recomputed forward adds to `kept` what the second, `again`, takes from it."""
+
+    def __call__(self, kept: list[Tensor], *, again: bool) -> AbstractContextManager[None]: ...
+
+
+def _keep_nothing(kept: list[Tensor], *, again: bool) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 def recomputed(
-    forward: Forward, trains: bool, again: Callable[[list[Tensor]], AbstractContextManager[None]] | None = None
+    forward: Forward,
+    trains: bool,
+    again: Callable[[list[Tensor]], AbstractContextManager[None]] | None = None,
+    keep: Keep = _keep_nothing,
 ) -> Forward:
     """`forward` under torch_xla's gradient checkpointing; XLA would merge torch's second run with the first.
 
     `trains`: the module has weights that want gradients. The second run happens inside `again(float inputs)`.
     """
+    from torch_xla.core.xla_model import optimization_barrier_
     from torch_xla.utils.checkpoint import checkpoint
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -246,11 +269,17 @@ def recomputed(
         if not torch.is_grad_enabled() or not (trains or any(map(wants_gradient, values))):
             return forward(*args, **kwargs)
 
+        kept: list[Tensor] = []
+
         def positional(*values: Any) -> Any:
             args_, kwargs_ = values[: len(args)], dict(zip(names, values[len(args) :], strict=True))
             if not torch.is_grad_enabled():  # the first run
-                return forward(*args_, **kwargs_)
-            with again([value for value in values if is_float(value)]) if again else nullcontext():
+                with keep(kept, again=False):
+                    return forward(*args_, **kwargs_)
+            floats = [value for value in values if is_float(value)]
+            if kept:  # else XLA would keep what the first run made of it
+                cast(Any, optimization_barrier_)([*floats, *kept])
+            with again(floats) if again else nullcontext(), keep(kept, again=True):
                 return forward(*args_, **kwargs_)
 
         return checkpoint(positional, *_with_gradient(values), use_reentrant=True, preserve_rng_state=False)

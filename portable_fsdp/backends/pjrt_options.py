@@ -27,6 +27,11 @@ RULES = (
                 "sharding.reshard_after_forward",
                 "weights are sharded over all devices of a replica, or gathered, and nothing between",
             ),
+            ("memory.gradient_checkpointing=budget", "it is the partitioner of torch.compile that keeps to a budget"),
+            (
+                "compile.cache_dir",
+                "torch_xla 2.9 writes compiled programs and can't load them (github.com/pytorch/xla/issues/9094)",
+            ),
             ("optim.name=adamw8bit", "bitsandbytes has no kernel for it"),
             ("memory.cpu_offload", "torch_xla keeps parameters and optimizer state in device memory"),
         )
@@ -54,7 +59,8 @@ EFFECTS = {
     "precision.matmul": "XLA's matmul precision, while the backend is open",
     "memory.gradient_checkpointing=full|selective": "torch_xla's checkpoint around a layer's forward",
     "memory.every": "torch_xla's checkpoint around a layer's forward",
-    "memory.save_ops=[]": "all of a recomputed layer is recomputed",
+    "compile.cache_dir=null": "each start compiles again: torch_xla 2.9 cannot load a compiled program",
+    "memory.save_ops=[]": "a recomputed layer runs again, but for the attention kernel on TPUs, whose output is kept",
 }
 
 DELEGATED = {
@@ -105,10 +111,37 @@ COMPILER_OPTIONS = {
     "xla_tpu_prefer_async_allgather_to_allreduce": "true",
     "xla_tpu_enable_flash_attention": "false",
 }
-"""Options of the TPU compiler, the same in a run and in a plan."""
+"""Options of the TPU compiler on all generations, the same in a run and in a plan."""
 
-COMPILER_OPTIONS_V5 = {"xla_enable_async_all_gather": "true", "xla_enable_async_collective_permute": "true"}
-"""What torch_xla adds to them on v5e and v5p."""
+# torch_xla's own on v5 (as above). On v4 all gathers would be synchronous without: a step takes 4 % longer.
+_ASYNC_GATHERS = {"xla_enable_async_all_gather": "true", "xla_enable_async_collective_permute": "true"}
+
+# The SparseCore runs collectives while the TensorCore computes: gradient reductions go there, gathers stay fused with
+# products. Source: AI-Hypercomputer/maxtext@05d3525, benchmarks/xla_flags_library.py
+# (ENABLE_SPARECORE_OFFLOADING_FOR_ALL_REDUCE, of whose names libtpu 0.0.21 refuses xla_sc_disjoint_spmem and the chip
+# config); for reduce-scatters MaxText's recipes (reduce_scatter_v2). docs/sharding.md has what it buys.
+_ON_SPARSE_CORE = {
+    "xla_tpu_use_tc_device_shape_on_sc": "true",
+    "xla_sc_disable_megacore_partitioning": "true",
+    "xla_sc_enable_instruction_fusion": "false",
+    "xla_tpu_enable_sparse_core_collective_offload_all_reduce": "true",
+    "xla_tpu_enable_all_reduce_offload_tracing": "true",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": "false",
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
+    "xla_tpu_enable_sparse_core_reduce_scatter_v2": "true",
+    "xla_tpu_enable_reduce_scatter_offload_tracing": "true",
+    "xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter": "false",
+}
+
+COMPILER_OPTIONS_OF = {
+    # Without a SparseCore: libtpu's other asynchronous reductions (xla_enable_async_all_reduce, ..._reduce_scatter
+    # fusion) shorten a step by 0.4 % at most there, and take 0.8 GiB on v5e.
+    "v4": _ASYNC_GATHERS,
+    "v5e": _ASYNC_GATHERS,
+    "v5p": {**_ASYNC_GATHERS, **_ON_SPARSE_CORE},
+    "v6e": _ON_SPARSE_CORE,
+}
+"""What a generation has besides."""
 
 
 def libtpu_arguments(environ: Mapping[str, str], generation: str = "") -> str:
@@ -116,11 +149,11 @@ def libtpu_arguments(environ: Mapping[str, str], generation: str = "") -> str:
 
     Args:
         environ: where the user's own are.
-        generation: of the chip a plan is for (`v5p`); a run leaves it out, torch_xla there knows its chips.
+        generation: of the chip: `v5p`; empty leaves out what some generations have.
     """
     arguments = environ.get("LIBTPU_INIT_ARGS", "").split()
     given = set(compiler_options(" ".join(arguments)))
-    ours = {**COMPILER_OPTIONS, **(COMPILER_OPTIONS_V5 if generation.startswith("v5") else {})}
+    ours = {**COMPILER_OPTIONS, **COMPILER_OPTIONS_OF.get(generation, {})}
     return " ".join([*arguments, *(f"--{name}={value}" for name, value in ours.items() if name not in given)])
 
 

@@ -204,6 +204,7 @@ _NEEDS = (
         "full recomputes every operation, none keeps all",
         " and memory.every=null",
     ),
+    _Without("memory.budget", "memory.gradient_checkpointing=budget", "only then layers keep to it"),
     _Without("train.eval_every", "data.eval_split=5%", "there is no validation set"),
     _Without("train.eval_on_start", "train.eval_every", "without eval_every the run never evaluates"),
     _Without("train.eval_batches", "train.eval_every", "without eval_every the run never evaluates"),
@@ -453,6 +454,7 @@ EFFECTS = {
     "data.buckets": "pads each micro batch to the bucket of its longest row; the same curve",
     "data.workers": "processes that read ahead; the same batches",
     "model.freeze": "no gradient, no optimizer state",
+    "precision.buffers": "cast before the model is laid out",
     "model.lora": "peft's layers; adapters are sharded, trained and saved like other weights",
     "data.source|path|split|format|columns|chat_template_kwargs": "the same documents on every engine",
     "data.mixture|eval_split": "the same documents on every engine",
@@ -503,6 +505,7 @@ EFFECTS = {
     "precision.loss_scale|loss_scale_window": "loss scaling on the device: a step whose gradients overflow is skipped",
     "precision.output": "casts the logits before the loss; auto: no cast",
     "memory.gradient_checkpointing=none": "activations are kept",
+    "memory.budget": "counts with memory.gradient_checkpointing=budget alone",
     "memory.cpu_offload=false": "everything stays in device memory",
     "compile.scan_layers=false": "one copy of the program per layer",
 }

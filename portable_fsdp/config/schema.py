@@ -311,6 +311,14 @@ class Precision(Section):
     output: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto", description="dtype of the logits that enter the loss; auto: the head's"
     )
+    buffers: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto",
+        description="dtype of floating-point buffers, as rotary frequencies and running means; auto: the model's own",
+    )
+    cast_inputs: bool = Field(
+        default=True,
+        description="cast what the model and its units take to their compute dtype; false: they take it as it comes",
+    )
     modules: dict[str, DType] = Field(
         default={},
         description="name pattern of modules -> compute dtype, as norms, a router or the head in float32; the first "
@@ -332,10 +340,17 @@ class Precision(Section):
 
 
 class Memory(Section):
-    gradient_checkpointing: Literal["none", "full", "selective"] = Field(
+    gradient_checkpointing: Literal["none", "full", "selective", "budget"] = Field(
         default="none",
         description="recompute activations in backward; full: every layer; selective: every memory.every-th layer, or "
-        "all outputs except those of memory.save_ops",
+        "all outputs except those of memory.save_ops; budget: what compiled layers keep above memory.budget",
+    )
+    budget: Float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="budget: share of a compiled layer's activations that it may keep; torch.compile's partitioner "
+        "recomputes the rest, the cheapest first",
     )
     every: int | None = Field(
         default=None, ge=1, description="selective: recompute every n-th layer, starting with the first"
@@ -353,6 +368,11 @@ class Compile(Section):
     backend: Literal["auto", "inductor", "aot_eager", "eager"] = Field(
         default="auto",
         description="torch.compile's backend; auto: inductor on cuda, TorchTPU's own on tpu; inductor needs a GPU here",
+    )
+    cache_dir: str | None = Field(
+        default=None,
+        description="folder of inductor's compiled kernels, for later starts; null: TORCHINDUCTOR_CACHE_DIR, or "
+        "portable_fsdp in the user's cache folder",
     )
     scan_layers: bool = Field(
         default=False, description="XLA: compile one layer and loop over it, instead of one copy per layer"

@@ -29,7 +29,7 @@ Computations = dict[str, list[Instruction]]
 
 ENTRY = "ENTRY"
 
-_ITEM_BYTES = {
+ITEM_BYTES = {
     **{"pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2},
     **{"s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8, "c64": 8},
 }
@@ -38,7 +38,7 @@ _COLLECTIVE = re.compile(r"(all-gather|all-reduce|reduce-scatter|all-to-all|coll
 _CALLEES = re.compile(
     r"\b(?:calls|body|condition|to_apply|branch_computations|called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
-_MEGASCALE = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
+MEGASCALE = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
 
 
 @dataclass(frozen=True)
@@ -76,29 +76,35 @@ def matmul_flops(hlo_text: str) -> dict[str, int]:
     2 x elements of the result x elements that are summed, over `dot` (CPU) and `convolution` (the TPU compiler's form
     of every dot). Products inside custom kernels (flash attention) are not counted.
     """
-    computations, runs = _read(hlo_text)
+    computations, runs = read_program(hlo_text)
     flops: Counter[str] = Counter()
     for name, instructions in computations.items():
-        for dtypes, count in _products(instructions):
+        for dtypes, count in products_of(instructions):
             flops[dtypes] += runs[name] * count
     return dict(flops)
 
 
 def flash_attention_flops(hlo_text: str) -> dict[str, int]:
-    """Dtype -> floating point operations of the products inside torch_xla's flash attention kernels, on one device.
-
-    A product over rows of T tokens, H heads of D is 2 T T D H, of which the causal mask leaves half. Forward has two
-    (scores, values). Backward has two kernels that both compute the scores again: three products for queries, four for
-    keys and values. Operands and results tell them apart. The blocks on the diagonal, computed whole, count half.
-    """
+    """Dtype -> floating point operations of the products inside attention kernels, on one device."""
     flops: Counter[str] = Counter()
-    for runs, call in _instructions(hlo_text):
-        shapes = _shapes(call.type) if 'custom_call_target="tpu_custom_call"' in call.rest else []
-        if shapes and len(shapes[0][1]) == 4:
-            (dtype, (rows, heads, tokens, width)), is_forward = shapes[0], call.operands.count("%") <= 5
-            products = 2 if is_forward else 3 if len(shapes) == 1 else 4
-            flops[dtype] += runs * products * rows * heads * tokens * tokens * width
+    for runs, instruction in _instructions(hlo_text):
+        if work := kernel_flops_of(instruction):
+            flops[work[0]] += runs * work[1]
     return dict(flops)
+
+
+def kernel_flops_of(instruction: Instruction) -> tuple[str, int] | None:
+    """Dtype and floating point operations of the products inside one call of an attention kernel; None: it is none.
+
+    The call itself says how many (`backends/xla/splash.py`), half of the scores counted where attention is causal. The
+    blocks on the diagonal, computed whole, count half. The dtype is that of the first operand that is no integer.
+    """
+    if 'custom_call_target="tpu_custom_call"' not in instruction.rest:
+        return None
+    flops = re.search(r'"cost_estimate":\s*\{[^}]*"flops":\s*"?(\d+)', instruction.rest)
+    operands = shapes_in(instruction.rest.partition("operand_layout_constraints=")[2])
+    dtypes = [dtype for dtype, _ in operands if "f" in dtype]
+    return (dtypes[0], int(flops[1])) if flops and dtypes else None
 
 
 def host_transfers(hlo_text: str) -> list[str]:
@@ -114,7 +120,7 @@ def _is_with_host(instruction: Instruction) -> bool:
         case "infeed" | "outfeed":
             return True
         case "send" | "recv":
-            return _MEGASCALE not in instruction.rest
+            return MEGASCALE not in instruction.rest
         case "custom-call":
             target = re.search(r'custom_call_target="([^"]*)"', instruction.rest)
             return target is not None and re.search("callback|host", target[1], re.IGNORECASE) is not None
@@ -131,11 +137,11 @@ def between_slices(hlo_text: str, slices: int) -> dict[str, Moved]:
     share = {"all_gather": slices - 1, "all_reduce": 2 * (slices - 1) / slices, "one_to_one": 1}
     moves: list[tuple[str, Moved]] = []
     for runs, instruction in _instructions(hlo_text):
-        if instruction.operation == "send" and _MEGASCALE in instruction.rest:
+        if instruction.operation == "send" and MEGASCALE in instruction.rest:
             match = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.rest)
             kind = match[1].lower() if match else "one_to_one"
-            (dtype, shape), *_ = _shapes(instruction.type)
-            size = runs * _ITEM_BYTES[dtype] * math.prod(shape)
+            (dtype, shape), *_ = shapes_in(instruction.type)
+            size = runs * ITEM_BYTES[dtype] * math.prod(shape)
             sent = round(size * share.get(kind, (slices - 1) / slices))
             moves.append((f"{kind} {dtype}", Moved(runs, size * slices if kind == "all_gather" else size, sent)))
     return _summed(moves)
@@ -154,14 +160,14 @@ def rematerialised(hlo_text: str) -> int:
 
 
 @lru_cache(maxsize=1)  # every question about a program begins here; the largest has 20 MB of text
-def _read(hlo_text: str) -> tuple[Computations, Counter[str]]:
+def read_program(hlo_text: str) -> tuple[Computations, Counter[str]]:
     computations = read_computations(hlo_text)
     return computations, times_run(computations)
 
 
 def _instructions(hlo_text: str) -> Iterator[tuple[int, Instruction]]:
     """Every instruction, and how often it runs."""
-    computations, runs = _read(hlo_text)
+    computations, runs = read_program(hlo_text)
     for name, instructions in computations.items():
         yield from ((runs[name], instruction) for instruction in instructions)
 
@@ -187,9 +193,9 @@ def times_run(computations: Computations) -> Counter[str]:
     """How often each computation runs when the program runs once."""
     calls = {
         name: [
-            (callee, _trip_count(instruction, computations) if instruction.operation == "while" else 1)
+            (callee, trip_count(instruction, computations) if instruction.operation == "while" else 1)
             for instruction in instructions
-            for callee in _callees(instruction)
+            for callee in callees_of(instruction)
         ]
         for name, instructions in computations.items()
     }
@@ -201,13 +207,13 @@ def times_run(computations: Computations) -> Counter[str]:
     return runs
 
 
-def _callees(instruction: Instruction) -> Iterator[str]:
+def callees_of(instruction: Instruction) -> Iterator[str]:
     """Of `calls=%name`, or `calls={%name, %other}`."""
     for names in _CALLEES.findall(instruction.rest):
         yield from (name.strip().lstrip("%") for name in names.strip("{}").split(","))
 
 
-def _trip_count(loop: Instruction, computations: Computations) -> int:
+def trip_count(loop: Instruction, computations: Computations) -> int:
     """The count that the compiler noted; the TPU compiler notes none, so else the bound in the loop's condition."""
     known = re.search(r'known_trip_count\D*"?(\d+)', loop.rest)
     if known:
@@ -219,7 +225,7 @@ def _trip_count(loop: Instruction, computations: Computations) -> int:
         for inner in computations.get(todo.pop(), []):
             if inner.operation == "constant" and re.match(r"[su]32\[\]", inner.type) and inner.operands.isdecimal():
                 bounds.append(int(inner.operands))
-            todo += _callees(inner)
+            todo += callees_of(inner)
     return max(bounds, default=1)
 
 
@@ -235,40 +241,47 @@ def _summed(moves: Iterable[tuple[str, Moved]]) -> dict[str, Moved]:
 
 def _moves(hlo_text: str, devices: int) -> Iterator[tuple[str, Moved]]:
     """Kind and dtype, and what it moves in all its turns, for each collective of the program."""
-    computations, runs = _read(hlo_text)
+    computations, runs = read_program(hlo_text)
     seen: set[str] = set()
     for name, instructions in computations.items():
         for instruction in instructions:
-            match = _COLLECTIVE.fullmatch(instruction.operation)
-            if match is None or _is_repeated(match[1], instruction.rest, seen):
+            crossing = collective_of(name, instruction, devices)
+            if crossing is None or crossing.part_of in seen:
                 continue
-            kind, members = match[1], _group_size(instruction.rest, devices)
-            shapes = _shapes(instruction.type)
-            if match[2] and kind == "all-gather":  # (pieces that go in, full tensors that come out)
-                shapes = shapes[len(shapes) // 2 :]
-            elif match[2] and kind == "collective-permute":  # (in, out, and two flags)
-                shapes = shapes[:1]
-            full = sum(_ITEM_BYTES[dtype] * math.prod(shape) for dtype, shape in shapes)
-            full *= members if kind == "reduce-scatter" else 1
-            if kind == "all-reduce" and name.startswith("all-reduce-scatter"):
-                kind = "reduce-scatter"
-            moved = Moved(runs[name], runs[name] * full, runs[name] * _sent(kind, full, members))
-            yield f"{kind.replace('-', '_')} {'+'.join(sorted({dtype for dtype, _ in shapes}))}", moved
+            seen |= {crossing.part_of} - {""}
+            yield f"{crossing.kind} {crossing.dtypes}", crossing.moved * runs[name]
 
 
-def _is_repeated(kind: str, attributes: str, seen: set[str]) -> bool:
-    """Whether another part of the same collective was there before.
+class CollectiveCall(NamedTuple):
+    """A collective of a program."""
 
-    The TPU compiler spreads one over several fusions, which then name the same channel. Channel 1 is that of every
-    reduce-scatter written by hand, and tells nothing.
-    """
-    channel = re.search(r"channel_id=(\d+)", attributes)
-    if channel is None or channel[1] == "1":
-        return False
-    key = f"{kind} {channel[1]}"
-    repeated = key in seen
-    seen.add(key)
-    return repeated
+    kind: str  # all_gather, all_reduce, reduce_scatter, all_to_all, collective_permute
+    dtypes: str  # that cross: `bf16`, `bf16+f32`
+    moved: Moved  # by one run
+    # What the parts of one collective share: the TPU compiler spreads one over several fusions, which then name the
+    # same channel. Empty for channel 1, which every reduce-scatter written by hand has, and where none is named.
+    part_of: str
+
+
+def collective_of(computation: str, instruction: Instruction, devices: int) -> CollectiveCall | None:
+    """The collective that an instruction of this computation is or starts; None where it is none."""
+    match = _COLLECTIVE.fullmatch(instruction.operation)
+    if match is None:
+        return None
+    kind, members = match[1], _group_size(instruction.rest, devices)
+    shapes = shapes_in(instruction.type)
+    if match[2] and kind == "all-gather":  # (pieces that go in, full tensors that come out)
+        shapes = shapes[len(shapes) // 2 :]
+    elif match[2] and kind == "collective-permute":  # (in, out, and two flags)
+        shapes = shapes[:1]
+    full = sum(ITEM_BYTES[dtype] * math.prod(shape) for dtype, shape in shapes)
+    full *= members if kind == "reduce-scatter" else 1
+    channel = re.search(r"channel_id=(\d+)", instruction.rest)
+    part_of = f"{kind} {channel[1]}" if channel and channel[1] != "1" else ""
+    if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
+        kind = "reduce-scatter"
+    moved = Moved(1, full, _sent(kind, full, members))
+    return CollectiveCall(kind.replace("-", "_"), "+".join(sorted({dtype for dtype, _ in shapes})), moved, part_of)
 
 
 def _group_size(attributes: str, devices: int) -> int:
@@ -289,17 +302,17 @@ def _sent(kind: str, full: int, members: int) -> int:
 # -------------------------------------------------------------------------------------------------- matrix products
 
 
-def _shapes(type_text: str) -> list[tuple[str, list[int]]]:
+def shapes_in(type_text: str) -> list[tuple[str, list[int]]]:
     """Dtype and shape of each array in a type, tuples taken apart; layouts and tokens left out."""
     parts = re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", type_text)
-    return [(dtype, [int(size) for size in sizes.split(",") if size]) for dtype, sizes in parts if dtype in _ITEM_BYTES]
+    return [(dtype, [int(size) for size in sizes.split(",") if size]) for dtype, sizes in parts if dtype in ITEM_BYTES]
 
 
-def _products(instructions: list[Instruction]) -> Iterator[tuple[str, int]]:
+def products_of(instructions: list[Instruction]) -> Iterator[tuple[str, int]]:
     """Dtypes of the factors and floating point operations of each matrix product of a computation."""
     arrays: dict[str, tuple[str, list[int]]] = {}
     for name, type_text, operation, operands, rest in instructions:
-        if shapes := [] if type_text.startswith("(") else _shapes(type_text):
+        if shapes := [] if type_text.startswith("(") else shapes_in(type_text):
             arrays[name] = shapes[0]
         if operation in ("dot", "convolution"):
             left, right = (arrays[operand] for operand in re.findall(r"%([\w.\-]+)", operands)[:2])

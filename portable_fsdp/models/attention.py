@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function
 
 STATIC = "portable_fsdp_static"
 FLEX = "portable_fsdp_flex"  # attention over blocks, see flex.py
@@ -51,32 +52,62 @@ def static_attention(
         raise NotImplementedError(f"{type(module).__name__} adds a bias by position, which static attention has not")
     query, key = query.to(value.dtype), key.to(value.dtype)
     causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
+    window = sliding_window if sliding_window is not None and sliding_window < query.shape[-2] else None
+    documents = attention_mask if attention_mask is not None and _is_documents(attention_mask) else None
+    mask = attention_mask if documents is None else None
+    options: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap, "sinks": s_aux}
+    out = attend(query, key, value, mask, documents, **options, scale=scaling, dropout=dropout)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, *masks: Tensor | None, **options: Any) -> Tensor:
+    """`formula`, in whose place an engine may run a kernel: it catches the call in a `TorchFunctionMode`."""
+    if has_torch_function((query,)):
+        return handle_torch_function(attend, (query,), query, key, value, *masks, **options)
+    return formula(query, key, value, *masks, **options)
+
+
+def formula(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    documents: Tensor | None,
+    *,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    scale: float | None,
+    dropout: float,
+) -> Tensor:
+    """Attention as torch has it: `[batch, heads, seq, head_dim]`.
+
+    Arguments as of `static_attention`, with the numbers of documents apart from other masks.
+    """
     length = query.shape[-2]
-    window = sliding_window if sliding_window is not None and sliding_window < length else None
-    if softcap is not None or s_aux is not None:
-        bias = _bias(length, causal, window, attention_mask, query.device)
-        return _explicit(query, key, value, bias, dropout, scaling, softcap, s_aux), None
-    mask = None
-    if attention_mask is not None or window is not None:
+    mask = mask if documents is None else documents
+    if softcap is not None or sinks is not None:
+        bias = _bias(length, causal, window, mask, query.device)
+        return _explicit(query, key, value, bias, dropout, scale, softcap, sinks)
+    keep = None
+    if mask is not None or window is not None:
         # Kernels that take a mask take no grouped heads: torch would choose its formula, with all scores in memory.
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    if attention_mask is not None and window is None and _is_documents(attention_mask):
-        # As bool: an engine with a kernel for documents then knows that nothing else is masked.
-        mask = _keep(length, causal, None, query.device) & _same_document(attention_mask)
-    elif attention_mask is not None or window is not None:
-        mask = _bias(length, causal, window, attention_mask, query.device).to(query.dtype)
-    out = F.scaled_dot_product_attention(
+        keep = _bias(length, causal, window, mask, query.device).to(query.dtype)
+    if documents is not None and window is None:
+        keep = _keep(length, causal, None, query.device) & _same_document(documents)  # a byte each
+    return F.scaled_dot_product_attention(
         query,
         key,
         value,
-        attn_mask=mask,
+        attn_mask=keep,
         dropout_p=dropout,
-        is_causal=causal and mask is None,
-        scale=scaling,
+        is_causal=causal and keep is None,
+        scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return out.transpose(1, 2).contiguous(), None
 
 
 def register_static_attention() -> str:
@@ -166,4 +197,4 @@ def _explicit(
         sinks = s_aux.float().reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
         scores = torch.cat([scores, sinks], dim=-1)
     weights = torch.softmax(scores, dim=-1)[..., : key.shape[-2]].to(value.dtype)
-    return (F.dropout(weights, dropout) @ value).transpose(1, 2).contiguous()
+    return F.dropout(weights, dropout) @ value

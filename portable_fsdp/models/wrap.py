@@ -76,7 +76,7 @@ def find_units(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
 
 def recomputed_layers(layers: Sequence[str], memory: Memory) -> tuple[str, ...]:
     """Those of `layers` that gradient checkpointing runs again. Raises ConfigError for an `every` above their count."""
-    if memory.gradient_checkpointing == "none":
+    if memory.gradient_checkpointing in ("none", "budget"):
         return ()
     if not layers:
         raise ConfigError(

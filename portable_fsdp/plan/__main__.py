@@ -127,7 +127,7 @@ def _plan(options: argparse.Namespace, apart: Apart) -> int:
     if plan.memory.verdict == "does not fit" and not plan.memory.is_least:  # no lower bound shows that anything fits
         planned, further = config_of(best.settings), lambda more: plan_of(best.settings | more)
         measures = list(nearest_that_fits(planned, further, offload=kind == "cuda"))
-    comparison = None if measured is None else compare(plan.time, measured)
+    comparison = None if measured is None else compare(plan.time, measured, plan.expected)
     if options.json:
         beside = None if comparison is None else comparison.model_dump(mode="json")
         rest = {"measures": [tried.model_dump(mode="json") for tried in measures], "measured": beside}
@@ -183,7 +183,8 @@ def _rank(tried: Tried) -> tuple[bool, float, int]:
     """What fits first; of these what may be fastest, and then what needs least."""
     plan = tried.plan
     assert plan is not None
-    return plan.memory.verdict == "does not fit", -(plan.time.tokens_per_second or 0.0), plan.memory.peak_bytes
+    rate = plan.expected_tokens_per_second_per_device or plan.time.tokens_per_second_per_device or 0.0
+    return plan.memory.verdict == "does not fit", -rate, plan.memory.peak_bytes
 
 
 def _axes(texts: Sequence[str]) -> dict[str, list[str]]:

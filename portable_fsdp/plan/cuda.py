@@ -10,9 +10,10 @@ what torch's caching allocator takes for it.
 
 import importlib.metadata
 import os
-from collections import Counter, defaultdict
-from collections.abc import Collection, Generator, Iterable
+from collections import defaultdict
+from collections.abc import Collection, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any, cast, get_args
 from unittest.mock import patch
 
@@ -30,10 +31,22 @@ from portable_fsdp.config.schema import Compile, Config
 from portable_fsdp.metrics.hlo import Moved
 from portable_fsdp.models import flex
 from portable_fsdp.plan.allocator import CachingAllocator
+from portable_fsdp.plan.gpu_time import expected_time
 from portable_fsdp.plan.kernels import gpu_attention, gpu_flex, tpu_attention
-from portable_fsdp.plan.memory_trace import Block, Calls, Collective, Events, MemoryPart, Recorder, peak
+from portable_fsdp.plan.memory_trace import (
+    Block,
+    Collective,
+    CollectiveRun,
+    Events,
+    KernelRun,
+    MemoryPart,
+    Recorder,
+    Timeline,
+    peak,
+)
 from portable_fsdp.plan.model import empty_batch, facts_of, rows_of
 from portable_fsdp.plan.result import Buffer, DeviceMemory, EnginePlan, Work
+from portable_fsdp.plan.speed import rates_of
 from portable_fsdp.plan.target import Target
 from portable_fsdp.plan.time import over_links
 from portable_fsdp.runtime.errors import BackendError
@@ -90,19 +103,24 @@ def plan_memory(config: Config, target: Target) -> EnginePlan:
             f"{dist.get_world_size()} ranks.\n  Plan in a process of its own."
         )
     recorder, training = _record(config, target)
+    programs = _programs(recorder, config, target)
+    collectives = {
+        entry.collective for program in recorder.calls for entry in program if isinstance(entry, CollectiveRun)
+    }
+    sent = {collective: _sent_by(collective, target) for collective in collectives}
     blocks = peak(recorder.events)
     live_bytes = sum(block.bytes for block in blocks)
     parts: dict[str, int] = dict.fromkeys(get_args(MemoryPart), 0)
     for block in blocks:
         parts[block.part] += block.bytes
     if recorder.is_gpu:
-        communicators = len({collective.communicator for calls in recorder.calls for collective in calls.collectives})
+        communicators = len({collective.communicator for collective in sent})
         buffers = communicators * COMMUNICATOR_BYTES
         capacity = None if target.limit_bytes is None else target.limit_bytes - buffers
         reserved = peak_reserved(recorder.events, capacity)
         parts |= {"allocator": reserved - live_bytes, "communication buffers": buffers}
     biggest = sorted(blocks, key=lambda block: block.bytes, reverse=True)[:BIGGEST]
-    is_compiled = config.compile.enabled
+    is_compiled, rates = config.compile.enabled, rates_of(target)
     memory = DeviceMemory(
         parts=parts,
         limit_bytes=target.limit_bytes,
@@ -118,9 +136,10 @@ def plan_memory(config: Config, target: Target) -> EnginePlan:
     return EnginePlan(
         facts_of(training, config.data.seq_len),
         memory,
-        _work(recorder, config, target, traffic),
+        _work(programs, sent, traffic),
         f"The trainer's own step, on fake tensors with torch {importlib.metadata.version('torch')}; not run.",
         (*notes, TPU_NOTE) if recorder.is_tpu else notes,
+        expected=expected_time(programs, sent, rates, is_compiled=is_compiled) if rates and recorder.is_gpu else None,
     )
 
 
@@ -141,7 +160,8 @@ def _record(config: Config, target: Target) -> tuple[Recorder, Training]:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     kind = target.hardware.kind
     device = torch.device("cpu") if kind == "cpu" else stand_in()
-    recorder = Recorder(fake, device, is_gpu=kind == "cuda", is_tpu=kind == "tpu")
+    has_tf32 = kind == "cuda" and config.precision.matmul != "highest"
+    recorder = Recorder(fake, device, is_gpu=kind == "cuda", is_tpu=kind == "tpu", has_tf32=has_tf32)
     with ExitStack() as held:
         held.enter_context(_ranks(target.devices, target.devices_per_host))
         backend = held.enter_context(planned_backend(config, fake, recorder))
@@ -224,7 +244,7 @@ class _Planned:
         run = self._backend.compile(fn, name)
 
         def counted(*args: Any) -> Any:
-            self._recorder.calls.append(Calls())
+            self._recorder.calls.append([])
             return run(*args)
 
         return counted
@@ -327,25 +347,31 @@ def least_traffic(
     return 2.0 * max(0, sum(block.bytes for block in counted) - on_chip)
 
 
-def _work(record: Recorder, config: Config, target: Target, memory_bytes: float) -> Work:
+def _programs(record: Recorder, config: Config, target: Target) -> list[Timeline]:
+    """Of a whole step; micro batches that were left out are like the second."""
     calls = list(record.calls)
-    left_out = check_batch(config, target.devices) - MICRO_BATCHES
-    calls += calls[1:2] * max(0, left_out)  # they are like the second
+    return [*calls[:2], *calls[1:2] * max(0, check_batch(config, target.devices) - MICRO_BATCHES), *calls[2:]]
+
+
+def _sent_by(collective: Collective, target: Target) -> dict[str, float]:
+    """Link -> the least that a device sends over it; gradients go round the ring, and then their sums."""
+    ranks, size = collective.ranks, collective.bytes * (2 if collective.kind == "all_reduce" else 1)
+    return over_links(target.levels, size, members=len(ranks), stride=ranks[-1] - ranks[-2])
+
+
+def _work(programs: list[Timeline], sent: Mapping[Collective, Mapping[str, float]], memory_bytes: float) -> Work:
     flops: defaultdict[str, float] = defaultdict(float)
-    counts: Counter[Collective] = Counter()
-    for call in calls:
-        counts.update(call.collectives)
-        for dtype, operations in call.flops.items():
-            is_tf32 = dtype == "float32" and config.precision.matmul != "highest" and record.is_gpu
-            flops["tf32" if is_tf32 else dtype] += operations
     collectives: defaultdict[str, Moved] = defaultdict(Moved)
     links: defaultdict[str, float] = defaultdict(float)
-    for collective, count in counts.items():
-        size, members = collective.bytes, len(collective.ranks)
-        times = 2 if collective.kind == "all_reduce" else 1  # gradients go round the ring, and then their sums
-        ring = times * (size * (members - 1) // members)
-        collectives[f"{collective.kind} {collective.dtype}"] += Moved(1, size, ring) * count
-        stride = collective.ranks[-1] - collective.ranks[-2]
-        for link, least in over_links(target.levels, times * size, members=members, stride=stride).items():
-            links[link] += count * least
+    for entry in chain.from_iterable(programs):
+        if isinstance(entry, KernelRun):
+            if entry.flops:
+                flops[entry.dtype] += entry.flops
+            continue
+        collective, members = entry.collective, len(entry.collective.ranks)
+        times = 2 if collective.kind == "all_reduce" else 1
+        ring = times * (collective.bytes * (members - 1) // members)
+        collectives[f"{collective.kind} {collective.dtype}"] += Moved(1, collective.bytes, ring)
+        for link, size in sent[collective].items():
+            links[link] += size
     return Work(matmul_flops=flops, memory_bytes=memory_bytes, collectives=collectives, sent_bytes=links)

@@ -39,6 +39,17 @@ class TpuChip:
     shapes: tuple[Shape, ...]  # that are sold; of three axes: the ones below a cube
 
 
+class Reached(NamedTuple):
+    """Shares of what a device can do at most that measured runs reach: an expected time is made of them."""
+
+    products: float  # matrix products, of the peak
+    attention: float  # attention kernels, of the same peak
+    memory: float  # other kernels, of the memory's bandwidth
+    link: float  # collectives within a host or a slice
+    network: float  # and over the network
+    source: str
+
+
 @dataclass(frozen=True)
 class Hardware:
     """One kind of device, in hosts of the usual make; None for an unknown figure."""
@@ -52,6 +63,7 @@ class Hardware:
     devices_per_host: int | None  # of GPUs, at most
     links: dict[str, Figure]  # by name: nvlink or pcie within a host; network between GPU hosts, or TPU slices
     chip: TpuChip | None
+    reached: Reached | None
 
 
 OTHER_NAMES = {
@@ -82,6 +94,7 @@ def _hardware(name: str, row: dict[str, Any]) -> Hardware:
         devices_per_host=row["devices_per_host"][0] if "devices_per_host" in row else None,
         links={key: figures[key] for key in LINKS if key in figures},
         chip=chip,
+        reached=Reached(**row["reached"]) if "reached" in row else None,
     )
 
 

@@ -7,12 +7,12 @@ It notes a storage's operator, moment, module, stream and part of the plan when 
 # Autograd's running node and a storage's address have no public name.
 # pyright: reportPrivateUsage=false
 
+import math
 import weakref
 from bisect import bisect_right
-from collections import Counter, defaultdict
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
@@ -32,6 +32,7 @@ from portable_fsdp.plan.tpu_layout import tiled_bytes
 MemoryPart = Literal[
     "weights", "gradients", "optimizer", "gathered weights", "activations", "loss and logits", "temporaries"
 ]
+KernelPart = Literal["products", "attention", "elementwise", "copies"]
 LOSS = "the loss"  # in place of a module's FQN
 
 
@@ -44,6 +45,7 @@ class Block:
     part: MemoryPart
     name: str  # of the operator, or the tensor's FQN
     where: str  # "backward of model.layers.7.mlp"
+    freed: float = math.inf  # number of the entry of its program's timeline before which it was freed
 
 
 Events = list[tuple[Block, bool]]
@@ -60,11 +62,27 @@ class Collective:
 
 
 @dataclass
-class Calls:
-    """The work of one call of a program of the step."""
+class KernelRun:
+    """What an operator does on the device's stream of compute."""
 
-    flops: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # by dtype of the factors
-    collectives: Counter[Collective] = field(default_factory=lambda: Counter())
+    part: KernelPart
+    dtype: str  # of the factors of its matrix products
+    flops: float
+    reads: list[tuple[Block, int]]  # and how many bytes of it
+    writes: list[tuple[Block, int]]
+    in_loss: bool  # between the model's head and the end of its forward
+
+
+@dataclass
+class CollectiveRun:
+    """A collective, where the step asks for it."""
+
+    collective: Collective
+    result: Block | None  # what a gather fills
+
+
+Timeline = list[KernelRun | CollectiveRun]
+"""The work of one call of a program of the step, in order."""
 
 
 # ---------------------------------------------------------------------------------------------------------- moments
@@ -151,22 +169,35 @@ class Moments:
 # ---------------------------------------------------------------------------------------------------------- recorder
 
 
+COPIES = {"aten::copy_", "aten::clone", "aten::cat", "aten::_to_copy", "aten::split_with_sizes_copy.out"}
+UNWRITTEN = ("empty", "new_empty", "resize_", "set_", "_local_scalar_dense", "record_stream")  # operators
+FILLS = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"}  # that don't read what they write
+LOOKUPS = {"embedding", "index_select", "gather", "index"}
+
+
 class Recorder(TorchDispatchMode):
     """Notes what is made and freed on `device` in tensors of `fake`, and the work that runs.
 
     `is_gpu`: add the memory that a GPU's kernels take for themselves (kernels.py). `is_tpu`: bytes as a TPU lays out
-    tensors (tpu_layout.py).
+    tensors (tpu_layout.py). `has_tf32`: products of float32 factors round them.
     """
 
     def __init__(
-        self, fake: FakeTensorMode, device: torch.device, *, is_gpu: bool = False, is_tpu: bool = False
+        self,
+        fake: FakeTensorMode,
+        device: torch.device,
+        *,
+        is_gpu: bool = False,
+        is_tpu: bool = False,
+        has_tf32: bool = False,
     ) -> None:
         super().__init__()
         self.moments = Moments()
         self.events: Events = []
-        self.calls: list[Calls] = []
+        self.calls: list[Timeline] = []
         self.streams: list[Any] = []  # in the order of their first use; held, so that no two have one id
         self._fake, self.device, self.is_gpu, self.is_tpu = fake, device, is_gpu, is_tpu
+        self._has_tf32 = has_tf32
         self._known: tuple[MemoryPart, str] | None = None
         self._live: dict[int, tuple[Any, Block]] = {}  # by the storage's address
         self._weights: Mapping[str, set[torch.Size]] = {}  # module -> shapes of its parameters
@@ -234,9 +265,9 @@ class Recorder(TorchDispatchMode):
                 self._see(leaf, name)
         if self.calls:
             if name in COLLECTIVES:
-                self._count_collective(COLLECTIVES[name], args)
+                self._note_collective(COLLECTIVES[name], args)
             else:
-                self._count_products(func, args, kwargs, out)
+                self._note_kernel(func, args, kwargs, out)
         return out
 
     def _see(self, tensor: Tensor, op: str) -> None:
@@ -261,6 +292,7 @@ class Recorder(TorchDispatchMode):
 
     def _freed(self, key: int) -> None:
         _, block = self._live.pop(key)
+        block.freed = len(self.calls[-1]) if self.calls else 0
         if block.bytes:
             self.events.append((block, False))
 
@@ -290,13 +322,51 @@ class Recorder(TorchDispatchMode):
         self.streams.append(stream)
         return len(self.streams) - 1
 
-    def _count_products(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def _note_kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        # Only a GPU's step gets an expected time from them.
+        reads, writes = self._traffic(func, args, kwargs, out) if self.is_gpu else ([], [])
         products = matrix_products(func, args, kwargs, out)
+        if products is not None and self.is_gpu:
+            self._take_workspace(func, args)
+        if products is None and not writes:
+            return
+        dtype, flops = products or (torch.float32, 0.0)
+        part: KernelPart = "elementwise"
         if products is not None:
-            dtype, operations = products
-            self.calls[-1].flops[_name(dtype)] += operations
-            if self.is_gpu:
-                self._take_workspace(func, args)
+            part = "attention" if "attention" in func.name() else "products"
+        elif func.name() in COPIES:
+            part = "copies"
+        name = "tf32" if self._has_tf32 and dtype == torch.float32 else _name(dtype)
+        self.calls[-1].append(KernelRun(part, name, flops, reads, writes, self.moments.in_loss))
+
+    def _traffic(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> tuple[list[tuple[Block, int]], list[tuple[Block, int]]]:
+        """What a kernel reads and writes on the device; nothing for a view, and for memory that isn't filled."""
+        if func.is_view or func._opname.startswith(UNWRITTEN):
+            return [], []
+        reads: list[tuple[Block, int]] = []
+        writes: list[tuple[Block, int]] = []
+        given = (*args, *(kwargs.get(argument.name) for argument in func._schema.arguments[len(args) :]))
+        for argument, value in zip(func._schema.arguments, given, strict=False):
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            is_read = not (is_written and (argument.is_out or func._opname in FILLS))
+            for tensor in [value] if isinstance(value, Tensor) else value if isinstance(value, (list, tuple)) else ():
+                if isinstance(tensor, Tensor) and (block := self._block_of(tensor)) is not None:
+                    reads += [(block, tensor.nbytes)] if is_read else []
+                    writes += [(block, tensor.nbytes)] if is_written else []
+        known = {id(block) for block, _ in (*reads, *writes)}
+        results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        for tensor in results:
+            if (block := self._block_of(tensor)) is not None and id(block) not in known:
+                writes.append((block, tensor.nbytes))
+        if func._opname in LOOKUPS and reads:  # of a table only the rows that are asked for
+            reads[0] = (reads[0][0], sum(tensor.nbytes for tensor in results))
+        return reads, writes
+
+    def _block_of(self, tensor: Tensor) -> Block | None:
+        entry = self._live.get(tensor.untyped_storage()._cdata)
+        return None if entry is None else entry[1]
 
     def _take_workspace(self, func: Any, args: tuple[Any, ...]) -> None:
         def workspace(size: int, kernel: str) -> Block:
@@ -311,7 +381,7 @@ class Recorder(TorchDispatchMode):
             block = workspace(taken, func.name())
             self.events += [(block, True), (block, False)]
 
-    def _count_collective(self, kind: str, args: tuple[Any, ...]) -> None:
+    def _note_collective(self, kind: str, args: tuple[Any, ...]) -> None:
         group = next(argument for argument in args if isinstance(argument, torch.ScriptObject))
         group = cast(Any, dist.ProcessGroup).unbox(group)
         ranks = tuple(dist.get_process_group_ranks(group))
@@ -319,7 +389,7 @@ class Recorder(TorchDispatchMode):
             tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
             largest = max(tensors, key=lambda tensor: tensor.nbytes)
             collective = Collective(kind, _name(largest.dtype), largest.nbytes, ranks, group.group_name)
-            self.calls[-1].collectives[collective] += 1
+            self.calls[-1].append(CollectiveRun(collective, self._block_of(largest) if kind == "all_gather" else None))
 
 
 def _running_node() -> Any:

@@ -119,6 +119,7 @@ def make_plan(
         memory=planned.memory,
         work=planned.work,
         time=time,
+        expected=planned.expected,
         method=planned.method,
         notes=(*planned.notes, *((SHARED_LINKS,) if shares_links else ()), *_notes(config, target, planned, time)),
         planned_in_s=perf_counter() - began,

@@ -17,7 +17,15 @@ def text(plan: Plan) -> str:
     """All of a plan, for people."""
     settings = ", ".join(f"{key}={value}" for key, value in plan.settings.items())
     lines = [f"{plan.on}: {plan.hardware}, backend {plan.backend}", f"{_count(plan.parameters)} parameters; {settings}"]
-    lines += ["", *_memory_lines(plan.memory), "", *_time_lines(plan.time), "", *(f"note: {n}" for n in plan.notes)]
+    lines += [
+        "",
+        *_memory_lines(plan.memory),
+        "",
+        *_expected_lines(plan),
+        *_time_lines(plan.time),
+        "",
+        *(f"note: {n}" for n in plan.notes),
+    ]
     return "\n".join([*lines, f"{plan.method} Planned in {plan.planned_in_s:.0f} s."])
 
 
@@ -42,10 +50,12 @@ def line(tried: Tried, keys: Sequence[str]) -> str:
 
 def sweep_text(tried: Sequence[Tried], keys: Sequence[str]) -> str:
     """A row for each plan, in their order; `keys` are the settings that differ."""
-    rows = [(*keys, "GiB", "verdict", "tokens/s a device, at most", "bound by")]
+    is_expected = all(each.plan is None or each.plan.expected for each in tried)
+    rate_title = "tokens/s a device, " + ("expected" if is_expected else "at most")
+    rows = [(*keys, "GiB", "verdict", rate_title, "bound by")]
     for setting in tried:
         if plan := setting.plan:
-            rate = plan.time.tokens_per_second_per_device
+            rate = plan.expected_tokens_per_second_per_device if is_expected else plan.time.tokens_per_second_per_device
             memory = (f"{plan.memory.peak_bytes / _GIB:.2f}", plan.memory.verdict)
             time = ("unknown" if rate is None else f"{rate:,.0f}", plan.time.binds or "unknown")
             rows.append((*(setting.settings.get(key, "-") for key in keys), *memory, *time))
@@ -65,10 +75,11 @@ def measures_text(tried: Sequence[Tried]) -> str:
 
 def comparison_text(run: Comparison) -> str:
     """What a run took, beside what its plan says."""
+    expected = "" if run.expected_ratio is None else f", {run.expected_ratio:.2f} times the expected time"
     ratio = "" if run.ratio is None else f", {run.ratio:.2f} times the bound"
     mfu = "" if run.mfu is None else f", mfu {run.mfu:.1%}"
     return (
-        f"measured over {run.steps} steps: {_seconds(run.seconds)} a step{ratio}; "
+        f"measured over {run.steps} steps: {_seconds(run.seconds)} a step{expected}{ratio}; "
         f"{run.tokens_per_second:,.0f} tokens a second in all{mfu}"
     )
 
@@ -93,6 +104,21 @@ def _memory_lines(memory: DeviceMemory) -> list[str]:
         shown = [(f"{b.bytes / _GIB:.3f}", b.name, b.where) for b in memory.biggest[:_MOST_BUFFERS]]
         lines.append(table(shown, right=(0,), indent="    "))
     return lines
+
+
+def _expected_lines(plan: Plan) -> list[str]:
+    expected, each = plan.expected, plan.expected_tokens_per_second_per_device
+    if expected is None or each is None:
+        return []
+    spent = sorted(expected.parts.items(), key=lambda part: -part[1])
+    parts = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in spent)
+    mfu = "" if plan.expected_mfu is None else f"; mfu {plan.expected_mfu:.0%}"
+    lines = [f"time of a step, expected: {_seconds(expected.seconds)}", f"  {parts}"]
+    shown = {kind: size for kind, size in expected.synchronous_bytes.items() if size >= 0.005 * _GIB}
+    if shown:
+        sent = ", ".join(f"{kind} {size / _GIB:.2f} GiB" for kind, size in shown.items())
+        lines.append(f"  sent while compute waits: {sent}")
+    return [*lines, f"  {each:,.0f} tokens a second on a device, {each * plan.devices:,.0f} in all{mfu}"]
 
 
 def _time_lines(time: Time) -> list[str]:
@@ -155,8 +181,17 @@ def draw(plans: Sequence[Plan], labels: Sequence[str], path: Path) -> None:
     left.invert_yaxis()
     left.set(xlabel="GiB of the fullest device (dashed: what a program may have)")
     left.legend(frameon=False, fontsize="small")
-    right.barh(labels, [plan.time.tokens_per_second_per_device or 0.0 for plan in plans], color="0.6")
-    right.set(xlabel="tokens a second on a device, at most")
+    at_most = [plan.time.tokens_per_second_per_device or 0.0 for plan in plans]
+    right.barh(labels, at_most, color="0.85", label="at most")
+    if expected := [plan.expected_tokens_per_second_per_device or 0.0 for plan in plans if plan.expected]:
+        right.barh(
+            [label for label, plan in zip(labels, plans, strict=True) if plan.expected],
+            expected,
+            color="0.5",
+            label="expected",
+        )
+    right.legend(frameon=False, fontsize="small")
+    right.set(xlabel="tokens a second on a device")
     try:
         figure.savefig(path, dpi=150)
     except OSError as error:

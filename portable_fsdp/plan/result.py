@@ -75,6 +75,38 @@ class Work(_Result):
     sent_bytes: dict[str, float]  # link (`ici`, `nvlink`, `network`) -> bytes that one device sends over it
 
 
+class Expected(_Result):
+    """How long a step should take, at the speeds that measured runs reach."""
+
+    seconds: float
+    # What compute does meanwhile: products, attention, elementwise, copies, and exposed communication, when it waits.
+    parts: dict[str, float]
+    # Kind of collective -> bytes that one device sends while compute waits, because the program's schedule stops there.
+    synchronous_bytes: dict[str, float]
+
+    def __add__(self, other: "Expected") -> "Expected":
+        """One after the other."""
+
+        def total(left: dict[str, float], right: dict[str, float]) -> dict[str, float]:
+            return {name: left.get(name, 0.0) + right.get(name, 0.0) for name in dict.fromkeys([*left, *right])}
+
+        return Expected(
+            seconds=self.seconds + other.seconds,
+            parts=total(self.parts, other.parts),
+            synchronous_bytes=total(self.synchronous_bytes, other.synchronous_bytes),
+        )
+
+    def __mul__(self, times: int) -> "Expected":
+        return Expected(
+            seconds=self.seconds * times,
+            parts={name: seconds * times for name, seconds in self.parts.items()},
+            synchronous_bytes={kind: size * times for kind, size in self.synchronous_bytes.items()},
+        )
+
+
+NO_TIME = Expected(seconds=0.0, parts={}, synchronous_bytes={})
+
+
 class EnginePlan(NamedTuple):
     """What an engine's planner says of a step; the bounds of its time follow from `work`."""
 
@@ -83,6 +115,7 @@ class EnginePlan(NamedTuple):
     work: Work
     method: str  # how the figures were made, and what they don't cover
     notes: tuple[str, ...] = ()  # what a user should know besides
+    expected: Expected | None = None  # None: no measured run tells what this hardware reaches
 
 
 class Time(_Result):
@@ -149,9 +182,21 @@ class Plan(_Result):
     memory: DeviceMemory
     work: Work
     time: Time
+    expected: Expected | None  # None: no measured run tells what this hardware reaches
     method: str  # how the figures were made, and what they don't cover
     notes: tuple[str, ...] = ()
     planned_in_s: float
+
+    @computed_field
+    @property
+    def expected_tokens_per_second_per_device(self) -> float | None:
+        return self.time.tokens_per_step / self.devices / self.expected.seconds if self.expected else None
+
+    @computed_field
+    @property
+    def expected_mfu(self) -> float | None:
+        flops, peak = self.time.model_flops_per_device, self.time.peak_flops
+        return flops / peak / self.expected.seconds if self.expected and flops and peak else None
 
 
 class Comparison(_Result):
@@ -162,3 +207,4 @@ class Comparison(_Result):
     tokens_per_second: float  # over all devices, at that median
     mfu: float | None  # the median; None where the run had none
     ratio: float | None  # measured seconds over the bound's; under 1 the bound, or the plan, is wrong
+    expected_ratio: float | None  # measured seconds over the expected ones

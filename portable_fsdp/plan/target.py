@@ -39,6 +39,12 @@ class Target:
         return f"{self.hardware.name}:{_written(self.shape)}" if self.shape else None
 
     @property
+    def torus(self) -> Shape:
+        """Devices along each axis, as their numbers run: slices, z, y, x; empty for those of which a chip has two."""
+        chip = self.hardware.chip
+        return (self.slices, *reversed(self.shape)) if chip is not None and chip.devices == 1 else ()
+
+    @property
     def limit_bytes(self) -> int | None:
         """What a step may take of a device; None: unknown. On GPUs without the context: torch doesn't allocate it."""
         program = self.hardware.program

@@ -1,8 +1,8 @@
 """How long a step takes at least, by roofline: compute, memory traffic, traffic over each link.
 
-A lower bound, never an estimate: each is taken at the speed that the vendor names, at its most favourable split and
-routing, and as if the others were free. Published runs took 1.2 to 3.4 times as long as their plans
-(benchmarks/results/time_bounds.md).
+A lower bound: each is taken at the speed that the vendor names, at its most favourable split and routing, and as if the
+others were free. Published runs took 1.2 to 3.4 times as long (benchmarks/results/time_bounds.md). What a step should
+take say gpu_time.py and tpu_time.py.
 """
 
 import math
@@ -14,7 +14,7 @@ from annotated_types import Len
 from pydantic import BaseModel, Field, StrictInt, TypeAdapter, ValidationError
 
 from portable_fsdp.metrics.flops import peak_flops
-from portable_fsdp.plan.result import Comparison, Time, Work
+from portable_fsdp.plan.result import Comparison, Expected, Time, Work
 from portable_fsdp.plan.target import Target
 from portable_fsdp.runtime.errors import UsageError
 
@@ -115,8 +115,8 @@ def measured_steps(rows: Sequence[Mapping[str, Any]], tokens_per_step: int) -> l
     return steps
 
 
-def compare(time: Time, steps: Sequence[MeasuredStep]) -> Comparison:
-    """A run beside the bounds of the step that it ran.
+def compare(time: Time, steps: Sequence[MeasuredStep], expected: Expected | None = None) -> Comparison:
+    """A run beside the bounds of the step that it ran, and what that step was expected to take.
 
     Leaves out the first steps, which compile and warm up: WARM_UP_STEPS, or all but the last.
     """
@@ -129,4 +129,5 @@ def compare(time: Time, steps: Sequence[MeasuredStep]) -> Comparison:
         tokens_per_second=time.tokens_per_step / seconds,
         mfu=statistics.median(shares) if shares else None,
         ratio=seconds / time.seconds if time.seconds else None,
+        expected_ratio=seconds / expected.seconds if expected else None,
     )

@@ -23,10 +23,11 @@ from typing import Any
 from portable_fsdp.backends.pjrt_options import compiler_options, libtpu_arguments
 from portable_fsdp.config.schema import Config
 from portable_fsdp.plan import tpu_cache
+from portable_fsdp.plan.hardware import Shape
 from portable_fsdp.plan.result import EnginePlan, Progress
 from portable_fsdp.plan.target import Target
 from portable_fsdp.plan.tpu_program import TRACED, Program, Traced
-from portable_fsdp.plan.tpu_read import Compiled, memory_of, notes_of, read_compiled, work_of
+from portable_fsdp.plan.tpu_read import Compiled, expected_of, memory_of, notes_of, read_compiled, work_of
 from portable_fsdp.runtime import errors
 from portable_fsdp.runtime.child import Child, Ended
 from portable_fsdp.runtime.errors import BackendError, PortableFSDPError
@@ -46,7 +47,7 @@ def plan_tpu(config: Config, target: Target, progress: Progress = lambda stage: 
     assert target.topology is not None
     progress("tracing")
     _require_installed("torch_xla", *COMPILER_PACKAGES)
-    programs, model = trace_apart(config, target.devices, hosts=target.hosts)
+    programs, model = trace_apart(config, target.devices, hosts=target.hosts, torus=target.torus)
     progress(f"compiling {' and '.join(programs)}")
     stop = threading.Event()
     with ThreadPoolExecutor(len(programs)) as pool:
@@ -58,10 +59,12 @@ def plan_tpu(config: Config, target: Target, progress: Progress = lambda stage: 
             compiled = {name: future.result() for name, future in pending.items()}
         finally:
             stop.set()  # Ctrl-C reaches this thread alone
-    work = work_of(compiled, config.train.global_batch // (config.train.resolved_micro_batch * target.devices))
+    accumulation = config.train.global_batch // (config.train.resolved_micro_batch * target.devices)
+    work = work_of(compiled, accumulation)
     notes = notes_of(compiled)
     method = f"The trainer's own step, compiled by {compiler_version()} for this slice; not run."
-    return EnginePlan(model, memory_of(compiled, _limit(target.limit_bytes)), work, method, tuple(notes))
+    memory = memory_of(compiled, _limit(target.limit_bytes))
+    return EnginePlan(model, memory, work, method, tuple(notes), expected_of(compiled, accumulation))
 
 
 def _limit(limit_bytes: int | None) -> int | None:
@@ -74,7 +77,7 @@ def _limit(limit_bytes: int | None) -> int | None:
 # ---------------------------------------------------------------------------------------------------------- tracing
 
 
-def trace_apart(config: Config, devices: int, *, hosts: int = 1) -> Traced:
+def trace_apart(config: Config, devices: int, *, hosts: int = 1, torus: Shape = ()) -> Traced:
     """`tpu_trace.trace` in a process of its own; raises what it raises, and BackendError where it fails or is late."""
     _require_installed("torch_xla")
     if config.sharding.strategy.startswith("HYBRID") and config.sharding.replicas is None:
@@ -82,7 +85,7 @@ def trace_apart(config: Config, devices: int, *, hosts: int = 1) -> Traced:
         config = config.model_copy(update={"sharding": sharding})
     with tempfile.TemporaryDirectory(prefix="portable_fsdp_trace") as name:
         folder = Path(name)
-        request = {"config": config.model_dump(mode="json"), "devices": devices}
+        request = {"config": config.model_dump(mode="json"), "devices": devices, "torus": torus}
         (folder / "request.json").write_text(json.dumps(request))
         with Child("portable_fsdp.plan.tpu_trace", name) as child:
             ended = child.wait(LIMIT_S)

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from portable_fsdp.metrics import hlo
-from portable_fsdp.plan.result import Buffer, DeviceMemory, Work
+from portable_fsdp.plan.result import NO_TIME, Buffer, DeviceMemory, Expected, Work
+from portable_fsdp.plan.speed import rates_of
+from portable_fsdp.plan.target import parse_target
 from portable_fsdp.plan.tpu_program import Program, part_of
+from portable_fsdp.plan.tpu_time import expected_time
 
 SHOWN = 12  # buffers of a plan
 PARTS = ("weights", "gradients", "optimizer", "batch", "temporaries", "outputs")
@@ -41,6 +44,7 @@ class Compiled:
     host_transfers: tuple[str, ...]  # instructions that communicate with the host
     between_slices: dict[str, hlo.Moved]  # as `collectives`, over the network
     kernel_flops: dict[str, int]  # matrix products inside flash attention, by dtype
+    expected: Expected | None  # None: no measured run tells what this slice reaches
 
     @property
     def bytes(self) -> int:
@@ -61,11 +65,14 @@ def read_compiled(
     temporaries: list[Buffer] = []
     for value in living:
         operation, where = described.get(value.instruction, (value.instruction, ""))
+        if value.is_carried:
+            operation = "kept over the turns of a loop:"
         temporaries.append(Buffer(name=f"{operation} {value.type}", bytes=value.bytes, where=where))
     # Copies between memories have no known origin.
     origins = [described[instruction] for instruction in before if described.get(instruction, ("", ""))[1]]
     arguments = [Buffer(name=name, bytes=size, where="") for name, size in named.items()]
     aliased = hlo.aliased_parameters(text)
+    rates = rates_of(parse_target(f"{slices}*{topology}"))
     return Compiled(
         topology,
         argument_bytes=sum(sizes.values()),
@@ -88,6 +95,7 @@ def read_compiled(
         host_transfers=tuple(hlo.host_transfers(text)),
         between_slices=hlo.between_slices(text, slices),
         kernel_flops=hlo.flash_attention_flops(text),
+        expected=expected_time(text, program.devices, rates) if rates else None,
     )
 
 
@@ -119,6 +127,7 @@ class _Temporary(NamedTuple):
     type: str  # bf16[4096,128256]
     first: int  # time at which it lives, and the last
     last: int
+    is_carried: bool  # an element of a loop's state: of scanned layers, what each of them keeps
 
 
 def _peak(assignment: str) -> tuple[list[str], list[_Temporary]]:
@@ -163,11 +172,17 @@ def _temporaries(assignment: str) -> tuple[dict[int, str], list[_Temporary]]:
         elif line.startswith("Total bytes used"):
             break
         elif inside:
-            value = re.match(r" value: <\d+ (\S+) @\d+> \(size=(\d+),offset=(\d+)\): (\w+\[[\d,]*\])?", line)
+            value = re.match(
+                r" value: <\d+ (\S+)(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (\w+\[[\d,]*\])?", line
+            )
             name = value[1].removesuffix("{}") if value else ""
             if value and name in ranges:
                 kind = value[4] or "tuple"
-                values.append(_Temporary(name.partition("{")[0], int(value[2]), int(value[3]), kind, *ranges[name]))
+                values.append(
+                    _Temporary(
+                        name.partition("{")[0], int(value[2]), int(value[3]), kind, *ranges[name], "(phi)" in line
+                    )
+                )
     return schedule, values
 
 
@@ -256,6 +271,16 @@ def work_of(programs: Mapping[str, Compiled], accumulation: int) -> Work:
         collectives=dict(sorted(collectives.items())),
         sent_bytes={link: size for link, size in sent.items() if size},
     )
+
+
+def expected_of(programs: Mapping[str, Compiled], accumulation: int) -> Expected | None:
+    """Of a step, as `work_of`; None where it isn't known."""
+    total = NO_TIME
+    for name, compiled in programs.items():
+        if compiled.expected is None:
+            return None
+        total += compiled.expected * (accumulation if name == "micro_batch" else 1)
+    return total
 
 
 def _dtype_of(factors: str) -> str:

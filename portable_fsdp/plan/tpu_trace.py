@@ -35,7 +35,9 @@ def main(folder: Path) -> int:
     """Writes the traced step, or `refusal.json` with an error for the user."""
     request: dict[str, Any] = json.loads((folder / "request.json").read_text())
     try:
-        traced = trace(Config.model_validate_json(json.dumps(request["config"])), request["devices"])
+        traced = trace(
+            Config.model_validate_json(json.dumps(request["config"])), request["devices"], tuple(request["torus"])
+        )
     except PortableFSDPError as error:
         (folder / "refusal.json").write_text(json.dumps({"kind": type(error).__name__, "message": str(error)}))
         return error.exit_code
@@ -43,14 +45,14 @@ def main(folder: Path) -> int:
     return 0
 
 
-def trace(config: Config, devices: int) -> Traced:
-    """The config's train step on `devices` devices.
+def trace(config: Config, devices: int, torus: tuple[int, ...] = ()) -> Traced:
+    """The config's train step on `devices` devices, chips of `torus` (as `Tensors.torus`).
 
     Nothing runs, and neither weights nor optimizer state take memory. Call it in a process that hasn't used torch_xla
     yet, because torch_xla keeps the count of devices. Raises what opening the backend and building the model raise.
     """
     with _pretended(devices):
-        tracer = Tracer()
+        tracer = Tracer(torus)
         backend = XlaBackend("cpu", config, None, tracer)
         training = build_training(config, backend, vocabulary=1, fill=False, rows=rows_of(config))
         tracer.begin(training, backend.axes)
@@ -81,9 +83,10 @@ class Tracer:
     flash_attention = True  # as on TPU
     compilations = 0
 
-    def __init__(self) -> None:
+    def __init__(self, torus: tuple[int, ...]) -> None:
         import torch_xla
 
+        self.torus = torus
         self.programs: dict[str, Program] = {}
         self._bridge: Any = cast(Any, torch_xla)._XLAC
         # What still names a placeholder after a traced step has changed it, and its partition.

@@ -23,6 +23,7 @@ from portable_fsdp.data.batches import Batches
 from portable_fsdp.data.build import Corpus
 from portable_fsdp.data.packing import ENDLESS, Rows, count_labels, count_rows
 from portable_fsdp.data.tokenize import Tokenizer, keeps_ids, require_own_ids
+from portable_fsdp.models.attention import attend
 from portable_fsdp.models.build import DTYPES, BuiltModel, build_model
 from portable_fsdp.models.loss import Loss
 from portable_fsdp.models.tasks import Task, find_task, is_decoder_only
@@ -149,11 +150,20 @@ def _laid_out(
     shapes = {fqn: tuple(weight.shape) for fqn, weight in model.named_parameters() if weight.requires_grad}
     frozen = [fqn for fqn, weight in model.named_parameters() if not weight.requires_grad]
     groups = parameter_groups(shapes, config.optim, ties=ties, frozen=frozen, tables=table_weights(model))
+    if config.precision.buffers != "auto":
+        _cast_buffers(model, DTYPES[config.precision.buffers])
     policy, make = shard_policy(config, model), make_optimizer(config.optim, DTYPES[config.precision.compute])
     if fill is not None:  # the planner has other hardware
         eager = backend.expected_compilations == 0
         require_memory(config, backend, memory_need(model, make, groups, eager=eager))
     return backend.shard_model(model, policy, fill), backend.build_optimizer(make, groups)
+
+
+def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
+    for fqn, buffer in list(model.named_buffers(remove_duplicate=False)):
+        if buffer.is_floating_point():
+            owner, _, leaf = fqn.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, buffer.to(dtype))
 
 
 def _ties(model: nn.Module) -> dict[str, str]:
@@ -170,6 +180,7 @@ def shard_policy(config: Config, model: nn.Module) -> ShardPolicy:
         units=find_units(model, sharding),
         layers=layers,
         compute=DTYPES[precision.compute],
+        cast_inputs=precision.cast_inputs,
         reduce=DTYPES["float32" if precision.reduce == "auto" else precision.reduce],
         modules={name: DTYPES[dtype] for name, dtype in modules_of_own_dtype(model, precision).items()},
         recompute=recomputed_layers(layers, memory),
@@ -182,6 +193,7 @@ def shard_policy(config: Config, model: nn.Module) -> ShardPolicy:
         cpu_offload=memory.cpu_offload,
         compile_backend=config.compile.backend if config.compile.enabled else None,
         scan_layers=config.compile.scan_layers,
+        attention=attend,
     )
 
 

@@ -259,7 +259,8 @@ def _word(name: str) -> str:
 
 
 def programs(case: Case, inductor: str = "") -> dict[str, Any]:
-    """What torch.compile made in three steps: programs, and breaks of their graphs with their reasons.
+    """What torch.compile made in three steps: programs, and breaks of their graphs with their reasons; and the bytes
+    that forward keeps for backward in the last one.
 
     `inductor`: a folder for its cache, for it in place of the case's compiler; a config on CPU is refused it.
     """
@@ -274,11 +275,21 @@ def programs(case: Case, inductor: str = "") -> dict[str, Any]:
 
     environment = patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": inductor}) if inductor else nullcontext()
     made = patch("portable_fsdp.train.build.shard_policy", policy) if inductor else nullcontext()
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
     with environment, made, running(case) as run:
-        losses = [metrics["loss"] for metrics in run.train(1, 3)]
+        losses = [metrics["loss"] for metrics in run.train(1, 2)]
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            losses += [metrics["loss"] for metrics in run.train(3, 3)]
     return {
+        "kept": sum(kept.values()),
         "kernels": sum(path.suffix == ".so" for path in Path(inductor).rglob("*")) if inductor else 0,
         "programs": counters["stats"]["unique_graphs"],
+        "cached": counters["inductor"]["fxgraph_cache_hit"],
         "breaks": dict(counters["graph_break"]),
         "losses": losses,
     }

@@ -53,6 +53,27 @@ def lengths(split: str) -> Lengths:
     return Lengths()
 
 
+class Sees(nn.Module):
+    """A classifier that takes images of one dtype only."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype, self.head = dtype, nn.Linear(256, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if images.dtype != self.dtype and not images.is_meta:  # the trial of a row casts nothing
+            raise TypeError(f"images are {images.dtype}")
+        return self.head(images.flatten(1).to(self.head.weight.dtype))
+
+
+def sees_float32() -> Sees:
+    return Sees(torch.float32)
+
+
+def sees_bfloat16() -> Sees:
+    return Sees(torch.bfloat16)
+
+
 def some_rows(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Counts rows by their label, so that micro batches and devices count differently."""
     losses = F.cross_entropy(model(batch["images"]), batch["labels"], reduction="none")

@@ -12,6 +12,9 @@ from cases import GLOBAL_BATCH, Case, CaseRows
 from reference import evaluate, generate, reference
 from workers import Group, JobFailed, Workers
 
+from portable_fsdp.backends.support import require_supported
+from portable_fsdp.runtime.errors import BackendError
+
 Run = Callable[[Group, Case], list[dict[str, Any]]]
 GetWorkers = Callable[[Group], Workers]
 
@@ -98,6 +101,19 @@ def test_c6_buffers_and_dtypes_survive(group: Group, run: Run) -> None:
         for name, buffer in answer["buffers"].items():
             assert buffer.dtype == answer["unwrapped_buffers"][name].dtype
             assert torch.equal(buffer, answer["unwrapped_buffers"][name]), name
+
+
+def test_c6_buffers_take_the_dtype_of_precision_buffers(group: Group, run: Run) -> None:
+    case = Case(settings={"precision.buffers": "bfloat16"})
+    if group.backend == "xla_fsdp1":  # xla_fsdp1.buffer_dtype is its own
+        with pytest.raises(BackendError, match=r"xla_fsdp1\.buffer_dtype"):
+            require_supported(
+                case.config(group.devices), engine="xla_fsdp1", device="cpu", devices=group.devices, hosts=1
+            )
+        return
+    for answer in run(group, case):
+        assert {buffer.dtype for buffer in answer["buffers"].values()} == {torch.bfloat16}
+        assert set(answer["dtypes"].values()) == {"torch.float32"}  # weights keep theirs
 
 
 @pytest.mark.parametrize("micro_batch", [None, 1])

@@ -312,6 +312,22 @@ def test_equal_layers_are_one_program_without_breaks(
     assert answer["losses"] == pytest.approx(plain["losses"], rel=tolerance)
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_budget_bounds_what_compiled_layers_keep_and_leaves_the_curve(devices: int, workers: GetWorkers) -> None:
+    def run(**settings: Any) -> dict[str, Any]:
+        return workers(Group("native", devices)).run("programs", case=Case(settings=settings))[0]
+
+    def within(budget: float) -> dict[str, Any]:
+        return run(**COMPILED, **{"memory.gradient_checkpointing": "budget", "memory.budget": budget})
+
+    plain, half, least = run(**COMPILED), within(0.5), within(0.0)
+    assert 0.95 * plain["kept"] > half["kept"] > least["kept"]
+    for answer in (half, least):
+        assert (answer["programs"], answer["breaks"]) == (1, {})
+        assert answer["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+    assert 0.95 * run(**COMPILED)["kept"] > half["kept"]  # the setting ends with its backend
+
+
 @pytest.mark.proof  # it needs a C++ compiler
 @pytest.mark.timeout(300)
 def test_inductor_compiles_units_over_shards(workers: GetWorkers, tmp_path: Path) -> None:
@@ -322,6 +338,8 @@ def test_inductor_compiles_units_over_shards(workers: GetWorkers, tmp_path: Path
     assert (answer["programs"], answer["breaks"]) == (1, {})
     assert answer["kernels"] >= 2  # forward and backward
     assert answer["losses"] == pytest.approx(eager["losses"], rel=1e-5)
+    again = workers(Group("native", 2)).run("programs", case=two_layers, inductor=str(tmp_path))[0]
+    assert (answer["cached"], again["cached"]) == (0, 2)  # forward and backward
 
 
 def test_matmul_precision_is_set_while_open(workers: GetWorkers) -> None:

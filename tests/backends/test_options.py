@@ -52,7 +52,10 @@ OPTIONS: dict[str, dict[str, Settings]] = {
         "float32": {},
         "bfloat16": {"precision.compute": "bfloat16"},
         "float16": {"precision.compute": "float16"},
-        "norms": {"precision.compute": "bfloat16", "precision.modules": {"*norm*": "float32"}},
+        "norms": {
+            **{"precision.compute": "bfloat16", "precision.modules": {"*norm*": "float32"}},
+            "precision.cast_inputs": False,
+        },
     },
     "prefetch": {
         "default": {},

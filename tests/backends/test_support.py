@@ -35,8 +35,9 @@ OPTION_GROUPS = [
     "sharding.forward_prefetch sharding.backward_prefetch sharding.backward_prefetch_units "
     "sharding.sync_each_micro_batch",
     "precision.master precision.compute precision.reduce precision.output precision.modules",
-    "precision.matmul precision.loss_scale precision.loss_scale_window",
+    "precision.matmul precision.buffers precision.cast_inputs precision.loss_scale precision.loss_scale_window",
     "memory.gradient_checkpointing memory.every memory.save_ops compile.scan_layers compile.enabled compile.backend",
+    "memory.budget compile.cache_dir",
     "memory.cpu_offload",
     "model.attention model.experts model.freeze model.lora precision.frozen model.gguf_file checkpoint.export "
     "checkpoint.merge_adapters",
@@ -63,6 +64,8 @@ VALUES: dict[str, list[Any]] = {
     "precision.loss_scale_window": [2000, 100],
     "memory.every": [None, 1, 2],
     "memory.save_ops": [[], ["matmul"], ["matmul", "attention"]],
+    "memory.budget": [0.5, 0.1],
+    "compile.cache_dir": [None, "a/folder"],
     "model.freeze": [[], ["*embed*"]],
     "model.lora": [None, {"r": 4}],
     "model.gguf_file": ["a.gguf"],

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig
 from transformers.models.auto import modeling_auto
-from workers import Group, Workers, marked
+from workers import Group, JobFailed, Workers, marked
 
 from portable_fsdp.config.load import load_config
 from portable_fsdp.config.schema import Config
@@ -246,3 +246,21 @@ def test_buckets_resume_on_another_engine(workers: GetWorkers, tmp_path: Path, m
     after = workers(Group("xla", 2)).run("train_task", **run, last=STEPS)
     assert_equal_states(assemble([a["saved"] for a in before]), assemble([a["loaded"] for a in after]))
     assert [*before[0]["losses"], *after[0]["losses"]] == pytest.approx(plain_losses(IN_BUCKETS), rel=1e-5)
+
+
+@pytest.mark.parametrize("group", [Group("native", 1), NATIVE, pytest.param(XLA, marks=pytest.mark.xla)])
+def test_inputs_are_cast_unless_cast_inputs_is_false(
+    workers: GetWorkers, group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))  # load_config puts the config's folder there
+
+    def run(factory: str, *settings: str) -> list[Any]:
+        path, shared = str(ROOT / "examples/image_classifier.yaml"), ("precision.compute=bfloat16", *settings)
+        overrides = [f"model.factory=task_rows:{factory}", "data.eval_split=null", "train.eval_every=null", *shared]
+        folder = str(tmp_path / factory / str(len(settings)))
+        return workers(group).run("train_task", path=path, overrides=overrides, last=1, folder=folder)
+
+    assert all(len(answer["losses"]) == 1 for answer in run("sees_bfloat16"))
+    assert all(len(answer["losses"]) == 1 for answer in run("sees_float32", "precision.cast_inputs=false"))
+    with pytest.raises(JobFailed, match=r"images are torch\.bfloat16"):
+        run("sees_float32")

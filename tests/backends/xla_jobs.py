@@ -1,17 +1,29 @@
 """Jobs of torch_xla's two engines: what lies on the devices, and what the programs hold that XLA compiled."""
 
+# The kernel's calls are counted where it is called.
+# pyright: reportPrivateUsage=false
+
 import os
 import re
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
+import jobs
 import torch
-from cases import GLOBAL_BATCH, Case, CaseRows
+from cases import GLOBAL_BATCH, VOCABULARY, Case, CaseRows
 from jobs import open_case, running
 
 from portable_fsdp.backends.base import ShardPolicy
+from portable_fsdp.backends.xla import engine, scatter, splash
+from portable_fsdp.config.schema import Config
 from portable_fsdp.metrics.hlo import collectives_by_dtype
+from portable_fsdp.train.build import build_training
 
 
 def xla_run(case: Case, folder: str) -> dict[str, Any]:
@@ -33,6 +45,30 @@ def xla_run(case: Case, folder: str) -> dict[str, Any]:
         }
 
 
+def xla_run_on_chips(case: Case, folder: str, torus: tuple[int, ...], global_batch: int) -> dict[str, Any]:
+    """As `xla_run`, on CPU devices that say where on a torus they are: slices, y, x. Empty: nowhere, as they are."""
+    places = list(product(*map(range, torus))) if torus else []
+    chips = [{"name": f"TPU:{i}", "slice_index": at, "coords": [x, y, 0]} for i, (at, y, x) in enumerate(places)]
+    rows = {"train.global_batch": global_batch, "train.micro_batch": case.micro_batch or global_batch // _devices()}
+    with (
+        _chips(chips or [{"name": "CPU:0"}]),
+        patch.object(scatter, "LARGEST_OF_COMPILER", 1),
+        patch.object(jobs, "GLOBAL_BATCH", global_batch),
+    ):
+        return xla_run(replace(case, settings=case.settings | rows), folder)
+
+
+def torus_of_chips(chips: list[dict[str, Any]]) -> tuple[int, ...]:
+    with _chips(chips):
+        return scatter.torus_of_run()
+
+
+def _chips(attributes: list[dict[str, Any]]) -> Any:
+    import torch_xla.runtime
+
+    return patch.object(torch_xla.runtime, "global_runtime_device_attributes", lambda: attributes)
+
+
 def ask_the_host(case: Case, how: str) -> None:
     """A program that can't be one; a refusal is the JobFailed that the test expects."""
     asks: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -50,11 +86,15 @@ def _on_devices(tensor: torch.Tensor) -> tuple[tuple[int, ...], list[tuple[int, 
     import torch_xla
 
     bridge: Any = cast(Any, torch_xla)._XLAC
-    devices = int(os.environ["CPU_NUM_DEVICES"])
+    devices = _devices()
     if tensor.device.type == "cpu" or "devices=" not in bridge._get_xla_sharding_spec(tensor):
         return tuple(tensor.shape), [tuple(tensor.shape)] * devices
     (shards,) = bridge._get_local_shards([tensor])
     return tuple(tensor.shape), [tuple(shard.shape) for shard, _ in shards]
+
+
+def _devices() -> int:
+    return int(os.environ["CPU_NUM_DEVICES"])
 
 
 def _programs(folder: Path, devices: int) -> dict[str, Any]:
@@ -169,3 +209,40 @@ def fsdp1_program(case: Case) -> dict[str, Any]:
         out["shards"] = {name: tuple(p.shape) for name, p in run.model.named_parameters()}
         out["buffers"] = {name: str(buffer.dtype) for name, buffer in run.model.named_buffers()}
         return out
+
+
+def kernel_run(case: Case, interpreted: bool) -> dict[str, Any]:
+    """Three steps on rows of `data.seq_len` tokens: with the TPU's attention kernel in an interpreter, or without."""
+    backend, config = open_case(case)
+    calls: Counter[str] = Counter()
+
+    def counted(kernel: splash.Kernel, function: Any, *tensors: Any) -> list[torch.Tensor]:
+        calls[function.__name__] += 1
+        return run(kernel, function, *tensors)
+
+    run = splash.Kernel._run
+    with (
+        backend,
+        patch.object(splash.Kernel, "_run", counted),
+        patch.object(engine, "LayerAttention", partial(engine.LayerAttention, interpret=True)),
+    ):
+        cast(Any, backend)._tensors.flash_attention = interpreted
+        training = build_training(config, backend, vocabulary=256)
+        metrics: list[dict[str, list[float]]] = []
+        for step in range(3):
+            pending = backend.fetch(training.step([backend.place(_long_rows(config, step))], 0.01))
+            metrics.append({name: value.tolist() for name, value in pending.result().items()})
+        weights = {fqn: parameter.detach().cpu() for fqn, parameter in training.model.named_parameters()}
+    return {"metrics": metrics, "weights": weights, "calls": dict(calls), "compilations": backend.compilations}
+
+
+def _long_rows(config: Config, seed: int) -> dict[str, torch.Tensor]:
+    shape = (GLOBAL_BATCH, config.data.seq_len)
+    ids = torch.randint(0, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+    batch = {"input_ids": ids, "labels": ids.roll(-1, 1), "tokens": torch.full(shape[:1], float(shape[1]))}
+    if config.data.packing == "documents":
+        cut = shape[1] // 3
+        segments = (torch.arange(shape[1]) >= cut).long().expand(shape) + 1
+        positions = (torch.arange(shape[1]) - cut * (segments - 1)).contiguous()
+        batch |= {"segments": segments.contiguous(), "positions": positions}
+    return batch

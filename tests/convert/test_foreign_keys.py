@@ -209,6 +209,7 @@ OVERRIDES = {
     "optim.name": "sgd",
     "optim.schedule": "constant",
     "precision.compute": "bfloat16",
+    "precision.buffers": "bfloat16",
     "precision.master": "float32",
     "precision.output": "bfloat16",
     "precision.reduce": "bfloat16",

@@ -40,13 +40,16 @@ SIZES = {
     "qwen3": _sizes(151936, 4096, 12288, 36, 32, 8, head_dim=128),
     # Every sixth layer sees all tokens, the others a window.
     "gemma3_text": _sizes(262208, 2560, 10240, 34, 8, 4, head_dim=256, sliding_window=1024),
+    # Windows in one layer of two, softcaps in both; or sinks.
+    "gemma2": _sizes(1024, 512, 512, 2, 4, 2, head_dim=256, sliding_window=512),
+    "gpt_oss": _sizes(1024, 512, 512, 2, 4, 2, head_dim=64, sliding_window=128, num_local_experts=4),
     "mixtral": _sizes(32000, 4096, 14336, 32, 32, 8, num_local_experts=8, num_experts_per_tok=2),
 }
 
 
 @dataclass(frozen=True)
 class Program:
-    """One step. A row of 1536 tokens is no multiple of the flash kernel's blocks: its attention is torch's formula."""
+    """One step. A row of 1536 tokens doesn't fit the attention kernel's blocks: attention is torch's formula."""
 
     size: str
     slice: str
@@ -68,8 +71,12 @@ class Program:
         return self.slices * parse_target(self.slice).devices
 
     @property
+    def torus(self) -> tuple[int, ...]:
+        return replace(parse_target(self.slice), slices=self.slices).torus
+
+    @property
     def config(self) -> Config:
-        kind = self.size if self.size in ("qwen3", "gemma3_text", "mixtral") else "llama"
+        kind = self.size if self.size in ("qwen3", "gemma3_text", "mixtral", "gemma2", "gpt_oss") else "llama"
         architecture: dict[str, Any] = {"model_type": kind, "max_position_embeddings": 8192, **SIZES[self.size]}
         if self.layers is not None:
             architecture["num_hidden_layers"] = self.layers
@@ -153,17 +160,25 @@ PACKED = [
     Program("small", "v6e:2x4", checkpointing="full", scan=True, packing="documents"),
     Program("small", "v6e:2x4", 1536, packing="documents"),
 ]
+KERNELS = [
+    *(Program("8b", slice_, 4096, layers=1) for slice_ in ("v6e:2x4", "v5p:2x2x4", "v5e:2x4")),
+    *(
+        Program("gemma2", slice_, 2048, checkpointing="full", packing="documents")
+        for slice_ in ("v6e:2x4", "v5p:2x2x1", "v5e:2x4")
+    ),
+    Program("gpt_oss", "v6e:2x4", 1024, checkpointing="full"),
+]
 SCAN_SGD = [replace(program, optimizer="sgd") for program in SCAN]
 CASES = [*STRATEGIES, FLOAT32, SUMMED, *SUMMED_2B, *PLAIN, *PLAIN_V6E, *FLASH, *SHALLOW, *SCAN, *SCAN_SGD]
 
 
 def traced(program: Program) -> dict[str, TracedProgram]:
-    return _traced(program.config.model_dump_json(), program.devices)
+    return _traced(program.config.model_dump_json(), program.devices, program.torus)
 
 
-@lru_cache(maxsize=4)  # a trace is of a number of devices, whatever they are
-def _traced(config: str, devices: int) -> dict[str, TracedProgram]:
-    return trace_apart(Config.model_validate_json(config), devices).programs
+@lru_cache(maxsize=4)
+def _traced(config: str, devices: int, torus: tuple[int, ...]) -> dict[str, TracedProgram]:
+    return trace_apart(Config.model_validate_json(config), devices, torus=torus).programs
 
 
 def compiled(program: Program, *, generate_code: bool = False) -> Compiled:

@@ -46,6 +46,7 @@ def plan(peak: int) -> Plan:
         "memory": {"parts": {"weights": peak}, "limit_bytes": LIMIT},
         "work": {"matmul_flops": {}, "memory_bytes": 0, "collectives": {}, "sent_bytes": {}},
         "time": {"compute_s": 1.0, "memory_s": None, "links_s": {}, **step},
+        "expected": None,
     }
     return Plan.model_validate(values)
 

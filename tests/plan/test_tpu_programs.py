@@ -11,6 +11,7 @@ import pytest
 from programs import (
     FLASH,
     FLOAT32,
+    KERNELS,
     PACKED,
     PLAIN,
     PLAIN_V6E,
@@ -103,20 +104,23 @@ def test_the_step_never_meets_the_host_and_updates_state_where_it_lies(program: 
 def test_every_slice_gathers_and_reduces_by_the_textbook(program: Program) -> None:
     weights = 2 * program.parameters
     assert 1 - 0.03 < moved(program, "all_gather") / weights < 2 + 0.03
-    assert moved(program, "reduce_scatter") + moved(program, "all_reduce") == pytest.approx(weights, rel=0.05)
+    # One axis after the other: on each, what the ones before have left of the gradients.
+    scattered = {"v6e:2x4": 1, "v6e:4x4": 1 + 1 / 4, "v5e:4x4": 1 + 1 / 4}.get(program.slice, 1 + 1 / 4 + 1 / 8)
+    assert moved(program, "reduce_scatter") == pytest.approx(weights * scattered, rel=0.05)
+    assert moved(program, "all_reduce") < 0.05 * weights  # of norms
     assert of(program).argument_bytes == pytest.approx(STATE * program.parameters / program.devices, rel=0.08)
     assert of(program).between_slices == {}
 
 
 def test_slices_exchange_what_the_strategy_says_over_the_network() -> None:
-    """A device sends its part of the gradients, a 16th; with FULL_SHARD half as much for each gather of weights."""
+    """A device sends its part of the gradients, a 16th; with FULL_SHARD half of it, and for each gather of weights."""
     part = 2 * TWO_REPLICAS.parameters / 16
     replicas, sharded = of(TWO_REPLICAS).between_slices, of(TWO_SLICES).between_slices
     assert sum(moved.sent_bytes for moved in replicas.values()) == pytest.approx(part, rel=0.05)
     assert not [key for key in replicas if key.startswith("all_gather")]
     gathered = sum(moved.sent_bytes for key, moved in sharded.items() if key.startswith("all_gather"))
     assert 0.5 * part < gathered < 1.03 * part
-    assert sum(moved.sent_bytes for moved in sharded.values()) - gathered == pytest.approx(part, rel=0.05)
+    assert sum(moved.sent_bytes for moved in sharded.values()) - gathered == pytest.approx(0.5 * part, rel=0.05)
 
 
 @pytest.mark.parametrize("program", SHAPES, ids=words)
@@ -147,7 +151,7 @@ def test_the_verdict_is_that_of_a_full_compile(share: float) -> None:
 @pytest.mark.parametrize("programs", [PLAIN, PLAIN_V6E, FLASH, *RECOMPUTED], ids=lambda programs: words(programs[0]))
 def test_gradient_checkpointing_frees_memory_and_computes_layers_again(programs: list[Program]) -> None:
     none, full = (of(program).temporary_bytes for program in programs)
-    assert full <= (0.28 if programs is FLASH else 0.55) * none
+    assert full <= (0.36 if programs is FLASH else 0.55) * none
     if programs in (PLAIN, FLASH):
         none, full = (sum(of(program).matmul_flops.values()) for program in programs)
         assert 1.15 * none < full < 1.34 * none
@@ -165,13 +169,13 @@ def test_scanned_layers_compile_once_and_do_the_same_work() -> None:
     assert all_layers <= 3 * four
     loop, unrolled = of(SCAN[1]), of(FLASH[1])
     assert sum(loop.matmul_flops.values()) == pytest.approx(sum(unrolled.matmul_flops.values()), rel=1e-3)
-    assert loop.temporary_bytes <= 0.28 * of(FLASH[0]).temporary_bytes
+    assert loop.temporary_bytes <= 0.36 * of(FLASH[0]).temporary_bytes
 
     assert [of(program).rematerialised for program in (*FLASH, *SCAN)] == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("program", PACKED[:2], ids=words)
-def test_packed_documents_take_the_flash_kernel_and_no_mask(program: Program) -> None:
+def test_packed_documents_take_the_attention_kernel_and_no_mask(program: Program) -> None:
     """The same products as without documents, all in the kernel, and nothing of [rows, seq, seq] besides."""
     stream, packed = of(replace(program, packing="stream")), compiled(program, generate_code=True)
     assert packed.kernel_flops == stream.kernel_flops != {}
@@ -183,6 +187,12 @@ def test_packed_documents_take_the_flash_kernel_and_no_mask(program: Program) ->
     assert of(PACKED[2]).host_transfers == ()
 
 
-@pytest.mark.parametrize("slice_", ["v6e:2x4", "v5p:2x2x4"])
-def test_code_is_generated_for_the_flash_kernel(slice_: str) -> None:
-    compiled(Program("8b", slice_, 4096, layers=1), generate_code=True)
+@pytest.mark.parametrize("program", KERNELS, ids=words)
+def test_code_is_generated_for_each_attention_kernel(program: Program) -> None:
+    assert compiled(program, generate_code=True).kernel_flops
+
+
+def test_a_window_costs_the_kernel_what_it_lets_see() -> None:
+    """Of two layers with 4 heads of 256 one has a window of 512 in 2048 tokens; 2 products forward, 5 in backward."""
+    everything, within = 2048**2 // 2, 512**2 // 2 + (2048 - 512) * 512
+    assert of(KERNELS[3]).kernel_flops == {"bf16": 7 * 2 * 4 * 256 * (everything + within)}

@@ -41,6 +41,7 @@ from portable_fsdp.config.layout import mesh_axes
 from portable_fsdp.config.rules import dtypes
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import BackendError
+from portable_fsdp.runtime.files import cache_folder
 from portable_fsdp.runtime.host import prefer_expandable_segments
 from portable_fsdp.runtime.process import detect_launch
 
@@ -53,6 +54,7 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 MATMUL = {"highest": "highest", "high": "high", "default": "medium"}  # in the words of torch
 
 
+INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 COLLECTIVES = {  # in the words of torch -> of the contract
     "c10d::_allgather_base_": "all_gather",
     "c10d::_reduce_scatter_base_": "reduce_scatter",
@@ -105,6 +107,7 @@ class NativeBackend(base.Backend):
         self._sums: GradientSums | None = None
         self._syncs_each_micro_batch = config.sharding.sync_each_micro_batch
         self._matmul_before = _set_matmul_precision(MATMUL[config.precision.matmul])
+        self._restore_compiler = _set_compiler(config) if config.compile.enabled else lambda: None
         if "float16" in dtypes(config):
             from portable_fsdp.optim.loss_scale import LossScaler
 
@@ -121,6 +124,7 @@ class NativeBackend(base.Backend):
             if self._programs:
                 self._programs.close()
             _set_matmul_precision(self._matmul_before)
+            self._restore_compiler()
             _forget_layouts()
             if dist.is_initialized():
                 for group in self._mesh.get_all_groups():  # each of gloo's has threads that poll
@@ -374,6 +378,25 @@ def _set_matmul_precision(precision: str) -> str:
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision(precision)
     return before
+
+
+def _set_compiler(config: Config) -> Callable[[], None]:
+    """Settings of torch.compile of this process; returns what puts back the ones before."""
+    import torch._functorch.config as functorch
+
+    budget, folder = functorch.activation_memory_budget, os.environ.get(INDUCTOR_CACHE)
+    if config.memory.gradient_checkpointing == "budget":
+        functorch.activation_memory_budget = config.memory.budget
+    if config.compile.cache_dir or folder is None:
+        os.environ[INDUCTOR_CACHE] = config.compile.cache_dir or str(cache_folder(os.environ) / "inductor")
+
+    def restore() -> None:
+        functorch.activation_memory_budget = budget
+        os.environ.pop(INDUCTOR_CACHE, None)
+        if folder is not None:
+            os.environ[INDUCTOR_CACHE] = folder
+
+    return restore
 
 
 def _check_launch(device: str, num_devices: int | None, world_size: int, local_rank: int) -> None:

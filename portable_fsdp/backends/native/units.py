@@ -208,7 +208,9 @@ def _fully_shard(
         modules,
         mesh=mesh,
         reshard_after_forward=False if is_root else policy.reshard_after_forward,
-        mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=policy.reduce),
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=dtype, reduce_dtype=policy.reduce, cast_forward_inputs=policy.cast_inputs
+        ),
         offload_policy=offload,
         ignored_params=_owned_further_out(shared, names) or None,
     )

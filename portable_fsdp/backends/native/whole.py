@@ -58,7 +58,7 @@ def use_in_place(model: nn.Module, policy: ShardPolicy) -> None:
     casts, known = _Casts(), set[tuple[nn.Module, str]]()
     for name, uses in uses_by_block(weight_uses(model, policy), blocks).items():
         block = model.get_submodule(name)
-        if name in (ROOT, *policy.units):  # as FSDP2 does: it may take pixels
+        if policy.cast_inputs and name in (ROOT, *policy.units):  # as FSDP2 does: it may take pixels
             cast_inputs(block, dtype_of(name, policy))
         # A module with several names belongs to the innermost of its blocks, which come first.
         uses = [use for use in uses if _is_cast(use) and (use.module, use.leaf) not in known]

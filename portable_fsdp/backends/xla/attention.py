@@ -1,147 +1,254 @@
-"""Attention on TPUs: torch's scaled_dot_product_attention is given to the flash kernel, which keeps no scores.
+"""Attention on TPUs: causal attention in a model's layers runs as the kernel of `splash.py`, which keeps no scores.
 
 XLA would trace torch's formula, which holds scores of [rows, heads, seq, seq] in float32 and multiplies in float32.
-Models stay as they are: a function mode catches their call.
+Models stay as they are: a function mode catches the call of the project's attention, and torch's.
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
-from collections.abc import Callable
+import json
+import math
+import operator
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from portable_fsdp.backends.base import Forward
+from portable_fsdp.backends.xla.splash import Kernel
 
 
-def with_flash_attention(forward: Forward, mesh: Any, rows: tuple[str, ...]) -> Forward:
-    """`forward`, a layer's, in which causal attention runs as torch_xla's flash kernel, in all of a row or within its
-    documents.
+class LayerAttention:
+    """The kernel in the layers of a model, and what it keeps of a layer's first run for the second.
 
-    Args:
-        mesh: of torch_xla, over whose axes `rows` the batch is split; the kernel runs on each device's rows.
-
-    A layer that keeps documents apart is given their numbers, integers `[batch, 1, 1, seq]`; the attention in it that
-    is masked by nothing else has a bool mask. Other attention (any other mask, a window, a length that the kernel's
-    blocks don't divide) stays torch's formula.
+    A recomputed layer gives its output and log-sum-exp a second time without running the kernel: products of attention
+    fall from 9 to 7 a layer, for rows x heads x seq x (width in the compute dtype, and one float32).
     """
-    _use_readable_kernels()
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with _Flash(mesh, rows, next(filter(_is_documents, (*args, *kwargs.values())), None)):
-            return forward(*args, **kwargs)
+    def __init__(
+        self, mesh: Any, rows: tuple[str, ...], models: Callable[..., Tensor] | None, *, interpret: bool = False
+    ) -> None:
+        """
+        Args:
+            mesh: of torch_xla, over whose axes `rows` the batch is split; the kernel runs on each device's rows.
+            models: the attention function that models call (`models.attention.attend`), besides torch's.
+        """
+        self._mesh, self._rows, self._interpret = str(mesh), rows, interpret
+        self._models = models
+        self._kept: list[Tensor] | None = None
+        self._runs_again = False
 
-    return run
+    def in_layer(self, forward: Forward) -> Forward:
+        """`forward`, a layer's, with the kernel for causal attention, in all of a row or within its documents.
+
+        Other attention (any other mask, dropout, a length that the kernel's blocks don't divide) stays as it is.
+        """
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with _Caught(self.attend, self._models):
+                return forward(*args, **kwargs)
+
+        return run
+
+    @contextmanager
+    def keep(self, kept: list[Tensor], *, again: bool) -> Generator[None]:
+        """While a layer runs that is recomputed: its first run adds to `kept`, and the second takes from it."""
+        around, self._kept, self._runs_again = (self._kept, self._runs_again), kept, again
+        try:
+            yield
+        finally:
+            self._kept, self._runs_again = around
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        documents: Tensor | None,
+        *,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+        scale: float | None,
+    ) -> Tensor:
+        """Causal attention; arguments as of `models.attention.attend`."""
+        options = _Options(self._mesh, self._rows, window, softcap, self._interpret)
+        query = query * (query.shape[-1] ** -0.5 if scale is None else scale)
+        documents = None if documents is None else documents[:, 0, 0].to(torch.int32)
+        sinks = None if sinks is None else sinks.float() * 1  # no argument of the program: it can't be split by hand
+        known = None
+        if self._kept and self._runs_again:
+            known, self._kept[:2] = tuple(self._kept[:2]), []
+        out, lse = cast(tuple[Tensor, Tensor], _Attention.apply(query, key, value, documents, sinks, options, known))
+        if self._kept is not None and not self._runs_again:
+            self._kept += [out, lse]
+        return out
 
 
-def _is_documents(argument: Any) -> bool:
-    is_mask = isinstance(argument, Tensor) and argument.dim() == 4
-    return is_mask and not argument.is_floating_point() and argument.dtype != torch.bool
-
-
-class _Flash(TorchFunctionMode):
-    def __init__(self, mesh: Any, rows: tuple[str, ...], documents: Tensor | None) -> None:
+class _Caught(TorchFunctionMode):
+    def __init__(self, attend: Callable[..., Tensor], models: Callable[..., Tensor] | None) -> None:
         super().__init__()
-        self._mesh = mesh
-        self._documents = documents
-        self._partition = (rows, None, None, None)
+        self._attend = attend
+        self._read = {F.scaled_dot_product_attention: _torchs} | ({models: _models} if models else {})
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        has_documents = self._documents is not None
-        if func is not F.scaled_dot_product_attention or not _fits(*args, has_documents=has_documents, **kwargs):
-            return func(*args, **kwargs)
-        from torch_xla.experimental.custom_kernel import flash_attention
-
-        query, *keys_and_values = args[:3]
-        groups, scale = query.shape[1] // keys_and_values[0].shape[1], kwargs.get("scale")
-        has_mask = self._documents is not None and kwargs.get("attn_mask") is not None
-        documents = cast(Tensor, self._documents)[:, 0, 0].to(torch.int32) if has_mask else None
-        return cast(Any, flash_attention)(
-            query,
-            *(tensor.repeat_interleave(groups, dim=1) for tensor in keys_and_values),
-            causal=True,
-            q_segment_ids=documents,
-            kv_segment_ids=documents,
-            sm_scale=query.shape[-1] ** -0.5 if scale is None else scale,
-            partition_spec=self._partition,
-            mesh=self._mesh,
-        )
+        read = self._read.get(func)
+        call = read(*args, **(kwargs or {})) if read else None
+        return self._attend(**call) if call else func(*args, **(kwargs or {}))
 
 
-def _fits(
+def _torchs(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> dict[str, Any] | None:
+    """The call of torch's function as that of the kernel; None where the kernel can't do it."""
+    options: dict[str, Any] = {"scale": scale, "window": None, "softcap": None, "sinks": None}
+    return _models(query, key, value, attn_mask, None, causal=is_causal, dropout=dropout_p, **options)
+
+
+def _models(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    documents: Tensor | None,
     *,
-    has_documents: bool,
-    **_: Any,
-) -> bool:
-    """Whether it is causal attention, perhaps within documents, of lengths that the kernel's blocks divide."""
+    causal: bool,
+    dropout: float,
+    **options: Any,
+) -> dict[str, Any] | None:
+    """The same of the models' function: causal attention of lengths that the kernel's blocks divide."""
     length = query.shape[-2]
-    whole_blocks = length % 1024 == 0 or length in (128, 256, 512)
-    causal = is_causal if attn_mask is None else has_documents and attn_mask.dtype == torch.bool
-    return (
+    fits = (
         causal
-        and not dropout_p
+        and not dropout
+        and mask is None
         and query.dim() == 4
-        and whole_blocks
+        and (length % 1024 == 0 or length in (128, 256, 512))
         and key.shape[-2] == length
         and query.shape[-1] % 64 == 0
+        and value.shape[-1] % 64 == 0
     )
+    return {"query": query, "key": key, "value": value, "documents": documents, **options} if fits else None
 
 
-def _use_readable_kernels() -> None:
-    """Replace torch_xla's `trace_pallas` in this process, until a torch_xla fixes pytorch/xla issue 9614.
-
-    torch_xla 2.9.0 lowers Pallas kernels with `jax.jit(...).lower`, whose format (version 8) the libtpu 0.0.21 that it
-    pins refuses: "Failed to deserialize the Mosaic module [...] expected <= 7 but got 8". `jax.export` writes the older
-    format, and lowers for TPUs on any host, so a plan holds the kernel of a run.
-    """
-    import torch_xla.experimental.custom_kernel
-
-    cast(Any, torch_xla.experimental.custom_kernel).trace_pallas = _trace_pallas
+# ------------------------------------------------------------------------------------------------ over all devices
 
 
-_KERNELS: dict[tuple[Any, str], str] = {}  # lowered: a kernel has few shapes, and lowering one takes a second
+@dataclass(frozen=True)
+class _Options:
+    mesh: str
+    rows: tuple[str, ...]
+    window: int | None
+    softcap: float | None
+    interpret: bool
+
+    @property
+    def kernel(self) -> Kernel:
+        return Kernel(self.window, self.softcap, self.interpret)
 
 
-def _trace_pallas(
-    kernel: Callable[..., Any],
-    *args: Any,
-    static_argnums: Any = None,
-    static_argnames: Any = None,
-    use_cache: bool = False,
-    **kwargs: Any,
-) -> tuple[str, list[Tensor]]:
-    """What XLA's custom call takes, and the tensors among `args`."""
-    from torch_xla.experimental.custom_kernel import to_jax_shape_dtype_struct
+class _Attention(torch.autograd.Function):
+    """(out, log-sum-exp); both are `known` where a recomputed layer had them in its first run."""
 
-    abstract = cast(Callable[[Tensor], Any], to_jax_shape_dtype_struct)
-    shapes = [abstract(argument) if isinstance(argument, Tensor) else argument for argument in args]
-    key = kernel, str((shapes, kwargs))
-    if key not in _KERNELS:
-        _KERNELS[key] = _lowered(kernel, static_argnums, static_argnames, shapes, kwargs)
-    return _KERNELS[key], [argument for argument in args if isinstance(argument, Tensor)]
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        documents: Tensor | None,
+        sinks: Tensor | None,
+        options: _Options,
+        known: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor]:
+        words = json.dumps(asdict(options))
+        out, lse = known or _operations()[0](query, key, value, documents, sinks, words)
+        ctx.save_for_backward(query, key, value, documents, sinks, out, lse)
+        ctx.words = words
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Any) -> Any:
+        d_query, d_key, d_value, *d_sinks = _operations()[1](*ctx.saved_tensors, outputs[0], ctx.words)
+        return d_query, d_key, d_value, None, d_sinks[0].sum(0) if d_sinks else None, None, None
 
 
-def _lowered(
-    kernel: Callable[..., Any], static_argnums: Any, static_argnames: Any, args: list[Any], kwargs: dict[str, Any]
-) -> str:
-    import jax
-    from jax import export
-    from jax._src.interpreters import mlir
-    from jax._src.lib.mlir import ir
+@cache  # once in a process: the dispatcher knows them by their names
+def _operations() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Forward and backward as operations of torch, whose graphs `scan` traces."""
 
-    jitted = jax.jit(kernel, static_argnums=static_argnums, static_argnames=static_argnames)
-    exported = export.export(jitted, platforms=["tpu"])(*args, **kwargs)
-    with mlir.make_ir_context():
-        module = cast(Any, ir.Module.parse(exported.mlir_module()))
-        operations = [op for function in module.body.operations for op in function.regions[0].blocks[0].operations]
-        return next(op.attributes["backend_config"].value for op in operations if op.name == "stablehlo.custom_call")
+    @torch.library.custom_op("portable_fsdp::attention", mutates_args=())
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, sinks: Tensor | None, options: str
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = _on_each_device("forward", options, query, key, value, documents, sinks)
+        return out, lse
+
+    @forward.register_fake
+    def _(query: Tensor, _key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        out = query.new_empty([*query.shape[:-1], value.shape[-1]])
+        return out, query.new_empty(query.shape[:-1], dtype=torch.float32)
+
+    @torch.library.custom_op("portable_fsdp::attention_backward", mutates_args=())
+    def backward(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        documents: Tensor | None,
+        sinks: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        gradient: Tensor,
+        options: str,
+    ) -> list[Tensor]:
+        return _on_each_device("backward", options, query, key, value, documents, sinks, out, lse, gradient)
+
+    @backward.register_fake
+    def _(query: Tensor, key: Tensor, value: Tensor, _: Any, sinks: Tensor | None, *__: Any) -> list[Tensor]:
+        of_sinks = [] if sinks is None else [sinks.new_empty([query.shape[0], *sinks.shape])]
+        return [*(torch.empty_like(tensor) for tensor in (query, key, value)), *of_sinks]
+
+    return forward, backward
+
+
+def is_kept(node: fx.Node) -> bool:
+    """Whether a value in a traced graph is one that a recomputed layer keeps: the kernel's output or log-sum-exp."""
+    source = node.args[0] if node.target is operator.getitem else None
+    return isinstance(source, fx.Node) and str(source.target) == "portable_fsdp.attention.default"
+
+
+def _on_each_device(method: str, words: str, *tensors: Tensor | None) -> list[Tensor]:
+    """A kernel's method on each device's rows of global tensors; XLA's partitioner knows nothing of kernels."""
+    import torch_xla.distributed.spmd as spmd
+
+    shards: Any = spmd
+    values: dict[str, Any] = json.loads(words)
+    values["rows"] = tuple(values["rows"])
+    options = _Options(**values)
+    mesh = shards.Mesh.from_str(options.mesh)
+    devices = math.prod(mesh.shape()[axis] for axis in options.rows)
+
+    def spec(tensor: Tensor) -> tuple[Any, ...]:
+        return (options.rows if tensor.dim() > 1 else None, *(None for _ in tensor.shape[1:]))  # sinks are everywhere
+
+    own = [t if t is None else shards.enable_manual_sharding(t, spec(t), mesh=mesh).global_tensor for t in tensors]
+    results = [cast(Tensor, result) for result in getattr(options.kernel, method)(*own)]
+    sizes = [(devices * result.shape[0], *result.shape[1:]) for result in results]
+    return [
+        shards.disable_manual_sharding(result, spec(result), size, mesh=mesh).global_tensor
+        for result, size in zip(results, sizes, strict=True)
+    ]

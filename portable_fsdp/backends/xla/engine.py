@@ -7,6 +7,7 @@ Environment variables that torch_xla reads at import are set here, before it is 
 # Parameters are replaced in a module's own tables, and shards are reached through torch_xla's private bridge only.
 # pyright: reportPrivateUsage=false
 
+import logging
 import os
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -21,14 +22,17 @@ from torch import Tensor, nn
 from portable_fsdp.backends import base
 from portable_fsdp.backends.pjrt import PjrtBackend, recomputed, require_devices, require_no_dropout, set_environment
 from portable_fsdp.backends.weight_uses import in_own_dtype, is_inside, uses_by_block, weight_uses
-from portable_fsdp.backends.xla.attention import with_flash_attention
+from portable_fsdp.backends.xla.attention import LayerAttention
 from portable_fsdp.backends.xla.forward import Copies, finish_backward, keep_rows_split
 from portable_fsdp.backends.xla.reduce import replace_forwards, summed_in_float32
 from portable_fsdp.backends.xla.scan import LayerLoop
+from portable_fsdp.backends.xla.scatter import scatter_over, torus_of_run
 from portable_fsdp.backends.xla.tensors import ROWS, DeviceTensors, Fetch, Layouts, Spec, Tensors, by_rows
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.process import detect_launch
+
+log = logging.getLogger("portable_fsdp")
 
 
 class XlaBackend(PjrtBackend):
@@ -56,8 +60,10 @@ class XlaBackend(PjrtBackend):
         self._shards = self.axes["shard"]
         self.mesh: Any = spmd.Mesh(np.arange(count), tuple(self.axes.values()), tuple(self.axes))
         self._programs = self._tensors = tensors or DeviceTensors(
-            self.mesh, self._shards, self.process.count, flash_attention=device == "tpu"
+            self.mesh, self._shards, self.process.count, torus=torus_of_run(), flash_attention=device == "tpu"
         )
+        if device == "tpu" and not self._tensors.torus:
+            log.info("the chips' coordinates are unknown: gradients are summed as the compiler likes, not as planned")
         self._owns_group = self.process.count > 1 and not dist.is_initialized()
         if self._owns_group:
             dist.init_process_group("gloo", init_method="xla://")
@@ -95,9 +101,10 @@ class XlaBackend(PjrtBackend):
         layouts, barrier = Layouts(self.mesh), self._bridge._xla_optimization_barrier_
         keeps_copies = not policy.reshard_after_forward and self._shards > 1
         head = base.output_head(model)
+        attention = LayerAttention(self.mesh, ROWS, policy.attention)
         for name in policy.layers if self._tensors.flash_attention else ():
             layer = model.get_submodule(name)
-            layer.forward = with_flash_attention(layer.forward, self.mesh, ROWS)
+            layer.forward = attention.in_layer(layer.forward)
         for name, dtype in policy.modules.items():
             module = model.get_submodule(name)
             module.forward = in_own_dtype(module.forward, dtype, None if module is head else policy.compute)
@@ -110,16 +117,16 @@ class XlaBackend(PjrtBackend):
         if scanned:
             LayerLoop(model, policy, in_loop, layouts, gather=keeps_copies)
         self._copies = copies = Copies(layouts.gathered, barrier, keeps_copies)
-        replace_forwards(uses, copies, layouts.shard)
+        replace_forwards(uses, copies, layouts.shard, scatter_over(self._tensors.torus, self.axes))
         blocks = {name for name in (*policy.units, *policy.recompute) if not is_inside(name, scanned)}
         for name, owned in uses_by_block(outside, blocks).items():
             block = model.get_submodule(name)
             block.forward = copies.run_with(owned, block.forward)
-            if name in ("", *policy.units):  # as FSDP2 does: it may take pixels
+            if policy.cast_inputs and name in ("", *policy.units):  # as FSDP2 does: it may take pixels
                 block.forward = in_own_dtype(block.forward, policy.compute, None)
             if name in policy.recompute:
                 trains = any(weight.requires_grad for weight in block.parameters())
-                block.forward = recomputed(block.forward, trains, copies.again)
+                block.forward = recomputed(block.forward, trains, copies.again, attention.keep)
             if name in policy.units and block is not head:
                 keep_rows_split(block, layouts.split_rows)
         if head is not None:  # unit or not: else the logits would be split by words

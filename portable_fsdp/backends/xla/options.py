@@ -99,6 +99,7 @@ EFFECTS = {
         "each unit casts its weights, and splits its output by rows, so that it is gathered and freed by itself"
     ),
     "precision.compute": "weights are cast at use, inside their unit",
+    "precision.cast_inputs": "the forwards of the model and its units cast what they take",
     "precision.reduce": "gradients are summed in the compute dtype, which is this one",
     "precision.reduce=float32": "gradients are computed in float32, and so summed",
     "precision.reduce=auto": "the dtype that the weight is cast to at use",

@@ -1,13 +1,15 @@
-"""Gradients summed over devices in float32 on XLA, while products are computed in a lower dtype.
+"""How the gradients of linear layers and embeddings, nearly all of a model, are summed over devices on XLA.
 
-XLA sums a gradient over devices in the dtype in which each device computed its part: a product with a float32 result
-is summed in float32. Autograd would give a bfloat16 weight a bfloat16 gradient, so these functions take the master and
-its compute copy apart, and give the gradient to the master. They exist for linear layers and embeddings, which hold
-nearly all of a model; what else trains must compute in float32.
+In float32, while products are computed in a lower dtype (`summed_in_float32`): XLA sums a gradient in the dtype in
+which each device computed its part, and autograd would give a bfloat16 weight a bfloat16 gradient. So these functions
+take the master and its compute copy apart, and give the gradient to the master. What else trains must compute in
+float32.
+
+And axis by axis, where the compiler would all-reduce them (`scatter.py`): the weight may then be master or copy.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,7 @@ from torch.nn import functional
 from portable_fsdp.backends.base import Forward
 from portable_fsdp.backends.weight_uses import Use
 from portable_fsdp.backends.xla.forward import Copies, Mark
+from portable_fsdp.backends.xla.scatter import Scatter, product_in
 from portable_fsdp.backends.xla.tensors import laid_out
 from portable_fsdp.runtime.errors import BackendError
 
@@ -30,15 +33,45 @@ def summed_in_float32(uses: Mapping[str, Use]) -> dict[str, Use]:
     return {fqn: use._replace(apart=id(use.module) in modules) for fqn, use in uses.items()}
 
 
-def replace_forwards(uses: Mapping[str, Use], copies: Copies, shard: Mark) -> None:
-    """Give each module whose weights are `apart` a forward that knows of both."""
+def replace_forwards(uses: Mapping[str, Use], copies: Copies, shard: Mark, scatter: Scatter | None) -> None:
+    """Replace the forward of each module whose weights are `apart`, or whose gradients `scatter` sums."""
+    ours = {
+        id(use.module)
+        for use in uses.values()
+        if use.apart or (scatter is not None and use.leaf == "weight" and use.weight.requires_grad)
+    }
     by_module: dict[nn.Module, dict[str, Use]] = {}
     for use in uses.values():
-        if use.apart:
+        if id(use.module) in ours:
             by_module.setdefault(use.module, {})[use.leaf] = use
     for module, own in by_module.items():
-        make = cast(Callable[..., Forward], _maker(module))
-        module.forward = make(module, own, copies, shard)
+        if make := _maker(module):
+            module.forward = make(module, own, copies, SummedGradients(shard, scatter))
+
+
+class SummedGradients(NamedTuple):
+    """How gradients are summed over devices: by the compiler, as it likes, or by `scatter`."""
+
+    shard: Mark
+    scatter: Scatter | None
+
+    def by_hand(self, x: Tensor, weight: Tensor) -> bool:
+        """For a module's input; what `scatter` can't divide is the compiler's."""
+        return self.scatter is not None and x.dim() > 0 and self.scatter.fits(len(x), weight)
+
+    def product(self, left: Tensor, right: Tensor, weight: Tensor) -> Tensor:
+        """[..., a] and [..., b] -> [a, b], the gradient of `weight`."""
+        if self.scatter is not None and self.by_hand(left, weight):
+            return self.scatter.product(left, right, weight.dtype)
+        return laid_out(product_in(left, right, weight.dtype), self.shard)
+
+    def rows(self, ids: Tensor, gradient: Tensor, weight: Tensor, padding: int) -> Tensor:
+        """[...] and [..., hidden] -> [words, hidden], the gradient of `weight`."""
+        gradient = gradient.to(weight.dtype)
+        if self.scatter is not None and self.by_hand(ids, weight):
+            return self.scatter.rows(ids, gradient, len(weight), padding)
+        total = torch.ops.aten.embedding_dense_backward(gradient, ids, len(weight), padding, False)
+        return laid_out(total, self.shard)
 
 
 def _maker(module: nn.Module) -> Callable[..., Forward] | None:
@@ -51,30 +84,38 @@ def _maker(module: nn.Module) -> Callable[..., Forward] | None:
     return _linear if kind is nn.Linear or is_conv1d else None
 
 
-def _linear(module: nn.Module, uses: dict[str, Use], copies: Copies, shard: Mark) -> Forward:
-    inputs_first = type(module) is not nn.Linear
+def _linear(module: nn.Module, uses: dict[str, Use], copies: Copies, sums: SummedGradients) -> Forward:
+    inputs_first, plain = type(module) is not nn.Linear, module.forward
 
     def forward(x: Tensor) -> Tensor:
         weight, bias = uses["weight"], uses.get("bias")
-        masters = (weight.weight, None if bias is None else bias.weight)
-        low = (copies.of(weight), None if bias is None else copies.of(bias))
-        return cast(Tensor, _Linear.apply(x, *masters, *low, inputs_first, shard))
+        if not weight.apart and (x.dim() < 2 or not sums.by_hand(x, weight.weight)):
+            return plain(x)
+        get_gradients = (weight.weight, None if bias is None else bias.weight)  # masters if apart, else the copies
+        low = (copies.of(weight), None if bias is None else copies.of(bias)) if weight.apart else get_gradients
+        return cast(Tensor, _Linear.apply(x, *get_gradients, *low, inputs_first, sums))
 
     return forward
 
 
-def _embedding(module: nn.Module, uses: dict[str, Use], copies: Copies, shard: Mark) -> Forward:
-    padding = cast(nn.Embedding, module).padding_idx
+def _embedding(module: nn.Module, uses: dict[str, Use], copies: Copies, sums: SummedGradients) -> Forward:
+    padding, plain = cast(nn.Embedding, module).padding_idx, module.forward
 
     def forward(ids: Tensor) -> Tensor:
-        weight = uses["weight"]
-        return cast(Tensor, _Embedding.apply(ids, weight.weight, copies.of(weight), padding, shard))
+        use = uses["weight"]
+        if not use.apart and not sums.by_hand(ids, use.weight):
+            return plain(ids)
+        copy = copies.of(use) if use.apart else use.weight
+        return cast(Tensor, _Embedding.apply(ids, use.weight, copy, -1 if padding is None else padding, sums))
 
     return forward
 
 
 class _Linear(torch.autograd.Function):
-    """x [..., inputs] -> [..., outputs], by a copy of the weight [outputs, inputs], or [inputs, outputs]."""
+    """x [..., inputs] -> [..., outputs], by a copy of the weight [outputs, inputs], or [inputs, outputs].
+
+    Gradients go to the weight, in its dtype, and none to the copy (which may be the weight itself).
+    """
 
     @staticmethod
     def forward(
@@ -85,21 +126,21 @@ class _Linear(torch.autograd.Function):
         weight_copy: Tensor,
         bias_copy: Tensor | None,
         inputs_first: bool,
-        shard: Mark,
+        sums: SummedGradients,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight_copy)
-        ctx.inputs_first, ctx.shard = inputs_first, shard
+        ctx.save_for_backward(x, weight, weight_copy)
+        ctx.inputs_first, ctx.sums = inputs_first, sums
         return functional.linear(x, weight_copy.t() if inputs_first else weight_copy, bias_copy)
 
     @staticmethod
     def backward(ctx: Any, *outputs: Any) -> Any:
         gradient = cast(Tensor, outputs[0])
-        x, copy = cast(tuple[Tensor, Tensor], ctx.saved_tensors)
+        x, weight, copy = cast(tuple[Tensor, Tensor, Tensor], ctx.saved_tensors)
         wants_x, wants_weight, wants_bias, *_ = cast(tuple[bool, ...], ctx.needs_input_grad)
         of_x = gradient @ (copy.t() if ctx.inputs_first else copy) if wants_x else None
         factors = (x, gradient) if ctx.inputs_first else (gradient, x)
-        of_weight = laid_out(_product(*factors), ctx.shard) if wants_weight else None
-        of_bias = laid_out(gradient.flatten(0, -2).sum(0, dtype=torch.float32), ctx.shard) if wants_bias else None
+        of_weight = ctx.sums.product(*factors, weight) if wants_weight else None
+        of_bias = gradient.flatten(0, -2).sum(0, dtype=weight.dtype) if wants_bias else None
         return of_x, of_weight, of_bias, None, None, None, None
 
 
@@ -107,26 +148,15 @@ class _Embedding(torch.autograd.Function):
     """ids [...] -> [..., hidden], rows of a copy of the weight [words, hidden]."""
 
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, copy: Tensor, padding: int | None, shard: Mark) -> Tensor:
-        ctx.save_for_backward(ids)
-        ctx.words, ctx.padding, ctx.shard = len(weight), -1 if padding is None else padding, shard
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, copy: Tensor, padding: int, sums: SummedGradients) -> Tensor:
+        ctx.save_for_backward(ids, weight)
+        ctx.padding, ctx.sums = padding, sums
         return functional.embedding(ids, copy)
 
     @staticmethod
     def backward(ctx: Any, *outputs: Any) -> Any:
-        (ids,) = cast(tuple[Tensor], ctx.saved_tensors)
-        gradient = cast(Tensor, outputs[0]).float()
-        of_weight = torch.ops.aten.embedding_dense_backward(gradient, ids, ctx.words, ctx.padding, False)
-        return None, laid_out(of_weight, ctx.shard), None, None, None
-
-
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    """[..., a] and [..., b] -> float32 [a, b], summed over the dimensions in front, with factors in their own dtype."""
-    import torch_xla
-
-    rows = list(range(left.dim() - 1))
-    bridge = cast(Any, torch_xla)._XLAC
-    return bridge._xla_dot_general(left, right, ((rows, rows), ([], [])), None, torch.float32)
+        ids, weight = cast(tuple[Tensor, Tensor], ctx.saved_tensors)
+        return None, ctx.sums.rows(ids, cast(Tensor, outputs[0]), weight, ctx.padding), None, None, None
 
 
 def _refusal(others: list[str], first: Use) -> BackendError:

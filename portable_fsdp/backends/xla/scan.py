@@ -12,12 +12,13 @@ from itertools import zip_longest
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from portable_fsdp.backends.base import ShardPolicy
 from portable_fsdp.backends.pjrt import is_float
 from portable_fsdp.backends.weight_uses import Use, cast_weight, swapped
+from portable_fsdp.backends.xla.attention import is_kept
 from portable_fsdp.backends.xla.tensors import Layouts
 from portable_fsdp.runtime.errors import BackendError
 
@@ -49,6 +50,7 @@ class LayerLoop:
             layer.forward = self._run_all if index == 0 else self._hand_on(index)
 
     def _run_all(self, *args: Any, **kwargs: Any) -> Any:
+        from torch._functorch.partitioners import default_partition
         from torch_xla.experimental.scan import scan
 
         leaves, structure = tree_flatten((args, kwargs))
@@ -62,9 +64,8 @@ class LayerLoop:
         if known != call:
             body = self._one_layer(leaves, structure)
             self._traced[torch.is_grad_enabled()] = (call, body)
-        partition, budget = _partition(self._recompute)
-        with torch._functorch.config.patch(activation_memory_budget=budget):  # pyright: ignore
-            carry, _ = scan(body, tuple(carried), (weights, others), partition_fn=partition, is_fn_pure=True)
+        partition = _recompute if self._recompute else default_partition
+        carry, _ = scan(body, tuple(carried), (weights, others), partition_fn=partition, is_fn_pure=True)
         hidden = cast(tuple[Tensor, ...], carry)[0]
         self._result = (hidden,) if self._gives_tuple else hidden
         return self._result
@@ -100,11 +101,16 @@ class LayerLoop:
         return forward
 
 
-def _partition(recompute: bool) -> tuple[Any, float]:
-    """How the body is cut into forward and backward: with nothing but its inputs kept, or all that backward wants."""
-    from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
+def _recompute(joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
+    """The body's forward, and a backward that gets its inputs and what attention keeps, and computes all else again."""
+    from torch._functorch.partitioners import _extract_fwd_bwd_modules
 
-    return (min_cut_rematerialization_partition, 0.0) if recompute else (default_partition, 1.0)
+    nodes = [node for node in joint.graph.nodes if _is_input(node) or is_kept(node)]
+    return _extract_fwd_bwd_modules(joint, nodes, [], num_fwd_outputs=num_fwd_outputs)
+
+
+def _is_input(node: fx.Node) -> bool:
+    return node.op == "placeholder" and "tangents" not in str(node.target)
 
 
 def _problems(

@@ -38,6 +38,9 @@ class Tensors(Compiles, Protocol):
     flash_attention: bool
     """Whether attention is the TPU's kernel; else torch's own formula."""
 
+    torus: tuple[int, ...]
+    """Of the chips, as `scatter.Torus`."""
+
     def make(self, shape: Sequence[int], dtype: torch.dtype, spec: Spec, fetch: Fetch | None) -> Tensor:
         """A global tensor with the partition `spec`, whose pieces `fetch` gives; None where they don't matter."""
         ...
@@ -54,12 +57,14 @@ class Tensors(Compiles, Protocol):
 class DeviceTensors(Programs):
     """On the devices of this process, as parts of a mesh over all processes."""
 
-    def __init__(self, mesh: Any, shards: int, processes: int, *, flash_attention: bool) -> None:
+    def __init__(
+        self, mesh: Any, shards: int, processes: int, *, torus: tuple[int, ...], flash_attention: bool
+    ) -> None:
         import torch_xla
         import torch_xla.distributed.spmd as spmd
 
         super().__init__("xla")
-        self.flash_attention = flash_attention
+        self.torus, self.flash_attention = torus, flash_attention
         self._xla: Any = torch_xla
         self._bridge: Any = cast(Any, torch_xla)._XLAC
         self._spmd: Any = spmd

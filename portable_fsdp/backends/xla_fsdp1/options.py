@@ -21,6 +21,7 @@ RULES = (
     *(
         Refused(option, "on xla_fsdp1", reason, "--backend=xla")
         for option, reason in (
+            ("precision.cast_inputs", "XlaFullyShardedDataParallel casts what each unit takes"),
             ("precision.modules", "XlaFullyShardedDataParallel casts a whole unit to one compute dtype"),
             ("optim.name=adafactor|muon", "it takes whole matrices, and a device has flat parts of them"),
             ("optim.factory", "an optimizer may take whole matrices, and a device has flat parts of them"),
@@ -34,6 +35,7 @@ RULES = (
         "each device has a process, which reads other rows and would choose another program than the rest",
         only_largest_bucket,
     ),
+    Refused("precision.buffers", "on xla_fsdp1", "xla_fsdp1.buffer_dtype sets it there", "--backend=xla"),
     Refused("train.micro_batch=auto", "on xla_fsdp1", "it has no planner", "--backend=xla"),
     Refused(
         "xla_fsdp1.flatten_parameters",
@@ -68,6 +70,7 @@ EFFECTS = {
         "each unit is an XlaFullyShardedDataParallel, inner ones first, the whole model last"
     ),
     "precision.compute": "XlaFullyShardedDataParallel(compute_dtype)",
+    "precision.cast_inputs=true": "XlaFullyShardedDataParallel casts what each unit takes",
     "precision.reduce": "gradients are cast to it before the reduce-scatter",
     "precision.reduce=auto": "float32",
     "precision.modules={}": "one compute dtype for all",

@@ -1,0 +1,158 @@
+"""Gradients that each device ends up with a part of, summed one axis of the TPU's torus after the other.
+
+A sum over all chips of a slice of more than eight, or of three axes, is an all-reduce to libtpu 0.0.21, from which
+each chip then takes its part: twice the bytes of a reduce-scatter, and nothing runs beside it. Along one axis the
+compiler keeps a reduce-scatter. So here the product runs on each device by itself (XLA's manual sharding), and one
+reduce-scatter an axis follows.
+"""
+
+# pyright: reportPrivateUsage=false
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import product
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from portable_fsdp.backends.xla.tensors import ROWS
+
+Torus = tuple[int, ...]
+"""Devices along each axis, in the order in which their numbers run: slices, then z, y and x. Empty: unknown."""
+
+LARGEST_OF_COMPILER = 8
+"""Chips of a slice of two axes up to which libtpu 0.0.21 makes a reduce-scatter by itself (compiled: 2x2, 2x4, not
+4x4; of three axes not even 2x2x2)."""
+
+
+def torus_of_run() -> Torus:
+    """The torus of this run's chips; empty where they have no coordinates (CPU), or others than their numbers say."""
+    import torch_xla.runtime as runtime
+
+    attributes = cast(list[dict[str, Any]], cast(Any, runtime).global_runtime_device_attributes())
+    chips = sorted(attributes, key=lambda chip: int(chip["name"].split(":")[1]))
+    if not all("coords" in chip for chip in chips):
+        return ()
+    places = [(int(chip.get("slice_index", 0)), *map(int, reversed(chip["coords"]))) for chip in chips]
+    sizes = tuple(max(along) + 1 for along in zip(*places, strict=True))
+    return sizes if places == list(product(*map(range, sizes))) else ()
+
+
+class Scatter(NamedTuple):
+    """How a tensor's sum over all devices is left as a part of its rows on each."""
+
+    replicas: int
+    slices: int  # that hold different parts
+    along: Torus  # of a slice: parts along each axis
+
+    @property
+    def parts(self) -> int:
+        return self.slices * math.prod(self.along)
+
+    def fits(self, rows: int, weight: Tensor) -> bool:
+        """Whether the devices divide both what they sum over, and what each keeps a part of."""
+        return rows % (self.replicas * self.parts) == 0 and len(weight) % self.parts == 0
+
+    def product(self, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+        """[rows, ..., a] and [rows, ..., b] -> [a, b], summed over all but the last dimension, in `dtype`."""
+        return _operator()(left, right, dtype, 0, -1, *self)
+
+    def rows(self, ids: Tensor, gradient: Tensor, words: int, padding: int) -> Tensor:
+        """[rows, ...] and [rows, ..., hidden] -> [words, hidden]: the sum of each word's, but for `padding`'s."""
+        return _operator()(ids, gradient, gradient.dtype, words, padding, *self)
+
+
+def scatter_over(torus: Torus, axes: Mapping[str, int]) -> Scatter | None:
+    """For weights sharded over the mesh `axes`; None where the compiler does as well, or `torus` is another mesh's."""
+    slices, *slice_axes = torus or (1,)
+    longer = [size for size in slice_axes if size > 1]
+    if len(longer) < 2 or (len(longer) == 2 and math.prod(longer) <= LARGEST_OF_COMPILER):
+        return None
+    along: list[int] = []
+    rest = axes["shard"]
+    for size in (*reversed(longer), slices):
+        along.insert(0, math.gcd(size, rest))
+        rest //= along[0]
+        if along[0] != size:
+            break
+    is_mesh = rest == 1 and math.prod(torus) == math.prod(axes.values()) and axes["shard"] > 1
+    if not is_mesh:
+        return None
+    return Scatter(axes["replicate"], along[0] if len(along) > len(longer) else 1, tuple(along[-len(longer) :]))
+
+
+@cache
+def _operator() -> Any:
+    """One operator, so that `scan` can trace it: it takes no annotations of tensors."""
+
+    @torch.library.custom_op("portable_fsdp::scattered_sum", mutates_args=())
+    def scattered_sum(
+        left: Tensor,
+        right: Tensor,
+        dtype: torch.dtype,
+        words: int,
+        padding: int,
+        replicas: int,
+        slices: int,
+        along: Sequence[int],
+    ) -> Tensor:
+        return _scattered_sum(left, right, dtype, words, padding, Scatter(replicas, slices, tuple(along)))
+
+    def shape_of(left: Tensor, right: Tensor, dtype: torch.dtype, words: int, *_: Any) -> Tensor:
+        return right.new_empty((words or left.shape[-1], right.shape[-1]), dtype=dtype)
+
+    scattered_sum.register_fake(shape_of)
+    return scattered_sum
+
+
+def _scattered_sum(
+    left: Tensor, right: Tensor, dtype: torch.dtype, words: int, padding: int, scatter: Scatter
+) -> Tensor:
+    import torch_xla
+    import torch_xla.distributed.spmd as spmd
+
+    bridge: Any = cast(Any, torch_xla)._XLAC
+    mesh = _mesh(scatter.replicas, scatter.parts)
+    shape = words or left.shape[-1], right.shape[-1]
+
+    def own(tensor: Tensor) -> Tensor:
+        """A device's rows; of a new tensor, since an argument of the program can't be annotated so."""
+        spec = (ROWS, *(None for _ in tensor.shape[1:]))
+        return cast(Any, spmd).enable_manual_sharding(tensor * 1, spec, mesh=mesh).global_tensor
+
+    if words:
+        total = torch.ops.aten.embedding_dense_backward(own(right), own(left), words, padding, False)
+    else:
+        total = product_in(own(left), own(right), dtype)
+    if scatter.slices > 1:
+        # Within a slice first: what then crosses the network is each chip's part of its slice's sum.
+        by_slice = total.reshape(scatter.slices, math.prod(scatter.along), -1)
+        total = by_slice.transpose(0, 1).reshape(shape)
+    devices = np.arange(scatter.replicas * scatter.parts).reshape(scatter.replicas, scatter.slices, *scatter.along)
+    for axis in (*range(2, devices.ndim), 1):
+        if (size := devices.shape[axis]) > 1:
+            groups = np.moveaxis(devices, axis, -1).reshape(-1, size).tolist()
+            total = bridge._xla_spmd_reduce_scatter("sum", total, 1.0, 0, size, groups)  # dimension 0: others stay sums
+    if scatter.replicas > 1:
+        total = bridge._xla_spmd_all_reduce("sum", total, 1.0, devices.reshape(scatter.replicas, -1).T.tolist())
+    return cast(Any, spmd).disable_manual_sharding(total, ("shard", None), shape, mesh=mesh).global_tensor
+
+
+@cache
+def _mesh(replicas: int, shards: int) -> Any:
+    import torch_xla.distributed.spmd as spmd
+
+    return cast(Any, spmd).Mesh(np.arange(replicas * shards), (replicas, shards), ROWS)
+
+
+def product_in(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """[..., a] and [..., b] -> [a, b] in `dtype`, summed over the dimensions in front, with factors in their own."""
+    if dtype == left.dtype:
+        return left.flatten(0, -2).t() @ right.flatten(0, -2)
+    import torch_xla
+
+    rows = list(range(left.dim() - 1))
+    return cast(Any, torch_xla)._XLAC._xla_dot_general(left, right, ((rows, rows), ([], [])), None, dtype)

@@ -1,0 +1,220 @@
+"""The attention kernel of TPUs: jax's splash attention, forward and fused backward, as computations for torch_xla.
+
+Forward gives the output and the log-sum-exp of each position's scores; backward starts from both. Key and value heads
+are not repeated, windows and documents need no mask in memory, and blocks that see nothing are skipped.
+Written for jax 0.7.1; imports it in functions only.
+"""
+
+# jax's backward is reached only through its automatic differentiation, or as here by its private name.
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+_FORWARD_BLOCK = 1024  # queries and keys; not measured on a chip
+# A part of a query's gradient is written for each block of keys, and XLA adds them: larger blocks of keys write less,
+# and compute more that the causal mask then hides.
+_BACKWARD_QUERIES, _BACKWARD_KEYS = 512, 1024
+_AT_ONCE = 512  # keys
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Causal attention of one kind.
+
+    Args:
+        window: tokens that a position sees, itself included; None: all before it.
+        softcap: scores become `softcap * tanh(scores / softcap)`.
+        interpret: run on CPUs, by plain operations in the kernel's order.
+    """
+
+    window: int | None = None
+    softcap: float | None = None
+    interpret: bool = False
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Output, and log-sum-exp as float32 `[rows, heads, seq]`.
+
+        Args:
+            query: `[rows, heads, seq, width]`, times the scale of the scores; key and value with heads that divide
+                those.
+            documents: int32 `[rows, seq]`, the document of each position, which attends within it only.
+            sinks: `[heads]`: a further score of each position, that holds no value.
+        """
+        out, lse = self._run(splash_forward, query, key, value, documents, sinks)
+        return out, lse
+
+    def backward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        documents: Tensor | None,
+        sinks: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        gradient: Tensor,
+    ) -> list[Tensor]:
+        """Gradients of query, key, value; and where sinks are given of those, by row: `[rows, heads]`."""
+        return self._run(splash_backward, query, key, value, documents, sinks, out, lse, gradient)
+
+    def visible(self, length: int) -> int:
+        """Pairs of positions, half of the diagonal counted."""
+        window = min(self.window or length, length)
+        return window * length - window * window // 2
+
+    def _run(self, function: Callable[..., Any], *tensors: Tensor | None) -> list[Tensor]:
+        import torch_xla
+
+        kinds = tuple(None if tensor is None else (tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+        inputs = [tensor for tensor in tensors if tensor is not None]
+        bridge = cast(Any, torch_xla)._XLAC
+        return bridge._xla_user_computation("xla::attention", inputs, _computation(function, self, kinds))
+
+
+def _blocks(length: int) -> Any:
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+
+    at_once = min(_AT_ONCE, length)
+    return splash.BlockSizes(
+        block_q=min(_FORWARD_BLOCK, length),
+        block_kv=min(_FORWARD_BLOCK, length),
+        block_kv_compute=at_once,
+        block_q_dkv=min(_BACKWARD_QUERIES, length),
+        block_kv_dkv=min(_BACKWARD_KEYS, length),
+        block_kv_dkv_compute=at_once,
+        use_fused_bwd_kernel=True,
+    )
+
+
+def _splash(kernel: Kernel, heads: int, length: int) -> Any:
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    shape = (length, length)
+    mask = masks.CausalMask(shape) if kernel.window is None else masks.LocalMask(shape, (kernel.window - 1, 0), 0)
+    return splash.make_splash_mha(
+        masks.MultiHeadMask([mask] * heads),
+        block_sizes=_blocks(length),
+        head_shards=1,
+        q_seq_shards=1,
+        save_residuals=True,
+        attn_logits_soft_cap=kernel.softcap,
+        interpret=kernel.interpret,
+    )
+
+
+def splash_forward(kernel: Kernel, query: Any, key: Any, value: Any, documents: Any, sinks: Any) -> Any:
+    """`Kernel.forward` on arrays of jax."""
+    import jax
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+
+    attend = _splash(kernel, *query.shape[1:3])
+
+    def row(query: Any, key: Any, value: Any, documents: Any) -> Any:
+        ids = None if documents is None else splash.SegmentIds(documents, documents)
+        out, (lse,) = attend(query, key, value, ids, sinks)
+        return out, lse
+
+    # The kernel writes log-sum-exps 128 times over. Without the barrier they would stay so until backward reads them.
+    return jax.lax.optimization_barrier(jax.vmap(row)(query, key, value, documents))
+
+
+def splash_backward(
+    kernel: Kernel,
+    query: Any,
+    key: Any,
+    value: Any,
+    documents: Any,
+    sinks: Any,
+    out: Any,
+    lse: Any,
+    gradient: Any,
+) -> Any:
+    """`Kernel.backward` on arrays of jax."""
+    import jax
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+
+    attend = _splash(kernel, *query.shape[1:3])
+    options: dict[str, Any] = {**attend.kwargs, "save_residuals": False}
+
+    def row(query: Any, key: Any, value: Any, documents: Any, out: Any, lse: Any, gradient: Any) -> Any:
+        ids = None if documents is None else splash.SegmentIds(documents, documents)
+        kept = (query, key, value, ids, sinks, out, lse, None, attend.dkv_mask_info)
+        *_, d_query, d_key, d_value, _, d_sinks = splash._splash_attention_bwd(**options, res=kept, do=gradient)
+        return d_query, d_key, d_value, d_sinks
+
+    gradients = jax.vmap(row)(query, key, value, documents, out, lse, gradient)
+    return gradients[:3] if sinks is None else gradients
+
+
+# ------------------------------------------------------------------------------------------------------- lowering
+
+_Kind = tuple[tuple[int, ...], torch.dtype] | None
+
+
+@cache  # a model has few shapes, and lowering one takes a second
+def _computation(function: Callable[..., Any], kernel: Kernel, kinds: tuple[_Kind, ...]) -> Any:
+    """Of `function` on tensors of these shapes and dtypes; None for those that aren't given.
+
+    By jax.export: it lowers for TPUs on any host, so a plan holds the kernel of a run, and in the format that libtpu
+    0.0.21 takes. That of `jax.jit(...).lower` is newer (pytorch/xla issue 9614).
+    """
+    import jax
+    import jax.numpy as jnp
+    from jax import export
+    from jax._src.interpreters import mlir
+    from jax._src.lib import xla_client
+    from jax._src.lib.mlir import ir
+    from torch_xla.core.xla_builder import computation_from_module_proto
+
+    shapes = [k and jax.ShapeDtypeStruct(k[0], jnp.dtype(str(k[1]).removeprefix("torch."))) for k in kinds]
+
+    def on_given(*given: Any) -> Any:
+        rest = iter(given)
+        return function(kernel, *(None if kind is None else next(rest) for kind in kinds))
+
+    platform = "cpu" if kernel.interpret else "tpu"
+    exported = export.export(jax.jit(on_given), platforms=[platform])(*filter(None, shapes))
+    with mlir.make_ir_context(), ir.Location.unknown():
+        module = cast(Any, ir.Module.parse(exported.mlir_module()))
+        module.operation.walk(partial(_note_work, _flops(function, kernel, kinds)))
+        program = xla_client._xla.mlir.mlir_module_to_xla_computation(
+            mlir.module_to_bytecode(module), use_tuple_args=False, return_tuple=True
+        )
+    proto = program.as_serialized_hlo_module_proto()
+    return computation_from_module_proto("attention", proto)
+
+
+def _flops(function: Callable[..., Any], kernel: Kernel, kinds: tuple[_Kind, ...]) -> int:
+    """Of the products: scores and output; in backward scores, and the gradients of weights, value, query and key.
+
+    A product takes 2 operations for each head, number of a head and pair of positions that see one another.
+    """
+    query, _, value = cast(Any, kinds[:3])
+    rows, heads, length, width = query[0]
+    widths = width + value[0][-1] if function is splash_forward else 3 * width + 2 * value[0][-1]
+    return 2 * rows * heads * widths * kernel.visible(length)
+
+
+def _note_work(flops: int, operation: Any) -> Any:
+    """Write the kernel's work into its call, where the compiler's scheduler and `metrics/hlo.py` find it."""
+    from jax._src.lib.mlir import ir
+
+    if (
+        operation.name == "stablehlo.custom_call"
+        and operation.attributes["call_target_name"].value == "tpu_custom_call"
+    ):
+        config = json.loads(operation.attributes["backend_config"].value)
+        cost = {"flops": flops, "transcendentals": 0, "bytes_accessed": 0}
+        config["custom_call_config"]["cost_estimate"] = cost
+        operation.attributes["backend_config"] = ir.StringAttr.get(json.dumps(config))
+    return cast(Any, ir).WalkResult.ADVANCE

@@ -1,0 +1,189 @@
+"""How long a TPU takes for a compiled program: a walk along the compiler's schedule.
+
+A chip is one stream of compute and one of links. Each instruction takes the time of its products, its attention kernel
+or its bytes of main memory, at the speeds that runs reach (`Rates`). A collective takes its bytes at the link's speed:
+a synchronous one stops compute, an asynchronous one only where its end is waited for too early. A loop counts as often
+as it turns. Copies between main and on-chip memory that run beside compute are free.
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from portable_fsdp.metrics import hlo
+from portable_fsdp.metrics.hlo import CollectiveCall, Computations, Instruction
+from portable_fsdp.plan.result import Expected
+from portable_fsdp.plan.speed import ComputeStream, Rates
+
+_MOVES = {"copy", "transpose", "slice", "dynamic-slice", "dynamic-update-slice", "gather", "concatenate", "pad"}
+_FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "iota", "partition-id", "custom-call"}
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?")
+_OPERAND = re.compile(r"%([\w.\-]+)")
+
+
+def expected_time(hlo_text: str, devices: int, rates: Rates) -> Expected:
+    """Of one run on one device, of a program that the TPU compiler has scheduled for `devices`.
+
+    Raises ValueError for a text that is no program.
+    """
+    computations, _ = hlo.read_program(hlo_text)
+    return _Walk(computations, devices, rates).of(hlo.ENTRY)
+
+
+class _Busy(NamedTuple):
+    part: str  # of the result
+    seconds: float  # of compute
+
+
+class _Walk:
+    def __init__(self, computations: Computations, devices: int, rates: Rates) -> None:
+        self._computations, self._devices = computations, devices
+        peak = rates.peak("bfloat16")  # of float32 products too: XLA rounds their factors by default
+        self._products, self._attention, self._memory = peak * rates.products, peak * rates.attention, rates.memory
+        self._ici, self._network = (rates.links.get(name) or math.inf for name in ("ici", "network"))
+        self._flops_in: dict[str, int] = {}
+
+    def of(self, computation: str) -> Expected:
+        """A computation from beginning to end; all links are free when it begins."""
+        stream = ComputeStream()
+        ici_free = network_free = 0.0
+        synchronous: defaultdict[str, float] = defaultdict(float)
+        ends: dict[str, float] = {}  # of collectives under way, by instruction and by what their parts share
+        types: dict[str, str] = {}
+        for one in self._computations[computation]:
+            types[one.name] = one.type
+            operands, callees = _OPERAND.findall(one.operands), self._callees(one)
+            if one.operation in ("while", "conditional"):
+                inner = self._inner(one, callees)
+                for part, seconds in inner.parts.items():
+                    stream.run(part, seconds)
+                for kind, size in inner.synchronous_bytes.items():
+                    synchronous[kind] += size
+            elif one.operation == "send" and hlo.MEGASCALE in one.rest:
+                network_free = max(stream.now, network_free) + _bytes(one.type) / self._network
+            elif one.operation == "recv-done":
+                stream.wait(network_free)
+            elif one.operation.endswith(("-done", "-update")):
+                ends[one.name] = max((ends.get(name, 0.0) for name in operands), default=0.0)
+                if one.operation.endswith("-done"):
+                    stream.wait(ends[one.name])
+            else:
+                collectives = self._collectives(computation, one, callees)
+                part, seconds = self._busy(one, callees, [types.get(name, "") for name in operands], bool(collectives))
+                if not collectives:
+                    stream.run(part, seconds)
+                    continue
+                key, inside = collectives[0].part_of or one.name, self._attributes_in(callees)
+                is_beside = key in ends or part == "products" or "AsyncCollective" in inside
+                is_beside = is_beside or one.operation.endswith("-start")
+                if key not in ends:
+                    sent = sum(each.moved.sent_bytes for each in collectives)
+                    ici_free = ends[key] = max(stream.now, ici_free) + sent / self._ici
+                ends[one.name] = ends[key]
+                if is_beside:
+                    stream.run(part, seconds)
+                else:
+                    for each in collectives:
+                        synchronous[each.kind] += each.moved.sent_bytes
+                if not is_beside or "AsyncCollectiveDone" in inside:
+                    stream.wait(ends[key])
+        stream.wait(max(ici_free, network_free))
+        return stream.expected(synchronous)
+
+    def _inner(self, one: Instruction, callees: list[str]) -> Expected:
+        """All turns of a loop, or the longest branch."""
+        if one.operation == "while":
+            body = next(name for name in callees if f"body=%{name}" in one.rest)
+            return self.of(body) * hlo.trip_count(one, self._computations)
+        return max((self.of(name) for name in callees), key=lambda branch: branch.seconds)
+
+    def _callees(self, one: Instruction) -> list[str]:
+        return [name for name in hlo.callees_of(one) if name in self._computations]
+
+    def _collectives(self, computation: str, one: Instruction, callees: list[str]) -> list[CollectiveCall]:
+        """Those that an instruction is, or that stand in what it calls."""
+        own = hlo.collective_of(computation, one, self._devices)
+        calls = [own] if own else []
+        for name in callees if one.operation in ("fusion", "async-start", "call") else ():
+            for other in self._computations[name]:
+                calls += self._collectives(name, other, self._callees(other))
+        return calls
+
+    def _attributes_in(self, callees: list[str]) -> str:
+        return "".join(other.rest for name in callees for other in self._computations[name])
+
+    def _busy(self, one: Instruction, callees: list[str], types: list[str], carries: bool) -> _Busy:
+        """What compute an instruction takes; one that `carries` a collective along has its buffers among its own."""
+        if kernel := hlo.kernel_flops_of(one):
+            return _Busy("attention", kernel[1] / self._attention)
+        if one.operation in _FREE or one.operation.endswith("-start"):
+            return _Busy("elementwise", 0.0)
+        flops = sum(self._flops(name) for name in callees)
+        if one.operation in ("convolution", "dot"):
+            flops += sum(count for _, count in hlo.products_of([*self._typed(types, one), one]))
+        moved = 0.0 if carries else self._moved(one, callees, types) / self._memory
+        if flops:
+            return _Busy("products", max(flops / self._products, moved))
+        inside = {other.operation for name in callees for other in self._computations[name]} or {one.operation}
+        return _Busy("copies" if inside <= _MOVES | _FREE else "elementwise", moved)
+
+    def _typed(self, types: list[str], one: Instruction) -> list[Instruction]:
+        """Parameters in place of an instruction's operands."""
+        names = _OPERAND.findall(one.operands)
+        return [Instruction(name, kind, "parameter", "", "") for name, kind in zip(names, types, strict=True)]
+
+    def _flops(self, computation: str) -> int:
+        """Of all products in a computation and in what it calls."""
+        if computation not in self._flops_in:
+            inner = self._computations[computation]
+            called = sum(self._flops(name) for one in inner for name in self._callees(one))
+            self._flops_in[computation] = called + sum(count for _, count in hlo.products_of(inner))
+        return self._flops_in[computation]
+
+    def _moved(self, one: Instruction, callees: list[str], types: list[str]) -> int:
+        """Bytes of main memory that an instruction reads and writes: of what it slices or updates, only that part."""
+        written = _bytes(one.type)
+        if one.operation == "dynamic-update-slice":
+            return 2 * sum(_bytes(kind) for kind in types[1:2])
+        if one.operation in ("dynamic-slice", "slice", "gather"):
+            return 2 * written
+        read = [_bytes(kind) for kind in types]
+        for name in callees if one.operation == "fusion" else ():
+            for number, size in self._parts_of_parameters(name).items():
+                if number < len(read):
+                    read[number] = min(read[number], size)
+            written = min(written, self._updated(name, written))
+        return written + sum(read)
+
+    def _parts_of_parameters(self, computation: str) -> Mapping[int, int]:
+        """Parameter -> bytes, of those that a fusion only takes slices from, or writes a slice into."""
+        inner = self._computations[computation]
+        sizes: dict[int, int] = {}
+        for parameter in (one for one in inner if one.operation == "parameter"):
+            users = [one for one in inner if parameter.name in _OPERAND.findall(one.operands)]
+            first = all(_OPERAND.findall(one.operands)[0] == parameter.name for one in users)
+            if first and all(one.operation in ("dynamic-slice", "slice", "gather") for one in users):
+                sizes[int(parameter.operands)] = sum(_bytes(one.type) for one in users)
+            elif first and all(one.operation == "dynamic-update-slice" for one in users):
+                sizes[int(parameter.operands)] = 0
+        return sizes
+
+    def _updated(self, computation: str, written: int) -> int:
+        """Bytes that a fusion writes whose result is an array with one slice replaced."""
+        inner = self._computations[computation]
+        updates = [one for one in inner if one.operation == "dynamic-update-slice"]
+        types = {one.name: one.type for one in inner}
+        if not updates or sum(_bytes(one.type) for one in updates) < written:
+            return written
+        return sum(_bytes(types.get(_OPERAND.findall(one.operands)[1], "")) for one in updates)
+
+
+def _bytes(type_text: str) -> int:
+    """Of a type's arrays in main memory; `S(1)` in a layout names another one."""
+    return sum(
+        hlo.ITEM_BYTES[dtype] * math.prod(int(size) for size in sizes.split(",") if size)
+        for dtype, sizes, layout in _ARRAY.findall(type_text)
+        if dtype in hlo.ITEM_BYTES and "S(" not in layout
+    )

@@ -1,0 +1,107 @@
+"""Gradients reduce-scattered along each axis of a torus: equal curves to those of the compiler's own sums.
+
+CPU devices say that they are chips of a torus; what the TPU compiler makes of it is in tests/plan/test_tpu.py.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import ARCHITECTURES, Case
+from workers import Group, Workers
+
+from portable_fsdp.backends.xla.scatter import Scatter, scatter_over
+
+STEPS = 6
+LLAMA = {"model.architecture": ARCHITECTURES["llama"] | {"vocab_size": 1024}}
+"""4 and 8 devices divide its embedding and its hidden size, and not its MLP's 150 rows."""
+GPT2 = {"model.architecture": ARCHITECTURES["gpt2"] | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)}
+LORA = {"model.lora": {"r": 8, "alpha": 16.0}, "precision.frozen": "bfloat16"}
+FLOAT32_SUMS = {"precision.reduce": "float32", "precision.modules": {"*norm*": "float32"}}
+SCAN = {"compile.scan_layers": True}
+FROZEN = {"model.freeze": ["model.embed_tokens", "model.layers.0.self_attn"]}
+
+
+def case(settings: dict[str, Any], model: str = "llama", strategy: str = "FULL_SHARD", **more: Any) -> Case:
+    replicas = {"sharding.replicas": 2} if strategy.startswith("HYBRID") else {}
+    return Case(model, STEPS, strategy=strategy, settings={**settings, **replicas}, **more)
+
+
+def proof(name: str, torus: tuple[int, ...], of: Case) -> Any:
+    return pytest.param(torus, of, id=name, marks=pytest.mark.proof)
+
+
+CASES = [
+    pytest.param((1, 2, 2), case(LLAMA), id="float32"),
+    pytest.param((1, 2, 2), case(GPT2, "gpt2", "HYBRID_SHARD", micro_batch=1), id="gpt2, replicas, micro batches"),
+    pytest.param((1, 2, 2), case(LLAMA | SCAN, compute="bfloat16", checkpointing="full"), id="bfloat16, scan"),
+    pytest.param((2, 2, 2), case(LLAMA, strategy="SHARD_GRAD_OP"), id="two slices, grad_op"),
+    proof("bfloat16", (1, 2, 2), case(LLAMA, compute="bfloat16")),
+    proof("float32 sums", (1, 2, 2), case(LLAMA | FLOAT32_SUMS, compute="bfloat16", checkpointing="full")),
+    proof("frozen", (1, 2, 2), case(LLAMA | FROZEN, checkpointing="full")),
+    proof("scan, grad_op", (1, 2, 2), case(LLAMA | SCAN, strategy="SHARD_GRAD_OP")),
+    proof("tied", (1, 2, 2), case({}, "llama_tied")),
+    proof("adapters", (1, 2, 2), case(LLAMA | LORA, compute="bfloat16")),
+    proof("eight", (1, 2, 4), case(LLAMA)),
+    proof("eight, replicas in slices", (2, 2, 2), case(LLAMA, strategy="HYBRID_SHARD", compute="bfloat16")),
+]
+
+
+@pytest.mark.xla
+@pytest.mark.parametrize(("torus", "of"), CASES)
+def test_the_curve_is_that_of_the_compilers_sums(torus: tuple[int, ...], of: Case, tmp_path: Path) -> None:
+    devices = torch.tensor(torus).prod().item()
+    flags = f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=train_step|micro_batch"
+    workers = Workers(Group("xla", int(devices)), xla_flags=flags)
+    arguments = {"case": of, "folder": str(tmp_path), "global_batch": 24}
+    try:
+        by_axis, plain = (workers.run("xla_run_on_chips", torus=on, **arguments)[0] for on in (torus, ()))
+    finally:
+        workers.close()
+    bound = 1e-5 if of.compute == "float32" else 2e-3
+    for key in ("loss", "grad_norm"):
+        curves = [torch.tensor([step[key] for step in run["metrics"]]) for run in (by_axis, plain)]
+        torch.testing.assert_close(*curves, rtol=bound, atol=0.0)
+    scatters = [
+        [kind for program in run["programs"].values() for kind in program["collectives"] if "scatter" in kind]
+        for run in (by_axis, plain)
+    ]
+    assert scatters == [["reduce_scatter f32"], []]  # XLA on the CPU sums nothing in bfloat16
+    assert by_axis["compilations"] == by_axis["expected_compilations"]
+
+
+@pytest.mark.parametrize(
+    ("torus", "replicas", "shards", "expected"),
+    [
+        ((1, 4, 4), 1, 16, Scatter(1, 1, (4, 4))),
+        ((1, 4, 2, 2), 1, 16, Scatter(1, 1, (4, 2, 2))),
+        ((1, 2, 2, 2), 1, 8, Scatter(1, 1, (2, 2, 2))),
+        ((2, 4, 4), 1, 32, Scatter(1, 2, (4, 4))),
+        ((2, 4, 4), 2, 16, Scatter(2, 1, (4, 4))),
+        ((1, 4, 4), 2, 8, Scatter(2, 1, (2, 4))),
+        ((1, 4, 4), 8, 2, Scatter(8, 1, (2,))),
+        ((1, 4, 4), 16, 1, None),  # NO_SHARD
+        ((1, 2, 4), 1, 8, None),  # libtpu's own
+        ((1, 2, 2, 1), 1, 4, None),
+        ((), 1, 8, None),
+        ((1, 4, 4), 1, 8, None),  # not this mesh's chips
+        ((1, 3, 4), 2, 6, None),  # 6 shards are no part of rows of 4
+    ],
+)
+def test_the_axes_of_a_mesh(torus: tuple[int, ...], replicas: int, shards: int, expected: Scatter | None) -> None:
+    assert scatter_over(torus, {"replicate": replicas, "shard": shards}) == expected
+
+
+@pytest.mark.xla
+def test_a_run_reads_its_torus_from_its_chips(workers: Callable[[Group], Workers]) -> None:
+    chips = [{"name": f"TPU:{i}", "coords": [i % 4, i // 4, 0]} for i in range(8)]
+    group = workers(Group("xla", 3))
+    assert group.run("torus_of_chips", chips=chips[::-1])[0] == (1, 1, 2, 4)
+    two = [{**chip, "name": f"TPU:{i + 8 * at}", "slice_index": at} for at in (0, 1) for i, chip in enumerate(chips)]
+    assert group.run("torus_of_chips", chips=two)[0] == (2, 1, 2, 4)
+    snake = [{**chip, "coords": chips[i]["coords"]} for chip, i in zip(chips, (0, 1, 2, 3, 7, 6, 5, 4), strict=True)]
+    cores = [{"name": f"TPU:{i}", "coords": [i // 2, 0, 0], "core_on_chip": i % 2} for i in range(8)]
+    for others in (snake, cores, [{"name": "CPU:0"}]):
+        assert group.run("torus_of_chips", chips=others)[0] == ()
