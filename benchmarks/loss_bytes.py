@@ -3,20 +3,26 @@
     python benchmarks/loss_bytes.py
 
 Runs forward and backward of the head of Llama 3 8B (4,096 x 128,256, bfloat16) and its loss, without memory, and counts
-what operators read and write of the logits and of tensors of their size. Matrix products aren't counted.
+what operators read and write of the logits and of tensors of their size. Matrix products aren't counted. What
+torch.compile makes of the loss is counted by inductor, of its kernels for CPUs, none fused with another: a pass for the
+largest logit of a row, one for the sum, one for the gradient. On GPUs the first two are one. Needs a C++ compiler.
 """
 
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._inductor import compile_fx, metrics
+from torch._inductor import config as inductor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from portable_fsdp.models.head_loss import attach_loss
+from portable_fsdp.models.loss import chunks, cross_entropy_to_compile
 
 TOKENS, WIDTH, VOCABULARY = 8192, 4096, 128_256
 RESULT = Path(__file__).parent / "results/loss_bytes.md"
@@ -63,6 +69,19 @@ def _bytes_of_logits(values: Any) -> list[int]:
     return [0, *(t.nbytes for t in tensors if t.dim() > 1 and t.shape[-1] == VOCABULARY != t.numel() // WIDTH)]
 
 
+def compiled() -> str:
+    """The row of the compiled loss, for one chunk."""
+    start, stop = chunks(TOKENS, TOKENS * VOCABULARY)[0]
+    logits = torch.zeros(stop - start, VOCABULARY, dtype=torch.bfloat16)
+    compile_fx.inductor_metrics_log.setLevel(logging.INFO)  # else it counts no bytes
+    metrics.reset()
+    with inductor.patch(max_fusion_size=1, force_disable_caches=True):
+        torch.compile(cross_entropy_to_compile, dynamic=False)(logits, torch.zeros(stop - start, dtype=torch.int64))
+    each = metrics.num_bytes_accessed / logits.numel()
+    kernels = len(metrics.nodes_num_elem)
+    return f"| in one with the head, compiled | {each:.1f} | {kernels} a chunk | {logits.nbytes / 2**30:.2f} GiB |"
+
+
 def main() -> None:
     rows = [
         "# Bytes of the loss",
@@ -83,6 +102,8 @@ def main() -> None:
         each = counted.moved / (TOKENS * VOCABULARY)
         rows.append(f"| {way} | {each:.1f} | {counted.calls} | {counted.largest / 2**30:.2f} GiB |")
         print(rows[-1], flush=True)
+    rows.append(compiled())
+    print(rows[-1])
     RESULT.write_text("\n".join(rows) + "\n", encoding="utf-8")
 
 

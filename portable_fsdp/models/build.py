@@ -67,6 +67,7 @@ def build_model(
     packs_documents: bool = False,
     task: Task = CAUSAL_LM,
     seq_len_key: str = "data.seq_len",
+    compiler: str | None = None,
 ) -> BuiltModel:
     """Build the model that the config names, ready to be sharded.
 
@@ -84,6 +85,7 @@ def build_model(
         task: says which model of transformers a config means, and who computes the loss: of a causal model it is part
             of the forward.
         seq_len_key: the key that `seq_len` comes from, for messages.
+        compiler: see `head_loss.attach_loss`.
 
     Raises ConfigError for a config that names no model that fits, a pattern that names nothing in it, and a model that
     wouldn't keep packed documents apart.
@@ -121,7 +123,7 @@ def build_model(
     built = with_values(built, twin, master, pretrained, model.allow, rows_before)
     # DTYPES has no "auto", which changes nothing.
     if is_causal_lm:
-        built = with_loss(built, DTYPES.get(precision.output), eager, loss, documents, steps)
+        built = with_loss(built, DTYPES.get(precision.output), eager, loss, documents, steps, compiler)
     built.model.train()
     if model.lora is not None:
         built = with_adapters(built, model.lora, seed, master, pretrained, rows_before is not None)
@@ -186,8 +188,9 @@ def with_loss(
     loss: Loss | None,
     documents: DocumentArguments | None,
     steps: LogitSteps | None,
+    compiler: str | None,
 ) -> BuiltModel:
-    attach_loss(built.model, output, eager, loss, documents, steps)
+    attach_loss(built.model, output, eager, loss, documents, steps, compiler)
     return built
 
 

@@ -24,12 +24,16 @@ from portable_fsdp.models.loss import (
     Loss,
     chunks,
     cross_entropy_sum,
+    cross_entropy_to_compile,
     cross_entropy_with_gradient,
     scaled,
 )
 
 LogitSteps = tuple[Callable[[Tensor], Tensor], ...]
 """What a model does with what its head returns, in order; each step treats every logit alike."""
+
+GradientLoss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""As `cross_entropy_with_gradient`."""
 
 _SCALES = frozenset({torch.div, Tensor.div, Tensor.__truediv__, torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__})
 _MAPS = frozenset({torch.tanh, Tensor.tanh, Tensor.float, Tensor.contiguous})
@@ -124,6 +128,7 @@ class _Chunk(NamedTuple):
     output: torch.dtype | None
     trained: list[nn.Parameter]
     is_product: bool  # the first one is a linear layer's weight
+    loss: GradientLoss
 
     def add_gradients(self, hidden: Tensor, labels: Tensor, sums: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Loss of `hidden` [positions, width] and its gradient; adds the gradients of what trains to `sums`."""
@@ -133,7 +138,7 @@ class _Chunk(NamedTuple):
             for step in self.steps:
                 logits = step(logits)
             logits = logits if self.output is None else logits.to(self.output)
-        loss, gradient = cross_entropy_with_gradient(logits.detach(), labels)
+        loss, gradient = self.loss(logits.detach(), labels)
         rest = self.trained[self.is_product :]
         of_made, of_leaf, *more = torch.autograd.grad(logits, [made, leaf, *rest], gradient)
         if self.is_product:  # in place: no second gradient of the vocabulary's size
@@ -164,7 +169,7 @@ class _HeadLoss(torch.autograd.Function):
 
 @contextmanager
 def _loss_in_head(
-    model: nn.Module, steps: LogitSteps, labels: Tensor, output: torch.dtype | None
+    model: nn.Module, steps: LogitSteps, labels: Tensor, output: torch.dtype | None, loss: GradientLoss
 ) -> Generator[list[Tensor]]:
     """The model's head returns its loss meanwhile, which the list then holds; logits where it takes no chunks."""
     head: Any = cast(Any, model).get_output_embeddings()
@@ -180,7 +185,7 @@ def _loss_in_head(
         if is_float16 or hidden.shape[:-1].numel() != labels.numel() or _is_autocast(hidden.device.type):
             return plain(hidden)
         trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
-        chunk = _Chunk(plain, steps, output, trained, _is_linear(head) and head.weight.requires_grad)
+        chunk = _Chunk(plain, steps, output, trained, _is_linear(head) and head.weight.requires_grad, loss)
         vocabulary = getattr(head, "base_layer", head).weight.shape[0]
         return cast(Tensor, _HeadLoss.apply(chunk, vocabulary, labels, hidden, *trained))
 
@@ -201,6 +206,7 @@ def attach_loss(
     loss: Loss | None = None,
     documents: DocumentArguments | None = None,
     steps: LogitSteps | None = None,
+    compiler: str | None = None,
 ) -> None:
     """Make `model(input_ids, labels, positions, segments)` return (loss_sum, token_count) of `loss`, or else of
     `cross_entropy_sum`.
@@ -211,10 +217,15 @@ def attach_loss(
     forward returns the logits, `[batch, seq, vocabulary]`. This replaces the forward of this instance, so that the
     model stays its own root: no wrapper, no changed name.
 
-    `steps`: of `trace_logits`. In training `cross_entropy_sum` then gets no logits: the head computes the loss itself.
+    `steps`: of `trace_logits`. In training `cross_entropy_sum` then gets no logits: the head computes the loss itself,
+    by a program of torch.compile's backend `compiler` (auto: its default) if there is one.
     """
     in_head = steps if loss is None and chunked else None
     summed = loss or partial(cross_entropy_sum, chunked=chunked)
+    head_loss = cross_entropy_with_gradient
+    if compiler is not None:
+        options: dict[str, Any] = {} if compiler == "auto" else {"backend": compiler}
+        head_loss = torch.compile(cross_entropy_to_compile, **options, fullgraph=True, dynamic=False)
 
     def forward_with_loss(
         self: nn.Module,
@@ -226,7 +237,7 @@ def attach_loss(
         more = {} if documents is None else documents(input_ids, positions, segments)
         run = partial(cast(Any, type(self)).forward, self, input_ids=input_ids, use_cache=False, **more)
         if labels is not None and in_head is not None and torch.is_grad_enabled():
-            with _loss_in_head(self, in_head, labels, output) as losses:
+            with _loss_in_head(self, in_head, labels, output, head_loss) as losses:
                 logits: Tensor = run().logits
             if losses:
                 return losses[0], (labels != IGNORED).sum().float()

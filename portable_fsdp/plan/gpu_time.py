@@ -23,7 +23,7 @@ def expected_time(
 
     Args:
         sent: of each collective: link -> bytes that a device sends over it.
-        is_compiled: whether layers are compiled, which fuses the kernels between their products.
+        is_compiled: whether layers and the loss are compiled, which fuses the kernels between their products.
     """
     streams = _Streams(sent, rates)
     for program in programs:
@@ -64,11 +64,11 @@ class _Streams:
 
 
 def fused(program: Timeline) -> Timeline:
-    """As a compiler runs it: kernels without products in one, between the products, collectives and the loss."""
+    """As a compiler runs it: kernels without products in one, between the products and collectives."""
     entries: Timeline = []
     group: list[KernelRun] = []
     for number, entry in enumerate(program):
-        if isinstance(entry, KernelRun) and not entry.flops and not entry.in_loss:
+        if isinstance(entry, KernelRun) and not entry.flops:
             group.append(entry)
         else:
             entries += [*_as_one(group, number), entry]
@@ -87,4 +87,4 @@ def _as_one(kernels: list[KernelRun], end: int) -> list[KernelRun]:
         reads |= {id(block): (block, size) for block, size in kernel.reads if id(block) not in made | reads.keys()}
         writes |= {id(block): (block, size) for block, size in kernel.writes if block.freed > end}
         made |= {id(block) for block, _ in kernel.writes}
-    return [KernelRun("elementwise", "float32", 0.0, list(reads.values()), list(writes.values()), in_loss=False)]
+    return [KernelRun("elementwise", "float32", 0.0, list(reads.values()), list(writes.values()))]

@@ -70,7 +70,6 @@ class KernelRun:
     flops: float
     reads: list[tuple[Block, int]]  # and how many bytes of it
     writes: list[tuple[Block, int]]
-    in_loss: bool  # between the model's head and the end of its forward
 
 
 @dataclass
@@ -337,7 +336,7 @@ class Recorder(TorchDispatchMode):
         elif func.name() in COPIES:
             part = "copies"
         name = "tf32" if self._has_tf32 and dtype == torch.float32 else _name(dtype)
-        self.calls[-1].append(KernelRun(part, name, flops, reads, writes, self.moments.in_loss))
+        self.calls[-1].append(KernelRun(part, name, flops, reads, writes))
 
     def _traffic(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any

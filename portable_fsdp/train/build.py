@@ -99,6 +99,7 @@ def build_training(
         packs_documents=config.data.factory is None and config.data.resolved_packing == "documents",
         task=task,
         seq_len_key="data.buckets" if config.data.buckets else "data.seq_len",
+        compiler=config.compile.backend if config.compile.enabled else None,
     )
     takes_last = task.name == "sequence_classification" and is_decoder_only(built.model)
     if config.data.buckets and takes_last and built.config.get("pad_token_id") != 0:

@@ -1,7 +1,9 @@
 """The summed cross entropy against torch's own: values, gradients, and the memory it takes."""
 
 import math
+import operator
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,6 +12,7 @@ import torch
 from small_models import VOCABULARY as MODEL_VOCABULARY
 from small_models import Operators, build, families, logits, materialise, shake, token_ids
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
@@ -207,6 +210,26 @@ def test_a_model_has_the_loss_and_gradients_of_all_logits_and_never_makes_them(
         torch.testing.assert_close(model(ids, labels), (plain.detach(), tokens))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_compiled_head_computes_the_same_loss(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    before = counters["stats"]["unique_graphs"]
+    monkeypatch.setattr(loss, "CHUNK_BYTES", 7 * MODEL_VOCABULARY * 4)
+    ids = token_ids(rows=3)
+    labels = ids.roll(-1, dims=1)
+    labels[:, -1] = labels[0, :4] = -100
+    made: list[tuple[Tensor, Tensor | None]] = []
+    for compiler in (None, "aot_eager"):
+        torch.manual_seed(1)
+        model: Any = OneHead(lambda head, x: 5 * head(x)).to(dtype)
+        attach_loss(model, steps=(partial(operator.mul, 5),), compiler=compiler)
+        total, _ = model(ids, labels)
+        total.backward()
+        made.append((total.detach(), model.head.weight.grad))
+    assert counters["stats"]["unique_graphs"] - before == 2  # all chunks, and the last, smaller one
+    torch.testing.assert_close(made[1], made[0], rtol=1e-5 if dtype == torch.float32 else 2**-7, atol=1e-5)
+
+
 class OneHead(nn.Module):
     """Logits of a linear layer and whatever comes after it."""
 
@@ -218,7 +241,7 @@ class OneHead(nn.Module):
         return self.head
 
     def forward(self, input_ids: Tensor, use_cache: bool) -> SimpleNamespace:
-        hidden = F.one_hot(input_ids % 4, 4).float()
+        hidden = F.one_hot(input_ids % 4, 4).to(self.head.weight.dtype)
         return SimpleNamespace(logits=self.after(self.head, hidden))
 
 
