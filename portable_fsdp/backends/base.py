@@ -127,6 +127,7 @@ class ShardPolicy:
     backward_prefetch: str = "BACKWARD_PRE"
     backward_prefetch_units: int = 1
     cpu_offload: bool = False
+    offload_activations: bool = False  # the inputs of `recompute`
     compile_backend: str | None = None
     scan_layers: bool = False
     attention: Callable[..., Tensor] | None = None  # that models call; an engine may run its kernel instead

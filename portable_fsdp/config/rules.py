@@ -506,6 +506,7 @@ EFFECTS = {
     "precision.output": "casts the logits before the loss; auto: no cast",
     "memory.gradient_checkpointing=none": "activations are kept",
     "memory.budget": "counts with memory.gradient_checkpointing=budget alone",
+    "memory.offload=none": "what backward needs stays in device memory",
     "memory.cpu_offload=false": "everything stays in device memory",
     "compile.scan_layers=false": "one copy of the program per layer",
 }

@@ -358,6 +358,10 @@ class Memory(Section):
     save_ops: tuple[Literal["matmul", "attention"], ...] = Field(
         default=(), description="selective: operations whose outputs every layer keeps", strict=False
     )
+    offload: Literal["none", "activations"] = Field(
+        default="none",
+        description="activations: inputs of recomputed layers wait for backward in host memory",
+    )
     cpu_offload: bool = Field(
         default=False, description="keep parameters, gradients and optimizer state in host memory"
     )

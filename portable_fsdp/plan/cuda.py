@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 
-from portable_fsdp.backends.base import Backend, Batch, Fill, MakeOptimizer, ShardPolicy, state_key
+from portable_fsdp.backends.base import Batch, Fill, MakeOptimizer, ShardPolicy, state_key
 from portable_fsdp.backends.native.engine import NativeBackend
 from portable_fsdp.backends.native.units import local_part, materialise
 from portable_fsdp.config.layout import check_batch
@@ -102,7 +102,7 @@ def plan_memory(config: Config, target: Target) -> EnginePlan:
             "plan: expected a process without a process group, found one of "
             f"{dist.get_world_size()} ranks.\n  Plan in a process of its own."
         )
-    recorder, training = _record(config, target)
+    recorder, training, activations = _record(config, target)
     programs = _programs(recorder, config, target)
     collectives = {
         entry.collective for program in recorder.calls for entry in program if isinstance(entry, CollectiveRun)
@@ -126,7 +126,7 @@ def plan_memory(config: Config, target: Target) -> EnginePlan:
         limit_bytes=target.limit_bytes,
         at=(blocks[-1].where if blocks else "") + (" (planned as if it ran eagerly)" if is_compiled else ""),
         biggest=tuple(Buffer(name=block.name, bytes=block.bytes, where=block.where) for block in biggest),
-        host_bytes=_host_bytes(training) if recorder.is_gpu else 0,
+        host_bytes=_host_bytes(training) + activations if recorder.is_gpu else 0,
         is_least=recorder.is_tpu,
     )
     on_chip = VMEM_BYTES if recorder.is_tpu else L2_BYTES
@@ -154,8 +154,8 @@ def _planned(config: Config, devices: int) -> Config:
 # ---------------------------------------------------------------------------------------------------------- the step
 
 
-def _record(config: Config, target: Target) -> tuple[Recorder, Training]:
-    """The planned steps; `Recorder.calls` are those of the last one."""
+def _record(config: Config, target: Target) -> tuple[Recorder, Training, int]:
+    """The planned steps; `Recorder.calls` are those of the last one. Last: bytes of activations on the host."""
     config = _planned(config, target.devices)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     kind = target.hardware.kind
@@ -185,7 +185,7 @@ def _record(config: Config, target: Target) -> tuple[Recorder, Training]:
             placed = [backend.place(_batch(config, training, target.devices)) for _ in range(micro_batches)]
             backend.fetch(step(placed, config.optim.lr))
             del placed
-    return recorder, training
+    return recorder, training, backend.offload.host_bytes if backend.offload else 0
 
 
 def _batch(config: Config, training: Training, devices: int) -> Batch:
@@ -194,12 +194,12 @@ def _batch(config: Config, training: Training, devices: int) -> Batch:
 
 
 @contextmanager
-def planned_backend(config: Config, fake: FakeTensorMode, recorder: Recorder) -> Generator[Backend]:
+def planned_backend(config: Config, fake: FakeTensorMode, recorder: Recorder) -> Generator[NativeBackend]:
     """The native backend of rank 0, for fake tensors."""
     # The CPU, which stands in here, would be refused flex; the model was built with its attention all the same.
     section = config.model.model_copy(update={"attention": "auto"})
     with NativeBackend("cpu", config.model_copy(update={"model": section}), None) as opened:
-        yield cast(Backend, _Planned(opened, fake, recorder))
+        yield cast(NativeBackend, _Planned(opened, fake, recorder))
 
 
 class _Planned:

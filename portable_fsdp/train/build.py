@@ -192,6 +192,7 @@ def shard_policy(config: Config, model: nn.Module) -> ShardPolicy:
         backward_prefetch=sharding.backward_prefetch,
         backward_prefetch_units=sharding.backward_prefetch_units,
         cpu_offload=memory.cpu_offload,
+        offload_activations=memory.offload == "activations",
         compile_backend=config.compile.backend if config.compile.enabled else None,
         scan_layers=config.compile.scan_layers,
         attention=attend,

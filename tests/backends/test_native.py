@@ -292,6 +292,7 @@ def test_units_are_gathered_ahead_in_the_order_in_which_they_run(
 TWELVE = {"model.architecture": {**ARCHITECTURES["llama"], "num_hidden_layers": 12}}
 COMPILED = {"compile.enabled": True, "compile.backend": "aot_eager"}
 RECOMPUTED = {"memory.gradient_checkpointing": "full"}
+OFFLOADED = RECOMPUTED | {"memory.offload": "activations"}
 
 
 CAST = {"precision.compute": "bfloat16", "precision.modules": {"*norm*": "float32"}}
@@ -299,8 +300,8 @@ CAST = {"precision.compute": "bfloat16", "precision.modules": {"*norm*": "float3
 
 @pytest.mark.parametrize(
     ("devices", "settings", "tolerance"),
-    [(2, {}, 1e-5), (2, RECOMPUTED, 1e-5), (1, CAST | RECOMPUTED, 1e-3)],
-    ids=["plain", "recomputed", "one device, recomputed, of two dtypes"],
+    [(2, {}, 1e-5), (2, OFFLOADED, 1e-5), (1, CAST | OFFLOADED, 1e-3)],
+    ids=["plain", "offloaded", "one device, offloaded, of two dtypes"],
 )
 def test_equal_layers_are_one_program_without_breaks(
     devices: int, settings: Settings, tolerance: float, workers: GetWorkers

@@ -38,7 +38,7 @@ OPTION_GROUPS = [
     "precision.matmul precision.buffers precision.cast_inputs precision.loss_scale precision.loss_scale_window",
     "memory.gradient_checkpointing memory.every memory.save_ops compile.scan_layers compile.enabled compile.backend",
     "memory.budget compile.cache_dir",
-    "memory.cpu_offload",
+    "memory.cpu_offload memory.offload",
     "model.attention model.experts model.freeze model.lora precision.frozen model.gguf_file checkpoint.export "
     "checkpoint.merge_adapters",
     "optim.name optim.factory optim.groups optim.momentum optim.betas optim.eps",

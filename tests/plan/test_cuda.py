@@ -45,6 +45,7 @@ PLANNED = {
     "whole": step(**EIGHT, sharding__strategy="NO_SHARD"),
     "hybrid": step(**EIGHT, sharding__strategy="HYBRID_SHARD"),
     "recomputed": step(**EIGHT, memory__gradient_checkpointing="full"),
+    "inputs on the host": step(**EIGHT, memory__gradient_checkpointing="full", memory__offload="activations"),
     "five": step(**EIGHT, accumulation=5),
     "tied, offloaded": step(**TIED, memory__cpu_offload=True, accumulation=2),
     "documents": step(**EIGHT, data__packing="documents"),
@@ -191,6 +192,13 @@ def test_strategies_and_checkpointing_move_what_they_say(planned: Plans) -> None
 
 
 @pytest.mark.proof
+def test_offloaded_activations_leave_the_device(planned: Plans) -> None:
+    on_host = planned["inputs on the host"][0].host_bytes
+    assert on_host == (LAYERS - 1) * ROWS * SEQ_LEN * LLAMA["hidden_size"] * 2  # the last layer keeps its input
+    on_device = [_part(planned, name, "activations") for name in ("recomputed", "inputs on the host")]
+    assert on_device[0] - on_device[1] == on_host
+
+
 def test_other_options_move_what_they_say(all_planned: Plans) -> None:
     kept = {name: _part(all_planned, name, "activations") for name in all_planned}
     for some in ("every second", "products kept"):

@@ -46,6 +46,7 @@ from portable_fsdp.runtime.host import prefer_expandable_segments
 from portable_fsdp.runtime.process import detect_launch
 
 if TYPE_CHECKING:
+    from portable_fsdp.backends.native.offload import ActivationOffload
     from portable_fsdp.backends.native.torchtpu import TpuPrograms
     from portable_fsdp.metrics.profile import Operation
 
@@ -105,6 +106,7 @@ class NativeBackend(base.Backend):
         self._compute_time: ComputeTime | None = None
         self._prefetch: Prefetch | None = None
         self._sums: GradientSums | None = None
+        self.offload: ActivationOffload | None = None
         self._syncs_each_micro_batch = config.sharding.sync_each_micro_batch
         self._matmul_before = _set_matmul_precision(MATMUL[config.precision.matmul])
         self._restore_compiler = _set_compiler(config) if config.compile.enabled else lambda: None
@@ -145,6 +147,11 @@ class NativeBackend(base.Backend):
         else:
             units = shard_units(model, policy, self._shard if self.axes["replicate"] == 1 else self._mesh)
             self._prefetch = Prefetch(units, policy)
+        if policy.offload_activations:
+            from portable_fsdp.backends.native.offload import ActivationOffload
+
+            self.offload = ActivationOffload(self.device)
+            self.offload.wrap([model.get_submodule(name) for name in policy.recompute])
         if fill is None:
             return model
         # On a TPU the host's clock would time dispatch alone, and TorchTPU's events wait for copies to the host alone.

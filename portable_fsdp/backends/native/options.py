@@ -118,10 +118,20 @@ RULES = (
     ),
     Refused("train.micro_batch=auto", "on tpu", "a plan is a lower bound there", when=lambda c, p: p.device == "tpu"),
     Refused(
-        "memory.cpu_offload",
-        "on tpu",
-        "it needs pinned host memory and copies beside the computation, neither of which TorchTPU 0.2.0 promises",
-        when=lambda c, p: p.device == "tpu",
+        "memory.offload=activations",
+        "without recomputed layers",
+        "it moves their inputs",
+        "memory.gradient_checkpointing=full",
+        when=lambda c, p: c.memory.gradient_checkpointing not in ("full", "selective"),
+    ),
+    *(
+        Refused(
+            option,
+            "on tpu",
+            "it needs pinned host memory and copies beside the computation, neither of which TorchTPU 0.2.0 promises",
+            when=lambda c, p: p.device == "tpu",
+        )
+        for option in ("memory.offload", "memory.cpu_offload")
     ),
     Refused(
         "optim.name=adamw8bit",
@@ -205,8 +215,11 @@ EFFECTS = {
     "compile.cache_dir": "TORCHINDUCTOR_CACHE_DIR, while the backend is open",
     "memory.every": "torch.utils.checkpoint around a layer's forward",
     "memory.save_ops": "a selective checkpoint keeps the outputs of these operations",
+    "memory.offload=activations": (
+        "inputs of recomputed layers are copied to pinned host memory and back, beside compute; on cpu they are there"
+    ),
     "memory.cpu_offload=true": "CPUOffloadPolicy: the optimizer steps on the host",
-    "compile.enabled|backend": "torch.compile of each layer",
+    "compile.enabled|backend": "torch.compile of each layer, and of the loss where the head computes it",
     "compile.backend=auto": "inductor; on tpu TorchTPU's own",
     "compile.enabled=false": "layers run eagerly",
 }

@@ -1,0 +1,83 @@
+"""Inputs of recomputed layers wait for backward in host memory (`memory.offload: activations`).
+
+Each is copied out beside forward, on a stream of its own, and back while the layer after it runs backward. The last
+layer keeps its input: backward begins there. The CPU computes where they are; nothing is copied.
+"""
+
+# The hooks that are active have no public name.
+# pyright: reportPrivateUsage=false
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+
+class _Kept:
+    """A tensor on the host, and the one that was kept before it, whose layer runs backward next."""
+
+    def __init__(self, tensor: Tensor, stream: "torch.cuda.Stream | None", before: "_Kept | None") -> None:
+        self._device, self._stream, self._arrival = tensor.device, stream, cast("Tensor | None", None)
+        self._before = None if before is None else ref(before)
+        self.total_bytes = tensor.nbytes + (before.total_bytes if before else 0)
+        if stream is None:
+            self._host = tensor.to("cpu")
+            return
+        stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(stream):
+            self._host = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+        tensor.record_stream(stream)
+
+    def start_return(self) -> None:
+        if self._arrival is None:
+            with torch.cuda.stream(self._stream):
+                self._arrival = self._host.to(self._device, non_blocking=True)
+
+    def returned(self) -> Tensor:
+        """On the device; the one before it is then on its way."""
+        self.start_return()
+        tensor, self._arrival = cast(Tensor, self._arrival), None
+        if self._stream is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_stream(self._stream)
+            tensor.record_stream(stream)
+        before = self._before and self._before()
+        if before:
+            before.start_return()
+        return tensor
+
+
+class ActivationOffload:
+    """Of one model on one device. `host_bytes`: the most that lay on the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._last: Callable[[], _Kept | None] = lambda: None
+        self.host_bytes = 0
+
+    def wrap(self, layers: list[nn.Module]) -> None:
+        """Recomputed ones, in the order in which they run."""
+        for layer in layers[:-1]:
+            layer.forward = partial(self._run, layer.forward)
+
+    def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        # Masks and rotary embeddings, which all layers share, need no gradient.
+        inputs = {tensor.untyped_storage()._cdata for tensor in tensors if tensor.requires_grad}
+        # Hooks that are inside others replace them: what isn't ours goes to those.
+        outer = cast(Any, torch)._C._autograd._top_saved_tensors_default_hooks(True)
+
+        def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
+            if tensor.untyped_storage()._cdata not in inputs:
+                return partial(outer[1], outer[0](tensor)) if outer else tensor
+            kept = _Kept(tensor, self._stream, self._last())
+            self._last, self.host_bytes = ref(kept), max(self.host_bytes, kept.total_bytes)
+            return kept.returned
+
+        with saved_tensors_hooks(pack, lambda packed: packed if isinstance(packed, Tensor) else packed()):
+            return forward(*args, **kwargs)
