@@ -6,8 +6,9 @@
 First `gpu_checks.py`, in a process of its own: every option's curve against a plain loop on this device, checkpoints
 bit for bit, what the memory options save. Then `gpu_speed.py`: the Llama of configs/llama_1b.yaml trained by our loop
 (A), a plain PyTorch loop (B) and transformers' Trainer (C), in turn A B C C B A, each run in a process of its own, so
-that peaks of memory are its own and a slow drift of the machine falls on all. What no time is left for is named.
-It needs no network. Exit code 1 where a check or a run failed, or the checks died.
+that peaks of memory are its own and a slow drift of the machine falls on all. With a vocabulary of 128,256 a Trainer
+with Liger's kernels joins them; options that change speed alone (float8, offload) are timed in ours. What no time is
+left for is named. It needs no network. Exit code 1 where a check or a run failed, or the checks died.
 """
 
 import argparse
@@ -32,7 +33,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 RESULTS = HERE / "results"
 NEEDED = ("torch", "transformers", "pydantic", "absl", "yaml", "safetensors", "tokenizers", "psutil", "numpy", "xxhash")
-WAYS = ("ours", "plain", "trainer")
+WAYS = ("ours", "plain", "trainer", "liger")
 WARM_UP, TIMED = 5, 20  # steps
 TINY_WARM_UP, TINY_TIMED = 1, 7
 OUTCOMES = ("passed", "refused", "left out", "out of time", "failed")
@@ -40,33 +41,48 @@ CHECKS_SHARE = 0.45  # of the time, at most
 CHECK_S = 30.0  # imports and the last check, beyond the seconds that the worker is told
 LOSS_BOUND = 2e-3  # relative, between the ways: the design's bound for bfloat16
 GIBIBYTE = 2**30
+VOCABULARY = 128_256  # of Llama 3: the head and the loss count
 # Seconds that a run is guessed to take, not compiled and compiled; what one took replaces the guess for the next.
 GUESS_S = {False: 25.0, True: 60.0}
 
 
 class Setting(NamedTuple):
-    """What all three ways share in a comparison."""
+    """What all ways share in a comparison; with an `option` of ours alone they aren't run again."""
 
     compile: bool
     checkpointing: str
     micro_batch: int
+    vocabulary: int = 256
+    option: str = ""  # `section.key=value`
 
     def __str__(self) -> str:
-        return f"{'compile' if self.compile else 'eager'}/{self.checkpointing}/{self.micro_batch}"
+        words = ("compile" if self.compile else "eager", self.checkpointing, self.micro_batch)
+        more = (self.vocabulary if self.vocabulary > 256 else "", self.option.partition("=")[2])
+        return "/".join(str(word) for word in (*words, *more) if word)
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        if self.option:
+            return ("ours",)
+        return tuple(way for way in WAYS if way != "liger" or self.vocabulary > 256)
 
 
 # The most telling first: what stands last is left out first.
 SETTINGS = (
     Setting(False, "none", 8),
     Setting(True, "none", 8),
+    Setting(True, "none", 4, VOCABULARY),
+    Setting(True, "none", 4, VOCABULARY, "precision.products=float8"),
     Setting(False, "full", 8),
+    Setting(False, "full", 8, option="memory.offload=activations"),
+    Setting(False, "none", 4, VOCABULARY),
     Setting(False, "none", 4),
     Setting(True, "full", 8),
     Setting(True, "none", 4),
     Setting(False, "full", 4),
     Setting(True, "full", 4),
 )
-TINY_SETTINGS = (Setting(False, "full", 8),)
+TINY_SETTINGS = (Setting(False, "full", 8), Setting(False, "full", 8, VOCABULARY, "memory.offload=activations"))
 
 
 @dataclass
@@ -107,7 +123,7 @@ class Benchmark:
     def run_speed(self, settings: tuple[Setting, ...]) -> None:
         for setting in settings:
             for number in (1,) if self.tiny else (1, 2):
-                for way in WAYS if number == 1 else WAYS[::-1]:
+                for way in setting.ways[:: 1 if number == 1 else -1]:
                     self._speed(setting, way, number)
 
     def _speed(self, setting: Setting, way: str, number: int) -> None:
@@ -141,8 +157,11 @@ class Benchmark:
         print(f"{setting} {way}, pass {number}: {_outcome(run)}", flush=True)
 
     def _reason_to_leave_out(self, setting: Setting, way: str) -> str | None:
-        if way == "trainer" and importlib.util.find_spec("accelerate") is None:
-            return "transformers' Trainer needs the package accelerate, which is not installed"
+        for of, package in (("trainer", "accelerate"), ("liger", "accelerate"), ("liger", "liger_kernel")):
+            if way == of and importlib.util.find_spec(package) is None:
+                return f"{way} needs the package {package}, which is not installed"
+        if "float8" in setting.option and importlib.util.find_spec("torchao") is None:
+            return "float8 needs the package torchao, which is not installed"
         if setting.compile:
             probe = next((check for check in self.result["checks"] if check["name"] == "torch.compile"), None)
             if probe is not None and probe["outcome"] != "passed":
@@ -254,7 +273,7 @@ def compare(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _setting(run: dict[str, Any]) -> Setting:
-    return Setting(run["compile"], run["checkpointing"], run["micro_batch"])
+    return Setting(**{name: run[name] for name in Setting._fields})
 
 
 def _difference(losses: list[float], truth: list[float]) -> float:
@@ -359,9 +378,9 @@ def _settings(text: str | None, tiny: bool) -> tuple[Setting, ...]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Correctness and speed on one GPU.")
     parser.add_argument("--out", type=Path, help="the JSON file to write, instead of one in results/")
-    parser.add_argument("--minutes", type=float, default=8, help="of wall time; what doesn't fit is left out and named")
+    parser.add_argument("--minutes", type=float, default=9, help="of wall time; what doesn't fit is left out and named")
     parser.add_argument("--parts", choices=("all", "checks", "speed"), default="all")
-    parser.add_argument("--only", help="settings to time, with commas between: eager/none/8,compile/none/8")
+    parser.add_argument("--only", help="settings to time, with commas between: eager/none/8,compile/none/4/128256")
     parser.add_argument(
         "--override", action="append", default=[], metavar="SECTION.KEY=VALUE", help="for our loop alone; repeatable"
     )

@@ -1,8 +1,9 @@
-"""Three ways to train one model on one device, timed alike: ours, a plain PyTorch loop, transformers' Trainer.
+"""Ways to train one model on one device, timed alike: ours, a plain PyTorch loop, transformers' Trainer, without and
+with Liger's kernels.
 
-Alike in all three: the weights they start from (a folder in Hugging Face format), the rows and their order, the loss
+Alike in all: the weights they start from (a folder in Hugging Face format), the rows and their order, the loss
 (mean over the tokens that have a next one), AdamW with its settings, clipping, sdpa attention, float32 master weights
-and bfloat16 compute: by casting each unit's weights in ours, by autocast in the other two, as people write them.
+and bfloat16 compute: by casting each unit's weights in ours, by autocast in the others, as people write them.
 """
 
 import json
@@ -70,10 +71,12 @@ TINY = (
 class Job:
     """One timed run of one way."""
 
-    way: str  # "ours", "plain" or "trainer"
+    way: str  # of WAYS
     compile: bool
     checkpointing: str  # "none" or "full"
     micro_batch: int  # rows in a step
+    vocabulary: int
+    option: str  # `section.key=value` for our way alone, or ""
     warm_up: int  # steps before the timed ones; compilation falls into the first
     timed: int  # steps
     profile: bool  # one more step, after the timed ones, under torch's profiler
@@ -182,6 +185,8 @@ def job_config(job: Job, weights: Path | None) -> Config:
     overrides = [*SETTINGS, *(TINY if job.tiny else ())]
     if weights is not None:
         overrides += ["model.architecture=null", f"model.pretrained='{weights}'"]
+    else:
+        overrides += [f"model.architecture.vocab_size={job.vocabulary}"]
     overrides += [
         f"run.dir='{job.folder}/run'",
         f"train.steps={job.steps}",
@@ -189,14 +194,14 @@ def job_config(job: Job, weights: Path | None) -> Config:
         f"train.micro_batch={job.micro_batch}",
         f"memory.gradient_checkpointing={job.checkpointing}",
         f"compile.enabled={str(job.compile).lower()}",
-        *(job.overrides if job.way == "ours" else ()),
+        *((*job.overrides, *filter(None, [job.option])) if job.way == "ours" else ()),
     ]
     return load_config(CONFIG, overrides)
 
 
 def initial_weights(job: Job) -> Path:
     """The folder that all three start from; the first job writes it."""
-    folder = Path(job.folder) / "weights"
+    folder = Path(job.folder) / f"weights_{job.vocabulary}"
     if not folder.is_dir():
         architecture = architecture_mapping(job_config(job, None).model.architecture or {})
         torch.manual_seed(0)
@@ -337,6 +342,7 @@ def run_trainer(job: Job, config: Config, rows: SkewedRows, watch: Watch) -> Non
         torch_compile=job.compile,
         gradient_checkpointing=job.checkpointing == "full",
         gradient_checkpointing_kwargs={"use_reentrant": False},
+        use_liger_kernel=job.way == "liger",
         learning_rate=optim.lr,
         lr_scheduler_type="constant",
         adam_beta1=optim.betas[0],
@@ -358,6 +364,7 @@ WAYS: dict[str, Callable[[Job, Config, SkewedRows, Watch], None]] = {
     "ours": run_ours,
     "plain": run_plain,
     "trainer": run_trainer,
+    "liger": run_trainer,
 }
 
 
@@ -365,7 +372,7 @@ def run_job(job: Job) -> dict[str, Any]:
     """Times of the steps, losses of all steps, peaks of memory (of the timed steps) and MFU of one job."""
     config = job_config(job, initial_weights(job))
     size = build_model(config.model, seed=0, seq_len=config.data.seq_len, vocabulary=256).size
-    rows = SkewedRows(256, config.data.seq_len)
+    rows = SkewedRows(job.vocabulary, config.data.seq_len)
     watch = Watch(job)
     began = time.perf_counter()
     WAYS[job.way](job, config, rows, watch)

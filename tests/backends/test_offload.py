@@ -1,5 +1,7 @@
 """Inputs of recomputed layers on the host: the same gradients, and nothing else is kept there."""
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -44,14 +46,12 @@ def test_gradients_are_those_without_and_only_inputs_of_layers_are_on_the_host()
     for _ in range(2):  # two micro batches
         hidden.grad = None
         run(stack, hidden, mask).backward()
-        assert hidden.grad is not None and expected is not None
-        assert torch.equal(hidden.grad, expected)
+        assert torch.equal(cast(Tensor, hidden.grad), cast(Tensor, expected))
         # Of three layers: the last keeps its input. The second micro batch begins when the first has left the host.
         assert offload.host_bytes == 3 * ROWS * WIDTH * 4
     for one, other in zip(plain, stack, strict=True):
-        weights = [layer.get_parameter("product.weight").grad for layer in (one, other)]
-        assert weights[0] is not None and weights[1] is not None
-        assert torch.allclose(weights[0] * 2, weights[1])
+        once, twice = (cast(Tensor, layer.get_parameter("product.weight").grad) for layer in (one, other))
+        torch.testing.assert_close(once * 2, twice)
     with torch.no_grad():
         run(stack, hidden, mask)
     assert offload.host_bytes == 3 * ROWS * WIDTH * 4
