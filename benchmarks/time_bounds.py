@@ -363,7 +363,7 @@ it? The smaller, the better it is held; empty: by nothing."""
 
 def page(rows: list[dict[str, Any]], plans: list[dict[str, Any]]) -> str:
     parts = [
-        "# Lower bounds beside published measurements",
+        "# Expected times and lower bounds beside published measurements",
         "Written by `python benchmarks/time_bounds.py`.",
         "## The planner's bounds",
         "What `python -m portable_fsdp.plan` says of each run that a config can express. The longest bound binds. The "

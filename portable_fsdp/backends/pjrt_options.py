@@ -61,7 +61,8 @@ EFFECTS = {
     "memory.gradient_checkpointing=full|selective": "torch_xla's checkpoint around a layer's forward",
     "memory.every": "torch_xla's checkpoint around a layer's forward",
     "compile.cache_dir=null": "each start compiles again: torch_xla 2.9 cannot load a compiled program",
-    "memory.save_ops=[]": "a recomputed layer runs again, but for the attention kernel on TPUs, whose output is kept",
+    "memory.save_ops=[]": "a recomputed layer runs again",
+    "memory.budget": "not read: gradient_checkpointing=budget is refused",
 }
 
 DELEGATED = {

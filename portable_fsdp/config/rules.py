@@ -195,7 +195,7 @@ _NEEDS = (
     _Without(
         "memory.every",
         "memory.gradient_checkpointing=selective",
-        "full means every layer, none means none",
+        "no other mode goes by the number of a layer",
         " and memory.save_ops=[]",
     ),
     _Without(
@@ -204,7 +204,7 @@ _NEEDS = (
         "full recomputes every operation, none keeps all",
         " and memory.every=null",
     ),
-    _Without("memory.budget", "memory.gradient_checkpointing=budget", "only then layers keep to it"),
+    _Without("memory.budget", "memory.gradient_checkpointing=budget", "no other mode keeps to a budget"),
     _Without("train.eval_every", "data.eval_split=5%", "there is no validation set"),
     _Without("train.eval_on_start", "train.eval_every", "without eval_every the run never evaluates"),
     _Without("train.eval_batches", "train.eval_every", "without eval_every the run never evaluates"),
@@ -505,7 +505,6 @@ EFFECTS = {
     "precision.loss_scale|loss_scale_window": "loss scaling on the device: a step whose gradients overflow is skipped",
     "precision.output": "casts the logits before the loss; auto: no cast",
     "memory.gradient_checkpointing=none": "activations are kept",
-    "memory.budget": "counts with memory.gradient_checkpointing=budget alone",
     "memory.offload=none": "what backward needs stays in device memory",
     "memory.cpu_offload=false": "everything stays in device memory",
     "compile.scan_layers=false": "one copy of the program per layer",

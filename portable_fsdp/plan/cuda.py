@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from portable_fsdp.backends.base import Batch, Fill, MakeOptimizer, ShardPolicy, state_key
 from portable_fsdp.backends.native.engine import NativeBackend
 from portable_fsdp.backends.native.units import local_part, materialise
+from portable_fsdp.config.describe import default_of
 from portable_fsdp.config.layout import check_batch
 from portable_fsdp.config.schema import Compile, Config
 from portable_fsdp.metrics.hlo import Moved
@@ -144,11 +145,15 @@ def plan_memory(config: Config, target: Target) -> EnginePlan:
 
 
 def _planned(config: Config, devices: int) -> Config:
-    """The config, eager, with no more micro batches than differ."""
+    """The config, eager, with no more micro batches than differ. No layer keeps to a budget then."""
     accumulation = check_batch(config, devices)
     rows = config.train.global_batch // accumulation * min(accumulation, MICRO_BATCHES)
     train = config.train.model_copy(update={"global_batch": rows})
-    return config.model_copy(update={"train": train, "compile": Compile()})
+    memory = config.memory
+    if memory.gradient_checkpointing == "budget":
+        eager = {"gradient_checkpointing": "none", "budget": default_of("memory.budget")}
+        memory = memory.model_copy(update=eager)
+    return config.model_copy(update={"train": train, "compile": Compile(), "memory": memory})
 
 
 # ---------------------------------------------------------------------------------------------------------- the step

@@ -13,7 +13,7 @@ from portable_fsdp.plan.result import Expected
 from portable_fsdp.plan.speed import ComputeStream, Rates
 
 LEAST_S = 4e-6
-"""Of any kernel, from its start to the next one's. By rule, not measured by us."""
+"""Of any kernel, from its start to the next one's. A guess, which decides nothing where kernels are large."""
 
 
 def expected_time(

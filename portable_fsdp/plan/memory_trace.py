@@ -45,7 +45,8 @@ class Block:
     part: MemoryPart
     name: str  # of the operator, or the tensor's FQN
     where: str  # "backward of model.layers.7.mlp"
-    freed: float = math.inf  # number of the entry of its program's timeline before which it was freed
+    freed: float = math.inf  # number of the entry of its program's timeline before which it was freed, if it was
+    program: int = 0  # that made it, counted from 1
 
 
 Events = list[tuple[Block, bool]]
@@ -238,7 +239,9 @@ class Recorder(TorchDispatchMode):
         if block.bytes:
             block.part = "gathered weights"
             self.events.append((block, False))
-        again = Block(bytes_, self._stream(), "gathered weights", block.name, self.moments.describe())
+        again = Block(
+            bytes_, self._stream(), "gathered weights", block.name, self.moments.describe(), program=len(self.calls)
+        )
         self._live[storage._cdata] = (reference, again)
         if again.bytes:
             self.events.append((again, True))
@@ -281,7 +284,7 @@ class Recorder(TorchDispatchMode):
         part, where = self._known or (self._part(tensor, moment, module), _words(moment, module))
         is_whole = self.is_tpu and tensor.nbytes == storage.nbytes()
         bytes_ = tiled_bytes(tensor.shape, tensor.element_size()) if is_whole else self._flat_bytes(storage)
-        block = Block(bytes_, self._stream(), part, op, where)
+        block = Block(bytes_, self._stream(), part, op, where, program=len(self.calls))
         self._live[key] = (weakref.ref(storage, lambda _: self._freed(key)), block)
         if block.bytes:
             self.events.append((block, True))
@@ -291,7 +294,8 @@ class Recorder(TorchDispatchMode):
 
     def _freed(self, key: int) -> None:
         _, block = self._live.pop(key)
-        block.freed = len(self.calls[-1]) if self.calls else 0
+        if block.program == len(self.calls):
+            block.freed = len(self.calls[-1]) if self.calls else 0.0
         if block.bytes:
             self.events.append((block, False))
 

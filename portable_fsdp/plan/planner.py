@@ -15,7 +15,7 @@ from portable_fsdp.backends.support import require_supported
 from portable_fsdp.config.describe import value_of
 from portable_fsdp.config.layout import mesh_axes
 from portable_fsdp.config.schema import Config
-from portable_fsdp.plan.result import EnginePlan, Plan, Progress, Time
+from portable_fsdp.plan.result import EnginePlan, Expected, Plan, Progress, Time
 from portable_fsdp.plan.target import Target
 from portable_fsdp.plan.time import bound
 from portable_fsdp.plan.tpu import plan_tpu
@@ -119,11 +119,17 @@ def make_plan(
         memory=planned.memory,
         work=planned.work,
         time=time,
-        expected=planned.expected,
+        expected=planned.expected and _no_shorter(planned.expected, time),
         method=planned.method,
         notes=(*planned.notes, *((SHARED_LINKS,) if shares_links else ()), *_notes(config, target, planned, time)),
         planned_in_s=perf_counter() - began,
     )
+
+
+def _no_shorter(expected: Expected, time: Time) -> Expected:
+    """Than the bound: copies into on-chip memory, that the time of a TPU's program counts as free, bind small steps."""
+    missing = max(0.0, (time.seconds or 0.0) - expected.seconds)
+    return expected + Expected(seconds=missing, parts={"copies": missing} if missing else {}, synchronous_bytes={})
 
 
 def _compiled(config: Config, target: Target, apart: Apart, progress: Progress) -> EnginePlan:
@@ -175,6 +181,11 @@ def _notes(config: Config, target: Target, planned: EnginePlan, time: Time) -> I
             f"{thin / model.parameters:.0%} of the weights have fewer rows than the {shards} shards, as a mixture's "
             "experts do: they are split by rows, so that more devices don't divide them any further."
         )
+    reached = target.hardware.reached
+    if planned.expected is None and target.hardware.kind != "cpu":
+        yield f"no expected time: no run is known here that tells what {target.hardware.device_name} reaches."
+    elif planned.expected and reached and not reached.source.startswith("fitted"):
+        yield f"the expected time is made of shares of the peak that are {reached.source}."
     if memory.limit_bytes and 0.95 * memory.limit_bytes < memory.peak_bytes <= memory.limit_bytes:
         yield "over 95 % of the memory is taken: keep 5 % for code, drivers and what else a plan can't see."
     for link in planned.work.sent_bytes.keys() - time.links_s.keys():

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from pydantic import BaseModel
 
+from portable_fsdp.config.describe import default_of
 from portable_fsdp.config.layout import check_batch, micro_batches, with_micro_batch
 from portable_fsdp.config.schema import Config
 from portable_fsdp.plan.result import Plan
@@ -63,6 +64,8 @@ def checkpointing(config: Config, mode: str) -> Settings:
     memory = config.memory
     is_selective = memory.every is not None or bool(memory.save_ops)
     settings = {"memory.gradient_checkpointing": mode}
+    if memory.gradient_checkpointing == "budget":
+        settings["memory.budget"] = f"{default_of('memory.budget')}"
     if mode == "selective":
         return settings if is_selective else {**settings, "memory.every": "2"}
     return settings | ({"memory.every": "null", "memory.save_ops": "[]"} if is_selective else {})

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from portable_fsdp.backends.base import Backend, Fill, ShardPolicy, dropouts
+from portable_fsdp.backends.weight_uses import dtype_of
 from portable_fsdp.checkpoint.manager import Checkpoints, Fingerprint, Resumed
 from portable_fsdp.config.layout import check_batch
 from portable_fsdp.config.schema import Config
@@ -154,6 +155,8 @@ def _laid_out(
     if config.precision.buffers != "auto":
         _cast_buffers(model, DTYPES[config.precision.buffers])
     policy, make = shard_policy(config, model), make_optimizer(config.optim, DTYPES[config.precision.compute])
+    if config.xla_fsdp1.buffer_dtype == "float32":
+        _check_statistics(model, policy)
     if fill is not None:  # the planner has other hardware
         eager = backend.expected_compilations == 0
         require_memory(config, backend, memory_need(model, make, groups, eager=eager))
@@ -161,10 +164,25 @@ def _laid_out(
 
 
 def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
+    cast_once: dict[Tensor, Tensor] = {}  # one of several names stays one
     for fqn, buffer in list(model.named_buffers(remove_duplicate=False)):
         if buffer.is_floating_point():
             owner, _, leaf = fqn.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, buffer.to(dtype))
+            setattr(model.get_submodule(owner), leaf, cast_once.setdefault(buffer, buffer.to(dtype)))
+
+
+def _check_statistics(model: nn.Module, policy: ShardPolicy) -> None:
+    """torch's batch norm takes running statistics in the dtype of its weights alone."""
+    for name, module in model.named_modules():
+        statistics = getattr(module, "running_mean", None)
+        if isinstance(statistics, Tensor) and statistics.dtype != (computes := dtype_of(name, policy)):
+            dtype = str(computes).removeprefix("torch.")
+            own = f"precision.modules={{{name}: float32}} and precision.buffers=auto"
+            raise ConfigError(
+                f"precision.buffers: expected running statistics of {name} in {dtype}, in which it computes, found "
+                f"{str(statistics.dtype).removeprefix('torch.')}.\n"
+                f"  Set {own if dtype == 'float16' else f'precision.buffers={dtype}, or {own}'}."
+            )
 
 
 def _ties(model: nn.Module) -> dict[str, str]:

@@ -140,6 +140,30 @@ def test_unshard_starts_to_gather_a_unit() -> None:
         engine.sum(torch.ones(()))
 
 
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+
+
+@pytest.mark.parametrize(
+    ("precision", "found"),
+    [
+        ({"compute": "bfloat16"}, "bfloat16, in which it computes, found float32"),
+        ({"buffers": "bfloat16"}, "float32, "),
+    ],
+)
+def test_statistics_in_another_dtype_are_refused_before_the_first_step(precision: dict[str, Any], found: str) -> None:
+    config, message = pf.make_config(precision=precision), f"expected running statistics of 1 in {found}"
+    refused = pytest.raises(ConfigError, match=re.escape(message))
+    with pf.open_backend(config, device="cpu", backend="native") as engine, refused:
+        pf.shard(normed, config, engine)
+    own = {"compute": "bfloat16", "modules": {"1": "float32"}}
+    for taken in (own, {"compute": "bfloat16", "buffers": "bfloat16"}):
+        config = pf.make_config(precision=taken)
+        with pf.open_backend(config, device="cpu", backend="native") as engine:
+            model, _ = pf.shard(normed, config, engine)
+            model(torch.ones(4, 2)).sum().backward()
+
+
 def test_shard_refuses_what_is_no_module() -> None:
     config, message = pf.make_config(), r"shard: dict: expected it to return a torch\.nn\.Module"
     with pf.open_backend(config, device="cpu", backend="native") as engine, pytest.raises(ConfigError, match=message):

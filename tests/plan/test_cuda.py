@@ -56,7 +56,7 @@ MORE_PLANNED = {
     "offloaded": step(**EIGHT, memory__cpu_offload=True, memory__gradient_checkpointing="full"),
     "documents, flex": step(**EIGHT, data__packing="documents", model__attention="flex"),
     "frozen": step(**EIGHT, model__freeze=("model.layers",)),
-    "compiled": step(**EIGHT, compile__enabled=True),
+    "compiled": step(**EIGHT, compile__enabled=True, memory__gradient_checkpointing="budget", memory__budget=0.3),
     "float32": step(devices=DEVICES, model=SHALLOW, precision__matmul="high"),
     "experts": step(**EXPERTS),
     "grouped": step(**EXPERTS, model__experts="grouped_mm"),

@@ -136,8 +136,11 @@ def test_what_a_reader_may_take_wrong_is_noted(plan: Planner) -> None:
     (note,) = planned(plan, "--on=h100:8", *experts)["notes"]
     assert "% of the weights have fewer rows than the 8 shards" in note
     assert planned(plan, "--on=h100:4", "train.global_batch=16", *experts)["notes"] == []
-    (note,) = planned(plan, "--on=l4:16")["notes"]
+    no_time, note = planned(plan, "--on=l4:16")["notes"]
+    assert no_time.startswith("no expected time: no run is known here that tells what NVIDIA L4 reaches")
     assert note.startswith("no bandwidth of network is known")
+    (note,) = planned(plan, "--on=h200:8")["notes"]
+    assert note.startswith("the expected time is made of shares of the peak that are h100's")
 
 
 @pytest.mark.xla
@@ -147,6 +150,8 @@ def test_a_plan_on_a_tpu_slice(plan: Planner) -> None:
     assert parts["weights"] + parts["optimizer"] == pytest.approx(12 * PARAMETERS / 8, rel=0.01)
     assert "libtpu" in result["method"]
     assert (result["memory"]["limit_bytes"], result["notes"]) == (31.25 * 2**30, [])
+    assert result["expected"]["seconds"] >= result["time"]["seconds"]
+    assert sum(result["expected"]["parts"].values()) == pytest.approx(result["expected"]["seconds"])
 
 
 def test_a_sweep(plan: Planner) -> None:

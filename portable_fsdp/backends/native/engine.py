@@ -7,6 +7,7 @@ optimizer runs on the host.
 """
 
 import os
+import tempfile
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
@@ -392,10 +393,13 @@ def _set_compiler(config: Config) -> Callable[[], None]:
     import torch._functorch.config as functorch
 
     budget, folder = functorch.activation_memory_budget, os.environ.get(INDUCTOR_CACHE)
+    chosen = Path(config.compile.cache_dir).expanduser().absolute() if config.compile.cache_dir else None
+    if chosen:
+        _require_writable(chosen)
     if config.memory.gradient_checkpointing == "budget":
         functorch.activation_memory_budget = config.memory.budget
-    if config.compile.cache_dir or folder is None:
-        os.environ[INDUCTOR_CACHE] = config.compile.cache_dir or str(cache_folder(os.environ) / "inductor")
+    if chosen or folder is None:
+        os.environ[INDUCTOR_CACHE] = str(chosen or cache_folder(os.environ) / "inductor")
 
     def restore() -> None:
         functorch.activation_memory_budget = budget
@@ -404,6 +408,19 @@ def _set_compiler(config: Config) -> Callable[[], None]:
             os.environ[INDUCTOR_CACHE] = folder
 
     return restore
+
+
+def _require_writable(folder: Path) -> None:
+    """Made if it isn't there. BackendError names what the file system says; inductor would, in the first step."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise BackendError(
+            f"compile.cache_dir: expected a folder to write into, found {folder}: {error.strerror}.\n"
+            "  Name another folder, or set compile.cache_dir=null."
+        ) from error
 
 
 def _check_launch(device: str, num_devices: int | None, world_size: int, local_rank: int) -> None:

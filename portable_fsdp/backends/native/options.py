@@ -23,6 +23,10 @@ def _compiler(config: Config, place: Deployment) -> str:
     return ("tpu" if place.device == "tpu" else "inductor") if backend == "auto" else backend
 
 
+def _compiler_in_use(config: Config, place: Deployment) -> str | None:
+    return _compiler(config, place) if config.compile.enabled else None
+
+
 def _reshards(config: Config) -> bool:
     return config.sharding.strategy in ("FULL_SHARD", "HYBRID_SHARD")
 
@@ -96,19 +100,27 @@ RULES = (
         "inductor would build C++ for this host, which is neither tried nor fast",
         ("compile.backend=aot_eager", "compile.enabled=false"),
     ),
-    Refused(
+    Rule(
         "compile.cache_dir",
         "without inductor",
+        lambda c, p: c.compile.cache_dir is not None and _compiler_in_use(c, p) != "inductor",
         "it is inductor that keeps its kernels there",
-        "compile.enabled=true and compile.backend=inductor",
-        when=lambda c, p: not c.compile.enabled or _compiler(c, p) != "inductor",
+        lambda c, p: (
+            "compile.cache_dir=null",
+            *(("compile.enabled=true and compile.backend=inductor",) if p.device == "cuda" else ()),
+        ),
     ),
-    Refused(
-        "memory.gradient_checkpointing=budget",
-        "without a compiler that divides layers into forward and backward",
+    Rule(
+        "memory.gradient_checkpointing",
+        "budget without a compiler that divides layers into forward and backward",
+        lambda c, p: (
+            c.memory.gradient_checkpointing == "budget" and _compiler_in_use(c, p) not in ("inductor", "aot_eager")
+        ),
         "it is the partitioner of torch.compile that keeps to a budget",
-        "compile.enabled=true and compile.backend=inductor",
-        when=lambda c, p: not c.compile.enabled or _compiler(c, p) not in ("inductor", "aot_eager"),
+        lambda c, p: (
+            f"compile.enabled=true and compile.backend={'inductor' if p.device == 'cuda' else 'aot_eager'}",
+            "memory.gradient_checkpointing=none and memory.budget=0.5",
+        ),
     ),
     Refused(
         "compile.backend=inductor",
@@ -212,7 +224,8 @@ EFFECTS = {
     "precision.matmul": "torch.set_float32_matmul_precision, while the backend is open",
     "memory.gradient_checkpointing=full|selective": "torch.utils.checkpoint around a layer's forward",
     "memory.gradient_checkpointing=budget": "torch._functorch.config.activation_memory_budget, while layers compile",
-    "compile.cache_dir": "TORCHINDUCTOR_CACHE_DIR, while the backend is open",
+    "compile.cache_dir": "TORCHINDUCTOR_CACHE_DIR, while the backend is open; of inductor alone",
+    "memory.budget": "torch._functorch.config.activation_memory_budget; with gradient_checkpointing=budget alone",
     "memory.every": "torch.utils.checkpoint around a layer's forward",
     "memory.save_ops": "a selective checkpoint keeps the outputs of these operations",
     "memory.offload=activations": (
