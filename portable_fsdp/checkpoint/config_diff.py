@@ -55,7 +55,7 @@ def differences(
 
     `is_own`: it lies among this run's own checkpoints, and must have its name.
     """
-    if not manifest.config:
+    if config and not manifest.config:
         return [Difference("config", "not known to an import", "this run's", True)]
     changes = {
         name: Difference(name, old, new, name in _CURVE_KEYS or name.split(".")[0] in _CURVE_SECTIONS)

@@ -52,36 +52,38 @@ class _Walk:
         synchronous: defaultdict[str, float] = defaultdict(float)
         ends: dict[str, float] = {}  # of collectives under way, by instruction and by what their parts share
         types: dict[str, str] = {}
-        for one in self._computations[computation]:
-            types[one.name] = one.type
-            operands, callees = _OPERAND.findall(one.operands), self._callees(one)
-            if one.operation in ("while", "conditional"):
-                inner = self._inner(one, callees)
+        for instruction in self._computations[computation]:
+            types[instruction.name] = instruction.type
+            operands, callees = _OPERAND.findall(instruction.operands), self._callees(instruction)
+            if instruction.operation in ("while", "conditional"):
+                inner = self._inner(instruction, callees)
                 for part, seconds in inner.parts.items():
                     stream.run(part, seconds)
                 for kind, size in inner.synchronous_bytes.items():
                     synchronous[kind] += size
-            elif one.operation == "send" and hlo.MEGASCALE in one.rest:
-                network_free = max(stream.now, network_free) + _bytes(one.type) / self._network
-            elif one.operation == "recv-done":
+            elif instruction.operation == "send" and hlo.MEGASCALE in instruction.rest:
+                network_free = max(stream.now, network_free) + _bytes(instruction.type) / self._network
+            elif instruction.operation == "recv-done":
                 stream.wait(network_free)
-            elif one.operation.endswith(("-done", "-update")):
-                ends[one.name] = max((ends.get(name, 0.0) for name in operands), default=0.0)
-                if one.operation.endswith("-done"):
-                    stream.wait(ends[one.name])
+            elif instruction.operation.endswith(("-done", "-update")):
+                ends[instruction.name] = max((ends.get(name, 0.0) for name in operands), default=0.0)
+                if instruction.operation.endswith("-done"):
+                    stream.wait(ends[instruction.name])
             else:
-                collectives = self._collectives(computation, one, callees)
-                part, seconds = self._busy(one, callees, [types.get(name, "") for name in operands], bool(collectives))
+                collectives = self._collectives(computation, instruction, callees)
+                part, seconds = self._busy(
+                    instruction, callees, [types.get(name, "") for name in operands], bool(collectives)
+                )
                 if not collectives:
                     stream.run(part, seconds)
                     continue
-                key, inside = collectives[0].part_of or one.name, self._attributes_in(callees)
+                key, inside = collectives[0].part_of or instruction.name, self._attributes_in(callees)
                 is_beside = key in ends or part == "products" or "AsyncCollective" in inside
-                is_beside = is_beside or one.operation.endswith("-start")
+                is_beside = is_beside or instruction.operation.endswith("-start")
                 if key not in ends:
                     sent = sum(each.moved.sent_bytes for each in collectives)
                     ici_free = ends[key] = max(stream.now, ici_free) + sent / self._ici
-                ends[one.name] = ends[key]
+                ends[instruction.name] = ends[key]
                 if is_beside:
                     stream.run(part, seconds)
                 else:
@@ -92,21 +94,21 @@ class _Walk:
         stream.wait(max(ici_free, network_free))
         return stream.expected(synchronous)
 
-    def _inner(self, one: Instruction, callees: list[str]) -> Expected:
+    def _inner(self, instruction: Instruction, callees: list[str]) -> Expected:
         """All turns of a loop, or the longest branch."""
-        if one.operation == "while":
-            body = next(name for name in callees if f"body=%{name}" in one.rest)
-            return self.of(body) * hlo.trip_count(one, self._computations)
+        if instruction.operation == "while":
+            body = next(name for name in callees if f"body=%{name}" in instruction.rest)
+            return self.of(body) * hlo.trip_count(instruction, self._computations)
         return max((self.of(name) for name in callees), key=lambda branch: branch.seconds)
 
-    def _callees(self, one: Instruction) -> list[str]:
-        return [name for name in hlo.callees_of(one) if name in self._computations]
+    def _callees(self, instruction: Instruction) -> list[str]:
+        return [name for name in hlo.callees_of(instruction) if name in self._computations]
 
-    def _collectives(self, computation: str, one: Instruction, callees: list[str]) -> list[CollectiveCall]:
+    def _collectives(self, computation: str, instruction: Instruction, callees: list[str]) -> list[CollectiveCall]:
         """Those that an instruction is, or that stand in what it calls."""
-        own = hlo.collective_of(computation, one, self._devices)
+        own = hlo.collective_of(computation, instruction, self._devices)
         calls = [own] if own else []
-        for name in callees if one.operation in ("fusion", "async-start", "call") else ():
+        for name in callees if instruction.operation in ("fusion", "async-start", "call") else ():
             for other in self._computations[name]:
                 calls += self._collectives(name, other, self._callees(other))
         return calls
@@ -114,43 +116,43 @@ class _Walk:
     def _attributes_in(self, callees: list[str]) -> str:
         return "".join(other.rest for name in callees for other in self._computations[name])
 
-    def _busy(self, one: Instruction, callees: list[str], types: list[str], carries: bool) -> _Busy:
+    def _busy(self, instruction: Instruction, callees: list[str], types: list[str], carries: bool) -> _Busy:
         """What compute an instruction takes; one that `carries` a collective along has its buffers among its own."""
-        if kernel := hlo.kernel_flops_of(one):
+        if kernel := hlo.kernel_flops_of(instruction):
             return _Busy("attention", kernel[1] / self._attention)
-        if one.operation in _FREE or one.operation.endswith("-start"):
+        if instruction.operation in _FREE or instruction.operation.endswith("-start"):
             return _Busy("elementwise", 0.0)
         flops = sum(self._flops(name) for name in callees)
-        if one.operation in ("convolution", "dot"):
-            flops += sum(count for _, count in hlo.products_of([*self._typed(types, one), one]))
-        moved = 0.0 if carries else self._moved(one, callees, types) / self._memory
+        if instruction.operation in ("convolution", "dot"):
+            flops += sum(count for _, count in hlo.products_of([*self._typed(types, instruction), instruction]))
+        moved = 0.0 if carries else self._moved(instruction, callees, types) / self._memory
         if flops:
             return _Busy("products", max(flops / self._products, moved))
-        inside = {other.operation for name in callees for other in self._computations[name]} or {one.operation}
+        inside = {other.operation for name in callees for other in self._computations[name]} or {instruction.operation}
         return _Busy("copies" if inside <= _MOVES | _FREE else "elementwise", moved)
 
-    def _typed(self, types: list[str], one: Instruction) -> list[Instruction]:
+    def _typed(self, types: list[str], instruction: Instruction) -> list[Instruction]:
         """Parameters in place of an instruction's operands."""
-        names = _OPERAND.findall(one.operands)
+        names = _OPERAND.findall(instruction.operands)
         return [Instruction(name, kind, "parameter", "", "") for name, kind in zip(names, types, strict=True)]
 
     def _flops(self, computation: str) -> int:
         """Of all products in a computation and in what it calls."""
         if computation not in self._flops_in:
             inner = self._computations[computation]
-            called = sum(self._flops(name) for one in inner for name in self._callees(one))
+            called = sum(self._flops(name) for instruction in inner for name in self._callees(instruction))
             self._flops_in[computation] = called + sum(count for _, count in hlo.products_of(inner))
         return self._flops_in[computation]
 
-    def _moved(self, one: Instruction, callees: list[str], types: list[str]) -> int:
+    def _moved(self, instruction: Instruction, callees: list[str], types: list[str]) -> int:
         """Bytes of main memory that an instruction reads and writes: of what it slices or updates, only that part."""
-        written = _bytes(one.type)
-        if one.operation == "dynamic-update-slice":
+        written = _bytes(instruction.type)
+        if instruction.operation == "dynamic-update-slice":
             return 2 * sum(_bytes(kind) for kind in types[1:2])
-        if one.operation in ("dynamic-slice", "slice", "gather"):
+        if instruction.operation in ("dynamic-slice", "slice", "gather"):
             return 2 * written
         read = [_bytes(kind) for kind in types]
-        for name in callees if one.operation == "fusion" else ():
+        for name in callees if instruction.operation == "fusion" else ():
             for number, size in self._parts_of_parameters(name).items():
                 if number < len(read):
                     read[number] = min(read[number], size)
@@ -161,23 +163,23 @@ class _Walk:
         """Parameter -> bytes, of those that a fusion only takes slices from, or writes a slice into."""
         inner = self._computations[computation]
         sizes: dict[int, int] = {}
-        for parameter in (one for one in inner if one.operation == "parameter"):
-            users = [one for one in inner if parameter.name in _OPERAND.findall(one.operands)]
-            first = all(_OPERAND.findall(one.operands)[0] == parameter.name for one in users)
-            if first and all(one.operation in ("dynamic-slice", "slice", "gather") for one in users):
-                sizes[int(parameter.operands)] = sum(_bytes(one.type) for one in users)
-            elif first and all(one.operation == "dynamic-update-slice" for one in users):
+        for parameter in (instruction for instruction in inner if instruction.operation == "parameter"):
+            users = [instruction for instruction in inner if parameter.name in _OPERAND.findall(instruction.operands)]
+            first = all(_OPERAND.findall(instruction.operands)[0] == parameter.name for instruction in users)
+            if first and all(instruction.operation in ("dynamic-slice", "slice", "gather") for instruction in users):
+                sizes[int(parameter.operands)] = sum(_bytes(instruction.type) for instruction in users)
+            elif first and all(instruction.operation == "dynamic-update-slice" for instruction in users):
                 sizes[int(parameter.operands)] = 0
         return sizes
 
     def _updated(self, computation: str, written: int) -> int:
         """Bytes that a fusion writes whose result is an array with one slice replaced."""
         inner = self._computations[computation]
-        updates = [one for one in inner if one.operation == "dynamic-update-slice"]
-        types = {one.name: one.type for one in inner}
-        if not updates or sum(_bytes(one.type) for one in updates) < written:
+        updates = [instruction for instruction in inner if instruction.operation == "dynamic-update-slice"]
+        types = {instruction.name: instruction.type for instruction in inner}
+        if not updates or sum(_bytes(instruction.type) for instruction in updates) < written:
             return written
-        return sum(_bytes(types.get(_OPERAND.findall(one.operands)[1], "")) for one in updates)
+        return sum(_bytes(types.get(_OPERAND.findall(instruction.operands)[1], "")) for instruction in updates)
 
 
 def _bytes(type_text: str) -> int:

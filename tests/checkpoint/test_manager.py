@@ -291,6 +291,13 @@ def save_with(folder: Path, config: dict[str, Any] = CONFIG) -> Path:
     return opened.save(5, *small_model(seed=1), (0, 20))
 
 
+def test_a_loop_without_a_config_resumes_its_own(tmp_path: Path) -> None:
+    save_with(tmp_path, config={})
+    assert resumed_with(tmp_path, {}, config={}).step == 5
+    with pytest.raises(CheckpointError, match="not known to an import"):
+        resumed_with(tmp_path, {})
+
+
 LONG = "/storage/of/the/team/that/pays/for/it/corpora/" * 2
 
 
