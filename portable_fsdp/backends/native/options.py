@@ -234,7 +234,7 @@ EFFECTS = {
     "memory.cpu_offload=true": "CPUOffloadPolicy: the optimizer steps on the host",
     "compile.enabled|backend": "torch.compile of each layer, and of the loss where the head computes it",
     "compile.backend=auto": "inductor; on tpu TorchTPU's own",
-    "compile.enabled=false": "layers run eagerly",
+    "compile.enabled=false": "layers run eagerly; what compiling them gains on a GPU is untimed here",
 }
 
 
