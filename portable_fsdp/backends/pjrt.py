@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from portable_fsdp.backends.base import Backend, Forward, MemoryStats, Metrics, Piece, Rank, dropouts, process_memory
 from portable_fsdp.backends.pjrt_options import libtpu_arguments
@@ -275,7 +276,7 @@ def recomputed(
             args_, kwargs_ = values[: len(args)], dict(zip(names, values[len(args) :], strict=True))
             if not torch.is_grad_enabled():  # the first run
                 with keep(kept, again=False):
-                    return forward(*args_, **kwargs_)
+                    return tree_map_only(Tensor, Tensor.detach, forward(*args_, **kwargs_))
             floats = [value for value in values if is_float(value)]
             if kept:  # else XLA would keep what the first run made of it
                 cast(Any, optimization_barrier_)([*floats, *kept])

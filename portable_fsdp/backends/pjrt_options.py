@@ -44,13 +44,6 @@ RULES = (
         NO_LOSS_SCALING,
         ("precision.compute=bfloat16", "--backend=native"),
     ),
-    Rule(
-        "memory.save_ops",
-        "on XLA",
-        lambda c, p: bool(c.memory.save_ops),
-        "torch_xla's checkpoint recomputes all of a layer",
-        ("memory.save_ops=[] and memory.gradient_checkpointing=full and memory.every=null", "--backend=native"),
-    ),
 )
 
 EFFECTS = {

@@ -15,12 +15,18 @@ LAYERS, DEVICES = 2, 4
 _WIDE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
 
 
-def case(model: str = "llama", checkpointing: str = "full", packing: str = "stream", **more: Any) -> Case:
+def case(
+    model: str = "llama",
+    checkpointing: str = "full",
+    packing: str = "stream",
+    save_ops: tuple[str, ...] = (),
+    **more: Any,
+) -> Case:
     architecture = {**ARCHITECTURES[model], **_WIDE, "max_position_embeddings": 128}
     if "sliding_window" in architecture:
         architecture["sliding_window"] = 50
     settings: dict[str, Any] = {"data.seq_len": 128, "data.packing": packing, "model.architecture": architecture}
-    settings["compile.scan_layers"] = more.pop("scan", False)
+    settings |= {"compile.scan_layers": more.pop("scan", False), "memory.save_ops": save_ops}
     return Case(model, steps=3, optim=SGD, max_grad_norm=None, checkpointing=checkpointing, settings=settings, **more)
 
 
@@ -29,6 +35,10 @@ CASES = {
     "recomputed, documents": case(packing="documents"),
     "scanned, recomputed, documents": case(packing="documents", scan=True),
     "scanned": case(checkpointing="none", scan=True),
+    "products kept": case(checkpointing="selective", save_ops=("matmul", "attention")),
+    "products kept, scanned": case(checkpointing="selective", save_ops=("matmul",), scan=True),
+    "products kept, kept gathered": case(checkpointing="selective", save_ops=("matmul",), strategy="SHARD_GRAD_OP"),
+    "products kept, sinks": case("gpt_oss", checkpointing="selective", save_ops=("matmul",)),
     "kept gathered, recomputed": case(strategy="SHARD_GRAD_OP"),
     "windows and softcaps, recomputed": case("gemma2"),
     "windows and sinks, recomputed, documents": case("gpt_oss", packing="documents"),

@@ -57,7 +57,7 @@ class Program:
     layers: int | None = None
     strategy: str = "FULL_SHARD"
     replicas: int | None = None
-    checkpointing: str = "none"
+    checkpointing: str = "none"  # or `matmul`: all but products
     scan: bool = False
     modules: tuple[str, ...] = ()  # in float32
     reduce: str = "auto"
@@ -92,7 +92,8 @@ class Program:
                     "modules": dict.fromkeys(self.modules, "float32"),
                 },
                 "memory": {
-                    "gradient_checkpointing": self.checkpointing,
+                    "gradient_checkpointing": "selective" if self.checkpointing == "matmul" else self.checkpointing,
+                    "save_ops": ["matmul"] * (self.checkpointing == "matmul"),
                     "every": 2 if self.checkpointing == "selective" else None,
                 },
                 "compile": {"scan_layers": self.scan},
@@ -146,6 +147,11 @@ SLICES = [
 RECOMPUTED = [
     [Program("2b", slice_, 1536, checkpointing=how) for how in ("none", "full")]
     for slice_ in ("v5e:4x4", "v4:2x2x4", "v6e:4x4")
+]
+KEPT = [
+    Program("8b", "v6e:4x4", 8192, layers=2, checkpointing=how, scan=scan)
+    for scan in (False, True)
+    for how in ("none", "matmul", "full")
 ]
 SHAPES = [
     *(

@@ -11,6 +11,7 @@ import pytest
 from programs import (
     FLASH,
     FLOAT32,
+    KEPT,
     KERNELS,
     PACKED,
     PLAIN,
@@ -155,6 +156,18 @@ def test_gradient_checkpointing_frees_memory_and_computes_layers_again(programs:
     if programs in (PLAIN, FLASH):
         none, full = (sum(of(program).matmul_flops.values()) for program in programs)
         assert 1.15 * none < full < 1.34 * none
+
+
+@pytest.mark.parametrize("programs", [KEPT[:3], KEPT[3:]], ids=["unrolled", "scanned"])
+def test_products_whose_outputs_are_kept_run_once(programs: list[Program]) -> None:
+    """And twice in backward: each of a layer's 218 million weights is in 3 products, and with `full` in 3.73."""
+    none, kept, full = (sum(of(program).matmul_flops.values()) for program in programs)
+    assert kept == pytest.approx(none, rel=1e-3)
+    assert full - kept == pytest.approx(2 * 2 * 8192 * 0.73 * 218.1e6, rel=0.01)
+    none, kept, full = (of(program).temporary_bytes for program in programs)
+    outputs = 2 * 2 * 8192 * (3 * 4096 + 2 * 1024 + 2 * 14336 - 4096)  # but for the last one's, which nothing reads
+    assert full < kept < none
+    assert kept - full < 1.15 * outputs
 
 
 def test_a_layer_more_costs_little_memory() -> None:

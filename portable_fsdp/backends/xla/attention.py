@@ -87,7 +87,7 @@ class LayerAttention:
             known, self._kept[:2] = tuple(self._kept[:2]), []
         out, lse = cast(tuple[Tensor, Tensor], _Attention.apply(query, key, value, documents, sinks, options, known))
         if self._kept is not None and not self._runs_again:
-            self._kept += [out, lse]
+            self._kept += [out.detach(), lse]
         return out
 
 

@@ -23,7 +23,7 @@ from portable_fsdp.backends import base
 from portable_fsdp.backends.pjrt import PjrtBackend, recomputed, require_devices, require_no_dropout, set_environment
 from portable_fsdp.backends.weight_uses import in_own_dtype, is_inside, uses_by_block, weight_uses
 from portable_fsdp.backends.xla.attention import LayerAttention
-from portable_fsdp.backends.xla.forward import Copies, finish_backward, keep_rows_split
+from portable_fsdp.backends.xla.forward import Copies, finish_backward, keep_products, keep_rows_split
 from portable_fsdp.backends.xla.reduce import replace_forwards, summed_in_float32
 from portable_fsdp.backends.xla.scan import LayerLoop
 from portable_fsdp.backends.xla.scatter import scatter_over, torus_of_run
@@ -102,6 +102,7 @@ class XlaBackend(PjrtBackend):
         keeps_copies = not policy.reshard_after_forward and self._shards > 1
         head = base.output_head(model)
         attention = LayerAttention(self.mesh, ROWS, policy.attention)
+        keep = keep_products(attention.keep) if "matmul" in policy.save_ops else attention.keep
         for name in policy.layers if self._tensors.flash_attention else ():
             layer = model.get_submodule(name)
             layer.forward = attention.in_layer(layer.forward)
@@ -126,7 +127,7 @@ class XlaBackend(PjrtBackend):
                 block.forward = in_own_dtype(block.forward, policy.compute, None)
             if name in policy.recompute:
                 trains = any(weight.requires_grad for weight in block.parameters())
-                block.forward = recomputed(block.forward, trains, copies.again, attention.keep)
+                block.forward = recomputed(block.forward, trains, copies.again, keep)
             if name in policy.units and block is not head:
                 keep_rows_split(block, layouts.split_rows)
         if head is not None:  # unit or not: else the logits would be split by words

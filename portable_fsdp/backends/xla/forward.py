@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from portable_fsdp.backends.base import Forward
-from portable_fsdp.backends.pjrt import is_float, wants_gradient
+from portable_fsdp.backends.pjrt import Keep, is_float, wants_gradient
 from portable_fsdp.backends.weight_uses import Use, cast_weight, distinct, swapped
 
 Mark = Callable[[Tensor], None]
@@ -105,6 +106,42 @@ class Copies:
                     self.release()
 
         return run
+
+
+class _KeptProducts(TorchDispatchMode):
+    """Adds the outputs of matrix products to `kept`, or `again` takes them from it in place of running the products.
+
+    Below autograd, which computes the gradients of the products as before.
+    """
+
+    def __init__(self, kept: list[Tensor], *, again: bool) -> None:
+        super().__init__()
+        self._kept, self._again = kept, again
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not is_product(func):
+            return func(*args, **(kwargs or {}))
+        if self._again:
+            return self._kept.pop(0)
+        self._kept.append(out := func(*args, **(kwargs or {})))
+        return out
+
+
+def is_product(operation: Any) -> bool:
+    """Whether an operation of aten is a matrix product, which `memory.save_ops` can keep."""
+    return str(operation) in ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default")
+
+
+def keep_products(keep: Keep) -> Keep:
+    """`keep`, for outputs of matrix products too."""
+
+    @contextmanager
+    def keep_both(kept: list[Tensor], *, again: bool) -> Generator[None]:
+        # Also the first run records a graph, which is dropped: torch forms other products where no gradient is wanted.
+        with torch.enable_grad(), keep(kept, again=again), _KeptProducts(kept, again=again):
+            yield
+
+    return keep_both
 
 
 def keep_rows_split(unit: nn.Module, mark_rows: Mark) -> None:

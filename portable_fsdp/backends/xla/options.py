@@ -47,13 +47,10 @@ RULES = (
     ),
     Rule(
         "compile.scan_layers",
-        "with gradient_checkpointing=selective",
-        lambda c, p: c.compile.scan_layers and is_selective(c),
+        "with memory.every",
+        lambda c, p: c.compile.scan_layers and is_selective(c) and c.memory.every is not None,
         "all turns of the loop run one program: all layers are recomputed, or none",
-        (
-            "memory.gradient_checkpointing=full and memory.every=null and memory.save_ops=[]",
-            "compile.scan_layers=false",
-        ),
+        ("memory.gradient_checkpointing=full and memory.every=null", "compile.scan_layers=false"),
     ),
     Refused(
         "compile.scan_layers",
@@ -104,6 +101,9 @@ EFFECTS = {
     "precision.reduce=float32": "gradients are computed in float32, and so summed",
     "precision.reduce=auto": "the dtype that the weight is cast to at use",
     "precision.modules": "their weights and inputs are cast to it, their outputs back",
+    "memory.save_ops": (
+        "a recomputed layer keeps outputs of matrix products, and in any case those of the attention kernel on TPUs"
+    ),
     "compile.scan_layers=true": "torch_xla's scan: one program for all layers",
 }
 

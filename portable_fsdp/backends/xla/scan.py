@@ -8,6 +8,7 @@ a slice of each. The first layer's forward runs them all, the others hand on wha
 # pyright: reportPrivateUsage=false
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import zip_longest
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from portable_fsdp.backends.base import ShardPolicy
 from portable_fsdp.backends.pjrt import is_float
 from portable_fsdp.backends.weight_uses import Use, cast_weight, swapped
 from portable_fsdp.backends.xla.attention import is_kept
+from portable_fsdp.backends.xla.forward import is_product
 from portable_fsdp.backends.xla.tensors import Layouts
 from portable_fsdp.runtime.errors import BackendError
 
@@ -38,6 +40,7 @@ class LayerLoop:
             raise _refusal(problem)
         self._weights = [list(of_layer.values()) for of_layer in by_layer.values()]  # in one order
         self._layouts, self._gather, self._recompute = layouts, gather, bool(policy.recompute)
+        self._partition = partial(_recompute, products="matmul" in policy.save_ops)
         self._body = next(iter(layers.values())).forward
         self._names = list(layers)
         # By whether autograd records: how the layers were called, and the body for that. scan keeps the first program
@@ -64,7 +67,7 @@ class LayerLoop:
         if known != call:
             body = self._one_layer(leaves, structure)
             self._traced[torch.is_grad_enabled()] = (call, body)
-        partition = _recompute if self._recompute else default_partition
+        partition = self._partition if self._recompute else default_partition
         carry, _ = scan(body, tuple(carried), (weights, others), partition_fn=partition, is_fn_pure=True)
         hidden = cast(tuple[Tensor, ...], carry)[0]
         self._result = (hidden,) if self._gives_tuple else hidden
@@ -101,16 +104,21 @@ class LayerLoop:
         return forward
 
 
-def _recompute(joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
-    """The body's forward, and a backward that gets its inputs and what attention keeps, and computes all else again."""
+def _recompute(joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, products: bool = False, **_: Any) -> Any:
+    """The body's forward, and a backward that gets its inputs and what attention keeps, and computes all else again.
+
+    But `products`, whose outputs it then gets too.
+    """
     from torch._functorch.partitioners import _extract_fwd_bwd_modules
 
-    nodes = [node for node in joint.graph.nodes if _is_input(node) or is_kept(node)]
+    nodes: list[fx.Node] = []
+    of_backward: set[fx.Node] = set()
+    for node in joint.graph.nodes:
+        if "tangents" in str(node.target) or not of_backward.isdisjoint(node.all_input_nodes):
+            of_backward.add(node)
+        elif node.op == "placeholder" or is_kept(node) or (products and is_product(node.target)):
+            nodes.append(node)
     return _extract_fwd_bwd_modules(joint, nodes, [], num_fwd_outputs=num_fwd_outputs)
-
-
-def _is_input(node: fx.Node) -> bool:
-    return node.op == "placeholder" and "tangents" not in str(node.target)
 
 
 def _problems(

@@ -29,6 +29,13 @@ RULES = (
         )
     ),
     Rule(
+        "memory.save_ops",
+        "on xla_fsdp1",
+        lambda c, p: bool(c.memory.save_ops),
+        "torch_xla's checkpoint recomputes all of a layer",
+        ("memory.save_ops=[] and memory.gradient_checkpointing=full and memory.every=null", "--backend=xla"),
+    ),
+    Rule(
         "data.buckets",
         "of several sizes on several devices",
         lambda c, p: c.data.shapes > 1 and (p.devices or 1) > 1,
