@@ -241,6 +241,11 @@ _OF_THE_MODEL = (
         "each must match one, and a weight is cast to one dtype",
     ),
     (
+        "precision.products",
+        "for a model without linear layers of sizes that 16 divides",
+        "they must lie in its layers, and outside of precision.modules",
+    ),
+    (
         "optim.factory",
         "with float16, for an optimizer that can't skip a step on the device",
         "docs/optimizers.md says what it takes",
@@ -342,6 +347,20 @@ RULES = (
         "where something computes in float16",
         "its step counts lie on the host, which would wait for the device to learn of an overflow",
         when=lambda c, p: "float16" in dtypes(c),
+    ),
+    Refused(
+        "precision.products",
+        "with precision.compute=float32 or float16",
+        "8-bit products round what is computed in bfloat16",
+        "precision.compute=bfloat16",
+        when=lambda c, p: c.precision.compute != "bfloat16",
+    ),
+    Refused(
+        "precision.products",
+        "with model.lora",
+        "adapters add to what their layer computes, by layers of peft",
+        "model.lora=null",
+        when=lambda c, p: c.model.lora is not None,
     ),
     Rule(
         "precision.modules",
@@ -503,6 +522,7 @@ EFFECTS = {
     "precision.frozen": "dtype at rest of frozen weights",
     "precision.frozen=auto": "as precision.master",
     "precision.loss_scale|loss_scale_window": "loss scaling on the device: a step whose gradients overflow is skipped",
+    "precision.products=auto": "products are in the compute dtype",
     "precision.output": "casts the logits before the loss; auto: no cast",
     "memory.gradient_checkpointing=none": "activations are kept",
     "memory.budget": "counts with memory.gradient_checkpointing=budget alone",

@@ -123,6 +123,27 @@ def modules_of_own_dtype(model: nn.Module, precision: Precision) -> dict[str, st
     return {name: dtypes[name] for name in names if name in dtypes}
 
 
+def layers_in_eight_bits(model: nn.Module, layers: Sequence[str], others: Collection[str]) -> tuple[str, ...]:
+    """FQNs of the linear layers for precision.products: in `layers`, in none of the modules `others`, with a weight of
+    their own, of sizes that 16 divides, as kernels ask for. Raises ConfigError for a model without one."""
+    shared = {place.rpartition(".")[0] for places in _shared(model) for place in places}
+    names = tuple(
+        name
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear
+        and any(_is_inside(name, layer) for layer in layers)
+        and not any(_is_inside(name, other) for other in others)
+        and name not in shared
+        and module.in_features % 16 == module.out_features % 16 == 0
+    )
+    if not names:
+        raise ConfigError(
+            f"precision.products: expected linear layers of sizes that 16 divides in the layers of "
+            f"{type(model).__name__}, found none\n  outside of precision.modules. Set precision.products=auto."
+        )
+    return names
+
+
 def _share_dtype(dtypes: dict[str, str], owners: list[str]) -> None:
     """Give all modules that share a weight the dtype that one of them has."""
     given = {owner: dtypes[outer] for owner in owners for outer in dtypes if _is_inside(owner, outer)}

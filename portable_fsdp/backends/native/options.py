@@ -151,6 +151,27 @@ RULES = (
         modules_without_float16,
     ),
     Refused(
+        "precision.products=int8",
+        "on native",
+        "int8 products are built by XLA's compiler alone",
+        "precision.products=float8",
+        "--backend=xla",
+    ),
+    Refused(
+        "precision.products=float8|float8_rowwise",
+        "on tpu",
+        "torchao's float8 products are kernels of GPUs",
+        when=lambda c, p: p.device == "tpu",
+    ),
+    Refused(
+        "precision.products=float8",
+        "with memory.cpu_offload",
+        "a shard would become float8 on the host, where it rests",
+        "memory.cpu_offload=false",
+        "precision.products=float8_rowwise",
+        when=lambda c, p: c.memory.cpu_offload,
+    ),
+    Refused(
         "observe.profile",
         "on tpu",
         "torch.profiler records nothing of what TorchTPU 0.2.0 runs on a chip",
@@ -199,6 +220,12 @@ EFFECTS = {
     "precision.reduce": "MixedPrecisionPolicy(reduce_dtype), or the dtype of the buckets that replicas sum",
     "precision.reduce=auto": "float32",
     "precision.modules": "weights, inputs and outputs are cast; under fully_shard a group with its own param_dtype",
+    "precision.products=float8": (
+        "torchao's layers; shards are gathered in float8; emulated in bfloat16 on cpu, and on GPUs before sm89"
+    ),
+    "precision.products=float8_rowwise": (
+        "torchao's layers; shards are gathered in bfloat16; emulated in bfloat16 on cpu, and on GPUs before sm89"
+    ),
     "precision.matmul": "torch.set_float32_matmul_precision, while the backend is open",
     "memory.gradient_checkpointing=full|selective": "torch.utils.checkpoint around a layer's forward",
     "memory.gradient_checkpointing=budget": "torch._functorch.config.activation_memory_budget, while layers compile",

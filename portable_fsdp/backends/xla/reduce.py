@@ -6,6 +6,7 @@ take the master and its compute copy apart, and give the gradient to the master.
 float32.
 
 And axis by axis, where the compiler would all-reduce them (`scatter.py`): the weight may then be master or copy.
+Products of 8 bits (`int8.py`) take the place of linear layers' other two products here.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,6 +23,9 @@ from portable_fsdp.backends.xla.scatter import Scatter, product_in
 from portable_fsdp.backends.xla.tensors import laid_out
 from portable_fsdp.runtime.errors import BackendError
 
+Multiply = Callable[[Tensor, Tensor], Tensor]
+"""[..., inputs] and [outputs, inputs] -> [..., outputs]."""
+
 
 def summed_in_float32(uses: Mapping[str, Use]) -> dict[str, Use]:
     """The uses, those in a lower dtype that train as `apart`. Raises BackendError for one that no function is for."""
@@ -33,19 +37,30 @@ def summed_in_float32(uses: Mapping[str, Use]) -> dict[str, Use]:
     return {fqn: use._replace(apart=id(use.module) in modules) for fqn, use in uses.items()}
 
 
-def replace_forwards(uses: Mapping[str, Use], copies: Copies, shard: Mark, scatter: Scatter | None) -> None:
-    """Replace the forward of each module whose weights are `apart`, or whose gradients `scatter` sums."""
+def replace_forwards(
+    uses: Mapping[str, Use],
+    copies: Copies,
+    shard: Mark,
+    scatter: Scatter | None,
+    multiply: Mapping[nn.Module, Multiply],
+) -> None:
+    """Replace the forward of each module whose weights are `apart`, whose gradients `scatter` sums, or that has a
+    product of its own in `multiply`."""
     ours = {
         id(use.module)
         for use in uses.values()
-        if use.apart or (scatter is not None and use.leaf == "weight" and use.weight.requires_grad)
+        if use.apart
+        or use.module in multiply
+        or (scatter is not None and use.leaf == "weight" and use.weight.requires_grad)
     }
     by_module: dict[nn.Module, dict[str, Use]] = {}
     for use in uses.values():
         if id(use.module) in ours:
             by_module.setdefault(use.module, {})[use.leaf] = use
     for module, own in by_module.items():
-        if make := _maker(module):
+        if module in multiply:
+            module.forward = _linear(module, own, copies, SummedGradients(shard, scatter), multiply[module])
+        elif make := _maker(module):
             module.forward = make(module, own, copies, SummedGradients(shard, scatter))
 
 
@@ -84,16 +99,18 @@ def _maker(module: nn.Module) -> Callable[..., Forward] | None:
     return _linear if kind is nn.Linear or is_conv1d else None
 
 
-def _linear(module: nn.Module, uses: dict[str, Use], copies: Copies, sums: SummedGradients) -> Forward:
+def _linear(
+    module: nn.Module, uses: dict[str, Use], copies: Copies, sums: SummedGradients, multiply: Multiply | None = None
+) -> Forward:
     inputs_first, plain = type(module) is not nn.Linear, module.forward
 
     def forward(x: Tensor) -> Tensor:
         weight, bias = uses["weight"], uses.get("bias")
-        if not weight.apart and (x.dim() < 2 or not sums.by_hand(x, weight.weight)):
+        if not (weight.apart or multiply) and (x.dim() < 2 or not sums.by_hand(x, weight.weight)):
             return plain(x)
         get_gradients = (weight.weight, None if bias is None else bias.weight)  # masters if apart, else the copies
         low = (copies.of(weight), None if bias is None else copies.of(bias)) if weight.apart else get_gradients
-        return cast(Tensor, _Linear.apply(x, *get_gradients, *low, inputs_first, sums))
+        return cast(Tensor, _Linear.apply(x, *get_gradients, *low, inputs_first, sums, multiply))
 
     return forward
 
@@ -127,9 +144,13 @@ class _Linear(torch.autograd.Function):
         bias_copy: Tensor | None,
         inputs_first: bool,
         sums: SummedGradients,
+        multiply: Multiply | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, weight_copy)
-        ctx.inputs_first, ctx.sums = inputs_first, sums
+        ctx.inputs_first, ctx.sums, ctx.multiply = inputs_first, sums, multiply
+        if multiply is not None:
+            product = multiply(x, weight_copy)
+            return product if bias_copy is None else product + bias_copy
         return functional.linear(x, weight_copy.t() if inputs_first else weight_copy, bias_copy)
 
     @staticmethod
@@ -137,11 +158,17 @@ class _Linear(torch.autograd.Function):
         gradient = cast(Tensor, outputs[0])
         x, weight, copy = cast(tuple[Tensor, Tensor, Tensor], ctx.saved_tensors)
         wants_x, wants_weight, wants_bias, *_ = cast(tuple[bool, ...], ctx.needs_input_grad)
-        of_x = gradient @ (copy.t() if ctx.inputs_first else copy) if wants_x else None
+        of_x = None
+        if wants_x:
+            of_x = (
+                ctx.multiply(gradient, copy.t())
+                if ctx.multiply
+                else gradient @ (copy.t() if ctx.inputs_first else copy)
+            )
         factors = (x, gradient) if ctx.inputs_first else (gradient, x)
         of_weight = ctx.sums.product(*factors, weight) if wants_weight else None
         of_bias = gradient.flatten(0, -2).sum(0, dtype=weight.dtype) if wants_bias else None
-        return of_x, of_weight, of_bias, None, None, None, None
+        return of_x, of_weight, of_bias, None, None, None, None, None
 
 
 class _Embedding(torch.autograd.Function):
