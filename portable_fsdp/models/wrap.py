@@ -124,24 +124,18 @@ def modules_of_own_dtype(model: nn.Module, precision: Precision) -> dict[str, st
 
 
 def layers_in_eight_bits(model: nn.Module, layers: Sequence[str], others: Collection[str]) -> tuple[str, ...]:
-    """FQNs of the linear layers for precision.products: in `layers`, in none of the modules `others`, with a weight of
-    their own, of sizes that 16 divides, as kernels ask for. Raises ConfigError for a model without one."""
+    """FQNs of the linear layers for precision.products: of sizes that 16 divides, as kernels ask for, inside `layers`
+    and outside `others`, with weights of their own. Raises ConfigError where there is none."""
     shared = {place.rpartition(".")[0] for places in _shared(model) for place in places}
-    names = tuple(
-        name
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear
-        and any(_is_inside(name, layer) for layer in layers)
-        and not any(_is_inside(name, other) for other in others)
-        and name not in shared
-        and module.in_features % 16 == module.out_features % 16 == 0
-    )
+    inside = [(name, m) for name, m in model.named_modules() if any(_is_inside(name, layer) for layer in layers)]
+    linear = [(n, m) for n, m in inside if type(m) is nn.Linear and m.in_features % 16 == m.out_features % 16 == 0]
+    names = [n for n, _ in linear if n not in shared and not any(_is_inside(n, other) for other in others)]
     if not names:
         raise ConfigError(
             f"precision.products: expected linear layers of sizes that 16 divides in the layers of "
             f"{type(model).__name__}, found none\n  outside of precision.modules. Set precision.products=auto."
         )
-    return names
+    return tuple(names)
 
 
 def _share_dtype(dtypes: dict[str, str], owners: list[str]) -> None:

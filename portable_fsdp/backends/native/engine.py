@@ -143,7 +143,7 @@ class NativeBackend(base.Backend):
         if policy.eight_bits:
             from portable_fsdp.backends.native.float8 import use_float8
 
-            self._update_scales = use_float8(model, policy, self.device, gathers=self._shard.size() > 1)
+            self._update_scales = use_float8(model, policy, self.device, self._shard.size())
         if self._shard.size() == 1 and not policy.cpu_offload:
             use_in_place(model, policy)
             self._reduce = policy.reduce

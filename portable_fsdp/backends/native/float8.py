@@ -1,8 +1,8 @@
-"""Products of linear layers in float8, by torchao: scales are taken anew in each product; no weight changes.
+"""Products of linear layers in float8, by torchao: each product scales its factors anew.
 
-The layers keep their names. Under `float8` over several shards a weight becomes torchao's tensor around the master: a
-shard is cast before it is gathered, by the scale of the whole weight, which one all-reduce after each step finds for
-all weights. Optimizers and checkpoints see the master (`units.local_part`).
+Names stay. Under `float8` over several shards a weight is torchao's tensor around the master: a shard is cast before it
+is gathered, by the scale of the whole weight, which one all-reduce after each step finds for all. Optimizers and
+checkpoints see the master (`units.local_part`).
 """
 
 import dataclasses
@@ -14,18 +14,16 @@ import torch
 from torch import nn
 
 from portable_fsdp.backends.base import ShardPolicy
+from portable_fsdp.backends.weight_uses import dtype_of, is_inside
 from portable_fsdp.runtime.errors import ConfigError
 
 log = logging.getLogger("portable_fsdp")
 
-OLDEST_GPU = (8, 9)
-"""Compute capability with float8 products: Ada, Hopper and newer."""
 
-
-def use_float8(model: nn.Module, policy: ShardPolicy, device: torch.device, *, gathers: bool) -> Callable[[], None]:
+def use_float8(model: nn.Module, policy: ShardPolicy, device: torch.device, shards: int) -> Callable[[], None]:
     """Convert `policy.eight_bits`, before anything is wrapped; returns what to call when weights have changed.
 
-    `gathers`: whether weights are sharded. Raises ConfigError without torchao.
+    Raises ConfigError without torchao.
     """
     try:
         import torchao.float8 as float8
@@ -34,15 +32,27 @@ def use_float8(model: nn.Module, policy: ShardPolicy, device: torch.device, *, g
             f"precision.products={policy.products}: expected the package torchao, found {error}.\n"
             "  pip install torchao (with torch 2.9: pip install 'torchao<0.18'), or set precision.products=auto."
         ) from None
-    is_rowwise = policy.products == "float8_rowwise"
-    is_emulated = device.type != "cuda" or torch.cuda.get_device_capability(device) < OLDEST_GPU
-    if is_emulated and device.type == "cuda":
-        log.warning("precision.products: %s has no float8 products: emulated, and slower", torch.cuda.get_device_name())
-    recipe = cast(Any, float8).Float8LinearConfig.from_recipe_name("rowwise" if is_rowwise else "tensorwise")
-    scales_ahead = gathers and not is_rowwise
-    settings = dataclasses.replace(recipe, emulate=is_emulated, enable_fsdp_float8_all_gather=scales_ahead)
+    is_gpu, torchao = device.type == "cuda", cast(Any, float8)
+    is_emulated = not is_gpu or torch.cuda.get_device_capability(device) < (8, 9)
+    if is_gpu and is_emulated:
+        log.warning("precision.products: %s has no float8 products: emulated, slower", torch.cuda.get_device_name())
+    recipe = torchao.Float8LinearConfig.from_recipe_name(RECIPES[policy.products])
+    gathers = policy.products == "float8" and shards > 1 and (is_gpu or not _has_unit_of_float8_alone(model, policy))
+    settings = dataclasses.replace(recipe, emulate=is_emulated, enable_fsdp_float8_all_gather=gathers)
     names = frozenset(policy.eight_bits)
-    cast(Any, float8).convert_to_float8_training(model, module_filter_fn=lambda _, name: name in names, config=settings)
-    if not scales_ahead:
-        return lambda: None
-    return lambda: cast(Any, float8).precompute_float8_dynamic_scale_for_fsdp(model)
+    torchao.convert_to_float8_training(model, module_filter_fn=lambda _, name: name in names, config=settings)
+    return lambda: torchao.precompute_float8_dynamic_scale_for_fsdp(model) if gathers else None
+
+
+RECIPES = {"float8": "tensorwise", "float8_rowwise": "rowwise"}  # in the words of torchao
+
+
+def _has_unit_of_float8_alone(model: nn.Module, policy: ShardPolicy) -> bool:
+    """gloo can't gather it; beside another dtype FSDP2 gathers bytes."""
+    alone: dict[tuple[str, torch.dtype], bool] = {}
+    for fqn, _ in model.named_parameters():
+        owner, _, leaf = fqn.rpartition(".")
+        unit = max((unit for unit in policy.units if is_inside(fqn, (unit,))), key=len, default="")
+        key = unit, dtype_of(owner, policy)
+        alone[key] = alone.get(key, True) and owner in policy.eight_bits and leaf == "weight"
+    return any(alone.values())

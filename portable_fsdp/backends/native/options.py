@@ -220,12 +220,8 @@ EFFECTS = {
     "precision.reduce": "MixedPrecisionPolicy(reduce_dtype), or the dtype of the buckets that replicas sum",
     "precision.reduce=auto": "float32",
     "precision.modules": "weights, inputs and outputs are cast; under fully_shard a group with its own param_dtype",
-    "precision.products=float8": (
-        "torchao's layers; shards are gathered in float8; emulated in bfloat16 on cpu, and on GPUs before sm89"
-    ),
-    "precision.products=float8_rowwise": (
-        "torchao's layers; shards are gathered in bfloat16; emulated in bfloat16 on cpu, and on GPUs before sm89"
-    ),
+    "precision.products=float8": "torchao's, which gathers float8; emulated on cpu, and on GPUs older than sm89",
+    "precision.products=float8_rowwise": "torchao's; emulated on cpu, and on GPUs older than sm89",
     "precision.matmul": "torch.set_float32_matmul_precision, while the backend is open",
     "memory.gradient_checkpointing=full|selective": "torch.utils.checkpoint around a layer's forward",
     "memory.gradient_checkpointing=budget": "torch._functorch.config.activation_memory_budget, while layers compile",

@@ -24,7 +24,7 @@ from portable_fsdp.backends.pjrt import PjrtBackend, recomputed, require_devices
 from portable_fsdp.backends.weight_uses import in_own_dtype, is_inside, uses_by_block, weight_uses
 from portable_fsdp.backends.xla.attention import LayerAttention
 from portable_fsdp.backends.xla.forward import Copies, finish_backward, keep_rows_split
-from portable_fsdp.backends.xla.reduce import Multiply, replace_forwards, summed_in_float32
+from portable_fsdp.backends.xla.reduce import replace_forwards, summed_in_float32
 from portable_fsdp.backends.xla.scan import LayerLoop
 from portable_fsdp.backends.xla.scatter import scatter_over, torus_of_run
 from portable_fsdp.backends.xla.tensors import ROWS, DeviceTensors, Fetch, Layouts, Spec, Tensors, by_rows
@@ -117,12 +117,8 @@ class XlaBackend(PjrtBackend):
         if scanned:
             LayerLoop(model, policy, in_loop, layouts, gather=keeps_copies)
         self._copies = copies = Copies(layouts.gathered, barrier, keeps_copies)
-        multiply: dict[nn.Module, Multiply] = {}
-        if policy.eight_bits:
-            from portable_fsdp.backends.xla.int8 import int8_product
-
-            multiply = dict.fromkeys(map(model.get_submodule, policy.eight_bits), int8_product)
-        replace_forwards(uses, copies, layouts.shard, scatter_over(self._tensors.torus, self.axes), multiply)
+        in_int8 = {*map(model.get_submodule, policy.eight_bits)}
+        replace_forwards(uses, copies, layouts.shard, scatter_over(self._tensors.torus, self.axes), in_int8)
         blocks = {name for name in (*policy.units, *policy.recompute) if not is_inside(name, scanned)}
         for name, owned in uses_by_block(outside, blocks).items():
             block = model.get_submodule(name)
