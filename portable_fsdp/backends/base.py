@@ -111,7 +111,7 @@ class ShardPolicy:
     FQNs name modules in the order of definition, a unit before the units inside it; the root holds the rest. `layers`
     are the model's repeated blocks. Modules in `recompute` run again in backward, except for the outputs of `save_ops`.
     `modules` compute in another dtype than `compute`: their inputs are cast to it, their outputs (but for the head's
-    logits) back. The linear layers `eight_bits` multiply in `products`.
+    logits) back.
     """
 
     units: tuple[str, ...]
@@ -120,8 +120,7 @@ class ShardPolicy:
     cast_inputs: bool = True  # of the model and of `units`
     reduce: torch.dtype = torch.float32
     modules: Mapping[str, torch.dtype] = field(default_factory=lambda: {})
-    products: str = "auto"  # a word of precision.products
-    eight_bits: tuple[str, ...] = ()
+    products: str = "auto"  # of linear layers: a word of precision.products
     recompute: tuple[str, ...] = ()
     save_ops: tuple[str, ...] = ()  # of "matmul", "attention"
     reshard_after_forward: bool | int = True  # False: gathered weights stay until backward; a number: of devices

@@ -32,10 +32,7 @@ RULES = (
                 "compile.cache_dir",
                 "torch_xla 2.9 writes compiled programs and can't load them (github.com/pytorch/xla/issues/9094)",
             ),
-            (
-                "precision.products=float8|float8_rowwise",
-                "by the compiler a float8 product takes 1.11 of the time of a bfloat16 one on v6e",
-            ),
+            ("precision.products=float8|float8_rowwise", "compiled for v6e it takes 1.11 of the time of bfloat16"),
             ("optim.name=adamw8bit", "bitsandbytes has no kernel for it"),
             ("memory.cpu_offload", "torch_xla keeps parameters and optimizer state in device memory"),
         )

@@ -205,6 +205,7 @@ _NEEDS = (
         " and memory.every=null",
     ),
     _Without("memory.budget", "memory.gradient_checkpointing=budget", "only then layers keep to it"),
+    _Without("precision.products", "precision.compute=bfloat16", "8 bits round what is computed in bfloat16"),
     _Without("train.eval_every", "data.eval_split=5%", "there is no validation set"),
     _Without("train.eval_on_start", "train.eval_every", "without eval_every the run never evaluates"),
     _Without("train.eval_batches", "train.eval_every", "without eval_every the run never evaluates"),
@@ -241,15 +242,11 @@ _OF_THE_MODEL = (
         "each must match one, and a weight is cast to one dtype",
     ),
     (
-        "precision.products",
-        "for a model without linear layers of sizes that 16 divides",
-        "they must lie in its layers, and outside of precision.modules",
-    ),
-    (
         "optim.factory",
         "with float16, for an optimizer that can't skip a step on the device",
         "docs/optimizers.md says what it takes",
     ),
+    ("precision.products", "for layers without linear ones whose sizes 16 divides", "there is nothing to convert"),
     ("memory.every", "that is more than the number of layers", "the model has fewer layers"),
 )
 """Option, a case that only the built model shows, and the reason."""
@@ -348,20 +345,7 @@ RULES = (
         "its step counts lie on the host, which would wait for the device to learn of an overflow",
         when=lambda c, p: "float16" in dtypes(c),
     ),
-    Refused(
-        "precision.products",
-        "with precision.compute=float32 or float16",
-        "8-bit products round what is computed in bfloat16",
-        "precision.compute=bfloat16",
-        when=lambda c, p: c.precision.compute != "bfloat16",
-    ),
-    Refused(
-        "precision.products",
-        "with model.lora",
-        "adapters add to what their layer computes, by layers of peft",
-        "model.lora=null",
-        when=lambda c, p: c.model.lora is not None,
-    ),
+    Refused("precision.products", "with model.lora", "peft has its own layers", when=lambda c, p: bool(c.model.lora)),
     Rule(
         "precision.modules",
         "with precision.master=bfloat16",

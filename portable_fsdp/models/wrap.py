@@ -123,21 +123,6 @@ def modules_of_own_dtype(model: nn.Module, precision: Precision) -> dict[str, st
     return {name: dtypes[name] for name in names if name in dtypes}
 
 
-def layers_in_eight_bits(model: nn.Module, layers: Sequence[str], others: Collection[str]) -> tuple[str, ...]:
-    """FQNs of the linear layers for precision.products: of sizes that 16 divides, as kernels ask for, inside `layers`
-    and outside `others`, with weights of their own. Raises ConfigError where there is none."""
-    shared = {place.rpartition(".")[0] for places in _shared(model) for place in places}
-    inside = [(name, m) for name, m in model.named_modules() if any(_is_inside(name, layer) for layer in layers)]
-    linear = [(n, m) for n, m in inside if type(m) is nn.Linear and m.in_features % 16 == m.out_features % 16 == 0]
-    names = [n for n, _ in linear if n not in shared and not any(_is_inside(n, other) for other in others)]
-    if not names:
-        raise ConfigError(
-            f"precision.products: expected linear layers of sizes that 16 divides in the layers of "
-            f"{type(model).__name__}, found none\n  outside of precision.modules. Set precision.products=auto."
-        )
-    return tuple(names)
-
-
 def _share_dtype(dtypes: dict[str, str], owners: list[str]) -> None:
     """Give all modules that share a weight the dtype that one of them has."""
     given = {owner: dtypes[outer] for owner in owners for outer in dtypes if _is_inside(owner, outer)}

@@ -27,14 +27,7 @@ from portable_fsdp.models.attention import attend
 from portable_fsdp.models.build import DTYPES, BuiltModel, build_model
 from portable_fsdp.models.loss import Loss
 from portable_fsdp.models.tasks import Task, find_task, is_decoder_only
-from portable_fsdp.models.wrap import (
-    find_layers,
-    find_units,
-    layers_in_eight_bits,
-    modules_of_own_dtype,
-    recomputed_layers,
-    table_weights,
-)
+from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dtype, recomputed_layers, table_weights
 from portable_fsdp.optim.optimizer import make_optimizer, parameter_groups
 from portable_fsdp.optim.schedule import check_schedule
 from portable_fsdp.runtime.errors import ConfigError
@@ -182,16 +175,15 @@ def _ties(model: nn.Module) -> dict[str, str]:
 def shard_policy(config: Config, model: nn.Module) -> ShardPolicy:
     """The config's words as plain values for this model; raises ConfigError for a name that the model doesn't have."""
     sharding, precision, memory = config.sharding, config.precision, config.memory
-    layers, modules = find_layers(model, sharding), modules_of_own_dtype(model, precision)
+    layers = find_layers(model, sharding)
     return ShardPolicy(
         units=find_units(model, sharding),
         layers=layers,
         compute=DTYPES[precision.compute],
         cast_inputs=precision.cast_inputs,
         reduce=DTYPES["float32" if precision.reduce == "auto" else precision.reduce],
-        modules={name: DTYPES[dtype] for name, dtype in modules.items()},
+        modules={name: DTYPES[dtype] for name, dtype in modules_of_own_dtype(model, precision).items()},
         products=precision.products,
-        eight_bits=() if precision.products == "auto" else layers_in_eight_bits(model, layers, modules),
         recompute=recomputed_layers(layers, memory),
         save_ops=memory.save_ops,
         reshard_after_forward=sharding.reshard_after_forward

@@ -140,7 +140,7 @@ class NativeBackend(base.Backend):
     def shard_model(self, model: nn.Module, policy: base.ShardPolicy, fill: base.Fill | None) -> nn.Module:
         move_buffers(model, self.device)
         self._root = model
-        if policy.eight_bits:
+        if policy.products != "auto":
             from portable_fsdp.backends.native.float8 import use_float8
 
             self._update_scales = use_float8(model, policy, self.device, self._shard.size())

@@ -14,16 +14,18 @@ import torch
 from torch import nn
 
 from portable_fsdp.backends.base import ShardPolicy
-from portable_fsdp.backends.weight_uses import dtype_of, is_inside
+from portable_fsdp.backends.weight_uses import eight_bit_layers, uses_by_block, weight_uses
 from portable_fsdp.runtime.errors import ConfigError
 
 log = logging.getLogger("portable_fsdp")
 
+RECIPES = {"float8": "tensorwise", "float8_rowwise": "rowwise"}  # in the words of torchao
+
 
 def use_float8(model: nn.Module, policy: ShardPolicy, device: torch.device, shards: int) -> Callable[[], None]:
-    """Convert `policy.eight_bits`, before anything is wrapped; returns what to call when weights have changed.
+    """Convert the model before anything is wrapped; returns what to call when weights have changed.
 
-    Raises ConfigError without torchao.
+    Raises ConfigError without torchao, and BackendError for a model without layers to convert.
     """
     try:
         import torchao.float8 as float8
@@ -36,23 +38,15 @@ def use_float8(model: nn.Module, policy: ShardPolicy, device: torch.device, shar
     is_emulated = not is_gpu or torch.cuda.get_device_capability(device) < (8, 9)
     if is_gpu and is_emulated:
         log.warning("precision.products: %s has no float8 products: emulated, slower", torch.cuda.get_device_name())
+    names = frozenset(eight_bit_layers(model, policy))
+    # gloo can't gather float8; beside weights of another dtype FSDP2 gathers bytes.
+    linear = {*map(model.get_submodule, names)}
+    alone = any(
+        uses and all(use.module in linear for use in uses if use.dtype == policy.compute)
+        for uses in uses_by_block(weight_uses(model, policy), policy.units).values()
+    )
+    gathers = policy.products == "float8" and shards > 1 and (is_gpu or not alone)
     recipe = torchao.Float8LinearConfig.from_recipe_name(RECIPES[policy.products])
-    gathers = policy.products == "float8" and shards > 1 and (is_gpu or not _has_unit_of_float8_alone(model, policy))
     settings = dataclasses.replace(recipe, emulate=is_emulated, enable_fsdp_float8_all_gather=gathers)
-    names = frozenset(policy.eight_bits)
     torchao.convert_to_float8_training(model, module_filter_fn=lambda _, name: name in names, config=settings)
     return lambda: torchao.precompute_float8_dynamic_scale_for_fsdp(model) if gathers else None
-
-
-RECIPES = {"float8": "tensorwise", "float8_rowwise": "rowwise"}  # in the words of torchao
-
-
-def _has_unit_of_float8_alone(model: nn.Module, policy: ShardPolicy) -> bool:
-    """gloo can't gather it; beside another dtype FSDP2 gathers bytes."""
-    alone: dict[tuple[str, torch.dtype], bool] = {}
-    for fqn, _ in model.named_parameters():
-        owner, _, leaf = fqn.rpartition(".")
-        unit = max((unit for unit in policy.units if is_inside(fqn, (unit,))), key=len, default="")
-        key = unit, dtype_of(owner, policy)
-        alone[key] = alone.get(key, True) and owner in policy.eight_bits and leaf == "weight"
-    return any(alone.values())

@@ -6,8 +6,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-LARGEST = 127
-
 
 def int8_product(x: Tensor, weight: Tensor) -> Tensor:
     """[..., inputs] and [outputs, inputs] -> [..., outputs] in the dtype of x, without gradients."""
@@ -32,6 +30,6 @@ def _operator() -> Any:
 
 
 def _rounded(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Whole numbers up to LARGEST, and what to multiply each row by; a row of zeros stays one."""
-    scales = tensor.abs().amax(-1, keepdim=True).float().clamp(min=1e-30) / LARGEST
+    """Whole numbers up to 127, and what to multiply each row by; a row of zeros stays one."""
+    scales = tensor.abs().amax(-1, keepdim=True).float().clamp(min=1e-30) / 127
     return (tensor / scales).round().to(torch.int8), scales

@@ -104,9 +104,7 @@ EFFECTS = {
     "precision.reduce=float32": "gradients are computed in float32, and so summed",
     "precision.reduce=auto": "the dtype that the weight is cast to at use",
     "precision.modules": "their weights and inputs are cast to it, their outputs back",
-    "precision.products=int8": (
-        "a scale for each row of activations and gradients, and of weights; gradients of weights in the compute dtype"
-    ),
+    "precision.products=int8": "each row is scaled; the products for gradients of weights stay in bfloat16",
     "compile.scan_layers=true": "torch_xla's scan: one program for all layers",
 }
 
