@@ -1,6 +1,8 @@
 # One command for each thing that people and CI do. Every target makes the environment it needs first.
 PYTHON ?= python3.11
 TORCH_LATEST := 2.13.0
+# 0.18 needs a newer torch than torch_xla's.
+TORCHAO := torchao<0.18
 # Half of train.steps in configs/quickstart.yaml; tests/test_docs.py compares them.
 DEMO_HALF := 75
 
@@ -95,7 +97,7 @@ clean:  ## removes environments, caches and build products; keeps runs/
 .venv/.installed: pyproject.toml
 	test -x $(RUN) || $(PYTHON) -m venv .venv
 	$(RUN) -m pip install --quiet --upgrade pip
-	$(RUN) -m pip install --quiet --editable '.[tpu,dev]'
+	$(RUN) -m pip install --quiet --editable '.[tpu,dev]' '$(TORCHAO)'
 	touch $@
 
 # torch first: asked for by its exact version, pip doesn't look for another one afterwards.

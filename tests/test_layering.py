@@ -154,6 +154,7 @@ def test_dependencies_are_what_is_imported() -> None:
         "bokeh",
         "jinja2",
         "bitsandbytes",
+        "torchao",
     }  # extras
     names = {
         "absl": "absl-py",

@@ -120,6 +120,7 @@ class ShardPolicy:
     cast_inputs: bool = True  # of the model and of `units`
     reduce: torch.dtype = torch.float32
     modules: Mapping[str, torch.dtype] = field(default_factory=lambda: {})
+    products: str = "auto"  # of linear layers: a word of precision.products
     recompute: tuple[str, ...] = ()
     save_ops: tuple[str, ...] = ()  # of "matmul", "attention"
     reshard_after_forward: bool | int = True  # False: gathered weights stay until backward; a number: of devices

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.backends.base import Forward, ShardPolicy, cast_floats
+from portable_fsdp.backends.base import Forward, ShardPolicy, cast_floats, parameter_slots
+from portable_fsdp.runtime.errors import BackendError
 
 
 class Use(NamedTuple):
@@ -76,6 +77,24 @@ def cast_weight(use: Use) -> Tensor:
     """The weight in the dtype of its use; the weight itself where it has that dtype."""
     weight = use.weight.detach() if use.apart else use.weight
     return weight.to(use.dtype) if weight.is_floating_point() else weight
+
+
+def eight_bit_layers(model: nn.Module, policy: ShardPolicy) -> list[str]:
+    """FQNs of what precision.products is for; none under `auto`.
+
+    Those are linear layers inside the model's layers, outside of `policy.modules`, with weights of their own and sizes
+    that 16 divides, as kernels ask for. Raises BackendError where there is none.
+    """
+    tied = {slot.module for slots in parameter_slots(model).values() if len(slots) > 1 for slot in slots}
+    linear = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
+    fitting = [name for name, m in linear if m not in tied and m.in_features % 16 == m.out_features % 16 == 0]
+    names = [name for name in fitting if is_inside(name, policy.layers) and not is_inside(name, policy.modules)]
+    if not names and policy.products != "auto":
+        raise BackendError(
+            f"precision.products={policy.products}: expected linear layers of sizes that 16 divides in the layers of "
+            f"{type(model).__name__}, found none\n  outside of precision.modules. Set precision.products=auto."
+        )
+    return names if policy.products != "auto" else []
 
 
 @contextmanager

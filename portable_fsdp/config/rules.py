@@ -205,6 +205,7 @@ _NEEDS = (
         " and memory.every=null",
     ),
     _Without("memory.budget", "memory.gradient_checkpointing=budget", "no other mode keeps to a budget"),
+    _Without("precision.products", "precision.compute=bfloat16", "8 bits round what is computed in bfloat16"),
     _Without("train.eval_every", "data.eval_split=5%", "there is no validation set"),
     _Without("train.eval_on_start", "train.eval_every", "without eval_every the run never evaluates"),
     _Without("train.eval_batches", "train.eval_every", "without eval_every the run never evaluates"),
@@ -245,6 +246,7 @@ _OF_THE_MODEL = (
         "with float16, for an optimizer that can't skip a step on the device",
         "docs/optimizers.md says what it takes",
     ),
+    ("precision.products", "for layers without linear ones whose sizes 16 divides", "there is nothing to convert"),
     ("memory.every", "that is more than the number of layers", "the model has fewer layers"),
 )
 """Option, a case that only the built model shows, and the reason."""
@@ -343,6 +345,7 @@ RULES = (
         "its step counts lie on the host, which would wait for the device to learn of an overflow",
         when=lambda c, p: "float16" in dtypes(c),
     ),
+    Refused("precision.products", "with model.lora", "peft has its own layers", when=lambda c, p: bool(c.model.lora)),
     Rule(
         "precision.modules",
         "with precision.master=bfloat16",
@@ -503,6 +506,7 @@ EFFECTS = {
     "precision.frozen": "dtype at rest of frozen weights",
     "precision.frozen=auto": "as precision.master",
     "precision.loss_scale|loss_scale_window": "loss scaling on the device: a step whose gradients overflow is skipped",
+    "precision.products=auto": "products are in the compute dtype",
     "precision.output": "casts the logits before the loss; auto: no cast",
     "memory.gradient_checkpointing=none": "activations are kept",
     "memory.offload=none": "what backward needs stays in device memory",

@@ -324,6 +324,11 @@ class Precision(Section):
         description="name pattern of modules -> compute dtype, as norms, a router or the head in float32; the first "
         "match counts",
     )
+    products: Literal["auto", "float8", "float8_rowwise", "int8"] = Field(
+        default="auto",
+        description="what linear layers multiply in, inside the model's layers; auto: the compute dtype; float8: one "
+        "scale a tensor, float8_rowwise: one a row (GPUs); int8: one a row (TPUs); weights stay in master",
+    )
     matmul: Literal["highest", "high", "default"] = Field(
         default="highest",
         description="precision of float32 matrix products; highest: float32; high: TF32 on GPUs, three bfloat16 passes "

@@ -133,27 +133,32 @@ def plan_memory(config: Config, target: Target) -> EnginePlan:
     on_chip = VMEM_BYTES if recorder.is_tpu else L2_BYTES
     frozen = {fqn for fqn, weight in training.model.named_parameters() if not weight.requires_grad}
     traffic = least_traffic(blocks, frozen, is_compiled=is_compiled, on_chip=on_chip)
-    notes = ("planned as if it ran eagerly: what is compiled keeps less.",) if is_compiled else ()
+    notes = ["planned as if it ran eagerly: what is compiled keeps less."] * is_compiled
+    if config.precision.products != "auto":
+        notes.append("planned with bfloat16 products: those of float8 take less time, and their gathers send less.")
     return EnginePlan(
         facts_of(training, config.data.seq_len),
         memory,
         _work(programs, sent, traffic),
         f"The trainer's own step, on fake tensors with torch {importlib.metadata.version('torch')}; not run.",
-        (*notes, TPU_NOTE) if recorder.is_tpu else notes,
+        (*notes, TPU_NOTE) if recorder.is_tpu else tuple(notes),
         expected=expected_time(programs, sent, rates, is_compiled=is_compiled) if rates and recorder.is_gpu else None,
     )
 
 
 def _planned(config: Config, devices: int) -> Config:
-    """The config, eager, with no more micro batches than differ. No layer keeps to a budget then."""
+    """The config, eager, its products in the compute dtype, with no more micro batches than differ.
+
+    No layer keeps to a budget then.
+    """
     accumulation = check_batch(config, devices)
     rows = config.train.global_batch // accumulation * min(accumulation, MICRO_BATCHES)
     train = config.train.model_copy(update={"global_batch": rows})
-    memory = config.memory
+    memory, precision = config.memory, config.precision.model_copy(update={"products": "auto"})
     if memory.gradient_checkpointing == "budget":
         eager = {"gradient_checkpointing": "none", "budget": default_of("memory.budget")}
         memory = memory.model_copy(update=eager)
-    return config.model_copy(update={"train": train, "compile": Compile(), "memory": memory})
+    return config.model_copy(update={"train": train, "compile": Compile(), "memory": memory, "precision": precision})
 
 
 # ---------------------------------------------------------------------------------------------------------- the step

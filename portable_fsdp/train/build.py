@@ -202,6 +202,7 @@ def shard_policy(config: Config, model: nn.Module) -> ShardPolicy:
         cast_inputs=precision.cast_inputs,
         reduce=DTYPES["float32" if precision.reduce == "auto" else precision.reduce],
         modules={name: DTYPES[dtype] for name, dtype in modules_of_own_dtype(model, precision).items()},
+        products=precision.products,
         recompute=recomputed_layers(layers, memory),
         save_ops=memory.save_ops,
         reshard_after_forward=sharding.reshard_after_forward

@@ -36,6 +36,7 @@ OPTION_GROUPS = [
     "sharding.sync_each_micro_batch",
     "precision.master precision.compute precision.reduce precision.output precision.modules",
     "precision.matmul precision.buffers precision.cast_inputs precision.loss_scale precision.loss_scale_window",
+    "precision.products precision.compute memory.cpu_offload model.lora",
     "memory.gradient_checkpointing memory.every memory.save_ops compile.scan_layers compile.enabled compile.backend",
     "memory.budget compile.cache_dir",
     "memory.cpu_offload memory.offload",

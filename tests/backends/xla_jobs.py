@@ -211,6 +211,20 @@ def fsdp1_program(case: Case) -> dict[str, Any]:
         return out
 
 
+def traced_products(case: Case) -> dict[str, int]:
+    """The products in forward and backward of a step: `s8 s8 -> s32` -> how many; nothing of them runs."""
+    import torch_xla
+
+    with running(case) as run:
+        rows = run.backend.place(CaseRows().rows(torch.arange(_devices()).numpy()))
+        weights = list(run.model.parameters())
+        loss = run.model(rows["input_ids"], rows["labels"])[0]
+        gradients = torch.autograd.grad(loss, weights)
+        text: str = cast(Any, torch_xla)._XLAC._get_xla_tensors_hlo(list(gradients))
+        dots = re.findall(r"= (\w+)\[\S+ dot\((\w+)\[[^%]* %[^%]*?(\w+)\[", text)
+        return Counter(f"{left} {right} -> {result}" for result, left, right in dots)
+
+
 def kernel_run(case: Case, interpreted: bool) -> dict[str, Any]:
     """Three steps on rows of `data.seq_len` tokens: with the TPU's attention kernel in an interpreter, or without."""
     backend, config = open_case(case)

@@ -108,6 +108,7 @@ class NativeBackend(base.Backend):
         self._prefetch: Prefetch | None = None
         self._sums: GradientSums | None = None
         self.offload: ActivationOffload | None = None
+        self._update_scales: Callable[[], None] = lambda: None  # of weights that are gathered in float8
         self._syncs_each_micro_batch = config.sharding.sync_each_micro_batch
         self._matmul_before = _set_matmul_precision(MATMUL[config.precision.matmul])
         self._restore_compiler = _set_compiler(config) if config.compile.enabled else lambda: None
@@ -142,6 +143,10 @@ class NativeBackend(base.Backend):
     def shard_model(self, model: nn.Module, policy: base.ShardPolicy, fill: base.Fill | None) -> nn.Module:
         move_buffers(model, self.device)
         self._root = model
+        if policy.products != "auto":
+            from portable_fsdp.backends.native.float8 import use_float8
+
+            self._update_scales = use_float8(model, policy, self.device, self._shard.size())
         if self._shard.size() == 1 and not policy.cpu_offload:
             use_in_place(model, policy)
             self._reduce = policy.reduce
@@ -183,6 +188,7 @@ class NativeBackend(base.Backend):
 
     def _note_step(self, *_: Any) -> None:
         self._first_step_is_over = True
+        self._update_scales()
         if self._peers:
             self._peers.note_step()
         if self._programs:
@@ -310,6 +316,7 @@ class NativeBackend(base.Backend):
                     read(key, region, local)
                 else:
                     local.copy_(read(key, region))
+            self._update_scales()
 
     @property
     def collectives(self) -> dict[str, base.Traffic] | None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from portable_fsdp.backends.base import ShardPolicy, cast_floats, dropouts, output_head, parameter_slots
@@ -29,7 +30,7 @@ ROOT = ""
 # Where SDPA has no kernel for its arguments (grouped heads on CPU), it runs as batched products and a softmax. These
 # are no "attention", or the experts' products would be kept with it.
 _OPS = {
-    "matmul": ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm"),
+    "matmul": ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm"),
     "attention": (
         "_scaled_dot_product_flash_attention",
         "_scaled_dot_product_efficient_attention",
@@ -296,8 +297,9 @@ def materialise(model: nn.Module, policy: ShardPolicy, device: torch.device) -> 
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor: its memory, not a copy."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    """What this process holds of a tensor: its memory, not a copy; of torchao's tensors the master."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return cast(Any, local)._tensor if is_traceable_wrapper_subclass(local) else local
 
 
 class ComputeTime:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from portable_fsdp.backends import base
 from portable_fsdp.backends.pjrt import PjrtBackend, recomputed, require_devices, require_no_dropout, set_environment
-from portable_fsdp.backends.weight_uses import in_own_dtype, is_inside, uses_by_block, weight_uses
+from portable_fsdp.backends.weight_uses import eight_bit_layers, in_own_dtype, is_inside, uses_by_block, weight_uses
 from portable_fsdp.backends.xla.attention import LayerAttention
 from portable_fsdp.backends.xla.forward import Copies, finish_backward, keep_products, keep_rows_split
 from portable_fsdp.backends.xla.reduce import replace_forwards, summed_in_float32
@@ -118,7 +118,8 @@ class XlaBackend(PjrtBackend):
         if scanned:
             LayerLoop(model, policy, in_loop, layouts, gather=keeps_copies)
         self._copies = copies = Copies(layouts.gathered, barrier, keeps_copies)
-        replace_forwards(uses, copies, layouts.shard, scatter_over(self._tensors.torus, self.axes))
+        in_int8 = {*map(model.get_submodule, eight_bit_layers(model, policy))}
+        replace_forwards(uses, copies, layouts.shard, scatter_over(self._tensors.torus, self.axes), in_int8)
         blocks = {name for name in (*policy.units, *policy.recompute) if not is_inside(name, scanned)}
         for name, owned in uses_by_block(outside, blocks).items():
             block = model.get_submodule(name)

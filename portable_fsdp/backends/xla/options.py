@@ -101,6 +101,7 @@ EFFECTS = {
     "precision.reduce=float32": "gradients are computed in float32, and so summed",
     "precision.reduce=auto": "the dtype that the weight is cast to at use",
     "precision.modules": "their weights and inputs are cast to it, their outputs back",
+    "precision.products=int8": "each row is scaled; the products for gradients of weights stay in bfloat16",
     "memory.save_ops": (
         "a recomputed layer keeps outputs of matrix products, and in any case those of the attention kernel on TPUs"
     ),

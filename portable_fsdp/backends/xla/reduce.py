@@ -6,9 +6,10 @@ take the master and its compute copy apart, and give the gradient to the master.
 float32.
 
 And axis by axis, where the compiler would all-reduce them (`scatter.py`): the weight may then be master or copy.
+The other two products of a linear layer may be of int8 (`int8.py`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -18,6 +19,7 @@ from torch.nn import functional
 from portable_fsdp.backends.base import Forward
 from portable_fsdp.backends.weight_uses import Use
 from portable_fsdp.backends.xla.forward import Copies, Mark
+from portable_fsdp.backends.xla.int8 import int8_product
 from portable_fsdp.backends.xla.scatter import Scatter, product_in
 from portable_fsdp.backends.xla.tensors import laid_out
 from portable_fsdp.runtime.errors import BackendError
@@ -33,12 +35,16 @@ def summed_in_float32(uses: Mapping[str, Use]) -> dict[str, Use]:
     return {fqn: use._replace(apart=id(use.module) in modules) for fqn, use in uses.items()}
 
 
-def replace_forwards(uses: Mapping[str, Use], copies: Copies, shard: Mark, scatter: Scatter | None) -> None:
-    """Replace the forward of each module whose weights are `apart`, or whose gradients `scatter` sums."""
+def replace_forwards(
+    uses: Mapping[str, Use], copies: Copies, shard: Mark, scatter: Scatter | None, in_int8: Collection[nn.Module]
+) -> None:
+    """Replace the forward of each module whose weights are `apart`, whose gradients `scatter` sums, or `in_int8`."""
     ours = {
         id(use.module)
         for use in uses.values()
-        if use.apart or (scatter is not None and use.leaf == "weight" and use.weight.requires_grad)
+        if use.apart
+        or use.module in in_int8
+        or (scatter is not None and use.leaf == "weight" and use.weight.requires_grad)
     }
     by_module: dict[nn.Module, dict[str, Use]] = {}
     for use in uses.values():
@@ -46,7 +52,7 @@ def replace_forwards(uses: Mapping[str, Use], copies: Copies, shard: Mark, scatt
             by_module.setdefault(use.module, {})[use.leaf] = use
     for module, own in by_module.items():
         if make := _maker(module):
-            module.forward = make(module, own, copies, SummedGradients(shard, scatter))
+            module.forward = make(module, own, copies, SummedGradients(shard, scatter, module in in_int8))
 
 
 class SummedGradients(NamedTuple):
@@ -54,6 +60,7 @@ class SummedGradients(NamedTuple):
 
     shard: Mark
     scatter: Scatter | None
+    is_int8: bool  # the layer's other products
 
     def by_hand(self, x: Tensor, weight: Tensor) -> bool:
         """For a module's input; what `scatter` can't divide is the compiler's."""
@@ -63,7 +70,8 @@ class SummedGradients(NamedTuple):
         """[..., a] and [..., b] -> [a, b], the gradient of `weight`."""
         if self.scatter is not None and self.by_hand(left, weight):
             return self.scatter.product(left, right, weight.dtype)
-        return laid_out(product_in(left, right, weight.dtype), self.shard)
+        total = product_in(left, right, weight.dtype)
+        return total if total.dtype == left.dtype else laid_out(total, self.shard)  # `apart`; a scan takes no marks
 
     def rows(self, ids: Tensor, gradient: Tensor, weight: Tensor, padding: int) -> Tensor:
         """[...] and [..., hidden] -> [words, hidden], the gradient of `weight`."""
@@ -89,7 +97,7 @@ def _linear(module: nn.Module, uses: dict[str, Use], copies: Copies, sums: Summe
 
     def forward(x: Tensor) -> Tensor:
         weight, bias = uses["weight"], uses.get("bias")
-        if not weight.apart and (x.dim() < 2 or not sums.by_hand(x, weight.weight)):
+        if not (weight.apart or sums.is_int8) and (x.dim() < 2 or not sums.by_hand(x, weight.weight)):
             return plain(x)
         get_gradients = (weight.weight, None if bias is None else bias.weight)  # masters if apart, else the copies
         low = (copies.of(weight), None if bias is None else copies.of(bias)) if weight.apart else get_gradients
@@ -130,6 +138,9 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight, weight_copy)
         ctx.inputs_first, ctx.sums = inputs_first, sums
+        if sums.is_int8:
+            total = int8_product(x, weight_copy)
+            return total if bias_copy is None else total + bias_copy
         return functional.linear(x, weight_copy.t() if inputs_first else weight_copy, bias_copy)
 
     @staticmethod
@@ -137,7 +148,10 @@ class _Linear(torch.autograd.Function):
         gradient = cast(Tensor, outputs[0])
         x, weight, copy = cast(tuple[Tensor, Tensor, Tensor], ctx.saved_tensors)
         wants_x, wants_weight, wants_bias, *_ = cast(tuple[bool, ...], ctx.needs_input_grad)
-        of_x = gradient @ (copy.t() if ctx.inputs_first else copy) if wants_x else None
+        of_x = None
+        if wants_x:
+            transposed = copy.t() if ctx.inputs_first else copy
+            of_x = int8_product(gradient, transposed.t()) if ctx.sums.is_int8 else gradient @ transposed
         factors = (x, gradient) if ctx.inputs_first else (gradient, x)
         of_weight = ctx.sums.product(*factors, weight) if wants_weight else None
         of_bias = gradient.flatten(0, -2).sum(0, dtype=weight.dtype) if wants_bias else None

@@ -23,6 +23,7 @@ RULES = (
         for option, reason in (
             ("precision.cast_inputs", "XlaFullyShardedDataParallel casts what each unit takes"),
             ("precision.modules", "XlaFullyShardedDataParallel casts a whole unit to one compute dtype"),
+            ("precision.products=int8", "its layers multiply as torch's do"),
             ("optim.name=adafactor|muon", "it takes whole matrices, and a device has flat parts of them"),
             ("optim.factory", "an optimizer may take whole matrices, and a device has flat parts of them"),
             ("compile.scan_layers", "a unit's weights are gathered by its own module, one layer after the other"),

@@ -1,0 +1,184 @@
+"""Products of 8 bits: the curve stays by that of bfloat16, checkpoints hold float32 masters, refusals name a way out.
+
+On CPUs torchao emulates float8 products in bfloat16, of numbers that are rounded to float8. XLA computes int8 ones.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from assemble import assemble, assert_equal_states
+from cases import ARCHITECTURES, Case
+from torch import nn
+from workers import Group, JobFailed, Workers
+
+from portable_fsdp.backends.base import ShardPolicy
+from portable_fsdp.backends.native.float8 import use_float8
+from portable_fsdp.backends.weight_uses import eight_bit_layers
+from portable_fsdp.runtime.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+Run = Callable[[Group, Case], list[dict[str, Any]]]
+GetWorkers = Callable[[Group], Workers]
+
+TWO = Group("native", 2)
+
+BAND = 2e-2
+"""Relative, between losses with products of 8 bits and of bfloat16."""
+
+SIZES = ARCHITECTURES["llama"] | {"hidden_size": 96, "intermediate_size": 160}  # 16 divides them, by 3 devices uneven
+CASE = Case(compute="bfloat16", settings={"model.architecture": SIZES})
+
+
+def of(products: str, **settings: Any) -> Case:
+    return replace(CASE, settings={**CASE.settings, "precision.products": products, **settings})
+
+
+def uneven(products: str) -> Case:
+    return Case(compute="bfloat16", settings={"precision.products": products})
+
+
+def losses(answer: dict[str, Any]) -> list[float]:
+    return [metrics["loss"] for metrics in answer["metrics"]]
+
+
+def greatest_difference(ours: list[float], theirs: list[float]) -> float:
+    return max(abs(a - b) / b for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("group", "products", "settings"),
+    [
+        (Group("native", 1), "float8", {}),
+        (Group("native", 2), "float8", {}),
+        (Group("native", 2), "float8_rowwise", {}),
+        (Group("native", 2), "float8", {"sharding.strategy": "NO_SHARD", "memory.gradient_checkpointing": "full"}),
+        (Group("native", 2), "float8", {"compile.enabled": True, "compile.backend": "aot_eager"}),
+        (Group("native", 2), "float8", {"precision.modules": {"*norm*": "float32"}, "train.micro_batch": 1}),
+        (Group("native", 2), "float8_rowwise", {"memory.cpu_offload": True}),
+        (Group("native", 4), "float8", {"sharding.strategy": "HYBRID_SHARD", "sharding.replicas": 2}),
+        (Group("native", 4), "float8", {"memory.gradient_checkpointing": "full"}),
+        (Group("xla", 2), "int8", {}),
+        (Group("xla", 2), "int8", {"precision.reduce": "float32", "precision.modules": {"*norm*": "float32"}}),
+        (Group("xla", 4), "int8", {"memory.gradient_checkpointing": "full", "train.micro_batch": 1}),
+        (Group("xla", 2), "int8", {"compile.scan_layers": True, "memory.gradient_checkpointing": "full"}),
+    ],
+    ids=str,
+)
+def test_curves_stay_by_those_of_bfloat16(group: Group, products: str, settings: dict[str, Any], run: Run) -> None:
+    eight, *others = run(group, of(products, **settings))
+    plain = run(group, of("auto", **settings))[0]
+    difference = greatest_difference(losses(eight), losses(plain))
+    assert 1e-5 < difference < BAND
+    assert all(losses(other) == losses(eight) for other in others)
+
+
+def test_a_resume_is_bit_for_bit_and_a_checkpoint_travels_with_its_masters(workers: GetWorkers, tmp_path: Path) -> None:
+    """From float8 on two devices to bfloat16 on one and on two of another engine, and to rows on four."""
+    case = replace(of("float8"), steps=8)
+    answers = workers(TWO).run("write", case=case, folder=str(tmp_path), at=4)
+    saved = assemble([answer["state"] for answer in answers])
+    assert {tensor.dtype for key, tensor in saved.items() if key.endswith("weight")} == {torch.float32}
+    again = workers(TWO).run("read", case=case, folders={"it": str(tmp_path)}, at=4)
+    assert repr(again[0]["it"]["metrics"]) == repr(answers[0]["metrics"])
+    for group, products in (
+        (Group("native", 1), "auto"),
+        (Group("xla", 2), "auto"),
+        (Group("native", 4), "float8_rowwise"),
+    ):
+        reader, key = replace(of(products), steps=8), ("precision.products",)
+        read = workers(group).run("read", case=reader, folders={"it": str(tmp_path)}, at=4, allow=key)
+        assert_equal_states(assemble([answer["it"]["state"] for answer in read]), saved)
+        assert greatest_difference(losses(read[0]["it"]), losses(answers[0])) < BAND
+
+
+def test_a_load_into_a_run_under_way_scales_the_loaded_weights(workers: GetWorkers, tmp_path: Path) -> None:
+    """`read` loads one checkpoint after the other into one model."""
+    folders = {name: str(tmp_path / name) for name in ("first", "second")}
+    cases = {name: replace(of("float8"), steps=6, seed=seed) for seed, name in enumerate(folders)}
+    for name, folder in folders.items():
+        workers(TWO).run("write", case=cases[name], folder=folder, at=4)
+    together = workers(TWO).run("read", case=cases["second"], folders=folders, at=4, allow=("run.seed",))[0]
+    alone = workers(TWO).run("read", case=cases["second"], folders={"it": folders["second"]}, at=4)[0]
+    assert repr(together["second"]["metrics"]) == repr(alone["it"]["metrics"])
+
+
+def test_shards_are_gathered_in_float8_and_a_step_reads_nothing_of_the_device(workers: GetWorkers) -> None:
+    gathered = {
+        products: sum(
+            collective.bytes
+            for collective in workers(TWO).run("collectives", case=of(products))[0]["steps"][1]["wire"]
+            if "allgather" in collective.name
+        )
+        for products in ("auto", "float8", "float8_rowwise")
+    }
+    assert gathered["float8"] < 0.9 * gathered["auto"]  # embedding and head are not
+    assert gathered["float8_rowwise"] == gathered["auto"]
+    assert [answer["reads"] for answer in workers(TWO).run("host_reads", case=of("float8"))] == [0, 0]
+
+
+@pytest.mark.xla
+def test_products_of_int8_have_operands_of_8_bits_and_a_result_of_32(workers: GetWorkers) -> None:
+    """Seven layers in two blocks: forward and the gradient of activations; gradients of weights are in bfloat16."""
+    dots = workers(Group("xla", 2)).run("traced_products", case=of("int8"))[0]
+    plain = workers(Group("xla", 2)).run("traced_products", case=of("auto"))[0]
+    assert dots["s8 s8 -> s32"] == 2 * 7 * 2
+    assert set(plain) == set(dots) - {"s8 s8 -> s32"}
+    assert sum(dots.values()) == sum(plain.values())
+
+
+class Small(nn.Module):
+    def __init__(self, odd: int = 40) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"a": nn.Linear(32, 48), "odd": nn.Linear(32, odd), "own": nn.Linear(16, 16)}) for _ in "12"
+        )
+        self.head = nn.Linear(32, 64)
+
+
+LAYERS = ("layers.0", "layers.1")
+SMALL = ShardPolicy(
+    (), LAYERS, torch.bfloat16, modules={f"{name}.own": torch.float32 for name in LAYERS}, products="float8"
+)
+
+
+def test_only_fitting_layers_inside_of_the_models_layers_are_converted() -> None:
+    assert eight_bit_layers(Small(), SMALL) == ["layers.0.a", "layers.1.a"]
+    assert eight_bit_layers(Small(), replace(SMALL, products="auto")) == []
+
+
+def test_a_model_without_such_layers_is_refused_when_it_is_laid_out(workers: GetWorkers) -> None:
+    for group, products in ((TWO, "float8"), (Group("xla", 2), "int8")):
+        with pytest.raises(JobFailed, match="expected linear layers of sizes that 16 divides in the layers of Llama"):
+            workers(group).run("opened", case=uneven(products), build=True)
+
+
+def test_without_torchao_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)  # as where Python finds none
+    with pytest.raises(ConfigError, match=r"products=float8: expected the package torchao.*\n  pip install torchao"):
+        use_float8(Small(), SMALL, torch.device("cpu"), 1)
+
+
+def launched(backend: str, folder: Path, *settings: str) -> list[float]:
+    """Losses of the first run, 200 steps of smaller batches."""
+    command = f"{sys.executable} -m portable_fsdp.launch --device=cpu --backend={backend} --num_devices=1"
+    sizes = ["train.steps=200", "train.global_batch=8", "data.seq_len=128", "checkpoint.every=200"]
+    config = ["--config=configs/quickstart.yaml", f"run.dir={folder}", "precision.compute=bfloat16", *sizes]
+    subprocess.run([*command.split(), *config, *settings], cwd=ROOT, check=True, capture_output=True)
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("backend", "products"), [("native", "float8"), ("native", "float8_rowwise"), ("xla", "int8")])
+def test_200_steps_of_the_first_run_stay_by_the_curve_of_bfloat16(backend: str, products: str, tmp_path: Path) -> None:
+    curves = [launched(backend, tmp_path / name, f"precision.products={name}") for name in ("auto", products)]
+    assert greatest_difference(curves[1], curves[0]) < BAND
+    assert curves[0][-1] < 3
