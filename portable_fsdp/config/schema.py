@@ -326,8 +326,8 @@ class Precision(Section):
     )
     products: Literal["auto", "float8", "float8_rowwise", "int8"] = Field(
         default="auto",
-        description="what linear layers multiply in, inside the model's layers; auto: the compute dtype; float8: one "
-        "scale a tensor, float8_rowwise: one a row (GPUs); int8: one a row (TPUs); weights stay in master",
+        description="products of the layers' linear layers; auto: in the compute dtype; float8: one scale a tensor, "
+        "float8_rowwise: one a row (GPUs); int8: TPUs",
     )
     matmul: Literal["highest", "high", "default"] = Field(
         default="highest",

@@ -133,15 +133,15 @@ def plan_memory(config: Config, target: Target) -> EnginePlan:
     on_chip = VMEM_BYTES if recorder.is_tpu else L2_BYTES
     frozen = {fqn for fqn, weight in training.model.named_parameters() if not weight.requires_grad}
     traffic = least_traffic(blocks, frozen, is_compiled=is_compiled, on_chip=on_chip)
-    notes = ["planned as if it ran eagerly: what is compiled keeps less."] * is_compiled
+    notes = ("planned as if it ran eagerly: what is compiled keeps less.",) * is_compiled
     if config.precision.products != "auto":
-        notes.append("planned with bfloat16 products: those of float8 take less time, and their gathers send less.")
+        notes += ("planned with bfloat16 products: those of float8 take less time.",)
     return EnginePlan(
         facts_of(training, config.data.seq_len),
         memory,
         _work(programs, sent, traffic),
         f"The trainer's own step, on fake tensors with torch {importlib.metadata.version('torch')}; not run.",
-        (*notes, TPU_NOTE) if recorder.is_tpu else tuple(notes),
+        (*notes, TPU_NOTE) if recorder.is_tpu else notes,
         expected=expected_time(programs, sent, rates, is_compiled=is_compiled) if rates and recorder.is_gpu else None,
     )
 

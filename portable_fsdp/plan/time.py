@@ -18,7 +18,7 @@ from portable_fsdp.plan.result import Comparison, Expected, Time, Work
 from portable_fsdp.plan.target import Target
 from portable_fsdp.runtime.errors import UsageError
 
-ITEM_BYTES = {"float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2}
+ITEM_BYTES = {"float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2, "s8": 1}
 
 WARM_UP_STEPS = 5
 
@@ -53,11 +53,12 @@ def bound(
 
 
 def _compute_seconds(device_name: str, dtype: str, flops: float) -> float | None:
-    """At the dtype's peak, or bfloat16's where the vendor names none: no product of 16 or 32 bits is faster."""
+    """At the dtype's peak, or bfloat16's where the vendor names none: no product of 16 or 32 bits is faster, and one of
+    8 bits takes half of its time at least."""
     if dtype not in ITEM_BYTES:
         raise ValueError(f"expected a dtype of {', '.join(ITEM_BYTES)}, found {dtype!r}")
     peak = peak_flops(device_name, dtype) or peak_flops(device_name, "bfloat16")
-    return flops / peak if peak else None
+    return flops / peak / (2 if dtype == "s8" else 1) if peak else None
 
 
 def over_links(

@@ -1,8 +1,7 @@
-"""Products of linear layers in float8, by torchao: each product scales its factors anew.
+"""Products of linear layers in float8, by torchao. Names, masters and checkpoints stay (`units.local_part`).
 
-Names stay. Under `float8` over several shards a weight is torchao's tensor around the master: a shard is cast before it
-is gathered, by the scale of the whole weight, which one all-reduce after each step finds for all. Optimizers and
-checkpoints see the master (`units.local_part`).
+Under `float8` a shard is cast before it is gathered, by the scale of the whole weight, which one all-reduce after each
+step finds for all weights.
 """
 
 import dataclasses
@@ -19,14 +18,10 @@ from portable_fsdp.runtime.errors import ConfigError
 
 log = logging.getLogger("portable_fsdp")
 
-RECIPES = {"float8": "tensorwise", "float8_rowwise": "rowwise"}  # in the words of torchao
-
 
 def use_float8(model: nn.Module, policy: ShardPolicy, device: torch.device, shards: int) -> Callable[[], None]:
-    """Convert the model before anything is wrapped; returns what to call when weights have changed.
-
-    Raises ConfigError without torchao, and BackendError for a model without layers to convert.
-    """
+    """Convert the model before anything is wrapped; returns what to call when weights have changed. Raises ConfigError
+    without torchao."""
     try:
         import torchao.float8 as float8
     except ImportError as error:
@@ -46,7 +41,7 @@ def use_float8(model: nn.Module, policy: ShardPolicy, device: torch.device, shar
         for uses in uses_by_block(weight_uses(model, policy), policy.units).values()
     )
     gathers = policy.products == "float8" and shards > 1 and (is_gpu or not alone)
-    recipe = torchao.Float8LinearConfig.from_recipe_name(RECIPES[policy.products])
+    recipe = torchao.Float8LinearConfig.from_recipe_name("tensorwise" if policy.products == "float8" else "rowwise")
     settings = dataclasses.replace(recipe, emulate=is_emulated, enable_fsdp_float8_all_gather=gathers)
     torchao.convert_to_float8_training(model, module_filter_fn=lambda _, name: name in names, config=settings)
     return lambda: torchao.precompute_float8_dynamic_scale_for_fsdp(model) if gathers else None
