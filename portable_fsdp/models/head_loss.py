@@ -27,6 +27,7 @@ from portable_fsdp.models.loss import (
     cross_entropy_to_compile,
     cross_entropy_with_gradient,
     scaled,
+    with_gradient,
 )
 
 LogitSteps = tuple[Callable[[Tensor], Tensor], ...]
@@ -120,6 +121,23 @@ def _is_autocast(device: str) -> bool:
 # ------------------------------------------------------------------------------------------------- the head's loss
 
 
+def _changed(steps: LogitSteps, output: torch.dtype | None, logits: Tensor) -> Tensor:
+    for step in steps:
+        logits = step(logits)
+    return logits if output is None else logits.to(output)
+
+
+class Following(NamedTuple):
+    """What follows the head in training. An engine whose own forward of the head finds it there may return the loss."""
+
+    labels: Tensor
+    change: Callable[[Tensor], Tensor]
+
+    def gradient(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The summed loss of some of the head's logits, and its gradient for them."""
+        return with_gradient(logits, labels, self.change)
+
+
 class _Chunk(NamedTuple):
     """How the logits of some positions come about."""
 
@@ -134,10 +152,8 @@ class _Chunk(NamedTuple):
         """Loss of `hidden` [positions, width] and its gradient; adds the gradients of what trains to `sums`."""
         leaf = hidden.detach().requires_grad_()
         with torch.enable_grad():
-            made = logits = self.forward(leaf)
-            for step in self.steps:
-                logits = step(logits)
-            logits = logits if self.output is None else logits.to(self.output)
+            made = self.forward(leaf)
+            logits = _changed(self.steps, self.output, made)
         loss, gradient = self.loss(logits.detach(), labels)
         rest = self.trained[self.is_product :]
         of_made, of_leaf, *more = torch.autograd.grad(logits, [made, leaf, *rest], gradient)
@@ -169,13 +185,27 @@ class _HeadLoss(torch.autograd.Function):
 
 @contextmanager
 def _loss_in_head(
-    model: nn.Module, steps: LogitSteps, labels: Tensor, output: torch.dtype | None, loss: GradientLoss
+    model: nn.Module,
+    steps: LogitSteps,
+    labels: Tensor,
+    output: torch.dtype | None,
+    loss: GradientLoss | None,
 ) -> Generator[list[Tensor]]:
-    """The model's head returns its loss meanwhile, which the list then holds; logits where it takes no chunks."""
+    """The model's head returns its loss meanwhile, which the list then holds; logits where it takes no chunks.
+
+    `loss`: of a chunk of logits; None: an engine may take chunks of its own.
+    """
     head: Any = cast(Any, model).get_output_embeddings()
     losses: list[Tensor] = []
-    if not _takes_chunks(head):
-        yield losses
+    # After the engine's own hooks, which backward needs.
+    hook = head.register_forward_hook(lambda _, __, out: None if out.dim() else losses.append(out))
+    if loss is None or not _takes_chunks(head):
+        head.following = Following(labels, partial(_changed, steps, output))
+        try:
+            yield losses
+        finally:
+            del head.following
+            hook.remove()
         return
     plain = head.forward
 
@@ -189,8 +219,6 @@ def _loss_in_head(
         vocabulary = getattr(head, "base_layer", head).weight.shape[0]
         return cast(Tensor, _HeadLoss.apply(chunk, vocabulary, labels, hidden, *trained))
 
-    # After the engine's own hooks, which backward needs.
-    hook = head.register_forward_hook(lambda _, __, out: None if out.dim() else losses.append(out))
     head.forward = forward
     try:
         yield losses
@@ -220,9 +248,9 @@ def attach_loss(
     `steps`: of `trace_logits`. In training `cross_entropy_sum` then gets no logits: the head computes the loss itself,
     by a program of torch.compile's backend `compiler` (auto: its default) if there is one.
     """
-    in_head = steps if loss is None and chunked else None
+    in_head = steps if loss is None else None
     summed = loss or partial(cross_entropy_sum, chunked=chunked)
-    head_loss = cross_entropy_with_gradient
+    head_loss = cross_entropy_with_gradient if chunked else None
     if compiler is not None:
         options: dict[str, Any] = {} if compiler == "auto" else {"backend": compiler}
         head_loss = torch.compile(cross_entropy_to_compile, **options, fullgraph=True, dynamic=False)

@@ -52,12 +52,12 @@ class _CrossEntropySum(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, labels: Tensor, chunked: bool) -> Tensor:
         bounds = _chunks(logits, chunked)
         if len(bounds) == 1:
-            total, ctx.gradient = _with_gradient(logits, labels)
+            total, ctx.gradient = with_gradient(logits, labels)
             return total
         total = torch.zeros((), dtype=torch.float32, device=logits.device)
         ctx.gradient = torch.empty_like(logits) if _may_be_kept(logits) else logits.detach()
         for start, stop in bounds:
-            loss, ctx.gradient[:, start:stop] = _with_gradient(logits[:, start:stop], labels[:, start:stop])
+            loss, ctx.gradient[:, start:stop] = with_gradient(logits[:, start:stop], labels[:, start:stop])
             total = total + loss
         return total
 
@@ -89,10 +89,13 @@ def _may_be_kept(logits: Tensor) -> bool:
     return node is None or name not in _KEEP_NO_OUTPUT
 
 
-def _with_gradient(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def with_gradient(
+    logits: Tensor, labels: Tensor, change: Callable[[Tensor], Tensor] = lambda logits: logits
+) -> tuple[Tensor, Tensor]:
+    """The summed cross entropy of changed logits without a graph, and its gradient for `logits` in their dtype."""
     leaf = logits.detach().requires_grad_()
     with torch.enable_grad():
-        loss = _cross_entropy(leaf, labels)
+        loss = _cross_entropy(change(leaf), labels)
         kept = loss * FLOAT16_GAIN if logits.dtype == torch.float16 else loss
     return loss.detach(), torch.autograd.grad(kept, leaf)[0]
 

@@ -20,7 +20,7 @@ from cases import GLOBAL_BATCH, VOCABULARY, Case, CaseRows
 from jobs import open_case, running
 
 from portable_fsdp.backends.base import ShardPolicy
-from portable_fsdp.backends.xla import engine, scatter, splash
+from portable_fsdp.backends.xla import engine, head, scatter, splash
 from portable_fsdp.config.schema import Config
 from portable_fsdp.metrics.hlo import collectives_by_dtype
 from portable_fsdp.train.build import build_training
@@ -46,16 +46,22 @@ def xla_run(case: Case, folder: str) -> dict[str, Any]:
 
 
 def xla_run_on_chips(case: Case, folder: str, torus: tuple[int, ...], global_batch: int) -> dict[str, Any]:
-    """As `xla_run`, on CPU devices that say where on a torus they are: slices, y, x. Empty: nowhere, as they are."""
+    """As `xla_run`, on CPU devices that say where on a torus they are: slices, y, x. Empty: nowhere, as they are.
+
+    Besides `head_chunks`: how often the head's gradient was computed for some of the positions.
+    """
     places = list(product(*map(range, torus))) if torus else []
     chips = [{"name": f"TPU:{i}", "slice_index": at, "coords": [x, y, 0]} for i, (at, y, x) in enumerate(places)]
     rows = {"train.global_batch": global_batch, "train.micro_batch": case.micro_batch or global_batch // _devices()}
     with (
         _chips(chips or [{"name": "CPU:0"}]),
         patch.object(scatter, "LARGEST_OF_COMPILER", 1),
+        patch.object(head, "POSITIONS", 16),
+        patch.object(head, "product_in", wraps=head.product_in) as products,
         patch.object(jobs, "GLOBAL_BATCH", global_batch),
     ):
-        return xla_run(replace(case, settings=case.settings | rows), folder)
+        run = xla_run(replace(case, settings=case.settings | rows), folder)
+    return {**run, "head_chunks": products.call_count}
 
 
 def torus_of_chips(chips: list[dict[str, Any]]) -> tuple[int, ...]:

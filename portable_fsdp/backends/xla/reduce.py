@@ -19,6 +19,7 @@ from torch.nn import functional
 from portable_fsdp.backends.base import Forward
 from portable_fsdp.backends.weight_uses import Use
 from portable_fsdp.backends.xla.forward import Copies, Mark
+from portable_fsdp.backends.xla.head import ChunkedHead, chunk_length
 from portable_fsdp.backends.xla.int8 import int8_product
 from portable_fsdp.backends.xla.scatter import Scatter, product_in
 from portable_fsdp.backends.xla.tensors import laid_out
@@ -66,6 +67,13 @@ class SummedGradients(NamedTuple):
         """For a module's input; what `scatter` can't divide is the compiler's."""
         return self.scatter is not None and x.dim() > 0 and self.scatter.fits(len(x), weight)
 
+    def by_chunks(self, hidden: Tensor, weight: Tensor) -> bool:
+        """For the head: whether its loss goes by chunks. Where the compiler sums gradients, it would sum each one's."""
+        if self.scatter is None or not self.by_hand(hidden, weight) or hidden.dim() != 3:
+            return False
+        rows = len(hidden) // (self.scatter.replicas * self.scatter.parts)
+        return chunk_length(rows, hidden.shape[1]) < hidden.shape[1]
+
     def product(self, left: Tensor, right: Tensor, weight: Tensor) -> Tensor:
         """[..., a] and [..., b] -> [a, b], the gradient of `weight`."""
         if self.scatter is not None and self.by_hand(left, weight):
@@ -101,6 +109,9 @@ def _linear(module: nn.Module, uses: dict[str, Use], copies: Copies, sums: Summe
             return plain(x)
         get_gradients = (weight.weight, None if bias is None else bias.weight)  # masters if apart, else the copies
         low = (copies.of(weight), None if bias is None else copies.of(bias)) if weight.apart else get_gradients
+        following = vars(module).get("following")  # set by models/head_loss.py on the head, in training
+        if following is not None and bias is None and not inputs_first and sums.by_chunks(x, weight.weight):
+            return cast(Tensor, ChunkedHead.apply(x, get_gradients[0], low[0], following, sums.scatter))
         return cast(Tensor, _Linear.apply(x, *get_gradients, *low, inputs_first, sums))
 
     return forward

@@ -111,22 +111,34 @@ def _operator() -> Any:
 def _scattered_sum(
     left: Tensor, right: Tensor, dtype: torch.dtype, words: int, padding: int, scatter: Scatter
 ) -> Tensor:
-    import torch_xla
+    if words:
+        own = on_devices(right, scatter), on_devices(left, scatter)
+        return scattered(torch.ops.aten.embedding_dense_backward(*own, words, padding, False), scatter)
+    return scattered(product_in(on_devices(left, scatter), on_devices(right, scatter), dtype), scatter)
+
+
+def on_devices(tensor: Tensor, scatter: Scatter, *, whole: bool = False) -> Tensor:
+    """A device's rows of a global tensor, or all of it, for what each device then runs by itself."""
     import torch_xla.distributed.spmd as spmd
 
-    bridge: Any = cast(Any, torch_xla)._XLAC
-    mesh = _mesh(scatter.replicas, scatter.parts)
-    shape = words or left.shape[-1], right.shape[-1]
+    spec = (None if whole else ROWS, *(None for _ in tensor.shape[1:]))
+    mesh = _mesh(scatter.replicas, scatter.parts)  # an argument of the program can't be annotated so, a new tensor can
+    return cast(Any, spmd).enable_manual_sharding(tensor * 1, spec, mesh=mesh).global_tensor
 
-    def own(tensor: Tensor) -> Tensor:
-        """A device's rows; of a new tensor, since an argument of the program can't be annotated so."""
-        spec = (ROWS, *(None for _ in tensor.shape[1:]))
-        return cast(Any, spmd).enable_manual_sharding(tensor * 1, spec, mesh=mesh).global_tensor
 
-    if words:
-        total = torch.ops.aten.embedding_dense_backward(own(right), own(left), words, padding, False)
-    else:
-        total = product_in(own(left), own(right), dtype)
+def off_devices(tensor: Tensor, shape: Sequence[int], scatter: Scatter, axis: str | tuple[str, ...] = ROWS) -> Tensor:
+    """The global tensor [rows, ...] of which each device has the part that `axis` of the mesh gives it."""
+    import torch_xla.distributed.spmd as spmd
+
+    spec, mesh = (axis, *(None for _ in shape[1:])), _mesh(scatter.replicas, scatter.parts)
+    return cast(Any, spmd).disable_manual_sharding(tensor, spec, tuple(shape), mesh=mesh).global_tensor
+
+
+def scattered(total: Tensor, scatter: Scatter) -> Tensor:
+    """[rows, width] that each device has computed -> their sum, a global tensor that is sharded by rows."""
+    import torch_xla
+
+    bridge, shape = cast(Any, torch_xla)._XLAC, total.shape
     if scatter.slices > 1:
         # Within a slice first: what then crosses the network is each chip's part of its slice's sum.
         by_slice = total.reshape(scatter.slices, math.prod(scatter.along), -1)
@@ -138,7 +150,7 @@ def _scattered_sum(
             total = bridge._xla_spmd_reduce_scatter("sum", total, 1.0, 0, size, groups)  # dimension 0: others stay sums
     if scatter.replicas > 1:
         total = bridge._xla_spmd_all_reduce("sum", total, 1.0, devices.reshape(scatter.replicas, -1).T.tolist())
-    return cast(Any, spmd).disable_manual_sharding(total, ("shard", None), shape, mesh=mesh).global_tensor
+    return off_devices(total, shape, scatter, "shard")
 
 
 @cache
