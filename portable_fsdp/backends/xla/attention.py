@@ -7,6 +7,7 @@ Models stay as they are: a function mode catches the call of the project's atten
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
 import json
+import logging
 import math
 import operator
 from collections.abc import Callable, Generator
@@ -22,6 +23,8 @@ from torch.overrides import TorchFunctionMode
 
 from portable_fsdp.backends.base import Forward
 from portable_fsdp.backends.xla.splash import Kernel
+
+log = logging.getLogger("portable_fsdp")
 
 
 class LayerAttention:
@@ -130,18 +133,22 @@ def _models(
     **options: Any,
 ) -> dict[str, Any] | None:
     """The same of the models' function: causal attention of lengths that the kernel's blocks divide."""
-    length = query.shape[-2]
-    fits = (
-        causal
-        and not dropout
-        and mask is None
-        and query.dim() == 4
-        and (length % 1024 == 0 or length in (128, 256, 512))
-        and key.shape[-2] == length
-        and query.shape[-1] % 64 == 0
-        and value.shape[-1] % 64 == 0
+    length, widths = query.shape[-2], (query.shape[-1], value.shape[-1])
+    if not causal or dropout or mask is not None or query.dim() != 4 or key.shape[-2] != length:
+        return None
+    if not (length % 1024 == 0 or length in (128, 256, 512)) or any(width % 64 for width in widths):
+        _note_formula(length, widths)
+        return None
+    return {"query": query, "key": key, "value": value, "documents": documents, **options}
+
+
+@cache  # once in a process
+def _note_formula(length: int, widths: tuple[int, int]) -> None:
+    log.warning(
+        "attention: %d tokens in heads of %d and %d keep all scores in memory: the kernel takes 128, 256, 512 or "
+        "a multiple of 1024 tokens, and a multiple of 64 in a head",
+        *(length, *widths),
     )
-    return {"query": query, "key": key, "value": value, "documents": documents, **options} if fits else None
 
 
 # ------------------------------------------------------------------------------------------------ over all devices
