@@ -82,7 +82,7 @@ SETTINGS = (
     Setting(False, "full", 4),
     Setting(True, "full", 4),
 )
-TINY_SETTINGS = (Setting(False, "full", 8), Setting(False, "full", 8, VOCABULARY, "memory.offload=activations"))
+TINY_SETTINGS = (Setting(False, "full", 8), Setting(False, "full", 8, option="memory.offload=activations"))
 
 
 @dataclass

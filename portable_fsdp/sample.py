@@ -14,7 +14,7 @@ from typing import Any
 
 from portable_fsdp.runtime.command import CommandParser, at_least, run_command, to_stderr, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FINISHED, ConfigError
-from portable_fsdp.runtime.hub import TOKENIZER_FILES
+from portable_fsdp.runtime.hub import TOKENIZER_FILES, before_transformers
 from portable_fsdp.runtime.strict_json import parse_json
 
 _EXPORT = "export"  # in run.dir
@@ -63,7 +63,7 @@ def sample(
     can't open the folder or finds no chat template, and for a prompt of no tokens or too many.
     """
     _require_files(folder, gguf_file)
-    os.environ.setdefault("USE_TORCH_XLA", "0")  # else transformers imports torch_xla wherever it is installed
+    before_transformers()
     import torch
     from transformers.utils import logging
 

@@ -8,7 +8,6 @@ ids would fit a grown model as well, and mean nothing to it; one with fewer ids 
 """
 
 import logging
-import os
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +20,7 @@ from portable_fsdp.config import schema
 from portable_fsdp.config.describe import yaml_value
 from portable_fsdp.data.chat import ChatTemplate
 from portable_fsdp.runtime.errors import ConfigError, DataError
-from portable_fsdp.runtime.hub import TOKENIZER_FILES, is_hub_id, local_folder
+from portable_fsdp.runtime.hub import TOKENIZER_FILES, before_transformers, is_hub_id, local_folder
 
 Tokens = NDArray[np.unsignedinteger[Any]]
 """1-D ids, in the smallest unsigned dtype that holds the vocabulary."""
@@ -183,8 +182,8 @@ def _open(folder: Path, key: str, gguf_file: str | None) -> Any:
 
 
 def _transformers() -> Any:
-    """transformers takes seconds to import, and would import torch_xla wherever that is installed."""
-    os.environ.setdefault("USE_TORCH_XLA", "0")
+    """It takes seconds."""
+    before_transformers()
     import transformers
 
     return transformers

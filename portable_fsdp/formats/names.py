@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from portable_fsdp.formats.base import ForeignCheckpoint
 from portable_fsdp.formats.safetensors_file import byte_chunks
 from portable_fsdp.models.architecture import config_from_json, config_to_json
 from portable_fsdp.runtime.errors import CheckpointError
+from portable_fsdp.runtime.hub import before_transformers
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _MAX_LAYERS = 10_000
@@ -39,8 +39,8 @@ class ModelNames:
 
 
 def import_transformers() -> Any:
-    """transformers takes seconds to import, and would import torch_xla where that is installed."""
-    os.environ.setdefault("USE_TORCH_XLA", "0")
+    """It takes seconds."""
+    before_transformers()
     import transformers
 
     return transformers

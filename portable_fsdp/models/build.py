@@ -9,7 +9,6 @@ the model twice.
 
 import copy
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,6 +29,7 @@ from portable_fsdp.models.tasks import CAUSAL_LM, Task, is_decoder_only
 from portable_fsdp.models.weights import ModelSize, RandomWeights, TensorFile, WeightFill, fill_buffers, size_of
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.factory import call_factory
+from portable_fsdp.runtime.hub import before_transformers
 
 if TYPE_CHECKING:  # a run without model.pretrained loads neither
     from portable_fsdp.models.pretrained import Base, Pretrained
@@ -93,8 +93,7 @@ def build_model(
     precision = precision or schema.Precision()
     if model.factory is not None:
         return _of_factory(model, precision, seed)
-    # transformers and accelerate would import torch_xla wherever it is installed; we choose the engine ourselves.
-    os.environ.setdefault("USE_TORCH_XLA", "0")
+    before_transformers()
     pretrained = None
     if model.pretrained is not None:
         from portable_fsdp.models.pretrained import open_pretrained

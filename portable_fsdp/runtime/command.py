@@ -44,9 +44,6 @@ def configure_log(process_index: int) -> None:
     handler = logging.StreamHandler()
     prefix = "" if process_index == 0 else f"[process {process_index}] "
     handler.setFormatter(logging.Formatter(f"{prefix}%(message)s"))
-    logging.getLogger("torchao").setLevel(
-        logging.ERROR
-    )  # asks for a newer torch than torch_xla's wherever it is installed
     logger = logging.getLogger("portable_fsdp")
     logger.handlers[:] = [handler]
     logger.setLevel(logging.INFO if process_index == 0 else logging.WARNING)

@@ -1,7 +1,6 @@
 """Functions of the user's own that a config names: `module:function`."""
 
 import importlib
-import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.runtime.hub import before_transformers
 
 FACTORY_PATTERN = r"^[^\s:]+:[^\s:]+$"
 
@@ -27,8 +27,7 @@ def load_factory(key: str, name: str) -> Callable[..., Any]:
     Modules are found in the config's folder and on PYTHONPATH. Raises ConfigError where the module can't be imported or
     has no such function.
     """
-    # transformers, which the module may import, would import torch_xla wherever it is installed.
-    os.environ.setdefault("USE_TORCH_XLA", "0")
+    before_transformers()  # which the module may import
     module_name, _, attribute = name.partition(":")
     try:
         is_there = module_name in sys.modules or find_spec(module_name) is not None  # __main__ has no spec

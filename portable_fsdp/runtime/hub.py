@@ -4,6 +4,8 @@ huggingface_hub does the work: its cache (HF_HOME), its token (HF_TOKEN, or `hf 
 (HF_HUB_OFFLINE=1), and the locks by which one process of a host downloads while the others wait.
 """
 
+import logging
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +25,12 @@ MODEL_FILES = (*CONFIG_FILES, *WEIGHT_FILES, *TOKENIZER_FILES)
 
 _NEVER = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt", "*.msgpack", "*.h5", "*.py")
 _HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?", re.ASCII)
+
+
+def before_transformers() -> None:
+    """transformers would import torch_xla wherever that is installed, and torchao, which asks for a newer torch."""
+    os.environ.setdefault("USE_TORCH_XLA", "0")
+    logging.getLogger("torchao").setLevel(logging.ERROR)
 
 
 def is_hub_id(name: str) -> bool:

@@ -6,7 +6,6 @@ a branch of the hub may move in between.
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from portable_fsdp.data.build import Corpus, build_data
 from portable_fsdp.models.architecture import check_architecture
 from portable_fsdp.runtime.collective_errors import on_each_process, on_process_0
 from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.runtime.hub import before_transformers
 from portable_fsdp.train.early_checks import require_trackers, require_writable
 
 
@@ -25,7 +25,7 @@ def require_folders_and_model(config: Config, backend: Backend) -> None:
     tokenizing. *collective*"""
     on_process_0(backend, lambda: _require_folders(config))
     if (architecture := config.model.architecture) is not None:
-        os.environ.setdefault("USE_TORCH_XLA", "0")  # as build_model does, before transformers is imported
+        before_transformers()
         on_each_process(backend, lambda: check_architecture(architecture, config.train.task))
 
 

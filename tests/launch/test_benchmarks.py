@@ -100,7 +100,7 @@ def test_gpu_checks_options_and_times_three_ways_to_the_same_losses(tmp_path: Pa
 def test_gpu_names_what_no_time_is_left_for(tmp_path: Path) -> None:
     result, printed = _result(tmp_path, "gpu", "--tiny", "--parts=speed", "--minutes=0")
     assert not result["speed"]
-    assert [run["way"] for run in result["left_out"]] == ["ours", "plain", "trainer"]
+    assert [run["way"] for run in result["left_out"]] == ["ours", "plain", "trainer", "ours"]  # the last with an option
     assert "left out: eager/full/8 plain, pass 1: no time left" in printed
 
 

@@ -98,7 +98,7 @@ def test_a_mistake_ends_a_loop_of_ones_own_with_a_sentence(
 ) -> None:
     """Also one in the environment of `accelerate launch`."""
     if message.startswith("ACCELERATE"):
-        monkeypatch.setenv(message, "fp8")
+        monkeypatch.setenv(message, "fp4")
     end = run_example(monkeypatch, "own_loop.py", *words)
     error = capsys.readouterr().err
     assert end == 2 or code == 1
