@@ -28,9 +28,11 @@ _HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?"
 
 
 def before_transformers() -> None:
-    """transformers would import torch_xla wherever that is installed, and torchao, which asks for a newer torch."""
+    """transformers would import torch_xla where that is installed, and does import torchao: 0.17 asks for a newer torch
+    than 2.9, and torch 2.13 warns of what 0.18 does."""
     os.environ.setdefault("USE_TORCH_XLA", "0")
-    logging.getLogger("torchao").setLevel(logging.ERROR)
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def is_hub_id(name: str) -> bool:

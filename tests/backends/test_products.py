@@ -38,6 +38,7 @@ CASE = Case(compute="bfloat16", settings={"model.architecture": SIZES})
 
 
 RECOMPUTED = {"memory.gradient_checkpointing": "full"}
+IN_FLOAT32 = {"precision.reduce": "float32", "precision.modules": {"*norm*": "float32"}}
 
 
 def of(products: str, **settings: Any) -> Case:
@@ -62,8 +63,8 @@ def greatest_difference(ours: list[float], theirs: list[float]) -> float:
         (Group("native", 2), "float8", {}),
         (Group("native", 2), "float8_rowwise", {}),
         (Group("native", 2), "float8", {"compile.enabled": True, "compile.backend": "aot_eager"}),
-        (Group("xla", 2), "int8", {"precision.reduce": "float32", "precision.modules": {"*norm*": "float32"}}),
-        (Group("xla", 2), "int8", {"compile.scan_layers": True, **RECOMPUTED}),
+        pytest.param(Group("xla", 2), "int8", IN_FLOAT32, marks=pytest.mark.xla),
+        pytest.param(Group("xla", 2), "int8", {"compile.scan_layers": True, **RECOMPUTED}, marks=pytest.mark.xla),
         *(
             pytest.param(*case, marks=pytest.mark.proof)
             for case in (
@@ -88,6 +89,7 @@ def test_curves_stay_by_those_of_bfloat16(group: Group, products: str, settings:
     assert all(losses(other) == losses(eight) for other in others)
 
 
+@pytest.mark.xla
 def test_a_resume_is_bit_for_bit_and_a_checkpoint_travels_with_its_masters(workers: GetWorkers, tmp_path: Path) -> None:
     """From float8 on two devices to bfloat16 on one and on two of another engine, and to rows on four."""
     case = replace(of("float8"), steps=8)
@@ -162,10 +164,14 @@ def test_only_fitting_layers_inside_of_the_models_layers_are_converted() -> None
     assert eight_bit_layers(Small(), replace(SMALL, products="auto")) == []
 
 
-def test_a_model_without_such_layers_is_refused_when_it_is_laid_out(workers: GetWorkers) -> None:
-    for group, products in ((TWO, "float8"), (Group("xla", 2), "int8")):
-        with pytest.raises(JobFailed, match="expected linear layers of sizes that 16 divides in the layers of Llama"):
-            workers(group).run("opened", case=uneven(products), build=True)
+@pytest.mark.parametrize(
+    ("group", "products"), [(TWO, "float8"), pytest.param(Group("xla", 2), "int8", marks=pytest.mark.xla)], ids=str
+)
+def test_a_model_without_such_layers_is_refused_when_it_is_laid_out(
+    group: Group, products: str, workers: GetWorkers
+) -> None:
+    with pytest.raises(JobFailed, match="expected linear layers of sizes that 16 divides in the layers of Llama"):
+        workers(group).run("opened", case=uneven(products), build=True)
 
 
 def test_without_torchao_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
