@@ -47,7 +47,7 @@ GUESS_S = {False: 25.0, True: 60.0}
 
 
 class Setting(NamedTuple):
-    """What all ways share in a comparison; with an `option` of ours alone they aren't run again."""
+    """What all ways share in a comparison. With an `option`, which only our loop has, only ours runs."""
 
     compile: bool
     checkpointing: str

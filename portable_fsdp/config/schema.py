@@ -387,6 +387,11 @@ class Compile(Section):
         default=False, description="XLA: compile one layer and loop over it, instead of one copy per layer"
     )
 
+    @property
+    def compiler(self) -> str | None:
+        """`backend`; None where nothing is compiled by it."""
+        return self.backend if self.enabled else None
+
 
 class Checkpoint(Section):
     dir: str | None = Field(

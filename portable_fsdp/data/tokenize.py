@@ -20,7 +20,7 @@ from portable_fsdp.config import schema
 from portable_fsdp.config.describe import yaml_value
 from portable_fsdp.data.chat import ChatTemplate
 from portable_fsdp.runtime.errors import ConfigError, DataError
-from portable_fsdp.runtime.hub import TOKENIZER_FILES, before_transformers, is_hub_id, local_folder
+from portable_fsdp.runtime.hub import TOKENIZER_FILES, import_transformers, is_hub_id, local_folder
 
 Tokens = NDArray[np.unsignedinteger[Any]]
 """1-D ids, in the smallest unsigned dtype that holds the vocabulary."""
@@ -69,7 +69,7 @@ class ByteTokenizer:
 
     def save(self, folder: Path) -> None:
         """Write a folder that transformers' `AutoTokenizer.from_pretrained` opens; `folder` may exist."""
-        transformers = _transformers()
+        transformers = import_transformers()
         tokenizer = transformers.PreTrainedTokenizerFast(
             tokenizer_object=_bytes_as_bpe(), eos_token=NUL, pad_token=NUL, clean_up_tokenization_spaces=False
         )
@@ -164,7 +164,7 @@ def require_tokenizer_folder(folder: Path, key: str) -> None:
 
 def _open(folder: Path, key: str, gguf_file: str | None) -> Any:
     require_tokenizer_folder(folder, key)
-    transformers, local = _transformers(), {"local_files_only": True, "trust_remote_code": False}
+    transformers, local = import_transformers(), {"local_files_only": True, "trust_remote_code": False}
     try:
         if gguf_file is not None:
             return transformers.AutoTokenizer.from_pretrained(folder, gguf_file=gguf_file, **local)
@@ -179,14 +179,6 @@ def _open(folder: Path, key: str, gguf_file: str | None) -> Any:
         f"{key}: expected tokenizer_config.json or tokenizer.json in {folder}, found neither.\n"
         "  Write one with transformers' save_pretrained, or set data.tokenizer=bytes."
     )
-
-
-def _transformers() -> Any:
-    """It takes seconds."""
-    before_transformers()
-    import transformers
-
-    return transformers
 
 
 def _bytes_as_bpe() -> Any:

@@ -12,13 +12,13 @@ from portable_fsdp.checkpoint.format import Manifest, TensorEntry, bytes_of_tens
 from portable_fsdp.checkpoint.safetensors import Stored
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.formats.base import FLOAT_DTYPES, ExportOptions, ForeignCheckpoint, as_dtype, file_inside
-from portable_fsdp.formats.names import config_object, config_of, import_transformers
+from portable_fsdp.formats.names import config_object, config_of
 from portable_fsdp.formats.peft import merged, opened_folder
 from portable_fsdp.formats.safetensors_file import groups, read_header, read_tensor, write_file
 from portable_fsdp.models.architecture import mapping_of
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 from portable_fsdp.runtime.files import write_text_atomically
-from portable_fsdp.runtime.hub import local_folder
+from portable_fsdp.runtime.hub import import_transformers, local_folder
 from portable_fsdp.runtime.strict_json import parse_json
 
 log = logging.getLogger("portable_fsdp")

@@ -16,7 +16,7 @@ from portable_fsdp.formats.base import ForeignCheckpoint
 from portable_fsdp.formats.safetensors_file import byte_chunks
 from portable_fsdp.models.architecture import config_from_json, config_to_json
 from portable_fsdp.runtime.errors import CheckpointError
-from portable_fsdp.runtime.hub import before_transformers
+from portable_fsdp.runtime.hub import import_transformers
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _MAX_LAYERS = 10_000
@@ -36,14 +36,6 @@ class ModelNames:
     def ties(self) -> dict[str, str]:
         """Further FQN of a tied tensor -> its first FQN, as in a manifest."""
         return {name: first for first, names in self.aliases.items() for name in names if name != first}
-
-
-def import_transformers() -> Any:
-    """It takes seconds."""
-    before_transformers()
-    import transformers
-
-    return transformers
 
 
 def config_of(path: Path) -> dict[str, Any]:

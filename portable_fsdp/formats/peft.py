@@ -13,12 +13,13 @@ from portable_fsdp.checkpoint.format import Manifest, TensorEntry
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.config.schema import Model
 from portable_fsdp.formats.base import ExportOptions, as_dtype, weights_of
-from portable_fsdp.formats.names import import_transformers, model_on_meta
+from portable_fsdp.formats.names import model_on_meta
 from portable_fsdp.formats.safetensors_file import write_file
 from portable_fsdp.models import lora
 from portable_fsdp.models.pretrained import PretrainedWeights, fingerprint, open_pretrained
 from portable_fsdp.models.weights import RandomWeights
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
+from portable_fsdp.runtime.hub import import_transformers
 
 
 def export(reader: Reader, options: ExportOptions) -> Callable[[Path], None]:

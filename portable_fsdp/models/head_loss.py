@@ -193,7 +193,7 @@ def _loss_in_head(
 ) -> Generator[list[Tensor]]:
     """The model's head returns its loss meanwhile, which the list then holds; logits where it takes no chunks.
 
-    `loss`: of a chunk of logits; None: an engine may take chunks of its own.
+    `loss`: of a chunk of logits; None: the engine may chunk the logits itself.
     """
     head: Any = cast(Any, model).get_output_embeddings()
     losses: list[Tensor] = []

@@ -35,6 +35,14 @@ def before_transformers() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
+def import_transformers() -> Any:
+    """It takes seconds."""
+    before_transformers()
+    import transformers
+
+    return transformers
+
+
 def is_hub_id(name: str) -> bool:
     """Whether it has the form `org/name` or `org/name@revision`, and no local folder has that name."""
     return _HUB_ID.fullmatch(name) is not None and not Path(name).is_dir()

@@ -100,7 +100,7 @@ def build_training(
         packs_documents=config.data.factory is None and config.data.resolved_packing == "documents",
         task=task,
         seq_len_key="data.buckets" if config.data.buckets else "data.seq_len",
-        compiler=config.compile.backend if config.compile.enabled else None,
+        compiler=config.compile.compiler,
     )
     takes_last = task.name == "sequence_classification" and is_decoder_only(built.model)
     if config.data.buckets and takes_last and built.config.get("pad_token_id") != 0:
@@ -212,7 +212,7 @@ def shard_policy(config: Config, model: nn.Module) -> ShardPolicy:
         backward_prefetch_units=sharding.backward_prefetch_units,
         cpu_offload=memory.cpu_offload,
         offload_activations=memory.offload == "activations",
-        compile_backend=config.compile.backend if config.compile.enabled else None,
+        compile_backend=config.compile.compiler,
         scan_layers=config.compile.scan_layers,
         attention=attend,
     )

@@ -1,7 +1,7 @@
 """Inputs of recomputed layers wait for backward in host memory (`memory.offload: activations`).
 
-Each is copied out beside forward, on a stream of its own, and back while the layer after it runs backward. The last
-layer keeps its input: backward begins there. The CPU computes where they are; nothing is copied.
+A separate stream copies each to the host during forward, and back while the next layer runs backward. The last
+layer keeps its input: backward begins there. On a CPU nothing is copied.
 """
 
 # The hooks that are active have no public name.
