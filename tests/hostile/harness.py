@@ -1,7 +1,7 @@
 """Reads one hostile input under watch: it must end with one clear error or a legal value, fast, small and harmless.
 
-Watched, for the process as a whole: processor time, peak resident memory, and (by Python's audit hooks) files written
-outside the folder of the case, processes started and hosts connected to. Linux only.
+Watched: processor time of the thread that reads, and for the process as a whole peak resident memory and (by Python's
+audit hooks) files written outside the folder of the case, processes started and hosts connected to. Linux only.
 """
 
 import os
@@ -60,7 +60,7 @@ class Outcome:
     """How an input ended: `message` of its refusal, None where a value was accepted."""
 
     message: str | None
-    seconds: float  # of processor time, which another process on the machine does not change
+    seconds: float  # of this thread's processor time: an earlier test's threads may still be at work
     peak_bytes: int  # above what was resident before
 
 
@@ -70,7 +70,7 @@ def attempt(read: Callable[[], object], folder: Path) -> Outcome:
     Raises AssertionError for everything but a value or one of the package's errors within the bounds above.
     """
     before = _reset_peak()
-    began = time.process_time()
+    began = time.thread_time()
     message = None
     with _watched(folder), _address_space(), _alarm():
         try:
@@ -79,7 +79,7 @@ def attempt(read: Callable[[], object], folder: Path) -> Outcome:
             message = str(error)
         except Exception as error:
             raise AssertionError(f"a traceback in place of an error: {type(error).__name__}: {error!s:.500}") from error
-    outcome = Outcome(message, time.process_time() - began, _status("VmHWM") - before)
+    outcome = Outcome(message, time.thread_time() - began, _status("VmHWM") - before)
     assert not _harm, f"harm: {_harm}"
     assert outcome.seconds < MAX_SECONDS, f"took {outcome.seconds:.1f} s"
     assert outcome.peak_bytes < MAX_BYTES, f"took {outcome.peak_bytes >> 20} MiB"

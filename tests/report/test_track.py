@@ -1,7 +1,6 @@
 """`report RUN --track=NAME`: what arrives at a tracker, once, in order; and a tracker that can't."""
 
 import json
-import signal
 import subprocess
 import sys
 import time
@@ -95,14 +94,14 @@ def _curve_so_far(run: Path) -> list[tuple[int, float]]:
 def test_a_disk_without_room_ends_the_tracker_with_a_sentence(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=400)
 
-    def small_files() -> None:
-        import resource
-
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write beyond it fails, as on a full disk
-        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
-
-    command = [*FOLLOW[:-1], str(run)]
-    done = subprocess.run(command, preexec_fn=small_files, capture_output=True, text=True, timeout=100, check=False)
+    # In the child itself: a fork of this process, which may hold threads of JAX, is not safe.
+    small_files = (
+        "import os, resource, signal, sys; "
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "  # a write beyond the limit fails, as on a full disk
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000)); os.execv(sys.executable, sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", small_files, *FOLLOW[:-1], str(run)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 1
     assert "tracker tensorboard: OSError: [Errno 27]" in done.stderr
 
