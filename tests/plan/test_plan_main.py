@@ -298,7 +298,9 @@ def _started(folder: Path, on: str, stage: str) -> subprocess.Popen[str]:
     path.write_text(yaml.safe_dump(SMALL))
     (folder / "tmp").mkdir()
     # A shell's background job ignores SIGINT, and so would its children.
-    heed = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.executable, sys.argv[1:])"
+    heed = (
+        "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.executable, sys.argv[1:])"
+    )
     command = [sys.executable, "-c", heed, sys.executable, "-m", "portable_fsdp.plan", f"--config={path}", on]
     command += ["model.architecture.num_hidden_layers=40"]  # it is not to end before it is ended
     process = subprocess.Popen(
