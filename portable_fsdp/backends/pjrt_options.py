@@ -34,7 +34,6 @@ RULES = (
             ),
             ("precision.products=float8|float8_rowwise", "compiled for v6e it takes 1.11 of the time of bfloat16"),
             ("optim.name=adamw8bit", "bitsandbytes has no kernel for it"),
-            ("memory.offload=activations", "torch_xla's checkpoint keeps what it recomputes from in device memory"),
             ("memory.cpu_offload", "torch_xla keeps parameters and optimizer state in device memory"),
         )
     ),

@@ -66,8 +66,8 @@ def _verdict(config: Config, engine: str, option: str, reasons: list[str] | None
     value = value_of(config, option)
     if reasons:
         return Verdict(option, value, "refused", " ".join(reasons))
-    rows = _rows(engine)
-    effect = rows.get(f"{option}={yaml_value(value)}") or rows[option]  # of this very value, else of any
+    rows = _rows(engine)[option]
+    effect = rows[""] if rows.keys() == {""} else rows.get(yaml_value(value)) or rows[""]
     known_later = [rule for rule in rules_of(engine) if rule.option == option and rule.when is None]
     cases = "; ".join(f"refused {rule.case}" for rule in known_later if value != default_of(option))
     later = f"; {cases}: checked when the model is built" if cases else ""
@@ -75,8 +75,14 @@ def _verdict(config: Config, engine: str, option: str, reasons: list[str] | None
 
 
 @cache
-def _rows(engine: str) -> dict[str, Effect]:
-    return {option: effect for effect in effects_of(engine) for option in effect.options}
+def _rows(engine: str) -> dict[str, dict[str, Effect]]:
+    """Option -> value as YAML -> what the engine does with it; the value "" stands for any other."""
+    rows: dict[str, dict[str, Effect]] = {}
+    for effect in effects_of(engine):
+        for words in effect.options:
+            option, _, value = words.partition("=")
+            rows.setdefault(option, {})[value] = effect
+    return rows
 
 
 def _reason(rule: Rule, config: Config, deployment: Deployment, before_way: str = "\n  ") -> str:

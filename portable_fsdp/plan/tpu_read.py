@@ -31,6 +31,7 @@ class Compiled:
     argument_bytes: int  # weights, optimizer state, batch; their updates take the same place
     temporary_bytes: int
     output_bytes: int  # that take no argument's place
+    host_bytes: int  # in the host's memory, of `memory.offload`
     collectives: dict[str, hlo.Moved]  # kind and dtype: `all_gather bf16`
     matmul_flops: dict[str, int]  # dtypes of the factors: `bf16 x bf16`
     rematerialised: int  # instructions that the compiler repeats by itself, because memory was short
@@ -56,7 +57,7 @@ def read_compiled(
     program: Program, topology: str, text: str, assignment: str, *, slices: int = 1, compile_s: float = 0.0
 ) -> Compiled:
     """Parses the compiler's two texts; raises ValueError where they are not what it writes."""
-    sizes, temporary_bytes, output_bytes = _allocations(assignment)
+    sizes, temporary_bytes, output_bytes, host_bytes = _allocations(assignment)
     named: Counter[str] = Counter()
     for number, size in sizes.items():
         named[program.arguments[number].name] += size
@@ -78,6 +79,7 @@ def read_compiled(
         argument_bytes=sum(sizes.values()),
         temporary_bytes=temporary_bytes,
         output_bytes=output_bytes,
+        host_bytes=host_bytes,
         collectives=hlo.collectives_by_dtype(text, program.devices),
         matmul_flops=hlo.matmul_flops(text),
         rematerialised=hlo.rematerialised(text),
@@ -102,20 +104,20 @@ def read_compiled(
 # --------------------------------------------------------------------------------------------------------- memory
 
 
-def _allocations(assignment: str) -> tuple[dict[int, int], int, int]:
-    """Bytes of a device's main memory: of each parameter by its number, of temporaries, of outputs (not aliased)."""
+def _allocations(assignment: str) -> tuple[dict[int, int], int, int, int]:
+    """Bytes of each parameter by its number, of temporaries, of outputs (not aliased); and on the host."""
     parameters: dict[int, int] = {}
-    temporary_bytes = output_bytes = 0
+    temporary_bytes = output_bytes = host_bytes = 0
     for size, rest in re.findall(r"^allocation \d+: size (\d+)(.*)", assignment, re.MULTILINE):
-        if "color" in rest:  # in another memory: VMEM, SMEM
-            continue
-        if number := re.search(r"parameter (\d+)", rest):
+        if "color" in rest:  # in another memory: VMEM, SMEM; 5 is the host's
+            host_bytes += int(size) * ("color 5," in rest)
+        elif number := re.search(r"parameter (\d+)", rest):
             parameters[int(number[1])] = int(size)
         elif "preallocated-temp" in rest:
             temporary_bytes += int(size)
         elif "maybe-live-out" in rest:
             output_bytes += int(size)
-    return parameters, temporary_bytes, output_bytes
+    return parameters, temporary_bytes, output_bytes, host_bytes
 
 
 class _Temporary(NamedTuple):
@@ -243,6 +245,7 @@ def memory_of(programs: Mapping[str, Compiled], limit_bytes: int | None) -> Devi
         at=fuller.at,
         biggest=largest([*fuller.biggest, *resting]),
         rematerialised=max(compiled.rematerialised for compiled in programs.values()),
+        host_bytes=max(compiled.host_bytes for compiled in programs.values()),
     )
 
 
@@ -298,7 +301,7 @@ def _least_traffic(compiled: Compiled) -> float:
 
 
 def notes_of(programs: Mapping[str, Compiled]) -> list[str]:
-    """What is wrong with a program: state that isn't updated in place, and waits for the host."""
+    """What is wrong with a program: state that isn't updated in place, waits for the host, copies of unknown speed."""
     notes: list[str] = []
     for name, compiled in programs.items():
         if compiled.undonated:
@@ -310,5 +313,9 @@ def notes_of(programs: Mapping[str, Compiled]) -> list[str]:
             notes.append(
                 f"{name}: it waits for the host {len(compiled.host_transfers)} times inside the step: "
                 f"{', '.join(compiled.host_transfers[:3])}"
+            )
+        if compiled.host_bytes:
+            notes.append(
+                f"{name}: copies to the host and back are taken to hide behind compute: their speed is unknown"
             )
     return notes

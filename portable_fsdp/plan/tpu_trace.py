@@ -80,7 +80,7 @@ def _pretended(devices: int) -> Generator[None]:
 class Tracer:
     """Gives the XLA backend tensors without memory, and keeps its programs instead of running them."""
 
-    flash_attention = True  # as on TPU
+    for_tpu = True  # as on TPU
     compilations = 0
 
     def __init__(self, torus: tuple[int, ...]) -> None:

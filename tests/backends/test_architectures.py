@@ -62,8 +62,22 @@ def assert_holds(opened: nn.Module, trained: dict[str, torch.Tensor]) -> None:
 IN_SUITE = ["gpt2", "opt", "qwen3", "gemma2", "phi3", "qwen3_moe", "gpt_oss", "deepseek_v3"]
 
 
-@pytest.mark.parametrize("where", [Group("native", 2), pytest.param(Group("xla", 4), marks=pytest.mark.xla)], ids=str)
-@pytest.mark.parametrize("model", IN_SUITE)
+PROOFS_ON_XLA = ("gpt2", "opt", "qwen3", "phi3")  # test_scatter.py has gpt2; the others are close to llama
+EACH = [
+    *(pytest.param(Group("native", 2), model, id=f"{model}-native-2") for model in IN_SUITE),
+    *(
+        pytest.param(
+            Group("xla", 4),
+            model,
+            id=f"{model}-xla-4",
+            marks=[pytest.mark.xla, *[pytest.mark.proof] * (model in PROOFS_ON_XLA)],
+        )
+        for model in IN_SUITE
+    ),
+]
+
+
+@pytest.mark.parametrize(("where", "model"), EACH)
 def test_eight_families_train_and_open(
     where: Group, model: str, workers: Callable[[Group], Workers], tmp_path: Path
 ) -> None:

@@ -51,8 +51,18 @@ def test_scales_and_skipped_steps_are_those_of_grad_scaler(run: Run) -> None:
     assert losses[-1] < losses[0] - 0.05
 
 
-@pytest.mark.parametrize("optim", [{"name": "sgd", "lr": 0.5, "momentum": 0.9}, {"name": "lion", "lr": 3e-4}])
-@pytest.mark.parametrize("micro_batch", [None, 2])
+SGD, LION = {"name": "sgd", "lr": 0.5, "momentum": 0.9}, {"name": "lion", "lr": 3e-4}
+
+
+@pytest.mark.parametrize(
+    ("optim", "micro_batch"),
+    [
+        (SGD, 2),
+        (LION, None),
+        pytest.param(SGD, None, marks=pytest.mark.proof),
+        pytest.param(LION, 2, marks=pytest.mark.proof),
+    ],
+)
 def test_optimizers_without_a_fused_step_skip_the_same_steps(
     run: Run, optim: dict[str, Any], micro_batch: int | None
 ) -> None:

@@ -43,7 +43,7 @@ CASES = {
     "windows and softcaps, recomputed": case("gemma2"),
     "windows and sinks, recomputed, documents": case("gpt_oss", packing="documents"),
 }
-IN_SUITE = ("recomputed, documents", "scanned, recomputed, documents", "windows and sinks, recomputed, documents")
+IN_SUITE = ("scanned, recomputed, documents", "windows and sinks, recomputed, documents")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from portable_fsdp.backends.xla import splash
 from portable_fsdp.backends.xla.splash import Kernel, splash_backward, splash_forward
 from portable_fsdp.models.attention import attend
 
@@ -42,9 +41,8 @@ def on_cpu() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_kernel_gives_what_torchs_formula_gives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for block in ("_FORWARD_BLOCK", "_BACKWARD_QUERIES", "_BACKWARD_KEYS", "_AT_ONCE"):
-        monkeypatch.setattr(splash, block, 128)  # three in a row
+def test_the_kernel_gives_what_torchs_formula_gives(name: str) -> None:
+    """Of 384 tokens the blocks have 128, three in a row."""
     kernel, given = CASES[name]
     kernel, dtype = replace(kernel, interpret=True), given.get("dtype", torch.float32)
     documents, sinks = given.get("documents"), given.get("sinks")

@@ -62,7 +62,13 @@ CASES = {
     "float32 sums, recompute, frozen": case("HYBRID_SHARD", "full", compute="bfloat16", settings=FLOAT32_SUMS | FROZEN),
     "float32 sums, grad_op, micro batches": case("SHARD_GRAD_OP", "full", 1, compute="bfloat16", settings=FLOAT32_SUMS),
 }
-FOR_PROOFS = {"full, frozen, recompute", "norms in float32", "float32 sums", "float32 sums, grad_op, micro batches"}
+FOR_PROOFS = {
+    "hybrid_zero2",
+    "full, frozen, recompute",
+    "norms in float32",
+    "float32 sums",
+    "float32 sums, grad_op, micro batches",
+}
 """Combinations that test_options.py has too."""
 NAMES = [pytest.param(name, marks=pytest.mark.proof) if name in FOR_PROOFS else name for name in CASES]
 

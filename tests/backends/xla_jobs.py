@@ -246,7 +246,7 @@ def kernel_run(case: Case, interpreted: bool) -> dict[str, Any]:
         patch.object(splash.Kernel, "_run", counted),
         patch.object(engine, "LayerAttention", partial(engine.LayerAttention, interpret=True)),
     ):
-        cast(Any, backend)._tensors.flash_attention = interpreted
+        cast(Any, backend)._tensors.for_tpu = interpreted
         training = build_training(config, backend, vocabulary=256)
         metrics: list[dict[str, list[float]]] = []
         for step in range(3):

@@ -33,6 +33,7 @@ def test_each_deliberate_mistake_has_its_place_in_the_code() -> None:
         assert source.count(mistake["old"]) == 1, mistake["what"]
 
 
+@pytest.mark.proof
 def test_loop_overhead_writes_its_table(tmp_path: Path) -> None:
     result, printed = _result(tmp_path, "loop_overhead", "--pairs=2", processes=2)
     assert (result["pairs"], result["config"]["processes"]) == (2, 2)

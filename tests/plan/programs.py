@@ -49,7 +49,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Program:
-    """One step. A row of 1536 tokens doesn't fit the attention kernel's blocks: attention is torch's formula."""
+    """One step. A row of 1600 tokens doesn't fit the attention kernel's blocks: attention is torch's formula."""
 
     size: str
     slice: str
@@ -65,6 +65,7 @@ class Program:
     optimizer: str = "adamw"
     slices: int = 1
     packing: str = "stream"
+    offload: str = "none"
 
     @property
     def devices(self) -> int:
@@ -95,6 +96,7 @@ class Program:
                     "gradient_checkpointing": "selective" if self.checkpointing == "matmul" else self.checkpointing,
                     "save_ops": ["matmul"] * (self.checkpointing == "matmul"),
                     "every": 2 if self.checkpointing == "selective" else None,
+                    "offload": self.offload,
                 },
                 "compile": {"scan_layers": self.scan},
             }
@@ -131,11 +133,11 @@ STRATEGIES = [
 FLOAT32 = Program("small", "v6e:2x4", modules=("*norm*", "lm_head"))
 SUMMED = Program("small", "v6e:2x4", modules=("*norm*",), reduce="float32")
 SUMMED_2B = [
-    Program("2b", slice_, 1536, checkpointing="full", modules=("*norm*",), reduce="float32")
+    Program("2b", slice_, 1600, checkpointing="full", modules=("*norm*",), reduce="float32")
     for slice_ in ("v6e:2x4", "v5p:2x2x4")
 ]
-PLAIN = [Program("2b", "v5p:2x2x4", 1536, checkpointing=how) for how in ("none", "full")]
-PLAIN_V6E = [Program("2b", "v6e:2x4", 1536, checkpointing=how) for how in ("none", "full")]
+PLAIN = [Program("2b", "v5p:2x2x4", 1600, checkpointing=how) for how in ("none", "full")]
+PLAIN_V6E = [Program("2b", "v6e:2x4", 1600, checkpointing=how) for how in ("none", "full")]
 FLASH = [Program("8b", "v5p:2x2x4", 4096, checkpointing=how) for how in ("none", "full")]
 SHALLOW = [Program("8b", "v5p:2x2x4", 4096, layers=layers, checkpointing="full") for layers in (4, 8)]
 SCAN = [Program("8b", "v5p:2x2x4", 4096, layers=layers, checkpointing="full", scan=True) for layers in (4, 32)]
@@ -145,7 +147,7 @@ SLICES = [
     Program("small", "v5e:4x4", slices=2, strategy="HYBRID_SHARD", replicas=2),
 ]
 RECOMPUTED = [
-    [Program("2b", slice_, 1536, checkpointing=how) for how in ("none", "full")]
+    [Program("2b", slice_, 1600, checkpointing=how) for how in ("none", "full")]
     for slice_ in ("v5e:4x4", "v4:2x2x4", "v6e:4x4")
 ]
 KEPT = [
@@ -164,13 +166,14 @@ SHAPES = [
 PACKED = [
     Program("small", "v6e:2x4", packing="documents"),
     Program("small", "v6e:2x4", checkpointing="full", scan=True, packing="documents"),
-    Program("small", "v6e:2x4", 1536, packing="documents"),
+    Program("small", "v6e:2x4", 1600, packing="documents"),
 ]
+OFFLOADED = Program("8b", "v6e:4x4", 8192, layers=4, checkpointing="full", scan=True, offload="activations")
 KERNELS = [
     *(Program("8b", slice_, 4096, layers=1) for slice_ in ("v6e:2x4", "v5p:2x2x4", "v5e:2x4")),
-    *(
-        Program("gemma2", slice_, 2048, checkpointing="full", packing="documents")
-        for slice_ in ("v6e:2x4", "v5p:2x2x1", "v5e:2x4")
+    *(  # in blocks of 1024, 512 and 128 tokens
+        Program("gemma2", slice_, seq_len, checkpointing="full", packing="documents")
+        for slice_, seq_len in (("v6e:2x4", 2048), ("v5p:2x2x1", 1536), ("v5e:2x4", 1152))
     ),
     Program("gpt_oss", "v6e:2x4", 1024, checkpointing="full"),
 ]

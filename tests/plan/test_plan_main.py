@@ -109,7 +109,9 @@ def test_rows_of_a_factory_are_planned_like_its_first(capsys: pytest.CaptureFixt
     assert "expected a run with 16 tokens a step" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("where", ["--on=h100:2", pytest.param("--on=v6e-4", marks=pytest.mark.xla)])
+@pytest.mark.parametrize(
+    "where", ["--on=h100:2", pytest.param("--on=v6e-4", marks=[pytest.mark.xla, pytest.mark.proof])]
+)
 def test_a_t5_is_planned(capsys: pytest.CaptureFixture[str], tmp_path: Path, where: str) -> None:
     assert main([of_rows(tmp_path, "seq2seq_lm", "pairs", {"architecture": T5}), where, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)

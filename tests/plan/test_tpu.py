@@ -130,7 +130,7 @@ def test_a_plan_says_what_a_device_holds_and_does(step: TracedProgram, monkeypat
     ("slice_", "stages", "more"),
     [
         ("v6e:4x4", 1 + 1 / 4, {}),
-        ("v5p:2x2x4", 1 + 1 / 4 + 1 / 8, {"scan": True, "checkpointing": "full"}),
+        ("v5p:2x2x4", 1 + 1 / 4 + 1 / 8, {"scan": True, "checkpointing": "full", "offload": "activations"}),
     ],
 )
 def test_gradients_are_reduce_scattered_where_the_compiler_would_all_reduce_them(
@@ -139,7 +139,10 @@ def test_gradients_are_reduce_scattered_where_the_compiler_would_all_reduce_them
     """`stages`: full tensors of all axes; the second axis has left to sum what the first has scattered."""
     program = Program("small", slice_, seq_len=128, **more)
     by_compiler = compile_for(trace_apart(program.config, 16).programs["train_step"], slice_).collectives
-    by_axis = compile_for(traced(program)["train_step"], slice_).collectives
+    compiled = compile_for(traced(program)["train_step"], slice_)
+    by_axis = compiled.collectives
+    hidden = 128 * 256 * 2  # bytes of a layer's input
+    assert compiled.host_bytes == (3 * hidden if program.offload == "activations" else 0)
     weights = 2 * program.parameters
     assert by_compiler["all_reduce bf16"].bytes == pytest.approx(weights, rel=0.05)
     assert by_axis["reduce_scatter bf16"].bytes == pytest.approx(weights * stages, rel=0.05)

@@ -13,6 +13,7 @@ from programs import (
     FLOAT32,
     KEPT,
     KERNELS,
+    OFFLOADED,
     PACKED,
     PLAIN,
     PLAIN_V6E,
@@ -168,6 +169,15 @@ def test_products_whose_outputs_are_kept_run_once(programs: list[Program]) -> No
     outputs = 2 * 2 * 8192 * (3 * 4096 + 2 * 1024 + 2 * 14336 - 4096)  # but for the last one's, which nothing reads
     assert full < kept < none
     assert kept - full < 1.15 * outputs
+
+
+def test_what_a_loops_layers_take_waits_on_the_host() -> None:
+    """The hidden states of 4 layers, 8,192 tokens of 4,096 values each; copies run beside compute."""
+    stays, waits = of(replace(OFFLOADED, offload="none")), of(OFFLOADED)
+    assert (stays.host_bytes, waits.host_bytes) == (0, 4 * 8192 * 4096 * 2)
+    assert stays.temporary_bytes - waits.temporary_bytes > 0.9 * waits.host_bytes
+    assert waits.matmul_flops == stays.matmul_flops
+    assert waits.host_transfers == ()
 
 
 def test_a_layer_more_costs_little_memory() -> None:

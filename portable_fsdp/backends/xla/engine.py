@@ -60,7 +60,7 @@ class XlaBackend(PjrtBackend):
         self._shards = self.axes["shard"]
         self.mesh: Any = spmd.Mesh(np.arange(count), tuple(self.axes.values()), tuple(self.axes))
         self._programs = self._tensors = tensors or DeviceTensors(
-            self.mesh, self._shards, self.process.count, torus=torus_of_run(), flash_attention=device == "tpu"
+            self.mesh, self._shards, self.process.count, torus=torus_of_run(), for_tpu=device == "tpu"
         )
         if device == "tpu" and not self._tensors.torus:
             log.info("the chips' coordinates are unknown: gradients are summed as the compiler likes, not as planned")
@@ -103,7 +103,7 @@ class XlaBackend(PjrtBackend):
         head = base.output_head(model)
         attention = LayerAttention(self.mesh, ROWS, policy.attention)
         keep = keep_products(attention.keep) if "matmul" in policy.save_ops else attention.keep
-        for name in policy.layers if self._tensors.flash_attention else ():
+        for name in policy.layers if self._tensors.for_tpu else ():
             layer = model.get_submodule(name)
             layer.forward = attention.in_layer(layer.forward)
         for name, dtype in policy.modules.items():
@@ -116,7 +116,8 @@ class XlaBackend(PjrtBackend):
         in_loop = {fqn: use for fqn, use in uses.items() if is_inside(fqn, scanned)}
         outside = {fqn: use for fqn, use in uses.items() if fqn not in in_loop}
         if scanned:
-            LayerLoop(model, policy, in_loop, layouts, gather=keeps_copies)
+            offload = policy.offload_activations and self._tensors.for_tpu
+            LayerLoop(model, policy, in_loop, layouts, gather=keeps_copies, offload=offload)
         self._copies = copies = Copies(layouts.gathered, barrier, keeps_copies)
         in_int8 = {*map(model.get_submodule, eight_bit_layers(model, policy))}
         replace_forwards(uses, copies, layouts.shard, scatter_over(self._tensors.torus, self.axes), in_int8)

@@ -73,6 +73,14 @@ RULES = (
         "a turn of the loop is a layer, gathered as one unit",
     ),
     Rule("compile.scan_layers", "for layers that differ (gemma2)", None, "all turns run one program"),
+    Refused(
+        "memory.offload=activations",
+        "without scanned layers that are recomputed",
+        "the compiler would bring the input of an unrolled layer back at once",
+        "memory.gradient_checkpointing=full and memory.every=null and compile.scan_layers=true",
+        "--backend=native",
+        when=lambda c, p: not (c.compile.scan_layers and c.memory.gradient_checkpointing in ("full", "selective")),
+    ),
     Rule(
         "data.buckets",
         "of several sizes on several hosts",
@@ -104,6 +112,9 @@ EFFECTS = {
     "precision.products=int8": "each row is scaled; the products for gradients of weights stay in bfloat16",
     "memory.save_ops": (
         "a recomputed layer keeps outputs of matrix products, and in any case those of the attention kernel on TPUs"
+    ),
+    "memory.offload=activations": (
+        "libtpu keeps the inputs of the loop's layers in host memory, and copies beside compute; on cpu they are there"
     ),
     "compile.scan_layers=true": "torch_xla's scan: one program for all layers",
 }

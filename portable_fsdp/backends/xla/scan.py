@@ -32,7 +32,14 @@ class LayerLoop:
     """
 
     def __init__(
-        self, model: nn.Module, policy: ShardPolicy, uses: dict[str, Use], layouts: Layouts, *, gather: bool
+        self,
+        model: nn.Module,
+        policy: ShardPolicy,
+        uses: dict[str, Use],
+        layouts: Layouts,
+        *,
+        gather: bool,
+        offload: bool,
     ) -> None:
         layers = {name: model.get_submodule(name) for name in policy.layers}
         by_layer = {name: _uses_in(name, uses) for name in layers}
@@ -40,7 +47,7 @@ class LayerLoop:
             raise _refusal(problem)
         self._weights = [list(of_layer.values()) for of_layer in by_layer.values()]  # in one order
         self._layouts, self._gather, self._recompute = layouts, gather, bool(policy.recompute)
-        self._partition = partial(_recompute, products="matmul" in policy.save_ops)
+        self._partition = partial(_recompute, products="matmul" in policy.save_ops, offload=offload)
         self._body = next(iter(layers.values())).forward
         self._names = list(layers)
         # By whether autograd records: how the layers were called, and the body for that. scan keeps the first program
@@ -104,10 +111,14 @@ class LayerLoop:
         return forward
 
 
-def _recompute(joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, products: bool = False, **_: Any) -> Any:
+def _recompute(
+    joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, products: bool, offload: bool, **_: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
     """The body's forward, and a backward that gets its inputs and what attention keeps, and computes all else again.
 
-    But `products`, whose outputs it then gets too.
+    Args:
+        products: it also gets the outputs of matrix products.
+        offload: the first input, hidden states, waits for it in host memory.
     """
     from torch._functorch.partitioners import _extract_fwd_bwd_modules
 
@@ -118,7 +129,29 @@ def _recompute(joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, pro
             of_backward.add(node)
         elif node.op == "placeholder" or is_kept(node) or (products and is_product(node.target)):
             nodes.append(node)
-    return _extract_fwd_bwd_modules(joint, nodes, [], num_fwd_outputs=num_fwd_outputs)
+    forward, backward = _extract_fwd_bwd_modules(joint, nodes, [], num_fwd_outputs=num_fwd_outputs)
+    if offload:
+        _keep_on_host(forward, backward, nodes[0].name)
+    return forward, backward
+
+
+def _keep_on_host(forward: fx.GraphModule, backward: fx.GraphModule, name: str) -> None:
+    """Of the input `name`, which both have, forward hands on a copy on the host, and backward fetches it.
+
+    To libtpu these are annotations, and it copies while other operations run. XLA's CPU client refuses them.
+    """
+    from torch_xla.experimental.stablehlo_custom_call import place_to_device, place_to_host
+
+    output, (kept,) = forward.graph.output_node(), forward.graph.find_nodes(op="placeholder", target=name)
+    with forward.graph.inserting_before(output):
+        stored = forward.graph.call_function(cast(Any, place_to_host)._opoverload, (kept,))
+    output.replace_input_with(kept, stored)
+    (stored,) = backward.graph.find_nodes(op="placeholder", target=name)
+    with backward.graph.inserting_before(next(n for n in backward.graph.nodes if n.op != "placeholder")):
+        fetched = backward.graph.call_function(cast(Any, place_to_device)._opoverload, (stored,))
+    stored.replace_all_uses_with(fetched, delete_user_cb=lambda user: user is not fetched)
+    for graph in (forward, backward):
+        graph.recompile()
 
 
 def _problems(

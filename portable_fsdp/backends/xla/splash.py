@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
+from math import gcd
 from typing import Any, cast
 
 import torch
@@ -83,13 +84,13 @@ class Kernel:
 def _blocks(length: int) -> Any:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
-    at_once = min(_AT_ONCE, length)
+    at_once = gcd(_AT_ONCE, length)  # the largest power of two that divides the length, up to _AT_ONCE
     return splash.BlockSizes(
-        block_q=min(_FORWARD_BLOCK, length),
-        block_kv=min(_FORWARD_BLOCK, length),
+        block_q=gcd(_FORWARD_BLOCK, length),
+        block_kv=gcd(_FORWARD_BLOCK, length),
         block_kv_compute=at_once,
-        block_q_dkv=min(_BACKWARD_QUERIES, length),
-        block_kv_dkv=min(_BACKWARD_KEYS, length),
+        block_q_dkv=gcd(_BACKWARD_QUERIES, length),
+        block_kv_dkv=gcd(_BACKWARD_KEYS, length),
         block_kv_dkv_compute=at_once,
         use_fused_bwd_kernel=True,
     )

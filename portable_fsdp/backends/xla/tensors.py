@@ -35,8 +35,8 @@ Fetch = Callable[[Region], Tensor]
 class Tensors(Compiles, Protocol):
     """Makes global tensors and the programs that run on them."""
 
-    flash_attention: bool
-    """Whether attention is the TPU's kernel; else torch's own formula."""
+    for_tpu: bool
+    """Whether layers may use a TPU's attention kernel and the memory of its host."""
 
     torus: tuple[int, ...]
     """Of the chips, as `scatter.Torus`."""
@@ -57,14 +57,12 @@ class Tensors(Compiles, Protocol):
 class DeviceTensors(Programs):
     """On the devices of this process, as parts of a mesh over all processes."""
 
-    def __init__(
-        self, mesh: Any, shards: int, processes: int, *, torus: tuple[int, ...], flash_attention: bool
-    ) -> None:
+    def __init__(self, mesh: Any, shards: int, processes: int, *, torus: tuple[int, ...], for_tpu: bool) -> None:
         import torch_xla
         import torch_xla.distributed.spmd as spmd
 
         super().__init__("xla")
-        self.torus, self.flash_attention = torus, flash_attention
+        self.torus, self.for_tpu = torus, for_tpu
         self._xla: Any = torch_xla
         self._bridge: Any = cast(Any, torch_xla)._XLAC
         self._spmd: Any = spmd

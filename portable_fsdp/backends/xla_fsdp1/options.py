@@ -26,6 +26,7 @@ RULES = (
             ("precision.products=int8", "its layers multiply as torch's do"),
             ("optim.name=adafactor|muon", "it takes whole matrices, and a device has flat parts of them"),
             ("optim.factory", "an optimizer may take whole matrices, and a device has flat parts of them"),
+            ("memory.offload=activations", "torch_xla's checkpoint keeps what it recomputes from in device memory"),
             ("compile.scan_layers", "a unit's weights are gathered by its own module, one layer after the other"),
         )
     ),
