@@ -7,7 +7,10 @@ import pytest
 import torch
 from cases import ARCHITECTURES, Case
 from test_curves import SGD
+from torch._subclasses.fake_tensor import FakeTensorMode
 from workers import Group, Workers
+
+from portable_fsdp.backends.xla.attention import _operations
 
 pytestmark = pytest.mark.xla
 
@@ -69,3 +72,12 @@ def test_steps_are_those_of_torchs_formula_and_a_second_run_calls_no_kernel(
         assert ours == pytest.approx(theirs, rel=1e-5)
     for fqn, weight in plain["weights"].items():
         torch.testing.assert_close(kernel["weights"][fqn], weight, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("width", "kept"), [(64, (2, 4, 256 * 64)), (128, (2, 4, 256, 128)), (192, (2, 4, 256 * 192))])
+def test_what_a_layer_keeps_fills_the_lanes_of_a_tpu(width: int, kept: tuple[int, ...]) -> None:
+    """A TPU pads the last dimension to a multiple of 128."""
+    with FakeTensorMode():
+        query, key = (torch.empty(2, heads, 256, width, dtype=torch.bfloat16) for heads in (4, 2))
+        out, lse = _operations()[0](query, key, key, None, None, "")
+    assert (out.shape, lse.shape) == (kept, (2, 4, 256))

@@ -91,7 +91,7 @@ class LayerAttention:
         out, lse = cast(tuple[Tensor, Tensor], _Attention.apply(query, key, value, documents, sinks, options, known))
         if self._kept is not None and not self._runs_again:
             self._kept += [out.detach(), lse]
-        return out
+        return _with_width(out, query)
 
 
 class _Caught(TorchFunctionMode):
@@ -203,12 +203,12 @@ def _operations() -> tuple[Callable[..., Any], Callable[..., Any]]:
         query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, sinks: Tensor | None, options: str
     ) -> tuple[Tensor, Tensor]:
         out, lse = _on_each_device("forward", options, query, key, value, documents, sinks)
-        return out, lse
+        return _without_padding(out), lse
 
     @forward.register_fake
     def _(query: Tensor, _key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         out = query.new_empty([*query.shape[:-1], value.shape[-1]])
-        return out, query.new_empty(query.shape[:-1], dtype=torch.float32)
+        return _without_padding(out), query.new_empty(query.shape[:-1], dtype=torch.float32)
 
     @torch.library.custom_op("portable_fsdp::attention_backward", mutates_args=())
     def backward(
@@ -222,6 +222,7 @@ def _operations() -> tuple[Callable[..., Any], Callable[..., Any]]:
         gradient: Tensor,
         options: str,
     ) -> list[Tensor]:
+        out, gradient = _with_width(out, query), _with_width(gradient, query)
         return _on_each_device("backward", options, query, key, value, documents, sinks, out, lse, gradient)
 
     @backward.register_fake
@@ -230,6 +231,16 @@ def _operations() -> tuple[Callable[..., Any], Callable[..., Any]]:
         return [*(torch.empty_like(tensor) for tensor in (query, key, value)), *of_sinks]
 
     return forward, backward
+
+
+def _without_padding(out: Tensor) -> Tensor:
+    """`[rows, heads, seq x width]` where a width doesn't fill the 128 lanes of a TPU: layers keep it until backward."""
+    return out.flatten(2) if out.shape[-1] % 128 else out
+
+
+def _with_width(out: Tensor, query: Tensor) -> Tensor:
+    """`[rows, heads, seq, width]` again."""
+    return out if out.dim() == 4 else out.unflatten(2, (query.shape[2], -1))
 
 
 def is_kept(node: fx.Node) -> bool:
