@@ -62,6 +62,8 @@ def plan_tpu(config: Config, target: Target, progress: Progress = lambda stage: 
     accumulation = config.train.global_batch // (config.train.resolved_micro_batch * target.devices)
     work = work_of(compiled, accumulation)
     notes = notes_of(compiled)
+    if config.precision.products != "auto":
+        notes.append(f"products of {config.precision.products} are expected to take bfloat16's time")
     method = f"The trainer's own step, compiled by {compiler_version()} for this slice; not run."
     memory = memory_of(compiled, _limit(target.limit_bytes))
     return EnginePlan(model, memory, work, method, tuple(notes), expected_of(compiled, accumulation))

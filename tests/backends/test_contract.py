@@ -161,7 +161,7 @@ EVALUATED = {"data.eval_split": "5%", "train.eval_every": 2, **SAMPLED}
     "settings",
     [
         # The root holds nothing then: the unit that ran last in a forward is not the one that backward begins with.
-        pytest.param({"sharding.wrap_modules": ["model.norm"]}, id="FULL_SHARD", marks=pytest.mark.proof),
+        pytest.param({"sharding.wrap_modules": ["model.norm"]}, id="FULL_SHARD"),
         pytest.param(
             {"sharding.strategy": "SHARD_GRAD_OP", "train.micro_batch": 1}, id="SHARD_GRAD_OP in micro batches"
         ),

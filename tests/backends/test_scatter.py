@@ -20,6 +20,7 @@ LLAMA = {"model.architecture": ARCHITECTURES["llama"] | {"vocab_size": 1024}}
 GPT2 = {"model.architecture": ARCHITECTURES["gpt2"] | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)}
 LORA = {"model.lora": {"r": 8, "alpha": 16.0}, "precision.frozen": "bfloat16"}
 FLOAT32_SUMS = {"precision.reduce": "float32", "precision.modules": {"*norm*": "float32"}}
+HEAD = {"precision.modules": {"lm_head": "float32"}}
 SCAN = {"compile.scan_layers": True}
 FROZEN = {"model.freeze": ["model.embed_tokens", "model.layers.0.self_attn"]}
 
@@ -37,6 +38,8 @@ CASES = [
     pytest.param((1, 2, 2), case(GPT2, "gpt2", "HYBRID_SHARD", micro_batch=1), id="gpt2, replicas, micro batches"),
     pytest.param((1, 2, 2), case(LLAMA | SCAN, compute="bfloat16", checkpointing="full"), id="bfloat16, scan"),
     pytest.param((2, 2, 2), case(LLAMA, strategy="SHARD_GRAD_OP"), id="two slices, grad_op"),
+    # What a module takes and gives is cast around the layer whose gradient is summed here.
+    pytest.param((1, 2, 2), case(LLAMA | HEAD, compute="bfloat16"), id="head in float32"),
     proof("float32", (1, 2, 2), case(LLAMA)),
     proof("bfloat16", (1, 2, 2), case(LLAMA, compute="bfloat16")),
     proof("float32 sums", (1, 2, 2), case(LLAMA | FLOAT32_SUMS, compute="bfloat16", checkpointing="full")),
@@ -73,6 +76,8 @@ def test_the_curve_is_that_of_the_compilers_sums(
     assert scatters == [["reduce_scatter f32"], []]  # XLA on the CPU sums nothing in bfloat16
     has_head = "adapters" not in request.node.callspec.id and of.model != "gpt2"
     assert (by_axis["head_chunks"] > STEPS, plain["head_chunks"]) == (has_head, 0)
+    in_float32 = "lm_head" in of.settings.get("precision.modules", {})
+    assert by_axis["head_dtypes"] == ({"float32" if in_float32 else of.compute} if has_head else set())
     assert by_axis["compilations"] == by_axis["expected_compilations"]
 
 

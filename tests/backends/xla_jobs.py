@@ -48,7 +48,7 @@ def xla_run(case: Case, folder: str) -> dict[str, Any]:
 def xla_run_on_chips(case: Case, folder: str, torus: tuple[int, ...], global_batch: int) -> dict[str, Any]:
     """As `xla_run`, on CPU devices that say where on a torus they are: slices, y, x. Empty: nowhere, as they are.
 
-    Besides `head_chunks`: how often the head's gradient was computed for some of the positions.
+    Besides `head_chunks`: how often the head's gradient was computed for some of the positions, and in which dtypes.
     """
     places = list(product(*map(range, torus))) if torus else []
     chips = [{"name": f"TPU:{i}", "slice_index": at, "coords": [x, y, 0]} for i, (at, y, x) in enumerate(places)]
@@ -61,7 +61,8 @@ def xla_run_on_chips(case: Case, folder: str, torus: tuple[int, ...], global_bat
         patch.object(jobs, "GLOBAL_BATCH", global_batch),
     ):
         run = xla_run(replace(case, settings=case.settings | rows), folder)
-    return {**run, "head_chunks": products.call_count}
+    dtypes = {str(call.args[1].dtype).removeprefix("torch.") for call in products.call_args_list}
+    return {**run, "head_chunks": products.call_count, "head_dtypes": dtypes}
 
 
 def torus_of_chips(chips: list[dict[str, Any]]) -> tuple[int, ...]:

@@ -397,8 +397,12 @@ def _set_matmul_precision(precision: str) -> str:
 
 def _set_compiler(config: Config) -> Callable[[], None]:
     """Settings of torch.compile of this process; returns what puts back the ones before."""
+    import torch._dynamo.config as dynamo
     import torch._functorch.config as functorch
 
+    recompile_limit = dynamo.recompile_limit
+    # A layer has a program for each shape of a batch and the loss two, each in training and in evaluation.
+    dynamo.recompile_limit = max(recompile_limit, 4 * config.data.shapes)
     budget, folder = functorch.activation_memory_budget, os.environ.get(INDUCTOR_CACHE)
     chosen = Path(config.compile.cache_dir).expanduser().absolute() if config.compile.cache_dir else None
     if chosen:
@@ -409,6 +413,7 @@ def _set_compiler(config: Config) -> Callable[[], None]:
         os.environ[INDUCTOR_CACHE] = str(chosen or cache_folder(os.environ) / "inductor")
 
     def restore() -> None:
+        dynamo.recompile_limit = recompile_limit
         functorch.activation_memory_budget = budget
         os.environ.pop(INDUCTOR_CACHE, None)
         if folder is not None:

@@ -42,6 +42,9 @@ def use_float8(model: nn.Module, policy: ShardPolicy, device: torch.device, shar
     )
     gathers = policy.products == "float8" and shards > 1 and (is_gpu or not alone)
     recipe = torchao.Float8LinearConfig.from_recipe_name("tensorwise" if policy.products == "float8" else "rowwise")
-    settings = dataclasses.replace(recipe, emulate=is_emulated, enable_fsdp_float8_all_gather=gathers)
+    # A product of float8 sums over a multiple of 16: that of a weight's gradient sums over tokens.
+    settings = dataclasses.replace(
+        recipe, emulate=is_emulated, enable_fsdp_float8_all_gather=gathers, pad_inner_dim=not is_emulated
+    )
     torchao.convert_to_float8_training(model, module_filter_fn=lambda _, name: name in names, config=settings)
     return lambda: torchao.precompute_float8_dynamic_scale_for_fsdp(model) if gathers else None

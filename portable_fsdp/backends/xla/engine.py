@@ -93,7 +93,8 @@ class XlaBackend(PjrtBackend):
         return model
 
     def _wrap_forwards(self, model: nn.Module, policy: base.ShardPolicy) -> None:
-        """Innermost first: attention, modules in another dtype, compute copies, recompute; then hooks on block outputs.
+        """Innermost first: attention, sums of gradients, modules in another dtype, compute copies, recompute; then
+        hooks on block outputs.
 
         Raises BackendError for layers that can't be scanned, and for weights whose gradients can't be summed in float32
         as precision.reduce asks for.
@@ -106,21 +107,21 @@ class XlaBackend(PjrtBackend):
         for name in policy.layers if self._tensors.for_tpu else ():
             layer = model.get_submodule(name)
             layer.forward = attention.in_layer(layer.forward)
-        for name, dtype in policy.modules.items():
-            module = model.get_submodule(name)
-            module.forward = in_own_dtype(module.forward, dtype, None if module is head else policy.compute)
         uses = weight_uses(model, policy)
         if self._sum_in_float32:
             uses = summed_in_float32(uses)
         scanned = policy.layers if policy.scan_layers else ()
         in_loop = {fqn: use for fqn, use in uses.items() if is_inside(fqn, scanned)}
         outside = {fqn: use for fqn, use in uses.items() if fqn not in in_loop}
-        if scanned:
-            offload = policy.offload_activations and self._tensors.for_tpu
-            LayerLoop(model, policy, in_loop, layouts, gather=keeps_copies, offload=offload)
         self._copies = copies = Copies(layouts.gathered, barrier, keeps_copies)
         in_int8 = {*map(model.get_submodule, eight_bit_layers(model, policy))}
         replace_forwards(uses, copies, layouts.shard, scatter_over(self._tensors.torus, self.axes), in_int8)
+        for name, dtype in policy.modules.items():
+            module = model.get_submodule(name)
+            module.forward = in_own_dtype(module.forward, dtype, None if module is head else policy.compute)
+        if scanned:
+            offload = policy.offload_activations and self._tensors.for_tpu
+            LayerLoop(model, policy, in_loop, layouts, gather=keeps_copies, offload=offload)
         blocks = {name for name in (*policy.units, *policy.recompute) if not is_inside(name, scanned)}
         for name, owned in uses_by_block(outside, blocks).items():
             block = model.get_submodule(name)

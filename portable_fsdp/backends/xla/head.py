@@ -19,7 +19,7 @@ gradient takes longer from 1150 on than reading and writing that gradient in bfl
 
 
 def chunk_length(rows: int, length: int) -> int:
-    """Of the `length` tokens of a device's `rows`, how many a chunk takes."""
+    """Of the `length` tokens of a device's `rows`, how many a chunk takes: halves, while they are even."""
     while length % 2 == 0 and rows * length >= 2 * POSITIONS:
         length //= 2
     return length
@@ -59,5 +59,6 @@ class ChunkedHead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outputs: Any) -> Any:
-        of_hidden, of_weight = (gradient * outputs[0].to(gradient.dtype) for gradient in ctx.gradients)
+        # The loss's scale, 1 / tokens, is not rounded to bfloat16.
+        of_hidden, of_weight = ((gradient.float() * outputs[0]).to(gradient.dtype) for gradient in ctx.gradients)
         return of_hidden, of_weight, None, None, None

@@ -110,6 +110,9 @@ EFFECTS = {
     "precision.reduce=auto": "the dtype that the weight is cast to at use",
     "precision.modules": "their weights and inputs are cast to it, their outputs back",
     "precision.products=int8": "each row is scaled; the products for gradients of weights stay in bfloat16",
+    "memory.save_ops=[attention]": (
+        "no more than always: a recomputed layer keeps the output of the TPUs' attention kernel; on cpu it has none"
+    ),
     "memory.save_ops": (
         "a recomputed layer keeps outputs of matrix products, and in any case those of the attention kernel on TPUs"
     ),
