@@ -81,13 +81,15 @@ def cast_weight(use: Use) -> Tensor:
 
 def eight_bit_layers(model: nn.Module, policy: ShardPolicy) -> list[str]:
     """FQNs of the linear layers for precision.products: inside the model's layers, outside of `policy.modules`, with
-    weights of their own and sizes that 16 divides, as kernels ask for. Raises BackendError where there is none."""
+    weights of their own and sizes that 16 divides, as kernels ask for; no adapters. Raises BackendError where there is
+    none."""
     if policy.products == "auto":
         return []
     tied = {slot.module for slots in parameter_slots(model).values() if len(slots) > 1 for slot in slots}
     linear = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
     fitting = [name for name, m in linear if m not in tied and m.in_features % 16 == m.out_features % 16 == 0]
-    names = [name for name in fitting if is_inside(name, policy.layers) and not is_inside(name, policy.modules)]
+    own = [name for name in fitting if ".lora_" not in name]
+    names = [name for name in own if is_inside(name, policy.layers) and not is_inside(name, policy.modules)]
     if not names:
         raise BackendError(
             f"precision.products={policy.products}: expected linear layers of sizes that 16 divides in the layers of "

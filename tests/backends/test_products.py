@@ -30,8 +30,8 @@ GetWorkers = Callable[[Group], Workers]
 
 TWO = Group("native", 2)
 
-BAND = 2e-2
-"""Relative, between losses with products of 8 bits and of bfloat16."""
+BAND, BAND_200 = 3e-3, 2e-2
+"""Relative, between losses with products of 8 bits and of bfloat16: single ones of 20 steps, means of 20 over 200."""
 
 SIZES = ARCHITECTURES["llama"] | {"hidden_size": 96, "intermediate_size": 160}  # 16 divides them, by 3 devices uneven
 CASE = Case(compute="bfloat16", settings={"model.architecture": SIZES})
@@ -198,5 +198,5 @@ def test_200_steps_of_the_first_run_learn_no_slower_than_in_bfloat16(
     """By means of 20 steps. Single losses part by up to 5 %, and bfloat16's on one device and on two by 6 %."""
     plain, eight = (launched(backend, tmp_path / name, f"precision.products={name}") for name in ("auto", products))
     for begin in range(0, 200, 20):
-        assert sum(eight[begin : begin + 20]) < (1 + BAND) * sum(plain[begin : begin + 20]), begin
+        assert sum(eight[begin : begin + 20]) < (1 + BAND_200) * sum(plain[begin : begin + 20]), begin
     assert plain[-1] < 3

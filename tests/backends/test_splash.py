@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from portable_fsdp.backends.xla import splash
 from portable_fsdp.backends.xla.splash import Kernel, splash_backward, splash_forward
 from portable_fsdp.models.attention import attend
 
@@ -28,6 +29,7 @@ CASES: dict[str, tuple[Kernel, dict[str, Any]]] = {
     "documents": (Kernel(), {"documents": DOCUMENTS}),
     "sinks": (Kernel(), {"sinks": SINKS}),
     "all of them": (Kernel(window=150, softcap=2.0), {"documents": DOCUMENTS, "sinks": SINKS, "width": 128}),
+    "mixed blocks": (Kernel(window=150), {"documents": DOCUMENTS, "width": 128}),
     "bfloat16": (Kernel(window=150), {"documents": DOCUMENTS, "width": 128, "dtype": torch.bfloat16}),
 }
 
@@ -41,8 +43,12 @@ def on_cpu() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_kernel_gives_what_torchs_formula_gives(name: str) -> None:
-    """Of 384 tokens the blocks have 128, three in a row."""
+def test_the_kernel_gives_what_torchs_formula_gives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three blocks in a row; `mixed`: as for long rows, keys in larger blocks than queries, some of one at once."""
+    keys = 384 if name == "mixed blocks" else 128
+    limits = {"_FORWARD_BLOCK": keys, "_BACKWARD_QUERIES": 128, "_BACKWARD_KEYS": keys, "_AT_ONCE": 128}
+    for limit, tokens in limits.items():
+        monkeypatch.setattr(splash, limit, tokens)
     kernel, given = CASES[name]
     kernel, dtype = replace(kernel, interpret=True), given.get("dtype", torch.float32)
     documents, sinks = given.get("documents"), given.get("sinks")

@@ -171,7 +171,7 @@ PACKED = [
 OFFLOADED = Program("8b", "v6e:4x4", 8192, layers=4, checkpointing="full", scan=True, offload="activations")
 KERNELS = [
     *(Program("8b", slice_, 4096, layers=1) for slice_ in ("v6e:2x4", "v5p:2x2x4", "v5e:2x4")),
-    *(  # in blocks of 1024, 512 and 128 tokens
+    *(  # in blocks of 1024, 768 and 384 tokens
         Program("gemma2", slice_, seq_len, checkpointing="full", packing="documents")
         for slice_, seq_len in (("v6e:2x4", 2048), ("v5p:2x2x1", 1536), ("v5e:2x4", 1152))
     ),

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from portable_fsdp.backends.base import Forward
-from portable_fsdp.backends.xla.splash import Kernel
+from portable_fsdp.backends.xla.splash import Kernel, block_of
 
 log = logging.getLogger("portable_fsdp")
 
@@ -139,6 +139,8 @@ def _models(
     if length % 128 or any(width % 64 for width in widths):
         _note_formula(length, widths)
         return None
+    if block_of(length) < min(512, length):
+        _note_blocks(length)
     return {"query": query, "key": key, "value": value, "documents": documents, **options}
 
 
@@ -146,8 +148,17 @@ def _models(
 def _note_formula(length: int, widths: tuple[int, int]) -> None:
     log.warning(
         "attention: %d tokens in heads of %d and %d keep all scores in memory: the kernel takes a multiple of 128 "
-        "tokens (fastest: of 1024), and a multiple of 64 in a head",
+        "tokens, and a multiple of 64 in a head",
         *(length, *widths),
+    )
+
+
+@cache
+def _note_blocks(length: int) -> None:
+    log.warning(
+        "attention: %d tokens run in blocks of %d, each of which writes a gradient of all queries: a multiple of 512 "
+        "or 1024 tokens takes less time and memory",
+        *(length, block_of(length)),
     )
 
 

@@ -128,8 +128,9 @@ class _KeptProducts(TorchDispatchMode):
 
 
 def is_product(operation: Any) -> bool:
-    """Whether an operation of aten is a matrix product, which `memory.save_ops` can keep."""
-    return str(operation) in ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default")
+    """Whether an operation is a matrix product, which `memory.save_ops` can keep."""
+    of_aten = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default")
+    return str(operation) in (*of_aten, "portable_fsdp.int8_product.default")
 
 
 def keep_products(keep: Keep) -> Keep:

@@ -77,7 +77,7 @@ RULES = (
         "memory.offload=activations",
         "without scanned layers that are recomputed",
         "the compiler would bring the input of an unrolled layer back at once",
-        "memory.gradient_checkpointing=full and memory.every=null and compile.scan_layers=true",
+        "memory.gradient_checkpointing=full and memory.every=null and memory.save_ops=[] and compile.scan_layers=true",
         "--backend=native",
         when=lambda c, p: not (c.compile.scan_layers and c.memory.gradient_checkpointing in ("full", "selective")),
     ),
@@ -111,13 +111,13 @@ EFFECTS = {
     "precision.modules": "their weights and inputs are cast to it, their outputs back",
     "precision.products=int8": "each row is scaled; the products for gradients of weights stay in bfloat16",
     "memory.save_ops=[attention]": (
-        "no more than always: a recomputed layer keeps the output of the TPUs' attention kernel; on cpu it has none"
+        "changes nothing: a recomputed layer keeps the output of the TPUs' attention kernel in any case; cpu has none"
     ),
     "memory.save_ops": (
         "a recomputed layer keeps outputs of matrix products, and in any case those of the attention kernel on TPUs"
     ),
     "memory.offload=activations": (
-        "libtpu keeps the inputs of the loop's layers in host memory, and copies beside compute; on cpu they are there"
+        "libtpu keeps inputs of the loop's layers in host memory, and copies beside compute; on cpu it changes nothing"
     ),
     "compile.scan_layers=true": "torch_xla's scan: one program for all layers",
 }

@@ -67,9 +67,9 @@ class SummedGradients(NamedTuple):
         """For a module's input; what `scatter` can't divide is the compiler's."""
         return self.scatter is not None and x.dim() > 0 and self.scatter.fits(len(x), weight)
 
-    def by_chunks(self, hidden: Tensor, weight: Tensor) -> bool:
+    def by_chunks(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> bool:
         """For the head: whether its loss goes by chunks. Where the compiler sums gradients, it would sum each one's."""
-        if self.scatter is None or not self.by_hand(hidden, weight) or hidden.dim() != 3:
+        if self.scatter is None or not self.by_hand(hidden, weight) or hidden.shape[:-1] != labels.shape:
             return False
         rows = len(hidden) // (self.scatter.replicas * self.scatter.parts)
         return chunk_length(rows, hidden.shape[1]) < hidden.shape[1]
@@ -110,7 +110,12 @@ def _linear(module: nn.Module, uses: dict[str, Use], copies: Copies, sums: Summe
         get_gradients = (weight.weight, None if bias is None else bias.weight)  # masters if apart, else the copies
         low = (copies.of(weight), None if bias is None else copies.of(bias)) if weight.apart else get_gradients
         following = vars(module).get("following")  # set by models/head_loss.py on the head, in training
-        if following is not None and bias is None and not inputs_first and sums.by_chunks(x, weight.weight):
+        if (
+            following is not None
+            and bias is None
+            and not inputs_first
+            and sums.by_chunks(x, weight.weight, following.labels)
+        ):
             return cast(Tensor, ChunkedHead.apply(x, get_gradients[0], low[0], following, sums.scatter))
         return cast(Tensor, _Linear.apply(x, *get_gradients, *low, inputs_first, sums))
 

@@ -47,7 +47,7 @@ class LayerLoop:
             raise _refusal(problem)
         self._weights = [list(of_layer.values()) for of_layer in by_layer.values()]  # in one order
         self._layouts, self._gather, self._recompute = layouts, gather, bool(policy.recompute)
-        self._partition = partial(_recompute, products="matmul" in policy.save_ops, offload=offload)
+        self._products, self._offload = "matmul" in policy.save_ops, offload
         self._body = next(iter(layers.values())).forward
         self._names = list(layers)
         # By whether autograd records: how the layers were called, and the body for that. scan keeps the first program
@@ -74,7 +74,9 @@ class LayerLoop:
         if known != call:
             body = self._one_layer(leaves, structure)
             self._traced[torch.is_grad_enabled()] = (call, body)
-        partition = self._partition if self._recompute else default_partition
+        offload = self._offload and torch.is_grad_enabled()  # an evaluation has no backward
+        recompute = partial(_recompute, products=self._products, offload=offload)
+        partition = recompute if self._recompute else default_partition
         carry, _ = scan(body, tuple(carried), (weights, others), partition_fn=partition, is_fn_pure=True)
         hidden = cast(tuple[Tensor, ...], carry)[0]
         self._result = (hidden,) if self._gives_tuple else hidden

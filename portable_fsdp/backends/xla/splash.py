@@ -12,7 +12,6 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from math import gcd
 from typing import Any, cast
 
 import torch
@@ -81,17 +80,22 @@ class Kernel:
         return bridge._xla_user_computation("xla::attention", inputs, _computation(function, self, kinds))
 
 
+def block_of(length: int, limit: int = _BACKWARD_KEYS) -> int:
+    """The largest multiple of 128 that divides `length`, up to `limit`."""
+    return max(size for size in range(128, limit + 1, 128) if length % size == 0)
+
+
 def _blocks(length: int) -> Any:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
-    at_once = gcd(_AT_ONCE, length)  # the largest power of two that divides the length, up to _AT_ONCE
+    forward, keys = block_of(length, _FORWARD_BLOCK), block_of(length, _BACKWARD_KEYS)
     return splash.BlockSizes(
-        block_q=gcd(_FORWARD_BLOCK, length),
-        block_kv=gcd(_FORWARD_BLOCK, length),
-        block_kv_compute=at_once,
-        block_q_dkv=gcd(_BACKWARD_QUERIES, length),
-        block_kv_dkv=gcd(_BACKWARD_KEYS, length),
-        block_kv_dkv_compute=at_once,
+        block_q=forward,
+        block_kv=forward,
+        block_kv_compute=block_of(forward, _AT_ONCE),
+        block_q_dkv=block_of(length, _BACKWARD_QUERIES),
+        block_kv_dkv=keys,
+        block_kv_dkv_compute=block_of(keys, _AT_ONCE),
         use_fused_bwd_kernel=True,
     )
 
