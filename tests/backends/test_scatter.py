@@ -65,7 +65,8 @@ def test_the_curve_is_that_of_the_compilers_sums(
         by_axis, plain = (workers.run("xla_run_on_chips", torus=on, **arguments)[0] for on in (torus, ()))
     finally:
         workers.close()
-    bound = 1e-5 if of.compute == "float32" else 2e-3
+    # With all logits torch rounds the loss's scale to bfloat16, by up to 2e-3; by chunks it stays float32.
+    bound = 1e-5 if of.compute == "float32" else 4e-3
     for key in ("loss", "grad_norm"):
         curves = [torch.tensor([step[key] for step in run["metrics"]]) for run in (by_axis, plain)]
         torch.testing.assert_close(*curves, rtol=bound, atol=0.0)
