@@ -4,6 +4,7 @@ CPU devices say that they are chips of a torus; what the TPU compiler makes of i
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +61,20 @@ def test_the_curve_is_that_of_the_compilers_sums(
     devices = torch.tensor(torus).prod().item()
     flags = f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=train_step|micro_batch"
     workers = Workers(Group("xla", int(devices)), xla_flags=flags)
-    arguments = {"case": of, "folder": str(tmp_path), "global_batch": 24}
+    arguments = {"folder": str(tmp_path), "global_batch": 24}
+    # The head of a llama of 1,024 words; no device holds a part of 1,009, nor of what is frozen.
+    has_head = of.settings.get("model.architecture", {}).get("vocab_size") == 1024
+    has_head = has_head and "adapters" not in request.node.callspec.id
+    # In bfloat16 all logits at once round the loss's scale, and so every gradient, by up to 2e-3. Chunks don't.
+    exact = replace(of, compute="float32") if has_head else of
     try:
-        by_axis, plain = (workers.run("xla_run_on_chips", torus=on, **arguments)[0] for on in (torus, ()))
+        by_axis, plain = (
+            workers.run("xla_run_on_chips", torus=on, case=ran, **arguments)[0]
+            for on, ran in ((torus, of), ((), exact))
+        )
     finally:
         workers.close()
-    # With all logits torch rounds the loss's scale to bfloat16, by up to 2e-3; by chunks it stays float32.
-    bound = 1e-5 if of.compute == "float32" else 4e-3
+    bound = 1e-5 if of.compute == "float32" else 2e-3
     for key in ("loss", "grad_norm"):
         curves = [torch.tensor([step[key] for step in run["metrics"]]) for run in (by_axis, plain)]
         torch.testing.assert_close(*curves, rtol=bound, atol=0.0)
@@ -75,7 +83,6 @@ def test_the_curve_is_that_of_the_compilers_sums(
         for run in (by_axis, plain)
     ]
     assert scatters == [["reduce_scatter f32"], []]  # XLA on the CPU sums nothing in bfloat16
-    has_head = "adapters" not in request.node.callspec.id and of.model != "gpt2"
     assert (by_axis["head_chunks"] > STEPS, plain["head_chunks"]) == (has_head, 0)
     in_float32 = "lm_head" in of.settings.get("precision.modules", {})
     assert by_axis["head_dtypes"] == ({"float32" if in_float32 else of.compute} if has_head else set())
