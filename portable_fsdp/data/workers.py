@@ -7,6 +7,7 @@ that a fork would lose with their locks held.
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import active_children, connection
 from multiprocessing.process import BaseProcess
@@ -81,6 +82,7 @@ class StepLoader(Closing):
         )
         self._steps: Iterator[Any] | None = None
         self._processes: list[BaseProcess] = []
+        self._shared_event: object = None  # its name must last until the last worker has opened it
 
     def read(self) -> list[dict[str, Tensor]]:
         """The next step. Raises a worker's error, and TrainingError where one has ended."""
@@ -90,8 +92,11 @@ class StepLoader(Closing):
                 self._steps = self._started()
             step = next(self._steps)
         except Exception as error:
-            # A pipe breaks a moment before its process has ended.
-            connection.wait([process.sentinel for process in self._processes], _END_S)
+            # Pipes break, and the sentinel's is one, a moment before their process has ended.
+            ready = connection.wait([process.sentinel for process in self._processes], _END_S)
+            for process in self._processes:
+                if process.sentinel in ready:
+                    process.join(_END_S)
             if ended := [process for process in self._processes if process.exitcode is not None]:
                 raise _lost(ended) from error
             raise
@@ -104,12 +109,15 @@ class StepLoader(Closing):
         before = os.environ.get(name)
         os.environ[name] = "0"  # else a worker's torch would load the packages that give it devices
         try:
-            steps = iter(self._loader)
+            steps = cast(Any, iter(self._loader))
         finally:
             self._processes = [process for process in active_children() if process not in others]
             os.environ.pop(name)
             if before is not None:
                 os.environ[name] = before
+        # Workers test the event by which DataLoader ends them. One that is killed meanwhile leaves its lock taken, and
+        # this process would wait for it. `close` kills the workers, so this process needs no event that they share.
+        self._shared_event, steps._workers_done_event = steps._workers_done_event, threading.Event()
         return steps
 
     def close(self) -> None:

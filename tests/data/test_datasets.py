@@ -92,6 +92,13 @@ def dies(split):
     if torch.utils.data.get_worker_info():
         os.kill(os.getpid(), signal.SIGKILL)
     return Words()
+def dies_with_a_lock(split):
+    if torch.utils.data.get_worker_info():
+        frame = sys._getframe()
+        while "done_event" not in frame.f_locals:
+            frame = frame.f_back
+        frame.f_locals["done_event"]._cond.acquire()
+    return dies(split)
 """
 
 
@@ -339,14 +346,15 @@ def test_errors_of_a_worker_are_the_sentences_of_the_thread(corpus: Callable[...
 
 @pytest.mark.slow
 def test_a_worker_that_dies_ends_the_run_with_a_sentence(corpus: Callable[..., Corpus]) -> None:
-    with (
-        open_steps(*opened(corpus, "dies", workers=1, buckets=SIZES)) as batches,
-        pytest.raises(TrainingError) as error,
-    ):
-        next(batches)
-    assert "a process that reads data.factory ended by itself" in str(error.value)
-    assert "by SIGKILL" in str(error.value)
-    assert error.value.exit_code == 1
+    for factory in ("dies", "dies_with_a_lock"):
+        with (
+            open_steps(*opened(corpus, factory, workers=1, buckets=SIZES)) as batches,
+            pytest.raises(TrainingError) as error,
+        ):
+            next(batches)
+        assert "a process that reads data.factory ended by itself" in str(error.value)
+        assert "by SIGKILL" in str(error.value)
+        assert error.value.exit_code == 1
     with open_steps(*opened(corpus, "words", workers=2, buckets=SIZES)) as batches:
         next(batches)
         first, _ = (process.pid or 0 for process in active_children())
