@@ -5,8 +5,9 @@ python benchmarks/step_beside_trainer.py [--steps=20] [--way=NAME ...] [--write]
 A Llama of 62 million parameters, vocabulary 32,000, 2 rows of 512 tokens, float32, AdamW, gradients clipped at 1. Each
 way runs in its own processes, with two threads in all. The ways take steps in turn, so other load on the machine slows
 all of them. Our step ends when its metrics have been fetched; the Trainer's is the time between two calls of
-`on_step_begin`. A ratio is the median over rounds of our time divided by the Trainer's in the same round. `--write`
-writes results/step_beside_trainer.md.
+`on_step_begin`. A ratio is the median over rounds of our time divided by the Trainer's in the same round. Loops written
+by hand, on torch_xla and on FSDP2 over two processes, show what those libraries cost here by themselves. `--write` writes
+results/step_beside_trainer.md.
 """
 
 import argparse
@@ -36,6 +37,8 @@ WAYS: dict[str, tuple[str, int, tuple[str, ...]]] = {  # -> engine, processes or
     "native x 2": ("native", 2, ()),
     "native x 2, NO_SHARD": ("native", 2, ("sharding.strategy=NO_SHARD",)),
     "xla x 2": ("xla", 2, ()),
+    "a plain torch_xla loop": ("plain", 1, ()),
+    "a plain FSDP2 loop x 2": ("plain", 2, ()),
 }
 GOALS = {"native": 1.02, "native, NO_SHARD": 1.02, "xla": 1.05, "native x 2": 1.4, "xla x 2": 1.4}
 
@@ -49,6 +52,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.serve == TRAINER:
         serve_trainer()
+    elif arguments.serve in WAYS and WAYS[arguments.serve][0] == "plain":
+        serve_plain(WAYS[arguments.serve][1])
     elif arguments.serve:
         serve(*WAYS[arguments.serve])
     else:
@@ -93,6 +98,41 @@ def serve_trainer() -> None:
         make(model=model, args=arguments, train_dataset=rows, callbacks=[Turns()]).train()
 
 
+def serve_plain(processes: int) -> None:
+    """FSDP2 over processes, torch_xla in one."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sync, device = (lambda: None), torch.device("cpu")
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**ARCHITECTURE), attn_implementation="sdpa")
+    if processes > 1:
+        torch.distributed.init_process_group("gloo")
+        mesh = init_device_mesh("cpu", (processes,))
+        for unit in (*model.model.layers, model):
+            fully_shard(unit, mesh=mesh)
+    else:
+        os.environ["PJRT_DEVICE"] = "CPU"
+        import torch_xla
+
+        sync, device = torch_xla.sync, torch_xla.device()
+        model.to(device)
+    # torch_xla has no fused one, nor does it need one.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=processes > 1)
+    ids = torch.randint(256, (ROWS // processes, SEQ_LEN)).to(device)
+    while True:
+        take_turns()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        sync()
+        loss.item()
+
+
 def serve(engine: str, devices: int, overrides: tuple[str, ...]) -> None:
     import portable_fsdp as pf
 
@@ -123,7 +163,7 @@ def serve(engine: str, devices: int, overrides: tuple[str, ...]) -> None:
 
 def start(way: str) -> list[subprocess.Popen[str]]:
     engine, devices, _ = WAYS.get(way, (TRAINER, 1, ()))
-    processes = devices if engine == "native" else 1
+    processes = 1 if engine == "xla" else devices
     command = [sys.executable, __file__, f"--serve={way}"]
     port = 20_000 + os.getpid() % 10_000 + len(way)
     started: list[subprocess.Popen[str]] = []
