@@ -6,8 +6,8 @@ A Llama of 62 million parameters, vocabulary 32,000, 2 rows of 512 tokens, float
 way runs in its own processes, with two threads in all. The ways take steps in turn, so other load on the machine slows
 all of them. Our step ends when its metrics have been fetched; the Trainer's is the time between two calls of
 `on_step_begin`. A ratio is the median over rounds of our time divided by the Trainer's in the same round. Loops written
-by hand, on torch_xla and on FSDP2 over two processes, show what those libraries cost here by themselves. `--write` writes
-results/step_beside_trainer.md.
+by hand, on torch_xla and on FSDP2 over two processes, show what those libraries cost here by themselves. `--write`
+writes results/step_beside_trainer.md.
 """
 
 import argparse

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 import portable_fsdp as pf
 from portable_fsdp.backends.base import Backend
@@ -101,3 +103,28 @@ def test_a_copy_and_weights_that_change_before_backward_are_refused(engine: Engi
         model.layers[1].product.weight.zero_()
     with pytest.raises(BackendError, match="expected the weights of the forward in its backward"):
         loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of torch.compile, at casts of weights
+def test_layers_have_a_program_for_each_size_of_rows_in_training_and_evaluation() -> None:
+    """torch.compile's own limit is 8 programs of a function."""
+    sizes = [*range(2, 14)]
+    sections: dict[str, Any] = {
+        "model": {"factory": "a:b"},
+        "data": {"factory": "a:b", "buckets": {"inputs": sizes}},
+        "train": {"task": "a:b", "steps": 1},
+        "compile": {"enabled": True, "backend": "aot_eager"},
+    }
+    config = pf.make_config(**sections)
+    torch._dynamo.reset()
+    counters.clear()
+    with pf.open_backend(config, device="cpu", backend="native") as backend:
+        model = pf.shard(Model, config, backend)[0]
+        for rows in (torch.ones(size, 8) for size in sizes):
+            model.zero_grad()
+            with backend.accumulate(True):
+                model(rows).sum().backward()
+            with backend.evaluate():
+                model(rows)
+    # Rows need no gradient in the first layer, and in all of an evaluation.
+    assert counters["stats"]["unique_graphs"] == 3 * len(sizes)

@@ -144,6 +144,23 @@ def test_products_of_int8_have_operands_of_8_bits_and_a_result_of_32(workers: Ge
     assert sum(dots.values()) == sum(plain.values())
 
 
+@pytest.mark.xla
+def test_a_product_of_int8_is_exact_for_whole_numbers_and_close_for_others(workers: GetWorkers) -> None:
+    torch.manual_seed(0)
+    whole = [torch.randint(-127, 128, (2, 3, 64)).float(), torch.randint(-127, 128, (5, 64)).float()]
+    for tensor in whole:
+        tensor[..., 0] = 127  # each row's scale is 1
+    ours = workers(Group("xla", 2)).run("int8_product_of", x=whole[0], weight=whole[1])[0]
+    assert torch.equal(ours, whole[0] @ whole[1].t())
+    x, weight = torch.randn(64, 512), torch.randn(64, 512) * torch.logspace(-6, 3, 64)[:, None]
+    x[1] = 0
+    exact, ours = x @ weight.t(), workers(Group("xla", 2)).run("int8_product_of", x=x, weight=weight)[0]
+    # The greatest of 512 normal values is about 3.0, a 127th of that over the root of 12 is 0.007, for each factor.
+    error = (ours - exact).norm(dim=0) / exact.norm(dim=0)
+    assert not ours[1].any()
+    assert 0.005 < error.min() < error.max() < 0.02
+
+
 class Small(nn.Module):
     def __init__(self, odd: int = 40) -> None:
         super().__init__()

@@ -21,6 +21,7 @@ from jobs import open_case, running
 
 from portable_fsdp.backends.base import ShardPolicy
 from portable_fsdp.backends.xla import engine, head, scatter, splash
+from portable_fsdp.backends.xla.int8 import int8_product
 from portable_fsdp.config.schema import Config
 from portable_fsdp.metrics.hlo import collectives_by_dtype
 from portable_fsdp.train.build import build_training
@@ -230,6 +231,14 @@ def traced_products(case: Case) -> dict[str, int]:
         text: str = cast(Any, torch_xla)._XLAC._get_xla_tensors_hlo(list(gradients))
         dots = re.findall(r"= (\w+)\[\S+ dot\((\w+)\[[^%]* %[^%]*?(\w+)\[", text)
         return Counter(f"{left} {right} -> {result}" for result, left, right in dots)
+
+
+def int8_product_of(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    import torch_xla
+
+    with open_case(Case())[0]:
+        device = torch_xla.device()
+        return int8_product(x.to(device), weight.to(device)).cpu()
 
 
 def kernel_run(case: Case, interpreted: bool) -> dict[str, Any]:
