@@ -99,7 +99,7 @@ def serve_trainer() -> None:
 
 
 def serve_plain(processes: int) -> None:
-    """FSDP2 over processes, torch_xla in one."""
+    """Steps of a loop written by hand: FSDP2 over several processes, torch_xla in one."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -119,7 +119,7 @@ def serve_plain(processes: int) -> None:
 
         sync, device = torch_xla.sync, torch_xla.device()
         model.to(device)
-    # torch_xla has no fused one, nor does it need one.
+    # torch_xla has no fused AdamW; XLA compiles the whole step.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=processes > 1)
     ids = torch.randint(256, (ROWS // processes, SEQ_LEN)).to(device)
     while True:

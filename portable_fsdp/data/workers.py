@@ -92,11 +92,11 @@ class StepLoader(Closing):
                 self._steps = self._started()
             step = next(self._steps)
         except Exception as error:
-            # Pipes break, and the sentinel's is one, a moment before their process has ended.
+            # A worker's pipes, its sentinel among them, close shortly before its exit code can be read.
             ready = connection.wait([process.sentinel for process in self._processes], _END_S)
             for process in self._processes:
                 if process.sentinel in ready:
-                    process.join(_END_S)
+                    process.join()
             if ended := [process for process in self._processes if process.exitcode is not None]:
                 raise _lost(ended) from error
             raise
@@ -116,7 +116,7 @@ class StepLoader(Closing):
             if before is not None:
                 os.environ[name] = before
         # Workers test the event by which DataLoader ends them. One that is killed meanwhile leaves its lock taken, and
-        # this process would wait for it. `close` kills the workers, so this process needs no event that they share.
+        # torch 2.9 to 2.13 would wait for that forever. `close` kills the workers, so they need no such event.
         self._shared_event, steps._workers_done_event = steps._workers_done_event, threading.Event()
         return steps
 

@@ -45,7 +45,7 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     exact, labels = logits.float().flatten(0, 1), labels.flatten()
     if logits.device.type != "xla":
         return F.cross_entropy(exact, labels, ignore_index=IGNORED, reduction="sum")
-    # torch_xla's own holds one-hot labels in float32, of the logits' size. Here a comparison is fused in their place.
+    # torch_xla's own keeps float32 one-hot labels as large as the logits. XLA fuses this comparison instead.
     is_label = labels[:, None] == torch.arange(exact.shape[1], device=exact.device)
     of_label = torch.where(is_label, exact, 0.0).sum(dim=-1)
     return torch.where(labels != IGNORED, exact.logsumexp(dim=-1) - of_label, 0.0).sum()
