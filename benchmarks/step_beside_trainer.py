@@ -52,10 +52,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.serve == TRAINER:
         serve_trainer()
-    elif arguments.serve in WAYS and WAYS[arguments.serve][0] == "plain":
-        serve_plain(WAYS[arguments.serve][1])
     elif arguments.serve:
-        serve(*WAYS[arguments.serve])
+        engine, devices, overrides = WAYS[arguments.serve]
+        serve_plain(devices) if engine == "plain" else serve(engine, devices, overrides)
     else:
         ways = arguments.way or [*WAYS]
         seconds = measure([TRAINER, *ways], arguments.steps)
@@ -75,16 +74,23 @@ def take_turns() -> None:
         sys.exit(0)
 
 
+def plain_model() -> Any:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**ARCHITECTURE), attn_implementation="sdpa")
+
+
 def serve_trainer() -> None:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+    from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Turns(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             take_turns()
 
-    torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**ARCHITECTURE), attn_implementation="sdpa")
+    model = plain_model()
     ids = torch.randint(256, (4096, SEQ_LEN))
     rows = [{"input_ids": row, "labels": row} for row in ids]
     with tempfile.TemporaryDirectory() as folder:
@@ -103,11 +109,9 @@ def serve_plain(processes: int) -> None:
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from transformers import AutoConfig, AutoModelForCausalLM
 
     sync, device = (lambda: None), torch.device("cpu")
-    torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**ARCHITECTURE), attn_implementation="sdpa")
+    model = plain_model()
     if processes > 1:
         torch.distributed.init_process_group("gloo")
         mesh = init_device_mesh("cpu", (processes,))
