@@ -130,10 +130,12 @@ def cross_entropy_with_gradient(logits: Tensor, labels: Tensor) -> tuple[Tensor,
 
     Beside the logits it holds two float32 tensors of their size.
     """
-    log_probabilities = F.log_softmax(logits, dim=-1, dtype=torch.float32)
-    loss = F.nll_loss(log_probabilities, labels, ignore_index=IGNORED, reduction="sum")
+    largest, at_largest = logits.max(dim=-1, keepdim=True)
+    probabilities = F.softmax(logits, dim=-1, dtype=torch.float32)
+    # The largest one is 1 / vocabulary at least, so that its logarithm is exact; a label's own may be 0.
+    log_sums = largest - probabilities.gather(1, at_largest).log()
     counted, at = (labels != IGNORED)[:, None], labels.clamp(min=0)[:, None]
-    probabilities = log_probabilities.exp_()
+    loss = torch.where(counted, log_sums - logits.gather(1, at), 0.0).sum()
     gradient = probabilities.scatter_(1, at, probabilities.gather(1, at) - 1)
     return loss, torch.mul(gradient, counted, out=gradient if logits.dtype == gradient.dtype else logits.new_empty(0))
 
