@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from portable_fsdp.backends.open import engine_made_for
 from portable_fsdp.backends.support import require_supported
-from portable_fsdp.config.describe import value_of
+from portable_fsdp.config.describe import default_of, option_names, plain_values, value_of
 from portable_fsdp.config.layout import mesh_axes
 from portable_fsdp.config.schema import Config
 from portable_fsdp.plan.result import EnginePlan, Expected, Plan, Progress, Time
@@ -26,7 +26,10 @@ SETTINGS = (
     *("train.micro_batch", "train.global_batch", "data.seq_len", "sharding.strategy", "memory.gradient_checkpointing"),
     *("memory.cpu_offload", "compile.scan_layers", "precision.compute"),
 )
-"""Keys on which memory and time depend most."""
+"""Keys on which memory and time depend most: a plan says them always."""
+
+SECTIONS = ("sharding.", "memory.", "precision.", "compile.")
+"""A plan says what is set in these."""
 
 SHARED_LINKS = "two devices share a chip's links: what crosses ici isn't bounded."  # counted by device, some in a chip
 
@@ -114,7 +117,7 @@ def make_plan(
         hardware=target.in_words,
         devices=target.devices,
         backend=engine,
-        settings={key: value_of(config, key) for key in SETTINGS if key != "data.seq_len" or not model.rows},
+        settings=_settings(config, without=("data.seq_len",) if model.rows else ()),
         parameters=model.parameters,
         memory=planned.memory,
         work=planned.work,
@@ -124,6 +127,15 @@ def make_plan(
         notes=(*planned.notes, *((SHARED_LINKS,) if shares_links else ()), *_notes(config, target, planned, time)),
         planned_in_s=perf_counter() - began,
     )
+
+
+def _settings(config: Config, without: tuple[str, ...]) -> dict[str, Any]:
+    def is_told(key: str) -> bool:
+        is_set = key.startswith(SECTIONS) and value_of(config, key) != default_of(key)
+        return key not in without and (key in SETTINGS or is_set)
+
+    told = filter(is_told, dict.fromkeys((*SETTINGS, *option_names())))
+    return {key: plain_values(value_of(config, key)) for key in told}
 
 
 def _no_shorter(expected: Expected, time: Time) -> Expected:

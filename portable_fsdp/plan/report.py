@@ -4,6 +4,7 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
+from portable_fsdp.config.describe import yaml_value
 from portable_fsdp.plan.result import Comparison, DeviceMemory, Plan, Time
 from portable_fsdp.plan.sweep import Settings, Tried
 from portable_fsdp.runtime.errors import UsageError, table
@@ -15,7 +16,7 @@ _GIB = 2**30
 
 def text(plan: Plan) -> str:
     """All of a plan, for people."""
-    settings = ", ".join(f"{key}={value}" for key, value in plan.settings.items())
+    settings = ", ".join(f"{key}={yaml_value(value)}" for key, value in plan.settings.items())
     lines = [f"{plan.on}: {plan.hardware}, backend {plan.backend}", f"{_count(plan.parameters)} parameters; {settings}"]
     lines += [
         "",

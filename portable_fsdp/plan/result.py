@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, computed_field
+from pydantic import BaseModel, ConfigDict, JsonValue, computed_field
 
 from portable_fsdp.metrics.hlo import Moved
 
@@ -177,7 +177,7 @@ class Plan(_Result):
     hardware: str  # in words: `16 TPU v5p chips of 4 hosts`
     devices: int
     backend: str  # the engine that would run there
-    settings: dict[str, str | int | float | bool | None]  # the keys of the config that a plan depends on most
+    settings: dict[str, JsonValue]  # the keys of the config that a plan depends on most, and others that are set
     parameters: int
     memory: DeviceMemory
     work: Work
