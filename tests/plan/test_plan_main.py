@@ -202,11 +202,11 @@ def test_what_does_not_fit_comes_with_what_would_and_a_picture(plan: Planner, tm
     """Two GPUs of 22 GiB."""
     sizes = {"num_hidden_layers": 12, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16}
     words = [f"model.architecture.{key}={value}" for key, value in sizes.items()]
-    words += ["data.seq_len=2048", "train.micro_batch=8", "memory.save_ops=[]", "precision.matmul=highest"]
+    words += ["data.seq_len=2048", "train.micro_batch=8", "memory.save_ops=[]", "precision.matmul=high"]
     code, out, err = plan("--on=l4:2", *words, f"--save={tmp_path / 'plan.png'}")
     assert code == 0, err
     header = out.splitlines()[1]
-    assert header.endswith("compile.scan_layers=false, precision.compute=bfloat16, precision.matmul=highest")
+    assert header.endswith("compile.scan_layers=false, precision.compute=bfloat16, precision.matmul=high")
     for text in ("memory of the fullest device", "does not fit", "It fits with memory.gradient_checkpointing=full"):
         assert text in out
     assert (tmp_path / "plan.png").stat().st_size > 5000
