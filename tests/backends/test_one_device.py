@@ -25,17 +25,23 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Layers, perhaps the same one several times, and weights of the root's own; `ends`: raised in its forward."""
+    """Layers, perhaps the same one several times, and weights of the root's own; `ends`: raised in its forward.
 
-    def __init__(self, shared: bool = False, ends: BaseException | None = None) -> None:
+    `changes`: after a layer it changes what the layer took, which that needs for the gradient of its weight.
+    """
+
+    def __init__(self, shared: bool = False, ends: BaseException | None = None, changes: bool = False) -> None:
         super().__init__()
-        first = Layer()
+        first, self.changes = Layer(), changes
         self.layers = nn.ModuleList(first if shared else Layer() for _ in range(3))
         self.last, self.ends = nn.Linear(8, 1), ends
 
     def forward(self, inputs: Tensor) -> Tensor:
+        inputs = 1 * inputs
         for layer in self.layers:
-            inputs = layer(inputs)
+            taken, inputs = inputs, layer(inputs)
+            if self.changes:
+                taken.mul_(0.5)
         if self.ends is not None:
             raise self.ends
         return self.last(inputs)
@@ -47,8 +53,8 @@ def engine() -> Iterator[tuple[Backend, Callable[..., Any]]]:
     sections: dict[str, Any] = {"precision": {"compute": "bfloat16"}}
     with pf.open_backend(pf.make_config(**sections), device="cpu", backend="native") as backend:
 
-        def laid_out(recomputed: bool = False, **model: Any) -> nn.Module:
-            memory = {"gradient_checkpointing": "full" if recomputed else "none"}
+        def laid_out(recomputed: bool = False, offload: Any = "none", **model: Any) -> nn.Module:
+            memory = {"gradient_checkpointing": "full" if recomputed else "none", "offload": offload}
             torch.manual_seed(0)
             return pf.shard(lambda: Model(**model), pf.make_config(**sections, memory=memory), backend)[0]
 
@@ -102,6 +108,14 @@ def test_a_copy_and_weights_that_change_before_backward_are_refused(engine: Engi
     with torch.no_grad():
         model.layers[1].product.weight.zero_()
     with pytest.raises(BackendError, match="expected the weights of the forward in its backward"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("memory", [{}, {"recomputed": True}, {"recomputed": True, "offload": "activations"}])
+def test_a_tensor_that_the_model_changes_in_place_before_backward_is_refused(engine: Engine, memory: Any) -> None:
+    _, laid_out = engine
+    loss = laid_out(changes=True, **memory)(INPUTS).float().sum()
+    with pytest.raises(BackendError, match=r"found one of shape \[2, 8\] that the model's forward changed in place"):
         loss.backward()
 
 

@@ -4,7 +4,7 @@ A separate stream copies each to the host during forward, and back while the nex
 layer keeps its input: backward begins there. On a CPU nothing is copied.
 """
 
-# The hooks that are active have no public name.
+# The hooks that are active, and a tensor's version, have no public name.
 # pyright: reportPrivateUsage=false
 
 from collections.abc import Callable
@@ -17,13 +17,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
+from portable_fsdp.backends.native.units import require_unchanged
 
-class _Kept:
+
+class _HostCopy:
     """A tensor on the host, and the one that was kept before it, whose layer runs backward next."""
 
-    def __init__(self, tensor: Tensor, stream: "torch.cuda.Stream | None", before: "_Kept | None") -> None:
+    def __init__(self, tensor: Tensor, stream: "torch.cuda.Stream | None", before: "_HostCopy | None") -> None:
         self._device, self._stream, self._arrival = tensor.device, stream, cast("Tensor | None", None)
         self._before = None if before is None else ref(before)
+        self._counter, self._version = tensor.detach(), tensor._version
+        self._counter.data = tensor.new_empty(0)  # it shares the count of changes in place still, not the memory
         self.total_bytes = tensor.nbytes + (before.total_bytes if before else 0)
         if stream is None:
             self._host = tensor.to("cpu")
@@ -39,7 +43,8 @@ class _Kept:
                 self._arrival = self._host.to(self._device, non_blocking=True)
 
     def returned(self) -> Tensor:
-        """On the device; the one before it is then on its way."""
+        """On the device; the one before it is then on its way. Raises BackendError if a model has changed it since."""
+        require_unchanged(self._counter, self._version, self._host.shape)
         self.start_return()
         tensor, self._arrival = cast(Tensor, self._arrival), None
         if self._stream is not None:
@@ -57,7 +62,7 @@ class ActivationOffload:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._last: Callable[[], _Kept | None] = lambda: None
+        self._last: Callable[[], _HostCopy | None] = lambda: None
         self.host_bytes = 0
 
     def wrap(self, layers: list[nn.Module]) -> None:
@@ -75,7 +80,7 @@ class ActivationOffload:
         def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
             if tensor.untyped_storage()._cdata not in inputs:
                 return partial(outer[1], outer[0](tensor)) if outer else tensor
-            kept = _Kept(tensor, self._stream, self._last())
+            kept = _HostCopy(tensor, self._stream, self._last())
             self._last, self.host_bytes = ref(kept), max(self.host_bytes, kept.total_bytes)
             return kept.returned
 

@@ -302,6 +302,18 @@ def local_part(tensor: Tensor) -> Tensor:
     return cast(Any, local)._tensor if is_traceable_wrapper_subclass(local) else local
 
 
+def require_unchanged(tensor: Tensor, version: int, shape: Sequence[int]) -> None:
+    """torch's check that nothing changed a tensor which backward needs. It does none for tensors that hooks keep.
+
+    `tensor`: any with the same count of changes in place, `version` when it was kept. Raises BackendError.
+    """
+    if tensor._version != version:
+        raise BackendError(
+            f"backend native: expected that no tensor changes while backward needs it, found one of shape {[*shape]} "
+            "that the model's forward changed in place.\n  Compute a new tensor there: x = x * 2, not x.mul_(2)."
+        )
+
+
 class ComputeTime:
     """How long a process computes by itself: the forwards of training in the innermost units, inside FSDP2's hooks,
     which gather. (In backward the collectives of units wait for other processes.)"""

@@ -29,6 +29,7 @@ from portable_fsdp.backends.native.units import (
     compile_layer,
     forward_of,
     recompute,
+    require_unchanged,
 )
 from portable_fsdp.backends.weight_uses import (
     Use,
@@ -103,6 +104,11 @@ class _Cast(NamedTuple):
     offset: int
 
 
+class _Saved(NamedTuple):
+    tensor: Tensor
+    version: int
+
+
 class _Casts:
     """Weights in their compute dtype, while a block runs."""
 
@@ -154,16 +160,17 @@ class _Casts:
     def around_all(self, forward: Forward, keep: bool) -> Forward:
         """The model's `forward`. Without `keep` autograd keeps no copy that runs in it, and backward casts again."""
 
-        def pack(tensor: Tensor) -> Tensor | _Cast:
+        def pack(tensor: Tensor) -> _Saved | _Cast:
             storage = _storage(tensor)
             if storage not in self._running:
-                return tensor
+                return _Saved(tensor, tensor._version)
             weight, offset = self._running[storage][0], int(tensor.storage_offset())
             return _Cast(storage, weight, weight._version, tensor.dtype, tensor.size(), tensor.stride(), offset)
 
-        def unpack(kept: Tensor | _Cast) -> Tensor:
-            if isinstance(kept, Tensor):
-                return kept
+        def unpack(kept: _Saved | _Cast) -> Tensor:
+            if isinstance(kept, _Saved):
+                require_unchanged(kept.tensor, kept.version, kept.tensor.shape)
+                return kept.tensor
             if kept.weight._version != kept.version:
                 raise BackendError("backend native: expected the weights of the forward in its backward, found others.")
             weight, copy = self._running.get(kept.storage, (None, None))
