@@ -8,8 +8,10 @@ all. Imports no engine and no torch.
 from functools import cache
 from typing import Any, NamedTuple
 
+import yaml
+
 from portable_fsdp.backends.open import ENGINES, options_of
-from portable_fsdp.config.describe import default_of, option_names, section_model, value_of, yaml_value
+from portable_fsdp.config.describe import default_of, option_names, section_model, value_of, with_value, yaml_value
 from portable_fsdp.config.layout import check_batch, with_micro_batch
 from portable_fsdp.config.rules import EFFECTS, RULES, Deployment, Effect, Kind, Refused, Rule, effects
 from portable_fsdp.config.schema import Config
@@ -125,11 +127,25 @@ def effects_of(engine: str) -> tuple[Effect, ...]:
 
 
 def ways_out(rule: Rule, config: Config, deployment: Deployment) -> tuple[str, ...]:
-    """Those that lead somewhere on this device."""
+    """Those that lead somewhere on this device; where none does at once, each that other refusals lead on from."""
     ways = rule.ways(config, deployment) if callable(rule.ways) else rule.ways
     packages = {engine: options_of(engine).packages.get(deployment.device) for engine in ENGINES}
     elsewhere = {f"--backend={name}" for name, package in packages.items() if package is None or not package.is_usual}
-    return tuple(way for way in ways if way not in elsewhere)
+    ways = tuple(way for way in ways if way not in elsewhere)
+    return tuple(way for way in ways if _leads_out(way, rule, config, deployment)) or ways
+
+
+def _leads_out(way: str, rule: Rule, config: Config, deployment: Deployment) -> bool:
+    """Whether then neither the rule's option nor a key that the way sets is refused."""
+    keys = {rule.option}
+    for setting in way.split(" and "):
+        key, _, text = setting.partition("=")
+        if key == "--backend":
+            deployment = deployment._replace(engine=text)
+            continue
+        keys.add(key)
+        config = with_value(config, key, yaml.safe_load(text))
+    return keys.isdisjoint(refused.option for refused in refusals(config, deployment))
 
 
 def _options_of_others(engine: str) -> list[tuple[str, str]]:

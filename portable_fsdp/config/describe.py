@@ -51,6 +51,13 @@ def value_of(config: Config, option: str) -> Any:
     return getattr(getattr(config, section), key)
 
 
+def with_value(config: Config, option: str, value: Any) -> Config:
+    """A copy with another value of `section.key`, from YAML or Python; it isn't checked."""
+    section, _, key = option.partition(".")
+    changed = getattr(config, section).model_copy(update={key: tuple(value) if isinstance(value, list) else value})
+    return config.model_copy(update={section: changed})
+
+
 def default_of(option: str) -> Any:
     """The default of `section.key`; None for one that is unknown or has none."""
     info = _known().get(tuple(option.split(".")))
