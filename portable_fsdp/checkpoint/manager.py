@@ -375,7 +375,8 @@ class Checkpoints(Closing):
                 require_allowed(changes, allow, name)
             self._backend.load_state(model, optimizer, _read_from(reader, expected, self._base, weights_only))
             if (scaler := self._backend.loss_scaler) and (saved := manifest.loss_scale) and not weights_only:
-                scaler.restore(**saved.model_dump())
+                given = [{"scale": c.now, "finite_steps": 0} for c in changes if c.name == "precision.loss_scale"]
+                scaler.restore(**saved.model_dump() | (given[0] if given else {}))
         return Resumed(
             path=source.path,
             step=0 if weights_only else manifest.step,

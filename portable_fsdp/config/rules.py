@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from portable_fsdp.config.describe import default_of, value_of, yaml_value
-from portable_fsdp.config.schema import Config, Optim
+from portable_fsdp.config.schema import Compile, Config, Optim
 
 Kind = Literal["honoured", "delegated", "refused"]
 
@@ -121,6 +121,16 @@ def modules_without_float16(config: Config, _: Deployment) -> tuple[str, ...]:
 def _modules_without_float32(config: Config, _: Deployment) -> tuple[str, ...]:
     kept = {name: dtype for name, dtype in config.precision.modules.items() if dtype != "float32"}
     return ("precision.master=float32", f"precision.modules={yaml_value(kept)}")
+
+
+def without_compiler(config: Config) -> Config:
+    """The same steps without torch.compile and scan, and so without what needs them: every layer runs by itself."""
+    memory = config.memory
+    if memory.gradient_checkpointing == "budget":
+        memory = memory.model_copy(update={"gradient_checkpointing": "none", "budget": default_of("memory.budget")})
+    if config.compile.scan_layers:  # XLA offloads inputs of scanned layers alone
+        memory = memory.model_copy(update={"offload": "none"})
+    return config.model_copy(update={"compile": Compile(), "memory": memory})
 
 
 def is_selective(config: Config) -> bool:
@@ -505,10 +515,13 @@ EFFECTS = {
     "precision.master": "dtype of weights and optimizer state at rest",
     "precision.frozen": "dtype at rest of frozen weights",
     "precision.frozen=auto": "as precision.master",
-    "precision.loss_scale|loss_scale_window": "loss scaling on the device: a step whose gradients overflow is skipped",
+    "precision.loss_scale|loss_scale_window": (
+        "float16: loss scaling on the device; a step whose gradients overflow is skipped"
+    ),
     "precision.products=auto": "products are in the compute dtype",
     "precision.output": "casts the logits before the loss; auto: no cast",
     "memory.gradient_checkpointing=none": "activations are kept",
+    "memory.every=null": "selective goes by memory.save_ops; every other mode treats all layers alike",
     "memory.offload=none": "what backward needs stays in device memory",
     "memory.cpu_offload=false": "everything stays in device memory",
     "compile.scan_layers=false": "one copy of the program per layer",

@@ -291,7 +291,7 @@ class Sharding(Section):
 DType = Literal["float32", "bfloat16", "float16"]
 
 
-LEAST_LOSS_SCALE = 1
+LEAST_LOSS_SCALE, LARGEST_LOSS_SCALE = 1, 2.0**127  # twice as much is infinite in float32
 """A run ends whose gradients overflow at this scale: DeepSpeed's min_loss_scale."""
 
 
@@ -337,6 +337,7 @@ class Precision(Section):
     loss_scale: Float = Field(
         default=65536.0,
         ge=LEAST_LOSS_SCALE,
+        le=LARGEST_LOSS_SCALE,
         description="float16: first multiple of the loss that backward starts from; halved when gradients overflow",
     )
     loss_scale_window: int = Field(

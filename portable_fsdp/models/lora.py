@@ -220,7 +220,7 @@ def _check_config(folder: Path, lora: schema.Lora) -> None:
             way_out = f"Set model.lora.{name} to {theirs}."
             raise _refusal(folder, f"model.lora.{name}={ours:g}", f"{theirs} in {CONFIG}", way_out)
     if saved.get("lora_dropout"):
-        log.info("%s: %s: training goes on without their dropout (%s)", _KEY, folder, saved["lora_dropout"])
+        log.info("%s: %s: training continues without their dropout (%s)", _KEY, folder, saved["lora_dropout"])
 
 
 def _check_weights(path: Path, expected: Mapping[str, tuple[int, ...]]) -> None:

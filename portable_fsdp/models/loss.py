@@ -31,7 +31,7 @@ FLOAT16_GAIN = 2.0**15
 
 
 def chunks(positions: int, logits: int) -> list[tuple[int, int]]:
-    """Bounds that cut `positions`, which have so many `logits` in all, into even chunks of CHUNK_BYTES at most."""
+    """Bounds that cut `positions`, which have `logits` logits in all, into even chunks of CHUNK_BYTES at most."""
     step = -(-positions // min(positions, -(-logits * 4 // CHUNK_BYTES)))
     return [(start, min(start + step, positions)) for start in range(0, positions, step)]
 

@@ -5,18 +5,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from portable_fsdp.config.schema import LEAST_LOSS_SCALE
+from portable_fsdp.config.schema import LARGEST_LOSS_SCALE, LEAST_LOSS_SCALE
 from portable_fsdp.runtime.errors import ConfigError
 
-GROWTH, BACKOFF, LARGEST = 2.0, 0.5, 2.0**127
+GROWTH, BACKOFF = 2.0, 0.5
 
 
 class LossScaler:
     """The rule of torch.amp.GradScaler (torch/amp/grad_scaler.py), on the device: nothing waits for it.
 
     The scale is multiplied by BACKOFF after a step whose gradients aren't finite, and by GROWTH after each `window` of
-    finite steps, between LEAST_LOSS_SCALE and LARGEST. The optimizer skips the former: weights, moments and step counts
-    stay as they are.
+    finite steps, between LEAST_LOSS_SCALE and LARGEST_LOSS_SCALE. The optimizer skips the former: weights, moments and
+    step counts stay as they are.
     """
 
     def __init__(self, scale: float, window: int, device: torch.device) -> None:
@@ -45,7 +45,7 @@ class LossScaler:
         cast(Any, optimizer).found_inf = overflows.float().to(device)  # waits with cpu_offload, as gradients did
         used, finite = self.scale, self._finite + 1
         is_full = finite == self._window
-        grown = torch.where(is_full, (used * GROWTH).clamp(max=LARGEST), used)
+        grown = torch.where(is_full, (used * GROWTH).clamp(max=LARGEST_LOSS_SCALE), used)
         self.scale = torch.where(overflows, (used * BACKOFF).clamp(min=LEAST_LOSS_SCALE), grown)
         self._finite = torch.where(overflows | is_full, 0, finite)
         self._skipped = self._skipped + overflows

@@ -112,7 +112,9 @@ def _update(old: Any, new: Any) -> Any:
 
 def _relative(first: Any, other: Any, floor: float = 0.0) -> float:
     """Root of the mean square of the projections' differences, which estimates the norm of the tensors' difference,
-    over the larger norm (`floor`: its least square). Infinite where one isn't finite."""
+    over the larger norm (`floor`: its least square). Infinite where one isn't finite, 0 where neither is."""
+    if not (np.isfinite(first[1:]).all() or np.isfinite(other[1:]).all()):
+        return 0.0
     square = np.mean((first[2:] - other[2:]) ** 2) / (max(first[1], other[1], floor) or 1.0)
     return float(np.sqrt(square)) if np.isfinite(square) else np.inf
 

@@ -5,6 +5,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
+from portable_fsdp.config.rules import dtypes
 from portable_fsdp.config.schema import Config
 
 Stage = Literal["data", "weights", "forward", "backward", "gradient", "update"]
@@ -22,8 +23,8 @@ class Bounds(NamedTuple):
 
 def bounds(config: Config) -> Bounds:
     precision = config.precision
-    dtypes = {precision.master, precision.compute, precision.reduce, precision.output, *precision.modules.values()}
-    if dtypes <= {"float32", "auto"} and precision.matmul == "highest":
+    used = {precision.master, precision.reduce, precision.output, *dtypes(config)}
+    if used <= {"float32", "auto"} and precision.matmul == "highest":
         return Bounds(1e-5, 5e-5, 2e-3, 50)
     return Bounds(2e-3, 2e-3, 1e-1, 20)
 
@@ -102,6 +103,9 @@ def deviation(config: Config, first: PlaceRecord, other: PlaceRecord) -> Deviati
     """Raises ValueError for records of different lengths."""
     limit, first_step = bounds(config), None
     losses, norms = ([*map(_relative, *pair)] for pair in _pairs(first, other))
+    if "float16" in dtypes(config):  # both places skip a step whose gradients overflow in both
+        pairs = zip(first.grad_norms, other.grad_norms, strict=True)
+        norms = [0.0 if not any(map(math.isfinite, pair)) else norm for pair, norm in zip(pairs, norms, strict=True)]
     for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=1):
         if loss > (limit.loss if step <= 20 else limit.loss_after_20) or norm > limit.norm:
             first_step = first_step or step

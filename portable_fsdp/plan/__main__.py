@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -191,9 +192,9 @@ def _axes(texts: Sequence[str]) -> dict[str, list[str]]:
     axes: dict[str, list[str]] = {}
     for text in texts:
         key, equals, values = text.partition("=")
-        if not equals or "." not in key or not all(values.split(",")):
+        axes[key] = re.split(r",(?![^\[{]*[\]}])", values)  # not at the commas of a list or a mapping
+        if not equals or "." not in key or not all(axes[key]):
             raise ConfigError(f"--over={text}: expected a key with values, as --over=train.micro_batch=1,2,4.")
-        axes[key] = values.split(",")
     return axes
 
 

@@ -26,9 +26,9 @@ from torch.nn import functional as F
 from portable_fsdp.backends.base import Batch, Fill, MakeOptimizer, ShardPolicy, state_key
 from portable_fsdp.backends.native.engine import NativeBackend
 from portable_fsdp.backends.native.units import local_part, materialise
-from portable_fsdp.config.describe import default_of
 from portable_fsdp.config.layout import check_batch
-from portable_fsdp.config.schema import Compile, Config
+from portable_fsdp.config.rules import without_compiler
+from portable_fsdp.config.schema import Config
 from portable_fsdp.metrics.hlo import Moved
 from portable_fsdp.models import flex
 from portable_fsdp.plan.allocator import CachingAllocator
@@ -153,12 +153,11 @@ def _planned(config: Config, devices: int) -> Config:
     """
     accumulation = check_batch(config, devices)
     rows = config.train.global_batch // accumulation * min(accumulation, MICRO_BATCHES)
-    train = config.train.model_copy(update={"global_batch": rows})
-    memory, precision = config.memory, config.precision.model_copy(update={"products": "auto"})
-    if memory.gradient_checkpointing == "budget":
-        eager = {"gradient_checkpointing": "none", "budget": default_of("memory.budget")}
-        memory = memory.model_copy(update=eager)
-    return config.model_copy(update={"train": train, "compile": Compile(), "memory": memory, "precision": precision})
+    changed = {
+        "train": config.train.model_copy(update={"global_batch": rows}),
+        "precision": config.precision.model_copy(update={"products": "auto"}),
+    }
+    return without_compiler(config).model_copy(update=changed)
 
 
 # ---------------------------------------------------------------------------------------------------------- the step

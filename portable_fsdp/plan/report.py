@@ -44,7 +44,7 @@ def words(tried: Tried, keys: Sequence[str]) -> str:
 def line(tried: Tried, keys: Sequence[str]) -> str:
     """A setting of a sweep and its result."""
     if tried.plan is None:
-        return f"{words(tried, keys)}: refused"
+        return f"{words(tried, keys)}: refused: {(tried.refusal or '').partition(chr(10))[0]}"
     memory = tried.plan.memory
     return f"{words(tried, keys)}: {memory.peak_bytes / _GIB:.2f} GiB, {memory.verdict}"
 

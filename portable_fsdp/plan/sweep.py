@@ -42,7 +42,10 @@ def usual_grid(config: Config, devices: int, *, scan: bool) -> list[Settings]:
     """
     rows = max(config.train.global_batch // devices, 1)
     micro_batches = {size for size in (1, 2, 4, 8) if rows % size == 0} | ({config.train.micro_batch} - {"auto"})
-    layers = [({"compile.scan_layers": "false"} if scan else {}) | checkpointing(config, mode) for mode in MODES]
+    unrolled = {"compile.scan_layers": "false"} if scan else {}
+    if scan and config.memory.offload == "activations":  # XLA offloads inputs of scanned layers alone
+        unrolled["memory.offload"] = "none"
+    layers = [checkpointing(config, mode) | unrolled for mode in MODES]
     if scan:
         layers += [{"compile.scan_layers": "true"} | checkpointing(config, mode) for mode in ("none", "full")]
     strategies = ["NO_SHARD"]
@@ -66,6 +69,8 @@ def checkpointing(config: Config, mode: str) -> Settings:
     settings = {"memory.gradient_checkpointing": mode}
     if memory.gradient_checkpointing == "budget":
         settings["memory.budget"] = f"{default_of('memory.budget')}"
+    if memory.offload == "activations" and mode not in ("full", "selective"):
+        settings["memory.offload"] = "none"
     if mode == "selective":
         return settings if is_selective else {**settings, "memory.every": "2"}
     return settings | ({"memory.every": "null", "memory.save_ops": "[]"} if is_selective else {})

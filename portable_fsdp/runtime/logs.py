@@ -1,7 +1,7 @@
 """RUN/logs: the log of process 0 (`run.log`), and what each process writes to stderr (`stderr-<process>.log`).
 
 Both are appended to, and begin with the run's folder: a refused run leaves no file. A log that can't be written is
-dropped with one line, and the run goes on.
+dropped with one line, and the run continues.
 """
 
 import io
@@ -59,7 +59,7 @@ class RunLog(logging.Handler):
 
 
 def _dropped(path: Path, error: OSError) -> str:
-    return f"{path}: {error.strerror}; the run goes on without this log"
+    return f"{path}: {error.strerror}; the run continues without this log"
 
 
 @contextmanager

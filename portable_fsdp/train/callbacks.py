@@ -2,7 +2,7 @@
 
 Process 0 calls callbacks, in its main thread between two steps: ours first (`records.py`), then yours in order. They
 get frozen data and return nothing. A step's data arrive while the device computes the next step, so a quick callback
-costs no time. A callback of yours that raises is logged and gets no more calls; the run goes on without it.
+costs no time. A callback of yours that raises is logged and gets no more calls; the run continues without it.
 """
 
 import logging
@@ -178,5 +178,5 @@ class Callbacks:
                     raise
                 self._all.remove(callback)
                 log.exception(
-                    "callback %s.%s raised; the run goes on without it:", type(callback).__name__, hook.__name__
+                    "callback %s.%s raised; the run continues without it:", type(callback).__name__, hook.__name__
                 )

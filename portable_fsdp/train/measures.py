@@ -49,7 +49,8 @@ class NotFiniteError(TrainingError):
         float16 = ""
         if loss_scale is not None:
             actual += f" at a loss scale of {loss_scale:g}, in float16"
-            float16 = "  Set precision.compute=bfloat16, with checkpoint.allow='[precision.compute]'.\n"
+            float16 = "  Compute in bfloat16 instead (precision.compute, precision.modules), with\n"
+            float16 += "  checkpoint.allow='[precision]'.\n"
         super().__init__(
             f"step {step}: expected a finite {expected}, found {actual}.\n  {last_saved}\n{float16}"
             "  Lower optim.lr or clip harder (train.max_grad_norm), with\n"

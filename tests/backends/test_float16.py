@@ -101,6 +101,10 @@ def test_a_resume_is_bit_for_bit(workers: GetWorkers, tmp_path: Path) -> None:
     read = workers(TWO).run("read", case=case, folders={"it": str(tmp_path)}, at=10)
     assert repr(read[0]["it"]["metrics"]) == repr(written[0]["metrics"])
     assert any(not math.isfinite(metrics["grad_norm"]) for metrics in written[0]["metrics"])
+    other, keys = replace(case, settings=PLANTED | {"precision.loss_scale": 64.0}), ("precision.loss_scale",)
+    read = workers(TWO).run("read", case=other, folders={"it": str(tmp_path)}, at=10, allow=keys)
+    metrics = read[0]["it"]["metrics"]
+    assert [metrics[0]["loss_scale"], *(step["loss_scale"] for step in metrics[3:5])] == [64, 64, 128]
 
 
 @pytest.mark.parametrize("group", [marked(TWO, in_suite=True), marked(Group("xla", 2), in_suite=True)])

@@ -17,11 +17,13 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+import psutil
 import pytest
 
 JOB_TIMEOUT_S = 240
-# LLVM runs out of mappings after about a dozen models compiled in one process.
-XLA_JOBS_PER_PROCESS = 8
+# Each program that LLVM compiles adds mappings of memory; Linux allows a process 65,530 (vm.max_map_count).
+MOST_MAPPINGS = 30_000
+MOST_BYTES = 3 * 2**30
 
 
 class Group(NamedTuple):
@@ -173,6 +175,12 @@ def _serve(pipe: Connection, environment: dict[str, str], backend: str) -> None:
         pipe.send_bytes(pickle.dumps(answer))
 
 
+def _is_full(process: Any) -> bool:
+    with open(f"/proc/{process.pid}/maps", encoding="utf-8") as maps:
+        mappings = sum(1 for _ in maps)
+    return mappings > MOST_MAPPINGS or psutil.Process(process.pid).memory_info().rss > MOST_BYTES
+
+
 def _run(job: Callable[[], Any]) -> list[Any]:
     return [job()]
 
@@ -188,7 +196,6 @@ class JobFailed(Exception):
 class Workers:
     def __init__(self, group: Group, xla_flags: str = "") -> None:
         self._group, self._xla_flags = group, xla_flags
-        self._jobs = 0
         self._start()
 
     def _start(self) -> None:
@@ -217,12 +224,9 @@ class Workers:
 
     def run(self, job: str, **arguments: Any) -> list[Any]:
         """What each process (or thread) of the group returned, by rank. Raises JobFailed with the first failure."""
-        if self._group.engine.compiles:
-            self._jobs += 1
-            if self._jobs > XLA_JOBS_PER_PROCESS:
-                self.close()
-                self._start()
-                self._jobs = 1
+        if self._group.engine.compiles and any(map(_is_full, self._processes)):
+            self.close()
+            self._start()
         for pipe in self._pipes:
             pipe.send_bytes(pickle.dumps((job, arguments)))
         answers = [self._receive(rank) for rank in range(len(self._pipes))]

@@ -1,16 +1,20 @@
 """`python -m portable_fsdp.parity`: equal runs, planted faults by name, and input that no place can run."""
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from faulty_worker import FAULTS, plant
 from parity_faults import certified, rows, write_config
 
+from portable_fsdp.backends.support import require_supported
 from portable_fsdp.config.load import load_config
+from portable_fsdp.config.rules import without_compiler
 from portable_fsdp.parity.__main__ import main
 from portable_fsdp.parity.culprit import find_culprit
-from portable_fsdp.parity.record import Place, PlaceRecord, RunTask
+from portable_fsdp.parity.record import Place, PlaceRecord, RunTask, deviation
 from portable_fsdp.parity.worker import run
 
 
@@ -83,6 +87,33 @@ def test_each_planted_fault_is_named() -> None:
     assert len(FAULTS) >= 10
     for is_named, row in rows("native:2,xla:4", list(FAULTS)):
         assert is_named, row
+
+
+def test_float16_steps_that_both_places_skip_agree(tmp_path: Path) -> None:
+    place = Place(device="cpu", engine="native", devices=1)
+    losses, norms = [4.0, 3.0], [math.inf, 1.0]
+    record = PlaceRecord(place=place, device_name="cpu", versions={}, losses=losses, grad_norms=norms)
+    one_skips = record.model_copy(update={"grad_norms": [2.0, 1.0]})
+    for compute, first_step in (("float16", None), ("bfloat16", 1)):
+        config = load_config(write_config(tmp_path), [f"precision.compute={compute}"])
+        assert deviation(config, record, record).first_step == first_step
+        assert deviation(config, record, one_skips).first_step == 1
+
+
+@pytest.mark.parametrize(
+    ("engine", "settings"),
+    [
+        ("native", ["compile.enabled=true", "compile.backend=aot_eager", "memory.gradient_checkpointing=budget"]),
+        ("xla", ["compile.scan_layers=true", "memory.gradient_checkpointing=full", "memory.offload=activations"]),
+    ],
+)
+def test_what_needs_a_compiler_is_off_while_modules_are_recorded(
+    tmp_path: Path, engine: str, settings: list[str]
+) -> None:
+    config = load_config(write_config(tmp_path), settings)
+    place: dict[str, Any] = {"engine": engine, "device": "cpu", "devices": 1, "hosts": 1}
+    require_supported(config, **place)
+    require_supported(without_compiler(config), **place)
 
 
 WRONG = {

@@ -67,13 +67,13 @@ def test_logs_that_cannot_be_written_stop_nothing(tmp_path: Path, capfd: pytest.
     (tmp_path / "logs").write_text("a file where they want a folder")
     done = run(tmp_path, "")
     assert done.returncode == 0
-    assert "logs/stderr-3.log: File exists; the run goes on without this log\na warning\n" in done.stderr
+    assert "logs/stderr-3.log: File exists; the run continues without this log\na warning\n" in done.stderr
     log = logging.Logger("a run's")
     log.addHandler(handler := RunLog())
     handler.open(tmp_path)
     log.info("a line")
     log.info("another")
-    assert capfd.readouterr().err == f"{tmp_path}/logs/run.log: File exists; the run goes on without this log\n"
+    assert capfd.readouterr().err == f"{tmp_path}/logs/run.log: File exists; the run continues without this log\n"
 
 
 def test_lines_before_the_folder_is_there_are_held_and_all_have_their_time(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_callbacks_that_raise_are_dropped_and_harm_nothing(
     assert [len(recorder.seen) for recorder in broken] == [kinds.index(kind) + 1 for kind in hooks.values()]
     assert kinds[-1] == "RunEnd"
     messages = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-    raised = [f"callback Recorder.{hook} raised; the run goes on without it:" for hook in hooks]
+    raised = [f"callback Recorder.{hook} raised; the run continues without it:" for hook in hooks]
     assert sorted(messages) == sorted(raised)
     assert caplog.text.count("KeyError: 'a bug'") == len(hooks)
     assert [row["step"] for row in read_jsonl(Path("run/metrics.jsonl"))] == [1, 2, 3, 4]
@@ -157,7 +157,7 @@ def test_gradients_that_overflow_at_every_scale_end_the_run(monkeypatch: pytest.
         train(settings, device="cpu", backend="native", callbacks=[recorder])
     assert "step 3: expected a finite loss and gradient norm, found loss " in str(raised.value)
     assert " and grad_norm inf at a loss scale of 1, in float16.\n  The last good checkpoint is " in str(raised.value)
-    assert "step-00000002.\n  Set precision.compute=bfloat16, with" in str(raised.value)
+    assert "step-00000002.\n  Compute in bfloat16 instead (precision.compute" in str(raised.value)
     steps = [data for data in recorder.seen if isinstance(data, StepEnd)]
     assert [(step.loss_scale, step.skipped_steps, step.is_skipped) for step in steps] == [(4, 1, True), (2, 2, True)]
     rows = read_jsonl(Path("run/metrics.jsonl"))

@@ -413,6 +413,7 @@ def _set_compiler(config: Config) -> Callable[[], None]:
         os.environ[INDUCTOR_CACHE] = str(chosen or cache_folder(os.environ) / "inductor")
 
     def restore() -> None:
+        torch.compiler.reset()  # else programs of these layers count toward the limit of the next engine's
         dynamo.recompile_limit = recompile_limit
         functorch.activation_memory_budget = budget
         os.environ.pop(INDUCTOR_CACHE, None)
