@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from portable_fsdp.backends.open import ENGINES, engines_on, options_of, require_names, usual_engine
-from portable_fsdp.backends.support import Verdict, effects_of, require_supported, rules_of, verdicts
+from portable_fsdp.backends.support import require_supported, rules_of
+from portable_fsdp.backends.verdicts import Verdict, effects_of, verdicts
 from portable_fsdp.config.describe import expected, fields, key_name, nearest, option_names, shortened, yaml_value
 from portable_fsdp.config.load import Loaded, read_config
 from portable_fsdp.config.rules import Deployment, Effect, Rule
@@ -253,7 +254,8 @@ def _json_of_config(judged: dict[Deployment, list[Verdict]], loaded: Loaded) -> 
         }
         for imported in loaded.imports
     ]
-    return json.dumps({"places": [d._asdict() for d in judged], "options": options, "imports": imports}, indent=2)
+    places = [{"engine": d.engine, "device": d.device, "devices": d.devices, "hosts": d.hosts} for d in judged]
+    return json.dumps({"places": places, "options": options, "imports": imports}, indent=2)
 
 
 def _json_of_key(entry: KeyEntry) -> dict[str, str]:

@@ -84,7 +84,9 @@ class PjrtBackend(Backend):
 
         self._xla: Any = torch_xla
         self._bridge: Any = cast(Any, torch_xla)._XLAC
-        require_supported(config, engine=self.name, device=device, devices=count, hosts=hosts)
+        generation = _generation() if device == "tpu" else ""
+        where: dict[str, Any] = {"device": device, "devices": count, "hosts": hosts, "generation": generation}
+        require_supported(config, engine=self.name, **where)
         self.device_name = _tpu_name() if device == "tpu" else device
         self.process = self.data_shard = rank
         self.data_parallel_size = count
@@ -233,12 +235,13 @@ def _shapes(argument: Any) -> Any:
 
 def require_no_dropout(model: nn.Module, recompute: Sequence[str]) -> None:
     """Raises BackendError where a module in `recompute` draws random numbers: a second run would draw others."""
-    if found := [f"{name}: {', '.join(drawn)}" for name in recompute if (drawn := dropouts(model.get_submodule(name)))]:
-        raise BackendError(
-            f"memory.gradient_checkpointing on XLA: expected layers without dropout, found it in {found[0]}: a second "
-            "run would draw other numbers.\n  Set the dropout to 0, or memory.gradient_checkpointing=none, or "
-            "--backend=native."
-        )
+    for name in recompute:
+        if drawing := dropouts(model.get_submodule(name)):
+            raise BackendError(
+                f"memory.gradient_checkpointing on XLA: expected layers without dropout, found it in {name}: "
+                f"{', '.join(drawing)}: a second run would draw other numbers.\n  Set the dropout to 0, or "
+                "memory.gradient_checkpointing=none, or --backend=native."
+            )
 
 
 class Keep(Protocol):

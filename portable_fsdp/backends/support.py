@@ -1,47 +1,38 @@
-"""What an engine does with each option of a config: honoured, delegated, or refused with the reason and the way out.
+"""The options of a config that an engine refuses, each with the reason and the way out.
 
-Numerics and memory are honoured or refused. An engine may decide by itself what concerns speed alone, and how long it
-waits for a lost process: that is delegated. A backend calls `require_supported` while it opens; `explain` shows it
-all. Imports no engine and no torch.
+A backend calls `require_supported` while it opens; `verdicts.py` has what becomes of the other options. Imports no
+engine and no torch.
 """
 
 from functools import cache
-from typing import Any, NamedTuple
 
 import yaml
 
 from portable_fsdp.backends.open import ENGINES, options_of
-from portable_fsdp.config.describe import default_of, option_names, section_model, value_of, with_value, yaml_value
+from portable_fsdp.config.describe import section_model, value_of, with_value, yaml_value
 from portable_fsdp.config.layout import check_batch, with_micro_batch
-from portable_fsdp.config.rules import EFFECTS, RULES, Deployment, Effect, Kind, Refused, Rule, effects
+from portable_fsdp.config.rules import RULES, Deployment, Refused, Rule
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import BackendError, ConfigError
 
 
-class Verdict(NamedTuple):
-    """What becomes of one option in one deployment."""
-
-    option: str  # `section.key`
-    value: Any  # of the config
-    kind: Kind
-    text: str  # what the engine does, or the reason and the way out
-
-
-def require_supported(config: Config, *, engine: str, device: str, devices: int | None, hosts: int | None) -> None:
+def require_supported(
+    config: Config, *, engine: str, device: str, devices: int | None, hosts: int | None, generation: str = ""
+) -> None:
     """Raise BackendError with all options that `engine` can't honour on these devices.
 
-    `devices`: of all hosts together. A rule that depends on a None isn't checked. The message begins with a batch that
-    the devices don't divide; alone that is a ConfigError.
+    `devices`: of all hosts together; `generation`: of a TPU. A rule that depends on an unknown one isn't checked. The
+    message begins with a batch that the devices don't divide; alone that is a ConfigError.
     """
-    deployment = Deployment(engine, device, devices, hosts)
+    deployment = Deployment(engine, device, devices, hosts, generation)
     where = f"backend {engine} on {device}"
     where += f" ({devices} device(s) of {hosts} host(s))" if devices is not None else ""
     problems = [
         f"{where}: {rule.option}={yaml_value(value_of(config, rule.option))} {rule.case}: "
-        + _reason(rule, config, deployment)
+        + reason_of(rule, config, deployment)
         for rule in refusals(config, deployment)
     ]
-    if batch := _batch_problem(config, devices):
+    if batch := batch_problem(config, devices):
         raise (BackendError if problems else ConfigError)("\n".join([batch, *problems]))
     if problems:
         raise BackendError("\n".join(problems))
@@ -54,44 +45,11 @@ def refusals(config: Config, deployment: Deployment) -> tuple[Rule, ...]:
     )
 
 
-def verdicts(config: Config, deployment: Deployment) -> tuple[Verdict, ...]:
-    """One for each option of the config, in the schema's order."""
-    refused: dict[str, list[str]] = {}
-    for rule in refusals(config, deployment):
-        refused.setdefault(rule.option, []).append(f"{rule.case}: {_reason(rule, config, deployment, ' ')}")
-    if batch := _batch_problem(config, deployment.devices):
-        refused["train.global_batch"] = [" ".join(batch.removeprefix("train.global_batch: ").split())]
-    return tuple(_verdict(config, deployment.engine, option, refused.get(option)) for option in option_names())
-
-
-def _verdict(config: Config, engine: str, option: str, reasons: list[str] | None) -> Verdict:
-    value = value_of(config, option)
-    if reasons:
-        return Verdict(option, value, "refused", " ".join(reasons))
-    rows = _rows(engine)[option]
-    effect = rows[""] if rows.keys() == {""} else rows.get(yaml_value(value)) or rows[""]
-    known_later = [rule for rule in rules_of(engine) if rule.option == option and rule.when is None]
-    cases = "; ".join(f"refused {rule.case}" for rule in known_later if value != default_of(option))
-    later = f"; {cases}: checked when the model is built" if cases else ""
-    return Verdict(option, value, effect.kind, effect.what + later)
-
-
-@cache
-def _rows(engine: str) -> dict[str, dict[str, Effect]]:
-    """Option -> value as YAML -> what the engine does with it; the value "" stands for any other."""
-    rows: dict[str, dict[str, Effect]] = {}
-    for effect in effects_of(engine):
-        for words in effect.options:
-            option, _, value = words.partition("=")
-            rows.setdefault(option, {})[value] = effect
-    return rows
-
-
-def _reason(rule: Rule, config: Config, deployment: Deployment, before_way: str = "\n  ") -> str:
+def reason_of(rule: Rule, config: Config, deployment: Deployment, before_way: str = "\n  ") -> str:
     return f"{rule.reason}.{before_way}Set {', or '.join(ways_out(rule, config, deployment))}."
 
 
-def _batch_problem(config: Config, devices: int | None) -> str | None:
+def batch_problem(config: Config, devices: int | None) -> str | None:
     """The message of `check_batch`, where it raises one."""
     try:
         if devices is not None:
@@ -110,20 +68,9 @@ def rules_of(engine: str) -> tuple[Rule, ...]:
     """All rules of an engine: those of every engine, its own, and one for each setting of another engine's section."""
     others = [
         Refused(option, f"on another engine than {owner}", "no other engine has this setting", f"--backend={owner}")
-        for owner, option in _options_of_others(engine)
+        for owner, option in options_of_others(engine)
     ]
     return (*RULES, *options_of(engine).rules, *others)
-
-
-@cache
-def effects_of(engine: str) -> tuple[Effect, ...]:
-    """What the engine does with each option that it takes."""
-    others = [
-        Effect((option,), f"the default; only {owner} has another") for owner, option in _options_of_others(engine)
-    ]
-    options = options_of(engine)
-    own = (*effects(EFFECTS), *effects(options.effects), *effects(options.delegated, "delegated"))
-    return (*own, *others)
 
 
 def ways_out(rule: Rule, config: Config, deployment: Deployment) -> tuple[str, ...]:
@@ -148,7 +95,7 @@ def _leads_out(way: str, rule: Rule, config: Config, deployment: Deployment) -> 
     return keys.isdisjoint(refused.option for refused in refusals(config, deployment))
 
 
-def _options_of_others(engine: str) -> list[tuple[str, str]]:
+def options_of_others(engine: str) -> list[tuple[str, str]]:
     """(engine, `section.key`) of each section that bears another engine's name: only that engine has it."""
     others = [name for name in ENGINES if name != engine and name in Config.model_fields]
     return [(owner, f"{owner}.{key}") for owner in others for key in section_model(owner).model_fields]

@@ -14,12 +14,13 @@ Kind = Literal["honoured", "delegated", "refused"]
 
 
 class Deployment(NamedTuple):
-    """Where a config will run. A count of None is unknown: rules that depend on it don't apply."""
+    """Where a config will run. A count of None, or no generation, is unknown: rules that depend on it don't apply."""
 
     engine: str
     device: str
     devices: int | None = None  # in all
     hosts: int | None = None
+    generation: str = ""  # of a TPU, as libtpu names slices: v5p
 
 
 When = Callable[[Config, Deployment], bool]

@@ -327,7 +327,7 @@ class Precision(Section):
     products: Literal["auto", "float8", "float8_rowwise", "int8"] = Field(
         default="auto",
         description="products of the layers' linear layers; auto: in the compute dtype; float8: one scale a tensor, "
-        "float8_rowwise: one a row (GPUs); int8: TPUs",
+        "float8_rowwise: one a row (GPUs); int8: TPU v5e and v5p",
     )
     matmul: Literal["highest", "high", "default"] = Field(
         default="highest",

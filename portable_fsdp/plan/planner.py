@@ -105,7 +105,9 @@ def make_plan(
             f"plan on {target.text}: expected --backend={' or '.join(planners)}, found {backend}: no other engine "
             f"has a planner for {kind}."
         )
-    require_supported(config, engine=engine, device=kind, devices=target.devices, hosts=target.hosts)
+    generation = target.hardware.name if kind == "tpu" else ""
+    where: dict[str, Any] = {"device": kind, "devices": target.devices, "hosts": target.hosts, "generation": generation}
+    require_supported(config, engine=engine, **where)
     planned = planners[engine](config, target, apart, progress)
     shares_links = target.devices > target.chips and planned.work.sent_bytes.pop("ici", 0)
     model, tokens = planned.model, config.train.global_batch * planned.model.tokens_per_row

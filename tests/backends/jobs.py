@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from portable_fsdp.backends.base import Backend, Pending, TensorState, parameter_slots
 from portable_fsdp.backends.open import open_backend
-from portable_fsdp.backends.support import verdicts
+from portable_fsdp.backends.verdicts import verdicts
 from portable_fsdp.checkpoint.manager import Checkpoints, Resumed
 from portable_fsdp.config import schema
 from portable_fsdp.config.load import load_config
@@ -51,7 +51,7 @@ def open_case(case: Case) -> tuple[Backend, Config]:
 
 
 def _devices() -> int:
-    return int(os.environ["CPU_NUM_DEVICES" if "PJRT_DEVICE" in os.environ else "WORLD_SIZE"])
+    return int(os.environ["WORLD_SIZE" if "WORLD_SIZE" in os.environ else "CPU_NUM_DEVICES"])
 
 
 def _pieces(state: dict[str, TensorState]) -> Pieces:

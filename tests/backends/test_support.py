@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from portable_fsdp.backends.open import DEVICES, ENGINES, engines_on
-from portable_fsdp.backends.support import effects_of, refusals, require_supported, rules_of, verdicts, ways_out
+from portable_fsdp.backends.support import refusals, require_supported, rules_of, ways_out
+from portable_fsdp.backends.verdicts import effects_of, verdicts
 from portable_fsdp.config.describe import option_names, section_model, value_of, yaml_value
 from portable_fsdp.config.rules import Deployment
 from portable_fsdp.config.schema import Config
@@ -23,7 +24,11 @@ WHOLE = {"model": {"pretrained": "folder"}, "train": {"steps": 1, "global_batch"
 COUNTS = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (8, 1), (8, 2), (None, None), (8, None)]
 PLACES = [
     *(Deployment(engine, "cpu", devices, hosts) for engine in ENGINES for devices, hosts in COUNTS),
-    *(Deployment(engine, device, 8, 2) for device in DEVICES[1:] for engine in engines_on(device)),
+    *(
+        Deployment(engine, device, 8, 2, "v6e" if device == "tpu" else "")
+        for device in DEVICES[1:]
+        for engine in engines_on(device)
+    ),
 ]
 FEW = [place for place in PLACES if (place.devices, place.hosts) in ((1, 1), (8, 2), (None, None))]
 
@@ -211,7 +216,7 @@ def test_a_refusal_says_key_reason_and_way_out(place: Deployment) -> None:
 
 
 def support(config: Config, place: Deployment) -> None:
-    require_supported(config, engine=place.engine, device=place.device, devices=place.devices, hosts=place.hosts)
+    require_supported(config, **place._asdict())
 
 
 @pytest.mark.slow

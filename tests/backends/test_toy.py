@@ -13,7 +13,8 @@ import yaml
 
 from portable_fsdp import explain, launch
 from portable_fsdp.backends.open import ENGINES, options_of
-from portable_fsdp.backends.support import effects_of, rules_of
+from portable_fsdp.backends.support import rules_of
+from portable_fsdp.backends.verdicts import effects_of
 from portable_fsdp.metrics.sinks import read_jsonl
 
 CONFIG = {

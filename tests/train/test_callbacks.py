@@ -17,7 +17,8 @@ from transformers.utils import logging as transformers_log
 import portable_fsdp
 from portable_fsdp.backends.native.engine import NativeBackend
 from portable_fsdp.backends.open import ENGINES, options_of
-from portable_fsdp.backends.support import effects_of, rules_of
+from portable_fsdp.backends.support import rules_of
+from portable_fsdp.backends.verdicts import effects_of
 from portable_fsdp.checkpoint.manager import Saved
 from portable_fsdp.config.schema import Config
 from portable_fsdp.metrics.sinks import read_jsonl

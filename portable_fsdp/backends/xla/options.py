@@ -74,6 +74,12 @@ RULES = (
     ),
     Rule("compile.scan_layers", "for layers that differ (gemma2)", None, "all turns run one program"),
     Refused(
+        "precision.products=int8",
+        "on TPU v4 and v6e",
+        "compiled for them, a layer's products then take 1.4 times as long as in bfloat16",
+        when=lambda c, p: p.generation in ("v4", "v6e"),
+    ),
+    Refused(
         "memory.offload=activations",
         "without scanned layers that are recomputed",
         "the compiler would bring the input of an unrolled layer back at once",
