@@ -25,7 +25,7 @@ CASES = {
     "scanned": packed(scan=True),
     "kept gathered": packed("gpt2", strategy="SHARD_GRAD_OP"),
 }
-IN_SUITE = ("plain", "scanned, recomputed")
+IN_SUITE = ("plain", "scanned")
 
 
 @pytest.mark.parametrize(

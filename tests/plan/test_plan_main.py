@@ -250,6 +250,8 @@ def test_the_largest_micro_batch_is_that_of_plans_of_all(plan: Planner) -> None:
         (["--on=h100:8", "--over=train.micro_batch=a,b"], "train.micro_batch"),
         (["--on=h100:8", "--no_such_flag"], "unknown flag --no_such_flag"),
         (["--on=v6e-8", "memory.cpu_offload=true"], "cpu_offload=true on XLA"),
+        (["--on=v6e-8", "precision.products=int8"], "products=int8 on TPU v4 and v6e"),
+        (["--on=h100:8", "--over=memory.save_ops=[matmul,attention],[nothing]"], "save_ops=[nothing]"),
     ],
 )
 def test_bad_input(plan: Planner, tmp_path: Path, words: Sequence[str], message: str) -> None:
