@@ -6,13 +6,12 @@ engine and no torch.
 
 from functools import cache
 
-import yaml
-
 from portable_fsdp.backends.open import ENGINES, options_of
 from portable_fsdp.config.describe import section_model, value_of, with_value, yaml_value
 from portable_fsdp.config.layout import check_batch, with_micro_batch
 from portable_fsdp.config.rules import RULES, Deployment, Refused, Rule
 from portable_fsdp.config.schema import Config
+from portable_fsdp.config.yaml_text import parse
 from portable_fsdp.runtime.errors import BackendError, ConfigError
 
 
@@ -91,7 +90,7 @@ def _leads_out(way: str, rule: Rule, config: Config, deployment: Deployment) -> 
             deployment = deployment._replace(engine=text)
             continue
         keys.add(key)
-        config = with_value(config, key, yaml.safe_load(text))
+        config = with_value(config, key, parse(text)[1])
     return keys.isdisjoint(refused.option for refused in refusals(config, deployment))
 
 

@@ -127,7 +127,7 @@ class Tracer:
         return step
 
     def scope(self, name: str) -> object:
-        """Operations traced while the result lives get `name` as a part of theirs."""
+        """Operations traced while the result lives have `name` as a part of their own."""
         return self._bridge.profiler.scope_pusher(name)
 
     def _state(self) -> dict[str, Tensor]:
