@@ -5,6 +5,7 @@ engine and no torch.
 """
 
 from functools import cache
+from typing import Any
 
 from portable_fsdp.backends.open import ENGINES, options_of
 from portable_fsdp.config.describe import section_model, value_of, with_value, yaml_value
@@ -84,14 +85,20 @@ def ways_out(rule: Rule, config: Config, deployment: Deployment) -> tuple[str, .
 def _leads_out(way: str, rule: Rule, config: Config, deployment: Deployment) -> bool:
     """Whether then neither the rule's option nor a key that the way sets is refused."""
     keys = {rule.option}
-    for setting in way.split(" and "):
-        key, _, text = setting.partition("=")
+    for key, value in _settings(way):
         if key == "--backend":
-            deployment = deployment._replace(engine=text)
+            deployment = deployment._replace(engine=value)
             continue
         keys.add(key)
-        config = with_value(config, key, parse(text)[1])
-    return keys.isdisjoint(refused.option for refused in refusals(config, deployment))
+        config = with_value(config, key, value)
+    others = (other for other in rules_of(deployment.engine) if other.option in keys)
+    return not any(other.when and other.when(config, deployment) for other in others)
+
+
+@cache
+def _settings(way: str) -> tuple[tuple[str, Any], ...]:
+    parts = (setting.partition("=") for setting in way.split(" and "))
+    return tuple((key, parse(text)[1]) for key, _, text in parts)
 
 
 def options_of_others(engine: str) -> list[tuple[str, str]]:
