@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
