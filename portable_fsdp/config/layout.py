@@ -2,6 +2,7 @@
 
 import math
 
+from portable_fsdp.config.describe import with_value
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import ConfigError
 
@@ -54,4 +55,4 @@ def micro_batches(global_batch: int, devices: int) -> list[int]:
 
 def with_micro_batch(config: Config, size: int) -> Config:
     """The config with `size` as its train.micro_batch."""
-    return config.model_copy(update={"train": config.train.model_copy(update={"micro_batch": size})})
+    return with_value(config, "train.micro_batch", size)

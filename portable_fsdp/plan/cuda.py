@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from portable_fsdp.backends.base import Batch, Fill, MakeOptimizer, ShardPolicy, state_key
 from portable_fsdp.backends.native.engine import NativeBackend
 from portable_fsdp.backends.native.units import local_part, materialise
+from portable_fsdp.config.describe import with_value
 from portable_fsdp.config.layout import check_batch
 from portable_fsdp.config.rules import without_compiler
 from portable_fsdp.config.schema import Config
@@ -153,11 +154,7 @@ def _planned(config: Config, devices: int) -> Config:
     """
     accumulation = check_batch(config, devices)
     rows = config.train.global_batch // accumulation * min(accumulation, MICRO_BATCHES)
-    changed = {
-        "train": config.train.model_copy(update={"global_batch": rows}),
-        "precision": config.precision.model_copy(update={"products": "auto"}),
-    }
-    return without_compiler(config).model_copy(update=changed)
+    return with_value(with_value(without_compiler(config), "train.global_batch", rows), "precision.products", "auto")
 
 
 # ---------------------------------------------------------------------------------------------------------- the step
@@ -206,8 +203,7 @@ def _batch(config: Config, training: Training, devices: int) -> Batch:
 def planned_backend(config: Config, fake: FakeTensorMode, recorder: Recorder) -> Generator[NativeBackend]:
     """The native backend of rank 0, for fake tensors."""
     # The CPU, which stands in here, would be refused flex; the model was built with its attention all the same.
-    section = config.model.model_copy(update={"attention": "auto"})
-    with NativeBackend("cpu", config.model_copy(update={"model": section}), None) as opened:
+    with NativeBackend("cpu", with_value(config, "model.attention", "auto"), None) as opened:
         yield cast(NativeBackend, _Planned(opened, fake, recorder))
 
 

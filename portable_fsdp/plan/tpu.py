@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from portable_fsdp.backends.pjrt_options import compiler_options, libtpu_arguments
+from portable_fsdp.config.describe import with_value
 from portable_fsdp.config.schema import Config
 from portable_fsdp.plan import tpu_cache
 from portable_fsdp.plan.hardware import Shape
@@ -83,8 +84,7 @@ def trace_apart(config: Config, devices: int, *, hosts: int = 1, torus: Shape = 
     """`tpu_trace.trace` in a process of its own; raises what it raises, and BackendError where it fails or is late."""
     _require_installed("torch_xla")
     if config.sharding.strategy.startswith("HYBRID") and config.sharding.replicas is None:
-        sharding = config.sharding.model_copy(update={"replicas": hosts})
-        config = config.model_copy(update={"sharding": sharding})
+        config = with_value(config, "sharding.replicas", hosts)
     with tempfile.TemporaryDirectory(prefix="portable_fsdp_trace") as name:
         folder = Path(name)
         request = {"config": config.model_dump(mode="json"), "devices": devices, "torus": torus}

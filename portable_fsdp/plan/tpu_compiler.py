@@ -32,7 +32,7 @@ def main(folder: Path) -> None:
     from jax._src.lib.mlir import ir
 
     request: dict[str, Any] = json.loads((folder / "program.json").read_text())
-    devices = _devices(request["topology"], request["slices"])
+    devices = devices_of(request["topology"], request["slices"])
     if len(devices) != request["devices"]:
         raise ValueError(f"it has {len(devices)} devices, the program is for {request['devices']}")
     with mlir.make_ir_context(), ir.Location.unknown():
@@ -40,7 +40,7 @@ def main(folder: Path) -> None:
         _compile(mlir.module_to_bytecode(module), devices, {**request["options"], "xla_dump_to": str(folder / "dump")})
 
 
-def _devices(topology: str, slices: int) -> list[Any]:
+def devices_of(topology: str, slices: int = 1) -> list[Any]:
     """By their ids, as torch_xla's runtime numbers them (pjrt_computation_client.cpp sorts them): x runs fastest."""
     from jax.experimental import topologies
 

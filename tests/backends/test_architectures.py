@@ -16,7 +16,7 @@ from reference import OWN_ATTENTION, loss_of_step
 from test_curves import FP32_20_STEPS, assert_equal_curves
 from torch import nn
 from transformers import AutoModelForCausalLM
-from workers import Group, Workers
+from workers import Group, Workers, marked
 
 from portable_fsdp.formats.base import ExportOptions, export_checkpoint
 
@@ -65,24 +65,9 @@ IN_SUITE = ["gpt2", "opt", "qwen3", "gemma2", "phi3", "qwen3_moe", "gpt_oss", "d
 # Near opt or gpt2, llama, and gpt_oss; each family trains on one engine for every commit, but for qwen3 and phi3.
 PROOFS = {"native": ("opt", "qwen3", "phi3", "qwen3_moe"), "xla": ("gpt2", "qwen3", "phi3")}
 EACH = [
-    *(
-        pytest.param(
-            Group("native", 2),
-            model,
-            id=f"{model}-native-2",
-            marks=[pytest.mark.proof] * (model in PROOFS["native"]),
-        )
-        for model in IN_SUITE
-    ),
-    *(
-        pytest.param(
-            Group("xla", 4),
-            model,
-            id=f"{model}-xla-4",
-            marks=[pytest.mark.xla, *[pytest.mark.proof] * (model in PROOFS["xla"])],
-        )
-        for model in IN_SUITE
-    ),
+    marked(group, model, in_suite=model not in PROOFS[group.backend])
+    for group in (Group("native", 2), Group("xla", 4))
+    for model in IN_SUITE
 ]
 
 

@@ -183,10 +183,10 @@ import sys
 from portable_fsdp.plan.tpu_compiler import ENVIRONMENT
 os.environ.update(ENVIRONMENT)
 from portable_fsdp.plan.target import parse_target
-from portable_fsdp.plan.tpu_compiler import _devices
+from portable_fsdp.plan.tpu_compiler import devices_of
 for name in sys.argv[1:]:
     target = parse_target(name)
-    assert len(_devices(target.topology, target.slices)) == target.devices, name
+    assert len(devices_of(target.topology, target.slices)) == target.devices, name
     print(name)
 """
 

@@ -163,6 +163,8 @@ def test_the_usual_grid_divides_the_batch_and_has_the_configs_own_strategy() -> 
         ("xla", "tpu", {"gradient_checkpointing": "selective", "every": 3}),
         ("native", "cuda", {"gradient_checkpointing": "selective", "save_ops": ["attention"]}),
         ("native", "cuda", {"gradient_checkpointing": "budget", "budget": 0.3}),
+        ("native", "cuda", {"gradient_checkpointing": "full", "offload": "activations"}),
+        ("xla", "tpu", {"gradient_checkpointing": "full", "offload": "activations"}),
     ],
 )
 def test_no_setting_of_the_usual_grid_is_refused(
