@@ -193,7 +193,7 @@ def _require_accepted(loaded: Loaded, deployment: Deployment) -> None:
     hosts = {"GROUP_WORLD_SIZE": str(deployment.hosts)} if deployment.hosts and deployment.device != "tpu" else {}
     environ = {**os.environ, **hosts}
     check_launcher_facts(loaded.imports, processes=deployment.devices, environ=environ, device=deployment.device)
-    require_supported(loaded.config, **deployment._asdict())
+    require_supported(loaded.config, deployment)
 
 
 # ------------------------------------------------------------------------------------------------------- a config

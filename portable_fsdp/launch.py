@@ -55,6 +55,7 @@ def main(argv: list[str]) -> int:
 def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) -> int:
     from portable_fsdp.backends.open import local_processes, options_of, resolve
     from portable_fsdp.backends.support import require_supported
+    from portable_fsdp.config.rules import Deployment
     from portable_fsdp.train.early_checks import check_paths, nothing_left
 
     end_with_agent(os.environ)
@@ -84,7 +85,7 @@ def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) ->
     if launch.is_alone and (device != "tpu" or is_counted):  # else PJRT counts the hosts of a slice
         hosts = max(1, len(tpu_workers(os.environ))) if device == "tpu" else 1
         devices = processes * hosts if is_counted else num_devices
-        require_supported(loaded.config, engine=backend, device=device, devices=devices, hosts=hosts)
+        require_supported(loaded.config, Deployment(backend, device, devices, hosts))
         check_paths(loaded.config)
         if message := nothing_left(loaded.config):
             print(message, file=sys.stderr)

@@ -23,6 +23,7 @@ from portable_fsdp.backends.base import Backend, Forward, MemoryStats, Metrics, 
 from portable_fsdp.backends.pjrt_options import libtpu_arguments
 from portable_fsdp.backends.support import require_supported
 from portable_fsdp.config.layout import check_batch, mesh_axes
+from portable_fsdp.config.rules import Deployment
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import BackendError
 
@@ -47,6 +48,7 @@ def set_environment(device: str) -> None:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
+@cache  # else it may ask the cloud's metadata server each time
 def _generation() -> str:
     """Of this machine's TPU, as libtpu names slices (v5e, v5p, v6e); empty where no chip is."""
     from torch_xla._internal import tpu
@@ -85,8 +87,7 @@ class PjrtBackend(Backend):
         self._xla: Any = torch_xla
         self._bridge: Any = cast(Any, torch_xla)._XLAC
         generation = _generation() if device == "tpu" else ""
-        where: dict[str, Any] = {"device": device, "devices": count, "hosts": hosts, "generation": generation}
-        require_supported(config, engine=self.name, **where)
+        require_supported(config, Deployment(self.name, device, count, hosts, generation))
         self.device_name = _tpu_name() if device == "tpu" else device
         self.process = self.data_shard = rank
         self.data_parallel_size = count

@@ -9,24 +9,21 @@ from typing import Any
 
 from portable_fsdp.backends.open import ENGINES, options_of
 from portable_fsdp.config.describe import section_model, value_of, with_value, yaml_value
-from portable_fsdp.config.layout import check_batch, with_micro_batch
+from portable_fsdp.config.layout import check_batch
 from portable_fsdp.config.rules import RULES, Deployment, Refused, Rule
 from portable_fsdp.config.schema import Config
 from portable_fsdp.config.yaml_text import parse
 from portable_fsdp.runtime.errors import BackendError, ConfigError
 
 
-def require_supported(
-    config: Config, *, engine: str, device: str, devices: int | None, hosts: int | None, generation: str = ""
-) -> None:
-    """Raise BackendError with all options that `engine` can't honour on these devices.
+def require_supported(config: Config, deployment: Deployment) -> None:
+    """Raise BackendError with all options that the engine can't honour there.
 
-    `devices`: of all hosts together; `generation`: of a TPU. A rule that depends on an unknown one isn't checked. The
-    message begins with a batch that the devices don't divide; alone that is a ConfigError.
+    The message begins with a batch that the devices don't divide; alone that is a ConfigError.
     """
-    deployment = Deployment(engine, device, devices, hosts, generation)
-    where = f"backend {engine} on {device}"
-    where += f" ({devices} device(s) of {hosts} host(s))" if devices is not None else ""
+    devices = deployment.devices
+    where = f"backend {deployment.engine} on {deployment.device}"
+    where += f" ({devices} device(s) of {deployment.hosts} host(s))" if devices is not None else ""
     problems = [
         f"{where}: {rule.option}={yaml_value(value_of(config, rule.option))} {rule.case}: "
         + reason_of(rule, config, deployment)
@@ -40,9 +37,11 @@ def require_supported(
 
 def refusals(config: Config, deployment: Deployment) -> tuple[Rule, ...]:
     """The rules that apply."""
-    return tuple(
-        rule for rule in rules_of(deployment.engine) if rule.when is not None and rule.when(config, deployment)
-    )
+    return tuple(rule for rule in rules_of(deployment.engine) if _applies(rule, config, deployment))
+
+
+def _applies(rule: Rule, config: Config, deployment: Deployment) -> bool:
+    return rule.when is not None and rule.when(config, deployment)
 
 
 def reason_of(rule: Rule, config: Config, deployment: Deployment, before_way: str = "\n  ") -> str:
@@ -54,7 +53,7 @@ def batch_problem(config: Config, devices: int | None) -> str | None:
     try:
         if devices is not None:
             is_auto = config.train.micro_batch == "auto"  # then as many rows as divide; any number of devices has one
-            check_batch(with_micro_batch(config, 1) if is_auto else config, devices)
+            check_batch(with_value(config, "train.micro_batch", 1) if is_auto else config, devices)
     except ConfigError as error:
         return str(error)
     return None
@@ -74,7 +73,7 @@ def rules_of(engine: str) -> tuple[Rule, ...]:
 
 
 def ways_out(rule: Rule, config: Config, deployment: Deployment) -> tuple[str, ...]:
-    """Those that lead somewhere on this device; where none does at once, each that other refusals lead on from."""
+    """Those that no rule refuses in turn; if each is refused, all: the next refusal then says how to continue."""
     ways = rule.ways(config, deployment) if callable(rule.ways) else rule.ways
     packages = {engine: options_of(engine).packages.get(deployment.device) for engine in ENGINES}
     elsewhere = {f"--backend={name}" for name, package in packages.items() if package is None or not package.is_usual}
@@ -84,15 +83,12 @@ def ways_out(rule: Rule, config: Config, deployment: Deployment) -> tuple[str, .
 
 def _leads_out(way: str, rule: Rule, config: Config, deployment: Deployment) -> bool:
     """Whether then neither the rule's option nor a key that the way sets is refused."""
-    keys = {rule.option}
-    for key, value in _settings(way):
-        if key == "--backend":
-            deployment = deployment._replace(engine=value)
-            continue
-        keys.add(key)
+    settings = dict(_settings(way))
+    deployment = deployment._replace(engine=settings.pop("--backend", deployment.engine))
+    for key, value in settings.items():
         config = with_value(config, key, value)
-    others = (other for other in rules_of(deployment.engine) if other.option in keys)
-    return not any(other.when and other.when(config, deployment) for other in others)
+    others = [other for other in rules_of(deployment.engine) if other.option in (rule.option, *settings)]
+    return not any(_applies(other, config, deployment) for other in others)
 
 
 @cache

@@ -2,7 +2,6 @@
 
 import math
 
-from portable_fsdp.config.describe import with_value
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import ConfigError
 
@@ -51,8 +50,3 @@ def micro_batches(global_batch: int, devices: int) -> list[int]:
         return []
     small = [size for size in range(1, math.isqrt(share) + 1) if share % size == 0]
     return sorted({*small, *(share // size for size in small)})
-
-
-def with_micro_batch(config: Config, size: int) -> Config:
-    """The config with `size` as its train.micro_batch."""
-    return with_value(config, "train.micro_batch", size)

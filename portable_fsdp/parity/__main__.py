@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from portable_fsdp.backends.open import count_devices, resolve
 from portable_fsdp.backends.support import require_supported
 from portable_fsdp.config.load import read_config
-from portable_fsdp.config.rules import without_compiler
+from portable_fsdp.config.rules import Deployment, without_compiler
 from portable_fsdp.config.schema import Config
 from portable_fsdp.parity.certificate import markdown
 from portable_fsdp.parity.culprit import find_culprit
@@ -111,7 +111,7 @@ def _places(text: str, device: str, config: Config) -> list[Place]:
         where, engine = resolve(device, engine)
         if where != "cpu" and int(number) > (count := count_devices(where)):
             raise UsageError(f"--on={text}: expected at most the {count} devices of this host, found {name!r}.")
-        require_supported(config, engine=engine, device=where, devices=int(number), hosts=1)
+        require_supported(config, Deployment(engine, where, int(number), 1))
         places.append(Place(device=where, engine=engine, devices=int(number)))
     return places
 

@@ -102,18 +102,16 @@ class Certificate(_Json):
 def deviation(config: Config, first: PlaceRecord, other: PlaceRecord) -> Deviation:
     """Raises ValueError for records of different lengths."""
     limit, first_step = bounds(config), None
-    losses, norms = ([*map(_relative, *pair)] for pair in _pairs(first, other))
-    if "float16" in dtypes(config):  # both places skip a step whose gradients overflow in both
-        pairs = zip(first.grad_norms, other.grad_norms, strict=True)
-        norms = [0.0 if not any(map(math.isfinite, pair)) else norm for pair, norm in zip(pairs, norms, strict=True)]
+    skips = "float16" in dtypes(config)  # a step whose gradients overflow, in both places alike
+    losses = [*map(_relative, first.losses, other.losses)]
+    norms = [
+        0.0 if skips and not any(map(math.isfinite, pair)) else _relative(*pair)
+        for pair in zip(first.grad_norms, other.grad_norms, strict=True)
+    ]
     for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=1):
         if loss > (limit.loss if step <= 20 else limit.loss_after_20) or norm > limit.norm:
             first_step = first_step or step
     return Deviation(place=other.place, losses=losses, grad_norms=norms, first_step=first_step)
-
-
-def _pairs(first: PlaceRecord, other: PlaceRecord) -> tuple[tuple[list[float], list[float]], ...]:
-    return (first.losses, other.losses), (first.grad_norms, other.grad_norms)
 
 
 def _relative(first: float, other: float) -> float:

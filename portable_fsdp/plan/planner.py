@@ -14,6 +14,7 @@ from portable_fsdp.backends.open import engine_made_for
 from portable_fsdp.backends.support import require_supported
 from portable_fsdp.config.describe import default_of, option_names, plain_values, value_of
 from portable_fsdp.config.layout import mesh_axes
+from portable_fsdp.config.rules import Deployment
 from portable_fsdp.config.schema import Config
 from portable_fsdp.plan.result import EnginePlan, Expected, Plan, Progress, Time
 from portable_fsdp.plan.target import Target
@@ -26,10 +27,10 @@ SETTINGS = (
     *("train.micro_batch", "train.global_batch", "data.seq_len", "sharding.strategy", "memory.gradient_checkpointing"),
     *("memory.cpu_offload", "compile.scan_layers", "precision.compute"),
 )
-"""Keys on which memory and time depend most: a plan says them always."""
+"""Keys on which memory and time depend most: a plan always shows them."""
 
 SECTIONS = ("sharding.", "memory.", "precision.", "compile.")
-"""A plan says what is set in these."""
+"""Of these a plan also shows each key that isn't at its default."""
 
 SHARED_LINKS = "two devices share a chip's links: what crosses ici isn't bounded."  # counted by device, some in a chip
 
@@ -106,8 +107,7 @@ def make_plan(
             f"has a planner for {kind}."
         )
     generation = target.hardware.name if kind == "tpu" else ""
-    where: dict[str, Any] = {"device": kind, "devices": target.devices, "hosts": target.hosts, "generation": generation}
-    require_supported(config, engine=engine, **where)
+    require_supported(config, Deployment(engine, kind, target.devices, target.hosts, generation))
     planned = planners[engine](config, target, apart, progress)
     shares_links = target.devices > target.chips and planned.work.sent_bytes.pop("ici", 0)
     model, tokens = planned.model, config.train.global_batch * planned.model.tokens_per_row
@@ -132,12 +132,9 @@ def make_plan(
 
 
 def _settings(config: Config, without: tuple[str, ...]) -> dict[str, Any]:
-    def is_told(key: str) -> bool:
-        is_set = key.startswith(SECTIONS) and value_of(config, key) != default_of(key)
-        return key not in without and (key in SETTINGS or is_set)
-
-    told = filter(is_told, dict.fromkeys((*SETTINGS, *option_names())))
-    return {key: plain_values(value_of(config, key)) for key in told}
+    changed = (k for k in option_names() if k.startswith(SECTIONS) and value_of(config, k) != default_of(k))
+    keys = dict.fromkeys((*SETTINGS, *changed))
+    return {key: plain_values(value_of(config, key)) for key in keys if key not in without}
 
 
 def _no_shorter(expected: Expected, time: Time) -> Expected:

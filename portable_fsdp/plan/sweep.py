@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from pydantic import BaseModel
 
-from portable_fsdp.config.describe import default_of
-from portable_fsdp.config.layout import check_batch, micro_batches, with_micro_batch
+from portable_fsdp.config.describe import default_of, with_value
+from portable_fsdp.config.layout import check_batch, micro_batches
 from portable_fsdp.config.schema import Config
 from portable_fsdp.plan.result import Plan
 from portable_fsdp.runtime.errors import BackendError, PortableFSDPError
@@ -45,7 +45,7 @@ def usual_grid(config: Config, devices: int, *, scan: bool) -> list[Settings]:
     unrolled = {"compile.scan_layers": "false"} if scan else {}
     if scan and config.memory.offload == "activations":  # XLA offloads inputs of scanned layers alone
         unrolled["memory.offload"] = "none"
-    layers = [checkpointing(config, mode) | unrolled for mode in MODES]
+    layers = [unrolled | checkpointing(config, mode) for mode in MODES]
     if scan:
         layers += [{"compile.scan_layers": "true"} | checkpointing(config, mode) for mode in ("none", "full")]
     strategies = ["NO_SHARD"]
@@ -112,7 +112,7 @@ def largest_that_fits(config: Config, devices: int, plan_of: PlanOf, note: Calla
     ConfigError where the devices don't divide the global batch, BackendError for a plan without a verdict, and what
     planning the result raises.
     """
-    check_batch(with_micro_batch(config, 1), devices)
+    check_batch(with_value(config, "train.micro_batch", 1), devices)
     *smaller, largest = sizes = micro_batches(config.train.global_batch, devices)
     tried: dict[int, Tried] = {}
 

@@ -14,8 +14,10 @@ from pathlib import Path
 from portable_fsdp.backends.base import Backend
 from portable_fsdp.backends.open import open_backend, resolve
 from portable_fsdp.backends.support import require_supported
-from portable_fsdp.config.layout import micro_batches, with_micro_batch
+from portable_fsdp.config.describe import with_value
+from portable_fsdp.config.layout import micro_batches
 from portable_fsdp.config.load import config_text, load_config
+from portable_fsdp.config.rules import Deployment
 from portable_fsdp.config.schema import Config
 from portable_fsdp.metrics.sinks import read_jsonl
 from portable_fsdp.runtime.child import Child
@@ -39,15 +41,15 @@ def with_resolved_micro_batch(config: Config, *, device: str, backend: str, num_
     the engine has no planner, ConfigError where no plan gives a number.
     """
     device, backend = resolve(device, backend)
-    require_supported(config, engine=backend, device=device, devices=None, hosts=None)
-    config = with_micro_batch(config, 1)
+    require_supported(config, Deployment(backend, device))
+    config = with_value(config, "train.micro_batch", 1)
     with open_backend(config, device=device, backend=backend, num_devices=num_devices) as engine:
         configure_log(engine.process.index)
         memory, hosts = engine.memory(), engine.gather(host_identity())
         sharing = hosts.count(host_identity()) if device == "cpu" else 1
         limit_bytes = min(engine.gather(((memory and memory.limit_bytes) or 0) // sharing))
         size = on_process_0(engine, lambda: _kept(config, engine) or _planned(config, engine, limit_bytes))
-        return with_micro_batch(config, size)
+        return with_value(config, "train.micro_batch", size)
 
 
 def _kept(config: Config, engine: Backend) -> int | None:

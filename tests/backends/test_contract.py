@@ -13,6 +13,7 @@ from reference import evaluate, generate, reference
 from workers import Group, JobFailed, Workers
 
 from portable_fsdp.backends.support import require_supported
+from portable_fsdp.config.rules import Deployment
 from portable_fsdp.runtime.errors import BackendError
 
 Run = Callable[[Group, Case], list[dict[str, Any]]]
@@ -107,9 +108,7 @@ def test_c6_buffers_take_the_dtype_of_precision_buffers(group: Group, run: Run) 
     case = Case(settings={"precision.buffers": "bfloat16"})
     if group.backend == "xla_fsdp1":  # xla_fsdp1.buffer_dtype is its own
         with pytest.raises(BackendError, match=r"xla_fsdp1\.buffer_dtype"):
-            require_supported(
-                case.config(group.devices), engine="xla_fsdp1", device="cpu", devices=group.devices, hosts=1
-            )
+            require_supported(case.config(group.devices), Deployment("xla_fsdp1", "cpu", group.devices, 1))
         return
     for answer in run(group, case):
         assert {buffer.dtype for buffer in answer["buffers"].values()} == {torch.bfloat16}

@@ -21,6 +21,7 @@ from workers import Group, JobFailed, Workers
 
 from portable_fsdp.backends.open import ENGINES
 from portable_fsdp.backends.support import require_supported
+from portable_fsdp.config.rules import Deployment
 from portable_fsdp.runtime.errors import BackendError
 
 Settings = dict[str, Any]
@@ -144,7 +145,7 @@ PLAIN = {option: next(iter(values)) for option, values in OPTIONS.items()}
 
 def is_taken(engine: str, row: Row) -> bool:
     try:
-        require_supported(case_of(row).config(DEVICES), engine=engine, device="cpu", devices=DEVICES, hosts=1)
+        require_supported(case_of(row).config(DEVICES), Deployment(engine, "cpu", DEVICES, 1))
     except BackendError:
         return False
     return (row["compiled"], row["wrap"]) != ("scan", "classes")  # no list of layers, which only the model shows

@@ -205,7 +205,7 @@ def test_a_refusal_says_key_reason_and_way_out(place: Deployment) -> None:
     for _, config in walk():
         rules, message = refusals(config, place), ""
         try:
-            support(config, place)
+            require_supported(config, place)
         except BackendError as error:
             message = str(error)
         assert len(message.splitlines()) == 2 * len(rules)
@@ -213,10 +213,6 @@ def test_a_refusal_says_key_reason_and_way_out(place: Deployment) -> None:
             value = yaml_value(value_of(config, rule.option))
             assert f"{rule.option}={value} {rule.case}: {rule.reason}.\n  Set " in message
             assert all(way in message for way in ways_out(rule, config, place))
-
-
-def support(config: Config, place: Deployment) -> None:
-    require_supported(config, **place._asdict())
 
 
 @pytest.mark.slow
@@ -269,9 +265,9 @@ def test_a_batch_that_the_devices_do_not_divide_is_refused_in_the_words_of_the_l
     assert verdict.text.startswith("expected a multiple of train.micro_batch * devices = 2 * 3 = 6 sequences, found 8.")
     assert verdict.text.endswith("Set train.global_batch=6 or 12.")  # explain starts nothing in any case
     with pytest.raises(ConfigError, match=r"train\.global_batch: expected a multiple"):
-        support(config, place)
+        require_supported(config, place)
     with pytest.raises(BackendError) as both:
-        support(config_of({"train.global_batch": 8, "train.micro_batch": 2, "sharding.replicas": 2}), place)
+        require_supported(config_of({"train.global_batch": 8, "train.micro_batch": 2, "sharding.replicas": 2}), place)
     assert str(both.value).startswith("train.global_batch: expected a multiple")
     assert "sharding.replicas=2 without a hybrid strategy" in str(both.value)
     unknown = Deployment("native", "cpu", None, None)
@@ -305,6 +301,6 @@ def test_the_words_of_refusals(assert_golden: Callable[[Path, str], None]) -> No
     messages: list[str] = []
     for settings, place in REFUSALS:
         with pytest.raises(BackendError) as refusal:
-            support(config_of(settings), place)
+            require_supported(config_of(settings), place)
         messages.append(f"{settings}\n{refusal.value}\n")
     assert_golden(Path(__file__).parent / "goldens/refusals.txt", "\n".join(messages))

@@ -10,6 +10,7 @@ from test_foreign_transcripts import LAUNCHED
 
 from portable_fsdp.backends.support import require_supported
 from portable_fsdp.config.load import Loaded, load_config, read_config
+from portable_fsdp.config.rules import Deployment
 from portable_fsdp.convert.translation import origin, translation
 from portable_fsdp.runtime.errors import BackendError
 
@@ -142,7 +143,7 @@ def test_an_import_that_evaluates_needs_rows_that_are_held_out(write: Write) -> 
     ours, theirs = write(OURS, "eval_strategy: steps\neval_steps: 50\n")
     config = load_config(ours, imports=[theirs])
     with pytest.raises(BackendError, match=r"train\.eval_every=50 without data\.eval_split"):
-        require_supported(config, engine="native", device="cpu", devices=1, hosts=1)
+        require_supported(config, Deployment("native", "cpu", 1, 1))
 
 
 # ------------------------------------------------------------------------------------------------- accelerate launch

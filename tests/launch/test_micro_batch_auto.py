@@ -8,6 +8,7 @@ from cli import TORCHRUN, finish, launch, require_curve, tiny_config
 from portable_fsdp.backends.support import require_supported
 from portable_fsdp.checkpoint.format import read_manifest
 from portable_fsdp.config.load import load_config
+from portable_fsdp.config.rules import Deployment
 from portable_fsdp.runtime.errors import BackendError
 
 pytestmark = pytest.mark.slow
@@ -47,4 +48,4 @@ def test_what_gives_no_number_is_refused(tmp_path: Path, capfd: pytest.CaptureFi
     assert not (tmp_path / "run").exists()
     for engine, device in (("native", "tpu"), ("xla", "cpu"), ("xla_fsdp1", "tpu")):
         with pytest.raises(BackendError, match=f"backend {engine} on {device}: train.micro_batch=auto"):
-            require_supported(load_config(path, [AUTO]), engine=engine, device=device, devices=None, hosts=None)
+            require_supported(load_config(path, [AUTO]), Deployment(engine, device))

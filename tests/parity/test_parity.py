@@ -3,7 +3,6 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 from faulty_worker import FAULTS, plant
@@ -11,7 +10,7 @@ from parity_faults import certified, rows, write_config
 
 from portable_fsdp.backends.support import require_supported
 from portable_fsdp.config.load import load_config
-from portable_fsdp.config.rules import without_compiler
+from portable_fsdp.config.rules import Deployment, without_compiler
 from portable_fsdp.parity.__main__ import main
 from portable_fsdp.parity.culprit import find_culprit
 from portable_fsdp.parity.record import Place, PlaceRecord, RunTask, deviation
@@ -111,9 +110,9 @@ def test_what_needs_a_compiler_is_off_while_modules_are_recorded(
     tmp_path: Path, engine: str, settings: list[str]
 ) -> None:
     config = load_config(write_config(tmp_path), settings)
-    place: dict[str, Any] = {"engine": engine, "device": "cpu", "devices": 1, "hosts": 1}
-    require_supported(config, **place)
-    require_supported(without_compiler(config), **place)
+    place = Deployment(engine, "cpu", 1, 1)
+    require_supported(config, place)
+    require_supported(without_compiler(config), place)
 
 
 WRONG = {

@@ -8,6 +8,7 @@ import pytest
 
 from portable_fsdp.backends.support import require_supported
 from portable_fsdp.config.load import config_text, load_config
+from portable_fsdp.config.rules import Deployment
 from portable_fsdp.config.schema import Config
 from portable_fsdp.plan.report import draw, sweep_text, text
 from portable_fsdp.plan.result import Plan
@@ -174,7 +175,7 @@ def test_no_setting_of_the_usual_grid_is_refused(
     (tmp_path / "run.yaml").write_text(config_text(before))
     for point in usual_grid(before, 8, scan=engine == "xla"):
         tried = load_config(tmp_path / "run.yaml", [f"{key}={value}" for key, value in point.items()])
-        require_supported(tried, engine=engine, device=device, devices=8, hosts=1)
+        require_supported(tried, Deployment(engine, device, 8, 1))
 
 
 def test_a_row_for_each_plan() -> None:

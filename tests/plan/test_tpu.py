@@ -182,12 +182,13 @@ import json, os, sys
 os.environ["PJRT_DEVICE"] = "CPU"
 import torch_xla
 from torch_xla._internal import tpu
-from portable_fsdp.backends.pjrt import set_environment
+from portable_fsdp.backends.pjrt import _generation, set_environment
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 tpu.num_available_chips = lambda: 4
 settings = {}
 for name, kind in {"v4": "v4-8", "v5p": "v5p-8", "v5e": "v5litepod-4", "v6e": "v6e-4"}.items():
     os.environ.update(TPU_ACCELERATOR_TYPE=kind, LIBTPU_INIT_ARGS=sys.argv[1])
+    _generation.cache_clear()  # another machine
     set_environment("tpu")
     torch_xla._setup_libtpu_flags()  # as torch_xla does when it is imported where there are chips
     settings[name] = os.environ["LIBTPU_INIT_ARGS"]

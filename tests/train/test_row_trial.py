@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from portable_fsdp.backends.support import require_supported
+from portable_fsdp.config.rules import Deployment
 from portable_fsdp.config.schema import Config
 from portable_fsdp.models.build import build_model
 from portable_fsdp.models.tasks import find_task
@@ -75,8 +76,8 @@ def config_of(buckets: Mapping[str, object], **model: object) -> Config:
 
 @pytest.mark.parametrize(("engine", "devices", "hosts"), [("xla", 8, 2), ("xla_fsdp1", 2, 1)])
 def test_processes_that_would_choose_other_programs_are_refused(engine: str, devices: int, hosts: int) -> None:
-    place = {"engine": engine, "device": "tpu", "devices": devices, "hosts": hosts}
-    require_supported(config_of({"x": [8]}), **place)  # pyright: ignore[reportArgumentType]
+    place = Deployment(engine, "tpu", devices, hosts)
+    require_supported(config_of({"x": [8]}), place)
     with pytest.raises(BackendError, match=r"would choose another program than the rest") as error:
-        require_supported(config_of({"x": [4, 8]}), **place)  # pyright: ignore[reportArgumentType]
+        require_supported(config_of({"x": [4, 8]}), place)
     assert "Set data.buckets={x: [8]}" in str(error.value)

@@ -39,7 +39,7 @@ from portable_fsdp.backends.native.units import (
 from portable_fsdp.backends.native.whole import GradientSums, use_in_place
 from portable_fsdp.backends.support import require_supported
 from portable_fsdp.config.layout import mesh_axes
-from portable_fsdp.config.rules import dtypes
+from portable_fsdp.config.rules import Deployment, dtypes
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.files import cache_folder
@@ -77,7 +77,7 @@ class NativeBackend(base.Backend):
         count = launch.world_size if self._owns_group else dist.get_world_size()
         hosts = max(1, count // int(os.environ.get("LOCAL_WORLD_SIZE", count)))
         _check_launch(device, num_devices, count, launch.local_rank)
-        require_supported(config, engine="native", device=device, devices=count, hosts=hosts)
+        require_supported(config, Deployment("native", device, count, hosts))
         self.device = torch.device(device, launch.local_rank) if device == "cuda" else torch.device("cpu")
         self.device_name = device
         self._programs: TpuPrograms | None = None

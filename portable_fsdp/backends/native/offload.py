@@ -27,7 +27,7 @@ class _HostCopy:
         self._device, self._stream, self._arrival = tensor.device, stream, cast("Tensor | None", None)
         self._before = None if before is None else ref(before)
         self._counter, self._version = tensor.detach(), tensor._version
-        self._counter.data = tensor.new_empty(0)  # it shares the count of changes in place still, not the memory
+        self._counter.data = tensor.new_empty(0)  # it still shares the count of changes in place, no longer the memory
         self.total_bytes = tensor.nbytes + (before.total_bytes if before else 0)
         if stream is None:
             self._host = tensor.to("cpu")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from portable_fsdp.backends import base
 from portable_fsdp.backends.support import require_supported
 from portable_fsdp.config.layout import mesh_axes
+from portable_fsdp.config.rules import Deployment
 from portable_fsdp.config.schema import Config
 from portable_fsdp.metrics.profile import Operation
 
@@ -19,7 +20,7 @@ class ToyBackend(base.Backend):
     name = "toy"
 
     def __init__(self, device: str, config: Config, num_devices: int | None) -> None:
-        require_supported(config, engine="toy", device=device, devices=1, hosts=1)
+        require_supported(config, Deployment("toy", device, 1, 1))
         self.device, self.device_name = torch.device(device), device
         self.process = self.data_shard = base.Rank(0, 1)
         self.data_parallel_size = 1
