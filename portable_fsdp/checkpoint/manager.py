@@ -375,8 +375,9 @@ class Checkpoints(Closing):
                 require_allowed(changes, allow, name)
             self._backend.load_state(model, optimizer, _read_from(reader, expected, self._base, weights_only))
             if (scaler := self._backend.loss_scaler) and (saved := manifest.loss_scale) and not weights_only:
-                given = [{"scale": c.now, "finite_steps": 0} for c in changes if c.name == "precision.loss_scale"]
-                scaler.restore(**saved.model_dump() | (given[0] if given else {}))
+                allowed = {change.name: change.now for change in changes}.get("precision.loss_scale")
+                started = {} if allowed is None else {"scale": allowed, "finite_steps": 0}
+                scaler.restore(**saved.model_dump() | started)
         return Resumed(
             path=source.path,
             step=0 if weights_only else manifest.step,

@@ -291,8 +291,9 @@ class Sharding(Section):
 DType = Literal["float32", "bfloat16", "float16"]
 
 
-LEAST_LOSS_SCALE, LARGEST_LOSS_SCALE = 1, 2.0**127  # twice as much is infinite in float32
+LEAST_LOSS_SCALE = 1
 """A run ends whose gradients overflow at this scale: DeepSpeed's min_loss_scale."""
+LARGEST_LOSS_SCALE = 2.0**127  # twice as much is infinite in float32
 
 
 class Precision(Section):

@@ -44,7 +44,8 @@ def words(tried: Tried, keys: Sequence[str]) -> str:
 def line(tried: Tried, keys: Sequence[str]) -> str:
     """A setting of a sweep and its result."""
     if tried.plan is None:
-        return f"{words(tried, keys)}: refused: {(tried.refusal or '').partition(chr(10))[0]}"
+        reason = (tried.refusal or "").partition("\n")[0]
+        return f"{words(tried, keys)}: refused: {reason}"
     memory = tried.plan.memory
     return f"{words(tried, keys)}: {memory.peak_bytes / _GIB:.2f} GiB, {memory.verdict}"
 

@@ -42,7 +42,7 @@ def check_paths(config: Config) -> None:
             files_of(source)
     if config.checkpoint.resume not in ("auto", "none"):
         own, other = checkpoint_folder(config), locate(config.checkpoint.resume)
-        # Where it has some of its own, the run may have begun at the other, and resumes from its own.
+        # A run with checkpoints of its own resumes from those: checkpoint.resume says where it began.
         if not (is_object_store(own) or is_object_store(other) or committed_steps(own)):
             require_checkpoint(other)
 
