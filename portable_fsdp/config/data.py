@@ -31,18 +31,24 @@ class Section(BaseModel):
 
 
 Source = Literal["python_docs", "python_source", "text", "jsonl", "parquet", "huggingface"]
-Format = Literal["text", "prompt_completion", "chat"]
-Column = Literal["text", "prompt", "completion", "messages", "tools"]
+Format = Literal["text", "prompt_completion", "chat", "instruction"]
+Column = Literal["text", "prompt", "completion", "messages", "instruction", "input", "output", "system", "tools"]
 
 FORMAT_COLUMNS: dict[Format, tuple[Column, ...]] = {
     "text": ("text",),
     "prompt_completion": ("prompt", "completion"),
     "chat": ("messages",),
+    "instruction": ("instruction", "output"),
 }
-"""Columns that each format reads; `columns` maps them to other names in the file."""
+"""Columns that each format needs; `columns` maps them to other names in the file."""
 
-OPTIONAL_COLUMNS: dict[Format, tuple[Column, ...]] = {"text": (), "prompt_completion": (), "chat": ("tools",)}
-"""Columns that a format reads only where `columns` names them."""
+OPTIONAL_COLUMNS: dict[Format, tuple[Column, ...]] = {
+    "text": (),
+    "prompt_completion": ("system", "tools"),
+    "chat": ("system", "tools"),
+    "instruction": ("input", "system", "tools"),
+}
+"""Columns that a format reads where a file has them."""
 
 
 class Documents(Section):
@@ -63,13 +69,19 @@ class Documents(Section):
     )
     format: Format = Field(
         default="text",
-        description="tokens that enter the loss: all (text), the completion's (prompt_completion), or the assistant's "
-        "turns in the tokenizer's chat template (chat)",
+        description="tokens that enter the loss: all (text), the completion's (prompt_completion), the assistant's "
+        "turns in the tokenizer's chat template (chat), or alpaca's output (instruction)",
     )
     columns: dict[Column, str] = Field(
         default={},
-        description="text, prompt, completion, messages -> the column's name in the file, where it differs; tools -> "
-        "the column with the chat's functions (JSON schemas), if any",
+        description="the format's name of a column (text, prompt, completion, messages, instruction, input, output, "
+        "system, tools) -> its name in the file, where it differs",
+    )
+    ignore: tuple[str, ...] = Field(
+        default=(),
+        description="columns, keys of messages and roles to leave out, where they would mean something for training "
+        "(system, tools, weight, reasoning_content, ...) and the format or chat template can't use them",
+        strict=False,
     )
     chat_template_kwargs: dict[str, Any] = Field(
         default={},
@@ -84,14 +96,16 @@ class Documents(Section):
         if self.split is not None and self.source != "huggingface" and not getattr(self, "factory", None):
             raise ValueError("split goes with source: huggingface, and with no other source")
         has_columns = self.source in ("jsonl", "parquet", "huggingface")
-        if not has_columns and (self.format != "text" or self.columns):
-            raise ValueError("format and columns go with source: jsonl, parquet or huggingface: the others are text")
+        if not has_columns and (self.format != "text" or self.columns or self.ignore):
+            raise ValueError(
+                "format, columns and ignore go with source: jsonl, parquet or huggingface: the others are text"
+            )
         read = (*FORMAT_COLUMNS[self.format], *OPTIONAL_COLUMNS[self.format])
         unread = [column for column in self.columns if column not in read]
         if unread:
             raise ValueError(f"columns: format {self.format} reads {', '.join(read)}, found {', '.join(unread)}")
         if self.chat_template_kwargs and self.format == "text":
-            raise ValueError("chat_template_kwargs goes with format: chat or prompt_completion: text has no template")
+            raise ValueError("chat_template_kwargs goes with any format but text, which has no template")
         return self
 
 

@@ -19,6 +19,7 @@ from portable_fsdp.data.cache import Recipe, TokenizedDocuments, entry_key, toke
 from portable_fsdp.data.chat import DATE
 from portable_fsdp.data.examples import DocumentSource
 from portable_fsdp.data.hashes import Remember, remembered
+from portable_fsdp.data.messages import LEFT_OUT
 from portable_fsdp.data.order import share_of_numbers
 from portable_fsdp.data.packing import DocumentRows, MixedRows, PackedRows, Rows, cut, whole
 from portable_fsdp.data.render import renderer
@@ -152,7 +153,13 @@ class _Builder:
             key=self._key(part, source, taken),
             source=source,
             takes=takes,
-            render=renderer(part.format, self._tokenizer, stream=is_stream, arguments=part.chat_template_kwargs),
+            render=renderer(
+                part.format,
+                self._tokenizer,
+                stream=is_stream,
+                arguments=part.chat_template_kwargs,
+                ignore=part.ignore,
+            ),
             dtype=token_dtype(self._tokenizer.vocab_size),
             skip_broken=self._data.on_error == "skip",
         )
@@ -171,6 +178,8 @@ class _Builder:
         arguments: dict[str, object] = {}
         if part.chat_template_kwargs:
             arguments["chat_template_kwargs"] = part.chat_template_kwargs
+        if part.ignore:
+            arguments["ignore"] = sorted(part.ignore)
         if template is not None and template.asks_for_time and part.format != "text":
             arguments["date"] = DATE
         return entry_key(
@@ -273,8 +282,16 @@ def _log_skipped(documents: TokenizedDocuments, source: DocumentSource) -> None:
             f"{source.name}, and data.on_error=skip leaves them out; the first:\n  {facts.first_skipped}"
         )
     _log_count(facts.skipped, f"{source.name} skipped; the first: {facts.first_skipped}")
+    left_out = {note.removeprefix(LEFT_OUT): n for note, n in facts.notes.items() if note.startswith(LEFT_OUT)}
+    if left_out:
+        names = [f"{name} ({count:,})" for name, count in left_out.items()]
+        shown = ", ".join([*names[:20], *([f"{len(names) - 20} more"] if len(names) > 20 else [])])
+        log.info(
+            "data: %s: columns and keys that nothing reads are left out (in how many rows): %s", source.name, shown
+        )
     for note, count in facts.notes.items():
-        _log_count(count, f"{source.name}: {note}", logging.WARNING)
+        if not note.startswith(LEFT_OUT):
+            _log_count(count, f"{source.name}: {note}", logging.WARNING)
     if facts.prompts_that_differ:
         log.info(
             f"data: {facts.prompts_that_differ:,} prompts of {source.name} end in other tokens once the completion "

@@ -36,11 +36,13 @@ from portable_fsdp.runtime.files import sync_folder
 
 log = logging.getLogger("portable_fsdp")
 
-FORMAT = 1
+FORMAT = 2
 """Of an entry and of the code that makes it; raise it when either changes."""
 
 BATCH_CHARACTERS = 2_000_000
 BATCH_DOCUMENTS = 1000
+MAX_NOTES = 1000
+"""Different ones: each row may have other keys."""
 _THREADS = 2
 """Batches in work at once: the tokenizer's own threads, one a core, then don't wait for the last text of each."""
 
@@ -280,7 +282,7 @@ def _write(folder: Path, recipe: Recipe, batches: Iterable[tuple[int, list[Rende
                 starts.append(starts[-1] + len(document.ids))
                 numbers.append(document.number)
                 differ += document.prompt_differs
-                notes.update(document.notes)
+                notes.update(note for note in document.notes if note in notes or len(notes) < MAX_NOTES)
         _sync(tokens, counted)
     first = f"{broken[0].place}: {broken[0].problem}" if broken else ""
     facts = Facts(recipe.dtype.name, len(numbers), starts[-1], has_counted, len(broken), first, differ, dict(notes))

@@ -1,41 +1,69 @@
 """Chat templates: messages become text, with the assistant's turns marked.
 
-A template with `{% generation %}` marks the assistant's text itself. Without it, a turn begins where the conversation
+A template with `{% generation %}` marks the assistant's text itself. Otherwise a turn begins where the conversation
 before it ends when that asks the assistant to answer (`add_generation_prompt`), and ends where the conversation up to
-it ends. Both must be the beginning of the whole text: this refuses a template that renders a turn differently once more
-follows (for example, without the reasoning of earlier turns).
+it ends. If a template renders one of these differently than the whole (without the reasoning of earlier turns, say),
+the turn is found in the whole: a second rendering, with a mark in place of the turn's text, shows what surrounds it.
 """
 
 import inspect
+import itertools
+import json
 import re
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any, NamedTuple, Self
 
+from portable_fsdp.data.messages import LEFT_OUT, MEANINGFUL, REASONING, ChatMessage, Conversation, holds, is_answer
 from portable_fsdp.runtime.errors import DataError
+from portable_fsdp.runtime.hub import import_transformers
 
 DATE = "2024-07-26"
 """The answer to `strftime_now` in a template: a run's rows mustn't depend on the day it starts. Llama 3's templates
 take this date where they can't ask."""
 
 _ASKS = re.compile(r"""\bstrftime_now\(\s*(?P<quote>["'])(?P<form>[^"'\\]*)(?P=quote)\s*\)""")
+_MARK = 0xE000
+"""The first private-use character: one stands for each message's text."""
 
-ChatMessage = dict[str, Any]
 CharacterSpan = tuple[int, int]
 """[begin, end)."""
-
-
-class Conversation(NamedTuple):
-    """Messages, and the functions that the assistant may call in them, as JSON schemas."""
-
-    messages: Sequence[ChatMessage]
-    tools: Sequence[dict[str, Any]] | None = None
-
-
-TokenizedChat = tuple[list[int], list[bool]]
-"""A conversation as ids, and which of them the assistant writes."""
 MarkedText = tuple[str, list[CharacterSpan]]
-"""A conversation as text, and the assistant's turns in it."""
+"""A conversation as text, and parts of it, in order."""
+
+
+class Written(NamedTuple):
+    """A conversation as a template writes it."""
+
+    conversation: Conversation
+    """In the form that the template reads."""
+    text: str
+    generated: list[CharacterSpan]
+    """The parts in `{% generation %}`."""
+    notes: tuple[str, ...]
+
+
+class TokenizedChat(NamedTuple):
+    ids: list[int]
+    counted: list[bool]
+    """Whether an id is in one of the parts, or ends one."""
+    is_ended: bool
+    """A special token ends each part."""
+
+
+_Function = Callable[[dict[str, Any]], dict[str, Any]]
+_CALLS: tuple[_Function, ...] = (  # templates read calls in these forms; the first is that of transformers' documents
+    lambda call: call,
+    lambda call: {**call, "function": {**call["function"], "arguments": _json(call["function"]["arguments"])}},
+    lambda call: call["function"],
+)
+_NO_CONTENT: tuple[ChatMessage, ...] = ({}, {"content": None})  # DeepSeek's templates ask whether content is none
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 class ChatTemplate:
@@ -50,6 +78,7 @@ class ChatTemplate:
         date = datetime.fromisoformat(DATE)
         self._dated = re.sub(_ASKS, lambda asks: repr(date.strftime(asks["form"])), self.text)
         self._marks_turns = re.search(r"\{%-?\s*generation\s*-?%\}", self.text) is not None
+        self._left_out: dict[object, list[int]] = {}
 
     @property
     def asks_for_time(self) -> bool:
@@ -78,61 +107,85 @@ class ChatTemplate:
     def names(self, role: str) -> bool:
         return re.search(rf"""["']{re.escape(role)}["']""", self.text) is not None
 
-    def ids(self, conversation: Conversation, *, asks: bool = False) -> list[int]:
-        """The whole conversation; `asks` adds the beginning of an assistant's answer. Raises what the template does."""
-        encoded = self._applied(conversation, tokenize=True, return_dict=True, add_generation_prompt=asks)
-        return list(encoded["input_ids"])
+    # ------------------------------------------------------------------------------------------------------- text
 
-    def rendered(self, conversation: Conversation) -> TokenizedChat | MarkedText:
-        """With its turns marked. Raises the template's own error, or a ValueError where the text doesn't show where
-        turns begin and end."""
-        if self._marks_turns:
-            encoded = self._applied(conversation, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-            return list(encoded["input_ids"]), [bool(mask) for mask in encoded["assistant_masks"]]
-        text = self._text(conversation)
-        return text, self._turns(conversation, text)
+    def written(self, conversation: Conversation) -> Written:
+        """Raises the template's own error, and ValueError for a message, or a key of one, that it leaves out."""
+        conversation, text, generated = self._readable(conversation)
+        for number in self._messages_left_out(conversation):
+            role = conversation.messages[number]["role"]
+            raise ValueError(
+                f"the chat template leaves out message {number + 1} (role {role}).\n"
+                f"  Remove the message, or set data.ignore=[{role}] to leave out all of this role"
+            )
+        notes = [note for message in conversation.messages for note in self._notes(message, text)]
+        notes += self._keys_left_out(conversation, text)
+        return Written(conversation, text, generated, tuple(dict.fromkeys(notes)))
 
-    def tokenized(self, rendered: Sequence[Any]) -> list[TokenizedChat]:
-        """What `rendered` gave for each of several conversations."""
-        if self._marks_turns or not rendered:
-            return list(rendered)
-        # As apply_chat_template does: the template writes the special tokens itself.
-        options = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
-        encoded = self._tokenizer([text for text, _ in rendered], **options)
-        parts = zip(encoded["input_ids"], encoded["offset_mapping"], rendered, strict=True)
-        return [(ids, _inside(offsets, turns)) for ids, offsets, (_, turns) in parts]
-
-    def _turns(self, conversation: Conversation, text: str) -> list[CharacterSpan]:
-        """The assistant's turns in the rendered text."""
-        spans: list[CharacterSpan] = []
-        messages, tools = conversation
-        for number, message in enumerate(messages):
-            if message.get("role") == "assistant":
-                if number == 0:
-                    raise ValueError(
-                        "expected a message before the assistant's first one: this chat template has no "
-                        "{% generation %}, so nothing shows where that turn begins"
-                    )
-                before, turn = Conversation(messages[:number], tools), Conversation(messages[: number + 1], tools)
-                spans.append((self._end_of(before, text, asks=True), self._end_of(turn, text, asks=False)))
-        return spans
-
-    def _end_of(self, beginning: Conversation, text: str, *, asks: bool) -> int:
-        rendered = self._text(beginning, asks=asks)
-        # Some templates end every text by the end of text (Phi-3), also one that goes on when more messages follow.
-        for prefix in (rendered, rendered.removesuffix(self._tokenizer.eos_token or "\0")):
-            if text.startswith(prefix):
-                return len(prefix)
-        raise ValueError(
-            "expected a chat template that only adds to the text when messages follow, found one that then renders "
-            f"message {len(beginning.messages)} of the conversation differently.\n"
-            "  Put {% generation %} and {% endgeneration %} around the assistant's text in that template"
+    def _readable(self, conversation: Conversation) -> tuple[Conversation, str, list[CharacterSpan]]:
+        """The first form of its calls that the template writes."""
+        messages, tools, trains = conversation
+        failure: Exception | None = None
+        forms = itertools.product(_NO_CONTENT, _CALLS) if any(m.get("tool_calls") for m in messages) else [({}, None)]
+        for no_content, form in forms:
+            changed = messages if form is None else [_with_calls(message, no_content, form) for message in messages]
+            try:
+                text, generated = self._render(Conversation(changed, tools))
+            except Exception as error:  # a template may raise anything
+                failure = failure or error
+                continue
+            if all(_writes_calls(text, message) for message in changed):
+                for tool in tools or ():
+                    if not holds(text, tool.get("function", tool).get("name")):
+                        raise ValueError("the chat template leaves out tools.\n  " + _remedy("tools"))
+                return Conversation(changed, tools, trains), text, generated
+        raise failure or ValueError(
+            "the chat template leaves out tool_calls, or parts of them.\n  " + _remedy("tool_calls")
         )
 
-    def _text(self, conversation: Conversation, *, asks: bool = False) -> str:
-        return str(self._applied(conversation, tokenize=False, add_generation_prompt=asks))
+    def _messages_left_out(self, conversation: Conversation) -> list[int]:
+        """Messages whose text the template doesn't write, found with marks in place of all texts."""
+        shape = tuple((m["role"], bool(m.get("content")), bool(m.get("tool_calls"))) for m in conversation.messages)
+        if shape not in self._left_out:
+            marked = [_marked(message, number) for number, message in enumerate(conversation.messages)]
+            try:
+                text, _ = self._render(conversation._replace(messages=marked))
+            except Exception:  # it parses texts: their own are looked for
+                return []
+            has_text = [number for number, message in enumerate(conversation.messages) if message.get("content")]
+            if len(self._left_out) > 1000:
+                self._left_out.clear()
+            self._left_out[shape] = [number for number in has_text if chr(_MARK + number % 6400) not in text]
+        return self._left_out[shape]
 
-    def _applied(self, conversation: Conversation, **how: Any) -> Any:
+    def _notes(self, message: ChatMessage, text: str) -> list[str]:
+        """Raises ValueError for a key that means something and isn't in the text."""
+        notes: list[str] = []
+        if not holds(text, message.get("content")):
+            notes.append(f"messages of the role {message['role']} whose text the chat template cuts or changes")
+        for key in MEANINGFUL:
+            if key == "tool_calls" or key not in message or holds(text, message[key]):
+                continue
+            aliases = REASONING if key in REASONING else (key,)
+            if not any(self._reads(alias) for alias in aliases):
+                raise ValueError(f"the chat template doesn't read {key} of a message.\n  {_remedy(key)}")
+            notes.append(f"messages with {key} that the chat template leaves out (it keeps some, such as the last)")
+        return notes
+
+    def _keys_left_out(self, conversation: Conversation, text: str) -> list[str]:
+        """Notes on keys that mean nothing for training and that the template doesn't use."""
+        known = {"role", "content", *MEANINGFUL}
+        keys = {key for message in conversation.messages for key in message if key not in known}
+        if maybe := {key for key in keys if self._reads(key)}:
+            bare = [{key: m[key] for key in m if key not in maybe} for m in conversation.messages]
+            try:
+                keys -= maybe if self._render(conversation._replace(messages=bare))[0] != text else set()
+            except Exception:  # the template needs one of them
+                keys -= maybe
+        return [f"{LEFT_OUT}messages[].{key[:64]}" for key in sorted(keys)]
+
+    def _render(self, conversation: Conversation, *, asks: bool = False) -> MarkedText:
+        """The text, and its parts in `{% generation %}`. As `apply_chat_template`, which takes no empty list."""
         if conversation.tools is not None and not self._reads("tools"):
             raise ValueError(
                 "expected a chat template that reads tools, found no `tools` in it: it would leave the functions out"
@@ -142,14 +195,205 @@ class ChatTemplate:
                 "expected a chat template that asks for the date by a format in quotes, as strftime_now('%Y-%m-%d'), "
                 "found another call: its rows would change every day"
             )
-        # With the template itself: with tools, a tokenizer of several templates would take another.
-        return self._tokenizer.apply_chat_template(
-            list(conversation.messages),
+        texts, generated = import_transformers().utils.chat_template_utils.render_jinja_template(
+            conversations=[list(conversation.messages)],
             tools=conversation.tools,
+            # The template itself: with tools, a tokenizer of several templates would take another.
             chat_template=self._dated,
-            **how,
-            **self._arguments,
+            return_assistant_tokens_mask=self._marks_turns,
+            add_generation_prompt=asks,
+            **{**self._tokenizer.special_tokens_map, **self._arguments},
         )
+        return texts[0], generated[0] if generated else []
+
+    # ------------------------------------------------------------------------------------------------------ turns
+
+    def turns(self, written: Written) -> tuple[list[CharacterSpan], bool]:
+        """The assistant's turns that train, and whether each begins as the template asks for one. Raises ValueError
+        where the text doesn't show where one begins and ends."""
+        silent = written.conversation.silent
+        answers = [number for number, message in enumerate(written.conversation.messages) if is_answer(message)]
+        if not self._marks_turns:
+            return self.spans(written, [number for number in answers if number not in silent])
+        if silent and len(written.generated) != len(answers):
+            raise ValueError("expected one {% generation %} for each answer, as some of them have the weight 0")
+        pairs = zip(answers, written.generated, strict=False)
+        return [span for number, span in pairs if number not in silent] if silent else written.generated, True
+
+    def spans(self, written: Written, numbers: Sequence[int]) -> tuple[list[CharacterSpan], bool]:
+        """As `turns`, for these messages of the assistant."""
+        spans: list[CharacterSpan] = []
+        all_as_asked = True
+        for number in numbers:
+            after = spans[-1][1] if spans else 0
+            begin, as_asked = self._begin(written.conversation, written.text, number, after)
+            end = self._end(written.conversation, written.text, number)
+            if not after <= begin <= end:
+                raise _ambiguous(number)
+            spans.append((begin, end))
+            all_as_asked &= as_asked
+        return spans, all_as_asked
+
+    def completion(self, written: Written, first: int) -> tuple[str, int | None]:
+        """The text that asks for message `first`, and where that message begins in the whole; None: where the whole
+        differs from that text. Raises what the template does, and ValueError where the text doesn't show it."""
+        conversation, text, *_ = written
+        before = Conversation(conversation.messages[:first], conversation.tools)
+        prompt = self._render(before, asks=True)[0]
+        common = _common(text, prompt)
+        if common == len(prompt) or common >= _common(self._render(before)[0], prompt):
+            return prompt, None
+        # The template writes the prompt otherwise once messages follow: Mistral's system prompt is in the last turn.
+        if not is_answer(conversation.messages[first]):
+            raise _ambiguous(first)
+        return prompt, self._begin(conversation, text, first, 0)[0]
+
+    def _begin(self, conversation: Conversation, text: str, number: int, after: int) -> tuple[int, bool]:
+        prefix = self._or_none(conversation.messages[:number], conversation, asks=True)
+        if prefix is not None and text.startswith(prefix):
+            return len(prefix), True
+        before, _ = self._around(conversation, number)
+        start = _common(text, before)
+        asked = self._or_none(conversation.messages, conversation, asks=True) or text
+        header = asked[_common(text, asked) :]
+        if not header and conversation.messages[number].get("content"):
+            return start, True
+        for length in range(len(header), 0, -1):
+            if (at := text.rfind(header[:length], after, start)) >= 0:
+                # Some templates ask by tags of thinking that the answers in the text don't begin with.
+                if not re.fullmatch(r"\s*(<[^<>]+>\s*)*", header[length:]):
+                    break
+                return at + length, length == len(header)
+        raise _ambiguous(number)
+
+    def _end(self, conversation: Conversation, text: str, number: int) -> int:
+        # Some templates end every text by the end of text (Phi-3), also one that goes on when more messages follow.
+        end_of_text = self._tokenizer.eos_token or "\0"
+        rendered = self._or_none(conversation.messages[: number + 1], conversation)
+        for prefix in () if rendered is None else (rendered, rendered.removesuffix(end_of_text)):
+            if text.startswith(prefix):
+                return len(prefix)
+        _, behind = self._around(conversation, number)
+        _, ending = self._around(conversation._replace(messages=conversation.messages[: number + 1]), number)
+        for end in (ending, ending.removesuffix(end_of_text)):
+            if text.endswith(behind) and behind.startswith(end):
+                return len(text) - len(behind) + len(end)
+        # Another end than that of the last turn (gpt-oss): `_with_ends` finds it.
+        if text.endswith(behind) and not conversation.messages[number].get("tool_calls"):
+            return len(text) - len(behind)
+        raise _ambiguous(number)
+
+    def _around(self, conversation: Conversation, number: int) -> tuple[str, str]:
+        """What the template writes before and behind the text of this message (without text: behind its first call's
+        name). Raises ValueError unless it writes that once."""
+        messages = list(conversation.messages)
+        messages[number] = _marked(messages[number], number, calls=True)
+        text = self._or_none(messages, conversation)
+        mark = chr(_MARK + number % 6400)
+        if text is None or text.count(mark) != 1:
+            raise _ambiguous(number)
+        before, _, behind = text.partition(mark)
+        return before, behind
+
+    def _or_none(
+        self, messages: Sequence[ChatMessage], conversation: Conversation, *, asks: bool = False
+    ) -> str | None:
+        """The text of some messages; None where the template refuses them by themselves."""
+        try:
+            return self._render(Conversation(messages, conversation.tools), asks=asks)[0]
+        except Exception:  # a template may raise anything
+            return None
+
+    # ----------------------------------------------------------------------------------------------------- tokens
+
+    def tokenized(self, texts: Sequence[MarkedText]) -> list[TokenizedChat]:
+        """Ids of each text; those in its parts count, and the special token that ends each part."""
+        if not texts:
+            return []
+        # As apply_chat_template does: the template writes the special tokens itself.
+        options = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
+        encoded = self._tokenizer([text for text, _ in texts], **options)
+        parts = zip(encoded["input_ids"], encoded["offset_mapping"], texts, strict=True)
+        return [self._with_ends(text, ids, offsets, spans) for ids, offsets, (text, spans) in parts]
+
+    @cached_property
+    def _special(self) -> set[int]:
+        added = self._tokenizer.added_tokens_decoder.items()
+        return {*self._tokenizer.all_special_ids, *(number for number, token in added if token.special)}
+
+    def _with_ends(
+        self, text: str, ids: list[int], offsets: Sequence[CharacterSpan], spans: Sequence[CharacterSpan]
+    ) -> TokenizedChat:
+        """With the next special token where none ends a part: the template leaves it outside of `{% generation %}`, or
+        the next role's marker ends a turn (GLM)."""
+        counted, is_ended = _inside(offsets, spans), True
+        begins = [begin for begin, _ in offsets]
+
+        def is_blank(index: int) -> bool:
+            begin, end = offsets[index]
+            return ids[index] not in self._special and not text[begin:end].strip()
+
+        for _, end in spans:
+            behind = bisect_left(begins, end)
+            last = next((index for index in range(behind - 1, -1, -1) if not is_blank(index)), None)
+            if last is None or ids[last] in self._special:
+                continue
+            following = next((index for index in range(behind, len(ids)) if not is_blank(index)), None)
+            if following is None or ids[following] not in self._special:
+                is_ended = False
+                continue
+            counted[behind : following + 1] = [True] * (following + 1 - behind)
+        return TokenizedChat(ids, counted, is_ended)
+
+
+def _with_calls(message: ChatMessage, no_content: ChatMessage, form: _Function) -> ChatMessage:
+    if not message.get("tool_calls"):
+        return message
+    return {**no_content, **message, "tool_calls": [form(call) for call in message["tool_calls"]]}
+
+
+def _writes_calls(text: str, message: ChatMessage) -> bool:
+    """Whether all names and arguments of its calls are in the text, and not in Python's notation."""
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call)
+        arguments = function["arguments"]
+        if not holds(text, [function["name"], *([arguments] if isinstance(arguments, dict) else [])]):
+            return False
+        if isinstance(arguments, str):
+            if arguments not in text:
+                return False
+        elif arguments and repr(arguments) in text:
+            return False
+    return True
+
+
+def _marked(message: ChatMessage, number: int, *, calls: bool = False) -> ChatMessage:
+    """The message with a character of its own in place of its text; `calls`: without text, of its first call's name."""
+    mark = chr(_MARK + number % 6400)
+    if message.get("content"):
+        return {**message, "content": mark}
+    if calls and message.get("tool_calls"):
+        first, *others = message["tool_calls"]
+        named = {"function": {**first["function"], "name": mark}} if "function" in first else {"name": mark}
+        return {**message, "tool_calls": [{**first, **named}, *others]}
+    return message
+
+
+def _common(text: str, other: str) -> int:
+    """How many characters both begin with."""
+    length = min(len(text), len(other))
+    return next((index for index in range(length) if text[index] != other[index]), length)
+
+
+def _remedy(key: str) -> str:
+    return f"Write it into the text of a message, take another template, or set data.ignore=[{key}] to leave it out"
+
+
+def _ambiguous(number: int) -> ValueError:
+    return ValueError(
+        f"expected a chat template whose text shows where message {number + 1}, the assistant's, begins and ends.\n"
+        "  Put {% generation %} and {% endgeneration %} around the assistant's text in that template"
+    )
 
 
 def _inside(offsets: Sequence[CharacterSpan], spans: Sequence[CharacterSpan]) -> list[bool]:

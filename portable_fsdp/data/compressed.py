@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +18,9 @@ BOM = b"\xef\xbb\xbf"
 MAX_LINE = 1 << 25
 MAX_UNPACKED = 1 << 30
 """Bytes: a small compressed file may unpack to terabytes."""
+
+# Strings, so that no bracket in one counts, and brackets; an unterminated string takes the rest.
+_JSON_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|[\[\]{},]', re.DOTALL)
 
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
@@ -37,6 +41,47 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield number, line.removeprefix(BOM) if number == 1 else line
     except (OSError, EOFError, zlib.error) as error:
         raise _unreadable(f"{path}:{number + 1}", path, error) from error
+
+
+def is_json_array(path: Path) -> bool:
+    """Whether the file begins as a JSON array; False where it can't be read."""
+    try:
+        with _opened(path) as file:
+            return file.read(4096).removeprefix(BOM).lstrip().startswith(b"[")
+    except (OSError, EOFError, zlib.error):
+        return False
+
+
+def read_array(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(number of its first line, text) of each element of a JSON array, and of what is behind it: whoever parses that
+    text sees what is wrong. Raises DataError."""
+    content = read_whole(path)
+    depth, begin, line, counted = 0, 0, 1, 0
+    for token in _JSON_TOKEN.finditer(content):
+        kind = token[0]
+        if kind in b"[{":
+            depth += 1
+            begin = token.end() if depth == 1 else begin
+        elif kind in b"]}" or (kind == b"," and depth == 1):
+            depth -= kind != b","
+            if depth > 1 or (depth == 1 and kind != b","):
+                continue
+            element = content[begin : token.start()]
+            start = begin + len(element) - len(element.lstrip())
+            line, counted = line + content.count(b"\n", counted, start), start
+            if element.strip() or kind == b",":
+                yield line, _bounded(element.strip(), path, line)
+            begin = token.end()
+    if rest := content[begin:].strip():
+        yield line, _bounded(rest, path, line)
+
+
+def _bounded(element: bytes, path: Path, line: int) -> bytes:
+    if len(element) > MAX_LINE:
+        raise DataError(
+            f"data.path: {path}:{line}: expected elements of at most {MAX_LINE:,} bytes, found a longer one."
+        )
+    return element
 
 
 def read_whole(path: Path) -> bytes:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from portable_fsdp.config.data import Column
 from portable_fsdp.runtime.errors import DataError
 
 
@@ -20,7 +19,8 @@ class Example:
     """For messages: `corpus.jsonl:12`."""
     size: int
     """In the source's unit."""
-    fields: Mapping[Column, Any]
+    fields: Mapping[str, Any]
+    """The format's columns by its own names for them, and others that mean something for training."""
     notes: tuple[str, ...] = ()
     """Warnings for its owner, logged once with the count of documents: `data: 3 documents of FILE: <note>`."""
 

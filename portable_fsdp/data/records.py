@@ -1,20 +1,21 @@
-"""Sources of documents with named columns: JSON lines, parquet files, data sets of the hub."""
+"""Sources of documents with named columns: JSON lines or arrays, parquet files, data sets of the hub."""
 
 import contextlib
 import difflib
 import json
 import re
 import sys
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, cast
 
 import xxhash
 
 from portable_fsdp.config.data import FORMAT_COLUMNS, Column
-from portable_fsdp.data.compressed import TextFileSource, read_lines
+from portable_fsdp.data.compressed import TextFileSource, is_json_array, read_array, read_lines
 from portable_fsdp.data.examples import AS_A_SHARE, Broken, Example, extra, name_of, not_utf8
 from portable_fsdp.data.hashes import hash_of_files
+from portable_fsdp.data.messages import LEFT_OUT, format_of, meaningful_columns
 from portable_fsdp.runtime.errors import DataError
 from portable_fsdp.runtime.strict_json import parse_json
 
@@ -28,32 +29,37 @@ SHAREGPT = "conversations"
 
 
 class JsonLines(TextFileSource):
-    """One JSON object a line, empty lines skipped. Files may be compressed."""
+    """One JSON object a line, empty lines skipped, or a JSON array of objects. Files may be compressed."""
 
-    def __init__(self, files: Sequence[Path], columns: Columns) -> None:
+    def __init__(self, files: Sequence[Path], columns: Columns, ignore: Collection[str] = ()) -> None:
         super().__init__(files)
         self._columns = columns
+        self._ignore = ignore
 
     def read(self) -> Iterator[Example | Broken]:
         number = 0
         for path in self.files:
-            for line_number, line in read_lines(path):
-                if line.strip():
-                    yield self._example(number, f"{path}:{line_number}", line)
+            is_array = is_json_array(path)
+            for line_number, line in (read_array if is_array else read_lines)(path):
+                if is_array or line.strip():
+                    expected = "expected a JSON object" + ("" if is_array else " on one line")
+                    yield self._example(number, f"{path}:{line_number}", line, expected)
                     number += 1
 
-    def _example(self, number: int, place: str, line: bytes) -> Example | Broken:
+    def _example(self, number: int, place: str, line: bytes, expected: str) -> Example | Broken:
         try:
-            values = _json_object(line)
-            fields = _pick(values, _present(self._columns, values))
+            values = {name: value for name, value in _json_object(line, expected).items() if value is not None}
+            columns = _present(self._columns, values)
+            _require(columns, values)
+            read = _all_read(columns, values, self._ignore)
         except ValueError as error:
             return Broken(number, place, len(line), str(error))
-        return Example(number, place, len(line), fields, _notes(self._columns, values if values.get("tools") else ()))
+        fields = {column: values[name] for column, name in read.items()}
+        return Example(number, place, len(line), fields, _notes(read, values, self._ignore))
 
 
-def _json_object(line: bytes) -> dict[str, Any]:
-    """Raises ValueError, which says what was expected and found."""
-    expected = "expected a JSON object on one line"
+def _json_object(line: bytes, expected: str) -> dict[str, Any]:
+    """Raises ValueError, which says what was `expected` and what is there."""
     try:
         # Python writes NaN, perhaps in a column that the format doesn't read.
         value = parse_json(line.rstrip(), constant=float, max_lists=200_000)
@@ -78,16 +84,17 @@ class Parquet:
 
     unit = "rows"
 
-    def __init__(self, files: Sequence[Path], columns: Columns) -> None:
+    def __init__(self, files: Sequence[Path], columns: Columns, ignore: Collection[str] = ()) -> None:
         self._parquet = extra("pyarrow.parquet")
         self._files = files
         self._columns = columns
+        self._ignore = ignore
         self.name = name_of(files)
         self.total = 0
         for path in files:
             with self._open(path) as file:
                 self.total += file.metadata.num_rows
-                self._columns = _checked(columns, file.schema_arrow.names, str(path))
+                _checked(columns, file.schema_arrow.names, str(path))
 
     def content(self, cache: Path) -> str:
         return hash_of_files(self._files, cache)
@@ -96,15 +103,18 @@ class Parquet:
         number = 0
         for path in self._files:
             with self._open(path) as file:
-                notes = _notes(self._columns, file.schema_arrow.names)
-                for row, values in enumerate(self._rows(file, path)):
-                    yield Example(number, f"{path}: row {row}", 1, _pick(values, self._columns), notes)
+                names = file.schema_arrow.names
+                read = _all_read(_present(self._columns, names), names, self._ignore)
+                notes = _notes(read, names, self._ignore)
+                for row, values in enumerate(self._rows(file, path, list(read.values()))):
+                    fields = {column: values[name] for column, name in read.items()}
+                    yield Example(number, f"{path}: row {row}", 1, fields, notes)
                     number += 1
 
-    def _rows(self, file: Any, path: Path) -> Iterator[dict[str, Any]]:
+    def _rows(self, file: Any, path: Path, names: Sequence[str]) -> Iterator[dict[str, Any]]:
         try:
             for group in range(file.num_row_groups):
-                table = file.read_row_group(group, columns=list(self._columns.values()))
+                table = file.read_row_group(group, columns=list(dict.fromkeys(names)))
                 for batch in table.to_batches(max_chunksize=ROWS_AT_ONCE):
                     yield from batch.to_pylist()
         except (OSError, ValueError) as error:  # those of pyarrow are both
@@ -122,14 +132,17 @@ class HuggingFace:
 
     unit = "rows"
 
-    def __init__(self, path: str, split: str | None, columns: Columns, key: str = "data.path") -> None:
+    def __init__(
+        self, path: str, split: str | None, columns: Columns, key: str = "data.path", ignore: Collection[str] = ()
+    ) -> None:
         """`key`: the config's, for errors."""
         self.name = f"{path} ({split or 'train'})"
         self._split = split or "train"
         self._data, self._sizes = _load_data_set(path, self._split, key)
-        self._columns = columns = _checked(columns, self._data.column_names, self.name)
-        self._notes = _notes(columns, self._data.column_names)
-        self._data = self._data.select_columns(list(columns.values()))
+        names = self._data.column_names
+        self._read = _all_read(_checked(columns, names, self.name), names, ignore)
+        self._notes = _notes(self._read, names, ignore)
+        self._data = self._data.select_columns(list(dict.fromkeys(self._read.values())))
         self.total = len(self._data)
 
     def content(self, cache: Path) -> str:
@@ -154,7 +167,8 @@ class HuggingFace:
 
     def read(self) -> Iterator[Example | Broken]:
         for row, values in enumerate(self._data):
-            yield Example(row, f"{self.name}: row {row}", 1, _pick(values, self._columns), self._notes)
+            fields = {column: values[name] for column, name in self._read.items()}
+            yield Example(row, f"{self.name}: row {row}", 1, fields, self._notes)
 
 
 _HUB_NAME = re.compile(r"(?P<path>[^:@]+)(:(?P<subset>[^@]+))?(@(?P<revision>.+))?")
@@ -207,11 +221,20 @@ def _quiet(datasets: Any) -> Generator[None]:
         datasets.enable_progress_bars()
 
 
-def _notes(columns: Columns, names: Iterable[str]) -> tuple[str, ...]:
-    """For a document of messages whose column of functions is not used."""
-    if "messages" not in columns or "tools" in columns or "tools" not in names:
-        return ()
-    return ("a column tools that isn't read; data.columns='{tools: tools}' renders it",)
+def _all_read(columns: Columns, names: Collection[str], ignore: Collection[str]) -> dict[str, str]:
+    """The columns, and those of `names` that mean something for training: field -> name in the file."""
+    mapped = columns.values()
+    meaningful = meaningful_columns(format_of(columns))
+    return {
+        **columns,
+        **{name: name for name in meaningful if name in names and name not in (*ignore, *mapped, *columns)},
+    }
+
+
+def _notes(read: Mapping[str, str], names: Iterable[str], ignore: Collection[str]) -> tuple[str, ...]:
+    """The columns that nothing reads."""
+    used = {*read.values(), *ignore}
+    return tuple(f"{LEFT_OUT}{name[:64]}" for name in names if name not in used)
 
 
 def _present(columns: Columns, names: Iterable[str]) -> Columns:
@@ -219,12 +242,6 @@ def _present(columns: Columns, names: Iterable[str]) -> Columns:
     if columns.get("messages") == "messages" and "messages" not in names and SHAREGPT in names:
         return {**columns, "messages": SHAREGPT}
     return columns
-
-
-def _pick(values: Mapping[str, Any], columns: Columns) -> dict[Column, Any]:
-    """The columns that the format reads; raises ValueError if one is missing."""
-    _require(columns, values)
-    return {column: values[name] for column, name in columns.items()}
 
 
 def _checked(columns: Columns, names: Sequence[str], where: str) -> Columns:

@@ -4,25 +4,40 @@
     prompt_completion  texts: as above, both texts as one; messages: the chat template. Ids that the prompt alone begins
                        with too don't count
     chat               the chat template; the assistant's turns count
+    instruction        alpaca's columns as prompt and completion
 
 As TRL's SFTTrainer (1.16, `SFTTrainer._prepare_dataset`). In a stream (`data.packing`) a text has no special tokens but
 the end of text.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType, NoneType
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from portable_fsdp.config.data import Format
-from portable_fsdp.data.chat import ChatMessage, ChatTemplate, Conversation
+from portable_fsdp.config.data import FORMAT_COLUMNS, Format
+from portable_fsdp.data.chat import ChatTemplate, MarkedText
 from portable_fsdp.data.examples import Broken, Example
+from portable_fsdp.data.messages import (
+    LEFT_OUT,
+    WEIGHTS,
+    ChatMessage,
+    Conversation,
+    conversation_of,
+    holds,
+    is_answer,
+    is_empty,
+    kind,
+    meaningful_columns,
+    messages_of,
+    trains,
+    without_nulls,
+)
 from portable_fsdp.data.tokenize import Tokenizer, Tokens, token_dtype
 from portable_fsdp.runtime.errors import DataError
-from portable_fsdp.runtime.strict_json import parse_json
 
 
 class Rendered(NamedTuple):
@@ -37,21 +52,30 @@ class Rendered(NamedTuple):
     """See `Example.notes`."""
 
 
+_NO_WEIGHT = "weight 0 (or train: false), left out"
+
 Render = Callable[[Sequence[Example | Broken]], list[Rendered | Broken]]
 """Several documents at once, each to its ids or its problem; several threads may call it."""
 
 
 def renderer(
-    form: Format, tokenizer: Tokenizer, *, stream: bool, arguments: Mapping[str, Any] = MappingProxyType({})
+    form: Format,
+    tokenizer: Tokenizer,
+    *,
+    stream: bool,
+    arguments: Mapping[str, Any] = MappingProxyType({}),
+    ignore: Collection[str] = (),
 ) -> Render:
-    """The function of this format; `arguments`: of the chat template. Raises DataError where the tokenizer lacks a
-    template that the format needs."""
+    """The function of this format; `arguments`: of the chat template; `ignore`: `data.ignore`. Raises DataError where
+    the tokenizer lacks a template that the format needs."""
     template = _required(tokenizer.chat_template).taking(arguments) if arguments else tokenizer.chat_template
     if form == "chat":
-        return partial(_render, partial(_chat, _required(template)), partial(_chats, _required(template), tokenizer))
-    if form == "prompt_completion":
-        return partial(_render, partial(_completion, template, tokenizer), partial(_completions, tokenizer))
-    return partial(_render, _text, partial(_texts, tokenizer, stream=stream))
+        template = _required(template)
+        return partial(_render, form, partial(_chat, template, ignore), partial(_chats, template, tokenizer))
+    if form == "text":
+        return partial(_render, form, _text, partial(_texts, tokenizer, stream=stream))
+    prepare = _completion if form == "prompt_completion" else _instruction
+    return partial(_render, form, partial(prepare, template, tokenizer, ignore), partial(_completions, tokenizer))
 
 
 def _required(template: ChatTemplate | None) -> ChatTemplate:
@@ -64,20 +88,36 @@ def _required(template: ChatTemplate | None) -> ChatTemplate:
 
 
 def _render(
+    form: Format,
     prepare: Callable[[Example], Any],
-    encode: Callable[[Sequence[Any]], list[Rendered | Broken]],
+    encode: Callable[[Sequence[tuple[Example, Any]]], list[Rendered | Broken]],
     examples: Sequence[Example | Broken],
 ) -> list[Rendered | Broken]:
-    """`prepare` gives what of a document is tokenized, or raises ValueError, which says what is wrong with it; `encode`
-    makes the results of all others at once, from pairs of the document and what was prepared."""
-    prepared: list[Any] = []
+    """`prepare` returns the text to tokenize, or raises ValueError with the reason; `encode` makes the results of all
+    others at once."""
+    results: list[Any] = []
     for example in examples:
         try:
-            prepared.append(example if isinstance(example, Broken) else (example, prepare(example)))
+            if isinstance(example, Broken):
+                results.append(example)
+            elif not trains(example.fields, "row"):
+                counted = None if form == "text" else np.empty(0, np.bool_)
+                results.append(Rendered(example.number, np.empty(0, np.uint8), counted, notes=(_NO_WEIGHT,)))
+            else:
+                results.append((example, prepare(example)))
         except ValueError as error:
-            prepared.append(_broken(example, str(error)))
-    rendered = iter(encode([item for item in prepared if not isinstance(item, Broken)]))
-    return [item if isinstance(item, Broken) else next(rendered) for item in prepared]
+            results.append(_broken(example, str(error)))
+    encoded = iter(encode([item for item in results if not isinstance(item, (Broken, Rendered))]))
+    results = [item if isinstance(item, (Broken, Rendered)) else next(encoded) for item in results]
+    return [_with_notes(item, example, form) for item, example in zip(results, examples, strict=True)]
+
+
+def _with_notes(item: Rendered | Broken, example: Example | Broken, form: Format) -> Rendered | Broken:
+    if isinstance(item, Broken) or isinstance(example, Broken):
+        return item
+    read = {*FORMAT_COLUMNS[form], *meaningful_columns(form)}
+    unread = [f"{LEFT_OUT}{key[:64]}" for key in example.fields if key not in read]
+    return item._replace(notes=(*example.notes, *unread, *item.notes))
 
 
 def _broken(example: Example | Broken, problem: str) -> Broken:
@@ -90,63 +130,71 @@ def _broken(example: Example | Broken, problem: str) -> Broken:
 def _text(example: Example) -> str:
     text = example.fields["text"]
     if not isinstance(text, str):
-        raise ValueError(f"expected text, found {_kind(text)}")
+        raise ValueError(f"expected text, found {kind(text)}")
     return text
 
 
 def _texts(tokenizer: Tokenizer, items: Sequence[tuple[Example, str]], *, stream: bool) -> list[Rendered | Broken]:
     encoded = tokenizer.encode_all([text for _, text in items], special_tokens=not stream)
-    return [
-        Rendered(example.number, _ended(ids, tokenizer, always=stream))
-        for (example, _), ids in zip(items, encoded, strict=True)
-    ]
+    return [Rendered(example.number, _ended(ids, tokenizer)) for (example, _), ids in zip(items, encoded, strict=True)]
 
 
-def _ended(ids: Tokens, tokenizer: Tokenizer, *, always: bool) -> Tokens:
-    """With the end of text behind it, where there is one; `always`: also where the text spells it itself."""
+def _ended(ids: Tokens, tokenizer: Tokenizer) -> Tokens:
+    """With the end of text behind it, unless it ends so, or the tokenizer has none."""
     end = tokenizer.end_of_text
-    if end is None or (not always and len(ids) and ids[-1] == end):
+    if end is None or (len(ids) and ids[-1] == end):
         return ids
     return np.append(ids, np.array([end], dtype=ids.dtype))
-
-
-_KINDS: dict[type, str] = {
-    **{NoneType: "null", str: "text", bool: "true or false", int: "a number", float: "a number"},
-    **{list: "a list", dict: "a mapping"},
-}
-
-
-def _kind(value: object) -> str:
-    return _KINDS.get(type(value), type(value).__name__)
 
 
 # --------------------------------------------------------------------------------------------- prompt, completion
 
 
-def _completion(template: ChatTemplate | None, tokenizer: Tokenizer, example: Example) -> tuple[str, str] | Rendered:
+def _completion(
+    template: ChatTemplate | None, tokenizer: Tokenizer, ignore: Collection[str], example: Example
+) -> tuple[str, str] | Rendered:
     """Prompt and whole as texts; of messages the result."""
-    prompt, completion = example.fields["prompt"], example.fields["completion"]
+    fields = example.fields
+    prompt, completion = fields["prompt"], fields["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
+        _require_use(fields, prompt + completion, meaningful_columns("prompt_completion"))
         return prompt, prompt + completion
     try:
-        prompt, completion = messages_of(prompt), messages_of(completion)
+        conversation = conversation_of(fields, "prompt", "completion", ignore=ignore)
+        answers = [message["role"] for message in messages_of(completion, ignore)]
     except ValueError as error:
         raise ValueError(f"expected prompt and completion as texts, or both as messages, found: {error}") from error
-    roles = [message["role"] for message in completion]
-    if "assistant" not in roles:
-        unique = ", ".join(dict.fromkeys(roles))
+    if "assistant" not in answers:
+        unique = ", ".join(dict.fromkeys(answers))
         raise ValueError(f"expected a turn of the assistant in the completion, found the roles {unique}")
-    template, dtype, messages = _required(template), token_dtype(tokenizer.vocab_size), [*prompt, *completion]
+    answers = [role for role in answers if role not in ignore]
+    return _completed(_required(template), tokenizer, example, conversation, len(answers))
+
+
+def _completed(
+    template: ChatTemplate, tokenizer: Tokenizer, example: Example, conversation: Conversation, answers: int
+) -> Rendered:
+    """The last `answers` messages are the completion."""
+    first = len(conversation.messages) - answers
     try:
-        alone = np.array(template.ids(Conversation(prompt), asks=True), dtype=dtype)
-        whole = np.array(template.ids(Conversation(messages)), dtype=dtype)
+        written = template.written(conversation)
+        prompt, begin = template.completion(written, first)
+        silent, _ = template.spans(written, [number for number in conversation.silent if number >= first])
     except Exception as error:  # a template may raise anything
         raise _refusal(error) from error
-    rendered = _masked(example, alone, whole)
-    notes = _notes_of_roles(messages, template)
-    if rendered.prompt_differs:
-        notes += ("the chat template doesn't begin an answer as it asks for one; the difference counts as completion",)
-    return rendered._replace(prompt_differs=False, notes=notes)
+    _require_use(example.fields, written.text, _but_tools("prompt_completion"))
+    completion = [(begin or 0, len(written.text))]
+    texts = [(prompt, []), (written.text, []), (written.text, silent), (written.text, completion)]
+    alone, whole, without, counted = template.tokenized(texts)
+    dtype = token_dtype(tokenizer.vocab_size)
+    rendered = _masked(example, np.array(alone.ids, dtype=dtype), np.array(whole.ids, dtype=dtype))
+    notes = (*written.notes, *_notes_of_roles(conversation.messages, template))
+    if rendered.prompt_differs and begin is None:
+        notes += (_NOT_AS_ASKED,)
+    if not counted.is_ended:
+        notes += (_NO_END,)
+    counts = rendered.counted if begin is None else np.array(counted.counted)
+    return rendered._replace(counted=counts & ~np.array(without.counted), prompt_differs=False, notes=notes)
 
 
 def _completions(tokenizer: Tokenizer, items: Sequence[tuple[Example, Any]]) -> list[Rendered | Broken]:
@@ -158,7 +206,7 @@ def _completions(tokenizer: Tokenizer, items: Sequence[tuple[Example, Any]]) -> 
     rendered: list[Rendered | Broken] = []
     for example, item in items:
         if not isinstance(item, Rendered):
-            prompt, whole = next(prompts), _ended(next(wholes), tokenizer, always=False)
+            prompt, whole = next(prompts), _ended(next(wholes), tokenizer)
             is_ended = len(prompt) and prompt[-1] == tokenizer.end_of_text
             item = _masked(example, prompt[:-1] if is_ended else prompt, whole)
         rendered.append(item)
@@ -173,29 +221,88 @@ def _masked(example: Example, prompt: Tokens, whole: Tokens) -> Rendered:
     return Rendered(example.number, whole, np.arange(len(whole)) >= common, prompt_differs=common < len(prompt))
 
 
+def _require_use(fields: Mapping[str, Any], text: str, columns: Collection[str]) -> None:
+    """Raises ValueError for a column among these whose texts aren't in the row's text."""
+    for key, value in fields.items():
+        if key in WEIGHTS or key not in columns or is_empty(value) or holds(text, without_nulls(value)):
+            continue
+        advice = "Write it into the row's messages or prompt"
+        if key in ("context", "history", "input"):
+            advice = "data.format=instruction reads instruction, input and output"
+        raise ValueError(
+            f"the column {key} means something for training, but the text of this row is without it.\n"
+            f"  {advice}, or set data.ignore=[{key}] to leave it out"
+        )
+
+
+def _but_tools(form: Format) -> set[str]:
+    """The columns that mean something, without those that a chat template has written or refused."""
+    return set(meaningful_columns(form)) - {"tools", "functions"}
+
+
+# ----------------------------------------------------------------------------------------------------- instruction
+
+
+def _instruction(
+    template: ChatTemplate | None, tokenizer: Tokenizer, ignore: Collection[str], example: Example
+) -> tuple[str, str] | Rendered:
+    """A question and an answer in the chat template, if the tokenizer has one; otherwise texts under headings."""
+    fields = example.fields
+    parts = {key: fields.get(key) or "" for key in ("system", "instruction", "input", "output")}
+    if wrong := next((key for key, part in parts.items() if not isinstance(part, str)), None):
+        raise ValueError(f"expected {wrong} as text, found {kind(parts[wrong])}")
+    if template is not None:
+        question = "\n\n".join(part for part in (parts["instruction"], parts["input"]) if part)
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": parts["output"]}]
+        conversation = conversation_of({**fields, "messages": messages}, "messages", ignore=ignore)
+        return _completed(template, tokenizer, example, conversation, 1)
+    headings = {"instruction": "### Instruction:\n", "input": "### Input:\n"}  # those of Stanford's alpaca
+    prompt = "\n\n".join(headings.get(key, "") + part for key, part in parts.items() if part and key != "output")
+    prompt += "\n\n### Response:\n"
+    _require_use(fields, prompt + parts["output"], meaningful_columns("instruction"))
+    return prompt, prompt + parts["output"]
+
+
 # ------------------------------------------------------------------------------------------------------------ chat
 
+_NOT_AS_ASKED = "the chat template doesn't begin an answer as it asks for one; the difference counts as the answer"
+_NO_END = (
+    "answers without a special token at their end, so the model doesn't learn to stop there; put {{ eos_token }} "
+    "behind the assistant's text in the chat template"
+)
 
-def _chat(template: ChatTemplate, example: Example) -> tuple[Any, tuple[str, ...]]:
-    """The conversation as the template renders it, and notes."""
-    conversation = _conversation(example)
+
+def _chat(
+    template: ChatTemplate, ignore: Collection[str], example: Example
+) -> tuple[MarkedText, bool, tuple[str, ...]]:
+    """The conversation as the template writes it; whether all its turns are kept out of the loss; and notes."""
+    conversation = conversation_of(example.fields, "messages", ignore=ignore)
+    answers = sum(map(is_answer, conversation.messages))
     try:
-        return template.rendered(conversation), (*example.notes, *_notes_of_roles(conversation.messages, template))
+        written = template.written(conversation)
+        turns, as_asked = template.turns(written)
     except Exception as error:  # a template may raise anything
         raise _refusal(error) from error
+    _require_use(example.fields, written.text, _but_tools("chat"))
+    notes = (*written.notes, *_notes_of_roles(conversation.messages, template))
+    notes = notes if as_asked else (*notes, _NOT_AS_ASKED)
+    return (written.text, turns), 0 < answers == len(conversation.silent), notes
 
 
 def _chats(
-    template: ChatTemplate, tokenizer: Tokenizer, items: Sequence[tuple[Example, tuple[Any, tuple[str, ...]]]]
+    template: ChatTemplate, tokenizer: Tokenizer, items: Sequence[tuple[Example, Any]]
 ) -> list[Rendered | Broken]:
     dtype = token_dtype(tokenizer.vocab_size)
-    chats = template.tokenized([rendered for _, (rendered, _) in items])
-    return [
-        Rendered(example.number, np.array(ids, dtype=dtype), np.array(counted), notes=notes)
-        if any(counted)
-        else _broken(example, "expected a turn of the assistant, found none: nothing in it counts")
-        for (example, (_, notes)), (ids, counted) in zip(items, chats, strict=True)
-    ]
+    rendered: list[Rendered | Broken] = []
+    for (example, (_, is_silent, notes)), chat in zip(
+        items, template.tokenized([marked for _, (marked, _, _) in items]), strict=True
+    ):
+        if not any(chat.counted) and not is_silent:
+            rendered.append(_broken(example, "expected a turn of the assistant, found none: nothing in it counts"))
+            continue
+        notes = notes if chat.is_ended else (*notes, _NO_END)
+        rendered.append(Rendered(example.number, np.array(chat.ids, dtype=dtype), np.array(chat.counted), notes=notes))
+    return rendered
 
 
 _ROLES = {"system", "developer", "user", "assistant", "tool"}
@@ -211,61 +318,7 @@ def _notes_of_roles(messages: Sequence[ChatMessage], template: ChatTemplate) -> 
     )
 
 
-def _conversation(example: Example) -> Conversation:
-    """Raises ValueError, as `messages_of`."""
-    messages, tools = messages_of(example.fields["messages"]), example.fields.get("tools")
-    expected = "expected tools as a list of JSON schemas, found"
-    if isinstance(tools, str):  # a parquet column has one schema, and functions have several: such data sets hold JSON
-        try:
-            tools = parse_json(tools)
-        except ValueError:
-            raise ValueError(f"{expected} text that isn't JSON: {tools[:40]}") from None
-    if not (tools is None or isinstance(tools, list)):
-        raise ValueError(f"{expected} {_kind(tools)}")
-    return Conversation(messages, tools or None)
-
-
-_SHAREGPT_ROLES = {
-    **{"human": "user", "user": "user"},
-    **{"gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant", "model": "assistant"},
-    **{"tool": "tool", "function": "tool", "observation": "tool"},
-    "system": "system",
-}
-
-
-def messages_of(value: Any) -> list[ChatMessage]:
-    """A column's messages; ShareGPT's turns (`from`, `value`) become `role` and `content`.
-
-    Raises ValueError, which says what was expected and found.
-    """
-    if isinstance(value, list) and all(isinstance(turn, dict) and {"from", "value"} <= turn.keys() for turn in value):
-        value = [_message(turn) for turn in value]
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"expected a list of messages, found {_kind(value) if value != [] else 'an empty one'}")
-    for number, message in enumerate(value):
-        _check_message(message, number)
-    return value
-
-
-def _message(turn: Mapping[str, Any]) -> ChatMessage:
-    role = _SHAREGPT_ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
-    if role is None:
-        raise ValueError(f"expected turns from {', '.join(_SHAREGPT_ROLES)}, found {str(turn['from'])[:40]!r}")
-    return {"role": role, "content": turn["value"]}
-
-
-def _check_message(message: Any, number: int) -> None:
-    if not isinstance(message, dict):
-        raise ValueError(f"expected messages with role and content, found {_kind(message)} as message {number + 1}")
-    content, calls = message.get("content"), message.get("tool_calls")
-    keys = f"the keys {', '.join(map(str, message))} in message {number + 1}"
-    if not isinstance(message.get("role"), str) or ("content" not in message and not calls):
-        raise ValueError(f"expected messages with role and content, found {keys}")
-    # A template would render null as nothing, and a list or a mapping in Python's notation.
-    if not isinstance(content, str) and not (content is None and calls):
-        raise ValueError(f"expected messages whose content is text, found {_kind(content)} as content, of {keys}")
-
-
 def _refusal(error: Exception) -> ValueError:
     message = str(error).strip() or type(error).__name__
-    return ValueError(message if message.startswith("expected") else f"the chat template refuses it: {message}")
+    is_ours = message.startswith(("expected", "the chat template"))
+    return ValueError(message if is_ours else f"the chat template refuses it: {message}")

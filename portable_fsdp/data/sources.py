@@ -68,8 +68,9 @@ def _open_records(documents: Documents, files: Sequence[Path] | None, key: str) 
 
     columns: Columns = {**{column: column for column in FORMAT_COLUMNS[documents.format]}, **documents.columns}
     if documents.source == "huggingface":
-        return HuggingFace(str(documents.path), documents.split, columns, key)
-    return (JsonLines if documents.source == "jsonl" else Parquet)(files or files_of(documents), columns)
+        return HuggingFace(str(documents.path), documents.split, columns, key, documents.ignore)
+    source = JsonLines if documents.source == "jsonl" else Parquet
+    return source(files or files_of(documents), columns, documents.ignore)
 
 
 def open_apart(data: Data, eval_split: str) -> tuple[DocumentSource, DocumentSource]:

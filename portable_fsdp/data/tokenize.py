@@ -110,6 +110,26 @@ class FolderTokenizer:
         return self.encode_all([text], special_tokens=False)[0]
 
     def encode_all(self, texts: Sequence[str], *, special_tokens: bool) -> list[Tokens]:
+        """A text that spells these special tokens itself gets no second ones."""
+        encoded = self._encoded(texts, special_tokens=special_tokens)
+        return [self._once(ids) for ids in encoded] if special_tokens else encoded
+
+    @cached_property
+    def _around(self) -> tuple[list[int], list[int]]:
+        """The special tokens before and behind a text."""
+        bare, whole = (self._encoded(["a"], special_tokens=special)[0].tolist() for special in (False, True))
+        at = next((at for at in range(len(whole)) if whole[at : at + len(bare)] == bare), 0)
+        return whole[:at], whole[at + len(bare) :]
+
+    def _once(self, ids: Tokens) -> Tokens:
+        before, behind = map(len, self._around)
+        if before and np.array_equal(ids[:before], ids[before : 2 * before]):
+            ids = ids[before:]
+        if behind and np.array_equal(ids[-behind:], ids[-2 * behind : -behind]):
+            ids = ids[:-behind]
+        return ids
+
+    def _encoded(self, texts: Sequence[str], *, special_tokens: bool) -> list[Tokens]:
         dtype = token_dtype(self.vocab_size)
         if self._fast is not None:  # its threads work without Python's lock; it computes no offsets
             encodings = self._fast.encode_batch_fast(list(texts), add_special_tokens=special_tokens)

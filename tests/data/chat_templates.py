@@ -54,4 +54,66 @@ thinking that can be switched off."""
 TOLD_TOOLS = _MARKED.replace("BEGIN", "{% generation %}").replace("END", "{% endgeneration %}")
 """The same text, told by `{% generation %}`."""
 
+_TOOLS = "{% if tools %}{{ HEAD }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ TAIL }}{% endif %}"
+
+
+def _with_tools(template: str, head: str, tail: str) -> str:
+    return _TOOLS.replace("HEAD", repr(head)).replace("TAIL", repr(tail)) + template
+
+
+_CALLS = "{% for call in m.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}"
+_ASKS = "{% if add_generation_prompt %}ASKS{% endif %}"
+
+FAMILIES = {
+    "qwen": TOOLS,
+    # An empty or real thinking block in the last answer only.
+    "qwen3": _with_tools(
+        "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+        "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.role == 'assistant' and loop.index0 > ns.last and (loop.last or m.reasoning_content) %}"
+        "<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}{{ m.content }}"
+        + _CALLS
+        + "<|im_end|>\n{% endfor %}"
+        + _ASKS.replace("ASKS", "<|im_start|>assistant\n"),
+        "<|im_start|>system\n",
+        "<|im_end|>\n",
+    ),
+    # Blanks at the ends of a text are cut; results of tools are JSON; a call is the whole answer.
+    "llama3": _with_tools(
+        "{{ bos_token }}{% for m in messages %}<|im_start|>{{ 'ipython' if m.role == 'tool' else m.role }}\n\n"
+        "{% if m.tool_calls %}{% for call in m.tool_calls %}"
+        '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}{% endfor %}'
+        "{% elif m.role == 'tool' %}{{ m.content | tojson }}{% else %}{{ m.content | trim }}{% endif %}"
+        "<|im_end|>{% endfor %}" + _ASKS.replace("ASKS", "<|im_start|>assistant\n\n"),
+        "<|im_start|>system\n\n",
+        "<|im_end|>",
+    ),
+    # An answer is asked for with an open tag, and given without; calls need null as content and arguments as text.
+    "r1": "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}{% endif %}"
+    "{% if m.role == 'user' %}<user>{{ m.content }}{% endif %}{% if m.role == 'tool' %}<tool>{{ m.content }}{% endif %}"
+    "{% if m.role == 'assistant' and m['content'] is none %}<assistant>{% for call in m.tool_calls %}"
+    "{{ call.function.name + '\"arguments\": ' + call.function.arguments }}{% endfor %}{{ eos_token }}"
+    "{% elif m.role == 'assistant' %}<assistant>{{ m.content.split('</think>')[-1] }}{{ eos_token }}{% endif %}"
+    "{% endfor %}{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    + _ASKS.replace("ASKS", "<assistant><think>\n"),
+    # The next role's marker ends a turn.
+    "glm": _with_tools(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        + _CALLS
+        + "{% endfor %}"
+        + _ASKS.replace("ASKS", "<|im_start|>assistant\n"),
+        "<|im_start|>system\n",
+        "",
+    ),
+    # The system prompt and the functions are written into the last turn of the user.
+    "mistral": "{{ bos_token }}{% set ns = namespace(system='', last=0) %}{% for m in messages %}"
+    "{% if m.role == 'system' %}{% set ns.system = m.content + '\n\n' %}{% endif %}"
+    "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}"
+    "{% if m.role == 'user' %}{% if loop.index0 == ns.last and tools %}[TOOLS]{{ tools | tojson }}[/TOOLS]{% endif %}"
+    "[INST] {{ (ns.system if loop.index0 == ns.last else '') + m.content }}[/INST]{% elif m.role == 'tool' %}"
+    "[RESULT]{{ m.content }}[/RESULT]{% elif m.tool_calls %}[CALL] {{ m.tool_calls[0].function | tojson }}"
+    "{{ eos_token }}{% elif m.role == 'assistant' %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}",
+}
+"""Published templates in brief: each family with its peculiarities."""
+
 MakeTokenizer = Callable[..., FolderTokenizer]

@@ -171,7 +171,7 @@ def test_tools_and_arguments_of_the_template_make_other_rows(make_tokenizer: Mak
     make_tokenizer(TOOLS)
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
     path = tmp_path / "chat.jsonl"
-    path.write_text(json.dumps({"messages": turns, "functions": [{"type": "function", "function": {}}]}) + "\n")
+    path.write_text(json.dumps({"messages": turns, "schemas": [{"type": "function", "function": {}}]}) + "\n")
 
     def tokens(**keys: Any) -> tuple[int, str]:
         keys = {"format": "chat", "tokenizer": str(tmp_path / "tokenizer"), "seq_len": 256, "packing": "none", **keys}
@@ -179,7 +179,7 @@ def test_tools_and_arguments_of_the_template_make_other_rows(make_tokenizer: Mak
         return int(corpus.rows.rows(np.array([0]))["segments"].sum()), corpus.fingerprint[0]
 
     plain, silent = tokens(), tokens(chat_template_kwargs={"enable_thinking": False})
-    called = tokens(columns={"tools": "functions"})
+    called = tokens(columns={"tools": "schemas"})
     assert plain[0] < silent[0] < called[0]
     assert len({plain[1], silent[1], called[1]}) == 3
     assert tokens() == plain
@@ -211,17 +211,21 @@ def test_an_entry_is_of_the_day_only_where_the_template_asks_for_it(
 def test_what_is_left_unread_or_uncounted_is_said_once_with_a_count(
     make_tokenizer: MakeTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     folder = tmp_path / "tokenizer"
     make_tokenizer(TOOLS)
-    turns = [{"role": role, "content": "Hi"} for role in ("user", "assistant", "user", "gpt")]
-    chats = [{"messages": turns, "tools": [{"type": "function"}]}, {"messages": turns[:2], "tools": None}]
+    turns = [{"role": role, "content": "Hi", "name": "Ann"} for role in ("user", "assistant", "user", "gpt")]
+    chats = [{"messages": turns, "id": 5, "score": 0.5}, {"messages": turns[:2], "id": None, "score": 1}]
     path = tmp_path / "chat.jsonl"
     path.write_text("".join(json.dumps(item) + "\n" for item in (*chats, chats[0])))
     for _ in range(2):  # the second from the cache
         caplog.clear()
         build_data(data(path, format="chat", tokenizer=str(folder), seq_len=128))
-        assert sorted(item.getMessage() for item in caplog.records if item.levelno == logging.WARNING) == [
-            f"data: 2 documents of {path}: a column tools that isn't read; data.columns='{{tools: tools}}' renders it",
+        left_out = f"data: {path}: columns and keys that nothing reads are left out (in how many rows): "
+        assert [line.removeprefix(left_out) for line in caplog.messages if line.startswith(left_out)] == [
+            "id (2), score (3), messages[].name (3)"
+        ]
+        assert [item.getMessage() for item in caplog.records if item.levelno == logging.WARNING] == [
             f"data: 2 documents of {path}: messages of the role gpt, which the chat template doesn't name; they don't "
             "count as the assistant's",
         ]

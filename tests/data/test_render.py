@@ -74,7 +74,7 @@ def counted_text(tokenizer: Any, rendered: Rendered) -> list[str]:
 
 def test_text_in_a_stream_is_bare_and_ended() -> None:
     rendered = render("text", ByteTokenizer(), {"text": "ab"}, {"text": ""}, {"text": "c\0"}, stream=True)
-    assert [item.ids.tolist() for item in rendered if isinstance(item, Rendered)] == [[97, 98, 0], [0], [99, 0, 0]]
+    assert [item.ids.tolist() for item in rendered if isinstance(item, Rendered)] == [[97, 98, 0], [0], [99, 0]]
 
 
 @pytest.mark.parametrize("around", [None, "<begin> $A", "<begin> $A <end>"])
@@ -87,11 +87,14 @@ def test_text_by_itself_has_what_the_tokenizer_puts_around_it_and_one_end(
     bare = tokenizer.encode("a b").tolist()
     assert rendered.ids.tolist() == [*([begin] if around else []), *bare, end]
     assert rendered.counted is None
-    if around is None or "<end>" not in around:
-        assert render_one("text", tokenizer, {"text": "a b<end>"}).ids.tolist()[-2:] == [bare[-1], end]
-    [streamed] = render("text", tokenizer, {"text": "a b"}, stream=True)
-    assert isinstance(streamed, Rendered)
-    assert streamed.ids.tolist() == [*bare, end]
+    spelled = "<begin>a b<end>" if around else "a b<end>"
+    assert render_one("text", tokenizer, {"text": spelled}).ids.tolist() == rendered.ids.tolist()
+    for text in ("a b", "a b<end>"):
+        [streamed] = render("text", tokenizer, {"text": text}, stream=True)
+        assert isinstance(streamed, Rendered)
+        assert streamed.ids.tolist() == [*bare, end]
+    parts = {"prompt": "<begin>a" if around else "a", "completion": " b<end>"}
+    assert render_one("prompt_completion", tokenizer, parts).ids.tolist() == rendered.ids.tolist()
 
 
 def test_what_is_no_text_is_broken_and_the_others_are_not() -> None:
@@ -162,7 +165,7 @@ def test_one_that_is_broken_leaves_the_others_as_they_are(make_tokenizer: MakeTo
             "chat",
             [ANSWERS[0], ANSWERS[1] + "<end>"],
         ),
-        (GENERATION.replace(CONTENT, ONLY_LAST), "chat", ["A s<|im_end|>\n", ANSWERS[1]]),
+        *((told.replace(CONTENT, ONLY_LAST), "chat", ["A s<|im_end|>\n", ANSWERS[1]]) for told in (GENERATION, CHATML)),
     ],
 )
 def test_the_assistants_turns_count(
@@ -186,7 +189,6 @@ BROKEN_MESSAGES: list[tuple[Any, str]] = [
     ([{"from": "human", "value": "x"}], "expected a turn of the assistant, found none"),
     ([{"from": "human", "value": 1}], f"{OF_TEXT} a number"),
     (CONVERSATION[:2], "expected a turn of the assistant, found none"),
-    (CONVERSATION[2:3], "expected a message before the assistant's first one"),
     ([{"role": "user"}, CONVERSATION[2]], f"{OF_KEYS} role in mess"),
     ([CONVERSATION[1], {"role": "assistant", "value": "b"}], f"{OF_KEYS} role, value in message 2"),
     *(
@@ -199,10 +201,14 @@ BROKEN_MESSAGES: list[tuple[Any, str]] = [
 ]
 BROKEN: list[tuple[str, dict[str, Any], str]] = [
     *((CHATML, {"messages": messages}, message) for messages, message in BROKEN_MESSAGES),
-    (CHATML.replace(CONTENT, ONLY_LAST), {}, "expected a chat template that only adds "),
+    (
+        CHATML.replace("== message", "= message") + "{{ messages | length }}",
+        {},
+        "expected a chat template whose text sh",
+    ),
     (TOOLS, {"tools": {"name": "search"}}, f"{OF_TOOLS} a mapping"),
     (TOOLS, {"tools": "search"}, f"{OF_TOOLS} text that isn't JSON: search"),
-    (TOOLS, {"tools": ["search"]}, "the chat template refuses it: "),
+    (TOOLS, {"tools": ["search"]}, f"{OF_TOOLS} text that isn't JSON: search"),
     (GENERATION, {"tools": SCHEMAS}, "expected a chat template that reads tools, found no `tools` in it"),
     (CHATML, {"tools": SCHEMAS}, "expected a chat template that reads tools, found no `tools` in it"),
     (
@@ -225,8 +231,8 @@ def test_what_cannot_be_rendered_is_broken(
     form: Format = "prompt_completion" if "prompt" in fields else "chat"
     problem = problem_of(form, make_tokenizer(template), {"messages": CONVERSATION, **fields})
     assert problem.startswith(message)
-    if "only adds" in message:
-        assert re.search(r" message 2 .*\n  Put \{% generation %\}", problem)
+    if "text shows" in message:
+        assert re.search(r" message 3, .*\n  Put \{% generation %\}", problem)
 
 
 @pytest.mark.parametrize("message", [{}, {"content": None}])

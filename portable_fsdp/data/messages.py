@@ -1,0 +1,254 @@
+"""One form for the messages of a row, and the list of keys that mean something for training.
+
+Data sets write messages as OpenAI, ShareGPT, LLaMA-Factory and TRL do; chat templates of transformers read one form. A
+key or column in `meaningful_columns` or `MEANINGFUL` is used or rendered, or the row is refused (chat.py looks for its
+text in what the template wrote). A note names the other keys.
+"""
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import NoneType
+from typing import Any, NamedTuple, cast
+
+from portable_fsdp.config.data import FORMAT_COLUMNS, OPTIONAL_COLUMNS, Column, Format
+from portable_fsdp.runtime.strict_json import parse_json
+
+WEIGHTS = ("weight", "train", "training", "trainable")
+"""Keys of a row or a message: 0 or false keeps it out of the loss."""
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""transformers fills the first from the others, and `thinking` from any, for templates that read one of them."""
+_ANSWER = (*REASONING, "refusal", "tool_plan", "tool_calls", "function_call")
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+_CONTEXT = ("system", "system_prompt", "tools", "functions", "documents", "chat_template_kwargs")
+
+MEANINGFUL = (*WEIGHTS, "loss", *_ANSWER, *_MEDIA, "tools", "functions", "documents")
+"""Keys of a message, beside role and content."""
+
+LEFT_OUT = "left out, since nothing reads it: "
+"""A note that begins so ends with the name of a column, or of a message's key as `messages[].name`."""
+
+_SHAREGPT_ROLES = {
+    **{"human": "user", "user": "user"},
+    **{"gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant", "model": "assistant"},
+    **{"tool": "tool", "function": "tool", "observation": "tool"},
+    **{"system": "system", "function_call": "assistant"},
+}
+
+ChatMessage = dict[str, Any]
+
+
+class Conversation(NamedTuple):
+    """Messages, the functions that the assistant may call in them (JSON schemas), and whether each message trains."""
+
+    messages: Sequence[ChatMessage]
+    tools: Sequence[dict[str, Any]] | None = None
+    trains: Sequence[bool] = ()
+    """Empty: all do."""
+
+    @property
+    def silent(self) -> list[int]:
+        """The assistant's messages that don't train."""
+        pairs = zip(self.messages, self.trains, strict=False)
+        return [number for number, (message, trains) in enumerate(pairs) if is_answer(message) and not trains]
+
+
+def is_answer(message: Mapping[str, Any]) -> bool:
+    return message.get("role") == "assistant"
+
+
+def format_of(columns: Collection[Column]) -> Format:
+    """The format that reads these columns."""
+    return next(form for form, needed in FORMAT_COLUMNS.items() if set(needed) <= set(columns))
+
+
+def meaningful_columns(form: Format) -> tuple[str, ...]:
+    """Columns beside the format's own that mean something for training. A text is whole by itself."""
+    if form == "text":
+        return WEIGHTS
+    parts = ("input", "context", "history") if form in ("prompt_completion", "instruction") else ()
+    keys = (*OPTIONAL_COLUMNS[form], *WEIGHTS, *_ANSWER, *_MEDIA, *_CONTEXT, *parts)
+    return tuple(dict.fromkeys(keys))
+
+
+def is_empty(value: Any) -> bool:
+    """Nothing is lost with it: null, blank text, an empty list or mapping, also as JSON text."""
+    return value is None or value in ([], {}) or (isinstance(value, str) and value.strip() in ("", "[]", "{}", "null"))
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """All texts in it, keys of mappings too."""
+    if isinstance(value, Mapping):
+        for key, item in cast("Mapping[str, Any]", value).items():
+            yield key
+            yield from texts_in(item)
+    elif isinstance(value, list):
+        for item in cast("list[Any]", value):
+            yield from texts_in(item)
+    elif value is not None and not isinstance(value, bool):
+        yield str(value)
+
+
+def holds(text: str, value: Any) -> bool:
+    """Whether `text` has all texts of the value, as they are or as JSON writes them."""
+    return all(
+        any(form in text for form in (part, json.dumps(part, ensure_ascii=False)[1:-1], json.dumps(part)[1:-1]))
+        for part in map(str.strip, texts_in(value))
+    )
+
+
+def trains(values: Mapping[str, Any], what: str) -> bool:
+    """Whether this row or message enters the loss. Raises ValueError for a weight that is neither 0 nor 1."""
+    result = True
+    for key in WEIGHTS if what == "row" else (*WEIGHTS, "loss"):
+        weight = values.get(key)
+        if weight is not None and (isinstance(weight, str) or weight not in (0, 1)):
+            raise ValueError(
+                f"the {what} has {key}={str(weight)[:40]!r}: a loss counts a {what} (1, true) or not (0, false).\n"
+                f"  Set it to one of these, or set data.ignore=[{key}]"
+            )
+        result &= weight is None or bool(weight)
+    return result
+
+
+_KINDS: dict[type, str] = {
+    **{NoneType: "null", str: "text", bool: "true or false", int: "a number", float: "a number"},
+    **{list: "a list", dict: "a mapping"},
+}
+
+
+def kind(value: object) -> str:
+    """The value's type in JSON's words, for messages."""
+    return _KINDS.get(type(value), type(value).__name__)
+
+
+def without_nulls(value: Any) -> Any:
+    """The value without the null entries of its mappings: Arrow gives each row the keys of all."""
+    if isinstance(value, dict):
+        items = cast("dict[str, Any]", value).items()
+        return {key: without_nulls(item) for key, item in items if item is not None}
+    return [without_nulls(item) for item in cast("list[Any]", value)] if isinstance(value, list) else value
+
+
+def conversation_of(fields: Mapping[Any, Any], *columns: Column, ignore: Collection[str] = ()) -> Conversation:
+    """The messages of these columns one after the other, below the row's `system`. Raises ValueError."""
+    messages = [message for column in columns for message in messages_of(fields[column], ignore)]
+    system = next((fields[key] for key in ("system", "system_prompt") if not is_empty(fields.get(key))), None)
+    if system is not None and not isinstance(system, str):
+        raise ValueError(f"expected the system prompt as text, found {kind(system)}")
+    if system is not None and messages[0]["role"] not in ("system", "developer"):
+        messages = [{"role": "system", "content": system}, *messages]
+    kept = [message for message in messages if message["role"] not in ignore]
+    clean = [{key: value for key, value in message.items() if key not in (*WEIGHTS, "loss")} for message in kept]
+    return Conversation(clean, _tools(fields), [_message_trains(message) for message in kept])
+
+
+def _message_trains(message: ChatMessage) -> bool:
+    counts = trains(message, "message")
+    weight = next((key for key in (*WEIGHTS, "loss") if message.get(key)), None)
+    if weight is not None and not is_answer(message):
+        raise ValueError(
+            f"a message of the role {message['role']} has {weight}={message[weight]}: only the assistant's train.\n"
+            f"  Remove the key, or set data.ignore=[{weight}] (which ignores it in all messages)"
+        )
+    return counts
+
+
+def _tools(fields: Mapping[Any, Any]) -> list[dict[str, Any]] | None:
+    """The row's functions; a column of parquet has one schema, and functions have several: many data sets hold JSON."""
+    name = next((key for key in ("tools", "functions") if not is_empty(fields.get(key))), "tools")
+    expected = f"expected {name} as a list of JSON schemas, found"
+    tools = _from_json(fields.get(name), expected)
+    if is_empty(tools):
+        return None
+    if not isinstance(tools, list):
+        raise ValueError(f"{expected} {kind(tools)}")
+    schemas = [_from_json(tool, expected) for tool in cast("list[Any]", tools)]
+    if wrong := next((tool for tool in schemas if not isinstance(tool, dict)), None):
+        raise ValueError(f"{expected} {kind(wrong)} in it")
+    schemas = without_nulls(schemas)
+    if name == "functions":  # OpenAI's older form is bare
+        return [tool if "function" in tool else {"type": "function", "function": tool} for tool in schemas]
+    return schemas
+
+
+def _from_json(value: Any, expected: str) -> Any:
+    if not isinstance(value, str) or not value.strip():
+        return value
+    try:
+        return parse_json(value)
+    except ValueError:
+        raise ValueError(f"{expected} text that isn't JSON: {value[:40]}") from None
+
+
+# -------------------------------------------------------------------------------------------------------- messages
+
+
+def messages_of(value: Any, ignore: Collection[str] = ()) -> list[ChatMessage]:
+    """A column's messages with role, content and `tool_calls`, without null values and keys in `ignore`.
+
+    ShareGPT's turns (`from`, `value`) become `role` and `content`; `function_call` becomes `tool_calls`, with arguments
+    as mappings. Raises ValueError with what is wrong.
+    """
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"expected a list of messages, found {kind(value) if value != [] else 'an empty one'}")
+    turns = cast("list[Any]", value)
+    is_sharegpt = all(isinstance(turn, dict) and {"from", "value"} <= turn.keys() for turn in turns)
+    return [_message(turn, number, is_sharegpt, ignore) for number, turn in enumerate(turns, 1)]
+
+
+def _message(turn: Any, number: int, is_sharegpt: bool, ignore: Collection[str]) -> ChatMessage:
+    if not isinstance(turn, dict):
+        raise ValueError(f"expected messages with role and content, found {kind(turn)} as message {number}")
+    keys = f"the keys {', '.join(map(str, turn))} in message {number}"
+    message: ChatMessage = {key: item for key, item in turn.items() if key not in ignore}
+    if is_sharegpt:
+        message = _from_sharegpt(message)
+    message = {key: without_nulls(item) for key, item in message.items() if item is not None}
+    call = message.pop("function_call", None)
+    calls = [*_calls(message.pop("tool_calls", None)), *([] if is_empty(call) else _calls([call]))]
+    has_content = is_sharegpt or "content" in turn
+    if not isinstance(message.get("role"), str) or not (has_content or calls):
+        raise ValueError(f"expected messages with role and content, found {keys}")
+    content = message.get("content")
+    # A template would render null as nothing, and a list or a mapping in Python's notation.
+    if not isinstance(content, str) and not (content is None and calls):
+        raise ValueError(
+            f"expected messages whose content is text, found {kind(content)} as content, of {keys}"
+            + (".\n  Write it as JSON text" if message["role"] == "tool" else "")
+        )
+    return {**message, **({"tool_calls": calls} if calls else {})}
+
+
+def _from_sharegpt(turn: ChatMessage) -> ChatMessage:
+    sender, text = turn.pop("from"), turn.pop("value")
+    role = _SHAREGPT_ROLES.get(sender) if isinstance(sender, str) else None
+    if role is None:
+        raise ValueError(f"expected turns from {', '.join(_SHAREGPT_ROLES)}, found {str(sender)[:40]!r}")
+    if sender != "function_call":
+        return {**turn, "role": role, "content": text}
+    calls = _from_json(text, "expected a function_call as JSON with name and arguments, found")
+    return {**turn, "role": role, "tool_calls": calls if isinstance(calls, list) else [calls]}
+
+
+def _calls(value: Any) -> list[dict[str, Any]]:
+    """The calls in the form of transformers: `{"type": "function", "function": {"name": ..., "arguments": {...}}}`."""
+    expected = "expected tool_calls as a list of mappings with name and arguments, found"
+    calls = _from_json(value, expected)
+    if is_empty(calls):
+        return []
+    if not isinstance(calls, list):
+        raise ValueError(f"{expected} {kind(calls)}")
+    return [_call(_from_json(call, expected), expected) for call in cast("list[Any]", calls)]
+
+
+def _call(call: Any, expected: str) -> dict[str, Any]:
+    function = cast("dict[str, Any]", call).get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError(f"{expected} {str(call)[:60]}")
+    of_arguments = f"expected the arguments of {function['name']} as a JSON object, found"
+    arguments = _from_json(function.get("arguments"), of_arguments)
+    arguments = {} if is_empty(arguments) else without_nulls(arguments)
+    if not isinstance(arguments, dict):
+        raise ValueError(f"{of_arguments} {kind(arguments)}")
+    outer = {} if function is call else cast("dict[str, Any]", call)
+    return {"type": "function", **outer, "function": {**function, "arguments": arguments}}
