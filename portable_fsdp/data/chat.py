@@ -77,6 +77,8 @@ class ChatTemplate:
         # transformers gives templates the real clock, and takes no function in its place.
         date = datetime.fromisoformat(DATE)
         self._dated = re.sub(_ASKS, lambda asks: repr(date.strftime(asks["form"])), self.text)
+        self._asks_otherwise = re.search(r"\bstrftime_now\s*\(", self._dated) is not None
+        self._render_template = import_transformers().utils.chat_template_utils.render_jinja_template
         self._marks_turns = re.search(r"\{%-?\s*generation\s*-?%\}", self.text) is not None
         self._left_out: dict[object, list[int]] = {}
 
@@ -190,12 +192,12 @@ class ChatTemplate:
             raise ValueError(
                 "expected a chat template that reads tools, found no `tools` in it: it would leave the functions out"
             )
-        if re.search(r"\bstrftime_now\s*\(", self._dated):
+        if self._asks_otherwise:
             raise ValueError(
                 "expected a chat template that asks for the date by a format in quotes, as strftime_now('%Y-%m-%d'), "
                 "found another call: its rows would change every day"
             )
-        texts, generated = import_transformers().utils.chat_template_utils.render_jinja_template(
+        texts, generated = self._render_template(
             conversations=[list(conversation.messages)],
             tools=conversation.tools,
             # The template itself: with tools, a tokenizer of several templates would take another.

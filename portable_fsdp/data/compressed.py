@@ -22,6 +22,8 @@ MAX_UNPACKED = 1 << 30
 # Strings, so that no bracket in one counts, and brackets; an unterminated string takes the rest.
 _JSON_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|[\[\]{},]', re.DOTALL)
 
+_BLANK = re.compile(rb"\s*")
+
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
 
@@ -55,25 +57,36 @@ def is_json_array(path: Path) -> bool:
 def read_array(path: Path) -> Iterator[tuple[int, bytes]]:
     """(number of its first line, text) of each element of a JSON array, and of what is behind it: whoever parses that
     text sees what is wrong. Raises DataError."""
+    if path.stat().st_size > MAX_UNPACKED:
+        raise DataError(
+            f"data.path: {path}: expected a JSON array of at most {MAX_UNPACKED:,} bytes, found a longer one.\n"
+            "  Write one object a line: jq -c '.[]'."
+        )
     content = read_whole(path)
     depth, begin, line, counted = 0, 0, 1, 0
     for token in _JSON_TOKEN.finditer(content):
         kind = token[0]
-        if kind in b"[{":
+        if kind in (b"[", b"{"):
             depth += 1
             begin = token.end() if depth == 1 else begin
-        elif kind in b"]}" or (kind == b"," and depth == 1):
-            depth -= kind != b","
-            if depth > 1 or (depth == 1 and kind != b","):
-                continue
-            element = content[begin : token.start()]
-            start = begin + len(element) - len(element.lstrip())
-            line, counted = line + content.count(b"\n", counted, start), start
-            if element.strip() or kind == b",":
-                yield line, _bounded(element.strip(), path, line)
+        elif kind in (b"]", b"}") and depth > 1:
+            depth -= 1
+        elif kind in (b"]", b"}") or (kind == b"," and depth == 1):
+            element = content[begin : token.start()].strip()
+            line, counted = line + content.count(b"\n", counted, begin), begin
+            if element or kind == b",":
+                yield line + _blank_lines(content, begin), _bounded(element, path, line)
             begin = token.end()
+            if kind != b",":
+                break
     if rest := content[begin:].strip():
-        yield line, _bounded(rest, path, line)
+        yield line + content.count(b"\n", counted, begin), _bounded(rest, path, line)
+
+
+def _blank_lines(content: bytes, begin: int) -> int:
+    """How many lines end before the next text."""
+    blank = _BLANK.match(content, begin)
+    return blank[0].count(b"\n") if blank else 0
 
 
 def _bounded(element: bytes, path: Path, line: int) -> bytes:

@@ -159,7 +159,7 @@ REFUSED_OVERRIDES = [
     *("data={source: text, path: a, format: chat}", f"data={{{JSONL}, columns: {{prompt: q}}}}"),
     *(f"data={{{JSONL}, columns: {{body: q}}}}", f"data={{{JSONL}, format: chat, packing: stream}}"),
     *(f"data={{{JSONL}, mixture: [{{{JSONL}}}]}}", f"data={{{JSONL}, chat_template_kwargs: {{a: 1}}}}"),
-    f"data={{{JSONL}, format: prompt_completion, columns: {{tools: t}}}}",
+    f"data={{{JSONL}, format: prompt_completion, columns: {{messages: t}}}}",
     f"data={{mixture: [{{{JSONL}, format: chat}}, {{{JSONL}}}], packing: stream}}",
     *(f"data={{mixture: [{{{JSONL}, weight: 0.0}}]}}", "data={mixture: [{source: jsonl}]}"),
     *(f"data={{mixture: [{{{JSONL}}}], eval_split: b.jsonl}}", "data={eval_split: validation}"),

@@ -69,6 +69,29 @@ def test_a_broken_line_keeps_its_number_and_says_what_is_wrong(tmp_path: Path, l
     assert (good.number, after.number) == (0, 2)
 
 
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_json_array_is_read_like_lines(tmp_path: Path, indent: int | None) -> None:
+    """With brackets in texts, elements that are no objects, and an end that is missing or followed by more."""
+    path, texts = tmp_path / "a.json", ['a ] } , " \\" b', "", "x" * 9]
+    elements: list[object] = [{"text": text, "n": [1, {"m": [2]}]} for text in texts]
+    whole = "\ufeff\n" + json.dumps(elements, indent=indent) + "\n"
+    path.write_text(whole)
+    examples = read(source="jsonl", path=path)
+    assert [item.fields["text"] for item in examples if isinstance(item, Example)] == texts
+    lines = whole.split("\n")
+    assert all('"text"' in lines[int(item.place.rpartition(":")[2]) + bool(indent) - 1] for item in examples)
+    with gzip.open(tmp_path / "a.json.gz", "wb") as file:
+        file.write(json.dumps([*elements, 5, [1]], indent=indent).encode())
+    *_, number, inner = read(source="jsonl", path=tmp_path / "a.json.gz")
+    assert [item.problem[:31] for item in (number, inner) if isinstance(item, Broken)] == [
+        "expected a JSON object, found 5",
+        "expected a JSON object, found [",
+    ]
+    for broken in (whole.rstrip()[:-3], whole + "{}", whole.replace("},", "},,", 1)):
+        path.write_text(broken)
+        assert [type(item) for item in read(source="jsonl", path=path)].count(Broken) == 1
+
+
 def test_columns_have_other_names(tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", {"instruction": "q", "output": "a"})
     columns = {"prompt": "instruction", "completion": "output"}

@@ -3,15 +3,18 @@
 import json
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from chat_templates import CHATML, DATED, GENERATION, TOLD_TOOLS, TOOLS, MakeTokenizer
+from chat_templates import CHATML, DATED, FAMILIES, GENERATION, TOLD_TOOLS, TOOLS, MakeTokenizer
 
 from portable_fsdp.config.data import Format
+from portable_fsdp.config.schema import Data
 from portable_fsdp.data.examples import Broken, Example
 from portable_fsdp.data.render import Rendered, renderer
+from portable_fsdp.data.sources import open_source
 from portable_fsdp.data.tokenize import ByteTokenizer, Tokenizer
 from portable_fsdp.runtime.errors import DataError
 
@@ -240,6 +243,107 @@ def test_a_message_of_calls_needs_no_content(make_tokenizer: MakeTokenizer, mess
     tokenizer, answer = make_tokenizer(TOOLS), {"role": "assistant", **message, "tool_calls": [CALL]}
     rendered = render_one("chat", tokenizer, {"messages": [CALLS[0], answer]})
     assert counted_text(tokenizer, rendered) == [f"{ONE_CALL}<|im_end|>\n"]
+
+
+SAID = [{"role": "user", "content": "1+2?"}, {"role": "assistant", "content": "3"}]
+USED = {"role": "assistant", "function_call": {"name": "add", "arguments": '{"a": 1, "b": null}'}}
+ADDED = '<call>{"name": "add", "arguments": {"a": 1}}</call><|im_end|>\n'
+ENDLESS = CHATML.replace(" + '<|im_end|>\n'", "")
+OUTSIDE = GENERATION.replace(" + '<|im_end|>\n' }}{% endgen", " }}{% endgen").replace(
+    "{% endgeneration %}", "{% endgeneration %}{{ '<|im_end|>\n' }}"
+)
+THOUGHT = [SAID[0], {"role": "assistant", "content": "<think>\nadd\n</think>\n\n3"}]
+
+
+@pytest.mark.parametrize(
+    ("template", "form", "fields", "expected"),
+    [
+        *(
+            (TOOLS, "chat", {"messages": [SAID[0], SAID[1] | flag, *SAID]}, ["3<|im_end|>\n"])
+            for flag in ({"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False}, {"trainable": False})
+        ),
+        (GENERATION, "chat", {"messages": [SAID[0], SAID[1] | {"weight": 0}, *SAID]}, ["3<|im_end|>\n"]),
+        (TOOLS, "chat", {"messages": SAID, "weight": 0}, []),
+        (TOOLS, "chat", {"messages": [SAID[0], SAID[1] | {"weight": 0}]}, []),
+        (TOOLS, "prompt_completion", {"prompt": SAID[:1], "completion": [SAID[1] | {"weight": 0}]}, []),
+        (TOOLS, "chat", {"messages": SAID, "tools": " "}, ["3<|im_end|>\n"]),
+        (TOOLS, "chat", {"messages": SAID, "tools": "null"}, ["3<|im_end|>\n"]),
+        (TOOLS, "chat", {"messages": [SAID[0], USED], "tools": ['{"name": "add"}']}, [ADDED]),
+        (TOOLS, "chat", {"messages": [SAID[0], USED], "functions": [{"name": "add"}]}, [ADDED]),
+        (FAMILIES["r1"], "chat", {"messages": [SAID[0], USED]}, ['add"arguments": {"a": 1}<end>']),
+        (FAMILIES["r1"], "chat", {"messages": THOUGHT}, ["\n\n3<end>"]),
+        (
+            FAMILIES["qwen3"],
+            "chat",
+            {"messages": [*SAID, *SAID]},
+            ["3<|im_end|>\n", "<think>\n\n</think>\n\n3<|im_end|>\n"],
+        ),
+        (TOOLS, "chat", {"messages": [SAID[1], *SAID]}, ["3<|im_end|>\n"] * 2),
+        (OUTSIDE, "chat", {"messages": SAID}, ["3<|im_end|>"]),
+        (ENDLESS, "chat", {"messages": [*SAID, *SAID]}, ["3<|im_start|>", "3"]),
+        (TOOLS, "instruction", {"instruction": "Add", "input": "1+2", "output": "3"}, ["3<|im_end|>\n"]),
+        (None, "instruction", {"instruction": "Add", "input": "1+2", "output": "3"}, ["3<end>"]),
+    ],
+)
+def test_rows_as_people_write_them(
+    make_tokenizer: MakeTokenizer, template: str, form: Format, fields: dict[str, Any], expected: list[str]
+) -> None:
+    """Weights, forms of functions and calls, thinking that a template cuts or adds, ends outside of a turn, alpaca."""
+    tokenizer = make_tokenizer(template)
+    rendered = render_one(form, tokenizer, fields)
+    assert counted_text(tokenizer, rendered) == expected
+    text = text_of(tokenizer, rendered)
+    if form == "instruction":
+        assert text.startswith(
+            "### Instruction:\nAdd\n\n### Input:\n1+2\n" if template is None else "<|im_start|>user\nAdd\n\n1+2<"
+        )
+    assert (template == ENDLESS) == any("learn to stop" in note for note in rendered.notes)
+    assert (fields.get("messages") is THOUGHT) == any("cuts or changes" in note for note in rendered.notes)
+
+
+@pytest.mark.parametrize(
+    ("form", "fields", "problem", "ignored"),
+    [
+        ("chat", {"messages": [SAID[0], SAID[1] | {"weight": 0.5}]}, "the message has weight='0.5'", "weight"),
+        ("chat", {"messages": [SAID[0] | {"train": True}, SAID[1]]}, "a message of the role user has train=T", "train"),
+        (
+            "chat",
+            {"messages": [SAID[0], SAID[1] | {"refusal": "I can't"}]},
+            "the chat template doesn't read ref",
+            "refusal",
+        ),
+        ("chat", {"messages": SAID, "images": ["a.png"]}, "the column images means something", "images"),
+        (
+            "chat",
+            {"messages": [{"role": "critic", "content": "?"}, *SAID]},
+            "the chat template leaves out mes",
+            "critic",
+        ),
+        ("prompt_completion", {"prompt": "Add", "completion": "3", "input": "1+2"}, "the column input means", "input"),
+        (
+            "prompt_completion",
+            {"prompt": "Add", "completion": "3", "tools": SCHEMAS},
+            "the column tools means",
+            "tools",
+        ),
+        ("prompt_completion", {"prompt": "Add", "completion": "3", "weight": 2}, "the row has weight='2'", "weight"),
+    ],
+)
+def test_a_row_whose_keys_cannot_be_used_is_refused_or_they_are_ignored_by_name(
+    make_tokenizer: MakeTokenizer, tmp_path: Path, form: Format, fields: dict[str, Any], problem: str, ignored: str
+) -> None:
+    named = "{% if m.role in ['user', 'assistant'] %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}"
+    asks = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    tokenizer = make_tokenizer("{% for m in messages %}" + named + "{% endfor %}" + asks)
+    refused = problem_of(form, tokenizer, fields)
+    assert refused.startswith(problem)
+    assert f"data.ignore=[{ignored}]" in refused
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(fields))
+    source = open_source(Data(source="jsonl", path=str(path), format=form, ignore=(ignored,)))
+    [item] = renderer(form, tokenizer, stream=False, ignore=(ignored,))(list(source.read()))
+    assert isinstance(item, Rendered)
+    assert counted_text(tokenizer, item) == ["3<|im_end|>\n" if form == "chat" else "3<end>"]
 
 
 def test_a_tokenizer_without_a_template_is_refused(make_tokenizer: MakeTokenizer) -> None:
