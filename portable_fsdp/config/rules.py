@@ -470,7 +470,7 @@ EFFECTS = {
     "model.freeze": "no gradient, no optimizer state",
     "precision.buffers": "cast before the model is laid out",
     "model.lora": "peft's layers; adapters are sharded, trained and saved like other weights",
-    "data.source|path|split|format|columns|chat_template_kwargs": "the same documents on every engine",
+    "data.source|path|split|format|columns|ignore|chat_template_kwargs": "the same documents on every engine",
     "data.mixture|eval_split": "the same documents on every engine",
     "data.tokenizer|seq_len|packing": "the same rows on every engine",
     "data.on_error": "applies while documents are read and packed, before the first step",

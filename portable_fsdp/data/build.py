@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 from portable_fsdp.config import data as keys
 from portable_fsdp.config.schema import Model
 from portable_fsdp.data.cache import Recipe, TokenizedDocuments, entry_key, tokenized
-from portable_fsdp.data.chat import DATE
 from portable_fsdp.data.examples import DocumentSource
 from portable_fsdp.data.hashes import Remember, remembered
-from portable_fsdp.data.messages import LEFT_OUT
+from portable_fsdp.data.meaning import LEFT_OUT
 from portable_fsdp.data.order import share_of_numbers
 from portable_fsdp.data.packing import DocumentRows, MixedRows, PackedRows, Rows, cut, whole
 from portable_fsdp.data.render import renderer
@@ -180,8 +179,8 @@ class _Builder:
             arguments["chat_template_kwargs"] = part.chat_template_kwargs
         if part.ignore:
             arguments["ignore"] = sorted(part.ignore)
-        if template is not None and template.asks_for_time and part.format != "text":
-            arguments["date"] = DATE
+        if template is not None and template.date and part.format != "text":
+            arguments["date"] = template.date
         return entry_key(
             content=source.content(self._folder),
             kind=part.source,

@@ -28,8 +28,8 @@ import xxhash
 from numpy.typing import DTypeLike, NDArray
 from tqdm import tqdm
 
-from portable_fsdp.data.examples import Broken, DocumentSource, Example
-from portable_fsdp.data.render import Render, Rendered
+from portable_fsdp.data.examples import Broken, DocumentSource, Example, Rendered
+from portable_fsdp.data.render import Render
 from portable_fsdp.data.tokenize import Tokens
 from portable_fsdp.runtime.errors import DataError
 from portable_fsdp.runtime.files import sync_folder

@@ -16,7 +16,8 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any, NamedTuple, Self
 
-from portable_fsdp.data.messages import LEFT_OUT, MEANINGFUL, REASONING, ChatMessage, Conversation, holds, is_answer
+from portable_fsdp.data.meaning import LEFT_OUT, MEANINGFUL, REASONING, holds
+from portable_fsdp.data.messages import ChatMessage, Conversation, is_answer
 from portable_fsdp.runtime.errors import DataError
 from portable_fsdp.runtime.hub import import_transformers
 
@@ -83,9 +84,9 @@ class ChatTemplate:
         self._left_out: dict[object, list[int]] = {}
 
     @property
-    def asks_for_time(self) -> bool:
-        """Its text then depends on `DATE` too."""
-        return self._reads("strftime_now")
+    def date(self) -> str | None:
+        """`DATE`, on which its text then depends; None if it asks for no date."""
+        return DATE if self._reads("strftime_now") else None
 
     def taking(self, arguments: Mapping[str, Any]) -> Self:
         """A copy with these arguments; raises DataError for those that it doesn't read or that the trainer sets."""
@@ -260,7 +261,7 @@ class ChatTemplate:
         header = asked[_common(text, asked) :]
         if not header and conversation.messages[number].get("content"):
             return start, True
-        for length in range(len(header), 0, -1):
+        for length in range(len(header), 0, -1) if len(header) < 300 else ():
             if (at := text.rfind(header[:length], after, start)) >= 0:
                 # Some templates ask by tags of thinking that the answers in the text don't begin with.
                 if not re.fullmatch(r"\s*(<[^<>]+>\s*)*", header[length:]):

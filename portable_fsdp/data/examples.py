@@ -1,11 +1,15 @@
-"""What every source of documents gives, and helpers of the sources made of files."""
+"""A document as its source gives it and as it is rendered, and helpers of the sources made of files."""
 
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
+from portable_fsdp.data.tokenize import Tokens
 from portable_fsdp.runtime.errors import DataError
 
 
@@ -33,6 +37,22 @@ class Broken:
     place: str
     size: int
     problem: str
+
+
+class Rendered(NamedTuple):
+    """A document's ids, and for each whether it counts; None: all do."""
+
+    number: int
+    ids: Tokens
+    counted: NDArray[np.bool_] | None = None
+    prompt_differs: bool = False
+    """The prompt alone ends in other tokens than within the whole, so the model learns from another context."""
+    notes: tuple[str, ...] = ()
+    """See `Example.notes`."""
+
+
+def broken(example: Example | Broken, problem: str) -> Broken:
+    return Broken(example.number, example.place, example.size, problem)
 
 
 class DocumentSource(Protocol):

@@ -1,31 +1,12 @@
-"""One form for the messages of a row, and the list of keys that mean something for training.
+"""One form for the messages of a row: data sets write them as OpenAI, ShareGPT, LLaMA-Factory and TRL do, and chat
+templates of transformers read one form."""
 
-Data sets write messages as OpenAI, ShareGPT, LLaMA-Factory and TRL do; chat templates of transformers read one form. A
-key or column in `meaningful_columns` or `MEANINGFUL` is used or rendered, or the row is refused (chat.py looks for its
-text in what the template wrote). A note names the other keys.
-"""
-
-import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from types import NoneType
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from portable_fsdp.config.data import FORMAT_COLUMNS, OPTIONAL_COLUMNS, Column, Format
+from portable_fsdp.config.data import Column
+from portable_fsdp.data.meaning import WEIGHTS, is_empty, kind, trains, without_nulls
 from portable_fsdp.runtime.strict_json import parse_json
-
-WEIGHTS = ("weight", "train", "training", "trainable")
-"""Keys of a row or a message: 0 or false keeps it out of the loss."""
-REASONING = ("reasoning_content", "thinking", "reasoning")
-"""transformers fills the first from the others, and `thinking` from any, for templates that read one of them."""
-_ANSWER = (*REASONING, "refusal", "tool_plan", "tool_calls", "function_call")
-_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-_CONTEXT = ("system", "system_prompt", "tools", "functions", "documents", "chat_template_kwargs")
-
-MEANINGFUL = (*WEIGHTS, "loss", *_ANSWER, *_MEDIA, "tools", "functions", "documents")
-"""Keys of a message, beside role and content."""
-
-LEFT_OUT = "left out, since nothing reads it: "
-"""A note that begins so ends with the name of a column, or of a message's key as `messages[].name`."""
 
 _SHAREGPT_ROLES = {
     **{"human": "user", "user": "user"},
@@ -54,79 +35,6 @@ class Conversation(NamedTuple):
 
 def is_answer(message: Mapping[str, Any]) -> bool:
     return message.get("role") == "assistant"
-
-
-def format_of(columns: Collection[Column]) -> Format:
-    """The format that reads these columns."""
-    return next(form for form, needed in FORMAT_COLUMNS.items() if set(needed) <= set(columns))
-
-
-def meaningful_columns(form: Format) -> tuple[str, ...]:
-    """Columns beside the format's own that mean something for training. A text is whole by itself."""
-    if form == "text":
-        return WEIGHTS
-    parts = ("input", "context", "history") if form in ("prompt_completion", "instruction") else ()
-    keys = (*OPTIONAL_COLUMNS[form], *WEIGHTS, *_ANSWER, *_MEDIA, *_CONTEXT, *parts)
-    return tuple(dict.fromkeys(keys))
-
-
-def is_empty(value: Any) -> bool:
-    """Nothing is lost with it: null, blank text, an empty list or mapping, also as JSON text."""
-    return value is None or value in ([], {}) or (isinstance(value, str) and value.strip() in ("", "[]", "{}", "null"))
-
-
-def texts_in(value: Any) -> Iterator[str]:
-    """All texts in it, keys of mappings too."""
-    if isinstance(value, Mapping):
-        for key, item in cast("Mapping[str, Any]", value).items():
-            yield key
-            yield from texts_in(item)
-    elif isinstance(value, list):
-        for item in cast("list[Any]", value):
-            yield from texts_in(item)
-    elif value is not None and not isinstance(value, bool):
-        yield str(value)
-
-
-def holds(text: str, value: Any) -> bool:
-    """Whether `text` has all texts of the value, as they are or as JSON writes them."""
-    return all(
-        any(form in text for form in (part, json.dumps(part, ensure_ascii=False)[1:-1], json.dumps(part)[1:-1]))
-        for part in map(str.strip, texts_in(value))
-    )
-
-
-def trains(values: Mapping[str, Any], what: str) -> bool:
-    """Whether this row or message enters the loss. Raises ValueError for a weight that is neither 0 nor 1."""
-    result = True
-    for key in WEIGHTS if what == "row" else (*WEIGHTS, "loss"):
-        weight = values.get(key)
-        if weight is not None and (isinstance(weight, str) or weight not in (0, 1)):
-            raise ValueError(
-                f"the {what} has {key}={str(weight)[:40]!r}: a loss counts a {what} (1, true) or not (0, false).\n"
-                f"  Set it to one of these, or set data.ignore=[{key}]"
-            )
-        result &= weight is None or bool(weight)
-    return result
-
-
-_KINDS: dict[type, str] = {
-    **{NoneType: "null", str: "text", bool: "true or false", int: "a number", float: "a number"},
-    **{list: "a list", dict: "a mapping"},
-}
-
-
-def kind(value: object) -> str:
-    """The value's type in JSON's words, for messages."""
-    return _KINDS.get(type(value), type(value).__name__)
-
-
-def without_nulls(value: Any) -> Any:
-    """The value without the null entries of its mappings: Arrow gives each row the keys of all."""
-    if isinstance(value, dict):
-        items = cast("dict[str, Any]", value).items()
-        return {key: without_nulls(item) for key, item in items if item is not None}
-    return [without_nulls(item) for item in cast("list[Any]", value)] if isinstance(value, list) else value
 
 
 def conversation_of(fields: Mapping[Any, Any], *columns: Column, ignore: Collection[str] = ()) -> Conversation:

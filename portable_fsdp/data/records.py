@@ -15,7 +15,7 @@ from portable_fsdp.config.data import FORMAT_COLUMNS, Column
 from portable_fsdp.data.compressed import TextFileSource, is_json_array, read_array, read_lines
 from portable_fsdp.data.examples import AS_A_SHARE, Broken, Example, extra, name_of, not_utf8
 from portable_fsdp.data.hashes import hash_of_files
-from portable_fsdp.data.messages import LEFT_OUT, format_of, meaningful_columns
+from portable_fsdp.data.meaning import LEFT_OUT, format_of, meaningful_columns
 from portable_fsdp.runtime.errors import DataError
 from portable_fsdp.runtime.strict_json import parse_json
 

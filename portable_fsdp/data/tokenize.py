@@ -11,16 +11,18 @@ import logging
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from portable_fsdp.config import schema
 from portable_fsdp.config.describe import yaml_value
-from portable_fsdp.data.chat import ChatTemplate
 from portable_fsdp.runtime.errors import ConfigError, DataError
 from portable_fsdp.runtime.hub import TOKENIZER_FILES, import_transformers, is_hub_id, local_folder
+
+if TYPE_CHECKING:
+    from portable_fsdp.data.chat import ChatTemplate
 
 Tokens = NDArray[np.unsignedinteger[Any]]
 """1-D ids, in the smallest unsigned dtype that holds the vocabulary."""
@@ -36,6 +38,13 @@ def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
     return np.min_scalar_type(vocab_size - 1)
 
 
+def ended(ids: Tokens, end: int | None) -> Tokens:
+    """With the end of text behind it, unless it ends so, or there is none."""
+    if end is None or (len(ids) and ids[-1] == end):
+        return ids
+    return np.append(ids, np.array([end], dtype=ids.dtype))
+
+
 class ByteTokenizer:
     """256 ids, each the value of a UTF-8 byte; NUL, which text doesn't hold, ends a document and fills a row."""
 
@@ -47,7 +56,7 @@ class ByteTokenizer:
     """The id that fills the end of a row; no loss counts it."""
     description = "bytes"
     """Everything that determines its ids, as text, without the chat template."""
-    chat_template: ChatTemplate | None = None
+    chat_template: "ChatTemplate | None" = None
     """Turns messages into text; None where the tokenizer has no template."""
 
     @property
@@ -90,7 +99,7 @@ class FolderTokenizer:
         self.end_of_text: int | None = self._tokenizer.eos_token_id
         candidates = (self._tokenizer.pad_token_id, self.end_of_text, 0)
         self.padding: int = next(number for number in candidates if number is not None)
-        self.chat_template = ChatTemplate(self._tokenizer) if self._tokenizer.chat_template else None
+        self.chat_template = _template_of(self._tokenizer)
         self._fast = getattr(self._tokenizer, "backend_tokenizer", None)
         if self._fast is not None:  # as transformers does before each call
             self._fast.no_truncation()
@@ -145,6 +154,14 @@ class FolderTokenizer:
 
     def save(self, folder: Path) -> None:
         self._tokenizer.save_pretrained(folder)
+
+
+def _template_of(tokenizer: Any) -> "ChatTemplate | None":
+    if not tokenizer.chat_template:
+        return None
+    from portable_fsdp.data.chat import ChatTemplate  # a run on bytes needs none
+
+    return ChatTemplate(tokenizer)
 
 
 Tokenizer = ByteTokenizer | FolderTokenizer

@@ -203,7 +203,7 @@ def test_an_entry_is_of_the_day_only_where_the_template_asks_for_it(
         make_tokenizer(template)
         before = entries()
         assert len(before) == made
-        monkeypatch.setattr("portable_fsdp.data.build.DATE", "2025-01-01")
+        monkeypatch.setattr("portable_fsdp.data.chat.DATE", "2025-01-01")
         assert len(entries() - before) == (template == DATED)
         monkeypatch.undo()
 

@@ -12,8 +12,8 @@ from chat_templates import CHATML, DATED, FAMILIES, GENERATION, TOLD_TOOLS, TOOL
 
 from portable_fsdp.config.data import Format
 from portable_fsdp.config.schema import Data
-from portable_fsdp.data.examples import Broken, Example
-from portable_fsdp.data.render import Rendered, renderer
+from portable_fsdp.data.examples import Broken, Example, Rendered
+from portable_fsdp.data.render import renderer
 from portable_fsdp.data.sources import open_source
 from portable_fsdp.data.tokenize import ByteTokenizer, Tokenizer
 from portable_fsdp.runtime.errors import DataError
