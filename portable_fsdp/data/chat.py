@@ -7,7 +7,6 @@ the turn is found in the whole: a second rendering, with a mark in place of the 
 """
 
 import inspect
-import itertools
 import json
 import re
 from bisect import bisect_left
@@ -16,7 +15,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any, NamedTuple, Self
 
-from portable_fsdp.data.meaning import LEFT_OUT, MEANINGFUL, REASONING, holds
+from portable_fsdp.data.meaning import LEFT_OUT, MEANINGFUL, REASONING, holds, is_empty
 from portable_fsdp.data.messages import ChatMessage, Conversation, is_answer
 from portable_fsdp.runtime.errors import DataError
 from portable_fsdp.runtime.hub import import_transformers
@@ -54,17 +53,32 @@ class TokenizedChat(NamedTuple):
     """A special token ends each part."""
 
 
-_Function = Callable[[dict[str, Any]], dict[str, Any]]
-_CALLS: tuple[_Function, ...] = (  # templates read calls in these forms; the first is that of transformers' documents
-    lambda call: call,
-    lambda call: {**call, "function": {**call["function"], "arguments": _json(call["function"]["arguments"])}},
-    lambda call: call["function"],
-)
-_NO_CONTENT: tuple[ChatMessage, ...] = ({}, {"content": None})  # DeepSeek's templates ask whether content is none
+_Form = Callable[[ChatMessage], ChatMessage]
+
+
+def _form(no_content: ChatMessage, change: Callable[[dict[str, Any]], dict[str, Any]]) -> _Form:
+    def form(message: ChatMessage) -> ChatMessage:
+        calls = message.get("tool_calls")
+        return {**no_content, **message, "tool_calls": [change(call) for call in calls]} if calls else message
+
+    return form
 
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
+
+
+# Templates read calls in several forms; the first is that of transformers' documents. DeepSeek's ask whether content is
+# none.
+_FORMS = [
+    _form(no_content, change)
+    for no_content in ({}, {"content": None})
+    for change in (
+        lambda call: call,
+        lambda call: {**call, "function": {**call["function"], "arguments": _json(call["function"]["arguments"])}},
+        lambda call: call["function"],
+    )
+]
 
 
 class ChatTemplate:
@@ -81,7 +95,7 @@ class ChatTemplate:
         self._asks_otherwise = re.search(r"\bstrftime_now\s*\(", self._dated) is not None
         self._render_template = import_transformers().utils.chat_template_utils.render_jinja_template
         self._marks_turns = re.search(r"\{%-?\s*generation\s*-?%\}", self.text) is not None
-        self._left_out: dict[object, list[int]] = {}
+        self._shapes: dict[object, tuple[_Form, list[tuple[int, str]]]] = {}
 
     @property
     def date(self) -> str | None:
@@ -114,66 +128,57 @@ class ChatTemplate:
 
     def written(self, conversation: Conversation) -> Written:
         """Raises the template's own error, and ValueError for a message, or a key of one, that it leaves out."""
-        conversation, text, generated = self._readable(conversation)
-        for number in self._messages_left_out(conversation):
+        form, left_out = self._left_out_of(conversation)
+        conversation = conversation._replace(messages=[form(message) for message in conversation.messages])
+        text, generated = self._render(conversation)
+        notes: list[str] = []
+        for number, key in left_out:
+            notes += self._left_out_note(conversation, number, key)
+        for message in conversation.messages:
+            if not holds(text, message.get("content")):
+                notes.append(f"messages of the role {message['role']} whose text the chat template cuts or changes")
+        notes += self._keys_left_out(conversation, text)
+        return Written(conversation, text, generated, tuple(dict.fromkeys(notes)))
+
+    def _left_out_of(self, conversation: Conversation) -> tuple[_Form, list[tuple[int, str]]]:
+        """The first form of calls that the template writes, and what it leaves out: (message, key), (-1, "tools").
+
+        A rendering with marks in place of all texts shows it: short texts may be in the text for another reason."""
+        marked, marks = _marked(conversation)
+        shape = tuple(marks), tuple(message["role"] for message in conversation.messages)
+        if shape in self._shapes:
+            return self._shapes[shape]
+        results: list[tuple[_Form, list[tuple[int, str]]]] = []
+        for form in _FORMS:
+            try:
+                text, _ = self._render(marked._replace(messages=[form(message) for message in marked.messages]))
+            except Exception:  # a template may raise anything
+                continue
+            left_out = [(number, key) for number, key, mark in marks if mark not in text]
+            results.append((form, list(dict.fromkeys(left_out))))
+            if not any(key == "tool_calls" for _, key in left_out):
+                break
+        if len(self._shapes) > 1000:
+            self._shapes.clear()
+        # Where no form can be rendered, rendering the texts themselves raises.
+        self._shapes[shape] = results[-1] if results else (_FORMS[0], [])
+        return self._shapes[shape]
+
+    def _left_out_note(self, conversation: Conversation, number: int, key: str) -> list[str]:
+        """Raises ValueError unless the template reads this key, and leaves it out in some messages only."""
+        if key == "content":
             role = conversation.messages[number]["role"]
             raise ValueError(
                 f"the chat template leaves out message {number + 1} (role {role}).\n"
                 f"  Remove the message, or set data.ignore=[{role}] to leave out all of this role"
             )
-        notes = [note for message in conversation.messages for note in self._notes(message, text)]
-        notes += self._keys_left_out(conversation, text)
-        return Written(conversation, text, generated, tuple(dict.fromkeys(notes)))
-
-    def _readable(self, conversation: Conversation) -> tuple[Conversation, str, list[CharacterSpan]]:
-        """The first form of its calls that the template writes."""
-        messages, tools, trains = conversation
-        failure: Exception | None = None
-        forms = itertools.product(_NO_CONTENT, _CALLS) if any(m.get("tool_calls") for m in messages) else [({}, None)]
-        for no_content, form in forms:
-            changed = messages if form is None else [_with_calls(message, no_content, form) for message in messages]
-            try:
-                text, generated = self._render(Conversation(changed, tools))
-            except Exception as error:  # a template may raise anything
-                failure = failure or error
-                continue
-            if all(_writes_calls(text, message) for message in changed):
-                for tool in tools or ():
-                    if not holds(text, tool.get("function", tool).get("name")):
-                        raise ValueError("the chat template leaves out tools.\n  " + _remedy("tools"))
-                return Conversation(changed, tools, trains), text, generated
-        raise failure or ValueError(
-            "the chat template leaves out tool_calls, or parts of them.\n  " + _remedy("tool_calls")
-        )
-
-    def _messages_left_out(self, conversation: Conversation) -> list[int]:
-        """Messages whose text the template doesn't write, found with marks in place of all texts."""
-        shape = tuple((m["role"], bool(m.get("content")), bool(m.get("tool_calls"))) for m in conversation.messages)
-        if shape not in self._left_out:
-            marked = [_marked(message, number) for number, message in enumerate(conversation.messages)]
-            try:
-                text, _ = self._render(conversation._replace(messages=marked))
-            except Exception:  # it parses texts: their own are looked for
-                return []
-            has_text = [number for number, message in enumerate(conversation.messages) if message.get("content")]
-            if len(self._left_out) > 1000:
-                self._left_out.clear()
-            self._left_out[shape] = [number for number in has_text if chr(_MARK + number % 6400) not in text]
-        return self._left_out[shape]
-
-    def _notes(self, message: ChatMessage, text: str) -> list[str]:
-        """Raises ValueError for a key that means something and isn't in the text."""
-        notes: list[str] = []
-        if not holds(text, message.get("content")):
-            notes.append(f"messages of the role {message['role']} whose text the chat template cuts or changes")
-        for key in MEANINGFUL:
-            if key == "tool_calls" or key not in message or holds(text, message[key]):
-                continue
-            aliases = REASONING if key in REASONING else (key,)
-            if not any(self._reads(alias) for alias in aliases):
-                raise ValueError(f"the chat template doesn't read {key} of a message.\n  {_remedy(key)}")
-            notes.append(f"messages with {key} that the chat template leaves out (it keeps some, such as the last)")
-        return notes
+        aliases = REASONING if key in REASONING else (key,)
+        if key not in REASONING or not any(self._reads(alias) for alias in aliases):
+            raise ValueError(
+                f"the chat template leaves out {key}, or a part of it.\n  Write it into the text of a message, take "
+                f"another template, or set data.ignore=[{key}] to leave it out"
+            )
+        return [f"messages with {key} that the chat template leaves out (it keeps some, such as the last)"]
 
     def _keys_left_out(self, conversation: Conversation, text: str) -> list[str]:
         """Notes on keys that mean nothing for training and that the template doesn't use."""
@@ -289,10 +294,11 @@ class ChatTemplate:
     def _around(self, conversation: Conversation, number: int) -> tuple[str, str]:
         """What the template writes before and behind the text of this message (without text: behind its first call's
         name). Raises ValueError unless it writes that once."""
-        messages = list(conversation.messages)
-        messages[number] = _marked(messages[number], number, calls=True)
+        mark, messages, message = chr(_MARK), list(conversation.messages), conversation.messages[number]
+        first, *others = message.get("tool_calls") or [{}]
+        with_mark = {"content": mark} if message.get("content") else {"tool_calls": [_named(first, mark), *others]}
+        messages[number] = {**message, **with_mark}
         text = self._or_none(messages, conversation)
-        mark = chr(_MARK + number % 6400)
         if text is None or text.count(mark) != 1:
             raise _ambiguous(number)
         before, _, behind = text.partition(mark)
@@ -349,47 +355,41 @@ class ChatTemplate:
         return TokenizedChat(ids, counted, is_ended)
 
 
-def _with_calls(message: ChatMessage, no_content: ChatMessage, form: _Function) -> ChatMessage:
-    if not message.get("tool_calls"):
-        return message
-    return {**no_content, **message, "tool_calls": [form(call) for call in message["tool_calls"]]}
+def _marked(conversation: Conversation) -> tuple[Conversation, list[tuple[int, str, str]]]:
+    """The conversation with a character of its own in place of each text, and (message, key, character) of each;
+    message -1 has the functions."""
+    marks: list[tuple[int, str, str]] = []
+
+    def mark(number: int, key: str) -> str:
+        marks.append((number, key, chr(_MARK + len(marks) % 6400)))
+        return marks[-1][2]
+
+    def call(number: int, given: dict[str, Any]) -> dict[str, Any]:
+        name, argument, value = (mark(number, "tool_calls") for _ in range(3))
+        if not given["function"]["arguments"]:
+            del marks[-2:]
+        arguments = {argument: value} if given["function"]["arguments"] else {}
+        return {**given, "function": {**given["function"], "name": name, "arguments": arguments}}
+
+    messages: list[ChatMessage] = []
+    for number, message in enumerate(conversation.messages):
+        keys = ["content", *(key for key in MEANINGFUL if key in message and key != "tool_calls")]
+        texts = {key: mark(number, key) for key in keys if not is_empty(message.get(key))}
+        calls = [call(number, given) for given in message.get("tool_calls", ())]
+        messages.append({**message, **texts, **({"tool_calls": calls} if calls else {})})
+    tools = [_named(tool, mark(-1, "tools")) for tool in conversation.tools or ()]
+    return Conversation(messages, tools or None), marks
 
 
-def _writes_calls(text: str, message: ChatMessage) -> bool:
-    """Whether all names and arguments of its calls are in the text, and not in Python's notation."""
-    for call in message.get("tool_calls") or ():
-        function = call.get("function", call)
-        arguments = function["arguments"]
-        if not holds(text, [function["name"], *([arguments] if isinstance(arguments, dict) else [])]):
-            return False
-        if isinstance(arguments, str):
-            if arguments not in text:
-                return False
-        elif arguments and repr(arguments) in text:
-            return False
-    return True
-
-
-def _marked(message: ChatMessage, number: int, *, calls: bool = False) -> ChatMessage:
-    """The message with a character of its own in place of its text; `calls`: without text, of its first call's name."""
-    mark = chr(_MARK + number % 6400)
-    if message.get("content"):
-        return {**message, "content": mark}
-    if calls and message.get("tool_calls"):
-        first, *others = message["tool_calls"]
-        named = {"function": {**first["function"], "name": mark}} if "function" in first else {"name": mark}
-        return {**message, "tool_calls": [{**first, **named}, *others]}
-    return message
+def _named(call: dict[str, Any], name: str) -> dict[str, Any]:
+    """This call or function under another name."""
+    return {**call, "function": {**call["function"], "name": name}} if "function" in call else {**call, "name": name}
 
 
 def _common(text: str, other: str) -> int:
     """How many characters both begin with."""
     length = min(len(text), len(other))
     return next((index for index in range(length) if text[index] != other[index]), length)
-
-
-def _remedy(key: str) -> str:
-    return f"Write it into the text of a message, take another template, or set data.ignore=[{key}] to leave it out"
 
 
 def _ambiguous(number: int) -> ValueError:

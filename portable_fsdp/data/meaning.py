@@ -19,7 +19,7 @@ _ANSWER = (*REASONING, "refusal", "tool_plan", "tool_calls", "function_call")
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _CONTEXT = ("system", "system_prompt", "tools", "functions", "documents", "chat_template_kwargs")
 
-MEANINGFUL = (*WEIGHTS, "loss", *_ANSWER, *_MEDIA, "tools", "functions", "documents")
+MEANINGFUL = (*WEIGHTS, "loss", "train_detail", "training_detail", *_ANSWER, *_MEDIA, "tools", "functions", "documents")
 """Keys of a message, beside role and content."""
 
 LEFT_OUT = "left out, since nothing reads it: "
@@ -38,6 +38,11 @@ def meaningful_columns(form: Format) -> tuple[str, ...]:
     parts = ("input", "context", "history") if form in ("prompt_completion", "instruction") else ()
     keys = (*OPTIONAL_COLUMNS[form], *WEIGHTS, *_ANSWER, *_MEDIA, *_CONTEXT, *parts)
     return tuple(dict.fromkeys(keys))
+
+
+def contains(text: str, value: Any) -> bool:
+    """Whether the value's texts are in `text`, and so long that this is no accident."""
+    return sum(map(len, texts_in(value))) >= 16 and holds(text, value)
 
 
 def is_empty(value: Any) -> bool:

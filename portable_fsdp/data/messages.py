@@ -43,7 +43,12 @@ def conversation_of(fields: Mapping[Any, Any], *columns: Column, ignore: Collect
     system = next((fields[key] for key in ("system", "system_prompt") if not is_empty(fields.get(key))), None)
     if system is not None and not isinstance(system, str):
         raise ValueError(f"expected the system prompt as text, found {kind(system)}")
-    if system is not None and messages[0]["role"] not in ("system", "developer"):
+    if system is not None and messages[0].get("content") != system:
+        if messages[0]["role"] in ("system", "developer"):
+            raise ValueError(
+                "the row has a system column and another system message: leave one out.\n"
+                "  data.ignore=[system] leaves out both"
+            )
         messages = [{"role": "system", "content": system}, *messages]
     kept = [message for message in messages if message["role"] not in ignore]
     clean = [{key: value for key, value in message.items() if key not in (*WEIGHTS, "loss")} for message in kept]
@@ -118,13 +123,21 @@ def _message(turn: Any, number: int, is_sharegpt: bool, ignore: Collection[str])
     if not isinstance(message.get("role"), str) or not (has_content or calls):
         raise ValueError(f"expected messages with role and content, found {keys}")
     content = message.get("content")
+    if isinstance(content, list) and content and all(_is_text(part) for part in cast("list[Any]", content)):
+        message["content"] = content = "".join(part["text"] for part in cast("list[Any]", content))
     # A template would render null as nothing, and a list or a mapping in Python's notation.
     if not isinstance(content, str) and not (content is None and calls):
         raise ValueError(
             f"expected messages whose content is text, found {kind(content)} as content, of {keys}"
             + (".\n  Write it as JSON text" if message["role"] == "tool" else "")
+            + (".\n  Write the refusal as content" if message.get("refusal") else "")
         )
     return {**message, **({"tool_calls": calls} if calls else {})}
+
+
+def _is_text(part: Any) -> bool:
+    """Whether it is a part of a message as OpenAI writes text."""
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _from_sharegpt(turn: ChatMessage) -> ChatMessage:

@@ -9,7 +9,7 @@ import numpy as np
 from portable_fsdp.config.data import Format
 from portable_fsdp.data.chat import ChatTemplate, MarkedText
 from portable_fsdp.data.examples import Broken, Example, Rendered, broken
-from portable_fsdp.data.meaning import WEIGHTS, holds, is_empty, kind, meaningful_columns, without_nulls
+from portable_fsdp.data.meaning import WEIGHTS, contains, is_empty, kind, meaningful_columns, without_nulls
 from portable_fsdp.data.messages import ChatMessage, Conversation, conversation_of, is_answer, messages_of
 from portable_fsdp.data.tokenize import Tokenizer, Tokens, ended, token_dtype
 from portable_fsdp.runtime.errors import DataError
@@ -48,7 +48,7 @@ def _completion(
     fields = example.fields
     prompt, completion = fields["prompt"], fields["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
-        _require_use(fields, prompt + completion, meaningful_columns("prompt_completion"))
+        _require_use(fields, prompt + completion, "prompt_completion")
         return prompt, prompt + completion
     try:
         conversation = conversation_of(fields, "prompt", "completion", ignore=ignore)
@@ -59,11 +59,16 @@ def _completion(
         unique = ", ".join(dict.fromkeys(answers))
         raise ValueError(f"expected a turn of the assistant in the completion, found the roles {unique}")
     answers = [role for role in answers if role not in ignore]
-    return _completed(_required(template), tokenizer, example, conversation, len(answers))
+    return _completed("prompt_completion", _required(template), tokenizer, example, conversation, len(answers))
 
 
 def _completed(
-    template: ChatTemplate, tokenizer: Tokenizer, example: Example, conversation: Conversation, answers: int
+    form: Format,
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    example: Example,
+    conversation: Conversation,
+    answers: int,
 ) -> Rendered:
     """The last `answers` messages are the completion."""
     first = len(conversation.messages) - answers
@@ -73,7 +78,8 @@ def _completed(
         silent, _ = template.spans(written, [number for number in conversation.silent if number >= first])
     except Exception as error:  # a template may raise anything
         raise _refusal(error) from error
-    _require_use(example.fields, written.text, _but_tools("prompt_completion"))
+    used = {*_IN_A_CONVERSATION, *(("input",) if form == "instruction" else ())}
+    _require_use(example.fields, written.text, form, used)
     completion = [(begin or 0, len(written.text))]
     texts = [(prompt, []), (written.text, []), (written.text, silent), (written.text, completion)]
     alone, whole, without, counted = template.tokenized(texts)
@@ -112,10 +118,11 @@ def _masked(example: Example, prompt: Tokens, whole: Tokens) -> Rendered:
     return Rendered(example.number, whole, np.arange(len(whole)) >= common, prompt_differs=common < len(prompt))
 
 
-def _require_use(fields: Mapping[str, Any], text: str, columns: Collection[str]) -> None:
-    """Raises ValueError for a column among these whose texts aren't in the row's text."""
+def _require_use(fields: Mapping[str, Any], text: str, form: Format, used: Collection[str] = ()) -> None:
+    """Raises ValueError for a column that means something in this format, isn't `used`, and isn't in the row's text."""
+    unused = set(meaningful_columns(form)) - {*WEIGHTS, *used}
     for key, value in fields.items():
-        if key in WEIGHTS or key not in columns or is_empty(value) or holds(text, without_nulls(value)):
+        if key not in unused or is_empty(value) or contains(text, without_nulls(value)):
             continue
         advice = "Write it into the row's messages or prompt"
         if key in ("context", "history", "input"):
@@ -126,9 +133,7 @@ def _require_use(fields: Mapping[str, Any], text: str, columns: Collection[str])
         )
 
 
-def _but_tools(form: Format) -> set[str]:
-    """The columns that mean something, without those that a chat template has written or refused."""
-    return set(meaningful_columns(form)) - {"tools", "functions"}
+_IN_A_CONVERSATION = ("tools", "functions", "system", "system_prompt")
 
 
 # ----------------------------------------------------------------------------------------------------- instruction
@@ -146,11 +151,11 @@ def _instruction(
         question = "\n\n".join(part for part in (parts["instruction"], parts["input"]) if part)
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": parts["output"]}]
         conversation = conversation_of({**fields, "messages": messages}, "messages", ignore=ignore)
-        return _completed(template, tokenizer, example, conversation, 1)
+        return _completed("instruction", template, tokenizer, example, conversation, 1)
     headings = {"instruction": "### Instruction:\n", "input": "### Input:\n"}  # those of Stanford's alpaca
     prompt = "\n\n".join(headings.get(key, "") + part for key, part in parts.items() if part and key != "output")
     prompt += "\n\n### Response:\n"
-    _require_use(fields, prompt + parts["output"], meaningful_columns("instruction"))
+    _require_use(fields, prompt + parts["output"], "instruction", ("system", "input"))
     return prompt, prompt + parts["output"]
 
 
@@ -174,7 +179,7 @@ def _chat(
         turns, as_asked = template.turns(written)
     except Exception as error:  # a template may raise anything
         raise _refusal(error) from error
-    _require_use(example.fields, written.text, _but_tools("chat"))
+    _require_use(example.fields, written.text, "chat", _IN_A_CONVERSATION)
     notes = (*written.notes, *_notes_of_roles(conversation.messages, template))
     notes = notes if as_asked else (*notes, _NOT_AS_ASKED)
     return (written.text, turns), 0 < answers == len(conversation.silent), notes

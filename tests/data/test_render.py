@@ -309,7 +309,7 @@ def test_rows_as_people_write_them(
         (
             "chat",
             {"messages": [SAID[0], SAID[1] | {"refusal": "I can't"}]},
-            "the chat template doesn't read ref",
+            "the chat template leaves out refusal",
             "refusal",
         ),
         ("chat", {"messages": SAID, "images": ["a.png"]}, "the column images means something", "images"),
