@@ -7,10 +7,9 @@ Only functions import torch_xla: at import it reads the environment variables th
 
 import logging
 import os
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -21,6 +20,8 @@ from torch.utils._pytree import tree_map_only
 
 from portable_fsdp.backends.base import Backend, Forward, MemoryStats, Metrics, Piece, Rank, dropouts, process_memory
 from portable_fsdp.backends.pjrt_options import libtpu_arguments
+from portable_fsdp.backends.pjrt_program import run_program
+from portable_fsdp.backends.pjrt_recurrent import loop_over_positions
 from portable_fsdp.backends.support import require_supported
 from portable_fsdp.config.layout import check_batch, mesh_axes
 from portable_fsdp.config.rules import Deployment
@@ -56,15 +57,16 @@ def _generation() -> str:
     return str(cast(Any, tpu).get_tpu_type()).replace("litepod", "e") if tpu.num_available_chips() else ""
 
 
-@cache  # which keeps the library: its implementation ends with it
-def _lower_triangular_solves() -> torch.library.Library:
-    """Let XLA solve triangular systems in this process, for linear attention (Qwen3-Next).
+@cache  # which keeps the library: its implementations end with it
+def _replace_operators() -> torch.library.Library:
+    """Let XLA run recurrent layers as loops and solve triangular systems in this process.
 
-    torch_xla 2.9.0 lowers torch.triangular_solve, but would run its successor torch.linalg.solve_triangular on the host
-    in each step. Call after torch_xla's import, from one thread at a time, any number of times.
+    torch_xla 2.9.0 lowers torch.triangular_solve, but would run its successor torch.linalg.solve_triangular, of linear
+    attention (Qwen3-Next), on the host. Call after torch_xla's import, from one thread at a time, any number of times.
     """
     library = torch.library.Library("aten", "IMPL")
     library.impl("linalg_solve_triangular", _solve_triangular, "XLA")
+    loop_over_positions(library)
     return library
 
 
@@ -99,7 +101,7 @@ class PjrtBackend(Backend):
         evaluates, samples = (every is not None for every in (config.train.eval_every, config.train.sample_every))
         self.expected_compilations = self._shapes * (1 + evaluates) + (self._accumulation > 1) + samples
         with _LOWERING:
-            _lower_triangular_solves()
+            _replace_operators()
         self._matmul_before = self._bridge._xla_get_mat_mul_precision()
         self._bridge._xla_set_mat_mul_precision(config.precision.matmul)
 
@@ -158,43 +160,55 @@ class Compiles(Protocol):
         """`shapes`: that its inputs may have; each is a program."""
         ...
 
+    def watch(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Note at each update what else a program depends on: gradients that exist, and numbers of the optimizer."""
+
 
 class Programs:
     """Functions that XLA compiles as they are called: counts compilations, and warns of unexpected ones."""
 
     def __init__(self, engine: str) -> None:
-        self._engine = engine
-        self.compilations = 0
+        self._engine, self.compilations = engine, 0
+        self._at_update: dict[str, Any] = {}
+
+    def watch(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+        def note(*_: Any) -> None:
+            groups = [(number, item) for number, group in enumerate(optimizer.param_groups) for item in group.items()]
+            numbers = [(f"{key} of optimizer group {at}", value) for at, (key, value) in groups]
+            trained = [(name, weight.grad) for name, weight in parameters.items() if weight.requires_grad]
+            tensors = sum(map(len, optimizer.state.values()))
+            self._at_update = {key: value for key, value in numbers if type(value) in (int, float, tuple)}
+            self._at_update |= {f"the gradient of {name}": "absent" if g is None else "present" for name, g in trained}
+            self._at_update["the number of tensors in the optimizer's state"] = str(tensors)
+
+        optimizer.register_step_pre_hook(note)
 
     def compile(self, fn: Callable[..., Metrics], name: str, shapes: int = 1) -> Callable[..., Metrics]:
-        import torch_xla
-
-        compiled, compiled_for = 0, set[str]()
+        compiled, compiled_for, last = 0, set[str](), dict[str, Any]()
 
         def step(*args: Any) -> Metrics:
-            nonlocal compiled
-            before, on_host_before = _compile_count(), _operations_on_host()
-            try:
-                with cast(Any, torch_xla).compile(name=name, full_graph=True):
-                    out = fn(*args)
-            except RuntimeError as error:
-                if "Unexpected execution" not in str(error):
-                    raise
-                raise _not_one_program(self._engine, name, error, _operations_on_host() - on_host_before) from error
+            nonlocal compiled, last
+            before, self._at_update = _compile_count(), {}
+            out = run_program(partial(fn, *args), f"backend {self._engine}: program {name!r}", name)
             new = _compile_count() - before
-            self.compilations += new
-            compiled += new
+            inputs = _described(args)
+            facts, previous = inputs | self._at_update, last
+            compiled, last, self.compilations = compiled + new, facts, self.compilations + new
             if new:
-                compiled_for.add(str([_shapes(argument) for argument in args if isinstance(argument, dict)]))
+                compiled_for.add(str([fact for fact in inputs.values() if isinstance(fact, str)]))
             if new and compiled > (expected := min(len(compiled_for), shapes)):
+                changed = [key for key in {**previous, **facts} if previous.get(key) != facts.get(key)]
+                # A number is mostly an input of the program: it may change beside the cause.
+                causes = [key for key in changed if isinstance(facts.get(key, ""), str)] or changed
                 log.warning(
-                    "backend %s: program %r was compiled %d times, expected %s. Shapes of its inputs now: %s. Cause: "
-                    "a shape or a Python number that changes with the step; XLA_SAVE_TENSORS_FILE=FILE shows programs.",
+                    "backend %s: program %r was compiled %d times, expected %s. Cause: %s.",
                     self._engine,
                     name,
                     compiled,
                     "once" if expected == 1 else f"{expected} times, once for each shape of its rows",
-                    [_shapes(argument) for argument in args],
+                    "; ".join(f"{key} changed from {previous.get(key)} to {facts.get(key)}" for key in causes[:4])
+                    or "no input, gradient or number of the optimizer changed, so the forward ran other operations (a "
+                    "Python branch, a random choice or a counter in the model); XLA_SAVE_TENSORS_FILE=FILE shows them",
                 )
             return out
 
@@ -208,30 +222,16 @@ def _compile_count() -> int:
     return int(data[0]) if data else 0
 
 
-def _operations_on_host() -> set[str]:
-    """Operations that torch_xla has run on the host so far in this process."""
-    import torch_xla.debug.metrics as counters
-
-    return {name for name in cast(Any, counters).counter_names() if name.startswith("aten::")}
-
-
-def _not_one_program(engine: str, name: str, error: RuntimeError, on_host: set[str]) -> BackendError:
-    """`error`: torch_xla's, for a function that must run what it has traced before its end can be traced."""
-    inside = Path(torch.__file__).parent.parent
-    torchs = ("/site-packages/torch/", "/site-packages/torch_xla/")
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(part in f.filename for part in torchs)]
-    where = f"{frames[-1].filename.removeprefix(f'{inside}/')}:{frames[-1].lineno}: {frames[-1].line}"
-    what = f"{', '.join(sorted(on_host))} run on the host" if on_host else "a value read on the host"
-    return BackendError(
-        f"backend {engine}: program {name!r}: expected operations that XLA compiles, found {what} in\n  {where}\n"
-        "  In each step all devices would wait for it. Train this model with --backend=native."
-    )
-
-
-def _shapes(argument: Any) -> Any:
-    if isinstance(argument, dict):
-        return {name: tuple(value.shape) for name, value in cast(dict[str, Tensor], argument).items()}
-    return tuple(argument.shape) if isinstance(argument, Tensor) else argument
+def _described(args: Sequence[Any]) -> dict[str, Any]:
+    """A program's inputs by name: shapes and dtypes of tensors, and Python numbers."""
+    named: dict[str, Any] = {}
+    for number, argument in enumerate(args):
+        named |= argument if isinstance(argument, dict) else {f"argument {number}": argument}
+    return {
+        name: f"{list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else value
+        for name, value in named.items()
+        if not isinstance(value, bool)
+    }
 
 
 def require_no_dropout(model: nn.Module, recompute: Sequence[str]) -> None:

@@ -126,6 +126,9 @@ class Tracer:
 
         return step
 
+    def watch(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Nothing is compiled again."""
+
     def scope(self, name: str) -> object:
         """Operations traced while the result lives have `name` as a part of their own."""
         return self._bridge.profiler.scope_pusher(name)

@@ -3,6 +3,7 @@
 CPU devices say that they are chips of a torus; what the TPU compiler makes of it is in tests/plan/test_tpu.py.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -109,6 +110,23 @@ def test_the_curve_is_that_of_the_compilers_sums(
 )
 def test_the_axes_of_a_mesh(torus: tuple[int, ...], replicas: int, shards: int, expected: Scatter | None) -> None:
     assert scatter_over(torus, {"replicate": replicas, "shard": shards}) == expected
+
+
+@pytest.mark.parametrize(
+    ("torus", "axes"),
+    [
+        ((1, 4, 4), {"replicate": 1, "shard": 8, "tensor": 2}),
+        ((1, 4, 4), {"replicate": 2, "shard": 4, "expert": 2}),
+        ((2, 4, 4), {"replicate": 1, "shard": 16, "context": 2}),
+        ((1, 4, 2, 2), {"replicate": 1, "shard": 4, "expert": 2, "tensor": 2}),
+    ],
+)
+def test_a_mesh_with_an_axis_beyond_replicas_and_shards_has_no_sums_by_hand(
+    torus: tuple[int, ...], axes: dict[str, int]
+) -> None:
+    """Groups of replicate x shard devices would leave the other devices without a part of the sum."""
+    assert scatter_over(torus, axes) is None
+    assert scatter_over(torus, {"replicate": 1, "shard": math.prod(torus), "tensor": 1}) is not None
 
 
 @pytest.mark.xla

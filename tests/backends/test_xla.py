@@ -222,19 +222,82 @@ def test_scanned_layers_learn_after_an_evaluation_that_came_first(workers: Calla
     assert_equal_states(assemble([answer["final"]]), assemble([answer["plain"]["final"]]))
 
 
+HOST = "would run on the host"
+
+
 @pytest.mark.parametrize(
-    ("how", "operation", "line"),
-    [("value", "_local_scalar_dense", r"rows\.sum\(\)\.item"), ("operation", "_linalg_solve_ex", r"linalg\.solve")],
+    ("how", "devices", "problem"),
+    [
+        ("value", 3, rf"aten::_local_scalar_dense {HOST} in\n.*rows\.sum\(\)\.item"),
+        ("operation", 1, rf"aten::_linalg_solve_ex\S* {HOST} in\n.*linalg\.solve"),
+        ("operation on an input", 1, rf"aten::_unique2 {HOST} in\n.*torch\.unique"),
+        ("gradient", 1, rf"aten::masked_select {HOST} in the backward of\n.*masked_scatter"),
+        ("gradient", 3, rf"aten::masked_select {HOST} in the backward of\n.*masked_scatter"),
+        ("value of a gradient", 3, rf"aten::_local_scalar_dense {HOST} in\n.*outer\[0\]\.sum\(\) < 0"),
+        ("copy of a gradient", 1, r"a value is read on the host in\n.*outer\[0\]\.cpu"),
+        ("broken gradient", 1, r"torch_xla fails in the backward of\n.*slogdet"),
+        # torch_xla compiles it for one device.
+        ("evaluation", 3, r"torch_xla fails in\n.*\.masked_scatter.*\n  aten\.masked_scatter\S*: "),
+    ],
 )
-def test_a_program_that_asks_the_host_is_refused_by_its_line(
-    workers: Callable[[Group], Workers], how: str, operation: str, line: str
+def test_what_is_no_program_is_refused_by_its_operation_and_line(
+    workers: Callable[[Group], Workers], how: str, devices: int, problem: str
 ) -> None:
+    """In forward, in backward and when it is compiled, whatever the number of devices; closing hides nothing."""
     with pytest.raises(JobFailed) as failure:
-        workers(Group("xla", 1)).run("ask_the_host", case=case(), how=how)
+        workers(Group("xla", devices)).run("no_program", case=case(), how=how)
     assert failure.value.kind == "BackendError"
-    assert re.search(
-        rf"'asks'.* aten::{operation}[\w.]* run on the host in\n  .*xla_jobs\.py:\d+: .*{line}", failure.value.message
-    )
+    assert re.search(rf"'asks': XLA can't compile it: {problem}", failure.value.message)
+    assert re.search(r"xla_jobs\.py:\d+: ", failure.value.message)
+    assert not re.search("Traceback|stack trace", failure.value.message)
+
+
+def test_an_error_of_the_models_own_stays_as_it_is(workers: Callable[[Group], Workers]) -> None:
+    with pytest.raises(JobFailed) as failure:
+        workers(Group("xla", 1)).run("no_program", case=case(), how="own mistake")
+    assert failure.value.kind == "KeyError"
+
+
+def test_a_program_that_is_compiled_again_is_named_with_the_cause(workers: Callable[[Group], Workers]) -> None:
+    """The learning rate changes at each step, and is never the cause."""
+    by_change = workers(Group("xla", 1)).run("compiled_again", case=case())[0]
+    causes = {
+        how: [text.partition("Cause: ")[2] for text in texts if "Cause: " in text] for how, texts in by_change.items()
+    }
+    before = f"[{GLOBAL_BATCH}, 2] torch.float32"
+    assert causes.pop("nothing") == []
+    assert causes.pop("shape") == [f"rows changed from {before} to [{GLOBAL_BATCH}, 3, 2] torch.float32."]
+    lost = [f"the gradient of second.{name} changed from present to absent" for name in ("weight", "bias")]
+    assert causes.pop("gradient") == ["; ".join(lost) + "."]
+    assert causes.pop("number") == ["betas of optimizer group 0 changed from (0.5, 0.9) to (0.0, 0.9)."]
+    assert [cause[:40] for cause in causes.pop("branch")] == ["no input, gradient or number of the opti"]
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")  # torch's own, on the host
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("LSTM", {"num_layers": 2, "bidirectional": True}),
+        ("LSTM", {"proj_size": 2, "bias": False}),
+        ("GRU", {"num_layers": 2}),
+        ("RNN", {"bidirectional": True, "bias": False, "nonlinearity": "relu"}),
+    ],
+)
+def test_recurrent_layers_are_loops_with_the_values_of_torch(
+    workers: Callable[[Group], Workers], kind: str, options: dict[str, Any]
+) -> None:
+    """Unrolled they would compile for minutes; torch_xla's GRU loses gradients after an evaluation."""
+    data = torch.randn(4, 5, 3, generator=torch.Generator().manual_seed(1))
+    answer = workers(Group("xla", 1)).run("recurrent", case=case(), kind=kind, options=options, data=data)[0]
+    torch.manual_seed(0)
+    layer: Any = getattr(torch.nn, kind)(3, 3, batch_first=True, **options)
+    embedded = data.clone().requires_grad_()
+    output, last = layer(embedded)
+    states = last if isinstance(last, tuple) else (last,)
+    (output.square().sum() + layer(data)[0].cos().sum() + sum(state.sin().sum() for state in states)).backward()
+    assert answer.pop("loops") == options.get("num_layers", 1) * (1 + options.get("bidirectional", False))
+    expected = {"output": output, "input": embedded.grad, **{name: w.grad for name, w in layer.named_parameters()}}
+    torch.testing.assert_close(answer, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("precision", ["highest", "default"])

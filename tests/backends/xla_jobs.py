@@ -3,6 +3,7 @@
 # The kernel's calls are counted where it is called.
 # pyright: reportPrivateUsage=false
 
+import logging
 import os
 import re
 from collections import Counter
@@ -24,7 +25,8 @@ from portable_fsdp.backends.xla import engine, head, scatter, splash
 from portable_fsdp.backends.xla.int8 import int8_product
 from portable_fsdp.config.schema import Config
 from portable_fsdp.metrics.hlo import collectives_by_dtype
-from portable_fsdp.train.build import build_training
+from portable_fsdp.train.build import build_training, shard
+from portable_fsdp.train.step import train_step
 
 
 def xla_run(case: Case, folder: str) -> dict[str, Any]:
@@ -77,16 +79,122 @@ def _chips(attributes: list[dict[str, Any]]) -> Any:
     return patch.object(torch_xla.runtime, "global_runtime_device_attributes", lambda: attributes)
 
 
-def ask_the_host(case: Case, how: str) -> None:
-    """A program that can't be one; a refusal is the JobFailed that the test expects."""
-    asks: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-        "value": lambda rows: rows[: int(rows.sum().item())].sum(),
-        "operation": lambda rows: torch.linalg.solve(torch.outer(rows, rows), rows).sum(),
-    }
+class _ReadsItsGradient(torch.autograd.Function):
+    """The same values; its backward branches on one, or copies them to the host, which no operator of torch does."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, copies: bool) -> torch.Tensor:
+        ctx.copies = copies
+        return rows * 1
+
+    @staticmethod
+    def backward(ctx: Any, *outer: torch.Tensor) -> Any:
+        if ctx.copies:
+            return outer[0].cpu().to(outer[0].device), None
+        return outer[0] * (2 if outer[0].sum() < 0 else 1), None
+
+
+def _filled(rows: torch.Tensor) -> torch.Tensor:
+    return rows.masked_scatter(rows > 2, rows)
+
+
+NO_PROGRAMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "value": lambda rows: rows[: int(rows.sum().item())].sum(),
+    "operation": lambda rows: torch.linalg.solve(torch.outer(rows, rows), rows).sum(),
+    "operation on an input": lambda rows: torch.unique(rows.detach()).sum(),
+    "gradient": lambda rows: torch.zeros_like(rows).masked_scatter(rows > 2, rows).sum(),
+    "value of a gradient": lambda rows: cast(Any, _ReadsItsGradient).apply(rows * 2, False).sum(),
+    "copy of a gradient": lambda rows: cast(Any, _ReadsItsGradient).apply(rows * 2, True).sum(),
+    "broken gradient": lambda rows: torch.linalg.slogdet(torch.eye(2, device=rows.device) * rows.sum())[1],
+    "evaluation": lambda rows: _filled(rows[:, None] * torch.ones(1, 4, device=rows.device)).sum(),
+    "own mistake": lambda rows: rows * {}["absent"],
+}
+"""Functions that make no program; all but `value` and `operation` passed torch_xla's own check, or ended in C++."""
+
+
+def no_program(case: Case, how: str) -> None:
+    """Forward and backward of one of them; its refusal is the JobFailed that the test expects."""
     backend, _ = open_case(case)
+
+    def run(rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        weights = rows.detach().requires_grad_(how != "evaluation")
+        total = NO_PROGRAMS[how](weights)
+        if total.requires_grad:
+            total.backward()
+        return {"total": total.detach(), "gradient": rows if weights.grad is None else weights.grad}
+
     with backend:
-        rows = backend.place({"rows": torch.arange(GLOBAL_BATCH).float()})["rows"]
-        backend.compile(lambda rows: {"total": asks[how](rows)}, "asks")(rows)
+        backend.compile(run, "asks")(backend.place({"rows": torch.arange(GLOBAL_BATCH).float()})["rows"])
+
+
+def compiled_again(case: Case) -> dict[str, list[str]]:
+    """What changes at the third step of a small model -> the warnings of a run of three steps."""
+    out: dict[str, list[str]] = {}
+    handler = logging.Handler()
+    handler.emit = lambda record: out[how].append(record.getMessage())
+    logging.getLogger("portable_fsdp").addHandler(handler)
+    try:
+        # Each has a width of its own: a worker keeps its programs.
+        for width, how in enumerate(("shape", "gradient", "number", "branch", "nothing"), start=2):
+            out[how] = []
+            backend, config = open_case(case)
+            with backend:
+                _three_steps(backend, config, how, width)
+    finally:
+        logging.getLogger("portable_fsdp").removeHandler(handler)
+    return out
+
+
+def _three_steps(backend: Any, config: Config, how: str, width: int) -> None:
+    changes = [False]
+
+    class Two(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = torch.nn.Linear(2, width), torch.nn.Linear(width, 2)
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            if how == "gradient" and changes[0]:
+                return self.first(rows)
+            rows = self.second(self.first(rows))
+            return rows.tanh() if how == "branch" and changes[0] else rows
+
+    def loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        losses = model(batch["rows"]).square().flatten(1).mean(1)
+        return losses.sum(), torch.ones_like(losses).sum()
+
+    model, optimizer = shard(Two, config, backend)
+    step = train_step(backend, model, optimizer, accumulation=1, max_grad_norm=1.0, task=loss)
+    for number in range(3):
+        changes[0] = number == 2
+        if how == "number":
+            optimizer.param_groups[0]["betas"] = (0.0 if changes[0] else 0.5, 0.9)
+        shape = (GLOBAL_BATCH, 3, 2) if how == "shape" and changes[0] else (GLOBAL_BATCH, 2)
+        step([backend.place({"rows": torch.ones(shape)})], 0.01 * (number + 1))
+
+
+def recurrent(case: Case, kind: str, options: dict[str, Any], data: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Outputs and gradients of a recurrent layer, which was evaluated before, and how many loops it has."""
+    import torch_xla
+
+    with open_case(case)[0]:
+        torch.manual_seed(0)
+        layer: Any = getattr(torch.nn, kind)(3, 3, batch_first=True, **options)
+        weights = {name: value.detach().to("xla") for name, value in layer.named_parameters()}
+        given = data.to("xla")
+        with torch.no_grad():
+            torch.func.functional_call(layer, weights, (given,))
+        for weight in weights.values():
+            weight.requires_grad_()
+        embedded = given.clone().requires_grad_()
+        frozen, _ = torch.func.functional_call(layer, weights, (given,))  # as data, or a frozen embedding, are
+        output, last = torch.func.functional_call(layer, weights, (embedded,))
+        states = last if isinstance(last, tuple) else (last,)
+        (output.square().sum() + frozen.cos().sum() + sum(state.sin().sum() for state in states)).backward()
+        tensors = {"output": output, "input": embedded.grad, **{name: w.grad for name, w in weights.items()}}
+        loops = cast(Any, torch_xla)._XLAC._get_xla_tensors_hlo([output]).count(" while(")
+        torch_xla.sync()  # one program for all of them
+        return {"loops": torch.tensor(loops), **{name: cast(Any, t).detach().cpu() for name, t in tensors.items()}}
 
 
 def _on_devices(tensor: torch.Tensor) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:

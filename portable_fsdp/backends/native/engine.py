@@ -41,7 +41,8 @@ from portable_fsdp.backends.support import require_supported
 from portable_fsdp.config.layout import mesh_axes
 from portable_fsdp.config.rules import Deployment, dtypes
 from portable_fsdp.config.schema import Config
-from portable_fsdp.runtime.errors import BackendError
+from portable_fsdp.runtime.closing import close_after
+from portable_fsdp.runtime.errors import BackendError, TrainingError
 from portable_fsdp.runtime.files import cache_folder
 from portable_fsdp.runtime.host import prefer_expandable_segments
 from portable_fsdp.runtime.process import detect_launch
@@ -124,18 +125,24 @@ class NativeBackend(base.Backend):
         try:
             if peers:
                 peers.leave(error)
+        except TrainingError as lost:
+            error = lost
+            raise
         finally:
-            if self._programs:
-                self._programs.close()
-            _set_matmul_precision(self._matmul_before)
-            self._restore_compiler()
-            _forget_layouts()
-            if dist.is_initialized():
-                for group in self._mesh.get_all_groups():  # each of gloo's has threads that poll
-                    if group is not dist.group.WORLD:
-                        dist.destroy_process_group(group)
-                if self._owns_group:
-                    dist.destroy_process_group()
+            close_after(error, self._release)
+
+    def _release(self) -> None:
+        if self._programs:
+            self._programs.close()
+        _set_matmul_precision(self._matmul_before)
+        self._restore_compiler()
+        _forget_layouts()
+        if dist.is_initialized():
+            for group in self._mesh.get_all_groups():  # each of gloo's has threads that poll
+                if group is not dist.group.WORLD:
+                    dist.destroy_process_group(group)
+            if self._owns_group:
+                dist.destroy_process_group()
 
     def close(self) -> None:
         self.__exit__(None, None, None)

@@ -69,7 +69,7 @@ class XlaBackend(PjrtBackend):
             dist.init_process_group("gloo", init_method="xla://")
 
     def close(self) -> None:
-        self._tensors.wait()
+        self._bridge._xla_wait_device_ops(devices=[])  # no sync: what a failed step has left would be compiled
         super().close()
         if self._owns_group:
             dist.destroy_process_group()
@@ -147,6 +147,7 @@ class XlaBackend(PjrtBackend):
 
         parameters = dict(self._model.named_parameters())
         optimizer = base.zero_optimizer(make, groups, parameters, zeros, compiled=True)
+        self._programs.watch(optimizer, parameters)
         if self._accumulation > 1:
             for parameter in parameters.values():
                 if parameter.requires_grad:

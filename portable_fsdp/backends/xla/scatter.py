@@ -78,10 +78,10 @@ def scatter_over(torus: Torus, axes: Mapping[str, int]) -> Scatter | None:
         rest //= along[0]
         if along[0] != size:
             break
-    is_mesh = rest == 1 and math.prod(torus) == math.prod(axes.values()) and axes["shard"] > 1
-    if not is_mesh:
-        return None
-    return Scatter(axes["replicate"], along[0] if len(along) > len(longer) else 1, tuple(along[-len(longer) :]))
+    scatter = Scatter(axes["replicate"], along[0] if len(along) > len(longer) else 1, tuple(along[-len(longer) :]))
+    # A further axis of the mesh, of which this file knows nothing, would leave devices without a part.
+    is_mesh = rest == 1 and scatter.replicas * scatter.parts == math.prod(axes.values()) == math.prod(torus)
+    return scatter if is_mesh and axes["shard"] > 1 else None
 
 
 @cache

@@ -62,7 +62,7 @@ class XlaFsdp1Backend(PjrtBackend):
         self._programs = Programs(self.name)
 
     def close(self) -> None:
-        self._xla.sync(wait=True)
+        self._bridge._xla_wait_device_ops(devices=[])  # no sync: what a failed step has left would be compiled
         super().close()
 
     # ------------------------------------------------------------------------------------------- model, optimizer
@@ -151,6 +151,7 @@ class XlaFsdp1Backend(PjrtBackend):
         parameters = {name: shard.parameter for name, shard in self._shards.items()}
         groups = self._groups_of_shards(groups)
         optimizer = base.zero_optimizer(make, groups, parameters, self._zeros, compiled=True)
+        self._programs.watch(optimizer, parameters)
         if self._accumulation > 1:
             self._prepare_micro_batches([name for group in groups for name in group["params"]])
         self._xla.sync(wait=True)

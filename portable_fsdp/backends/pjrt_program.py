@@ -1,0 +1,148 @@
+"""Runs a function as one program of torch_xla, or refuses it by the line of the model that is the reason.
+
+To find that line the function runs once more, with torch's anomaly mode, which knows the forward of each gradient.
+"""
+
+import re
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from portable_fsdp.runtime.errors import BackendError
+
+T = TypeVar("T")
+
+
+def run_program(run: Callable[[], T], what: str, name: str) -> T:
+    """As torch_xla.compile(full_graph=True), but nothing of a function that fails is compiled, and backward, where
+    torch_xla doesn't look, is checked as well.
+
+    Raises BackendError, which begins with `what`, unless all operations of the function make one program.
+    """
+    import torch_xla
+
+    bridge: Any = cast(Any, torch_xla)._XLAC
+    torch_xla.sync()  # operations that came before are no part of the program
+    bridge._set_current_graph_name(name)
+    before, runs = _runs(), Counter[str]()
+    bridge._set_allow_execution(False)
+    try:
+        try:
+            result = run()
+        finally:
+            runs = _runs() - before
+            bridge._set_allow_execution(True)
+        if runs:
+            raise _OnHost(runs)
+        torch_xla.sync()
+    except Exception as error:
+        if (problem := _problem(run, error, runs)) is None:
+            raise
+        raise BackendError(
+            f"{what}: XLA can't compile it: {problem}\n  Use operations whose shapes don't depend on values "
+            "(torch.where for masks), and no .item() or `if` on a tensor, or train this model with --backend=native."
+        ) from error
+    return result
+
+
+class _OnHost(Exception):
+    """Operations that ran outside of a program."""
+
+    def __init__(self, runs: Counter[str]) -> None:
+        super().__init__("run")
+        self.runs = runs
+
+
+class _Watch(TorchDispatchMode):
+    """Raises _OnHost at the first such operation, in forward or backward; if `one_by_one` the first that fails."""
+
+    def __init__(self, one_by_one: bool) -> None:
+        super().__init__()
+        self._one_by_one = one_by_one
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = _runs()
+        try:
+            out = func(*args, **(kwargs or {}))
+        except (RuntimeError, ValueError) as error:
+            raise RuntimeError(f"{func}: {error}") from error
+        if not self._one_by_one and (runs := _runs() - before):
+            raise _OnHost(runs)
+        return out
+
+
+def _problem(run: Callable[[], object], error: Exception, runs: Counter[str]) -> str | None:
+    """What fails, and where; None for an error that has no line of a model, or is the model's own."""
+    is_early = "Unexpected execution" in str(error)
+    where = None if isinstance(error, _OnHost) else _line(error)
+    is_own = where and not is_early and not re.search("Check failed|RET_CHECK|torch_xla/csrc", str(error))
+    if is_own or "RESOURCE_EXHAUSTED" in str(error):  # too large for the devices
+        return None
+    if where is None:
+        # If all operations of the function can be traced, one of them can't be compiled.
+        error, where = _run_again(run, False) or _run_again(run, True) or (error, None)
+        runs = error.runs if isinstance(error, _OnHost) else runs
+    if runs or is_early:
+        operations = ", ".join(sorted(filter(None, runs)))
+        ran = f"{operations} would run on the host" if operations else "a value is read on the host"
+        return f"{ran}{where or ''}\n  In each step all devices would wait for that."
+    return where and f"torch_xla fails{where}\n  {str(error).strip().splitlines()[0][:200]}"
+
+
+def _run_again(run: Callable[[], object], one_by_one: bool) -> tuple[Exception, str | None] | None:
+    """The first failure of a function and its line; None: nothing fails. `one_by_one`: each operation is compiled."""
+    import torch_xla
+
+    bridge: Any = cast(Any, torch_xla)._XLAC
+    bridge._set_use_eager_mode(one_by_one)
+    notes: list[warnings.WarningMessage] = []
+    try:
+        with warnings.catch_warnings(record=True) as notes, torch.autograd.set_detect_anomaly(True, check_nan=False):
+            warnings.simplefilter("always")
+            with _Watch(one_by_one):
+                run()
+    except Exception as error:
+        forward = re.findall(r'File "(.+)", line (\d+), in .*\n +(.*)', "".join(str(note.message) for note in notes))
+        lines = [f" in the backward of\n  {_short(at)}:{line}: {code}" for at, line, code in forward if _is_own(at)]
+        return error, _line(error) or (lines[-1] if lines else None)
+    finally:
+        bridge._set_use_eager_mode(False)
+    return None
+
+
+def _line(error: Exception) -> str | None:
+    """Where the model raised an error; None in the backward of torch's operations."""
+    frames = traceback.extract_tb(error.__traceback__)
+    begin = max((at for at, frame in enumerate(frames) if frame.name == "_engine_run_backward"), default=-1)
+    own = [frame for frame in frames[begin + 1 :] if _is_own(frame.filename)]
+    return f" in\n  {_short(own[-1].filename)}:{own[-1].lineno}: {own[-1].line}" if own else None
+
+
+def _is_own(file: str) -> bool:
+    """Whether a file is neither torch's nor makes programs."""
+    ours = (__file__, str(Path(__file__).with_name("pjrt.py")))
+    return file not in ours and not any(f"/site-packages/{package}/" in file for package in ("torch", "torch_xla"))
+
+
+def _short(file: str) -> str:
+    return file.removeprefix(f"{Path(torch.__file__).parent.parent}/")
+
+
+def _runs() -> Counter[str]:
+    """What has run in this process: operations on the host, and (under "") programs."""
+    import torch_xla.debug.metrics as metrics
+    import torch_xla.runtime as runtime
+
+    names = [name for name in cast(Any, metrics).counter_names() if "::" in name and not name.startswith("xla::")]
+    counts = Counter({name: cast(Any, metrics).counter_value(name) or 0 for name in names})
+    if (
+        runtime.is_spmd() or runtime.addressable_device_count() == 1
+    ):  # else devices may be threads, which count together
+        counts[""] = sum(cast(Any, metrics).counter_value(name) or 0 for name in ("CachedCompile", "UncachedCompile"))
+    return counts
