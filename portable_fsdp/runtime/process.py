@@ -279,6 +279,18 @@ class Stopped(BaseException):
     file's fault."""
 
 
+class Interrupted(KeyboardInterrupt):
+    """A second request: whoever sent it won't wait for the step and its save."""
+
+
+def is_signal(error: BaseException) -> bool:
+    """Whether a signal raised it: a request to stop, or Ctrl-C where Python's own handler is installed."""
+    if not isinstance(error, KeyboardInterrupt):
+        return isinstance(error, Stopped)
+    is_main = threading.current_thread() is threading.main_thread()  # no other thread handles signals
+    return isinstance(error, Interrupted) or (is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+
+
 class StopRequest:
     """While entered, SIGTERM and SIGINT request a stop.
 
@@ -287,7 +299,7 @@ class StopRequest:
             stop.begin_steps()        # from now on it only sets a flag and prints one line
             while not stop.requested: ...
 
-    A second request ends the run at once by KeyboardInterrupt, for someone who won't wait for the step and the save.
+    A second request ends the run at once by Interrupted, for someone who won't wait for the step and the save.
     Enter it in the main thread (Python handles signals nowhere else). Python runs a handler only between two of its own
     instructions, and a compiler may work for minutes: before the first step a thread ends the process if the main
     thread hasn't within `grace_s`.
@@ -334,7 +346,7 @@ class StopRequest:
         now = time.monotonic()
         if self._requested_at is not None:
             if now - self._requested_at > self._same_press_s:
-                raise KeyboardInterrupt
+                raise Interrupted
             return
         self._requested_at, self.reason = now, signal.Signals(number).name
         if self._ends_at_once:

@@ -67,6 +67,9 @@ def nothing_left(config: Config) -> str | None:
         return None
     try:
         manifest = read_manifest(newest)
+        evaluated = manifest.evaluation and manifest.evaluation.step
+        if config.train.eval_every is not None and config.data.eval_split is not None and evaluated != manifest.step:
+            return None  # a stop came before its evaluation
         if any(change.makes_curve for change in differences(manifest, saved_config(config), None, None, is_own=True)):
             return None
         begun = [path.stat().st_mtime for path in (newest, Path(config.run.dir) / "config.yaml") if path.exists()]
