@@ -14,7 +14,7 @@ from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.config import schema
 from portable_fsdp.metrics.sinks import NamedSave
 from portable_fsdp.runtime import collective_errors
-from portable_fsdp.runtime.errors import CheckpointError, StoreError
+from portable_fsdp.runtime.errors import CheckpointError, StoreError, without_passwords
 
 log = logging.getLogger("portable_fsdp")
 
@@ -137,7 +137,8 @@ class Search:
         newest = next(iter(own), None)
         if newest is None and resume != "auto":  # the way out of a full disk: on from a save, to another folder
             newest = storage.locate(resume)
-            newest = newest if _is_same_place(str(newest.parent), str(Path(last_save.path).parent)) else None
+            folders = [address.rpartition("/")[0] for address in (without_passwords(str(newest)), last_save.path)]
+            newest = newest if _is_same_place(*folders) else None
         if newest is None:
             begin_anew = "checkpoint.resume=none" if resume == "auto" else "another run.dir"
             raise CheckpointError(
@@ -166,7 +167,7 @@ class Search:
             return None
 
         saved = self._on_process_0(saved_resume)
-        return saved not in (None, "auto", "none") and _is_same_place(str(saved), resume)
+        return saved not in (None, "auto", "none") and _is_same_place(str(saved), without_passwords(resume))
 
     def _named(self, path: Path, own: list[Path]) -> ResumePoint:
         self._on_process_0(lambda: require_checkpoint(path), f"checkpoint {path.name}")

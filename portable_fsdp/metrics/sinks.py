@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from portable_fsdp.runtime.errors import UsageError
+from portable_fsdp.runtime.errors import UsageError, without_passwords
 from portable_fsdp.runtime.files import write_text_atomically
 
 _TAIL_BYTES = 64 << 20
@@ -43,10 +43,10 @@ class _LinesFile:
         self._path = path
         _cut_torn_line(path)
 
-    def _append(self, row: Mapping[str, object]) -> None:
+    def _append(self, text: str) -> None:
         # Opened for each line: truncate_after replaces the file, and a handle would write into the old one.
         with self._path.open("ab", buffering=0) as file:
-            begin, line = file.tell(), memoryview(_line(row).encode())
+            begin, line = file.tell(), memoryview(text.encode())
             try:
                 while line:  # a full disk first takes a part
                     line = line[file.write(line) :]
@@ -62,11 +62,11 @@ class MetricsFile(_LinesFile):
 
     def write(self, row: Mapping[str, object]) -> None:
         """Append one row; it is with the operating system when this returns."""
-        self._append(row)
+        self._append(_line(row))
 
     def add(self, step: int, values: Mapping[str, object]) -> None:
         """Add values to the row of a step; atomic."""
-        rows = [row | values if row.get("step") == step else row for row in read_jsonl(self._path)]
+        rows = [{**row, **values} if row.get("step") == step else row for row in read_jsonl(self._path)]
         write_text_atomically(self._path, "".join(map(_line, rows)))
 
     def truncate_after(self, step: int) -> LostSteps | None:
@@ -91,8 +91,8 @@ class EventsFile(_LinesFile):
     """events.jsonl: start, resume, collectives, evaluation, samples, save, profile, straggler, each end, by time."""
 
     def write(self, event: str, /, **fields: object) -> None:
-        """Append one event with `time` in UTC (ISO 8601, milliseconds). Paths become text."""
-        self._append({"time": utc_text(time.time()), "event": event, **fields})
+        """Append one event with `time` in UTC (ISO 8601, milliseconds). Paths become text, without passwords."""
+        self._append(without_passwords(_line({"time": utc_text(time.time()), "event": event, **fields})))
 
 
 def last_save(path: Path) -> NamedSave | None:

@@ -21,7 +21,7 @@ from portable_fsdp.config.load import config_text
 from portable_fsdp.config.schema import Config
 from portable_fsdp.metrics.goodput import duration, goodput
 from portable_fsdp.metrics.sinks import EventsFile, MetricsFile, read_jsonl, utc_text
-from portable_fsdp.runtime.errors import printable
+from portable_fsdp.runtime.errors import printable, without_passwords
 from portable_fsdp.runtime.files import write_text_atomically
 from portable_fsdp.train.callbacks import Callback, EvaluationEnd, ProfileEnd, RunEnd, RunStart, SamplesEnd, StepEnd
 from portable_fsdp.train.stragglers import imbalance
@@ -59,7 +59,7 @@ class RunFiles(Callback):
         self._events = EventsFile(self._folder / "events.jsonl")
         for name in ("STOPPED", "PROFILE"):
             (self._folder / name).unlink(missing_ok=True)
-        write_text_atomically(self._folder / "config.yaml", config_text(start.config))
+        write_text_atomically(self._folder / "config.yaml", without_passwords(config_text(start.config)))
         self._events.write(
             "start",
             name=start.config.run.name,
