@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # Python 3.10 has none, and the doctor reports that version
 COUNTING_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 LAUNCH_VARIABLES = (*COUNTING_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
 OUR_RUNS = "portable_fsdp.launch-"  # begins the elastic run's id in a start of our own; the agent's PID follows
-_CONNECT_S, _FOREIGN_S = 10, 30  # between two looks at the store's address; until what answers there is no store
+_CONNECT_S, _FOREIGN_S = 20, 40  # between two looks at the store's address; until what answers there is no store
 _ANSWERS = "another program answers there, which is no store"
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
@@ -414,7 +414,7 @@ def open_store(environ: Mapping[str, str], limit: timedelta, *, serves: bool) ->
 
     # In a thread: torch waits without end for a program that accepts the connection and isn't a store.
     threading.Thread(target=connect, name="portable_fsdp store", daemon=True).start()
-    waiting = f"process {environ['RANK']} waits for the store of process 0 at {host}:{port} (MASTER_ADDR:MASTER_PORT)"
+    waiting = f"process {environ.get('RANK', '?')} waits for the store of process 0 at {host}:{port} (MASTER_ADDR:MASTER_PORT)"
     for waited_s in count(_CONNECT_S, _CONNECT_S):
         try:
             return connected.result(_CONNECT_S)
