@@ -137,9 +137,10 @@ def test_an_evaluation_that_a_stop_ends_is_made_up(folder: Path, monkeypatch: py
     assert [launch(*words), launch(*words, "run.dir=alone")] == [0, 0]
     for run in (folder / "run", folder / "alone"):
         assert committed(run) == [2, 4]
-        assert read_manifest(run / "checkpoints/step-00000004").evaluation == read_manifest(
-            folder / "alone/checkpoints/step-00000004"
-        ).evaluation
+        assert (
+            read_manifest(run / "checkpoints/step-00000004").evaluation
+            == read_manifest(folder / "alone/checkpoints/step-00000004").evaluation
+        )
         assert events(run, "stop")[-1]["reason"] == "no improvement in 1 evaluations"
         assert evaluations(run) == [2, 4] == [event["step"] for event in events(run, "evaluation")]
     names = [name for name in read_jsonl(folder / "alone/metrics.jsonl")[1] if name.startswith("eval_")]
