@@ -85,6 +85,24 @@ def test_a_failed_background_save_ends_the_run_at_the_next_step(
     assert committed(folder / "run") == []
 
 
+def test_a_background_save_without_a_thread_waits(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where no more threads are allowed; the message names the cause."""
+    start = threading.Thread.start
+
+    def refuses(thread: threading.Thread) -> None:
+        if thread.name == "portable_fsdp save":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuses)
+    assert launch(*FLAGS, "checkpoint.every=4", "checkpoint.async_save=true") == 0
+    message = capsys.readouterr().err
+    assert message.count("can't start new thread (ulimit -u, or the container's limit of pids): saving while") == 2
+    assert committed(folder / "run") == [4, 6]
+
+
 @pytest.mark.parametrize("ends_by", ["the next save", "a loss that is not finite"])
 def test_a_commit_has_its_event_also_where_the_run_then_fails(
     ends_by: str, folder: Path, monkeypatch: pytest.MonkeyPatch
