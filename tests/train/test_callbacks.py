@@ -136,7 +136,7 @@ def test_a_full_disk_ends_the_run_with_a_sentence(file: str, tmp_path: Path) -> 
     limit = 1 << 20 if file in lines else 300
     if file in lines:
         folder.mkdir()
-        (folder / file).write_text(json.dumps(lines[file] | {"long": "x" * (limit - 2000)}) + "\n")
+        (folder / file).write_text(json.dumps(lines[file] | {"long": "x" * (limit - 1300)}) + "\n")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     settings = config(train={"steps": 4, "micro_batch": 4}, checkpoint={"every": 1, "keep": 1})
