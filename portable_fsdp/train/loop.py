@@ -256,12 +256,16 @@ def _require_finite(run: _Run, step: int, values: dict[str, float], loss_scale: 
     if all(map(math.isfinite, values.values())):
         return
     run.checkpoints.close()  # a background save may be under way
+    raise NotFiniteError(step, values, _newest(run), loss_scale)
+
+
+def _newest(run: _Run) -> str:
+    """A sentence about the newest checkpoint, which only process 0 was told of."""
     try:
         saved = committed_steps(run.checkpoints.folder)
-        newest = f"The last good checkpoint is {saved[0]}." if saved else "No checkpoint was saved before it."
     except Exception as error:  # of a store, of many classes
-        newest = f"{run.checkpoints.folder} doesn't answer ({type(error).__name__}): look there for checkpoints."
-    raise NotFiniteError(step, values, newest, loss_scale)
+        return f"{run.checkpoints.folder} doesn't answer ({type(error).__name__}): look there for checkpoints."
+    return f"The last good checkpoint is {saved[0]}." if saved else "No checkpoint was saved before it."
 
 
 # ------------------------------------------------------------------------------------------------------- start and end
@@ -428,8 +432,7 @@ def _record_failure(run: _Run, error: BaseException) -> None:
     # Those two name the checkpoint themselves.
     if error.exit_code == EXIT_FAILED and not isinstance(error.__cause__ or error, CheckpointError | NotFiniteError):
         ended = f"after step {run.step}" if run.step else "before its first step"
-        resumes = f"the same command resumes from {run.last_checkpoint}" if run.last_checkpoint else "nothing is saved"
-        error.args = (f"{error}\n  The run ended {ended}; {resumes}.",)
+        error.args = (f"{error}\n  The run ended {ended}. {_newest(run)} The same command resumes.",)
 
 
 def _train_what_is_left(run: _Run) -> Outcome:

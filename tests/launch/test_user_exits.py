@@ -131,7 +131,7 @@ def test_a_run_fails_where_user_code_exits(place: str, user: Any, capsys: pytest
         return
     done = len(losses(Path("run")))
     assert done >= 4
-    assert f"The run ended after step {done}; the same command resumes from run/checkpoints/step-" in message
+    assert f"The run ended after step {done}. The last good checkpoint is run/checkpoints/step-" in message
     [failure] = events(Path("run"), "fail")
     assert failure["step"] == done
     assert failure["reason"].startswith(

@@ -151,7 +151,7 @@ def test_a_full_disk_ends_the_run_with_a_sentence(file: str, tmp_path: Path) -> 
     assert raised.value.exit_code == 1
     assert file not in lines or all(read_jsonl(folder / name) for name in lines), "no torn line in the middle"
     if file == "metrics.jsonl":
-        assert "the same command resumes from run/checkpoints/step-" in message
+        assert "The last good checkpoint is run/checkpoints/step-" in message
         assert read_jsonl(folder / "events.jsonl")[-1]["event"] == "fail"
         assert train(settings, device="cpu", backend="toy") == 0
         assert [row["step"] for row in read_jsonl(folder / file)] == [*range(5)]

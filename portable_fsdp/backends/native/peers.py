@@ -28,7 +28,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic import dataclasses as checked
 
 from portable_fsdp.backends.base import Rank
-from portable_fsdp.runtime.errors import EXIT_FAILED, TrainingError, printable
+from portable_fsdp.runtime.errors import EXIT_FAILED, PortableFSDPError, TrainingError, printable
 from portable_fsdp.runtime.process import open_store
 
 JOINING_ROUND_S = 0.1  # between two heartbeats until all processes have joined
@@ -174,7 +174,7 @@ class Peers:
 
     def _say_goodbye(self, error: BaseException | None) -> None:
         if error is not None:
-            self._send(error=_first_line(error))
+            self._send(error=str(error)[:5000] if isinstance(error, PortableFSDPError) else _first_line(error))
             return
         self._send(left=True)
         until = time.monotonic() + STORE_ANSWER_S
@@ -189,6 +189,9 @@ class Peers:
         beats = self._all_heartbeats()
         if 0 in beats and beats[0].verdict:
             return beats[0].verdict
+        for index, beat in beats.items():  # the cause, where another process knows it
+            if index != self._index and beat.error and not re.search("gloo|nccl", beat.error, re.IGNORECASE):
+                return _verdict(index, beat, self._timeout_s)
         peer = "another process"
         if match := re.search(r"\[([0-9a-f.:]+)\]:\d+", _first_line(error)):
             lost = [index for index, beat in beats.items() if match[1] in beat.addresses and index != self._index]
