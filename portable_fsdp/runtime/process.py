@@ -28,8 +28,8 @@ if TYPE_CHECKING:  # Python 3.10 has none, and the doctor reports that version
 COUNTING_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 LAUNCH_VARIABLES = (*COUNTING_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
 OUR_RUNS = "portable_fsdp.launch-"  # begins the elastic run's id in a start of our own; the agent's PID follows
-_CONNECT_S, _FOREIGN_S = 20, 40  # between two looks at the store's address; until what answers there is no store
-_ANSWERS = "another program answers there, which is no store"
+_CONNECT_S = 20  # between two looks at the store's address
+_ANSWERS = "a program answers there, but not as a store"
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
@@ -414,16 +414,19 @@ def open_store(environ: Mapping[str, str], limit: timedelta, *, serves: bool) ->
 
     # In a thread: torch waits without end for a program that accepts the connection and isn't a store.
     threading.Thread(target=connect, name="portable_fsdp store", daemon=True).start()
-    waiting = f"process {environ.get('RANK', '?')} waits for the store of process 0 at {host}:{port} (MASTER_ADDR:MASTER_PORT)"
+    waiting = f"process {environ.get('RANK', '?')} waits for the store of process 0 at {host}:{port}"
+    state = ""
     for waited_s in count(_CONNECT_S, _CONNECT_S):
         try:
             return connected.result(_CONNECT_S)
         except (TimeoutError, RuntimeError) as error:
-            state = _listener(host, port)
-            if isinstance(error, RuntimeError) or (state == _ANSWERS and waited_s >= _FOREIGN_S):
-                way_out = "Start all processes with the address of process 0 and a port that is free there."
-                raise TrainingError(f"{waiting}: after {waited_s} s {state}.\n  {way_out}") from None
-            if waited_s == _CONNECT_S or waited_s % 60 == 0:
+            before, state = state, _listener(host, port)
+            if isinstance(error, RuntimeError) or state == before == _ANSWERS:  # once: it may just have come
+                way_out = (
+                    "Give all processes the address of process 0, MASTER_ADDR, and a MASTER_PORT that is free there."
+                )
+                raise TrainingError(f"{waiting}: {state}.\n  {way_out}") from None
+            if state != before or waited_s % 60 == 0:
                 print(f"{waiting}: after {waited_s} s {state}", file=sys.stderr, flush=True)
     raise AssertionError("the loop has no end")
 
