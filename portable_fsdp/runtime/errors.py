@@ -16,7 +16,7 @@ traceback.
 import re
 from collections.abc import Sequence
 
-_USER_OF_URL = re.compile(r"(\b[a-z][\w+.-]*://)[^/\s\"']*@", re.IGNORECASE)
+_USER_OF_URL = re.compile(r"(\b[a-z][\w+.-]*://)[^/\s\"']*@|(?<![^\s\"'(])[^\s\"'/:@]+:[^\s\"'/@]+@", re.IGNORECASE)
 _SECRET_OF_URL = re.compile(r"([?&;][\w.-]*(?:key|token|secret|passw|sig|credential)[\w.-]*=)[^&\s\"']+", re.IGNORECASE)
 
 EXIT_FINISHED = 0
@@ -33,7 +33,7 @@ def printable(text: str) -> str:
 
 
 def without_passwords(text: str) -> str:
-    """The text with users, passwords and tokens in its URLs replaced by `(hidden)`."""
+    """Replace users, passwords and tokens in URLs by `(hidden)`, and `user:password@` where a client repeats a part."""
     return _SECRET_OF_URL.sub(r"\1(hidden)", _USER_OF_URL.sub(r"\1(hidden)@", text)) if "://" in text else text
 
 

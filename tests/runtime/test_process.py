@@ -147,7 +147,9 @@ def test_a_port_that_another_program_has(monkeypatch: pytest.MonkeyPatch, capfd:
             ConfigError, match=rf"MASTER_PORT={port}: can't open the store .*: address already in use\.\n"
         ):
             open_store(environ, limit, serves=True)
-        with pytest.raises(TrainingError, match=rf"process 1 waits for .*127\.0\.0\.1:{port}: .* but not as a store\.\n"):
+        with pytest.raises(
+            TrainingError, match=rf"process 1 waits for .*127\.0\.0\.1:{port}: .* but not as a store\.\n"
+        ):
             open_store(environ, limit, serves=False)
     assert time.monotonic() - started < 20
     assert f"at 127.0.0.1:{port}: after 0.25 s a program" in capfd.readouterr().err

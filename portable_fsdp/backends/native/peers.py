@@ -13,7 +13,6 @@ import json
 import os
 import re
 import socket
-import sys
 import threading
 import time
 import uuid
@@ -28,6 +27,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic import dataclasses as checked
 
 from portable_fsdp.backends.base import Rank
+from portable_fsdp.runtime.command import to_stderr
 from portable_fsdp.runtime.errors import EXIT_FAILED, PortableFSDPError, TrainingError, printable
 from portable_fsdp.runtime.process import open_store
 
@@ -296,7 +296,7 @@ class Peers:
                 self._warn(f"the first step has not ended after {waited}: {before}")
 
     def _warn(self, message: str) -> None:
-        print(printable(message), file=sys.stderr, flush=True)  # it quotes what others wrote to the store
+        to_stderr(printable(message))  # it quotes what others wrote to the store
 
     def _all_heartbeats(self) -> dict[int, Heartbeat]:
         """Those of all processes that the store gives within some seconds."""
