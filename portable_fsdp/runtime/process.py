@@ -8,12 +8,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
 from types import FrameType
@@ -396,25 +396,30 @@ def open_store(environ: Mapping[str, str], limit: timedelta, *, serves: bool) ->
     """
     import torch.distributed
 
-    dist, host, port = cast(Any, torch.distributed), environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    host, port, everyone = environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), int(environ["WORLD_SIZE"])
     if serves and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         try:
             _serve(host, port)
         except RuntimeError as error:
             raise cannot_listen(port, error) from None
+    # torch's own rendezvous would wait for all workers here, and not say for which one.
+    connect = partial(cast(Any, torch.distributed).TCPStore, wait_for_workers=False, timeout=limit)
+    waiting = f"process {environ.get('RANK', '?')} waits for the store of process 0 at {host}:{port}"
+    return _connected(partial(connect, host, port, everyone, False), host, port, waiting)
+
+
+def _connected(connect: Callable[[], Any], host: str, port: int, waiting: str) -> Any:
+    """The store that `connect` makes; says every minute what it waits for. Raises TrainingError."""
     connected: Future[Any] = Future()
 
-    def connect() -> None:
+    def work() -> None:
         try:
-            # torch's own rendezvous would wait for all workers here, and not say for which one.
-            store = dist.TCPStore(host, port, int(environ["WORLD_SIZE"]), False, timeout=limit, wait_for_workers=False)
-            connected.set_result(store)
+            connected.set_result(connect())
         except Exception as error:
             connected.set_exception(error)
 
     # In a thread: torch waits without end for a program that accepts the connection and isn't a store.
-    threading.Thread(target=connect, name="portable_fsdp store", daemon=True).start()
-    waiting = f"process {environ.get('RANK', '?')} waits for the store of process 0 at {host}:{port}"
+    threading.Thread(target=work, name="portable_fsdp store", daemon=True).start()
     state = ""
     for waited_s in count(_CONNECT_S, _CONNECT_S):
         try:

@@ -432,7 +432,7 @@ def _record_failure(run: _Run, error: BaseException) -> None:
     # Those two name the checkpoint themselves.
     if error.exit_code == EXIT_FAILED and not isinstance(error.__cause__ or error, CheckpointError | NotFiniteError):
         ended = f"after step {run.step}" if run.step else "before its first step"
-        error.args = (f"{error}\n  The run ended {ended}. {_newest(run)} The same command resumes.",)
+        error.args = (f"{error}\n  The run ended {ended}. {_newest(run)} Mend the cause, then rerun the same command.",)
 
 
 def _train_what_is_left(run: _Run) -> Outcome:

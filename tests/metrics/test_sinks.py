@@ -96,7 +96,9 @@ def test_events_carry_their_time(tmp_path: Path) -> None:
     assert event == {"event": "save", "step": 5, "path": str(tmp_path), "name": None}
 
 
-HISTORIES = {  # events as (kind, step) -> the last save that counts
+HISTORIES: dict[
+    tuple[tuple[str, int | None], ...], int | None
+] = {  # events as (kind, step) -> the last save that counts
     (): None,
     (("start", 0), ("save", 2), ("save", 4)): 4,
     (("start", 0), ("save", 2), ("start", 0)): None,  # it began anew
