@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from portable_fsdp.runtime.command import IMPORT_HELP, CommandParser, Once, number_of, run_command
+from portable_fsdp.runtime.command import IMPORT_HELP, CommandParser, Once, number_of, run_command, to_stderr
 from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, ConfigError
 from portable_fsdp.runtime.logs import KeptOutput
-from portable_fsdp.runtime.process import Hosts, detect_launch, end_with_agent, tpu_workers
+from portable_fsdp.runtime.process import Hosts, Stopped, detect_launch, early_stop, end_with_agent, tpu_workers
 
 if TYPE_CHECKING:
     from portable_fsdp.config.load import Loaded
@@ -45,11 +45,14 @@ def _parser() -> CommandParser:
 def main(argv: list[str]) -> int:
     """Run with the arguments after the program's name; returns the exit code."""
     try:
-        with KeptOutput() as output:
+        with early_stop(), KeptOutput() as output:
             return run_command(_parser(), argv, lambda options: _launch(options, argv, output), say=_say)
     except KeyboardInterrupt:
         _say("interrupted")
-        return EXIT_FAILED
+    except Stopped as request:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            to_stderr(f"stopped before the run began ({request}): nothing was saved")
+    return EXIT_FAILED
 
 
 def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) -> int:
@@ -88,7 +91,7 @@ def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) ->
         require_supported(loaded.config, Deployment(backend, device, devices, hosts))
         check_paths(loaded.config)
         if message := nothing_left(loaded.config):
-            print(message, file=sys.stderr)
+            to_stderr(message)
             return EXIT_FINISHED
     meeting = options_of(backend).prepare_start(device, processes, os.environ) if launch.is_alone else None
     if processes > 1 or meeting:
@@ -96,8 +99,7 @@ def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) ->
 
     os.environ.update(launch.variables)
     if launch.rank == 0:
-        lines = (f"started by {launch.description}", *_settings_of_environment(loaded))
-        print(*lines, sep="\n", file=sys.stderr, flush=True)
+        to_stderr("\n".join([f"started by {launch.description}", *_settings_of_environment(loaded)]))
     from portable_fsdp.train.loop import train
 
     output.hold_stdout()
@@ -156,7 +158,7 @@ def _say(message: str) -> None:
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(15)  # still alive: the first process doesn't have it
         message = f"[process {os.environ.get('RANK')}] {message}"
-    print(message, file=sys.stderr, flush=True)
+    to_stderr(message)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from portable_fsdp.checkpoint.format import (
 from portable_fsdp.checkpoint.storage import exists, locate
 from portable_fsdp.checkpoint.write_errors import with_cause
 from portable_fsdp.formats import EXPORTS, FORMATS, OF_TRANSFORMERS, require_source
-from portable_fsdp.runtime.command import CommandParser, at_least, to_stdout
+from portable_fsdp.runtime.command import CommandParser, at_least, to_stderr, to_stdout
 from portable_fsdp.runtime.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"{words[0]}: expected {' and '.join(urls)} to answer, found {type(error).__name__}: {error}\n"
                 "  Check the address, the credentials, and that the store is up. The data there may be intact."
             )
-    print(message, file=sys.stderr)
+    to_stderr(message)
     return code
 
 

@@ -1,5 +1,6 @@
 """Saving beside the training: the step waits for a copy in host memory, a thread does the rest. No collective here."""
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -8,6 +9,9 @@ import torch
 from torch import Tensor
 
 from portable_fsdp.backends.base import Piece
+from portable_fsdp.runtime.factory import user_code
+
+log = logging.getLogger("portable_fsdp")
 
 
 class Snapshot:
@@ -56,13 +60,20 @@ class Background:
 
         def run() -> None:
             try:
-                work()
+                with user_code("the save"):  # a thread would drop a SystemExit
+                    work()
             except Exception as error:
                 self._failure = error
 
         # A daemon: a run that fails doesn't wait for it. That kills the save, which is harmless.
-        self._thread = threading.Thread(target=run, name="portable_fsdp save", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=run, name="portable_fsdp save", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            log.warning("%s (ulimit -u, or the container's limit of pids): saving while the training waits", error)
+            run()
+            return
+        self._thread = thread
 
     def wait(self) -> None:
         """Wait for the job; raises its error, once."""

@@ -30,6 +30,7 @@ from portable_fsdp.checkpoint.search import ResumePoint, Search, as_checkpoint_e
 from portable_fsdp.checkpoint.store import Reader, entries_without_pieces, new_manifest, remove_files, write_pieces
 from portable_fsdp.checkpoint.write_errors import way_out
 from portable_fsdp.config import schema
+from portable_fsdp.metrics.sinks import NamedSave
 from portable_fsdp.runtime import collective_errors
 from portable_fsdp.runtime.closing import Closing
 from portable_fsdp.runtime.errors import CheckpointError
@@ -340,14 +341,26 @@ class Checkpoints(Closing):
         except CheckpointError:
             return False
 
-    def find(self, resume: str) -> ResumePoint | None:
+    def find(self, resume: str, last_save: NamedSave | None = None) -> ResumePoint | None:
         """The checkpoint to resume from, or None for a new run. `resume`: `auto`, `none`, or a checkpoint's address.
+        `last_save`: the newest that the run's events name.
 
         auto: the newest intact one of the run's own; warns of damaged newer ones. An address: that checkpoint, or the
         newest of the run's own if this run started there. Raises `CheckpointError` where a second history would join
-        the one in the folder, where no intact one is left, where the storage doesn't answer.
+        the one in the folder, where no intact one is left or none is there despite `last_save`, where the storage
+        doesn't answer.
         """
-        return self._search.find(resume)
+        return self._search.find(resume, last_save)
+
+    def note_evaluation(self, path: Path, evaluation: format.Evaluated) -> None:
+        """Replace the evaluation of a committed checkpoint, atomically: by one that followed its save."""
+
+        def write() -> None:
+            manifest = format.read_manifest(path).model_copy(update={"evaluation": evaluation})
+            storage.write(path / format.MANIFEST, [format.manifest_text(manifest).encode()])
+            storage.sync(path)
+
+        collective_errors.on_process_0(self._backend, write, partial(self._as_error, path, None))
 
     def load(self, source: ResumePoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> Resumed:
         """Check that the checkpoint fits, and overwrite model and optimizer with it.

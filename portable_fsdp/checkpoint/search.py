@@ -12,8 +12,9 @@ from portable_fsdp.checkpoint import commit, storage
 from portable_fsdp.checkpoint.format import committed_steps, read_manifest, require_checkpoint, step_of
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.config import schema
+from portable_fsdp.metrics.sinks import NamedSave
 from portable_fsdp.runtime import collective_errors
-from portable_fsdp.runtime.errors import CheckpointError, StoreError
+from portable_fsdp.runtime.errors import CheckpointError, StoreError, without_passwords
 
 log = logging.getLogger("portable_fsdp")
 
@@ -51,10 +52,12 @@ class Search:
         self._settings = settings
         self._run = run
 
-    def find(self, resume: str) -> ResumePoint | None:
+    def find(self, resume: str, last_save: NamedSave | None) -> ResumePoint | None:
         """As `Checkpoints.find`."""
         self._require_shared()
         own = [self._folder / name for name in self._on_process_0(self._own_names)]
+        if last_save is not None and resume != "none":
+            self._compare(last_save, resume, own)
         if resume == "none" and own:
             older = f" and {len(own) - 1} older" if len(own) > 1 else ""
             raise CheckpointError(
@@ -129,6 +132,26 @@ class Search:
             )
         return None
 
+    def _compare(self, last_save: NamedSave, resume: str, own: list[Path]) -> None:
+        """Refuse to begin anew where the run's events name a save; log where the newest one found is older."""
+        newest = next(iter(own), None)
+        if newest is None and resume != "auto":  # the way out of a full disk: on from a save, to another folder
+            newest = storage.locate(resume)
+            folders = [address.rpartition("/")[0] for address in (without_passwords(str(newest)), last_save.path)]
+            newest = newest if _is_same_place(*folders) else None
+        if newest is None:
+            begin_anew = "checkpoint.resume=none" if resume == "auto" else "another run.dir"
+            raise CheckpointError(
+                f"checkpoint.resume: {resume}: the last save that {last_save.events} names is {last_save.path},\n"
+                f"  but there is no checkpoint in {self._folder}. Mount or restore that folder, or set checkpoint.dir "
+                f"to the one\n  that holds it. To begin anew, without the steps so far: {begin_anew}."
+            )
+        if (step_of(newest) or 0) < last_save.step and self._backend.process.index == 0:
+            log.warning(
+                "the newest checkpoint is that of step %d, though %s names a save of step %d: %s",
+                *(step_of(newest), last_save.events, last_save.step, last_save.path),
+            )
+
     def _started_from(self, resume: str, own: list[Path]) -> bool:
         """Whether the run that saved its newest own checkpoint started from this address: the same command again."""
 
@@ -144,7 +167,7 @@ class Search:
             return None
 
         saved = self._on_process_0(saved_resume)
-        return saved not in (None, "auto", "none") and _is_same_place(str(saved), resume)
+        return saved not in (None, "auto", "none") and _is_same_place(str(saved), without_passwords(resume))
 
     def _named(self, path: Path, own: list[Path]) -> ResumePoint:
         self._on_process_0(lambda: require_checkpoint(path), f"checkpoint {path.name}")

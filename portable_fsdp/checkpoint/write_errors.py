@@ -54,7 +54,7 @@ def way_out(error: OSError, folder: Path, needed_bytes: int = 0, unfinished: Pat
 
 def _cause(error: OSError, folder: Path, needed_bytes: int = 0, freed_bytes: int = 0) -> str:
     """One sentence; "" for an error that needs none."""
-    sizes = ""
+    sizes = ": free some"
     if error.errno in _FULL and needed_bytes and (free := _free_bytes(folder)) is not None:
         sizes = f": {in_units(needed_bytes)} are needed, {in_units(free + freed_bytes)} are free"
     return _CAUSES.get(error.errno or 0, "").format(folder=folder, sizes=sizes)

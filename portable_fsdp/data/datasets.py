@@ -27,7 +27,7 @@ from portable_fsdp.data.buckets import Buckets, Row, uneven_key
 from portable_fsdp.data.order import sample_indices, seed_of, share_of_numbers
 from portable_fsdp.data.packing import ENDLESS, MicroBatch, Rows
 from portable_fsdp.runtime.errors import DataError
-from portable_fsdp.runtime.factory import call_factory, described
+from portable_fsdp.runtime.factory import call_factory, described, user_code
 
 log = logging.getLogger("portable_fsdp")
 
@@ -76,12 +76,13 @@ class _Items:
         return self.batch([self.buckets.padded(row, number) for row in rows])
 
     def batch(self, items: list[Any]) -> dict[str, Tensor]:
-        try:
-            batch: object = self._collate(items)
-        except Exception as error:
-            raise DataError(
-                f"data.factory: {self._name}: the rows don't make a batch: {described(error)}{self._way_out(items)}"
-            ) from error
+        with user_code(f"data.factory: {self._name}: the collate function"):
+            try:
+                batch: object = self._collate(items)
+            except Exception as error:
+                raise DataError(
+                    f"data.factory: {self._name}: the rows don't make a batch: {described(error)}{self._way_out(items)}"
+                ) from error
         if not isinstance(batch, Mapping) or not batch:
             raise DataError(
                 f"data.factory: {self._name}: expected items that are dicts of tensors, found a batch of type "
@@ -187,11 +188,12 @@ class DatasetRows(_OwnRows):
 
     def _item(self, number: int) -> Any:
         index = self._index(number)
-        try:
-            with _seeded(seed_of(number // len(self), index)):
-                return self._dataset[index]
-        except Exception as error:
-            raise DataError(f"data.factory: {self._name}: row {index} can't be read: {described(error)}") from error
+        with user_code(f"data.factory: {self._name}: row {index}"):
+            try:
+                with _seeded(seed_of(number // len(self), index)):
+                    return self._dataset[index]
+            except Exception as error:
+                raise DataError(f"data.factory: {self._name}: row {index} can't be read: {described(error)}") from error
 
     def order(self, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         return sample_indices(seed, positions, len(self)) + positions // len(self) * len(self)
@@ -237,7 +239,8 @@ class StreamRows(_OwnRows):
     def _seek(self, first: int) -> None:
         began = time.monotonic()
         can_skip = first > 0 and hasattr(self._dataset, "skip")
-        self._iterator = iter(self._dataset.skip(first) if can_skip else self._dataset)
+        with self._errors(first):
+            self._iterator = iter(self._dataset.skip(first) if can_skip else self._dataset)
         self._next = first if can_skip else 0
         while self._next < first:
             self._take()
@@ -247,20 +250,24 @@ class StreamRows(_OwnRows):
 
     def _take(self) -> tuple[int, Any]:
         assert self._next is not None
-        try:
-            with _seeded(seed_of(0, self._next)):
+        with self._errors(self._next), _seeded(seed_of(0, self._next)):
+            item = next(self._iterator, _END)
+            if item is _END:  # it begins again
+                self._iterator = iter(self._dataset)
                 item = next(self._iterator, _END)
-                if item is _END:  # it begins again
-                    self._iterator = iter(self._dataset)
-                    item = next(self._iterator, _END)
-        except Exception as error:
-            raise DataError(
-                f"data.factory: {self._name}: item {self._next} can't be read: {described(error)}"
-            ) from error
         if item is _END:
             raise DataError(f"data.factory: {self._name}: expected items, found a stream without any.")
         self._next += 1
         return self._next - 1, item
+
+    @contextmanager
+    def _errors(self, number: int) -> Generator[None]:
+        name = f"data.factory: {self._name}: item {number}"
+        with user_code(name):
+            try:
+                yield
+            except Exception as error:
+                raise DataError(f"{name} can't be read: {described(error)}") from error
 
     def order(self, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         return positions

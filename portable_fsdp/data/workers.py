@@ -22,6 +22,7 @@ from portable_fsdp.data.packing import Rows
 from portable_fsdp.runtime.closing import Closing
 from portable_fsdp.runtime.command import configure_log
 from portable_fsdp.runtime.errors import PortableFSDPError, TrainingError
+from portable_fsdp.runtime.factory import user_code
 from portable_fsdp.runtime.process import end_with_parent
 
 ReadStep = Callable[[Rows, int], list[dict[str, Tensor]]]
@@ -43,9 +44,10 @@ class _Steps(Dataset[Any]):
         from portable_fsdp.data.datasets import open_training_rows
 
         try:
-            if self._rows is None:
-                self._rows = open_training_rows(self._data)
-            return self._read(self._rows, first)
+            with user_code():
+                if self._rows is None:
+                    self._rows = open_training_rows(self._data)
+                return self._read(self._rows, first)
         except PortableFSDPError as error:
             return error.with_traceback(None)
 

@@ -6,14 +6,18 @@ torn line off. NaN and infinities, which JSON lacks, are written as null.
 
 import json
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from portable_fsdp.runtime.errors import UsageError
+from portable_fsdp.runtime.errors import UsageError, without_passwords
 from portable_fsdp.runtime.files import write_text_atomically
+
+_TAIL_BYTES = 64 << 20
 
 
 class LostSteps(NamedTuple):
@@ -24,6 +28,14 @@ class LostSteps(NamedTuple):
     until: str | None  # when the last one ended, in UTC (ISO 8601)
 
 
+class NamedSave(NamedTuple):
+    """A committed save that an events.jsonl names."""
+
+    step: int
+    path: str
+    events: Path  # the file
+
+
 class _LinesFile:
     """A file of JSON objects, one a line. One writer at a time."""
 
@@ -31,10 +43,18 @@ class _LinesFile:
         self._path = path
         _cut_torn_line(path)
 
-    def _append(self, row: Mapping[str, object]) -> None:
+    def _append(self, text: str) -> None:
         # Opened for each line: truncate_after replaces the file, and a handle would write into the old one.
-        with self._path.open("a", encoding="utf-8", newline="") as file:
-            file.write(_line(row))
+        with self._path.open("ab", buffering=0) as file:
+            begin, line = file.tell(), memoryview(text.encode())
+            try:
+                while line:  # a full disk first takes a part
+                    line = line[file.write(line) :]
+            except OSError as error:
+                error.filename = str(self._path)
+                with suppress(OSError):
+                    file.truncate(begin)  # else the next line would follow on a torn one
+                raise
 
 
 class MetricsFile(_LinesFile):
@@ -42,7 +62,12 @@ class MetricsFile(_LinesFile):
 
     def write(self, row: Mapping[str, object]) -> None:
         """Append one row; it is with the operating system when this returns."""
-        self._append(row)
+        self._append(_line(row))
+
+    def add(self, step: int, values: Mapping[str, object]) -> None:
+        """Add values to the row of a step; atomic."""
+        rows = [{**row, **values} if row.get("step") == step else row for row in read_jsonl(self._path)]
+        write_text_atomically(self._path, "".join(map(_line, rows)))
 
     def truncate_after(self, step: int) -> LostSteps | None:
         """Drop the rows of later steps, which a resumed run repeats, and return what they took; atomic.
@@ -66,8 +91,26 @@ class EventsFile(_LinesFile):
     """events.jsonl: start, resume, collectives, evaluation, samples, save, profile, straggler, each end, by time."""
 
     def write(self, event: str, /, **fields: object) -> None:
-        """Append one event with `time` in UTC (ISO 8601, milliseconds). Paths become text."""
-        self._append({"time": utc_text(time.time()), "event": event, **fields})
+        """Append one event with `time` in UTC (ISO 8601, milliseconds). Paths become text, without passwords."""
+        self._append(without_passwords(_line({"time": utc_text(time.time()), "event": event, **fields})))
+
+
+def last_save(path: Path) -> NamedSave | None:
+    """The newest save that an events.jsonl names and that no later start went behind; None: no such save.
+
+    Reads the last 64 MiB, and leaves out damaged lines. Raises UsageError for what is no plain file.
+    """
+    saves: list[NamedSave] = []
+    for line in _tail(path).split(b"\n"):
+        event = parse_line(line) or {}
+        step, address = event.get("step"), str(event.get("path"))
+        if type(step) is not int:
+            continue
+        if event.get("event") == "start":  # at 0 it began anew
+            saves = [save for save in saves if save.step <= step]
+        elif event.get("event") == "save" and address.isprintable():
+            saves.append(NamedSave(step, address, path))
+    return saves[-1] if saves else None
 
 
 def utc_text(seconds: float) -> str:
@@ -101,14 +144,26 @@ def parse_line(line: str | bytes) -> dict[str, Any] | None:
     return cast(dict[str, Any], value) if isinstance(value, dict) else None
 
 
+def _tail(path: Path) -> bytes:
+    """The end of a file, or all of it; empty for an absent one. Raises UsageError for what is no plain file."""
+    if path.exists() and not path.is_file():  # a pipe would never end
+        raise UsageError(f"{path}: expected a plain file, found a folder or a special file.\n  Move it away.")
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            return file.read(_TAIL_BYTES)
+    except FileNotFoundError:
+        return b""
+
+
 def _cut_torn_line(path: Path) -> None:
     """Let the file end with a whole line, so that the next append starts one."""
-    if not path.exists():
-        return
-    text = path.read_text(encoding="utf-8", errors="replace")
-    if text and not text.endswith("\n"):
-        lines, newline, tail = text.rpartition("\n")
-        write_text_atomically(path, lines + newline + ("" if parse_line(tail) is None else f"{tail}\n"))
+    last = _tail(path).rpartition(b"\n")[2]
+    if last and parse_line(last) is not None:
+        with path.open("ab") as file:
+            file.write(b"\n")
+    elif last:
+        os.truncate(path, path.stat().st_size - len(last))
 
 
 def _line(row: Mapping[str, object]) -> str:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from portable_fsdp.config.schema import Optim
-from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.runtime.errors import ConfigError, PortableFSDPError
 from portable_fsdp.runtime.factory import call_user, described, load_factory
 
 Make = Callable[[list[dict[str, Any]], bool], torch.optim.Optimizer]
@@ -84,7 +84,7 @@ def _trial(
             for weight in weights:
                 weight.grad = torch.randn(weight.shape, generator=generator)
             optimizer.step()
-    except ConfigError:
+    except PortableFSDPError:
         raise
     except Exception as error:
         raise ConfigError(f"optim.factory: a step of {name} failed: {described(error)}") from error

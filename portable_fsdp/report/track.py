@@ -112,7 +112,7 @@ def _send(run: Path, name: str, config: dict[str, Any], *, follow: bool) -> int:
                 tracker.log(_system(), step=sent.step)
                 began = time.monotonic()
         tracker.finish()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TrackerError(f"tracker {name}: {type(error).__name__}: {error}") from error
     finally:
         _write_state(state, sent)

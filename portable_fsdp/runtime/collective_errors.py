@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, cast
 
 from portable_fsdp.runtime.errors import PortableFSDPError, TrainingError
+from portable_fsdp.runtime.factory import user_code
 
 T = TypeVar("T")
 
@@ -65,7 +66,8 @@ def together(processes: Processes, work: Callable[[], T], as_error: Callable[[Ex
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
-        return work(), None
+        with user_code():
+            return work(), None
     except Exception as error:
         return None, error
 

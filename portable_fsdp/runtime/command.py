@@ -10,10 +10,10 @@ import math
 import os
 import sys
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
-from portable_fsdp.runtime.errors import EXIT_FINISHED, EXIT_USAGE, ConfigError, PortableFSDPError
+from portable_fsdp.runtime.errors import EXIT_FINISHED, EXIT_USAGE, ConfigError, PortableFSDPError, without_passwords
 from portable_fsdp.runtime.host import keep_torch_tpu_out
 
 NOTHING_STARTED = "Nothing was started."
@@ -24,13 +24,22 @@ EXIT_NO_READER = 141  # 128 + SIGPIPE
 
 
 def to_stderr(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
+    """Print, without passwords; a terminal that can't be written to is no reason to end a run."""
+    with suppress(OSError):
+        print(without_passwords(message), file=sys.stderr, flush=True)
+
+
+class LogLines(logging.Formatter):
+    """Writes no passwords."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return without_passwords(super().format(record))
 
 
 def to_stdout(text: str) -> None:
     """Print a command's answer. Raises SystemExit where nobody reads on, as behind `| head`."""
     try:
-        print(text, flush=True)
+        print(without_passwords(text), flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's own last flush fails too
         raise SystemExit(EXIT_NO_READER) from None
@@ -43,7 +52,7 @@ def configure_log(process_index: int) -> None:
     """
     handler = logging.StreamHandler()
     prefix = "" if process_index == 0 else f"[process {process_index}] "
-    handler.setFormatter(logging.Formatter(f"{prefix}%(message)s"))
+    handler.setFormatter(LogLines(f"{prefix}%(message)s"))
     logger = logging.getLogger("portable_fsdp")
     logger.handlers[:] = [handler]
     logger.setLevel(logging.INFO if process_index == 0 else logging.WARNING)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import psutil
 
 from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE
-from portable_fsdp.runtime.process import OUR_RUNS, Hosts
+from portable_fsdp.runtime.process import OUR_RUNS, Hosts, cannot_listen
 
 
 def run_processes(count: int, module: str, arguments: Sequence[str], hosts: Hosts | None = None) -> int:
@@ -19,7 +19,7 @@ def run_processes(count: int, module: str, arguments: Sequence[str], hosts: Host
     0 where all returned 0, else 2 or 143 where a worker returned that, else 1. SIGTERM and SIGINT reach the workers,
     who have torchrun's 30 s to save; the code is then 143 whether they did or not.
     """
-    from torch.distributed import run
+    from torch.distributed import DistNetworkError, run
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -45,6 +45,10 @@ def run_processes(count: int, module: str, arguments: Sequence[str], hosts: Host
         return next((code for code in (EXIT_USAGE, EXIT_STOPPED) if code in codes), EXIT_FAILED)
     except SignalException:
         return EXIT_STOPPED
+    except DistNetworkError as error:
+        if hosts is None:
+            raise
+        raise cannot_listen(hosts.port, error) from None
     finally:
         # A signal while the launcher starts its processes ends it before it knows them, and they would stay.
         for child in psutil.Process().children(recursive=True):

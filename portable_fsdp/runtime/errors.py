@@ -13,7 +13,11 @@ A message says what was expected, what was found, where, and what to do. Any oth
 traceback.
 """
 
+import re
 from collections.abc import Sequence
+
+_USER_OF_URL = re.compile(r"(\b[a-z][\w+.-]*://)[^/\s\"']*@|(?<![^\s\"'(])[^\s\"'/:@]+:[^\s\"'/@]+@", re.IGNORECASE)
+_SECRET_OF_URL = re.compile(r"([?&;][\w.-]*(?:key|token|secret|passw|sig|credential)[\w.-]*=)[^&\s\"']+", re.IGNORECASE)
 
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
@@ -26,6 +30,11 @@ def printable(text: str) -> str:
     if text.replace("\n", "").isprintable():
         return text
     return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
+
+
+def without_passwords(text: str) -> str:
+    """Replace users, passwords and tokens in URLs by `(hidden)`, and `user:password@` where a client repeats a part."""
+    return _SECRET_OF_URL.sub(r"\1(hidden)", _USER_OF_URL.sub(r"\1(hidden)@", text)) if "://" in text else text
 
 
 def table(rows: Sequence[Sequence[str]], right: Sequence[int] = (), indent: str = "") -> str:
@@ -48,7 +57,7 @@ class PortableFSDPError(Exception):
     run_has_started = False
 
     def __str__(self) -> str:
-        return printable(super().__str__())
+        return without_passwords(printable(super().__str__()))
 
 
 class UsageError(PortableFSDPError):

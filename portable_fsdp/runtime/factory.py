@@ -3,15 +3,33 @@
 import importlib
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.runtime.errors import ConfigError, TrainingError
 from portable_fsdp.runtime.hub import before_transformers
+from portable_fsdp.runtime.process import is_signal
 
 FACTORY_PATTERN = r"^[^\s:]+:[^\s:]+$"
+
+
+class UserExit(TrainingError):
+    """User code raised SystemExit or another exception that is no Exception. That is an error, not a run's end."""
+
+
+@contextmanager
+def user_code(name: str = "user code") -> Generator[None]:
+    """Raises UserExit, which begins with `name`, in place of a SystemExit; signals pass, and so does any Exception."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or is_signal(error):
+            raise
+        way_out = "Raise an Exception for an error. To stop a run after a save, send it SIGTERM."
+        raise UserExit(f"{name} raised {described(error)}\n  {way_out}") from error
 
 
 def search_folder(folder: Path) -> None:
@@ -38,10 +56,11 @@ def load_factory(key: str, name: str) -> Callable[..., Any]:
             f"{key}: expected a module in the config's folder or on PYTHONPATH, found none named {module_name}.\n"
             f"  Put {module_name.replace('.', '/')}.py beside the config, or its folder on PYTHONPATH."
         )
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise ConfigError(f"{key}: {module_name} can't be imported: {described(error)}") from error
+    with user_code(f"{key}: the import of {module_name}"):
+        try:
+            module = importlib.import_module(module_name)
+        except Exception as error:
+            raise ConfigError(f"{key}: {module_name} can't be imported: {described(error)}") from error
     try:
         function = getattr(module, attribute)
     except AttributeError:
@@ -61,18 +80,19 @@ def call_factory(key: str, name: str, *arguments: Any) -> Any:
 
 def call_user(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
     """What a function of the user's returns. Raises ConfigError, which begins with `name`, where it raises."""
-    try:
-        return function(*arguments)
-    except Exception as error:
-        raise ConfigError(f"{name} failed: {described(error)}") from error
+    with user_code(name):
+        try:
+            return function(*arguments)
+        except Exception as error:
+            raise ConfigError(f"{name} failed: {described(error)}") from error
 
 
-def described(error: Exception) -> str:
+def described(error: BaseException) -> str:
     """The error's class, its message, and the last line of the user's code that it passed through, if any."""
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg}\n  in {error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
     libraries = ("site-packages", "dist-packages", "importlib", "<frozen", str(Path(__file__).parent.parent))
     own = [frame for frame in frames if not any(part in frame.filename for part in libraries)]
-    text = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+    text = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}".removesuffix(": ")
     return f"{text}\n  in {own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else text

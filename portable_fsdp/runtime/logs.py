@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, cast
 
-from portable_fsdp.runtime.command import to_stderr
+from portable_fsdp.runtime.command import LogLines, to_stderr
 
 log = logging.getLogger("portable_fsdp")
 
@@ -33,7 +33,7 @@ class RunLog(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", _TIME))
+        self.setFormatter(LogLines("%(asctime)s %(levelname)s %(message)s", _TIME))
         self._path: Path | None = None
         self._held: list[str] = []
 

@@ -4,18 +4,22 @@ import ctypes
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
+from itertools import count
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
-from portable_fsdp.runtime.errors import EXIT_FAILED, ConfigError
+from portable_fsdp.runtime.errors import EXIT_FAILED, ConfigError, TrainingError
 from portable_fsdp.runtime.tasks import Tasks, integer, read_tasks
 
 if TYPE_CHECKING:  # Python 3.10 has none, and the doctor reports that version
@@ -24,6 +28,8 @@ if TYPE_CHECKING:  # Python 3.10 has none, and the doctor reports that version
 COUNTING_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 LAUNCH_VARIABLES = (*COUNTING_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
 OUR_RUNS = "portable_fsdp.launch-"  # begins the elastic run's id in a start of our own; the agent's PID follows
+_CONNECT_S = 20  # between two looks at the store's address
+_ANSWERS = "a program answers there, but not as a store"
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
@@ -279,6 +285,33 @@ class Stopped(BaseException):
     file's fault."""
 
 
+class Interrupted(KeyboardInterrupt):
+    """A second request: whoever sent it won't wait for the step and its save."""
+
+
+def is_signal(error: BaseException) -> bool:
+    """Whether a signal raised it: a request to stop, or Ctrl-C where Python's own handler is installed."""
+    if not isinstance(error, KeyboardInterrupt):
+        return isinstance(error, Stopped)
+    is_main = threading.current_thread() is threading.main_thread()  # no other thread handles signals
+    return isinstance(error, Interrupted) or (is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+
+
+@contextmanager
+def early_stop() -> Generator[None]:
+    """Before a StopRequest: SIGTERM raises Stopped. Else a shell would see 143, which promises a save."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)  # once
+        raise Stopped(signal.Signals(number).name)
+
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
+
+
 class StopRequest:
     """While entered, SIGTERM and SIGINT request a stop.
 
@@ -287,7 +320,7 @@ class StopRequest:
             stop.begin_steps()        # from now on it only sets a flag and prints one line
             while not stop.requested: ...
 
-    A second request ends the run at once by KeyboardInterrupt, for someone who won't wait for the step and the save.
+    A second request ends the run at once by Interrupted, for someone who won't wait for the step and the save.
     Enter it in the main thread (Python handles signals nowhere else). Python runs a handler only between two of its own
     instructions, and a compiler may work for minutes: before the first step a thread ends the process if the main
     thread hasn't within `grace_s`.
@@ -334,7 +367,7 @@ class StopRequest:
         now = time.monotonic()
         if self._requested_at is not None:
             if now - self._requested_at > self._same_press_s:
-                raise KeyboardInterrupt
+                raise Interrupted
             return
         self._requested_at, self.reason = now, signal.Signals(number).name
         if self._ends_at_once:
@@ -359,15 +392,66 @@ def open_store(environ: Mapping[str, str], limit: timedelta, *, serves: bool) ->
     torch's TCPStore, which does not wait for the other processes.
 
     `serves`: this process holds the store for its whole life, unless torchrun's agent holds it. `limit`: for connecting
-    and for each wait for a key.
+    and for each wait for a key. Raises ConfigError where process 0 can't listen, TrainingError where no store answers.
     """
     import torch.distributed
 
-    host, port, count = environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), int(environ["WORLD_SIZE"])
+    host, port, everyone = environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), int(environ["WORLD_SIZE"])
     if serves and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        _serve(host, port)
+        try:
+            _serve(host, port)
+        except RuntimeError as error:
+            raise cannot_listen(port, error) from None
     # torch's own rendezvous would wait for all workers here, and not say for which one.
-    return cast(Any, torch.distributed).TCPStore(host, port, count, False, timeout=limit, wait_for_workers=False)
+    connect = partial(cast(Any, torch.distributed).TCPStore, wait_for_workers=False, timeout=limit)
+    waiting = f"process {environ.get('RANK', '?')} waits for the store of process 0 at {host}:{port}"
+    return _connected(partial(connect, host, port, everyone, False), host, port, waiting)
+
+
+def _connected(connect: Callable[[], Any], host: str, port: int, waiting: str) -> Any:
+    """The store that `connect` makes; says every minute what it waits for. Raises TrainingError."""
+    connected: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            connected.set_result(connect())
+        except Exception as error:
+            connected.set_exception(error)
+
+    # In a thread: torch waits without end for a program that accepts the connection and isn't a store.
+    threading.Thread(target=work, name="portable_fsdp store", daemon=True).start()
+    state = ""
+    for waited_s in count(_CONNECT_S, _CONNECT_S):
+        try:
+            return connected.result(_CONNECT_S)
+        except (TimeoutError, RuntimeError) as error:
+            before, state = state, _listener(host, port)
+            if isinstance(error, RuntimeError) or state == before == _ANSWERS:  # once: it may just have come
+                way_out = (
+                    "Give all processes the address of process 0, MASTER_ADDR, and a MASTER_PORT that is free there."
+                )
+                raise TrainingError(f"{waiting}: {state}.\n  {way_out}") from None
+            if state != before or waited_s % 60 == 0:
+                print(f"{waiting}: after {waited_s} s {state}", file=sys.stderr, flush=True)
+    raise AssertionError("the loop has no end")
+
+
+def cannot_listen(port: int, error: Exception) -> ConfigError:
+    """The error of the process that was to open the store; `error`: torch's."""
+    reason = str(error).partition("message: ")[2] or str(error).partition("\n")[0]
+    return ConfigError(
+        f"environment: MASTER_PORT={port}: can't open the store where the processes meet: {reason}.\n"
+        "  End the program that listens there (ss -ltnp), or give all processes another MASTER_PORT."
+    )
+
+
+def _listener(host: str, port: int) -> str:
+    """What a connection to the address finds, for a message."""
+    try:
+        socket.create_connection((host, port), timeout=_CONNECT_S).close()
+    except OSError as error:
+        return f"there is none yet ({error})"
+    return _ANSWERS
 
 
 @cache

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from portable_fsdp.backends.base import Backend, Traffic
 from portable_fsdp.checkpoint.manager import Resumed, Saved
+from portable_fsdp.checkpoint.write_errors import with_cause
 from portable_fsdp.config.schema import Config
+from portable_fsdp.runtime.errors import TrainingError
 from portable_fsdp.train.stragglers import Straggler
 
 if TYPE_CHECKING:
@@ -173,8 +175,12 @@ class Callbacks:
         for callback in list(self._all):
             try:
                 getattr(callback, hook.__name__)(data)
-            except Exception:
+            except Exception as error:
                 if callback in self._ours:
+                    if isinstance(error, OSError):
+                        folder = Path(error.filename or "run.dir").parent
+                        message = f"the run can't write its record: {with_cause(error, folder)}"
+                        raise TrainingError(message) from error
                     raise
                 self._all.remove(callback)
                 log.exception(

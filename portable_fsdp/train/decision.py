@@ -17,6 +17,10 @@ class Limits:
     patience: int | None  # evaluations
     sample_every: int | None = None
 
+    def evaluates(self, step: int) -> bool:
+        """Whether an evaluation follows `step`."""
+        return self.eval_every is not None and (step >= self.last or step % self.eval_every == 0)
+
 
 class Votes(NamedTuple):
     """What any process requested with a step."""
@@ -56,7 +60,7 @@ def decide(limits: Limits, step: int, votes: Votes, history: Evaluated | None) -
         end = "no improvement"
     is_best = history is not None and history.best_step == step
     return Decision(
-        evaluate=not votes.stop and limits.eval_every is not None and (is_last or step % limits.eval_every == 0),
+        evaluate=not votes.stop and limits.evaluates(step),
         save=votes.save or is_best or end is not None or _is_due(step, limits.save_every),
         end=end,
         sample=not votes.stop

@@ -4,6 +4,7 @@ A start without a launcher calls this, and the run checks again, on all processe
 store.
 """
 
+import json
 import math
 import os
 from pathlib import Path
@@ -22,7 +23,7 @@ from portable_fsdp.config.schema import Config
 from portable_fsdp.data.sources import EXAMPLES, files_of
 from portable_fsdp.data.tokenize import require_tokenizer_folder
 from portable_fsdp.models.architecture import architecture_mapping
-from portable_fsdp.runtime.errors import CheckpointError, ConfigError, DataError
+from portable_fsdp.runtime.errors import CheckpointError, ConfigError, DataError, without_passwords
 from portable_fsdp.runtime.hub import is_hub_id, require_folder_or_hub_id
 
 
@@ -67,6 +68,9 @@ def nothing_left(config: Config) -> str | None:
         return None
     try:
         manifest = read_manifest(newest)
+        evaluated = manifest.evaluation and manifest.evaluation.step
+        if config.train.eval_every is not None and config.data.eval_split is not None and evaluated != manifest.step:
+            return None  # a stop came before its evaluation
         if any(change.makes_curve for change in differences(manifest, saved_config(config), None, None, is_own=True)):
             return None
         begun = [path.stat().st_mtime for path in (newest, Path(config.run.dir) / "config.yaml") if path.exists()]
@@ -99,11 +103,11 @@ def _files_read(config: Config) -> list[Path] | None:
 
 def saved_config(config: Config) -> dict[str, Any]:
     """The config as a checkpoint holds it: JSON, with what the file holds that `model.architecture` names, since that
-    may have changed when the run is resumed."""
+    may have changed when the run is resumed. It holds no passwords: checkpoints travel."""
     values = config.model_dump(mode="json")
     if config.model.architecture is not None:
         values["model"]["architecture"] = _as_json(architecture_mapping(config.model.architecture))
-    return values
+    return json.loads(without_passwords(json.dumps(values)))
 
 
 def _as_json(value: Any) -> Any:

@@ -20,7 +20,9 @@ from portable_fsdp.backends.open import open_backend
 from portable_fsdp.checkpoint.format import Evaluated, committed_steps, step_folder
 from portable_fsdp.checkpoint.manager import Checkpoints, Resumed
 from portable_fsdp.config.schema import LEAST_LOSS_SCALE, Config
+from portable_fsdp.data.batches import Batches
 from portable_fsdp.data.build import Corpus
+from portable_fsdp.metrics.sinks import last_save
 from portable_fsdp.optim.schedule import learning_rate
 from portable_fsdp.runtime.collective_errors import on_process_0
 from portable_fsdp.runtime.command import configure_log
@@ -29,9 +31,11 @@ from portable_fsdp.runtime.errors import (
     EXIT_FINISHED,
     EXIT_STOPPED,
     CheckpointError,
+    DataError,
     PortableFSDPError,
     TrainingError,
 )
+from portable_fsdp.runtime.factory import UserExit, user_code
 from portable_fsdp.runtime.lock import sole_run
 from portable_fsdp.runtime.logs import run_log
 from portable_fsdp.runtime.process import Stopped, StopRequest
@@ -91,6 +95,7 @@ class _Run:
     step: int  # the last one that is done
     history: Evaluated | None  # of the evaluations so far
     last_checkpoint: Path | None
+    misses_evaluation: bool = False  # of the checkpoint that it resumes from: a stop came first
 
 
 def _train_steps(run: _Run) -> Outcome:
@@ -102,7 +107,7 @@ def _train_steps(run: _Run) -> Outcome:
             with run.measures.timed("wait"):
                 ended = run.profiles.before_step(step, in_flight and in_flight.metrics)
             began = run.measures.begin_step()
-            rows = next(batches)
+            rows = _next_rows(run, batches, in_flight)
             waited, lr = time.perf_counter() - began, learning_rate(config.optim, step, run.start.steps)
             placed = _placed(run, rows)
             with run.measures.timed("step"):
@@ -135,6 +140,17 @@ def _no_collections() -> Generator[None]:
     finally:
         gc.enable()
         gc.unfreeze()
+
+
+def _next_rows(run: _Run, batches: Batches, in_flight: InFlight | None) -> list[Batch]:
+    """The rows of the next step. Where they can't be read, the step in flight still gets its row of metrics."""
+    try:
+        with user_code():
+            return next(batches)
+    except (DataError, UserExit):
+        if in_flight is not None:
+            run.callbacks.call(Callback.on_step, _read(run, in_flight)[0])
+        raise
 
 
 def _placed(run: _Run, rows: list[Batch]) -> list[Batch]:
@@ -240,12 +256,16 @@ def _require_finite(run: _Run, step: int, values: dict[str, float], loss_scale: 
     if all(map(math.isfinite, values.values())):
         return
     run.checkpoints.close()  # a background save may be under way
+    raise NotFiniteError(step, values, _newest(run), loss_scale)
+
+
+def _newest(run: _Run) -> str:
+    """A sentence about the newest checkpoint, which only process 0 was told of."""
     try:
         saved = committed_steps(run.checkpoints.folder)
-        newest = f"The last good checkpoint is {saved[0]}." if saved else "No checkpoint was saved before it."
     except Exception as error:  # of a store, of many classes
-        newest = f"{run.checkpoints.folder} doesn't answer ({type(error).__name__}): look there for checkpoints."
-    raise NotFiniteError(step, values, newest, loss_scale)
+        return f"{run.checkpoints.folder} doesn't answer ({type(error).__name__}): look there for checkpoints."
+    return f"The last good checkpoint is {saved[0]}." if saved else "No checkpoint was saved before it."
 
 
 # ------------------------------------------------------------------------------------------------------- start and end
@@ -267,14 +287,14 @@ def train(
     them, and may raise. `callbacks` observe the run, see `train/callbacks.py`. `keep_output` gets the run's
     folder, once it is there, and this process's index. Raises the errors of runtime/errors.py.
     """
-    with StopRequest() as stop:
+    with StopRequest() as stop, user_code():
         try:
             if config.train.micro_batch == "auto":
                 from portable_fsdp.train.batch_size import with_resolved_micro_batch
 
                 config = with_resolved_micro_batch(config, device=device, backend=backend, num_devices=num_devices)
             opened = open_backend(config, device=device, backend=backend, num_devices=num_devices)
-            with opened as engine, ExitStack() as held:
+            with opened as engine, ExitStack() as held, user_code():
                 check_devices(engine.data_parallel_size)
                 configure_log(engine.process.index)
                 run_file = held.enter_context(run_log(engine.process.index))
@@ -309,13 +329,17 @@ def _train(
     evaluator = build_evaluator(config, engine, training, corpus)
     sampler = build_sampler(config, engine, training, corpus.tokenizer)
     with open_checkpoints(config, engine, training, corpus) as checkpoints:
-        point = checkpoints.find(config.checkpoint.resume)
+        named = on_process_0(engine, lambda: last_save(Path(config.run.dir) / "events.jsonl"))
+        point = checkpoints.find(config.checkpoint.resume, named)
         resumed = None if point is None else checkpoints.load(point, training.model, training.optimizer)
         cost = training.trial.cost if training.trial else None
         start = run_start(config, engine, training.built.size, steps, resumed, cost)
         is_new = resumed is None or any(change.name == "observe.profile" for change in resumed.changes)
         check_profile(config, steps, start.step, is_new=is_new)
         last, eval_every = min(steps, config.train.stop_at or steps), config.train.eval_every if evaluator else None
+        limits = Limits(last, config.checkpoint.every, eval_every, config.train.patience, config.train.sample_every)
+        evaluated = resumed.evaluation.step if resumed and resumed.evaluation else 0
+        misses = point is not None and point.is_own and evaluated < start.step and limits.evaluates(start.step)
         observers = Callbacks([RunFiles(), Console()], [*_displays(config), *callbacks], engine)
         run = _Run(
             start,
@@ -325,7 +349,7 @@ def _train(
             evaluator,
             sampler,
             checkpoints,
-            Limits(last, config.checkpoint.every, eval_every, config.train.patience, config.train.sample_every),
+            limits,
             Measures(engine, start),
             SaveTriggers(start.folder, config.checkpoint.every_minutes),
             stop,
@@ -334,8 +358,13 @@ def _train(
             step=start.step,
             history=_earlier_history(resumed, evaluator),
             last_checkpoint=resumed.path if resumed else None,
+            misses_evaluation=misses,
         )
-        on_process_0(engine, lambda: run.callbacks.call(Callback.on_start, start))
+        try:
+            on_process_0(engine, lambda: run.callbacks.call(Callback.on_start, start))
+        except UserExit as error:
+            _record_failure(run, error)
+            raise
         begin_logs(start.folder)
         outcome = _train_observed(run)
     if outcome == "stopped":
@@ -374,29 +403,48 @@ def _earlier_history(resumed: Resumed | None, evaluator: Evaluator | None) -> Ev
 def _train_observed(run: _Run) -> Outcome:
     """Train what is left; the callbacks see every commit, and then the end, whatever it is."""
     try:
-        try:
-            outcome = _train_what_is_left(run)
-        finally:  # an error may come between a commit and its event, and a save be under way by then
-            run.profiles.after_step(run.step, is_last=True)
-            run.checkpoints.close()
-            _note_commits(run)
+        with user_code():
+            try:
+                outcome = _train_what_is_left(run)
+            finally:  # an error may come between a commit and its event, and a save be under way by then
+                run.profiles.after_step(run.step, is_last=True)
+                run.checkpoints.close()
+                _note_commits(run)
     except (Exception, Stopped) as error:  # Stopped: before the first step has ended
-        if isinstance(error, PortableFSDPError):
-            error.run_has_started = True
-        values = error.values if isinstance(error, NotFiniteError) else {}
-        end = _end_of(run, "not finite" if values else "failed", values, error)
-        with suppress(Exception):  # the disk may be full: the run's own error goes first
-            run.callbacks.call(Callback.on_end, end)
+        _record_failure(run, error)
         raise
     end = _end_of(run, outcome, {})
     on_process_0(run.engine, lambda: run.callbacks.call(Callback.on_end, end))
     return outcome
 
 
+def _record_failure(run: _Run, error: BaseException) -> None:
+    """Let the callbacks see the end; an error that is no refusal of a first step also says how far the run is."""
+    values = error.values if isinstance(error, NotFiniteError) else {}
+    end = _end_of(run, "not finite" if values else "failed", values, error)
+    with suppress(Exception), user_code():  # the disk may be full: the run's own error goes first
+        run.callbacks.call(Callback.on_end, end)
+    if not isinstance(error, PortableFSDPError):
+        return
+    error.run_has_started = True
+    if isinstance(error, DataError) or run.step > run.start.step:
+        error.exit_code = EXIT_FAILED  # 2 means that nothing was lost
+    # Those two name the checkpoint themselves.
+    if error.exit_code == EXIT_FAILED and not isinstance(error.__cause__ or error, CheckpointError | NotFiniteError):
+        ended = f"after step {run.step}" if run.step else "before its first step"
+        error.args = (f"{error}\n  The run ended {ended}. {_newest(run)} Mend the cause, then rerun the same command.",)
+
+
 def _train_what_is_left(run: _Run) -> Outcome:
     if run.start.resumed is None and run.start.config.train.eval_on_start:
         _evaluate(run, 0)
+    if run.misses_evaluation:
+        if _evaluate(run, run.step) is None:
+            return "stopped"
+        run.checkpoints.note_evaluation(cast(Path, run.last_checkpoint), cast(Evaluated, run.history))
     is_over = is_patience_over(run.limits, run.history)
+    if run.misses_evaluation and is_over:
+        return "no improvement"
     if run.step < run.limits.last and not is_over:
         return _train_steps(run)
     why = f" ({_patience(run)})" if is_over and run.step < run.limits.last else ""

@@ -14,13 +14,14 @@ from importlib.metadata import PackageNotFoundError, version
 
 import psutil
 
+from portable_fsdp.checkpoint import storage
 from portable_fsdp.checkpoint.manager import Saved
 from portable_fsdp.config.describe import default_of, option_names, shortened, value_of, yaml_value
 from portable_fsdp.config.load import config_text
 from portable_fsdp.config.schema import Config
 from portable_fsdp.metrics.goodput import duration, goodput
 from portable_fsdp.metrics.sinks import EventsFile, MetricsFile, read_jsonl, utc_text
-from portable_fsdp.runtime.errors import printable
+from portable_fsdp.runtime.errors import printable, without_passwords
 from portable_fsdp.runtime.files import write_text_atomically
 from portable_fsdp.train.callbacks import Callback, EvaluationEnd, ProfileEnd, RunEnd, RunStart, SamplesEnd, StepEnd
 from portable_fsdp.train.stragglers import imbalance
@@ -49,7 +50,7 @@ class RunFiles(Callback):
 
     def on_start(self, start: RunStart) -> None:
         """Makes the folder and drops the rows of steps that run again."""
-        self._folder, self._hosts = start.folder, start.hosts
+        self._folder, self._hosts, self._first = start.folder, start.hosts, start.step
         self._folder.mkdir(parents=True, exist_ok=True)
         self._metrics = MetricsFile(self._folder / "metrics.jsonl")
         lost = self._metrics.truncate_after(start.step)  # first: it refuses a file that something else has written to
@@ -58,7 +59,7 @@ class RunFiles(Callback):
         self._events = EventsFile(self._folder / "events.jsonl")
         for name in ("STOPPED", "PROFILE"):
             (self._folder / name).unlink(missing_ok=True)
-        write_text_atomically(self._folder / "config.yaml", config_text(start.config))
+        write_text_atomically(self._folder / "config.yaml", without_passwords(config_text(start.config)))
         self._events.write(
             "start",
             name=start.config.run.name,
@@ -92,9 +93,8 @@ class RunFiles(Callback):
             row["processes"] = processes_row(step, self._hosts)
         if step.loss_scale is not None:
             row |= {"loss_scale": step.loss_scale, "skipped_steps": step.skipped_steps}
-        if (evaluation := step.evaluation) is not None:
-            row |= {f"eval_{name}": getattr(evaluation, name) for name in ("loss", "perplexity", "tokens")}
-            row |= {f"eval_{name}": value for name, value in evaluation.metrics.items()}
+        if step.evaluation is not None:
+            row |= _evaluation_row(step.evaluation)
         self._metrics.write(row)
         for straggler in step.stragglers:
             self._events.write("straggler", step=step.step, **straggler._asdict())
@@ -102,6 +102,8 @@ class RunFiles(Callback):
     def on_evaluate(self, evaluation: EvaluationEnd) -> None:
         figures = asdict(evaluation)
         self._events.write("evaluation", **{**figures, **figures.pop("metrics")})
+        if 0 < evaluation.step == self._first:  # of the step before this start, which wrote its row
+            self._metrics.add(evaluation.step, _evaluation_row(evaluation))
 
     def on_samples(self, samples: SamplesEnd) -> None:
         for prompt, text in zip(samples.prompts, samples.texts, strict=True):
@@ -109,7 +111,8 @@ class RunFiles(Callback):
         self._events.write("samples", step=samples.step, seconds=samples.seconds)
 
     def on_save(self, save: Saved) -> None:
-        self._events.write("save", **save._asdict())
+        is_local = not storage.is_object_store(save.path)
+        self._events.write("save", **save._asdict() | {"path": save.path.absolute() if is_local else save.path})
 
     def on_profile(self, profile: ProfileEnd) -> None:
         figures = profile.summary._asdict()
@@ -125,6 +128,12 @@ class RunFiles(Callback):
         if end.outcome == "stopped":
             content = json.dumps({"reason": end.reason, "step": end.step})
             write_text_atomically(self._folder / "STOPPED", content + "\n")
+
+
+def _evaluation_row(evaluation: EvaluationEnd) -> dict[str, object]:
+    """Its part of a row of metrics.jsonl."""
+    values = {name: getattr(evaluation, name) for name in ("loss", "perplexity", "tokens")}
+    return {f"eval_{name}": value for name, value in {**values, **evaluation.metrics}.items()}
 
 
 def processes_row(step: StepEnd, hosts: Sequence[str]) -> dict[str, object]:
@@ -193,7 +202,7 @@ class Console(Callback):
             _log_evaluation(step.evaluation)
 
     def on_evaluate(self, evaluation: EvaluationEnd) -> None:
-        if evaluation.step == 0:  # no step follows that would show it
+        if evaluation.step == self._start.step:  # no step follows that would show it
             _log_evaluation(evaluation)
 
     def on_samples(self, samples: SamplesEnd) -> None:

@@ -113,20 +113,53 @@ def test_other_rows_begin_anew(folder: Path, capsys: pytest.CaptureFixture[str])
     assert len(losses(folder / "run")) == 5  # the third is the first of those
 
 
-def test_a_request_to_stop_ends_an_evaluation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    batches = Evaluator._batches
+def test_an_evaluation_that_a_stop_ends_is_made_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two stops, in the evaluations of steps 2 and 4: history, best and the end are those of an uninterrupted run."""
+    words, batches = (*FLAGS, "train.eval_every=2", "train.patience=1", "checkpoint.keep=1"), Evaluator._batches
 
-    def interrupted(self: Evaluator, *args: object) -> Iterator[Batch]:
-        os.kill(os.getpid(), signal.SIGTERM)
-        yield from batches(self, *args)  # type: ignore[arg-type]
+    def stopped_in(number: int) -> int:
+        """The exit code of a start that gets a SIGTERM in this one of its evaluations."""
+        begun: list[int] = []
 
-    with monkeypatch.context() as patched:
-        patched.setattr(Evaluator, "_batches", interrupted)
-        assert launch(*FLAGS, "train.eval_every=2") == 143
-    assert committed(folder / "run") == [2]
+        def interrupted(self: Evaluator, *args: object) -> Iterator[Batch]:
+            begun.append(1)
+            if len(begun) == number:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield from batches(self, *args)  # type: ignore[arg-type]
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Evaluator, "_batches", interrupted)
+            return launch(*words)
+
+    assert [stopped_in(1), stopped_in(2)] == [143, 143]
+    assert committed(folder / "run") == [2, 4]
     assert (folder / "run" / "STOPPED").exists()
-    assert launch(*FLAGS, "train.eval_every=2") == 0
-    assert evaluations(folder / "run") == [4, 6]
+    assert [launch(*words), launch(*words, "run.dir=alone")] == [0, 0]
+    for run in (folder / "run", folder / "alone"):
+        assert committed(run) == [2, 4]
+        assert (
+            read_manifest(run / "checkpoints/step-00000004").evaluation
+            == read_manifest(folder / "alone/checkpoints/step-00000004").evaluation
+        )
+        assert events(run, "stop")[-1]["reason"] == "no improvement in 1 evaluations"
+        assert evaluations(run) == [2, 4] == [event["step"] for event in events(run, "evaluation")]
+    names = [name for name in read_jsonl(folder / "alone/metrics.jsonl")[1] if name.startswith("eval_")]
+    rows, uninterrupted = (read_jsonl(folder / run / "metrics.jsonl") for run in ("run", "alone"))
+    for name in names:
+        assert [row.get(name) for row in rows] == [row.get(name) for row in uninterrupted]
+    assert launch(*words) == 0  # and once is enough
+    assert len(events(folder / "run", "evaluation")) == 2
+
+
+def test_the_last_evaluation_is_made_up_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though a start that finds the last step saved has nothing else to do."""
+    with monkeypatch.context() as patched:
+        patched.setattr(Evaluator, "__call__", lambda *_: None)  # as on a process beside the one that got the signal
+        assert launch(*FLAGS, "train.eval_every=6") == 143
+    assert launch(*FLAGS, "train.eval_every=6") == 0
+    assert evaluations(folder / "run") == [6]
+    assert launch(*FLAGS, "train.eval_every=6") == 0
+    assert len(events(folder / "run", "evaluation")) == 1
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(

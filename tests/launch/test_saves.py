@@ -1,5 +1,7 @@
 """When a run saves, and what it goes on from: whole runs, in this process."""
 
+import os
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -83,6 +85,24 @@ def test_a_failed_background_save_ends_the_run_at_the_next_step(
     assert committed(folder / "run") == []
 
 
+def test_a_background_save_without_a_thread_waits(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where no more threads are allowed; the message names the cause."""
+    start = threading.Thread.start
+
+    def refuses(thread: threading.Thread) -> None:
+        if thread.name == "portable_fsdp save":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuses)
+    assert launch(*FLAGS, "checkpoint.every=4", "checkpoint.async_save=true") == 0
+    message = capsys.readouterr().err
+    assert message.count("can't start new thread (ulimit -u, or the container's limit of pids): saving while") == 2
+    assert committed(folder / "run") == [4, 6]
+
+
 @pytest.mark.parametrize("ends_by", ["the next save", "a loss that is not finite"])
 def test_a_commit_has_its_event_also_where_the_run_then_fails(
     ends_by: str, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -140,3 +160,64 @@ def test_weights_only_is_a_new_run_from_other_weights(folder: Path) -> None:
     assert launch(*FLAGS, *new, "optim.lr=0.001") == 0  # goes on with its own
     assert [event["load"] for event in events(folder / "new", "resume")] == ["weights_only", "all"]
     assert len(losses(folder / "new")) == 6
+
+
+# ---------------------------------------------------------------------------------------------- lost checkpoints
+
+
+def content(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_a_run_that_lost_its_checkpoints_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its events name a save: another start would drop its metrics. The message names the save and the way out."""
+    words, run = (*FLAGS, f"run.dir={folder / 'run'}", "checkpoint.dir=saves"), folder / "run"
+    assert launch(*words, "train.stop_at=3") == 0
+    with (run / "events.jsonl").open("a") as file:
+        file.write('{"time": "2026-01-01T00:00:00.000+00:00", "event": "sa')  # as a kill leaves it
+    before = content(run)
+    (folder / "elsewhere").mkdir()
+    os.chdir("elsewhere")
+    capsys.readouterr()
+    for more in ((), ("checkpoint.async_save=true",)):
+        assert launch("--device=cpu", f"--config={folder / 'tiny.yaml'}", *words[2:], *more) == 2
+    message = capsys.readouterr().err
+    assert f"the last save that {run / 'events.jsonl'} names is {folder / 'saves/step-00000003'},\n" in message
+    assert "set checkpoint.dir to the one\n  that holds it. To begin anew, without the steps so far: " in message
+    assert content(run) == before
+    assert not list((folder / "elsewhere").iterdir())
+    os.chdir(folder)
+    assert launch(*words) == 0  # where it is found again
+    assert len(losses(run)) == 6
+    shutil.rmtree("saves")
+    assert launch(*words, "checkpoint.resume=none", "train.stop_at=1") == 0
+    assert len(losses(run)) == 1
+    shutil.rmtree("saves/step-00000001")
+    assert launch(*words) == 2  # the saves before the new beginning don't count
+    assert "saves/step-00000001," in capsys.readouterr().err
+
+
+def test_the_newest_checkpoint_may_be_older_than_the_newest_save(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(*FLAGS, "checkpoint.every=2", "train.stop_at=4") == 0
+    shutil.rmtree("run/checkpoints/step-00000004")
+    for said in (1, 0):  # once: the steps after it are those of this start
+        assert launch(*FLAGS, "train.stop_at=3") == 0
+        shutil.rmtree("run/checkpoints/step-00000003", ignore_errors=True)
+        message = capsys.readouterr().err
+        assert message.count("newest checkpoint is that of step 2, though run/events.jsonl names a save of") == 1
+        assert message.count("step 4: ") == said
+
+
+def test_a_run_from_an_address_does_not_begin_there_twice(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch(*FLAGS, "run.dir=base", "train.stop_at=2") == 0
+    words = (*FLAGS, "checkpoint.resume=base/checkpoints/step-00000002", "checkpoint.load=weights_only")
+    assert launch(*words, "train.stop_at=1") == 0
+    shutil.move("run/checkpoints", "moved")
+    assert launch(*words) == 2
+    assert "To begin anew, without the steps so far: another run.dir." in capsys.readouterr().err
+    # What a full disk's message offers: on from a save of its own, to another folder.
+    shutil.move("moved", "run/checkpoints")
+    assert launch(*FLAGS, "checkpoint.dir=another", "checkpoint.resume=run/checkpoints/step-00000001") == 0
+    assert len(losses(folder / "run")) == 6

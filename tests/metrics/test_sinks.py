@@ -1,10 +1,11 @@
 import json
+import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
-from portable_fsdp.metrics.sinks import EventsFile, MetricsFile, read_jsonl
+from portable_fsdp.metrics.sinks import EventsFile, MetricsFile, last_save, read_jsonl
 from portable_fsdp.runtime.errors import UsageError
 
 
@@ -93,3 +94,53 @@ def test_events_carry_their_time(tmp_path: Path) -> None:
     assert time.utcoffset() == timedelta(0)
     assert abs(datetime.now(UTC) - time) < timedelta(minutes=1)
     assert event == {"event": "save", "step": 5, "path": str(tmp_path), "name": None}
+
+
+HISTORIES: dict[
+    tuple[tuple[str, int | None], ...], int | None
+] = {  # events as (kind, step) -> the last save that counts
+    (): None,
+    (("start", 0), ("save", 2), ("save", 4)): 4,
+    (("start", 0), ("save", 2), ("start", 0)): None,  # it began anew
+    (("start", 0), ("save", 2), ("save", 4), ("start", 2)): 2,  # the newer one was gone or damaged
+    (("start", 0), ("save", 2), ("save", 4), ("start", 2), ("save", 3), ("start", 3)): 3,
+    (("start", 500), ("save", 502), ("start", None), ("save", True)): 502,  # another program's lines
+}
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+def test_the_last_save_is_that_of_the_history_that_the_run_continues(
+    path: Path, history: tuple[tuple[str, int | None], ...]
+) -> None:
+    events = EventsFile(path)
+    for kind, step in history:
+        events.write(kind, step=step, path=Path(f"/saves/{step}"))
+    with path.open("ab") as file:
+        file.write(b'[1]\n\xff\n{"event": "save", "step": 7')  # damaged lines, the last one torn
+    save = last_save(path)
+    assert (save and save.step) == HISTORIES[history]
+    assert save is None or save.path == f"/saves/{save.step}"
+
+
+def test_only_a_plain_file_is_read_and_of_a_huge_one_the_end(path: Path) -> None:
+    """A pipe would never end, and a file of 1 TiB fills no memory."""
+    os.mkfifo(path)
+    for reads in (last_save, EventsFile):
+        with pytest.raises(UsageError, match="expected a plain file, found a folder or a special file"):
+            reads(path)
+    path.unlink()
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+        file.seek(0, 2)
+        file.write(b'\n{"event": "save", "step": 7, "path": "/saves/7"}\n')
+    assert (save := last_save(path)) is not None
+    assert save.step == 7
+    EventsFile(path).write("finish", step=8)
+    assert path.stat().st_size > 1 << 40
+
+
+def test_an_event_holds_no_password(path: Path) -> None:
+    EventsFile(path).write("save", path="s3://user:secret@bucket/run?token=abc&part=1", reason="http://one two@three")
+    [event] = read_jsonl(path)
+    assert event["path"] == "s3://(hidden)@bucket/run?token=(hidden)&part=1"
+    assert event["reason"] == "http://one two@three"

@@ -1,5 +1,6 @@
 """The log of a run on stderr, and what a host has, from a kernel's files that are written here."""
 
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from portable_fsdp.config.load import load_config
+from portable_fsdp.runtime.command import LogLines
+from portable_fsdp.runtime.errors import ConfigError, without_passwords
 from portable_fsdp.runtime.host import host_identity, host_memory_bytes
+from portable_fsdp.train.early_checks import saved_config
 
 LOG = """
 import logging
@@ -26,6 +31,29 @@ for index in (0, 2):
 def test_process_0_logs_once_and_plainly_and_the_others_only_warn() -> None:
     done = subprocess.run([sys.executable, "-c", LOG], capture_output=True, text=True, check=True, timeout=60)
     assert (done.stdout, done.stderr) == ("", "step: 1\n50 % slower\n[process 2] 50 % slower\n")
+
+
+ADDRESSES = {
+    "s3://user:secret@bucket/run": "s3://(hidden)@bucket/run",
+    "got 'https://secret@host:5000/x', 502": "got 'https://(hidden)@host:5000/x', 502",
+    "HTTPS_PROXY=http://user:se@cret@proxy:3128/": "HTTPS_PROXY=http://(hidden)@proxy:3128/",
+    "https://host/x?X-Amz-Signature=secret&part=1": "https://host/x?X-Amz-Signature=(hidden)&part=1",
+    's3://user:secret@b: invalid name "user:secret@b"': 's3://(hidden)@b: invalid name "(hidden)@b"',
+    "org/name@main of https://hub.co/a@b, 12:30, me@here": "org/name@main of https://hub.co/a@b, 12:30, me@here",
+    "no address: user:name@host": "no address: user:name@host",
+}
+
+
+def test_no_password_of_an_address_is_printed_or_saved() -> None:
+    """Messages, log lines, and the config of a checkpoint, which travels."""
+    for text, shown in ADDRESSES.items():
+        assert without_passwords(text) == str(ConfigError(text)) == shown
+        line = logging.LogRecord("portable_fsdp", logging.INFO, "", 1, "%s", (text,), None)
+        assert LogLines().format(line) == shown
+    address = "s3://user:secret@bucket/step-00000004"
+    quickstart = Path(__file__).parents[2] / "configs/quickstart.yaml"
+    saved = saved_config(load_config(quickstart, [f"checkpoint.resume={address}"]))
+    assert saved["checkpoint"]["resume"] == without_passwords(address)
 
 
 GIB = 2**30

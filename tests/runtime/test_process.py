@@ -2,13 +2,20 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
-from portable_fsdp.runtime.process import OUR_RUNS, Stopped, StopRequest
+from portable_fsdp import launch
+from portable_fsdp.runtime import process as module
+from portable_fsdp.runtime.errors import ConfigError, TrainingError
+from portable_fsdp.runtime.process import OUR_RUNS, Stopped, StopRequest, open_store
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -114,3 +121,48 @@ def test_a_worker_ends_with_its_agent(run: str | None, code: int, output: str) -
         environ["TORCHELASTIC_RUN_ID"] = run
     done = subprocess.run([sys.executable, "-c", ASK_THE_KERNEL], env=environ, capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (code, output)
+
+
+def test_a_stop_before_the_run_is_no_stop_after_a_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """143 promises a save. This launcher waits for its config, as it may for imports."""
+    os.mkfifo(tmp_path / "waits.yaml")
+    before, main = signal.getsignal(signal.SIGTERM), threading.main_thread().ident
+    assert main is not None
+    sent = threading.Timer(0.5, lambda: signal.pthread_kill(main, signal.SIGTERM))
+    sent.start()
+    assert launch.main([f"--config={tmp_path / 'waits.yaml'}"]) == 1
+    sent.join()
+    assert capsys.readouterr().err == "stopped before the run began (SIGTERM): nothing was saved\n"
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_port_that_another_program_has(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Process 0 names it, and the others don't wait for ever for a program that is no store."""
+    monkeypatch.setattr(module, "_CONNECT_S", 0.25)
+    limit, started = timedelta(seconds=2), time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": "1"}
+        with pytest.raises(
+            ConfigError, match=rf"MASTER_PORT={port}: can't open the store .*: address already in use\.\n"
+        ):
+            open_store(environ, limit, serves=True)
+        with pytest.raises(
+            TrainingError, match=rf"process 1 waits for .*127\.0\.0\.1:{port}: .* but not as a store\.\n"
+        ):
+            open_store(environ, limit, serves=False)
+    assert time.monotonic() - started < 20
+    assert f"at 127.0.0.1:{port}: after 0.25 s a program" in capfd.readouterr().err
+    for thread in threading.enumerate():  # torch's: its connection is closed
+        if thread.name == "portable_fsdp store":
+            thread.join(60)
+
+
+def test_an_address_where_nobody_listens(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CONNECT_S", 0.25)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": "1"}
+    with pytest.raises(TrainingError, match=r"there is none yet \(.*Connection refused\)\.\n  Give all"):
+        open_store(environ, timedelta(seconds=1), serves=False)
+    assert "after 0.25 s there is none yet" in capfd.readouterr().err

@@ -1,9 +1,11 @@
 """Callbacks see a run in plain data, in order; one that raises is dropped. The loop is near the optimizer."""
 
 import inspect
+import json
 import logging
 import math
 import re
+import resource
 from collections.abc import Iterator
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -26,7 +28,6 @@ from portable_fsdp.runtime.errors import TrainingError
 from portable_fsdp.runtime.logs import run_log
 from portable_fsdp.train.callbacks import Callback, EvaluationEnd, RunEnd, RunStart, StepEnd
 from portable_fsdp.train.loop import train
-from portable_fsdp.train.records import RunFiles
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(portable_fsdp.__file__).parent
@@ -128,13 +129,32 @@ def test_callbacks_that_raise_are_dropped_and_harm_nothing(
     assert [row["step"] for row in read_jsonl(Path("run/metrics.jsonl"))] == [1, 2, 3, 4]
 
 
-def test_what_our_own_files_raise_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(files: RunFiles, step: StepEnd) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(RunFiles, "on_step", full)
-    with pytest.raises(OSError, match="No space left"):
-        train(config(), device="cpu", backend="toy")
+@pytest.mark.parametrize("file", ["metrics.jsonl", "events.jsonl", "config.yaml"])
+def test_a_full_disk_ends_the_run_with_a_sentence(file: str, tmp_path: Path) -> None:
+    """A file can grow no further; the lines before stay whole, and the same command resumes."""
+    folder, lines = tmp_path / "run", {"metrics.jsonl": {"step": 0}, "events.jsonl": {"event": "x"}}
+    limit = 1 << 20 if file in lines else 300
+    if file in lines:
+        folder.mkdir()
+        (folder / file).write_text(json.dumps(lines[file] | {"long": "x" * (limit - 1300)}) + "\n")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    settings = config(train={"steps": 4, "micro_batch": 4}, checkpoint={"every": 1, "keep": 1})
+    try:
+        with pytest.raises(TrainingError) as raised:
+            train(settings, device="cpu", backend="toy")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    message = str(raised.value)
+    assert message.startswith(f"the run can't write its record: [Errno 27] File too large: 'run/{file}'\n")
+    assert "\n  A file in run may not become that large: raise the limit (ulimit -f)." in message
+    assert raised.value.exit_code == 1
+    assert file not in lines or all(read_jsonl(folder / name) for name in lines), "no torn line in the middle"
+    if file == "metrics.jsonl":
+        assert "The last good checkpoint is run/checkpoints/step-" in message
+        assert read_jsonl(folder / "events.jsonl")[-1]["event"] == "fail"
+        assert train(settings, device="cpu", backend="toy") == 0
+        assert [row["step"] for row in read_jsonl(folder / file)] == [*range(5)]
 
 
 def test_a_loss_that_is_not_finite_reaches_the_callbacks() -> None:

@@ -13,7 +13,6 @@ import json
 import os
 import re
 import socket
-import sys
 import threading
 import time
 import uuid
@@ -28,7 +27,8 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic import dataclasses as checked
 
 from portable_fsdp.backends.base import Rank
-from portable_fsdp.runtime.errors import EXIT_FAILED, TrainingError, printable
+from portable_fsdp.runtime.command import to_stderr
+from portable_fsdp.runtime.errors import EXIT_FAILED, PortableFSDPError, TrainingError, printable
 from portable_fsdp.runtime.process import open_store
 
 JOINING_ROUND_S = 0.1  # between two heartbeats until all processes have joined
@@ -140,12 +140,12 @@ class Peers:
     def meet(self) -> Any:
         """The store for torch's process group, private to this start: torchrun keeps one store over its restarts.
 
-        Returns once process 0 has joined; raises RuntimeError if it never does.
+        Returns once process 0 has joined; raises TrainingError if it never does.
         """
         start = self._self.id
         if self._index != 0:
             if not self._joined.wait(self._limit.total_seconds()):
-                raise RuntimeError(f"process 0 did not join within {self._limit.total_seconds():.0f} s")
+                raise TrainingError(f"process 0 did not come within {self._limit.total_seconds():.0f} s to {_store()}")
             start = cast(Heartbeat, self._peers[0].beat).id
         return dist.PrefixStore(f"portable_fsdp/{start}", self._group_store)  # pyright: ignore[reportPrivateImportUsage]
 
@@ -174,7 +174,7 @@ class Peers:
 
     def _say_goodbye(self, error: BaseException | None) -> None:
         if error is not None:
-            self._send(error=_first_line(error))
+            self._send(error=str(error)[:5000] if isinstance(error, PortableFSDPError) else _first_line(error))
             return
         self._send(left=True)
         until = time.monotonic() + STORE_ANSWER_S
@@ -189,6 +189,9 @@ class Peers:
         beats = self._all_heartbeats()
         if 0 in beats and beats[0].verdict:
             return beats[0].verdict
+        for index, beat in beats.items():  # the cause, where another process knows it
+            if index != self._index and beat.error and not re.search("gloo|nccl", beat.error, re.IGNORECASE):
+                return _verdict(index, beat, self._timeout_s)
         peer = "another process"
         if match := re.search(r"\[([0-9a-f.:]+)\]:\d+", _first_line(error)):
             lost = [index for index, beat in beats.items() if match[1] in beat.addresses and index != self._index]
@@ -225,8 +228,8 @@ class Peers:
             if self._unanswered_s >= self._timeout_s:
                 self._end(
                     f"process {self._index} on {self._self.host} has had no answer for {self._timeout_s:.0f} s, after "
-                    f"{self._steps} step(s) of this start,\n  from the store at {os.environ['MASTER_ADDR']}:"
-                    f"{os.environ['MASTER_PORT']}, where all processes met: its host is gone, or the link to it is cut."
+                    f"{self._steps} step(s) of this start,\n  from {_store()}, where all processes met: its host is "
+                    "gone, or the link to it is cut."
                     f"{self._problem}\n{RESTART_NOTE}",
                     prints=self._self.local_rank == 0,
                 )
@@ -272,7 +275,7 @@ class Peers:
         """Warn when the run waits although no process is lost."""
         missing = ", ".join(str(index) for index, peer in self._peers.items() if peer.beat is None)
         if missing and self._joining.is_due(elapsed_s):
-            message = f"waiting for process {missing}, not come after {self._joining.waited_s:.0f} s"
+            message = f"waiting for process {missing}, not come after {self._joining.waited_s:.0f} s to {_store()}"
             if unread := ", ".join(str(index) for index, peer in self._peers.items() if peer.unreadable):
                 message += f" (can't read the heartbeat of process {unread}: another version of portable_fsdp?)"
             self._warn(message)
@@ -293,7 +296,7 @@ class Peers:
                 self._warn(f"the first step has not ended after {waited}: {before}")
 
     def _warn(self, message: str) -> None:
-        print(printable(message), file=sys.stderr, flush=True)  # it quotes what others wrote to the store
+        to_stderr(printable(message))  # it quotes what others wrote to the store
 
     def _all_heartbeats(self) -> dict[int, Heartbeat]:
         """Those of all processes that the store gives within some seconds."""
@@ -343,6 +346,10 @@ def _verdict(index: int, beat: Heartbeat, timeout_s: float) -> str:
         f"{process} sent no heartbeat for {timeout_s:.0f} s; its last one came after {beat.steps} step(s) of this "
         f"start.\n  It was stopped or killed, its host is gone, or the link to it is cut: look there.\n{RESTART_NOTE}"
     )
+
+
+def _store() -> str:
+    return f"the store at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
 
 
 def _key(index: int) -> str:

@@ -1,0 +1,204 @@
+"""User code that calls sys.exit or raises another exception that is no Exception: the run fails, and says where."""
+
+import importlib
+import pickle
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli import events, launch, losses
+from plain_backend import PlainBackend, in_processes
+
+from portable_fsdp.config.data import Data
+from portable_fsdp.config.load import load_config
+from portable_fsdp.data.workers import _Steps
+from portable_fsdp.runtime.collective_errors import on_each_process
+from portable_fsdp.runtime.factory import UserExit, user_code
+from portable_fsdp.runtime.process import Interrupted, Stopped, StopRequest
+from portable_fsdp.train.callbacks import Callback, RunStart, StepEnd
+from portable_fsdp.train.loop import train
+
+MODULE = """
+import torch
+from torch.utils.data import default_collate
+
+AT, ERROR, READ = "", SystemExit(0), 0
+
+def exits(place):
+    if place == AT:
+        raise ERROR  # the line
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        exits("model")
+        self.linear = torch.nn.Linear(1, 1)
+
+    def forward(self, x, labels):
+        if x.device.type != "meta":
+            exits("forward")
+        return ((self.linear(x) - labels) ** 2).sum(), torch.ones_like(labels).sum()
+
+class Rows:
+    def __len__(self): return 400
+    def __getitem__(self, index):
+        global READ
+        READ += 1
+        if READ > 60:
+            exits("row")
+        return {"x": torch.tensor([index / 400]), "labels": torch.tensor([0.5])}
+
+class Stream:
+    def __iter__(self):
+        exits("iterator")
+        return ({"x": torch.tensor([n / 400]), "labels": torch.tensor([0.5])} for n in range(400))
+
+def collate(rows):
+    if READ > 60:
+        exits("collate")
+    return default_collate(rows)
+
+def stream(split): return Stream()
+
+def data(split):
+    exits("data")
+    return Rows(), collate
+
+def task(model, batch):
+    exits("task")
+    return model(batch["x"], batch["labels"])
+
+class SGD(torch.optim.SGD):
+    def step(self, closure=None):
+        exits("optimizer's step")
+        return super().step(closure)
+
+def optimizer(groups, lr):
+    exits("optimizer")
+    return SGD(groups, lr=lr)
+"""
+
+CONFIG = """
+run: {dir: run}
+model: {factory: "user_exits:Model"}
+data: {factory: "user_exits:data"}
+train: {task: "user_exits:task", steps: 40, global_batch: 4, micro_batch: 4}
+optim: {factory: "user_exits:optimizer", weight_decay: 0.0}
+checkpoint: {every: 2}
+"""
+LINE = 1 + MODULE.splitlines().index("        raise ERROR  # the line")
+
+
+@pytest.fixture
+def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The user's module, from which a config takes all that it can."""
+    monkeypatch.chdir(tmp_path)
+    Path("user.yaml").write_text(CONFIG)
+    Path("user_exits.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("user_exits")
+    del sys.modules["user_exits"]
+
+
+class OwnError(BaseException):
+    """As pytest, asyncio and trio have them."""
+
+
+BEFORE = {"model": [], "data": [], "task": [], "optimizer": [], "optimizer's step": []}
+AT = BEFORE | {"row": [], "collate": [], "forward": [], "iterator": ["data.factory=user_exits:stream"]}
+ERRORS: list[tuple[type[BaseException], tuple[Any, ...]]] = [
+    *((SystemExit, arguments) for arguments in ((0,), (), ("a reason",))),
+    *((KeyboardInterrupt, ()), (GeneratorExit, ()), (OwnError, ("own",))),
+]
+
+
+@pytest.mark.parametrize("place", AT)
+def test_a_run_fails_where_user_code_exits(place: str, user: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 1, file and line, and the event `fail` of a run that has begun; then it resumes."""
+    kind, arguments = ERRORS[[*AT].index(place) % len(ERRORS)]
+    user.AT, user.ERROR = place, kind(*arguments)
+    assert launch("--device=cpu", "--config=user.yaml", *AT[place]) == 1
+    message = capsys.readouterr().err
+    assert re.search(rf"raised {kind.__name__}(: .+)?\n  in {re.escape(user.__file__)}:{LINE}: raise", message)
+    assert "Traceback" not in message
+    assert "Nothing was started" not in message
+    if place not in ("row", "collate"):
+        assert not Path("run").exists() or place in ("forward", "iterator")
+        return
+    done = len(losses(Path("run")))
+    assert done >= 4
+    assert f"The run ended after step {done}. The last good checkpoint is run/checkpoints/step-" in message
+    [failure] = events(Path("run"), "fail")
+    assert failure["step"] == done
+    assert failure["reason"].startswith(
+        f"UserExit: data.factory: user_exits:data: {'row' if place == 'row' else 'the'}"
+    )
+    user.AT = ""
+    assert launch("--device=cpu", "--config=user.yaml", f"train.stop_at={done + 1}") == 0
+    assert len(losses(Path("run"))) == done + 1
+
+
+class Exits(Callback):
+    def __init__(self, hook: str) -> None:
+        self._hook = hook
+
+    def on_start(self, start: RunStart) -> None:
+        self._exit("on_start")
+
+    def on_step(self, step: StepEnd) -> None:
+        self._exit("on_step")
+
+    def _exit(self, hook: str) -> None:
+        if hook == self._hook:
+            sys.exit()
+
+
+@pytest.mark.parametrize("hook", ["on_start", "on_step"])
+def test_a_callback_that_exits_fails_the_run(hook: str, user: Any) -> None:
+    """Other exceptions of a callback only end the callback; who calls sys.exit wants the run to end."""
+    with pytest.raises(UserExit, match=rf"user code raised SystemExit\n  in {re.escape(__file__)}:\d+: sys.exit"):
+        train(load_config("user.yaml"), device="cpu", callbacks=[Exits(hook)])
+    assert len(events(Path("run"), "fail")) == 1
+
+
+def test_a_worker_hands_an_exit_over(user: Any) -> None:
+    """It would end the worker with exit code 0, or be dropped without a word."""
+    user.AT, user.ERROR = "data", KeyboardInterrupt()
+    steps = _Steps(Data(factory="user_exits:data"), lambda rows, first: [])
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a worker
+    try:
+        error = pickle.loads(pickle.dumps(steps[0]))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert isinstance(error, UserExit)
+    assert str(error).startswith("data.factory: user_exits:data raised KeyboardInterrupt\n  in ")
+
+
+def test_what_exits_on_one_process_is_an_error_on_all() -> None:
+    def work(backend: PlainBackend) -> None:
+        on_each_process(backend, lambda: sys.exit(0) if backend.process.index == 1 else None)
+
+    errors = in_processes(2, work)
+    assert [type(error).__name__ for error in errors] == ["UserExit", "UserExit"]
+    assert str(errors[0]).startswith("process 1: user code raised SystemExit: 0\n  in ")
+
+
+def test_signals_stay_signals() -> None:
+    """A real Ctrl-C, and both requests of a run to stop."""
+    with StopRequest(), pytest.raises(Stopped), user_code():
+        signal.raise_signal(signal.SIGINT)
+    with StopRequest(same_press_s=0.0) as stop:
+        stop.begin_steps()
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(Interrupted), user_code():
+            signal.raise_signal(signal.SIGINT)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), user_code():
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
