@@ -203,7 +203,7 @@ def shard_policy(config: Config, model: nn.Module) -> ShardPolicy:
         reduce=DTYPES["float32" if precision.reduce == "auto" else precision.reduce],
         modules={name: DTYPES[dtype] for name, dtype in modules_of_own_dtype(model, precision).items()},
         products=precision.products,
-        recompute=recomputed_layers(layers, memory),
+        recompute=recomputed_layers(model, layers, memory),
         save_ops=memory.save_ops,
         reshard_after_forward=sharding.reshard_after_forward
         or sharding.strategy not in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"),

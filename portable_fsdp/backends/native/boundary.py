@@ -1,0 +1,77 @@
+"""What enters and leaves an FSDP2 unit, wherever the tensors are: in dataclasses, in lists that a block appends to, in
+attributes that it sets.
+
+In backward FSDP2 gathers a unit when the gradient of a tensor arrives that left the unit, and reduces and frees it when
+those of all that entered it are there. It knows only of what the forward returns, and looks into lists, tuples and
+dicts alone.
+"""
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
+
+from portable_fsdp.backends.nested import Replacement, tensors_in
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+class Boundary:
+    """Finds the tensors for FSDP2, of a unit or of a group of modules that are gathered together."""
+
+    def __init__(self, unit: FSDPModule) -> None:
+        self._state = cast(Any, unit)._get_fsdp_state()
+        self._group = self._state._fsdp_param_group  # None: no weights
+        self._attributes: list[dict[str, Any]] = []  # of its modules, once all units exist
+        self._arguments: Any = ()
+        self._replaced = Replacement(lambda tensor: tensor)
+        self._outside: set[int] = set()  # tensors that the unit didn't make
+        self._state._register_pre_backward_hook = self._leave
+        if self._group is not None:
+            self._group._register_post_backward_hook = self._enter
+
+    def _enter(self, args: Any, kwargs: Any) -> Any:
+        """The arguments for the unit's forward."""
+        self._arguments = args, kwargs
+        entering = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+        if torch.is_grad_enabled() and entering:
+            inside = cast("tuple[Tensor, ...]", cast(Any, RegisterPostBackwardFunction).apply(self._group, *entering))
+            by_id = {id(tensor): new for tensor, new in zip(entering, inside, strict=True)}
+            self._outside = {id(tensor) for new in inside for tensor in (new, new._base)}
+            self._replaced = Replacement(lambda tensor: by_id.get(id(tensor), tensor))
+            self._arguments = self._replaced((args, kwargs))
+        return self._arguments
+
+    def _leave(self, output: Any) -> Any:
+        """FSDP2 calls it after the unit's forward, in place of its own look at `output`."""
+        self._replaced.write_back()
+        if torch.is_grad_enabled():
+            self._attributes = self._attributes or [vars(module) for module in self._modules()]
+            kept = [
+                value
+                for attributes in self._attributes
+                for name, value in attributes.items()
+                if isinstance(value, Tensor | list | tuple | dict)
+                and name not in _OF_EVERY_MODULE
+                and not name.startswith("__")  # fully_shard's own
+            ]
+            for tensor in tensors_in((output, self._arguments, kept)):
+                # A change in place of a view replaces the view's node in the graph, but not that of its base.
+                for made in (tensor._base, tensor):
+                    if made is not None and made.grad_fn is not None and id(made) not in self._outside:
+                        made.register_hook(self._state._pre_backward)
+                        # Backward runs what is ready in the reverse order of these numbers: nothing of the unit before.
+                        cast(Any, made.grad_fn)._set_sequence_nr(torch.autograd._get_sequence_nr())
+        self._arguments, self._outside = (), set()
+        self._replaced = Replacement(lambda tensor: tensor)
+        return output
+
+    def _modules(self) -> Iterator[nn.Module]:
+        """The unit's modules that are in no unit inside it."""
+        waiting = [*self._state._modules]
+        while waiting:
+            yield (module := waiting.pop())
+            waiting += [child for child in module.children() if not isinstance(child, FSDPModule)]
