@@ -1,7 +1,6 @@
 """Tensors inside of what modules take and return: containers, dataclasses and other objects, nested in any way.
 
-torch's own functions (`torch.utils._pytree`) take a dataclass, a subclass of dict or list, and any other object for one
-value.
+torch's own functions (`torch.utils._pytree`) take a dataclass, a subclass of dict and any other object for one value.
 """
 
 import copy
@@ -39,16 +38,14 @@ class Replacement:
     def _replaced(self, value: Any) -> Any:
         if isinstance(value, self._kind):
             return self._change(value)
-        if isinstance(value, tuple | set | frozenset):
-            items = cast("list[Any]", [*value])
-            new = [self(item) for item in items]
-            if all(before is after for before, after in zip(items, new, strict=True)):
-                return cast(Any, value)
-            return cast(Any, value)._make(new) if hasattr(value, "_fields") else cast(Any, type(value))(new)
-        contents = _contents(value)
+        is_fixed = isinstance(value, tuple | set | frozenset)
+        contents = dict[Any, Any](enumerate(cast("tuple[Any]", value))) if is_fixed else _contents(value)
         changed = {key: new for key, item in contents.items() if (new := self(item)) is not item}
         if not changed:
             return value
+        if is_fixed:
+            make = cast(Any, value)._make if hasattr(value, "_fields") else cast(Any, type(value))
+            return make((contents | changed).values())
         made = copy.copy(value)
         for key, item in changed.items():
             _set(made, key, item)
@@ -60,23 +57,17 @@ class Replacement:
         originals = {id(new): value for value, new in self._known.values()}
         for value, made, before in self._copies:
             now = _contents(made)
-            if now.keys() == before.keys() and all(item is before[key] for key, item in now.items()):
-                continue
-            for key in [key for key in reversed(before) if key not in now]:
-                _delete(value, key)
-            for key, item in now.items():
-                _set(value, key, originals.get(id(item), item))
+            if now.keys() != before.keys() or any(item is not before[key] for key, item in now.items()):
+                if isinstance(value, dict | list | deque):
+                    cast("list[Any]", value).clear()
+                for key, item in now.items():
+                    _set(value, key, originals.get(id(item), item))
 
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Each tensor once."""
     found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    Replacement(note)(value)
+    Replacement(lambda tensor: found.append(tensor) or tensor)(value)
     return found
 
 
@@ -89,12 +80,7 @@ class _Place(NamedTuple):
 def taken_apart(value: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
     """The tensors in `value`, and a function that makes it anew, as it is now, of such tensors."""
     tensors: list[Tensor] = []
-
-    def take(tensor: Tensor) -> _Place:
-        tensors.append(tensor)
-        return _Place(len(tensors) - 1)
-
-    frame = Replacement(take)(value)
+    frame = Replacement(lambda tensor: tensors.append(tensor) or _Place(len(tensors) - 1))(value)
     return tensors, lambda new: Replacement(lambda place: new[place.number], _Place)(frame)
 
 
@@ -105,16 +91,14 @@ def floats_in(dtype: torch.dtype) -> Replacement:
 
 def _contents(value: Any) -> dict[Any, Any]:
     """(is an item, key or index or name of an attribute) -> value."""
-    contents: dict[Any, Any] = {}
-    if isinstance(value, dict):
-        contents = {(True, key): item for key, item in cast("dict[Any, Any]", value).items()}
-    elif isinstance(value, list | deque):
-        contents = {(True, index): item for index, item in enumerate(cast("list[Any]", value))}
+    is_list = isinstance(value, list | deque)
+    pairs: Any = value.items() if isinstance(value, dict) else enumerate(cast("Any", value)) if is_list else ()
     slots = (name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))
     attributes = {name: getattr(value, name) for name in slots if name != "__dict__" and hasattr(value, name)}
     with suppress(AttributeError):
         attributes |= object.__getattribute__(value, "__dict__")
-    return contents | {(False, name): item for name, item in attributes.items()}
+    items: dict[Any, Any] = {(True, key): item for key, item in pairs}
+    return items | {(False, name): item for name, item in attributes.items()}
 
 
 def _set(value: Any, key: tuple[bool, Any], item: Any) -> None:
@@ -125,11 +109,3 @@ def _set(value: Any, key: tuple[bool, Any], item: Any) -> None:
         cast("list[Any]", value).append(item)
     else:
         value[name] = item
-
-
-def _delete(value: Any, key: tuple[bool, Any]) -> None:
-    is_item, name = key
-    if is_item:
-        del value[name]
-    else:
-        object.__delattr__(value, name)

@@ -367,8 +367,7 @@ class Memory(Section):
     )
     classes: tuple[str, ...] = Field(
         default=(),
-        description="module classes to recompute in place of the model's layers, as LlamaMLP: parts of a layer, or what "
-        "holds several; empty: the layers",
+        description="classes of modules to recompute in place of the layers: parts of a layer, or what holds several",
         strict=False,
     )
     offload: Literal["none", "activations"] = Field(

@@ -100,8 +100,8 @@ def recomputed_layers(model: nn.Module, layers: Sequence[str], memory: Memory) -
     every = memory.every or 1
     if every > len(layers):
         raise ConfigError(
-            f"memory.every: expected at most {len(layers)} (the layers of the model, or the modules of memory.classes), "
-            f"found {every}.\n"
+            f"memory.every: expected at most {len(layers)} (the layers of the model, or of memory.classes), found "
+            f"{every}.\n"
             "  Lower it, or set memory.gradient_checkpointing=full and memory.every=null."
         )
     return tuple(layers[::every])

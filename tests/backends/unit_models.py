@@ -3,11 +3,11 @@
 import dataclasses
 from collections import UserDict, deque
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 WIDTH = 12
 
@@ -64,8 +64,8 @@ class Block(nn.Module):
     def compute(self, x: Tensor) -> Tensor:
         return self.outer(torch.tanh(self.inner(x)) + x)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.compute(x)
+    def forward(self, *args: Any, **named: Any) -> Any:
+        return self.compute(*args, **named)
 
 
 class Model(nn.Module):
@@ -74,7 +74,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(self.block(number) for number in range(3))
+        self.blocks: Any = nn.ModuleList(self.block(number) for number in range(3))
         self.head = nn.Linear(WIDTH, 3)
         with torch.no_grad():
             for number, weight in enumerate(self.parameters()):
@@ -117,7 +117,7 @@ class Changed(Model):
 
 
 class Nested(Model):
-    """A dict of dataclasses, frozen ones with dicts of lists in them, and one with slots and a field that init makes."""
+    """A dict of dataclasses: frozen ones with a dict of lists, and ones with slots and a field of __post_init__."""
 
     class block(Block):
         def forward(self, states: dict[str, Any]) -> dict[str, Any]:
@@ -154,7 +154,7 @@ class Attribute(Model):
     """A loss on the block itself, one in a list and one beside the model, all read later; torch's backward begins with
     the last of them."""
 
-    losses: list[Tensor] = []
+    losses: ClassVar[list[Tensor]] = []
 
     class block(Block):
         def forward(self, x: Tensor) -> Tensor:
@@ -169,7 +169,7 @@ class Attribute(Model):
         logits = super().forward(x)
         for block in self.blocks:
             logits = logits + (block.aux + block.several["list"][0])[:, None, None]
-        return logits * (1 + sum(self.losses))[:, None, None]
+        return logits * (1 + torch.stack(self.losses).sum(dim=0))[:, None, None]
 
 
 class OnlyAttribute(Model):
@@ -181,7 +181,7 @@ class OnlyAttribute(Model):
             return self.aux.detach() if self.number == 2 else self.aux
 
     def middle(self, x: Tensor) -> Tensor:
-        return super().middle(x) + cast(Any, self.blocks[-1]).aux
+        return super().middle(x) + self.blocks[-1].aux
 
 
 class Appended(Model):
@@ -200,7 +200,7 @@ class Appended(Model):
         skips, notes = [x], dict[str, Tensor]()
         for block in self.blocks:
             x = block(x, skips, notes=notes)
-        assert len(skips) == 2 and len(notes) == 3
+        assert (len(skips), len(notes)) == (2, 3)
         return x + skips[1] + notes["mean 1"] + skips[0]
 
 
@@ -222,11 +222,40 @@ class InPlace(Model):
         return x
 
 
+class InputInPlace(Model):
+    class block(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            x += self.compute(x.clone())
+            return x
+
+
+class Parts(Model):
+    """Calls a part of a block."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        return self.blocks[1].inner(super().middle(x))
+
+
+class Hidden(Model):
+    """The last block computes what nothing that it returns leads to."""
+
+    losses: ClassVar[list[Tensor]] = []
+
+    class block(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            Hidden.losses[:] = [self.compute(x)]
+            return Hidden.losses[0].detach() if self.number == 2 else Hidden.losses[0]
+
+    def middle(self, x: Tensor) -> Tensor:
+        return super().middle(x) + self.losses[0]
+
+
 class ScalarBlock(Block):
     def __init__(self, number: int) -> None:
         super().__init__(number)
-        self.gate = nn.Parameter(torch.tensor(0.5))
-        self.frozen = nn.Parameter(torch.tensor(0.25), requires_grad=False)
+        self.gate: Any = nn.Parameter(torch.tensor(0.5))
+        self.frozen: Any = nn.Parameter(torch.tensor(0.25), requires_grad=False)
+        self.shift: Any
         self.register_buffer("shift", torch.tensor(0.125))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -240,18 +269,15 @@ class Scalars(Model):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scales = nn.ParameterList([nn.Parameter(torch.tensor(0.3)), nn.Parameter(torch.tensor(-0.2))])
-        self.logit_scale = nn.Parameter(torch.tensor(0.7))
+        self.scales: Any = nn.ParameterList([nn.Parameter(torch.tensor(0.3)), nn.Parameter(torch.tensor(-0.2))])
+        self.logit_scale: Any = nn.Parameter(torch.tensor(0.7))
         self.unused = nn.Parameter(torch.tensor(0.7))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.logit_scale.exp() * super().forward(x) * (1 + self.scales[0] * self.scales[1])
 
 
-MODELS: dict[str, type[Model]] = {
-    model.__name__: model
-    for model in (Dataclass, Changed, Nested, Kinds, Attribute, OnlyAttribute, Appended, InPlace, Scalars)
-}
+MODELS: dict[str, type[Model]] = {model.__name__: model for model in Model.__subclasses__()}
 
 
 def rows_of_step(number: int) -> dict[str, Tensor]:

@@ -6,7 +6,9 @@ those of all that entered it are there. It knows only of what the forward return
 dicts alone.
 """
 
-from collections.abc import Iterator
+import traceback
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -15,8 +17,52 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
 
 from portable_fsdp.backends.nested import Replacement, tensors_in
+from portable_fsdp.runtime.errors import BackendError
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+_CAUSES = {
+    "RegisterPostBackwardFunction": (
+        "changes a tensor in place that it takes, which FSDP2 follows",
+        "Compute a new tensor there: x = x + y, not x += y",
+    ),
+    "mixed torch.Tensor and DTensor": (
+        "has weights of a unit and runs outside of the unit's forward, which gathers them",
+        "Call the unit itself",
+    ),
+    "out of bounds for storage of size 0": (
+        "is a unit whose weights backward needs before the gradient of anything arrives that left it",
+        "Return what the loss needs from its forward",
+    ),
+}
+
+
+@contextmanager
+def explained_errors(models: Iterable[nn.Module]) -> Generator[None]:
+    """Around forward and backward: BackendError, with the module, in place of what torch says of a unit that it can't
+    follow."""
+    try:
+        yield
+    except RuntimeError as error:
+        for words, (problem, way) in _CAUSES.items():
+            if words in str(error):
+                names = {module: name for model in models for name, module in model.named_modules()}
+                frames: list[Any] = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+                # In backward there is none: the last unit that backward hasn't reached.
+                frames = [module for module in names if _is_idle(module)] + frames
+                place = next(module for module in reversed(frames) if module in names)
+                kind = type(place).__name__.removeprefix("FSDP" if isinstance(place, FSDPModule) else "")
+                raise BackendError(
+                    f"backend native: {names[place] or 'the model'} ({kind}) {problem}.\n"
+                    f"  {way}, or set sharding.wrap=NO_WRAP, or sharding.strategy=NO_SHARD."
+                ) from error
+        raise
+
+
+def _is_idle(module: nn.Module) -> bool:
+    group = cast(Any, module)._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+    return group is not None and group._training_state.name == "IDLE"
 
 
 class Boundary:
@@ -64,7 +110,7 @@ class Boundary:
                     if made is not None and made.grad_fn is not None and id(made) not in self._outside:
                         made.register_hook(self._state._pre_backward)
                         # Backward runs what is ready in the reverse order of these numbers: nothing of the unit before.
-                        cast(Any, made.grad_fn)._set_sequence_nr(torch.autograd._get_sequence_nr())
+                        cast(Any, made.grad_fn)._set_sequence_nr(cast(Any, torch.autograd)._get_sequence_nr())
         self._arguments, self._outside = (), set()
         self._replaced = Replacement(lambda tensor: tensor)
         return output

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from portable_fsdp.backends import base
+from portable_fsdp.backends.native.boundary import explained_errors
 from portable_fsdp.backends.native.peers import Peers
 from portable_fsdp.backends.native.prefetch import Prefetch
 from portable_fsdp.backends.native.units import (
@@ -229,7 +230,8 @@ class NativeBackend(base.Backend):
                 self._root.set_requires_gradient_sync(last)
             self._gather_first()
         has_copies = self._has_scalars or not isinstance(self._root, FSDPModule)
-        with self._gradient_sums().summing() if has_copies and last and self.process.count > 1 else nullcontext():
+        sums = self._gradient_sums().summing() if has_copies and last and self.process.count > 1 else nullcontext()
+        with sums, explained_errors([self._root]):
             yield
 
     def _gradient_sums(self) -> GradientSums:
@@ -239,7 +241,7 @@ class NativeBackend(base.Backend):
         if self._sums is None or [*map(id, trained)] != [*map(id, self._sums.parameters)]:
             if self._sums:
                 self._sums.close()
-            self._sums = GradientSums(trained, dist.group.WORLD, self._reduce)
+            self._sums = GradientSums(trained, cast(dist.ProcessGroup, dist.group.WORLD), self._reduce)
         return self._sums
 
     def _gather_first(self) -> None:
@@ -256,7 +258,7 @@ class NativeBackend(base.Backend):
         if self._programs:
             self._programs.expect_others()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), explained_errors([self._root]):
                 yield
         finally:
             reshard_all(self._root)

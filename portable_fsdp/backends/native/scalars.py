@@ -1,7 +1,7 @@
 """Weights without a dimension, as CLIP's logit_scale: FSDP2 has nothing to cut.
 
-Each process keeps them whole, and their gradients are summed as those of replicas are. Where they are read, they come in
-the dtype in which their module computes, and from the host with `memory.cpu_offload`.
+Each process keeps them whole, and their gradients are summed as those of replicas are. A module reads them in the
+dtype in which it computes.
 """
 
 from functools import cache
@@ -15,8 +15,7 @@ from portable_fsdp.backends.weight_uses import dtype_of
 
 
 def cast_scalars(model: nn.Module, policy: ShardPolicy, device: torch.device) -> None:
-    """Modules read their scalars in their compute dtype on the device; `named_parameters` and the optimizer see the
-    masters."""
+    """Modules read their scalars in their compute dtype, on the device; the masters stay their parameters."""
     for name, module in model.named_modules():
         own = {leaf: weight for leaf, weight in module.named_parameters(recurse=False) if weight.dim() == 0}
         dtype = dtype_of(name, policy)

@@ -299,12 +299,12 @@ def materialise(model: nn.Module, policy: ShardPolicy, device: torch.device) -> 
     """Memory for the parameters (on meta until now) where they rest."""
     rest_on = torch.device("cpu") if policy.cpu_offload else device
     for slots in parameter_slots(model).values():
-        meta = cast(nn.Parameter, slots[0].module._parameters[slots[0].leaf])
+        meta = cast(Any, slots[0].module)._parameters[slots[0].leaf]  # modules read scalars through a property
         if isinstance(meta, DTensor):
             continue
         weight = nn.Parameter(torch.empty_like(meta, device=rest_on), requires_grad=meta.requires_grad)
         for slot in slots:
-            slot.module._parameters[slot.leaf] = weight  # scalars are read through a property
+            cast(Any, slot.module)._parameters[slot.leaf] = weight
     if not isinstance(model, FSDPModule):
         return
 
