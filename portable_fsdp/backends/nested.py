@@ -5,13 +5,14 @@ torch's own functions (`torch.utils._pytree`) take a dataclass, a subclass of di
 
 import copy
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _WHOLE = (str, bytes, int, float, complex, type(None), type, nn.Module)  # no tensors to look for inside of these
 
 
@@ -69,6 +70,18 @@ def tensors_in(value: Any) -> list[Tensor]:
     found: list[Tensor] = []
     Replacement(lambda tensor: found.append(tensor) or tensor)(value)
     return found
+
+
+def kept_by(modules: Iterable[nn.Module]) -> list[Any]:
+    """The tensors, lists and dicts that the user's code keeps on modules."""
+    return [
+        value
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor | list | tuple | dict)
+        and name not in _OF_EVERY_MODULE
+        and not name.startswith("__")  # fully_shard's own
+    ]
 
 
 class _Place(NamedTuple):

@@ -528,7 +528,8 @@ def train_task(path: str, overrides: Sequence[str], last: int, folder: str) -> d
 
 
 def train_module(name: str, steps: int, settings: dict[str, dict[str, Any]], micro_batches: int = 1) -> dict[str, Any]:
-    """A model of unit_models.py, trained through the library: what each step measured, and the state at the end."""
+    """A model of unit_models.py, trained through the library: what each step measured, where the gradients are after
+    each, and the state at both ends."""
     from unit_models import MODELS, loss_of_rows, rows_of_step
 
     from portable_fsdp.config.load import make_config
@@ -543,7 +544,7 @@ def train_module(name: str, steps: int, settings: dict[str, dict[str, Any]], mic
         model, optimizer = shard(MODELS[name], config, backend)
         initial = _pieces(backend.state(model, optimizer))
         step = train_step(backend, model, optimizer, accumulation=micro_batches, max_grad_norm=1.0, task=loss_of_rows)
-        part, metrics = backend.data_shard, list[dict[str, float]]()
+        part, metrics, addresses = backend.data_shard, list[dict[str, float]](), list[list[int]]()
         for number in range(steps):
             rows = {name: value.chunk(part.count)[part.index] for name, value in rows_of_step(number).items()}
             batches = [
@@ -551,4 +552,7 @@ def train_module(name: str, steps: int, settings: dict[str, dict[str, Any]], mic
                 for micro in range(micro_batches)
             ]
             metrics.append(_numbers(backend.fetch(step(batches, config.optim.lr))))
-        return {"metrics": metrics, "initial": initial, "final": _pieces(backend.state(model, optimizer))}
+            gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+            addresses.append([g.to_local().data_ptr() for g in gradients if isinstance(g, DTensor)])
+        final = _pieces(backend.state(model, optimizer))
+        return {"metrics": metrics, "initial": initial, "final": final, "gradients": addresses}

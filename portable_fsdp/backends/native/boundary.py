@@ -16,11 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
 
-from portable_fsdp.backends.nested import Replacement, tensors_in
+from portable_fsdp.backends.nested import Replacement, kept_by, tensors_in
 from portable_fsdp.runtime.errors import BackendError
-
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-
 
 _CAUSES = {
     "RegisterPostBackwardFunction": (
@@ -71,7 +68,7 @@ class Boundary:
     def __init__(self, unit: FSDPModule) -> None:
         self._state = cast(Any, unit)._get_fsdp_state()
         self._group = self._state._fsdp_param_group  # None: no weights
-        self._attributes: list[dict[str, Any]] = []  # of its modules, once all units exist
+        self._modules: list[nn.Module] = []  # once all units exist
         self._arguments: Any = ()
         self._replaced = Replacement(lambda tensor: tensor)
         self._outside: set[int] = set()  # tensors that the unit didn't make
@@ -95,16 +92,8 @@ class Boundary:
         """FSDP2 calls it after the unit's forward, in place of its own look at `output`."""
         self._replaced.write_back()
         if torch.is_grad_enabled():
-            self._attributes = self._attributes or [vars(module) for module in self._modules()]
-            kept = [
-                value
-                for attributes in self._attributes
-                for name, value in attributes.items()
-                if isinstance(value, Tensor | list | tuple | dict)
-                and name not in _OF_EVERY_MODULE
-                and not name.startswith("__")  # fully_shard's own
-            ]
-            for tensor in tensors_in((output, self._arguments, kept)):
+            self._modules = self._modules or [*self._own_modules()]
+            for tensor in tensors_in((output, self._arguments, kept_by(self._modules))):
                 # A change in place of a view replaces the view's node in the graph, but not that of its base.
                 for made in (tensor._base, tensor):
                     if made is not None and made.grad_fn is not None and id(made) not in self._outside:
@@ -115,7 +104,7 @@ class Boundary:
         self._replaced = Replacement(lambda tensor: tensor)
         return output
 
-    def _modules(self) -> Iterator[nn.Module]:
+    def _own_modules(self) -> Iterator[nn.Module]:
         """The unit's modules that are in no unit inside it."""
         waiting = [*self._state._modules]
         while waiting:
