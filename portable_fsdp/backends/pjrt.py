@@ -265,8 +265,7 @@ def recomputed(
     """`forward` under torch_xla's gradient checkpointing; XLA would merge torch's second run with the first.
 
     `trains`: the module has weights that want gradients. The second run happens inside `again(float inputs)`. What the
-    first run leaves beside its output has no gradient: BackendError for tensors in arguments, and in attributes of
-    `block`, that want one.
+    first run leaves beside its output has no gradient: BackendError for changed arguments and attributes of `block`.
     """
     from torch_xla.core.xla_model import optimization_barrier_
     from torch_xla.utils.checkpoint import checkpoint
@@ -284,6 +283,8 @@ def recomputed(
             if not torch.is_grad_enabled():  # the first run
                 with keep(kept, again=False):
                     output, make = taken_apart(forward(*args_, **kwargs_))
+                if {*map(id, tensors_in((args_, kwargs_)))} != {*map(id, values)}:
+                    raise _beside_the_output(block)
                 output_of.append(make)
                 return tuple(tensor.detach() for tensor in output)
             floats = [value for value in values if is_float(value)]
@@ -292,19 +293,23 @@ def recomputed(
             with again(floats) if again else nullcontext(), keep(kept, again=True):
                 output = tensors_in(forward(*args_, **kwargs_))
             known = {*map(id, values), *map(id, output)}
-            beside = tensors_in((args_, kwargs_, kept_by(block.modules() if block else ())))
-            if any(tensor.grad_fn and id(tensor) not in known for tensor in beside):
-                raise BackendError(
-                    f"memory.gradient_checkpointing on XLA: {type(block).__name__ if block else 'a layer'} keeps a "
-                    "tensor in an attribute or in an object that it takes, which would get no gradient.\n"
-                    "  Return it, or recompute other modules (memory.classes), or use --backend=native."
-                )
+            if any(t.grad_fn and id(t) not in known for t in tensors_in(kept_by(block.modules() if block else ()))):
+                raise _beside_the_output(block)
             return tuple(output)
 
         output = checkpoint(of_tensors, *_with_gradient(values), use_reentrant=True, preserve_rng_state=False)
         return output_of[0](cast("tuple[Tensor, ...]", output))
 
     return run
+
+
+def _beside_the_output(block: nn.Module | None) -> BackendError:
+    name = type(block).__name__ if block else "a layer"
+    return BackendError(
+        f"memory.gradient_checkpointing on XLA: {name} changes an object that it takes, or keeps a tensor in an "
+        "attribute, which would get no gradient.\n  Return the tensor, or recompute other modules (memory.classes), or "
+        "use --backend=native."
+    )
 
 
 def _with_gradient(values: list[Tensor]) -> list[Tensor]:
