@@ -7,13 +7,14 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import cache
+from types import NoneType
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_WHOLE = (str, bytes, int, float, complex, type(None), type, nn.Module)  # no tensors to look for inside of these
+_WHOLE = (str, bytes, int, float, complex, NoneType, type, nn.Module)  # no tensors to look for inside of these
 
 
 class Replacement:
@@ -74,14 +75,15 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 def kept_by(modules: Iterable[nn.Module]) -> list[Any]:
     """The tensors, lists and dicts that the user's code keeps on modules."""
-    return [
-        value
-        for module in modules
-        for name, value in vars(module).items()
-        if isinstance(value, Tensor | list | tuple | dict)
-        and name not in _OF_EVERY_MODULE
-        and not name.startswith("__")  # fully_shard's own
-    ]
+    values = ((name, value) for module in modules for name, value in vars(module).items())
+    own = _of_every_module()  # and what fully_shard keeps there begins with __
+    kinds = (Tensor, list, tuple, dict)
+    return [value for name, value in values if isinstance(value, kinds) and name not in own and name[:2] != "__"]
+
+
+@cache
+def _of_every_module() -> frozenset[str]:
+    return frozenset(vars(nn.Module()))
 
 
 class _Place(NamedTuple):

@@ -17,8 +17,6 @@ from portable_fsdp.data.packing import IGNORED
 from portable_fsdp.models.tasks import CAUSAL_LM, Task, check_scores, count_classes
 from portable_fsdp.runtime.errors import ConfigError, DataError
 
-FLOAT32 = ShardPolicy(())
-
 
 class RowCost(NamedTuple):
     """Of a row: tokens (1 where rows have none), and model FLOPs of forward and backward where torch counts them."""
@@ -65,7 +63,7 @@ def try_rows(
     task: Task,
     *,
     has_fixed_shapes: bool,
-    policy: ShardPolicy = FLOAT32,
+    policy: ShardPolicy | None = None,
 ) -> RowTrial:
     """Run the corpus's first rows through a copy of `model` (parameters on meta): it takes no memory, and little time.
 
@@ -73,6 +71,7 @@ def try_rows(
     `has_fixed_shapes`: the engine compiles a program for each shape. `policy`: its casts are tried too. Raises
     ConfigError and DataError.
     """
+    policy = policy or ShardPolicy(())
     largest, several = batches[-1], len(batches) > 1
     if task.counts_labels:
         _require_labels(task, largest)

@@ -45,10 +45,10 @@ def explained_errors(models: Iterable[nn.Module]) -> Generator[None]:
         for words, (problem, way) in _CAUSES.items():
             if words in str(error):
                 names = {module: name for model in models for name, module in model.named_modules()}
-                frames: list[Any] = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-                # In backward there is none: the last unit that backward hasn't reached.
-                frames = [module for module in names if _is_idle(module)] + frames
-                place = next(module for module in reversed(frames) if module in names)
+                # In backward no module runs: the last unit that backward hasn't reached.
+                places: list[Any] = [*[*names][:1], *(m for m in names if "storage" in words and _is_idle(m))]
+                places += [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+                place = next(m for m in reversed(places) if isinstance(m, nn.Module) and m in names)
                 kind = type(place).__name__.removeprefix("FSDP" if isinstance(place, FSDPModule) else "")
                 raise BackendError(
                     f"backend native: {names[place] or 'the model'} ({kind}) {problem}.\n"
