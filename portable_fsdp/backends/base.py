@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
 from torch.utils._pytree import tree_map_only
 
+from portable_fsdp.backends.nested import floats_in
 from portable_fsdp.runtime.closing import Closing
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.host import host_memory_bytes
@@ -202,6 +203,10 @@ class Backend(Closing):
     def evaluate(self) -> AbstractContextManager[None]:
         """Around a forward that no backward follows: no gradients. The model rests afterwards as it did before."""
         return torch.no_grad()
+
+    def zero_gradients(self, optimizer: torch.optim.Optimizer, *, keep: bool) -> None:
+        """Drop the gradients; with `keep`, or where the engine keeps them, set them to zero: their memory stays."""
+        optimizer.zero_grad(set_to_none=not keep)
 
     def scale_gradients(self, model: nn.Module, factor: Tensor) -> None:
         """Multiply all gradients by a 0-dim tensor of the device, the same on all processes."""
@@ -443,4 +448,6 @@ def rows_of_shard(rows: int, index: int, count: int) -> slice:
 
 def cast_floats(values: Any, dtype: torch.dtype) -> Any:
     """`values`, nested in any way, with floating point tensors in `dtype`."""
-    return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, values)
+    if torch.compiler.is_compiling():  # torch.compile knows this one
+        return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, values)
+    return floats_in(dtype)(values)

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from portable_fsdp.backends.base import Backend, Forward, MemoryStats, Metrics, Piece, Rank, dropouts, process_memory
+from portable_fsdp.backends.nested import kept_by, taken_apart, tensors_in
 from portable_fsdp.backends.pjrt_options import libtpu_arguments
 from portable_fsdp.backends.pjrt_program import run_program
 from portable_fsdp.backends.pjrt_recurrent import loop_over_positions
@@ -260,39 +260,59 @@ def recomputed(
     trains: bool,
     again: Callable[[list[Tensor]], AbstractContextManager[None]] | None = None,
     keep: Keep = _keep_nothing,
+    block: nn.Module | None = None,
 ) -> Forward:
     """`forward` under torch_xla's gradient checkpointing; XLA would merge torch's second run with the first.
 
-    `trains`: the module has weights that want gradients. The second run happens inside `again(float inputs)`.
+    `trains`: the module has weights that want gradients. The second run happens inside `again(float inputs)`. What the
+    first run leaves beside its output has no gradient: BackendError for changed arguments and attributes of `block`.
     """
     from torch_xla.core.xla_model import optimization_barrier_
     from torch_xla.utils.checkpoint import checkpoint
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        names = list(kwargs)
-        values = [*args, *kwargs.values()]
+        values, inputs_of = taken_apart((args, kwargs))
         if not torch.is_grad_enabled() or not (trains or any(map(wants_gradient, values))):
             return forward(*args, **kwargs)
 
         kept: list[Tensor] = []
+        output_of: list[Callable[[Sequence[Tensor]], Any]] = []  # of the first run
 
-        def positional(*values: Any) -> Any:
-            args_, kwargs_ = values[: len(args)], dict(zip(names, values[len(args) :], strict=True))
+        def of_tensors(*values: Tensor) -> tuple[Tensor, ...]:
+            args_, kwargs_ = inputs_of(values)
             if not torch.is_grad_enabled():  # the first run
                 with keep(kept, again=False):
-                    return tree_map_only(Tensor, Tensor.detach, forward(*args_, **kwargs_))
+                    output, make = taken_apart(forward(*args_, **kwargs_))
+                if {*map(id, tensors_in((args_, kwargs_)))} != {*map(id, values)}:
+                    raise _beside_the_output(block)
+                output_of.append(make)
+                return tuple(tensor.detach() for tensor in output)
             floats = [value for value in values if is_float(value)]
             if kept:  # else XLA would keep what the first run made of it
                 cast(Any, optimization_barrier_)([*floats, *kept])
             with again(floats) if again else nullcontext(), keep(kept, again=True):
-                return forward(*args_, **kwargs_)
+                output = tensors_in(forward(*args_, **kwargs_))
+            known = {*map(id, values), *map(id, output)}
+            if any(t.grad_fn and id(t) not in known for t in tensors_in(kept_by(block.modules() if block else ()))):
+                raise _beside_the_output(block)
+            return tuple(output)
 
-        return checkpoint(positional, *_with_gradient(values), use_reentrant=True, preserve_rng_state=False)
+        output = checkpoint(of_tensors, *_with_gradient(values), use_reentrant=True, preserve_rng_state=False)
+        return output_of[0](cast("tuple[Tensor, ...]", output))
 
     return run
 
 
-def _with_gradient(values: list[Any]) -> list[Any]:
+def _beside_the_output(block: nn.Module | None) -> BackendError:
+    name = type(block).__name__ if block else "a layer"
+    return BackendError(
+        f"memory.gradient_checkpointing on XLA: {name} changes an object that it takes, or keeps a tensor in an "
+        "attribute, which would get no gradient.\n  Return the tensor, or recompute other modules (memory.classes), or "
+        "use --backend=native."
+    )
+
+
+def _with_gradient(values: list[Tensor]) -> list[Tensor]:
     """Reentrant checkpointing silently drops weight gradients where no input wants one (after a frozen embedding)."""
     if any(map(wants_gradient, values)):
         return values

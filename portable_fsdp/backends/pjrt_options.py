@@ -52,7 +52,7 @@ EFFECTS = {
     ),
     "precision.matmul": "XLA's matmul precision, while the backend is open",
     "memory.gradient_checkpointing=full|selective": "torch_xla's checkpoint around a layer's forward",
-    "memory.every": "torch_xla's checkpoint around a layer's forward",
+    "memory.every|classes": "torch_xla's checkpoint around the forward of a layer, or of a module of these classes",
     "compile.cache_dir=null": "each start compiles again: torch_xla 2.9 cannot load a compiled program",
     "memory.save_ops=[]": "a recomputed layer runs again",
     "memory.budget": "not read: gradient_checkpointing=budget is refused",

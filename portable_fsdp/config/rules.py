@@ -215,6 +215,13 @@ _NEEDS = (
         "full recomputes every operation, none keeps all",
         " and memory.every=null",
     ),
+    Refused(
+        "memory.classes",
+        "without gradient checkpointing of modules",
+        "nothing is recomputed by class",
+        "memory.gradient_checkpointing=full",
+        when=lambda c, p: c.memory.gradient_checkpointing not in ("full", "selective"),
+    ),
     _Without("memory.budget", "memory.gradient_checkpointing=budget", "no other mode keeps to a budget"),
     _Without("precision.products", "precision.compute=bfloat16", "8 bits round what is computed in bfloat16"),
     _Without("train.eval_every", "data.eval_split=5%", "there is no validation set"),
@@ -259,6 +266,7 @@ _OF_THE_MODEL = (
     ),
     ("precision.products", "for layers without linear ones whose sizes 16 divides", "there is nothing to convert"),
     ("memory.every", "that is more than the number of layers", "the model has fewer layers"),
+    ("memory.classes", "that the model doesn't have", "no module is one of them"),
 )
 """Option, a case that only the built model shows, and the reason."""
 
@@ -523,6 +531,7 @@ EFFECTS = {
     "precision.output": "casts the logits before the loss; auto: no cast",
     "memory.gradient_checkpointing=none": "activations are kept",
     "memory.every=null": "selective goes by memory.save_ops; every other mode treats all layers alike",
+    "memory.classes=[]": "the layers are recomputed",
     "memory.offload=none": "what backward needs stays in device memory",
     "memory.cpu_offload=false": "everything stays in device memory",
     "compile.scan_layers=false": "one copy of the program per layer",

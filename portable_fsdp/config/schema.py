@@ -365,6 +365,11 @@ class Memory(Section):
     save_ops: tuple[Literal["matmul", "attention"], ...] = Field(
         default=(), description="selective: operations whose outputs every layer keeps", strict=False
     )
+    classes: tuple[str, ...] = Field(
+        default=(),
+        description="classes of modules to recompute in place of the layers: parts of a layer, or what holds several",
+        strict=False,
+    )
     offload: Literal["none", "activations"] = Field(
         default="none",
         description="activations: inputs of recomputed layers wait for backward in host memory",

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from torch import nn
@@ -74,19 +75,33 @@ def find_units(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
     return tuple(name for name, _ in model.named_modules() if name in by_hand | by_policy)
 
 
-def recomputed_layers(layers: Sequence[str], memory: Memory) -> tuple[str, ...]:
-    """Those of `layers` that gradient checkpointing runs again. Raises ConfigError for an `every` above their count."""
+def recomputed_layers(model: nn.Module, layers: Sequence[str], memory: Memory) -> tuple[str, ...]:
+    """The modules that gradient checkpointing runs again: the outermost of `memory.classes`, else the `layers`.
+
+    Raises ConfigError for an unknown class and for an `every` above their count.
+    """
     if memory.gradient_checkpointing in ("none", "budget"):
         return ()
+    if memory.classes:
+        kinds = {name: type(module).__name__ for name, module in model.named_modules() if name and _has_forward(module)}
+        known = sorted({*kinds.values()})
+        for unknown in (name for name in memory.classes if name not in known):
+            near = get_close_matches(unknown, known, n=3, cutoff=0.4)
+            raise ConfigError(
+                f"memory.classes: {type(model).__name__} has no modules of class {unknown} inside it.\n"
+                f"  {'Nearest' if near else 'It has'}: {', '.join(near or known)}."
+            )
+        layers = _outermost(name for name, kind in kinds.items() if kind in memory.classes)
     if not layers:
         raise ConfigError(
             "memory.gradient_checkpointing: expected a model with repeated blocks, found none.\n"
-            "  Name their classes in sharding.wrap_classes, or set memory.gradient_checkpointing=none."
+            "  Name their classes in memory.classes, or set memory.gradient_checkpointing=none."
         )
     every = memory.every or 1
     if every > len(layers):
         raise ConfigError(
-            f"memory.every: expected at most {len(layers)} (the layers of the model), found {every}.\n"
+            f"memory.every: expected at most {len(layers)} (the layers of the model, or of memory.classes), found "
+            f"{every}.\n"
             "  Lower it, or set memory.gradient_checkpointing=full and memory.every=null."
         )
     return tuple(layers[::every])

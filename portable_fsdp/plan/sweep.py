@@ -69,6 +69,8 @@ def checkpointing(config: Config, mode: str) -> Settings:
     settings = {"memory.gradient_checkpointing": mode}
     if memory.gradient_checkpointing == "budget":
         settings["memory.budget"] = f"{default_of('memory.budget')}"
+    if memory.classes and mode not in ("full", "selective"):
+        settings["memory.classes"] = "[]"
     if memory.offload == "activations" and mode not in ("full", "selective"):
         settings["memory.offload"] = "none"
     if mode == "selective":

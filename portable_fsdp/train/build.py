@@ -112,7 +112,9 @@ def build_training(
     if firsts is not None:
         from portable_fsdp.train.row_trial import try_rows
 
-        trial = try_rows(firsts, built.model, task, has_fixed_shapes=not eager)
+        _cast_buffers(built.model, config.precision.buffers)
+        policy = shard_policy(config, built.model)
+        trial = try_rows(firsts, built.model, task, has_fixed_shapes=not eager, policy=policy)
     ties = _ties(built.model)
     model, optimizer = _laid_out(config, backend, built.model, built.fill if fill else None, ties)
     limit = config.train.max_grad_norm
@@ -152,8 +154,7 @@ def _laid_out(
     shapes = {fqn: tuple(weight.shape) for fqn, weight in model.named_parameters() if weight.requires_grad}
     frozen = [fqn for fqn, weight in model.named_parameters() if not weight.requires_grad]
     groups = parameter_groups(shapes, config.optim, ties=ties, frozen=frozen, tables=table_weights(model))
-    if config.precision.buffers != "auto":
-        _cast_buffers(model, DTYPES[config.precision.buffers])
+    _cast_buffers(model, config.precision.buffers)
     policy, make = shard_policy(config, model), make_optimizer(config.optim, DTYPES[config.precision.compute])
     if config.xla_fsdp1.buffer_dtype == "float32":
         _check_statistics(model, policy)
@@ -163,12 +164,12 @@ def _laid_out(
     return backend.shard_model(model, policy, fill), backend.build_optimizer(make, groups)
 
 
-def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
+def _cast_buffers(model: nn.Module, word: str) -> None:
     cast_once: dict[Tensor, Tensor] = {}  # one of several names stays one
     for fqn, buffer in list(model.named_buffers(remove_duplicate=False)):
-        if buffer.is_floating_point():
+        if word != "auto" and buffer.is_floating_point():
             owner, _, leaf = fqn.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, cast_once.setdefault(buffer, buffer.to(dtype)))
+            setattr(model.get_submodule(owner), leaf, cast_once.setdefault(buffer, buffer.to(DTYPES[word])))
 
 
 def _check_statistics(model: nn.Module, policy: ShardPolicy) -> None:
@@ -203,7 +204,7 @@ def shard_policy(config: Config, model: nn.Module) -> ShardPolicy:
         reduce=DTYPES["float32" if precision.reduce == "auto" else precision.reduce],
         modules={name: DTYPES[dtype] for name, dtype in modules_of_own_dtype(model, precision).items()},
         products=precision.products,
-        recompute=recomputed_layers(layers, memory),
+        recompute=recomputed_layers(model, layers, memory),
         save_ops=memory.save_ops,
         reshard_after_forward=sharding.reshard_after_forward
         or sharding.strategy not in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"),

@@ -3,16 +3,19 @@
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from portable_fsdp.backends.base import ShardPolicy, output_head
+from portable_fsdp.backends.weight_uses import cast_weight, dtype_of, in_own_dtype, weight_uses
 from portable_fsdp.data.batches import Check
 from portable_fsdp.data.packing import IGNORED
 from portable_fsdp.models.tasks import CAUSAL_LM, Task, check_scores, count_classes
-from portable_fsdp.runtime.errors import DataError
+from portable_fsdp.runtime.errors import ConfigError, DataError
 
 
 class RowCost(NamedTuple):
@@ -55,20 +58,29 @@ class RowCheck:
 
 
 def try_rows(
-    batches: Sequence[Mapping[str, Tensor]], model: nn.Module, task: Task, *, has_fixed_shapes: bool
+    batches: Sequence[Mapping[str, Tensor]],
+    model: nn.Module,
+    task: Task,
+    *,
+    has_fixed_shapes: bool,
+    policy: ShardPolicy | None = None,
 ) -> RowTrial:
     """Run the corpus's first rows through a copy of `model` (parameters on meta): it takes no memory, and little time.
 
     `batches`: in every shape that a run may have, the largest last; the smallest and the largest are tried.
-    `has_fixed_shapes`: the engine compiles a program for each shape. Raises ConfigError and DataError.
+    `has_fixed_shapes`: the engine compiles a program for each shape. `policy`: its casts are tried too. Raises
+    ConfigError and DataError.
     """
+    policy = policy or ShardPolicy(())
     largest, several = batches[-1], len(batches) > 1
     if task.counts_labels:
         _require_labels(task, largest)
     if task.name == CAUSAL_LM.name:
         classes, flops = getattr(getattr(model, "config", None), "vocab_size", None), None
     else:
-        twin, on_meta = copy.deepcopy(model).to("meta"), [_on_meta(batch) for batch in batches]
+        twin, on_meta = _twin(model, policy), [_on_meta(batch) for batch in batches]
+        if not has_fixed_shapes:  # XLA multiplies tensors of two dtypes
+            _require_buffers_that_fit(model, policy, task, on_meta[-1])
         if several:
             check_scores(task, twin, on_meta[0])
         with FlopCounterMode(display=False) as counter:
@@ -81,6 +93,60 @@ def try_rows(
     # Rows of several lengths count as rows: no number of tokens, and of FLOPs, would be true of every step.
     cost = RowCost(1, None) if several else RowCost(tokens_of(largest), flops)
     return RowTrial(cost, check, {name: (tuple(value.shape[1:]), value.dtype) for name, value in largest.items()})
+
+
+def _twin(model: nn.Module, policy: ShardPolicy) -> nn.Module:
+    """A copy on meta that casts weights, and inputs of units, as a run does."""
+    twin = copy.deepcopy(model).to("meta")
+    for use in weight_uses(twin, policy).values():
+        use.weight.data = cast_weight(use).detach()
+    for name, dtype in policy.modules.items():
+        module = twin.get_submodule(name)
+        module.forward = in_own_dtype(module.forward, dtype, None if module is output_head(twin) else policy.compute)
+    for name in ("", *policy.units) if policy.cast_inputs else ():
+        module = twin.get_submodule(name)
+        module.forward = in_own_dtype(module.forward, dtype_of(name, policy), None)
+    return twin
+
+
+class _OneDtype(TorchDispatchMode):
+    """Refuses products of two dtypes, which no device has; tensors on meta let them pass."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        dtypes = {str(arg.dtype) for arg in args if isinstance(arg, Tensor) and arg.is_floating_point()}
+        if name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "convolution") and len(dtypes) > 1:
+            raise TypeError(f"{name} of {' and '.join(sorted(dtypes))}")
+        return func(*args, **(kwargs or {}))
+
+
+def _require_buffers_that_fit(model: nn.Module, policy: ShardPolicy, task: Task, batch: Mapping[str, Tensor]) -> None:
+    """Raises ConfigError where the model would run if its floating-point buffers had the compute dtype."""
+    twin, others = _twin(model, policy), list[str]()
+    for fqn, buffer in model.named_buffers():
+        owner, _, leaf = fqn.rpartition(".")
+        if buffer.is_floating_point() and buffer.dtype != (dtype := dtype_of(owner, policy)):
+            others.append(f"{fqn} ({buffer.dtype}, computes in {dtype})".replace("torch.", ""))
+            setattr(twin.get_submodule(owner), leaf, twin.get_buffer(fqn).to(dtype))
+    if not others or (error := _error(task, _twin(model, policy), batch)) is None or _error(task, twin, batch):
+        return
+    dtype = str(policy.compute).removeprefix("torch.")
+    way = "Cast" if dtype == "float16" else f"Set precision.buffers={dtype}, or cast"
+    raise ConfigError(
+        f"precision.buffers: {type(model).__name__} multiplies buffers in another dtype than that of compute: "
+        f"{', '.join(others[:3])}.\n  {way} them in its forward: self.kernel.to(x.dtype)."
+    ) from error
+
+
+def _error(task: Task, twin: nn.Module, batch: Mapping[str, Tensor]) -> ConfigError | None:
+    try:
+        with _OneDtype():
+            check_scores(task, twin, batch)
+    except ConfigError as error:
+        return error
+    return None
 
 
 def _rows(batch: Mapping[str, Tensor]) -> int:

@@ -81,7 +81,7 @@ def train_step(
         grad_norm = backend.clip_grad_norm(model, max_grad_norm)
         scaling = {} if scaler is None else scaler.update(optimizer, grad_norm)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=accumulation == 1)
+        backend.zero_gradients(optimizer, keep=accumulation > 1)
         return {"loss": loss, "grad_norm": grad_norm, **scaling, **({"votes": totals[len(sums) :]} if votes else {})}
 
     run_micro_batch = backend.compile(micro_batch, "micro_batch")

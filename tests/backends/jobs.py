@@ -525,3 +525,34 @@ def train_task(path: str, overrides: Sequence[str], last: int, folder: str) -> d
             "loaded": loaded,
             "saved": _pieces(engine.state(training.model, training.optimizer)),
         }
+
+
+def train_module(name: str, steps: int, settings: dict[str, dict[str, Any]], micro_batches: int = 1) -> dict[str, Any]:
+    """A model of unit_models.py, trained through the library: what each step measured, where the gradients are after
+    each, and the state at both ends."""
+    from unit_models import MODELS, loss_of_rows, rows_of_step
+
+    from portable_fsdp.config.load import make_config
+    from portable_fsdp.train.build import shard
+    from portable_fsdp.train.step import train_step
+
+    config, devices = make_config(**settings), _devices()
+    backend = open_backend(
+        config, device=os.environ["GROUP_DEVICE"], backend=os.environ["GROUP_BACKEND"], num_devices=devices
+    )
+    with backend:
+        model, optimizer = shard(MODELS[name], config, backend)
+        initial = _pieces(backend.state(model, optimizer))
+        step = train_step(backend, model, optimizer, accumulation=micro_batches, max_grad_norm=1.0, task=loss_of_rows)
+        part, metrics, addresses = backend.data_shard, list[dict[str, float]](), list[list[int]]()
+        for number in range(steps):
+            rows = {name: value.chunk(part.count)[part.index] for name, value in rows_of_step(number).items()}
+            batches = [
+                backend.place({name: value.chunk(micro_batches)[micro].clone() for name, value in rows.items()})
+                for micro in range(micro_batches)
+            ]
+            metrics.append(_numbers(backend.fetch(step(batches, config.optim.lr))))
+            gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+            addresses.append([g.to_local().data_ptr() for g in gradients if isinstance(g, DTensor)])
+        final = _pieces(backend.state(model, optimizer))
+        return {"metrics": metrics, "initial": initial, "final": final, "gradients": addresses}

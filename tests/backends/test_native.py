@@ -222,6 +222,14 @@ def test_recomputation_keeps_less_and_computes_more(workers: GetWorkers) -> None
     assert matmul["flops"] == both["flops"] == none["flops"] < attention["flops"] == full["flops"]
     assert none["attentions"] == attention["attentions"] == both["attentions"] == 12
     assert matmul["attentions"] == full["attentions"] == 24
+    parts, both_parts, all_at_once = (
+        kept({**FULL, "memory.classes": classes})
+        for classes in (["LlamaMLP"], ["LlamaMLP", "LlamaAttention"], ["LlamaModel"])
+    )
+    assert full["bytes"] < both_parts["bytes"] < parts["bytes"] < none["bytes"]
+    assert all_at_once["bytes"] < full["bytes"]
+    assert none["flops"] < parts["flops"] < both_parts["flops"] < full["flops"]
+    assert (parts["attentions"], both_parts["attentions"]) == (12, 24)
 
 
 def test_on_one_device_no_copy_of_a_weight_is_kept_for_backward(workers: GetWorkers) -> None:

@@ -46,7 +46,10 @@ OPTIONS: dict[str, dict[str, Settings]] = {
     "checkpointing": {
         "none": {},
         "full": {"memory.gradient_checkpointing": "full"},
-        "every_2": {"memory.gradient_checkpointing": "selective", "memory.every": 2},
+        "every_2": {
+            **{"memory.gradient_checkpointing": "selective", "memory.every": 2},
+            "memory.classes": ["LlamaMLP", "LlamaAttention"],
+        },
         "save_ops": {"memory.gradient_checkpointing": "selective", "memory.save_ops": ["matmul"]},
     },
     "precision": {

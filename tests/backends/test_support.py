@@ -43,6 +43,7 @@ OPTION_GROUPS = [
     "precision.matmul precision.buffers precision.cast_inputs precision.loss_scale precision.loss_scale_window",
     "precision.products precision.compute memory.cpu_offload model.lora",
     "memory.gradient_checkpointing memory.every memory.save_ops compile.scan_layers compile.enabled compile.backend",
+    "memory.gradient_checkpointing memory.classes memory.offload compile.scan_layers",
     "memory.budget compile.cache_dir",
     "memory.cpu_offload memory.offload",
     "model.attention model.experts model.freeze model.lora precision.frozen model.gguf_file checkpoint.export "
@@ -70,6 +71,7 @@ VALUES: dict[str, list[Any]] = {
     "precision.loss_scale_window": [2000, 100],
     "memory.every": [None, 1, 2],
     "memory.save_ops": [[], ["matmul"], ["matmul", "attention"]],
+    "memory.classes": [[], ["LlamaMLP"]],
     "memory.budget": [0.5, 0.1],
     "compile.cache_dir": [None, "a/folder"],
     "model.freeze": [[], ["*embed*"]],

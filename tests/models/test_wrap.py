@@ -16,6 +16,7 @@ from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dt
 from portable_fsdp.runtime.errors import ConfigError
 
 LLAMA_LAYERS = ("model.layers.0", "model.layers.1")
+MLPS = ("model.layers.0.mlp", "model.layers.1.mlp")
 
 
 def sharding(**keys: Any) -> Sharding:
@@ -75,18 +76,42 @@ def test_a_model_that_names_no_blocks_asks_for_them_and_takes_them(architecture:
     ],
 )
 def test_layers_that_are_recomputed(memory: dict[str, Any], expected: tuple[str, ...]) -> None:
-    assert recomputed_layers(("a", "b", "c"), Memory.model_validate(memory)) == expected
+    assert recomputed_layers(nn.Module(), ("a", "b", "c"), Memory.model_validate(memory)) == expected
 
 
 def test_every_nth_of_fewer_layers_is_refused() -> None:
     memory = Memory(gradient_checkpointing="selective", every=4)
-    with pytest.raises(ConfigError, match=r"memory\.every: expected at most 3 \(the layers of the model\), found 4"):
-        recomputed_layers(("a", "b", "c"), memory)
+    with pytest.raises(ConfigError, match=r"memory\.every: expected at most 3 \(the layers of the model, .*found 4"):
+        recomputed_layers(nn.Module(), ("a", "b", "c"), memory)
+
+
+@pytest.mark.parametrize(
+    ("memory", "expected"),
+    [
+        ({"classes": ["LlamaMLP"]}, MLPS),
+        ({"classes": ["LlamaMLP"], "gradient_checkpointing": "selective", "every": 2}, MLPS[:1]),
+        ({"classes": ["LlamaMLP", "LlamaDecoderLayer"]}, LLAMA_LAYERS),  # the outermost
+        ({"classes": ["SiLUActivation"]}, tuple(f"{name}.act_fn" for name in MLPS)),  # no weights
+        ({"classes": ["LlamaModel"]}, ("model",)),  # holds all layers
+    ],
+)
+def test_modules_of_chosen_classes_are_recomputed_in_place_of_layers(
+    memory: dict[str, Any], expected: tuple[str, ...]
+) -> None:
+    chosen = Memory.model_validate({"gradient_checkpointing": "full", **memory})
+    assert recomputed_layers(build("llama").model, LLAMA_LAYERS, chosen) == expected
+
+
+def test_an_unknown_class_to_recompute_names_the_nearest() -> None:
+    memory = Memory(gradient_checkpointing="full", classes=("LlamaMlp", "Attention"))
+    with pytest.raises(
+        ConfigError, match=r"memory\.classes: .* no modules of class LlamaMlp .*\n  Nearest: .*LlamaMLP"
+    ):
+        recomputed_layers(build("llama").model, LLAMA_LAYERS, memory)
 
 
 # ---------------------------------------------------------------------------------- units by class, by hand, by size
 
-MLPS = ("model.layers.0.mlp", "model.layers.1.mlp")
 TABLE, HEAD = "model.embed_tokens", "lm_head"
 TIED_LISTS = [("llama_tied", "model.layers"), ("gpt2", "transformer.h"), ("opt", "model.decoder.layers")]
 UNITS: list[tuple[str, dict[str, Any], tuple[str, ...], tuple[str, ...]]] = [

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from portable_fsdp.backends.base import ShardPolicy
 from portable_fsdp.backends.support import require_supported
 from portable_fsdp.config.rules import Deployment
 from portable_fsdp.config.schema import Config
@@ -27,6 +28,30 @@ class Positions(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x[..., None] * self.table[: x.shape[1]]
+
+
+class Blurs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kernel", torch.full((3, 1, 3), 0.5))
+        self.classes = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classes(nn.functional.conv1d(x[:, None], self.get_buffer("kernel"), padding=1).mT)
+
+
+@pytest.mark.parametrize(
+    ("compute", "words"),
+    [("bfloat16", "Set precision.buffers=bfloat16, or cast them in"), ("float16", r"\n  Cast them in its forward")],
+)
+def test_a_buffer_of_another_dtype_than_compute_is_refused_with_the_key(compute: str, words: str) -> None:
+    """On meta nothing refuses a product of two dtypes; on a device torch does, in the first step."""
+    policy = ShardPolicy((), compute=getattr(torch, compute))
+    with pytest.raises(ConfigError, match=rf"(?s)precision\.buffers: Blurs .*: kernel \(float32, computes in.*{words}"):
+        try_rows([batch(4)], Blurs(), TASK, has_fixed_shapes=False, policy=policy)
+    try_rows([batch(4)], Blurs().to(getattr(torch, compute)), TASK, has_fixed_shapes=False, policy=policy)
+    try_rows([batch(4)], Blurs(), TASK, has_fixed_shapes=True, policy=policy)  # XLA multiplies tensors of two dtypes
+    try_rows([batch(4)], Blurs(), TASK, has_fixed_shapes=False)
 
 
 PLACES = ["row 7", "row 8"].__getitem__

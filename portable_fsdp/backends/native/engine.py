@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from portable_fsdp.backends import base
+from portable_fsdp.backends.native.boundary import explained_errors
 from portable_fsdp.backends.native.peers import Peers
 from portable_fsdp.backends.native.prefetch import Prefetch
 from portable_fsdp.backends.native.units import (
@@ -110,6 +111,7 @@ class NativeBackend(base.Backend):
         self._sums: GradientSums | None = None
         self.offload: ActivationOffload | None = None
         self._update_scales: Callable[[], None] = lambda: None  # of weights that are gathered in float8
+        self._keeps_gradients = config.memory.cpu_offload  # else their pinned memory would be allocated in each step
         self._syncs_each_micro_batch = config.sharding.sync_each_micro_batch
         self._matmul_before = _set_matmul_precision(MATMUL[config.precision.matmul])
         self._restore_compiler = _set_compiler(config) if config.compile.enabled else lambda: None
@@ -156,10 +158,10 @@ class NativeBackend(base.Backend):
             self._update_scales = use_float8(model, policy, self.device, self._shard.size())
         if self._shard.size() == 1 and not policy.cpu_offload:
             use_in_place(model, policy)
-            self._reduce = policy.reduce
         else:
-            units = shard_units(model, policy, self._shard if self.axes["replicate"] == 1 else self._mesh)
-            self._prefetch = Prefetch(units, policy)
+            mesh = self._shard if self.axes["replicate"] == 1 else self._mesh
+            self._prefetch = Prefetch(shard_units(model, policy, mesh, self.device), policy)
+        self._reduce, self._has_scalars = policy.reduce, any(weight.dim() == 0 for weight in model.parameters())
         if policy.offload_activations:
             from portable_fsdp.backends.native.offload import ActivationOffload
 
@@ -189,7 +191,14 @@ class NativeBackend(base.Backend):
             return torch.zeros(twin.shape, dtype=twin.dtype, device=parameter.device if on_device else "cpu")
 
         parameters = dict(self._root.named_parameters())
-        optimizer = base.zero_optimizer(make, groups, parameters, zeros, compiled=False)
+        # Functions over lists take no DTensor beside plain tensors: scalars get groups of their own.
+        kinds = [
+            {**group, "params": names}
+            for group in groups
+            for kind in (True, False)
+            if (names := [fqn for fqn in group["params"] if isinstance(parameters[fqn], DTensor) is kind])
+        ]
+        optimizer = base.zero_optimizer(make, kinds, parameters, zeros, compiled=False)
         optimizer.register_step_post_hook(self._note_step)
         return optimizer
 
@@ -221,24 +230,25 @@ class NativeBackend(base.Backend):
     def accumulate(self, last: bool) -> Generator[None]:
         # Shards are reduced in every micro batch: keeping unsharded gradients until the last one would undo FULL_SHARD.
         # Replicas are reduced once, in the last one.
-        if not isinstance(self._root, FSDPModule):
-            with self._gradient_sums().summing() if last and self.process.count > 1 else nullcontext():
-                yield
-            return
-        if self._syncs_each_micro_batch:
-            self._root.set_requires_all_reduce(last)
-        else:
-            self._root.set_requires_gradient_sync(last)
-        self._gather_first()
-        yield
+        if isinstance(self._root, FSDPModule):
+            if self._syncs_each_micro_batch:
+                self._root.set_requires_all_reduce(last)
+            else:
+                self._root.set_requires_gradient_sync(last)
+            self._gather_first()
+        has_copies = self._has_scalars or not isinstance(self._root, FSDPModule)
+        sums = self._gradient_sums().summing() if has_copies and last and self.process.count > 1 else nullcontext()
+        with sums, explained_errors([self._root]):
+            yield
 
     def _gradient_sums(self) -> GradientSums:
-        """Of the replicas, for the weights that train now."""
-        trained = [parameter for parameter in self._root.parameters() if parameter.requires_grad]
+        """The sums of gradients that FSDP2 doesn't reduce, of the weights that train now and that each process has
+        whole."""
+        trained = [p for p in self._root.parameters() if p.requires_grad and not isinstance(p, DTensor)]
         if self._sums is None or [*map(id, trained)] != [*map(id, self._sums.parameters)]:
             if self._sums:
                 self._sums.close()
-            self._sums = GradientSums(trained, self._mesh["replicate"].get_group(), self._reduce)
+            self._sums = GradientSums(trained, cast(dist.ProcessGroup, dist.group.WORLD), self._reduce)
         return self._sums
 
     def _gather_first(self) -> None:
@@ -255,22 +265,30 @@ class NativeBackend(base.Backend):
         if self._programs:
             self._programs.expect_others()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), explained_errors([self._root]):
                 yield
         finally:
             reshard_all(self._root)
+
+    def zero_gradients(self, optimizer: torch.optim.Optimizer, *, keep: bool) -> None:
+        if not keep and not self._keeps_gradients:
+            optimizer.zero_grad(set_to_none=True)
+            return
+        weights = (weight for group in optimizer.param_groups for weight in group["params"])
+        if gradients := [local_part(weight.grad) for weight in weights if weight.grad is not None]:
+            cast(Any, torch)._foreach_zero_(gradients)
 
     def scale_gradients(self, model: nn.Module, factor: Tensor) -> None:
         _scale([local_part(p.grad) for p in model.parameters() if p.grad is not None], factor)
 
     def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
         # On local shards, in float32, and reduced on the device: with cpu_offload gradients lie on the host.
-        gradients = [local_part(p.grad) for p in model.parameters() if p.grad is not None]
-        norms = cast(list[Tensor], cast(Any, torch)._foreach_norm(gradients, 2, torch.float32))
-        squared = torch.stack(norms).to(self.device).square().sum()
+        sharded = [local_part(p.grad) for p in model.parameters() if isinstance(p.grad, DTensor)]
+        whole = [p.grad for p in model.parameters() if p.grad is not None and not isinstance(p.grad, DTensor)]
+        squared, gradients = self._squared_norm(sharded), [*sharded, *whole]
         if self._shard.size() > 1:
             squared = self._sum_over_shards(squared)
-        norm = squared.sqrt()
+        norm = (squared + self._squared_norm(whole)).sqrt()
         factor = None if self.loss_scaler is None else 1 / self.loss_scaler.scale
         norm = norm if factor is None else norm * factor
         if limit is not None:
@@ -279,6 +297,12 @@ class NativeBackend(base.Backend):
         if factor is not None:
             _scale(gradients, factor)
         return norm
+
+    def _squared_norm(self, gradients: list[Tensor]) -> Tensor:
+        if not gradients:
+            return torch.zeros((), device=self.device)
+        norms = cast(list[Tensor], cast(Any, torch)._foreach_norm(gradients, 2, torch.float32))
+        return torch.stack(norms).to(self.device).square().sum()
 
     def _sum_over_shards(self, value: Tensor) -> Tensor:
         """Of a 0-dim tensor. Replicas must get equal bits, so their groups add up in one order, which a reduction of

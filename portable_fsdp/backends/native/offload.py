@@ -15,9 +15,9 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 
 from portable_fsdp.backends.native.units import require_unchanged
+from portable_fsdp.backends.nested import tensors_in
 
 
 class _HostCopy:
@@ -71,9 +71,8 @@ class ActivationOffload:
             layer.forward = partial(self._run, layer.forward)
 
     def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         # Masks and rotary embeddings, which all layers share, need no gradient.
-        inputs = {tensor.untyped_storage()._cdata for tensor in tensors if tensor.requires_grad}
+        inputs = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs)) if tensor.requires_grad}
         # Hooks that are inside others replace them: what isn't ours goes to those.
         outer = cast(Any, torch)._C._autograd._top_saved_tensors_default_hooks(True)
 

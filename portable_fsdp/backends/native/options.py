@@ -244,6 +244,7 @@ EFFECTS = {
     "compile.cache_dir": "TORCHINDUCTOR_CACHE_DIR, while the backend is open; of inductor alone",
     "memory.budget": "torch._functorch.config.activation_memory_budget; with gradient_checkpointing=budget alone",
     "memory.every": "torch.utils.checkpoint around a layer's forward",
+    "memory.classes": "torch.utils.checkpoint around the forward of each module of these classes",
     "memory.save_ops": "a selective checkpoint keeps the outputs of these operations",
     "memory.offload=activations": (
         "inputs of recomputed layers are copied to pinned host memory and back, beside compute; on cpu they are there"

@@ -9,11 +9,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from portable_fsdp.backends.base import ShardPolicy
 from portable_fsdp.backends.native.units import UnitGroup
+from portable_fsdp.backends.nested import tensors_in
 
 
 class Prefetch:
@@ -102,4 +102,4 @@ def _modules(units: list[UnitGroup]) -> list[FSDPModule]:
 
 
 def _grad_tensors(values: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return [tensor for tensor in tensors_in(values) if tensor.requires_grad]

@@ -21,7 +21,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from portable_fsdp.backends.base import ShardPolicy, cast_floats, dropouts, output_head, parameter_slots
+from portable_fsdp.backends.base import ShardPolicy, dropouts, output_head, parameter_slots
+from portable_fsdp.backends.native.boundary import Boundary
+from portable_fsdp.backends.native.scalars import cast_scalars
+from portable_fsdp.backends.nested import Replacement, floats_in, taken_apart
 from portable_fsdp.backends.weight_uses import dtype_of, in_own_dtype
 from portable_fsdp.runtime.errors import BackendError
 
@@ -48,22 +51,19 @@ class UnitGroup(NamedTuple):
     inside: tuple[FSDPModule, ...]
 
 
-def shard_units(model: nn.Module, policy: ShardPolicy, mesh: DeviceMesh) -> list[UnitGroup]:
+def shard_units(model: nn.Module, policy: ShardPolicy, mesh: DeviceMesh, device: torch.device) -> list[UnitGroup]:
     """Make `model` (parameters on meta) and its units FSDP2 modules over `mesh`, 1-D ("shard") or 2-D ("replicate",
-    "shard"); returns the root and the units in the order of definition.
+    "shard"), to compute on `device`; returns the root and the units in the order of definition.
 
     A unit's parameters are gathered in one dtype, so modules inside it that compute in another one form a group of
     their own. A weight that several modules share belongs to the unit that holds them all; BackendError without one.
+    Weights without a dimension belong to none.
     """
-    if scalars := [fqn for fqn, weight in model.named_parameters() if weight.dim() == 0]:
-        raise BackendError(
-            f"backend native: expected parameters with a dimension, which FSDP2 cuts, found {scalars[0]} without one."
-            "\n  Give it the shape [1], or use --backend=xla."
-        )
     shared = _shared_weights(model)
     units = [name for name in policy.units if _has_weights(model, name, shared)]
     groups = _groups(policy, units)
     cast_modules(model, policy)
+    cast_scalars(model, policy, device)
     for name in dict.fromkeys((*policy.recompute, *policy.layers)):
         layer = model.get_submodule(name)
         holds_units = any(_is_in(inner, name) for inner in (*units, *policy.modules))
@@ -74,6 +74,8 @@ def shard_units(model: nn.Module, policy: ShardPolicy, mesh: DeviceMesh) -> list
     for name in (*reversed(units), ROOT):
         for dtype, names in (*groups[name].items(), (dtype_of(name, policy), [name])):
             _fully_shard(model, names, shared, policy, mesh, dtype, is_root=name == ROOT)
+        if policy.cast_inputs:
+            cast_inputs(model.get_submodule(name), dtype_of(name, policy))
     _require_sharded(model, shared)
     for name in units:
         _gather_once(model.get_submodule(name), output_head(model))
@@ -111,8 +113,15 @@ def cast_modules(model: nn.Module, policy: ShardPolicy) -> None:
 
 
 def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
-    """By a hook."""
-    module.register_forward_pre_hook(lambda _, args, kwargs: cast_floats((args, kwargs), dtype), with_kwargs=True)
+    """By hooks: a list or an object that the module changes is changed for its caller too."""
+    running: list[Replacement] = []
+
+    def cast_all(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        running.append(floats_in(dtype))
+        return running[-1]((args, kwargs))
+
+    module.register_forward_pre_hook(cast_all, with_kwargs=True)
+    module.register_forward_hook(lambda *_: running.pop().write_back() if running else None, always_call=True)
 
 
 def forward_of(module: nn.Module) -> Callable[..., Any]:
@@ -159,7 +168,17 @@ def _recomputed(
         options["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
 
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, self, *args, **options, **kwargs)
+        if torch.compiler.is_compiling():
+            return checkpoint(forward, self, *args, **options, **kwargs)
+        first = [(args, kwargs)]  # what the layer changes in them is changed for its caller
+        tensors, again = taken_apart((args, kwargs))
+        del args, kwargs  # autograd's hooks decide where the second run's inputs are
+
+        def forward_of_tensors(*tensors: Tensor) -> Any:
+            args, kwargs = first.pop() if first else again(tensors)
+            return forward(self, *args, **kwargs)
+
+        return checkpoint(forward_of_tensors, *tensors, **options)
 
     return run
 
@@ -168,21 +187,21 @@ def _recomputed(
 
 
 def _shared_weights(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Each tied weight -> FQNs of the modules that hold it."""
+    """Each tied weight and each scalar -> FQNs of the modules that hold it."""
     names = {module: name for name, module in model.named_modules()}
     return {
         model.get_parameter(fqn): [names[place.module] for place in places]
         for fqn, places in parameter_slots(model).items()
-        if len(places) > 1
+        if len(places) > 1 or model.get_parameter(fqn).dim() == 0
     }
 
 
 def _owned_further_out(shared: Mapping[nn.Parameter, list[str]], names: list[str]) -> set[nn.Parameter]:
-    """The tied weights that modules other than `names` hold too: they belong to a unit further out."""
+    """The tied weights that modules other than `names` hold too: they belong to a unit further out, scalars to none."""
     return {
         weight
         for weight, owners in shared.items()
-        if not all(any(owner == name or _is_in(owner, name) for name in names) for owner in owners)
+        if weight.dim() == 0 or not all(any(owner == name or _is_in(owner, name) for name in names) for owner in owners)
     }
 
 
@@ -209,9 +228,7 @@ def _fully_shard(
         modules,
         mesh=mesh,
         reshard_after_forward=False if is_root else policy.reshard_after_forward,
-        mp_policy=MixedPrecisionPolicy(
-            param_dtype=dtype, reduce_dtype=policy.reduce, cast_forward_inputs=policy.cast_inputs
-        ),
+        mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=policy.reduce, cast_forward_inputs=False),
         offload_policy=offload,
         ignored_params=_owned_further_out(shared, names) or None,
     )
@@ -219,6 +236,7 @@ def _fully_shard(
     group = cast(FSDPModule, modules[0])
     group.set_gradient_divide_factor(1.0)
     group.set_force_sum_reduction_for_comms(True)
+    Boundary(group)
 
 
 def _gather_once(unit: nn.Module, head: nn.Module | None) -> None:
@@ -232,7 +250,7 @@ def _gather_once(unit: nn.Module, head: nn.Module | None) -> None:
 
 def _require_sharded(model: nn.Module, shared: Mapping[nn.Parameter, list[str]]) -> None:
     for fqn, parameter in model.named_parameters():
-        if not isinstance(parameter, DTensor):
+        if parameter.dim() and not isinstance(parameter, DTensor):
             owners = shared.get(parameter, [fqn.rpartition(".")[0]])
             raise BackendError(
                 f"backend native: expected one unit around {' and '.join(owners)}, which share the weight {fqn}, found "
@@ -280,12 +298,14 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 def materialise(model: nn.Module, policy: ShardPolicy, device: torch.device) -> None:
     """Memory for the parameters (on meta until now) where they rest."""
     rest_on = torch.device("cpu") if policy.cpu_offload else device
+    for slots in parameter_slots(model).values():
+        meta = cast(Any, slots[0].module)._parameters[slots[0].leaf]  # modules read scalars through a property
+        if isinstance(meta, DTensor):
+            continue
+        weight = nn.Parameter(torch.empty_like(meta, device=rest_on), requires_grad=meta.requires_grad)
+        for slot in slots:
+            cast(Any, slot.module)._parameters[slot.leaf] = weight
     if not isinstance(model, FSDPModule):
-        for slots in parameter_slots(model).values():
-            meta = slots[0].module.get_parameter(slots[0].leaf)
-            weight = nn.Parameter(torch.empty_like(meta, device=rest_on), requires_grad=meta.requires_grad)
-            for slot in slots:
-                slot.module.register_parameter(slot.leaf, weight)
         return
 
     def allocate(tensor: Tensor) -> Tensor:

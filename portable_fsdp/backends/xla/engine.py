@@ -130,7 +130,7 @@ class XlaBackend(PjrtBackend):
                 block.forward = in_own_dtype(block.forward, policy.compute, None)
             if name in policy.recompute:
                 trains = any(weight.requires_grad for weight in block.parameters())
-                block.forward = recomputed(block.forward, trains, copies.again, keep)
+                block.forward = recomputed(block.forward, trains, copies.again, keep, block)
             if name in policy.units and block is not head:
                 keep_rows_split(block, layouts.split_rows)
         if head is not None:  # unit or not: else the logits would be split by words

@@ -54,6 +54,13 @@ RULES = (
     ),
     Refused(
         "compile.scan_layers",
+        "with memory.classes",
+        "all turns of the loop run one program, which is recomputed as a whole",
+        "memory.classes=[]",
+        when=lambda c, p: bool(c.memory.classes),
+    ),
+    Refused(
+        "compile.scan_layers",
         "with units by size",
         "the loop gathers a layer as one unit",
         "sharding.wrap=TRANSFORMER_BASED_WRAP and sharding.min_num_params=null",

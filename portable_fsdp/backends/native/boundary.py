@@ -1,0 +1,112 @@
+"""What enters and leaves an FSDP2 unit, wherever the tensors are: in dataclasses, in lists that a block appends to, in
+attributes that it sets.
+
+In backward FSDP2 gathers a unit when the gradient of a tensor arrives that left the unit, and reduces and frees it when
+those of all that entered it are there. It knows only of what the forward returns, and looks into lists, tuples and
+dicts alone.
+"""
+
+import traceback
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
+
+from portable_fsdp.backends.nested import Replacement, kept_by, tensors_in
+from portable_fsdp.runtime.errors import BackendError
+
+_CAUSES = {
+    "RegisterPostBackwardFunction": (
+        "changes a tensor in place that it takes, which FSDP2 follows",
+        "Compute a new tensor there: x = x + y, not x += y",
+    ),
+    "mixed torch.Tensor and DTensor": (
+        "has weights of a unit and runs outside of the unit's forward, which gathers them",
+        "Call the unit itself",
+    ),
+    "out of bounds for storage of size 0": (
+        "is a unit whose weights backward needs before the gradient of anything arrives that left it",
+        "Return what the loss needs from its forward",
+    ),
+}
+
+
+@contextmanager
+def explained_errors(models: Iterable[nn.Module]) -> Generator[None]:
+    """Around forward and backward: BackendError, with the module, in place of what torch says of a unit that it can't
+    follow."""
+    try:
+        yield
+    except RuntimeError as error:
+        for words, (problem, way) in _CAUSES.items():
+            if words in str(error):
+                names = {module: name for model in models for name, module in model.named_modules()}
+                # In backward no module runs: the last unit that backward hasn't reached.
+                places: list[Any] = [*[*names][:1], *(m for m in names if "storage" in words and _is_idle(m))]
+                places += [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+                place = next(m for m in reversed(places) if isinstance(m, nn.Module) and m in names)
+                kind = type(place).__name__.removeprefix("FSDP" if isinstance(place, FSDPModule) else "")
+                raise BackendError(
+                    f"backend native: {names[place] or 'the model'} ({kind}) {problem}.\n"
+                    f"  {way}, or set sharding.wrap=NO_WRAP, or sharding.strategy=NO_SHARD."
+                ) from error
+        raise
+
+
+def _is_idle(module: nn.Module) -> bool:
+    group = cast(Any, module)._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+    return group is not None and group._training_state.name == "IDLE"
+
+
+class Boundary:
+    """Finds the tensors for FSDP2, of a unit or of a group of modules that are gathered together."""
+
+    def __init__(self, unit: FSDPModule) -> None:
+        self._state = cast(Any, unit)._get_fsdp_state()
+        self._group = self._state._fsdp_param_group  # None: no weights
+        self._modules: list[nn.Module] = []  # once all units exist
+        self._arguments: Any = ()
+        self._replaced = Replacement(lambda tensor: tensor)
+        self._outside: set[int] = set()  # tensors that the unit didn't make
+        self._state._register_pre_backward_hook = self._leave
+        if self._group is not None:
+            self._group._register_post_backward_hook = self._enter
+
+    def _enter(self, args: Any, kwargs: Any) -> Any:
+        """The arguments for the unit's forward."""
+        self._arguments = args, kwargs
+        entering = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+        if torch.is_grad_enabled() and entering:
+            inside = cast("tuple[Tensor, ...]", cast(Any, RegisterPostBackwardFunction).apply(self._group, *entering))
+            by_id = {id(tensor): new for tensor, new in zip(entering, inside, strict=True)}
+            self._outside = {id(tensor) for new in inside for tensor in (new, new._base)}
+            self._replaced = Replacement(lambda tensor: by_id.get(id(tensor), tensor))
+            self._arguments = self._replaced((args, kwargs))
+        return self._arguments
+
+    def _leave(self, output: Any) -> Any:
+        """FSDP2 calls it after the unit's forward, in place of its own look at `output`."""
+        self._replaced.write_back()
+        if torch.is_grad_enabled():
+            self._modules = self._modules or [*self._own_modules()]
+            for tensor in tensors_in((output, self._arguments, kept_by(self._modules))):
+                # A change in place of a view replaces the view's node in the graph, but not that of its base.
+                for made in (tensor._base, tensor):
+                    if made is not None and made.grad_fn is not None and id(made) not in self._outside:
+                        made.register_hook(self._state._pre_backward)
+                        # Backward runs what is ready in the reverse order of these numbers: nothing of the unit before.
+                        cast(Any, made.grad_fn)._set_sequence_nr(cast(Any, torch.autograd)._get_sequence_nr())
+        self._arguments, self._outside = (), set()
+        self._replaced = Replacement(lambda tensor: tensor)
+        return output
+
+    def _own_modules(self) -> Iterator[nn.Module]:
+        """The unit's modules that are in no unit inside it."""
+        waiting = [*self._state._modules]
+        while waiting:
+            yield (module := waiting.pop())
+            waiting += [child for child in module.children() if not isinstance(child, FSDPModule)]

@@ -1,0 +1,124 @@
+"""Models whose blocks take, return and keep more than tensors, and scalar weights, against a plain PyTorch loop."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from assemble import assemble
+from unit_models import MODELS, plain_run
+from workers import Group, JobFailed, Workers
+
+GetWorkers = Callable[[Group], Workers]
+Settings = dict[str, dict[str, Any]]
+
+TWO, FOUR, XLA, LR = Group("native", 2), Group("native", 4), Group("xla", 2), 1e-2
+RECOMPUTED: Settings = {
+    "memory": {"gradient_checkpointing": "full"},
+    "sharding": {"strategy": "SHARD_GRAD_OP", "backward_prefetch": "BACKWARD_POST"},
+}
+REFUSED = ("InputInPlace", "Parts", "Hidden")
+TRAINED = [name for name in MODELS if name not in REFUSED]
+
+
+def train(workers: Workers, name: str, settings: Settings, steps: int = 3, micro_batches: int = 1) -> dict[str, Any]:
+    """What the first process of the group measured."""
+    optim = {"lr": LR, "schedule": "constant", "weight_decay": 0.0, **settings.get("optim", {})}
+    settings = {**settings, "optim": optim}
+    answers = workers.run("train_module", name=name, steps=steps, settings=settings, micro_batches=micro_batches)
+    final, losses = assemble([answer["final"] for answer in answers]), answers[0]["metrics"]
+    assert all(answer["metrics"] == losses for answer in answers)
+    return {**answers[0], "final": final}
+
+
+def assert_equal(metrics: list[dict[str, float]], expected: list[dict[str, float]], rel: float = 1e-5) -> None:
+    for actual, plain in zip(metrics, expected, strict=True):
+        assert actual["loss"] == pytest.approx(plain["loss"], rel=rel)
+        assert actual["grad_norm"] == pytest.approx(plain["grad_norm"], rel=10 * rel)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        *(pytest.param(name, {}, id=name) for name in TRAINED),
+        *(pytest.param(name, RECOMPUTED, id=f"{name} recomputed") for name in ("Changed", "Nested", "Attribute")),
+    ],
+)
+def test_what_enters_and_leaves_a_unit_trains_as_in_a_plain_loop(
+    name: str, settings: Settings, workers: GetWorkers
+) -> None:
+    assert_equal(train(workers(TWO), name, settings)["metrics"], plain_run(name, 3, LR)[1])
+
+
+@pytest.mark.xla
+@pytest.mark.parametrize("name", ["Kinds", "Changed", "Attribute"])
+def test_recomputed_blocks_on_xla_do_too_or_are_refused(name: str, workers: GetWorkers) -> None:
+    """torch_xla's checkpoint gives a gradient to what a block returns alone."""
+    recomputed: Settings = {"memory": {"gradient_checkpointing": "full"}}
+    if name == "Kinds":
+        assert_equal(train(workers(XLA), name, recomputed)["metrics"], plain_run(name, 3, LR)[1])
+        return
+    with pytest.raises(JobFailed, match=r"on XLA: block changes an object that it takes, or keeps a tensor in an attr"):
+        train(workers(XLA), name, recomputed)
+
+
+@pytest.mark.parametrize("name", ["Attribute", "Scalars"])
+def test_replicas_of_shards_do_too(name: str, workers: GetWorkers) -> None:
+    hybrid = {"sharding": {"strategy": "HYBRID_SHARD", "replicas": 2}}
+    assert_equal(train(workers(FOUR), name, hybrid)["metrics"], plain_run(name, 3, LR)[1])
+
+
+@pytest.mark.parametrize("name", ["Changed", "Scalars"])
+def test_casts_reach_into_objects_and_scalars_with_and_without_shards(name: str, workers: GetWorkers) -> None:
+    sharded, whole = (
+        train(workers(TWO), name, {"precision": {"compute": "bfloat16"}, "sharding": {"strategy": strategy}})
+        for strategy in ("FULL_SHARD", "NO_SHARD")
+    )
+    assert_equal(sharded["metrics"], whole["metrics"])
+    assert_equal(sharded["metrics"], plain_run(name, 3, LR)[1], rel=5e-3)
+    assert sharded["metrics"] != plain_run(name, 3, LR)[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("InputInPlace", r"blocks\.0 \(block\) changes a tensor in place that it takes.*\n.*x = x \+ y.*NO_WRAP"),
+        ("Parts", r"blocks\.1\.inner \(Linear\) has weights of a unit and runs outside .*\n  Call the unit"),
+        ("Hidden", r"blocks\.2 \(block\) is a unit whose weights backward needs before .*\n  Return what the loss"),
+    ],
+)
+def test_what_units_cannot_follow_is_refused_with_the_block(name: str, message: str, workers: GetWorkers) -> None:
+    """In place of torch's "setStorage ... out of bounds" and "got mixed torch.Tensor and DTensor"."""
+    with pytest.raises(JobFailed, match=message) as failure:
+        train(workers(TWO), name, {}, steps=1)
+    assert failure.value.kind == "BackendError"
+    assert_equal(train(workers(TWO), name, {"sharding": {"wrap": "NO_WRAP"}})["metrics"], plain_run(name, 3, LR)[1])
+
+
+# ------------------------------------------------------------------------------------------- weights of no dimension
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_scalar_weights_keep_their_shape_and_train_with_offload(micro_batches: int, workers: GetWorkers) -> None:
+    """Also one that no row uses; and with memory.cpu_offload gradients keep their memory from step to step."""
+    answer = train(workers(TWO), "Scalars", {"memory": {"cpu_offload": True}}, 3, micro_batches)
+    model, expected = plain_run("Scalars", 3, LR)
+    assert_equal(answer["metrics"], expected)
+    for fqn, weight in model.named_parameters():
+        torch.testing.assert_close(answer["final"][fqn], weight.detach(), rtol=1e-4, atol=1e-6)
+        assert (f"exp_avg/{fqn}" in answer["final"]) == weight.requires_grad
+    first, *later = answer["gradients"]
+    assert first
+    assert later == [first, first]
+
+
+@pytest.mark.parametrize("name", ["adafactor", "lion", "muon"])
+def test_each_optimizer_takes_scalars_beside_shards(name: str, workers: GetWorkers) -> None:
+    optim = {"name": name, "lr": 1e-3} | ({"momentum": 0.95} if name == "muon" else {})
+    sharded, whole = (
+        train(workers(TWO), "Scalars", {"optim": optim, "sharding": {"strategy": strategy}}, 2)
+        for strategy in ("FULL_SHARD", "NO_SHARD")
+    )
+    assert_equal(sharded["metrics"], whole["metrics"])
+    for key, value in whole["final"].items():
+        torch.testing.assert_close(sharded["final"][key], value, rtol=1e-4, atol=1e-6)
