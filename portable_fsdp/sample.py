@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from portable_fsdp.models.exported import require_as_exported
 from portable_fsdp.runtime.command import CommandParser, at_least, run_command, to_stderr, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FINISHED, ConfigError
 from portable_fsdp.runtime.hub import TOKENIZER_FILES, before_transformers
@@ -96,6 +97,7 @@ def _require_files(folder: Path, gguf_file: str | None) -> None:
             f"{folder}: expected a tokenizer beside the model, found none (no tokenizer.json or the like).\n"
             "  Copy its files there, or export again with --tokenizer PATH."
         )
+    require_as_exported(folder)
     if (folder / _ADAPTERS).is_file():
         _require_base(folder)
 
@@ -113,6 +115,7 @@ def _require_base(folder: Path) -> None:
             f"{'none named' if name is None else f'no {_CONFIG} in {name}'} ({_ADAPTERS}).\n  Export the run with the "
             "adapters added in: python -m portable_fsdp.checkpoint export RUN FOLDER"
         )
+    require_as_exported(base)
 
 
 def _tokens_that_fit(tokens: int, prompt: int, positions: int | None) -> int:
