@@ -18,9 +18,10 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Self, cast
 
@@ -34,6 +35,7 @@ from portable_fsdp.data.render import Render, Rendered
 from portable_fsdp.data.tokenize import Tokens
 from portable_fsdp.runtime.errors import DataError
 from portable_fsdp.runtime.files import sync_folder
+from portable_fsdp.runtime.limits import Limit, begin, memory_limit
 
 log = logging.getLogger("portable_fsdp")
 
@@ -42,6 +44,7 @@ FORMAT = 2
 
 BATCH_CHARACTERS = 2_000_000
 BATCH_DOCUMENTS = 1000
+_FIRST_DOCUMENTS = 4
 _THREADS = 2
 """Batches in work at once: the tokenizer's own threads, one a core, then don't wait for the last text of each."""
 
@@ -275,30 +278,42 @@ def _make(entry: Path, recipe: Recipe, *, alone: bool) -> None:
 
 def _rendered(documents: Iterable[Example | Broken], render: Render) -> Generator[tuple[int, list[Rendered | Broken]]]:
     """(size in the source's unit, documents) of each batch, in order; `_THREADS` batches are rendered at once."""
-    pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="portable_fsdp tokenize")
-    in_work: deque[tuple[int, Future[list[Rendered | Broken]]]] = deque()
-    try:
+    in_work: deque[tuple[list[Example | Broken], Limit, Future[list[Rendered | Broken]]]] = deque()
+
+    def oldest() -> tuple[int, list[Rendered | Broken]]:
+        batch, limit, future = in_work.popleft()
+        rendered = limit.result(future, f"data: {batch[0].place} to {batch[-1].place}")
+        return sum(document.size for document in batch), rendered
+
+    with memory_limit() as allow:
         for batch in _batches(documents):
-            in_work.append((sum(document.size for document in batch), pool.submit(render, batch)))
+            limit = Limit(len(batch), sum(map(_characters, batch)))
+            allow(limit)
+            in_work.append((batch, limit, begin(partial(render, batch))))
             if len(in_work) > _THREADS:
-                size, done = in_work.popleft()
-                yield size, done.result()
-        for size, done in in_work:
-            yield size, done.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
+                yield oldest()
+        while in_work:
+            yield oldest()
+
+
+def _characters(value: object) -> int:
+    """Of all texts inside."""
+    if isinstance(value, Example):
+        value = value.fields
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return len(value) if isinstance(value, str) else sum(map(_characters, inside))
 
 
 def _batches(documents: Iterable[Example | Broken]) -> Iterator[list[Example | Broken]]:
+    """The first one is small: a tokenizer or template that never ends is found soon."""
     batch: list[Example | Broken] = []
-    characters = 0
+    characters, most = 0, _FIRST_DOCUMENTS
     for document in documents:
         batch.append(document)
-        if isinstance(document, Example):
-            characters += sum(len(value) for value in document.fields.values() if isinstance(value, str))
-        if characters >= BATCH_CHARACTERS or len(batch) >= BATCH_DOCUMENTS:
+        characters += _characters(document)
+        if characters >= BATCH_CHARACTERS or len(batch) >= most:
             yield batch
-            batch, characters = [], 0
+            batch, characters, most = [], 0, BATCH_DOCUMENTS
     if batch:
         yield batch
 
