@@ -88,7 +88,7 @@ class FolderTokenizer:
         """`key`: the config's, for errors. `gguf_file`: of the folder."""
         self._tokenizer = _open(folder, key, gguf_file)
         if self._tokenizer.chat_template:
-            require_small_numbers(self._tokenizer.get_chat_template(), f"{key}: {folder}")
+            require_small_numbers(self._tokenizer, f"{key}: {folder}")
         self.vocab_size: int = max(self._tokenizer.get_vocab().values()) + 1
         self.end_of_text: int | None = self._tokenizer.eos_token_id
         candidates = (self._tokenizer.pad_token_id, self.end_of_text, 0)

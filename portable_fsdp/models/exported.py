@@ -31,7 +31,7 @@ def require_as_exported(folder: Path, verify: str = "full") -> bool:
     False for a folder that has none: it isn't ours, or an earlier release wrote it. Raises ConfigError for a file that
     is damaged or absent, and for weights that the export didn't write.
     """
-    if verify == "off" or not (folder / MARK).is_file():
+    if verify == "off" or not os.path.lexists(folder / MARK):
         return False
     way_out = f"\n  Copy or export it again. If you changed it on purpose, delete its line below `hashes` in {MARK}."
     try:

@@ -3,13 +3,16 @@
 import errno
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
 MAX_TEXT_BYTES = 1 << 27
 """Of a JSON file; the largest tokenizers have 60 MB."""
+MAX_LOG_BYTES = 1 << 30
+"""Of metrics.jsonl and the like: two million steps."""
+MAX_LINE_BYTES = 1 << 20
 _MAX_NAMES = 100_000
 
 
@@ -59,21 +62,28 @@ def open_regular(path: Path, folder: Path | None = None, max_bytes: int | None =
         root = Path(os.path.realpath(folder))
         blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else root
         if not (real.is_relative_to(root) or real.is_relative_to(blobs)):
-            raise OSError(errno.EINVAL, "expected a file of this folder, found a link out of it", str(path))
+            raise OSError(errno.ENXIO, "expected a file of this folder, found a link out of it", str(path))
     descriptor = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     status = os.fstat(descriptor)
     if stat.S_ISREG(status.st_mode) and (max_bytes is None or status.st_size <= max_bytes):
         return os.fdopen(descriptor, "rb")
     os.close(descriptor)
     if stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EFBIG, f"expected at most {max_bytes:,} bytes, found {status.st_size:,}", str(path))
-    raise OSError(errno.EINVAL, "expected a regular file, found a folder, a pipe or a device", str(path))
+        raise OSError(errno.ENXIO, f"expected at most {max_bytes:,} bytes, found {status.st_size:,}", str(path))
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, "expected a file, found a folder", str(path))
+    raise OSError(errno.ENXIO, "expected a file, found a pipe or a device", str(path))
 
 
 def read_regular(path: Path, folder: Path | None = None, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
     """The content of a small file; as `open_regular`."""
     with open_regular(path, folder, max_bytes) as file:
         return file.read(max_bytes)
+
+
+def lines_of(file: BinaryIO) -> Iterator[bytes]:
+    """The lines from here on, a longer one than `MAX_LINE_BYTES` in pieces."""
+    return iter(lambda: file.readline(MAX_LINE_BYTES), b"")
 
 
 def names_in(folder: Path) -> list[str]:

@@ -11,7 +11,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from portable_fsdp.runtime.errors import DataError
 
@@ -99,14 +99,19 @@ def memory_limit() -> Generator[Callable[[Limit], None]]:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
-def require_small_numbers(template: str, what: str) -> None:
-    """Raises DataError for powers and huge numbers in a chat template: nothing stops Python while it computes those."""
+def require_small_numbers(tokenizer: Any, what: str) -> None:
+    """Raises DataError for a tokenizer of several chat templates and no default, and for powers and huge numbers in its
+    template: nothing stops Python while it computes those."""
     from jinja2 import Environment, TemplateError
 
-    with suppress(TemplateError):  # whoever applies it says so
-        for _, kind, value in Environment().lex(template):
+    try:
+        for _, kind, value in Environment().lex(tokenizer.get_chat_template()):
             if (kind, value) == ("operator", "**") or (kind == "integer" and len(value) > 7):
                 raise DataError(f"{what}: expected a chat template without powers and huge numbers, found {value:.30}.")
+    except ValueError as error:
+        raise DataError(f"{what}: {str(error).partition('!')[0]:.200}.") from None
+    except TemplateError:  # whoever applies it says so
+        return
 
 
 def _own_bytes(column: int = 1) -> int:
