@@ -12,9 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from portable_fsdp.models.exported import require_as_exported
 from portable_fsdp.runtime.command import CommandParser, at_least, run_command, to_stderr, to_stdout
-from portable_fsdp.runtime.errors import EXIT_FINISHED, ConfigError
-from portable_fsdp.runtime.hub import TOKENIZER_FILES, before_transformers
+from portable_fsdp.runtime.errors import EXIT_FINISHED, ConfigError, DataError
+from portable_fsdp.runtime.files import read_regular
+from portable_fsdp.runtime.hub import MODEL_FILES, TOKENIZER_FILES, before_transformers, require_plain_files
+from portable_fsdp.runtime.limits import OPENING, Limit, limited, require_small_numbers
 from portable_fsdp.runtime.strict_json import parse_json
 
 _EXPORT = "export"  # in run.dir
@@ -96,6 +99,8 @@ def _require_files(folder: Path, gguf_file: str | None) -> None:
             f"{folder}: expected a tokenizer beside the model, found none (no tokenizer.json or the like).\n"
             "  Copy its files there, or export again with --tokenizer PATH."
         )
+    require_plain_files("sample", folder, (*MODEL_FILES, "adapter_*", "*.gguf", "*.bin"))
+    require_as_exported(folder)
     if (folder / _ADAPTERS).is_file():
         _require_base(folder)
 
@@ -103,8 +108,8 @@ def _require_files(folder: Path, gguf_file: str | None) -> None:
 def _require_base(folder: Path) -> None:
     """The base of adapters, unless it is on the hub."""
     try:
-        name = parse_json((folder / _ADAPTERS).read_bytes()).get("base_model_name_or_path")
-    except (ValueError, AttributeError) as error:
+        name = parse_json(read_regular(folder / _ADAPTERS, folder)).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"{folder / _ADAPTERS}: expected a JSON object, found: {error}") from None
     base = Path(name or "")
     if name is None or ((base.is_absolute() or base.is_dir()) and not (base / _CONFIG).is_file()):
@@ -113,6 +118,9 @@ def _require_base(folder: Path) -> None:
             f"{'none named' if name is None else f'no {_CONFIG} in {name}'} ({_ADAPTERS}).\n  Export the run with the "
             "adapters added in: python -m portable_fsdp.checkpoint export RUN FOLDER"
         )
+    if base.is_dir():
+        require_plain_files("sample", base, MODEL_FILES)
+        require_as_exported(base)
 
 
 def _tokens_that_fit(tokens: int, prompt: int, positions: int | None) -> int:
@@ -131,23 +139,33 @@ def _opened(folder: Path, file: dict[str, str]) -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False, **file}
     try:
         return (
-            AutoTokenizer.from_pretrained(folder, local_files_only=True, **file),
-            AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32, **file),
+            limited(lambda: AutoTokenizer.from_pretrained(folder, **local), str(folder), OPENING),
+            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **local),
         )
+    except DataError:
+        raise
     except Exception as error:  # transformers and peft raise exceptions of many classes, all about these files
         raise ConfigError(f"{folder}: expected a model and its tokenizer that transformers opens: {error}") from error
 
 
 def _token_ids(tokenizer: Any, prompt: str, folder: Path, *, chat: bool) -> Any:
     """int64 [1, tokens of the prompt]."""
+    limit = Limit(1, len(prompt))
     if not chat:
-        return tokenizer(prompt, return_tensors="pt")["input_ids"]
+        return limited(lambda: tokenizer(prompt, return_tensors="pt")["input_ids"], str(folder), limit)
     if tokenizer.chat_template is None:
         raise ConfigError(f"{folder}: expected a tokenizer with a chat template, found none.\n  Leave --chat out.")
-    message = [{"role": "user", "content": prompt}]
-    return tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+    require_small_numbers(tokenizer, str(folder))
+    message, asks = [{"role": "user", "content": prompt}], {"add_generation_prompt": True, "return_tensors": "pt"}
+    try:
+        return limited(lambda: tokenizer.apply_chat_template(message, **asks)["input_ids"], str(folder), limit)
+    except DataError:
+        raise
+    except Exception as error:  # a template may raise anything
+        raise ConfigError(f"{folder}: the chat template refuses the prompt: {error or type(error).__name__}.") from None
 
 
 def _parser() -> CommandParser:

@@ -88,7 +88,7 @@ def begin(final: Path, run: str) -> str:
             if path == folder:  # the other's manifest could overwrite ours
                 raise CheckpointError(_at_work(path, other))
             log.warning("%s", _at_work(path, other))
-        elif _read_mark(path).get("run") == run or path == folder:
+        elif path == folder or _is_debris_of(path, run):
             discard(path)
     storage.make_folder(folder)
     _mark(folder, run, attempt)
@@ -113,6 +113,11 @@ def _other_owner(path: Path, run: str) -> str | None:
     return "an import" if owner == format.IMPORTED else f"run {owner!r}" if owner else "a run without a name"
 
 
+def _is_debris_of(path: Path, run: str) -> bool:
+    """A folder without a mark and files is anybody's: a kill came before its mark."""
+    return _read_mark(path).get("run") == run or set(storage.names(path)) <= {_PART_OF_MARK}
+
+
 def _at_work(path: Path, owner: str) -> str:
     return (
         f"checkpoints in {path.parent}: expected no other run at work there, found {path.name} of {owner}.\n"
@@ -123,7 +128,7 @@ def _at_work(path: Path, owner: str) -> str:
 def remove_debris(run_folder: Path, run: str) -> None:
     """Delete what interrupted saves and deletions of `run` left. Only process 0, and before any process writes."""
     for path in _debris(run_folder):
-        if _read_mark(path).get("run") == run or set(storage.names(path)) <= {_PART_OF_MARK}:
+        if _is_debris_of(path, run):
             discard(path)
     for path in format.committed_steps(run_folder):
         marks = {MARK, _PART_OF_MARK}.intersection(storage.names(path))

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, Self, cast
 
 from portable_fsdp.runtime.errors import CheckpointError, StoreError
-from portable_fsdp.runtime.files import sync_folder
+from portable_fsdp.runtime.files import read_regular, sync_folder
 
 _CHUNK_BYTES = 1 << 20  # read of a local file at a time: it stays in the processor's cache until it is hashed
+_MAX_READ = 1 << 30  # of one file as a whole; a manifest of a million pieces has 30 MB
 _UPLOAD_BYTES = 16 << 20  # one part of a multipart upload, or one download: large enough to be few
 
 
@@ -90,7 +91,7 @@ def exists(path: Path) -> bool:
 def read(path: Path) -> bytes:
     """All of a small file. Raises OSError, StoreError."""
     with _store_errors(path):
-        return path.read_bytes()
+        return path.read_bytes() if is_object_store(path) else read_regular(path, path.parent, _MAX_READ)
 
 
 def make_folder(folder: Path) -> None:

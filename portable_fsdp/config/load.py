@@ -19,11 +19,13 @@ from portable_fsdp.config.schema import Config, Model, Train
 from portable_fsdp.config.yaml_text import NULL_TAG, Dumper, line_of, parse, problem_of
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.factory import search_folder
+from portable_fsdp.runtime.files import read_regular
 from portable_fsdp.runtime.process import detect_launch, is_by_accelerate
 
 if TYPE_CHECKING:
     from portable_fsdp.convert.facts import Import
 
+_MAX_BYTES = 1 << 20
 _DEEPSPEED_KEYS = {"zero_optimization", "train_micro_batch_size_per_gpu"}
 """Keys that only DeepSpeed's own file has."""
 
@@ -179,7 +181,7 @@ def _read_import(path: Path) -> tuple[Path, MappingNode]:
 def _parsed(path: Path, expected: str) -> tuple[MappingNode, dict[str, Any]]:
     """The root node and the values of a file. Raises ConfigError, beginning with `expected`, unless it is a mapping."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_regular(path, max_bytes=_MAX_BYTES).decode("utf-8-sig")
         # JSON may be indented with tabs, which YAML doesn't take.
         node, values = parse(text.replace("\t", " ") if text.lstrip().startswith("{") else text)
     except (FileNotFoundError, IsADirectoryError) as error:

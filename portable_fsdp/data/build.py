@@ -269,7 +269,7 @@ def predicts(documents: TokenizedDocuments) -> NDArray[np.bool_]:
     bounds = np.stack([documents.starts[:-1][predicted] + 1, documents.starts[1:][predicted]], axis=1).ravel()
     if len(bounds):
         inside = bounds[bounds < len(documents.counted)]  # without the last end, where that is the end of all
-        predicted[predicted] = np.logical_or.reduceat(documents.counted, inside)[::2]
+        predicted[predicted] = np.logical_or.reduceat(documents.counted[:], inside)[::2]
     return predicted
 
 

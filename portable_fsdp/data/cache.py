@@ -4,7 +4,8 @@ An entry is a folder named by a hash of everything that determines its content: 
 format, which part of them is taken, the releases of the libraries that do the work, and `FORMAT`. One process makes it
 under a lock (flock's) in a folder of another name, syncs it and renames it. So a folder with the entry's name is whole;
 a kill leaves only a temporary folder, which the next process deletes. Where the file system has no locks, several
-processes may make the same entry, and one of them stays.
+processes may make the same entry, and one of them stays. facts.json holds a hash of every 4 MiB of the other files,
+which each process checks when it first reads them: damage is an error.
 """
 
 import errno
@@ -17,11 +18,12 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any, Self, cast
 
 import numpy as np
 import xxhash
@@ -33,6 +35,7 @@ from portable_fsdp.data.render import Render
 from portable_fsdp.data.tokenize import Tokens
 from portable_fsdp.runtime.errors import DataError
 from portable_fsdp.runtime.files import sync_folder
+from portable_fsdp.runtime.limits import Limit, begin, memory_limit
 
 log = logging.getLogger("portable_fsdp")
 
@@ -43,11 +46,14 @@ BATCH_CHARACTERS = 2_000_000
 BATCH_DOCUMENTS = 1000
 MAX_NOTES = 1000
 """Different ones: each row may have other keys."""
+_FIRST_DOCUMENTS = 4
 _THREADS = 2
 """Batches in work at once: the tokenizer's own threads, one a core, then don't wait for the last text of each."""
 
 _NO_LOCKS_HERE = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS}
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_HASHED_BYTES = 1 << 22
+_HEX_DIGITS = 16  # of a hash
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,52 @@ class Facts:
     prompts_that_differ: int
     """Of text."""
     notes: dict[str, int] = field(default_factory=dict[str, int])
-    """`Example.notes` -> how many documents have it; entries of earlier releases have none."""
+    """`Example.notes` -> how many documents have it."""
+    hashes: dict[str, str] = field(default_factory=dict[str, str])
+    """File -> the 64-bit XXH3 of each `_HASHED_BYTES`, in hexadecimal, end to end."""
+
+
+class CheckedArray:
+    """A mapped file as a 1-D array. Reading from it checks the hashes of bytes that nothing has read before, and raises
+    DataError where they differ."""
+
+    def __init__(self, path: Path, dtype: DTypeLike, count: int, hashes: str) -> None:
+        """Raises OSError, and ValueError for a file of another length."""
+        self._path, self._hashes, self.dtype = path, hashes, np.dtype(dtype)
+        size = count * self.dtype.itemsize
+        if path.stat().st_size != size or -(-size // _HASHED_BYTES) * _HEX_DIGITS != len(hashes):
+            raise ValueError(f"{path}: expected {size} bytes, found {path.stat().st_size}")
+        # An empty file can't be mapped.
+        self._array: NDArray[Any] = np.memmap(path, self.dtype, mode="r") if count else np.empty(0, self.dtype)
+        self._shift = (_HASHED_BYTES // self.dtype.itemsize).bit_length() - 1
+        self._unchecked = np.ones(len(hashes) // _HEX_DIGITS, np.bool_)
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
+        return np.asarray(self[:], dtype)
+
+    def __getitem__(self, index: slice | NDArray[np.int64]) -> NDArray[Any]:
+        """`index`: no negative numbers in an array."""
+        if isinstance(index, slice):
+            begin, end, _ = index.indices(len(self))
+            blocks = np.arange(begin >> self._shift, ((end - 1) >> self._shift) + 1)
+        else:
+            blocks = index >> self._shift
+        for block in np.unique(blocks[self._unchecked[blocks]]):
+            self._check(int(block))
+        return self._array[index]
+
+    def _check(self, block: int) -> None:
+        part = self._array[block << self._shift : (block + 1) << self._shift]
+        begin = block * _HEX_DIGITS
+        if xxhash.xxh3_64_hexdigest(part.data) != self._hashes[begin : begin + _HEX_DIGITS]:
+            raise DataError(
+                f"data.cache_dir: {self._path}: its bytes from {block * _HASHED_BYTES:,} on changed after they were "
+                f"written: the tokens are damaged.\n  Delete {self._path.parent}; the next start makes it again."
+            )
+        self._unchecked[block] = False
 
 
 @dataclass(frozen=True)
@@ -87,24 +138,22 @@ class TokenizedDocuments:
     @classmethod
     def mapped(cls, folder: Path) -> Self:
         """From an entry; raises OSError, ValueError or TypeError for a damaged one."""
-        facts = Facts(**json.loads((folder / "facts.json").read_text(encoding="utf-8")))
-        files = [folder / "tokens.bin", *([folder / "counted.bin"] if facts.has_counted else [])]
-        counted = _mapped(files[1], np.bool_, facts.tokens) if facts.has_counted else None
+        text, _, digest = (folder / "facts.json").read_bytes().rpartition(b"\n")
+        if digest != xxhash.xxh3_64_hexdigest(text).encode():
+            raise ValueError("facts.json changed after it was written")
+        facts = Facts(**json.loads(text))
+
+        def checked(name: str, dtype: DTypeLike, count: int) -> NDArray[Any]:
+            return cast(NDArray[Any], CheckedArray(folder / name, dtype, count, facts.hashes[name]))
+
         return cls(
-            _mapped(files[0], facts.dtype, facts.tokens),
-            _mapped(folder / "starts.bin", np.int64, facts.documents + 1),
-            _mapped(folder / "numbers.bin", np.int64, facts.documents),
-            counted,
+            checked("tokens.bin", facts.dtype, facts.tokens),
+            checked("starts.bin", np.int64, facts.documents + 1)[:],
+            checked("numbers.bin", np.int64, facts.documents)[:],
+            checked("counted.bin", np.bool_, facts.tokens) if facts.has_counted else None,
             facts,
-            tuple(files),
+            tuple(folder / name for name in facts.hashes if name in ("tokens.bin", "counted.bin")),
         )
-
-
-def _mapped(path: Path, dtype: DTypeLike, count: int) -> NDArray[Any]:
-    size = count * np.dtype(dtype).itemsize
-    if path.stat().st_size != size:
-        raise ValueError(f"{path}: expected {size} bytes, found {path.stat().st_size}")
-    return np.memmap(path, dtype, mode="r") if count else np.empty(0, dtype)  # an empty file can't be mapped
 
 
 @dataclass(frozen=True)
@@ -144,10 +193,15 @@ def tokenized(folder: Path, recipe: Recipe) -> TokenizedDocuments:
         raise _cannot_write(folder, error) from error
     try:
         return TokenizedDocuments.mapped(entry)
-    except (OSError, ValueError, TypeError) as error:
+    except (FileNotFoundError, ValueError, TypeError, KeyError) as error:
         raise DataError(
             f"data.cache_dir: {entry}: expected the entry of an earlier run, found it damaged: {error}\n"
             "  Delete that folder; the next start makes it again."
+        ) from error
+    except OSError as error:
+        raise DataError(
+            f"data.cache_dir: {error.filename or entry}: can't be read: {error.strerror}.\n"
+            "  The entry may be whole: start again when the cause is gone."
         ) from error
 
 
@@ -159,9 +213,11 @@ def _cannot_write(folder: Path, error: OSError) -> DataError:
             f"({shutil.disk_usage(nearest).free / 2**30:.1f} GiB free).\n"
             "  Make room, or set data.cache_dir to a folder on another disk; the unfinished entry is deleted."
         )
+    is_passing = error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO)
+    way_out = "Start again when the cause is gone" if is_passing else "Set data.cache_dir to another folder"
     return DataError(
         f"data.cache_dir: expected a folder that can be written to, found that {error.filename or folder} can't: "
-        f"{error.strerror}.\n  Set data.cache_dir to another folder."
+        f"{error.strerror}.\n  {way_out}."
     )
 
 
@@ -224,30 +280,42 @@ def _make(entry: Path, recipe: Recipe, *, alone: bool) -> None:
 
 def _rendered(documents: Iterable[Example | Broken], render: Render) -> Generator[tuple[int, list[Rendered | Broken]]]:
     """(size in the source's unit, documents) of each batch, in order; `_THREADS` batches are rendered at once."""
-    pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="portable_fsdp tokenize")
-    in_work: deque[tuple[int, Future[list[Rendered | Broken]]]] = deque()
-    try:
+    in_work: deque[tuple[list[Example | Broken], Limit, Future[list[Rendered | Broken]]]] = deque()
+
+    def oldest() -> tuple[int, list[Rendered | Broken]]:
+        batch, limit, future = in_work.popleft()
+        rendered = limit.result(future, f"data: {batch[0].place} to {batch[-1].place}")
+        return sum(document.size for document in batch), rendered
+
+    with memory_limit() as allow:
         for batch in _batches(documents):
-            in_work.append((sum(document.size for document in batch), pool.submit(render, batch)))
+            limit = Limit(len(batch), sum(map(_characters, batch)))
+            allow(limit)
+            in_work.append((batch, limit, begin(partial(render, batch))))
             if len(in_work) > _THREADS:
-                size, done = in_work.popleft()
-                yield size, done.result()
-        for size, done in in_work:
-            yield size, done.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
+                yield oldest()
+        while in_work:
+            yield oldest()
+
+
+def _characters(value: object) -> int:
+    """Of all texts inside."""
+    if isinstance(value, Example):
+        value = value.fields
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return len(value) if isinstance(value, str) else sum(map(_characters, inside))
 
 
 def _batches(documents: Iterable[Example | Broken]) -> Iterator[list[Example | Broken]]:
+    """The first one is small: a tokenizer or template that never ends is found soon."""
     batch: list[Example | Broken] = []
-    characters = 0
+    characters, most = 0, _FIRST_DOCUMENTS
     for document in documents:
         batch.append(document)
-        if isinstance(document, Example):
-            characters += sum(len(value) for value in document.fields.values() if isinstance(value, str))
-        if characters >= BATCH_CHARACTERS or len(batch) >= BATCH_DOCUMENTS:
+        characters += _characters(document)
+        if characters >= BATCH_CHARACTERS or len(batch) >= most:
             yield batch
-            batch, characters = [], 0
+            batch, characters, most = [], 0, BATCH_DOCUMENTS
     if batch:
         yield batch
 
@@ -285,15 +353,22 @@ def _write(folder: Path, recipe: Recipe, batches: Iterable[tuple[int, list[Rende
                 notes.update(note for note in document.notes if note in notes or len(notes) < MAX_NOTES)
         _sync(tokens, counted)
     first = f"{broken[0].place}: {broken[0].problem}" if broken else ""
-    facts = Facts(recipe.dtype.name, len(numbers), starts[-1], has_counted, len(broken), first, differ, dict(notes))
-    for name, content in (
-        ("starts.bin", np.array(starts, np.int64).tobytes()),
-        ("numbers.bin", np.array(numbers, np.int64).tobytes()),
-        ("facts.json", json.dumps(asdict(facts)).encode()),
-    ):
+    for name, values in (("starts.bin", starts), ("numbers.bin", numbers)):
         with (folder / name).open("wb") as file:
-            file.write(content)
+            file.write(np.array(values, np.int64).data)
             _sync(file)
+    hashes = {path.name: _hashes_of(path) for path in sorted(folder.glob("*.bin"))}
+    counts = len(numbers), starts[-1], has_counted, len(broken)
+    facts = Facts(recipe.dtype.name, *counts, first, differ, dict(notes), hashes)
+    text = json.dumps(asdict(facts)).encode()
+    with (folder / "facts.json").open("wb") as file:
+        file.write(text + b"\n" + xxhash.xxh3_64_hexdigest(text).encode())
+        _sync(file)
+
+
+def _hashes_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return "".join(map(xxhash.xxh3_64_hexdigest, iter(lambda: file.read(_HASHED_BYTES), b"")))
 
 
 def _sync(*files: Any) -> None:

@@ -26,6 +26,7 @@ Int64s = NDArray[np.int64]
 IGNORED = -100
 """The label that no loss counts."""
 
+_HASHED = 1 << 22  # elements of an array at a time
 
 ENDLESS = 2**62
 """The length of rows that come as a stream: their position stays in one epoch."""
@@ -89,7 +90,9 @@ def _make_again(purpose: str, make: Callable[[], str]) -> str:
 def _hash(*parts: NDArray[np.generic] | bytes) -> str:
     digest = xxhash.xxh3_128()
     for part in parts:
-        digest.update(part if isinstance(part, bytes) else np.ascontiguousarray(part).data)
+        for begin in range(0, len(part), _HASHED):  # in pieces: a corpus may be larger than memory
+            piece = part[begin : begin + _HASHED]
+            digest.update(piece if isinstance(piece, bytes) else np.ascontiguousarray(piece).data)
     return digest.hexdigest()
 
 

@@ -20,6 +20,7 @@ from portable_fsdp.config import schema
 from portable_fsdp.config.describe import yaml_value
 from portable_fsdp.runtime.errors import ConfigError, DataError
 from portable_fsdp.runtime.hub import TOKENIZER_FILES, import_transformers, is_hub_id, local_folder
+from portable_fsdp.runtime.limits import OPENING, limited, require_small_numbers
 
 if TYPE_CHECKING:
     from portable_fsdp.data.chat import ChatTemplate
@@ -95,6 +96,8 @@ class FolderTokenizer:
     def __init__(self, folder: Path, key: str = "data.tokenizer", gguf_file: str | None = None) -> None:
         """`key`: the config's, for errors. `gguf_file`: of the folder."""
         self._tokenizer = _open(folder, key, gguf_file)
+        if self._tokenizer.chat_template:
+            require_small_numbers(self._tokenizer, f"{key}: {folder}")
         self.vocab_size: int = max(self._tokenizer.get_vocab().values()) + 1
         self.end_of_text: int | None = self._tokenizer.eos_token_id
         candidates = (self._tokenizer.pad_token_id, self.end_of_text, 0)
@@ -183,7 +186,7 @@ def load_tokenizer(name: str, pretrained: str | None = None, gguf_file: str | No
 
 def _folder(name: str, key: str, patterns: Sequence[str]) -> Path:
     if not is_hub_id(name):
-        return Path(name)
+        require_tokenizer_folder(Path(name), key)
     try:
         return local_folder(key, name, patterns)
     except ConfigError as error:
@@ -202,13 +205,21 @@ def require_tokenizer_folder(folder: Path, key: str) -> None:
 def _open(folder: Path, key: str, gguf_file: str | None) -> Any:
     require_tokenizer_folder(folder, key)
     transformers, local = import_transformers(), {"local_files_only": True, "trust_remote_code": False}
-    try:
+
+    def opened() -> Any:
         if gguf_file is not None:
             return transformers.AutoTokenizer.from_pretrained(folder, gguf_file=gguf_file, **local)
         if (folder / "tokenizer_config.json").is_file() or (folder / "config.json").is_file():
             return transformers.AutoTokenizer.from_pretrained(folder, **local)
         if (folder / "tokenizer.json").is_file():
             return transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+        return None
+
+    try:
+        if tokenizer := limited(opened, f"{key}: {folder}", OPENING):
+            return tokenizer
+    except DataError:
+        raise
     except Exception as error:  # tokenizers raises bare Exception, transformers many classes: all about these files
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise DataError(f"{key}: {folder}: transformers can't open it: {reason[0]}") from error

@@ -16,15 +16,14 @@ from portable_fsdp.formats.names import config_object, config_of
 from portable_fsdp.formats.peft import merged, opened_folder
 from portable_fsdp.formats.safetensors_file import groups, read_header, read_tensor, write_file
 from portable_fsdp.models.architecture import mapping_of
+from portable_fsdp.models.safetensors_folder import INDEX, SINGLE
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
-from portable_fsdp.runtime.files import write_text_atomically
+from portable_fsdp.runtime.files import read_regular, write_text_atomically
 from portable_fsdp.runtime.hub import import_transformers, local_folder
 from portable_fsdp.runtime.strict_json import parse_json
 
 log = logging.getLogger("portable_fsdp")
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 GENERATION = "generation_config.json"
 GENERATING = ("causal_lm", "seq2seq_lm")
 """Tasks whose models generate text."""
@@ -45,7 +44,7 @@ def export(reader: Reader, options: ExportOptions) -> Callable[[Path], None]:
             config.save_pretrained(folder)
         own = _generation_config(reader.manifest)
         if own is not None:
-            (folder / GENERATION).write_bytes(own.read_bytes())
+            (folder / GENERATION).write_bytes(own)
         elif config is not None and _task_of(reader.manifest) in GENERATING:
             import_transformers().GenerationConfig.from_model_config(config).save_pretrained(folder)
         _write_weights(read, tensors, folder, options)
@@ -79,8 +78,8 @@ def _weight_map(folder: Path) -> dict[str, str]:
     """Key -> plain name of a file."""
     path = file_inside(folder, INDEX)
     try:
-        index = parse_json(path.read_bytes())
-    except ValueError as error:
+        index = parse_json(read_regular(path, folder))
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: expected JSON, found: {error}") from None
     weight_map = cast(dict[str, object], index).get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
@@ -111,19 +110,19 @@ def _model_config(manifest: Manifest, name: str, tensors: dict[str, TensorEntry]
     return config
 
 
-def _generation_config(manifest: Manifest) -> Path | None:
-    """That of `model.pretrained`, in the folder that the run opened, or where the name leads now. None: transformers
-    makes one of the model's config."""
+def _generation_config(manifest: Manifest) -> bytes | None:
+    """The bytes of `model.pretrained`'s, from the folder that the run opened, or where the name leads now. None:
+    transformers makes one of the model's config."""
     model = manifest.config.get("model", {})
     name = model.get("pretrained")
     if name is None or model.get("gguf_file") is not None:
         return None
     try:
         folder = opened_folder(manifest) or local_folder("model.pretrained", name, (GENERATION,))
-    except ConfigError as error:
+        return read_regular(folder / GENERATION, folder) if (folder / GENERATION).is_file() else None
+    except (ConfigError, OSError) as error:
         log.warning("%s is made from the model's config, without that of model.pretrained: %s", GENERATION, error)
         return None
-    return folder / GENERATION if (folder / GENERATION).is_file() else None
 
 
 def _write_weights(

@@ -13,7 +13,8 @@ from portable_fsdp.formats import FORMATS, WITHOUT_CHECKSUM, require_source
 from portable_fsdp.formats.base import ForeignCheckpoint, as_dtype, load_format
 from portable_fsdp.formats.names import choose_tensors, config_of, names_of
 from portable_fsdp.formats.safetensors_file import groups, write_file
-from portable_fsdp.runtime.errors import CheckpointError
+from portable_fsdp.models.exported import require_as_exported
+from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 
 log = logging.getLogger("portable_fsdp")
 
@@ -41,7 +42,11 @@ def import_checkpoint(
     store the errors of its client; then it commits nothing.
     """
     kind = detect(path) if name == "auto" else name
-    if kind in WITHOUT_CHECKSUM:
+    try:
+        is_verified = path.is_dir() and require_as_exported(path)
+    except ConfigError as error:
+        raise CheckpointError(f"import {error}") from None
+    if kind in WITHOUT_CHECKSUM and not is_verified:
         log.warning(
             "import %s: %s (%s) has no checksum: damage that leaves it readable would go unnoticed",
             *(path, WITHOUT_CHECKSUM[kind], kind),

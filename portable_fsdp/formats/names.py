@@ -16,6 +16,7 @@ from portable_fsdp.formats.base import ForeignCheckpoint
 from portable_fsdp.formats.safetensors_file import byte_chunks
 from portable_fsdp.models.architecture import config_from_json, config_to_json
 from portable_fsdp.runtime.errors import CheckpointError
+from portable_fsdp.runtime.files import read_regular
 from portable_fsdp.runtime.hub import import_transformers
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -42,7 +43,9 @@ def config_of(path: Path) -> dict[str, Any]:
     """transformers' config as a dict, from config.json or its folder; never code. Raises `CheckpointError`."""
     file = path / "config.json" if path.is_dir() else path
     try:
-        _check_layers(str(file), json.loads(file.read_bytes()))  # older releases wrote infinities, which JSON lacks
+        _check_layers(
+            str(file), json.loads(read_regular(file, path if path.is_dir() else None))
+        )  # older releases wrote infinities, which JSON lacks
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: expected a config.json, found: {error}") from None
     transformers = import_transformers()

@@ -16,6 +16,7 @@ from portable_fsdp.formats.base import ExportOptions, as_dtype, weights_of
 from portable_fsdp.formats.names import model_on_meta
 from portable_fsdp.formats.safetensors_file import write_file
 from portable_fsdp.models import lora
+from portable_fsdp.models.exported import require_as_exported
 from portable_fsdp.models.pretrained import PretrainedWeights, fingerprint, open_pretrained
 from portable_fsdp.models.weights import RandomWeights
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
@@ -155,6 +156,7 @@ def _left_out(reader: Reader, model: nn.Module, name: str | None) -> PretrainedW
     problem = f"checkpoint {reader.folder.name}: expected the base of its adapters, which it leaves out:\n    {base}\n"
     way_out = "\n  Name it: --base FOLDER (or org/name@revision). Adapters alone: --format peft."
     try:
+        require_as_exported(Path(place))
         file = open_pretrained(Model(pretrained=place, gguf_file=base.gguf_file)).file
         if (actual := fingerprint(file)) != base.fingerprint:
             raise CheckpointError(f"{problem}  found another in {place} (fingerprint {actual}).{way_out}")

@@ -16,14 +16,12 @@ from pathlib import Path
 
 from portable_fsdp.checkpoint import storage
 from portable_fsdp.checkpoint.format import Manifest
+from portable_fsdp.models.exported import MARK, hashes_of
 from portable_fsdp.runtime.errors import CheckpointError
-from portable_fsdp.runtime.files import sync_folder, write_text_atomically
+from portable_fsdp.runtime.files import read_regular, sync_folder, write_text_atomically
 from portable_fsdp.runtime.strict_json import parse_json
 
 log = logging.getLogger("portable_fsdp")
-
-MARK = "portable_fsdp.json"
-"""In every exported folder: its source and its files. A folder without it isn't ours."""
 
 _UNIQUE = 8  # letters in the name of an unfinished export
 
@@ -97,8 +95,9 @@ def new_folder(folder: Path, manifest: Manifest) -> Generator[Path]:
     unfinished.mkdir()
     try:
         yield unfinished
-        by, files = manifest.written_by.model_dump(), [*_names(unfinished), MARK]
-        source = {"step": manifest.step, "written_by": by, "files": files}
+        by, files = manifest.written_by.model_dump(), _names(unfinished)
+        hashes = hashes_of(unfinished, files)
+        source = {"step": manifest.step, "written_by": by, "files": [*files, MARK], "hashes": hashes}
         write_text_atomically(unfinished / MARK, json.dumps(source, indent=2) + "\n")
         require_replaceable(folder)
         _replace(folder, unfinished)
@@ -119,8 +118,8 @@ def torch_saving(path: Path) -> Generator[None]:
 def _exported(folder: Path) -> set[str] | None:
     """The files of an export, by its mark; None where it is unreadable."""
     try:
-        files = parse_json((folder / MARK).read_bytes())["files"]
-    except (ValueError, KeyError, TypeError):
+        files = parse_json(read_regular(folder / MARK, folder))["files"]
+    except (OSError, ValueError, KeyError, TypeError):
         return None
     return {str(name) for name in files} if isinstance(files, list) else None
 

@@ -20,6 +20,7 @@ from portable_fsdp.formats.base import ForeignCheckpoint
 from portable_fsdp.formats.safetensors_file import check_numbers, check_shape
 from portable_fsdp.formats.torch_file import entry_of, load_mapped
 from portable_fsdp.runtime.errors import CheckpointError
+from portable_fsdp.runtime.files import names_in
 
 log = logging.getLogger("portable_fsdp")
 
@@ -84,7 +85,10 @@ def _ranks(folder: Path) -> list[dict[str, Any]]:
 
 def _torch_files(folder: Path) -> list[Path]:
     """If some are called `rank...`, only those: transformers' Trainer puts others beside them."""
-    files = sorted(filter(torch_file.matches, folder.iterdir()))
+    try:
+        files = [folder / name for name in names_in(folder) if torch_file.matches(folder / name)]
+    except OSError as error:
+        raise CheckpointError(f"import {folder}: {error.strerror}") from None
     return [file for file in files if re.match(r"rank[-_]?\d", file.name)] or files
 
 

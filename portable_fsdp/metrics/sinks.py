@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from portable_fsdp.runtime.errors import UsageError, without_passwords
-from portable_fsdp.runtime.files import write_text_atomically
+from portable_fsdp.runtime.files import MAX_LINE_BYTES, MAX_LOG_BYTES, lines_of, open_regular, write_text_atomically
 
 _TAIL_BYTES = 64 << 20
 
@@ -118,21 +118,24 @@ def utc_text(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
+def read_jsonl(path: Path, folder: Path | None = None) -> list[dict[str, Any]]:
     """All rows of a file that may be in the middle of being written: a torn last line is left out.
 
-    Raises FileNotFoundError, and UsageError for any other line that is not a JSON object.
+    Raises OSError as `open_regular` with `folder`, and UsageError for any other line that is not a JSON object.
     """
-    *lines, tail = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    rows = [parse_line(line) for line in lines]
-    if None in rows:
-        number = rows.index(None) + 1
-        raise UsageError(
-            f"{path}:{number}: expected one JSON object a line, found {lines[number - 1][:60]!r}.\n"
-            "  The file was changed by something else: mend that line, or move the file away."
-        )
-    last = parse_line(tail)
-    return [row for row in [*rows, last] if row is not None]
+    rows: list[dict[str, Any]] = []
+    with open_regular(path, folder, MAX_LOG_BYTES) as file:
+        for number, line in enumerate(lines_of(file), start=1):
+            text = line.decode(errors="replace")
+            row = parse_line(text)
+            if row is not None:
+                rows.append(row)
+            elif line.endswith(b"\n") or len(line) == MAX_LINE_BYTES:
+                raise UsageError(
+                    f"{path}:{number}: expected one JSON object a line, found {text.rstrip()[:60]!r}.\n"
+                    "  The file was changed by something else: mend that line, or move the file away."
+                )
+    return rows
 
 
 def parse_line(line: str | bytes) -> dict[str, Any] | None:

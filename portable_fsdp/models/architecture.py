@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.runtime.files import read_regular
 from portable_fsdp.runtime.strict_json import parse_json
 
 log = logging.getLogger("portable_fsdp")
@@ -73,10 +74,8 @@ def architecture_mapping(architecture: Mapping[str, Any] | str) -> dict[str, Any
             "  The path is relative to the folder that the run starts in."
         ) from None
     try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise ValueError(f"expected at most {_MAX_BYTES:,} bytes, found {path.stat().st_size:,}")
         # Infinity isn't JSON's, but Mamba 2's files have it.
-        values = parse_json(path.read_bytes(), constant=float)
+        values = parse_json(read_regular(path, max_bytes=_MAX_BYTES), constant=float)
     except (ValueError, OSError) as error:
         raise ConfigError(f"model.architecture: {path}: can't be read as JSON: {str(error).rstrip('.')}.") from None
     if not isinstance(values, dict) or not isinstance(cast(dict[str, Any], values).get("model_type"), str):

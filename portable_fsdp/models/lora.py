@@ -24,6 +24,7 @@ from portable_fsdp.config.patterns import matches, matching
 from portable_fsdp.models.safetensors_folder import open_safetensors
 from portable_fsdp.models.weights import FLOATS, TensorSlices, WeightFill, seeded
 from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.runtime.files import read_regular
 from portable_fsdp.runtime.hub import local_folder
 from portable_fsdp.runtime.strict_json import parse_json
 
@@ -201,7 +202,7 @@ def start_from(lora: schema.Lora, model: nn.Module, fill: WeightFill) -> WeightF
 
 def _check_config(folder: Path, lora: schema.Lora) -> None:
     try:
-        saved = parse_json((folder / CONFIG).read_bytes())
+        saved = parse_json(read_regular(folder / CONFIG, folder))
     except (OSError, ValueError) as error:
         raise _refusal(folder, f"{CONFIG} of peft", f"{error}", "Name a folder that peft has saved.") from None
     if not isinstance(saved, dict):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from portable_fsdp.models.weights import TensorFile, TensorSlices
 from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.runtime.files import read_regular
 from portable_fsdp.runtime.strict_json import parse_json
 
 _KEY = "model.pretrained"
@@ -92,8 +93,8 @@ def _refuse(folder: Path) -> NoReturn:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        return dict(cast(dict[str, str], parse_json(index.read_bytes())["weight_map"]))
-    except (ValueError, TypeError, KeyError) as error:
+        return dict(cast(dict[str, str], parse_json(read_regular(index, index.parent))["weight_map"]))
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
             f"{_KEY}: {index}: expected a JSON object with a weight_map (tensor -> file), found something else "
             f"({type(error).__name__}).\n  Download the folder again."

@@ -30,7 +30,7 @@ from portable_fsdp.parity.record import (
 from portable_fsdp.runtime.child import Child
 from portable_fsdp.runtime.command import IMPORT_HELP, CommandParser, Once, at_least, run_command, to_stderr, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE, TrainingError, UsageError
-from portable_fsdp.runtime.files import write_text_atomically
+from portable_fsdp.runtime.files import read_regular, write_text_atomically
 from portable_fsdp.runtime.process import detect_launch
 from portable_fsdp.train.early_checks import check_paths
 
@@ -185,7 +185,7 @@ def _compared(options: argparse.Namespace) -> tuple[Certificate, Path | None]:
     if options.on or options.config or options.words:
         raise UsageError("--compare: expected two certificates and nothing to run, found --on, a config or overrides.")
     try:
-        first, other = (Certificate.model_validate_json(path.read_bytes()) for path in options.compare)
+        first, other = (Certificate.model_validate_json(read_regular(path)) for path in options.compare)
         configs = [Config.model_validate_json(certificate.config) for certificate in (first, other)]
     except (OSError, ValidationError) as error:
         raise UsageError(f"--compare: expected two files certificate.json of parity, found: {error}") from None

@@ -218,7 +218,10 @@ def _measured(name: str, tokens: int) -> list[MeasuredStep]:
     folder = Path(name)
     if not (folder / "metrics.jsonl").is_file():
         raise UsageError(f"--compare={folder}: expected a run's folder, found no metrics.jsonl in it.")
-    return measured_steps(read_jsonl(folder / "metrics.jsonl"), tokens)
+    try:
+        return measured_steps(read_jsonl(folder / "metrics.jsonl", folder), tokens)
+    except OSError as error:
+        raise UsageError(f"--compare={folder}: metrics.jsonl can't be read: {error.strerror}.") from None
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """A run's folder as data. The run may still be under way, or have ended in any way; damaged lines are left out."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
@@ -16,6 +17,7 @@ from portable_fsdp.config import yaml_text
 from portable_fsdp.metrics.goodput import Attempt, Goodput, attempts, goodput
 from portable_fsdp.metrics.sinks import parse_line
 from portable_fsdp.runtime.errors import UsageError, printable
+from portable_fsdp.runtime.files import MAX_LINE_BYTES, MAX_LOG_BYTES, lines_of, names_in, open_regular, read_regular
 
 JsonObject = Mapping[str, Any]
 Numbers = NDArray[np.float64]
@@ -23,6 +25,7 @@ Numbers = NDArray[np.float64]
 _MOST_SAMPLES = 50
 _MOST_PROFILES = 10
 _MOST_BYTES = 20_000  # of a profile's summary
+_SMALL_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -76,8 +79,11 @@ class RunRecord:
     @cached_property
     def profiles(self) -> list[str]:
         """The summaries of profiled steps, by step."""
-        paths = sorted(self.folder.glob("profile/step-*/summary.txt"), key=lambda path: path.stat().st_mtime)
-        return [path.read_bytes()[:_MOST_BYTES].decode(errors="replace") for path in paths[-_MOST_PROFILES:]]
+        paths = [self.folder / "profile" / name / "summary.txt" for name in _names(self.folder / "profile")]
+        paths = sorted(filter(os.path.lexists, paths), key=lambda path: path.lstat().st_mtime)
+        with _readable():
+            texts = [read_regular(path, self.folder, _SMALL_BYTES) for path in paths[-_MOST_PROFILES:]]
+        return [text[:_MOST_BYTES].decode(errors="replace") for text in texts]
 
     @property
     def damage(self) -> str:
@@ -124,23 +130,37 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def _runs_inside(folder: Path) -> str:
-    names = sorted(path.parent.name for path in folder.glob("*/events.jsonl")) if folder.is_dir() else []
+    names = [name for name in _names(folder) if (folder / name / "events.jsonl").is_file()]
     return printable(", ".join(names[:5]))
+
+
+def _names(folder: Path) -> list[str]:
+    with _readable():
+        return names_in(folder) if folder.is_dir() else []
+
+
+@contextmanager
+def _readable() -> Generator[None]:
+    """A file that isn't a run's own is an error in one sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{error.filename}: can't be read: {error.strerror}.") from None
 
 
 def read_records(path: Path, *needed: str, offset: int = 0) -> tuple[list[JsonObject], int, int]:
     """The objects from byte `offset` on that have the `needed` keys, how many other lines there are, and the offset
     behind them. A torn last line is none; a file that has become shorter is read from its beginning."""
     records, skipped = list[JsonObject](), 0
-    if not path.is_file():
+    if not os.path.lexists(path):
         return records, skipped, 0
-    with path.open("rb") as lines:
-        offset = lines.seek(offset if offset <= os.fstat(lines.fileno()).st_size else 0)
-        for line in lines:
+    with _readable(), open_regular(path, path.parent, MAX_LOG_BYTES) as file:
+        offset = file.seek(offset if offset <= os.fstat(file.fileno()).st_size else 0)
+        for line in lines_of(file):
             record = parse_line(line)
             if record is not None and _is_whole(record, needed):
                 records.append(record)
-            elif line.endswith(b"\n"):
+            elif line.endswith(b"\n") or len(line) == MAX_LINE_BYTES:
                 skipped += 1
             else:
                 break
@@ -207,9 +227,11 @@ _CHECKS = {
 def _config(path: Path) -> dict[str, Any]:
     """By dotted key; empty for a file that is missing or isn't what a run writes. Aliases and depth are bounded."""
     try:
-        _, value = yaml_text.parse(path.read_text(encoding="utf-8"))
+        with _readable():
+            text = read_regular(path, path.parent, _SMALL_BYTES) if os.path.lexists(path) else b""
+        _, value = yaml_text.parse(text.decode())
         return dict(_flat(value, ""))
-    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+    except (ValueError, yaml.YAMLError, RecursionError):
         return {}
 
 

@@ -21,7 +21,8 @@ import psutil
 
 from portable_fsdp.report.read import JsonObject, name_of, read_config, read_records
 from portable_fsdp.runtime.errors import PortableFSDPError, UsageError
-from portable_fsdp.runtime.files import write_text_atomically
+from portable_fsdp.runtime.files import read_regular, write_text_atomically
+from portable_fsdp.runtime.strict_json import parse_json
 
 FOLDER = "trackers"
 _PROJECT = "portable_fsdp"
@@ -75,9 +76,11 @@ def track(run: Path, name: str, *, follow: bool) -> int:
     Raises UsageError for a folder that is no run and while another process sends, TrackerError for a library's error.
     """
     config, folder = read_config(run), run / FOLDER
+    if folder.is_symlink() or (folder / f"{name}.lock").is_symlink():
+        raise UsageError(f"--track: {folder}: expected a folder of the run with files, found a link.")
     try:
         folder.mkdir(exist_ok=True)
-        with (folder / f"{name}.lock").open("w") as lock:
+        with os.fdopen(os.open(folder / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666), "r+b") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return _send(run, name, config, follow=follow)
     except BlockingIOError:
@@ -175,7 +178,7 @@ def _plain(value: object) -> str | int | float | bool:
 
 def _read_state(path: Path) -> Sent | None:
     try:
-        return Sent(**json.loads(path.read_text(encoding="utf-8")))
+        return Sent(**parse_json(read_regular(path, path.parent)))
     except (OSError, ValueError, TypeError):
         return None
 

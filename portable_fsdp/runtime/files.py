@@ -1,9 +1,20 @@
-"""Files that are either complete or absent, and the user's cache folder."""
+"""Files that are either complete or absent, files that somebody else wrote, and the user's cache folder."""
 
+import errno
 import os
-from collections.abc import Mapping
+import stat
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
+from typing import BinaryIO
+
+MAX_TEXT_BYTES = 1 << 27
+"""Of a JSON file; the largest tokenizers have 60 MB."""
+MAX_LOG_BYTES = 1 << 30
+"""Of metrics.jsonl and the like: two million steps."""
+MAX_LINE_BYTES = 1 << 20
+_MAX_NAMES = 100_000
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
@@ -19,8 +30,9 @@ def write_text_atomically(path: Path, text: str) -> None:
     leaves the old file as it was.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)  # "x" doesn't follow a link
     try:
-        with temporary.open("w", encoding="utf-8", newline="") as file:
+        with temporary.open("x", encoding="utf-8", newline="") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -41,3 +53,47 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def open_regular(path: Path, folder: Path | None = None, max_bytes: int | None = None) -> BinaryIO:
+    """Open a file that somebody else may have written, without ever waiting for it.
+
+    Raises OSError for anything but a regular file, for more than `max_bytes`, and with `folder` for a link that leads
+    out of it. The blobs of a snapshot in the hub's cache count as part of its folder.
+    """
+    real = Path(os.path.realpath(path, strict=True))
+    if folder is not None:
+        root = Path(os.path.realpath(folder))
+        blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else root
+        if not (real.is_relative_to(root) or real.is_relative_to(blobs)):
+            raise OSError(errno.ENXIO, "expected a file of this folder, found a link out of it", str(path))
+    descriptor = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode) and (max_bytes is None or status.st_size <= max_bytes):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISREG(status.st_mode):
+        raise OSError(errno.ENXIO, f"expected at most {max_bytes:,} bytes, found {status.st_size:,}", str(path))
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, "expected a file, found a folder", str(path))
+    raise OSError(errno.ENXIO, "expected a file, found a pipe or a device", str(path))
+
+
+def read_regular(path: Path, folder: Path | None = None, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
+    """The content of a small file; as `open_regular`."""
+    with open_regular(path, folder, max_bytes) as file:
+        return file.read(max_bytes)
+
+
+def lines_of(file: BinaryIO) -> Iterator[bytes]:
+    """The lines from here on, a longer one than `MAX_LINE_BYTES` in pieces."""
+    return iter(lambda: file.readline(MAX_LINE_BYTES), b"")
+
+
+def names_in(folder: Path) -> list[str]:
+    """The sorted names in a folder. Raises OSError, also for more than a folder of a model or a run has."""
+    with os.scandir(folder) as entries:
+        names = [entry.name for entry in islice(entries, _MAX_NAMES + 1)]
+    if len(names) > _MAX_NAMES:
+        raise OSError(errno.E2BIG, f"expected at most {_MAX_NAMES:,} files in this folder, found more", str(folder))
+    return sorted(names)

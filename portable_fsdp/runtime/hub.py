@@ -8,10 +8,12 @@ import logging
 import os
 import re
 from collections.abc import Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.runtime.files import MAX_TEXT_BYTES, names_in, open_regular
 
 CONFIG_FILES = ("config.json", "generation_config.json")
 TOKENIZER_FILES = (
@@ -23,6 +25,7 @@ WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "model-*.sa
 MODEL_FILES = (*CONFIG_FILES, *WEIGHT_FILES, *TOKENIZER_FILES)
 """Patterns of names, as for `fnmatch`. Pickles and code are never downloaded: `_NEVER`."""
 
+_WEIGHTS = {".safetensors", ".gguf", ".bin"}
 _NEVER = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt", "*.msgpack", "*.h5", "*.py")
 _HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?", re.ASCII)
 
@@ -56,7 +59,25 @@ def local_folder(key: str, name: str, patterns: Sequence[str] = MODEL_FILES) -> 
     isn't there and for what the hub answers (no such repository, gated, no network, offline and not in the cache).
     """
     hub_id = require_folder_or_hub_id(key, name)
-    return Path(name) if hub_id is None else _snapshot(key, name, hub_id["repo"], hub_id["revision"], patterns)
+    if hub_id is not None:
+        return _snapshot(key, name, hub_id["repo"], hub_id["revision"], patterns)
+    require_plain_files(key, Path(name), patterns)
+    return Path(name)
+
+
+def require_plain_files(key: str, folder: Path, patterns: Sequence[str]) -> None:
+    """Raises ConfigError unless the files that `patterns` name are regular ones of this folder, all but weights of
+    bounded sizes. transformers would wait for a pipe, read a device until memory is full, and follow a link anywhere.
+    """
+    templates = folder / "additional_chat_templates"
+    try:
+        inside = names_in(templates) if templates.is_dir() else []
+        names = [*names_in(folder), *(f"{templates.name}/{name}" for name in inside)]
+        for path in (folder / name for name in names if any(fnmatch(name, pattern) for pattern in patterns)):
+            if not path.is_dir():  # transformers says so
+                open_regular(path, folder, None if path.suffix in _WEIGHTS else MAX_TEXT_BYTES).close()
+    except OSError as error:
+        raise ConfigError(f"{key}: {error.filename}: {error.strerror}.") from None
 
 
 def require_folder_or_hub_id(key: str, name: str) -> re.Match[str] | None:

@@ -82,6 +82,10 @@ def build_training(
     if tokenizer is not None:
         size = tokenizer.vocab_size
         require_own_ids(config.model, config.data.tokenizer, tokenizer)
+    if fill and config.model.pretrained is not None:
+        from portable_fsdp.models.exported import require_intact
+
+        require_intact(config, backend)
     task, seq_len, firsts = find_task(config.train.task, eager=eager), config.data.seq_len, None
     if rows is not None and (config.data.factory is not None or not task.counts_labels):
         from portable_fsdp.train.row_trial import tokens_of

@@ -5,6 +5,7 @@ XLA compiles it once. It keeps no keys and values: the forward is the one that t
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -14,6 +15,7 @@ from portable_fsdp.backends.base import Backend, Batch, Metrics
 from portable_fsdp.config import schema
 from portable_fsdp.data.tokenize import Tokenizer
 from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.runtime.limits import Limit, limited
 
 _BLOCK = 128
 """Rows are a multiple of it long, as attention's kernels want them, or as long as the rows that train."""
@@ -29,7 +31,9 @@ class Sampler:
         self._backend, self._tokenizer, self._tokens = backend, tokenizer, train.sample_tokens
         if train.sample_tokens >= seq_len:
             raise ConfigError(f"train.sample_tokens: expected less than data.seq_len={seq_len}, found {self._tokens}.")
-        self._prompts = [ids.tolist() for ids in tokenizer.encode_all(train.sample_prompts, special_tokens=True)]
+        limit = Limit(len(train.sample_prompts), sum(map(len, train.sample_prompts)))
+        encode = partial(tokenizer.encode_all, train.sample_prompts, special_tokens=True)
+        self._prompts = [ids.tolist() for ids in limited(encode, "train.sample_prompts", limit)]
         for prompt, ids in zip(train.sample_prompts, self._prompts, strict=True):
             if not ids:
                 raise ConfigError(f"train.sample_prompts: expected text, found {prompt!r}, which has no tokens.")

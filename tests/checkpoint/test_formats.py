@@ -299,6 +299,37 @@ def test_an_import_removes_what_a_killed_one_left_and_nothing_else(tmp_path: Pat
     assert storage.names(checkpoints / left[0]) == [commit.MARK, "model", "optimizer"]
 
 
+KILLED_EARLY = """
+import os, signal, sys
+from pathlib import Path
+from portable_fsdp.checkpoint.commit import begin
+from portable_fsdp.checkpoint.format import IMPORTED
+calls = []
+def kill(event, arguments):
+    if event in ("os.mkdir", "open") and ".tmp-" in str(arguments[0]):
+        calls.append(event)
+        if len(calls) > allowed:
+            os.kill(os.getpid(), signal.SIGKILL)
+for allowed in range(4):
+    os.mkdir(f"{sys.argv[1]}/{allowed}")
+    if os.fork() == 0:
+        sys.addaudithook(kill)
+        begin(Path(sys.argv[1]) / str(allowed) / "step-00000000", IMPORTED)
+    assert os.WTERMSIG(os.wait()[1]) == signal.SIGKILL
+"""
+
+
+def test_an_import_removes_what_ones_killed_at_their_beginning_left(tmp_path: Path, hub: Path) -> None:
+    """Protects a run's folder from leftovers without a mark: real kills before the folder, the mark, and `model/`."""
+    subprocess.run([sys.executable, "-c", KILLED_EARLY, str(tmp_path)], check=True)
+    for allowed in range(4):
+        checkpoints = (tmp_path / str(allowed)).rename(tmp_path / "checkpoints")
+        assert len(storage.names(checkpoints)) == min(allowed, 1)
+        import_checkpoint(hub, tmp_path)
+        assert storage.names(checkpoints) == ["step-00000000"]
+        shutil.rmtree(checkpoints)
+
+
 def test_two_imports_at_once_into_a_store(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"memory://{uuid.uuid4().hex}"
     real = commit.commit

@@ -17,10 +17,14 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from portable_fsdp.checkpoint import storage
 from portable_fsdp.checkpoint.store import Reader
+from portable_fsdp.config.schema import Checkpoint, Config, Model, Train
+from portable_fsdp.data.tokenize import ByteTokenizer
 from portable_fsdp.formats.importing import import_checkpoint
 from portable_fsdp.formats.target import new_file
 from portable_fsdp.models.architecture import config_from_json, config_to_json
-from portable_fsdp.runtime.errors import CheckpointError
+from portable_fsdp.models.exported import require_as_exported, require_intact
+from portable_fsdp.runtime.errors import CheckpointError, ConfigError
+from portable_fsdp.sample import sample
 
 
 def save_llama(folder: Path, seed: int = 0, step: int = 1) -> Path:
@@ -131,6 +135,52 @@ def test_a_complete_export_replaces_an_earlier_one(
     opened: Any = AutoModelForCausalLM.from_pretrained(folder)
     assert_same(opened.state_dict(), build(MODELS["llama"], seed=1).state_dict())
     assert names(tmp_path) == ["checkpoints", "export"]
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (lambda folder: flip_a_bit(folder / "model.safetensors"), "model.safetensors: damaged: the export wrote "),
+        (lambda folder: flip_a_bit(folder / "generation_config.json"), "generation_config.json: damaged"),
+        (lambda folder: flip_a_bit(folder / "tokenizer.json"), "tokenizer.json: damaged"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json"),
+        (lambda folder: (folder / "model-2.safetensors").touch(), r"one export, found model-2\.safetensors too"),
+        (lambda folder: (folder / "portable_fsdp.json").write_text('{"hashes": 3, "files": []}'), "portable_fsdp.json"),
+        (lambda folder: (folder / "portable_fsdp.json").write_text("{"), "portable_fsdp.json"),
+        (lambda folder: (folder / "README.md").write_text("Mine."), None),
+        (lambda folder: (folder / "portable_fsdp.json").unlink(), None),
+    ],
+)
+def test_a_damaged_export_is_refused_wherever_it_is_opened(
+    tmp_path: Path, llama: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], object], problem: str | None
+) -> None:
+    """Protects a model from a bit that flipped while it lay on disk or was copied."""
+    folder, tokenizer = tmp_path / "export", ByteTokenizer()
+    export_llama(llama, folder, tokenizer.save)
+    assert require_as_exported(folder)
+    damage(folder)
+    config = Config(model=Model(pretrained=str(folder)), train=Train(steps=1, global_batch=1))
+    unchecked = config.model_copy(update={"checkpoint": Checkpoint(verify="off")})
+    opens: list[Callable[[], object]] = [
+        lambda: list(sample(folder, "\1", count=1, tokens=1, temperature=0, seed=0)),
+        lambda: require_intact(config, PlainBackend()),
+        lambda: import_checkpoint(folder, tmp_path / "imported"),
+    ]
+    for open_export in opens:
+        if problem is None:
+            open_export()
+            continue
+        with pytest.raises((ConfigError, CheckpointError), match=problem):
+            open_export()
+    require_intact(unchecked, PlainBackend())
+    is_import_silent = "has no checksum" not in caplog.text
+    assert is_import_silent == (folder / "portable_fsdp.json").exists()
 
 
 def test_files_of_others_are_left_alone(tmp_path: Path, llama: Path) -> None:

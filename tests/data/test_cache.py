@@ -2,18 +2,23 @@
 
 import json
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from portable_fsdp.data.cache import BATCH_DOCUMENTS, Recipe, TokenizedDocuments, entry_key, refusal, tokenized
 from portable_fsdp.data.examples import Broken, Example
+from portable_fsdp.data.packing import PackedRows
 from portable_fsdp.data.render import renderer
 from portable_fsdp.data.tokenize import ByteTokenizer
 from portable_fsdp.runtime.errors import DataError
@@ -62,8 +67,8 @@ def test_documents_come_back_in_order_and_are_read_once(tmp_path: Path) -> None:
     assert documents(entry) == [text.encode() + b"\0" for text in texts]
     assert entry.numbers.tolist() == list(range(len(texts)))
     assert source.reads == 1
-    assert isinstance(entry.tokens, np.memmap)
-    assert not entry.tokens.flags.writeable
+    assert isinstance(entry.tokens[:], np.memmap)
+    assert not entry.tokens[:].flags.writeable
 
 
 def test_only_what_belongs_to_it_is_in_an_entry(tmp_path: Path) -> None:
@@ -121,10 +126,73 @@ def test_a_damaged_entry_is_refused_with_the_way_out(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"the entry of an earlier run, found it damaged: .*4 bytes, found 2\n"):
         tokenized(tmp_path, recipe(Texts("abc")))
     facts = tmp_path / "k" / "facts.json"
-    for damage in (lambda: facts.write_text(json.dumps({"dtype": "uint8"})), facts.unlink):
+    flipped = facts.read_bytes().replace(b'"skipped": 0', b'"skipped": 1')
+    for damage in (
+        lambda: facts.write_bytes(flipped),
+        lambda: facts.write_text(json.dumps({"dtype": 1})),
+        facts.unlink,
+    ):
         damage()
         with pytest.raises(DataError, match="found it damaged"):
             tokenized(tmp_path, recipe(Texts("abc")))
+
+
+def flip_a_bit(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 4]))
+
+
+@pytest.mark.parametrize(("name", "at"), [("tokens.bin", 9_000_001), ("starts.bin", 8), ("numbers.bin", 0)])
+def test_a_flipped_bit_is_found_when_it_is_first_read(tmp_path: Path, name: str, at: int) -> None:
+    """Protects a run from training on tokens that changed on disk, in whatever way it reads them."""
+    source = recipe(Texts("x" * 10_000_000, "y"))
+    tokenized(tmp_path, source)
+    flip_a_bit(tmp_path / "k" / name, at)
+
+    def damage() -> Any:
+        return pytest.raises(DataError, match=rf"{name}: its bytes from .* changed .*\n  Delete .*/k; the next start")
+
+    if name != "tokens.bin":
+        with damage():
+            tokenized(tmp_path, source)
+        return
+    entry = tokenized(tmp_path, source)
+    rows = PackedRows(entry.tokens, 8)
+    assert (rows.rows(np.array([0, 5_000_000 // 8]))["labels"] == ord("x")).all()  # in blocks that are whole
+    for read in (
+        lambda: rows.rows(np.array([0, at // 8])),
+        rows.fingerprint,
+        lambda: np.asarray(entry.tokens),
+        lambda: entry.tokens[at - 5_000_000 :],
+        lambda: entry.tokens[at : at + 1],
+    ):
+        with damage():
+            read()
+    shutil.rmtree(tmp_path / "k")
+    assert len(tokenized(tmp_path, source).tokens) == 10_000_003
+
+
+def test_too_many_open_files_are_no_damage(tmp_path: Path) -> None:
+    """Protects a whole entry from the advice to delete it."""
+    tokenized(tmp_path, recipe(Texts("abc")))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, limits[1]))
+    taken: list[int] = []
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        for key in ("k", "new"):
+            with pytest.raises(DataError, match=r"Too many open files\.\n  .*tart again when the cause is gone"):
+                tokenized(tmp_path, recipe(Texts("abc"), key=key))
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert documents(tokenized(tmp_path, recipe(Texts("abc")))) == [b"abc\0"]
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:

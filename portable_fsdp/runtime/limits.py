@@ -1,0 +1,121 @@
+"""Limits of time and memory for what comes with a model: chat templates, and regular expressions of tokenizers.
+
+Nothing can interrupt the tokenizers library, so a call runs in a daemon thread. One over its limit is left behind, and
+dies with the process that the error ends.
+"""
+
+import resource
+import threading
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from portable_fsdp.runtime.errors import DataError
+
+T = TypeVar("T")
+
+SECONDS = 20.0
+_SECONDS_PER_DOCUMENT = 2.0  # a template renders a long conversation once for each turn
+_CHARACTERS_PER_SECOND = 20_000  # a slow tokenizer on a busy host
+_BYTES_PER_CHARACTER = 500  # measured: 230, where each is a token
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What documents with so many characters may take."""
+
+    documents: int
+    characters: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return SECONDS + _SECONDS_PER_DOCUMENT * self.documents + self.characters / _CHARACTERS_PER_SECOND
+
+    @property
+    def bytes(self) -> int:  # a template adds some characters to each
+        return (1 << 30) + _BYTES_PER_CHARACTER * (self.characters + 10_000 * self.documents)
+
+    def result(self, future: "Future[T]", what: str) -> T:
+        """The result of `begin`. Raises DataError about `what` over this limit, and for a panic of the library."""
+        most, problem = _own_bytes() + self.bytes, f"took more than {self.seconds:.0f} s"
+        for _ in range(int(self.seconds / _POLL_S)):  # a process that is stopped and continues counts no time
+            if wait([future], _POLL_S).done:
+                error = future.exception()
+                if type(error).__name__ != "PanicException":
+                    return future.result()
+                problem = f"failed: {error}"
+                break
+            if _own_bytes() > most:
+                problem = f"took more than {self.bytes / 2**30:.1f} GiB of memory"
+                break
+        raise DataError(
+            f"{what}: the tokenizer or its chat template {problem}.\n  Look at the template and at the regular "
+            "expressions in tokenizer.json, or take another tokenizer."
+        )
+
+
+OPENING = Limit(200)
+"""Of a tokenizer: some are converted then."""
+
+
+def begin(call: Callable[[], T]) -> "Future[T]":
+    """Run `call` in a daemon thread, for `Limit.result`."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # a panic in Rust is no Exception
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="portable_fsdp limited", daemon=True).start()
+    return future
+
+
+def limited(call: Callable[[], T], what: str, limit: Limit) -> T:
+    """The result of `call`; raises as `Limit.result`."""
+    with memory_limit() as allow:
+        allow(limit)
+        return limit.result(begin(call), what)
+
+
+@contextmanager
+def memory_limit() -> Generator[Callable[[Limit], None]]:
+    """Gives a function that allows twice a limit's memory from now on. An allocation beyond that, which no poll would
+    notice in time, raises MemoryError in any thread."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+
+    def allow(limit: Limit) -> None:
+        if soft == resource.RLIM_INFINITY:
+            resource.setrlimit(resource.RLIMIT_DATA, (_own_bytes(5) + 2 * limit.bytes, hard))
+
+    try:
+        yield allow
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def require_small_numbers(tokenizer: Any, what: str) -> None:
+    """Raises DataError for a tokenizer of several chat templates and no default, and for powers and huge numbers in its
+    template: nothing stops Python while it computes those."""
+    from jinja2 import Environment, TemplateError
+
+    try:
+        for _, kind, value in Environment().lex(tokenizer.get_chat_template()):
+            if (kind, value) == ("operator", "**") or (kind == "integer" and len(value) > 7):
+                raise DataError(f"{what}: expected a chat template without powers and huge numbers, found {value:.30}.")
+    except ValueError as error:
+        raise DataError(f"{what}: {str(error).partition('!')[0]:.200}.") from None
+    except TemplateError:  # whoever applies it says so
+        return
+
+
+def _own_bytes(column: int = 1) -> int:
+    """Resident memory, or by proc_pid_statm(5) another size; a huge one where there is no /proc."""
+    with suppress(OSError):
+        return int(Path("/proc/self/statm").read_text().split()[column]) * resource.getpagesize()
+    return 1 << 50
